@@ -1,0 +1,42 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-gpu lint bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+
+install: $(STAMP) ## Make .venv and install the package into it, with the pinned versions
+
+# torch goes first and alone, so that the pin decides which build of it comes.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed; name one: make PYTHON=python3.11")'
+	@echo "Installing into $(VENV); the first time takes a minute or two."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	@touch $@
+
+demo: install ## Run the demo (PERMUTED=1: on permuted pixels)
+	$(BIN)/rbn demo $(if $(filter 1,$(PERMUTED)),--permuted)
+
+test: lint ## Run the checks and all tests, with coverage
+	$(BIN)/python -m pytest --timeout=600 --cov=rbn --cov-fail-under=90
+
+test-gpu: ## Run the GPU tests with $(PYTHON) as it is, without .venv
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
+
+lint: install ## Run ruff check, ruff format --check and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install ## Time the layers on this CPU
+	$(BIN)/python benchmarks/cpu.py
+
+clean: ## Remove .venv, caches, builds and the demo's output (never runs/ or data/)
+	rm -rf $(VENV) build dist demo-out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

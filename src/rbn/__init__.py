@@ -1,0 +1,41 @@
+"""Normalized recurrent networks for PyTorch (Cooijmans et al., ICLR 2017).
+
+Layers to use instead of `torch.nn.LSTM`: `BatchNormLSTM`, and beside it `LSTM`, `LayerNormLSTM` and
+`BatchNormRNN`, each with a ``...Cell`` for one step at a time.
+"""
+
+from rbn.nn import (
+    LSTM,
+    BatchNormLSTM,
+    BatchNormLSTMCell,
+    BatchNormRNN,
+    BatchNormRNNCell,
+    LayerNormLSTM,
+    LayerNormLSTMCell,
+    LSTMCell,
+    PopulationStatistics,
+    batch_statistics,
+    init,
+    update_population_stats,
+)
+from rbn.ops import backend, backends
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LSTM",
+    "BatchNormLSTM",
+    "BatchNormLSTMCell",
+    "BatchNormRNN",
+    "BatchNormRNNCell",
+    "LSTMCell",
+    "LayerNormLSTM",
+    "LayerNormLSTMCell",
+    "PopulationStatistics",
+    "__version__",
+    "backend",
+    "backends",
+    "batch_statistics",
+    "init",
+    "update_population_stats",
+]

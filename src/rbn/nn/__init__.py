@@ -1,0 +1,23 @@
+"""Modules around the recurrences: layers, cells, population statistics, initialisation."""
+
+from rbn.nn import init
+from rbn.nn.batch_norm_lstm import BatchNormLSTM, BatchNormLSTMCell
+from rbn.nn.batch_norm_rnn import BatchNormRNN, BatchNormRNNCell
+from rbn.nn.layer_norm_lstm import LayerNormLSTM, LayerNormLSTMCell
+from rbn.nn.lstm import LSTM, LSTMCell
+from rbn.nn.statistics import PopulationStatistics, batch_statistics, update_population_stats
+
+__all__ = [
+    "LSTM",
+    "BatchNormLSTM",
+    "BatchNormLSTMCell",
+    "BatchNormRNN",
+    "BatchNormRNNCell",
+    "LSTMCell",
+    "LayerNormLSTM",
+    "LayerNormLSTMCell",
+    "PopulationStatistics",
+    "batch_statistics",
+    "init",
+    "update_population_stats",
+]

@@ -1,0 +1,190 @@
+"""The batch-normalized LSTM of the paper as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rbn.ops as ops
+from rbn.nn.batch_normalized import BatchNormalized
+from rbn.nn.convert import LSTMLayers
+from rbn.nn.recurrence import Cell, States
+
+
+class _BatchNormLSTM(BatchNormalized):
+    """Equations 6 to 8: which parameters there are, and which recurrence runs."""
+
+    ablation_names = ("shared_stats", "joint_terms", "pass_normalized_cell", "raw_output")
+
+    def _set_normalization(self, *args: Any) -> None:
+        super()._set_normalization(*args)
+        if {"pass_normalized_cell", "raw_output"} <= self.ablations:
+            raise ValueError(
+                "ablations pass_normalized_cell and raw_output exclude each other: without a "
+                "normalized cell there is none to pass on"
+            )
+
+    def _normalized_terms(self) -> dict[str, int]:
+        terms = super()._normalized_terms()
+        if "joint_terms" in self.ablations:
+            del terms["x"]
+        if "raw_output" in self.ablations:
+            del terms["c"]
+        return terms
+
+    def _add_normalization(self, suffix: str, factory: dict[str, Any]) -> None:
+        super()._add_normalization(suffix, factory)
+        self._add(f"beta_c{suffix}", (self.hidden_size,), factory)
+
+    def _run(
+        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
+    ) -> tuple[Tensor, States]:
+        steps = wx.shape[0]
+        gamma_h = self._parameter(f"gamma_h{suffix}", wx)
+        assert gamma_h is not None
+        output, h_n, c_n, batch = ops.bn_lstm(
+            wx,
+            getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            self._parameter(f"bias{suffix}", wx),
+            self._parameter(f"gamma_x{suffix}", wx),
+            gamma_h,
+            self._parameter(f"gamma_c{suffix}", wx),
+            self._parameter(f"beta_c{suffix}", wx),
+            *states,
+            lengths=lengths,
+            population=self._population(suffix, start, steps),
+            eps=self.eps,
+            input_stats=self.input_stats,
+            padding=self.padding,
+            zoneout_c=self._zoneout(self.zoneout[0], wx),
+            zoneout_h=self._zoneout(self.zoneout[1], wx),
+            pass_normalized_cell="pass_normalized_cell" in self.ablations,
+        )
+        self._record(suffix, batch, lengths, start, steps)
+        return output, (h_n, c_n)
+
+
+class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
+    r"""A batch-normalized LSTM (Cooijmans et al., 2017), called like `torch.nn.LSTM`.
+
+    For each layer, with :math:`\mathrm{BN}(h; \gamma, \beta) = \beta + \gamma
+    (h - \mathrm{E}[h]) / \sqrt{\mathrm{Var}[h] + \epsilon}`:
+
+    .. math::
+        (\tilde f_t, \tilde i_t, \tilde o_t, \tilde g_t) &= \mathrm{BN}(W_h h_{t-1}; \gamma_h, 0)
+            + \mathrm{BN}(W_x x_t; \gamma_x, 0) + b \\
+        c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
+        h_t &= \sigma(\tilde o_t) \odot \tanh(\mathrm{BN}(c_t; \gamma_c, \beta_c))
+
+    While training the statistics are those of the minibatch, separately for each time step, and
+    gradients flow through them. In `eval()` they are population statistics: a running average, or
+    the exact one after `rbn.update_population_stats`. Steps beyond the last one seen use its.
+
+    Args:
+        input_size: features of the input.
+        hidden_size: units H of each layer and direction.
+        num_layers: stacked layers.
+        bias: whether there is a bias b.
+        batch_first: input and output as ``[B, T, features]``.
+        dropout: on the output of each layer but the last.
+        bidirectional: a second recurrence backwards in time; only the unpadded part is reversed.
+        max_length: steps to keep population statistics of; None grows with the training data.
+        gamma: start value of all gammas.
+        eps: added to every variance.
+        momentum: weight of a new minibatch in the running average; None averages all equally.
+        input_stats: ``"step"``, or ``"sequence"`` for statistics of the input term that are shared
+            over time and all unpadded positions (BN-e* of the paper).
+        padding: ``"exclude"`` keeps padded rows out of every statistic, ``"include"`` counts them in
+            those of the recurrent and the cell term, as the authors' code does.
+        initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
+        hidden_noise: standard deviation of Gaussian noise on the initial hidden state in training.
+        zoneout: rates (cell, hidden) of Krueger et al. (2016).
+        ablations: of the paper and its code, any of ``"shared_stats"`` (population statistics
+            averaged over time), ``"joint_terms"`` (one normalization of W_h h + W_x x by gamma_h),
+            ``"pass_normalized_cell"`` (the next step continues from BN(c_t)) and ``"raw_output"``
+            (no normalization of the cell before the output).
+
+    Parameters, for each layer k and with suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
+    ``weight_hh_lk [4H, H]``, ``bias_lk [4H]``, ``gamma_x_lk [4H]``, ``gamma_h_lk [4H]``,
+    ``gamma_c_lk [H]``, ``beta_c_lk [H]``, ``h0_lk [H]``, ``c0_lk [H]``; gates in the order i, f, g, o.
+    Statistics: ``stats_x_lk``, ``stats_h_lk``, ``stats_c_lk``, each with ``mean``, ``var [T, ...]``
+    and ``count [T]``.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        max_length: int | None = None,
+        gamma: float = 0.1,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        input_stats: str = "step",
+        padding: str = "exclude",
+        initial_state: str = "learned",
+        hidden_noise: float = 0.0,
+        zoneout: tuple[float, float] = (0.0, 0.0),
+        ablations: Iterable[str] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            initial_state=initial_state,
+            hidden_noise=hidden_noise,
+            zoneout=zoneout,
+        )
+        self._set_normalization(max_length, gamma, eps, momentum, input_stats, padding, ablations)
+        self._build(device, dtype)
+
+
+class BatchNormLSTMCell(_BatchNormLSTM, Cell):
+    """One step of `BatchNormLSTM`, called like `torch.nn.LSTMCell` with the time step beside it.
+
+    ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each. The
+    step chooses the population statistics in `eval()`, and in training where the minibatch's are
+    averaged in. Options and parameters as in `BatchNormLSTM`, parameters without the suffix.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        *,
+        max_length: int | None = None,
+        gamma: float = 0.1,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        initial_state: str = "learned",
+        hidden_noise: float = 0.0,
+        zoneout: tuple[float, float] = (0.0, 0.0),
+        ablations: Iterable[str] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            bias,
+            initial_state=initial_state,
+            hidden_noise=hidden_noise,
+            zoneout=zoneout,
+        )
+        self._set_normalization(max_length, gamma, eps, momentum, "step", "exclude", ablations)
+        self._build(device, dtype)

@@ -1,0 +1,156 @@
+"""The batch-normalized simple RNN as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+import rbn.ops as ops
+from rbn.nn import checks
+from rbn.nn.batch_normalized import BatchNormalized
+from rbn.nn.recurrence import Cell, Layers, States
+from rbn.ops.types import Nonlinearity
+
+
+class _BatchNormRNN(BatchNormalized):
+    """Equation 1 with both terms normalized."""
+
+    gates = 1
+    states = ("h0",)
+    terms = ("x", "h")
+    nonlinearity: Nonlinearity
+
+    def _set_nonlinearity(self, nonlinearity: str) -> None:
+        name = checks.choice("nonlinearity", nonlinearity, ("tanh", "relu"))
+        self.nonlinearity = cast(Nonlinearity, name)
+
+    def _run(
+        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
+    ) -> tuple[Tensor, States]:
+        steps = wx.shape[0]
+        gamma_x = self._parameter(f"gamma_x{suffix}", wx)
+        gamma_h = self._parameter(f"gamma_h{suffix}", wx)
+        assert gamma_x is not None and gamma_h is not None
+        output, h_n, batch = ops.bn_rnn(
+            wx,
+            getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            self._parameter(f"bias{suffix}", wx),
+            gamma_x,
+            gamma_h,
+            *states,
+            nonlinearity=self.nonlinearity,
+            lengths=lengths,
+            population=self._population(suffix, start, steps),
+            eps=self.eps,
+            input_stats=self.input_stats,
+            padding=self.padding,
+            zoneout_h=self._zoneout(self.zoneout[0], wx),
+        )
+        self._record(suffix, batch, lengths, start, steps)
+        return output, (h_n,)
+
+
+class BatchNormRNN(_BatchNormRNN, Layers):
+    r"""A batch-normalized simple RNN, the network of Figure 1a, called like `torch.nn.RNN`.
+
+    .. math::
+        h_t = \phi(\mathrm{BN}(W_h h_{t-1}; \gamma_h, 0) + \mathrm{BN}(W_x x_t; \gamma_x, 0) + b)
+
+    Args:
+        input_size: features of the input.
+        hidden_size: units H of each layer and direction.
+        num_layers: stacked layers.
+        nonlinearity: ``"tanh"`` or ``"relu"``.
+        bias: whether there is a bias b.
+        batch_first: input and output as ``[B, T, features]``.
+        dropout: on the output of each layer but the last.
+        bidirectional: a second recurrence backwards in time; only the unpadded part is reversed.
+        max_length, gamma, eps, momentum, input_stats, padding, initial_state, hidden_noise: as in
+            `BatchNormLSTM`.
+        zoneout: rate of Krueger et al. (2016) for the hidden state.
+        ablations: ``"shared_stats"``, as in `BatchNormLSTM`.
+
+    Parameters, for each layer k: ``weight_ih_lk [H, I]``, ``weight_hh_lk [H, H]``, ``bias_lk [H]``,
+    ``gamma_x_lk [H]``, ``gamma_h_lk [H]``, ``h0_lk [H]``.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        max_length: int | None = None,
+        gamma: float = 0.1,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        input_stats: str = "step",
+        padding: str = "exclude",
+        initial_state: str = "learned",
+        hidden_noise: float = 0.0,
+        zoneout: float = 0.0,
+        ablations: Iterable[str] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            initial_state=initial_state,
+            hidden_noise=hidden_noise,
+            zoneout=zoneout,
+        )
+        self._set_nonlinearity(nonlinearity)
+        self._set_normalization(max_length, gamma, eps, momentum, input_stats, padding, ablations)
+        self._build(device, dtype)
+
+
+class BatchNormRNNCell(_BatchNormRNN, Cell):
+    """One step of `BatchNormRNN`, called like `torch.nn.RNNCell` with the time step beside it.
+
+    ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns h ``[B, H]``. Options and
+    parameters as in `BatchNormRNN`, parameters without the suffix.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        nonlinearity: str = "tanh",
+        *,
+        max_length: int | None = None,
+        gamma: float = 0.1,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        initial_state: str = "learned",
+        hidden_noise: float = 0.0,
+        zoneout: float = 0.0,
+        ablations: Iterable[str] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            bias,
+            initial_state=initial_state,
+            hidden_noise=hidden_noise,
+            zoneout=zoneout,
+        )
+        self._set_nonlinearity(nonlinearity)
+        self._set_normalization(max_length, gamma, eps, momentum, "step", "exclude", ablations)
+        self._build(device, dtype)

@@ -1,0 +1,118 @@
+"""The options and statistics that the batch-normalized networks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from rbn.nn import checks, init
+from rbn.nn.recurrence import Recurrence
+from rbn.nn.statistics import PopulationStatistics
+from rbn.ops import Statistics
+from rbn.ops.types import InputStats, Padding
+
+
+class BatchNormalized(Recurrence):
+    """A recurrence whose terms are batch-normalized, with population statistics for each."""
+
+    terms: ClassVar[tuple[str, ...]] = ("x", "h", "c")
+    ablation_names: ClassVar[tuple[str, ...]] = ("shared_stats",)
+
+    def _set_normalization(
+        self,
+        max_length: int | None,
+        gamma: float,
+        eps: float,
+        momentum: float | None,
+        input_stats: str,
+        padding: str,
+        ablations: Iterable[str],
+    ) -> None:
+        """Check and keep the options of the normalization."""
+        if max_length is not None:
+            checks.positive_integer("max_length", max_length)
+        self.max_length = max_length
+        self.gamma = checks.not_negative("gamma", gamma)
+        self.eps = checks.not_negative("eps", eps)
+        self.momentum = None if momentum is None else checks.probability("momentum", momentum)
+        options = checks.choice("input_stats", input_stats, ("step", "sequence"))
+        self.input_stats = cast(InputStats, options)
+        self.padding = cast(Padding, checks.choice("padding", padding, ("exclude", "include")))
+        if isinstance(ablations, str):
+            raise TypeError(f"ablations must be a collection of names, got {ablations!r}")
+        self.ablations = frozenset(ablations)
+        for name in self.ablations:
+            checks.choice("ablations", name, self.ablation_names)
+
+    def _normalized_terms(self) -> dict[str, int]:
+        """The terms that are normalized, with their numbers of features."""
+        rows = self.gates * self.hidden_size
+        return {term: self.hidden_size if term == "c" else rows for term in self.terms}
+
+    def _add_normalization(self, suffix: str, factory: dict[str, Any]) -> None:
+        for term, features in self._normalized_terms().items():
+            self._add(f"gamma_{term}{suffix}", (features,), factory)
+            statistics = PopulationStatistics(
+                features,
+                1 if term == "x" and self.input_stats == "sequence" else self.max_length,
+                self.momentum,
+                shared="shared_stats" in self.ablations,
+                **factory,
+            )
+            self.add_module(f"stats_{term}{suffix}", statistics)
+
+    def reset_parameters(self) -> None:
+        """Start as the paper's models do, gammas at the given value; statistics are forgotten."""
+        super().reset_parameters()
+        init.gamma_(self, self.gamma)
+        for statistics in self._all_statistics():
+            statistics.reset()
+
+    def _all_statistics(self) -> list[PopulationStatistics]:
+        return [m for m in self.children() if isinstance(m, PopulationStatistics)]
+
+    def _statistics(self, term: str, suffix: str) -> PopulationStatistics:
+        return cast(PopulationStatistics, getattr(self, f"stats_{term}{suffix}"))
+
+    def _check_ready(self, batch: int) -> None:
+        statistics = self._all_statistics()
+        if any(not s.uses_batch and not s.estimated for s in statistics):
+            raise RuntimeError(
+                f"{type(self).__name__} has no population statistics to evaluate with: train it, or "
+                "call rbn.update_population_stats(model, batches), before eval()"
+            )
+        if batch == 1 and any(s.uses_batch for s in statistics):
+            checks.single_row(type(self).__name__)
+
+    def _ignores_padding(self) -> bool:
+        return self.padding == "exclude" or not any(s.uses_batch for s in self._all_statistics())
+
+    def _population(self, suffix: str, start: int, steps: int) -> Statistics | None:
+        """The statistics to normalize with, or None for those of the minibatch."""
+        found: dict[str, Tensor] = {}
+        for term in self._normalized_terms():
+            statistics = self._statistics(term, suffix)
+            if statistics.uses_batch:
+                return None
+            found[f"mean_{term}"], found[f"var_{term}"] = statistics.read(start, steps)
+        return Statistics(**found)
+
+    def _record(
+        self, suffix: str, batch: Statistics, lengths: Tensor | None, start: int, steps: int
+    ) -> None:
+        """Average the minibatch's statistics into the population's, where that is wanted."""
+        reached = None
+        if lengths is not None:
+            reached = torch.arange(steps, device=lengths.device) < lengths.max()
+        for term in self._normalized_terms():
+            statistics = self._statistics(term, suffix)
+            if not statistics.records:
+                continue
+            mean, var = getattr(batch, f"mean_{term}"), getattr(batch, f"var_{term}")
+            if term == "x" and self.input_stats == "sequence":
+                statistics.update(mean, var)
+            else:
+                statistics.update(mean, var, start, reached)

@@ -1,0 +1,140 @@
+"""Refusing bad arguments with one clear sentence, before any work is done.
+
+Nothing here reads values from an accelerator: that would make the host wait for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.types import check_lengths
+
+
+def positive_integer(name: str, value: Any) -> int:
+    """A whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return value
+
+
+def boolean(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def not_negative(name: str, value: float) -> float:
+    """A finite number of at least 0."""
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must not be negative, got {value}")
+    return float(value)
+
+
+def probability(name: str, value: float) -> float:
+    """A number from 0 to 1."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+    return float(value)
+
+
+def choice(name: str, value: Any, options: Sequence[str]) -> str:
+    """One of the options."""
+    if value not in options:
+        listed = ", ".join(map(repr, options))
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}")
+    return str(value)
+
+
+def zoneout_rates(value: float | Sequence[float], states: int) -> tuple[float, ...]:
+    """One rate per state: (cell, hidden) for an LSTM, one number for a simple RNN."""
+    if states == 1:
+        if not isinstance(value, (int, float)):
+            raise ValueError(f"zoneout must be one rate, got {value!r}")
+        return (probability("zoneout", value),)
+    if isinstance(value, (int, float)) or len(value) != states:
+        raise ValueError(f"zoneout must be a pair of rates (cell, hidden), got {value!r}")
+    return tuple(probability("zoneout", rate) for rate in value)
+
+
+def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: bool) -> None:
+    """The rank, feature size, dtype and device of a layer's input."""
+    if not isinstance(input, Tensor):
+        raise TypeError(
+            f"input must be a Tensor or a PackedSequence, got {type(input).__name__}"
+        )
+    if input.dim() not in (2, 3):
+        raise ValueError(
+            f"input must have 3 dimensions (or 2 without a batch), got shape {tuple(input.shape)}"
+        )
+    features(input, input_size, weight, autocast)
+
+
+def features(input: Tensor, input_size: int, weight: Tensor, autocast: bool) -> None:
+    """The last dimension, dtype and device of an input."""
+    if input.shape[-1] != input_size:
+        raise ValueError(
+            f"input must have {input_size} features in its last dimension, "
+            f"got shape {tuple(input.shape)}"
+        )
+    same_kind("input", input, weight, autocast)
+
+
+def same_kind(name: str, value: Tensor, weight: Tensor, autocast: bool) -> None:
+    """A floating-point tensor of the parameters' dtype (any under autocast) and device."""
+    if not value.is_floating_point() or (value.dtype != weight.dtype and not autocast):
+        raise TypeError(f"{name} must be of the parameters' type {weight.dtype}, got {value.dtype}")
+    if value.device != weight.device:
+        raise ValueError(
+            f"{name} is on {value.device} and the parameters are on {weight.device}: "
+            "move one to the other's device"
+        )
+
+
+def state(name: str, value: Any, shape: tuple[int, ...], weight: Tensor, autocast: bool) -> Tensor:
+    """A given initial state of the expected shape."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
+    same_kind(name, value, weight, autocast)
+    return value
+
+
+def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
+    """Lengths as an integer tensor ``[B]`` on the device, their values checked on the CPU.
+
+    Values that already lie on an accelerator are taken at their word.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value)
+    if value.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+        raise TypeError(f"lengths must be integers, got {value.dtype}")
+    if tuple(value.shape) != (batch,):
+        raise ValueError(
+            f"lengths must have one entry for each of the {batch} sequences, "
+            f"got shape {tuple(value.shape)}"
+        )
+    if value.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_lengths(value.tolist(), steps)
+    return value.to(device=device, dtype=torch.int64)
+
+
+def single_row(name: str) -> None:
+    """Warn that minibatch statistics of one row say nothing."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            f"{name} normalizes with the statistics of a minibatch, and this one has a single "
+            "sequence: its variance is 0 and every normalized term vanishes. Use a batch of at "
+            "least 2, or eval() to normalize with population statistics.",
+            stacklevel=4,
+        )

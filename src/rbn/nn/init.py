@@ -1,0 +1,77 @@
+"""Initialisations of the paper and its code.
+
+All act in place on the parameters of a recurrent layer or cell of `rbn`, every layer and direction.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+_FORGET = 1  # torch's gate order is i, f, g, o
+
+
+def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
+    """Fill weight ``[n, m]`` with orthonormal rows or columns, whichever are fewer.
+
+    For the whole ``[4H, n]`` matrix at once, not gate by gate, as in the authors' code.
+    """
+    with torch.no_grad():
+        if weight.dtype in (torch.float16, torch.bfloat16):  # no solver works in these
+            return weight.copy_(nn.init.orthogonal_(weight.float(), gain))
+        return nn.init.orthogonal_(weight, gain)
+
+
+def orthogonal_weights_(module: nn.Module) -> None:
+    """Every weight_ih and weight_hh orthogonal."""
+    for name, parameter in module.named_parameters():
+        if name.rpartition(".")[2].startswith("weight_"):
+            orthogonal_(parameter)
+
+
+def identity_recurrent_(
+    module: nn.Module, blocks: Literal["candidate", "all"] = "candidate"
+) -> None:
+    """The recurrent weights as the MNIST experiments start them.
+
+    ``"candidate"``, as in the authors' code: the block of the candidate g is the identity, the
+    ``[3H, H]`` of the three gates together orthogonal. ``"all"``, as the paper's text says: each of
+    the four blocks is the identity. For a simple RNN both are the identity.
+    """
+    if blocks not in ("candidate", "all"):
+        raise ValueError(f"blocks must be 'candidate' or 'all', got {blocks!r}")
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if not name.rpartition(".")[2].startswith("weight_hh"):
+                continue
+            hidden = weight.shape[1]
+            eye = torch.eye(hidden, device=weight.device, dtype=weight.dtype)
+            if blocks == "all" or len(weight) == hidden:
+                weight.copy_(eye.repeat(len(weight) // hidden, 1))
+                continue
+            gates = orthogonal_(weight.new_empty(3 * hidden, hidden))
+            i, f, o = gates.split(hidden)
+            weight.copy_(torch.cat([i, f, eye, o]))
+
+
+def forget_bias_(module: nn.Module, value: float = 1.0) -> None:
+    """The forget gate's part of every LSTM bias."""
+    with torch.no_grad():
+        for name, bias in module.named_parameters():
+            path, _, last = name.rpartition(".")
+            if not last.startswith("bias"):
+                continue
+            owner = module.get_submodule(path)
+            weight = getattr(owner, "weight_hh" + last.removeprefix("bias"), None)
+            if weight is not None and len(weight) == 4 * weight.shape[1]:
+                bias.view(4, -1)[_FORGET].fill_(value)
+
+
+def gamma_(module: nn.Module, value: float = 0.1) -> None:
+    """Every scale gamma_x, gamma_h and gamma_c (section 4 of the paper)."""
+    with torch.no_grad():
+        for name, gamma in module.named_parameters():
+            if name.rpartition(".")[2].startswith("gamma_"):
+                gamma.fill_(value)

@@ -1,0 +1,145 @@
+"""The layer-normalized LSTM as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rbn.ops as ops
+from rbn.nn import checks, init
+from rbn.nn.convert import LSTMLayers
+from rbn.nn.recurrence import Cell, Recurrence, States
+
+
+class _LayerNormLSTM(Recurrence):
+    """Which parameters there are, and which recurrence runs."""
+
+    gamma: float
+    eps: float
+
+    def _set_normalization(self, gamma: float, eps: float) -> None:
+        self.gamma = checks.not_negative("gamma", gamma)
+        self.eps = checks.not_negative("eps", eps)
+
+    def _add_normalization(self, suffix: str, factory: dict[str, Any]) -> None:
+        rows = self.gates * self.hidden_size
+        self._add(f"gamma_x{suffix}", (rows,), factory)
+        self._add(f"gamma_h{suffix}", (rows,), factory)
+        self._add(f"gamma_c{suffix}", (self.hidden_size,), factory)
+        self._add(f"beta_c{suffix}", (self.hidden_size,), factory)
+
+    def reset_parameters(self) -> None:
+        """Start as the paper's models do, gammas at the given value."""
+        super().reset_parameters()
+        init.gamma_(self, self.gamma)
+
+    def _run(
+        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
+    ) -> tuple[Tensor, States]:
+        names = ("gamma_x", "gamma_h", "gamma_c", "beta_c")
+        scales = [self._parameter(name + suffix, wx) for name in names]
+        output, h_n, c_n = ops.ln_lstm(
+            wx,
+            getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            self._parameter(f"bias{suffix}", wx),
+            *scales,  # type: ignore[arg-type]
+            *states,
+            lengths=lengths,
+            eps=self.eps,
+            zoneout_c=self._zoneout(self.zoneout[0], wx),
+            zoneout_h=self._zoneout(self.zoneout[1], wx),
+        )
+        return output, (h_n, c_n)
+
+
+class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
+    r"""A layer-normalized LSTM (Ba et al., 2016), called like `torch.nn.LSTM`.
+
+    As `BatchNormLSTM`, with the moments of each term taken over the features of each sequence
+    instead of over the minibatch (over all 4H features of the input and the recurrent term). There
+    are no population statistics: training and evaluation are the same.
+
+    Args:
+        input_size: features of the input.
+        hidden_size: units H of each layer and direction.
+        num_layers: stacked layers.
+        bias: whether there is a bias b.
+        batch_first: input and output as ``[B, T, features]``.
+        dropout: on the output of each layer but the last.
+        bidirectional: a second recurrence backwards in time; only the unpadded part is reversed.
+        gamma: start value of all gammas.
+        eps: added to every variance.
+        initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
+        hidden_noise: standard deviation of Gaussian noise on the initial hidden state in training.
+        zoneout: rates (cell, hidden) of Krueger et al. (2016).
+
+    Parameters are named and shaped as in `BatchNormLSTM`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        gamma: float = 1.0,
+        eps: float = 1e-5,
+        initial_state: str = "learned",
+        hidden_noise: float = 0.0,
+        zoneout: tuple[float, float] = (0.0, 0.0),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            initial_state=initial_state,
+            hidden_noise=hidden_noise,
+            zoneout=zoneout,
+        )
+        self._set_normalization(gamma, eps)
+        self._build(device, dtype)
+
+
+class LayerNormLSTMCell(_LayerNormLSTM, Cell):
+    """One step of `LayerNormLSTM`, called like `torch.nn.LSTMCell`.
+
+    ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each; `step` is
+    accepted, and of no effect, so that cells of all kinds are called alike.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        *,
+        gamma: float = 1.0,
+        eps: float = 1e-5,
+        initial_state: str = "learned",
+        hidden_noise: float = 0.0,
+        zoneout: tuple[float, float] = (0.0, 0.0),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            bias,
+            initial_state=initial_state,
+            hidden_noise=hidden_noise,
+            zoneout=zoneout,
+        )
+        self._set_normalization(gamma, eps)
+        self._build(device, dtype)

@@ -1,0 +1,156 @@
+"""The paper's baseline: an LSTM with the options of the normalized one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rbn.ops as ops
+from rbn.nn.convert import LSTMLayers
+from rbn.nn.checks import boolean
+from rbn.nn.recurrence import Cell, Recurrence, States
+
+
+class _LSTM(Recurrence):
+    """Equations 2 to 4: which parameters there are, and which recurrence runs."""
+
+    cell_bias: bool
+
+    def _add_normalization(self, suffix: str, factory: dict[str, Any]) -> None:
+        if self.cell_bias:
+            self._add(f"beta_c{suffix}", (self.hidden_size,), factory)
+
+    def _run(
+        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
+    ) -> tuple[Tensor, States]:
+        output, h_n, c_n = ops.lstm(
+            wx,
+            getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            self._parameter(f"bias{suffix}", wx),
+            self._parameter(f"beta_c{suffix}", wx),
+            *states,
+            lengths=lengths,
+            zoneout_c=self._zoneout(self.zoneout[0], wx),
+            zoneout_h=self._zoneout(self.zoneout[1], wx),
+        )
+        return output, (h_n, c_n)
+
+
+class LSTM(_LSTM, LSTMLayers):
+    r"""The paper's baseline LSTM: `BatchNormLSTM` less the normalization, nothing else changed.
+
+    .. math::
+        (\tilde f_t, \tilde i_t, \tilde o_t, \tilde g_t) &= W_h h_{t-1} + W_x x_t + b \\
+        c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
+        h_t &= \sigma(\tilde o_t) \odot \tanh(c_t + \beta_c)
+
+    The additive :math:`\beta_c` is in the authors' baseline too, though not in the paper's
+    equation 4; ``cell_bias=False`` leaves it out. All other arguments, parameters and shapes are
+    those of `BatchNormLSTM`.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        cell_bias: bool = True,
+        initial_state: str = "learned",
+        hidden_noise: float = 0.0,
+        zoneout: tuple[float, float] = (0.0, 0.0),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            initial_state=initial_state,
+            hidden_noise=hidden_noise,
+            zoneout=zoneout,
+        )
+        self.cell_bias = boolean("cell_bias", cell_bias)
+        self._build(device, dtype)
+
+    @classmethod
+    def from_lstm(cls, lstm: nn.LSTM, **options: Any) -> LSTM:
+        """The same network as `lstm`: zero initial state and no cell bias unless asked for."""
+        return super().from_lstm(lstm, **{"initial_state": "zeros", "cell_bias": False, **options})
+
+    def to_lstm(self) -> nn.LSTM:
+        """The same network as a `torch.nn.LSTM`.
+
+        Refused where that has no counterpart: a cell bias or a learned initial state that is not
+        zero, or zoneout.
+        """
+        if any(self.zoneout):
+            raise ValueError(f"torch.nn.LSTM has no zoneout, and this layer has {self.zoneout}")
+        for name, parameter in self.named_parameters():
+            if name.startswith(("beta_c", "h0", "c0")) and parameter.detach().abs().sum() > 0:
+                what = "cell bias" if name.startswith("beta_c") else "learned initial state"
+                raise ValueError(f"torch.nn.LSTM has no {what}, and {name} is not zero here")
+        weight = self._weight()
+        new = nn.LSTM(
+            self.input_size,
+            self.hidden_size,
+            self.num_layers,
+            self.bias,
+            self.batch_first,
+            self.dropout,
+            self.bidirectional,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
+        new.train(self.training)
+        with torch.no_grad():
+            for layer in range(self.num_layers):
+                for suffix in self._suffixes(layer):
+                    for name in ("weight_ih", "weight_hh"):
+                        getattr(new, name + suffix).copy_(getattr(self, name + suffix))
+                    if self.bias:
+                        getattr(new, "bias_ih" + suffix).copy_(getattr(self, "bias" + suffix))
+                        getattr(new, "bias_hh" + suffix).zero_()
+        return new
+
+
+class LSTMCell(_LSTM, Cell):
+    """One step of `LSTM`, called like `torch.nn.LSTMCell`.
+
+    ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each; `step` is
+    accepted, and of no effect, so that cells of all kinds are called alike.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        *,
+        cell_bias: bool = True,
+        initial_state: str = "learned",
+        hidden_noise: float = 0.0,
+        zoneout: tuple[float, float] = (0.0, 0.0),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            input_size,
+            hidden_size,
+            bias,
+            initial_state=initial_state,
+            hidden_noise=hidden_noise,
+            zoneout=zoneout,
+        )
+        self.cell_bias = boolean("cell_bias", cell_bias)
+        self._build(device, dtype)

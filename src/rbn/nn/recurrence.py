@@ -1,0 +1,373 @@
+"""What all recurrent modules share: parameters by name, initial states, one layer's run.
+
+A kind of network (`rbn.nn.batch_norm_lstm` and its siblings) says which parameters it has and which
+recurrence of `rbn.ops` it runs; `Layers` makes a stack of it in the shape of `torch.nn.LSTM`, `Cell`
+a single step in the shape of `torch.nn.LSTMCell`.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from rbn.nn import checks, init
+from rbn.ops.types import compute_dtype, valid_steps
+
+INITIAL_STATES = ("learned", "zeros")
+States = tuple[Tensor, ...]
+
+
+class Recurrence(nn.Module, abc.ABC):
+    """One kind of recurrent network: its parameters and how a layer of it runs."""
+
+    gates: ClassVar[int] = 4  # rows of the weight matrices, in hidden sizes
+    states: ClassVar[tuple[str, ...]] = ("h0", "c0")
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        *,
+        bias: bool,
+        initial_state: str,
+        hidden_noise: float,
+        zoneout: float | tuple[float, float],
+    ) -> None:
+        super().__init__()
+        self.input_size = checks.positive_integer("input_size", input_size)
+        self.hidden_size = checks.positive_integer("hidden_size", hidden_size)
+        self.has_bias = checks.boolean("bias", bias)
+        self.initial_state = checks.choice("initial_state", initial_state, INITIAL_STATES)
+        self.hidden_noise = checks.not_negative("hidden_noise", hidden_noise)
+        self.zoneout = checks.zoneout_rates(zoneout, len(self.states))
+
+    # Parameters ---------------------------------------------------------------------------------
+
+    def _add_parameters(self, suffix: str, input_size: int, factory: dict[str, Any]) -> None:
+        """The parameters of one layer and direction, named as torch names them."""
+        rows, hidden = self.gates * self.hidden_size, self.hidden_size
+        self._add(f"weight_ih{suffix}", (rows, input_size), factory)
+        self._add(f"weight_hh{suffix}", (rows, hidden), factory)
+        if self.has_bias:
+            self._add(f"bias{suffix}", (rows,), factory)
+        self._add_normalization(suffix, factory)
+        if self.initial_state == "learned":
+            for state in self.states:
+                self._add(f"{state}{suffix}", (hidden,), factory)
+
+    def _add(self, name: str, shape: tuple[int, ...], factory: dict[str, Any]) -> None:
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
+
+    def _add_normalization(self, suffix: str, factory: dict[str, Any]) -> None:
+        """The scales, shifts and statistics of one layer and direction."""
+
+    def _parameter(self, name: str, like: Tensor) -> Tensor | None:
+        """A parameter in the type in which the recurrence over `like` computes, if there is one."""
+        parameter = getattr(self, name, None)
+        return None if parameter is None else parameter.to(compute_dtype(like.dtype))
+
+    def reset_parameters(self) -> None:
+        """Start as the paper's models do: orthogonal weights, forget bias 1, all else 0."""
+        for name, parameter in self.named_parameters():
+            if not name.startswith("weight_"):
+                nn.init.zeros_(parameter)
+        init.orthogonal_weights_(self)
+        init.forget_bias_(self, 1.0)
+
+    # One layer, one direction -------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _run(
+        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
+    ) -> tuple[Tensor, States]:
+        """Run the recurrence over wx ``[T, B, gates * H]`` from states ``[B, H]``."""
+
+    def _check_ready(self, batch: int) -> None:
+        """Refuse to run where a result would be meaningless; warn where it says little."""
+
+    def _layer(
+        self,
+        suffix: str,
+        input: Tensor,
+        given: States | None,
+        lengths: Tensor | None,
+        start: int,
+    ) -> tuple[Tensor, States]:
+        """The input product of all steps at once, then the recurrence."""
+        weight = getattr(self, f"weight_ih{suffix}")
+        wx = F.linear(input, weight.to(input.dtype))  # W_x x_t for every t
+        batch = input.shape[1]
+        states = self._initial_states(suffix, batch, weight) if given is None else given
+        if batch == 0:
+            return wx.new_zeros(len(wx), 0, self.hidden_size), states
+        with torch.autocast(wx.device.type, enabled=False):
+            return self._run(suffix, wx, states, lengths, start)
+
+    def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
+        """The learned or zero initial states, ``[B, H]``, with noise on h0 while training."""
+        shape = (batch, self.hidden_size)
+        if self.initial_state == "learned":
+            states = [getattr(self, state + suffix).expand(shape) for state in self.states]
+        else:
+            states = [like.new_zeros(shape) for _ in self.states]
+        if self.training and self.hidden_noise > 0:
+            states[0] = states[0] + self.hidden_noise * torch.randn_like(
+                states[0], memory_format=torch.contiguous_format
+            )
+        return tuple(states)
+
+    def _zoneout(self, rate: float, wx: Tensor) -> Tensor | float:
+        """A mask of the units that keep their value, bool ``[T, B, H]``, or the rate in eval()."""
+        if rate == 0 or not self.training:
+            return rate
+        shape = (*wx.shape[:2], self.hidden_size)
+        return torch.rand(shape, device=wx.device) < rate
+
+    # Types --------------------------------------------------------------------------------------
+
+    def _weight(self) -> Tensor:
+        """Any weight: all have one dtype and device."""
+        return next(p for p in self.parameters() if p.dim() == 2)
+
+    def _under_autocast(self) -> bool:
+        return torch.is_autocast_enabled(self._weight().device.type)
+
+    def _autocast(self, x: Tensor) -> Tensor:
+        """x in the type that autocast asks for on its device, if it does."""
+        device = x.device.type
+        return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+    def _given_states(self, hx: Any, shape: tuple[int, ...]) -> States:
+        """The user's initial states, checked, one tensor for each of `states`."""
+        names = [state.removesuffix("0") for state in self.states]
+        if len(names) == 1:
+            values = (hx,)
+        elif isinstance(hx, (tuple, list)) and len(hx) == 2:
+            values = tuple(hx)
+        else:
+            raise TypeError(f"hx must be a pair (h_0, c_0), got {type(hx).__name__}")
+        weight, autocast = self._weight(), self._under_autocast()
+        return tuple(
+            checks.state(f"{name}_0 in hx", value, shape, weight, autocast)
+            for name, value in zip(names, values, strict=True)
+        )
+
+    def _wrap(self, states: States) -> Any:
+        """States as torch returns them: a pair for LSTMs, one tensor for simple RNNs."""
+        return states if len(states) > 1 else states[0]
+
+
+class Layers(Recurrence):
+    """A stack of layers, one- or two-directional, called like `torch.nn.LSTM`."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
+        **options: Any,
+    ) -> None:
+        """Check the options. The subclass calls `_build` when it has checked its own."""
+        super().__init__(input_size, hidden_size, bias=bias, **options)
+        self.bias = bias
+        self.num_layers = checks.positive_integer("num_layers", num_layers)
+        self.batch_first = checks.boolean("batch_first", batch_first)
+        self.dropout = checks.probability("dropout", dropout)
+        self.bidirectional = checks.boolean("bidirectional", bidirectional)
+        self.directions = 2 if bidirectional else 1
+
+    def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Make all parameters and start them."""
+        for layer in range(self.num_layers):
+            size = self.input_size if layer == 0 else self.hidden_size * self.directions
+            for suffix in self._suffixes(layer):
+                self._add_parameters(suffix, size, {"device": device, "dtype": dtype})
+        self.reset_parameters()
+
+    def _suffixes(self, layer: int) -> tuple[str, ...]:
+        return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
+
+    def flatten_parameters(self) -> None:
+        """Does nothing; here so that code written for `torch.nn.LSTM` runs."""
+
+    def extra_repr(self) -> str:
+        """The options that differ from the defaults, for ``print(module)``."""
+        text = f"{self.input_size}, {self.hidden_size}"
+        if self.num_layers != 1:
+            text += f", num_layers={self.num_layers}"
+        if self.batch_first:
+            text += ", batch_first=True"
+        if self.dropout:
+            text += f", dropout={self.dropout}"
+        if self.bidirectional:
+            text += ", bidirectional=True"
+        return text
+
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Any = None,
+        lengths: Any = None,
+        *,
+        start: int = 0,
+    ) -> tuple[Any, Any]:
+        """Run the layer over a batch of sequences.
+
+        Args:
+            input: ``[T, B, input_size]``, ``[B, T, input_size]`` with batch_first,
+                ``[T, input_size]`` for one sequence without a batch, or a PackedSequence.
+            hx: initial states as `torch.nn.LSTM` takes them, ``[layers * directions, B, H]`` each;
+                overrides the learned ones.
+            lengths: unpadded steps of each sequence, integers ``[B]`` in any order.
+            start: the time step at which the input begins, for sequences fed in pieces: chooses the
+                statistics. One direction only.
+
+        Returns:
+            ``output, states`` with the shapes of `torch.nn.LSTM`. Padded positions of the output
+            are zero; the states are those after each sequence's last unpadded step.
+        """
+        if isinstance(input, PackedSequence):
+            if lengths is not None:
+                raise ValueError("lengths must not be given with a PackedSequence: it has its own")
+            return self._forward_packed(input, hx, start)
+        checks.sequence_input(input, self.input_size, self._weight(), self._under_autocast())
+        if input.dim() == 2:
+            if lengths is not None:
+                raise ValueError("lengths needs a batched input, got one without a batch")
+            if hx is not None:
+                shape = (self.num_layers * self.directions, self.hidden_size)
+                hx = self._wrap(tuple(h[:, None] for h in self._given_states(hx, shape)))
+            output, finals = self._forward_steps(input[:, None], hx, None, start)
+            return output[:, 0], self._wrap(tuple(state[:, 0] for state in finals))
+        if self.batch_first:
+            output, finals = self._forward_steps(input.transpose(0, 1), hx, lengths, start)
+            return output.transpose(0, 1), self._wrap(finals)
+        output, finals = self._forward_steps(input, hx, lengths, start)
+        return output, self._wrap(finals)
+
+    def _forward_steps(
+        self, x: Tensor, hx: Any, lengths: Any, start: int
+    ) -> tuple[Tensor, States]:
+        """Everything for x ``[T, B, input_size]``: what is left of the checks, then the work."""
+        steps, batch, _ = x.shape
+        if steps == 0:
+            raise ValueError("input must have at least one time step, got none")
+        if start < 0 or (start > 0 and self.bidirectional):
+            raise ValueError(f"start must be 0, or positive with one direction, got {start}")
+        lengths = checks.lengths(lengths, steps, batch, x.device)
+        shape = (self.num_layers * self.directions, batch, self.hidden_size)
+        given = None if hx is None else self._given_states(hx, shape)
+        self._check_ready(batch)
+        return self._stack(self._autocast(x), given, lengths, start)
+
+    def _stack(
+        self, x: Tensor, given: States | None, lengths: Tensor | None, start: int
+    ) -> tuple[Tensor, States]:
+        """All layers and directions over x ``[T, B, input_size]``."""
+        valid = valid_steps(lengths, len(x))
+        if valid is not None and self._ignores_padding():
+            x = torch.where(valid[:, :, None], x, 0)  # whatever it holds, it must not spread
+        finals: list[States] = []
+        for layer in range(self.num_layers):
+            outputs = []
+            for direction, suffix in enumerate(self._suffixes(layer)):
+                k = layer * self.directions + direction
+                states = None if given is None else tuple(state[k] for state in given)
+                directed = reverse(x, lengths) if direction == 1 else x
+                output, final = self._layer(suffix, directed, states, lengths, start)
+                outputs.append(reverse(output, lengths) if direction == 1 else output)
+                finals.append(final)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+            if self.dropout and layer < self.num_layers - 1:
+                x = F.dropout(x, self.dropout, self.training)
+        return x, tuple(torch.stack(state) for state in zip(*finals, strict=True))
+
+    def _ignores_padding(self) -> bool:
+        """Whether padded positions have no influence at all."""
+        return True
+
+    def _forward_packed(self, packed: PackedSequence, hx: Any, start: int) -> tuple[Any, Any]:
+        """Run in the packed rows' own order and pack the result the same way."""
+        padded, lengths = pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))
+        checks.sequence_input(padded, self.input_size, self._weight(), self._under_autocast())
+        if hx is not None and packed.sorted_indices is not None:
+            shape = (self.num_layers * self.directions, padded.shape[1], self.hidden_size)
+            states = self._given_states(hx, shape)
+            hx = self._wrap(tuple(h[:, packed.sorted_indices] for h in states))
+        output, finals = self._forward_steps(padded, hx, lengths, start)
+        if packed.unsorted_indices is not None:
+            finals = tuple(state[:, packed.unsorted_indices] for state in finals)
+        data = pack_padded_sequence(output, lengths).data
+        indices = packed.sorted_indices, packed.unsorted_indices
+        return PackedSequence(data, packed.batch_sizes, *indices), self._wrap(finals)
+
+
+class Cell(Recurrence):
+    """One step at a time, called like `torch.nn.LSTMCell`."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool,
+        **options: Any,
+    ) -> None:
+        """Check the options. The subclass calls `_build` when it has checked its own."""
+        super().__init__(input_size, hidden_size, bias=bias, **options)
+
+    def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Make all parameters and start them."""
+        self._add_parameters("", self.input_size, {"device": device, "dtype": dtype})
+        self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """The sizes, for ``print(module)``."""
+        return f"{self.input_size}, {self.hidden_size}"
+
+    def forward(self, input: Tensor, hx: Any = None, step: int = 0) -> Any:
+        """One step.
+
+        Args:
+            input: ``[B, input_size]``, or ``[input_size]`` without a batch.
+            hx: previous states as `torch.nn.LSTMCell` takes them, ``[B, H]`` each; by default the
+                initial ones.
+            step: the time step, from 0: chooses the statistics.
+
+        Returns:
+            The states after the step, ``(h, c)`` or ``h``, ``[B, H]`` each.
+        """
+        if not isinstance(input, Tensor) or input.dim() not in (1, 2):
+            got = tuple(input.shape) if isinstance(input, Tensor) else type(input).__name__
+            raise ValueError(f"input must have shape [B, {self.input_size}], got {got}")
+        checks.features(input, self.input_size, self._weight(), self._under_autocast())
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
+        batched = input.dim() == 2
+        x = input if batched else input[None]
+        given: States | None = None
+        if hx is not None:
+            shape = (len(x), self.hidden_size) if batched else (self.hidden_size,)
+            given = self._given_states(hx, shape)
+            if not batched:
+                given = tuple(state[None] for state in given)
+        self._check_ready(len(x))
+        _, states = self._layer("", self._autocast(x)[None], given, None, step)
+        return self._wrap(states if batched else tuple(state[0] for state in states))
+
+
+def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """x ``[T, B, F]`` backwards in time: only the unpadded part, padding stays at the end."""
+    if lengths is None:
+        return x.flip(0)
+    steps = torch.arange(len(x), device=x.device)[:, None]
+    index = torch.where(steps < lengths, lengths - 1 - steps, steps)
+    return x.gather(0, index[:, :, None].expand_as(x))

@@ -1,0 +1,290 @@
+"""Population statistics: what a batch-normalized layer knows of its training data.
+
+Section 3 of the paper: minibatch statistics while training, separately for each time step; their
+average over the training set at test time; the last step's for every step beyond.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+
+class PopulationStatistics(nn.Module):
+    """Running mean and biased variance of one normalized term, one row per time step.
+
+    Attributes:
+        mean, var: ``[S, features]``, S the steps seen so far, or `max_length` if that is given.
+        count: ``[S]``, the minibatches that reached each step.
+
+    Statistics stay in float32 at least, whatever type the rest of the module is cast to.
+    """
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+    def __init__(
+        self,
+        features: int,
+        max_length: int | None = None,
+        momentum: float | None = 0.1,
+        *,
+        shared: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """shared: at test time all steps use the average over the steps (an ablation)."""
+        super().__init__()
+        self.features, self.max_length = features, max_length
+        self.momentum, self.shared = momentum, shared
+        self.forced: str | None = None  # "batch" or "record": see `batch_statistics`
+        self.estimated = False
+        rows = max_length or 0
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.register_buffer("mean", torch.zeros(rows, features, device=device, dtype=dtype))
+        self.register_buffer("var", torch.zeros(rows, features, device=device, dtype=dtype))
+        self.register_buffer("count", torch.zeros(rows, device=device, dtype=torch.int64))
+
+    @property
+    def uses_batch(self) -> bool:
+        """Whether the owner is to normalize with minibatch statistics now."""
+        return self.training or self.forced is not None
+
+    @property
+    def records(self) -> bool:
+        """Whether minibatch statistics are to be averaged in now."""
+        return self.forced == "record" or (self.training and self.forced is None)
+
+    def reset(self) -> None:
+        """Forget all estimates."""
+        for buffer in (self.mean, self.var, self.count):
+            buffer.zero_()
+        self.estimated = False
+
+    @torch.no_grad()
+    def update(
+        self, mean: Tensor, var: Tensor, start: int = 0, reached: Tensor | None = None
+    ) -> None:
+        """Average in one minibatch's statistics of the steps from `start` on.
+
+        Args:
+            mean: ``[T, features]``.
+            var: ``[T, features]``, biased.
+            start: the time step of the first row.
+            reached: bool ``[T]``, which steps any sequence reached; all by default.
+        """
+        stop = start + mean.shape[0]
+        if self.max_length is None:
+            self._grow(stop)
+        elif stop > self.max_length:  # steps beyond have no row
+            keep = max(0, self.max_length - start)
+            mean, var, stop = mean[:keep], var[:keep], start + keep
+            reached = None if reached is None else reached[:keep]
+            if keep == 0:
+                return
+        count = self.count[start:stop]
+        count += 1 if reached is None else reached
+        if self.momentum is None:
+            weight = 1.0 / count.clamp(min=1)
+        else:  # the first estimate of a step stands alone
+            weight = torch.where(count > 1, self.momentum, 1.0)
+        weight = weight.to(self.mean.dtype)
+        if reached is not None:
+            weight = torch.where(reached, weight, 0)
+        self.mean[start:stop].lerp_(mean.to(self.mean.dtype), weight[:, None])
+        self.var[start:stop].lerp_(var.to(self.var.dtype), weight[:, None])
+        self.estimated = True
+
+    def read(self, start: int, steps: int) -> tuple[Tensor, Tensor]:
+        """Mean and variance for `steps` steps from `start` on, ``[S', features]``, S' <= steps.
+
+        Where there are fewer rows, the last serves every step beyond. A step without an estimate of
+        its own uses that of the last step before it that has one.
+        """
+        seen = self.count > 0
+        if self.shared:
+            weight = (seen / seen.sum())[:, None].to(self.mean.dtype)
+            return (self.mean * weight).sum(0, True), (self.var * weight).sum(0, True)
+        rows = torch.arange(self.count.shape[0], device=self.count.device)
+        first = seen.to(torch.int8).argmax()
+        rows = torch.where(seen, rows, first).cummax(0).values
+        start = min(start, self.count.shape[0] - 1)
+        rows = rows[start : start + steps]
+        return self.mean[rows], self.var[rows]
+
+    def _grow(self, rows: int) -> None:
+        missing = rows - self.count.shape[0]
+        if missing > 0:
+            self.mean = torch.cat([self.mean, self.mean.new_zeros(missing, self.features)])
+            self.var = torch.cat([self.var, self.var.new_zeros(missing, self.features)])
+            self.count = torch.cat([self.count, self.count.new_zeros(missing)])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Casts to a 16-bit type move the statistics but do not round them."""
+        kept = {"mean": self.mean, "var": self.var}
+        super()._apply(fn, recurse)
+        for name, old in kept.items():
+            new = getattr(self, name)
+            if new.dtype in (torch.float16, torch.bfloat16):
+                setattr(self, name, old.to(device=new.device, dtype=torch.float32))
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Takes any number of steps, up to max_length where that is given."""
+        error_msgs: list[str] = args[-1] if args else kwargs["error_msgs"]
+        found = [state_dict.get(prefix + name) for name in ("mean", "var", "count")]
+        if not all(isinstance(value, Tensor) for value in found):
+            super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+            return
+        mean, var, count = found
+        rows = mean.shape[0] if mean.dim() == 2 else -1
+        wanted = (rows, self.features)
+        if rows < 0 or tuple(mean.shape) != wanted or var.shape != mean.shape or len(count) != rows:
+            error_msgs.append(
+                f"{prefix}mean, var and count must have shapes [steps, {self.features}], "
+                f"[steps, {self.features}] and [steps], got {list(mean.shape)}, "
+                f"{list(var.shape)} and {list(count.shape)}"
+            )
+            return
+        if self.max_length is not None and rows > self.max_length:
+            error_msgs.append(
+                f"{prefix}mean has statistics of {rows} steps, but this layer was made with "
+                f"max_length={self.max_length}"
+            )
+            return
+        if self.max_length is not None and rows < self.max_length:
+            state_dict = dict(state_dict)
+            missing = self.max_length - rows
+            for name, value in zip(("mean", "var", "count"), found, strict=True):
+                fill = value.new_zeros(missing, *value.shape[1:])
+                state_dict[prefix + name] = torch.cat([value, fill])
+        elif rows != len(self.count):
+            self.mean = self.mean.new_zeros(rows, self.features)
+            self.var = self.var.new_zeros(rows, self.features)
+            self.count = self.count.new_zeros(rows)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.estimated = count.device.type != "meta" and bool((count > 0).any())
+
+    def extra_repr(self) -> str:
+        """The options, for ``print(module)``."""
+        return f"{self.features}, max_length={self.max_length}, momentum={self.momentum}"
+
+
+def _statistics_of(model: nn.Module) -> list[PopulationStatistics]:
+    return [m for m in model.modules() if isinstance(m, PopulationStatistics)]
+
+
+@contextlib.contextmanager
+def batch_statistics(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block the model normalizes with minibatch statistics, in eval() too.
+
+    The population statistics are neither used nor changed. This is how the paper's validation
+    curves are measured while training.
+    """
+    with _forced(model, "batch"):
+        yield
+
+
+@contextlib.contextmanager
+def _forced(model: nn.Module, mode: str) -> Iterator[None]:
+    statistics = _statistics_of(model)
+    before = [s.forced for s in statistics]
+    for s in statistics:
+        s.forced = mode
+    try:
+        yield
+    finally:
+        for s, old in zip(statistics, before, strict=True):
+            s.forced = old
+
+
+def update_population_stats(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    forward: Callable[[nn.Module, Any], object] | None = None,
+    device: torch.device | str | None = None,
+    train_mode: bool = True,
+    progress: bool = False,
+) -> int:
+    """Estimate all population statistics of a model anew, at its present parameters.
+
+    One pass over `batches`; each statistic becomes the plain average of the minibatch estimates,
+    which is how the paper obtains its test numbers. Works like `torch.optim.swa_utils.update_bn`.
+    Parameters, training mode and the random state are left as they were; if the pass fails, so are
+    the statistics.
+
+    Args:
+        model: any module that contains batch-normalized recurrent layers. Without any, nothing is
+            done.
+        batches: what `forward` takes. By default an input of the model, or a tuple or list whose
+            first element is one.
+        forward: runs the model on one batch, e.g. ``lambda m, b: m(b.tokens, lengths=b.lengths)``.
+        device: where tensors are moved before the default `forward`.
+        train_mode: True estimates under dropout, zoneout and noise as drawn in training, as
+            `update_bn` does; False without them, as the model is evaluated.
+        progress: show a progress bar (needs rich).
+
+    Returns:
+        The number of batches.
+    """
+    statistics = _statistics_of(model)
+    if not statistics:
+        return 0
+    run = forward or _default_forward(device)
+    modes = {module: module.training for module in model.modules()}
+    before = [(s.momentum, s.estimated, s.mean, s.var, s.count) for s in statistics]
+    cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})
+    total, done = 0, False
+    try:
+        model.train(train_mode)
+        for s in statistics:
+            s.momentum, s.estimated = None, False
+            s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
+            s.count = torch.zeros_like(s.count)
+        with torch.no_grad(), torch.random.fork_rng(devices=cuda), _forced(model, "record"):
+            for batch in _tracked(batches) if progress else batches:
+                run(model, batch)
+                total += 1
+        if total == 0:
+            raise ValueError("batches is empty: there is nothing to estimate statistics from")
+        done = True
+    finally:
+        for s, (momentum, estimated, mean, var, count) in zip(statistics, before, strict=True):
+            s.momentum = momentum
+            if not done:
+                s.estimated, s.mean, s.var, s.count = estimated, mean, var, count
+        for module, mode in modes.items():
+            module.training = mode
+    return total
+
+
+def _default_forward(device: torch.device | str | None) -> Callable[[nn.Module, Any], object]:
+    def forward(model: nn.Module, batch: Any) -> object:
+        if isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence):
+            batch = batch[0]
+        return model(batch if device is None else batch.to(device))
+
+    return forward
+
+
+def _tracked(batches: Iterable[Any]) -> Iterable[Any]:
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError as error:
+        raise ImportError(
+            "progress=True needs rich: pip install 'recurrent-batchnorm[train]'"
+        ) from error
+    total = len(batches) if hasattr(batches, "__len__") else None
+    console = Console(file=sys.stderr)
+    return track(batches, "population statistics", total=total, console=console)

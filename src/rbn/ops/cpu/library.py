@@ -1,0 +1,236 @@
+"""The fused recurrences as PyTorch operators: `torch.ops.rbn.lstm` and `torch.ops.rbn.rnn`.
+
+Each is a custom operator with a fake implementation (so that `torch.compile` traces through it
+without running it) and an autograd formula whose backward pass is a second custom operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.cpu import lstm, rnn
+from rbn.ops.types import compute_dtype
+
+_LSTM_ARGS = (
+    "Tensor wx, Tensor weight_hh, Tensor? bias, Tensor? gamma_x, Tensor? gamma_h, "
+    "Tensor? gamma_c, Tensor? beta_c, Tensor h0, Tensor c0, Tensor? lengths, "
+    "Tensor[] population, Tensor? mask_c, Tensor? mask_h, float rate_c, float rate_h, "
+    "str norm, float eps, str input_stats, str padding, bool pass_normalized_cell, bool save"
+)
+_RNN_ARGS = (
+    "Tensor wx, Tensor weight_hh, Tensor? bias, Tensor gamma_x, Tensor gamma_h, Tensor h0, "
+    "Tensor? lengths, Tensor[] population, Tensor? mask_h, float rate_h, float eps, "
+    "str input_stats, str padding, str nonlinearity, bool save"
+)
+
+
+def _results(n: int) -> str:
+    return "(" + ", ".join(["Tensor"] * n) + ")"
+
+
+def _no_double_backward(op: str) -> Any:
+    """What the backward operator does when it is itself differentiated."""
+
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(
+            f"the fused {op} has no second derivative; run it under "
+            'rbn.backend("reference") for double backward'
+        )
+
+    return backward
+
+
+# LSTM, plain, batch-normalized and layer-normalized ----------------------------------------------
+
+
+@torch.library.custom_op(
+    "rbn::lstm",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"({_LSTM_ARGS}) -> {_results(len(lstm.Outputs._fields))}",
+)
+def lstm_op(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(lstm.forward(lstm.Inputs(*args)))
+
+
+@lstm_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    a = lstm.Inputs(*args)
+    T, B, G = a.wx.shape
+    H = G // 4
+    full = compute_dtype(a.wx.dtype)
+
+    def new(*shape: int, dtype: torch.dtype = full) -> Tensor:
+        return a.wx.new_empty(shape, dtype=dtype)
+
+    moments = [new(*shape) for shape in lstm.statistics_shapes(a) for _ in range(2)]
+    batch_stats = a.norm == "batch" and not a.population
+    include = a.lengths is not None and batch_stats and a.padding == "include"
+    own_cell = a.mask_c is not None or a.rate_c != 0 or a.pass_normalized_cell or include
+    own_hidden = a.lengths is not None or a.wx.dtype != full
+    saved = [
+        (4 * H, a.gamma_h is not None),
+        (4 * H, True),
+        (H, True),
+        (H, own_cell),
+        (H, True),
+        (H, own_hidden),
+    ]
+    return (
+        new(T, B, H, dtype=a.wx.dtype),
+        new(B, H, dtype=a.wx.dtype),
+        new(B, H, dtype=a.wx.dtype),
+        *moments,
+        *(new(T * B, f) if a.save and present else new(0) for f, present in saved),
+    )
+
+
+@torch.library.custom_op(
+    "rbn::lstm_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema=(
+        f"(Tensor? doutput, Tensor? dh_n, Tensor? dc_n, Tensor[] results, {_LSTM_ARGS}) -> "
+        f"{_results(len(lstm.Grads._fields))}"
+    ),
+)
+def lstm_backward_op(
+    doutput: Tensor | None,
+    dh_n: Tensor | None,
+    dc_n: Tensor | None,
+    results: Sequence[Tensor],
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    return tuple(
+        lstm.backward(lstm.Inputs(*args), lstm.Outputs(*results), doutput, dh_n, dc_n)
+    )
+
+
+@lstm_backward_op.register_fake
+def _(
+    doutput: Tensor | None,
+    dh_n: Tensor | None,
+    dc_n: Tensor | None,
+    results: Sequence[Tensor],
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    a = lstm.Inputs(*args)
+    return _like_inputs(a, lstm.Grads._fields)
+
+
+def _like_inputs(a: Any, fields: Sequence[str]) -> tuple[Tensor, ...]:
+    """Fresh tensors of the shape of each differentiable input, empty where it is absent."""
+    values = (getattr(a, name) for name in fields)
+    return tuple(
+        a.wx.new_empty(0, dtype=compute_dtype(a.wx.dtype)) if v is None else v.new_empty(v.shape)
+        for v in values
+    )
+
+
+# The simple RNN, batch-normalized ----------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "rbn::rnn",
+    mutates_args=(),
+    device_types="cpu",
+    schema=f"({_RNN_ARGS}) -> {_results(len(rnn.Outputs._fields))}",
+)
+def rnn_op(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(rnn.forward(rnn.Inputs(*args)))
+
+
+@rnn_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    a = rnn.Inputs(*args)
+    T, B, H = a.wx.shape
+    full = compute_dtype(a.wx.dtype)
+
+    def new(*shape: int, dtype: torch.dtype = full) -> Tensor:
+        return a.wx.new_empty(shape, dtype=dtype)
+
+    include = a.lengths is not None and not a.population and a.padding == "include"
+    saved = [
+        True,
+        a.mask_h is not None or a.rate_h != 0 or include,
+        a.lengths is not None or a.wx.dtype != full,
+    ]
+    return (
+        new(T, B, H, dtype=a.wx.dtype),
+        new(B, H, dtype=a.wx.dtype),
+        *(new(*shape) for shape in rnn.statistics_shapes(a) for _ in range(2)),
+        *(new(T * B, H) if a.save and present else new(0) for present in saved),
+    )
+
+
+@torch.library.custom_op(
+    "rbn::rnn_backward",
+    mutates_args=(),
+    device_types="cpu",
+    schema=(
+        f"(Tensor? doutput, Tensor? dh_n, Tensor[] results, {_RNN_ARGS}) -> "
+        f"{_results(len(rnn.Grads._fields))}"
+    ),
+)
+def rnn_backward_op(
+    doutput: Tensor | None, dh_n: Tensor | None, results: Sequence[Tensor], *args: Any
+) -> tuple[Tensor, ...]:
+    return tuple(rnn.backward(rnn.Inputs(*args), rnn.Outputs(*results), doutput, dh_n))
+
+
+@rnn_backward_op.register_fake
+def _(
+    doutput: Tensor | None, dh_n: Tensor | None, results: Sequence[Tensor], *args: Any
+) -> tuple[Tensor, ...]:
+    return _like_inputs(rnn.Inputs(*args), rnn.Grads._fields)
+
+
+# Autograd ----------------------------------------------------------------------------------------
+
+
+def _register_autograd(
+    op: Any, backward_op: Any, inputs: type[Any], grads: Sequence[str], results: int
+) -> None:
+    """Wire an operator to its backward one.
+
+    results: how many of the operator's outputs are differentiable, the first ones.
+    """
+    names = inputs._fields
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[results:])
+        population = inputs[names.index("population")]
+        is_tensor = [isinstance(v, Tensor) for v in inputs]
+        tensors = [v for v in inputs if isinstance(v, Tensor)]
+        ctx.save_for_backward(*tensors, *population, *output)
+        ctx.layout = is_tensor, len(tensors), len(population)
+        ctx.plain = [None if isinstance(v, Tensor) else v for v in inputs]
+
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+        is_tensor, n, m = ctx.layout
+        saved = list(ctx.saved_tensors)
+        tensors, population, output = iter(saved[:n]), saved[n : n + m], saved[n + m :]
+        args = [
+            next(tensors) if tensor else value
+            for tensor, value in zip(is_tensor, ctx.plain, strict=True)
+        ]
+        args[names.index("population")] = population
+        found = backward_op(*grad_outputs[:results], output, *args)
+        by_name: dict[str, Any] = dict(zip(grads, found, strict=True))
+        by_name["population"] = [None] * m
+        return tuple(
+            by_name[name] if name in by_name and (tensor or name == "population") else None
+            for name, tensor in zip(names, is_tensor, strict=True)
+        )
+
+    op.register_autograd(backward, setup_context=setup_context)
+    backward_op.register_autograd(_no_double_backward(op._opoverload.__name__))
+
+
+_register_autograd(lstm_op, lstm_backward_op, lstm.Inputs, lstm.Grads._fields, 3)
+_register_autograd(rnn_op, rnn_backward_op, rnn.Inputs, rnn.Grads._fields, 2)

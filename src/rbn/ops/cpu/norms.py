@@ -1,0 +1,225 @@
+"""The normalizations the fused recurrences are built from, forward and backward.
+
+Each works on one time step at a time, in the layout of `Packing`, through PyTorch's own fused
+kernels. All share one interface, `Norm`. What the backward pass needs of the statistics, the mean
+and 1 / sqrt(var + eps), is handed out by ``moments`` after the forward pass and given back to
+``restore`` before the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+
+
+class Norm(Protocol):
+    """What a recurrence expects of a normalization."""
+
+    dgamma: Tensor | None
+    dbeta: Tensor | None
+
+    def forward(self, t: int, x: Tensor) -> Tensor:
+        """Normalize x ``[n, F]`` of step t. Steps come in order."""
+
+    def moments(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Mean and rstd of the steps so far, filled up to `rows` rows; empty where none is kept."""
+
+    def restore(self, mean: Tensor, rstd: Tensor) -> None:
+        """Take back what `moments` handed out."""
+
+    def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient of x of step t; dgamma and dbeta are added to."""
+
+
+class _MomentsOfSteps:
+    """Mean and rstd kept step by step."""
+
+    def __init__(self, gamma: Tensor, beta: Tensor | None, eps: float) -> None:
+        self.gamma, self.beta, self.eps = gamma, beta, eps
+        self.dgamma: Tensor | None = torch.zeros_like(gamma)
+        self.dbeta: Tensor | None = None if beta is None else torch.zeros_like(beta)
+        self._means: list[Tensor] = []
+        self._rstds: list[Tensor] = []
+        self._mask = [True, True, beta is not None]
+
+    def _add(self, dgamma: Tensor, dbeta: Tensor) -> None:
+        assert self.dgamma is not None
+        self.dgamma += dgamma
+        if self.dbeta is not None:
+            self.dbeta += dbeta
+
+
+class BatchNorm(_MomentsOfSteps):
+    """Statistics of the minibatch, a set of its own for each step (the paper's training mode)."""
+
+    def forward(self, t: int, x: Tensor) -> Tensor:
+        out, mean, rstd = torch.native_batch_norm(
+            x, self.gamma, self.beta, None, None, True, 0.0, self.eps
+        )
+        self._means.append(mean)
+        self._rstds.append(rstd)
+        return out
+
+    def moments(self, rows: int) -> tuple[Tensor, Tensor]:
+        """``[T, F]`` each; as of variance 0 for steps that no row reaches."""
+        unreached = self.eps**-0.5 if self.eps > 0 else float("inf")
+        mean = _fill(torch.stack(self._means), rows, 0.0)
+        return mean, _fill(torch.stack(self._rstds), rows, unreached)
+
+    def restore(self, mean: Tensor, rstd: Tensor) -> None:
+        self._means, self._rstds = list(mean.unbind(0)), list(rstd.unbind(0))
+
+    def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
+        mean, rstd = self._means[t], self._rstds[t]
+        dx, dgamma, dbeta = _batch_norm_backward(
+            dy, x, self.gamma, None, None, mean, rstd, True, self.eps, self._mask
+        )
+        self._add(dgamma, dbeta)
+        return dx  # type: ignore[no-any-return]
+
+
+class LayerNorm(_MomentsOfSteps):
+    """Statistics of each row over its features (Ba et al. 2016)."""
+
+    def __init__(
+        self, gamma: Tensor, beta: Tensor | None, eps: float, sizes: list[int]
+    ) -> None:
+        super().__init__(gamma, beta, eps)
+        self._sizes, self._shape = sizes, [gamma.numel()]
+
+    def forward(self, t: int, x: Tensor) -> Tensor:
+        out, mean, rstd = torch.native_layer_norm(x, self._shape, self.gamma, self.beta, self.eps)
+        self._means.append(mean)
+        self._rstds.append(rstd)
+        return out
+
+    def moments(self, rows: int) -> tuple[Tensor, Tensor]:
+        """``[T * B, 1]`` each, packed rows."""
+        return _fill(torch.cat(self._means), rows, 0.0), _fill(torch.cat(self._rstds), rows, 0.0)
+
+    def restore(self, mean: Tensor, rstd: Tensor) -> None:
+        n = sum(self._sizes)
+        self._means = list(mean[:n].split(self._sizes))
+        self._rstds = list(rstd[:n].split(self._sizes))
+
+    def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
+        mean, rstd = self._means[t], self._rstds[t]
+        dx, dgamma, dbeta = _layer_norm_backward(
+            dy, x, self._shape, mean, rstd, self.gamma, self.beta, self._mask
+        )
+        self._add(dgamma, dbeta)
+        return dx  # type: ignore[no-any-return]
+
+
+class _NoMoments:
+    """For normalizations that have nothing to keep for the backward pass."""
+
+    like: Tensor
+
+    def moments(self, rows: int) -> tuple[Tensor, Tensor]:
+        return self.like.new_empty(0), self.like.new_empty(0)
+
+    def restore(self, mean: Tensor, rstd: Tensor) -> None:
+        pass
+
+
+class PopulationNorm(_NoMoments):
+    """Given statistics, one row per step and the last one for every step beyond (inference)."""
+
+    def __init__(
+        self, gamma: Tensor, beta: Tensor | None, eps: float, mean: Tensor, var: Tensor
+    ) -> None:
+        """mean, var: ``[S, F]``."""
+        self.like, self.mean, self.rstd = gamma, mean, torch.rsqrt(var + eps)
+        scale = gamma * self.rstd
+        shift = -mean * scale
+        self._shifts = (shift if beta is None else shift + beta).unbind(0)
+        self._scales = scale.unbind(0)
+        self._last = len(self._scales) - 1
+        self.dgamma: Tensor | None = torch.zeros_like(gamma)
+        self.dbeta: Tensor | None = torch.zeros_like(gamma)
+
+    def forward(self, t: int, x: Tensor) -> Tensor:
+        s = min(t, self._last)
+        return torch.addcmul(self._shifts[s], x, self._scales[s])
+
+    def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
+        s = min(t, self._last)
+        assert self.dgamma is not None and self.dbeta is not None
+        total = dy.sum(0)
+        self.dgamma += ((dy * x).sum(0) - self.mean[s] * total) * self.rstd[s]
+        self.dbeta += total
+        return dy * self._scales[s]
+
+
+class Shift(_NoMoments):
+    """No normalization, only the additive beta: the plain LSTM's cell."""
+
+    def __init__(self, beta: Tensor) -> None:
+        self.like = self.beta = beta
+        self.dgamma: Tensor | None = None
+        self.dbeta: Tensor | None = torch.zeros_like(beta)
+
+    def forward(self, t: int, x: Tensor) -> Tensor:
+        return x + self.beta
+
+    def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
+        assert self.dbeta is not None
+        self.dbeta += dy.sum(0)
+        return dy
+
+
+class SequenceNorm:
+    """One set of minibatch statistics for the input term of all steps (section 5.4, BN-e*).
+
+    Unlike the others it takes all rows ``[N, F]`` at once, before the recurrence runs.
+    """
+
+    def __init__(self, gamma: Tensor, eps: float, counted: Tensor | None) -> None:
+        """counted: bool ``[N]``, the rows the statistics are over; None for all."""
+        self.gamma, self.eps, self.counted = gamma, eps, counted
+        self.dgamma: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize all rows."""
+        rows = x if self.counted is None else x[self.counted]
+        out, self._mean, self._rstd = torch.native_batch_norm(
+            rows, self.gamma, None, None, None, True, 0.0, self.eps
+        )
+        return out if self.counted is None else (x - self._mean) * (self._rstd * self.gamma)
+
+    def moments(self, rows: int) -> tuple[Tensor, Tensor]:
+        """``[1, F]`` each."""
+        return self._mean[None].clone(), self._rstd[None].clone()
+
+    def restore(self, mean: Tensor, rstd: Tensor) -> None:
+        """Take back what `moments` handed out."""
+        self._mean, self._rstd = mean[0], rstd[0]
+
+    def backward(self, dy: Tensor, x: Tensor) -> Tensor:
+        """The gradient of all rows of x."""
+        mean, rstd = self._mean, self._rstd
+        if self.counted is None:
+            dx, self.dgamma, _ = _batch_norm_backward(
+                dy, x, self.gamma, None, None, mean, rstd, True, self.eps, [True, True, False]
+            )
+            return dx  # type: ignore[no-any-return]
+        # Rows outside the statistics are moved by them without moving them.
+        x_hat = (x - mean) * rstd
+        self.dgamma = (dy * x_hat).sum(0)
+        n = self.counted.sum()
+        through = (dy.sum(0) + x_hat * self.dgamma) / n
+        return self.gamma * rstd * (dy - through.masked_fill_(~self.counted[:, None], 0))
+
+
+def _fill(kept: Tensor, rows: int, value: float) -> Tensor:
+    """kept ``[n, F]`` followed by constant rows, ``[rows, F]``."""
+    missing = rows - len(kept)
+    if missing == 0:
+        return kept
+    return torch.cat([kept, kept.new_full((missing, *kept.shape[1:]), value)])

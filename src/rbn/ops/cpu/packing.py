@@ -1,0 +1,91 @@
+"""Which rows each time step works on.
+
+Rows are sorted by length, longest first, and stored step after step without the padded ones, as in
+`torch.nn.utils.rnn.PackedSequence`. Then the rows that reached step t are the first ``sizes[t]``
+rows of step t - 1 too: padded rows enter no statistic and cost nothing, and their state needs no
+carrying because nothing overwrites it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbn.ops.types import check_lengths
+
+
+class Packing:
+    """The layout of ``[T, B, F]`` data as rows ``[N, F]``, N the number of unpadded positions.
+
+    Buffers have ``T * B`` rows whatever N is, so that their shape does not depend on data.
+    """
+
+    def __init__(self, steps: int, batch: int, lengths: Tensor | None) -> None:
+        self.steps, self.batch = steps, batch
+        self.index: Tensor | None = None  # [N]: where each packed row lies in [T * B]
+        if lengths is None:
+            self.sizes = [batch] * steps
+            self.rows = steps * batch
+            return
+        values = lengths.tolist()
+        check_lengths(values, steps)
+        sorted_lengths, self.order = torch.sort(lengths.cpu(), descending=True, stable=True)
+        valid = torch.arange(steps)[:, None] < sorted_lengths  # [T, B]
+        sizes = valid.sum(1)
+        self.sizes = [n for n in sizes.tolist() if n > 0]
+        step, row = valid.nonzero(as_tuple=True)
+        self.index = step * batch + self.order[row]
+        self.rows = len(self.index)
+        self.starts = sizes.cumsum(0) - sizes
+        self.last = self.starts[sorted_lengths - 1] + torch.arange(batch)
+        self.unorder = torch.argsort(self.order)
+        # Where the previous step's row lies; the first step's come from the initial state.
+        self.previous = self.starts[step[batch:] - 1] + row[batch:]
+
+    def buffer(self, features: int, like: Tensor) -> Tensor:
+        """Room for packed rows, ``[T * B, features]``, zero behind row N."""
+        rows = like.new_empty(self.steps * self.batch, features)
+        rows[self.rows :].zero_()
+        return rows
+
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Views of packed rows ``[T * B, F]``, one ``[sizes[t], F]`` for each step."""
+        return rows[: self.rows].split(self.sizes)
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """``[T, B, F]`` to ``[T * B, F]`` packed; no copy where nothing is padded."""
+        flat = padded.reshape(self.steps * self.batch, -1)
+        if self.index is None:
+            return flat
+        rows = self.buffer(flat.shape[1], flat)
+        torch.index_select(flat, 0, self.index, out=rows[: self.rows])
+        return rows
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """``[T * B, F]`` packed to ``[T, B, F]``, zero at padded positions."""
+        if self.index is not None:
+            rows = torch.zeros_like(rows).index_copy_(0, self.index, rows[: self.rows])
+        return rows.view(self.steps, self.batch, -1)
+
+    def sort(self, state: Tensor) -> Tensor:
+        """A state ``[B, H]`` with its rows in this layout's order."""
+        return state if self.index is None else state[self.order]
+
+    def unsort(self, state: Tensor) -> Tensor:
+        """A state ``[B, H]`` with its rows in the user's order."""
+        return state if self.index is None else state[self.unorder]
+
+    def final(self, rows: Tensor) -> Tensor:
+        """The last unpadded row of each sequence, ``[B, F]`` in the user's order."""
+        if self.index is None:
+            return rows[-self.batch :].clone()
+        return rows[self.last[self.unorder]]
+
+    def outer(self, left: Tensor, states: Tensor, initial: Tensor) -> Tensor:
+        """The weight gradient ``sum over t of left[t]^T states[t - 1]`` as one product.
+
+        Shapes: left ``[T * B, G]``, states ``[T * B, H]``, initial ``[B, H]`` sorted -> ``[G, H]``.
+        """
+        first, rest = left[: self.batch], left[self.batch : self.rows]
+        before = states[: self.rows - self.batch] if self.index is None else states[self.previous]
+        return torch.mm(rest.t(), before).addmm_(first.t(), initial)

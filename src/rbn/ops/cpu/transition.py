@@ -1,0 +1,122 @@
+"""The part all recurrences share: ``pre_t = N(W_h h_{t-1}) + N(W_x x_t) + b``.
+
+N is a normalization (equation 6) or nothing (equations 1 and 2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbn.ops.cpu.layout import Layout, Rooms
+from rbn.ops.cpu.norms import Norm, SequenceNorm
+
+
+class Transition:
+    """Computes the pre-activations step by step, and takes their gradients back."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        wx: Tensor,
+        weight_hh: Tensor,
+        bias: Tensor | None,
+        norm_x: Norm | SequenceNorm | None,
+        norm_h: Norm | None,
+    ) -> None:
+        """wx: ``[T, B, G]``. With norm_h alone the two terms are normalized jointly.
+
+        norm_h adds the bias; without it the bias is added here.
+        """
+        self.packing = layout.packing
+        self.wx = layout.rows(wx)
+        self.weight = layout.cast(weight_hh)  # [G, H]
+        self.bias = layout.optional(bias)
+        self.sequence = norm_x if isinstance(norm_x, SequenceNorm) else None
+        self.norm_x = None if isinstance(norm_x, SequenceNorm) else norm_x
+        self.norm_h = norm_h
+        self.joint = norm_h is not None and norm_x is None
+
+    # Forward ------------------------------------------------------------------------------------
+
+    def start(self, rooms: Rooms) -> None:
+        """Make ready for the steps of the forward pass."""
+        x_rows, rows = self.wx, self.packing.rows
+        if self.sequence is not None:
+            x_rows = self.sequence.forward(self.wx[:rows])
+        self._xs = self.packing.split(x_rows)
+        self._weight_t = self.weight.t().contiguous()
+        features = self.wx.shape[1]
+        self.wh = self.wx.new_empty(0)
+        if self.norm_h is not None:
+            self.wh = rooms.make(features)
+            self._whs = rooms.views(self.wh)
+
+    def forward(self, t: int, h: Tensor, pre: Tensor) -> None:
+        """Write the pre-activations of step t, ``[n, G]``, from the previous state ``[n, H]``."""
+        x, W = self._xs[t], self._weight_t
+        if self.norm_h is None:
+            torch.addmm(x, h, W, out=pre)
+            if self.bias is not None:
+                pre += self.bias
+            return
+        wh = self._whs[t]
+        if self.joint:
+            torch.addmm(x, h, W, out=wh)
+            pre.copy_(self.norm_h.forward(t, wh))
+            return
+        torch.mm(h, W, out=wh)
+        if self.norm_x is not None:
+            x = self.norm_x.forward(t, x)
+        torch.add(self.norm_h.forward(t, wh), x, out=pre)
+
+    # Backward -----------------------------------------------------------------------------------
+
+    def start_backward(self, wh: Tensor) -> None:
+        """Make ready for the steps of the backward pass. wh: as the forward pass left it."""
+        packing, features = self.packing, self.wx.shape[1]
+        self.dwx = packing.buffer(features, self.wx)
+        self._dxs = packing.split(self.dwx)
+        self.dwh = self.dwx
+        if self.norm_h is not None:
+            self._xs, self._whs = packing.split(self.wx), packing.split(wh)
+            if not self.joint:
+                self.dwh = packing.buffer(features, self.wx)
+        self._dwhs = packing.split(self.dwh)
+        self._scratch = self.wx.new_empty(packing.batch, features)
+        # Where a step's gradient is wanted: in its final place, unless norm_x comes between.
+        self._in_place = self.norm_h is None or self.sequence is not None
+
+    def gradient_room(self, t: int) -> Tensor:
+        """Where the caller writes the gradient of the pre-activations of step t."""
+        return self._dxs[t] if self._in_place else self._scratch[: self.packing.sizes[t]]
+
+    def backward(self, t: int, dpre: Tensor, dh: Tensor) -> None:
+        """Take the gradient of step t's pre-activations back to the previous state, into dh."""
+        dwh = dpre
+        if self.norm_h is not None:
+            dwh = self._dwhs[t]
+            dwh.copy_(self.norm_h.backward(t, dpre, self._whs[t]))
+            if self.norm_x is not None:
+                self._dxs[t].copy_(self.norm_x.backward(t, dpre, self._xs[t]))
+        torch.mm(dwh, self.weight, out=dh)
+
+    def finish_backward(
+        self, hidden: Tensor, h0: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of wx, weight_hh, bias, gamma_x and gamma_h.
+
+        hidden: the states ``[T * B, H]`` packed; h0: ``[B, H]`` in the rows' order.
+        """
+        packing, rows = self.packing, self.packing.rows
+        dweight = packing.outer(self.dwh, hidden, h0)
+        if self.norm_h is None:
+            return packing.unpack(self.dwx), dweight, self.dwx[:rows].sum(0), None, None
+        dgamma_x = None
+        if self.sequence is not None:
+            self.dwx[:rows] = self.sequence.backward(self.dwx[:rows], self.wx[:rows])
+            dgamma_x = self.sequence.dgamma
+        elif self.norm_x is not None:
+            dgamma_x = self.norm_x.dgamma
+        dwx = packing.unpack(self.dwx)
+        return dwx, dweight, self.norm_h.dbeta, dgamma_x, self.norm_h.dgamma

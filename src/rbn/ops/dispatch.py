@@ -1,0 +1,52 @@
+"""Which implementation of a recurrence runs.
+
+Each backend is a module with the functions `bn_lstm`, `lstm`, `ln_lstm` and `bn_rnn` of one
+signature. By default the device of the input chooses; `backend` forces one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from rbn.ops import cpu, reference
+
+_MODULES: dict[str, Any] = {"reference": reference, "cpu": cpu}
+_BY_DEVICE = {"cpu": "cpu"}
+_forced: str | None = None  # a plain global, which torch.compile can guard on
+
+
+def backends() -> tuple[str, ...]:
+    """The names that `backend` takes."""
+    return tuple(_MODULES)
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Force one implementation inside the ``with`` block, in the whole process.
+
+    ``"reference"`` runs the plain equations on any device (slow, differentiable any number of
+    times); ``"cpu"`` the fused CPU operator, for CPU tensors only. Outside of any block the input's
+    device decides.
+    """
+    if name not in _MODULES:
+        raise ValueError(f"backend must be one of {', '.join(_MODULES)}, got {name!r}")
+    global _forced
+    before, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def select(op: str, like: Tensor) -> Callable[..., Any]:
+    """The implementation of `op` for a tensor like this one."""
+    device = like.device.type
+    name = _forced or _BY_DEVICE.get(device, "reference")
+    if name == "cpu" and device != "cpu":
+        raise RuntimeError(f'rbn.backend("cpu") was asked for, but the input is on {device}')
+    function: Callable[..., Any] = getattr(_MODULES[name], op)
+    return function

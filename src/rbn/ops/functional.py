@@ -1,0 +1,185 @@
+"""The recurrences as functions, whichever backend runs them.
+
+All work on one layer and one direction. ``wx`` is the input term W_x x_t of every step, not yet
+normalized and without a bias: a matrix product, or a look-up of rows for one-hot inputs.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rbn.ops.dispatch import select
+from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
+
+
+def bn_lstm(
+    wx: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    gamma_x: Tensor | None,
+    gamma_h: Tensor,
+    gamma_c: Tensor | None,
+    beta_c: Tensor | None,
+    h0: Tensor,
+    c0: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    population: Statistics | None = None,
+    eps: float = 1e-5,
+    input_stats: InputStats = "step",
+    padding: Padding = "exclude",
+    zoneout_c: Tensor | float = 0.0,
+    zoneout_h: Tensor | float = 0.0,
+    pass_normalized_cell: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Statistics]:
+    """The batch-normalized LSTM, equations 6 to 8.
+
+    Args:
+        wx: input term W_x x_t, ``[T, B, 4H]``, gates in torch's order i, f, g, o.
+        weight_hh: W_h, ``[4H, H]``.
+        bias: b, ``[4H]``.
+        gamma_x: scale of the input term, ``[4H]``; None normalizes the sum of both terms by
+            gamma_h instead (an ablation).
+        gamma_h: scale of the recurrent term, ``[4H]``.
+        gamma_c: scale of the cell, ``[H]``; None leaves the output's cell unnormalized (an
+            ablation), beta_c is still added.
+        beta_c: shift of the cell, ``[H]``.
+        h0: initial hidden state, ``[B, H]``.
+        c0: initial cell, ``[B, H]``.
+        lengths: unpadded steps of each row, integers ``[B]``, each from 1 to T.
+        population: statistics to normalize with; None uses those of the minibatch.
+        eps: added to every variance.
+        input_stats: minibatch statistics of the input term for each step, or over the sequence.
+        padding: whether padded rows count in minibatch statistics.
+        zoneout_c: units of the cell that keep their value: bool ``[T, B, H]``, or the rate.
+        zoneout_h: the same for the hidden state.
+        pass_normalized_cell: the next step continues from BN(c_t) (an ablation).
+
+    Returns:
+        The output ``[T, B, H]`` (zero where padded), h_n and c_n ``[B, H]`` after each row's last
+        unpadded step, and the minibatch statistics (all None where `population` is given).
+    """
+    result: tuple[Tensor, Tensor, Tensor, Statistics] = select("bn_lstm", wx)(
+        wx,
+        weight_hh,
+        bias,
+        gamma_x,
+        gamma_h,
+        gamma_c,
+        beta_c,
+        h0,
+        c0,
+        lengths=lengths,
+        population=population,
+        eps=eps,
+        input_stats=input_stats,
+        padding=padding,
+        zoneout_c=zoneout_c,
+        zoneout_h=zoneout_h,
+        pass_normalized_cell=pass_normalized_cell,
+    )
+    return result
+
+
+def lstm(
+    wx: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    beta_c: Tensor | None,
+    h0: Tensor,
+    c0: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    zoneout_c: Tensor | float = 0.0,
+    zoneout_h: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain LSTM, equations 2 to 4; arguments and results as in `bn_lstm`.
+
+    beta_c ``[H]`` is the additive cell bias of the authors' baseline, h = o * tanh(c + beta_c).
+    """
+    result: tuple[Tensor, Tensor, Tensor] = select("lstm", wx)(
+        wx,
+        weight_hh,
+        bias,
+        beta_c,
+        h0,
+        c0,
+        lengths=lengths,
+        zoneout_c=zoneout_c,
+        zoneout_h=zoneout_h,
+    )
+    return result
+
+
+def ln_lstm(
+    wx: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    gamma_x: Tensor,
+    gamma_h: Tensor,
+    gamma_c: Tensor,
+    beta_c: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    eps: float = 1e-5,
+    zoneout_c: Tensor | float = 0.0,
+    zoneout_h: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The layer-normalized LSTM; arguments and results as in `bn_lstm`, without statistics."""
+    result: tuple[Tensor, Tensor, Tensor] = select("ln_lstm", wx)(
+        wx,
+        weight_hh,
+        bias,
+        gamma_x,
+        gamma_h,
+        gamma_c,
+        beta_c,
+        h0,
+        c0,
+        lengths=lengths,
+        eps=eps,
+        zoneout_c=zoneout_c,
+        zoneout_h=zoneout_h,
+    )
+    return result
+
+
+def bn_rnn(
+    wx: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    gamma_x: Tensor,
+    gamma_h: Tensor,
+    h0: Tensor,
+    *,
+    nonlinearity: Nonlinearity = "tanh",
+    lengths: Tensor | None = None,
+    population: Statistics | None = None,
+    eps: float = 1e-5,
+    input_stats: InputStats = "step",
+    padding: Padding = "exclude",
+    zoneout_h: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor, Statistics]:
+    """The batch-normalized simple RNN, ``h_t = phi(BN(W_h h_{t-1}) + BN(W_x x_t) + b)``.
+
+    Arguments as in `bn_lstm`, with H features where that has 4H; returns the output ``[T, B, H]``,
+    h_n ``[B, H]`` and the minibatch statistics.
+    """
+    result: tuple[Tensor, Tensor, Statistics] = select("bn_rnn", wx)(
+        wx,
+        weight_hh,
+        bias,
+        gamma_x,
+        gamma_h,
+        h0,
+        nonlinearity=nonlinearity,
+        lengths=lengths,
+        population=population,
+        eps=eps,
+        input_stats=input_stats,
+        padding=padding,
+        zoneout_h=zoneout_h,
+    )
+    return result

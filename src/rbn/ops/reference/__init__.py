@@ -1,0 +1,11 @@
+"""The recurrences as the papers print them: plain PyTorch, any dtype and device, plain autograd.
+
+These are the oracle for every other implementation, and what runs where no faster one exists.
+"""
+
+from rbn.ops.reference.bn_lstm import bn_lstm
+from rbn.ops.reference.bn_rnn import bn_rnn
+from rbn.ops.reference.ln_lstm import ln_lstm
+from rbn.ops.reference.lstm import lstm
+
+__all__ = ["bn_lstm", "bn_rnn", "ln_lstm", "lstm"]

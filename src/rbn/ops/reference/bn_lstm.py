@@ -1,0 +1,80 @@
+"""The batch-normalized LSTM, equations 6 to 8 of the paper."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbn.ops.reference.normalization import InputTerm, Term, bn, carry, pair, stack_steps, zoneout
+from rbn.ops.types import InputStats, Padding, Statistics, compute_dtype, valid_steps
+
+
+def bn_lstm(
+    wx: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    gamma_x: Tensor | None,
+    gamma_h: Tensor,
+    gamma_c: Tensor | None,
+    beta_c: Tensor | None,
+    h0: Tensor,
+    c0: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    population: Statistics | None = None,
+    eps: float = 1e-5,
+    input_stats: InputStats = "step",
+    padding: Padding = "exclude",
+    zoneout_c: Tensor | float = 0.0,
+    zoneout_h: Tensor | float = 0.0,
+    pass_normalized_cell: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Statistics]:
+    """See `rbn.ops.bn_lstm` for the arguments."""
+    dtype = wx.dtype
+    wx, W_h, h, c = (v.to(compute_dtype(dtype)) for v in (wx, weight_hh, h0, c0))
+    b = 0.0 if bias is None else bias
+    beta = 0.0 if beta_c is None else beta_c
+
+    pop = population or Statistics()
+    valid = valid_steps(lengths, len(wx))  # [T, B]
+    x_term = InputTerm(wx, valid, input_stats, pair(pop.mean_x, pop.var_x))
+    h_term = Term(pair(pop.mean_h, pop.var_h))
+    c_term = Term(pair(pop.mean_c, pop.var_c))
+
+    output = []
+    for t in range(len(wx)):
+        rows = valid[t] if valid is not None and padding == "exclude" else None
+        W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, 4H]
+
+        # Equation 6. The gates lie in torch's order i, f, g, o (the paper prints f, i, o, g).
+        if gamma_x is None:  # ablation: one normalization of the sum
+            summed = W_h_h + W_x_x
+            gates = bn(summed, gamma_h, b, *h_term.statistics(t, summed, rows), eps)
+        else:
+            gates = (
+                bn(W_h_h, gamma_h, 0.0, *h_term.statistics(t, W_h_h, rows), eps)
+                + bn(W_x_x, gamma_x, 0.0, *x_term.statistics(t, W_x_x, rows), eps)
+                + b
+            )
+        i, f, g, o = gates.chunk(4, dim=1)
+
+        # Equation 7: the cell update itself is not normalized.
+        c_t = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+
+        # Equation 8.
+        if gamma_c is None:  # ablation: the output reads the cell as the plain LSTM's does
+            c_hat = c_t + beta
+        else:
+            c_hat = bn(c_t, gamma_c, beta, *c_term.statistics(t, c_t, rows), eps)
+        h_t = torch.sigmoid(o) * torch.tanh(c_hat)
+
+        if pass_normalized_cell:  # ablation: the next step continues from BN(c_t)
+            c_t = c_hat
+        c_t = zoneout(zoneout_c, t, c, c_t)
+        h_t = zoneout(zoneout_h, t, h, h_t)
+
+        h, c = carry(valid, t, h_t, h), carry(valid, t, c_t, c)
+        output.append(h)
+
+    statistics = Statistics(*x_term.stacked(), *h_term.stacked(), *c_term.stacked())
+    return stack_steps(output, valid).to(dtype), h.to(dtype), c.to(dtype), statistics

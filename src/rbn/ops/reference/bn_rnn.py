@@ -1,0 +1,60 @@
+"""The batch-normalized simple RNN: equation 1 with both terms normalized (Figure 1a)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbn.ops.reference.normalization import InputTerm, Term, bn, carry, pair, stack_steps, zoneout
+from rbn.ops.types import (
+    InputStats,
+    Nonlinearity,
+    Padding,
+    Statistics,
+    compute_dtype,
+    valid_steps,
+)
+
+
+def bn_rnn(
+    wx: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    gamma_x: Tensor,
+    gamma_h: Tensor,
+    h0: Tensor,
+    *,
+    nonlinearity: Nonlinearity = "tanh",
+    lengths: Tensor | None = None,
+    population: Statistics | None = None,
+    eps: float = 1e-5,
+    input_stats: InputStats = "step",
+    padding: Padding = "exclude",
+    zoneout_h: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor, Statistics]:
+    """See `rbn.ops.bn_rnn` for the arguments."""
+    dtype = wx.dtype
+    wx, W_h, h = (v.to(compute_dtype(dtype)) for v in (wx, weight_hh, h0))
+    b = 0.0 if bias is None else bias
+    phi = torch.tanh if nonlinearity == "tanh" else torch.relu
+
+    pop = population or Statistics()
+    valid = valid_steps(lengths, len(wx))  # [T, B]
+    x_term = InputTerm(wx, valid, input_stats, pair(pop.mean_x, pop.var_x))
+    h_term = Term(pair(pop.mean_h, pop.var_h))
+
+    output = []
+    for t in range(len(wx)):
+        rows = valid[t] if valid is not None and padding == "exclude" else None
+        W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, H]
+        h_t = phi(
+            bn(W_h_h, gamma_h, 0.0, *h_term.statistics(t, W_h_h, rows), eps)
+            + bn(W_x_x, gamma_x, 0.0, *x_term.statistics(t, W_x_x, rows), eps)
+            + b
+        )
+        h_t = zoneout(zoneout_h, t, h, h_t)
+        h = carry(valid, t, h_t, h)
+        output.append(h)
+
+    statistics = Statistics(*x_term.stacked(), *h_term.stacked())
+    return stack_steps(output, valid).to(dtype), h.to(dtype), statistics

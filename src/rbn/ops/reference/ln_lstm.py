@@ -1,0 +1,52 @@
+"""The layer-normalized LSTM of Ba, Kiros and Hinton (2016), the alternative the paper names."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbn.ops.reference.normalization import carry, stack_steps, zoneout
+from rbn.ops.types import compute_dtype, valid_steps
+
+
+def ln(h: Tensor, gamma: Tensor, beta: Tensor | float, eps: float) -> Tensor:
+    """Like equation 5 with the moments taken over the features of each row of h ``[B, F]``."""
+    mean = h.mean(1, keepdim=True)
+    var = (h - mean).square().mean(1, keepdim=True)
+    return beta + gamma * (h - mean) / torch.sqrt(var + eps)
+
+
+def ln_lstm(
+    wx: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    gamma_x: Tensor,
+    gamma_h: Tensor,
+    gamma_c: Tensor,
+    beta_c: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    eps: float = 1e-5,
+    zoneout_c: Tensor | float = 0.0,
+    zoneout_h: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `rbn.ops.ln_lstm` for the arguments."""
+    dtype = wx.dtype
+    wx, W_h, h, c = (v.to(compute_dtype(dtype)) for v in (wx, weight_hh, h0, c0))
+    b = 0.0 if bias is None else bias
+    valid = valid_steps(lengths, len(wx))  # [T, B]
+
+    output = []
+    for t in range(len(wx)):
+        gates = ln(h @ W_h.T, gamma_h, 0.0, eps) + ln(wx[t], gamma_x, 0.0, eps) + b
+        i, f, g, o = gates.chunk(4, dim=1)
+        c_t = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h_t = torch.sigmoid(o) * torch.tanh(ln(c_t, gamma_c, beta_c, eps))
+
+        c_t = zoneout(zoneout_c, t, c, c_t)
+        h_t = zoneout(zoneout_h, t, h, h_t)
+        h, c = carry(valid, t, h_t, h), carry(valid, t, c_t, c)
+        output.append(h)
+    return stack_steps(output, valid).to(dtype), h.to(dtype), c.to(dtype)

@@ -1,0 +1,115 @@
+"""The batch-normalizing transform (equation 5), its statistics, and zoneout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbn.ops.types import InputStats
+
+
+def bn(
+    h: Tensor, gamma: Tensor | float, beta: Tensor | float, mean: Tensor, var: Tensor, eps: float
+) -> Tensor:
+    """Equation 5: ``BN(h; gamma, beta) = beta + gamma * (h - E[h]) / sqrt(Var[h] + eps)``.
+
+    Shapes: h ``[B, F]``; gamma, beta, mean, var ``[F]``.
+    """
+    return beta + gamma * (h - mean) / torch.sqrt(var + eps)
+
+
+def moments(h: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Sample mean and biased variance over the rows of h ``[B, F]``, each ``[F]``.
+
+    rows: bool ``[B]``, the rows that count (all of them by default). No row gives zeros.
+    """
+    if rows is None:
+        mean = h.mean(0)
+        return mean, (h - mean).square().mean(0)
+    n = rows.sum().clamp(min=1)
+    rows = rows[:, None]
+    mean = torch.where(rows, h, 0).sum(0) / n
+    return mean, torch.where(rows, h - mean, 0).square().sum(0) / n
+
+
+def pair(mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Both statistics of a term, or None where it has none."""
+    return None if mean is None or var is None else (mean, var)
+
+
+class Term:
+    """One normalized term: gives the statistics for a step and remembers them.
+
+    population: ``(mean, var)`` of ``[S, F]`` to use instead of the minibatch's own.
+    """
+
+    def __init__(self, population: tuple[Tensor, Tensor] | None) -> None:
+        self.population = population
+        self.means: list[Tensor] = []
+        self.vars: list[Tensor] = []
+
+    def statistics(self, t: int, h: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mean and variance ``[F]`` with which step t normalizes h ``[B, F]``."""
+        if self.population is not None:
+            means, variances = self.population
+            s = min(t, means.shape[0] - 1)
+            return means[s], variances[s]
+        mean, var = moments(h, rows)
+        self.means.append(mean.detach())
+        self.vars.append(var.detach())
+        return mean, var
+
+    def stacked(self) -> tuple[Tensor | None, Tensor | None]:
+        """The minibatch statistics of all steps so far, ``[T, F]`` each."""
+        if not self.means:
+            return None, None
+        return torch.stack(self.means), torch.stack(self.vars)
+
+
+class InputTerm(Term):
+    """The input term, whose values are known for all steps at once.
+
+    With sequencewise statistics (section 5.4, BN-e*) one mean and variance, over all unpadded
+    positions of all steps, serves every step.
+    """
+
+    def __init__(
+        self,
+        wx: Tensor,
+        valid: Tensor | None,
+        input_stats: InputStats,
+        population: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        super().__init__(population)
+        self.wx, self.valid = wx, valid
+        self.over_sequence = population is None and input_stats == "sequence"
+        self.shared: tuple[Tensor, Tensor] | None = None
+
+    def statistics(self, t: int, h: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not self.over_sequence:
+            return super().statistics(t, h, rows)
+        if self.shared is None:
+            everywhere = None if self.valid is None else self.valid.flatten()
+            self.shared = super().statistics(0, self.wx.flatten(0, 1), everywhere)
+        return self.shared
+
+
+def zoneout(z: Tensor | float, t: int, previous: Tensor, new: Tensor) -> Tensor:
+    """Krueger et al. 2016: keep a unit's previous value where the mask z[t] says so.
+
+    z: bool ``[T, B, H]`` (training) or the rate, for the expected value (inference).
+    """
+    if isinstance(z, Tensor):
+        return torch.where(z[t], previous, new)
+    return new if z == 0 else z * previous + (1 - z) * new
+
+
+def carry(valid: Tensor | None, t: int, new: Tensor, previous: Tensor) -> Tensor:
+    """The state after step t: padded rows keep the previous one. States ``[B, H]``."""
+    return new if valid is None else torch.where(valid[t][:, None], new, previous)
+
+
+def stack_steps(states: list[Tensor], valid: Tensor | None) -> Tensor:
+    """The layer's output ``[T, B, H]``, zero where the input was padding."""
+    output = torch.stack(states)
+    return output if valid is None else torch.where(valid[:, :, None], output, 0)

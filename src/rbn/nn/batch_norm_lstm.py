@@ -97,8 +97,8 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         momentum: weight of a new minibatch in the running average; None averages all equally.
         input_stats: ``"step"``, or ``"sequence"`` for statistics of the input term that are shared
             over time and all unpadded positions (BN-e* of the paper).
-        padding: ``"exclude"`` keeps padded rows out of every statistic, ``"include"`` counts them in
-            those of the recurrent and the cell term, as the authors' code does.
+        padding: ``"exclude"`` keeps padded rows out of every statistic; ``"include"``, the authors'
+            behaviour, counts them in all but sequencewise ones.
         initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
         hidden_noise: standard deviation of Gaussian noise on the initial hidden state in training.
         zoneout: rates (cell, hidden) of Krueger et al. (2016).
@@ -109,7 +109,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
 
     Parameters, for each layer k and with suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
     ``weight_hh_lk [4H, H]``, ``bias_lk [4H]``, ``gamma_x_lk [4H]``, ``gamma_h_lk [4H]``,
-    ``gamma_c_lk [H]``, ``beta_c_lk [H]``, ``h0_lk [H]``, ``c0_lk [H]``; gates in the order i, f, g, o.
+    ``gamma_c_lk [H]``, ``beta_c_lk [H]``, ``h0_lk [H]``, ``c0_lk [H]``; gate order i, f, g, o.
     Statistics: ``stats_x_lk``, ``stats_h_lk``, ``stats_c_lk``, each with ``mean``, ``var [T, ...]``
     and ``count [T]``.
     """

@@ -33,7 +33,8 @@ class _BatchNormRNN(BatchNormalized):
         steps = wx.shape[0]
         gamma_x = self._parameter(f"gamma_x{suffix}", wx)
         gamma_h = self._parameter(f"gamma_h{suffix}", wx)
-        assert gamma_x is not None and gamma_h is not None
+        assert gamma_x is not None
+        assert gamma_h is not None
         output, h_n, batch = ops.bn_rnn(
             wx,
             getattr(self, f"weight_hh{suffix}").to(wx.dtype),

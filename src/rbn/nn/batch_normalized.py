@@ -81,8 +81,8 @@ class BatchNormalized(Recurrence):
         statistics = self._all_statistics()
         if any(not s.uses_batch and not s.estimated for s in statistics):
             raise RuntimeError(
-                f"{type(self).__name__} has no population statistics to evaluate with: train it, or "
-                "call rbn.update_population_stats(model, batches), before eval()"
+                f"{type(self).__name__} has no population statistics to evaluate with: train it, "
+                "or call rbn.update_population_stats(model, batches), before eval()"
             )
         if batch == 1 and any(s.uses_batch for s in statistics):
             checks.single_row(type(self).__name__)

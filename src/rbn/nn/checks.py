@@ -67,9 +67,7 @@ def zoneout_rates(value: float | Sequence[float], states: int) -> tuple[float, .
 def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: bool) -> None:
     """The rank, feature size, dtype and device of a layer's input."""
     if not isinstance(input, Tensor):
-        raise TypeError(
-            f"input must be a Tensor or a PackedSequence, got {type(input).__name__}"
-        )
+        raise TypeError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
     if input.dim() not in (2, 3):
         raise ValueError(
             f"input must have 3 dimensions (or 2 without a batch), got shape {tuple(input.shape)}"
@@ -115,8 +113,7 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
     """
     if value is None:
         return None
-    if not isinstance(value, Tensor):
-        value = torch.as_tensor(value)
+    value = torch.as_tensor(value)
     if value.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"lengths must be integers, got {value.dtype}")
     if tuple(value.shape) != (batch,):
@@ -126,7 +123,8 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
         )
     if value.device.type == "cpu" and not torch.compiler.is_compiling():
         check_lengths(value.tolist(), steps)
-    return value.to(device=device, dtype=torch.int64)
+    found: Tensor = value.to(device=device, dtype=torch.int64)
+    return found
 
 
 def single_row(name: str) -> None:

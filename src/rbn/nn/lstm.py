@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import rbn.ops as ops
-from rbn.nn.convert import LSTMLayers
 from rbn.nn.checks import boolean
+from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
 
 

@@ -1,8 +1,8 @@
 """What all recurrent modules share: parameters by name, initial states, one layer's run.
 
 A kind of network (`rbn.nn.batch_norm_lstm` and its siblings) says which parameters it has and which
-recurrence of `rbn.ops` it runs; `Layers` makes a stack of it in the shape of `torch.nn.LSTM`, `Cell`
-a single step in the shape of `torch.nn.LSTMCell`.
+recurrence of `rbn.ops` it runs; `Layers` makes a stack of it in the shape of `torch.nn.LSTM`,
+`Cell` a single step in the shape of `torch.nn.LSTMCell`.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Recurrence(nn.Module, abc.ABC):
         return torch.is_autocast_enabled(self._weight().device.type)
 
     def _autocast(self, x: Tensor) -> Tensor:
-        """x in the type that autocast asks for on its device, if it does."""
+        """X in the type that autocast asks for on its device, if it does."""
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -254,9 +254,7 @@ class Layers(Recurrence):
         output, finals = self._forward_steps(input, hx, lengths, start)
         return output, self._wrap(finals)
 
-    def _forward_steps(
-        self, x: Tensor, hx: Any, lengths: Any, start: int
-    ) -> tuple[Tensor, States]:
+    def _forward_steps(self, x: Tensor, hx: Any, lengths: Any, start: int) -> tuple[Tensor, States]:
         """Everything for x ``[T, B, input_size]``: what is left of the checks, then the work."""
         steps, batch, _ = x.shape
         if steps == 0:
@@ -365,7 +363,7 @@ class Cell(Recurrence):
 
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """x ``[T, B, F]`` backwards in time: only the unpadded part, padding stays at the end."""
+    """X ``[T, B, F]`` backwards in time: only the unpadded part, padding stays at the end."""
     if lengths is None:
         return x.flip(0)
     steps = torch.arange(len(x), device=x.device)[:, None]

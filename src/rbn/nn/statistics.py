@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ class PopulationStatistics(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Casts to a 16-bit type move the statistics but do not round them."""
         kept = {"mean": self.mean, "var": self.var}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in kept.items():
             new = getattr(self, name)
             if new.dtype in (torch.float16, torch.bfloat16):
@@ -141,11 +141,11 @@ class PopulationStatistics(nn.Module):
     ) -> None:
         """Takes any number of steps, up to max_length where that is given."""
         error_msgs: list[str] = args[-1] if args else kwargs["error_msgs"]
-        found = [state_dict.get(prefix + name) for name in ("mean", "var", "count")]
-        if not all(isinstance(value, Tensor) for value in found):
+        names = ("mean", "var", "count")
+        if not all(isinstance(state_dict.get(prefix + name), Tensor) for name in names):
             super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
             return
-        mean, var, count = found
+        mean, var, count = (state_dict[prefix + name] for name in names)
         rows = mean.shape[0] if mean.dim() == 2 else -1
         wanted = (rows, self.features)
         if rows < 0 or tuple(mean.shape) != wanted or var.shape != mean.shape or len(count) != rows:
@@ -164,7 +164,7 @@ class PopulationStatistics(nn.Module):
         if self.max_length is not None and rows < self.max_length:
             state_dict = dict(state_dict)
             missing = self.max_length - rows
-            for name, value in zip(("mean", "var", "count"), found, strict=True):
+            for name, value in zip(names, (mean, var, count), strict=True):
                 fill = value.new_zeros(missing, *value.shape[1:])
                 state_dict[prefix + name] = torch.cat([value, fill])
         elif rows != len(self.count):
@@ -285,6 +285,6 @@ def _tracked(batches: Iterable[Any]) -> Iterable[Any]:
         raise ImportError(
             "progress=True needs rich: pip install 'recurrent-batchnorm[train]'"
         ) from error
-    total = len(batches) if hasattr(batches, "__len__") else None
+    total = len(batches) if isinstance(batches, Sized) else None
     console = Console(file=sys.stderr)
     return track(batches, "population statistics", total=total, console=console)

@@ -85,7 +85,9 @@ class Layout:
     ) -> Norm | SequenceNorm:
         """The input term's normalization, which may be over the whole sequence at once."""
         if kind == "batch" and not population and input_stats == "sequence":
-            return SequenceNorm(gamma, eps, None if self.padding is None else ~self.padding.flatten())
+            return SequenceNorm(
+                gamma, eps, None if self.padding is None else ~self.padding.flatten()
+            )
         return self.norm(kind, gamma, None, eps, population)
 
     def output_gradients(self, grad: Tensor | None) -> tuple[Tensor, ...] | None:
@@ -123,7 +125,9 @@ class Rooms:
         return [views[n] for n in self.packing.sizes]
 
 
-def moments_of(norms: Sequence[Norm | SequenceNorm | None], rows: int, like: Tensor) -> list[Tensor]:
+def moments_of(
+    norms: Sequence[Norm | SequenceNorm | None], rows: int, like: Tensor
+) -> list[Tensor]:
     """Mean and rstd of each term, one after another; empty where there is none."""
     found: list[Tensor] = []
     for norm in norms:

@@ -54,6 +54,7 @@ def _no_double_backward(op: str) -> Any:
     schema=f"({_LSTM_ARGS}) -> {_results(len(lstm.Outputs._fields))}",
 )
 def lstm_op(*args: Any) -> tuple[Tensor, ...]:
+    """`rbn.ops.cpu.lstm.forward` as an operator."""
     return tuple(lstm.forward(lstm.Inputs(*args)))
 
 
@@ -105,9 +106,8 @@ def lstm_backward_op(
     results: Sequence[Tensor],
     *args: Any,
 ) -> tuple[Tensor, ...]:
-    return tuple(
-        lstm.backward(lstm.Inputs(*args), lstm.Outputs(*results), doutput, dh_n, dc_n)
-    )
+    """`rbn.ops.cpu.lstm.backward` as an operator."""
+    return tuple(lstm.backward(lstm.Inputs(*args), lstm.Outputs(*results), doutput, dh_n, dc_n))
 
 
 @lstm_backward_op.register_fake
@@ -141,6 +141,7 @@ def _like_inputs(a: Any, fields: Sequence[str]) -> tuple[Tensor, ...]:
     schema=f"({_RNN_ARGS}) -> {_results(len(rnn.Outputs._fields))}",
 )
 def rnn_op(*args: Any) -> tuple[Tensor, ...]:
+    """`rbn.ops.cpu.rnn.forward` as an operator."""
     return tuple(rnn.forward(rnn.Inputs(*args)))
 
 
@@ -179,6 +180,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 def rnn_backward_op(
     doutput: Tensor | None, dh_n: Tensor | None, results: Sequence[Tensor], *args: Any
 ) -> tuple[Tensor, ...]:
+    """`rbn.ops.cpu.rnn.backward` as an operator."""
     return tuple(rnn.backward(rnn.Inputs(*args), rnn.Outputs(*results), doutput, dh_n))
 
 

@@ -86,9 +86,7 @@ class BatchNorm(_MomentsOfSteps):
 class LayerNorm(_MomentsOfSteps):
     """Statistics of each row over its features (Ba et al. 2016)."""
 
-    def __init__(
-        self, gamma: Tensor, beta: Tensor | None, eps: float, sizes: list[int]
-    ) -> None:
+    def __init__(self, gamma: Tensor, beta: Tensor | None, eps: float, sizes: list[int]) -> None:
         super().__init__(gamma, beta, eps)
         self._sizes, self._shape = sizes, [gamma.numel()]
 
@@ -150,7 +148,8 @@ class PopulationNorm(_NoMoments):
 
     def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
         s = min(t, self._last)
-        assert self.dgamma is not None and self.dbeta is not None
+        assert self.dgamma is not None
+        assert self.dbeta is not None
         total = dy.sum(0)
         self.dgamma += ((dy * x).sum(0) - self.mean[s] * total) * self.rstd[s]
         self.dbeta += total
@@ -218,7 +217,7 @@ class SequenceNorm:
 
 
 def _fill(kept: Tensor, rows: int, value: float) -> Tensor:
-    """kept ``[n, F]`` followed by constant rows, ``[rows, F]``."""
+    """What was kept, ``[n, F]``, followed by constant rows, ``[rows, F]``."""
     missing = rows - len(kept)
     if missing == 0:
         return kept

@@ -50,7 +50,7 @@ class Packing:
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Views of packed rows ``[T * B, F]``, one ``[sizes[t], F]`` for each step."""
-        return rows[: self.rows].split(self.sizes)
+        return tuple(torch.split(rows[: self.rows], self.sizes))
 
     def pack(self, padded: Tensor) -> Tensor:
         """``[T, B, F]`` to ``[T * B, F]`` packed; no copy where nothing is padded."""

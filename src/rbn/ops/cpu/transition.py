@@ -79,7 +79,7 @@ class Transition:
         self._dxs = packing.split(self.dwx)
         self.dwh = self.dwx
         if self.norm_h is not None:
-            self._xs, self._whs = packing.split(self.wx), packing.split(wh)
+            self._xs, self._whs = packing.split(self.wx), list(packing.split(wh))
             if not self.joint:
                 self.dwh = packing.buffer(features, self.wx)
         self._dwhs = packing.split(self.dwh)

@@ -86,6 +86,7 @@ class InputTerm(Term):
         self.shared: tuple[Tensor, Tensor] | None = None
 
     def statistics(self, t: int, h: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Those of step t, or those of all steps together."""
         if not self.over_sequence:
             return super().statistics(t, h, rows)
         if self.shared is None:

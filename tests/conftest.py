@@ -1,4 +1,8 @@
+import torch
 from hypothesis import settings
+
+# Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
+torch.set_num_threads(1)
 
 # No deadline: a timing is never a test.
 settings.register_profile("usual", deadline=None)

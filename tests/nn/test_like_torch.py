@@ -1,0 +1,246 @@
+"""The layers beside torch.nn.LSTM: names, shapes, layouts, and numbers where they agree."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+import rbn
+
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+LSTMS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM]
+
+
+def states_of(hx):
+    return hx if isinstance(hx, tuple) else (hx,)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_shapes_are_those_of_torch(layer, bidirectional, layers, batch_first):
+    peer_class = nn.RNN if layer is rbn.BatchNormRNN else nn.LSTM
+    options = {"num_layers": layers, "batch_first": batch_first, "bidirectional": bidirectional}
+    ours, peer = layer(3, 5, **options), peer_class(3, 5, **options)
+    x = torch.randn(4, 7, 3)
+    output, hx = ours(x)
+    expected, expected_hx = peer(x)
+    assert output.shape == expected.shape
+    assert [s.shape for s in states_of(hx)] == [s.shape for s in states_of(expected_hx)]
+    again, _ = ours(x, hx)
+    assert again.shape == expected.shape
+
+
+@pytest.mark.parametrize("layer", LSTMS)
+def test_weights_are_named_and_shaped_as_in_torch(layer):
+    ours = dict(layer(3, 5, 2, bidirectional=True).named_parameters())
+    peer = dict(nn.LSTM(3, 5, 2, bidirectional=True).named_parameters())
+    for name, weight in peer.items():
+        if name.startswith("weight"):
+            assert ours[name].shape == weight.shape
+    for suffix in ("_l0", "_l0_reverse", "_l1", "_l1_reverse"):
+        assert ours["bias" + suffix].shape == (20,)
+        assert ours["h0" + suffix].shape == ours["c0" + suffix].shape == (5,)
+        assert ours["beta_c" + suffix].shape == (5,)
+        if layer is not rbn.LSTM:
+            assert ours["gamma_x" + suffix].shape == ours["gamma_h" + suffix].shape == (20,)
+            assert ours["gamma_c" + suffix].shape == (5,)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_one_sequence_without_a_batch_is_a_batch_of_one(layer):
+    ours = layer(3, 5, 2, bidirectional=True)
+    ours(torch.randn(6, 4, 3))  # statistics to evaluate with
+    ours.eval()
+    x = torch.randn(6, 3)
+    output, hx = ours(x)
+    batched, batched_hx = ours(x[:, None])
+    torch.testing.assert_close(output, batched[:, 0], rtol=0, atol=0)
+    for one, many in zip(states_of(hx), states_of(batched_hx), strict=True):
+        assert one.shape == (4, 5)
+        torch.testing.assert_close(one, many[:, 0], rtol=0, atol=0)
+    restarted, _ = ours(x, hx)
+    rebatched, _ = ours(x[:, None], batched_hx)
+    torch.testing.assert_close(restarted, rebatched[:, 0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_batch_first_only_changes_the_layout(layer):
+    torch.manual_seed(0)
+    time_first = layer(3, 5)
+    batch_first = layer(3, 5, batch_first=True)
+    batch_first.load_state_dict(time_first.state_dict())
+    x, lengths = torch.randn(6, 4, 3), torch.tensor([6, 2, 5, 6])
+    a, _ = time_first(x, lengths=lengths)
+    b, _ = batch_first(x.transpose(0, 1), lengths=lengths)
+    torch.testing.assert_close(a, b.transpose(0, 1), rtol=0, atol=0)
+
+
+@settings(max_examples=50)
+@given(
+    steps=st.integers(1, 6),
+    batch=st.integers(1, 5),
+    inputs=st.integers(1, 4),
+    hidden=st.integers(1, 5),
+    layers=st.integers(1, 2),
+    bidirectional=st.booleans(),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_lstm_is_torchs_lstm(steps, batch, inputs, hidden, layers, bidirectional, bias, seed):
+    """Outputs, states and gradients, in float64 to rounding: both sum in some other order."""
+    torch.manual_seed(seed)
+    peer = nn.LSTM(inputs, hidden, layers, bias, bidirectional=bidirectional, dtype=torch.float64)
+    ours = rbn.LSTM.from_lstm(peer)
+    x = torch.randn(steps, batch, inputs, dtype=torch.float64, requires_grad=True)
+    rows = layers * (2 if bidirectional else 1)
+    hx = tuple(torch.randn(rows, batch, hidden, dtype=torch.float64) for _ in range(2))
+    for states in (None, hx):
+        y, (h, c) = ours(x, states)
+        expected, (h_expected, c_expected) = peer(x, states)
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(h, h_expected, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(c, c_expected, rtol=1e-12, atol=1e-13)
+        weight = torch.randn_like(y)
+        found = torch.autograd.grad((y * weight).sum() + c.sum(), [x, ours.weight_hh_l0])
+        wanted = torch.autograd.grad(
+            (expected * weight).sum() + c_expected.sum(), [x, peer.weight_hh_l0]
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_packed_sequences_in_and_out(enforce_sorted, bidirectional):
+    torch.manual_seed(1)
+    peer = nn.LSTM(3, 5, 2, bidirectional=bidirectional, dtype=torch.float64)
+    ours = rbn.LSTM.from_lstm(peer)
+    lengths = torch.tensor([6, 5, 5, 1] if enforce_sorted else [5, 1, 6, 5])
+    packed = pack_padded_sequence(
+        torch.randn(6, 4, 3, dtype=torch.float64), lengths, enforce_sorted=enforce_sorted
+    )
+    rows = 4 if bidirectional else 2
+    hx = tuple(torch.randn(rows, 4, 5, dtype=torch.float64) for _ in range(2))
+    for states in (None, hx):
+        found, found_hx = ours(packed, states)
+        wanted, wanted_hx = peer(packed, states)
+        assert isinstance(found, PackedSequence)
+        assert torch.equal(found.batch_sizes, wanted.batch_sizes)
+        if enforce_sorted:
+            assert found.sorted_indices is None
+        else:
+            assert torch.equal(found.sorted_indices, wanted.sorted_indices)
+            assert torch.equal(found.unsorted_indices, wanted.unsorted_indices)
+        torch.testing.assert_close(found.data, wanted.data, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(found_hx, wanted_hx, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_packed_sequence_is_a_padded_one_with_lengths(layer):
+    ours = layer(3, 5)
+    x, lengths = torch.randn(6, 4, 3), torch.tensor([2, 6, 1, 4])
+    output, hx = ours(x, lengths=lengths)
+    packed, packed_hx = ours(pack_padded_sequence(x, lengths, enforce_sorted=False))
+    repacked = pack_padded_sequence(output, lengths, enforce_sorted=False)
+    torch.testing.assert_close(packed.data, repacked.data, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(packed_hx, hx, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("layer", LSTMS)
+@pytest.mark.parametrize("bias", [True, False])
+def test_from_lstm_starts_from_its_weights(layer, bias):
+    peer = nn.LSTM(3, 5, 2, bias=bias, batch_first=True, dropout=0.25, bidirectional=True).eval()
+    ours = layer.from_lstm(peer)
+    assert (ours.num_layers, ours.batch_first, ours.dropout, ours.bidirectional) == (
+        2,
+        True,
+        0.25,
+        True,
+    )
+    assert not ours.training
+    for suffix in ("_l0", "_l0_reverse", "_l1", "_l1_reverse"):
+        for name in ("weight_ih", "weight_hh"):
+            assert torch.equal(getattr(ours, name + suffix), getattr(peer, name + suffix))
+        if bias:
+            both = getattr(peer, "bias_ih" + suffix) + getattr(peer, "bias_hh" + suffix)
+            assert torch.equal(getattr(ours, "bias" + suffix), both)
+
+
+def test_from_lstm_takes_options_and_refuses_what_it_cannot_copy():
+    ours = rbn.BatchNormLSTM.from_lstm(nn.LSTM(3, 5), gamma=0.3, max_length=9)
+    assert torch.equal(ours.gamma_h_l0, torch.full((20,), 0.3))
+    assert ours.max_length == 9
+    with pytest.raises(ValueError, match="proj_size=2"):
+        rbn.LSTM.from_lstm(nn.LSTM(3, 5, proj_size=2))
+    with pytest.raises(TypeError, match=r"torch\.nn\.LSTM, got GRU"):
+        rbn.LSTM.from_lstm(nn.GRU(3, 5))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_to_lstm_is_the_same_network(bias):
+    torch.manual_seed(2)
+    ours = rbn.LSTM(3, 5, 2, bias, bidirectional=True, dtype=torch.float64)
+    if bias:
+        nn.init.normal_(ours.bias_l1_reverse)
+    x = torch.randn(6, 4, 3, dtype=torch.float64)
+    peer = ours.to_lstm()
+    torch.testing.assert_close(peer(x)[0], ours(x)[0], rtol=1e-12, atol=1e-13)
+    back = rbn.LSTM.from_lstm(peer)
+    torch.testing.assert_close(back(x)[0], ours(x)[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("beta_c_l0", "cell bias, and beta_c_l0"), ("c0_l0", "learned initial state, and c0_l0")],
+)
+def test_to_lstm_refuses_what_torch_has_not(name, message):
+    ours = rbn.LSTM(3, 5)
+    ours.get_parameter(name).data.fill_(0.1)
+    with pytest.raises(ValueError, match=message):
+        ours.to_lstm()
+    with pytest.raises(ValueError, match="zoneout"):
+        rbn.LSTM(3, 5, zoneout=(0.1, 0.0)).to_lstm()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_given_states_override_the_learned_ones(layer):
+    ours = layer(3, 5, hidden_noise=1.0)  # the noise is on the layer's own initial state only
+    x = torch.randn(6, 4, 3)
+    _, given = ours(x)
+    a, _ = ours(x, given)
+    for name, parameter in ours.named_parameters():
+        if name.startswith(("h0", "c0")):
+            parameter.data.normal_()
+    b, _ = ours(x, given)
+    assert torch.equal(a, b)
+    c, _ = ours(x)
+    assert not torch.allclose(a, c)
+
+
+def test_given_states_are_given_in_torchs_order_of_layers_and_directions():
+    torch.manual_seed(3)
+    peer = nn.LSTM(3, 5, 3, bidirectional=True, dtype=torch.float64)
+    ours = rbn.LSTM.from_lstm(peer)
+    hx = tuple(torch.randn(6, 4, 5, dtype=torch.float64) for _ in range(2))
+    x = torch.randn(6, 4, 3, dtype=torch.float64)
+    torch.testing.assert_close(ours(x, hx), peer(x, hx), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_code_for_torch_can_call_flatten_parameters_and_print(layer):
+    ours = layer(3, 5, num_layers=2, batch_first=True, dropout=0.5, bidirectional=True)
+    assert ours.flatten_parameters() is None
+    assert "3, 5, num_layers=2, batch_first=True, dropout=0.5, bidirectional=True" in repr(ours)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_an_empty_batch_gives_an_empty_output(layer):
+    ours = layer(3, 5, 2)
+    output, hx = ours(torch.randn(6, 0, 3))
+    assert output.shape == (6, 0, 5)
+    assert all(s.shape == (2, 0, 5) for s in states_of(hx))
+    if layer in (rbn.BatchNormLSTM, rbn.BatchNormRNN):
+        assert not ours.stats_h_l0.estimated

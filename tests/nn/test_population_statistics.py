@@ -1,0 +1,327 @@
+"""Population statistics against averages made by hand."""
+
+import pytest
+import torch
+
+import rbn
+from rbn import PopulationStatistics, batch_statistics, update_population_stats
+
+LAYERS = [rbn.BatchNormLSTM, rbn.BatchNormRNN]
+EXACT = {"rtol": 1e-5, "atol": 1e-7}  # float32 averages in another order
+ZERO = 1e-5 * 2**-22  # variances come from 1 / sqrt(var + eps) rounded to float32, eps = 1e-5
+
+
+def minibatch_statistics(layer, x, **options):
+    """What one training call estimates, read off a layer that has seen nothing else."""
+    probe = type(layer)(layer.input_size, layer.hidden_size, momentum=None, **options)
+    probe.load_state_dict(layer.state_dict())
+    for statistics in probe.children():
+        statistics.reset()
+    probe(x)
+    return {name: (s.mean.clone(), s.var.clone()) for name, s in probe.named_children()}
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_statistics_of_the_first_step_by_hand(layer_class):
+    layer = layer_class(3, 4)
+    x = torch.randn(5, 6, 3)
+    layer(x)
+    wx = x @ layer.weight_ih_l0.T
+    torch.testing.assert_close(layer.stats_x_l0.mean, wx.mean(1), **EXACT)
+    torch.testing.assert_close(layer.stats_x_l0.var, wx.var(1, correction=0), **EXACT)
+    assert torch.equal(layer.stats_h_l0.mean[0], layer.weight_hh_l0 @ layer.h0_l0)
+    assert layer.stats_h_l0.var[0].max() <= ZERO
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+@pytest.mark.parametrize("momentum", [0.1, 0.5, 1.0, 0.0, None])
+def test_running_average_by_hand(layer_class, momentum):
+    layer = layer_class(3, 4, momentum=momentum)
+    batches = [torch.randn(5, 6, 3) for _ in range(4)]
+    estimates = [minibatch_statistics(layer, x) for x in batches]
+    for x in batches:
+        layer(x)
+    for name, statistics in layer.named_children():
+        for k, buffer in enumerate((statistics.mean, statistics.var)):
+            series = [e[name][k] for e in estimates]
+            expected = series[0]  # the first estimate stands alone
+            for n, value in enumerate(series[1:], start=2):
+                weight = 1 / n if momentum is None else momentum
+                expected = (1 - weight) * expected + weight * value
+            torch.testing.assert_close(buffer, expected, **EXACT)
+        assert statistics.count.tolist() == [4] * 5
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_update_population_stats_is_the_plain_average(layer_class):
+    layer = layer_class(3, 4, momentum=0.1)
+    batches = [torch.randn(5, b, 3) for b in (6, 4, 9)]
+    layer(torch.randn(5, 6, 3) + 7)  # to be forgotten
+    estimates = [minibatch_statistics(layer, x) for x in batches]
+    assert update_population_stats(layer, batches) == 3
+    for name, statistics in layer.named_children():
+        for k, buffer in enumerate((statistics.mean, statistics.var)):
+            expected = torch.stack([e[name][k].double() for e in estimates]).mean(0).float()
+            torch.testing.assert_close(buffer, expected, **EXACT)
+        assert statistics.momentum == 0.1
+        assert statistics.count.tolist() == [3] * 5
+
+
+def test_update_population_stats_leaves_everything_else_alone():
+    layer = rbn.BatchNormLSTM(3, 4, 2, dropout=0.5, zoneout=(0.3, 0.2), hidden_noise=0.1)
+    model = torch.nn.Sequential(torch.nn.Dropout(), layer).eval()
+    layer.train()
+    modes = [m.training for m in model.modules()]
+    parameters = [p.detach().clone() for p in model.parameters()]
+    random_state = torch.get_rng_state()
+    update_population_stats(model, [(torch.randn(5, 6, 3), "label")])
+    drawn = torch.randn(30)  # what the line above drew
+    torch.set_rng_state(random_state)
+    torch.randn(5, 6, 3)
+    assert torch.equal(torch.randn(30), drawn)
+    assert [m.training for m in model.modules()] == modes
+    assert all(torch.equal(a, b) for a, b in zip(parameters, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_update_population_stats_takes_any_call():
+    layer = rbn.BatchNormLSTM(3, 4)
+    batches = [{"x": torch.randn(5, 6, 3), "n": torch.tensor([5, 2, 1, 3, 3, 2])}] * 2
+    update_population_stats(layer, batches, forward=lambda m, b: m(b["x"], lengths=b["n"]))
+    assert layer.stats_h_l0.count.tolist() == [2] * 5
+    update_population_stats(layer, iter([torch.randn(7, 6, 3)]), device="cpu")
+    assert layer.stats_h_l0.count.tolist() == [1] * 7
+    packed = torch.nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(2, 3)])
+    update_population_stats(layer, [packed])
+    assert layer.stats_h_l0.count.tolist() == [1] * 4 + [0] * 3
+
+
+def test_update_population_stats_without_noise_matches_the_evaluated_model():
+    """train_mode=False: with one batch, evaluation repeats the estimate's own forward pass."""
+    layer = rbn.BatchNormLSTM(3, 4, 2, dropout=0.5, zoneout=(0.3, 0.2), hidden_noise=0.1)
+    x = torch.randn(5, 6, 3)
+    update_population_stats(layer, [x], train_mode=False)
+    layer.eval()
+    with batch_statistics(layer):
+        expected, _ = layer(x)
+    torch.testing.assert_close(layer(x)[0], expected, rtol=1e-4, atol=1e-6)
+    assert torch.equal(layer(x)[0], layer(x)[0])
+
+
+def test_a_failed_update_changes_nothing():
+    layer = rbn.BatchNormLSTM(3, 4)
+    layer(torch.randn(5, 6, 3))
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    with pytest.raises(ValueError, match="features"):
+        update_population_stats(layer, [torch.randn(9, 6, 3), torch.randn(9, 6, 2)])
+    with pytest.raises(ValueError, match="batches is empty"):
+        update_population_stats(layer, [])
+    after = layer.state_dict()
+    assert all(torch.equal(after[k], v) for k, v in before.items())
+    assert layer.training
+    assert layer.stats_h_l0.momentum == 0.1
+    assert layer.stats_h_l0.forced is None
+
+
+def test_nothing_to_update_is_no_error():
+    assert update_population_stats(rbn.LSTM(3, 4), [torch.randn(5, 6, 3)]) == 0
+
+
+def test_progress_on_request(capsys):
+    pytest.importorskip("rich")
+    update_population_stats(rbn.BatchNormLSTM(3, 4), [torch.randn(5, 6, 3)] * 3, progress=True)
+    shown = capsys.readouterr()
+    assert "population statistics" in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_evaluation_without_statistics_is_refused(layer_class):
+    layer = layer_class(3, 4).eval()
+    with pytest.raises(RuntimeError, match="update_population_stats"):
+        layer(torch.randn(5, 6, 3))
+    layer.train()(torch.randn(5, 6, 3))
+    layer.eval()(torch.randn(5, 6, 3))
+    layer.reset_parameters()
+    with pytest.raises(RuntimeError, match="no population statistics"):
+        layer(torch.randn(5, 6, 3))
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_evaluation_does_not_depend_on_the_batch(layer_class):
+    layer = layer_class(3, 4)
+    layer(torch.randn(5, 6, 3))
+    layer.eval()
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    x = torch.randn(5, 6, 3)
+    together, _ = layer(x)
+    alone = torch.cat([layer(x[:, k : k + 1])[0] for k in range(6)], dim=1)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(layer.state_dict()[k], v) for k, v in before.items())
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_steps_beyond_the_last_use_its_statistics(layer_class):
+    layer = layer_class(3, 4)
+    layer(torch.randn(5, 6, 3))
+    longer = layer_class(3, 4)
+    longer.load_state_dict(layer.state_dict())
+    for s in longer.children():
+        s._grow(9)
+        for buffer in (s.mean, s.var, s.count):
+            buffer[5:] = buffer[4]
+    x = torch.randn(9, 6, 3)
+    assert torch.equal(layer.eval()(x)[0], longer.eval()(x)[0])
+
+
+def test_max_length_keeps_that_many_steps():
+    layer = rbn.BatchNormLSTM(3, 4, max_length=3)
+    assert layer.stats_h_l0.mean.shape == (3, 16)
+    layer(torch.randn(2, 6, 3))
+    assert layer.stats_h_l0.count.tolist() == [1, 1, 0]
+    x = torch.randn(5, 6, 3)
+    layer.eval()(x)  # step 2 falls back on step 1
+    layer.train()(x)
+    assert layer.stats_h_l0.mean.shape == (3, 16)
+    assert layer.stats_h_l0.count.tolist() == [2, 2, 1]
+    unlimited = rbn.BatchNormLSTM(3, 4)
+    unlimited.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.eval()(x)[0], unlimited.eval()(x)[0])
+
+
+def test_a_step_counts_only_the_batches_that_reached_it():
+    layer = rbn.BatchNormLSTM(3, 4, momentum=None)
+    x, y = torch.randn(5, 6, 3), torch.randn(5, 6, 3)
+    layer(x, lengths=[2, 1, 2, 2, 1, 2])
+    layer(y, lengths=[4, 1, 2, 3, 4, 1])
+    assert layer.stats_h_l0.count.tolist() == [2, 2, 1, 1, 0]
+    wx, wy = x @ layer.weight_ih_l0.T, y @ layer.weight_ih_l0.T
+    expected = (wx[1, [0, 2, 3, 5]].mean(0) + wy[1, [0, 2, 3, 4]].mean(0)) / 2
+    torch.testing.assert_close(layer.stats_x_l0.mean[1], expected, **EXACT)
+    torch.testing.assert_close(layer.stats_x_l0.mean[3], wy[3, [0, 4]].mean(0), **EXACT)
+    variance = wy[3, [0, 4]].var(0, correction=0)
+    torch.testing.assert_close(layer.stats_x_l0.var[3], variance, **EXACT)
+    layer.eval()(torch.randn(8, 2, 3))  # the step nobody reached uses the last one before it
+
+
+def test_a_step_with_one_row_is_no_nan():
+    layer = rbn.BatchNormLSTM(3, 4)
+    y, _ = layer(torch.randn(5, 3, 3), lengths=[5, 2, 1])
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    assert layer.stats_c_l0.var[3].max() <= ZERO
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_sequencewise_input_statistics_by_hand(layer_class):
+    layer = layer_class(3, 4, input_stats="sequence")
+    x, lengths = torch.randn(5, 4, 3), torch.tensor([5, 2, 3, 1])
+    layer(x, lengths=lengths)
+    rows = torch.cat([x[:n, b] for b, n in enumerate(lengths)]) @ layer.weight_ih_l0.T
+    torch.testing.assert_close(layer.stats_x_l0.mean, rows.mean(0, True), **EXACT)
+    expected = rows.var(0, correction=0, keepdim=True)
+    torch.testing.assert_close(layer.stats_x_l0.var, expected, **EXACT)
+    assert layer.stats_h_l0.mean.shape[0] == 5
+    layer.eval()(torch.randn(7, 2, 3))
+
+
+def test_shared_statistics_are_the_average_over_time():
+    layer = rbn.BatchNormLSTM(3, 4, ablations=["shared_stats"])
+    layer(torch.randn(5, 6, 3), lengths=[4, 2, 3, 3, 1, 2])
+    mean, var = layer.stats_h_l0.read(0, 5)
+    torch.testing.assert_close(mean, layer.stats_h_l0.mean[:4].mean(0, True), **EXACT)
+    torch.testing.assert_close(var, layer.stats_h_l0.var[:4].mean(0, True), **EXACT)
+    plain = rbn.BatchNormLSTM(3, 4)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(5, 6, 3)
+    assert not torch.allclose(layer.eval()(x)[0], plain.eval()(x)[0])
+
+
+def test_batch_statistics_in_evaluation():
+    layer = rbn.BatchNormLSTM(3, 4, 2, dropout=0.5)
+    x = torch.randn(5, 6, 3)
+    layer.eval()
+    with batch_statistics(layer):
+        a, _ = layer(x)
+        b, _ = layer(x)
+    assert torch.equal(a, b)  # no dropout
+    assert not layer.stats_h_l0.estimated
+    with batch_statistics(torch.nn.ModuleList([layer.train()])):
+        layer(x)
+    assert not layer.stats_h_l0.estimated
+    layer(x)
+    assert layer.stats_h_l0.estimated
+    with pytest.raises(KeyError), batch_statistics(layer):
+        raise KeyError
+    assert layer.stats_h_l0.forced is None
+
+
+def test_nan_shows_and_is_not_averaged_away():
+    layer = rbn.BatchNormLSTM(3, 4)
+    x = torch.randn(5, 6, 3)
+    layer(x)
+    bad = x.clone()
+    bad[2, 1, 0] = float("nan")
+    y, _ = layer.eval()(bad)
+    assert y[2:, 1].isnan().all()
+    assert y[:2].isfinite().all()
+    assert y[:, [0, 2, 3, 4, 5]].isfinite().all()
+    y, _ = layer.train()(bad)
+    assert y[2:].isnan().all()
+    assert layer.stats_x_l0.mean[2].isnan().any()
+    bad[2, 1, 0] = float("inf")
+    y, _ = layer(bad)
+    assert y[2:].isnan().all()
+
+
+def test_a_sequence_in_pieces_is_the_sequence():
+    layer = rbn.BatchNormLSTM(3, 4, 2)
+    x = torch.randn(9, 6, 3)
+    layer(x[:6])
+    layer.eval()
+    whole, states = layer(x)
+    pieces, hx = [], None
+    for start, stop in ((0, 2), (2, 3), (3, 7), (7, 9)):
+        y, hx = layer(x[start:stop], hx, start=start)
+        pieces.append(y)
+    torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(hx, states, rtol=1e-6, atol=1e-7)
+
+
+def test_training_in_pieces_records_the_right_steps():
+    layer = rbn.BatchNormLSTM(3, 4)
+    x = torch.randn(6, 5, 3)
+    _, hx = layer(x[:4])
+    layer(x[4:], hx, start=4)
+    whole = rbn.BatchNormLSTM(3, 4)
+    whole.load_state_dict(layer.state_dict())
+    for s in whole.children():
+        s.reset()
+    whole(x)
+    for name, s in layer.named_children():
+        torch.testing.assert_close(s.mean, whole.get_submodule(name).mean, **EXACT)
+        torch.testing.assert_close(s.var, whole.get_submodule(name).var, **EXACT)
+
+
+def test_steps_before_the_first_estimate_use_it():
+    s = PopulationStatistics(2)
+    s.update(torch.full((1, 2), 3.0), torch.full((1, 2), 4.0), start=2)
+    mean, var = s.read(0, 4)
+    assert mean.tolist() == [[3, 3]] * 3
+    assert var.tolist() == [[4, 4]] * 3
+    mean, _ = s.read(7, 4)
+    assert mean.tolist() == [[3, 3]]
+    s = PopulationStatistics(2, max_length=2)
+    s.update(torch.ones(1, 2), torch.ones(1, 2), start=2)  # beyond: not kept
+    assert not s.estimated
+
+
+def test_a_batch_of_one_is_warned_of():
+    layer = rbn.BatchNormLSTM(3, 4)
+    with pytest.warns(UserWarning, match="Use a batch of at least 2"):
+        y, _ = layer(torch.randn(5, 1, 3))
+    assert y.isfinite().all()
+    with pytest.warns(UserWarning, match="BatchNormRNNCell"):
+        rbn.BatchNormRNNCell(3, 4)(torch.randn(3))
+    layer.eval()(torch.randn(5, 1, 3))  # no warning: population statistics

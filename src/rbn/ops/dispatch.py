@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rbn.ops import cpu, reference
@@ -30,7 +31,7 @@ def backend(name: str) -> Iterator[None]:
 
     ``"reference"`` runs the plain equations on any device (slow, differentiable any number of
     times); ``"cpu"`` the fused CPU operator, for CPU tensors only. Outside of any block the input's
-    device decides.
+    device decides; under transforms of `torch.func` it is always the reference.
     """
     if name not in _MODULES:
         raise ValueError(f"backend must be one of {', '.join(_MODULES)}, got {name!r}")
@@ -42,10 +43,22 @@ def backend(name: str) -> Iterator[None]:
         _forced = before
 
 
+def _under_torch_func() -> bool:
+    """Whether a transform such as `torch.func.grad` is being applied: custom operators cannot."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def select(op: str, like: Tensor) -> Callable[..., Any]:
     """The implementation of `op` for a tensor like this one."""
     device = like.device.type
     name = _forced or _BY_DEVICE.get(device, "reference")
+    if name != "reference" and _under_torch_func():
+        if _forced is not None:
+            raise RuntimeError(
+                f'rbn.backend("{name}") does not work under torch.func transforms; '
+                'only rbn.backend("reference") does'
+            )
+        name = "reference"
     if name == "cpu" and device != "cpu":
         raise RuntimeError(f'rbn.backend("cpu") was asked for, but the input is on {device}')
     function: Callable[..., Any] = getattr(_MODULES[name], op)

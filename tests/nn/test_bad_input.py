@@ -1,0 +1,148 @@
+"""Every bad argument: one clear sentence, before any work."""
+
+import pytest
+import torch
+
+import rbn
+
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"input_size": 0}, ValueError, "input_size must be at least 1, got 0"),
+        ({"hidden_size": -2}, ValueError, "hidden_size must be at least 1, got -2"),
+        ({"hidden_size": 2.0}, TypeError, "hidden_size must be an integer, got float"),
+        ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
+        ({"bias": 1}, TypeError, "bias must be True or False, got 1"),
+        ({"batch_first": "yes"}, TypeError, "batch_first must be True or False, got 'yes'"),
+        ({"dropout": 1.5}, ValueError, "dropout must lie between 0 and 1, got 1.5"),
+        ({"initial_state": "ones"}, ValueError, "initial_state must be one of 'learned', 'zeros'"),
+        ({"hidden_noise": -0.1}, ValueError, "hidden_noise must not be negative, got -0.1"),
+    ],
+)
+def test_options(layer, options, error, message):
+    with pytest.raises(error, match=message):
+        layer(**{"input_size": 3, "hidden_size": 4, **options})
+
+
+@pytest.mark.parametrize("layer", [rbn.BatchNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eps": -1e-5}, "eps must not be negative"),
+        ({"gamma": -0.1}, "gamma must not be negative"),
+        ({"momentum": -0.1}, "momentum must lie between 0 and 1"),
+        ({"momentum": 1.1}, "momentum must lie between 0 and 1"),
+        ({"max_length": 0}, "max_length must be at least 1"),
+        ({"input_stats": "batch"}, "input_stats must be one of 'step', 'sequence', got 'batch'"),
+        ({"padding": "ignore"}, "padding must be one of 'exclude', 'include', got 'ignore'"),
+        ({"ablations": ["shared"]}, "ablations must be one of 'shared_stats'"),
+    ],
+)
+def test_options_of_the_normalization(layer, options, message):
+    with pytest.raises(ValueError, match=message):
+        layer(3, 4, **options)
+
+
+def test_more_options():
+    with pytest.raises(ValueError, match="exclude each other"):
+        rbn.BatchNormLSTM(3, 4, ablations=["raw_output", "pass_normalized_cell"])
+    with pytest.raises(TypeError, match="collection of names, got 'raw_output'"):
+        rbn.BatchNormLSTM(3, 4, ablations="raw_output")
+    with pytest.raises(ValueError, match=r"pair of rates \(cell, hidden\), got 0.1"):
+        rbn.BatchNormLSTM(3, 4, zoneout=0.1)
+    with pytest.raises(ValueError, match=r"zoneout must lie between 0 and 1, got 1\.2"):
+        rbn.LSTM(3, 4, zoneout=(0.1, 1.2))
+    with pytest.raises(ValueError, match="one rate"):
+        rbn.BatchNormRNN(3, 4, zoneout=(0.1, 0.1))
+    with pytest.raises(ValueError, match="nonlinearity must be one of 'tanh', 'relu'"):
+        rbn.BatchNormRNN(3, 4, nonlinearity="gelu")
+    with pytest.raises(ValueError, match="gamma must not be negative, got nan"):
+        rbn.LayerNormLSTM(3, 4, gamma=float("nan"))
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_inputs(layer_class):
+    layer = layer_class(3, 4)
+    with pytest.raises(TypeError, match="must be a Tensor or a PackedSequence, got list"):
+        layer([[1.0, 2.0, 3.0]])
+    with pytest.raises(ValueError, match=r"3 dimensions .* got shape \(3,\)"):
+        layer(torch.randn(3))
+    with pytest.raises(ValueError, match=r"3 dimensions .* got shape \(1, 5, 2, 3\)"):
+        layer(torch.randn(1, 5, 2, 3))
+    with pytest.raises(ValueError, match=r"3 features .* got shape \(5, 2, 4\)"):
+        layer(torch.randn(5, 2, 4))
+    with pytest.raises(
+        TypeError, match=r"input must be of the parameters' type torch.float32, got"
+    ):
+        layer(torch.randn(5, 2, 3, dtype=torch.float64))
+    with pytest.raises(TypeError, match="input must be of the parameters' type"):
+        layer(torch.ones(5, 2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="input is on meta and the parameters are on cpu"):
+        layer(torch.randn(5, 2, 3, device="meta"))
+    with pytest.raises(ValueError, match="at least one time step"):
+        layer(torch.randn(0, 2, 3))
+    packed = torch.nn.utils.rnn.pack_sequence([torch.randn(4, 2)])
+    with pytest.raises(ValueError, match="3 features"):
+        layer(packed)
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+@pytest.mark.parametrize(
+    ("lengths", "error", "message"),
+    [
+        ([5, 0], ValueError, "between 1 and the number of steps 5, got 0 at position 1"),
+        ([-1, 2], ValueError, "between 1 and the number of steps 5, got -1 at position 0"),
+        ([5, 6], ValueError, "between 1 and the number of steps 5, got 6 at position 1"),
+        ([5], ValueError, r"one entry for each of the 2 sequences, got shape \(1,\)"),
+        ([[5, 5]], ValueError, r"got shape \(1, 2\)"),
+        ([5.0, 2.0], TypeError, "lengths must be integers, got torch.float32"),
+        ([True, True], TypeError, "lengths must be integers, got torch.bool"),
+    ],
+)
+def test_lengths(layer_class, lengths, error, message):
+    layer = layer_class(3, 4)
+    with pytest.raises(error, match=message):
+        layer(torch.randn(5, 2, 3), lengths=lengths)
+    if layer_class in (rbn.BatchNormLSTM, rbn.BatchNormRNN):
+        assert not layer.stats_h_l0.estimated  # nothing was done
+
+
+def test_where_lengths_make_no_sense():
+    layer = rbn.BatchNormLSTM(3, 4)
+    with pytest.raises(ValueError, match="lengths needs a batched input"):
+        layer(torch.randn(5, 3), lengths=[5])
+    packed = torch.nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(4, 3)])
+    with pytest.raises(ValueError, match="lengths must not be given with a PackedSequence"):
+        layer(packed, lengths=[4, 4])
+
+
+def test_states():
+    layer, x = rbn.BatchNormLSTM(3, 4, 2), torch.randn(5, 2, 3)
+    good = torch.zeros(2, 2, 4)
+    with pytest.raises(TypeError, match=r"hx must be a pair \(h_0, c_0\), got Tensor"):
+        layer(x, good)
+    with pytest.raises(ValueError, match=r"h_0 in hx must have shape \(2, 2, 4\), got \(1, 2, 4\)"):
+        layer(x, (good[:1], good))
+    with pytest.raises(ValueError, match=r"c_0 in hx must have shape \(2, 2, 4\), got \(2, 3, 4\)"):
+        layer(x, (good, torch.zeros(2, 3, 4)))
+    with pytest.raises(ValueError, match=r"h_0 in hx must have shape \(2, 4\)"):
+        layer(x[:, 0], (good, good))
+    with pytest.raises(TypeError, match="c_0 in hx must be of the parameters' type"):
+        layer(x, (good, good.double()))
+    with pytest.raises(TypeError, match="h_0 in hx must be a Tensor, got NoneType"):
+        layer(x, (None, good))
+    with pytest.raises(TypeError, match="h_0 in hx must be a Tensor, got tuple"):
+        rbn.BatchNormRNN(3, 4)(x, (good[:1],))
+    assert not layer.stats_h_l0.estimated
+
+
+def test_start():
+    x = torch.randn(5, 2, 3)
+    with pytest.raises(ValueError, match="start must be 0, or positive with one direction, got -1"):
+        rbn.LSTM(3, 4)(x, start=-1)
+    with pytest.raises(ValueError, match="start must be 0"):
+        rbn.LSTM(3, 4, bidirectional=True)(x, start=2)

@@ -1,0 +1,133 @@
+"""torch.compile, autocast, torch.func, higher derivatives."""
+
+import shutil
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import rbn
+
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+
+
+def need(compiler):
+    if compiler == "inductor" and shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("inductor needs a C++ compiler, and there is none")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "compiler"),
+    [*((layer, "aot_eager") for layer in LAYERS), (rbn.BatchNormLSTM, "inductor")],
+)
+def test_compiled_whole(layer_class, compiler):
+    need(compiler)
+    torch.manual_seed(0)
+    layer = layer_class(3, 4, bidirectional=True, dtype=torch.float64)
+    twin = layer_class(3, 4, bidirectional=True, dtype=torch.float64)
+    twin.load_state_dict(layer.state_dict())
+    compiled = torch.compile(layer, fullgraph=True, backend=compiler)
+    for steps, lengths in ((4, None), (6, None), (6, torch.tensor([6, 2, 3, 6, 1]))):
+        x = torch.randn(steps, 5, 3, dtype=torch.float64)
+        y, _ = compiled(x, lengths=lengths)
+        expected, _ = twin(x, lengths=lengths)
+        torch.testing.assert_close(y, expected)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        wanted = twin.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-7, atol=1e-10)
+    for name, buffer in layer.named_buffers():  # statistics are kept, and grow, in there too
+        torch.testing.assert_close(buffer, twin.get_buffer(name))
+    x = torch.randn(9, 5, 3, dtype=torch.float64)
+    compiled.eval(), twin.eval()
+    torch.testing.assert_close(compiled(x)[0], twin(x)[0])
+
+
+def test_compiled_with_regularisation():
+    layer = rbn.BatchNormLSTM(3, 4, 2, dropout=0.5, zoneout=(0.2, 0.1), hidden_noise=0.1)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    a, b = compiled(torch.randn(5, 6, 3))[0], compiled(torch.randn(5, 6, 3))[0]
+    assert a.isfinite().all()
+    assert not torch.equal(a, b)
+
+
+def test_a_compiled_evaluation_without_statistics_is_refused():
+    layer = torch.compile(rbn.BatchNormLSTM(3, 4).eval(), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="no population statistics"):
+        layer(torch.randn(5, 6, 3))
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+@pytest.mark.parametrize("backend", rbn.backends())
+def test_autocast(layer_class, backend):
+    torch.manual_seed(0)
+    layer = layer_class(3, 4, num_layers=2, bidirectional=True)
+    x = torch.randn(5, 6, 3)
+    expected, _ = layer(x)
+    with rbn.backend(backend), torch.autocast("cpu", dtype=torch.bfloat16):
+        y, hx = layer(x)
+        again, _ = layer(x.bfloat16(), hx)  # 16-bit inputs and states are fine under autocast
+    assert y.dtype == again.dtype == torch.bfloat16
+    assert all(s.dtype == torch.bfloat16 for s in (hx if isinstance(hx, tuple) else (hx,)))
+    # bfloat16 has 8 bits: the layer's rounded inputs and weights move its outputs about as much
+    torch.testing.assert_close(y.float(), expected, rtol=0, atol=0.1)
+    y.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    if layer_class in (rbn.BatchNormLSTM, rbn.BatchNormRNN):
+        assert layer.stats_h_l0.mean.dtype == torch.float32
+
+
+def test_autocast_of_a_double_module():
+    layer = rbn.BatchNormLSTM(3, 4, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for backend in rbn.backends():
+            with rbn.backend(backend):
+                assert layer(torch.randn(5, 6, 3))[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_torch_func_gradients(layer_class):
+    layer = layer_class(3, 4, dtype=torch.float64)
+    x = torch.randn(5, 6, 3, dtype=torch.float64)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+
+    def loss(parameters):
+        return functional_call(layer, parameters, (x,))[0].square().sum()
+
+    with rbn.batch_statistics(layer):  # a transform cannot write into the running averages
+        found = torch.func.grad(loss)(parameters)
+        with pytest.raises(RuntimeError, match=r"only rbn\.backend"), rbn.backend("cpu"):
+            torch.func.grad(loss)(parameters)
+    layer(x)[0].square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_double_backward():
+    layer = rbn.BatchNormLSTM(2, 3, dtype=torch.float64)
+    x = torch.randn(3, 4, 2, dtype=torch.float64, requires_grad=True)
+    with rbn.backend("reference"):
+        (g,) = torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
+        g.square().sum().backward()
+    assert layer.weight_hh_l0.grad.abs().max() > 0
+    (g,) = torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r'second derivative.*rbn.backend\("reference"\)'):
+        g.square().sum().backward()
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_backends_agree(layer_class):
+    torch.manual_seed(0)
+    layer = layer_class(3, 4, num_layers=2, bidirectional=True, dtype=torch.float64)
+    x, lengths = torch.randn(5, 6, 3, dtype=torch.float64), torch.tensor([5, 1, 2, 5, 3, 4])
+    results = []
+    for backend in rbn.backends():
+        with rbn.backend(backend):
+            results.append(layer(x, lengths=lengths)[0])
+    torch.testing.assert_close(results[0], results[1], rtol=1e-11, atol=1e-13)

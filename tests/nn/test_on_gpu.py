@@ -1,0 +1,72 @@
+"""The layers on a CUDA device give the CPU's numbers."""
+
+import copy
+
+import pytest
+import torch
+
+import rbn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_same_numbers_as_on_the_cpu(layer_class, padded):
+    torch.manual_seed(0)
+    layer = layer_class(3, 4, num_layers=2, bidirectional=True, dtype=torch.float64)
+    twin = copy.deepcopy(layer).cuda()
+    x = torch.randn(6, 5, 3, dtype=torch.float64)
+    lengths = torch.tensor([6, 1, 4, 6, 2]) if padded else None
+    for given in (lengths, None if lengths is None else lengths.cuda()):
+        layer.zero_grad()
+        twin.zero_grad()
+        expected, _ = layer(x, lengths=lengths)
+        found, _ = twin(x.cuda(), lengths=given)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-9, atol=1e-11)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        for name, parameter in layer.named_parameters():
+            wanted = twin.get_parameter(name).grad.cpu()
+            torch.testing.assert_close(wanted, parameter.grad, rtol=1e-7, atol=1e-9)
+    for name, buffer in layer.named_buffers():
+        torch.testing.assert_close(twin.get_buffer(name).cpu(), buffer, rtol=1e-9, atol=1e-11)
+    expected, found = layer.eval()(x)[0], twin.eval()(x.cuda())[0]
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_no_call_makes_the_host_wait(layer_class):
+    layer = layer_class(
+        3, 4, num_layers=2, zoneout=0.1 if layer_class is rbn.BatchNormRNN else (0.1, 0.1)
+    )
+    layer.cuda()
+    x, lengths = torch.randn(6, 5, 3, device="cuda"), torch.tensor([6, 1, 4, 6, 2], device="cuda")
+    layer(x)  # grows the statistics
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for training in (True, False):
+            layer.train(training)
+            layer(x, lengths=lengths)[0].sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_population_statistics_leave_the_random_state_alone():
+    layer = rbn.BatchNormLSTM(3, 4, hidden_noise=0.1).cuda()
+    state = torch.cuda.get_rng_state()
+    rbn.update_population_stats(layer, [torch.randn(6, 5, 3)], device="cuda")
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_the_wrong_device_is_named():
+    with pytest.raises(ValueError, match="input is on cuda:0 and the parameters are on cpu"):
+        rbn.BatchNormLSTM(3, 4)(torch.randn(6, 5, 3, device="cuda"))
+    with pytest.raises(RuntimeError, match="but the input is on cuda"), rbn.backend("cpu"):
+        rbn.BatchNormLSTM(3, 4).cuda()(torch.randn(6, 5, 3, device="cuda"))

@@ -2,6 +2,8 @@
 
 import ast
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -48,12 +50,17 @@ import json, sys, warnings
 target, hidden = sys.argv[1], set(json.loads(sys.argv[2]))
 
 class Hide:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name.partition(".")[0] in hidden:
-            raise ModuleNotFoundError(f"{name} is hidden from this process", name=name)
+    def __init__(self, finder):
+        self.finder = finder
 
-sys.meta_path.insert(0, Hide)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in hidden:
+            return self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Hide, sys.meta_path)
 sys.path.insert(0, target)
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 import torch
@@ -71,9 +78,14 @@ print(rbn.__version__)
 """
 
 
-def run(*arguments: str, cwd: Path = ROOT) -> str:
+def run(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, f"{arguments[:4]}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -146,6 +158,24 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert expected <= names, f"not in the wheel: {sorted(expected - names)}"
     parts = {part for name in names for part in name.split("/")}
     assert not [part for part in parts if part == "tests" or part.startswith("test_")]
+
+
+def test_wheel_has_the_compiled_step_where_there_is_a_compiler(wheel: Path) -> None:
+    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip("no C compiler: the wheel is a pure one")
+    with zipfile.ZipFile(wheel) as archive:
+        assert "rbn/ops/cpu/_kernel.so" in archive.namelist()
+    assert "-py3-none-" in wheel.name
+    assert not wheel.name.endswith("-any.whl")
+
+
+@pytest.mark.parametrize("reason", [{"RBN_BUILD_KERNEL": "0"}, {"CC": "no-such-compiler"}])
+def test_wheel_without_a_compiler_is_for_any_platform(tmp_path: Path, reason: dict) -> None:
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), **reason)
+    (path,) = tmp_path.glob("*.whl")
+    assert path.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(path) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
 
 
 def test_installed_wheel_needs_torch_alone(wheel: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu import lstm, rnn
+from rbn.ops.cpu import compiled_lstm, fused_lstm, fused_rnn
 from rbn.ops.types import compute_dtype
 
 _LSTM_ARGS = (
@@ -51,16 +51,17 @@ def _no_double_backward(op: str) -> Any:
     "rbn::lstm",
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_LSTM_ARGS}) -> {_results(len(lstm.Outputs._fields))}",
+    schema=f"({_LSTM_ARGS}) -> {_results(len(fused_lstm.Outputs._fields))}",
 )
 def lstm_op(*args: Any) -> tuple[Tensor, ...]:
-    """`rbn.ops.cpu.lstm.forward` as an operator."""
-    return tuple(lstm.forward(lstm.Inputs(*args)))
+    """`rbn.ops.cpu.fused_lstm.forward` as an operator."""
+    a = fused_lstm.Inputs(*args)
+    return tuple((compiled_lstm if compiled_lstm.usable(a) else fused_lstm).forward(a))
 
 
 @lstm_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    a = lstm.Inputs(*args)
+    a = fused_lstm.Inputs(*args)
     T, B, G = a.wx.shape
     H = G // 4
     full = compute_dtype(a.wx.dtype)
@@ -68,7 +69,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     def new(*shape: int, dtype: torch.dtype = full) -> Tensor:
         return a.wx.new_empty(shape, dtype=dtype)
 
-    moments = [new(*shape) for shape in lstm.statistics_shapes(a) for _ in range(2)]
+    moments = [new(*shape) for shape in fused_lstm.statistics_shapes(a) for _ in range(2)]
     batch_stats = a.norm == "batch" and not a.population
     include = a.lengths is not None and batch_stats and a.padding == "include"
     own_cell = a.mask_c is not None or a.rate_c != 0 or a.pass_normalized_cell or include
@@ -96,7 +97,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     device_types="cpu",
     schema=(
         f"(Tensor? doutput, Tensor? dh_n, Tensor? dc_n, Tensor[] results, {_LSTM_ARGS}) -> "
-        f"{_results(len(lstm.Grads._fields))}"
+        f"{_results(len(fused_lstm.Grads._fields))}"
     ),
 )
 def lstm_backward_op(
@@ -106,8 +107,10 @@ def lstm_backward_op(
     results: Sequence[Tensor],
     *args: Any,
 ) -> tuple[Tensor, ...]:
-    """`rbn.ops.cpu.lstm.backward` as an operator."""
-    return tuple(lstm.backward(lstm.Inputs(*args), lstm.Outputs(*results), doutput, dh_n, dc_n))
+    """`rbn.ops.cpu.fused_lstm.backward` as an operator."""
+    a, r = fused_lstm.Inputs(*args), fused_lstm.Outputs(*results)
+    module = compiled_lstm if compiled_lstm.usable(a) else fused_lstm
+    return tuple(module.backward(a, r, doutput, dh_n, dc_n))
 
 
 @lstm_backward_op.register_fake
@@ -118,8 +121,8 @@ def _(
     results: Sequence[Tensor],
     *args: Any,
 ) -> tuple[Tensor, ...]:
-    a = lstm.Inputs(*args)
-    return _like_inputs(a, lstm.Grads._fields)
+    a = fused_lstm.Inputs(*args)
+    return _like_inputs(a, fused_lstm.Grads._fields)
 
 
 def _like_inputs(a: Any, fields: Sequence[str]) -> tuple[Tensor, ...]:
@@ -138,16 +141,16 @@ def _like_inputs(a: Any, fields: Sequence[str]) -> tuple[Tensor, ...]:
     "rbn::rnn",
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_RNN_ARGS}) -> {_results(len(rnn.Outputs._fields))}",
+    schema=f"({_RNN_ARGS}) -> {_results(len(fused_rnn.Outputs._fields))}",
 )
 def rnn_op(*args: Any) -> tuple[Tensor, ...]:
-    """`rbn.ops.cpu.rnn.forward` as an operator."""
-    return tuple(rnn.forward(rnn.Inputs(*args)))
+    """`rbn.ops.cpu.fused_rnn.forward` as an operator."""
+    return tuple(fused_rnn.forward(fused_rnn.Inputs(*args)))
 
 
 @rnn_op.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    a = rnn.Inputs(*args)
+    a = fused_rnn.Inputs(*args)
     T, B, H = a.wx.shape
     full = compute_dtype(a.wx.dtype)
 
@@ -163,7 +166,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     return (
         new(T, B, H, dtype=a.wx.dtype),
         new(B, H, dtype=a.wx.dtype),
-        *(new(*shape) for shape in rnn.statistics_shapes(a) for _ in range(2)),
+        *(new(*shape) for shape in fused_rnn.statistics_shapes(a) for _ in range(2)),
         *(new(T * B, H) if a.save and present else new(0) for present in saved),
     )
 
@@ -174,21 +177,23 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     device_types="cpu",
     schema=(
         f"(Tensor? doutput, Tensor? dh_n, Tensor[] results, {_RNN_ARGS}) -> "
-        f"{_results(len(rnn.Grads._fields))}"
+        f"{_results(len(fused_rnn.Grads._fields))}"
     ),
 )
 def rnn_backward_op(
     doutput: Tensor | None, dh_n: Tensor | None, results: Sequence[Tensor], *args: Any
 ) -> tuple[Tensor, ...]:
-    """`rbn.ops.cpu.rnn.backward` as an operator."""
-    return tuple(rnn.backward(rnn.Inputs(*args), rnn.Outputs(*results), doutput, dh_n))
+    """`rbn.ops.cpu.fused_rnn.backward` as an operator."""
+    return tuple(
+        fused_rnn.backward(fused_rnn.Inputs(*args), fused_rnn.Outputs(*results), doutput, dh_n)
+    )
 
 
 @rnn_backward_op.register_fake
 def _(
     doutput: Tensor | None, dh_n: Tensor | None, results: Sequence[Tensor], *args: Any
 ) -> tuple[Tensor, ...]:
-    return _like_inputs(rnn.Inputs(*args), rnn.Grads._fields)
+    return _like_inputs(fused_rnn.Inputs(*args), fused_rnn.Grads._fields)
 
 
 # Autograd ----------------------------------------------------------------------------------------
@@ -234,5 +239,5 @@ def _register_autograd(
     backward_op.register_autograd(_no_double_backward(op._opoverload.__name__))
 
 
-_register_autograd(lstm_op, lstm_backward_op, lstm.Inputs, lstm.Grads._fields, 3)
-_register_autograd(rnn_op, rnn_backward_op, rnn.Inputs, rnn.Grads._fields, 2)
+_register_autograd(lstm_op, lstm_backward_op, fused_lstm.Inputs, fused_lstm.Grads._fields, 3)
+_register_autograd(rnn_op, rnn_backward_op, fused_rnn.Inputs, fused_rnn.Grads._fields, 2)

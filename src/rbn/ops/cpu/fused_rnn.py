@@ -1,6 +1,6 @@
 """The batch-normalized simple RNN fused, with the backward pass derived by hand.
 
-The same plan as in `rbn.ops.cpu.lstm`, with one nonlinearity and no cell.
+The same plan as in `rbn.ops.cpu.fused_lstm`, with one nonlinearity and no cell.
 """
 
 from __future__ import annotations

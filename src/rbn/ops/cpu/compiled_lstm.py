@@ -1,0 +1,256 @@
+"""The LSTM through the compiled step of kernel.c.
+
+Between two matrix products a step is one call, which normalizes, applies the nonlinearities and
+updates the state. It covers float32 with minibatch statistics, population statistics or none; every
+other case (and an installation without the compiled file) runs `rbn.ops.cpu.fused_lstm`. Both keep
+the same things for the backward pass, so either may follow the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.cpu.fused_lstm import Grads, Inputs, Outputs, statistics_shapes
+from rbn.ops.cpu.layout import Layout, Rooms, like_parameter
+from rbn.ops.cpu.norms import SequenceNorm
+
+LIBRARY = Path(__file__).with_name("_kernel.so")
+_NONE, _BATCH, _GIVEN = 0, 1, 2
+_SMALL = 2048  # units times rows below which a second thread costs more than it brings
+_BUFFERS = ("wx", "wh", "gates", "cand", "tanh_c", "hidden_states", "c0")
+_VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
+_MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
+_GRADIENTS = ("dy", "dh", "dc", "dwh", "dwx", *("d" + name for name in _VECTORS))
+_NUMBERS = ("hidden", "keep", "mode_x", "mode_h", "mode_c", "rows_x", "rows_h", "rows_c")
+
+
+class _Args(ctypes.Structure):
+    """The struct Args of kernel.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        ("eps", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in (*_BUFFERS, *_VECTORS, *_MOMENTS, *_GRADIENTS)),
+    )
+
+    def point(self, **tensors: Tensor | None) -> None:
+        """Set pointers to contiguous float32 tensors, which the caller keeps alive."""
+        for name, tensor in tensors.items():
+            setattr(self, name, None if tensor is None else tensor.data_ptr())
+
+
+@functools.lru_cache(maxsize=1)
+def load() -> Any | None:
+    """The compiled library, or None where there is none or RBN_CPU_KERNEL=0 forbids it."""
+    if os.environ.get("RBN_CPU_KERNEL") == "0" or not LIBRARY.exists():
+        return None
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:  # built for another machine
+        return None
+    if library.rbn_args_size() != ctypes.sizeof(_Args):
+        return None
+    for name in ("rbn_lstm_forward", "rbn_lstm_backward"):
+        function = getattr(library, name)
+        function.argtypes = [ctypes.c_void_p] + [ctypes.c_int64] * 5
+        function.restype = None
+    openmp = _openmp_of_torch()
+    if openmp is not None:
+        library.rbn_use_openmp(*openmp)
+    return library
+
+
+def _openmp_of_torch() -> tuple[ctypes.c_void_p, ...] | None:
+    """GOMP_parallel and friends of the OpenMP library in this process, if there is one."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    for path in sorted(set(re.findall(r"\s(/\S*lib(?:gomp|iomp5|omp)\S*\.so\S*)", maps))):
+        try:
+            openmp = ctypes.CDLL(path)
+            return tuple(ctypes.cast(getattr(openmp, name), ctypes.c_void_p) for name in names)
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def usable(a: Inputs) -> bool:
+    """Whether the compiled step covers this case."""
+    return (
+        a.wx.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and a.norm in ("none", "batch")
+        and not a.joint
+        and a.mask_c is None
+        and a.mask_h is None
+        and a.rate_c == a.rate_h == 0
+        and not a.pass_normalized_cell
+        and (a.lengths is None or a.padding == "exclude" or bool(a.population))
+        and load() is not None
+    )
+
+
+class _Call:
+    """One forward or backward pass: the arguments of the compiled step and what they point to."""
+
+    def __init__(self, a: Inputs) -> None:
+        self.library: Any = load()
+        self.layout = layout = Layout(a.wx, a.h0, a.lengths, include_padding=False)
+        self.packing, H = layout.packing, layout.hidden
+        self.wx = layout.rows(a.wx).contiguous()
+        self.weight = layout.cast(a.weight_hh)
+        self.h0 = layout.state(a.h0).contiguous()
+        self.c0 = layout.state(a.c0).contiguous()
+        self.vectors: dict[str, Tensor | None] = {}
+        for name in _VECTORS:
+            value = layout.optional(getattr(a, name))
+            self.vectors[name] = None if value is None else value.contiguous()
+        self.sequence: SequenceNorm | None = None
+        if a.norm == "batch" and not a.population and a.input_stats == "sequence":
+            gamma_x = self.vectors["gamma_x"]
+            assert gamma_x is not None
+            self.sequence = SequenceNorm(gamma_x, a.eps, None)
+        self.args = args = _Args(hidden=H, eps=a.eps)
+        for k, (term, gamma) in enumerate((("x", a.gamma_x), ("h", a.gamma_h), ("c", a.gamma_c))):
+            mode = _NONE if gamma is None else _GIVEN if a.population else _BATCH
+            if term == "x" and self.sequence is not None:
+                mode = _NONE
+            setattr(args, f"mode_{term}", mode)
+            if mode == _GIVEN:
+                setattr(args, f"rows_{term}", len(a.population[2 * k]))
+        args.point(c0=self.c0, **self.vectors)
+        big = self.packing.batch * H >= _SMALL
+        self.threads = torch.get_num_threads() if big else 1
+        starts = [0]
+        for n in self.packing.sizes:
+            starts.append(starts[-1] + n)
+        self.starts = starts
+
+    def use_moments(self, moments: Sequence[Tensor]) -> None:
+        """Point to mean and rstd of the terms x, h and c."""
+        self.moments = [m.contiguous() for m in moments]
+        self.args.point(**dict(zip(_MOMENTS, self.moments, strict=True)))
+
+    def given_moments(self, a: Inputs) -> list[Tensor]:
+        """Mean and rstd of the population, empty for absent terms."""
+        found = []
+        for mean, var in zip(a.population[0::2], a.population[1::2], strict=True):
+            found += [self.layout.cast(mean), torch.rsqrt(self.layout.cast(var) + a.eps)]
+        return found
+
+    def step(self, function: Any, t: int) -> None:
+        """Run one step of the compiled function."""
+        previous = self.starts[t - 1] if t > 0 else -1
+        n = self.packing.sizes[t]
+        function(ctypes.addressof(self.args), t, self.starts[t], n, previous, self.threads)
+
+
+def forward(a: Inputs) -> Outputs:
+    """Run the recurrence over all steps."""
+    call = _Call(a)
+    layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
+    H, dtype = layout.hidden, a.wx.dtype
+    unreached = a.eps**-0.5 if a.eps > 0 else float("inf")
+    new: list[Tensor] = []
+    for shape in statistics_shapes(a):
+        new += [wx.new_zeros(shape), wx.new_full(shape, unreached)]
+    call.use_moments(call.given_moments(a) if a.population else new)
+    x = wx
+    if call.sequence is not None:
+        x = call.sequence.forward(wx[: packing.rows])
+        new[0:2] = call.sequence.moments(1)
+
+    rooms = Rooms(packing, wx, a.save)
+    hidden, gates = packing.buffer(H, wx), rooms.make(4 * H)
+    tanh_c, cand = rooms.make(H), rooms.make(H)
+    plain = args.mode_h == _NONE  # then W_h h + W_x x goes straight into the gates' buffer
+    wh = gates if plain else rooms.make(4 * H)
+    args.keep = int(a.save)
+    args.point(wx=None if plain else x, wh=wh, gates=gates, cand=cand, tanh_c=tanh_c)
+    args.point(hidden_states=hidden)
+    whs, hs, xs = rooms.views(wh), packing.split(hidden), packing.split(x)
+    W = call.weight.t().contiguous()  # [H, 4H]
+    run = call.library.rbn_lstm_forward
+
+    h = call.h0
+    for t, n in enumerate(packing.sizes):
+        h = h if len(h) == n else h[:n]
+        if plain:
+            torch.addmm(xs[t], h, W, out=whs[t])
+        else:
+            torch.mm(h, W, out=whs[t])
+        call.step(run, t)
+        h = hs[t]
+
+    output = layout.padded(hidden).to(dtype)
+    h_n = packing.final(hidden)
+    c_n = packing.final(cand) if a.save else packing.unsort(cand)
+    saved: list[Tensor | None] = [None] * 6
+    if a.save:
+        own_hidden = output.data_ptr() != hidden.data_ptr()
+        saved = [None if plain else wh, gates, cand, None, tanh_c, hidden if own_hidden else None]
+    return Outputs(
+        output,
+        h_n.to(dtype),
+        c_n.to(dtype),
+        *new,
+        *(wx.new_empty(0) if s is None else s for s in saved),
+    )
+
+
+def backward(
+    a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
+) -> Grads:
+    """The gradients of all differentiable inputs, from those of the three results."""
+    call = _Call(a)
+    layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
+    H, rows, h0 = layout.hidden, packing.rows, call.h0
+    hidden = r.hidden if r.hidden.numel() else r.output.reshape(-1, H)
+    call.use_moments(call.given_moments(a) if a.population else r[3:9])
+    plain = args.mode_h == _NONE
+    args.keep = 1
+    args.point(
+        wx=None if plain else wx,
+        wh=None if plain else r.wh,
+        gates=r.gates,
+        cand=r.cand,
+        tanh_c=r.tanh_c,
+    )
+    dy = None if doutput is None else layout.rows(doutput).contiguous()
+    dh, dc = layout.state_gradient(dh_n, h0), layout.state_gradient(dc_n, call.c0)
+    dwh = packing.buffer(4 * H, wx)
+    dwx = dwh if plain else packing.buffer(4 * H, wx)
+    grads = {
+        "d" + name: None if value is None else torch.zeros_like(value)
+        for name, value in call.vectors.items()
+    }
+    args.point(dy=dy, dh=dh, dc=dc, dwh=dwh, dwx=None if plain else dwx, **grads)
+    dwhs, W, run = packing.split(dwh), call.weight.contiguous(), call.library.rbn_lstm_backward
+
+    for t in range(len(packing.sizes) - 1, -1, -1):
+        call.step(run, t)
+        torch.mm(dwhs[t], W, out=dh[: packing.sizes[t]])
+
+    if call.sequence is not None:
+        call.sequence.restore(r.mean_x, r.rstd_x)
+        dwx[:rows] = call.sequence.backward(dwx[:rows], wx[:rows])
+        grads["dgamma_x"] = call.sequence.dgamma
+    dweight = packing.outer(dwh, hidden, h0)
+    vectors = {name: like_parameter(grads["d" + name], getattr(a, name), wx) for name in _VECTORS}
+    return Grads(
+        wx=packing.unpack(dwx).to(a.wx.dtype),
+        weight_hh=dweight.to(a.weight_hh.dtype),
+        h0=packing.unsort(dh).to(a.h0.dtype),
+        c0=packing.unsort(dc).to(a.c0.dtype),
+        **vectors,
+    )

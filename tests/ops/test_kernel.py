@@ -1,0 +1,216 @@
+"""The compiled step of the CPU operator against the same operator on PyTorch's operations."""
+
+import ctypes
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rbn import ops
+from rbn.ops.cpu import compiled_lstm, fused_lstm
+
+needs_kernel = pytest.mark.skipif(
+    compiled_lstm.load() is None, reason="rbn was installed without a C compiler"
+)
+
+
+def elementary(x):
+    library = compiled_lstm.load()
+    sigmoid, tanh = torch.empty_like(x), torch.empty_like(x)
+    pointers = (ctypes.c_void_p(v.data_ptr()) for v in (x, sigmoid, tanh))
+    x_pointer, sigmoid_pointer, tanh_pointer = pointers
+    library.rbn_elementary(x_pointer, ctypes.c_int64(len(x)), sigmoid_pointer, tanh_pointer)
+    return sigmoid, tanh
+
+
+@needs_kernel
+def test_nonlinearities_are_accurate_to_a_few_units_in_the_last_place():
+    grid = torch.cat([torch.linspace(-20, 20, 400_001), torch.logspace(-30, 1, 10_000)])
+    grid = torch.cat([grid, -grid])
+    for found, exact in zip(
+        elementary(grid), (grid.double().sigmoid(), grid.double().tanh()), strict=True
+    ):
+        error = ((found.double() - exact) / exact).abs().max()
+        assert error < 4 * torch.finfo(torch.float32).eps
+
+
+@needs_kernel
+def test_nonlinearities_pass_nan_on_and_saturate():
+    nan, inf = float("nan"), float("inf")
+    sigmoid, tanh = elementary(torch.tensor([nan, inf, -inf, 1e30, -1e30, 0.0]))
+    assert sigmoid[0].isnan()
+    assert tanh[0].isnan()
+    assert sigmoid[1] == sigmoid[3] == tanh[1] == tanh[3] == 1
+    assert tanh[2] == tanh[4] == -1
+    assert sigmoid[2] < 1e-37
+    assert sigmoid[5] == 0.5
+    assert tanh[5] == 0
+
+
+def inputs(
+    seed, T, B, H, *, norm="batch", padded=False, population=0, sequence=False, absent=(), save=True
+):
+    """Arguments of the operator in float32; population: rows of given statistics, 0 for none."""
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=g)
+
+    vectors = {"bias": 4 * H, "gamma_x": 4 * H, "gamma_h": 4 * H, "gamma_c": H, "beta_c": H}
+    values = {name: randn(n) for name, n in vectors.items()}
+    for name in (*absent, *(("gamma_x", "gamma_h", "gamma_c") if norm == "none" else ())):
+        values[name] = None
+    given = []
+    if population:
+        rows = [1 if sequence else population, population, population]
+        for n, features in zip(rows, (4 * H, 4 * H, H), strict=True):
+            given += [randn(n, features), 0.5 + torch.rand(n, features, generator=g)]
+    return fused_lstm.Inputs(
+        wx=randn(T, B, 4 * H),
+        weight_hh=randn(4 * H, H) / H**0.5,
+        **values,
+        h0=randn(B, H),
+        c0=randn(B, H),
+        lengths=torch.randint(1, T + 1, (B,), generator=g) if padded else None,
+        population=given,
+        mask_c=None,
+        mask_h=None,
+        rate_c=0.0,
+        rate_h=0.0,
+        norm=norm,
+        eps=1e-5,
+        input_stats="sequence" if sequence else "step",
+        padding="exclude",
+        pass_normalized_cell=False,
+        save=save,
+    )
+
+
+def close(found, expected):
+    """Both compute in float32, in another order: a few hundred roundings of the largest value."""
+    for name, a, b in zip(found._fields, found, expected, strict=True):
+        assert a.shape == b.shape, name
+        scale = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+        torch.testing.assert_close(
+            a, b, rtol=0, atol=2e-5 * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@needs_kernel
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**16),
+    steps=st.integers(1, 4),
+    batch=st.sampled_from([3, 5, 64, 65, 130]),
+    hidden=st.sampled_from([1, 7, 16, 17, 40]),
+    norm=st.sampled_from(["batch", "none"]),
+    padded=st.booleans(),
+    population=st.integers(0, 5),
+    sequence=st.booleans(),
+    absent=st.sets(st.sampled_from(["bias", "gamma_c", "beta_c"])),
+)
+def test_forward_and_backward(
+    seed, steps, batch, hidden, norm, padded, population, sequence, absent
+):
+    options = {"norm": norm, "padded": padded, "absent": tuple(absent)}
+    if norm == "batch":
+        options |= {"population": population, "sequence": sequence}
+    a = inputs(seed, steps, batch, hidden, **options)
+    assert compiled_lstm.usable(a)
+    found, expected = compiled_lstm.forward(a), fused_lstm.forward(a)
+    close(found, expected)
+    light = compiled_lstm.forward(a._replace(save=False))
+    for name in ("output", "h_n", "c_n"):
+        assert torch.equal(getattr(light, name), getattr(found, name)), name
+    cotangents = [torch.randn_like(v) for v in found[:3]]
+    for given_ in itertools.islice(itertools.product((True, False), repeat=3), 7):
+        some = [c if use else None for c, use in zip(cotangents, given_, strict=True)]
+        # From the same saved values, whichever of the two made them.
+        close(compiled_lstm.backward(a, expected, *some), fused_lstm.backward(a, expected, *some))
+
+
+@needs_kernel
+def test_the_number_of_threads_changes_no_bit():
+    before = torch.get_num_threads()
+    a = inputs(0, 5, 64, 50, padded=True)
+    results = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            r = compiled_lstm.forward(a)
+            # The products of torch may differ with the threads: give all the same saved values.
+            results.append(
+                compiled_lstm.backward(a, results[0][1] if results else r, r.output, None, None)
+            )
+            results[-1] = (results[-1], r)
+    finally:
+        torch.set_num_threads(before)
+    for grads, r in results[1:]:
+        torch.testing.assert_close(r.output, results[0][1].output, rtol=0, atol=1e-5)
+        close(grads, results[0][0])
+
+
+@needs_kernel
+def test_a_large_batch_loses_no_digits():
+    """Sums over rows go on in double: 20,000 rows around 100 keep their variance."""
+    a = inputs(0, 1, 20_000, 4)
+    a = a._replace(wx=a.wx + 100)
+    r = compiled_lstm.forward(a)
+    mean, var = a.wx[0].double().mean(0), a.wx[0].double().var(0, correction=0)
+    torch.testing.assert_close(r.mean_x[0].double(), mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(r.rstd_x[0].double(), (var + 1e-5).rsqrt(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm": "layer"},
+        {"gamma_x": None},
+        {"pass_normalized_cell": True},
+        {"rate_c": 0.1},
+        {"rate_h": 0.1},
+        {"mask_c": torch.zeros(2, 3, 4, dtype=torch.bool)},
+        {"mask_h": torch.zeros(2, 3, 4, dtype=torch.bool)},
+        {"padding": "include", "lengths": torch.tensor([1, 2, 2])},
+        {"wx": torch.zeros(2, 3, 16, dtype=torch.float64)},
+    ],
+)
+def test_what_it_does_not_cover_is_left_to_the_other(changes):
+    assert not compiled_lstm.usable(inputs(0, 2, 3, 4)._replace(**changes))
+
+
+def test_it_can_be_switched_off():
+    code = (
+        "import torch; from rbn.ops.cpu import compiled_lstm; assert compiled_lstm.load() is None\n"
+        "import rbn; rbn.BatchNormLSTM(2, 3)(torch.randn(4, 5, 2))[0].sum().backward()"
+    )
+    environment = {**os.environ, "RBN_CPU_KERNEL": "0"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@needs_kernel
+def test_nan_in_one_row_shows():
+    a = inputs(0, 2, 5, 20)
+    a.wx[0, 1, 3] = float("nan")
+    assert compiled_lstm.forward(a).output[:, :, 3].isnan().all()
+    a = inputs(0, 2, 5, 20, population=1)
+    a.wx[0, 1, 3] = float("nan")
+    output = compiled_lstm.forward(a).output
+    assert output[1, 1].isnan().all()
+    assert output[:, [0, 2, 3, 4]].isfinite().all()
+
+
+def test_the_operator_uses_it(monkeypatch):
+    if compiled_lstm.load() is None:
+        pytest.skip("rbn was installed without a C compiler")
+    called = []
+    real = compiled_lstm.forward
+    monkeypatch.setattr(compiled_lstm, "forward", lambda a: called.append(a) or real(a))
+    a = inputs(0, 2, 3, 4)
+    ops.bn_lstm(*a[:9])
+    assert len(called) == 1

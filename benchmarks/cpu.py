@@ -137,6 +137,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=7, help="timed rounds of each shape")
     parser.add_argument("--threads", type=int, help="torch's threads (its own choice by default)")
     parser.add_argument("--no-loop", action="store_true", help="leave the slow eager loop out")
+    parser.add_argument("--no-memory", action="store_true", help="time only, no fresh processes")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -169,14 +170,14 @@ def main():
                 "what": what,
                 "fwd_ms": round(forward, 2),
                 "fwdbwd_ms": round(both, 2),
-                "peak_mb": round(peak_memory(what, shape), 1),
+                "peak_mb": "" if arguments.no_memory else round(peak_memory(what, shape), 1),
                 "ratio_to_nn_lstm": round(both / times[PEER][1], 3),
                 **facts,
             }
             rows.append(row)
             print(
                 f"{row['shape']:>17}  {what:<20}{forward:>10.1f}{both:>12.1f}"
-                f"{row['peak_mb']:>10.0f}{row['ratio_to_nn_lstm']:>7.2f}",
+                f"{row['peak_mb']:>10}{row['ratio_to_nn_lstm']:>7.2f}",
                 flush=True,
             )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

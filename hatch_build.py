@@ -25,7 +25,7 @@ SOURCE = ROOT / "src/rbn/ops/cpu/kernel.c"
 LIBRARY = SOURCE.with_name("_kernel.so")
 # -fno-trapping-math lets comparisons become vector selects. Nothing that could lose a NaN is here.
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden"]
-FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi"]
 
 
 def build() -> bool:

@@ -1,0 +1,6 @@
+"""`python -m rbn` is the `rbn` command."""
+
+from rbn.cli import main
+
+if __name__ == "__main__":
+    main()

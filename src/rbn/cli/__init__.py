@@ -1,0 +1,17 @@
+"""The `rbn` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; the entry point of the `rbn` script."""
+    try:
+        import typer  # noqa: F401
+    except ImportError:
+        print("rbn needs typer: pip install 'recurrent-batchnorm[demo]'", file=sys.stderr)
+        sys.exit(2)
+    from rbn.cli.app import app
+
+    app()

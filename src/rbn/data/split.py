@@ -1,0 +1,36 @@
+"""Labelled sequences, and a data set's division into three parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """Sequences with one label each.
+
+    Attributes:
+        inputs: float ``[T, N, features]``, time first; a minibatch is ``inputs[:, rows]``.
+        labels: int64 ``[N]``.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def first(self, count: int) -> Split:
+        """The first `count` sequences, or all where there are fewer."""
+        return Split(self.inputs[:, :count], self.labels[:count])
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The parts of a data set: to fit, to choose by, and to report on."""
+
+    train: Split
+    valid: Split
+    test: Split

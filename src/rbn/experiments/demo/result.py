@@ -1,0 +1,179 @@
+"""What the demo is told and what it finds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rbn.training import Record
+
+THRESHOLDS = (0.8, 0.9)  # validation accuracies whose first sight is reported
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The demo's options, then the hyperparameters, which both models share.
+
+    Attributes:
+        permuted: read the pixels in one fixed random order instead of row by row.
+        seed: of the initial weights, the noise and the order of the minibatches.
+        epochs: passes over the training images, for each model.
+        threads: CPU threads. On matrices this small a second one gains little, and where another
+            program wants its core, the two wait for each other at every step.
+        learning_rate: of Adam. The BN-LSTM is about as fast anywhere from 0.003 to 0.01; the LSTM
+            is fastest at 0.01, and slower than it there too.
+        hidden_size: units of each LSTM.
+        batch_size: sequences in a minibatch.
+        clip: largest global norm of the gradients.
+        gamma: start value of the normalization's scales.
+        hidden_noise: standard deviation of the noise on the initial hidden state in training: the
+            first pixels are the same in all images, and a state without variance has none to
+            normalize.
+        input_stats: ``"sequence"`` shares the input term's statistics over time. Many pixels at
+            the edge are blank in all but a few images, and statistics of their own would blow
+            those few up.
+        evaluate_every: steps between looks at the validation images.
+    """
+
+    permuted: bool = False
+    seed: int = 1
+    epochs: int = 28
+    threads: int = 1
+    learning_rate: float = 5e-3
+    hidden_size: int = 100
+    batch_size: int = 100
+    clip: float = 1.0
+    gamma: float = 0.1
+    hidden_noise: float = 0.1
+    input_stats: str = "sequence"
+    evaluate_every: int = 12
+
+    def __post_init__(self) -> None:
+        for name, least in (("seed", 0), ("epochs", 1), ("threads", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+
+    @property
+    def task(self) -> str:
+        """What the models read, in words."""
+        return "permuted sequential digits" if self.permuted else "sequential digits"
+
+    @property
+    def command(self) -> str:
+        """The command that runs the demo with these options."""
+        words = ["rbn demo"]
+        if self.permuted:
+            words.append("--permuted")
+        for name in ("seed", "epochs", "threads", "learning_rate"):
+            value = getattr(self, name)
+            if value != getattr(Settings, name):
+                words.append(f"--{name.replace('_', '-')} {value}")
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One model's course.
+
+    Attributes:
+        name: ``"LSTM"`` or ``"BN-LSTM"``.
+        parameters: how many numbers it learned.
+        records: the evaluations in order.
+        test_accuracy: from 0 to 1, with the parameters of the best validation accuracy and, for the
+            BN-LSTM, exact population statistics.
+        reach: how strongly the loss depends on the first pixels, relative to the last, before
+            training: see `rbn.experiments.demo.fit.reach`.
+    """
+
+    name: str
+    parameters: int
+    records: tuple[Record, ...]
+    test_accuracy: float
+    reach: float
+
+    @property
+    def best(self) -> Record:
+        """The first evaluation with the highest validation accuracy."""
+        return max(self.records, key=lambda record: record.valid_population)
+
+    @property
+    def last(self) -> Record:
+        """The evaluation after the last step."""
+        return self.records[-1]
+
+    def reached(self, threshold: float) -> Record | None:
+        """The first evaluation with at least this validation accuracy."""
+        return next((r for r in self.records if r.valid_population >= threshold), None)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole run of the demo.
+
+    Attributes:
+        settings: what it was told.
+        sizes: images to train, validate and test on.
+        lstm: the baseline's course.
+        bn_lstm: the batch-normalized model's course.
+        environment: names and versions of what it ran on.
+        seconds: from start to end, evaluations and all.
+    """
+
+    settings: Settings
+    sizes: tuple[int, int, int]
+    lstm: Trained
+    bn_lstm: Trained
+    environment: dict[str, str]
+    seconds: float
+
+    @property
+    def models(self) -> tuple[Trained, Trained]:
+        """Both, the baseline first."""
+        return self.lstm, self.bn_lstm
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the curves, in types that JSON knows."""
+        models = {}
+        for model in self.models:
+            reached = {f"{100 * t:.0f}%": model.reached(t) for t in THRESHOLDS}
+            models[model.name] = {
+                "parameters": model.parameters,
+                "reach_before_training": model.reach,
+                "steps": model.last.step,
+                "training_seconds": model.last.seconds,
+                "best_valid_accuracy": model.best.valid_population,
+                "best_valid_step": model.best.step,
+                "best_valid_accuracy_batch_statistics": max(r.valid_batch for r in model.records),
+                "test_accuracy": model.test_accuracy,
+                "steps_to_valid": {name: r and r.step for name, r in reached.items()},
+                "seconds_to_valid": {name: r and r.seconds for name, r in reached.items()},
+            }
+        return {
+            "task": self.settings.task,
+            "command": self.settings.command,
+            "settings": asdict(self.settings),
+            "images": dict(zip(("train", "valid", "test"), self.sizes, strict=True)),
+            "models": models,
+            "seconds": self.seconds,
+            "environment": self.environment,
+        }
+
+    def write_json(self, path: Path) -> None:
+        """Everything but the curves."""
+        path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def write_csv(self, path: Path) -> None:
+        """The curves, one evaluation of one model in a line."""
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["model", *Record.__dataclass_fields__])
+            for model in self.models:
+                for record in model.records:
+                    writer.writerow([model.name, *asdict(record).values()])

@@ -1,0 +1,117 @@
+"""The demo from start to end."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rbn import __version__
+from rbn.data import Splits, digits
+from rbn.experiments.demo.figure import draw
+from rbn.experiments.demo.fit import fit
+from rbn.experiments.demo.page import write_page
+from rbn.experiments.demo.result import Result, Settings
+from rbn.experiments.demo.terminal import Bar, progress_bars, show
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_NEEDS = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
+
+
+def run_demo(
+    settings: Settings,
+    out: Path,
+    *,
+    data: Splits | None = None,
+    console: Console | None = None,
+) -> Result:
+    """Train both models, show the difference, and write it down.
+
+    Writes ``index.html``, ``curves.png``, ``curves.csv`` and ``result.json``, over those of an
+    earlier run. Nothing is trained unless everything needed is there and `out` can be written to.
+
+    Args:
+        settings: what to train, and how.
+        out: folder for the files; made if it is not there.
+        data: other sequences than the digits, of one feature and ten classes.
+        console: where to show progress and the table; the terminal by default.
+    """
+    _require_extra()
+    _require_writable(out)
+    from rich.console import Console
+
+    console = console or Console()
+    began = time.perf_counter()
+    data = data or digits(settings.permuted)
+    sizes = (len(data.train), len(data.valid), len(data.test))
+    steps = settings.epochs * (sizes[0] // settings.batch_size)
+    console.print(
+        f"{settings.task.capitalize()}: {sizes[0]:,} images to learn from, read one pixel at a "
+        f"time. Each model takes {steps} steps, from the same weights, with the same minibatches.",
+        highlight=False,
+    )
+    with _threads(settings.threads), progress_bars(console) as progress:
+        bar = Bar(progress, "LSTM", steps)
+        lstm = fit("LSTM", settings, data, bar.on_step, bar.on_record)
+        bar = Bar(progress, "BN-LSTM", steps)
+        bn_lstm = fit("BN-LSTM", settings, data, bar.on_step, bar.on_record)
+    seconds = time.perf_counter() - began
+    result = Result(settings, sizes, lstm, bn_lstm, _environment(), seconds)
+    result.write_json(out / "result.json")
+    result.write_csv(out / "curves.csv")
+    draw(result, out / "curves.png")
+    write_page(result, out / "curves.png", out / "index.html")
+    show(result, console)
+    console.print(f"The page about it: {out / 'index.html'}", highlight=False, soft_wrap=True)
+    return result
+
+
+def _require_extra() -> None:
+    missing = [name for module, name in _NEEDS.items() if not importlib.util.find_spec(module)]
+    if missing:
+        raise ImportError(
+            f"the demo needs {' and '.join(missing)}: pip install 'recurrent-batchnorm[demo]'"
+        )
+
+
+def _require_writable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise OSError(f"cannot write to the folder {folder}: it is a file")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(f"cannot write to the folder {folder}: {error.strerror}") from error
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """How many threads torch uses inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "recurrent-batchnorm": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in ("scikit-learn", "matplotlib")},
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
+    }

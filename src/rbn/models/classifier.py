@@ -1,0 +1,53 @@
+"""A label for a whole sequence: the model of the paper's MNIST experiments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rbn.nn import init
+
+
+class SequenceClassifier(nn.Module):
+    """A recurrent layer and a softmax classifier on its final hidden state.
+
+    Args:
+        recurrent: a layer of `rbn`, or any that is called like `torch.nn.LSTM` and has its
+            `hidden_size`. Of a stack, the last layer's state is used; of two directions, both.
+        classes: number of labels.
+    """
+
+    def __init__(self, recurrent: nn.Module, classes: int) -> None:
+        super().__init__()
+        hidden = getattr(recurrent, "hidden_size", None)
+        if not isinstance(hidden, int):
+            raise TypeError(
+                "recurrent must be a layer with a hidden_size, like rbn.LSTM, "
+                f"got {type(recurrent).__name__}"
+            )
+        if classes < 2:
+            raise ValueError(f"classes must be at least 2, got {classes}")
+        self.recurrent = recurrent
+        self.directions = 2 if getattr(recurrent, "bidirectional", False) else 1
+        self.classifier = nn.Linear(hidden * self.directions, classes)
+        init.orthogonal_(self.classifier.weight)
+        nn.init.zeros_(self.classifier.bias)
+
+    def forward(self, input: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Score every class for every sequence.
+
+        Args:
+            input: ``[T, B, features]``, or as the recurrent layer takes it.
+            lengths: unpadded steps of each sequence, integers ``[B]``, for layers of `rbn`.
+
+        Returns:
+            Logits ``[B, classes]``.
+        """
+        options: dict[str, Any] = {} if lengths is None else {"lengths": lengths}
+        _, states = self.recurrent(input, **options)
+        h_n = states[0] if isinstance(states, tuple) else states  # [layers * directions, B, H]
+        final = torch.cat(list(h_n[-self.directions :]), dim=-1)
+        logits: Tensor = self.classifier(final)
+        return logits

@@ -1,0 +1,59 @@
+"""The sequence classifier."""
+
+import pytest
+import torch
+from torch import nn
+
+import rbn
+from rbn.models import SequenceClassifier
+
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, nn.LSTM, nn.GRU]
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.__module__}.{layer.__name__}")
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_logits_come_from_the_last_layers_final_state(layer: type, bidirectional: bool) -> None:
+    torch.manual_seed(0)
+    recurrent = layer(3, 5, num_layers=2, bidirectional=bidirectional)
+    model = SequenceClassifier(recurrent, 4)
+    x = torch.randn(7, 6, 3)
+    logits = model(x)
+    assert logits.shape == (6, 4)
+    output, _ = recurrent(x)
+    # Forwards the last step is the final one, backwards the first.
+    final = output[-1]
+    if bidirectional:
+        final = torch.cat([output[-1, :, :5], output[0, :, 5:]], dim=-1)
+    torch.testing.assert_close(logits, model.classifier(final), rtol=0, atol=0)
+
+
+def test_lengths_choose_each_rows_final_state() -> None:
+    torch.manual_seed(0)
+    model = SequenceClassifier(rbn.LSTM(3, 5), 4)
+    x = torch.randn(7, 2, 3)
+    logits = model(x, lengths=torch.tensor([7, 3]))
+    torch.testing.assert_close(logits[0], model(x[:, :1])[0])
+    torch.testing.assert_close(logits[1], model(x[:3, 1:])[0])
+
+
+def test_start_of_the_classifier() -> None:
+    model = SequenceClassifier(rbn.LSTM(3, 8), 4)
+    weight = model.classifier.weight
+    # float32: a product of orthonormal rows is the identity to a few ulps.
+    torch.testing.assert_close(weight @ weight.T, torch.eye(4), rtol=0, atol=1e-5)
+    assert not model.classifier.bias.any()
+
+
+def test_gradients_reach_every_parameter() -> None:
+    model = SequenceClassifier(rbn.LSTM(3, 5), 4)
+    model(torch.randn(7, 6, 3)).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"layer with a hidden_size, .* got Linear"):
+        SequenceClassifier(nn.Linear(3, 5), 4)
+    with pytest.raises(ValueError, match="classes must be at least 2, got 1"):
+        SequenceClassifier(rbn.LSTM(3, 5), 1)

@@ -1,0 +1,238 @@
+"""Values that normalization is bad at: no variance, NaN, infinity; and what a shared h0 does."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from recurrence_cases import (
+    BACKENDS,
+    EPS64,
+    GRADIENT_TOLERANCE,
+    NORMALIZED_BY_BATCH,
+    OPS,
+    RESULT_TOLERANCE,
+    RESULTS,
+    assert_same,
+    call,
+    differentiate,
+    make_case,
+)
+
+NAN, INF = float("nan"), float("inf")
+
+# In float32 the LSTMs run through the compiled step, where there is one.
+both_types = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+
+
+# No variance -----------------------------------------------------------------------------------
+
+
+def rows_alike(op, T, dtype=torch.float64, **options):
+    """A call in which all rows of the batch are the same."""
+    case = make_case(op, T, 5, 3, **options)
+    same = {
+        name: value[..., :1, :].expand_as(value).clone()
+        for name, value in case.present().items()
+        if name in ("wx", "h0", "c0")
+    }
+    return case.with_tensors(**same).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_rows_leave_the_biases_alone(backend, dtype):
+    """With no variance BN(x) is its shift, so gates are the bias and c_hat is beta_c."""
+    case = rows_alike("bn_lstm", 2, dtype)
+    results = call(case, backend)
+    i, f, g, o = case.tensors["bias"].double().chunk(4)
+    c, h = case.tensors["c0"].double(), None
+    for _ in range(2):
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * case.tensors["beta_c"].double().tanh().expand_as(c)
+    # The last digit of x is enlarged by 1 / sqrt(eps) in each of the two steps.
+    tolerance = torch.finfo(dtype).eps / 1e-5
+    assert_same({"h_n": results["h_n"], "c_n": results["c_n"]}, {"h_n": h, "c_n": c}, tolerance)
+    for term in "xhc":
+        # A variance is known to rounding, relative to itself plus eps.
+        assert results[f"var_{term}"].max() <= tolerance * 1e-5
+        assert results[f"var_{term}"].min() >= 0
+
+
+@pytest.mark.parametrize("options", [{}, {"lengths": [2, 1, 2, 2, 1]}, {"input_stats": "sequence"}])
+@pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
+def test_gradients_without_variance(op, options):
+    case = rows_alike(op, 2, **options)
+    results, gradients = differentiate(case, "cpu")
+    expected, expected_gradients = differentiate(case, "reference")
+    assert_same(results, expected, EPS64 / 1e-5)  # two steps, as above
+    # The rows' gradients grow by 1 / sqrt(eps) in each normalization, and those of the weights are
+    # sums in which they cancel: all have the rounding error of the largest.
+    largest = max(value.abs().max().item() for value in expected_gradients.values())
+    assert largest > 1e3  # they do grow: the case is what it says
+    assert_same(
+        {name: value / largest for name, value in gradients.items()},
+        {name: value / largest for name, value in expected_gradients.items()},
+        RESULT_TOLERANCE,
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_float32_stays_finite_without_variance(op):
+    case = rows_alike(op, 7, torch.float32)
+    results, gradients = differentiate(case, "cpu")
+    for name, value in (results | gradients).items():
+        assert value is None or value.isfinite().all(), name
+
+
+@pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
+def test_steps_that_no_row_reaches_have_statistics_of_zero(op):
+    case = make_case(op, 5, 3, 2, lengths=[3, 1, 2])
+    results = call(case, "cpu")
+    for name in ("mean_x", "var_x", "mean_h", "var_h"):
+        assert results[name].shape[0] == 5
+        assert results[name][3:].abs().max() <= EPS64, name
+        assert results[name][:2].abs().max() > 0.01, name
+
+
+# NaN and infinity ------------------------------------------------------------------------------
+
+
+@both_types
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
+def test_a_bad_value_shows_in_every_row_of_a_training_batch(op, backend, value, dtype):
+    H, unit = 3, 1
+    case = make_case(op, 4, 5, H, dtype=dtype)
+    clean = call(case, backend)
+    wx = case.tensors["wx"].clone()
+    wx[1, 2, unit] = value
+    results, gradients = differentiate(case.with_tensors(wx=wx), backend)
+
+    assert torch.equal(results["output"][0], clean["output"][0])
+    assert results["output"][1, :, unit].isnan().all()
+    others = [u for u in range(H) if u != unit]
+    assert torch.equal(results["output"][1][:, others], clean["output"][1][:, others])
+    assert results["output"][2:].isnan().all()
+    for name in RESULTS[op][1:]:
+        assert results[name].isnan().all(), name
+    assert not results["mean_x"][1, unit].isfinite()
+    assert results["var_x"][1, unit].isnan()
+    assert results["mean_h"][2:].isnan().all()
+    for name in ("weight_hh", "gamma_h", "bias"):
+        assert gradients[name].isnan().all(), name
+
+
+@both_types
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
+def test_a_bad_value_shows_at_every_step_with_sequencewise_statistics(op, backend, dtype):
+    case = make_case(op, 4, 5, 3, input_stats="sequence", dtype=dtype)
+    wx = case.tensors["wx"].clone()
+    wx[3, 2, 1] = NAN
+    output = call(case.with_tensors(wx=wx), backend)["output"]
+    assert output[0, :, 1].isnan().all()
+    assert output[1:].isnan().all()
+
+
+@both_types
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_bad_value_stays_in_its_row_in_inference(op, backend, value, dtype):
+    options = {"population": 3} if op in NORMALIZED_BY_BATCH else {}
+    case = make_case(op, 4, 5, 3, dtype=dtype, **options)
+    wx = case.tensors["wx"].clone()
+    wx[1, 2, 0] = value
+    clean, results = call(case, backend), call(case.with_tensors(wx=wx), backend)
+    others = [0, 1, 3, 4]
+    for name in RESULTS[op]:
+        assert torch.equal(results[name][..., others, :], clean[name][..., others, :]), name
+    assert torch.equal(results["output"][0], clean["output"][0])
+    assert not torch.equal(results["output"][1, 2], clean["output"][1, 2])
+    if value != value:
+        assert results["output"][1, 2, 0].isnan()
+        assert results["output"][2:, 2].isnan().all()
+
+
+# Padding ---------------------------------------------------------------------------------------
+
+
+@both_types
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("bn_lstm", {}),
+        ("bn_lstm", {"input_stats": "sequence"}),
+        ("bn_lstm", {"population": 2}),
+        ("bn_lstm", {"absent": ("gamma_x",), "zoneout": ("mask", 0.3)}),
+        ("lstm", {}),
+        ("ln_lstm", {}),
+        ("bn_rnn", {}),
+        ("bn_rnn", {"input_stats": "sequence", "zoneout": (0.0, 0.3)}),
+    ],
+)
+def test_what_lies_in_the_padding_reaches_nothing(op, options, backend, value, dtype):
+    lengths = [2, 4, 1, 3]
+    case = make_case(op, 4, 4, 2, lengths=lengths, dtype=dtype, **options)
+    padded = torch.arange(4)[:, None] >= torch.tensor(lengths)
+    bad = case.with_tensors(wx=case.tensors["wx"].masked_fill(padded[:, :, None], value))
+    expected, expected_gradients = differentiate(case, backend)
+    results, gradients = differentiate(bad, backend)
+    assert_same(results, expected, 0.0)
+    assert_same(gradients, expected_gradients, 0.0)
+    assert (gradients["wx"][padded] == 0).all()
+    assert (results["output"][padded] == 0).all()
+    assert (gradients["wx"][~padded] != 0).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_that_counts_is_seen(backend):
+    """The other mode: padded rows move the statistics, and get a gradient for it."""
+    case = make_case("bn_lstm", 4, 4, 2, lengths=[2, 4, 1, 3], padding="include")
+    padded = torch.arange(4)[:, None] >= case.options["lengths"]
+    moved = case.with_tensors(wx=case.tensors["wx"] + padded[:, :, None])
+    assert (call(case, backend)["output"] - call(moved, backend)["output"]).abs().max() > 1e-3
+    _, gradients = differentiate(case, backend)
+    assert gradients["wx"][padded].abs().max() > 1e-6
+    bad = case.with_tensors(wx=case.tensors["wx"].masked_fill(padded[:, :, None], NAN))
+    assert call(bad, backend)["output"][2, 1].isnan().all()
+
+
+# The initial state -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data())
+def test_under_batch_statistics_a_shared_h0_has_no_effect_but_c0_has(backend, data):
+    """W_h h0 is the same for all rows, so its normalization takes it away altogether."""
+    T, B, H = (data.draw(st.integers(*limits)) for limits in ((1, 5), (3, 6), (1, 4)))
+    lengths = data.draw(st.none() | st.lists(st.integers(1, T), min_size=B, max_size=B))
+    padding = data.draw(st.sampled_from(("exclude", "include")))
+    seed = data.draw(st.integers(0, 2**20))
+    case = make_case("bn_lstm", T, B, H, seed, lengths=lengths, padding=padding)
+    h0, c0 = (case.tensors[name][0].clone().requires_grad_() for name in ("h0", "c0"))
+
+    def output(h0, c0):
+        shared = case.with_tensors(h0=h0.expand(B, H), c0=c0.expand(B, H))
+        return call(shared, backend)["output"]
+
+    found = output(h0, c0)
+    found.backward(case.cotangents["output"])
+    # Zero but for rounding, that one normalization enlarges (by 1 / sqrt(eps)) in the value and
+    # once more in the gradient.
+    assert (output(h0 + 1, c0) - found).abs().max() <= RESULT_TOLERANCE
+    assert h0.grad.abs().max() <= GRADIENT_TOLERANCE * max(1, c0.grad.abs().max().item())
+    assert (output(h0, c0 + 1) - found).abs().max() > 1e-5
+    assert c0.grad.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_with_population_statistics_a_shared_h0_has_an_effect(backend):
+    case = make_case("bn_lstm", 3, 4, 2, population=3)
+    results, gradients = differentiate(case, backend)
+    moved = call(case.with_tensors(h0=case.tensors["h0"] + 1), backend)
+    assert (moved["output"] - results["output"]).abs().max() > 1e-3
+    assert gradients["h0"].sum(0).abs().max() > 1e-3

@@ -1,0 +1,146 @@
+"""The `rbn` command."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+pytest.importorskip("sklearn")
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner, Result
+
+import rbn
+from rbn.cli import main
+from rbn.cli.app import app
+from rbn.experiments.demo import Settings
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The demos that would have been run."""
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("rbn.cli.app.run_demo", lambda *arguments: seen.append(arguments))
+    return seen
+
+
+def raising(error: BaseException) -> Any:
+    def run_demo(*_: Any) -> None:
+        raise error
+
+    return run_demo
+
+
+def test_version() -> None:
+    result = call("--version")
+    assert result.exit_code == 0
+    assert result.output == f"rbn {rbn.__version__}\n"
+
+
+def test_help_names_the_commands() -> None:
+    result = call("--help")
+    assert result.exit_code == 0
+    assert "demo" in result.output
+
+
+def test_demo_by_default(runs: list[tuple[Any, ...]]) -> None:
+    assert call("demo").exit_code == 0
+    assert runs == [(Settings(), Path("demo-out"))]
+
+
+def test_demo_with_every_option(runs: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    settings = Settings(permuted=True, seed=7, epochs=3, threads=2, learning_rate=0.01)
+    words = settings.command.split()[1:]
+    assert call(*words, "--out", str(tmp_path)).exit_code == 0
+    assert runs == [(settings, tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--epochs", "0"], "rbn: epochs must be at least 1, got 0\n"),
+        (["--seed", "-3"], "rbn: seed must be at least 0, got -3\n"),
+        (["--threads", "0"], "rbn: threads must be at least 1, got 0\n"),
+        (["--learning-rate", "-1"], "rbn: learning_rate must be positive, got -1.0\n"),
+    ],
+)
+def test_bad_options_get_one_sentence(
+    arguments: list[str], sentence: str, runs: list[tuple[Any, ...]]
+) -> None:
+    result = call("demo", *arguments)
+    assert result.exit_code == 2
+    assert result.output == sentence
+    assert runs == []
+
+
+def test_unwritable_folder_gets_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "taken"
+    file.touch()
+    result = call("demo", "--out", str(file))
+    assert result.exit_code == 2
+    assert result.output == f"rbn: cannot write to the folder {file}: it is a file\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (ImportError("the demo needs rich: pip install it"), 2, "rbn: the demo needs rich: "),
+        (FloatingPointError("the loss is nan at step 3"), 1, "rbn: the loss is nan at step 3"),
+        (KeyboardInterrupt(), 130, "rbn: stopped before the end"),
+    ],
+)
+def test_ends_with_one_line(
+    error: BaseException, code: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rbn.cli.app.run_demo", raising(error))
+    result = call("demo")
+    assert result.exit_code == code
+    assert result.output.startswith(sentence)
+    assert result.output.count("\n") == 1
+
+
+def test_without_typer_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "rbn needs typer: pip install 'recurrent-batchnorm[demo]'\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to another process")
+def test_interrupted_while_training(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rbn", "demo", "--out", str(tmp_path / "out")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()  # it says what it does, then trains
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert first.startswith("Sequential digits")
+    assert process.returncode == 130
+    assert errors.splitlines() == ["rbn: stopped before the end"]
+    assert list((tmp_path / "out").iterdir()) == []

@@ -105,8 +105,7 @@ class Recurrence(nn.Module, abc.ABC):
         states = self._initial_states(suffix, batch, weight) if given is None else given
         if batch == 0:
             return wx.new_zeros(len(wx), 0, self.hidden_size), states
-        with torch.autocast(wx.device.type, enabled=False):
-            return self._run(suffix, wx, states, lengths, start)
+        return self._run(suffix, wx, states, lengths, start)
 
     def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
         """The learned or zero initial states, ``[B, H]``, with noise on h0 while training."""

@@ -43,6 +43,15 @@ def backend(name: str) -> Iterator[None]:
         _forced = before
 
 
+def run(op: str, like: Tensor, *args: Any, **options: Any) -> Any:
+    """Call the implementation of `op`, which knows its types itself: autocast stays outside."""
+    function, device = select(op, like), like.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return function(*args, **options)
+    with torch.autocast(device, enabled=False):
+        return function(*args, **options)
+
+
 def _under_torch_func() -> bool:
     """Whether a transform such as `torch.func.grad` is being applied: custom operators cannot."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

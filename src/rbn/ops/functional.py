@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rbn.ops.dispatch import select
+from rbn.ops.dispatch import run
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
 
@@ -59,7 +59,9 @@ def bn_lstm(
         The output ``[T, B, H]`` (zero where padded), h_n and c_n ``[B, H]`` after each row's last
         unpadded step, and the minibatch statistics (all None where `population` is given).
     """
-    result: tuple[Tensor, Tensor, Tensor, Statistics] = select("bn_lstm", wx)(
+    result: tuple[Tensor, Tensor, Tensor, Statistics] = run(
+        "bn_lstm",
+        wx,
         wx,
         weight_hh,
         bias,
@@ -97,7 +99,9 @@ def lstm(
 
     beta_c ``[H]`` is the additive cell bias of the authors' baseline, h = o * tanh(c + beta_c).
     """
-    result: tuple[Tensor, Tensor, Tensor] = select("lstm", wx)(
+    result: tuple[Tensor, Tensor, Tensor] = run(
+        "lstm",
+        wx,
         wx,
         weight_hh,
         bias,
@@ -128,7 +132,9 @@ def ln_lstm(
     zoneout_h: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer-normalized LSTM; arguments and results as in `bn_lstm`, without statistics."""
-    result: tuple[Tensor, Tensor, Tensor] = select("ln_lstm", wx)(
+    result: tuple[Tensor, Tensor, Tensor] = run(
+        "ln_lstm",
+        wx,
         wx,
         weight_hh,
         bias,
@@ -167,7 +173,9 @@ def bn_rnn(
     Arguments as in `bn_lstm`, with H features where that has 4H; returns the output ``[T, B, H]``,
     h_n ``[B, H]`` and the minibatch statistics.
     """
-    result: tuple[Tensor, Tensor, Statistics] = select("bn_rnn", wx)(
+    result: tuple[Tensor, Tensor, Statistics] = run(
+        "bn_rnn",
+        wx,
         wx,
         weight_hh,
         bias,

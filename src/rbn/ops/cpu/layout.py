@@ -36,8 +36,8 @@ class Layout:
             self.padding = ~valid[:, :, None]
 
     def cast(self, value: Tensor) -> Tensor:
-        """To the type in which the recurrence computes."""
-        return value.to(self.dtype)
+        """To the type in which the recurrence computes, contiguous as the kernels want it."""
+        return value.to(self.dtype).contiguous()
 
     def optional(self, value: Tensor | None) -> Tensor | None:
         """The same for an argument that may be absent."""

@@ -110,7 +110,8 @@ def lstm_backward_op(
     """`rbn.ops.cpu.fused_lstm.backward` as an operator."""
     a, r = fused_lstm.Inputs(*args), fused_lstm.Outputs(*results)
     module = compiled_lstm if compiled_lstm.usable(a) else fused_lstm
-    return tuple(module.backward(a, r, doutput, dh_n, dc_n))
+    with torch.autocast("cpu", enabled=False):  # where backward() is called under it
+        return tuple(module.backward(a, r, doutput, dh_n, dc_n))
 
 
 @lstm_backward_op.register_fake
@@ -184,9 +185,10 @@ def rnn_backward_op(
     doutput: Tensor | None, dh_n: Tensor | None, results: Sequence[Tensor], *args: Any
 ) -> tuple[Tensor, ...]:
     """`rbn.ops.cpu.fused_rnn.backward` as an operator."""
-    return tuple(
-        fused_rnn.backward(fused_rnn.Inputs(*args), fused_rnn.Outputs(*results), doutput, dh_n)
-    )
+    with torch.autocast("cpu", enabled=False):  # where backward() is called under it
+        return tuple(
+            fused_rnn.backward(fused_rnn.Inputs(*args), fused_rnn.Outputs(*results), doutput, dh_n)
+        )
 
 
 @rnn_backward_op.register_fake

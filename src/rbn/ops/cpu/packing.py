@@ -27,9 +27,9 @@ class Packing:
             self.sizes = [batch] * steps
             self.rows = steps * batch
             return
-        values = lengths.tolist()
-        check_lengths(values, steps)
-        sorted_lengths, self.order = torch.sort(lengths.cpu(), descending=True, stable=True)
+        lengths = lengths.to(device="cpu", dtype=torch.int64)
+        check_lengths(lengths.tolist(), steps)
+        sorted_lengths, self.order = torch.sort(lengths, descending=True, stable=True)
         valid = torch.arange(steps)[:, None] < sorted_lengths  # [T, B]
         sizes = valid.sum(1)
         self.sizes = [n for n in sizes.tolist() if n > 0]

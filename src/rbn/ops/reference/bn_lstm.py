@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.reference.normalization import InputTerm, Term, bn, carry, pair, stack_steps, zoneout
+from rbn.ops.reference.normalization import (
+    InputTerm,
+    Term,
+    bn,
+    carry,
+    pair,
+    stack_steps,
+    without_padding,
+    zoneout,
+)
 from rbn.ops.types import InputStats, Padding, Statistics, compute_dtype, valid_steps
 
 
@@ -37,6 +46,7 @@ def bn_lstm(
 
     pop = population or Statistics()
     valid = valid_steps(lengths, len(wx))  # [T, B]
+    wx = without_padding(wx, valid if padding == "exclude" or population else None)
     x_term = InputTerm(wx, valid, input_stats, pair(pop.mean_x, pop.var_x))
     h_term = Term(pair(pop.mean_h, pop.var_h))
     c_term = Term(pair(pop.mean_c, pop.var_c))

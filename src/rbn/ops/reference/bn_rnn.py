@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.reference.normalization import InputTerm, Term, bn, carry, pair, stack_steps, zoneout
+from rbn.ops.reference.normalization import (
+    InputTerm,
+    Term,
+    bn,
+    carry,
+    pair,
+    stack_steps,
+    without_padding,
+    zoneout,
+)
 from rbn.ops.types import (
     InputStats,
     Nonlinearity,
@@ -40,6 +49,7 @@ def bn_rnn(
 
     pop = population or Statistics()
     valid = valid_steps(lengths, len(wx))  # [T, B]
+    wx = without_padding(wx, valid if padding == "exclude" or population else None)
     x_term = InputTerm(wx, valid, input_stats, pair(pop.mean_x, pop.var_x))
     h_term = Term(pair(pop.mean_h, pop.var_h))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.reference.normalization import carry, stack_steps, zoneout
+from rbn.ops.reference.normalization import carry, stack_steps, without_padding, zoneout
 from rbn.ops.types import compute_dtype, valid_steps
 
 
@@ -37,6 +37,7 @@ def ln_lstm(
     wx, W_h, h, c = (v.to(compute_dtype(dtype)) for v in (wx, weight_hh, h0, c0))
     b = 0.0 if bias is None else bias
     valid = valid_steps(lengths, len(wx))  # [T, B]
+    wx = without_padding(wx, valid)
 
     output = []
     for t in range(len(wx)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.reference.normalization import carry, stack_steps, zoneout
+from rbn.ops.reference.normalization import carry, stack_steps, without_padding, zoneout
 from rbn.ops.types import compute_dtype, valid_steps
 
 
@@ -27,6 +27,7 @@ def lstm(
     b = 0.0 if bias is None else bias
     beta = 0.0 if beta_c is None else beta_c
     valid = valid_steps(lengths, len(wx))  # [T, B]
+    wx = without_padding(wx, valid)
 
     output = []
     for t in range(len(wx)):

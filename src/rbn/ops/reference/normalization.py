@@ -105,6 +105,11 @@ def zoneout(z: Tensor | float, t: int, previous: Tensor, new: Tensor) -> Tensor:
     return new if z == 0 else z * previous + (1 - z) * new
 
 
+def without_padding(wx: Tensor, valid: Tensor | None) -> Tensor:
+    """Input terms ``[T, B, F]`` with zeros for whatever the padding holds: NaN would spread."""
+    return wx if valid is None else torch.where(valid[:, :, None], wx, 0)
+
+
 def carry(valid: Tensor | None, t: int, new: Tensor, previous: Tensor) -> Tensor:
     """The state after step t: padded rows keep the previous one. States ``[B, H]``."""
     return new if valid is None else torch.where(valid[t][:, None], new, previous)

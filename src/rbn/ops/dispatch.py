@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rbn.ops import cpu, reference
 
@@ -31,7 +32,7 @@ def backend(name: str) -> Iterator[None]:
 
     ``"reference"`` runs the plain equations on any device (slow, differentiable any number of
     times); ``"cpu"`` the fused CPU operator, for CPU tensors only. Outside of any block the input's
-    device decides; under transforms of `torch.func` it is always the reference.
+    device decides; under `torch.func` and forward-mode differentiation it is the reference.
     """
     if name not in _MODULES:
         raise ValueError(f"backend must be one of {', '.join(_MODULES)}, got {name!r}")
@@ -53,8 +54,13 @@ def run(op: str, like: Tensor, *args: Any, **options: Any) -> Any:
 
 
 def _under_torch_func() -> bool:
-    """Whether a transform such as `torch.func.grad` is being applied: custom operators cannot."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    """Whether a transform of `torch.func` or forward-mode differentiation is going on.
+
+    A custom operator refuses the one and has no tangents for the other.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def select(op: str, like: Tensor) -> Callable[..., Any]:
@@ -64,7 +70,7 @@ def select(op: str, like: Tensor) -> Callable[..., Any]:
     if name != "reference" and _under_torch_func():
         if _forced is not None:
             raise RuntimeError(
-                f'rbn.backend("{name}") does not work under torch.func transforms; '
+                f'rbn.backend("{name}") does not work under torch.func or forward-mode differentiation; '
                 'only rbn.backend("reference") does'
             )
         name = "reference"

@@ -70,7 +70,7 @@ def select(op: str, like: Tensor) -> Callable[..., Any]:
     if name != "reference" and _under_torch_func():
         if _forced is not None:
             raise RuntimeError(
-                f'rbn.backend("{name}") does not work under torch.func or forward-mode differentiation; '
+                f'rbn.backend("{name}") does not work under torch.func or forward-mode AD; '
                 'only rbn.backend("reference") does'
             )
         name = "reference"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from recurrence_cases import (
+    BACKENDS,
     GRADIENT_TOLERANCE,
     OPS,
     RESULT_TOLERANCE,
@@ -91,29 +92,40 @@ def test_the_fused_operator_refuses_torch_func_by_name(op):
 # Forward-mode differentiation -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_forward_mode_of_the_reference(op):
-    case = case_of(op)
-    tangent = torch.ones_like(case.tensors["wx"])
-    _, gradients = differentiate(case, "reference")
-    with forward_ad.dual_level():
-        wx = forward_ad.make_dual(case.tensors["wx"], tangent)
-        loss = loss_of(case, "reference")({"wx": wx})
-        found = forward_ad.unpack_dual(loss).tangent
-    size = 1 + gradients["wx"].abs().sum()
-    assert (found - gradients["wx"].sum()).abs() <= GRADIENT_TOLERANCE * size
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_forward_mode_of_the_fused_operator_is_not_silently_zero(op):
-    case = case_of(op)
+def tangent_of(case, backend):
+    """The tangent of the loss for a wx that moves by 1 everywhere."""
     with forward_ad.dual_level():
         wx = forward_ad.make_dual(case.tensors["wx"], torch.ones_like(case.tensors["wx"]))
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            loss_of(case, "cpu")({"wx": wx})
+        return forward_ad.unpack_dual(loss_of(case, backend)({"wx": wx})).tangent
+
+
+@by_default_and_by_name
+@pytest.mark.parametrize("op", OPS)
+def test_forward_mode(op, backend):
+    case = case_of(op)
+    _, gradients = differentiate(case, "reference")
+    size = 1 + gradients["wx"].abs().sum()
+    error = (tangent_of(case, backend) - gradients["wx"].sum()).abs()
+    assert error <= GRADIENT_TOLERANCE * size
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_fused_operator_refuses_forward_mode_by_name(op):
+    """It has no tangents, and must not pass for something of tangent zero."""
+    with pytest.raises(RuntimeError, match=r'rbn\.backend\("reference"\)'):
+        tangent_of(case_of(op), "cpu")
 
 
 # Autocast and checkpointing ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_does_not_reach_into_the_forward_pass(op, backend):
+    case = case_of(op).to(torch.float32)
+    expected = call(case, backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(call(case, backend), expected, 0.0)
 
 
 @pytest.mark.parametrize("op", OPS)

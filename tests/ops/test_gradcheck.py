@@ -32,7 +32,7 @@ UNNORMALIZED = {
     "plain": {},
     "lengths": {"lengths": LENGTHS},
     "zoneout": {"zoneout": ("mask", 0.3)},
-    "no bias": {"absent": ("bias",)},
+    "no bias": {"absent": ("bias",), "lengths": [1, 3, 2]},
 }
 SETS = {
     "bn_lstm": BATCH_NORMALIZED

@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from rbn.ops.checks import (
+    check_masks,
+    check_sequence_lengths,
+    check_shapes,
+    constant_statistics,
+)
 from rbn.ops.dispatch import run
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
@@ -47,7 +53,8 @@ def bn_lstm(
         h0: initial hidden state, ``[B, H]``.
         c0: initial cell, ``[B, H]``.
         lengths: unpadded steps of each row, integers ``[B]``, each from 1 to T.
-        population: statistics to normalize with; None uses those of the minibatch.
+        population: statistics to normalize with, constants without a gradient; None uses those
+            of the minibatch.
         eps: added to every variance.
         input_stats: minibatch statistics of the input term for each step, or over the sequence.
         padding: whether padded rows count in minibatch statistics.
@@ -59,6 +66,22 @@ def bn_lstm(
         The output ``[T, B, H]`` (zero where padded), h_n and c_n ``[B, H]`` after each row's last
         unpadded step, and the minibatch statistics (all None where `population` is given).
     """
+    H = check_shapes(
+        wx,
+        4,
+        weight_hh=weight_hh,
+        bias=bias,
+        gamma_x=gamma_x,
+        gamma_h=gamma_h,
+        gamma_c=gamma_c,
+        beta_c=beta_c,
+        h0=h0,
+        c0=c0,
+    )
+    check_sequence_lengths(lengths, wx)
+    check_masks(wx, H, zoneout_c=zoneout_c, zoneout_h=zoneout_h)
+    x, c = None if gamma_x is None else 4 * H, None if gamma_c is None else H
+    population = constant_statistics(population, wx, x=x, h=4 * H, c=c)
     result: tuple[Tensor, Tensor, Tensor, Statistics] = run(
         "bn_lstm",
         wx,
@@ -99,6 +122,9 @@ def lstm(
 
     beta_c ``[H]`` is the additive cell bias of the authors' baseline, h = o * tanh(c + beta_c).
     """
+    H = check_shapes(wx, 4, weight_hh=weight_hh, bias=bias, beta_c=beta_c, h0=h0, c0=c0)
+    check_sequence_lengths(lengths, wx)
+    check_masks(wx, H, zoneout_c=zoneout_c, zoneout_h=zoneout_h)
     result: tuple[Tensor, Tensor, Tensor] = run(
         "lstm",
         wx,
@@ -132,6 +158,20 @@ def ln_lstm(
     zoneout_h: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer-normalized LSTM; arguments and results as in `bn_lstm`, without statistics."""
+    H = check_shapes(
+        wx,
+        4,
+        weight_hh=weight_hh,
+        bias=bias,
+        gamma_x=gamma_x,
+        gamma_h=gamma_h,
+        gamma_c=gamma_c,
+        beta_c=beta_c,
+        h0=h0,
+        c0=c0,
+    )
+    check_sequence_lengths(lengths, wx)
+    check_masks(wx, H, zoneout_c=zoneout_c, zoneout_h=zoneout_h)
     result: tuple[Tensor, Tensor, Tensor] = run(
         "ln_lstm",
         wx,
@@ -173,6 +213,18 @@ def bn_rnn(
     Arguments as in `bn_lstm`, with H features where that has 4H; returns the output ``[T, B, H]``,
     h_n ``[B, H]`` and the minibatch statistics.
     """
+    H = check_shapes(
+        wx,
+        1,
+        weight_hh=weight_hh,
+        bias=bias,
+        gamma_x=gamma_x,
+        gamma_h=gamma_h,
+        h0=h0,
+    )
+    check_sequence_lengths(lengths, wx)
+    check_masks(wx, H, zoneout_h=zoneout_h)
+    population = constant_statistics(population, wx, x=H, h=H)
     result: tuple[Tensor, Tensor, Statistics] = run(
         "bn_rnn",
         wx,

@@ -41,7 +41,7 @@ class Settings:
 
     permuted: bool = False
     seed: int = 1
-    epochs: int = 28
+    epochs: int = 25
     threads: int = 1
     learning_rate: float = 5e-3
     hidden_size: int = 100

@@ -238,7 +238,7 @@ def _register_autograd(
         )
 
     op.register_autograd(backward, setup_context=setup_context)
-    backward_op.register_autograd(_no_double_backward(op._opoverload.__name__))
+    backward_op.register_autograd(_no_double_backward(op._opoverload._schema.name.split("::")[1]))
 
 
 _register_autograd(lstm_op, lstm_backward_op, fused_lstm.Inputs, fused_lstm.Grads._fields, 3)

@@ -1,0 +1,109 @@
+"""What the recurrences demand of their tensors, asked before any of them is read.
+
+Only shapes and types are looked at, and values of what lies in the host's memory: a GPU is never
+waited for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbn.ops.types import Statistics, check_lengths, compute_dtype
+
+
+def check_shapes(wx: Tensor, gates: int, **tensors: Tensor | None) -> int:
+    """The hidden size H, or an error if the input term, a weight or a state does not fit the rest.
+
+    wx: input term ``[T, B, gates * H]``.
+    tensors: weights and states, by the names that every recurrence uses.
+    """
+    if wx.dim() != 3 or wx.shape[2] % gates or 0 in wx.shape:
+        wanted = "H" if gates == 1 else f"{gates}H"
+        raise ValueError(f"wx must be [T, B, {wanted}] and not empty, got {list(wx.shape)}")
+    if not wx.is_floating_point():
+        raise TypeError(f"wx must be a floating point tensor, got {wx.dtype}")
+    B, columns, H = wx.shape[1], wx.shape[2], wx.shape[2] // gates
+    shapes: dict[str, tuple[int, ...]] = {
+        "weight_hh": (columns, H),
+        "bias": (columns,),
+        "gamma_x": (columns,),
+        "gamma_h": (columns,),
+        "gamma_c": (H,),
+        "beta_c": (H,),
+        "h0": (B, H),
+        "c0": (B, H),
+    }
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(
+                f"{name} must have the shape {list(shapes[name])}, got {list(tensor.shape)}"
+            )
+        _check_device(name, tensor, wx)
+    return H
+
+
+def _check_device(name: str, tensor: Tensor, wx: Tensor) -> None:
+    if tensor.device != wx.device:
+        raise ValueError(f"{name} must be on wx's device, {wx.device}, got {tensor.device}")
+
+
+def check_sequence_lengths(lengths: Tensor | None, wx: Tensor) -> None:
+    """Refuse lengths that are not integers ``[B]``, or (in the host's memory) not from 1 to T."""
+    if lengths is None:
+        return
+    steps, batch = wx.shape[:2]
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
+    if tuple(lengths.shape) != (batch,):
+        raise ValueError(f"lengths must have the shape [{batch}], got {list(lengths.shape)}")
+    opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if lengths.device.type == "cpu" and not opaque:
+        check_lengths(lengths.tolist(), steps)
+
+
+def check_masks(wx: Tensor, hidden: int, **masks: Tensor | float) -> None:
+    """Refuse zoneout masks that are not bool ``[T, B, H]``."""
+    shape = (*wx.shape[:2], hidden)
+    for name, mask in masks.items():
+        if not isinstance(mask, Tensor):
+            continue
+        _check_device(name, mask, wx)
+        if mask.dtype != torch.bool or tuple(mask.shape) != shape:
+            raise ValueError(
+                f"{name} must be a rate or a bool tensor {list(shape)}, "
+                f"got {mask.dtype} {list(mask.shape)}"
+            )
+
+
+def constant_statistics(
+    population: Statistics | None, wx: Tensor, **features: int | None
+) -> Statistics | None:
+    """The population statistics as constants, or an error that names the wrong one.
+
+    features: for each term, ``x``, ``h`` and ``c``, its columns, or None where it is not
+        normalized; what `population` holds for such a term is left out.
+    """
+    if population is None:
+        return None
+    found: dict[str, Tensor] = {}
+    for term, columns in features.items():
+        if columns is None:
+            continue
+        rows = None
+        for name in (f"mean_{term}", f"var_{term}"):
+            value: Tensor | None = getattr(population, name)
+            if value is None:
+                raise ValueError(f"population.{name} is missing, but its term is normalized")
+            good = value.dim() == 2 and value.shape[1] == columns and value.shape[0] >= 1
+            if not good or value.shape[0] != (rows or value.shape[0]):
+                wanted = f"[{rows or 'S >= 1'}, {columns}]"
+                raise ValueError(
+                    f"population.{name} must have the shape {wanted}, got {list(value.shape)}"
+                )
+            _check_device(f"population.{name}", value, wx)
+            rows = value.shape[0]
+            found[name] = value.detach().to(compute_dtype(wx.dtype))
+    return Statistics(**found)

@@ -10,6 +10,7 @@ import csv
 import gc
 import json
 import platform
+import re
 import resource
 import statistics
 import subprocess
@@ -119,13 +120,17 @@ def high_water():
 
 
 def machine():
+    """The processor's name as the system gives it, and the threads that torch uses."""
     name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.partition(":")[2].strip()
-                break
+    for command in (["lscpu"], ["sysctl", "machdep.cpu.brand_string"]):
+        try:
+            lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        names = re.findall(r"(?:Model name|brand_string):\s*(.+)", lines)
+        if names:
+            name = f"{names[0].strip()} ({platform.machine()})"
+            break
     return f"{name}, {torch.get_num_threads()} threads"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rbn.ops.cpu import memory
 from rbn.ops.types import check_lengths
 
 
@@ -44,7 +45,7 @@ class Packing:
 
     def buffer(self, features: int, like: Tensor) -> Tensor:
         """Room for packed rows, ``[T * B, features]``, zero behind row N."""
-        rows = like.new_empty(self.steps * self.batch, features)
+        rows = memory.empty(self.steps * self.batch, features, like)
         rows[self.rows :].zero_()
         return rows
 

@@ -1,0 +1,45 @@
+"""Large buffers in large pages.
+
+A training step touches hundreds of megabytes of fresh memory. In pages of 4 KiB the system's work
+for them can cost more than the recurrence; on Linux a buffer may ask for pages of 2 MiB.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PAGE = 2**21
+_LEAST = 4 * _PAGE  # smaller buffers usually come from memory that is there already
+
+
+@functools.lru_cache(maxsize=1)
+def _madvise() -> Any | None:
+    """The system's call, where there is one."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
+def empty(rows: int, features: int, like: Tensor) -> Tensor:
+    """Uninitialised ``[rows, features]`` of the type and device of `like`."""
+    buffer = like.new_empty(rows, features)
+    size = buffer.numel() * buffer.element_size()
+    if size >= _LEAST and buffer.device.type == "cpu" and not torch.compiler.is_compiling():
+        madvise = _madvise()
+        if madvise is not None:  # a wish: that it was refused changes nothing
+            start = -(-buffer.data_ptr() // _PAGE) * _PAGE
+            end = (buffer.data_ptr() + size) // _PAGE * _PAGE
+            madvise(start, end - start, mmap.MADV_HUGEPAGE)
+    return buffer

@@ -111,6 +111,21 @@ class Case:
     def with_options(self, **options: Any) -> Case:
         return replace(self, options=self.options | options)
 
+    def on(self, device: str) -> Case:
+        """The same call on another device."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Statistics):
+                return Statistics(*map(moved, value))
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        return Case(
+            self.op,
+            {name: moved(v) for name, v in self.tensors.items()},
+            {name: moved(v) for name, v in self.options.items()},
+            {name: moved(v) for name, v in self.cotangents.items()},
+        )
+
     def to(self, dtype: torch.dtype) -> Case:
         """The same call in another type: its values rounded to it."""
         population = self.options.get("population")
@@ -287,6 +302,7 @@ def assert_same(
         if got is None or want is None:
             continue
         assert got.shape == want.shape, f"{name}: {got.shape} is not {want.shape}"
+        got = got.cpu()
         error = (got.double() - want.double()).abs().max().item() if want.numel() else 0.0
         limit = tolerance * scale_of(want.double())
         assert error <= limit, f"{name} differs by {error:.3g}, allowed {limit:.3g}"

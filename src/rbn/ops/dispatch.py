@@ -7,6 +7,9 @@ signature. By default the device of the input chooses; `backend` forces one.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,14 +19,29 @@ from torch.autograd import forward_ad
 
 from rbn.ops import cpu, reference
 
-_MODULES: dict[str, Any] = {"reference": reference, "cpu": cpu}
-_BY_DEVICE = {"cpu": "cpu"}
+_NAMES = ("reference", "cpu", "gpu")
+_BY_DEVICE = {"cpu": "cpu", "cuda": "gpu"}
+_OLDEST = (7, 0)  # compute capability that the kernels' compiler supports
 _forced: str | None = None  # a plain global, which torch.compile can guard on
 
 
 def backends() -> tuple[str, ...]:
     """The names that `backend` takes."""
-    return tuple(_MODULES)
+    return _NAMES
+
+
+@functools.lru_cache(maxsize=1)
+def _gpu() -> Any | None:
+    """The GPU's kernels, or None without their compiler (which comes with torch for CUDA)."""
+    try:
+        return importlib.import_module("rbn.ops.gpu")
+    except ImportError:
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _old(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) < _OLDEST
 
 
 @contextlib.contextmanager
@@ -31,11 +49,12 @@ def backend(name: str) -> Iterator[None]:
     """Force one implementation inside the ``with`` block, in the whole process.
 
     ``"reference"`` runs the plain equations on any device (slow, differentiable any number of
-    times); ``"cpu"`` the fused CPU operator, for CPU tensors only. Outside of any block the input's
-    device decides; under `torch.func` and forward-mode differentiation it is the reference.
+    times); ``"cpu"`` the fused CPU operator, for CPU tensors only; ``"gpu"`` the CUDA kernels, for
+    CUDA tensors only. Outside of any block the input's device decides; under `torch.func` and
+    forward-mode differentiation it is the reference.
     """
-    if name not in _MODULES:
-        raise ValueError(f"backend must be one of {', '.join(_MODULES)}, got {name!r}")
+    if name not in _NAMES:
+        raise ValueError(f"backend must be one of {', '.join(_NAMES)}, got {name!r}")
     global _forced
     before, _forced = _forced, name
     try:
@@ -76,5 +95,14 @@ def select(op: str, like: Tensor) -> Callable[..., Any]:
         name = "reference"
     if name == "cpu" and device != "cpu":
         raise RuntimeError(f'rbn.backend("cpu") was asked for, but the input is on {device}')
-    function: Callable[..., Any] = getattr(_MODULES[name], op)
+    module: Any = {"reference": reference, "cpu": cpu}.get(name)
+    if name == "gpu":
+        module = _gpu()
+        if _forced is None and (module is None or _old(like.device.index or 0)):
+            module = reference
+        elif module is None:
+            raise RuntimeError('rbn.backend("gpu") needs the package triton')
+        elif device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(f'rbn.backend("gpu") was asked for, but the input is on {device}')
+    function: Callable[..., Any] = getattr(module, op)
     return function

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
+from rbn.ops.arguments import needs_grad, population_list, statistics_from_rstd, zoneout_arguments
 from rbn.ops.cpu.library import lstm_op, rnn_op
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
@@ -38,16 +36,16 @@ def bn_lstm(
     output, h_n, c_n, *rest = lstm_op(
         *weights,
         lengths,
-        _population(population, wx),
-        *_zoneout(zoneout_c, zoneout_h),
+        population_list(population, wx),
+        *zoneout_arguments(zoneout_c, zoneout_h),
         "batch",
         eps,
         input_stats,
         padding,
         pass_normalized_cell,
-        _needs_grad(weights),
+        needs_grad(weights),
     )
-    return output, h_n, c_n, _statistics(rest[:6], eps)
+    return output, h_n, c_n, statistics_from_rstd(rest[:6], eps)
 
 
 def lstm(
@@ -64,8 +62,8 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rbn.ops.lstm`."""
     weights = (wx, weight_hh, bias, None, None, None, beta_c, h0, c0)
-    zoneout = _zoneout(zoneout_c, zoneout_h)
-    options = ("none", 0.0, "step", "exclude", False, _needs_grad(weights))
+    zoneout = zoneout_arguments(zoneout_c, zoneout_h)
+    options = ("none", 0.0, "step", "exclude", False, needs_grad(weights))
     output, h_n, c_n, *_ = lstm_op(*weights, lengths, [], *zoneout, *options)
     return output, h_n, c_n
 
@@ -88,8 +86,8 @@ def ln_lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rbn.ops.ln_lstm`."""
     weights = (wx, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c, h0, c0)
-    zoneout = _zoneout(zoneout_c, zoneout_h)
-    options = ("layer", eps, "step", "exclude", False, _needs_grad(weights))
+    zoneout = zoneout_arguments(zoneout_c, zoneout_h)
+    options = ("layer", eps, "step", "exclude", False, needs_grad(weights))
     output, h_n, c_n, *_ = lstm_op(*weights, lengths, [], *zoneout, *options)
     return output, h_n, c_n
 
@@ -112,48 +110,17 @@ def bn_rnn(
 ) -> tuple[Tensor, Tensor, Statistics]:
     """See `rbn.ops.bn_rnn`."""
     weights = (wx, weight_hh, bias, gamma_x, gamma_h, h0)
-    _, mask_h, _, rate_h = _zoneout(0.0, zoneout_h)
+    _, mask_h, _, rate_h = zoneout_arguments(0.0, zoneout_h)
     output, h_n, *rest = rnn_op(
         *weights,
         lengths,
-        _population(population, wx)[:4],
+        population_list(population, wx)[:4],
         mask_h,
         rate_h,
         eps,
         input_stats,
         padding,
         nonlinearity,
-        _needs_grad(weights),
+        needs_grad(weights),
     )
-    return output, h_n, _statistics(rest[:4], eps)
-
-
-def _needs_grad(weights: tuple[Tensor | None, ...]) -> bool:
-    """Whether the forward pass must keep what the backward pass needs."""
-    return torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in weights)
-
-
-def _zoneout(
-    z_c: Tensor | float, z_h: Tensor | float
-) -> tuple[Tensor | None, Tensor | None, float, float]:
-    """The masks and the rates, as the operator takes them."""
-    masks = [z if isinstance(z, Tensor) else None for z in (z_c, z_h)]
-    rates = [0.0 if isinstance(z, Tensor) else z for z in (z_c, z_h)]
-    return masks[0], masks[1], rates[0], rates[1]
-
-
-def _population(population: Statistics | None, like: Tensor) -> list[Tensor]:
-    if population is None:
-        return []
-    return [like.new_empty(0) if p is None else p for p in population]
-
-
-def _statistics(moments: list[Any], eps: float) -> Statistics:
-    """Variances from the 1/sqrt(var + eps) that the operator saved; None for absent terms."""
-    found: list[Tensor | None] = []
-    for mean, rstd in zip(moments[0::2], moments[1::2], strict=True):
-        if mean.numel() == 0:
-            found += [None, None]
-        else:
-            found += [mean, (rstd.square().reciprocal() - eps).clamp_(min=0)]
-    return Statistics(*found)
+    return output, h_n, statistics_from_rstd(rest[:4], eps)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.cpu import compiled_lstm, fused_lstm, fused_rnn
+from rbn.ops.custom import like_inputs, register_autograd, results
 from rbn.ops.types import compute_dtype
 
 _LSTM_ARGS = (
@@ -28,22 +29,6 @@ _RNN_ARGS = (
 )
 
 
-def _results(n: int) -> str:
-    return "(" + ", ".join(["Tensor"] * n) + ")"
-
-
-def _no_double_backward(op: str) -> Any:
-    """What the backward operator does when it is itself differentiated."""
-
-    def backward(ctx: Any, *grads: Any) -> None:
-        raise RuntimeError(
-            f"the fused {op} has no second derivative; run it under "
-            'rbn.backend("reference") for double backward'
-        )
-
-    return backward
-
-
 # LSTM, plain, batch-normalized and layer-normalized ----------------------------------------------
 
 
@@ -51,7 +36,7 @@ def _no_double_backward(op: str) -> Any:
     "rbn::lstm",
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_LSTM_ARGS}) -> {_results(len(fused_lstm.Outputs._fields))}",
+    schema=f"({_LSTM_ARGS}) -> {results(len(fused_lstm.Outputs._fields))}",
 )
 def lstm_op(*args: Any) -> tuple[Tensor, ...]:
     """`rbn.ops.cpu.fused_lstm.forward` as an operator."""
@@ -97,7 +82,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     device_types="cpu",
     schema=(
         f"(Tensor? doutput, Tensor? dh_n, Tensor? dc_n, Tensor[] results, {_LSTM_ARGS}) -> "
-        f"{_results(len(fused_lstm.Grads._fields))}"
+        f"{results(len(fused_lstm.Grads._fields))}"
     ),
 )
 def lstm_backward_op(
@@ -123,16 +108,7 @@ def _(
     *args: Any,
 ) -> tuple[Tensor, ...]:
     a = fused_lstm.Inputs(*args)
-    return _like_inputs(a, fused_lstm.Grads._fields)
-
-
-def _like_inputs(a: Any, fields: Sequence[str]) -> tuple[Tensor, ...]:
-    """Fresh tensors of the shape of each differentiable input, empty where it is absent."""
-    values = (getattr(a, name) for name in fields)
-    return tuple(
-        a.wx.new_empty(0, dtype=compute_dtype(a.wx.dtype)) if v is None else v.new_empty(v.shape)
-        for v in values
-    )
+    return like_inputs(a, fused_lstm.Grads._fields)
 
 
 # The simple RNN, batch-normalized ----------------------------------------------------------------
@@ -142,7 +118,7 @@ def _like_inputs(a: Any, fields: Sequence[str]) -> tuple[Tensor, ...]:
     "rbn::rnn",
     mutates_args=(),
     device_types="cpu",
-    schema=f"({_RNN_ARGS}) -> {_results(len(fused_rnn.Outputs._fields))}",
+    schema=f"({_RNN_ARGS}) -> {results(len(fused_rnn.Outputs._fields))}",
 )
 def rnn_op(*args: Any) -> tuple[Tensor, ...]:
     """`rbn.ops.cpu.fused_rnn.forward` as an operator."""
@@ -178,7 +154,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     device_types="cpu",
     schema=(
         f"(Tensor? doutput, Tensor? dh_n, Tensor[] results, {_RNN_ARGS}) -> "
-        f"{_results(len(fused_rnn.Grads._fields))}"
+        f"{results(len(fused_rnn.Grads._fields))}"
     ),
 )
 def rnn_backward_op(
@@ -195,51 +171,8 @@ def rnn_backward_op(
 def _(
     doutput: Tensor | None, dh_n: Tensor | None, results: Sequence[Tensor], *args: Any
 ) -> tuple[Tensor, ...]:
-    return _like_inputs(fused_rnn.Inputs(*args), fused_rnn.Grads._fields)
+    return like_inputs(fused_rnn.Inputs(*args), fused_rnn.Grads._fields)
 
 
-# Autograd ----------------------------------------------------------------------------------------
-
-
-def _register_autograd(
-    op: Any, backward_op: Any, inputs: type[Any], grads: Sequence[str], results: int
-) -> None:
-    """Wire an operator to its backward one.
-
-    results: how many of the operator's outputs are differentiable, the first ones.
-    """
-    names = inputs._fields
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[results:])
-        population = inputs[names.index("population")]
-        is_tensor = [isinstance(v, Tensor) for v in inputs]
-        tensors = [v for v in inputs if isinstance(v, Tensor)]
-        ctx.save_for_backward(*tensors, *population, *output)
-        ctx.layout = is_tensor, len(tensors), len(population)
-        ctx.plain = [None if isinstance(v, Tensor) else v for v in inputs]
-
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
-        is_tensor, n, m = ctx.layout
-        saved = list(ctx.saved_tensors)
-        tensors, population, output = iter(saved[:n]), saved[n : n + m], saved[n + m :]
-        args = [
-            next(tensors) if tensor else value
-            for tensor, value in zip(is_tensor, ctx.plain, strict=True)
-        ]
-        args[names.index("population")] = population
-        found = backward_op(*grad_outputs[:results], output, *args)
-        by_name: dict[str, Any] = dict(zip(grads, found, strict=True))
-        by_name["population"] = [None] * m
-        return tuple(
-            by_name[name] if name in by_name and (tensor or name == "population") else None
-            for name, tensor in zip(names, is_tensor, strict=True)
-        )
-
-    op.register_autograd(backward, setup_context=setup_context)
-    backward_op.register_autograd(_no_double_backward(op._opoverload._schema.name.split("::")[1]))
-
-
-_register_autograd(lstm_op, lstm_backward_op, fused_lstm.Inputs, fused_lstm.Grads._fields, 3)
-_register_autograd(rnn_op, rnn_backward_op, fused_rnn.Inputs, fused_rnn.Grads._fields, 2)
+register_autograd(lstm_op, lstm_backward_op, fused_lstm.Inputs, fused_lstm.Grads._fields, 3)
+register_autograd(rnn_op, rnn_backward_op, fused_rnn.Inputs, fused_rnn.Grads._fields, 2)

@@ -1,0 +1,42 @@
+"""Arguments and results of the recurrences in the form that a fused operator takes and gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.types import Statistics
+
+
+def needs_grad(weights: tuple[Tensor | None, ...]) -> bool:
+    """Whether the forward pass must keep what the backward pass needs."""
+    return torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in weights)
+
+
+def zoneout_arguments(
+    z_c: Tensor | float, z_h: Tensor | float
+) -> tuple[Tensor | None, Tensor | None, float, float]:
+    """The masks and the rates, as the operator takes them."""
+    masks = [z if isinstance(z, Tensor) else None for z in (z_c, z_h)]
+    rates = [0.0 if isinstance(z, Tensor) else z for z in (z_c, z_h)]
+    return masks[0], masks[1], rates[0], rates[1]
+
+
+def population_list(population: Statistics | None, like: Tensor) -> list[Tensor]:
+    """Mean and var of x, h and c, empty tensors for absent terms; no tensor at all without any."""
+    if population is None:
+        return []
+    return [like.new_empty(0) if p is None else p for p in population]
+
+
+def statistics_from_rstd(moments: list[Any], eps: float) -> Statistics:
+    """Variances from the 1/sqrt(var + eps) that the operator saved; None for absent terms."""
+    found: list[Tensor | None] = []
+    for mean, rstd in zip(moments[0::2], moments[1::2], strict=True):
+        if mean.numel() == 0:
+            found += [None, None]
+        else:
+            found += [mean, (rstd.square().reciprocal() - eps).clamp_(min=0)]
+    return Statistics(*found)

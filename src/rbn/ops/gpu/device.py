@@ -1,0 +1,106 @@
+"""Functions that run inside the kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# How a term is normalized.
+NONE = tl.constexpr(0)
+BATCH = tl.constexpr(1)
+GIVEN = tl.constexpr(2)
+
+# How zoneout is given.
+MASK = tl.constexpr(1)
+RATE = tl.constexpr(2)
+
+
+@triton.jit
+def sigmoid(x):
+    """The logistic function, exact at both ends."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent, to an absolute error of one rounding."""
+    return 2.0 * sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def split_gates(p, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """Columns ``[ROWS, 4 * UNITS]``, gate by gate, as i, f, g, o ``[ROWS, UNITS]`` each."""
+    q = tl.permute(tl.reshape(p, (ROWS, 4, UNITS)), (0, 2, 1))
+    even, odd = tl.split(tl.reshape(q, (ROWS, UNITS, 2, 2)))
+    i, g = tl.split(even)
+    f, o = tl.split(odd)
+    return i, f, g, o
+
+
+@triton.jit
+def join_gates(i, f, g, o, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """The inverse of `split_gates`."""
+    q = tl.reshape(tl.join(tl.join(i, g), tl.join(f, o)), (ROWS, UNITS, 4))
+    return tl.reshape(tl.permute(q, (0, 2, 1)), (ROWS, 4 * UNITS))
+
+
+@triton.jit
+def _add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def sum_pair(a, b, FUSED: tl.constexpr):
+    """Sums over the rows of two tiles, in one reduction where FUSED."""
+    if FUSED:
+        first, second = tl.reduce((a, b), 0, _add_pairs)
+    else:
+        first = tl.sum(a, 0)
+        second = tl.sum(b, 0)
+    return first, second
+
+
+@triton.jit
+def moments(x, rows, shift, inv_n, eps, FUSED: tl.constexpr):
+    """Mean and 1/sqrt(var + eps) over the rows that count, in one pass around `shift`.
+
+    shift ``[F]``: anything near the mean, so that nothing cancels; the last step's mean is.
+    """
+    d = tl.where(rows, x - shift[None, :], 0.0)
+    first, second = sum_pair(d, d * d, FUSED)
+    off = first * inv_n
+    var = tl.maximum(second * inv_n - off * off, 0.0)
+    return shift + off, tl.rsqrt(var + eps)
+
+
+@triton.jit
+def centered_moments(x, rows, inv_n, eps):
+    """The same in two passes, for where there is time."""
+    mean = tl.sum(tl.where(rows, x, 0.0), 0) * inv_n
+    d = tl.where(rows, x - mean[None, :], 0.0)
+    return mean, tl.rsqrt(tl.sum(d * d, 0) * inv_n + eps)
+
+
+@triton.jit
+def product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """``acc + a b``, in float32 where there is no product in the type of a and b."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def arrive(barrier):
+    """Say that this program's stores so far may be read by the others."""
+    tl.debug_barrier()
+    tl.atomic_add(barrier, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait(barrier, target):
+    """Go on when `target` arrivals were counted; then what they stored can be read."""
+    while tl.load(barrier, volatile=True) < target:
+        pass
+    tl.atomic_add(barrier, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()

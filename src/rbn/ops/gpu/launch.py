@@ -1,0 +1,403 @@
+"""The LSTM on the GPU, from tensors to kernel launches.
+
+R independent recurrences of one shape (the directions of a layer, several models trained together)
+run side by side; every tensor carries them as its first dimension.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu import device
+from rbn.ops.gpu.lstm_backward import lstm_backward
+from rbn.ops.gpu.lstm_forward import lstm_forward
+from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors
+from rbn.ops.types import valid_steps
+
+log = logging.getLogger("rbn.ops.gpu")
+
+_NONE, _BATCH, _GIVEN = device.NONE.value, device.BATCH.value, device.GIVEN.value
+
+
+class Inputs(NamedTuple):
+    """The arguments of the operator, in its order, all with a leading dimension R.
+
+    See `rbn.ops.bn_lstm` for their meaning; lengths ``[B]`` are shared.
+    """
+
+    wx: Tensor
+    weight_hh: Tensor
+    bias: Tensor | None
+    gamma_x: Tensor | None
+    gamma_h: Tensor | None
+    gamma_c: Tensor | None
+    beta_c: Tensor | None
+    h0: Tensor
+    c0: Tensor
+    lengths: Tensor | None
+    population: list[Tensor]  # mean, var of x, h, c [R, S, F]; empty for absent terms; [] = batch
+    mask_c: Tensor | None
+    mask_h: Tensor | None
+    rate_c: float
+    rate_h: float
+    norm: str  # "none" or "batch"
+    eps: float
+    input_stats: str
+    padding: str
+    pass_normalized_cell: bool
+    save: bool
+
+    @property
+    def joint(self) -> bool:
+        """Whether the input and the recurrent term are normalized as one."""
+        return self.norm != "none" and self.gamma_x is None
+
+    @property
+    def sequence(self) -> bool:
+        """Whether the input term's statistics are those of all steps together."""
+        batch = self.norm == "batch" and not self.population
+        return batch and not self.joint and self.input_stats == "sequence"
+
+    @property
+    def include(self) -> bool:
+        """Whether padded rows count in the statistics."""
+        batch = self.norm == "batch" and not self.population
+        return batch and self.lengths is not None and self.padding == "include"
+
+
+class Outputs(NamedTuple):
+    """The results of the operator: three for the user, then statistics, then what is saved."""
+
+    output: Tensor  # [R, T, B, H]
+    h_n: Tensor  # [R, B, H]
+    c_n: Tensor  # [R, B, H]
+    mean_x: Tensor  # [R, T, 4H], or [R, 1, 4H] for sequencewise statistics
+    rstd_x: Tensor
+    mean_h: Tensor
+    rstd_h: Tensor
+    mean_c: Tensor
+    rstd_c: Tensor
+    wh: Tensor  # [R, T, B, 4H]: W_h h, or the gates before their nonlinearities without a norm
+    cs: Tensor  # [R, T + 1, B, H] float32
+    hidden: Tensor  # [R, T, B, H], empty where it is the output
+
+
+class Grads(NamedTuple):
+    """The gradients of the operator's differentiable inputs; empty for absent ones."""
+
+    wx: Tensor
+    weight_hh: Tensor
+    bias: Tensor
+    gamma_x: Tensor
+    gamma_h: Tensor
+    gamma_c: Tensor
+    beta_c: Tensor
+    h0: Tensor
+    c0: Tensor
+
+
+def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
+    """The shapes of mean and rstd of the terms x, h and c, ``(0,)`` where there is none."""
+    R, T, _, G = a.wx.shape
+    if a.norm == "none" or a.population:
+        return [(0,)] * 3
+    return [
+        (0,) if a.joint else (R, 1 if a.sequence else T, G),
+        (R, T, G),
+        (0,) if a.gamma_c is None else (R, T, G // 4),
+    ]
+
+
+def stride_of(hidden: int) -> int:
+    """Elements from one row of h to the next: rows begin at multiples of 16 bytes."""
+    return -(-hidden // 8) * 8
+
+
+def plan_for(wx: Tensor) -> Plan | None:
+    """How to run over an input term ``[R, T, B, 4H]``."""
+    R, _, B, G = wx.shape
+    processors = multiprocessors(wx.device.index or 0) if wx.is_cuda else None
+    return make_plan(R, B, G // 4, processors)
+
+
+class _Call:
+    """What forward and backward have in common."""
+
+    def __init__(self, a: Inputs) -> None:
+        plan = plan_for(a.wx)
+        assert plan is not None
+        self.plan: Plan = plan
+        self.R, self.T, self.B, G = a.wx.shape
+        self.H = G // 4
+        self.a = a
+        self.wx = a.wx.contiguous()
+        self.empty = a.wx.new_empty(1, dtype=torch.float32)
+        given = _GIVEN if a.population else _BATCH
+        normalized = a.norm == "batch"
+        self.x = _NONE if not normalized or a.joint else _GIVEN if a.sequence else given
+        self.flags: dict[str, Any] = {
+            "X": self.x,
+            "NORM": given if normalized else _NONE,
+            "CELL": given if normalized and a.gamma_c is not None else _NONE,
+            "JOINT": a.joint,
+            "PASS": a.pass_normalized_cell,
+            "HAS_BIAS": a.bias is not None,
+            "HAS_BETA": a.beta_c is not None,
+            "LENGTHS": a.lengths is not None,
+            "INCLUDE": a.include,
+            "ZONE_C": _zone(a.mask_c, a.rate_c),
+            "ZONE_H": _zone(a.mask_h, a.rate_h),
+            "PERSIST": plan.persistent,
+            "FUSED": a.wx.is_cuda,
+            "PRECISION": "tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
+            "WIDEN": not _has_product(a.wx),
+            "H": self.H,
+            "ROWS": plan.rows,
+            "UNITS": plan.units,
+            "PROGRAMS": plan.programs,
+        }
+        self.lengths = self.inv_n = self.empty
+        if a.lengths is not None:
+            self.lengths = a.lengths.to(device=a.wx.device, dtype=torch.int32)
+            valid = valid_steps(self.lengths, self.T)
+            assert valid is not None
+            self.inv_n = valid.sum(1).clamp(min=1).to(torch.float32).reciprocal()
+
+    def full(self, value: Tensor | None) -> Tensor:
+        """In float32 and contiguous; anything where it is absent."""
+        return self.empty if value is None else value.to(torch.float32).contiguous()
+
+    def vectors(self) -> list[Tensor]:
+        a = self.a
+        return [self.full(v) for v in (a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)]
+
+    def given_moments(self) -> list[Tensor]:
+        """Mean and rstd of the population."""
+        found = []
+        for mean, var in zip(self.a.population[0::2], self.a.population[1::2], strict=True):
+            found += [self.full(mean), torch.rsqrt(self.full(var) + self.a.eps)]
+        return found
+
+    def masks(self) -> list[Tensor]:
+        """Zoneout masks as bytes."""
+        return [
+            self.empty if m is None else m.contiguous().view(torch.uint8)
+            for m in (self.a.mask_c, self.a.mask_h)
+        ]
+
+    def launch(self, kernel: Any, arguments: list[Any], flags: dict[str, Any], warps: int) -> None:
+        """Run a kernel over all steps. arguments: a function of the first step and their number."""
+        options: dict[str, Any] = {"num_warps": warps}
+        if self.plan.persistent:
+            options["launch_cooperative_grid"] = True
+        grid = (self.plan.programs, self.R)
+        with torch.cuda.device_of(self.wx):
+            kernel[grid](*arguments, **self.flags, **flags, **options)
+
+
+def _has_product(wx: Tensor) -> bool:
+    """Whether products are made in the type of wx."""
+    if not wx.is_cuda:
+        return False  # the interpreter
+    return wx.dtype != torch.bfloat16 or torch.cuda.get_device_capability(wx.device) >= (8, 0)
+
+
+def _zone(mask: Tensor | None, rate: float) -> int:
+    if mask is not None:
+        return int(device.MASK.value)
+    return int(device.RATE.value) if rate else 0
+
+
+def _rows(moments: list[Tensor]) -> list[int]:
+    """The number of rows of the terms x, h and c."""
+    return [m.shape[1] if m.dim() == 3 else 0 for m in moments[0::2]]
+
+
+def forward(a: Inputs) -> Outputs:
+    """Run the recurrence over all steps."""
+    call = _Call(a)
+    R, T, B, H, wx, plan = call.R, call.T, call.B, call.H, call.wx, call.plan
+    dtype = wx.dtype
+    stride = stride_of(H)
+    hs = wx.new_empty(R, T + 1, B, stride)
+    hs[:, 0, :, :H] = a.h0
+    cs = torch.empty(R, T + 1 if a.save else 1, B, H, dtype=torch.float32, device=wx.device)
+    cs[:, 0] = a.c0
+    wh = torch.empty_like(wx) if a.save else call.empty
+    h_n = torch.empty(R, B, H, dtype=torch.float32, device=wx.device)
+    new = [
+        torch.empty(shape, dtype=torch.float32, device=wx.device)
+        for shape in statistics_shapes(a)
+        for _ in range(2)
+    ]
+    if a.sequence:
+        _sequence_moments(wx, call.lengths if a.lengths is not None else None, a.eps, new)
+    moments = call.given_moments() if a.population else new
+    barrier = torch.zeros(R, dtype=torch.int32, device=wx.device)
+    weight = a.weight_hh.to(dtype).contiguous()
+    flags = {
+        "HS": stride,
+        "K": plan.k_forward,
+        "SAVE": a.save,
+    }
+    path = "one persistent kernel" if plan.persistent else "one kernel for each step"
+    log.debug("lstm forward R=%d T=%d B=%d H=%d %s: %s", R, T, B, H, dtype, path)
+    pieces = [(0, T)] if plan.persistent else [(t, 1) for t in range(T)]
+    for first, steps in pieces:
+        arguments = [
+            wx,
+            weight,
+            *call.vectors(),
+            *(m if m.numel() else call.empty for m in moments),
+            hs,
+            cs,
+            wh,
+            h_n,
+            call.lengths,
+            call.inv_n,
+            *call.masks(),
+            barrier,
+            first,
+            steps,
+            T,
+            B,
+            *_rows(moments),
+            B * H if a.save else 0,
+            a.rate_c,
+            a.rate_h,
+            a.eps,
+        ]
+        call.launch(lstm_forward, arguments, flags, plan.warps_forward)
+
+    hidden = hs[:, 1:, :, :H]
+    output = hidden
+    if a.include:
+        valid = valid_steps(call.lengths, T)
+        assert valid is not None
+        output = torch.where(valid[:, :, None], hidden, 0)
+    elif stride != H:
+        output = hidden.contiguous()
+    last = h_n.to(dtype) if a.lengths is not None else output[:, -1].clone()
+    saved = [
+        wh if a.save else wx.new_empty(0),
+        cs if a.save else cs.new_empty(0),
+        hidden if a.include and a.save else wx.new_empty(0),
+    ]
+    return Outputs._make([output, last, cs[:, -1].to(dtype, copy=True), *new, *saved])
+
+
+def _sequence_moments(wx: Tensor, lengths: Tensor | None, eps: float, new: list[Tensor]) -> None:
+    """Mean and rstd of the input term over all unpadded positions, into new[0] and new[1]."""
+    x = wx.to(torch.float32)
+    if lengths is None:
+        var, mean = torch.var_mean(x, dim=(1, 2), correction=0)
+    else:
+        valid = valid_steps(lengths, wx.shape[1])
+        assert valid is not None
+        keep, n = valid[None, :, :, None], valid.sum()
+        mean = torch.where(keep, x, 0).sum((1, 2)) / n
+        var = torch.where(keep, x - mean[:, None, None], 0).square().sum((1, 2)) / n
+    new[0][:, 0] = mean
+    new[1][:, 0] = torch.rsqrt(var + eps)
+
+
+def backward(
+    a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
+) -> Grads:
+    """The gradients of all differentiable inputs, from those of the three results."""
+    call = _Call(a)
+    R, T, B, H, wx, plan = call.R, call.T, call.B, call.H, call.wx, call.plan
+    dtype = wx.dtype
+
+    def state(grad: Tensor | None) -> Tensor:
+        if grad is None:
+            return torch.zeros(R, B, H, dtype=torch.float32, device=wx.device)
+        return grad.to(torch.float32, copy=True).contiguous()
+
+    dh, dc = state(dh_n), state(dc_n)
+    da = torch.empty_like(wx)
+    shared = a.norm == "none" or a.joint  # the gradient of both terms is one
+    dwx = da if shared else torch.empty_like(wx)
+    sums = [call.empty.new_zeros(R, n) for n in [4 * H] * 3 + [H] * 2]
+    moments = call.given_moments() if a.population else list(r[3:9])
+    barrier = torch.zeros(R, dtype=torch.int32, device=wx.device)
+    weight = a.weight_hh.to(dtype)
+    transposed = weight.transpose(1, 2).contiguous()
+    dy = call.empty if doutput is None else doutput.contiguous()
+    flags = {
+        "K": plan.k_backward,
+        "HAS_DOUTPUT": doutput is not None,
+    }
+    pieces = [(T - 1, T)] if plan.persistent else [(t, 1) for t in range(T - 1, -1, -1)]
+    for last, steps in pieces:
+        arguments = [
+            wx,
+            transposed,
+            *call.vectors(),
+            *(m if m.numel() else call.empty for m in moments),
+            r.cs,
+            r.wh,
+            call.lengths,
+            call.inv_n,
+            *call.masks(),
+            dy,
+            dh,
+            dc,
+            da,
+            dwx,
+            *sums,
+            barrier,
+            last,
+            steps,
+            T,
+            B,
+            *_rows(moments),
+            a.rate_c,
+            a.rate_h,
+        ]
+        call.launch(lstm_backward, arguments, flags, plan.warps_backward)
+
+    dbias, dgamma_x, dgamma_h, dgamma_c, dbeta_c = sums
+    if a.sequence:
+        _sequence_backward(call, r, dwx, dbias, dgamma_x)
+    hidden = r.hidden if r.hidden.numel() else r.output
+    h0 = a.h0.to(dtype)
+    dweight = torch.bmm(da[:, 0].transpose(1, 2), h0)
+    if T > 1:
+        rest = da[:, 1:].reshape(R, -1, 4 * H).transpose(1, 2)
+        dweight = torch.baddbmm(dweight, rest, hidden[:, :-1].reshape(R, -1, H))
+    dh0 = dh + torch.bmm(da[:, 0], weight).to(torch.float32)
+    found = {"bias": dbias, "gamma_x": dgamma_x, "gamma_h": dgamma_h}
+    found |= {"gamma_c": dgamma_c, "beta_c": dbeta_c}
+    vectors = {}
+    for name, grad in found.items():
+        parameter = getattr(a, name)
+        vectors[name] = call.empty.new_empty(0) if parameter is None else grad.to(parameter.dtype)
+    return Grads(
+        wx=dwx,
+        weight_hh=dweight.to(a.weight_hh.dtype),
+        h0=dh0.to(a.h0.dtype),
+        c0=dc.to(a.c0.dtype),
+        **vectors,
+    )
+
+
+def _sequence_backward(
+    call: _Call, r: Outputs, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor
+) -> None:
+    """What sequencewise statistics add to the gradient of the input term, in place."""
+    a = call.a
+    x_hat = (call.wx - r.mean_x[:, None]) * r.rstd_x[:, None]
+    n: Tensor | int = call.T * call.B
+    spread = dbias[:, None, None] + x_hat * dgamma_x[:, None, None]
+    if a.lengths is not None:
+        valid = valid_steps(call.lengths, call.T)
+        assert valid is not None
+        n = valid.sum()
+        spread = torch.where(valid[None, :, :, None], spread, 0)
+    gamma_x = call.full(a.gamma_x)[:, None, None]
+    dwx -= (spread * (r.rstd_x[:, None] * gamma_x) / n).to(dwx.dtype)

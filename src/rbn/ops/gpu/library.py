@@ -1,0 +1,88 @@
+"""The GPU's LSTM as a PyTorch operator, `torch.ops.rbn.gpu_lstm`, with its autograd formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.custom import like_inputs, register_autograd, results
+from rbn.ops.gpu import launch
+
+_ARGS = (
+    "Tensor wx, Tensor weight_hh, Tensor? bias, Tensor? gamma_x, Tensor? gamma_h, "
+    "Tensor? gamma_c, Tensor? beta_c, Tensor h0, Tensor c0, Tensor? lengths, "
+    "Tensor[] population, Tensor? mask_c, Tensor? mask_h, float rate_c, float rate_h, "
+    "str norm, float eps, str input_stats, str padding, bool pass_normalized_cell, bool save"
+)
+
+
+@torch.library.custom_op(
+    "rbn::gpu_lstm",
+    mutates_args=(),
+    schema=f"({_ARGS}) -> {results(len(launch.Outputs._fields))}",
+)
+def lstm_op(*args: Any) -> tuple[Tensor, ...]:
+    """`rbn.ops.gpu.launch.forward` as an operator."""
+    return tuple(launch.forward(launch.Inputs(*args)))
+
+
+@lstm_op.register_fake
+def _(*args: Any) -> tuple[Tensor, ...]:
+    a = launch.Inputs(*args)
+    R, T, B, G = a.wx.shape
+    H = G // 4
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return a.wx.new_empty(shape, dtype=dtype)
+
+    output = new(R, T, B, H, dtype=a.wx.dtype)
+    hidden = new(R, T + 1, B, launch.stride_of(H), dtype=a.wx.dtype)[:, 1:, :, :H]
+    if not a.include and launch.stride_of(H) == H:
+        output = hidden
+    return (
+        output,
+        new(R, B, H, dtype=a.wx.dtype),
+        new(R, B, H, dtype=a.wx.dtype),
+        *(new(*shape) for shape in launch.statistics_shapes(a) for _ in range(2)),
+        new(R, T, B, G, dtype=a.wx.dtype) if a.save else new(0, dtype=a.wx.dtype),
+        new(R, T + 1, B, H) if a.save else new(0),
+        hidden if a.include and a.save else new(0, dtype=a.wx.dtype),
+    )
+
+
+@torch.library.custom_op(
+    "rbn::gpu_lstm_backward",
+    mutates_args=(),
+    schema=(
+        f"(Tensor? doutput, Tensor? dh_n, Tensor? dc_n, Tensor[] results, {_ARGS}) -> "
+        f"{results(len(launch.Grads._fields))}"
+    ),
+)
+def lstm_backward_op(
+    doutput: Tensor | None,
+    dh_n: Tensor | None,
+    dc_n: Tensor | None,
+    results: Sequence[Tensor],
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    """`rbn.ops.gpu.launch.backward` as an operator."""
+    a, r = launch.Inputs(*args), launch.Outputs(*results)
+    with torch.autocast(a.wx.device.type, enabled=False):  # where backward() is called under it
+        return tuple(launch.backward(a, r, doutput, dh_n, dc_n))
+
+
+@lstm_backward_op.register_fake
+def _(
+    doutput: Tensor | None,
+    dh_n: Tensor | None,
+    dc_n: Tensor | None,
+    results: Sequence[Tensor],
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    return like_inputs(launch.Inputs(*args), launch.Grads._fields)
+
+
+register_autograd(lstm_op, lstm_backward_op, launch.Inputs, launch.Grads._fields, 3)

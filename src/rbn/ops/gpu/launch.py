@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import device
+from rbn.ops.gpu import cuda_lstm, device
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.lstm_forward import lstm_forward
 from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors
@@ -20,6 +20,8 @@ from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
+_VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
+_MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
 _NONE, _BATCH, _GIVEN = device.NONE.value, device.BATCH.value, device.GIVEN.value
 
 
@@ -189,6 +191,18 @@ class _Call:
             for m in (self.a.mask_c, self.a.mask_h)
         ]
 
+    def named(self, weight: Tensor, moments: list[Tensor]) -> dict[str, Tensor]:
+        """What both kernels in CUDA C++ take, by the names they use."""
+        present = [m if m.numel() else self.empty for m in moments]
+        return {
+            "wx": self.wx,
+            "weight": weight,
+            **dict(zip(_VECTORS, self.vectors(), strict=True)),
+            **dict(zip(_MOMENTS, present, strict=True)),
+            "lengths": self.lengths,
+            "inv_n": self.inv_n,
+        }
+
     def launch(self, kernel: Any, arguments: list[Any], flags: dict[str, Any], warps: int) -> None:
         """Run a kernel over all steps. arguments: a function of the first step and their number."""
         options: dict[str, Any] = {"num_warps": warps}
@@ -225,6 +239,7 @@ def forward(a: Inputs) -> Outputs:
     stride = stride_of(H)
     hs = wx.new_empty(R, T + 1, B, stride)
     hs[:, 0, :, :H] = a.h0
+    hs[:, 0, :, H:] = 0
     cs = torch.empty(R, T + 1 if a.save else 1, B, H, dtype=torch.float32, device=wx.device)
     cs[:, 0] = a.c0
     wh = torch.empty_like(wx) if a.save else call.empty
@@ -244,6 +259,11 @@ def forward(a: Inputs) -> Outputs:
         "K": plan.k_forward,
         "SAVE": a.save,
     }
+    if cuda_lstm.covers(a):
+        hs[:, 1:].view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
+        tensors = call.named(weight, moments) | {"hs": hs, "cs": cs, "wh": wh, "h_n": h_n}
+        cuda_lstm.forward(call, tensors, _rows(moments))
+        return _outputs(call, hs, cs, wh, h_n, new)
     path = "one persistent kernel" if plan.persistent else "one kernel for each step"
     log.debug("lstm forward R=%d T=%d B=%d H=%d %s: %s", R, T, B, H, dtype, path)
     pieces = [(0, T)] if plan.persistent else [(t, 1) for t in range(T)]
@@ -273,13 +293,21 @@ def forward(a: Inputs) -> Outputs:
         ]
         call.launch(lstm_forward, arguments, flags, plan.warps_forward)
 
+    return _outputs(call, hs, cs, wh, h_n, new)
+
+
+def _outputs(
+    call: _Call, hs: Tensor, cs: Tensor, wh: Tensor, h_n: Tensor, new: list[Tensor]
+) -> Outputs:
+    """The operator's results from the kernels' buffers."""
+    a, wx, dtype, T, H = call.a, call.wx, call.wx.dtype, call.T, call.H
     hidden = hs[:, 1:, :, :H]
     output = hidden
     if a.include:
         valid = valid_steps(call.lengths, T)
         assert valid is not None
         output = torch.where(valid[:, :, None], hidden, 0)
-    elif stride != H:
+    elif hs.shape[3] != H:
         output = hidden.contiguous()
     last = h_n.to(dtype) if a.lengths is not None else output[:, -1].clone()
     saved = [
@@ -333,6 +361,13 @@ def backward(
         "HAS_DOUTPUT": doutput is not None,
     }
     pieces = [(T - 1, T)] if plan.persistent else [(t, 1) for t in range(T - 1, -1, -1)]
+    if cuda_lstm.covers(a):
+        da.view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
+        names = ("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c")
+        tensors = call.named(transposed, moments) | dict(zip(names, sums, strict=True))
+        tensors |= {"cs": r.cs, "wh": r.wh, "doutput": dy, "dh": dh, "dc": dc, "da": da, "dwx": dwx}
+        cuda_lstm.backward(call, tensors, _rows(moments), doutput is not None)
+        pieces = []
     for last, steps in pieces:
         arguments = [
             wx,

@@ -1,0 +1,196 @@
+"""The LSTM through the kernels in CUDA C++, for the shapes and options they cover.
+
+Everything else runs the Triton kernels of `rbn.ops.gpu.lstm_forward` and `lstm_backward`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu import nvrtc
+from rbn.ops.gpu.driver import Kernel, structure
+
+log = logging.getLogger("rbn.ops.gpu")
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_UNITS = 8
+_SHARED = 227 * 1024
+_TILES = 8  # of 16 rows
+
+_VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
+_MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
+_COMMON = ("wx", "weight", *_VECTORS, *_MOMENTS)
+_SIZES = ("T", "B", "rows_x", "rows_h", "rows_c")
+_FORWARD = (*_COMMON, "hs", "cs", "wh", "h_n", "lengths", "inv_n")
+_BACKWARD = (
+    *(*_COMMON, "cs", "wh", "lengths", "inv_n", "doutput", "dh", "dc", "da", "dwx"),
+    *("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c"),
+)
+
+
+def _members(pointers: tuple[str, ...]) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_void_p) for name in pointers] + [
+        (name, ctypes.c_int) for name in _SIZES
+    ]
+
+
+ForwardArguments = structure("Forward", [*_members(_FORWARD), ("eps", ctypes.c_float)])
+BackwardArguments = structure("Backward", _members(_BACKWARD))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the product of one kernel is divided among the warps of a block."""
+
+    tiles: int  # of 16 rows
+    row_warps: int
+    column_warps: int
+    chunk: int
+    registers: bool
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.row_warps * self.column_warps
+
+    def shared(self, blocks: int, columns: int, pitch: int, sums: int) -> int:
+        """Bytes of shared memory, as the kernels lay it out."""
+        warps = self.row_warps * self.column_warps
+        floats = self.column_warps * 16 * self.tiles * pitch + sums * (warps + 1) + sums + 96
+        per_warp = -(-blocks // self.column_warps)
+        weights = 0 if self.registers else per_warp * self.column_warps * columns * 32 * 16
+        return 4 * floats + weights
+
+
+def cut_forward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
+    """The division of the forward kernel, or None where it has none."""
+    tiles = -(-batch // 16)
+    if tiles > _TILES:
+        return None
+    block = 16 if dtype == torch.float32 else 32
+    blocks = -(-hidden // block)
+    half = dtype != torch.float32
+    if blocks <= 8 * (2 - half):
+        columns = 1 if tiles > 4 else 2
+        per_warp = -(-blocks // columns)
+        cut = Cut(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
+    else:
+        rows = 1 if tiles <= 4 else 2
+        cut = Cut(-(-tiles // rows) * rows, rows, 8 // rows, 4 if half else 2, False)
+    return cut if cut.shared(blocks, 4, 40, 64) <= _SHARED else None
+
+
+def cut_backward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
+    """The same for the backward kernel."""
+    tiles = -(-batch // 16)
+    if tiles > _TILES:
+        return None
+    block = 16 if dtype == torch.float32 else 32
+    blocks = -(-4 * hidden // block)
+    if blocks <= 64:
+        cut = Cut(tiles, tiles, 1 if tiles > 4 else 2, 4, False)
+    else:
+        rows = 1 if tiles <= 4 else 2
+        cut = Cut(-(-tiles // rows) * rows, rows, 8 // rows, 2, False)
+    return cut if cut.shared(blocks, 1, 8, 96) <= _SHARED else None
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(name: str, cut: Cut, device: int, shared: int, defines: tuple[Any, ...]) -> Kernel:
+    major, minor = torch.cuda.get_device_capability(device)
+    named = dict(defines) | {
+        "MT": cut.tiles,
+        "MW": cut.row_warps,
+        "KS": cut.column_warps,
+        "CHUNK": cut.chunk,
+        "REGISTERS": cut.registers,
+    }
+    code = nvrtc.compiled(name, named, f"sm_{major}{minor}")
+    return Kernel(code, name, cut.threads, shared)
+
+
+@functools.lru_cache(maxsize=64)
+def _capable(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0) and nvrtc.library() is not None
+
+
+def covers(a: Any) -> bool:
+    """Whether both kernels take this call."""
+    if not a.wx.is_cuda or not _capable(a.wx.device.index or 0):
+        return False
+    R, _, B, G = a.wx.shape
+    H, dtype = G // 4, a.wx.dtype
+    if dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:
+        return False
+    plain = not (a.joint or a.include or a.pass_normalized_cell)
+    zoned = a.mask_c is not None or a.mask_h is not None or a.rate_c or a.rate_h
+    processors = torch.cuda.get_device_properties(a.wx.device).multi_processor_count
+    return bool(
+        plain
+        and not zoned
+        and H % 2 == 0
+        and processors >= R * -(-H // _UNITS)
+        and cut_forward(dtype, B, H) is not None
+        and cut_backward(dtype, B, H) is not None
+    )
+
+
+def _defines(call: Any, **more: Any) -> tuple[Any, ...]:
+    a, flags = call.a, call.flags
+    found = {
+        "TYPE": _TYPES[a.wx.dtype],
+        "H": call.H,
+        "MODE_X": flags["X"],
+        "MODE_H": flags["NORM"],
+        "MODE_C": flags["CELL"],
+        "LENGTHS": a.lengths is not None,
+        "BIAS": a.bias is not None,
+        "BETA": a.beta_c is not None,
+        "SAVE": a.save,
+        "DOUTPUT": False,
+    }
+    return tuple(sorted((k, int(v)) for k, v in (found | more).items()))
+
+
+def _run(
+    kernel: Kernel, call: Any, structure: Any, tensors: dict[str, Tensor], **rest: Any
+) -> None:
+    grid = (-(-call.H // _UNITS), call.R)
+    if grid[0] * grid[1] > kernel.at_once:
+        raise RuntimeError("the card has no room for all blocks of the recurrence at once")
+    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    kernel.launch(grid, structure(**pointers, T=call.T, B=call.B, **rest))
+
+
+def forward(call: Any, tensors: dict[str, Tensor], rows: list[int]) -> None:
+    """Launch the forward kernel. tensors: by the names of its struct."""
+    a = call.a
+    cut = cut_forward(a.wx.dtype, call.B, call.H)
+    assert cut is not None
+    blocks = -(-call.H // (16 if a.wx.dtype == torch.float32 else 32))
+    shared = cut.shared(blocks, 4, 40, 64)
+    kernel = _kernel("lstm_forward", cut, a.wx.device.index or 0, shared, _defines(call))
+    log.debug("lstm forward in CUDA: %s", cut)
+    names = dict(zip(("rows_x", "rows_h", "rows_c"), rows, strict=True))
+    _run(kernel, call, ForwardArguments, tensors, **names, eps=a.eps)
+
+
+def backward(call: Any, tensors: dict[str, Tensor], rows: list[int], has_doutput: bool) -> None:
+    """Launch the backward kernel."""
+    a = call.a
+    cut = cut_backward(a.wx.dtype, call.B, call.H)
+    assert cut is not None
+    blocks = -(-4 * call.H // (16 if a.wx.dtype == torch.float32 else 32))
+    shared = cut.shared(blocks, 1, 8, 96)
+    defines = _defines(call, DOUTPUT=has_doutput)
+    kernel = _kernel("lstm_backward", cut, a.wx.device.index or 0, shared, defines)
+    log.debug("lstm backward in CUDA: %s", cut)
+    names = dict(zip(("rows_x", "rows_h", "rows_c"), rows, strict=True))
+    _run(kernel, call, BackwardArguments, tensors, **names)

@@ -69,6 +69,11 @@ class Cut:
         return 4 * floats + weights
 
 
+def _column_warps(tiles: int) -> int:
+    """So many that a block has 4 to 8 warps."""
+    return 1 if tiles > 4 else 2 if tiles > 1 else 4
+
+
 def cut_forward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
     """The division of the forward kernel, or None where it has none."""
     tiles = -(-batch // 16)
@@ -78,7 +83,7 @@ def cut_forward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
     blocks = -(-hidden // block)
     half = dtype != torch.float32
     if blocks <= 8 * (2 - half):
-        columns = 1 if tiles > 4 else 2
+        columns = _column_warps(tiles)
         per_warp = -(-blocks // columns)
         cut = Cut(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
     else:
@@ -95,7 +100,7 @@ def cut_backward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
     block = 16 if dtype == torch.float32 else 32
     blocks = -(-4 * hidden // block)
     if blocks <= 64:
-        cut = Cut(tiles, tiles, 1 if tiles > 4 else 2, 4, False)
+        cut = Cut(tiles, tiles, _column_warps(tiles), 4, False)
     else:
         rows = 1 if tiles <= 4 else 2
         cut = Cut(-(-tiles // rows) * rows, rows, 8 // rows, 2, False)

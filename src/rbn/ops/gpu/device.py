@@ -70,7 +70,7 @@ def moments(x, rows, shift, inv_n, eps, FUSED: tl.constexpr):
     first, second = sum_pair(d, d * d, FUSED)
     off = first * inv_n
     var = tl.maximum(second * inv_n - off * off, 0.0)
-    return shift + off, tl.rsqrt(var + eps)
+    return tl.where(inv_n > 0, shift + off, 0.0), tl.rsqrt(var + eps)
 
 
 @triton.jit

@@ -83,7 +83,7 @@ class Outputs(NamedTuple):
     rstd_h: Tensor
     mean_c: Tensor
     rstd_c: Tensor
-    wh: Tensor  # [R, T, B, 4H]: W_h h, or the gates before their nonlinearities without a norm
+    wh: Tensor  # [R, T, B, 4H]: W_h h less its mean; without a norm the gates before nonlinearities
     cs: Tensor  # [R, T + 1, B, H] float32
     hidden: Tensor  # [R, T, B, H], empty where it is the output
 
@@ -167,7 +167,8 @@ class _Call:
             self.lengths = a.lengths.to(device=a.wx.device, dtype=torch.int32)
             valid = valid_steps(self.lengths, self.T)
             assert valid is not None
-            self.inv_n = valid.sum(1).clamp(min=1).to(torch.float32).reciprocal()
+            n = valid.sum(1)
+            self.inv_n = torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
 
     def full(self, value: Tensor | None) -> Tensor:
         """In float32 and contiguous; anything where it is absent."""
@@ -373,7 +374,7 @@ def backward(
             wx,
             transposed,
             *call.vectors(),
-            *(m if m.numel() else call.empty for m in moments),
+            *(m if m.numel() else call.empty for m in (*moments[:2], *moments[3:])),
             r.cs,
             r.wh,
             call.lengths,

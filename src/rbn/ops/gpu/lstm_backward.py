@@ -37,12 +37,11 @@ def lstm_backward(
     beta_c,  # [R, H]
     mean_x,  # [R, rows_x, 4H]
     rstd_x,
-    mean_h,  # [R, rows_h, 4H]
-    rstd_h,
+    rstd_h,  # [R, rows_h, 4H]
     mean_c,  # [R, rows_c, H]
     rstd_c,
     cs,  # [R, T + 1, B, H] float32
-    wh,  # [R, T, B, 4H]
+    wh,  # [R, T, B, 4H]: W_h h less its mean, or the gates before their nonlinearities
     lengths,  # [B] int32
     inv_n,  # [T] float32
     mask_c,  # [R, T, B, H] bool
@@ -126,7 +125,6 @@ def lstm_backward(
     barrier += r
     mean_x += r * rows_x * GATES
     rstd_x += r * rows_x * GATES
-    mean_h += r * rows_h * GATES
     rstd_h += r * rows_h * GATES
     mean_c += r * rows_c * H
     rstd_c += r * rows_c * H
@@ -180,9 +178,8 @@ def lstm_backward(
         pre = a_hat
         if NORM != NONE:
             row = t if NORM == BATCH else tl.minimum(t, rows_h - 1)
-            mh = tl.load(mean_h + row * GATES + columns, mask=n_ok, other=0.0)
             rh = tl.load(rstd_h + row * GATES + columns, mask=n_ok, other=0.0)
-            a_hat = (a_hat - mh[None, :]) * rh[None, :]
+            a_hat *= rh[None, :]
             pre = a_hat * g_h[None, :] + b[None, :]
         if SPLIT_DX:
             x_hat = tl.load(wx + at, mask=tile_n, other=0.0).to(tl.float32)

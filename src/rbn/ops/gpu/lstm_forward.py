@@ -44,7 +44,7 @@ def lstm_forward(
     rstd_c,
     hs,  # [R, T + 1, B, HS], in the type of the product; hs[:, 0] is h0
     cs,  # [R, T + 1, B, H] float32 or, with cs_step 0, [R, 1, B, H]; starts with c0
-    wh,  # [R, T, B, 4H]: kept for the backward pass
+    wh,  # [R, T, B, 4H]: W_h h less its mean, for the backward pass
     h_n,  # [R, B, H] float32, written where there are lengths
     lengths,  # [B] int32
     inv_n,  # [T] float32: 1 / rows that count
@@ -216,7 +216,8 @@ def lstm_forward(
             mh, rh = moments(a, counts, shift_h, scale, eps, FUSED)
             shift_h = mh
         if NORM != NONE:
-            a = (a - mh[None, :]) * rh[None, :] * g_h[None, :]
+            kept = a - mh[None, :]  # rounded, the difference is worth more than the sum
+            a = kept * rh[None, :] * g_h[None, :]
         pre = a + b[None, :] if JOINT else a + x
         if NORM == NONE:
             kept = pre

@@ -219,19 +219,32 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
                                          ? peek(address(m, piece * CHUNK + i, half))
                                          : make_uint4(0, 0, 0, 0);
   };
-  ask(0);
+  // Until the others are about done, only one piece is asked for again and again.
+  constexpr bool EAGER = PIECES == 1 && MPW * CHUNK <= 8;
+  if (EAGER) ask(0);
+  if (wait && there(0, 0, 0)) {
+    uint4 probe = EAGER ? a[0][0][0][0] : peek(address(0, 0, 0));
+    while (missing(probe)) probe = peek(address(0, 0, 0));
+  }
+  if (!EAGER) ask(0);
 #pragma unroll
   for (int piece = 0; piece < PIECES; piece++) {
     if (piece + 1 < PIECES) ask(piece + 1);
     if (wait) {
+      bool again;
+      do {
+        again = false;
 #pragma unroll
-      for (int m = 0; m < MPW; m++)
+        for (int m = 0; m < MPW; m++)
 #pragma unroll
-        for (int i = 0; i < CHUNK; i++)
+          for (int i = 0; i < CHUNK; i++)
 #pragma unroll
-          for (int half = 0; half < 2; half++)
-            while (missing(a[piece % 2][m][i][half]))
-              a[piece % 2][m][i][half] = peek(address(m, piece * CHUNK + i, half));
+            for (int half = 0; half < 2; half++)
+              if (missing(a[piece % 2][m][i][half])) {
+                a[piece % 2][m][i][half] = peek(address(m, piece * CHUNK + i, half));
+                again = true;
+              }
+      } while (again);
     }
     __syncwarp();
 #pragma unroll

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
   const float* cs = p.cs + r * (p.T + 1) * B * H;
   const Element* doutput = p.doutput + r * p.T * B * H;
   const float *mean_x = p.mean_x + r * p.rows_x * GATES, *rstd_x = p.rstd_x + r * p.rows_x * GATES;
-  const float *mean_h = p.mean_h + r * p.rows_h * GATES, *rstd_h = p.rstd_h + r * p.rows_h * GATES;
+  const float* rstd_h = p.rstd_h + r * p.rows_h * GATES;
   const float *mean_c = p.mean_c + r * p.rows_c * H, *rstd_c = p.rstd_c + r * p.rows_c * H;
 
   Weights<NT, KBW> w;
@@ -118,10 +118,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
     if (MODE_X) read_parameters(g_x, parameters, GAMMA_X_OF);
 #pragma unroll
     for (int q = 0; q < 4; q++) {
-      float2 mh = make_float2(0, 0), mx = mh;
+      float2 mx = make_float2(0, 0);
       if (MODE_H && mine) {
         const i64 at = (MODE_H == 1 || t < p.rows_h ? t : p.rows_h - 1) * GATES + q * H + unit;
-        mh = load2(mean_h + at);
         const float2 s = load2(rstd_h + at);
         rh[q][0] = s.x, rh[q][1] = s.y;
       }
@@ -144,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
         for (int e = 0; e < 2; e++) {
           float v = a_hat[j][q][e];
           if (MODE_H) {
-            v = a_hat[j][q][e] = (v - (e ? mh.y : mh.x)) * rh[q][e];
+            v = a_hat[j][q][e] = v * rh[q][e];
             v = v * g_h[q][e] + b[q][e];
           }
           if (SPLIT) {

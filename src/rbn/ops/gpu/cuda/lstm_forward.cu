@@ -13,7 +13,7 @@ struct Forward {
   float *mean_x, *rstd_x, *mean_h, *rstd_h, *mean_c, *rstd_c;  // [R, rows, features]
   Element* hs;         // [R, T + 1, B, HS]; hs[:, 0] is h0, the rest EMPTY
   float* cs;           // [R, T + 1 or 1, B, H], begins with c0
-  Element* wh;         // [R, T, B, 4H]: W_h h, or without a norm the gates before their nonlinearities
+  Element* wh;         // [R, T, B, 4H]: W_h h less its mean, or without a norm the gates before their nonlinearities
   float* h_n;          // [R, B, H], where there are lengths
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
@@ -40,7 +40,7 @@ __device__ __forceinline__ void moments_of(Moments& m, const float (&v)[16], con
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const float off = v[q * 2 + e] * inv, var = fmaxf(v[8 + q * 2 + e] * inv - off * off, 0.0f);
-      m.mean[q][e] = shift[q][e] + off;
+      m.mean[q][e] = inv > 0.0f ? shift[q][e] + off : 0.0f;
       m.rstd[q][e] = rsqrtf(var + eps);
     }
 }
@@ -222,7 +222,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
 #pragma unroll
         for (int q = 0; q < 4; q++) {
           float v = a[j][q][e];
-          if (MODE_H) v = (v - mh.mean[q][e]) * mh.rstd[q][e] * g_h[q][e];
+          if (MODE_H) {
+            v = a[j][q][e] = v - mh.mean[q][e];
+            v *= mh.rstd[q][e] * g_h[q][e];
+          }
           v += x[j][q][e];
           if (!MODE_H) a[j][q][e] = v;
           gate[j][q][e] = q == 2 ? tanh_(v) : sigmoid(v);
@@ -247,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float off = v[e] * inv, var = fmaxf(v[2 + e] * inv - off * off, 0.0f);
-        shift_c[e] = mc[e] = shift_c[e] + off;
+        shift_c[e] = mc[e] = inv > 0.0f ? shift_c[e] + off : 0.0f;
         rc[e] = rsqrtf(var + p.eps);
       }
     }

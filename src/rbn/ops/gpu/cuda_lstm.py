@@ -28,10 +28,10 @@ _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 _MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
 _COMMON = ("wx", "weight", *_VECTORS, *_MOMENTS)
 _SIZES = ("T", "B", "rows_x", "rows_h", "rows_c")
-_FORWARD = (*_COMMON, "hs", "cs", "wh", "h_n", "lengths", "inv_n")
+_FORWARD = (*_COMMON, "hs", "cs", "wh", "c0", "h_n", "c_n", "lengths", "inv_n", "counter")
 _BACKWARD = (
     *(*_COMMON, "cs", "wh", "lengths", "inv_n", "doutput", "dh", "dc", "da", "dwx"),
-    *("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c"),
+    *("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c", "counter"),
 )
 
 
@@ -54,6 +54,7 @@ class Cut:
     column_warps: int
     chunk: int
     registers: bool
+    barrier: bool = False
 
     @property
     def threads(self) -> int:
@@ -63,7 +64,7 @@ class Cut:
     def shared(self, blocks: int, columns: int, pitch: int, sums: int) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
         warps = self.row_warps * self.column_warps
-        floats = self.column_warps * 16 * self.tiles * pitch + sums * (warps + 1) + sums + 96
+        floats = self.column_warps * 16 * self.tiles * pitch + sums * (warps | 1) + sums + 96 + 144
         per_warp = -(-blocks // self.column_warps)
         weights = 0 if self.registers else per_warp * self.column_warps * columns * 32 * 16
         return 4 * floats + weights
@@ -116,6 +117,7 @@ def _kernel(name: str, cut: Cut, device: int, shared: int, defines: tuple[Any, .
         "KS": cut.column_warps,
         "CHUNK": cut.chunk,
         "REGISTERS": cut.registers,
+        "BARRIER": cut.barrier,
     }
     code = nvrtc.compiled(name, named, f"sm_{major}{minor}")
     return Kernel(code, name, cut.threads, shared)

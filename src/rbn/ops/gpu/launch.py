@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, device
+from rbn.ops.gpu.input_moments import input_moments
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.lstm_forward import lstm_forward
 from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors
@@ -83,8 +84,9 @@ class Outputs(NamedTuple):
     rstd_h: Tensor
     mean_c: Tensor
     rstd_c: Tensor
-    wh: Tensor  # [R, T, B, 4H]: W_h h less its mean; without a norm the gates before nonlinearities
-    cs: Tensor  # [R, T + 1, B, H] float32
+    # For the kernels' own use, in the order of whichever ran:
+    wh: Tensor  # W_h h less its mean; without a norm the gates before their nonlinearities
+    cs: Tensor  # cells in float32
     hidden: Tensor  # [R, T, B, H], empty where it is the output
 
 
@@ -117,6 +119,12 @@ def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
 def stride_of(hidden: int) -> int:
     """Elements from one row of h to the next: rows begin at multiples of 16 bytes."""
     return -(-hidden // 8) * 8
+
+
+def saved_cells(a: Inputs) -> int:
+    """How many numbers the cells take that a call keeps, or works with."""
+    R, T, B, G = a.wx.shape
+    return R * (T + 1 if a.save else 1) * B * stride_of(G // 4)
 
 
 def plan_for(wx: Tensor) -> Plan | None:
@@ -241,10 +249,9 @@ def forward(a: Inputs) -> Outputs:
     hs = wx.new_empty(R, T + 1, B, stride)
     hs[:, 0, :, :H] = a.h0
     hs[:, 0, :, H:] = 0
-    cs = torch.empty(R, T + 1 if a.save else 1, B, H, dtype=torch.float32, device=wx.device)
-    cs[:, 0] = a.c0
-    wh = torch.empty_like(wx) if a.save else call.empty
-    h_n = torch.empty(R, B, H, dtype=torch.float32, device=wx.device)
+    cs = torch.empty(saved_cells(a), dtype=torch.float32, device=wx.device)
+    wh = wx.new_empty(R * T * B * 4 * stride if a.save else 0)
+    h_n, c_n = torch.empty(2, R, B, H, dtype=torch.float32, device=wx.device)
     new = [
         torch.empty(shape, dtype=torch.float32, device=wx.device)
         for shape in statistics_shapes(a)
@@ -262,9 +269,14 @@ def forward(a: Inputs) -> Outputs:
     }
     if cuda_lstm.covers(a):
         hs[:, 1:].view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
+        if call.x == _BATCH:
+            _input_moments(call, new)
         tensors = call.named(weight, moments) | {"hs": hs, "cs": cs, "wh": wh, "h_n": h_n}
+        tensors |= {"c_n": c_n, "c0": call.full(a.c0), "counter": barrier}
         cuda_lstm.forward(call, tensors, _rows(moments))
-        return _outputs(call, hs, cs, wh, h_n, new)
+        return _outputs(call, hs, cs, wh, h_n, c_n, new)
+    natural = cs.narrow(0, 0, R * (T + 1 if a.save else 1) * B * H).view(R, -1, B, H)
+    natural[:, 0] = a.c0
     path = "one persistent kernel" if plan.persistent else "one kernel for each step"
     log.debug("lstm forward R=%d T=%d B=%d H=%d %s: %s", R, T, B, H, dtype, path)
     pieces = [(0, T)] if plan.persistent else [(t, 1) for t in range(T)]
@@ -294,11 +306,17 @@ def forward(a: Inputs) -> Outputs:
         ]
         call.launch(lstm_forward, arguments, flags, plan.warps_forward)
 
-    return _outputs(call, hs, cs, wh, h_n, new)
+    return _outputs(call, hs, cs, wh, h_n, natural[:, -1], new)
 
 
 def _outputs(
-    call: _Call, hs: Tensor, cs: Tensor, wh: Tensor, h_n: Tensor, new: list[Tensor]
+    call: _Call,
+    hs: Tensor,
+    cs: Tensor,
+    wh: Tensor,
+    h_n: Tensor,
+    c_n: Tensor,
+    new: list[Tensor],
 ) -> Outputs:
     """The operator's results from the kernels' buffers."""
     a, wx, dtype, T, H = call.a, call.wx, call.wx.dtype, call.T, call.H
@@ -312,11 +330,30 @@ def _outputs(
         output = hidden.contiguous()
     last = h_n.to(dtype) if a.lengths is not None else output[:, -1].clone()
     saved = [
-        wh if a.save else wx.new_empty(0),
+        wh,
         cs if a.save else cs.new_empty(0),
         hidden if a.include and a.save else wx.new_empty(0),
     ]
-    return Outputs._make([output, last, cs[:, -1].to(dtype, copy=True), *new, *saved])
+    return Outputs._make([output, last, c_n.to(dtype, copy=True), *new, *saved])
+
+
+def _input_moments(call: _Call, new: list[Tensor]) -> None:
+    """Mean and rstd of the input term of every step, into new[0] and new[1]."""
+    columns = 64
+    grid = (call.R * call.T, -(-4 * call.H // columns))
+    flags = {"F": 4 * call.H, "ROWS": call.plan.rows, "COLUMNS": columns}
+    with torch.cuda.device_of(call.wx):
+        input_moments[grid](
+            call.wx,
+            *new[:2],
+            call.lengths,
+            call.inv_n,
+            call.T,
+            call.B,
+            call.a.eps,
+            **flags,
+            LENGTHS=call.a.lengths is not None,
+        )
 
 
 def _sequence_moments(wx: Tensor, lengths: Tensor | None, eps: float, new: list[Tensor]) -> None:
@@ -367,6 +404,7 @@ def backward(
         names = ("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c")
         tensors = call.named(transposed, moments) | dict(zip(names, sums, strict=True))
         tensors |= {"cs": r.cs, "wh": r.wh, "doutput": dy, "dh": dh, "dc": dc, "da": da, "dwx": dwx}
+        tensors["counter"] = barrier
         cuda_lstm.backward(call, tensors, _rows(moments), doutput is not None)
         pieces = []
     for last, steps in pieces:

@@ -47,8 +47,8 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         new(R, B, H, dtype=a.wx.dtype),
         new(R, B, H, dtype=a.wx.dtype),
         *(new(*shape) for shape in launch.statistics_shapes(a) for _ in range(2)),
-        new(R, T, B, G, dtype=a.wx.dtype) if a.save else new(0, dtype=a.wx.dtype),
-        new(R, T + 1, B, H) if a.save else new(0),
+        new(R * T * B * 4 * launch.stride_of(H) if a.save else 0, dtype=a.wx.dtype),
+        new(launch.saved_cells(a) if a.save else 0),
         hidden if a.include and a.save else new(0, dtype=a.wx.dtype),
     )
 

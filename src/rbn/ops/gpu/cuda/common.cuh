@@ -6,7 +6,8 @@
 //
 // Named from outside: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
 // CHUNK (column blocks read at once), REGISTERS (weights in registers or in shared memory),
-// MODE_X, MODE_H, MODE_C (0 none, 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT.
+// BARRIER (meet at a counter, or wait for the data themselves), MODE_X, MODE_H, MODE_C (0 none,
+// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -31,6 +32,8 @@ typedef u32 Pair;
 #define STEP (THREADS / 4)
 #define RPT ((ROWS + STEP - 1) / STEP)
 #define BLOCK (4 * VEC)
+#define BLOCKS ((H + UNITS - 1) / UNITS)
+#define PADDED (WARPS | 1)
 #define EMPTY 0xffffffffu
 
 // Values ------------------------------------------------------------------------------------------
@@ -104,17 +107,40 @@ __device__ __forceinline__ bool missing(uint4 v) {
   return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+__device__ __forceinline__ uint4 fetch(const Element* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
 
-__device__ __forceinline__ float tanh_(float x) {
+// A meeting of all blocks of a recurrence, in two halves.
+__device__ __forceinline__ void arrive(u32* counter) {
+  __syncthreads();
+  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ __forceinline__ void wait_for(const u32* counter, u32 arrivals) {
+  if (threadIdx.x == 0) {
+    u32 seen;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    while (seen < arrivals);
+  }
+  __syncthreads();
+}
+
+// In half precision the approximate tanh is as good as what is kept of it.
 #if TYPE == 0
-  return 2.0f * __fdividef(1.0f, 1.0f + __expf(-2.0f * x)) - 1.0f;
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+__device__ __forceinline__ float tanh_(float x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
 #else
+__device__ __forceinline__ float tanh_(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-#endif
 }
+__device__ __forceinline__ float sigmoid(float x) { return 0.5f * tanh_(0.5f * x) + 0.5f; }
+#endif
 
 // Products ----------------------------------------------------------------------------------------
 
@@ -214,15 +240,23 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
 #pragma unroll
       for (int i = 0; i < CHUNK; i++)
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-          a[piece % 2][m][i][half] = there(m, piece * CHUNK + i, half)
-                                         ? peek(address(m, piece * CHUNK + i, half))
-                                         : make_uint4(0, 0, 0, 0);
+        for (int half = 0; half < 2; half++) {
+          const int k = piece * CHUNK + i;
+          a[piece % 2][m][i][half] = !there(m, k, half) ? make_uint4(0, 0, 0, 0)
+                                     : BARRIER          ? fetch(address(m, k, half))
+                                                        : peek(address(m, k, half));
+        }
   };
+#ifdef NO_GATHER
+  return;
+#endif
+#ifdef NO_WAIT
+  wait = false;
+#endif
   // Until the others are about done, only one piece is asked for again and again.
-  constexpr bool EAGER = PIECES == 1 && MPW * CHUNK <= 8;
+  constexpr bool EAGER = BARRIER || (PIECES == 1 && MPW * CHUNK <= 8);
   if (EAGER) ask(0);
-  if (wait && there(0, 0, 0)) {
+  if (!BARRIER && wait && there(0, 0, 0)) {
     uint4 probe = EAGER ? a[0][0][0][0] : peek(address(0, 0, 0));
     while (missing(probe)) probe = peek(address(0, 0, 0));
   }
@@ -230,7 +264,7 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
 #pragma unroll
   for (int piece = 0; piece < PIECES; piece++) {
     if (piece + 1 < PIECES) ask(piece + 1);
-    if (wait) {
+    if (!BARRIER && wait) {
       bool again;
       do {
         again = false;
@@ -281,6 +315,9 @@ __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4],
 // `running`, of thread 4 i + pair, counts v[i] over all calls.
 template <int NV>
 __device__ __forceinline__ void sum_rows(float (&v)[NV], float* room, float* total, float& running) {
+#ifdef NO_SUM
+  return;
+#endif
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = tid & 3;
   int n = NV, index = 0;
 #pragma unroll
@@ -301,18 +338,21 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* room, float* tot
   }
   constexpr int LEFT = NV > 8 ? NV / 8 : 1;
 #pragma unroll
-  for (int i = 0; i < LEFT; i++) room[((index + i) * 4 + pair) * (WARPS + 1) + warp] = v[i];
+  for (int i = 0; i < LEFT; i++) room[((index + i) * 4 + pair) * PADDED + warp] = v[i];
   __syncthreads();
   if (tid < 4 * NV) {
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += room[tid * (WARPS + 1) + w];
+    for (int w = 0; w < WARPS; w++) sum += room[tid * PADDED + w];
     total[(tid & 3) * NV + (tid >> 2)] = sum;
     running += sum;
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < NV; i++) v[i] = total[pair * NV + i];
+  for (int i = 0; i < NV / 4; i++) {
+    const float4 four = reinterpret_cast<const float4*>(total + pair * NV)[i];
+    v[4 * i] = four.x, v[4 * i + 1] = four.y, v[4 * i + 2] = four.z, v[4 * i + 3] = four.w;
+  }
 }
 
 template <int NV>
@@ -321,28 +361,52 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* room, float* tot
   sum_rows(v, room, total, unused);
 }
 
-// Parameters of the gates ---------------------------------------------------------------------------
+// Parameters and statistics ------------------------------------------------------------------------
 
-// Bias, gamma_x and gamma_h of this block in shared memory, [3][4 pairs][4 gates][2 units]: they are
-// read once a step, and registers are scarce.
-#define PARAMETERS 96
-
-__device__ __forceinline__ void load_parameters(float* to, const float* bias, const float* gamma_x,
-                                                const float* gamma_h, i64 recurrence) {
-  for (int i = threadIdx.x; i < PARAMETERS; i += THREADS) {
-    const int kind = i / 32, pair = i / 8 % 4, q = i / 2 % 4, e = i % 2;
-    const int unit = blockIdx.x * UNITS + 2 * pair + e;
-    const bool present = kind == 0 ? BIAS : kind == 1 ? MODE_X : MODE_H;
-    const float* from = kind == 0 ? bias : kind == 1 ? gamma_x : gamma_h;
-    to[i] = present && unit < H ? from[recurrence * GATES + q * H + unit] : 0.0f;
-  }
+// They are read once a step, and registers are scarce: in shared memory, [4 pairs][4 gates][2 units].
+__device__ __forceinline__ int column_of(int i) {  // of the whole layer, or -1
+  const int pair = i / 8 % 4, q = i / 2 % 4, unit = blockIdx.x * UNITS + 2 * pair + i % 2;
+  return unit < H ? q * H + unit : -1;
 }
 
-enum { BIAS_OF = 0, GAMMA_X_OF = 1, GAMMA_H_OF = 2 };
-
-__device__ __forceinline__ void read_parameters(float (&v)[4][2], const float* from, int kind) {
-  const float4* p = reinterpret_cast<const float4*>(from + kind * 32 + (threadIdx.x & 3) * 8);
+__device__ __forceinline__ void read8(float (&v)[4][2], const float* from) {
+  const float4* p = reinterpret_cast<const float4*>(from + (threadIdx.x & 3) * 8);
   const float4 a = p[0], b = p[1];
   v[0][0] = a.x, v[0][1] = a.y, v[1][0] = a.z, v[1][1] = a.w;
   v[2][0] = b.x, v[2][1] = b.y, v[3][0] = b.z, v[3][1] = b.w;
 }
+
+#define PARAMETERS 96  // bias, gamma_x, gamma_h
+
+__device__ __forceinline__ void load_parameters(float* to, const float* bias, const float* gamma_x,
+                                                const float* gamma_h, i64 recurrence) {
+  for (int i = threadIdx.x; i < PARAMETERS; i += THREADS) {
+    const int kind = i / 32, column = column_of(i);
+    const bool present = kind == 0 ? BIAS : kind == 1 ? MODE_X : MODE_H;
+    const float* from = kind == 0 ? bias : kind == 1 ? gamma_x : gamma_h;
+    to[i] = present && column >= 0 ? from[recurrence * GATES + column] : 0.0f;
+  }
+}
+
+// Statistics that are given, N values for a step, read from memory a step before they are needed.
+template <int N>
+struct Staged {
+  static constexpr int PER_THREAD = (N + THREADS - 1) / THREADS;
+  float next[PER_THREAD > 0 ? PER_THREAD : 1];
+
+  template <class Value>
+  __device__ __forceinline__ void load(Value value) {
+#pragma unroll
+    for (int k = 0; k < PER_THREAD; k++) {
+      const int i = threadIdx.x + k * THREADS;
+      if (i < N) next[k] = value(i);
+    }
+  }
+  __device__ __forceinline__ void put(float* to) const {
+#pragma unroll
+    for (int k = 0; k < PER_THREAD; k++) {
+      const int i = threadIdx.x + k * THREADS;
+      if (i < N) to[i] = next[k];
+    }
+  }
+};

@@ -7,13 +7,19 @@
 #define KBW ((COLUMN_BLOCKS + KS - 1) / KS)
 #define SPLIT (MODE_H != 0)  // d(W_x x) is not d(W_h h)
 
+// Statistics of a step: rstd_h; mean_x and rstd_x; mean_c and rstd_c.
+#define GIVEN_H (MODE_H ? 32 : 0)
+#define GIVEN_X (MODE_X ? 64 : 0)
+#define GIVEN_C (MODE_C ? 16 : 0)
+#define GIVEN (GIVEN_H + GIVEN_X + GIVEN_C)
+
 struct Backward {
   const Element* wx;      // [R, T, B, 4H]
   const Element* weight;  // [R, H, 4H], transposed
   const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
   const float *mean_x, *rstd_x, *mean_h, *rstd_h, *mean_c, *rstd_c;
-  const float* cs;     // [R, T + 1, B, H]
-  const Element* wh;   // [R, T, B, 4H]
+  const float* cs;     // [R, T + 1, BLOCKS, B, UNITS]
+  const Element* wh;   // [R, T, BLOCKS, 4, B, UNITS]
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
   const Element* doutput;  // [R, T, B, H]
@@ -21,6 +27,7 @@ struct Backward {
   Element* da;             // [R, T, B, 4H], EMPTY: d(W_h h)
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
+  u32* counter;  // [R], zero
   int T, B, rows_x, rows_h, rows_c;
 };
 
@@ -28,17 +35,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
   extern __shared__ uint4 shared[];
   float* part = reinterpret_cast<float*>(shared);
   float* room = part + KS * ROWS * PITCH;
-  float* total = room + 96 * (WARPS + 1);
+  float* total = room + 96 * PADDED;
   float* parameters = total + 96;
-  uint4* weights = reinterpret_cast<uint4*>(parameters + PARAMETERS);
+  float* given = parameters + PARAMETERS;
+  uint4* weights = reinterpret_cast<uint4*>(given + 112);
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, mw = warp % MW, ks = warp / MW;
-  const int unit = blockIdx.x * UNITS + 2 * (tid & 3);
+  const int pair = tid & 3, unit = blockIdx.x * UNITS + 2 * pair;
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
-  const Element *wx = p.wx + r * p.T * B * GATES, *wh = p.wh + r * p.T * B * GATES;
+  const Element* wx = p.wx + r * p.T * B * GATES;
+  const Element* wh = p.wh + (r * p.T * BLOCKS + blockIdx.x) * 4 * B * UNITS + 2 * pair;
   Element *da = p.da + r * p.T * B * GATES, *dwx = p.dwx + r * p.T * B * GATES;
-  const float* cs = p.cs + r * (p.T + 1) * B * H;
+  const float* cs = p.cs + (r * (p.T + 1) * BLOCKS + blockIdx.x) * B * UNITS + 2 * pair;
   const Element* doutput = p.doutput + r * p.T * B * H;
   const float *mean_x = p.mean_x + r * p.rows_x * GATES, *rstd_x = p.rstd_x + r * p.rows_x * GATES;
   const float* rstd_h = p.rstd_h + r * p.rows_h * GATES;
@@ -59,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
       if (BETA) beta[e] = p.beta_c[r * H + unit + e];
     }
 
-  float dc[RPT][2], skip[RPT][2], c_t[RPT][2], c_before[RPT][2], dy[RPT][2];
-  Pair raw_h[RPT][4], raw_x[RPT][4];
+  float dc[RPT][2], skip[RPT][2], c_t[RPT][2], c_before[RPT][2];
+  Pair raw_h[RPT][4], raw_x[RPT][4], dy[RPT];
   int length[RPT];
   bool in[RPT];
 #pragma unroll
@@ -71,13 +80,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
     if (LENGTHS) length[j] = in[j] ? p.lengths[row] : 0;
     const float2 h = in[j] ? load2(p.dh + at) : make_float2(0, 0);
     const float2 c = in[j] ? load2(p.dc + at) : make_float2(0, 0);
-    const float2 l = in[j] ? load2(cs + (p.T * B + row) * H + unit) : make_float2(0, 0);
+    const float2 l = in[j] ? load2(cs + (p.T * BLOCKS * B + row) * UNITS) : make_float2(0, 0);
     skip[j][0] = h.x, skip[j][1] = h.y, dc[j][0] = c.x, dc[j][1] = c.y;
     c_before[j][0] = l.x, c_before[j][1] = l.y;
   }
 
-  // What a step reads of memory, before it is needed.
+  // What a step takes from memory, a step before it is needed.
+  Staged<GIVEN> staged;
   auto load_step = [&](i64 t) {
+    staged.load([&](int i) {
+      if (i < GIVEN_H + GIVEN_X) {
+        const bool of_h = i < GIVEN_H;
+        const int column = column_of(i), rows = of_h ? p.rows_h : p.rows_x;
+        const float* from = of_h ? rstd_h : (i - GIVEN_H) / 32 ? rstd_x : mean_x;
+        return column < 0 ? 0.0f : from[(t < rows ? t : rows - 1) * GATES + column];
+      }
+      i -= GIVEN_H + GIVEN_X;
+      const int u = blockIdx.x * UNITS + i % 8;
+      return u < H ? (i / 8 ? rstd_c : mean_c)[(t < p.rows_c ? t : p.rows_c - 1) * H + u] : 0.0f;
+    });
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
       const i64 row = (tid >> 2) + j * STEP;
@@ -85,24 +106,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
       if (!in[j]) continue;
 #pragma unroll
       for (int q = 0; q < 4; q++) {
-        const i64 at = (t * B + row) * GATES + q * H + unit;
-        raw_h[j][q] = *reinterpret_cast<const Pair*>(wh + at);
-        if (SPLIT) raw_x[j][q] = *reinterpret_cast<const Pair*>(wx + at);
+        raw_h[j][q] = *reinterpret_cast<const Pair*>(wh + ((t * BLOCKS * 4 + q) * B + row) * UNITS);
+        if (SPLIT) raw_x[j][q] = *reinterpret_cast<const Pair*>(wx + (t * B + row) * GATES + q * H + unit);
       }
-      const float2 c = load2(cs + (t * B + row) * H + unit);
+      const float2 c = load2(cs + (t * BLOCKS * B + row) * UNITS);
       c_before[j][0] = c.x, c_before[j][1] = c.y;
-      if (DOUTPUT) {
-        const float2 y = load_pair(doutput + (t * B + row) * H + unit);
-        dy[j][0] = y.x, dy[j][1] = y.y;
-      }
+      if (DOUTPUT) dy[j] = *reinterpret_cast<const Pair*>(doutput + (t * B + row) * H + unit);
     }
   };
 
 #pragma unroll
-  for (int j = 0; j < RPT; j++)
+  for (int j = 0; j < RPT; j++) {
+    dy[j] = narrow(make_float2(0, 0));
 #pragma unroll
-    for (int q = 0; q < 4; q++) raw_h[j][q] = raw_x[j][q] = narrow(make_float2(0, 0));
-  __syncthreads();
+    for (int q = 0; q < 4; q++) raw_h[j][q] = raw_x[j][q] = dy[j];
+  }
   load_step(p.T - 1);
 
   for (i64 t = p.T - 1; t >= 0; t--) {
@@ -110,26 +128,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
 
     // The forward step again, which waits for nobody.
     float a_hat[RPT][4][2], x_hat[RPT][4][2], gate[RPT][4][2], c_hat[RPT][2], tanh_c[RPT][2], dh[RPT][2];
-    float rh[4][2] = {}, rx[4][2] = {}, mc[2] = {}, rc[2] = {}, b[4][2], g_x[4][2], g_h[4][2];
+    float rh[4][2], mx[4][2], rx[4][2], mc[2] = {}, rc[2] = {}, b[4][2], g_x[4][2], g_h[4][2];
+    staged.put(given);
+    __syncthreads();
     if (MODE_H) {
-      read_parameters(b, parameters, BIAS_OF);
-      read_parameters(g_h, parameters, GAMMA_H_OF);
+      read8(rh, given);
+      read8(b, parameters);
+      read8(g_h, parameters + 64);
     }
-    if (MODE_X) read_parameters(g_x, parameters, GAMMA_X_OF);
+    if (MODE_X) {
+      read8(mx, given + GIVEN_H);
+      read8(rx, given + GIVEN_H + 32);
+      read8(g_x, parameters + 32);
+    }
+    if (MODE_C) {
+      const float2 m = load2(given + GIVEN_H + GIVEN_X + 2 * pair), s = load2(given + GIVEN_H + GIVEN_X + 8 + 2 * pair);
+      mc[0] = m.x, mc[1] = m.y, rc[0] = s.x, rc[1] = s.y;
+    }
 #pragma unroll
     for (int q = 0; q < 4; q++) {
-      float2 mx = make_float2(0, 0);
-      if (MODE_H && mine) {
-        const i64 at = (MODE_H == 1 || t < p.rows_h ? t : p.rows_h - 1) * GATES + q * H + unit;
-        const float2 s = load2(rstd_h + at);
-        rh[q][0] = s.x, rh[q][1] = s.y;
-      }
-      if (MODE_X && mine) {
-        const i64 at = (MODE_X == 1 || t < p.rows_x ? t : p.rows_x - 1) * GATES + q * H + unit;
-        mx = load2(mean_x + at);
-        const float2 s = load2(rstd_x + at);
-        rx[q][0] = s.x, rx[q][1] = s.y;
-      }
 #pragma unroll
       for (int j = 0; j < RPT; j++) {
         const float2 vh = widen(raw_h[j][q]);
@@ -147,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
             v = v * g_h[q][e] + b[q][e];
           }
           if (SPLIT) {
-            if (MODE_X) x_hat[j][q][e] = (x_hat[j][q][e] - (e ? mx.y : mx.x)) * rx[q][e];
+            if (MODE_X) x_hat[j][q][e] = (x_hat[j][q][e] - mx[q][e]) * rx[q][e];
             v += MODE_X ? x_hat[j][q][e] * g_x[q][e] : x_hat[j][q][e];
           }
           gate[j][q][e] = q == 2 ? tanh_(v) : sigmoid(v);
@@ -160,11 +177,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
         if (MODE_X) rx[q][e] *= g_x[q][e];
       }
     }
-    if (MODE_C && mine) {
-      const i64 at = (MODE_C == 1 || t < p.rows_c ? t : p.rows_c - 1) * H + unit;
-      const float2 m = load2(mean_c + at), s = load2(rstd_c + at);
-      mc[0] = m.x, mc[1] = m.y, rc[0] = s.x, rc[1] = s.y;
-    }
 #pragma unroll
     for (int j = 0; j < RPT; j++)
 #pragma unroll
@@ -174,11 +186,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
         c_hat[j][e] = v;
         tanh_c[j][e] = tanh_((MODE_C ? v * g_c[e] : v) + beta[e]);
         dh[j][e] = skip[j][e];
-        if (DOUTPUT && in[j] && t < length[j]) dh[j][e] += dy[j][e];
+        if (DOUTPUT && in[j] && t < length[j]) dh[j][e] += e ? widen(dy[j]).y : widen(dy[j]).x;
       }
 
     // dh through W_h
     if (t < p.T - 1) {
+      if (BARRIER) wait_for(p.counter + r, BLOCKS * u32(p.T - 1 - t));
       float sums[MPW][NT][4] = {};
       gather_multiply<NT, KBW>(sums, w, da + (t + 1) * B * GATES, GATES, GATES, p.B, ks, mw, lane, true);
       put_sums<NT, PITCH>(part, sums, ks, mw, lane);
@@ -189,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
         if (row < ROWS)
 #pragma unroll
           for (int k = 0; k < KS; k++) {
-            const float2 s = load2(part + (k * ROWS + row) * PITCH + 2 * (tid & 3));
+            const float2 s = load2(part + (k * ROWS + row) * PITCH + 2 * pair);
             dh[j][0] += s.x, dh[j][1] += s.y;
           }
       }
@@ -261,6 +274,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
       }
     }
 
+    if (BARRIER) arrive(p.counter + r);
+
     // What nobody waits for.
     if (!MODE_H)
 #pragma unroll
@@ -284,7 +299,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
         }
       }
     if (t > 0) load_step(t - 1);
-    if (!MODE_H && !MODE_C) __syncthreads();  // part is free again
   }
 
 #pragma unroll

@@ -1,10 +1,11 @@
-"""What every fused operator needs to become one of PyTorch's: a schema and an autograd formula."""
+"""What makes a pair of functions, forward and backward, one of PyTorch's operators."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rbn.ops.types import compute_dtype
@@ -36,26 +37,35 @@ def like_inputs(a: Any, fields: Sequence[str]) -> tuple[Tensor, ...]:
     )
 
 
-def register_autograd(
-    op: Any, backward_op: Any, inputs: type[Any], grads: Sequence[str], results: int
-) -> None:
-    """Wire an operator to its backward one.
+class Formula:
+    """How an operator is differentiated: what is kept, and what is made of it.
 
+    inputs: the operator's arguments, a NamedTuple whose `population` is a list of tensors.
+    grads: the names of those with a gradient.
     results: how many of the operator's outputs are differentiable, the first ones.
     """
-    names = inputs._fields
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def __init__(self, inputs: type[Any], grads: Sequence[str], results: int) -> None:
+        self.names: tuple[str, ...] = inputs._fields
+        self.grads, self.results = tuple(grads), results
+        self.list_at = self.names.index("population")
+
+    def keep(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Save everything for the backward pass."""
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[results:])
-        population = inputs[names.index("population")]
+        ctx.mark_non_differentiable(*output[self.results :])
+        population = inputs[self.list_at]
         is_tensor = [isinstance(v, Tensor) for v in inputs]
         tensors = [v for v in inputs if isinstance(v, Tensor)]
         ctx.save_for_backward(*tensors, *population, *output)
         ctx.layout = is_tensor, len(tensors), len(population)
         ctx.plain = [None if isinstance(v, Tensor) else v for v in inputs]
 
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
+    def gradients(self, ctx: Any, grad_outputs: Sequence[Any], backward: Any) -> list[Any]:
+        """One for each argument; None for those without, and for the list.
+
+        backward: takes the results' gradients, the operator's outputs, and its arguments.
+        """
         is_tensor, n, m = ctx.layout
         saved = list(ctx.saved_tensors)
         tensors, population, output = iter(saved[:n]), saved[n : n + m], saved[n + m :]
@@ -63,14 +73,65 @@ def register_autograd(
             next(tensors) if tensor else value
             for tensor, value in zip(is_tensor, ctx.plain, strict=True)
         ]
-        args[names.index("population")] = population
-        found = backward_op(*grad_outputs[:results], output, *args)
-        by_name: dict[str, Any] = dict(zip(grads, found, strict=True))
-        by_name["population"] = [None] * m
-        return tuple(
-            by_name[name] if name in by_name and (tensor or name == "population") else None
-            for name, tensor in zip(names, is_tensor, strict=True)
-        )
+        args[self.list_at] = population
+        found = backward(*grad_outputs[: self.results], output, *args)
+        by_name: dict[str, Any] = dict(zip(self.grads, found, strict=True))
+        return [
+            by_name.get(name) if tensor else None
+            for name, tensor in zip(self.names, is_tensor, strict=True)
+        ]
 
-    op.register_autograd(backward, setup_context=setup_context)
-    backward_op.register_autograd(_no_double_backward(op._opoverload._schema.name.split("::")[1]))
+
+class Operator:
+    """An operator with its autograd formula, called the shortest way.
+
+    PyTorch's compiler and other tracers see the custom operator. In eager mode its Python wrapping
+    would cost more than many a kernel, so the same functions run as an `autograd.Function`.
+    """
+
+    def __init__(self, op: Any, backward_op: Any, formula: Formula) -> None:
+        self.op = op
+        forward, backward = op._init_fn, backward_op._init_fn
+
+        def op_backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+            found = formula.gradients(ctx, grad_outputs, backward_op)
+            found[formula.list_at] = [None] * ctx.layout[2]
+            return tuple(found)
+
+        def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+            formula.keep(ctx, inputs, output)
+
+        op.register_autograd(op_backward, setup_context=keep)
+        name = op._opoverload._schema.name.split("::")[1]
+        backward_op.register_autograd(_no_double_backward(name))
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+                output: tuple[Tensor, ...] = forward(*args)
+                formula.keep(ctx, args, output)
+                return output
+
+            @staticmethod
+            def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+                # With create_graph the operator says, if asked, that there is no second derivative.
+                run = backward_op if torch.is_grad_enabled() else backward
+                return tuple(formula.gradients(ctx, grad_outputs, run))
+
+        self.function = Function
+
+    def __call__(self, *args: Any) -> Any:
+        """The outputs, the first of them differentiable."""
+        if _is_traced(args[0]):
+            return self.op(*args)
+        return self.function.apply(*args)  # type: ignore[no-untyped-call]
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether someone watches the operators that run, or tensors are not what they seem."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) is not Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.cpu import compiled_lstm, fused_lstm, fused_rnn
-from rbn.ops.custom import like_inputs, register_autograd, results
+from rbn.ops.custom import Formula, Operator, like_inputs, results
 from rbn.ops.types import compute_dtype
 
 _LSTM_ARGS = (
@@ -38,13 +38,13 @@ _RNN_ARGS = (
     device_types="cpu",
     schema=f"({_LSTM_ARGS}) -> {results(len(fused_lstm.Outputs._fields))}",
 )
-def lstm_op(*args: Any) -> tuple[Tensor, ...]:
+def _lstm(*args: Any) -> tuple[Tensor, ...]:
     """`rbn.ops.cpu.fused_lstm.forward` as an operator."""
     a = fused_lstm.Inputs(*args)
     return tuple((compiled_lstm if compiled_lstm.usable(a) else fused_lstm).forward(a))
 
 
-@lstm_op.register_fake
+@_lstm.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     a = fused_lstm.Inputs(*args)
     T, B, G = a.wx.shape
@@ -85,7 +85,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         f"{results(len(fused_lstm.Grads._fields))}"
     ),
 )
-def lstm_backward_op(
+def _lstm_backward(
     doutput: Tensor | None,
     dh_n: Tensor | None,
     dc_n: Tensor | None,
@@ -99,7 +99,7 @@ def lstm_backward_op(
         return tuple(module.backward(a, r, doutput, dh_n, dc_n))
 
 
-@lstm_backward_op.register_fake
+@_lstm_backward.register_fake
 def _(
     doutput: Tensor | None,
     dh_n: Tensor | None,
@@ -120,12 +120,12 @@ def _(
     device_types="cpu",
     schema=f"({_RNN_ARGS}) -> {results(len(fused_rnn.Outputs._fields))}",
 )
-def rnn_op(*args: Any) -> tuple[Tensor, ...]:
+def _rnn(*args: Any) -> tuple[Tensor, ...]:
     """`rbn.ops.cpu.fused_rnn.forward` as an operator."""
     return tuple(fused_rnn.forward(fused_rnn.Inputs(*args)))
 
 
-@rnn_op.register_fake
+@_rnn.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     a = fused_rnn.Inputs(*args)
     T, B, H = a.wx.shape
@@ -157,7 +157,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         f"{results(len(fused_rnn.Grads._fields))}"
     ),
 )
-def rnn_backward_op(
+def _rnn_backward(
     doutput: Tensor | None, dh_n: Tensor | None, results: Sequence[Tensor], *args: Any
 ) -> tuple[Tensor, ...]:
     """`rbn.ops.cpu.fused_rnn.backward` as an operator."""
@@ -167,12 +167,16 @@ def rnn_backward_op(
         )
 
 
-@rnn_backward_op.register_fake
+@_rnn_backward.register_fake
 def _(
     doutput: Tensor | None, dh_n: Tensor | None, results: Sequence[Tensor], *args: Any
 ) -> tuple[Tensor, ...]:
     return like_inputs(fused_rnn.Inputs(*args), fused_rnn.Grads._fields)
 
 
-register_autograd(lstm_op, lstm_backward_op, fused_lstm.Inputs, fused_lstm.Grads._fields, 3)
-register_autograd(rnn_op, rnn_backward_op, fused_rnn.Inputs, fused_rnn.Grads._fields, 2)
+lstm_op = Operator(
+    _lstm, _lstm_backward, Formula(fused_lstm.Inputs, fused_lstm.Grads._fields, results=3)
+)
+rnn_op = Operator(
+    _rnn, _rnn_backward, Formula(fused_rnn.Inputs, fused_rnn.Grads._fields, results=2)
+)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops import reference
-from rbn.ops.arguments import needs_grad, population_list, statistics_from_rstd, zoneout_arguments
+from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
 from rbn.ops.gpu.launch import plan_for
 from rbn.ops.gpu.library import lstm_op
 from rbn.ops.reference import bn_rnn, ln_lstm
@@ -60,7 +60,7 @@ def bn_lstm(
     given = [p[None] for p in population_list(population, wx)]
     options = ("batch", eps, input_stats, padding, pass_normalized_cell)
     output, h_n, c_n, *rest = _run(tensors, lengths, given, zoneout_c, zoneout_h, options)
-    return output, h_n, c_n, statistics_from_rstd(rest[:6], eps)
+    return output, h_n, c_n, Statistics(*(v if v.numel() else None for v in rest[:6]))
 
 
 def lstm(

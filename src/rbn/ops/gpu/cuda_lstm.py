@@ -25,7 +25,7 @@ _SHARED = 227 * 1024
 _TILES = 8  # of 16 rows
 
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
-_MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
+_MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 _COMMON = ("wx", "weight", *_VECTORS, *_MOMENTS)
 _SIZES = ("T", "B", "rows_x", "rows_h", "rows_c")
 _FORWARD = (*_COMMON, "hs", "cs", "wh", "c0", "h_n", "c_n", "lengths", "inv_n", "counter")
@@ -42,7 +42,7 @@ def _members(pointers: tuple[str, ...]) -> list[tuple[str, Any]]:
 
 
 ForwardArguments = structure("Forward", [*_members(_FORWARD), ("eps", ctypes.c_float)])
-BackwardArguments = structure("Backward", _members(_BACKWARD))
+BackwardArguments = structure("Backward", [*_members(_BACKWARD), ("eps", ctypes.c_float)])
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,14 @@ def cut_forward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
     tiles = -(-batch // 16)
     if tiles > _TILES:
         return None
-    block = 16 if dtype == torch.float32 else 32
-    blocks = -(-hidden // block)
     half = dtype != torch.float32
-    if blocks <= 8 * (2 - half):
+    blocks = -(-hidden // (32 if half else 16))
+    if blocks <= 8 * (2 - half):  # a warp's share of the weights is small: wait for the data
         columns = _column_warps(tiles)
         per_warp = -(-blocks // columns)
         cut = Cut(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
     else:
-        rows = 1 if tiles <= 4 else 2
-        cut = Cut(-(-tiles // rows) * rows, rows, 8 // rows, 4 if half else 2, False)
+        cut = _cut_large(tiles)
     return cut if cut.shared(blocks, 4, 40, 64) <= _SHARED else None
 
 
@@ -98,14 +96,15 @@ def cut_backward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
     tiles = -(-batch // 16)
     if tiles > _TILES:
         return None
-    block = 16 if dtype == torch.float32 else 32
-    blocks = -(-4 * hidden // block)
-    if blocks <= 64:
-        cut = Cut(tiles, tiles, _column_warps(tiles), 4, False)
-    else:
-        rows = 1 if tiles <= 4 else 2
-        cut = Cut(-(-tiles // rows) * rows, rows, 8 // rows, 2, False)
+    blocks = -(-4 * hidden // (16 if dtype == torch.float32 else 32))
+    small = Cut(tiles, tiles, _column_warps(tiles), 4, False, barrier=True)
+    cut = small if blocks <= 64 else _cut_large(tiles)
     return cut if cut.shared(blocks, 1, 8, 96) <= _SHARED else None
+
+
+def _cut_large(tiles: int) -> Cut:
+    rows = 1 if tiles <= 4 else 2
+    return Cut(-(-tiles // rows) * rows, rows, 8 // rows, 2, False, barrier=True)
 
 
 @functools.lru_cache(maxsize=256)
@@ -147,6 +146,14 @@ def covers(a: Any) -> bool:
         and cut_forward(dtype, B, H) is not None
         and cut_backward(dtype, B, H) is not None
     )
+
+
+def meets_at_counter(direction: str, wx: Tensor) -> bool:
+    """Whether the blocks meet at a counter; otherwise what they exchange must begin EMPTY."""
+    cut = (cut_forward if direction == "forward" else cut_backward)(
+        wx.dtype, wx.shape[2], wx.shape[3] // 4
+    )
+    return cut is not None and cut.barrier
 
 
 def _defines(call: Any, **more: Any) -> tuple[Any, ...]:
@@ -200,4 +207,4 @@ def backward(call: Any, tensors: dict[str, Tensor], rows: list[int], has_doutput
     kernel = _kernel("lstm_backward", cut, a.wx.device.index or 0, shared, defines)
     log.debug("lstm backward in CUDA: %s", cut)
     names = dict(zip(("rows_x", "rows_h", "rows_c"), rows, strict=True))
-    _run(kernel, call, BackwardArguments, tensors, **names)
+    _run(kernel, call, BackwardArguments, tensors, **names, eps=a.eps)

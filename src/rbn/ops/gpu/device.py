@@ -61,8 +61,8 @@ def sum_pair(a, b, FUSED: tl.constexpr):
 
 
 @triton.jit
-def moments(x, rows, shift, inv_n, eps, FUSED: tl.constexpr):
-    """Mean and 1/sqrt(var + eps) over the rows that count, in one pass around `shift`.
+def moments(x, rows, shift, inv_n, FUSED: tl.constexpr):
+    """Mean and biased variance over the rows that count, in one pass around `shift`.
 
     shift ``[F]``: anything near the mean, so that nothing cancels; the last step's mean is.
     """
@@ -70,15 +70,15 @@ def moments(x, rows, shift, inv_n, eps, FUSED: tl.constexpr):
     first, second = sum_pair(d, d * d, FUSED)
     off = first * inv_n
     var = tl.maximum(second * inv_n - off * off, 0.0)
-    return tl.where(inv_n > 0, shift + off, 0.0), tl.rsqrt(var + eps)
+    return tl.where(inv_n > 0, shift + off, 0.0), var
 
 
 @triton.jit
-def centered_moments(x, rows, inv_n, eps):
+def centered_moments(x, rows, inv_n):
     """The same in two passes, for where there is time."""
     mean = tl.sum(tl.where(rows, x, 0.0), 0) * inv_n
     d = tl.where(rows, x - mean[None, :], 0.0)
-    return mean, tl.rsqrt(tl.sum(d * d, 0) * inv_n + eps)
+    return mean, tl.sum(d * d, 0) * inv_n
 
 
 @triton.jit

@@ -12,18 +12,17 @@ from rbn.ops.gpu.device import centered_moments
 def input_moments(
     wx,  # [R, T, B, F]
     mean,  # [R, T, F] float32
-    rstd,
+    var,
     lengths,  # [B] int32
     inv_n,  # [T] float32
     T,
     B,
-    eps,
     F: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
-    """Mean and 1/sqrt(var + eps) over the batch: a program for each step and block of columns."""
+    """Mean and biased variance over the batch: a program for each step and block of columns."""
     step = tl.program_id(0).to(tl.int64)  # of all recurrences
     t = step % T
     rows = tl.arange(0, ROWS)
@@ -35,6 +34,6 @@ def input_moments(
         scale = tl.load(inv_n + t)
     at = step * B * F + rows[:, None] * F + columns[None, :]
     x = tl.load(wx + at, mask=counts & (columns < F)[None, :], other=0.0).to(tl.float32)
-    m, s = centered_moments(x, counts, scale, eps)
+    m, v = centered_moments(x, counts, scale)
     tl.store(mean + step * F + columns, m, mask=columns < F)
-    tl.store(rstd + step * F + columns, s, mask=columns < F)
+    tl.store(var + step * F + columns, v, mask=columns < F)

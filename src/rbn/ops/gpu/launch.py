@@ -22,7 +22,7 @@ from rbn.ops.types import valid_steps
 log = logging.getLogger("rbn.ops.gpu")
 
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
-_MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
+_MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 _NONE, _BATCH, _GIVEN = device.NONE.value, device.BATCH.value, device.GIVEN.value
 
 
@@ -79,11 +79,11 @@ class Outputs(NamedTuple):
     h_n: Tensor  # [R, B, H]
     c_n: Tensor  # [R, B, H]
     mean_x: Tensor  # [R, T, 4H], or [R, 1, 4H] for sequencewise statistics
-    rstd_x: Tensor
+    var_x: Tensor
     mean_h: Tensor
-    rstd_h: Tensor
+    var_h: Tensor
     mean_c: Tensor
-    rstd_c: Tensor
+    var_c: Tensor
     # For the kernels' own use, in the order of whichever ran:
     wh: Tensor  # W_h h less its mean; without a norm the gates before their nonlinearities
     cs: Tensor  # cells in float32
@@ -105,7 +105,7 @@ class Grads(NamedTuple):
 
 
 def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
-    """The shapes of mean and rstd of the terms x, h and c, ``(0,)`` where there is none."""
+    """The shapes of mean and var of the terms x, h and c, ``(0,)`` where there is none."""
     R, T, _, G = a.wx.shape
     if a.norm == "none" or a.population:
         return [(0,)] * 3
@@ -186,13 +186,6 @@ class _Call:
         a = self.a
         return [self.full(v) for v in (a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)]
 
-    def given_moments(self) -> list[Tensor]:
-        """Mean and rstd of the population."""
-        found = []
-        for mean, var in zip(self.a.population[0::2], self.a.population[1::2], strict=True):
-            found += [self.full(mean), torch.rsqrt(self.full(var) + self.a.eps)]
-        return found
-
     def masks(self) -> list[Tensor]:
         """Zoneout masks as bytes."""
         return [
@@ -248,7 +241,8 @@ def forward(a: Inputs) -> Outputs:
     stride = stride_of(H)
     hs = wx.new_empty(R, T + 1, B, stride)
     hs[:, 0, :, :H] = a.h0
-    hs[:, 0, :, H:] = 0
+    if stride != H:
+        hs[:, 0, :, H:] = 0
     cs = torch.empty(saved_cells(a), dtype=torch.float32, device=wx.device)
     wh = wx.new_empty(R * T * B * 4 * stride if a.save else 0)
     h_n, c_n = torch.empty(2, R, B, H, dtype=torch.float32, device=wx.device)
@@ -258,8 +252,8 @@ def forward(a: Inputs) -> Outputs:
         for _ in range(2)
     ]
     if a.sequence:
-        _sequence_moments(wx, call.lengths if a.lengths is not None else None, a.eps, new)
-    moments = call.given_moments() if a.population else new
+        _sequence_moments(wx, call.lengths if a.lengths is not None else None, new)
+    moments = [call.full(p) for p in a.population] if a.population else new
     barrier = torch.zeros(R, dtype=torch.int32, device=wx.device)
     weight = a.weight_hh.to(dtype).contiguous()
     flags = {
@@ -268,7 +262,8 @@ def forward(a: Inputs) -> Outputs:
         "SAVE": a.save,
     }
     if cuda_lstm.covers(a):
-        hs[:, 1:].view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
+        if not cuda_lstm.meets_at_counter("forward", wx):
+            hs[:, 1:].view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
         if call.x == _BATCH:
             _input_moments(call, new)
         tensors = call.named(weight, moments) | {"hs": hs, "cs": cs, "wh": wh, "h_n": h_n}
@@ -338,7 +333,7 @@ def _outputs(
 
 
 def _input_moments(call: _Call, new: list[Tensor]) -> None:
-    """Mean and rstd of the input term of every step, into new[0] and new[1]."""
+    """Mean and var of the input term of every step, into new[0] and new[1]."""
     columns = 64
     grid = (call.R * call.T, -(-4 * call.H // columns))
     flags = {"F": 4 * call.H, "ROWS": call.plan.rows, "COLUMNS": columns}
@@ -350,14 +345,13 @@ def _input_moments(call: _Call, new: list[Tensor]) -> None:
             call.inv_n,
             call.T,
             call.B,
-            call.a.eps,
             **flags,
             LENGTHS=call.a.lengths is not None,
         )
 
 
-def _sequence_moments(wx: Tensor, lengths: Tensor | None, eps: float, new: list[Tensor]) -> None:
-    """Mean and rstd of the input term over all unpadded positions, into new[0] and new[1]."""
+def _sequence_moments(wx: Tensor, lengths: Tensor | None, new: list[Tensor]) -> None:
+    """Mean and var of the input term over all unpadded positions, into new[0] and new[1]."""
     x = wx.to(torch.float32)
     if lengths is None:
         var, mean = torch.var_mean(x, dim=(1, 2), correction=0)
@@ -368,7 +362,7 @@ def _sequence_moments(wx: Tensor, lengths: Tensor | None, eps: float, new: list[
         mean = torch.where(keep, x, 0).sum((1, 2)) / n
         var = torch.where(keep, x - mean[:, None, None], 0).square().sum((1, 2)) / n
     new[0][:, 0] = mean
-    new[1][:, 0] = torch.rsqrt(var + eps)
+    new[1][:, 0] = var
 
 
 def backward(
@@ -379,17 +373,17 @@ def backward(
     R, T, B, H, wx, plan = call.R, call.T, call.B, call.H, call.wx, call.plan
     dtype = wx.dtype
 
-    def state(grad: Tensor | None) -> Tensor:
-        if grad is None:
-            return torch.zeros(R, B, H, dtype=torch.float32, device=wx.device)
-        return grad.to(torch.float32, copy=True).contiguous()
-
-    dh, dc = state(dh_n), state(dc_n)
+    states = torch.zeros(2, R, B, H, dtype=torch.float32, device=wx.device)
+    for state, grad in zip(states, (dh_n, dc_n), strict=True):
+        if grad is not None:
+            state.copy_(grad)
+    dh, dc = states
     da = torch.empty_like(wx)
     shared = a.norm == "none" or a.joint  # the gradient of both terms is one
     dwx = da if shared else torch.empty_like(wx)
-    sums = [call.empty.new_zeros(R, n) for n in [4 * H] * 3 + [H] * 2]
-    moments = call.given_moments() if a.population else list(r[3:9])
+    flat = torch.zeros(14 * R * H, dtype=torch.float32, device=wx.device)
+    sums = [v.view(R, -1) for v in flat.split([4 * R * H] * 3 + [R * H] * 2)]
+    moments = [call.full(p) for p in a.population] if a.population else list(r[3:9])
     barrier = torch.zeros(R, dtype=torch.int32, device=wx.device)
     weight = a.weight_hh.to(dtype)
     transposed = weight.transpose(1, 2).contiguous()
@@ -400,7 +394,8 @@ def backward(
     }
     pieces = [(T - 1, T)] if plan.persistent else [(t, 1) for t in range(T - 1, -1, -1)]
     if cuda_lstm.covers(a):
-        da.view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
+        if not cuda_lstm.meets_at_counter("backward", wx):
+            da.view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
         names = ("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c")
         tensors = call.named(transposed, moments) | dict(zip(names, sums, strict=True))
         tensors |= {"cs": r.cs, "wh": r.wh, "doutput": dy, "dh": dh, "dc": dc, "da": da, "dwx": dwx}
@@ -432,6 +427,7 @@ def backward(
             *_rows(moments),
             a.rate_c,
             a.rate_h,
+            a.eps,
         ]
         call.launch(lstm_backward, arguments, flags, plan.warps_backward)
 
@@ -465,7 +461,8 @@ def _sequence_backward(
 ) -> None:
     """What sequencewise statistics add to the gradient of the input term, in place."""
     a = call.a
-    x_hat = (call.wx - r.mean_x[:, None]) * r.rstd_x[:, None]
+    rstd = torch.rsqrt(r.var_x + a.eps)[:, None]
+    x_hat = (call.wx - r.mean_x[:, None]) * rstd
     n: Tensor | int = call.T * call.B
     spread = dbias[:, None, None] + x_hat * dgamma_x[:, None, None]
     if a.lengths is not None:
@@ -474,4 +471,4 @@ def _sequence_backward(
         n = valid.sum()
         spread = torch.where(valid[None, :, :, None], spread, 0)
     gamma_x = call.full(a.gamma_x)[:, None, None]
-    dwx -= (spread * (r.rstd_x[:, None] * gamma_x) / n).to(dwx.dtype)
+    dwx -= (spread * (rstd * gamma_x) / n).to(dwx.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.custom import like_inputs, register_autograd, results
+from rbn.ops.custom import Formula, Operator, like_inputs, results
 from rbn.ops.gpu import launch
 
 _ARGS = (
@@ -24,12 +24,12 @@ _ARGS = (
     mutates_args=(),
     schema=f"({_ARGS}) -> {results(len(launch.Outputs._fields))}",
 )
-def lstm_op(*args: Any) -> tuple[Tensor, ...]:
+def _lstm(*args: Any) -> tuple[Tensor, ...]:
     """`rbn.ops.gpu.launch.forward` as an operator."""
     return tuple(launch.forward(launch.Inputs(*args)))
 
 
-@lstm_op.register_fake
+@_lstm.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
     a = launch.Inputs(*args)
     R, T, B, G = a.wx.shape
@@ -61,7 +61,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         f"{results(len(launch.Grads._fields))}"
     ),
 )
-def lstm_backward_op(
+def _lstm_backward(
     doutput: Tensor | None,
     dh_n: Tensor | None,
     dc_n: Tensor | None,
@@ -74,7 +74,7 @@ def lstm_backward_op(
         return tuple(launch.backward(a, r, doutput, dh_n, dc_n))
 
 
-@lstm_backward_op.register_fake
+@_lstm_backward.register_fake
 def _(
     doutput: Tensor | None,
     dh_n: Tensor | None,
@@ -85,4 +85,4 @@ def _(
     return like_inputs(launch.Inputs(*args), launch.Grads._fields)
 
 
-register_autograd(lstm_op, lstm_backward_op, launch.Inputs, launch.Grads._fields, 3)
+lstm_op = Operator(_lstm, _lstm_backward, Formula(launch.Inputs, launch.Grads._fields, results=3))

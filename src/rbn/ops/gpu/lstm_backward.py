@@ -36,10 +36,10 @@ def lstm_backward(
     gamma_c,  # [R, H]
     beta_c,  # [R, H]
     mean_x,  # [R, rows_x, 4H]
-    rstd_x,
-    rstd_h,  # [R, rows_h, 4H]
+    var_x,
+    var_h,  # [R, rows_h, 4H]
     mean_c,  # [R, rows_c, H]
-    rstd_c,
+    var_c,
     cs,  # [R, T + 1, B, H] float32
     wh,  # [R, T, B, 4H]: W_h h less its mean, or the gates before their nonlinearities
     lengths,  # [B] int32
@@ -66,6 +66,7 @@ def lstm_backward(
     rows_c,
     rate_c,
     rate_h,
+    eps,
     H: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
@@ -124,10 +125,10 @@ def lstm_backward(
     dc += r * B * H
     barrier += r
     mean_x += r * rows_x * GATES
-    rstd_x += r * rows_x * GATES
-    rstd_h += r * rows_h * GATES
+    var_x += r * rows_x * GATES
+    var_h += r * rows_h * GATES
     mean_c += r * rows_c * H
-    rstd_c += r * rows_c * H
+    var_c += r * rows_c * H
     of_gates = r * GATES + columns
     of_units = r * H + units
 
@@ -178,7 +179,7 @@ def lstm_backward(
         pre = a_hat
         if NORM != NONE:
             row = t if NORM == BATCH else tl.minimum(t, rows_h - 1)
-            rh = tl.load(rstd_h + row * GATES + columns, mask=n_ok, other=0.0)
+            rh = tl.rsqrt(tl.load(var_h + row * GATES + columns, mask=n_ok, other=0.0) + eps)
             a_hat *= rh[None, :]
             pre = a_hat * g_h[None, :] + b[None, :]
         if SPLIT_DX:
@@ -188,7 +189,7 @@ def lstm_backward(
             if X != NONE:
                 row_x = t if X == BATCH else tl.minimum(t, rows_x - 1)
                 mx = tl.load(mean_x + row_x * GATES + columns, mask=n_ok, other=0.0)
-                rx = tl.load(rstd_x + row_x * GATES + columns, mask=n_ok, other=0.0)
+                rx = tl.rsqrt(tl.load(var_x + row_x * GATES + columns, mask=n_ok, other=0.0) + eps)
                 x_hat = (x_hat - mx[None, :]) * rx[None, :]
                 pre += x_hat * g_x[None, :]
             else:
@@ -204,7 +205,7 @@ def lstm_backward(
         if CELL != NONE:
             row_c = t if CELL == BATCH else tl.minimum(t, rows_c - 1)
             mc = tl.load(mean_c + row_c * H + units, mask=u_ok, other=0.0)
-            rc = tl.load(rstd_c + row_c * H + units, mask=u_ok, other=0.0)
+            rc = tl.rsqrt(tl.load(var_c + row_c * H + units, mask=u_ok, other=0.0) + eps)
             c_hat = (c_hat - mc[None, :]) * rc[None, :]
             tanh_c = tanh(c_hat * g_c[None, :] + beta[None, :])
         else:

@@ -37,11 +37,11 @@ def lstm_forward(
     gamma_c,  # [R, H]
     beta_c,  # [R, H]
     mean_x,  # [R, rows_x, 4H], read where given, else written
-    rstd_x,
+    var_x,
     mean_h,  # [R, rows_h, 4H]
-    rstd_h,
+    var_h,
     mean_c,  # [R, rows_c, H]
-    rstd_c,
+    var_c,
     hs,  # [R, T + 1, B, HS], in the type of the product; hs[:, 0] is h0
     cs,  # [R, T + 1, B, H] float32 or, with cs_step 0, [R, 1, B, H]; starts with c0
     wh,  # [R, T, B, 4H]: W_h h less its mean, for the backward pass
@@ -116,11 +116,11 @@ def lstm_forward(
     h_n += r * B * H
     barrier += r
     mean_x += r * rows_x * GATES
-    rstd_x += r * rows_x * GATES
+    var_x += r * rows_x * GATES
     mean_h += r * rows_h * GATES
-    rstd_h += r * rows_h * GATES
+    var_h += r * rows_h * GATES
     mean_c += r * rows_c * H
-    rstd_c += r * rows_c * H
+    var_c += r * rows_c * H
 
     u_ok = units < H
     n_ok = unit_of < H
@@ -173,25 +173,25 @@ def lstm_forward(
         if LENGTHS and not INCLUDE:
             x = tl.where(valid, x, 0.0)
         if X == BATCH:
-            mx, rx = centered_moments(x, counts, scale, eps)
+            mx, vx = centered_moments(x, counts, scale)
             tl.store(mean_x + t * GATES + columns, mx, mask=n_ok)
-            tl.store(rstd_x + t * GATES + columns, rx, mask=n_ok)
-            x = (x - mx[None, :]) * rx[None, :] * g_x[None, :]
+            tl.store(var_x + t * GATES + columns, vx, mask=n_ok)
         if X == GIVEN:
             at = tl.minimum(t, rows_x - 1) * GATES + columns
             mx = tl.load(mean_x + at, mask=n_ok, other=0.0)
-            rx = tl.load(rstd_x + at, mask=n_ok, other=0.0)
-            x = (x - mx[None, :]) * rx[None, :] * g_x[None, :]
+            vx = tl.load(var_x + at, mask=n_ok, other=0.0)
+        if X != NONE:
+            x = (x - mx[None, :]) * (tl.rsqrt(vx + eps) * g_x)[None, :]
         if not JOINT:
             x += b[None, :]
         if NORM == GIVEN:
             at = tl.minimum(t, rows_h - 1) * GATES + columns
             mh = tl.load(mean_h + at, mask=n_ok, other=0.0)
-            rh = tl.load(rstd_h + at, mask=n_ok, other=0.0)
+            vh = tl.load(var_h + at, mask=n_ok, other=0.0)
         if CELL == GIVEN:
             at_c = tl.minimum(t, rows_c - 1) * H + units
             mc = tl.load(mean_c + at_c, mask=u_ok, other=0.0)
-            rc = tl.load(rstd_c + at_c, mask=u_ok, other=0.0)
+            vc = tl.load(var_c + at_c, mask=u_ok, other=0.0)
 
         # W_h h_{t-1}
         if PERSIST:
@@ -213,11 +213,11 @@ def lstm_forward(
             a += x
         kept = a
         if NORM == BATCH:
-            mh, rh = moments(a, counts, shift_h, scale, eps, FUSED)
+            mh, vh = moments(a, counts, shift_h, scale, FUSED)
             shift_h = mh
         if NORM != NONE:
             kept = a - mh[None, :]  # rounded, the difference is worth more than the sum
-            a = kept * rh[None, :] * g_h[None, :]
+            a = kept * (tl.rsqrt(vh + eps) * g_h)[None, :]
         pre = a + b[None, :] if JOINT else a + x
         if NORM == NONE:
             kept = pre
@@ -233,10 +233,10 @@ def lstm_forward(
         # Equation 8
         c_hat = cand
         if CELL == BATCH:
-            mc, rc = moments(cand, counts, shift_c, scale, eps, FUSED)
+            mc, vc = moments(cand, counts, shift_c, scale, FUSED)
             shift_c = mc
         if CELL != NONE:
-            c_hat = (cand - mc[None, :]) * rc[None, :] * g_c[None, :]
+            c_hat = (cand - mc[None, :]) * (tl.rsqrt(vc + eps) * g_c)[None, :]
         c_hat += beta[None, :]
         h_new = o * tanh(c_hat)
 
@@ -275,9 +275,9 @@ def lstm_forward(
         tl.store(cs + (t + 1) * cs_step + at_units, c, mask=tile_u)
         if NORM == BATCH:
             tl.store(mean_h + t * GATES + columns, mh, mask=n_ok)
-            tl.store(rstd_h + t * GATES + columns, rh, mask=n_ok)
+            tl.store(var_h + t * GATES + columns, vh, mask=n_ok)
         if CELL == BATCH:
             tl.store(mean_c + t * H + units, mc, mask=u_ok)
-            tl.store(rstd_c + t * H + units, rc, mask=u_ok)
+            tl.store(var_c + t * H + units, vc, mask=u_ok)
         if LENGTHS:
             tl.store(h_n + at_units, h_new, mask=valid & ok_u)

@@ -402,11 +402,13 @@ struct Staged {
       if (i < N) next[k] = value(i);
     }
   }
-  __device__ __forceinline__ void put(float* to) const {
+  // is_var(i): whether it is a variance, of which 1 / sqrt(var + eps) is wanted.
+  template <class IsVar>
+  __device__ __forceinline__ void put(float* to, float eps, IsVar is_var) const {
 #pragma unroll
     for (int k = 0; k < PER_THREAD; k++) {
       const int i = threadIdx.x + k * THREADS;
-      if (i < N) to[i] = next[k];
+      if (i < N) to[i] = is_var(i) ? rsqrtf(next[k] + eps) : next[k];
     }
   }
 };

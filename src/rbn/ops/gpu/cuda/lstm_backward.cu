@@ -7,7 +7,7 @@
 #define KBW ((COLUMN_BLOCKS + KS - 1) / KS)
 #define SPLIT (MODE_H != 0)  // d(W_x x) is not d(W_h h)
 
-// Statistics of a step: rstd_h; mean_x and rstd_x; mean_c and rstd_c.
+// Statistics of a step: var_h; mean_x and var_x; mean_c and var_c. The variances become rstd.
 #define GIVEN_H (MODE_H ? 32 : 0)
 #define GIVEN_X (MODE_X ? 64 : 0)
 #define GIVEN_C (MODE_C ? 16 : 0)
@@ -17,7 +17,7 @@ struct Backward {
   const Element* wx;      // [R, T, B, 4H]
   const Element* weight;  // [R, H, 4H], transposed
   const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
-  const float *mean_x, *rstd_x, *mean_h, *rstd_h, *mean_c, *rstd_c;
+  const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
   const float* cs;     // [R, T + 1, BLOCKS, B, UNITS]
   const Element* wh;   // [R, T, BLOCKS, 4, B, UNITS]
   const int* lengths;  // [B]
@@ -29,6 +29,7 @@ struct Backward {
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
   u32* counter;  // [R], zero
   int T, B, rows_x, rows_h, rows_c;
+  float eps;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Backward p) {
@@ -49,9 +50,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
   Element *da = p.da + r * p.T * B * GATES, *dwx = p.dwx + r * p.T * B * GATES;
   const float* cs = p.cs + (r * (p.T + 1) * BLOCKS + blockIdx.x) * B * UNITS + 2 * pair;
   const Element* doutput = p.doutput + r * p.T * B * H;
-  const float *mean_x = p.mean_x + r * p.rows_x * GATES, *rstd_x = p.rstd_x + r * p.rows_x * GATES;
-  const float* rstd_h = p.rstd_h + r * p.rows_h * GATES;
-  const float *mean_c = p.mean_c + r * p.rows_c * H, *rstd_c = p.rstd_c + r * p.rows_c * H;
+  const float *mean_x = p.mean_x + r * p.rows_x * GATES, *var_x = p.var_x + r * p.rows_x * GATES;
+  const float* var_h = p.var_h + r * p.rows_h * GATES;
+  const float *mean_c = p.mean_c + r * p.rows_c * H, *var_c = p.var_c + r * p.rows_c * H;
 
   Weights<NT, KBW> w;
   w.load(p.weight + r * GATES * H, GATES, ks, mw, lane, weights, [&](int) -> i64 {
@@ -92,12 +93,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
       if (i < GIVEN_H + GIVEN_X) {
         const bool of_h = i < GIVEN_H;
         const int column = column_of(i), rows = of_h ? p.rows_h : p.rows_x;
-        const float* from = of_h ? rstd_h : (i - GIVEN_H) / 32 ? rstd_x : mean_x;
+        const float* from = of_h ? var_h : (i - GIVEN_H) / 32 ? var_x : mean_x;
         return column < 0 ? 0.0f : from[(t < rows ? t : rows - 1) * GATES + column];
       }
       i -= GIVEN_H + GIVEN_X;
       const int u = blockIdx.x * UNITS + i % 8;
-      return u < H ? (i / 8 ? rstd_c : mean_c)[(t < p.rows_c ? t : p.rows_c - 1) * H + u] : 0.0f;
+      return u < H ? (i / 8 ? var_c : mean_c)[(t < p.rows_c ? t : p.rows_c - 1) * H + u] : 0.0f;
     });
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
@@ -129,7 +130,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
     // The forward step again, which waits for nobody.
     float a_hat[RPT][4][2], x_hat[RPT][4][2], gate[RPT][4][2], c_hat[RPT][2], tanh_c[RPT][2], dh[RPT][2];
     float rh[4][2], mx[4][2], rx[4][2], mc[2] = {}, rc[2] = {}, b[4][2], g_x[4][2], g_h[4][2];
-    staged.put(given);
+    staged.put(given, p.eps, [](int i) {
+      if (i < GIVEN_H + GIVEN_X) return i < GIVEN_H || (i - GIVEN_H) / 32 == 1;
+      return (i - GIVEN_H - GIVEN_X) / 8 == 1;
+    });
     __syncthreads();
     if (MODE_H) {
       read8(rh, given);

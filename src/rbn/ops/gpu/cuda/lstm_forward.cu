@@ -16,8 +16,8 @@ struct Forward {
   const Element* wx;      // [R, T, B, 4H]
   const Element* weight;  // [R, 4H, H]
   const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
-  const float *mean_x, *rstd_x;               // [R, rows_x, 4H]
-  float *mean_h, *rstd_h, *mean_c, *rstd_c;   // [R, rows, features]: read if given, else written
+  const float *mean_x, *var_x;               // [R, rows_x, 4H]
+  float *mean_h, *var_h, *mean_c, *var_c;   // [R, rows, features]: read if given, else written
   Element* hs;         // [R, T + 1, B, HS]; hs[:, 0] is h0, the rest EMPTY
   float* cs;           // [R, T + 1, BLOCKS, B, UNITS], for the backward pass
   Element* wh;         // [R, T, BLOCKS, 4, B, UNITS], likewise: W_h h less its mean, or without a
@@ -48,9 +48,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
   Element* hs = p.hs + r * (p.T + 1) * B * HS;
   float* cs = p.cs + (r * (p.T + 1) * BLOCKS + blockIdx.x) * B * UNITS + 2 * pair;
   Element* wh = p.wh + (r * p.T * BLOCKS + blockIdx.x) * 4 * B * UNITS + 2 * pair;
-  const float *mean_x = p.mean_x + r * p.rows_x * GATES, *rstd_x = p.rstd_x + r * p.rows_x * GATES;
-  float *mean_h = p.mean_h + r * p.rows_h * GATES, *rstd_h = p.rstd_h + r * p.rows_h * GATES;
-  float *mean_c = p.mean_c + r * p.rows_c * H, *rstd_c = p.rstd_c + r * p.rows_c * H;
+  const float *mean_x = p.mean_x + r * p.rows_x * GATES, *var_x = p.var_x + r * p.rows_x * GATES;
+  float *mean_h = p.mean_h + r * p.rows_h * GATES, *var_h = p.var_h + r * p.rows_h * GATES;
+  float *mean_c = p.mean_c + r * p.rows_c * H, *var_c = p.var_c + r * p.rows_c * H;
 
   Weights<NT, KBW> w;
   w.load(p.weight + r * GATES * H, H, ks, mw, lane, weights, [&](int q) -> i64 {
@@ -60,7 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
   load_parameters(parameters, p.bias, p.gamma_x, p.gamma_h, r);
 
   float g_c[2] = {}, beta[2] = {}, c[RPT][2], x[RPT][4][2];
-  float mean[4][2], rstd[4][2], shift_h[4][2] = {}, shift_c[2] = {}, mc[2] = {}, rc[2] = {};
+  float mean[4][2], rstd[4][2], shift_h[4][2] = {}, shift_c[2] = {};
+  float var[4][2], mc[2] = {}, vc[2] = {}, rc[2] = {};
   Pair raw[RPT][4];
   int length[RPT];
   bool in[RPT];
@@ -91,12 +92,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
         const int column = column_of(i), kind = i / 32 % 2;
         const bool of_x = i < GIVEN_X;
         const int rows = of_x ? p.rows_x : p.rows_h;
-        const float* from = of_x ? (kind ? rstd_x : mean_x) : (kind ? rstd_h : mean_h);
+        const float* from = of_x ? (kind ? var_x : mean_x) : (kind ? var_h : mean_h);
         return column < 0 ? 0.0f : from[(t < rows ? t : rows - 1) * GATES + column];
       }
       i -= GIVEN_X + GIVEN_H;
       const int u = blockIdx.x * UNITS + i % 8;
-      return u < H ? (i / 8 ? rstd_c : mean_c)[(t < p.rows_c ? t : p.rows_c - 1) * H + u] : 0.0f;
+      return u < H ? (i / 8 ? var_c : mean_c)[(t < p.rows_c ? t : p.rows_c - 1) * H + u] : 0.0f;
     });
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
@@ -108,7 +109,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
   };
   // The input term of step t, which is at hand; then step t + 1 is asked for.
   auto prepare = [&](i64 t) {
-    staged.put(given);
+    staged.put(given, p.eps, [](int i) {
+      return i < GIVEN_X + GIVEN_H ? i / 32 % 2 == 1 : (i - GIVEN_X - GIVEN_H) / 8 == 1;
+    });
     __syncthreads();
     float scale[4][2], offset[4][2], b[4][2];
     read8(b, parameters);
@@ -187,9 +190,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const int q = i / 2, e = i % 2;
-        const float off = v[i] * inv, var = fmaxf(v[8 + i] * inv - off * off, 0.0f);
+        const float off = v[i] * inv;
+        var[q][e] = fmaxf(v[8 + i] * inv - off * off, 0.0f);
         shift_h[q][e] = mean[q][e] = inv > 0.0f ? shift_h[q][e] + off : 0.0f;
-        rstd[q][e] = rsqrtf(var + p.eps);
+        rstd[q][e] = rsqrtf(var[q][e] + p.eps);
       }
     }
     float gate[RPT][4][2], cand[RPT][2], g_h[4][2];
@@ -228,9 +232,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
       sum_rows(v, room, total);
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const float off = v[e] * inv, var = fmaxf(v[2 + e] * inv - off * off, 0.0f);
+        const float off = v[e] * inv;
+        vc[e] = fmaxf(v[2 + e] * inv - off * off, 0.0f);
         shift_c[e] = mc[e] = inv > 0.0f ? shift_c[e] + off : 0.0f;
-        rc[e] = rsqrtf(var + p.eps);
+        rc[e] = rsqrtf(vc[e] + p.eps);
       }
     }
     float h[RPT][2];
@@ -266,11 +271,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
 #pragma unroll
         for (int q = 0; q < 4; q++) {
           store2(mean_h + t * GATES + q * H + unit, mean[q][0], mean[q][1]);
-          store2(rstd_h + t * GATES + q * H + unit, rstd[q][0], rstd[q][1]);
+          store2(var_h + t * GATES + q * H + unit, var[q][0], var[q][1]);
         }
       if (MODE_C == 1) {
         store2(mean_c + t * H + unit, mc[0], mc[1]);
-        store2(rstd_c + t * H + unit, rc[0], rc[1]);
+        store2(var_c + t * H + unit, vc[0], vc[1]);
       }
     }
     if (t + 1 < p.T) prepare(t + 1);

@@ -325,3 +325,18 @@ def test_a_batch_of_one_is_warned_of():
     with pytest.warns(UserWarning, match="BatchNormRNNCell"):
         rbn.BatchNormRNNCell(3, 4)(torch.randn(3))
     layer.eval()(torch.randn(5, 1, 3))  # no warning: population statistics
+
+
+def test_a_loaded_state_without_estimates_takes_the_first_minibatch_as_it_is():
+    layer = rbn.BatchNormLSTM(3, 4, max_length=5)
+    empty = {name: value.clone() for name, value in layer.state_dict().items()}
+    for _ in range(3):
+        layer(torch.randn(5, 6, 3))
+    twin = rbn.BatchNormLSTM(3, 4, max_length=5)
+    twin.load_state_dict(empty)
+    x = torch.randn(5, 6, 3)
+    layer.load_state_dict(empty)
+    layer(x)
+    twin(x)
+    assert torch.equal(layer.stats_h_l0.mean, twin.stats_h_l0.mean)
+    assert torch.equal(layer.stats_h_l0.var, twin.stats_h_l0.var)

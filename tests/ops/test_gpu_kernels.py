@@ -21,6 +21,8 @@ from recurrence_cases import (
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
 OPS = ("bn_lstm", "lstm")
 OPTIONS = {
     "plain": {},

@@ -43,16 +43,16 @@ class _BatchNormLSTM(BatchNormalized):
         self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
         steps = wx.shape[0]
-        gamma_h = self._parameter(f"gamma_h{suffix}", wx)
+        gamma_h = self._parameter(f"gamma_h{suffix}")
         assert gamma_h is not None
         output, h_n, c_n, batch = ops.bn_lstm(
             wx,
             getattr(self, f"weight_hh{suffix}").to(wx.dtype),
-            self._parameter(f"bias{suffix}", wx),
-            self._parameter(f"gamma_x{suffix}", wx),
+            self._parameter(f"bias{suffix}"),
+            self._parameter(f"gamma_x{suffix}"),
             gamma_h,
-            self._parameter(f"gamma_c{suffix}", wx),
-            self._parameter(f"beta_c{suffix}", wx),
+            self._parameter(f"gamma_c{suffix}"),
+            self._parameter(f"beta_c{suffix}"),
             *states,
             lengths=lengths,
             population=self._population(suffix, start, steps),

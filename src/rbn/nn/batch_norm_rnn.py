@@ -31,14 +31,14 @@ class _BatchNormRNN(BatchNormalized):
         self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
         steps = wx.shape[0]
-        gamma_x = self._parameter(f"gamma_x{suffix}", wx)
-        gamma_h = self._parameter(f"gamma_h{suffix}", wx)
+        gamma_x = self._parameter(f"gamma_x{suffix}")
+        gamma_h = self._parameter(f"gamma_h{suffix}")
         assert gamma_x is not None
         assert gamma_h is not None
         output, h_n, batch = ops.bn_rnn(
             wx,
             getattr(self, f"weight_hh{suffix}").to(wx.dtype),
-            self._parameter(f"bias{suffix}", wx),
+            self._parameter(f"bias{suffix}"),
             gamma_x,
             gamma_h,
             *states,

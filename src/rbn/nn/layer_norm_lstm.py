@@ -39,11 +39,11 @@ class _LayerNormLSTM(Recurrence):
         self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
         names = ("gamma_x", "gamma_h", "gamma_c", "beta_c")
-        scales = [self._parameter(name + suffix, wx) for name in names]
+        scales = [self._parameter(name + suffix) for name in names]
         output, h_n, c_n = ops.ln_lstm(
             wx,
             getattr(self, f"weight_hh{suffix}").to(wx.dtype),
-            self._parameter(f"bias{suffix}", wx),
+            self._parameter(f"bias{suffix}"),
             *scales,  # type: ignore[arg-type]
             *states,
             lengths=lengths,

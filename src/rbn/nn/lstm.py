@@ -28,8 +28,8 @@ class _LSTM(Recurrence):
         output, h_n, c_n = ops.lstm(
             wx,
             getattr(self, f"weight_hh{suffix}").to(wx.dtype),
-            self._parameter(f"bias{suffix}", wx),
-            self._parameter(f"beta_c{suffix}", wx),
+            self._parameter(f"bias{suffix}"),
+            self._parameter(f"beta_c{suffix}"),
             *states,
             lengths=lengths,
             zoneout_c=self._zoneout(self.zoneout[0], wx),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from rbn.nn import checks, init
-from rbn.ops.types import compute_dtype, valid_steps
+from rbn.ops.types import valid_steps
 
 INITIAL_STATES = ("learned", "zeros")
 States = tuple[Tensor, ...]
@@ -66,10 +66,10 @@ class Recurrence(nn.Module, abc.ABC):
     def _add_normalization(self, suffix: str, factory: dict[str, Any]) -> None:
         """The scales, shifts and statistics of one layer and direction."""
 
-    def _parameter(self, name: str, like: Tensor) -> Tensor | None:
-        """A parameter in the type in which the recurrence over `like` computes, if there is one."""
-        parameter = getattr(self, name, None)
-        return None if parameter is None else parameter.to(compute_dtype(like.dtype))
+    def _parameter(self, name: str) -> Tensor | None:
+        """A parameter, if there is one of that name."""
+        parameter: Tensor | None = getattr(self, name, None)
+        return parameter
 
     def reset_parameters(self) -> None:
         """Start as the paper's models do: orthogonal weights, forget bias 1, all else 0."""

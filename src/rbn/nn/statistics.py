@@ -46,6 +46,7 @@ class PopulationStatistics(nn.Module):
         self.momentum, self.shared = momentum, shared
         self.forced: str | None = None  # "batch" or "record": see `batch_statistics`
         self.estimated = False
+        self._surely_seen = 0  # steps that have an estimate, as far as the host knows
         rows = max_length or 0
         dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.register_buffer("mean", torch.zeros(rows, features, device=device, dtype=dtype))
@@ -67,6 +68,7 @@ class PopulationStatistics(nn.Module):
         for buffer in (self.mean, self.var, self.count):
             buffer.zero_()
         self.estimated = False
+        self._surely_seen = 0
 
     @torch.no_grad()
     def update(
@@ -91,6 +93,18 @@ class PopulationStatistics(nn.Module):
                 return
         count = self.count[start:stop]
         count += 1 if reached is None else reached
+        self.estimated = True
+        if self.momentum is not None and reached is None:
+            weighs_alike = stop <= self._surely_seen
+            if start <= self._surely_seen:
+                self._surely_seen = max(stop, self._surely_seen)
+            if weighs_alike:  # by far the most frequent case, and the cheapest
+                torch._foreach_lerp_(
+                    [self.mean[start:stop], self.var[start:stop]],
+                    [mean.to(self.mean.dtype), var.to(self.var.dtype)],
+                    self.momentum,
+                )
+                return
         if self.momentum is None:
             weight = 1.0 / count.clamp(min=1)
         else:  # the first estimate of a step stands alone
@@ -100,7 +114,6 @@ class PopulationStatistics(nn.Module):
             weight = torch.where(reached, weight, 0)
         self.mean[start:stop].lerp_(mean.to(self.mean.dtype), weight[:, None])
         self.var[start:stop].lerp_(var.to(self.var.dtype), weight[:, None])
-        self.estimated = True
 
     def read(self, start: int, steps: int) -> tuple[Tensor, Tensor]:
         """Mean and variance for `steps` steps from `start` on, ``[S', features]``, S' <= steps.
@@ -172,6 +185,7 @@ class PopulationStatistics(nn.Module):
             self.var = self.var.new_zeros(rows, self.features)
             self.count = self.count.new_zeros(rows)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self._surely_seen = 0
         self.estimated = count.device.type != "meta" and bool((count > 0).any())
 
     def extra_repr(self) -> str:

@@ -57,7 +57,7 @@ def bn_lstm(
             zoneout_h=zoneout_h,
             pass_normalized_cell=pass_normalized_cell,
         )
-    given = [p[None] for p in population_list(population, wx)]
+    given = population_list(population, wx)
     options = ("batch", eps, input_stats, padding, pass_normalized_cell)
     output, h_n, c_n, *rest = _run(tensors, lengths, given, zoneout_c, zoneout_h, options)
     return output, h_n, c_n, Statistics(*(v if v.numel() else None for v in rest[:6]))
@@ -110,11 +110,9 @@ def _run(
     zoneout_h: Tensor | float,
     options: tuple[Any, ...],
 ) -> list[Any]:
-    """One recurrence alone through the operator for several."""
-    mask_c, mask_h, rate_c, rate_h = zoneout_arguments(zoneout_c, zoneout_h)
-    alone = [None if v is None else v[None] for v in (*tensors, mask_c, mask_h)]
-    *stacked, mask_c, mask_h = alone
-    found = lstm_op(
-        *stacked, lengths, population, mask_c, mask_h, rate_c, rate_h, *options, needs_grad(tensors)
+    """The operator, which also takes several recurrences at once."""
+    zoneout = zoneout_arguments(zoneout_c, zoneout_h)
+    found: list[Any] = lstm_op(
+        *tensors, lengths, population, *zoneout, *options, needs_grad(tensors)
     )
-    return [v[0] if v.dim() > 1 else v for v in found[:9]]
+    return found

@@ -27,7 +27,7 @@ _NONE, _BATCH, _GIVEN = device.NONE.value, device.BATCH.value, device.GIVEN.valu
 
 
 class Inputs(NamedTuple):
-    """The arguments of the operator, in its order, all with a leading dimension R.
+    """The arguments of the operator, in its order, all with a leading dimension R or all without.
 
     See `rbn.ops.bn_lstm` for their meaning; lengths ``[B]`` are shared.
     """
@@ -53,6 +53,23 @@ class Inputs(NamedTuple):
     padding: str
     pass_normalized_cell: bool
     save: bool
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one recurrence, without the leading dimension."""
+        return self.wx.dim() == 3
+
+    def stacked(self) -> Inputs:
+        """With the leading dimension."""
+        if not self.alone:
+            return self
+        values: dict[str, Any] = {
+            name: v[None]
+            for name, v in self._asdict().items()
+            if isinstance(v, Tensor) and name != "lengths"
+        }
+        values["population"] = [p[None] for p in self.population]
+        return self._replace(**values)
 
     @property
     def joint(self) -> bool:
@@ -89,6 +106,14 @@ class Outputs(NamedTuple):
     cs: Tensor  # cells in float32
     hidden: Tensor  # [R, T, B, H], empty where it is the output
 
+    def unstacked(self) -> Outputs:
+        """Without the leading dimension."""
+        return Outputs(*(v.squeeze(0) if v.dim() > 1 else v for v in self))
+
+    def stacked(self) -> Outputs:
+        """With it."""
+        return Outputs(*(v[None] if v.dim() > 1 else v for v in self))
+
 
 class Grads(NamedTuple):
     """The gradients of the operator's differentiable inputs; empty for absent ones."""
@@ -102,6 +127,10 @@ class Grads(NamedTuple):
     beta_c: Tensor
     h0: Tensor
     c0: Tensor
+
+    def unstacked(self) -> Grads:
+        """Without the leading dimension."""
+        return Grads(*(v.squeeze(0) if v.dim() > 1 else v for v in self))
 
 
 def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
@@ -180,7 +209,11 @@ class _Call:
 
     def full(self, value: Tensor | None) -> Tensor:
         """In float32 and contiguous; anything where it is absent."""
-        return self.empty if value is None else value.to(torch.float32).contiguous()
+        if value is None:
+            return self.empty
+        if value.dtype == torch.float32 and value.is_contiguous():
+            return value
+        return value.to(torch.float32).contiguous()
 
     def vectors(self) -> list[Tensor]:
         a = self.a
@@ -235,6 +268,20 @@ def _rows(moments: list[Tensor]) -> list[int]:
 
 def forward(a: Inputs) -> Outputs:
     """Run the recurrence over all steps."""
+    return _forward(a.stacked()).unstacked() if a.alone else _forward(a)
+
+
+def backward(
+    a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
+) -> Grads:
+    """The gradients of all differentiable inputs, from those of the three results."""
+    if not a.alone:
+        return _backward(a, r, doutput, dh_n, dc_n)
+    dresults = (None if d is None else d[None] for d in (doutput, dh_n, dc_n))
+    return _backward(a.stacked(), r.stacked(), *dresults).unstacked()
+
+
+def _forward(a: Inputs) -> Outputs:
     call = _Call(a)
     R, T, B, H, wx, plan = call.R, call.T, call.B, call.H, call.wx, call.plan
     dtype = wx.dtype
@@ -365,10 +412,9 @@ def _sequence_moments(wx: Tensor, lengths: Tensor | None, new: list[Tensor]) -> 
     new[1][:, 0] = var
 
 
-def backward(
+def _backward(
     a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
 ) -> Grads:
-    """The gradients of all differentiable inputs, from those of the three results."""
     call = _Call(a)
     R, T, B, H, wx, plan = call.R, call.T, call.B, call.H, call.wx, call.plan
     dtype = wx.dtype

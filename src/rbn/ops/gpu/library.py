@@ -31,7 +31,8 @@ def _lstm(*args: Any) -> tuple[Tensor, ...]:
 
 @_lstm.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    a = launch.Inputs(*args)
+    given = launch.Inputs(*args)
+    a = given.stacked()
     R, T, B, G = a.wx.shape
     H = G // 4
 
@@ -42,7 +43,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     hidden = new(R, T + 1, B, launch.stride_of(H), dtype=a.wx.dtype)[:, 1:, :, :H]
     if not a.include and launch.stride_of(H) == H:
         output = hidden
-    return (
+    found = (
         output,
         new(R, B, H, dtype=a.wx.dtype),
         new(R, B, H, dtype=a.wx.dtype),
@@ -51,6 +52,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         new(launch.saved_cells(a) if a.save else 0),
         hidden if a.include and a.save else new(0, dtype=a.wx.dtype),
     )
+    return tuple(launch.Outputs(*found).unstacked()) if given.alone else found
 
 
 @torch.library.custom_op(

@@ -1,0 +1,197 @@
+"""The kernels in CUDA C++ and how PyTorch gets along with them, on a card."""
+
+import copy
+
+import pytest
+import torch
+from recurrence_cases import assert_same, calm, differentiate, make_case
+
+import rbn
+from rbn.ops.gpu import cuda_lstm, launch
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# A product of n terms rounded to a unit u is off by about u * sqrt(n) of a term, that is by u of
+# the sum here, where weights have the size n ** -0.5; a step adds a few such errors, a gradient one
+# for each step it passes. tf32 has the 10 bits of float16.
+UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+SHAPES = [(6, 5, 6), (5, 100, 100), (4, 64, 240), (3, 37, 1000), (4, 17, 50), (3, 128, 56)]
+OPTIONS = {
+    "plain": {},
+    "lengths": {"lengths": "random"},
+    "sequencewise": {"input_stats": "sequence", "lengths": "random"},
+    "population": {"population": 2},
+    "raw output": {"absent": ("gamma_c", "bias")},
+}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the kernels that run."""
+    found = []
+    for name in ("forward", "backward"):
+        run = getattr(cuda_lstm, name)
+
+        def counted(*args, _run=run, _name=name):
+            found.append(_name)
+            return _run(*args)
+
+        monkeypatch.setattr(cuda_lstm, name, counted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("op", "name"), [("bn_lstm", n) for n in OPTIONS] + [("lstm", "plain"), ("lstm", "lengths")]
+)
+def test_against_the_reference(op, name, shape, dtype, calls):
+    case = make_case(op, *shape, dtype=dtype, **calm(op), **OPTIONS[name])
+    torch.use_deterministic_algorithms(True)  # new memory holds NaN
+    try:
+        found = differentiate(case.on("cuda"), "gpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert calls == ["forward", "backward"]
+    expected = differentiate(case.to(torch.float64), "reference")
+    assert_same(found[0], expected[0], 16 * UNITS[dtype])
+    for key, want in expected[1].items():
+        error = (found[1][key].double().cpu() - want).norm() / want.norm().clamp(min=1)
+        assert error <= 8 * UNITS[dtype], f"gradient of {key}: {error:.2g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(9, 100, 100), (5, 64, 1000)])
+def test_the_same_bits_every_time(shape, dtype, calls):
+    case = make_case("bn_lstm", *shape, dtype=dtype).on("cuda")
+    first = differentiate(case, "gpu")
+    for _ in range(200):
+        again = differentiate(case, "gpu")
+        for one, other in zip(first, again, strict=True):
+            for name, value in one.items():
+                assert torch.equal(value, other[name]), name
+    assert len(calls) == 402
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_and_cuda_agree(dtype, monkeypatch):
+    case = make_case("bn_lstm", 7, 33, 40, dtype=dtype, lengths="random", **calm("bn_lstm"))
+    one = differentiate(case.on("cuda"), "gpu")
+    monkeypatch.setattr(cuda_lstm, "covers", lambda a: False)
+    other = differentiate(case.on("cuda"), "gpu")
+    for a, b in zip(one, other, strict=True):
+        assert_same(a, {k: None if v is None else v.cpu() for k, v in b.items()}, 16 * UNITS[dtype])
+
+
+def test_a_batch_too_large_for_the_kernels(calls):
+    case = make_case("bn_lstm", 3, 5000, 4, dtype=torch.float32)
+    assert launch.plan_for(case.tensors["wx"][None].cuda()) is None
+    found = differentiate(case.on("cuda"), "gpu")
+    assert not calls
+    assert_same(found[0], differentiate(case.to(torch.float64), "reference")[0], 1e-4)
+
+
+def test_nan_shows():
+    case = make_case("bn_lstm", 4, 20, 16, dtype=torch.float32).on("cuda")
+    case.tensors["wx"][1, 3, 2] = torch.nan
+    with torch.no_grad(), rbn.backend("gpu"):
+        output, *_ = rbn.ops.bn_lstm(*case.tensors.values())
+    assert output[1:].isnan().any()
+    assert not output[0].isnan().any()
+
+
+def train_step(layer, x):
+    layer.zero_grad(set_to_none=False)
+    layer(x)[0].square().mean().backward()
+
+
+def test_a_graph_of_a_training_step():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(8, 64, max_length=12).cuda()
+    twin = copy.deepcopy(layer)
+    x = torch.randn(12, 32, 8, device="cuda")
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            train_step(layer, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train_step(layer, x)
+    fresh = torch.randn_like(x)
+    x.copy_(fresh)
+    graph.replay()
+    for parameter in twin.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    train_step(twin, fresh)
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
+
+
+def test_compiled_as_one_graph():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(8, 64, max_length=12).cuda()
+    twin = copy.deepcopy(layer)
+    x = torch.randn(12, 32, 8, device="cuda")
+    compiled = torch.compile(lambda v: layer(v)[0].square().mean(), fullgraph=True)
+    compiled(x).backward()
+    twin(x)[0].square().mean().backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, twin.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype, calls):
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(8, 64).cuda()
+    x = torch.randn(12, 32, 8, device="cuda")
+    with torch.autocast("cuda", dtype):
+        output, _ = layer(x)
+    assert output.dtype == dtype
+    output.float().square().mean().backward()
+    assert calls == ["forward", "backward"]
+    twin = copy.deepcopy(layer).cpu().double()
+    twin.zero_grad()
+    twin(x.cpu().double())[0].square().mean().backward()
+    for name, parameter in layer.named_parameters():
+        want = twin.get_parameter(name).grad
+        error = (parameter.grad.double().cpu() - want).norm()
+        assert error <= 16 * UNITS[dtype] * want.norm().clamp(min=1e-2), name
+
+
+def test_two_streams_at_once():
+    torch.manual_seed(0)
+    cases = [
+        make_case("bn_lstm", 50, 64, 100, seed, dtype=torch.float32).on("cuda") for seed in (0, 1)
+    ]
+    alone = [differentiate(case, "gpu") for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    together = []
+    for case, stream in zip(cases, streams, strict=True):
+        with torch.cuda.stream(stream):
+            together.append(differentiate(case, "gpu"))
+    torch.cuda.synchronize()
+    for one, other in zip(alone, together, strict=True):
+        for name, value in one[1].items():
+            assert torch.equal(value, other[1][name]), name
+
+
+def test_long_sequences_in_inference():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(2, 16).cuda()
+    layer(torch.randn(10, 8, 2, device="cuda"))
+    layer.eval()
+    x = torch.randn(100_000, 2, 2, device="cuda")
+    with torch.no_grad():
+        output, _ = layer(x)
+        head, _ = layer(x[:50])
+    assert torch.equal(output[:50], head)
+    assert output.isfinite().all()

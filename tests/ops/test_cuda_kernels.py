@@ -10,7 +10,7 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, launch  # noqa: E402
+from rbn.ops.gpu import cuda_lstm, launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +46,7 @@ def calls(monkeypatch):
     return found
 
 
-# Every option and every shape in every type, though not all of them with all: each is a compilation.
+# Every option and every shape in every type, though not all with all: each is a compilation.
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
     ("op", "name", "shape"),

@@ -4,6 +4,9 @@ The interpreter runs the programs of a launch one after another, so the host lau
 itself; all but the barrier between the steps is the code that runs on the card.
 """
 
+import copy
+import importlib
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +21,8 @@ from recurrence_cases import (
     differentiate,
     make_case,
 )
+
+import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
@@ -103,3 +108,58 @@ def test_nothing_is_kept_without_a_gradient(op):
     with torch.no_grad():
         found = call(case.on(DEVICE), "gpu")
     assert_same(found, call(case.to(torch.float64), "reference"), TOLERANCES[torch.float32][0])
+
+
+@pytest.mark.parametrize("options", [{}, {"lengths": [4, 1, 2], "padding": "include"}])
+def test_the_operator(options, monkeypatch):
+    """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
+    case = make_case("bn_lstm", 4, 3, 6, dtype=torch.float32, **calm("bn_lstm"), **options)
+    leaves = {name: v.requires_grad_() for name, v in case.on(DEVICE).present().items()}
+    gpu, found = importlib.import_module("rbn.ops.gpu"), []
+    run = gpu.lstm_op
+    monkeypatch.setattr(gpu, "lstm_op", lambda *args: found.append(args) or run(*args))
+    call(case.on(DEVICE).with_tensors(**leaves), "gpu")
+    (args,) = found
+    # A compiled call may differ from this one in the last bits.
+    torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, args, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_as_one_graph():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(3, 6, max_length=4).to(DEVICE)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(4, 5, 3, device=DEVICE)
+
+    def loss(module, x):
+        with rbn.backend("gpu"):
+            return module(x)[0].square().mean()
+
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(layer, x).backward()
+    loss(twin, x).backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, twin.get_parameter(name).grad)
+
+
+def test_several_recurrences_at_once():
+    """Two directions, or models, in one launch give the numbers of each alone."""
+    cases_ = [
+        make_case("bn_lstm", 4, 5, 6, seed, dtype=torch.float32, **calm("bn_lstm")).on(DEVICE)
+        for seed in (0, 1)
+    ]
+    alone = [differentiate(case, "gpu") for case in cases_]
+    leaves = [
+        torch.stack([case.tensors[name] for case in cases_]).requires_grad_()
+        for name in cases_[0].tensors
+    ]
+    options = ([], None, None, 0.0, 0.0, "batch", CALM, "step", "exclude", False, True)
+    results = importlib.import_module("rbn.ops.gpu").lstm_op(*leaves, None, *options)
+    for r, (found, _) in enumerate(alone):
+        for name, value in zip(("output", "h_n", "c_n"), results, strict=False):
+            torch.testing.assert_close(value[r], found[name])
+    cotangents = [
+        torch.stack([case.cotangents[n] for case in cases_]) for n in ("output", "h_n", "c_n")
+    ]
+    grads = torch.autograd.grad(results[:3], leaves, cotangents)
+    for r, (_, found) in enumerate(alone):
+        for name, grad in zip(found, grads, strict=True):
+            torch.testing.assert_close(grad[r], found[name], rtol=1e-4, atol=1e-4)

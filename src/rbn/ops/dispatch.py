@@ -22,6 +22,7 @@ from rbn.ops import cpu, reference
 _NAMES = ("reference", "cpu", "gpu")
 _BY_DEVICE = {"cpu": "cpu", "cuda": "gpu"}
 _OLDEST = (7, 0)  # compute capability that the kernels' compiler supports
+_gpu: Any = None  # the module, once it was asked for
 _forced: str | None = None  # a plain global, which torch.compile can guard on
 
 
@@ -31,7 +32,7 @@ def backends() -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1)
-def _gpu() -> Any | None:
+def _load_gpu() -> Any | None:
     """The GPU's kernels, or None without their compiler (which comes with torch for CUDA)."""
     try:
         return importlib.import_module("rbn.ops.gpu")
@@ -39,9 +40,14 @@ def _gpu() -> Any | None:
         return None
 
 
-@functools.lru_cache(maxsize=64)
-def _old(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) < _OLDEST
+@torch.compiler.assume_constant_result
+def _has_gpu_kernels(device: int | None) -> bool:
+    """Whether there are kernels for this CUDA device, or at all for None."""
+    global _gpu
+    _gpu = _load_gpu()
+    if _gpu is None:
+        return False
+    return device is None or torch.cuda.get_device_capability(device) >= _OLDEST
 
 
 @contextlib.contextmanager
@@ -97,12 +103,14 @@ def select(op: str, like: Tensor) -> Callable[..., Any]:
         raise RuntimeError(f'rbn.backend("cpu") was asked for, but the input is on {device}')
     module: Any = {"reference": reference, "cpu": cpu}.get(name)
     if name == "gpu":
-        module = _gpu()
-        if _forced is None and (module is None or _old(like.device.index or 0)):
+        ready = _has_gpu_kernels((like.device.index or 0) if device == "cuda" else None)
+        if ready and (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
+            module = _gpu
+        elif _forced is None:
             module = reference
-        elif module is None:
-            raise RuntimeError('rbn.backend("gpu") needs the package triton')
-        elif device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        elif ready:
             raise RuntimeError(f'rbn.backend("gpu") was asked for, but the input is on {device}')
+        else:
+            raise RuntimeError('rbn.backend("gpu") needs triton and a card it supports')
     function: Callable[..., Any] = getattr(module, op)
     return function

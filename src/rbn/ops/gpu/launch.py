@@ -419,16 +419,16 @@ def _backward(
     R, T, B, H, wx, plan = call.R, call.T, call.B, call.H, call.wx, call.plan
     dtype = wx.dtype
 
-    states = torch.zeros(2, R, B, H, dtype=torch.float32, device=wx.device)
-    for state, grad in zip(states, (dh_n, dc_n), strict=True):
-        if grad is not None:
-            state.copy_(grad)
-    dh, dc = states
+    full: dict[str, Any] = {"dtype": torch.float32, "device": wx.device}
+    dh, dc = (
+        torch.zeros(R, B, H, **full) if grad is None else grad.to(copy=True, **full).contiguous()
+        for grad in (dh_n, dc_n)
+    )
     da = torch.empty_like(wx)
     shared = a.norm == "none" or a.joint  # the gradient of both terms is one
     dwx = da if shared else torch.empty_like(wx)
-    flat = torch.zeros(14 * R * H, dtype=torch.float32, device=wx.device)
-    sums = [v.view(R, -1) for v in flat.split([4 * R * H] * 3 + [R * H] * 2)]
+    new = torch.empty if cuda_lstm.covers(a) else torch.zeros
+    sums = [new(R, n, **full) for n in [4 * H] * 3 + [H] * 2]
     moments = [call.full(p) for p in a.population] if a.population else list(r[3:9])
     barrier = torch.zeros(R, dtype=torch.int32, device=wx.device)
     weight = a.weight_hh.to(dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +41,7 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@functools.lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result
 def multiprocessors(device: int) -> int:
     """How many programs of a large kernel run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -198,9 +198,8 @@ def main():
         "date": time.strftime("%Y-%m-%d"),
     }
     print(f"{facts['gpu']}; {facts['versions']}\n")
-    print(
-        f"{'shape':>15} {'':5} {'what':<28}{'fwd':>8}{'fwd+bwd':>9}{'infer':>8}{'MiB':>9}{'ratio':>7}"
-    )
+    header = ("fwd", "fwd+bwd", "infer", "MiB", "ratio")
+    print(f"{'shape':>15} {'':5} {'what':<28}" + "".join(f"{h:>9}" for h in header))
     rows = []
     shapes = SHAPES | (SWEEPS if arguments.sweeps else {})
     for name, shape in shapes.items():
@@ -235,9 +234,9 @@ def main():
                     }
                     rows.append(row)
                     print(
-                        f"{name:>15} {precision:5} {label:<28}{row.get('fwd_ms', 0):8.3f}"
-                        f"{row['fwdbwd_ms']:9.3f}{row.get('infer_ms', 0):8.3f}"
-                        f"{row.get('peak_mb', 0):9.1f}{row['ratio_to_cudnn']:7.2f}",
+                        f"{name:>15} {precision:5} {label:<28}{row.get('fwd_ms', 0):9.3f}"
+                        f"{row['fwdbwd_ms']:9.3f}{row.get('infer_ms', 0):9.3f}"
+                        f"{row.get('peak_mb', 0):9.1f}{row['ratio_to_cudnn']:9.2f}",
                         flush=True,
                     )
                 del layer, made

@@ -142,6 +142,7 @@ def test_a_graph_of_a_training_step():
         assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice
 def test_compiled_as_one_graph():
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(8, 64, max_length=12).cuda()

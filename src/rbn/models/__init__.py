@@ -1,5 +1,6 @@
 """What is trained: models made of the layers."""
 
 from rbn.models.classifier import SequenceClassifier
+from rbn.models.language_model import LanguageModel
 
-__all__ = ["SequenceClassifier"]
+__all__ = ["LanguageModel", "SequenceClassifier"]

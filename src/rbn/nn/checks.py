@@ -75,6 +75,28 @@ def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: boo
     features(input, input_size, weight, autocast)
 
 
+def is_symbols(input: Any) -> bool:
+    """Whether an input holds the numbers of symbols, which stand for one-hot vectors."""
+    kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    return isinstance(input, Tensor) and input.dtype in kinds and input.dim() in (1, 2)
+
+
+def symbols(input: Tensor, input_size: int, weight: Tensor) -> Tensor:
+    """Numbers of symbols as int64 with a last dimension of one; checked on the CPU."""
+    if input.device != weight.device:
+        raise ValueError(
+            f"input is on {input.device} and the parameters are on {weight.device}: "
+            "move one to the other's device"
+        )
+    if input.device.type == "cpu" and input.numel() and not torch.compiler.is_compiling():
+        least, most = (int(v) for v in input.aminmax())
+        if least < 0 or most >= input_size:
+            raise ValueError(
+                f"input must hold symbols from 0 to {input_size - 1}, got {least} to {most}"
+            )
+    return input.to(torch.int64)[..., None]
+
+
 def features(input: Tensor, input_size: int, weight: Tensor, autocast: bool) -> None:
     """The last dimension, dtype and device of an input."""
     if input.shape[-1] != input_size:

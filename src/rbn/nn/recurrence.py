@@ -100,7 +100,11 @@ class Recurrence(nn.Module, abc.ABC):
     ) -> tuple[Tensor, States]:
         """The input product of all steps at once, then the recurrence."""
         weight = getattr(self, f"weight_ih{suffix}")
-        wx = F.linear(input, weight.to(input.dtype))  # W_x x_t for every t
+        # W_x x_t for every t; for a one-hot x_t that is a column of W_x.
+        if input.is_floating_point():
+            wx = F.linear(input, weight.to(input.dtype))
+        else:
+            wx = F.embedding(input[..., 0], self._autocast(weight).t().contiguous())
         batch = input.shape[1]
         states = self._initial_states(suffix, batch, weight) if given is None else given
         if batch == 0:
@@ -137,7 +141,9 @@ class Recurrence(nn.Module, abc.ABC):
         return torch.is_autocast_enabled(self._weight().device.type)
 
     def _autocast(self, x: Tensor) -> Tensor:
-        """X in the type that autocast asks for on its device, if it does."""
+        """X in the type that autocast asks for on its device, if it does and x has values."""
+        if not x.is_floating_point():
+            return x
         device = x.device.type
         return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -223,7 +229,9 @@ class Layers(Recurrence):
 
         Args:
             input: ``[T, B, input_size]``, ``[B, T, input_size]`` with batch_first,
-                ``[T, input_size]`` for one sequence without a batch, or a PackedSequence.
+                ``[T, input_size]`` for one sequence without a batch, or a PackedSequence. Integers
+                of one dimension less are symbols from 0 to input_size - 1 and stand for one-hot
+                vectors: a look-up in the weights instead of a product with zeros.
             hx: initial states as `torch.nn.LSTM` takes them, ``[layers * directions, B, H]`` each;
                 overrides the learned ones.
             lengths: unpadded steps of each sequence, integers ``[B]`` in any order.
@@ -238,7 +246,10 @@ class Layers(Recurrence):
             if lengths is not None:
                 raise ValueError("lengths must not be given with a PackedSequence: it has its own")
             return self._forward_packed(input, hx, start)
-        checks.sequence_input(input, self.input_size, self._weight(), self._under_autocast())
+        if checks.is_symbols(input):
+            input = checks.symbols(input, self.input_size, self._weight())
+        else:
+            checks.sequence_input(input, self.input_size, self._weight(), self._under_autocast())
         if input.dim() == 2:
             if lengths is not None:
                 raise ValueError("lengths needs a batched input, got one without a batch")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _PAGE = 2**21
-_LEAST = 4 * _PAGE  # smaller buffers usually come from memory that is there already
+_LEAST = 2 * _PAGE  # smaller buffers usually come from memory that is there already
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,0 +1,127 @@
+"""Checkpoints: one safetensors file each, written whole or not at all, read without pickle."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read, with the reason."""
+
+
+def save(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """Write tensors and facts (anything JSON can hold) to one file, atomically.
+
+    The file appears under its name only when it is complete and on the disk; what was there under
+    that name before stays until then.
+    """
+    from safetensors.torch import save_file
+
+    plain = {name: v.detach().cpu().contiguous() for name, v in tensors.items()}
+    metadata = {"facts": json.dumps(facts), "crc32": str(_checksum(plain))}
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(plain, part, metadata=metadata)
+        _to_disk(part)
+        os.replace(part, path)
+        _to_disk(path.parent)
+    except Exception as error:  # safetensors has errors of its own for a full disk
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise CheckpointError(
+            f"could not write {path}: {error}. The checkpoint before it is still good."
+        ) from error
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What `save` wrote, on the CPU."""
+    from safetensors import safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        facts = json.loads(metadata["facts"])
+        checksum = int(metadata["crc32"])
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint {path}") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a checkpoint, or damaged: {error}") from error
+    if _checksum(tensors) != checksum:
+        raise CheckpointError(f"{path} is damaged: its numbers are not those that were written")
+    return tensors, facts
+
+
+def _checksum(tensors: dict[str, Tensor]) -> int:
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(name.encode(), value)
+        value = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, value)
+    return value
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, would survive the machine's end."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# What a training run consists of -----------------------------------------------------------------
+
+
+def state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Model, optimiser and random states as tensors, and what of them is no tensor."""
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    found = optimizer.state_dict()
+    numbers: dict[str, dict[str, Any]] = {}
+    for index, state in found["state"].items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{index}.{key}"] = value
+            else:
+                numbers.setdefault(str(index), {})[key] = value
+    tensors["random.cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors["random.cuda"] = torch.cuda.get_rng_state()
+    return tensors, {"groups": found["param_groups"], "numbers": numbers}
+
+
+def restore(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, Tensor],
+    facts: dict[str, Any],
+) -> None:
+    """Put back what `state_of` took."""
+    model.load_state_dict(_under("model.", tensors))
+    state: dict[int, dict[str, Any]] = {
+        int(index): dict(values) for index, values in facts["numbers"].items()
+    }
+    for name, value in _under("optimizer.", tensors).items():
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = value
+    groups = [
+        {k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in facts["groups"]
+    ]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    torch.set_rng_state(tensors["random.cpu"])
+    if torch.cuda.is_available() and "random.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,239 @@
+"""Training runs: when they look and stop, and that they go on as if nothing had happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tasks import Letters, trainer
+
+from rbn.training import CheckpointError, Diverged, Schedule, Trainer, checkpoint
+
+
+class Killed(Exception):
+    pass
+
+
+def final(folder):
+    """Everything a run leaves behind, less the time it took."""
+    tensors, facts = checkpoint.load(folder / "last.safetensors")
+    progress = facts["progress"]
+    progress.pop("seconds")
+    for record in progress["history"]:
+        record.pop("seconds")
+    return tensors, facts
+
+
+def assert_same_run(one, other):
+    (tensors, facts), (tensors2, facts2) = final(one), final(other)
+    assert facts == facts2
+    assert tensors.keys() == tensors2.keys()
+    for name, value in tensors.items():
+        assert torch.equal(value, tensors2[name]), name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run from the first step to the last."""
+    folder = tmp_path_factory.mktemp("whole")
+    progress = trainer(folder).run()
+    assert progress.finished
+    assert progress.step == 20
+    return folder
+
+
+def test_what_a_run_leaves_behind(whole):
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [5, 10, 15, 20]
+    assert lines[-1].keys() == {"step", "seconds", "train", "valid", "half"}
+    assert lines[-1]["train"] < lines[0]["train"]
+    best = min(lines, key=lambda line: line["valid"])
+    _, facts = checkpoint.load(whole / "best.safetensors")
+    assert facts == {"step": best["step"], "valid": best["valid"]}
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 5, 17, 19])
+def test_a_run_that_was_killed_goes_on_to_the_same_numbers(stop, whole, tmp_path):
+    def kill(progress, loss):
+        if progress.step == stop:
+            raise Killed
+
+    with pytest.raises(Killed):
+        trainer(tmp_path, on_step=kill).run()
+    torch.manual_seed(12345)  # another process has another random state
+    again = trainer(tmp_path, Letters(seed=99))
+    assert 0 <= again.progress.step <= stop
+    again.run()
+    assert_same_run(tmp_path, whole)
+
+
+KILL_IN_A_CHECKPOINT = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[2])
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+from tasks import trainer
+from rbn.training import checkpoint
+replace, count = os.replace, 0
+def die(*args):
+    global count
+    count += 1
+    if count == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return replace(*args)
+os.replace = die
+trainer(Path(sys.argv[1])).run()
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_killed_in_the_middle_of_a_checkpoint(whole, tmp_path):
+    command = [
+        sys.executable,
+        "-c",
+        KILL_IN_A_CHECKPOINT,
+        str(tmp_path),
+        str(Path(__file__).parent),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert list(tmp_path.glob("*.part"))
+    trainer(tmp_path, Letters(seed=99)).run()
+    assert_same_run(tmp_path, whole)
+
+
+def test_control_c_saves(whole, tmp_path):
+    def interrupt(progress, loss):
+        if progress.step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, on_step=interrupt).run()
+    again = trainer(tmp_path)
+    assert again.progress.step == 7
+    again.run()
+    assert_same_run(tmp_path, whole)
+
+
+def test_a_finished_run_stays_finished(whole, tmp_path):
+    again = trainer(whole)
+    assert again.progress.finished
+    assert again.run().step == 20
+
+
+def test_out_of_time(tmp_path):
+    schedule = Schedule(20, evaluate_every=5, max_minutes=1e-9)
+    progress = trainer(tmp_path, schedule=schedule).run()
+    assert (progress.step, progress.finished) == (1, False)
+    assert trainer(tmp_path).run().finished
+
+
+def test_patience(tmp_path):
+    class Worse(Letters):
+        looks = 0
+
+        def evaluate(self):
+            self.looks += 1
+            return {"valid": float(self.looks)}
+
+    progress = trainer(tmp_path, Worse(), Schedule(100, evaluate_every=2, patience=3)).run()
+    assert progress.stopped_early
+    assert (progress.step, progress.best, progress.best_step) == (8, 1.0, 2)
+
+
+def test_the_best_model_comes_back(tmp_path):
+    task = Letters()
+    run = trainer(tmp_path, task)
+    run.run()
+    tensors, _ = checkpoint.load(run.best)
+    for parameter in task.model.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert run.load_best()["step"] == run.progress.best_step
+    for name, value in task.model.state_dict().items():
+        assert torch.equal(value, tensors[f"model.{name}"])
+
+
+def test_a_loss_that_is_not_finite_stops_with_a_model_to_look_at(tmp_path):
+    class Bad(Letters):
+        def loss(self, step):
+            return super().loss(step) * (torch.nan if step == 3 else 1)
+
+    with pytest.raises(Diverged, match=r"diverged at step 3 .* loss nan") as error:
+        trainer(tmp_path, Bad()).run()
+    assert "diverged.safetensors" in str(error.value)
+    _, facts = checkpoint.load(tmp_path / "diverged.safetensors")
+    assert facts["progress"]["step"] == 3
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    run = trainer(tmp_path)
+    run.run()
+    before = run.last.read_bytes()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(CheckpointError, match=r"No space left .* still good"):
+        run.save()
+    assert run.last.read_bytes() == before
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("position", [0.02, 0.5, 0.9])
+def test_a_damaged_checkpoint_is_named(position, whole, tmp_path):
+    content = bytearray((whole / "last.safetensors").read_bytes())
+    content[int(len(content) * position)] ^= 0xFF
+    (tmp_path / "last.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"last\.safetensors is (not a checkpoint|damaged)"):
+        trainer(tmp_path)
+
+
+def test_a_truncated_checkpoint_is_named(whole, tmp_path):
+    content = (whole / "last.safetensors").read_bytes()
+    (tmp_path / "last.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=r"last\.safetensors is not a checkpoint, or damaged"):
+        trainer(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        checkpoint.load(tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"patience": 0}, "patience must be at least 1, got 0"),
+        ({"clip": 0.0}, "clip must be positive, got 0"),
+        ({"max_minutes": -1.0}, "max_minutes must be positive, got -1"),
+    ],
+)
+def test_bad_schedules(options, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule(**{"steps": 1, "evaluate_every": 1} | options)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW])
+def test_every_optimiser_goes_on(make, tmp_path):
+    def run(folder, stop=None):
+        task = Letters()
+        options = {} if make is torch.optim.AdamW else {"momentum": 0.9}
+        optimizer = make(task.model.parameters(), 0.01, **options)
+        schedule = Schedule(6, evaluate_every=3, checkpoint_every=2)
+
+        def kill(progress, loss):
+            if progress.step == stop:
+                raise Killed
+
+        Trainer(task, optimizer, schedule, folder, on_step=kill).run()
+
+    run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(tmp_path / "cut", 5)
+    run(tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert os.listdir(tmp_path / "whole") == os.listdir(tmp_path / "cut")

@@ -8,6 +8,8 @@ from typing import Annotated, NoReturn
 import typer
 
 import rbn
+from rbn.cli import train as training
+from rbn.cli.data import app as data
 from rbn.experiments.demo import Settings, run_demo
 
 app = typer.Typer(
@@ -17,6 +19,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
 )
+app.add_typer(data)
+
+
+app.command("train")(training.train)
+app.command("resume")(training.resume)
+app.command("runs")(training.runs)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,39 @@
+"""Passes over data that can be repeated from any point."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+
+def epoch_generator(seed: int, epoch: int) -> torch.Generator:
+    """A CPU generator that depends on nothing but these two numbers."""
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def batch_bounds(count: int, batch_size: int, batches: int, epoch: int, k: int) -> tuple[int, int]:
+    """First row of batch `k` and the first one after it, or an error that names what is wrong."""
+    if epoch < 0:
+        raise IndexError(f"epoch must be at least 0, got {epoch}")
+    if not 0 <= k < batches:
+        raise IndexError(f"batch must be from 0 to {batches - 1}, got {k}")
+    return k * batch_size, min((k + 1) * batch_size, count)
+
+
+def batch_count(count: int, batch_size: int, shuffle: bool, what: str) -> int:
+    """Batches of an epoch: full ones only where shuffled, else all, the last one perhaps smaller.
+
+    Args:
+        count: of examples.
+        batch_size: of a full batch.
+        shuffle: whether the examples come in random order.
+        what: the examples are, for the error where they are too few.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    batches = count // batch_size if shuffle else -(-count // batch_size)
+    if batches == 0:
+        raise ValueError(f"too few {what} for one batch of {batch_size}: {count}")
+    return batches

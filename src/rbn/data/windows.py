@@ -1,0 +1,87 @@
+"""Windows of a long stream of characters, in batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbn.data.epochs import batch_bounds, batch_count, epoch_generator
+
+
+class Windows:
+    """Non-overlapping windows of a stream, differently cut and shuffled in every epoch.
+
+    An epoch's cut and order depend on `seed` and the epoch's number only, so any batch can be had
+    again without those before it. The windows lie end to end from an offset that is drawn anew
+    every epoch, such that over the epochs every character has its turn. Their number is the same
+    in all epochs. Windows that do not fill a batch are left out, others in each epoch.
+
+    With ``shuffle=False``, for evaluation, the windows begin at the first character and come in
+    order, the same in every epoch; the last batch may be smaller, and the characters after the last
+    whole window are left out.
+
+    Args:
+        stream: integers ``[n]``; batches are gathered on its device.
+        length: characters in a window.
+        batch_size: windows in a batch.
+        seed: of cuts and orders.
+        shuffle: whether cut and order are random.
+    """
+
+    def __init__(
+        self,
+        stream: Tensor,
+        length: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        if stream.dim() != 1:
+            raise ValueError(f"stream must have one dimension, got shape {tuple(stream.shape)}")
+        if length < 2:
+            raise ValueError(f"length must be at least 2, got {length}")
+        self.stream = stream
+        self.length = length
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        # As many as fit after any of `length` offsets, so that an epoch's size does not change.
+        last_offset = length - 1 if shuffle else 0
+        self.windows_per_epoch = max(len(stream) - last_offset, 0) // length
+        self.batches_per_epoch = batch_count(
+            self.windows_per_epoch, batch_size, shuffle, f"windows of {length} characters"
+        )
+        self._within = torch.arange(length, device=stream.device)[:, None]
+        self._epoch = -1
+        self._starts = torch.empty(0)
+
+    def starts(self, epoch: int) -> Tensor:
+        """Where the windows of an epoch begin, in their order: int64 ``[windows_per_epoch]``."""
+        if not self.shuffle:
+            epoch = 0
+        if epoch != self._epoch:
+            self._starts = self._cut(epoch).to(self.stream.device)
+            self._epoch = epoch
+        return self._starts
+
+    def batch(self, epoch: int, k: int) -> tuple[Tensor, Tensor]:
+        """Batch `k` of an epoch, both counted from 0.
+
+        Returns:
+            Inputs, int64 ``[length - 1, B]``: all characters of the windows but the last; and
+            targets, of the same shape: the characters that follow them.
+        """
+        first, end = batch_bounds(
+            self.windows_per_epoch, self.batch_size, self.batches_per_epoch, epoch, k
+        )
+        characters = self.stream[self.starts(epoch)[first:end] + self._within].to(torch.int64)
+        return characters[:-1], characters[1:]
+
+    def _cut(self, epoch: int) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(self.windows_per_epoch) * self.length
+        generator = epoch_generator(self.seed, epoch)
+        unused = len(self.stream) - self.windows_per_epoch * self.length
+        offset = torch.randint(unused + 1, (), generator=generator)
+        return offset + self.length * torch.randperm(self.windows_per_epoch, generator=generator)

@@ -1,0 +1,154 @@
+"""The hyperparameters of a run, from a file and the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+CONFIGS = Path(__file__).parent / "configs"
+TASKS = ("digits", "mnist", "pmnist", "ptb", "text8", "pydoc")
+TEXTS = ("ptb", "text8", "pydoc")
+MODELS = ("lstm", "bn-lstm", "ln-lstm", "bn-rnn", "rnn", "irnn")
+STARTS = ("orthogonal", "identity-candidate", "identity-all")
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment, less the seed.
+
+    Attributes:
+        task: the data and what is asked of them.
+        model: the recurrent layer.
+        tag: a name for this variant, part of the run's.
+        hidden_size: units of the layer.
+        batch_size: sequences or windows of a minibatch.
+        length: characters of a window, for texts.
+        epochs: passes over the training data, at most.
+        evaluate_every: steps between evaluations; None looks after every epoch.
+        patience: evaluations without a better one before training stops; None never does.
+        clip: largest global norm of the gradients; None leaves them alone.
+        optimizer: its name, ``adam``, ``rmsprop`` or ``sgd``, and the arguments of torch's class.
+        start: of the recurrent weights.
+        layer: options of the layer that every model understands.
+        normalization: options that batch-normalized layers have besides.
+        data: options of the data set.
+        valid_windows: validation windows to look at; None for all.
+        population_batch: of the exact population statistics behind a reported number.
+    """
+
+    task: str
+    model: str = "bn-lstm"
+    tag: str = ""
+    hidden_size: int = 100
+    batch_size: int = 100
+    length: int = 100
+    epochs: int = 10
+    evaluate_every: int | None = None
+    patience: int | None = None
+    clip: float | None = 1.0
+    optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam", "lr": 0.001})
+    start: str = "orthogonal"
+    layer: dict[str, Any] = field(default_factory=dict)
+    normalization: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    valid_windows: int | None = None
+    population_batch: int = 1000
+
+    def __post_init__(self) -> None:
+        for name, options in (("task", TASKS), ("model", MODELS), ("start", STARTS)):
+            value = getattr(self, name)
+            if value not in options:
+                raise ValueError(f"{name} must be one of {', '.join(options)}, got {value!r}")
+        for name in ("hidden_size", "batch_size", "length", "epochs", "population_batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.optimizer.get("name") not in ("adam", "rmsprop", "sgd"):
+            raise ValueError(
+                f"optimizer must be adam, rmsprop or sgd, got {self.optimizer.get('name')!r}"
+            )
+        if self.is_text and self.model in ("rnn", "irnn"):
+            raise ValueError(f"model {self.model} classifies sequences; {self.task} is a text")
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the task is to predict the next character."""
+        return self.task in TEXTS
+
+    @property
+    def name(self) -> str:
+        """The model and its tag, for folders and tables."""
+        return f"{self.model}-{self.tag}" if self.tag else self.model
+
+    def to_json(self) -> str:
+        """All of it, for the run's folder."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def from_mapping(values: Mapping[str, Any]) -> Config:
+    """A config from a file's content; unknown names are refused."""
+    known = {f.name for f in fields(Config)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(f"unknown setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    if "task" not in values:
+        raise ValueError("a config must name its task")
+    return Config(**values)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(
+            "configs need PyYAML: pip install 'recurrent-batchnorm[train]'"
+        ) from error
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold settings by name")
+    return found
+
+
+def published(task: str) -> dict[str, Any]:
+    """The paper's settings of a task."""
+    if task not in TASKS:
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+    return read(CONFIGS / f"{task}.yaml")
+
+
+def with_settings(config: Config, settings: Sequence[str]) -> Config:
+    """A config with ``key=value`` pairs put in; ``optimizer.lr=0.01`` reaches inside.
+
+    Values are read as YAML: numbers, true, null, lists and text mean what they look like.
+    """
+    import yaml
+
+    changed: dict[str, Any] = asdict(config)
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"a setting must look like key=value, got {setting!r}")
+        *path, last = key.strip().split(".")
+        place = changed
+        for part in path:
+            if not isinstance(place.get(part), dict):
+                raise ValueError(f"there is no setting {key!r}")
+            place = place[part]
+        if not path and last not in changed:
+            raise ValueError(f"there is no setting {key!r}")
+        place[last] = yaml.safe_load(text)
+    return from_mapping(changed)
+
+
+def with_model(config: Config, model: str) -> Config:
+    """The same experiment with another recurrent layer."""
+    return replace(config, model=model)

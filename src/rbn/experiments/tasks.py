@@ -1,0 +1,185 @@
+"""The paper's sequence tasks: what is measured, and how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rbn.data import Minibatches, Split, Splits, Text, Windows
+from rbn.nn import PopulationStatistics, batch_statistics
+
+
+def has_statistics(model: nn.Module) -> bool:
+    """Whether a model normalizes over batches."""
+    return any(isinstance(module, PopulationStatistics) for module in model.modules())
+
+
+class _Measured:
+    """A task that is measured with minibatch statistics and with population statistics."""
+
+    model: nn.Module
+    metric = "valid_batch"  # as in the paper; see `Classification` and `NextSymbol` for the unit
+
+    def measure(self, part: str) -> float:
+        """The figure on one part of the data, with the statistics that the model uses now."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """The validation figure with both kinds of statistics; once where there are none."""
+        return {
+            "valid_batch": self.measure_with("valid", "batch"),
+            "valid_population": self.measure_with("valid", "population"),
+        }
+
+    @torch.no_grad()
+    def measure_with(self, part: str, statistics: str) -> float:
+        """The figure on one part, with ``"batch"`` or ``"population"`` statistics."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            if statistics == "batch" and has_statistics(self.model):
+                with batch_statistics(self.model):
+                    return self.measure(part)
+            return self.measure(part)
+        finally:
+            self.model.train(was_training)
+
+
+class Classification(_Measured):
+    """One label for each sequence; measured by accuracy, from 0 to 1.
+
+    Args:
+        model: takes ``[T, B, features]`` and returns logits ``[B, classes]``.
+        splits: the data, on the model's device.
+        batch_size: of training and of evaluation.
+        seed: of the order of the sequences.
+    """
+
+    higher_is_better = True
+
+    def __init__(self, model: nn.Module, splits: Splits, batch_size: int, seed: int) -> None:
+        self.model, self.splits = model, splits
+        self.batches = Minibatches(splits.train, batch_size, seed)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Minibatches of a pass over the training sequences."""
+        return self.batches.batches_per_epoch
+
+    @property
+    def items_per_step(self) -> int:
+        """Sequences of a minibatch."""
+        return self.batches.batch_size
+
+    def loss(self, step: int) -> Tensor:
+        """Cross-entropy of minibatch number `step`, in nats."""
+        inputs, labels = self.batches.batch(*divmod(step, self.batches_per_epoch))
+        return F.cross_entropy(self.model(inputs).float(), labels)
+
+    def measure(self, part: str) -> float:
+        """Accuracy."""
+        split: Split = getattr(self.splits, part)
+        size = len(split)
+        right = torch.zeros((), dtype=torch.int64, device=split.labels.device)
+        # As equal in size as can be: minibatch statistics of a small rest would say little.
+        for rows in torch.arange(size).tensor_split(math.ceil(size / self.batches.batch_size)):
+            piece = slice(int(rows[0]), int(rows[-1]) + 1)
+            predicted = self.model(split.inputs[:, piece]).argmax(dim=-1)
+            right += (predicted == split.labels[piece]).sum()
+        return int(right) / size
+
+    def population_batches(self, batch_size: int) -> Iterator[Tensor]:
+        """The training inputs once, for exact population statistics."""
+        inputs = self.splits.train.inputs
+        for start in range(0, inputs.shape[1], batch_size):
+            yield inputs[:, start : start + batch_size]
+
+
+class NextSymbol(_Measured):
+    """The next character of a text; measured in bits per character.
+
+    Args:
+        model: a `rbn.models.LanguageModel`.
+        text: the data, on the model's device.
+        length: characters of a window.
+        batch_size: windows of a minibatch.
+        seed: of cuts and orders.
+        valid_windows: validation windows to look at, the first ones; None for all.
+    """
+
+    higher_is_better = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        text: Text,
+        length: int,
+        batch_size: int,
+        seed: int,
+        valid_windows: int | None = None,
+    ) -> None:
+        self.model, self.text, self.length = model, text, length
+        self.valid_windows = valid_windows
+        self.batches = Windows(text.train, length, batch_size, seed=seed)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Minibatches of a pass over the training text."""
+        return self.batches.batches_per_epoch
+
+    @property
+    def items_per_step(self) -> int:
+        """Characters that a minibatch predicts."""
+        return self.batches.batch_size * (self.length - 1)
+
+    def loss(self, step: int) -> Tensor:
+        """Cross-entropy of minibatch number `step`, in nats per character."""
+        return self._nats(*self.batches.batch(*divmod(step, self.batches_per_epoch)))
+
+    def _nats(self, symbols: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        logits, _ = self.model(symbols)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+
+    def measure(self, part: str, length: int | None = None) -> float:
+        """Bits per character of a part's windows, of the training length by default."""
+        stream: Tensor = getattr(self.text, part)
+        length = self.length if length is None else length
+        if part == "valid" and self.valid_windows is not None:
+            stream = stream[: self.valid_windows * length]
+        windows = Windows(stream, length, self.batches.batch_size, shuffle=False)
+        nats = torch.zeros((), dtype=torch.float64, device=stream.device)
+        count = 0
+        for k in range(windows.batches_per_epoch):
+            symbols, targets = windows.batch(0, k)
+            nats += self._nats(symbols, targets, "sum")
+            count += targets.numel()
+        return float(nats) / count / math.log(2)
+
+    @torch.no_grad()
+    def measure_whole(self, part: str, piece: int = 10_000) -> float:
+        """Bits per character of a part as one sequence, with population statistics.
+
+        The text is read in pieces, each going on from the states of the one before, so memory does
+        not grow with its length.
+        """
+        stream: Tensor = getattr(self.text, part)
+        was_training = self.model.training
+        self.model.eval()
+        nats, states = torch.zeros((), dtype=torch.float64, device=stream.device), None
+        for start in range(0, len(stream) - 1, piece):
+            window = stream[start : start + piece + 1].to(torch.int64)
+            logits, states = self.model(window[:-1, None], states, start=start)
+            nats += F.cross_entropy(logits[:, 0].float(), window[1:], reduction="sum")
+        self.model.train(was_training)
+        return float(nats) / (len(stream) - 1) / math.log(2)
+
+    def population_batches(self, batch_size: int) -> Iterator[Tensor]:
+        """The training windows once, for exact population statistics."""
+        windows = Windows(self.text.train, self.length, batch_size, shuffle=False)
+        for k in range(windows.batches_per_epoch):
+            yield windows.batch(0, k)[0]

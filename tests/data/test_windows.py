@@ -1,0 +1,148 @@
+"""Windows of a stream, to the character."""
+
+import pytest
+import torch
+
+from rbn.data import Windows
+from rbn.data.epochs import epoch_generator
+
+SIZES = [
+    (7, 2, 1),
+    (100, 7, 3),
+    (101, 10, 4),
+    (119, 10, 10),
+    (64, 5, 11),
+    (1000, 13, 76),
+    (3, 2, 1),
+]
+
+
+def stream(length: int) -> torch.Tensor:
+    """Every character says where it is."""
+    return torch.arange(length)
+
+
+@pytest.mark.parametrize(("n", "length", "batch"), SIZES)
+def test_batches_to_the_character(n: int, length: int, batch: int) -> None:
+    windows = Windows(stream(n), length, batch, seed=3)
+    assert windows.windows_per_epoch == (n - length + 1) // length
+    assert windows.batches_per_epoch == windows.windows_per_epoch // batch
+    for epoch in range(4):
+        starts = windows.starts(epoch).tolist()
+        offset = min(starts)
+        assert sorted(starts) == list(range(offset, offset + len(starts) * length, length))
+        assert max(starts) + length <= n
+        for k in range(windows.batches_per_epoch):
+            inputs, targets = windows.batch(epoch, k)
+            assert inputs.shape == targets.shape == (length - 1, batch)
+            assert inputs.dtype == targets.dtype == torch.int64
+            for row in range(batch):
+                start = starts[k * batch + row]
+                assert inputs[:, row].tolist() == list(range(start, start + length - 1))
+                assert targets[:, row].tolist() == list(range(start + 1, start + length))
+
+
+@pytest.mark.parametrize(("n", "length", "batch"), SIZES)
+def test_every_character_at_most_once_an_epoch(n: int, length: int, batch: int) -> None:
+    windows = Windows(stream(n), length, batch)
+    seen = []
+    for k in range(windows.batches_per_epoch):
+        inputs, targets = windows.batch(0, k)
+        seen += torch.cat([inputs[:1], targets]).flatten().tolist()
+    assert len(seen) == len(set(seen)) == windows.batches_per_epoch * batch * length
+
+
+def test_every_character_has_its_turn() -> None:
+    for n in range(39, 50):
+        windows = Windows(stream(n), 10, 1)
+        seen = set()
+        for epoch in range(100):
+            starts = windows.starts(epoch)
+            seen |= set((starts + torch.arange(10)[:, None]).flatten().tolist())
+        assert seen == set(range(n))
+
+
+def test_any_batch_again_without_those_before_it() -> None:
+    one, other = (Windows(stream(1000), 10, 4, seed=7) for _ in range(2))
+    ran = {
+        (epoch, k): one.batch(epoch, k) for epoch in range(3) for k in range(one.batches_per_epoch)
+    }
+    for epoch, k in ((2, 5), (0, 0), (1, 23), (1, 23)):
+        for a, b in zip(other.batch(epoch, k), ran[epoch, k], strict=True):
+            assert torch.equal(a, b)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    windows, other = Windows(stream(1000), 10, 4, seed=0), Windows(stream(1000), 10, 4, seed=1)
+    cuts = [windows.starts(epoch) for epoch in range(30)]
+    assert len({tuple(cut.tolist()) for cut in cuts}) == 30
+    assert len({int(cut.min()) for cut in cuts}) > 5  # the offset changes, not the order alone
+    assert not torch.equal(windows.starts(0), other.starts(0))
+
+
+def test_cut_is_the_same_on_every_machine() -> None:
+    # A change here is a change of every training run.
+    assert Windows(stream(60), 10, 1, seed=1).starts(2).tolist() == [29, 39, 9, 19, 49]
+
+
+def test_in_order_for_evaluation() -> None:
+    windows = Windows(stream(57), 10, 3, shuffle=False)
+    assert windows.batches_per_epoch == 2
+    first, second = windows.batch(0, 0)[0], windows.batch(0, 1)[0]
+    assert first[0].tolist() == [0, 10, 20]
+    assert second[0].tolist() == [30, 40]
+    assert torch.equal(windows.batch(9, 1)[0], second)
+    whole = Windows(stream(57), 57, 1, shuffle=False)
+    assert whole.batch(0, 0)[1].flatten().tolist() == list(range(1, 57))
+
+
+def test_bytes_become_int64_on_the_streams_device() -> None:
+    characters = torch.arange(256, dtype=torch.uint8).repeat(3)
+    inputs, targets = Windows(characters, 100, 2).batch(0, 0)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.device == characters.device
+    assert torch.equal((inputs + 1) % 256, targets)
+    meta = Windows(characters.to("meta"), 100, 2).batch(0, 0)[0]
+    assert meta.device.type == "meta"
+
+
+def test_global_generator_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    Windows(stream(100), 10, 2).batch(3, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("n", "length", "batch", "message"),
+    [
+        (100, 1, 4, "length must be at least 2, got 1"),
+        (100, 10, 0, "batch_size must be at least 1, got 0"),
+        (100, 10, 10, "too few windows of 10 characters for one batch of 10: 9"),
+        (18, 10, 1, "too few windows of 10 characters for one batch of 1: 0"),
+        (0, 10, 1, "too few windows of 10 characters for one batch of 1: 0"),
+    ],
+)
+def test_bad_arguments(n: int, length: int, batch: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Windows(stream(n), length, batch)
+
+
+def test_bad_stream_and_places() -> None:
+    with pytest.raises(ValueError, match=r"stream must have one dimension, got shape \(2, 50\)"):
+        Windows(stream(100).view(2, 50), 10, 2)
+    windows = Windows(stream(100), 10, 2)
+    with pytest.raises(IndexError, match="batch must be from 0 to 3, got 4"):
+        windows.batch(0, 4)
+    with pytest.raises(IndexError, match="batch must be from 0 to 3, got -1"):
+        windows.batch(0, -1)
+    with pytest.raises(IndexError, match="epoch must be at least 0, got -1"):
+        windows.batch(-1, 0)
+
+
+def test_generator_depends_on_both_numbers() -> None:
+    drawn = {
+        int(torch.randint(2**62, (), generator=epoch_generator(seed, epoch)))
+        for seed in range(-2, 30)
+        for epoch in range(30)
+    }
+    assert len(drawn) == 32 * 30

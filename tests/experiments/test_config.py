@@ -1,0 +1,98 @@
+"""Configs: every published one builds its model; mistakes are named."""
+
+import json
+
+import pytest
+import torch
+
+from rbn.experiments import config as configs
+from rbn.experiments import runs
+from rbn.experiments.config import MODELS, TASKS, Config, from_mapping, with_settings
+
+SYMBOLS = {"ptb": 50, "text8": 27, "pydoc": 90}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_published_config_builds_its_models(task):
+    config = from_mapping(configs.published(task))
+    assert config.task == task
+    small = with_settings(config, ["hidden_size=4"])
+    for model in MODELS:
+        if config.is_text and model in ("rnn", "irnn"):
+            continue
+        layer = runs.recurrent_layer(with_settings(small, [f"model={model}"]), SYMBOLS.get(task, 1))
+        assert layer.hidden_size == 4
+
+
+def test_the_papers_numbers():
+    mnist, ptb, text8 = (from_mapping(configs.published(t)) for t in ("mnist", "ptb", "text8"))
+    assert (mnist.hidden_size, mnist.batch_size, mnist.optimizer["lr"]) == (100, 100, 0.001)
+    assert mnist.layer == {"hidden_noise": 0.1}
+    assert (ptb.hidden_size, ptb.batch_size, ptb.length, ptb.optimizer["lr"]) == (
+        1000,
+        64,
+        100,
+        0.002,
+    )
+    assert (text8.hidden_size, text8.batch_size, text8.length) == (2000, 128, 180)
+    assert "hidden_noise" not in from_mapping(configs.published("pmnist")).layer
+
+
+def test_identity_start():
+    config = with_settings(Config("mnist"), ["hidden_size=3", "start=identity-all"])
+    layer = runs.recurrent_layer(config, 1)
+    assert torch.equal(layer.weight_hh_l0.detach(), torch.eye(3).repeat(4, 1))
+    irnn = runs.recurrent_layer(with_settings(config, ["model=irnn"]), 1)
+    assert torch.equal(irnn.weight_hh_l0.detach(), torch.eye(3))
+    assert irnn.nonlinearity == "relu"
+
+
+def test_settings_from_the_command_line():
+    config = with_settings(
+        Config("ptb"), ["optimizer.lr=0.01", "patience=null", "tag=wide", "layer.dropout=0.5"]
+    )
+    assert config.optimizer == {"name": "adam", "lr": 0.01}
+    assert config.patience is None
+    assert config.name == "bn-lstm-wide"
+    assert config.layer == {"dropout": 0.5}
+    assert from_mapping(json.loads(config.to_json())) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["lr=0.1"], "there is no setting 'lr'"),
+        (["optimizer.name.x=1"], r"there is no setting 'optimizer\.name\.x'"),
+        (["epochs"], "key=value, got 'epochs'"),
+        (["epochs=0"], "epochs must be a whole number of at least 1, got 0"),
+        (["epochs=1.5"], "epochs must be a whole number"),
+        (["model=gru"], "model must be one of lstm, .*, got 'gru'"),
+        (["task=imdb"], "task must be one of digits, .*, got 'imdb'"),
+        (["optimizer.name=lion"], "optimizer must be adam, rmsprop or sgd, got 'lion'"),
+        (["model=irnn"], "model irnn classifies sequences; ptb is a text"),
+        (["start=zeros"], "start must be one of"),
+    ],
+)
+def test_mistakes_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        with_settings(Config("ptb"), settings)
+
+
+def test_files(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("task: ptb\nhidden: 3\n")
+    with pytest.raises(ValueError, match="unknown setting 'hidden'"):
+        from_mapping(configs.read(path))
+    path.write_text("hidden_size: 3\n")
+    with pytest.raises(ValueError, match="must name its task"):
+        from_mapping(configs.read(path))
+    path.write_text("- 1\n")
+    with pytest.raises(ValueError, match="settings by name"):
+        configs.read(path)
+    path.write_text("a: [1")
+    with pytest.raises(ValueError, match=r"mine\.yaml is not YAML"):
+        configs.read(path)
+    with pytest.raises(ValueError, match=r"cannot read .*none\.yaml"):
+        configs.read(tmp_path / "none.yaml")
+    with pytest.raises(ValueError, match="task must be one of"):
+        configs.published("imdb")

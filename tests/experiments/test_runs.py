@@ -1,0 +1,137 @@
+"""Tasks and runs: what is measured, two steps of each, and the result that is written."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import rbn
+from rbn.data import Split, Splits, Text
+from rbn.experiments import config as configs
+from rbn.experiments import runs
+from rbn.experiments.config import Config, from_mapping, with_settings
+from rbn.experiments.tasks import Classification, NextSymbol
+from rbn.models import LanguageModel, SequenceClassifier
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def text():
+    torch.manual_seed(0)
+    stream = torch.randint(4, (900,)).to(torch.uint8)
+    return Text(train=stream[:600], valid=stream[600:751], test=stream[751:], symbols="abcd")
+
+
+@pytest.fixture
+def language(text):
+    torch.manual_seed(1)
+    model = LanguageModel(rbn.BatchNormLSTM(4, 6))
+    return NextSymbol(model, text, length=10, batch_size=8, seed=3)
+
+
+def test_bits_per_character(language, text):
+    language.model(language.batches.batch(0, 0)[0])  # statistics
+    found = language.measure_with("valid", "population")
+    windows = text.valid[:150].view(15, 10).t().long()
+    with torch.no_grad():
+        logits, _ = language.model.eval()(windows[:-1])
+    nats = F.cross_entropy(logits.flatten(0, 1), windows[1:].flatten())
+    assert found == pytest.approx(float(nats) / math.log(2), rel=1e-5)
+    assert language.items_per_step == 72
+    assert language.batches_per_epoch == 7
+
+
+@pytest.mark.parametrize("piece", [1, 7, 148, 1000])
+def test_a_whole_sequence_in_pieces(piece, language, text):
+    language.model(language.batches.batch(0, 0)[0])
+    stream = text.test.long()
+    with torch.no_grad():
+        logits, _ = language.model.eval()(stream[:-1, None])
+    nats = F.cross_entropy(logits[:, 0], stream[1:])
+    found = language.measure_whole("test", piece)
+    assert found == pytest.approx(float(nats) / math.log(2), rel=1e-5)
+
+
+def test_both_kinds_of_statistics_and_none(language, text):
+    language.model.train()
+    language.model(language.batches.batch(0, 0)[0])
+    looked = language.evaluate()
+    assert looked["valid_batch"] != looked["valid_population"]
+    assert language.model.training
+    plain = NextSymbol(LanguageModel(rbn.LSTM(4, 6)), text, 10, 8, 3)
+    looked = plain.evaluate()
+    assert looked["valid_batch"] == looked["valid_population"]
+
+
+def test_the_first_validation_windows(text):
+    model = LanguageModel(rbn.LSTM(4, 6))
+    few = NextSymbol(model, text, 10, 8, 3, valid_windows=2)
+    shorter = Text(train=text.train, valid=text.valid[:20], test=text.test, symbols="abcd")
+    all_of_less = NextSymbol(model, shorter, 10, 8, 3)
+    assert few.evaluate() == all_of_less.evaluate()
+
+
+def test_accuracy():
+    torch.manual_seed(0)
+    split = Split(torch.randn(3, 25, 1), torch.randint(10, (25,)))
+    model = SequenceClassifier(rbn.LSTM(1, 4), 10)
+    task = Classification(model, Splits(split, split, split), 10, 0)
+    right = (model(split.inputs).argmax(-1) == split.labels).float().mean()
+    assert task.measure_with("test", "population") == pytest.approx(float(right))
+    assert sum(x.shape[1] for x in task.population_batches(10)) == 25
+
+
+@pytest.mark.parametrize("task", ["digits", "pydoc", "mnist", "pmnist", "ptb", "text8"])
+@pytest.mark.parametrize("model", ["bn-lstm", "lstm"])
+def test_two_steps(task, model):
+    if task not in ("digits", "pydoc") and not os.environ.get("RBN_DATA"):
+        pytest.skip("RBN_DATA is not set: it names the folder with the data sets")
+    settings = [f"model={model}", "hidden_size=4", "batch_size=2"]
+    config = with_settings(from_mapping(configs.published(task)), settings)
+    built = runs.build(config, 1, CPU)
+    optimizer = torch.optim.SGD(built.model.parameters(), 0.1)
+    for step in range(2):
+        loss = built.loss(step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert loss.isfinite()
+    chance = math.log(10 if not config.is_text else len(built.text.symbols))
+    assert float(loss.detach()) == pytest.approx(chance, rel=0.5)
+
+
+def test_a_run_and_its_result(tmp_path):
+    settings = ["epochs=2", "hidden_size=8", "evaluate_every=6"]
+    config = with_settings(from_mapping(configs.published("digits")), settings)
+    runs.start(tmp_path / "run", config, 5)
+    runs.start(tmp_path / "run", config, 5)  # the same run
+    with pytest.raises(FileExistsError, match="other settings"):
+        runs.start(tmp_path / "run", config, 6)
+    assert runs.opened(tmp_path / "run") == (config, 5)
+    trainer = runs.make_trainer(config, runs.build(config, 5, CPU), tmp_path / "run")
+    assert trainer.run().finished
+    result = runs.finish(config, 5, trainer, "rbn train digits")
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
+    assert {"task", "model", "tag", "seed", "metric", "valid", "test", "stats"} <= result.keys()
+    assert {"steps", "seconds", "params", "config", "versions", "gpu", "commit"} <= result.keys()
+    assert 0 <= result["test"] <= 1
+    assert result["steps"] == 24
+
+
+def test_exact_statistics_are_those_of_the_training_set():
+    config = Config("digits", hidden_size=4, population_batch=400)
+    built = runs.build(config, 1, CPU)
+    runs.exact_statistics(config, built)
+    assert int(built.model.recurrent.stats_h_l0.count[0]) == 3  # minibatches of 400 of 1,200
+
+
+def test_no_run_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds no run"):
+        runs.opened(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="not the config of a run"):
+        runs.opened(tmp_path)

@@ -1,0 +1,94 @@
+"""``rbn train``, ``resume`` and ``runs``."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from rbn.cli.app import app
+from rbn.training import checkpoint
+
+SMALL = ["--set", "epochs=2", "--set", "hidden_size=8", "--set", "evaluate_every=6"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def result_of(folder):
+    found = json.loads((folder / "result.json").read_text())
+    return {k: v for k, v in found.items() if k not in ("seconds", "commit")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = invoke("train", "digits", *SMALL, "--device", "cpu", "--out", folder)
+    assert done.exit_code == 0, done.output
+    assert "digits, bn-lstm, seed 1: test 0." in done.output
+    return folder
+
+
+def test_out_of_time_and_resumed(whole, tmp_path):
+    folder = tmp_path / "run"
+    options = ["--device", "cpu", "--out", folder, "--max-minutes", "1e-9"]
+    done = invoke("train", "digits", *SMALL, *options)
+    assert done.exit_code == 0, done.output
+    assert "Go on with: rbn resume" in " ".join(done.output.split())
+    assert not (folder / "result.json").exists()
+    done = invoke("resume", folder, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert result_of(folder) == result_of(whole)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_killed_and_resumed(whole, tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "rbn", "train", "digits", *SMALL]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu", "--out", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 300
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() in (-signal.SIGKILL, 0)
+    done = invoke("resume", folder, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert result_of(folder) == result_of(whole)
+    last, other = (checkpoint.load(f / "last.safetensors")[0] for f in (folder, whole))
+    assert all((value == other[name]).all() for name, value in last.items())
+
+
+def test_a_table_of_runs(whole, tmp_path):
+    done = invoke("runs", whole.parent)
+    assert done.exit_code == 0
+    assert "24" in done.output
+    done = invoke("runs", tmp_path)
+    assert done.exit_code == 2
+    assert "there is no run in" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "imdb"], "task must be one of digits"),
+        (["train", "digits", "--model", "gru"], "model must be one of lstm"),
+        (["train", "digits", "--set", "nothing=1"], "there is no setting 'nothing'"),
+        (["train", "digits", "--config", "none.yaml"], "cannot read none.yaml"),
+        (["train", "digits", "--set", "layer.foo=1"], "the settings do not fit"),
+        (["resume", "nowhere"], "holds no run"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert "Traceback" not in done.output

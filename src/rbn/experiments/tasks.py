@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Iterator
 
@@ -18,15 +19,15 @@ def has_statistics(model: nn.Module) -> bool:
     return any(isinstance(module, PopulationStatistics) for module in model.modules())
 
 
-class _Measured:
+class _Measured(abc.ABC):
     """A task that is measured with minibatch statistics and with population statistics."""
 
     model: nn.Module
     metric = "valid_batch"  # as in the paper; see `Classification` and `NextSymbol` for the unit
 
+    @abc.abstractmethod
     def measure(self, part: str) -> float:
         """The figure on one part of the data, with the statistics that the model uses now."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

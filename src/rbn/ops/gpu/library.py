@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.custom import Formula, Operator, like_inputs, results
-from rbn.ops.gpu import launch
+from rbn.ops.gpu import launch, signature
 
 _ARGS = (
     "Tensor wx, Tensor weight_hh, Tensor? bias, Tensor? gamma_x, Tensor? gamma_h, "
@@ -22,16 +22,16 @@ _ARGS = (
 @torch.library.custom_op(
     "rbn::gpu_lstm",
     mutates_args=(),
-    schema=f"({_ARGS}) -> {results(len(launch.Outputs._fields))}",
+    schema=f"({_ARGS}) -> {results(len(signature.Outputs._fields))}",
 )
 def _lstm(*args: Any) -> tuple[Tensor, ...]:
     """`rbn.ops.gpu.launch.forward` as an operator."""
-    return tuple(launch.forward(launch.Inputs(*args)))
+    return tuple(launch.forward(signature.Inputs(*args)))
 
 
 @_lstm.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    given = launch.Inputs(*args)
+    given = signature.Inputs(*args)
     a = given.stacked()
     R, T, B, G = a.wx.shape
     H = G // 4
@@ -40,19 +40,19 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         return a.wx.new_empty(shape, dtype=dtype)
 
     output = new(R, T, B, H, dtype=a.wx.dtype)
-    hidden = new(R, T + 1, B, launch.stride_of(H), dtype=a.wx.dtype)[:, 1:, :, :H]
-    if not a.include and launch.stride_of(H) == H:
+    hidden = new(R, T + 1, B, signature.stride_of(H), dtype=a.wx.dtype)[:, 1:, :, :H]
+    if not a.include and signature.stride_of(H) == H:
         output = hidden
     found = (
         output,
         new(R, B, H, dtype=a.wx.dtype),
         new(R, B, H, dtype=a.wx.dtype),
-        *(new(*shape) for shape in launch.statistics_shapes(a) for _ in range(2)),
-        new(R * T * B * 4 * launch.stride_of(H) if a.save else 0, dtype=a.wx.dtype),
-        new(launch.saved_cells(a) if a.save else 0),
+        *(new(*shape) for shape in signature.statistics_shapes(a) for _ in range(2)),
+        new(R * T * B * 4 * signature.stride_of(H) if a.save else 0, dtype=a.wx.dtype),
+        new(signature.saved_cells(a) if a.save else 0),
         hidden if a.include and a.save else new(0, dtype=a.wx.dtype),
     )
-    return tuple(launch.Outputs(*found).unstacked()) if given.alone else found
+    return tuple(signature.Outputs(*found).unstacked()) if given.alone else found
 
 
 @torch.library.custom_op(
@@ -60,7 +60,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     mutates_args=(),
     schema=(
         f"(Tensor? doutput, Tensor? dh_n, Tensor? dc_n, Tensor[] results, {_ARGS}) -> "
-        f"{results(len(launch.Grads._fields))}"
+        f"{results(len(signature.Grads._fields))}"
     ),
 )
 def _lstm_backward(
@@ -71,7 +71,7 @@ def _lstm_backward(
     *args: Any,
 ) -> tuple[Tensor, ...]:
     """`rbn.ops.gpu.launch.backward` as an operator."""
-    a, r = launch.Inputs(*args), launch.Outputs(*results)
+    a, r = signature.Inputs(*args), signature.Outputs(*results)
     with torch.autocast(a.wx.device.type, enabled=False):  # where backward() is called under it
         return tuple(launch.backward(a, r, doutput, dh_n, dc_n))
 
@@ -84,7 +84,9 @@ def _(
     results: Sequence[Tensor],
     *args: Any,
 ) -> tuple[Tensor, ...]:
-    return like_inputs(launch.Inputs(*args), launch.Grads._fields)
+    return like_inputs(signature.Inputs(*args), signature.Grads._fields)
 
 
-lstm_op = Operator(_lstm, _lstm_backward, Formula(launch.Inputs, launch.Grads._fields, results=3))
+lstm_op = Operator(
+    _lstm, _lstm_backward, Formula(signature.Inputs, signature.Grads._fields, results=3)
+)

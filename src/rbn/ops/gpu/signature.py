@@ -1,0 +1,137 @@
+"""What the GPU's LSTM takes, gives and keeps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    """The arguments of the operator, in its order, all with a leading dimension R or all without.
+
+    See `rbn.ops.bn_lstm` for their meaning; lengths ``[B]`` are shared.
+    """
+
+    wx: Tensor
+    weight_hh: Tensor
+    bias: Tensor | None
+    gamma_x: Tensor | None
+    gamma_h: Tensor | None
+    gamma_c: Tensor | None
+    beta_c: Tensor | None
+    h0: Tensor
+    c0: Tensor
+    lengths: Tensor | None
+    population: list[Tensor]  # mean, var of x, h, c [R, S, F]; empty for absent terms; [] = batch
+    mask_c: Tensor | None
+    mask_h: Tensor | None
+    rate_c: float
+    rate_h: float
+    norm: str  # "none" or "batch"
+    eps: float
+    input_stats: str
+    padding: str
+    pass_normalized_cell: bool
+    save: bool
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one recurrence, without the leading dimension."""
+        return self.wx.dim() == 3
+
+    def stacked(self) -> Inputs:
+        """With the leading dimension."""
+        if not self.alone:
+            return self
+        values: dict[str, Any] = {
+            name: v[None]
+            for name, v in self._asdict().items()
+            if isinstance(v, Tensor) and name != "lengths"
+        }
+        values["population"] = [p[None] for p in self.population]
+        return self._replace(**values)
+
+    @property
+    def joint(self) -> bool:
+        """Whether the input and the recurrent term are normalized as one."""
+        return self.norm != "none" and self.gamma_x is None
+
+    @property
+    def sequence(self) -> bool:
+        """Whether the input term's statistics are those of all steps together."""
+        batch = self.norm == "batch" and not self.population
+        return batch and not self.joint and self.input_stats == "sequence"
+
+    @property
+    def include(self) -> bool:
+        """Whether padded rows count in the statistics."""
+        batch = self.norm == "batch" and not self.population
+        return batch and self.lengths is not None and self.padding == "include"
+
+
+class Outputs(NamedTuple):
+    """The results of the operator: three for the user, then statistics, then what is saved."""
+
+    output: Tensor  # [R, T, B, H]
+    h_n: Tensor  # [R, B, H]
+    c_n: Tensor  # [R, B, H]
+    mean_x: Tensor  # [R, T, 4H], or [R, 1, 4H] for sequencewise statistics
+    var_x: Tensor
+    mean_h: Tensor
+    var_h: Tensor
+    mean_c: Tensor
+    var_c: Tensor
+    # For the kernels' own use, in the order of whichever ran:
+    wh: Tensor  # W_h h less its mean; without a norm the gates before their nonlinearities
+    cs: Tensor  # cells in float32
+    hidden: Tensor  # [R, T, B, H], empty where it is the output
+
+    def unstacked(self) -> Outputs:
+        """Without the leading dimension."""
+        return Outputs(*(v.squeeze(0) if v.dim() > 1 else v for v in self))
+
+    def stacked(self) -> Outputs:
+        """With it."""
+        return Outputs(*(v[None] if v.dim() > 1 else v for v in self))
+
+
+class Grads(NamedTuple):
+    """The gradients of the operator's differentiable inputs; empty for absent ones."""
+
+    wx: Tensor
+    weight_hh: Tensor
+    bias: Tensor
+    gamma_x: Tensor
+    gamma_h: Tensor
+    gamma_c: Tensor
+    beta_c: Tensor
+    h0: Tensor
+    c0: Tensor
+
+    def unstacked(self) -> Grads:
+        """Without the leading dimension."""
+        return Grads(*(v.squeeze(0) if v.dim() > 1 else v for v in self))
+
+
+def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
+    """The shapes of mean and var of the terms x, h and c, ``(0,)`` where there is none."""
+    R, T, _, G = a.wx.shape
+    if a.norm == "none" or a.population:
+        return [(0,)] * 3
+    return [
+        (0,) if a.joint else (R, 1 if a.sequence else T, G),
+        (R, T, G),
+        (0,) if a.gamma_c is None else (R, T, G // 4),
+    ]
+
+
+def stride_of(hidden: int) -> int:
+    """Elements from one row of h to the next: rows begin at multiples of 16 bytes."""
+    return -(-hidden // 8) * 8
+
+
+def saved_cells(a: Inputs) -> int:
+    """How many numbers the cells take that a call keeps, or works with."""
+    R, T, B, G = a.wx.shape
+    return R * (T + 1 if a.save else 1) * B * stride_of(G // 4)

@@ -154,7 +154,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "rbn",
         "recurrent_batchnorm",
     }
-    expected = {f"rbn/{path.relative_to(PACKAGE).as_posix()}" for path in SOURCES}
+    others = [p for kind in ("*.cu", "*.cuh", "*.yaml", "*.html") for p in PACKAGE.rglob(kind)]
+    assert len(others) >= 10
+    expected = {f"rbn/{path.relative_to(PACKAGE).as_posix()}" for path in (*SOURCES, *others)}
     assert expected <= names, f"not in the wheel: {sorted(expected - names)}"
     parts = {part for name in names for part in name.split("/")}
     assert not [part for part in parts if part == "tests" or part.startswith("test_")]

@@ -1,12 +1,14 @@
 """``rbn train``, ``resume`` and ``runs``."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rbn.cli.app import app
@@ -49,8 +51,11 @@ def test_out_of_time_and_resumed(whole, tmp_path):
 def test_killed_and_resumed(whole, tmp_path):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "rbn", "train", "digits", *SMALL]
+    # As many threads as the other run had: sums depend on them.
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     process = subprocess.Popen(
         [*command, "--device", "cpu", "--out", str(folder)],
+        env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

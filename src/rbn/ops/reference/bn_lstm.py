@@ -10,6 +10,7 @@ from rbn.ops.reference.normalization import (
     Term,
     bn,
     carry,
+    in_type,
     pair,
     stack_steps,
     without_padding,
@@ -40,7 +41,9 @@ def bn_lstm(
 ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
     """See `rbn.ops.bn_lstm` for the arguments."""
     dtype = wx.dtype
-    wx, W_h, h, c = (v.to(compute_dtype(dtype)) for v in (wx, weight_hh, h0, c0))
+    wx, W_h, h, c, bias, gamma_x, gamma_h, gamma_c, beta_c = in_type(
+        compute_dtype(dtype), wx, weight_hh, h0, c0, bias, gamma_x, gamma_h, gamma_c, beta_c
+    )
     b = 0.0 if bias is None else bias
     beta = 0.0 if beta_c is None else beta_c
 

@@ -10,6 +10,7 @@ from rbn.ops.reference.normalization import (
     Term,
     bn,
     carry,
+    in_type,
     pair,
     stack_steps,
     without_padding,
@@ -43,7 +44,9 @@ def bn_rnn(
 ) -> tuple[Tensor, Tensor, Statistics]:
     """See `rbn.ops.bn_rnn` for the arguments."""
     dtype = wx.dtype
-    wx, W_h, h = (v.to(compute_dtype(dtype)) for v in (wx, weight_hh, h0))
+    wx, W_h, h, bias, gamma_x, gamma_h = in_type(
+        compute_dtype(dtype), wx, weight_hh, h0, bias, gamma_x, gamma_h
+    )
     b = 0.0 if bias is None else bias
     phi = torch.tanh if nonlinearity == "tanh" else torch.relu
 

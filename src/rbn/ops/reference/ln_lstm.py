@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.reference.normalization import carry, stack_steps, without_padding, zoneout
+from rbn.ops.reference.normalization import carry, in_type, stack_steps, without_padding, zoneout
 from rbn.ops.types import compute_dtype, valid_steps
 
 
@@ -34,7 +34,9 @@ def ln_lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rbn.ops.ln_lstm` for the arguments."""
     dtype = wx.dtype
-    wx, W_h, h, c = (v.to(compute_dtype(dtype)) for v in (wx, weight_hh, h0, c0))
+    wx, W_h, h, c, bias, gamma_x, gamma_h, gamma_c, beta_c = in_type(
+        compute_dtype(dtype), wx, weight_hh, h0, c0, bias, gamma_x, gamma_h, gamma_c, beta_c
+    )
     b = 0.0 if bias is None else bias
     valid = valid_steps(lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.reference.normalization import carry, stack_steps, without_padding, zoneout
+from rbn.ops.reference.normalization import carry, in_type, stack_steps, without_padding, zoneout
 from rbn.ops.types import compute_dtype, valid_steps
 
 
@@ -23,7 +23,7 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rbn.ops.lstm` for the arguments."""
     dtype = wx.dtype
-    wx, W_h, h, c = (v.to(compute_dtype(dtype)) for v in (wx, weight_hh, h0, c0))
+    wx, W_h, h, c, bias, beta_c = in_type(compute_dtype(dtype), wx, weight_hh, h0, c0, bias, beta_c)
     b = 0.0 if bias is None else bias
     beta = 0.0 if beta_c is None else beta_c
     valid = valid_steps(lengths, len(wx))  # [T, B]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,11 @@ def moments(h: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
     rows = rows[:, None]
     mean = torch.where(rows, h, 0).sum(0) / n
     return mean, torch.where(rows, h - mean, 0).square().sum(0) / n
+
+
+def in_type(dtype: torch.dtype, *values: Tensor | None) -> list[Any]:
+    """Parameters and states in the type in which the equations are computed."""
+    return [None if v is None else v.to(dtype) for v in values]
 
 
 def pair(mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor] | None:

@@ -71,6 +71,26 @@ def test_killed_and_resumed(whole, tmp_path):
     assert all((value == other[name]).all() for name, value in last.items())
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
+def test_control_c_says_how_to_go_on(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "rbn", "train", "digits", "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--out", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 300
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130, errors
+    assert f"saved. Go on with: rbn resume {folder}" in errors
+    assert "Traceback" not in errors
+
+
 def test_a_table_of_runs(whole, tmp_path):
     done = invoke("runs", whole.parent)
     assert done.exit_code == 0

@@ -107,17 +107,35 @@ def test_killed_in_the_middle_of_a_checkpoint(whole, tmp_path):
     assert_same_run(tmp_path, whole)
 
 
-def test_control_c_saves(whole, tmp_path):
-    def interrupt(progress, loss):
-        if progress.step == 7:
-            raise KeyboardInterrupt
+def test_control_c_finishes_the_step_and_saves(whole, tmp_path):
+    class Interrupted(Letters):
+        def loss(self, step):
+            if step == 6:
+                os.kill(os.getpid(), signal.SIGINT)  # in the middle of the seventh step
+            return super().loss(step)
 
+    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path, on_step=interrupt).run()
+        trainer(tmp_path, Interrupted()).run()
+    assert signal.getsignal(signal.SIGINT) is handler
     again = trainer(tmp_path)
     assert again.progress.step == 7
     again.run()
     assert_same_run(tmp_path, whole)
+
+
+def test_a_second_control_c_does_not_wait(tmp_path):
+    class Interrupted(Letters):
+        def loss(self, step):
+            for _ in range(2 if step == 6 else 0):
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().loss(step)
+
+    run = trainer(tmp_path, Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert run.progress.step == 6
+    assert trainer(tmp_path).progress.step == 6  # the checkpoint of step 6, not one of the seventh
 
 
 def test_a_finished_run_stays_finished(whole, tmp_path):
@@ -163,11 +181,25 @@ def test_a_loss_that_is_not_finite_stops_with_a_model_to_look_at(tmp_path):
         def loss(self, step):
             return super().loss(step) * (torch.nan if step == 3 else 1)
 
-    with pytest.raises(Diverged, match=r"diverged at step 3 .* loss nan") as error:
+    with pytest.raises(Diverged, match=r"diverged at step 3: .* before that step is in"):
         trainer(tmp_path, Bad()).run()
-    assert "diverged.safetensors" in str(error.value)
-    _, facts = checkpoint.load(tmp_path / "diverged.safetensors")
+    tensors, facts = checkpoint.load(tmp_path / "diverged.safetensors")
     assert facts["progress"]["step"] == 3
+    assert all(v.isfinite().all() for k, v in tensors.items() if k.startswith("model."))
+
+
+def test_losses_fetched_later_are_the_same(whole, tmp_path):
+    class Bad(Letters):
+        def loss(self, step):
+            return super().loss(step) * (torch.nan if step == 7 else 1)
+
+    trainer(tmp_path / "late", look_back=7).run()
+    assert_same_run(tmp_path / "late", whole)
+    message = r"diverged at step 7: .* when it was noticed is in"
+    with pytest.raises(Diverged, match=message):
+        trainer(tmp_path / "bad", Bad(), look_back=100).run()
+    _, facts = checkpoint.load(tmp_path / "bad" / "last.safetensors")
+    assert facts["progress"]["step"] == 6  # the checkpoint before
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):

@@ -132,7 +132,11 @@ def _go_on(folder: Path, device: str, max_minutes: float | None, data_dir: Path 
             settings, task, folder, max_minutes, on_step=on_step, on_record=on_record
         )
         bar.update(line, total=trainer.schedule.steps, completed=trainer.progress.step)
-        progress = trainer.run()
+        try:
+            progress = trainer.run()
+        except KeyboardInterrupt:
+            step = trainer.progress.step
+            _stop(f"stopped after step {step:,}, saved. Go on with: rbn resume {folder}", 130)
     if not progress.finished:
         console.print(f"Out of time at step {progress.step:,}. Go on with: rbn resume {folder}")
         return
@@ -156,7 +160,7 @@ def _guarded(work: Callable[[], None]) -> None:
     except (CheckpointError, Diverged) as error:
         _stop(str(error), 1)
     except KeyboardInterrupt:
-        _stop("stopped; the run is saved. Go on with: rbn resume RUN", 130)
+        _stop("stopped before training began", 130)
 
 
 def _stop(reason: str, code: int) -> NoReturn:

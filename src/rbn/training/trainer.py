@@ -7,8 +7,9 @@ Batches are addressed by the number of the step, so nothing of the data's order 
 from __future__ import annotations
 
 import json
-import math
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -86,6 +87,27 @@ class Diverged(FloatingPointError):
     """A loss or gradient that is not finite."""
 
 
+class _Interrupts:
+    """Remembers a Ctrl-C instead of breaking off in the middle of a step; the second one does."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._before: Any = None
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.seen = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():  # only it may set handlers
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+
 class Trainer:
     """Optimises a task's model, with checkpoints in a folder.
 
@@ -97,6 +119,8 @@ class Trainer:
         optimizer: of the model's parameters.
         schedule: when things happen.
         folder: of the run. A checkpoint that is there is gone on from.
+        look_back: steps after which losses are fetched from the model's device and checked; 1 makes
+            the host wait for every step. By default that is so on the CPU alone.
         on_step: called after every step with the progress and the loss, still on its device.
         on_record: called after every evaluation with its figures.
     """
@@ -108,13 +132,19 @@ class Trainer:
         schedule: Schedule,
         folder: Path,
         *,
+        look_back: int | None = None,
         on_step: Callable[[Progress, Tensor], None] | None = None,
         on_record: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
         self.task, self.optimizer, self.schedule = task, optimizer, schedule
         self.folder = Path(folder)
+        device = next(task.model.parameters()).device
+        self.look_back = look_back or (1 if device.type == "cpu" else 100)
         self.on_step, self.on_record = on_step, on_record
         self.progress = Progress()
+        # Of the steps since losses were last fetched: their sum, and the first bad one or -1.
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._bad = torch.full((), -1, dtype=torch.int64, device=device)
         if self.last.exists():
             self._resume()
 
@@ -133,14 +163,15 @@ class Trainer:
 
         Raises:
             Diverged: when a loss or gradient is not finite; ``diverged.safetensors`` has the model.
-            KeyboardInterrupt: after a checkpoint was written.
+            KeyboardInterrupt: on Ctrl-C, after the step was finished and a checkpoint written. A
+                second Ctrl-C does not wait for that.
         """
         now, schedule = self.progress, self.schedule
         began, before = time.monotonic(), now.seconds
         self.task.model.train()
         if not self.last.exists():
             self.save()
-        try:
+        with _Interrupts() as interrupts:
             while now.step < schedule.steps and not now.finished:
                 loss = self._step()
                 now.seconds = before + time.monotonic() - began
@@ -148,16 +179,16 @@ class Trainer:
                     self.on_step(now, loss)
                 minutes = (time.monotonic() - began) / 60
                 out_of_time = schedule.max_minutes is not None and minutes >= schedule.max_minutes
+                stop = out_of_time or interrupts.seen
                 if now.step % schedule.evaluate_every == 0 or now.step == schedule.steps:
                     self._look()
                     self.save()
-                elif now.step % schedule.checkpoint_every == 0 or out_of_time:
+                elif now.step % schedule.checkpoint_every == 0 or stop:
                     self.save()
+                if interrupts.seen:
+                    raise KeyboardInterrupt
                 if out_of_time and not now.finished:
                     return now
-        except KeyboardInterrupt:
-            self.save()
-            raise
         now.finished = True
         self.save()
         return now
@@ -168,30 +199,42 @@ class Trainer:
         loss = self.task.loss(now.step)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        norm = torch.as_tensor(0.0)
+        value = loss.detach()
+        finite = value.isfinite()
         if self.schedule.clip is not None:
             norm = nn.utils.clip_grad_norm_(model.parameters(), self.schedule.clip)
-        value = loss.detach()
-        if not math.isfinite(float(value)) or not math.isfinite(float(norm)):
-            self._give_up(float(value), float(norm))
+            finite = finite & norm.isfinite()
+        self._bad = torch.where(finite | (self._bad >= 0), self._bad, now.step)
+        self._sum += value
+        now.loss_count += 1
+        if now.loss_count % self.look_back == 0:
+            self._fetch()
         self.optimizer.step()
         now.step += 1
-        now.loss_sum += float(value)
-        now.loss_count += 1
         return value
 
-    def _give_up(self, loss: float, norm: float) -> None:
+    def _fetch(self) -> None:
+        """Bring the losses to the host, and stop if one was not finite."""
+        bad = int(self._bad)
+        if bad >= 0:
+            self._give_up(bad)
+        self.progress.loss_sum += float(self._sum)
+        self._sum.zero_()
+
+    def _give_up(self, step: int) -> None:
         path = self.folder / "diverged.safetensors"
         tensors, facts = checkpoint.state_of(self.task.model, self.optimizer)
         checkpoint.save(path, tensors, {"optimizer": facts, "progress": asdict(self.progress)})
+        when = "before that step" if step == self.progress.step else "when it was noticed"
         raise Diverged(
-            f"training diverged at step {self.progress.step} (that minibatch's number): loss "
-            f"{loss}, norm of the gradients {norm}. The model before the step is in {path}."
+            f"training diverged at step {step}: the loss or the gradient of minibatch {step} is "
+            f"not finite. The model {when} is in {path}, the last good checkpoint in {self.last}."
         )
 
     def _look(self) -> None:
         """Evaluate, write it down, and remember the best."""
         now, task = self.progress, self.task
+        self._fetch()
         record: dict[str, float] = {
             "step": now.step,
             "seconds": round(now.seconds, 3),
@@ -217,6 +260,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint to go on from."""
+        self._fetch()
         tensors, facts = checkpoint.state_of(self.task.model, self.optimizer)
         checkpoint.save(self.last, tensors, {"optimizer": facts, "progress": asdict(self.progress)})
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import rbn
+from rbn.experiments.runs import commit
 
 SHAPES = [
     (64, 100, 1, 100),
@@ -132,17 +133,6 @@ def machine():
             name = f"{names[0].strip()} ({platform.machine()})"
             break
     return f"{name}, {torch.get_num_threads()} threads"
-
-
-def commit():
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 def main():

@@ -8,13 +8,13 @@ and draws benchmarks/results/gpu.png.
 import argparse
 import csv
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 
 import rbn
+from rbn.experiments.runs import commit
 
 SHAPES = {
     "mnist": (784, 100, 1, 100, 1),
@@ -136,17 +136,6 @@ def graph_of(layer, x, grad):
     with torch.cuda.graph(graph):
         both()
     return graph
-
-
-def commit():
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 def draw(rows, path):

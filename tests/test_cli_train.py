@@ -117,3 +117,4 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
     assert done.exit_code == 2
     assert message in done.output
     assert "Traceback" not in done.output
+    assert not (tmp_path / "runs").exists()  # a second try starts afresh

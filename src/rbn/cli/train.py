@@ -9,6 +9,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from rbn.experiments.config import Config
+
 Task = Annotated[str, typer.Argument(help="digits, mnist, pmnist, ptb, text8 or pydoc.")]
 Model = Annotated[str, typer.Option(help="lstm, bn-lstm, ln-lstm, bn-rnn, rnn or irnn.")]
 File = Annotated[Path | None, typer.Option(help="Settings (YAML) instead of the paper's.")]
@@ -45,10 +47,7 @@ def train(
         settings = configs.from_mapping({"task": task, **found})
         settings = configs.with_settings(settings, [f"model={model}", *(set_ or [])])
         folder = out or Path("runs") / settings.task / f"{settings.name}-seed{seed}"
-        from rbn.experiments import runs
-
-        runs.start(folder, settings, seed)
-        _go_on(folder, device, max_minutes, data_dir)
+        _go_on(folder, settings, seed, device, max_minutes, data_dir)
 
     _guarded(work)
 
@@ -60,7 +59,9 @@ def resume(
     data_dir: DataDir = None,
 ) -> None:
     """Go on with a run that was stopped or killed."""
-    _guarded(lambda: _go_on(run, device, max_minutes, data_dir))
+    from rbn.experiments import runs as experiments
+
+    _guarded(lambda: _go_on(run, *experiments.opened(run), device, max_minutes, data_dir))
 
 
 def runs(
@@ -90,21 +91,32 @@ def runs(
     Console().print(table)
 
 
-def _go_on(folder: Path, device: str, max_minutes: float | None, data_dir: Path | None) -> None:
-    """Train the run in a folder to its end, with a progress bar, and report."""
+def _go_on(
+    folder: Path,
+    settings: Config,
+    seed: int,
+    device: str,
+    max_minutes: float | None,
+    data_dir: Path | None,
+) -> None:
+    """Train the run of a folder to its end, with a progress bar, and report.
+
+    The folder is made when the data and the model are there, so that a mistake leaves nothing.
+    """
     import torch
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
     from rbn.experiments import runs as experiments
 
-    settings, seed = experiments.opened(folder)
+    experiments.check_free(folder, settings, seed)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         task = experiments.build(settings, seed, torch.device(device), data_dir)
     except TypeError as error:  # an option that the layer or the data set does not have
         raise ValueError(f"the settings do not fit: {error}") from error
+    experiments.start(folder, settings, seed)
     console = Console()
     columns = (
         SpinnerColumn(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +147,3 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
             raise ValueError(f"there is no setting {key!r}")
         place[last] = yaml.safe_load(text)
     return from_mapping(changed)
-
-
-def with_model(config: Config, model: str) -> Config:
-    """The same experiment with another recurrent layer."""
-    return replace(config, model=model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import time
@@ -116,18 +117,22 @@ def make_trainer(
     return Trainer(task, optimizer, schedule, folder, on_step=on_step, on_record=on_record)
 
 
+def check_free(folder: Path, config: Config, seed: int) -> None:
+    """Refuse a folder that holds another run than this one."""
+    if (folder / "config.json").exists() and opened(folder) != (config, seed):
+        raise FileExistsError(
+            f"{folder} holds a run with other settings; name another folder with --out"
+        )
+
+
 def start(folder: Path, config: Config, seed: int) -> None:
-    """Make a run's folder, or refuse one that holds another run."""
-    path = folder / "config.json"
-    wanted = {"seed": seed, "config": json.loads(config.to_json())}
-    if path.exists():
-        if json.loads(path.read_text()) != wanted:
-            raise FileExistsError(
-                f"{folder} holds a run with other settings; name another folder with --out"
-            )
-        return
+    """Make a run's folder, from which it can be opened again."""
+    check_free(folder, config, seed)
+    content = {"seed": seed, "config": json.loads(config.to_json())}
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(wanted, indent=2) + "\n")
+    part = folder / "config.json.part"
+    part.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(part, folder / "config.json")
 
 
 def opened(folder: Path) -> tuple[Config, int]:
@@ -178,7 +183,7 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
         "versions": f"rbn {rbn.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "commit": _commit(),
+        "commit": commit(),
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
     }
@@ -187,7 +192,8 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
     return result
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The state of the source that runs, as git describes it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         done = subprocess.run(

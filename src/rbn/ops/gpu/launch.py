@@ -52,6 +52,7 @@ class _Call:
         self.H = G // 4
         self.a = a
         self.wx = a.wx.contiguous()
+        self.in_cuda = cuda_lstm.covers(a)
         self.empty = a.wx.new_empty(1, dtype=torch.float32)
         given = _GIVEN if a.population else _BATCH
         normalized = a.norm == "batch"
@@ -117,7 +118,7 @@ class _Call:
         }
 
     def launch(self, kernel: Any, arguments: list[Any], flags: dict[str, Any], warps: int) -> None:
-        """Run a kernel over all steps. arguments: a function of the first step and their number."""
+        """Launch a kernel once."""
         options: dict[str, Any] = {"num_warps": warps}
         if self.plan.persistent:
             options["launch_cooperative_grid"] = True
@@ -186,7 +187,7 @@ def _forward(a: Inputs) -> Outputs:
         "K": plan.k_forward,
         "SAVE": a.save,
     }
-    if cuda_lstm.covers(a):
+    if call.in_cuda:
         if not cuda_lstm.meets_at_counter("forward", wx):
             hs[:, 1:].view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
         if call.x == _BATCH:
@@ -305,7 +306,7 @@ def _backward(
     da = torch.empty_like(wx)
     shared = a.norm == "none" or a.joint  # the gradient of both terms is one
     dwx = da if shared else torch.empty_like(wx)
-    new = torch.empty if cuda_lstm.covers(a) else torch.zeros
+    new = torch.empty if call.in_cuda else torch.zeros
     sums = [new(R, n, **full) for n in [4 * H] * 3 + [H] * 2]
     moments = [call.full(p) for p in a.population] if a.population else list(r[3:9])
     barrier = torch.zeros(R, dtype=torch.int32, device=wx.device)
@@ -317,7 +318,7 @@ def _backward(
         "HAS_DOUTPUT": doutput is not None,
     }
     pieces = [(T - 1, T)] if plan.persistent else [(t, 1) for t in range(T - 1, -1, -1)]
-    if cuda_lstm.covers(a):
+    if call.in_cuda:
         if not cuda_lstm.meets_at_counter("backward", wx):
             da.view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
         names = ("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c")

@@ -22,7 +22,8 @@ class Plan:
         programs: programs of one recurrence.
         k_forward: columns of h that a product takes at once.
         k_backward: the same of d(W_h h).
-        warps: of a program.
+        warps_forward: of a program.
+        warps_backward: the same.
         persistent: one launch for all steps; otherwise one for each.
     """
 

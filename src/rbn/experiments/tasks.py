@@ -19,11 +19,15 @@ def has_statistics(model: nn.Module) -> bool:
     return any(isinstance(module, PopulationStatistics) for module in model.modules())
 
 
-class _Measured(abc.ABC):
-    """A task that is measured with minibatch statistics and with population statistics."""
+class Measured(abc.ABC):
+    """A task that is measured with minibatch statistics and with population statistics.
+
+    Attributes:
+        metric: ``"valid_batch"`` or ``"valid_population"``, which of them names the best model.
+    """
 
     model: nn.Module
-    metric = "valid_batch"  # as in the paper; see `Classification` and `NextSymbol` for the unit
+    metric = "valid_population"
 
     @abc.abstractmethod
     def measure(self, part: str) -> float:
@@ -51,7 +55,7 @@ class _Measured(abc.ABC):
             self.model.train(was_training)
 
 
-class Classification(_Measured):
+class Classification(Measured):
     """One label for each sequence; measured by accuracy, from 0 to 1.
 
     Args:
@@ -77,9 +81,12 @@ class Classification(_Measured):
         """Sequences of a minibatch."""
         return self.batches.batch_size
 
-    def loss(self, step: int) -> Tensor:
-        """Cross-entropy of minibatch number `step`, in nats."""
-        inputs, labels = self.batches.batch(*divmod(step, self.batches_per_epoch))
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        """Inputs ``[T, B, features]`` and labels ``[B]`` of minibatch number `step`."""
+        return self.batches.batch(*divmod(step, self.batches_per_epoch))
+
+    def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy, in nats."""
         return F.cross_entropy(self.model(inputs).float(), labels)
 
     def measure(self, part: str) -> float:
@@ -101,7 +108,7 @@ class Classification(_Measured):
             yield inputs[:, start : start + batch_size]
 
 
-class NextSymbol(_Measured):
+class NextSymbol(Measured):
     """The next character of a text; measured in bits per character.
 
     Args:
@@ -138,11 +145,12 @@ class NextSymbol(_Measured):
         """Characters that a minibatch predicts."""
         return self.batches.batch_size * (self.length - 1)
 
-    def loss(self, step: int) -> Tensor:
-        """Cross-entropy of minibatch number `step`, in nats per character."""
-        return self._nats(*self.batches.batch(*divmod(step, self.batches_per_epoch)))
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        """Symbols and those that follow them, ``[T, B]``, of minibatch number `step`."""
+        return self.batches.batch(*divmod(step, self.batches_per_epoch))
 
-    def _nats(self, symbols: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    def loss(self, symbols: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Cross-entropy, in nats per character."""
         logits, _ = self.model(symbols)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
@@ -157,7 +165,7 @@ class NextSymbol(_Measured):
         count = 0
         for k in range(windows.batches_per_epoch):
             symbols, targets = windows.batch(0, k)
-            nats += self._nats(symbols, targets, "sum")
+            nats += self.loss(symbols, targets, "sum")
             count += targets.numel()
         return float(nats) / count / math.log(2)
 

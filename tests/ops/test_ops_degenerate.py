@@ -70,7 +70,6 @@ def test_gradients_without_variance(op, options):
     # The rows' gradients grow by 1 / sqrt(eps) in each normalization, and those of the weights are
     # sums in which they cancel: all have the rounding error of the largest.
     largest = max(value.abs().max().item() for value in expected_gradients.values())
-    assert largest > 1e3  # they do grow: the case is what it says
     assert_same(
         {name: value / largest for name, value in gradients.items()},
         {name: value / largest for name, value in expected_gradients.items()},

@@ -331,3 +331,48 @@ def test_checkpoints_are_not_too_frequent(tmp_path, monkeypatch):
 def test_a_graph_needs_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="graph needs a CUDA device, the model is on cpu"):
         trainer(tmp_path, graph=True)
+
+
+class Overflowing(Letters):
+    """Its gradient, not its loss, is infinite in some steps."""
+
+    steps = (3, 4)
+
+    def batch(self, step):
+        self.overflows = step in self.steps
+        return super().batch(step)
+
+    def loss(self, *batch):
+        loss = super().loss(*batch)
+        if self.overflows:
+            loss.register_hook(lambda grad: grad * torch.inf)
+        return loss
+
+
+def test_gradients_that_overflow_are_left_out(tmp_path):
+    task = Overflowing()
+    progress = trainer(tmp_path, task).run()
+    assert progress.skipped == 2
+    assert all(parameter.isfinite().all() for parameter in task.model.parameters())
+    assert trainer(tmp_path).progress.skipped == 2
+
+
+def test_nothing_but_gradients_that_overflow(tmp_path):
+    task = Overflowing()
+    task.steps = range(2, 10**6)
+    with pytest.raises(
+        Diverged, match=r"diverged at step \d+: the last 50 gradients are not finite"
+    ):
+        trainer(tmp_path, task, Schedule(100, evaluate_every=100)).run()
+
+
+def test_one_that_diverges_does_not_stop_the_others(whole, tmp_path):
+    class Bad(Letters):
+        def loss(self, *batch):
+            return super().loss(*batch) * torch.nan
+
+    good = trainer(tmp_path / "good")
+    with pytest.raises(Diverged, match="the loss of minibatch 0 is not finite"):
+        train_together([trainer(tmp_path / "bad", Bad()), good])
+    assert good.progress.finished
+    assert_same_run(tmp_path / "good", whole)

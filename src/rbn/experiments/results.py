@@ -32,7 +32,7 @@ def exact_statistics(config: Config, task: Classification | NextSymbol) -> None:
 def finish(
     config: Config, seed: int, trainer: Trainer, command: str, together: int = 1
 ) -> dict[str, Any]:
-    """Test the best model with exact statistics.
+    """Test the best model with exact statistics, in full precision.
 
     Writes ``result.json``, and the model with those statistics as ``final.safetensors``.
 
@@ -46,6 +46,7 @@ def finish(
     task, progress = trainer.task, trainer.progress
     assert isinstance(task, Classification | NextSymbol)
     trainer.load_best()
+    task.model = trainer.module
     with trainer.alone():
         exact_statistics(config, task)
         figures = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -11,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rbn.data import Minibatches, Split, Splits, Text, Windows
-from rbn.nn import PopulationStatistics, batch_statistics
+from rbn.nn import (
+    PopulationStatistics,
+    batch_statistics,
+    kept_statistics,
+    update_population_stats,
+)
+
+ESTIMATE = 50  # minibatches behind the population statistics of a look at the validation data
 
 
 def has_statistics(model: nn.Module) -> bool:
@@ -27,19 +35,33 @@ class Measured(abc.ABC):
     """
 
     model: nn.Module
+    batch_size: int
     metric = "valid_population"
 
     @abc.abstractmethod
     def measure(self, part: str) -> float:
         """The figure on one part of the data, with the statistics that the model uses now."""
 
+    @abc.abstractmethod
+    def population_batches(self, batch_size: int) -> Iterator[Tensor]:
+        """The training inputs once, for exact population statistics."""
+
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The validation figure with both kinds of statistics; once where there are none."""
-        return {
-            "valid_batch": self.measure_with("valid", "batch"),
-            "valid_population": self.measure_with("valid", "population"),
-        }
+        """The validation figure with both kinds of statistics; once where there are none.
+
+        While the model moves, the running averages lag behind it. So the population statistics are
+        estimated from a few minibatches at the model as it is; the running ones stay as they are.
+        """
+        if not has_statistics(self.model):
+            value = self.measure_with("valid", "population")
+            return {"valid_batch": value, "valid_population": value}
+        found = {"valid_batch": self.measure_with("valid", "batch")}
+        with kept_statistics(self.model):
+            batches = self.population_batches(self.batch_size)
+            update_population_stats(self.model, itertools.islice(batches, ESTIMATE))
+            found["valid_population"] = self.measure_with("valid", "population")
+        return found
 
     @torch.no_grad()
     def measure_with(self, part: str, statistics: str) -> float:
@@ -68,7 +90,7 @@ class Classification(Measured):
     higher_is_better = True
 
     def __init__(self, model: nn.Module, splits: Splits, batch_size: int, seed: int) -> None:
-        self.model, self.splits = model, splits
+        self.model, self.splits, self.batch_size = model, splits, batch_size
         self.batches = Minibatches(splits.train, batch_size, seed)
 
     @property
@@ -132,6 +154,7 @@ class NextSymbol(Measured):
         valid_windows: int | None = None,
     ) -> None:
         self.model, self.text, self.length = model, text, length
+        self.batch_size = batch_size
         self.valid_windows = valid_windows
         self.batches = Windows(text.train, length, batch_size, seed=seed)
 

@@ -56,7 +56,8 @@ class Schedule:
         evaluate_every: steps between looks at the validation data; one follows the last step too.
         checkpoint_every: steps between checkpoints; one follows every evaluation too.
         patience: evaluations without a better one before training stops; None never does.
-        clip: largest global norm of all gradients together; None leaves them alone.
+        clip: largest global norm of all gradients together; None leaves them alone. A step whose
+            norm is not finite is made without a gradient, and counted.
         decay_from: the part of the steps after which the learning rate falls linearly, to 0 at the
             last; 1 keeps it constant.
         checkpoint_seconds: shortest time between two checkpoints that are not the last one.
@@ -102,13 +103,17 @@ class Progress:
     loss: float = 0.0  # mean of the steps that were looked at last
     loss_sum: float = 0.0  # since the last evaluation
     loss_count: int = 0
+    skipped: int = 0  # steps whose gradient was not finite
     finished: bool = False
     stopped_early: bool = False
     history: list[dict[str, float]] = field(default_factory=list)
 
 
 class Diverged(FloatingPointError):
-    """A loss or gradient that is not finite."""
+    """A loss, or too many gradients in a row, that are not finite."""
+
+
+_MOST_SKIPPED = 50  # steps in a row whose gradient is not finite before training is given up
 
 
 class _Interrupts:
@@ -140,6 +145,9 @@ class Trainer:
 
     The run has its own stream of random numbers, which begins at the process's present state.
 
+    Attributes:
+        module: the model without Fabric's wrapper, so in full precision.
+
     Args:
         task: the model, its data and its measure. Its `model` becomes Fabric's wrapper of it.
         optimizer: of the model's parameters.
@@ -170,7 +178,7 @@ class Trainer:
         self.task, self.schedule, self.folder = task, schedule, Path(folder)
         self.on_step, self.on_record = on_step, on_record
         self.progress = Progress()
-        self._module, self._optimizer = task.model, optimizer  # without their wrappers
+        self.module, self._optimizer = task.model, optimizer  # without their wrappers
         device = next(task.model.parameters()).device
         self.fabric = fabric or _fabric_of(device)
         task.model, self._wrapped = self.fabric.setup(task.model, optimizer)
@@ -180,6 +188,8 @@ class Trainer:
         # Of the steps since losses were last fetched: their sum, and the first bad one or -1.
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._bad = torch.full((), -1, dtype=torch.int64, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # of those skipped
         self._number = torch.zeros((), dtype=torch.int64, device=device)  # of the step
         self._fetched = 0  # of progress.loss_count
         self._unsaved_best: tuple[dict[str, Tensor], dict[str, Any]] | None = None
@@ -281,7 +291,6 @@ class Trainer:
         loss = self.task.loss(*batch)
         self.fabric.backward(loss)
         value = loss.detach()
-        finite = value.isfinite()
         if self.schedule.clip is not None:
             norm = self.fabric.clip_gradients(
                 self.task.model,
@@ -290,8 +299,15 @@ class Trainer:
                 error_if_nonfinite=False,
             )
             assert norm is not None
-            finite = finite & norm.isfinite()
-        self._bad.copy_(torch.where(finite | (self._bad >= 0), self._bad, self._number))
+            # A gradient that overflowed has no direction: the step is made without it.
+            good = norm.isfinite()
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.copy_(torch.where(good, parameter.grad, 0))
+            self._skipped += ~good
+            self._in_a_row.copy_(torch.where(good, 0, self._in_a_row + 1))
+        good = value.isfinite() | (self._bad >= 0)
+        self._bad.copy_(torch.where(good, self._bad, self._number))
         self._number += 1
         self._sum += value
         if self.look_back == 1 and not self._captures:
@@ -309,23 +325,27 @@ class Trainer:
 
     def _fetch(self) -> None:
         """Bring the losses to the host, and stop if one was not finite."""
-        bad, total = int(self._bad), float(self._sum)
-        if bad >= 0:
-            self._give_up(bad)
+        bad, total, in_a_row = int(self._bad), float(self._sum), int(self._in_a_row)
         now = self.progress
-        if now.loss_count > self._fetched:
-            now.loss = total / (now.loss_count - self._fetched)
+        steps = now.loss_count - self._fetched
+        if bad >= 0:
+            self._give_up(bad, f"the loss of minibatch {bad} is not finite")
+        if in_a_row >= _MOST_SKIPPED:
+            self._give_up(now.step, f"the last {in_a_row} gradients are not finite")
+        if steps > 0:
+            now.loss = total / steps
         now.loss_sum += total
+        now.skipped = int(self._skipped)
         self._fetched = now.loss_count
         self._sum.zero_()
 
-    def _give_up(self, step: int) -> None:
+    def _give_up(self, step: int, why: str) -> None:
         path = self.folder / "diverged.safetensors"
         checkpoint.save(path, *self._state())
         when = "before that step" if step == self.progress.step else "when it was noticed"
         raise Diverged(
-            f"training diverged at step {step}: the loss or the gradient of minibatch {step} is "
-            f"not finite. The model {when} is in {path}, the last good checkpoint in {self.last}."
+            f"training diverged at step {step}: {why}. The model {when} is in {path}, the last "
+            f"good checkpoint in {self.last}."
         )
 
     def _look(self) -> None:
@@ -344,7 +364,7 @@ class Trainer:
         sign = 1 if task.higher_is_better else -1
         if now.best is None or sign * value > sign * now.best:
             now.best, now.best_step, now.bad_looks = value, now.step, 0
-            state = {f"model.{k}": v.clone() for k, v in self._module.state_dict().items()}
+            state = {f"model.{k}": v.clone() for k, v in self.module.state_dict().items()}
             self._unsaved_best = state, {"step": now.step, task.metric: value}
         else:
             now.bad_looks += 1
@@ -364,17 +384,18 @@ class Trainer:
         checkpoint.save(self.last, *self._state())
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, facts = checkpoint.state_of(self._module, self._optimizer)
+        tensors, facts = checkpoint.state_of(self.module, self._optimizer)
         return tensors, {"optimizer": facts, "progress": asdict(self.progress)}
 
     def _resume(self) -> None:
         tensors, facts = checkpoint.load(self.last)
         self.progress = Progress(**facts["progress"])
         with self._random.current():
-            checkpoint.restore(self._module, self._optimizer, tensors, facts["optimizer"])
+            checkpoint.restore(self.module, self._optimizer, tensors, facts["optimizer"])
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
         self._number.fill_(self.progress.step)
+        self._skipped.fill_(self.progress.skipped)
         self._fetched = self.progress.loss_count
         self._closed = self.progress.finished
         self._write_history()  # lines of steps that will be made again go
@@ -392,7 +413,7 @@ class Trainer:
         """Give the model the parameters and statistics of the best evaluation; its facts."""
         tensors, facts = checkpoint.load(self.best)
         with self.alone():
-            self._module.load_state_dict(
+            self.module.load_state_dict(
                 {name.removeprefix("model."): value for name, value in tensors.items()}
             )
         return facts
@@ -406,18 +427,29 @@ def train_together(trainers: Sequence[Trainer]) -> None:
     one of them.
 
     Raises:
-        Diverged: when one of the runs does; the others go on from their last checkpoint.
+        Diverged: when one of the runs does, after the others have come to their end.
         KeyboardInterrupt: on Ctrl-C, after all have finished their step and were saved.
     """
     active = list(trainers)
+    diverged: list[Diverged] = []
+
+    def goes_on(trainer: Trainer) -> bool:
+        try:
+            return trainer.advance()
+        except Diverged as error:
+            diverged.append(error)
+            return False
+
     with _Interrupts() as interrupts:
         while active and not interrupts.seen:
-            active = [trainer for trainer in active if trainer.advance()]
+            active = [trainer for trainer in active if goes_on(trainer)]
         if interrupts.seen:
             for trainer in active:
                 with trainer.alone():
                     trainer.save()
             raise KeyboardInterrupt
+    if diverged:
+        raise diverged[0]
 
 
 def _fabric_of(device: torch.device) -> Fabric:

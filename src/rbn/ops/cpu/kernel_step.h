@@ -219,18 +219,21 @@ INLINE void NAME(add)(float *to, const double *sums, int w) {
 }
 
 /* The way back through one term: dx = s (dy - c0 - (x - m) c1) for BATCH, where c0 and c1 are the
- * means of dy and of dy * x_hat / sqrt(var + eps); else dx = s dy. */
+ * means of dy and of dy * x_hat / sqrt(var + eps), and s is 0 if x is constant beside an eps
+ * that is not 0; else dx = s dy. */
 typedef struct {
     V s, m, c0, c1;
     int batch;
 } NAME(Back);
 
-INLINE NAME(Back) NAME(back)(int64_t mode, int64_t n, int w, const float *mean, const float *rstd,
-                             const float *gamma, const double *sum, const double *sum_hat) {
+INLINE NAME(Back) NAME(back)(int64_t mode, int64_t n, int w, double eps, const float *mean,
+                             const float *rstd, const float *gamma, const double *sum, const double *sum_hat) {
     NAME(Back) b = {NAME(splat)(1.0f), {0}, {0}, {0}, mode == BATCH};
     if (mode != NONE) b.s = NAME(load)(gamma, w) * NAME(load)(rstd, w);
     if (mode != BATCH) return b;
     b.m = NAME(load)(mean, w);
+    V r = NAME(load)(rstd, w);
+    b.s = NAME(select)(r * r * (float)eps <= 1.0f - CONSTANT, b.s, NAME(splat)(0.0f));
     for (int k = 0; k < LANES; k++) {
         b.c0[k] = (float)(sum[k] / (double)n);
         b.c1[k] = (float)(sum_hat[k] / (double)n);
@@ -294,7 +297,7 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
 
     /* The cell: what came from the output and what came from the next step. */
     const NAME(Back) back_c =
-        NAME(back)(a->mode_c, n, w, mean_c, rstd_c, NAME(at)(a->gamma_c, j), sum, sum_c);
+        NAME(back)(a->mode_c, n, w, a->eps, mean_c, rstd_c, NAME(at)(a->gamma_c, j), sum, sum_c);
     for (int64_t r = 0; r < n; r++) {
         V e = NAME(through)(back_c, NAME(get)(dcell, r, w), cell, r, w) + NAME(get)(dc, r, w);
         V iv = NAME(get)(i, r, w), fv = NAME(get)(f, r, w), gv = NAME(get)(g, r, w);
@@ -343,9 +346,9 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
         NAME(add)(NAME(at)(a->dgamma_h, col), sum_h, w);
         NAME(add)(NAME(at)(a->dgamma_x, col), sum_x, w);
         const NAME(Back) back_h =
-            NAME(back)(a->mode_h, n, w, mean_h, rstd_h, NAME(at)(a->gamma_h, col), sum, sum_h);
+            NAME(back)(a->mode_h, n, w, a->eps, mean_h, rstd_h, NAME(at)(a->gamma_h, col), sum, sum_h);
         const NAME(Back) back_x =
-            NAME(back)(a->mode_x, n, w, mean_x, rstd_x, NAME(at)(a->gamma_x, col), sum, sum_x);
+            NAME(back)(a->mode_x, n, w, 0.0, mean_x, rstd_x, NAME(at)(a->gamma_x, col), sum, sum_x);
         for (int64_t r = 0; r < n; r++) {
             V e = NAME(get)(dq, r, w);
             if (dwx.p) NAME(put)(dwx, r, NAME(through)(back_x, e, near_x, r, w), w);

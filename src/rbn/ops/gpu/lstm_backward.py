@@ -19,6 +19,7 @@ from rbn.ops.gpu.device import (
     join_gates,
     product,
     sigmoid,
+    slope,
     split_gates,
     sum_pair,
     tanh,
@@ -275,7 +276,7 @@ def lstm_backward(
             if CELL == BATCH:
                 spread = first[None, :] * scale + c_hat * (second[None, :] * scale)
                 dc_hat = tl.where(counts, dc_hat - spread, 0.0)
-            dcand += dc_hat * (rc * g_c)[None, :]
+            dcand += dc_hat * slope(rc, g_c, eps, CELL)[None, :]
         else:
             sum_beta += tl.sum(dc_hat, 0)
             dcand += dc_hat
@@ -296,7 +297,7 @@ def lstm_backward(
             if NORM == BATCH:
                 spread_h = first_h[None, :] * scale + a_hat * (second_h[None, :] * scale)
                 dwh = tl.where(counts, dwh - spread_h, 0.0)
-            dwh *= (rh * g_h)[None, :]
+            dwh *= slope(rh, g_h, eps, NORM)[None, :]
         tl.store(da + at, dwh.to(da.dtype.element_ty), mask=tile_n, cache_modifier=".cg")
         if PERSIST:
             arrive(barrier)

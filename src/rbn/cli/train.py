@@ -131,10 +131,14 @@ def _go_on(
             folders = " ".join(str(folder) for folder, _, _ in runs)
             steps = " and ".join(f"{t.progress.step:,}" for t in fit.trainers)
             stop(f"stopped after step {steps}, saved. Go on with: rbn resume {folders}", 130)
-    unfinished = [t for t in fit.trainers if not t.progress.finished]
+    unfinished = [
+        t for t in fit.trainers if not t.progress.finished and t.progress.diverged_at is None
+    ]
     for result in fit.results(console):
         console.print(result, soft_wrap=True)
     if unfinished:
         folders = " ".join(str(trainer.folder) for trainer in unfinished)
         step = unfinished[0].progress.step
         console.print(f"Out of time at step {step:,}. Go on with: rbn resume {folders}")
+    if fit.diverged is not None:
+        raise fit.diverged

@@ -11,7 +11,7 @@ import torch
 from rbn.experiments import build, results, runs
 from rbn.experiments.config import Config
 from rbn.experiments.tasks import Classification, NextSymbol
-from rbn.training import Progress, Trainer, train_together
+from rbn.training import Diverged, Progress, Trainer, train_together
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,6 +40,7 @@ class Fit:
             runs.check_free(folder, config, seed)
         self.wanted, self.device, self.root, self.command = list(wanted), device, root, command
         self.trainers: list[Trainer] = []
+        self.diverged: Diverged | None = None  # what the first run that diverged says
 
     def train(
         self,
@@ -71,7 +72,10 @@ class Fit:
                 watch.add(trainer, config, task)
             if tensorboard:
                 self._write_scalars(trainer)
-        train_together(self.trainers)
+        try:
+            train_together(self.trainers)
+        except Diverged as error:
+            self.diverged = error
 
     @staticmethod
     def _write_scalars(trainer: Trainer) -> None:
@@ -88,9 +92,13 @@ class Fit:
         trainer.on_record = on_record
 
     def results(self, console: Console | None = None) -> Iterator[str]:
-        """Test the runs that are finished, and say what came out of each in a sentence."""
+        """Test the runs that are over, and say what came out of each in a sentence.
+
+        A run that diverged is over too: its best model is from before that.
+        """
         for (folder, config, seed), trainer in zip(self.wanted, self.trainers, strict=True):
-            if not trainer.progress.finished:
+            now = trainer.progress
+            if not (now.finished or (now.diverged_at is not None and trainer.best.exists())):
                 continue
             if console is not None and self.device.type == "cpu":
                 console.print(f"Testing {folder} ...", style="dim", soft_wrap=True)
@@ -99,7 +107,7 @@ class Fit:
             yield (
                 f"{config.task}, {config.name}, seed {seed}: test {result['test']:.4f} "
                 f"({result['metric']}), validation {result['valid']:.4f}, best at step "
-                f"{trainer.progress.best_step:,} of {trainer.progress.step:,}. "
+                f"{now.best_step:,} of {now.step:,}. "
                 f"In {folder / 'result.json'}."
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import platform
 import subprocess
 import time
@@ -77,6 +78,7 @@ def finish(
         "stats": "population",
         "steps": progress.step,
         "best_step": progress.best_step,
+        "diverged_at": progress.diverged_at,
         "seconds": round(progress.seconds, 1),
         "together": together,
         "params": sum(p.numel() for p in task.model.parameters()),
@@ -117,7 +119,10 @@ def _rounded(record: dict[str, float]) -> dict[str, float]:
 
 
 def commit() -> str:
-    """The state of the source that runs, as git describes it."""
+    """The state of the source that runs, as git describes it, or as RBN_COMMIT says."""
+    named = os.environ.get("RBN_COMMIT")
+    if named:
+        return named
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         done = subprocess.run(

@@ -106,6 +106,7 @@ class Progress:
     skipped: int = 0  # steps whose gradient was not finite
     finished: bool = False
     stopped_early: bool = False
+    diverged_at: int | None = None  # the step, if training ended that way
     history: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -340,6 +341,7 @@ class Trainer:
         self._sum.zero_()
 
     def _give_up(self, step: int, why: str) -> None:
+        self.progress.diverged_at = step
         path = self.folder / "diverged.safetensors"
         checkpoint.save(path, *self._state())
         when = "before that step" if step == self.progress.step else "when it was noticed"

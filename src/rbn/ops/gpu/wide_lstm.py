@@ -23,7 +23,7 @@ _PROBE = 'extern "C" __global__ void probe() {}'
 
 # Blocks of a cluster, the best first: the reads from L2 fall with them, the sums that they hand to
 # each other grow.
-CLUSTERS = {"forward": (2, 1), "backward": (8, 4, 2)}
+CLUSTERS = {"forward": (2, 1), "backward": (8, 4)}
 _SIDE = {"forward": 64, "backward": 16}  # columns of the product for each block
 _PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block passes on in a step
 _SUMS = {"forward": 32, "backward": 48}  # numbers summed over the batch at once

@@ -7,7 +7,7 @@
 // Named from outside: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
 // CHUNK (column blocks read at once), REGISTERS (weights in registers or in shared memory),
 // BARRIER (meet at a counter, or wait for the data themselves), MODE_X, MODE_H, MODE_C (0 none,
-// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT. NO_WAIT, NO_GATHER and NO_SUM leave a
+// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT. NO_WAIT, NO_GATHER, NO_SUM and NO_EXCHANGE leave a
 // stage out, to see what it costs; the numbers are then wrong.
 
 typedef unsigned int u32;
@@ -126,6 +126,9 @@ __device__ __forceinline__ void arrive(u32* counter) {
 }
 
 __device__ __forceinline__ void wait_for(const u32* counter, u32 arrivals) {
+#ifdef NO_WAIT
+  arrivals = 0;
+#endif
   if (threadIdx.x == 0) {
     u32 seen;
 #ifdef GUARD

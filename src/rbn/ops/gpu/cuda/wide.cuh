@@ -175,11 +175,7 @@ __device__ __forceinline__ void refilled() {
 // waited for, c and a must be left alone.
 __device__ __forceinline__ void multiply_wide(float (&c)[COLUMNS / 2], const uint4& a, u64 b, int more) {
 #define OPERANDS "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(more)
-#if TILES == 4
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %21, 0;\nwgmma.mma_async.sync.aligned.m64n32k16." KIND
-               "{" N0 "}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
-               : F16(0) : OPERANDS);
-#elif TILES == 8
+#if TILES == 8
   asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16." KIND
                "{" N0 N1 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
                : F16(0), F16(16) : OPERANDS);
@@ -252,6 +248,9 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
 // Hands each block of the cluster its columns of the sums; leaves in sums[0 .. SIDE / 2) all of this
 // one's. Columns are ordered from the block's own on: part s is for the block s ranks further.
 __device__ __forceinline__ void exchange(float (&sums)[COLUMNS / 2], uint4* slots) {
+#ifdef NO_EXCHANGE
+  return;
+#endif
   if (CLUSTER == 1) return;
   constexpr int PART = SIDE / 2;
   const u32 to = shared_address(slots) + 16 * threadIdx.x;

@@ -311,6 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     store4(p.dh + at, skip[j]);
     store4(p.dc + at, dc[j]);
   }
+  refilled();  // of a single step nothing was used
   // Sums that were not made step by step are made here.
   __syncthreads();
   if (!MODE_H) sum_rows(sum_b, room, total, running_gates);

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, nvrtc
+from rbn.ops.gpu import cuda_lstm, nvrtc, wide_lstm
 from rbn.ops.gpu.input_moments import input_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +40,66 @@ def test_the_shapes_of_the_paper_are_cut():
     assert cuda_lstm.cut_forward(torch.float32, 129, 100) is None
 
 
-@pytest.mark.parametrize("name", ["lstm_forward", "lstm_backward"])
+def test_a_card_with_less_shared_memory():
+    limit = 99 * 1024
+    assert cuda_lstm.cut_forward(torch.bfloat16, 100, 100, limit) is not None
+    assert cuda_lstm.cut_forward(torch.bfloat16, 64, 1000, limit) is None
+    assert cuda_lstm.cut_backward(torch.bfloat16, 64, 1000, limit) is None
+
+
+@pytest.mark.parametrize("limit", [110 * 1024, 227 * 1024])
+@pytest.mark.parametrize("hidden", [4, 52, 240, 1060, 2000, 2112])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, limit):
+    for cluster in wide_lstm.CLUSTERS[direction]:
+        cut = wide_lstm.cut_wide(direction, hidden, cluster, limit)
+        if cut is None:  # not even by reading everything twice
+            assert limit < 227 * 1024
+            continue
+        assert cut.shared <= limit
+        assert cut.blocks % cluster == 0
+        assert cut.blocks * wide_lstm.UNITS >= hidden
+        assert cut.second <= cut.first  # the slots are as many as the first need
+        pieces = -(-hidden // wide_lstm.UNITS) * (1 if direction == "forward" else 4)
+        assert 2 * cut.slice * cluster >= pieces
+        assert pieces * 16 * 256 <= cut.passed
+
+
+def test_text8_is_cut_as_planned():
+    limit = 227 * 1024
+    forward = wide_lstm.cut_wide("forward", 2000, 2, limit)
+    backward = wide_lstm.cut_wide("backward", 2000, 8, limit)
+    assert (forward.blocks, forward.first, forward.resident, forward.second) == (126, 5, 22, 5)
+    assert (backward.blocks, backward.first, backward.resident, backward.second) == (128, 6, 20, 6)
+
+
+def test_which_layers_are_wide(monkeypatch):
+    """Hopper, half precision, a multiple of four units, and room for all clusters at once."""
+    room = {2: 66, 8: 16, 4: 32, 1: 132}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(wide_lstm, "max_clusters", lambda device, cluster: room[cluster])
+    wide_lstm._choose.cache_clear()
+    half = torch.empty(1, 1, 128, 8000, dtype=torch.bfloat16)
+    assert wide_lstm.choose("forward", half).cluster == 2
+    assert wide_lstm.choose("backward", half).cluster == 8
+    assert wide_lstm.choose("forward", half.float()) is None
+    assert wide_lstm.choose("forward", half.expand(2, 1, 128, 8000)) is None
+    assert wide_lstm.choose("forward", half[..., : 4 * 1998]) is None
+    assert wide_lstm.choose("forward", half.new_empty(1, 1, 129, 8000)) is None
+    room[8] = 15
+    wide_lstm._choose.cache_clear()
+    assert wide_lstm.choose("backward", half).cluster == 4
+    room[4] = 31
+    wide_lstm._choose.cache_clear()
+    assert wide_lstm.choose("backward", half) is None
+    wide_lstm._choose.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert wide_lstm.choose("forward", half) is None
+    wide_lstm._choose.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["lstm_forward", "lstm_backward", "wide_forward", "wide_backward"])
 def test_sources_are_whole(name):
     text = nvrtc.source(name)
     assert "#include" not in text

@@ -75,8 +75,10 @@ __device__ __forceinline__ void store4(float* p, const float (&v)[4]) {
   *reinterpret_cast<float4*>(p) = make_float4(v[0], v[1], v[2], v[3]);
 }
 
-// This thread's piece number `i` of a step, from two rows of four units.
+// This thread's piece number `i` of a step, from two rows of four units. Blocks without a unit, which
+// fill up the last cluster, have none.
 __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 high) {
+  if (blockIdx.x * UNITS >= H) return;
   uint4* p = step + (blockIdx.x * PASSED + i) * THREADS + threadIdx.x;
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(low.x), "r"(high.x), "r"(low.y),
                "r"(high.y) : "memory");

@@ -99,15 +99,17 @@ def test_wide_layers_against_the_reference(op, name, shape, dtype, calls):
 
 
 @needs_hopper
-@pytest.mark.parametrize("clusters", [(2, 8), (1, 4)])
+@pytest.mark.parametrize("through_l2", [False, True])
 @pytest.mark.usefixtures("wide")
-def test_weights_that_do_not_fit(clusters, monkeypatch, calls):
+def test_weights_that_do_not_fit(through_l2, monkeypatch, calls):
     """Most of them are read again in each step, as in a layer of 2000 units."""
-    monkeypatch.setattr(wide_lstm, "CLUSTERS", {"forward": clusters[:1], "backward": clusters[1:]})
+    clusters = {"forward": 2, "backward": 8}
+    chosen = {direction: ((n, through_l2),) for direction, n in clusters.items()}
+    monkeypatch.setattr(wide_lstm, "CLUSTERS", chosen)
     monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 110 * 1024)
     wide_lstm._choose.cache_clear()
-    for direction, cluster in zip(("forward", "backward"), clusters, strict=True):
-        assert wide_lstm.cut_wide(direction, 400, cluster, 110 * 1024).second > 0
+    for direction, n in clusters.items():
+        assert wide_lstm.cut_wide(direction, 400, n, 110 * 1024, through_l2).second > 0
     try:
         test_against_the_reference("bn_lstm", "lengths", (5, 100, 400), torch.bfloat16, calls)
     finally:

@@ -42,7 +42,7 @@ def _members(pointers: tuple[str, ...]) -> list[tuple[str, Any]]:
     ]
 
 
-_WIDE = ("passed", "spilled")
+_WIDE = ("passed", "spilled", "handed", "meetings")
 ForwardArguments = structure("Forward", [*_members(_FORWARD), ("eps", ctypes.c_float)])
 BackwardArguments = structure("Backward", [*_members(_BACKWARD), ("eps", ctypes.c_float)])
 WideForwardArguments = structure(

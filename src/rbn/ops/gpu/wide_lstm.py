@@ -21,9 +21,9 @@ _THREADS = 256
 _ROWS = 128
 _PROBE = 'extern "C" __global__ void probe() {}'
 
-# Blocks of a cluster, the best first: the reads from L2 fall with them, the sums that they hand to
-# each other grow.
-CLUSTERS = {"forward": (2, 1), "backward": (8, 4)}
+# Blocks of a cluster, and whether they hand their sums to each other through L2, which takes no
+# hardware's clusters; the best first. With more blocks the reads from L2 fall, the sums grow.
+CLUSTERS = {"forward": ((2, False), (1, False)), "backward": ((8, False), (8, True))}
 _SIDE = {"forward": 64, "backward": 16}  # columns of the product for each block
 _PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block passes on in a step
 _SUMS = {"forward": 32, "backward": 48}  # numbers summed over the batch at once
@@ -44,6 +44,12 @@ class WideCut:
     first: int
     resident: int
     second: int
+    through_l2: bool = False
+
+    @property
+    def hardware(self) -> int:
+        """Blocks of a cluster as the card knows it."""
+        return 1 if self.through_l2 else self.cluster
 
     @property
     def slice(self) -> int:
@@ -70,11 +76,16 @@ class WideCut:
         """Bytes of weights of all blocks that are not resident."""
         return self.blocks * (self.first + self.second) * self.group
 
+    @property
+    def handed(self) -> int:
+        """Bytes of sums that a block gets from the others of its cluster."""
+        return (self.cluster - 1) * _SIDE[self.direction] * _ROWS * 4
+
 
 def _slots(cut: WideCut) -> int:
     """Bytes for weights that are read again, and for the sums that come from the cluster."""
-    sums = (cut.cluster - 1) * _SIDE[cut.direction] * _ROWS * 4
-    return max(sums, max(cut.first, cut.second) * cut.group)
+    weights = max(cut.first, cut.second) * cut.group
+    return weights if cut.through_l2 else max(cut.handed, weights)
 
 
 def _rest(direction: str) -> int:
@@ -82,26 +93,30 @@ def _rest(direction: str) -> int:
     return 4 * (sums * (warps | 1) + sums + 12 * UNITS + _GIVEN[direction])
 
 
-def cut_wide(direction: str, hidden: int, cluster: int, limit: int) -> WideCut | None:
+def cut_wide(
+    direction: str, hidden: int, cluster: int, limit: int, through_l2: bool = False
+) -> WideCut | None:
     """The division with the fewest slots that fits into `limit` bytes, or None."""
     blocks = -(-hidden // UNITS)
     grid = -(-blocks // cluster) * cluster
     groups = -(-blocks * _PASSED[direction] // (2 * cluster))
     for slots in range(groups + 1):
-        empty = WideCut(direction, grid, cluster, slots, 0, slots)
+        empty = WideCut(direction, grid, cluster, slots, 0, slots, through_l2)
         resident = min(groups, (limit - empty.shared) // empty.group)
         if resident < 0:
             return None
         again = groups - resident
         if again <= 2 * slots:
             first = min(slots, again)
-            return WideCut(direction, grid, cluster, first, resident, again - first)
+            second = again - first
+            return WideCut(direction, grid, cluster, first, resident, second, through_l2)
     return None
 
 
 @functools.lru_cache(maxsize=64)
 def max_clusters(device: int, cluster: int) -> int:
     """Clusters that the card holds at once, of blocks that take a multiprocessor each."""
+    torch.empty(1, device=f"cuda:{device}")  # that there is a context
     code = nvrtc.compile_source(_PROBE, "probe", {}, "sm_90a")
     with torch.cuda.device(device):
         kernel = Kernel(code, "probe", _THREADS, shared_limit(device), cluster)
@@ -120,9 +135,9 @@ def choose(direction: str, wx: Tensor) -> WideCut | None:
 def _choose(direction: str, recurrences: int, hidden: int, device: int) -> WideCut | None:
     if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
         return None
-    for cluster in CLUSTERS[direction]:
-        cut = cut_wide(direction, hidden, cluster, shared_limit(device))
-        if cut and recurrences * cut.blocks // cluster <= max_clusters(device, cluster):
+    for cluster, through_l2 in CLUSTERS[direction]:
+        cut = cut_wide(direction, hidden, cluster, shared_limit(device), through_l2)
+        if cut and recurrences * cut.blocks <= cut.hardware * max_clusters(device, cut.hardware):
             return cut
     return None
 
@@ -132,13 +147,14 @@ def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
     """The kernel for a division; `device` is the current one."""
     named = dict(defines) | {
         "CLUSTER": cut.cluster,
+        "THROUGH_L2": cut.through_l2,
         "FIRST": cut.first,
         "RESIDENT": cut.resident,
         "SECOND": cut.second,
         "DEPTH": _DEPTH,
     }
     name = f"wide_{cut.direction}"
-    return Kernel(nvrtc.compiled(name, named, "sm_90a"), name, _THREADS, cut.shared, cut.cluster)
+    return Kernel(nvrtc.compiled(name, named, "sm_90a"), name, _THREADS, cut.shared, cut.hardware)
 
 
 def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
@@ -146,4 +162,9 @@ def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
     R = wx.shape[0]
     raw = functools.partial(wx.new_empty, dtype=torch.uint8)
     # Pieces beyond the last unit are multiplied, too, with zero.
-    return {"passed": raw(R * 2 * cut.passed).zero_(), "spilled": raw(max(1, R * cut.spilled))}
+    return {
+        "passed": raw(R * 2 * cut.passed).zero_(),
+        "spilled": raw(max(1, R * cut.spilled)),
+        "handed": raw(R * cut.blocks * cut.handed if cut.through_l2 else 1),
+        "meetings": raw(R * cut.blocks * 4).zero_(),
+    }

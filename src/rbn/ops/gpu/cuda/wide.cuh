@@ -3,7 +3,7 @@
 // A block owns UNITS = 16 hidden units for all rows of the batch. The CLUSTER blocks of a cluster make
 // the product for the units of all of them: each multiplies its own slice of the columns of h, or of
 // d(W_h h), with the weights of all the cluster's units, and they hand each other the sums through
-// distributed shared memory. So a block reads a CLUSTER-th of what comes from the others, and its
+// distributed shared memory or, where the card has no room for such clusters, L2. So a block reads a CLUSTER-th of what comes from the others, and its
 // weights, SIDE columns for each block of the cluster, are as many as if it read all.
 //
 // A warp takes 16 rows, a warpgroup's tensor core instruction 64 rows and 16 columns: one gate, or h, of
@@ -21,8 +21,8 @@
 // The sums of the other blocks come into the slots, too, once the cluster is done with its products.
 // Each cluster begins at another place of its slice: all at the same would be after the same lines.
 //
-// Named from outside besides those of common.cuh: CLUSTER, FIRST, RESIDENT, SECOND, DEPTH (groups asked
-// for ahead). The including file defines SIDE and PASSED, the pieces that a thread passes on in a step.
+// Named from outside besides those of common.cuh: CLUSTER, THROUGH_L2, FIRST, RESIDENT, SECOND, DEPTH (groups
+// asked for ahead). The including file defines SIDE and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #define MT 8
 #define MW 8
@@ -45,7 +45,8 @@ typedef unsigned long long u64;
 #define GROUP_WORDS (COLUMNS * 4)          // of 16 bytes
 #define SLOTS (FIRST > SECOND ? FIRST : SECOND)
 #define SENT (SIDE / 8 * THREADS)  // words of 16 bytes to each other block of the cluster
-#define SLOT_WORDS (SLOTS * GROUP_WORDS > (CLUSTER - 1) * SENT ? SLOTS * GROUP_WORDS : (CLUSTER - 1) * SENT)
+#define KEPT_SENT (THROUGH_L2 ? 0 : (CLUSTER - 1) * SENT)  // of them in the slots
+#define SLOT_WORDS (SLOTS * GROUP_WORDS > KEPT_SENT ? SLOTS * GROUP_WORDS : KEPT_SENT)
 #define STEP_PIECES (2 * SLICE * CLUSTER * THREADS)  // of what is passed in a step, with some that are zero
 #define SUBS ((H + 7) / 8)  // what is saved lies in groups of 8 units
 
@@ -89,6 +90,9 @@ __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 hig
 __device__ __forceinline__ u32 rank_in_cluster() { return blockIdx.x % CLUSTER; }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// The same within the block: in a cluster the upper bits of an address say which block is meant.
+__device__ __forceinline__ u32 offset_in_block(const void* p) { return shared_address(p) & 0x3ffff; }
 
 // All threads of all blocks of the cluster; what was written before is seen after.
 __device__ __forceinline__ void meet_cluster() {
@@ -204,7 +208,7 @@ __device__ __forceinline__ uint4 fetch_piece(const uint4* p) { return fetch(rein
 __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* step, const uint4* resident,
                                         uint4* slots, const uint4* spilled) {
   const u64 layout = u64(COLUMNS) << 16 | u64(128 / 16) << 32;
-  const u64 at_resident = layout | shared_address(resident) >> 4, at_slots = layout | shared_address(slots) >> 4;
+  const u64 at_resident = layout | offset_in_block(resident) >> 4, at_slots = layout | offset_in_block(slots) >> 4;
   const uint4* slice = step + rank_in_cluster() * 2 * SLICE * THREADS + threadIdx.x;
   u32 at = beginning() * 2 * THREADS;
   asm volatile("" : "+l"(slice));  // one register, not a sum of several in each address
@@ -249,27 +253,45 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
 
 // Hands each block of the cluster its columns of the sums; leaves in sums[0 .. SIDE / 2) all of this
 // one's. Columns are ordered from the block's own on: part s is for the block s ranks further.
-__device__ __forceinline__ void exchange(float (&sums)[COLUMNS / 2], uint4* slots) {
+// THROUGH_L2: by way of `handed` [GRID, CLUSTER - 1, SENT] and a counter for each cluster, which has
+// been passed `times` times before; otherwise the blocks write into each other's slots.
+__device__ __forceinline__ void exchange(float (&sums)[COLUMNS / 2], uint4* slots, uint4* handed, u32* counters, u32 times) {
 #ifdef NO_EXCHANGE
   return;
 #endif
   if (CLUSTER == 1) return;
   constexpr int PART = SIDE / 2;
-  const u32 to = shared_address(slots) + 16 * threadIdx.x;
-  meet_cluster();  // nobody needs what is in the slots any more
+  const u32 rank = rank_in_cluster(), first = blockIdx.x - rank;
+  if (!THROUGH_L2) meet_cluster();  // nobody needs what is in the slots any more
 #pragma unroll
-  for (int s = 1; s < CLUSTER; s++)
+  for (int s = 1; s < CLUSTER; s++) {
+    const u32 other = (rank + s) % CLUSTER;
 #pragma unroll
-    for (int i = 0; i < PART / 4; i++)
-      store_remote(to + 16 * ((s - 1) * SENT + i * THREADS), (rank_in_cluster() + s) % CLUSTER, sums + s * PART + 4 * i);
-  meet_cluster();
-  const float4* come = reinterpret_cast<const float4*>(slots) + threadIdx.x;
+    for (int i = 0; i < PART / 4; i++) {
+      const float* v = sums + s * PART + 4 * i;
+      const u32 at = (s - 1) * SENT + i * THREADS + threadIdx.x;
+      if (THROUGH_L2)
+        reinterpret_cast<float4*>(handed)[(first + other) * (CLUSTER - 1) * SENT + at] = make_float4(v[0], v[1], v[2], v[3]);
+      else
+        store_remote(shared_address(slots) + 16 * at, other, v);
+    }
+  }
+  if (THROUGH_L2) {
+    u32* counter = counters + first;
+    arrive(counter);
+    wait_for(counter, CLUSTER * (times + 1));
+  } else {
+    meet_cluster();
+  }
+  const uint4* come = THROUGH_L2 ? handed + blockIdx.x * (CLUSTER - 1) * SENT : slots;
 #pragma unroll
   for (int s = 1; s < CLUSTER; s++)
 #pragma unroll
     for (int i = 0; i < PART / 4; i++) {
-      const float4 v = come[(s - 1) * SENT + i * THREADS];
-      sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
+      const uint4* from = come + (s - 1) * SENT + i * THREADS + threadIdx.x;
+      const uint4 v = THROUGH_L2 ? fetch_piece(from) : *from;
+      sums[4 * i] += __uint_as_float(v.x), sums[4 * i + 1] += __uint_as_float(v.y);
+      sums[4 * i + 2] += __uint_as_float(v.z), sums[4 * i + 3] += __uint_as_float(v.w);
     }
 }
 

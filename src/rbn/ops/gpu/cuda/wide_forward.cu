@@ -27,6 +27,8 @@ struct Forward {
   u32* counter;        // [R], zero
   uint4* passed;       // [R, 2, STEP_PIECES]: h of the last two steps; zero
   uint4* spilled;      // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
+  uint4* handed;       // [R, GRID, CLUSTER - 1, SENT]: sums for the others, where they go through L2
+  u32* meetings;       // [R, GRID], zero: counters of the clusters, likewise
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -52,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   float *mean_h = p.mean_h + r * p.rows_h * GATES, *var_h = p.var_h + r * p.rows_h * GATES;
   float *mean_c = p.mean_c + r * p.rows_c * H, *var_c = p.var_c + r * p.rows_c * H;
   uint4* passed = p.passed + r * 2 * STEP_PIECES;
+  uint4* handed = p.handed + r * GRID * (CLUSTER - 1) * SENT;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
 
   const Element* weight = p.weight + r * GATES * H;
@@ -122,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     wait_for(p.counter + r, GRID * u32(t + 1));
     float sums[COLUMNS / 2];
     product(sums, passed + t % 2 * STEP_PIECES, resident, slots, spilled);
-    exchange(sums, slots);
+    exchange(sums, slots, handed, p.meetings + r * GRID, u32(t));
     float a[2][4][4];
 #pragma unroll
     for (int j = 0; j < 2; j++)

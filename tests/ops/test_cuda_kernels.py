@@ -134,6 +134,22 @@ def test_a_wide_layer_gives_the_same_bits_every_time(calls):
     assert len(calls) == 202
 
 
+def test_arguments_that_begin_anywhere(calls):
+    case = make_case("bn_lstm", 4, 17, 52, dtype=torch.bfloat16, **calm("bn_lstm")).on("cuda")
+    expected = differentiate(case, "gpu")
+
+    def moved(value):
+        room = value.new_empty(value.numel() + 1)
+        return room[1:].view(value.shape).copy_(value)
+
+    shifted = case.with_tensors(**{name: moved(v) for name, v in case.present().items()})
+    found = differentiate(shifted, "gpu")
+    assert len(calls) == 4
+    for one, other in zip(expected, found, strict=True):
+        for name, value in one.items():
+            assert torch.equal(value, other[name]), name
+
+
 def test_two_steps_in_triton(monkeypatch, calls):
     """A step that is number 1 is no constant of the kernel."""
     case = make_case("bn_lstm", 2, 9, 16, dtype=torch.float32, **calm("bn_lstm"))

@@ -201,7 +201,9 @@ def _run(
 ) -> None:
     if blocks * call.R > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
-    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    # Views of the caller may begin anywhere; what is made here, results among it, never does.
+    aligned = {k: v.clone() if v.data_ptr() % 16 else v for k, v in tensors.items()}
+    pointers = {name: tensor.data_ptr() for name, tensor in aligned.items()}
     kernel.launch((blocks, call.R), structure(**pointers, T=call.T, B=call.B, **rest))
 
 

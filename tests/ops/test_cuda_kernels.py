@@ -99,19 +99,18 @@ def test_wide_layers_against_the_reference(op, name, shape, dtype, calls):
 
 
 @needs_hopper
-@pytest.mark.parametrize("through_l2", [False, True])
+@pytest.mark.parametrize("teams", [(1, 8), (2, 4)])
 @pytest.mark.usefixtures("wide")
-def test_weights_that_do_not_fit(through_l2, monkeypatch, calls):
+def test_weights_that_do_not_fit(teams, monkeypatch, calls):
     """Most of them are read again in each step, as in a layer of 2000 units."""
-    clusters = {"forward": 2, "backward": 8}
-    chosen = {direction: ((n, through_l2),) for direction, n in clusters.items()}
-    monkeypatch.setattr(wide_lstm, "CLUSTERS", chosen)
-    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 110 * 1024)
+    limit = 34 * 1024
+    monkeypatch.setattr(wide_lstm, "TEAMS", {"forward": teams[:1], "backward": teams[1:]})
+    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: limit)
     wide_lstm._choose.cache_clear()
-    for direction, n in clusters.items():
-        assert wide_lstm.cut_wide(direction, 400, n, 110 * 1024, through_l2).second > 0
+    for direction, team in zip(("forward", "backward"), teams, strict=True):
+        assert wide_lstm.cut_wide(direction, 200, team, limit).second > 0
     try:
-        test_against_the_reference("bn_lstm", "lengths", (5, 100, 400), torch.bfloat16, calls)
+        test_against_the_reference("bn_lstm", "lengths", (5, 100, 200), torch.bfloat16, calls)
     finally:
         wide_lstm._choose.cache_clear()
 

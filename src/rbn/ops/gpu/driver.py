@@ -10,22 +10,6 @@ import torch
 
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_LIMIT = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-_COOPERATIVE, _CLUSTER = 2, 4  # CU_LAUNCH_ATTRIBUTE_...
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
 
 
 @functools.lru_cache(maxsize=1)
@@ -53,14 +37,11 @@ def shared_limit(device: int) -> int:
 
 
 class Kernel:
-    """A function of a piece of machine code, loaded on the current device.
+    """A function of a piece of machine code, loaded on the current device."""
 
-    cluster: blocks that share their memory and run on neighbouring multiprocessors.
-    """
-
-    def __init__(self, code: bytes, name: str, threads: int, shared: int, cluster: int = 1) -> None:
+    def __init__(self, code: bytes, name: str, threads: int, shared: int) -> None:
         cuda = _driver()
-        self.threads, self.shared, self.cluster = threads, shared, cluster
+        self.threads, self.shared = threads, shared
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(cuda.cuModuleLoadData(ctypes.byref(self._module), code), f"loading {name}")
         _check(
@@ -71,48 +52,24 @@ class Kernel:
             cuda.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared),
             f"{shared} bytes of shared memory for {name}",
         )
-        self.at_once = self._blocks_at_once(name)
-
-    def _blocks_at_once(self, name: str) -> int:
-        """How many blocks fit on the card."""
-        cuda, count = _driver(), ctypes.c_int()
-        what = f"asking how many blocks of {name} fit"
-        if self.cluster > 1:
-            config = self._config((self.cluster, 1), None)
-            status = cuda.cuOccupancyMaxActiveClusters(
-                ctypes.byref(count), self._function, ctypes.byref(config)
-            )
-            _check(status, what)
-            return count.value * self.cluster
-        status = cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-            ctypes.byref(count), self._function, self.threads, ctypes.c_size_t(self.shared)
+        blocks = ctypes.c_int()
+        _check(
+            cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(blocks), self._function, threads, ctypes.c_size_t(shared)
+            ),
+            f"asking how many blocks of {name} fit",
         )
-        _check(status, what)
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return count.value * int(properties.multi_processor_count)
-
-    def _config(self, grid: tuple[int, int], stream: int | None) -> _Config:
-        values: dict[int, tuple[int, ...]] = {_COOPERATIVE: (1,)}
-        if self.cluster > 1:
-            values[_CLUSTER] = (self.cluster, 1, 1)
-        attributes = (_Attribute * len(values))(
-            *(_Attribute(key, 0, (ctypes.c_uint * 16)(*value)) for key, value in values.items())
-        )
-        return _Config(
-            (ctypes.c_uint * 3)(*grid, 1),
-            (ctypes.c_uint * 3)(self.threads, 1, 1),
-            self.shared,
-            stream,
-            attributes,
-            len(values),
-        )
+        self.at_once = (
+            blocks.value * properties.multi_processor_count
+        )  # blocks that fit on the card
 
     def launch(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         """Run all blocks at the same time on torch's current stream, or raise."""
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        config = self._config(grid, torch.cuda.current_stream().cuda_stream)
-        status = _driver().cuLaunchKernelEx(
-            ctypes.byref(config), self._function, parameters, ctypes.c_void_p()
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        status = _driver().cuLaunchCooperativeKernel(
+            self._function, *grid, 1, self.threads, 1, 1, self.shared, stream, parameters
         )
         _check(status, "launching a recurrence")
 

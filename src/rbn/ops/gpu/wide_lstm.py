@@ -1,7 +1,7 @@
-"""The LSTM through the kernels in CUDA C++ for wide layers, whose blocks share work in clusters.
+"""The LSTM through the kernels in CUDA C++ for wide layers, whose blocks share work in teams.
 
 A block owns 16 units, so that layers of up to 16 units for each multiprocessor fit on the card. See
-``cuda/wide.cuh`` for how the blocks of a cluster divide the product.
+``cuda/wide.cuh`` for how the blocks of a team divide the product.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from rbn.ops.gpu.driver import Kernel, shared_limit
 UNITS = 16
 _THREADS = 256
 _ROWS = 128
-_PROBE = 'extern "C" __global__ void probe() {}'
 
-# Blocks of a cluster, and whether they hand their sums to each other through L2, which takes no
-# hardware's clusters; the best first. With more blocks the reads from L2 fall, the sums grow.
-CLUSTERS = {"forward": ((2, False), (1, False)), "backward": ((8, False), (8, True))}
+# Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
+# hand to each other grow.
+TEAMS = {"forward": (1,), "backward": (8, 4)}
 _SIDE = {"forward": 64, "backward": 16}  # columns of the product for each block
 _PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block passes on in a step
 _SUMS = {"forward": 32, "backward": 48}  # numbers summed over the batch at once
@@ -40,16 +39,10 @@ class WideCut:
 
     direction: str
     blocks: int  # of a recurrence
-    cluster: int
+    team: int
     first: int
     resident: int
     second: int
-    through_l2: bool = False
-
-    @property
-    def hardware(self) -> int:
-        """Blocks of a cluster as the card knows it."""
-        return 1 if self.through_l2 else self.cluster
 
     @property
     def slice(self) -> int:
@@ -59,17 +52,18 @@ class WideCut:
     @property
     def group(self) -> int:
         """Bytes of a group of weights."""
-        return 64 * _SIDE[self.direction] * self.cluster
+        return 64 * _SIDE[self.direction] * self.team
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
-        return _slots(self) + self.resident * self.group + _rest(self.direction)
+        slots = max(self.first, self.second)
+        return (slots + self.resident) * self.group + _rest(self.direction)
 
     @property
     def passed(self) -> int:
         """Bytes that the blocks pass to each other in a step."""
-        return 2 * self.slice * self.cluster * 16 * _THREADS
+        return 2 * self.slice * self.team * 16 * _THREADS
 
     @property
     def spilled(self) -> int:
@@ -78,14 +72,8 @@ class WideCut:
 
     @property
     def handed(self) -> int:
-        """Bytes of sums that a block gets from the others of its cluster."""
-        return (self.cluster - 1) * _SIDE[self.direction] * _ROWS * 4
-
-
-def _slots(cut: WideCut) -> int:
-    """Bytes for weights that are read again, and for the sums that come from the cluster."""
-    weights = max(cut.first, cut.second) * cut.group
-    return weights if cut.through_l2 else max(cut.handed, weights)
+        """Bytes of sums that a block gets from the others of its team."""
+        return (self.team - 1) * _SIDE[self.direction] * _ROWS * 4
 
 
 def _rest(direction: str) -> int:
@@ -93,34 +81,21 @@ def _rest(direction: str) -> int:
     return 4 * (sums * (warps | 1) + sums + 12 * UNITS + _GIVEN[direction])
 
 
-def cut_wide(
-    direction: str, hidden: int, cluster: int, limit: int, through_l2: bool = False
-) -> WideCut | None:
+def cut_wide(direction: str, hidden: int, team: int, limit: int) -> WideCut | None:
     """The division with the fewest slots that fits into `limit` bytes, or None."""
     blocks = -(-hidden // UNITS)
-    grid = -(-blocks // cluster) * cluster
-    groups = -(-blocks * _PASSED[direction] // (2 * cluster))
+    grid = -(-blocks // team) * team
+    groups = -(-blocks * _PASSED[direction] // (2 * team))
     for slots in range(groups + 1):
-        empty = WideCut(direction, grid, cluster, slots, 0, slots, through_l2)
+        empty = WideCut(direction, grid, team, slots, 0, slots)
         resident = min(groups, (limit - empty.shared) // empty.group)
-        if resident < 0:
+        if resident < 1:  # the second groups are asked for while a resident one is used
             return None
         again = groups - resident
         if again <= 2 * slots:
             first = min(slots, again)
-            second = again - first
-            return WideCut(direction, grid, cluster, first, resident, second, through_l2)
+            return WideCut(direction, grid, team, first, resident, again - first)
     return None
-
-
-@functools.lru_cache(maxsize=64)
-def max_clusters(device: int, cluster: int) -> int:
-    """Clusters that the card holds at once, of blocks that take a multiprocessor each."""
-    torch.empty(1, device=f"cuda:{device}")  # that there is a context
-    code = nvrtc.compile_source(_PROBE, "probe", {}, "sm_90a")
-    with torch.cuda.device(device):
-        kernel = Kernel(code, "probe", _THREADS, shared_limit(device), cluster)
-    return kernel.at_once // cluster
 
 
 def choose(direction: str, wx: Tensor) -> WideCut | None:
@@ -135,9 +110,10 @@ def choose(direction: str, wx: Tensor) -> WideCut | None:
 def _choose(direction: str, recurrences: int, hidden: int, device: int) -> WideCut | None:
     if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
         return None
-    for cluster, through_l2 in CLUSTERS[direction]:
-        cut = cut_wide(direction, hidden, cluster, shared_limit(device), through_l2)
-        if cut and recurrences * cut.blocks <= cut.hardware * max_clusters(device, cut.hardware):
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    for team in TEAMS[direction]:
+        cut = cut_wide(direction, hidden, team, shared_limit(device))
+        if cut and recurrences * cut.blocks <= processors:
             return cut
     return None
 
@@ -146,15 +122,14 @@ def _choose(direction: str, recurrences: int, hidden: int, device: int) -> WideC
 def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
     """The kernel for a division; `device` is the current one."""
     named = dict(defines) | {
-        "CLUSTER": cut.cluster,
-        "THROUGH_L2": cut.through_l2,
+        "TEAM": cut.team,
         "FIRST": cut.first,
         "RESIDENT": cut.resident,
         "SECOND": cut.second,
         "DEPTH": _DEPTH,
     }
     name = f"wide_{cut.direction}"
-    return Kernel(nvrtc.compiled(name, named, "sm_90a"), name, _THREADS, cut.shared, cut.hardware)
+    return Kernel(nvrtc.compiled(name, named, "sm_90a"), name, _THREADS, cut.shared)
 
 
 def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
@@ -165,6 +140,6 @@ def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
     return {
         "passed": raw(R * 2 * cut.passed).zero_(),
         "spilled": raw(max(1, R * cut.spilled)),
-        "handed": raw(R * cut.blocks * cut.handed if cut.through_l2 else 1),
+        "handed": raw(max(1, R * cut.blocks * cut.handed)),
         "meetings": raw(R * cut.blocks * 4).zero_(),
     }

@@ -1,10 +1,10 @@
 // For layers too wide for W_h's share of a block to stay in shared memory: what both kernels share.
 //
-// A block owns UNITS = 16 hidden units for all rows of the batch. The CLUSTER blocks of a cluster make
-// the product for the units of all of them: each multiplies its own slice of the columns of h, or of
-// d(W_h h), with the weights of all the cluster's units, and they hand each other the sums through
-// distributed shared memory or, where the card has no room for such clusters, L2. So a block reads a CLUSTER-th of what comes from the others, and its
-// weights, SIDE columns for each block of the cluster, are as many as if it read all.
+// A block owns UNITS = 16 hidden units for all rows of the batch. TEAM blocks make the product for the
+// units of all of them together: each multiplies its own slice of the columns of h, or of d(W_h h),
+// with the weights of all the team's units, and they hand each other the sums through L2. So a block
+// reads a TEAM-th of what comes from the others, and its weights, SIDE columns for each block of the
+// team, are as many as if it read all.
 //
 // A warp takes 16 rows, a warpgroup's tensor core instruction 64 rows and 16 columns: one gate, or h, of
 // the 16 units of a block. What blocks pass to each other lies as the instruction wants it, 16 bytes for
@@ -18,11 +18,10 @@
 //   RESIDENT groups  stay
 //   SECOND groups    read again in each step, while the resident ones are used, into the same slots
 //
-// The sums of the other blocks come into the slots, too, once the cluster is done with its products.
-// Each cluster begins at another place of its slice: all at the same would be after the same lines.
+// Each team begins at another place of its slice: all at the same would be after the same lines.
 //
-// Named from outside besides those of common.cuh: CLUSTER, THROUGH_L2, FIRST, RESIDENT, SECOND, DEPTH (groups
-// asked for ahead). The including file defines SIDE and PASSED, the pieces that a thread passes on in a step.
+// Named from outside besides those of common.cuh: TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
+// for ahead). The including file defines SIDE and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #define MT 8
 #define MW 8
@@ -36,18 +35,18 @@
 #error "the weights in float32 would not fit"
 #endif
 
+static_assert(RESIDENT > 0 && SECOND <= FIRST, "the second groups come while a resident one is used");
+
 typedef unsigned long long u64;
 
-#define GRID ((H + UNITS * CLUSTER - 1) / (UNITS * CLUSTER) * CLUSTER)  // blocks of a recurrence
-#define COLUMNS (SIDE * CLUSTER)           // of the product
+#define GRID ((H + UNITS * TEAM - 1) / (UNITS * TEAM) * TEAM)  // blocks of a recurrence
+#define COLUMNS (SIDE * TEAM)           // of the product
 #define TILES (COLUMNS / 8)                // a thread has 4 sums of each
 #define SLICE (FIRST + RESIDENT + SECOND)  // groups that a block multiplies
 #define GROUP_WORDS (COLUMNS * 4)          // of 16 bytes
 #define SLOTS (FIRST > SECOND ? FIRST : SECOND)
-#define SENT (SIDE / 8 * THREADS)  // words of 16 bytes to each other block of the cluster
-#define KEPT_SENT (THROUGH_L2 ? 0 : (CLUSTER - 1) * SENT)  // of them in the slots
-#define SLOT_WORDS (SLOTS * GROUP_WORDS > KEPT_SENT ? SLOTS * GROUP_WORDS : KEPT_SENT)
-#define STEP_PIECES (2 * SLICE * CLUSTER * THREADS)  // of what is passed in a step, with some that are zero
+#define SENT (SIDE / 8 * THREADS)  // words of 16 bytes to each other block of the team
+#define STEP_PIECES (2 * SLICE * TEAM * THREADS)  // of what is passed in a step, with some that are zero
 #define SUBS ((H + 7) / 8)  // what is saved lies in groups of 8 units
 
 // Four neighbouring units -------------------------------------------------------------------------
@@ -77,7 +76,7 @@ __device__ __forceinline__ void store4(float* p, const float (&v)[4]) {
 }
 
 // This thread's piece number `i` of a step, from two rows of four units. Blocks without a unit, which
-// fill up the last cluster, have none.
+// fill up the last team, have none.
 __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 high) {
   if (blockIdx.x * UNITS >= H) return;
   uint4* p = step + (blockIdx.x * PASSED + i) * THREADS + threadIdx.x;
@@ -85,26 +84,9 @@ __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 hig
                "r"(high.y) : "memory");
 }
 
-// Clusters ----------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 rank_in_cluster() { return blockIdx.x % CLUSTER; }
+__device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
-
-// The same within the block: in a cluster the upper bits of an address say which block is meant.
-__device__ __forceinline__ u32 offset_in_block(const void* p) { return shared_address(p) & 0x3ffff; }
-
-// All threads of all blocks of the cluster; what was written before is seen after.
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void store_remote(u32 address, u32 rank, const float* v) {
-  u32 there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v[0]), "f"(v[1]),
-               "f"(v[2]), "f"(v[3]) : "memory");
-}
 
 // Weights -----------------------------------------------------------------------------------------
 
@@ -114,12 +96,12 @@ __device__ __forceinline__ void for_tensor_cores() {
 }
 
 // The place in the slice at which this block begins, in groups.
-__device__ __forceinline__ int beginning() { return int(blockIdx.x / CLUSTER * SLICE / (GRID / CLUSTER)); }
+__device__ __forceinline__ int beginning() { return int(blockIdx.x / TEAM * SLICE / (GRID / TEAM)); }
 
 // The first of the two pieces of group i, in the order of processing.
 __device__ __forceinline__ int piece_of(int i) {
   const int at = i + beginning();
-  return 2 * (rank_in_cluster() * SLICE + (at < SLICE ? at : at - SLICE));
+  return 2 * (rank_in_team() * SLICE + (at < SLICE ? at : at - SLICE));
 }
 
 // This block's weights: the resident ones into shared memory, the others into `spilled`, as the tensor
@@ -208,8 +190,8 @@ __device__ __forceinline__ uint4 fetch_piece(const uint4* p) { return fetch(rein
 __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* step, const uint4* resident,
                                         uint4* slots, const uint4* spilled) {
   const u64 layout = u64(COLUMNS) << 16 | u64(128 / 16) << 32;
-  const u64 at_resident = layout | offset_in_block(resident) >> 4, at_slots = layout | offset_in_block(slots) >> 4;
-  const uint4* slice = step + rank_in_cluster() * 2 * SLICE * THREADS + threadIdx.x;
+  const u64 at_resident = layout | shared_address(resident) >> 4, at_slots = layout | shared_address(slots) >> 4;
+  const uint4* slice = step + rank_in_team() * 2 * SLICE * THREADS + threadIdx.x;
   u32 at = beginning() * 2 * THREADS;
   asm volatile("" : "+l"(slice));  // one register, not a sum of several in each address
   uint4 a[DEPTH][2];
@@ -251,53 +233,51 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   await_products<0>();
 }
 
-// Hands each block of the cluster its columns of the sums; leaves in sums[0 .. SIDE / 2) all of this
-// one's. Columns are ordered from the block's own on: part s is for the block s ranks further.
-// THROUGH_L2: by way of `handed` [GRID, CLUSTER - 1, SENT] and a counter for each cluster, which has
-// been passed `times` times before; otherwise the blocks write into each other's slots.
-__device__ __forceinline__ void exchange(float (&sums)[COLUMNS / 2], uint4* slots, uint4* handed, u32* counters, u32 times) {
+// The sums for the other blocks of the team, on their way by `handed` [GRID, TEAM - 1, SENT]. Columns are
+// ordered from the block's own on: part s is for the block s ranks further.
+__device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], uint4* handed, u32* counters) {
 #ifdef NO_EXCHANGE
   return;
 #endif
-  if (CLUSTER == 1) return;
-  constexpr int PART = SIDE / 2;
-  const u32 rank = rank_in_cluster(), first = blockIdx.x - rank;
-  if (!THROUGH_L2) meet_cluster();  // nobody needs what is in the slots any more
+  if (TEAM == 1) return;
+  const u32 rank = rank_in_team(), first = blockIdx.x - rank;
 #pragma unroll
-  for (int s = 1; s < CLUSTER; s++) {
-    const u32 other = (rank + s) % CLUSTER;
+  for (int s = 1; s < TEAM; s++) {
+    float4* to = reinterpret_cast<float4*>(handed) + ((first + (rank + s) % TEAM) * (TEAM - 1) + s - 1) * SENT;
 #pragma unroll
-    for (int i = 0; i < PART / 4; i++) {
-      const float* v = sums + s * PART + 4 * i;
-      const u32 at = (s - 1) * SENT + i * THREADS + threadIdx.x;
-      if (THROUGH_L2)
-        reinterpret_cast<float4*>(handed)[(first + other) * (CLUSTER - 1) * SENT + at] = make_float4(v[0], v[1], v[2], v[3]);
-      else
-        store_remote(shared_address(slots) + 16 * at, other, v);
+    for (int i = 0; i < SIDE / 8; i++) {
+      const float* v = sums + s * (SIDE / 2) + 4 * i;
+      to[i * THREADS + threadIdx.x] = make_float4(v[0], v[1], v[2], v[3]);
     }
   }
-  if (THROUGH_L2) {
-    u32* counter = counters + first;
-    arrive(counter);
-    wait_for(counter, CLUSTER * (times + 1));
-  } else {
-    meet_cluster();
-  }
-  const uint4* come = THROUGH_L2 ? handed + blockIdx.x * (CLUSTER - 1) * SENT : slots;
+  arrive(counters + first);
+}
+
+// What the others hand over, added in the order of the ranks. It is the team's meeting number `times`.
+__device__ __forceinline__ void take_over(float (&sums)[SIDE / 2], const uint4* handed, const u32* counters, u32 times) {
+#ifdef NO_EXCHANGE
+  return;
+#endif
+  if (TEAM == 1) return;
+  wait_for(counters + blockIdx.x - rank_in_team(), TEAM * times);
+  const uint4* from = handed + blockIdx.x * (TEAM - 1) * SENT + threadIdx.x;
+  uint4 v[TEAM][SIDE / 8];
 #pragma unroll
-  for (int s = 1; s < CLUSTER; s++)
+  for (int s = 0; s < TEAM - 1; s++)
 #pragma unroll
-    for (int i = 0; i < PART / 4; i++) {
-      const uint4* from = come + (s - 1) * SENT + i * THREADS + threadIdx.x;
-      const uint4 v = THROUGH_L2 ? fetch_piece(from) : *from;
-      sums[4 * i] += __uint_as_float(v.x), sums[4 * i + 1] += __uint_as_float(v.y);
-      sums[4 * i + 2] += __uint_as_float(v.z), sums[4 * i + 3] += __uint_as_float(v.w);
+    for (int i = 0; i < SIDE / 8; i++) v[s][i] = fetch_piece(from + s * SENT + i * THREADS);
+#pragma unroll
+  for (int s = 0; s < TEAM - 1; s++)
+#pragma unroll
+    for (int i = 0; i < SIDE / 8; i++) {
+      sums[4 * i] += __uint_as_float(v[s][i].x), sums[4 * i + 1] += __uint_as_float(v[s][i].y);
+      sums[4 * i + 2] += __uint_as_float(v[s][i].z), sums[4 * i + 3] += __uint_as_float(v[s][i].w);
     }
 }
 
 // The unit of column n of the product, where a thread has columns 2 t and 2 t + 1 of each tile: so that
 // its units are neighbours.
 __device__ __forceinline__ int unit_of(int n) {
-  const int owner = (rank_in_cluster() + n / SIDE) % CLUSTER, block = blockIdx.x - rank_in_cluster() + owner;
+  const int owner = (rank_in_team() + n / SIDE) % TEAM, block = blockIdx.x - rank_in_team() + owner;
   return block * UNITS + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;
 }

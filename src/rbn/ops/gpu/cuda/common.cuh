@@ -157,6 +157,22 @@ __device__ __forceinline__ float tanh_(float x) {
 __device__ __forceinline__ float sigmoid(float x) { return 0.5f * tanh_(0.5f * x) + 0.5f; }
 #endif
 
+// Normalization -----------------------------------------------------------------------------------
+
+// From the mean of squares around a shift and the mean of what was shifted. Below a part of what is
+// subtracted it is what rounding left of it; a NaN stays one.
+__device__ __forceinline__ float variance(float square, float off) {
+  const float var = square - off * off;
+  return var <= 2e-6f * off * off ? 0.0f : var;
+}
+
+// What a gradient is multiplied with on its way back through a term. Of minibatch statistics (MODE 1)
+// it is 0 if the term is constant: rbn.ops.types says why, and has the same number.
+template <int MODE>
+__device__ __forceinline__ float slope(float rstd, float gamma, float eps) {
+  return MODE == 1 && !(rstd * rstd * eps <= 1.0f - 5e-6f) ? 0.0f : rstd * gamma;
+}
+
 // Products ----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
       for (int i = 0; i < 8; i++) {
         const int q = i / 2, e = i % 2;
         const float off = v[i] * inv;
-        var[q][e] = fmaxf(v[8 + i] * inv - off * off, 0.0f);
+        var[q][e] = variance(v[8 + i] * inv, off);
         shift_h[q][e] = mean[q][e] = inv > 0.0f ? shift_h[q][e] + off : 0.0f;
         rstd[q][e] = rsqrtf(var[q][e] + p.eps);
       }
@@ -233,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float off = v[e] * inv;
-        vc[e] = fmaxf(v[2 + e] * inv - off * off, 0.0f);
+        vc[e] = variance(v[2 + e] * inv, off);
         shift_c[e] = mc[e] = inv > 0.0f ? shift_c[e] + off : 0.0f;
         rc[e] = rsqrtf(vc[e] + p.eps);
       }

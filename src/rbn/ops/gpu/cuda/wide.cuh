@@ -233,45 +233,37 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   await_products<0>();
 }
 
-// The sums for the other blocks of the team, on their way by `handed` [GRID, TEAM - 1, SENT]. Columns are
-// ordered from the block's own on: part s is for the block s ranks further.
-__device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], uint4* handed, u32* counters) {
+// Hands each block of the team its columns of the sums, by way of `handed` [GRID, TEAM - 1, SENT]; leaves
+// in sums[0 .. SIDE / 2) all of this one's, added in the order of the ranks. Columns are ordered from the
+// block's own on: part s is for the block s ranks further. The team has met `times` times before.
+__device__ __forceinline__ void exchange(float (&sums)[COLUMNS / 2], uint4* handed, u32* counters, u32 times) {
 #ifdef NO_EXCHANGE
   return;
 #endif
   if (TEAM == 1) return;
+  constexpr int PART = SIDE / 2;
   const u32 rank = rank_in_team(), first = blockIdx.x - rank;
 #pragma unroll
   for (int s = 1; s < TEAM; s++) {
-    float4* to = reinterpret_cast<float4*>(handed) + ((first + (rank + s) % TEAM) * (TEAM - 1) + s - 1) * SENT;
+    const u32 other = (rank + s) % TEAM;
 #pragma unroll
-    for (int i = 0; i < SIDE / 8; i++) {
-      const float* v = sums + s * (SIDE / 2) + 4 * i;
-      to[i * THREADS + threadIdx.x] = make_float4(v[0], v[1], v[2], v[3]);
+    for (int i = 0; i < PART / 4; i++) {
+      const float* v = sums + s * PART + 4 * i;
+      const u32 at = (s - 1) * SENT + i * THREADS + threadIdx.x;
+      reinterpret_cast<float4*>(handed)[(first + other) * (TEAM - 1) * SENT + at] = make_float4(v[0], v[1], v[2], v[3]);
     }
   }
-  arrive(counters + first);
-}
-
-// What the others hand over, added in the order of the ranks. It is the team's meeting number `times`.
-__device__ __forceinline__ void take_over(float (&sums)[SIDE / 2], const uint4* handed, const u32* counters, u32 times) {
-#ifdef NO_EXCHANGE
-  return;
-#endif
-  if (TEAM == 1) return;
-  wait_for(counters + blockIdx.x - rank_in_team(), TEAM * times);
-  const uint4* from = handed + blockIdx.x * (TEAM - 1) * SENT + threadIdx.x;
-  uint4 v[TEAM][SIDE / 8];
+  u32* counter = counters + first;
+  arrive(counter);
+  wait_for(counter, TEAM * (times + 1));
+  const uint4* come = handed + blockIdx.x * (TEAM - 1) * SENT;
 #pragma unroll
-  for (int s = 0; s < TEAM - 1; s++)
+  for (int s = 1; s < TEAM; s++)
 #pragma unroll
-    for (int i = 0; i < SIDE / 8; i++) v[s][i] = fetch_piece(from + s * SENT + i * THREADS);
-#pragma unroll
-  for (int s = 0; s < TEAM - 1; s++)
-#pragma unroll
-    for (int i = 0; i < SIDE / 8; i++) {
-      sums[4 * i] += __uint_as_float(v[s][i].x), sums[4 * i + 1] += __uint_as_float(v[s][i].y);
-      sums[4 * i + 2] += __uint_as_float(v[s][i].z), sums[4 * i + 3] += __uint_as_float(v[s][i].w);
+    for (int i = 0; i < PART / 4; i++) {
+      const uint4 v = fetch_piece(come + (s - 1) * SENT + i * THREADS + threadIdx.x);
+      sums[4 * i] += __uint_as_float(v.x), sums[4 * i + 1] += __uint_as_float(v.y);
+      sums[4 * i + 2] += __uint_as_float(v.z), sums[4 * i + 3] += __uint_as_float(v.w);
     }
 }
 

@@ -57,7 +57,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const float* var_h = p.var_h + r * p.rows_h * GATES;
   const float *mean_c = p.mean_c + r * p.rows_c * H, *var_c = p.var_c + r * p.rows_c * H;
   uint4* passed = p.passed + r * 2 * STEP_PIECES;
-  u32* meetings = p.meetings + r * GRID;
   uint4* handed = p.handed + r * GRID * (TEAM - 1) * SENT;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
 
@@ -131,20 +130,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     });
 
     // dh through W_h
-    float sums[SIDE / 2] = {};
+    float dh[2][4];
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) dh[j][e] = skip[j][e];
     if (t < p.T - 1) {
       refilled();
       wait_for(p.counter + r, GRID * u32(p.T - 1 - t));
-      float all[COLUMNS / 2];
-      product(all, passed + (t + 1) % 2 * STEP_PIECES, resident, slots, spilled);
-      hand_over(all, handed, meetings);
+      float sums[COLUMNS / 2];
+      product(sums, passed + (t + 1) % 2 * STEP_PIECES, resident, slots, spilled);
+      exchange(sums, handed, p.meetings + r * GRID, u32(p.T - 2 - t));
 #pragma unroll
-      for (int i = 0; i < SIDE / 2; i++) sums[i] = all[i];
+      for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) dh[j][e] += sums[e / 2 * 4 + 2 * j + e % 2];
     } else {
       __syncthreads();
     }
 
-    // The forward step again, while the team meets. Its numbers would be too many beside the product's.
+    // The forward step again. Its numbers would be too many to keep beside the product's.
     float a_hat[2][4][4], x_hat[2][4][4], gate[2][4][4], c_hat[2][4], tanh_c[2][4], mc[4] = {}, rc[4] = {};
     {
       float rh[4][4], mx[4][4], rx[4][4], b[4][4], g_x[4][4], g_h[4][4];
@@ -185,20 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       load4(rc, given + GIVEN_H + GIVEN_X + 16 + 4 * quad);
     }
 
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        float v = c_t[j][e];
-        if (MODE_C) v = (v - mc[e]) * rc[e];
-        c_hat[j][e] = v;
-        tanh_c[j][e] = tanh_((MODE_C ? v * g_c[e] : v) + beta[e]);
-      }
-
-    if (t < p.T - 1) take_over(sums, handed, meetings, u32(p.T - 1 - t));
-
     // Equation 8
-    float v_c[8] = {}, dh[2][4], dc_hat[2][4];
+    float v_c[8] = {}, dc_hat[2][4];
     bool valid[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -207,8 +200,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       if (DOUTPUT) widen4(y, dy[j]);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        dh[j][e] = skip[j][e] + sums[e / 2 * 4 + 2 * j + e % 2];
         if (DOUTPUT && valid[j]) dh[j][e] += y[e];
+        float v = c_t[j][e];
+        if (MODE_C) v = (v - mc[e]) * rc[e];
+        c_hat[j][e] = v;
+        tanh_c[j][e] = tanh_((MODE_C ? v * g_c[e] : v) + beta[e]);
         const float o = gate[j][3][e], th = tanh_c[j][e];
         dc_hat[j][e] = dh[j][e] * o * (1.0f - th * th);
         gate[j][3][e] = dh[j][e] * th * o * (1.0f - o);  // from here on its gradient
@@ -231,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       for (int e = 0; e < 4; e++) {
         float d = dc_hat[j][e];
         if (MODE_C == 1) d -= (v_c[e] + c_hat[j][e] * v_c[4 + e]) * inv;
-        if (MODE_C) d *= rc[e] * g_c[e];
+        if (MODE_C) d *= slope<MODE_C>(rc[e], g_c[e], p.eps);
         d += dc[j][e];
         const float i = gate[j][0][e], f = gate[j][1][e], g = gate[j][2][e];
         dpre[j][0][e] = d * g * i * (1.0f - i);
@@ -266,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         for (int e = 0; e < 4; e++) {
           d[e] = dpre[j][q][e];
           if (MODE_H == 1) d[e] -= (v[q * 4 + e] + a_hat[j][q][e] * v[16 + q * 4 + e]) * inv;
-          if (MODE_H) d[e] *= factor[q][e] * gamma[q][e];
+          if (MODE_H) d[e] *= slope<MODE_H>(factor[q][e], gamma[q][e], p.eps);
           if (!valid[j]) d[e] = 0.0f;
         }
         packed[j][q] = narrow4(d);

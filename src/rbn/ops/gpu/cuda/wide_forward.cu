@@ -54,7 +54,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   float *mean_h = p.mean_h + r * p.rows_h * GATES, *var_h = p.var_h + r * p.rows_h * GATES;
   float *mean_c = p.mean_c + r * p.rows_c * H, *var_c = p.var_c + r * p.rows_c * H;
   uint4* passed = p.passed + r * 2 * STEP_PIECES;
-  u32* meetings = p.meetings + r * GRID;
   uint4* handed = p.handed + r * GRID * (TEAM - 1) * SENT;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
 
@@ -115,35 +114,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     });
   };
 
-  // The input term of step t, which is at hand; then step t + 1 is asked for.
-  float x[2][4][4];
-  auto prepare = [&](i64 t) {
-    put_given();
-    __syncthreads();
-    float b[4][4], offset[4][4], scale[4][4], g_x[4][4];
-    read_gates(b, parameters);
-    if (MODE_X) {
-      read_gates(offset, given);
-      read_gates(scale, given + 64);
-      read_gates(g_x, parameters + 64);
-    }
-#pragma unroll
-    for (int q = 0; q < 4; q++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float v[4];
-        widen4(v, raw[j][q]);
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          if (LENGTHS && t >= length[j]) v[e] = 0.0f;
-          x[j][q][e] = MODE_X ? (v[e] - offset[q][e]) * (scale[q][e] * g_x[q][e]) + b[q][e] : v[e] + b[q][e];
-        }
-      }
-    if (t + 1 < p.T) load_step(t + 1);
-  };
-
   load_step(0);
-  prepare(0);
+  put_given();
 
   for (i64 t = 0; t < p.T; t++) {
     const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
@@ -151,12 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     // W_h h
     refilled();
     wait_for(p.counter + r, GRID * u32(t + 1));
-    float all[COLUMNS / 2], sums[SIDE / 2];
-    product(all, passed + t % 2 * STEP_PIECES, resident, slots, spilled);
-    hand_over(all, handed, meetings);
-#pragma unroll
-    for (int i = 0; i < SIDE / 2; i++) sums[i] = all[i];
-    take_over(sums, handed, meetings, u32(t + 1));
+    float sums[COLUMNS / 2];
+    product(sums, passed + t % 2 * STEP_PIECES, resident, slots, spilled);
+    exchange(sums, handed, p.meetings + r * GRID, u32(t));
     float a[2][4][4];
 #pragma unroll
     for (int j = 0; j < 2; j++)
@@ -183,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           const float off = v[q * 4 + e] * inv;
-          var[e] = fmaxf(v[16 + q * 4 + e] * inv - off * off, 0.0f);
+          var[e] = variance(v[16 + q * 4 + e] * inv, off);
           shift_h[q][e] = mean[q][e] = inv > 0.0f ? shift_h[q][e] + off : 0.0f;
           rstd[q][e] = rsqrtf(var[e] + p.eps);
         }
@@ -198,23 +167,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       read_gates(rstd, given + GIVEN_X + 64);
     }
 
-    float g_h[4][4], gate[2][4][4], cand[2][4];
+    // The input term, gate by gate
+    float b[4][4], g_h[4][4], offset[4][4], scale[4][4], g_x[4][4];
+    read_gates(b, parameters);
     if (MODE_H) read_gates(g_h, parameters + 128);
+    if (MODE_X) {
+      read_gates(offset, given);
+      read_gates(scale, given + 64);
+      read_gates(g_x, parameters + 64);
+    }
+    float gate[2][4][4], cand[2][4];
 #pragma unroll
     for (int q = 0; q < 4; q++)
 #pragma unroll
-      for (int j = 0; j < 2; j++)
+      for (int j = 0; j < 2; j++) {
+        float x[4];
+        widen4(x, raw[j][q]);
 #pragma unroll
         for (int e = 0; e < 4; e++) {
+          if (LENGTHS && t >= length[j]) x[e] = 0.0f;
+          x[e] = MODE_X ? (x[e] - offset[q][e]) * (scale[q][e] * g_x[q][e]) + b[q][e] : x[e] + b[q][e];
           float v = a[j][q][e];
           if (MODE_H) {
             v = a[j][q][e] = v - mean[q][e];
             v *= rstd[q][e] * g_h[q][e];
           }
-          v += x[j][q][e];
+          v += x[e];
           if (!MODE_H) a[j][q][e] = v;
           gate[j][q][e] = q == 2 ? tanh_(v) : sigmoid(v);
         }
+      }
+    if (t + 1 < p.T) load_step(t + 1);
 
     // Equation 7
 #pragma unroll
@@ -239,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const float off = v[e] * inv;
-        var[e] = fmaxf(v[4 + e] * inv - off * off, 0.0f);
+        var[e] = variance(v[4 + e] * inv, off);
         shift_c[e] = mc[e] = inv > 0.0f ? shift_c[e] + off : 0.0f;
         rc[e] = rsqrtf(var[e] + p.eps);
       }
@@ -269,7 +252,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     arrive(p.counter + r);
 
     // What nobody waits for.
-    if (t + 1 < p.T) refill<FIRST>(slots, spilled);
+    if (t + 1 < p.T) {
+      refill<FIRST>(slots, spilled);
+      put_given();
+    }
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       const i64 row = row0 + 8 * j;
@@ -281,7 +267,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       }
       if (LENGTHS && in[j] && t < length[j]) store4(p.h_n + (r * B + row) * H + unit, h[j]);
     }
-    if (t + 1 < p.T) prepare(t + 1);
   }
 #pragma unroll
   for (int j = 0; j < 2; j++)

@@ -7,8 +7,8 @@
 // Named from outside: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
 // CHUNK (column blocks read at once), REGISTERS (weights in registers or in shared memory),
 // BARRIER (meet at a counter, or wait for the data themselves), MODE_X, MODE_H, MODE_C (0 none,
-// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT. NO_WAIT, NO_GATHER, NO_SUM and NO_EXCHANGE leave a
-// stage out, to see what it costs; the numbers are then wrong.
+// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT. NO_WAIT, NO_GATHER, NO_SUM and NO_EXCHANGE
+// leave a stage out, to see what it costs; the numbers are then wrong.
 
 typedef unsigned int u32;
 typedef long long i64;

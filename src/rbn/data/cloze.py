@@ -43,7 +43,7 @@ def cloze(
     """
     train, valid, test = cloze_questions(sizes, facts=facts, seed=seed)
     words = sorted({token for q in train for token in (*q.document, *q.question)})
-    counts = {word: 1 for word in words}
+    counts = dict.fromkeys(words, 1)
     vocabulary = Vocabulary.of(counts, ENTITIES)
 
     def encoded(part: list[Question]) -> Passages:

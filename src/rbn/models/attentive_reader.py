@@ -114,7 +114,7 @@ class AttentiveReader(nn.Module):
         both = kind.bidirectional if bidirectional is None else bidirectional
         size = embedding_size or hidden_size
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        shared = {"bidirectional": both, "initial_state": initial_state} | made
+        shared: dict[str, Any] = {"bidirectional": both, "initial_state": initial_state, **made}
         normalization: dict[str, Any] = {"gamma": gamma, "eps": eps, "momentum": momentum}
 
         def encoder(longest: int | None) -> nn.Module:
@@ -134,7 +134,10 @@ class AttentiveReader(nn.Module):
         self.document = encoder(max_document)
         self.question = encoder(max_question)
         width = hidden_size * (2 if both else 1)
-        terms: dict[str, Any] = {"normalized": kind.everywhere, "normalization": normalization} | made
+        terms: dict[str, Any] = {
+            "normalized": kind.everywhere,
+            "normalization": normalization,
+        } | made
         self.attention = AdditiveAttention(width, width, hidden_size, **terms)
         self.join = TanhOfTerms(width, width, hidden_size, **terms)
         self.softmax = nn.Linear(

@@ -122,9 +122,7 @@ class QuestionBatches:
         present = names.occurring(texts, first, count)
         table = names.entity_table(present, self._generator, self.rename)
         document, question, answers = (names.renamed(text, table, first) for text in texts)
-        return Batch(
-            document, question, found.document_lengths, found.question_lengths, answers[0]
-        )
+        return Batch(document, question, found.document_lengths, found.question_lengths, answers[0])
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Batch]:
         """All questions once, sorted by the length of their documents.

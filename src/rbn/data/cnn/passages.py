@@ -94,8 +94,9 @@ class Reading:
 
     def to(self, device: torch.device | str) -> Reading:
         """The same with all parts on another device."""
-        parts = (part.to(device) for part in (self.train, self.valid, self.test))
-        return Reading(*parts, self.vocabulary)
+        return Reading(
+            self.train.to(device), self.valid.to(device), self.test.to(device), self.vocabulary
+        )
 
 
 def tensor(values: array[int]) -> Tensor:

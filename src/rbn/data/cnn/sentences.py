@@ -9,13 +9,14 @@ from rbn.data.cnn.question import PLACEHOLDER
 _ENDS = frozenset(".?!")
 _CLOSING = frozenset(["'", '"', "''", "”", "’", ")"])
 # Words that say nothing about what a sentence is about.
-_COMMON = frozenset(
-    "a about after again all also an and any are as at be because been before being but by can could "
-    "did do does for from had has have he her here him his how i if in into is it its just may me "
-    "more most my new no not now of off on one only or other our out over said say says she should "
-    "so some than that the their them then there these they this those to too two under up us was "
-    "we were what when where which while who why will with would you your 's n't".split()
-)
+_COMMON = """
+a about after again all also an and any are as at be because been before being but by can could did
+do does for from had has have he her here him his how i if in into is it its just may me more most
+my new no not now of off on one only or other our out over said say says she should so some than
+that the their them then there these they this those to too two under up us was we were what when
+where which while who why will with would you your 's n't
+"""
+_SAYS_NOTHING = frozenset(_COMMON.split())
 
 
 def split(document: Sequence[str]) -> list[tuple[str, ...]]:
@@ -63,7 +64,7 @@ def relevant(
     sentences = split(document)
     if len(sentences) <= count:
         return tuple(sentences)
-    words = {w for w in question if w != PLACEHOLDER and w not in _COMMON and _is_word(w)}
+    words = {w for w in question if w != PLACEHOLDER and w not in _SAYS_NOTHING and _is_word(w)}
     scores = [
         sum(2 if word.startswith("@") else 1 for word in words.intersection(sentence))
         for sentence in sentences

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+
 def padded_lengths(lengths: Tensor, limit: float = 0.12, most: int = 64) -> tuple[int, ...]:
     """The fewest lengths to pad to, rising, such that padding is below a limit.
 

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import rbn
+from rbn.cli import reading
 from rbn.cli import train as training
 from rbn.cli.data import app as data
 from rbn.experiments.demo import Settings, run_demo
@@ -20,7 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
 )
 app.add_typer(data)
-
+data.command("build-cloze")(reading.build_cloze)
+data.command("questions")(reading.questions)
+app.command("ask")(reading.ask)
 
 app.command("train")(training.train)
 app.command("resume")(training.resume)

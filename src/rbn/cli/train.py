@@ -11,8 +11,18 @@ import typer
 
 from rbn.experiments.config import Config
 
-Task = Annotated[str, typer.Argument(help="digits, mnist, pmnist, ptb, text8 or pydoc.")]
-Model = Annotated[str, typer.Option(help="lstm, bn-lstm, ln-lstm, bn-rnn, rnn or irnn.")]
+Task = Annotated[
+    str, typer.Argument(help="digits, mnist, pmnist, ptb, text8, pydoc, cloze, cnn or cnn-built.")
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "--variant",
+        help="lstm, bn-lstm, ln-lstm, bn-rnn, rnn or irnn; for reading tasks lstm, bn-lstm, "
+        "bn-everywhere, bn-e* or bn-e**.",
+    ),
+]
 File = Annotated[Path | None, typer.Option(help="Settings (YAML) instead of the paper's.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="key=value, for instance optimizer.lr=0.01.")
@@ -44,8 +54,8 @@ def train(
 
     def work() -> None:
         found = configs.published(task) if config is None else configs.read(config)
-        settings = configs.from_mapping({"task": task, **found})
-        settings = configs.with_settings(settings, [f"model={model}", *(set_ or [])])
+        settings = configs.from_mapping({"task": task, **configs.for_model(found, model)})
+        settings = configs.with_settings(settings, set_ or [])
         folder = out or Path("runs") / settings.task / f"{settings.name}-seed{seed}"
         _go_on(folder, settings, seed, device, max_minutes, data_dir)
 

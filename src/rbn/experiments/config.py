@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).parent / "configs"
-TASKS = ("digits", "mnist", "pmnist", "ptb", "text8", "pydoc")
+READING = ("cloze", "cnn", "cnn-built")
+TASKS = ("digits", "mnist", "pmnist", "ptb", "text8", "pydoc", *READING)
 TEXTS = ("ptb", "text8", "pydoc")
 MODELS = ("lstm", "bn-lstm", "ln-lstm", "bn-rnn", "rnn", "irnn")
+READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
 STARTS = ("orthogonal", "identity-candidate", "identity-all")
 
 
@@ -58,7 +60,8 @@ class Config:
     population_batch: int = 1000
 
     def __post_init__(self) -> None:
-        for name, options in (("task", TASKS), ("model", MODELS), ("start", STARTS)):
+        models = READERS if self.is_reading else MODELS
+        for name, options in (("task", TASKS), ("model", models), ("start", STARTS)):
             value = getattr(self, name)
             if value not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {value!r}")
@@ -77,6 +80,11 @@ class Config:
     def is_text(self) -> bool:
         """Whether the task is to predict the next character."""
         return self.task in TEXTS
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the task is to answer questions about documents."""
+        return self.task in READING
 
     @property
     def name(self) -> str:
@@ -99,8 +107,17 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
     return Config(**values)
 
 
+def for_model(values: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The settings of a file for one model: those that its ``variants`` name for it override."""
+    found = dict(values)
+    variants = found.pop("variants", None) or {}
+    return {**found, **variants.get(model, {}), "model": model}
+
+
 def read(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file."""
+    """The settings of a YAML file, or of one of the published configs by its bare name."""
+    if path.suffix == "" and not path.exists() and (CONFIGS / f"{path.name}.yaml").exists():
+        path = CONFIGS / f"{path.name}.yaml"
     try:
         import yaml
     except ImportError as error:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import rbn
 from rbn import data
 from rbn.experiments.config import Config, from_mapping
+from rbn.experiments.reading import ReadingTask, build_reading
 from rbn.experiments.tasks import Classification, NextSymbol, has_statistics
 from rbn.models import LanguageModel, SequenceClassifier
 from rbn.training import Progress, Schedule, Trainer
@@ -59,9 +60,11 @@ def recurrent_layer(config: Config, input_size: int) -> nn.Module:
 
 def build(
     config: Config, seed: int, device: torch.device, root: Path | None = None
-) -> Classification | NextSymbol:
+) -> Classification | NextSymbol | ReadingTask:
     """The data and the model of a run, the model's weights drawn from the seed."""
     torch.manual_seed(seed)
+    if config.is_reading:
+        return build_reading(config, seed, device, root)
     if config.is_text:
         loaders: dict[str, Any] = {"ptb": data.ptb, "text8": data.text8}
         text = (
@@ -96,13 +99,15 @@ def build(
 
 def make_trainer(
     config: Config,
-    task: Classification | NextSymbol,
+    task: Classification | NextSymbol | ReadingTask,
     folder: Path,
     max_minutes: float | None = None,
     on_step: Callable[[Progress, Tensor], None] | None = None,
     on_record: Callable[[dict[str, float]], None] | None = None,
 ) -> Trainer:
     """A trainer that goes on from what is in the folder."""
+    if isinstance(task, ReadingTask):
+        task.save_vocabulary(folder)
     options = dict(config.optimizer)
     optimizer = _OPTIMIZERS[options.pop("name")](task.model.parameters(), **options)
     epoch = task.batches_per_epoch
@@ -148,26 +153,28 @@ def opened(folder: Path) -> tuple[Config, int]:
 
 
 @torch.no_grad()
-def exact_statistics(config: Config, task: Classification | NextSymbol) -> None:
+def exact_statistics(config: Config, task: Classification | NextSymbol | ReadingTask) -> None:
     """Population statistics of the training set at the model as it is, as the paper reports."""
     if has_statistics(task.model):
         batches = task.population_batches(config.population_batch)
-        rbn.update_population_stats(task.model, batches)
+        forward = task.forward if isinstance(task, ReadingTask) else None
+        rbn.update_population_stats(task.model, batches, forward=forward)
 
 
 def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[str, Any]:
     """Test the best model with exact statistics, and write ``result.json``."""
     task, progress = trainer.task, trainer.progress
-    assert isinstance(task, Classification | NextSymbol)
+    assert isinstance(task, Classification | NextSymbol | ReadingTask)
     trainer.load_best()
     exact_statistics(config, task)
-    whole = isinstance(task, NextSymbol)
+    metric = "bits per character, whole sequence" if isinstance(task, NextSymbol) else "accuracy"
+    metric = "error rate" if isinstance(task, ReadingTask) else metric
     result = {
         "task": config.task,
         "model": config.model,
         "tag": config.tag,
         "seed": seed,
-        "metric": "bits per character, whole sequence" if whole else "accuracy",
+        "metric": metric,
         "valid": task.measure_with("valid", "population"),
         "test": (
             task.measure_whole("test")

@@ -51,27 +51,11 @@ def make(article: Article, usage: Usage, dropped: Counter[str]) -> list[Question
     if not article.highlights:
         dropped["article without highlights"] += 1
         return []
-    body = _marked(sentences(article.text), usage)
-    if not body:
+    (document, *texts), entities = anonymised(article.text, article.highlights, usage)
+    if not document:
         dropped["article without text"] += 1
         return []
-    known = frozenset(
-        " ".join(m.sentence.tokens[n.begin : min(n.end, n.begin + 2)]).lower()
-        for m in body
-        for n in m.names
-    )
-    body = _marked([m.sentence for m in body], usage, known)
-    asked = [_marked(sentences(text), usage, known) for text in article.highlights]
-    mentions = _mentions([*body, *(m for highlight in asked for m in highlight)])
-    root = forms.merged(mentions)
-    numbers: dict[Form, str] = {}
-    document = tuple(token for m in body for token in _anonymous(m, root, numbers))
-    inside = set(numbers.values())
-    texts = [
-        tuple(token for m in highlight for token in _anonymous(m, root, numbers))
-        for highlight in asked
-    ]
-    entities = {symbol: mentions[found].surface for found, symbol in numbers.items()}
+    inside = set(document)
     questions: dict[tuple[tuple[str, ...], str], Question] = {}
     for text in texts:
         for question, answer in _gaps(text, inside, dropped):
@@ -81,6 +65,37 @@ def make(article: Article, usage: Usage, dropped: Counter[str]) -> list[Question
             else:
                 questions[key] = Question(article.url, document, question, answer, entities)
     return list(questions.values())
+
+
+def anonymised(
+    text: str, others: Sequence[str], usage: Usage
+) -> tuple[list[tuple[str, ...]], dict[str, str]]:
+    """A document, and other texts about the same, in tokens.
+
+    Args:
+        text: of the document.
+        others: sentences about it.
+        usage: how words are written elsewhere.
+
+    Returns:
+        The tokens of the document and then of each other text, names as ``@entityN`` in the order
+        in which they appear; and what each of these stands for.
+    """
+    body = _marked(sentences(text), usage)
+    known = frozenset(
+        " ".join(m.sentence.tokens[n.begin : min(n.end, n.begin + 2)]).lower()
+        for m in body
+        for n in m.names
+    )
+    marked = [
+        _marked([m.sentence for m in body], usage, known),
+        *(_marked(sentences(other), usage, known) for other in others),
+    ]
+    mentions = _mentions([m for one in marked for m in one])
+    root = forms.merged(mentions)
+    numbers: dict[Form, str] = {}
+    texts = [tuple(t for m in one for t in _anonymous(m, root, numbers)) for one in marked]
+    return texts, {symbol: mentions[found].surface for found, symbol in numbers.items()}
 
 
 def _gaps(

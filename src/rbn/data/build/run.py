@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from rbn.data.cnn.question import Question, render
 T = TypeVar("T")
 DONE = "build.json"
 _CHUNK = 200  # articles
-_SAMPLE = 3  # questions shown of each part
+_SAMPLE = 3  # questions shown of each source
 
 Progress = Callable[[str, int], None]
 """Called with what is going on and the articles done so far."""
@@ -37,7 +37,7 @@ class Built:
         articles: read, by part.
         questions: written, by part.
         dropped: what did not become a question, by reason.
-        sample: a few questions of each part.
+        sample: a few questions of each source.
     """
 
     articles: Counter[str] = field(default_factory=Counter)
@@ -98,8 +98,13 @@ def build(
             done += sum(piece.articles.values())
             if progress:
                 progress("writing", done)
-    facts = {k: v for k, v in asdict(made).items() if k != "sample"}
-    (out / DONE).write_text(json.dumps({"file": file.name, **facts}, indent=2) + "\n")
+    facts = {
+        "file": file.name,
+        "articles": dict(made.articles),
+        "questions": dict(made.questions),
+        "dropped": dict(made.dropped),
+    }
+    (out / DONE).write_text(json.dumps(facts, indent=2) + "\n")
     return made
 
 
@@ -110,7 +115,7 @@ def _chunks(file: Path) -> Iterator[list[str]]:
 
 
 def _few(sample: Sequence[Question]) -> list[Question]:
-    """The first questions of each part, by the way they are numbered by their url."""
+    """The first questions of each source, which their addresses begin with."""
     kept: Counter[str] = Counter()
     few = []
     for question in sample:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -71,7 +72,11 @@ def make(job: Job) -> int:
             document = select(document, asked, job.reduction.sentences)
         kept += answer in document
         if job.reduction.renumber:
-            document, asked, answer = _renumbered(document, asked, answer)
+            new = renumbering((*document, *asked, answer))
+            document, asked, (answer,) = (
+                tuple(new.get(token, token) for token in text)
+                for text in (document, asked, (answer,))
+            )
         flat["documents"].extend(encode(document))
         flat["questions"].extend(encode(asked))
         flat["answers"].extend(encode((answer,)))
@@ -98,13 +103,10 @@ def make(job: Job) -> int:
     return total
 
 
-def _renumbered(
-    document: tuple[str, ...], question: tuple[str, ...], answer: str
-) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """The texts with entities numbered in the order they appear, the answer's last if nowhere."""
+def renumbering(tokens: Iterable[str]) -> dict[str, str]:
+    """New names for the entities of a text: ``@entity0``, ``@entity1``, as they appear."""
     new: dict[str, str] = {}
-    for token in (*document, *question, answer):
+    for token in tokens:
         if ENTITY.fullmatch(token):
             new.setdefault(token, f"@entity{len(new)}")
-    texts = (tuple(new.get(token, token) for token in text) for text in (document, question))
-    return next(texts), next(texts), new[answer]
+    return new

@@ -59,10 +59,10 @@ class Writer:
             file.close()
             self._arrays[name]["sha256"] = self._sums[name].hexdigest()
         manifest = {"arrays": self._arrays, "facts": facts}
-        with (self.part / MANIFEST).open("w", encoding="utf-8") as file:
-            json.dump(manifest, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with (self.part / MANIFEST).open("w", encoding="utf-8") as text:
+            json.dump(manifest, text)
+            text.flush()
+            os.fsync(text.fileno())
         shutil.rmtree(self.folder, ignore_errors=True)
         os.replace(self.part, self.folder)
 

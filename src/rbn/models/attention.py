@@ -110,5 +110,6 @@ class AdditiveAttention(nn.Module):
         scores = self.match(document, question, valid) @ self.weight
         if valid is not None:
             scores = scores.masked_fill(~valid, float("-inf"))
-        weights = torch.softmax(scores.float(), dim=0).to(document.dtype)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = torch.softmax(scores, dim=0, dtype=wide).to(document.dtype)
         return torch.einsum("tb,tbd->bd", weights, document), weights

@@ -71,6 +71,7 @@ def test_the_questions_of_an_article():
         ("", HIGHLIGHTS, "article without text"),
         (TEXT, (), "article without highlights"),
         (TEXT, (HIGHLIGHTS[0],) * 2, "the same question twice"),
+        (TEXT, (HIGHLIGHTS[0] + " and so on" * 30,), "highlight of more than 60 words"),
     ],
 )
 def test_what_is_dropped(text, highlights, reason):

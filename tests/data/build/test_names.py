@@ -68,6 +68,7 @@ def test_sentences_end_after_their_quotation_marks():
         ("in March and May he saw The Tate", ["The Tate"]),
         ("SHARE THE RED WILL BUT", []),  # a headline says nothing about its words
         ("a share of it", []),
+        ("Obama met Ed Red at London Red Road", ["Obama", "Ed Red", "London Red Road"]),
         ("", []),
     ],
 )

@@ -76,7 +76,7 @@ def find_names(sentence: Sentence, usage: Usage, known: frozenset[str] = frozens
         known: names of one word and the first two words of longer ones, in small letters.
     """
     tokens, size = sentence.tokens, len(sentence.tokens)
-    headline = _is_headline(sentence)
+    headline = _is_title(sentence, usage)
     wanted = [
         _may_name(token, following, headline or _begins(sentence, at), usage, known)
         for at, (token, following) in enumerate(zip(tokens, (*tokens[1:], ""), strict=True))
@@ -137,7 +137,19 @@ def _begins(sentence: Sentence, at: int) -> bool:
     return tokens[at - 1] in OPENING and not sentence.glued[at - 1]
 
 
+def _is_title(sentence: Sentence, usage: Usage) -> bool:
+    """Whether ordinary words are capitalised as well: in a title, or all in capitals."""
+    words = [token for token in sentence.tokens if token[0].isalpha()]
+    if len(words) >= 4 and all(word.isupper() for word in words):
+        return True
+    shares = ((word, usage.share(word.lower())) for word in words if len(word) > 3)
+    ordinary = [word for word, share in shares if share is not None and share < 0.5]
+    raised = sum(word[0].isupper() for word in ordinary)
+    return len(ordinary) >= 3 and raised / len(ordinary) > 0.5
+
+
 def _is_headline(sentence: Sentence) -> bool:
+    """The same where it is not known yet which words are ordinary: most are capitalised."""
     words = [token for token in sentence.tokens if token[0].isalpha()]
     raised = sum(token[0].isupper() for token in words)
     return len(words) >= 4 and raised / len(words) >= _HEADLINE

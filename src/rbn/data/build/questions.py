@@ -12,7 +12,7 @@ from rbn.data.build.names import Name, Usage
 from rbn.data.build.tokens import Sentence, sentences
 from rbn.data.cnn.question import PLACEHOLDER, Question
 
-_LEAST = 4  # words of a question besides the gap
+_LEAST, _MOST = 5, 60  # words of a question, the gap among them
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,11 @@ def _gaps(
     """A highlight with each of its entities left out in turn, and the entity."""
     if text and text[-1] == ".":
         text = text[:-1]
-    if sum(token[0].isalnum() or token[0] == "@" for token in text) <= _LEAST:
-        dropped["highlight of fewer than 5 words"] += 1
+    words = sum(token[0].isalnum() or token[0] == "@" for token in text)
+    if words < _LEAST or words > _MOST:
+        few = words < _LEAST
+        reason = f"fewer than {_LEAST}" if few else f"more than {_MOST}"
+        dropped[f"highlight of {reason} words"] += 1
         return []
     found = list(dict.fromkeys(token for token in text if token.startswith("@entity")))
     if not found:

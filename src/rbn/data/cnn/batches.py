@@ -155,23 +155,30 @@ class QuestionBatches:
     def _make_buckets(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
         """The pairs of padded lengths, and the examples of each.
 
-        A pair with less than two batches of examples joins the next longer question length, for a
-        batch drawn from few examples would often hold the same ones.
+        A pair with less than two batches of examples joins the next longer question length, and
+        after the longest the next longer document length: a batch drawn from few examples would
+        often hold the same ones.
         """
-        document_shapes = torch.tensor(self.document_shapes)
-        document_bucket = torch.searchsorted(document_shapes, self.documents)
+        document_bucket = torch.searchsorted(torch.tensor(self.document_shapes), self.documents)
         question_bucket = torch.searchsorted(torch.tensor(self.question_shapes), self.questions)
         shapes, buckets = [], []
+        longest = torch.empty(0, dtype=torch.int64)  # waits for the next document length
         for d, document_length in enumerate(self.document_shapes):
             waiting = torch.empty(0, dtype=torch.int64)
             for q, question_length in enumerate(self.question_shapes):
                 rows = ((document_bucket == d) & (question_bucket == q)).nonzero()[:, 0]
                 waiting = torch.cat([waiting, rows])
-                last = q == len(self.question_shapes) - 1
-                if len(waiting) >= 2 * self.batch_size or (last and len(waiting) > 0):
+                if q == len(self.question_shapes) - 1:
+                    waiting = torch.cat([longest, waiting])
+                    longest = waiting[:0]
+                if len(waiting) >= 2 * self.batch_size:
                     shapes.append((document_length, question_length))
                     buckets.append(waiting)
-                    waiting = torch.empty(0, dtype=torch.int64)
+                    waiting = waiting[:0]
+            longest = waiting
+        if len(longest) > 0:
+            shapes.append((self.document_shapes[-1], self.question_shapes[-1]))
+            buckets.append(longest)
         return shapes, buckets
 
     def _draw(self, block: int) -> None:

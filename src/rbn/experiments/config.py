@@ -88,8 +88,9 @@ class Config:
 
     @property
     def name(self) -> str:
-        """The model and its tag, for folders and tables."""
-        return f"{self.model}-{self.tag}" if self.tag else self.model
+        """The model and its tag, for folders and tables; bn-e** is bn-e-star-star there."""
+        model = self.model.replace("*", "-star")
+        return f"{model}-{self.tag}" if self.tag else model
 
     def to_json(self) -> str:
         """All of it, for the run's folder."""

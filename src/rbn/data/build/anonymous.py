@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from rbn.data.build.names import Usage
 from rbn.data.build.questions import anonymised
 from rbn.data.cnn.question import PLACEHOLDER, MalformedQuestion
+from rbn.data.cnn.sentences import COMMON_WORDS
 
 _GAP = "placeholdergap"  # a word of small letters that no text has
 
@@ -22,7 +23,7 @@ def anonymous(
     Args:
         document: running text.
         question: the same, with one ``@placeholder``.
-        common: words that are no names though they may begin a sentence.
+        common: words that are no names though they may begin a sentence, besides the commonest.
     """
     if question.count(PLACEHOLDER) != 1:
         raise MalformedQuestion(
@@ -30,7 +31,7 @@ def anonymous(
         )
     if "@entity" in document:
         return tuple(document.split()), tuple(question.split()), {}
-    usage = Usage(Counter(dict.fromkeys(common, 1)), Counter())
+    usage = Usage(Counter(dict.fromkeys((*common, *COMMON_WORDS), 1)), Counter())
     texts, entities = anonymised(document, [question.replace(PLACEHOLDER, _GAP)], usage)
     asked = tuple(PLACEHOLDER if token == _GAP else token for token in texts[1])
     return texts[0], asked, entities

@@ -16,7 +16,7 @@ my new no not now of off on one only or other our out over said say says she sho
 that the their them then there these they this those to too two under up us was we were what when
 where which while who why will with would you your 's n't
 """
-_SAYS_NOTHING = frozenset(_COMMON.split())
+COMMON_WORDS = frozenset(_COMMON.split())
 
 
 def split(document: Sequence[str]) -> list[tuple[str, ...]]:
@@ -64,7 +64,7 @@ def relevant(
     sentences = split(document)
     if len(sentences) <= count:
         return tuple(sentences)
-    words = {w for w in question if w != PLACEHOLDER and w not in _SAYS_NOTHING and _is_word(w)}
+    words = {w for w in question if w != PLACEHOLDER and w not in COMMON_WORDS and _is_word(w)}
     scores = [
         sum(2 if word.startswith("@") else 1 for word in words.intersection(sentence))
         for sentence in sentences

@@ -33,8 +33,9 @@ class QuestionSet:
 
 
 _ARCHIVE = (
-    "download {name}_questions ({name}.tgz) by hand from https://cs.nyu.edu/~kcho/DMQA/ and unpack "
-    "it there with tar xzf {name}.tgz; no checksum of the archive is known to this program"
+    "download the questions ({name}.tgz) by hand from https://cs.nyu.edu/~kcho/DMQA/ and unpack "
+    "them with tar xzf {name}.tgz -C {{folder.parent}}; no checksum of the archive is known to "
+    "this program"
 )
 
 SETS = {

@@ -92,12 +92,14 @@ def questions(
     for part in ("train", "valid", "test"):
         found = getattr(reading, part)
         lengths, asked = found.document_lengths.double(), found.question_lengths.double()
-        batches = QuestionBatches(found, vocabulary, 64)
+        padding = ""
+        if part == "train":
+            padding = f"{QuestionBatches(found, vocabulary, 64).padding_share:.1%}"
         values = baselines(found, vocabulary)
         words = f"{lengths.mean():.1f}, {lengths.median():.0f}, {lengths.max():.0f}"
         typer.echo(
             f"{part:<6} {len(found):>9,}  {words:>38}  {asked.mean():>14.1f}  "
-            f"{batches.padding_share:>7.1%}  {values['ceiling']:>7.1%}  "
+            f"{padding:>7}  {values['ceiling']:>7.1%}  "
             f"{values['frequent']:>13.1%}  {values['frequent_unasked']:>15.1%}"
         )
     if skipped:

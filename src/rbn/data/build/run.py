@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from rbn.data.build import articles, questions
 from rbn.data.build.names import Usage, count_usage
 from rbn.data.build.tokens import sentences
 from rbn.data.cnn.question import Question, render
+from rbn.data.processes import helpers
 
 T = TypeVar("T")
 DONE = "build.json"
@@ -177,12 +177,7 @@ def _pool(processes: int, *shared: Any) -> Iterator[ProcessPoolExecutor | None]:
             _start(*shared)
         yield None
         return
-    context = get_context("spawn")
-    pool = (
-        ProcessPoolExecutor(processes, context, initializer=_start, initargs=shared)
-        if shared
-        else ProcessPoolExecutor(processes, context)
-    )
+    pool = helpers(processes, _start if shared else None, *shared)
     try:
         with pool:
             yield pool

@@ -8,9 +8,8 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rbn.data.cnn.passages import Passages, Reading
 from rbn.data.cnn.shards import Job, Reduction
 from rbn.data.cnn.vocabulary import UNKNOWN, Vocabulary, entity_count
 from rbn.data.errors import DataAltered, DataNotFound
+from rbn.data.processes import helpers
 
 PARTS = {"train": "training", "valid": "validation", "test": "test"}
 SHARD = 500  # files
@@ -158,8 +158,7 @@ def _finished(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
             shards.make(job)
             yield job
         return
-    workers = min(processes, len(jobs))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with helpers(min(processes, len(jobs))) as pool:
         try:
             started = {pool.submit(shards.make, job): job for job in jobs}
             for future in as_completed(started):

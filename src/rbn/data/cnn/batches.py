@@ -45,11 +45,11 @@ class Batch:
 class QuestionBatches:
     """Random batches for training, and all questions in turn for evaluation.
 
-    Documents and questions are padded to a few lengths, found from the data such that each kind has
-    less padding than `padding`. Every batch of training is of one bucket, that is, one pair of
-    padded lengths; a bucket is drawn with the probability of its examples, and its examples with
-    replacement, so that every example is as likely as any other. What batch number `step` is
-    depends on the seed and the step alone.
+    Documents and questions are padded to a few lengths, found from the data such that documents
+    have less padding than `padding`, and both together little more. Every batch of training is of
+    one bucket, that is, one pair of padded lengths; a bucket is drawn with the probability of its
+    examples, and its examples with replacement, so that every example is as likely as any other.
+    What batch number `step` is depends on the seed and the step alone.
 
     Args:
         passages: the data; batches are gathered on their device.
@@ -58,7 +58,7 @@ class QuestionBatches:
         seed: of draws and of the entities' new names.
         rename: entities get new names in every training example: ``"text"`` permutes those of the
             text, as in the paper, ``"all"`` draws them from all, None leaves them.
-        padding: largest share of padding.
+        padding: largest share of padding in documents.
         longest: documents are cut after so many symbols; None takes them whole.
     """
 
@@ -85,7 +85,7 @@ class QuestionBatches:
         self.documents = documents if longest is None else documents.clamp(max=longest)
         self.questions = questions
         self.document_shapes = padded_lengths(self.documents, padding)
-        self.question_shapes = padded_lengths(self.questions, padding)
+        self.question_shapes = self._question_shapes(padding)
         self.shapes, self._buckets = self._make_buckets()
         self._shares = torch.tensor([len(rows) for rows in self._buckets], dtype=torch.double)
         self._block = -1
@@ -151,6 +151,19 @@ class QuestionBatches:
         return Batch(
             document, question, document_lengths, question_lengths, data.answers[rows].long()
         )
+
+    def _question_shapes(self, padding: float) -> tuple[int, ...]:
+        """As few padded lengths of questions as keep the padding of all positions low."""
+        documents = torch.tensor(self.document_shapes)
+        padded = int(documents[torch.searchsorted(documents, self.documents)].sum())
+        real = int(self.documents.sum()) + int(self.questions.sum())
+        for limit in (0.3, 0.2, padding):
+            shapes = padded_lengths(self.questions, limit)
+            lengths = torch.tensor(shapes)
+            whole = padded + int(lengths[torch.searchsorted(lengths, self.questions)].sum())
+            if 1 - real / whole < padding + 0.01:
+                break
+        return shapes
 
     def _make_buckets(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
         """The pairs of padded lengths, and the examples of each.

@@ -95,7 +95,7 @@ def test_the_error_rate_is_that_of_the_examples_one_by_one():
     assert task.measure("valid") == pytest.approx(wrong / 40)
 
 
-# Takes 5 to 15 seconds for each variant.
+# Takes 5 to 20 seconds for each variant on an idle core.
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", READERS)
 def test_each_variant_learns(variant):
@@ -116,7 +116,7 @@ def test_each_variant_learns(variant):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(task.model.parameters(), config.clip)
         optimizer.step()
-        if step % 50 == 49 and loss < 0.2 and accuracy() > 0.9:
+        if step % 50 == 49 and loss < 0.5 and accuracy() > 0.92:
             break
     assert accuracy() > 0.9
 

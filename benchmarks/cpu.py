@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import rbn
-from rbn.experiments.runs import commit
+from rbn.experiments.results import commit
 
 SHAPES = [
     (64, 100, 1, 100),

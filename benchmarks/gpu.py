@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import rbn
-from rbn.experiments.runs import commit
+from rbn.experiments.results import commit
 
 SHAPES = {
     "mnist": (784, 100, 1, 100, 1),

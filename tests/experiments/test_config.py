@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rbn.experiments import config as configs
-from rbn.experiments import runs
+from rbn.experiments.build import recurrent_layer
 from rbn.experiments.config import (
     MODELS,
     READING,
@@ -27,7 +27,7 @@ def test_every_published_config_builds_its_models(task):
     for model in MODELS:
         if config.is_text and model in ("rnn", "irnn"):
             continue
-        layer = runs.recurrent_layer(with_settings(small, [f"model={model}"]), SYMBOLS.get(task, 1))
+        layer = recurrent_layer(with_settings(small, [f"model={model}"]), SYMBOLS.get(task, 1))
         assert layer.hidden_size == 4
 
 
@@ -47,9 +47,9 @@ def test_the_papers_numbers():
 
 def test_identity_start():
     config = with_settings(Config("mnist"), ["hidden_size=3", "start=identity-all"])
-    layer = runs.recurrent_layer(config, 1)
+    layer = recurrent_layer(config, 1)
     assert torch.equal(layer.weight_hh_l0.detach(), torch.eye(3).repeat(4, 1))
-    irnn = runs.recurrent_layer(with_settings(config, ["model=irnn"]), 1)
+    irnn = recurrent_layer(with_settings(config, ["model=irnn"]), 1)
     assert torch.equal(irnn.weight_hh_l0.detach(), torch.eye(3))
     assert irnn.nonlinearity == "relu"
 

@@ -12,11 +12,12 @@ from rbn.data.cloze import cloze, cloze_questions
 from rbn.data.cnn.preprocess import PARTS
 from rbn.data.cnn.question import render
 from rbn.experiments import config as configs
-from rbn.experiments import runs
+from rbn.experiments import results, runs
 from rbn.experiments.asking import Answer, ask
 from rbn.experiments.attention_page import highlighted, page
+from rbn.experiments.build import build, make_trainer
 from rbn.experiments.config import CONFIGS, READERS, READING, Config, from_mapping
-from rbn.experiments.reading import ReadingTask, build_reading, make_reader
+from rbn.experiments.reading import ReadingTask, make_reader
 
 CPU = torch.device("cpu")
 
@@ -64,15 +65,15 @@ def test_models_go_with_their_tasks():
 
 
 def test_a_task_for_the_trainer():
-    task = build_reading(small(), 1, CPU)
+    task = build(small(), 1, CPU)
     assert (task.batches_per_epoch, task.items_per_step) == (6, 20)
-    loss = task.loss(0)
+    loss = task.loss(*task.batch(0))
     loss.backward()
-    assert torch.equal(task.loss(0), loss)  # the batch depends on the step alone
-    batch = task.batch(3)
-    assert (len(batch.document), len(batch.question)) in task.batches.shapes
+    assert torch.equal(task.loss(*task.batch(0)), loss)  # the batch depends on the step alone
+    document, question, *_ = task.batch(3)
+    assert (len(document), len(question)) in task.batches.shapes
     for s in (3, 4):
-        task.loss(s)
+        task.loss(*task.batch(s))
     task.model.eval()
     found = task.evaluate()
     assert set(found) == {"valid_batch", "valid_population"}
@@ -83,8 +84,8 @@ def test_a_task_for_the_trainer():
 
 
 def test_the_error_rate_is_that_of_the_examples_one_by_one():
-    task = build_reading(small(), 1, CPU)
-    task.loss(0)
+    task = build(small(), 1, CPU)
+    task.loss(*task.batch(0))
     task.model.eval()
     wrong = 0
     with torch.no_grad():
@@ -102,16 +103,16 @@ def test_each_variant_learns(variant):
     """From chance, a third of the answers, to over 90% of them."""
     config = from_mapping(configs.for_model(configs.published("cloze"), variant))
     torch.manual_seed(1)
-    task = build_reading(config, 1, CPU)
+    task = build(config, 1, CPU)
     optimizer = torch.optim.Adam(task.model.parameters(), lr=config.optimizer["lr"])
 
     def accuracy():
-        runs.exact_statistics(config, task)
+        results.exact_statistics(config, task)
         return 1 - task.measure_with("valid", "population")
 
     assert accuracy() < 0.45
     for step in range(800):
-        loss = task.loss(step)
+        loss = task.loss(*task.batch(step))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(task.model.parameters(), config.clip)
@@ -155,9 +156,9 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     config = small(epochs=1)
     torch.manual_seed(0)
-    task = runs.build(config, 1, CPU)
+    task = build(config, 1, CPU)
     runs.start(folder, config, 1)
-    runs.make_trainer(config, task, folder).run()
+    make_trainer(config, task, folder).run()
     assert isinstance(task, ReadingTask)
     return folder
 
@@ -274,7 +275,7 @@ def test_build_and_count_on_the_command_line(tmp_path):
 
 def test_statistics_are_exact_at_the_end():
     config = small()
-    task = runs.build(config, 1, CPU)
-    runs.exact_statistics(config, task)
+    task = build(config, 1, CPU)
+    results.exact_statistics(config, task)
     counts = [m.count for m in task.model.modules() if isinstance(m, rbn.PopulationStatistics)]
     assert all(int(c.max()) == 2 for c in counts)

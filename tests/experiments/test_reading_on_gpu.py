@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from rbn.experiments.build import build
 from rbn.experiments.config import READERS, Config
-from rbn.experiments.reading import build_reading
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,14 +16,14 @@ def task(variant, device):
     torch.manual_seed(0)
     data = {"sizes": [200, 40, 40], "rename": None}
     config = Config("cloze", variant, hidden_size=16, batch_size=20, data=data)
-    return build_reading(config, 1, torch.device(device))
+    return build(config, 1, torch.device(device))
 
 
 @pytest.mark.parametrize("variant", READERS)
 def test_loss_and_gradients_are_those_of_the_cpu(variant):
     here, there = task(variant, "cpu"), task(variant, "cuda")
     there.model.load_state_dict(here.model.state_dict())
-    losses = [t.loss(0) for t in (here, there)]
+    losses = [t.loss(*t.batch(0)) for t in (here, there)]
     for loss in losses:
         loss.backward()
     # Products in tf32 have 10 bits, and steps of the recurrence add up.
@@ -41,11 +41,11 @@ def test_a_step_does_not_wait_for_the_device(variant):
     there = task(variant, "cuda")
     there.batches.rename = "text"
     for step in range(3):
-        there.loss(step).backward()
+        there.loss(*there.batch(step)).backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(3, 6):
-            there.loss(step).backward()
+            there.loss(*there.batch(step)).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

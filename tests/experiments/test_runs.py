@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import rbn
 from rbn.data import Split, Splits, Text
+from rbn.experiments import build, results, runs
 from rbn.experiments import config as configs
-from rbn.experiments import runs
 from rbn.experiments.config import Config, from_mapping, with_settings
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
@@ -92,10 +92,10 @@ def test_two_steps(task, model):
         pytest.skip("RBN_DATA is not set: it names the folder with the data sets")
     settings = [f"model={model}", "hidden_size=4", "batch_size=2"]
     config = with_settings(from_mapping(configs.published(task)), settings)
-    built = runs.build(config, 1, CPU)
+    built = build.build(config, 1, CPU)
     optimizer = torch.optim.SGD(built.model.parameters(), 0.1)
     for step in range(2):
-        loss = built.loss(step)
+        loss = built.loss(*built.batch(step))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -112,9 +112,9 @@ def test_a_run_and_its_result(tmp_path):
     with pytest.raises(FileExistsError, match="other settings"):
         runs.start(tmp_path / "run", config, 6)
     assert runs.opened(tmp_path / "run") == (config, 5)
-    trainer = runs.make_trainer(config, runs.build(config, 5, CPU), tmp_path / "run")
+    trainer = build.make_trainer(config, build.build(config, 5, CPU), tmp_path / "run")
     assert trainer.run().finished
-    result = runs.finish(config, 5, trainer, "rbn train digits")
+    result = results.finish(config, 5, trainer, "rbn train digits")
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
     assert {"task", "model", "tag", "seed", "metric", "valid", "test", "stats"} <= result.keys()
     assert {"steps", "seconds", "params", "config", "versions", "gpu", "commit"} <= result.keys()
@@ -124,8 +124,8 @@ def test_a_run_and_its_result(tmp_path):
 
 def test_exact_statistics_are_those_of_the_training_set():
     config = Config("digits", hidden_size=4, population_batch=400)
-    built = runs.build(config, 1, CPU)
-    runs.exact_statistics(config, built)
+    built = build.build(config, 1, CPU)
+    results.exact_statistics(config, built)
     assert int(built.model.recurrent.stats_h_l0.count[0]) == 3  # minibatches of 400 of 1,200
 
 

@@ -109,7 +109,7 @@ def close(found, expected):
 @given(
     seed=st.integers(0, 2**16),
     steps=st.integers(1, 4),
-    batch=st.sampled_from([3, 5, 64, 65, 130]),
+    batch=st.sampled_from([3, 5, 64, 65, 130, 256, 257]),
     hidden=st.sampled_from([1, 7, 16, 17, 40]),
     norm=st.sampled_from(["batch", "none"]),
     padded=st.booleans(),
@@ -135,6 +135,44 @@ def test_forward_and_backward(
         some = [c if use else None for c, use in zip(cotangents, given_, strict=True)]
         # From the same saved values, whichever of the two made them.
         close(compiled_lstm.backward(a, expected, *some), fused_lstm.backward(a, expected, *some))
+
+
+@needs_kernel
+@pytest.mark.parametrize("norm", ["batch", "none"])
+@pytest.mark.parametrize("batch", [1, 6, 300])  # more rows than a thread has room for
+@pytest.mark.parametrize("hidden", [1, 2, 3, 5, 7, 8, 12, 17, 20, 31, 100])
+def test_units_that_fill_no_register(hidden, batch, norm):
+    a = inputs(hidden, 2, batch, hidden, norm=norm)
+    if batch == 1 and norm == "batch":  # a variance of zero would only show roundings
+        a = inputs(hidden, 2, batch, hidden, population=2)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1 + hidden % 3)
+        found, expected = compiled_lstm.forward(a), fused_lstm.forward(a)
+        close(found, expected)
+        light = compiled_lstm.forward(a._replace(save=False))
+        assert torch.equal(light.output, found.output)
+        cotangents = [torch.randn_like(v) for v in found[:3]]
+        close(
+            compiled_lstm.backward(a, expected, *cotangents),
+            fused_lstm.backward(a, expected, *cotangents),
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+@pytest.mark.parametrize("batch", [5, 300])
+def test_nan_shows_in_backward(batch):
+    a = inputs(0, 2, batch, 20)
+    r = compiled_lstm.forward(a)
+    doutput = torch.zeros_like(r.output)
+    doutput[1, 2, 18] = float("nan")
+    grads = compiled_lstm.backward(a, r, doutput, None, None)
+    for gate in range(4):
+        assert grads.wx[1, :, 20 * gate + 18].isnan().all()
+    assert grads.bias[[18, 38, 58, 78]].isnan().all()
+    assert grads.wx[1, :, :18].isfinite().all()
 
 
 @needs_kernel
@@ -197,8 +235,9 @@ def test_it_can_be_switched_off():
 
 
 @needs_kernel
-def test_nan_in_one_row_shows():
-    a = inputs(0, 2, 5, 20)
+@pytest.mark.parametrize("batch", [5, 300])
+def test_nan_in_one_row_shows(batch):
+    a = inputs(0, 2, batch, 20)
     a.wx[0, 1, 3] = float("nan")
     assert compiled_lstm.forward(a).output[:, :, 3].isnan().all()
     a = inputs(0, 2, 5, 20, population=1)

@@ -11,7 +11,14 @@ import pytest
 import torch
 from tasks import Letters, trainer
 
-from rbn.training import CheckpointError, Diverged, Schedule, Trainer, checkpoint
+from rbn.training import (
+    CheckpointError,
+    Diverged,
+    Schedule,
+    Trainer,
+    checkpoint,
+    train_together,
+)
 
 
 class Killed(Exception):
@@ -23,6 +30,7 @@ def final(folder):
     tensors, facts = checkpoint.load(folder / "last.safetensors")
     progress = facts["progress"]
     progress.pop("seconds")
+    progress.pop("loss")  # of the steps fetched together
     for record in progress["history"]:
         record.pop("seconds")
     return tensors, facts
@@ -58,7 +66,7 @@ def test_what_a_run_leaves_behind(whole):
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 5, 17, 19])
 def test_a_run_that_was_killed_goes_on_to_the_same_numbers(stop, whole, tmp_path):
-    def kill(progress, loss):
+    def kill(progress):
         if progress.step == stop:
             raise Killed
 
@@ -109,10 +117,10 @@ def test_killed_in_the_middle_of_a_checkpoint(whole, tmp_path):
 
 def test_control_c_finishes_the_step_and_saves(whole, tmp_path):
     class Interrupted(Letters):
-        def loss(self, step):
+        def batch(self, step):
             if step == 6:
                 os.kill(os.getpid(), signal.SIGINT)  # in the middle of the seventh step
-            return super().loss(step)
+            return super().batch(step)
 
     handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
@@ -126,10 +134,10 @@ def test_control_c_finishes_the_step_and_saves(whole, tmp_path):
 
 def test_a_second_control_c_does_not_wait(tmp_path):
     class Interrupted(Letters):
-        def loss(self, step):
+        def batch(self, step):
             for _ in range(2 if step == 6 else 0):
                 os.kill(os.getpid(), signal.SIGINT)
-            return super().loss(step)
+            return super().batch(step)
 
     run = trainer(tmp_path, Interrupted())
     with pytest.raises(KeyboardInterrupt):
@@ -178,8 +186,12 @@ def test_the_best_model_comes_back(tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_with_a_model_to_look_at(tmp_path):
     class Bad(Letters):
-        def loss(self, step):
-            return super().loss(step) * (torch.nan if step == 3 else 1)
+        def batch(self, step):
+            self.bad = step == 3
+            return super().batch(step)
+
+        def loss(self, *batch):
+            return super().loss(*batch) * (torch.nan if self.bad else 1)
 
     with pytest.raises(Diverged, match=r"diverged at step 3: .* before that step is in"):
         trainer(tmp_path, Bad()).run()
@@ -190,8 +202,12 @@ def test_a_loss_that_is_not_finite_stops_with_a_model_to_look_at(tmp_path):
 
 def test_losses_fetched_later_are_the_same(whole, tmp_path):
     class Bad(Letters):
-        def loss(self, step):
-            return super().loss(step) * (torch.nan if step == 7 else 1)
+        def batch(self, step):
+            self.bad = step == 7
+            return super().batch(step)
+
+        def loss(self, *batch):
+            return super().loss(*batch) * (torch.nan if self.bad else 1)
 
     trainer(tmp_path / "late", look_back=7).run()
     assert_same_run(tmp_path / "late", whole)
@@ -242,6 +258,7 @@ def test_a_truncated_checkpoint_is_named(whole, tmp_path):
         ({"patience": 0}, "patience must be at least 1, got 0"),
         ({"clip": 0.0}, "clip must be positive, got 0"),
         ({"max_minutes": -1.0}, "max_minutes must be positive, got -1"),
+        ({"decay_from": 1.5}, "decay_from must be from 0 to 1, got 1.5"),
     ],
 )
 def test_bad_schedules(options, message):
@@ -257,7 +274,7 @@ def test_every_optimiser_goes_on(make, tmp_path):
         optimizer = make(task.model.parameters(), 0.01, **options)
         schedule = Schedule(6, evaluate_every=3, checkpoint_every=2)
 
-        def kill(progress, loss):
+        def kill(progress):
             if progress.step == stop:
                 raise Killed
 
@@ -269,3 +286,93 @@ def test_every_optimiser_goes_on(make, tmp_path):
     run(tmp_path / "cut")
     assert_same_run(tmp_path / "whole", tmp_path / "cut")
     assert os.listdir(tmp_path / "whole") == os.listdir(tmp_path / "cut")
+
+
+def test_runs_in_turns_give_the_numbers_of_each_alone(whole, tmp_path):
+    for seed in (1, 2):
+        trainer(tmp_path / f"alone{seed}", Letters(seed)).run()
+    together = [trainer(tmp_path / f"together{seed}", Letters(seed)) for seed in (1, 2)]
+    state = torch.get_rng_state()
+    train_together(together)
+    assert torch.equal(torch.get_rng_state(), state)
+    for seed, run in enumerate(together, start=1):
+        assert run.progress.finished
+        assert_same_run(tmp_path / f"together{seed}", tmp_path / f"alone{seed}")
+
+
+def test_a_rate_that_decays(tmp_path):
+    rates = []
+    task = Letters()
+    optimizer = torch.optim.Adam(task.model.parameters(), 0.01)
+    schedule = Schedule(8, evaluate_every=4, decay_from=0.5)
+    run = Trainer(
+        task,
+        optimizer,
+        schedule,
+        tmp_path,
+        on_step=lambda _: rates.append(optimizer.param_groups[0]["lr"]),
+    )
+    run.run()
+    assert rates == pytest.approx([0.01] * 5 + [0.0075, 0.005, 0.0025])
+
+
+def test_checkpoints_are_not_too_frequent(tmp_path, monkeypatch):
+    steps = []
+    task = Letters()
+    schedule = Schedule(20, evaluate_every=5, checkpoint_every=3, checkpoint_seconds=1e9)
+    run = trainer(tmp_path, task, schedule)
+    save = run.save
+    monkeypatch.setattr(run, "save", lambda: (steps.append(run.progress.step), save()))
+    run.run()
+    assert steps == [0, 20]
+    assert run.load_best()["step"] == run.progress.best_step
+
+
+def test_a_graph_needs_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match="graph needs a CUDA device, the model is on cpu"):
+        trainer(tmp_path, graph=True)
+
+
+class Overflowing(Letters):
+    """Its gradient, not its loss, is infinite in some steps."""
+
+    steps = (3, 4)
+
+    def batch(self, step):
+        self.overflows = step in self.steps
+        return super().batch(step)
+
+    def loss(self, *batch):
+        loss = super().loss(*batch)
+        if self.overflows:
+            loss.register_hook(lambda grad: grad * torch.inf)
+        return loss
+
+
+def test_gradients_that_overflow_are_left_out(tmp_path):
+    task = Overflowing()
+    progress = trainer(tmp_path, task).run()
+    assert progress.skipped == 2
+    assert all(parameter.isfinite().all() for parameter in task.model.parameters())
+    assert trainer(tmp_path).progress.skipped == 2
+
+
+def test_nothing_but_gradients_that_overflow(tmp_path):
+    task = Overflowing()
+    task.steps = range(2, 10**6)
+    with pytest.raises(
+        Diverged, match=r"diverged at step \d+: the last 50 gradients are not finite"
+    ):
+        trainer(tmp_path, task, Schedule(100, evaluate_every=100)).run()
+
+
+def test_one_that_diverges_does_not_stop_the_others(whole, tmp_path):
+    class Bad(Letters):
+        def loss(self, *batch):
+            return super().loss(*batch) * torch.nan
+
+    good = trainer(tmp_path / "good")
+    with pytest.raises(Diverged, match="the loss of minibatch 0 is not finite"):
+        train_together([trainer(tmp_path / "bad", Bad()), good])
+    assert good.progress.finished
+    assert_same_run(tmp_path / "good", whole)

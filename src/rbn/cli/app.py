@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 import rbn
-from rbn.cli import reading
-from rbn.cli import train as training
+from rbn.cli import reading, runs, train
+from rbn.cli.common import stop
 from rbn.cli.data import app as data
 from rbn.experiments.demo import Settings, run_demo
 
@@ -23,11 +23,18 @@ app = typer.Typer(
 app.add_typer(data)
 data.command("build-cloze")(reading.build_cloze)
 data.command("questions")(reading.questions)
-app.command("ask")(reading.ask)
 
-app.command("train")(training.train)
-app.command("resume")(training.resume)
-app.command("runs")(training.runs)
+
+for command in (
+    train.train,
+    train.resume,
+    runs.runs,
+    runs.evaluate,
+    runs.sample,
+    runs.publish,
+    reading.ask,
+):
+    app.command()(command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -70,18 +77,12 @@ def demo(
     try:
         settings = Settings(permuted, seed, epochs, threads, learning_rate)
     except ValueError as error:
-        _stop(str(error), 2)
+        stop(str(error), 2)
     try:
         run_demo(settings, out)
     except (ImportError, OSError) as error:
-        _stop(str(error), 2)
+        stop(str(error), 2)
     except FloatingPointError as error:
-        _stop(str(error), 1)
+        stop(str(error), 1)
     except KeyboardInterrupt:
-        _stop("stopped before the end", 130)
-
-
-def _stop(reason: str, code: int) -> NoReturn:
-    """One sentence instead of a traceback."""
-    typer.echo(f"rbn: {reason}", err=True)
-    raise typer.Exit(code)
+        stop("stopped before the end", 130)

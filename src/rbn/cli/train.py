@@ -1,18 +1,18 @@
-"""``rbn train``, ``rbn resume`` and ``rbn runs``."""
+"""``rbn train`` and ``rbn resume``."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 
+from rbn.cli.common import DataDir, Device, device_of, guarded, stop
 from rbn.experiments.config import Config
 
 Task = Annotated[
-    str, typer.Argument(help="digits, mnist, pmnist, ptb, text8, pydoc, cloze, cnn or cnn-built.")
+    str,
+    typer.Argument(help="digits, mnist, pmnist, ptb, text8, pydoc, cloze, cnn or cnn-built."),
 ]
 Model = Annotated[
     str,
@@ -23,16 +23,26 @@ Model = Annotated[
         "bn-everywhere, bn-e* or bn-e**.",
     ),
 ]
-File = Annotated[Path | None, typer.Option(help="Settings (YAML) instead of the paper's.")]
+File = Annotated[
+    str | None,
+    typer.Option(help="Settings (YAML) instead of the paper's: a file, or a name like mnist-code."),
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="key=value, for instance optimizer.lr=0.01.")
 ]
 Seed = Annotated[int, typer.Option(help="Of weights, noise and order.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
+Seeds = Annotated[str | None, typer.Option(help="Several at once, such as 1,2,3.")]
+Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed or 16-mixed.")]
+Graph = Annotated[
+    bool | None,
+    typer.Option(help="Each step as one CUDA graph; on a GPU by default, but for 16-mixed."),
+]
+TensorBoard = Annotated[bool, typer.Option(help="Write learning curves for TensorBoard.")]
 Minutes = Annotated[float | None, typer.Option(help="Save and stop after so many.")]
-DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
-Out = Annotated[Path | None, typer.Option(help="Folder of the run; runs/TASK/MODEL-seedN.")]
-Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder of the run, or of the runs; runs/TASK/MODEL-seedN.")
+]
+Folders = Annotated[list[Path], typer.Argument(help="Folders of runs, trained at once.")]
 
 
 def train(
@@ -41,7 +51,11 @@ def train(
     config: File = None,
     set_: Settings = None,
     seed: Seed = 1,
+    seeds: Seeds = None,
     device: Device = "auto",
+    precision: Precision = None,
+    graph: Graph = None,
+    tensorboard: TensorBoard = False,
     max_minutes: Minutes = None,
     data_dir: DataDir = None,
     out: Out = None,
@@ -53,138 +67,89 @@ def train(
     from rbn.experiments import config as configs
 
     def work() -> None:
-        found = configs.published(task) if config is None else configs.read(config)
+        found = configs.published(task) if config is None else configs.read(configs.find(config))
+        wanted = [f"precision={precision}"] if precision else []
         settings = configs.from_mapping({"task": task, **configs.for_model(found, model)})
-        settings = configs.with_settings(settings, set_ or [])
-        folder = out or Path("runs") / settings.task / f"{settings.name}-seed{seed}"
-        _go_on(folder, settings, seed, device, max_minutes, data_dir)
+        settings = configs.with_settings(settings, [*wanted, *(set_ or [])])
+        numbers = [seed] if seeds is None else _numbers(seeds)
+        runs = []
+        for number in numbers:
+            folder = Path("runs") / settings.task / f"{settings.name}-seed{number}"
+            if out is not None:
+                folder = out if seeds is None else out / f"{settings.name}-seed{number}"
+            runs.append((folder, settings, number))
+        command = f"rbn train {task} --model {model}" + (f" --config {config}" if config else "")
+        command += "".join(f" --set {setting}" for setting in set_ or [])
+        command += f" --precision {precision}" if precision else ""
+        _go_on(runs, device, graph, tensorboard, max_minutes, data_dir, command)
 
-    _guarded(work)
+    guarded(work)
 
 
 def resume(
-    run: Run,
+    runs: Folders,
     device: Device = "auto",
+    graph: Graph = None,
+    tensorboard: TensorBoard = False,
     max_minutes: Minutes = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Go on with a run that was stopped or killed."""
-    from rbn.experiments import runs as experiments
+    """Go on with runs that were stopped or killed."""
+    from rbn.experiments.runs import opened
 
-    _guarded(lambda: _go_on(run, *experiments.opened(run), device, max_minutes, data_dir))
+    def work() -> None:
+        found = [(folder, *opened(folder)) for folder in runs]
+        _go_on(found, device, graph, tensorboard, max_minutes, data_dir, None)
+
+    guarded(work)
 
 
-def runs(
-    folder: Annotated[Path, typer.Argument(help="Where to look for runs.")] = Path("runs"),
-) -> None:
-    """A table of the runs in a folder and their results."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("run", "steps", "best validation", "valid", "test", "minutes")
-    found = sorted(folder.rglob("config.json"))
-    for path in found:
-        row = [str(path.parent.relative_to(folder)), "", "", "", "", ""]
-        metrics, result = path.with_name("metrics.jsonl"), path.with_name("result.json")
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        if lines:
-            last = json.loads(lines[-1])
-            row[1], row[2] = str(last["step"]), f"{last['valid_batch']:.4f} (last)"
-            row[5] = f"{last['seconds'] / 60:.1f}"
-        if result.exists():
-            values = json.loads(result.read_text())
-            row[1], row[2] = str(values["steps"]), f"at step {values['best_step']}"
-            row[3], row[4] = f"{values['valid']:.4f}", f"{values['test']:.4f}"
-        table.add_row(*row)
-    if not found:
-        _stop(f"there is no run in {folder}", 2)
-    Console().print(table)
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"seeds must be numbers such as 1,2,3, got {text!r}") from None
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"seeds must be different from each other, got {text!r}")
+    return numbers
 
 
 def _go_on(
-    folder: Path,
-    settings: Config,
-    seed: int,
+    runs: list[tuple[Path, Config, int]],
     device: str,
+    graph: bool | None,
+    tensorboard: bool,
     max_minutes: float | None,
     data_dir: Path | None,
+    command: str | None,
 ) -> None:
-    """Train the run of a folder to its end, with a progress bar, and report.
+    """Train runs to their end, with a progress bar, and report.
 
-    The folder is made when the data and the model are there, so that a mistake leaves nothing.
+    Their folders are made when data and models are there, so that a mistake leaves nothing.
     """
-    import torch
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-    from rbn.experiments import runs as experiments
+    from rbn.experiments.fit import Fit, Watch
 
-    experiments.check_free(folder, settings, seed)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        task = experiments.build(settings, seed, torch.device(device), data_dir)
-    except TypeError as error:  # an option that the layer or the data set does not have
-        raise ValueError(f"the settings do not fit: {error}") from error
-    experiments.start(folder, settings, seed)
+    place = device_of(device)
+    fit = Fit(runs, place, data_dir, command)
     console = Console()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("step {task.completed:,} of {task.total:,}"),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[loss]} {task.fields[valid]}"),
-    )
-    with Progress(*columns, console=console) as bar:
-        line = bar.add_task("", total=1, loss="", valid="", speed="")
-
-        def on_step(progress: Any, loss: Any) -> None:
-            if progress.step % 10 == 0 or progress.step < 10:
-                speed = progress.step / max(progress.seconds, 1e-9)
-                unit = "characters" if settings.is_text else "sequences"
-                text = f"{speed:,.1f} steps/s, {speed * task.items_per_step:,.0f} {unit}/s"
-                shown = f"loss {float(loss):.3f}"
-                bar.update(line, completed=progress.step, loss=shown, speed=text)
-
-        def on_record(record: dict[str, float]) -> None:
-            text = f"validation {record['valid_batch']:.4f}, {record['valid_population']:.4f}"
-            bar.update(line, valid=text)
-
-        trainer = experiments.make_trainer(
-            settings, task, folder, max_minutes, on_step=on_step, on_record=on_record
-        )
-        bar.update(line, total=trainer.schedule.steps, completed=trainer.progress.step)
+    with Watch(fit, console) as watch:
         try:
-            progress = trainer.run()
+            fit.train(graph, tensorboard, max_minutes, watch)
         except KeyboardInterrupt:
-            step = trainer.progress.step
-            _stop(f"stopped after step {step:,}, saved. Go on with: rbn resume {folder}", 130)
-    if not progress.finished:
-        console.print(f"Out of time at step {progress.step:,}. Go on with: rbn resume {folder}")
-        return
-    command = f"rbn train {settings.task} --model {settings.model} --seed {seed}"
-    result = experiments.finish(settings, seed, trainer, command)
-    console.print(
-        f"{settings.task}, {settings.name}, seed {seed}: test {result['test']:.4f} "
-        f"({result['metric']}), validation {result['valid']:.4f}, best at step "
-        f"{progress.best_step:,} of {progress.step:,}. In {folder / 'result.json'}."
-    )
-
-
-def _guarded(work: Callable[[], None]) -> None:
-    """One sentence instead of a traceback for what a user can mend."""
-    from rbn.training import CheckpointError, Diverged
-
-    try:
-        work()
-    except (ImportError, OSError, ValueError) as error:
-        _stop(str(error), 2)
-    except (CheckpointError, Diverged) as error:
-        _stop(str(error), 1)
-    except KeyboardInterrupt:
-        _stop("stopped before training began", 130)
-
-
-def _stop(reason: str, code: int) -> NoReturn:
-    typer.echo(f"rbn: {reason}", err=True)
-    raise typer.Exit(code)
+            watch.close()
+            folders = " ".join(str(folder) for folder, _, _ in runs)
+            steps = " and ".join(f"{t.progress.step:,}" for t in fit.trainers)
+            stop(f"stopped after step {steps}, saved. Go on with: rbn resume {folders}", 130)
+    unfinished = [
+        t for t in fit.trainers if not t.progress.finished and t.progress.diverged_at is None
+    ]
+    for result in fit.results(console):
+        console.print(result, soft_wrap=True)
+    if unfinished:
+        folders = " ".join(str(trainer.folder) for trainer in unfinished)
+        step = unfinished[0].progress.step
+        console.print(f"Out of time at step {step:,}. Go on with: rbn resume {folders}")
+    if fit.diverged is not None:
+        raise fit.diverged

@@ -15,7 +15,7 @@ from rbn.data.cnn.sentences import select
 from rbn.data.cnn.shards import renumbering
 from rbn.experiments.reading import VOCABULARY, make_reader
 from rbn.experiments.runs import opened
-from rbn.training import checkpoint
+from rbn.experiments.trained import weights_of
 
 _COMMON = 5000  # the most frequent words are no names at the beginning of a sentence
 
@@ -69,8 +69,8 @@ def ask(run: Path, document: Path, question: str | None, most: int = 5) -> Answe
         return torch.tensor(vocabulary.encode(new.get(token, token) for token in tokens))[:, None]
 
     model = make_reader(config, vocabulary)
-    tensors, _ = checkpoint.load(run / "best.safetensors")
-    model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items()})
+    weights, _ = weights_of(run)
+    model.load_state_dict(weights)
     model.eval()
     with torch.no_grad():
         logits, attention = model(encoded(text), encoded(asked))

@@ -15,6 +15,8 @@ TEXTS = ("ptb", "text8", "pydoc")
 MODELS = ("lstm", "bn-lstm", "ln-lstm", "bn-rnn", "rnn", "irnn")
 READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
 STARTS = ("orthogonal", "identity-candidate", "identity-all")
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+SELECTIONS = ("batch", "population")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,10 @@ class Config:
         epochs: passes over the training data, at most.
         evaluate_every: steps between evaluations; None looks after every epoch.
         patience: evaluations without a better one before training stops; None never does.
+        select: the statistics of the validation figure that names the best model.
         clip: largest global norm of the gradients; None leaves them alone.
+        decay_from: the part of the steps after which the learning rate falls linearly to 0.
+        precision: as Lightning Fabric names it.
         optimizer: its name, ``adam``, ``rmsprop`` or ``sgd``, and the arguments of torch's class.
         start: of the recurrent weights.
         layer: options of the layer that every model understands.
@@ -50,7 +55,10 @@ class Config:
     epochs: int = 10
     evaluate_every: int | None = None
     patience: int | None = None
+    select: str = "population"
     clip: float | None = 1.0
+    decay_from: float = 1.0
+    precision: str = "32-true"
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam", "lr": 0.001})
     start: str = "orthogonal"
     layer: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +69,10 @@ class Config:
 
     def __post_init__(self) -> None:
         models = READERS if self.is_reading else MODELS
-        for name, options in (("task", TASKS), ("model", models), ("start", STARTS)):
+        choices: dict[str, tuple[str, ...]]
+        choices = {"task": TASKS, "model": models, "start": STARTS}
+        choices |= {"precision": PRECISIONS, "select": SELECTIONS}
+        for name, options in choices.items():
             value = getattr(self, name)
             if value not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {value!r}")
@@ -116,9 +127,7 @@ def for_model(values: Mapping[str, Any], model: str) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file, or of one of the published configs by its bare name."""
-    if path.suffix == "" and not path.exists() and (CONFIGS / f"{path.name}.yaml").exists():
-        path = CONFIGS / f"{path.name}.yaml"
+    """The settings of a YAML file."""
     try:
         import yaml
     except ImportError as error:
@@ -141,6 +150,17 @@ def published(task: str) -> dict[str, Any]:
     if task not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     return read(CONFIGS / f"{task}.yaml")
+
+
+def names() -> list[str]:
+    """The configs that come with the package, such as ``mnist-code`` or ``beyond/ptb``."""
+    return sorted(str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.rglob("*.yaml"))
+
+
+def find(name: str) -> Path:
+    """The file of a config: one of `names`, or a path."""
+    own = CONFIGS / f"{name}.yaml"
+    return own if name in names() and own.exists() else Path(name)
 
 
 def with_settings(config: Config, settings: Sequence[str]) -> Config:

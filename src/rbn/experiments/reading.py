@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from rbn.data.cloze import cloze
 from rbn.data.cnn import Batch, QuestionBatches, Reading, Vocabulary, load_questions
 from rbn.experiments.config import Config
-from rbn.experiments.tasks import _Measured
+from rbn.experiments.tasks import Measured
 from rbn.models import AttentiveReader
 
 VOCABULARY = "vocabulary.json"
 _BATCHING = ("rename", "padding", "longest")
 
 
-class ReadingTask(_Measured):
+class ReadingTask(Measured):
     """Questions about documents; measured by the error rate, from 0 to 1, as in Figure 4.
 
     Args:
@@ -40,7 +40,7 @@ class ReadingTask(_Measured):
     ) -> None:
         self.model: nn.Module = model
         self.reader = model
-        self.reading = reading
+        self.reading, self.batch_size = reading, batch_size
         self.parts = {
             part: QuestionBatches(
                 getattr(reading, part), reading.vocabulary, batch_size, seed=seed, **options
@@ -59,18 +59,25 @@ class ReadingTask(_Measured):
         """Questions of a minibatch."""
         return self.batches.batch_size
 
-    def batch(self, step: int) -> Batch:
-        """Minibatch number `step`: its shape is one of `self.batches.shapes`."""
-        return self.batches.batch(step)
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        """Texts, lengths and answers of minibatch number `step`, as in `Batch`.
 
-    def loss(self, step: int) -> Tensor:
-        """Cross-entropy of minibatch number `step`, in nats."""
-        return self.batch_loss(self.batch(step))
+        Its padded lengths are one of `self.batches.shapes`.
+        """
+        found = self.batches.batch(step)
+        return (*found.texts, found.answers)
 
-    def batch_loss(self, batch: Batch) -> Tensor:
-        """Cross-entropy of a minibatch, in nats."""
-        logits, _ = self.model(*batch.texts)
-        return F.cross_entropy(logits.float(), self.reader.classes(batch.answers))
+    def loss(
+        self,
+        document: Tensor,
+        question: Tensor,
+        document_lengths: Tensor,
+        question_lengths: Tensor,
+        answers: Tensor,
+    ) -> Tensor:
+        """Cross-entropy, in nats."""
+        logits, _ = self.model(document, question, document_lengths, question_lengths)
+        return F.cross_entropy(logits.float(), self.reader.classes(answers))
 
     def measure(self, part: str) -> float:
         """The part of the questions, from 0 to 1, that is answered wrongly."""
@@ -82,8 +89,11 @@ class ReadingTask(_Measured):
         return 1 - int(right) / len(batches.passages)
 
     def population_batches(self, batch_size: int) -> Iterator[Batch]:
-        """The training questions once, for exact population statistics."""
-        return self.batches.in_order(batch_size)
+        """The training questions once, for exact population statistics.
+
+        Batches of all lengths are mixed, so that the first few stand for all.
+        """
+        return self.batches.in_order(batch_size, mixed=True)
 
     def save_vocabulary(self, folder: Path) -> None:
         """Write the symbols into a run's folder: the model can be asked without the data then."""
@@ -141,16 +151,13 @@ def make_reader(
     )
 
 
-def build_reading(
-    config: Config, seed: int, device: torch.device, root: Path | None = None
-) -> ReadingTask:
-    """The data and the model of a run, all data on the device."""
-    reading = load_reading(config, root)
+def build_reading(config: Config, reading: Reading, seed: int, device: torch.device) -> ReadingTask:
+    """The task of a run on questions that lie on the device."""
     batching = {k: v for k, v in config.data.items() if k in _BATCHING}
     plan = QuestionBatches(reading.train, reading.vocabulary, config.batch_size, **batching)
     longest = plan.document_shapes[-1], plan.question_shapes[-1]
     model = make_reader(config, reading.vocabulary, longest)
-    return ReadingTask(model.to(device), reading.to(device), config.batch_size, seed, **batching)
+    return ReadingTask(model.to(device), reading, config.batch_size, seed, **batching)
 
 
 class Reporter:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rbn.data import Minibatches, Split, Splits, Text, Windows
-from rbn.nn import PopulationStatistics, batch_statistics
+from rbn.nn import (
+    PopulationStatistics,
+    batch_statistics,
+    kept_statistics,
+    update_population_stats,
+)
+
+ESTIMATE = 50  # minibatches behind the population statistics of a look at the validation data
 
 
 def has_statistics(model: nn.Module) -> bool:
@@ -19,23 +28,43 @@ def has_statistics(model: nn.Module) -> bool:
     return any(isinstance(module, PopulationStatistics) for module in model.modules())
 
 
-class _Measured(abc.ABC):
-    """A task that is measured with minibatch statistics and with population statistics."""
+class Measured(abc.ABC):
+    """A task that is measured with minibatch statistics and with population statistics.
+
+    Attributes:
+        metric: ``"valid_batch"`` or ``"valid_population"``, which of them names the best model.
+    """
 
     model: nn.Module
-    metric = "valid_batch"  # as in the paper; see `Classification` and `NextSymbol` for the unit
+    batch_size: int
+    metric = "valid_population"
+    forward: Callable[[nn.Module, Any], object] | None = None  # on one of `population_batches`
 
     @abc.abstractmethod
     def measure(self, part: str) -> float:
         """The figure on one part of the data, with the statistics that the model uses now."""
 
+    @abc.abstractmethod
+    def population_batches(self, batch_size: int) -> Iterator[Any]:
+        """The training inputs once, for exact population statistics."""
+
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """The validation figure with both kinds of statistics; once where there are none."""
-        return {
-            "valid_batch": self.measure_with("valid", "batch"),
-            "valid_population": self.measure_with("valid", "population"),
-        }
+        """The validation figure with both kinds of statistics; once where there are none.
+
+        While the model moves, the running averages lag behind it. So the population statistics are
+        estimated from a few minibatches at the model as it is; the running ones stay as they are.
+        """
+        if not has_statistics(self.model):
+            value = self.measure_with("valid", "population")
+            return {"valid_batch": value, "valid_population": value}
+        found = {"valid_batch": self.measure_with("valid", "batch")}
+        with kept_statistics(self.model):
+            batches = self.population_batches(self.batch_size)
+            some = itertools.islice(batches, ESTIMATE)
+            update_population_stats(self.model, some, forward=self.forward)
+            found["valid_population"] = self.measure_with("valid", "population")
+        return found
 
     @torch.no_grad()
     def measure_with(self, part: str, statistics: str) -> float:
@@ -51,7 +80,7 @@ class _Measured(abc.ABC):
             self.model.train(was_training)
 
 
-class Classification(_Measured):
+class Classification(Measured):
     """One label for each sequence; measured by accuracy, from 0 to 1.
 
     Args:
@@ -64,7 +93,7 @@ class Classification(_Measured):
     higher_is_better = True
 
     def __init__(self, model: nn.Module, splits: Splits, batch_size: int, seed: int) -> None:
-        self.model, self.splits = model, splits
+        self.model, self.splits, self.batch_size = model, splits, batch_size
         self.batches = Minibatches(splits.train, batch_size, seed)
 
     @property
@@ -77,9 +106,12 @@ class Classification(_Measured):
         """Sequences of a minibatch."""
         return self.batches.batch_size
 
-    def loss(self, step: int) -> Tensor:
-        """Cross-entropy of minibatch number `step`, in nats."""
-        inputs, labels = self.batches.batch(*divmod(step, self.batches_per_epoch))
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        """Inputs ``[T, B, features]`` and labels ``[B]`` of minibatch number `step`."""
+        return self.batches.batch(*divmod(step, self.batches_per_epoch))
+
+    def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropy, in nats."""
         return F.cross_entropy(self.model(inputs).float(), labels)
 
     def measure(self, part: str) -> float:
@@ -101,7 +133,7 @@ class Classification(_Measured):
             yield inputs[:, start : start + batch_size]
 
 
-class NextSymbol(_Measured):
+class NextSymbol(Measured):
     """The next character of a text; measured in bits per character.
 
     Args:
@@ -125,6 +157,7 @@ class NextSymbol(_Measured):
         valid_windows: int | None = None,
     ) -> None:
         self.model, self.text, self.length = model, text, length
+        self.batch_size = batch_size
         self.valid_windows = valid_windows
         self.batches = Windows(text.train, length, batch_size, seed=seed)
 
@@ -138,11 +171,12 @@ class NextSymbol(_Measured):
         """Characters that a minibatch predicts."""
         return self.batches.batch_size * (self.length - 1)
 
-    def loss(self, step: int) -> Tensor:
-        """Cross-entropy of minibatch number `step`, in nats per character."""
-        return self._nats(*self.batches.batch(*divmod(step, self.batches_per_epoch)))
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        """Symbols and those that follow them, ``[T, B]``, of minibatch number `step`."""
+        return self.batches.batch(*divmod(step, self.batches_per_epoch))
 
-    def _nats(self, symbols: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    def loss(self, symbols: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        """Cross-entropy, in nats per character."""
         logits, _ = self.model(symbols)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
@@ -157,7 +191,7 @@ class NextSymbol(_Measured):
         count = 0
         for k in range(windows.batches_per_epoch):
             symbols, targets = windows.batch(0, k)
-            nats += self._nats(symbols, targets, "sum")
+            nats += self.loss(symbols, targets, "sum")
             count += targets.numel()
         return float(nats) / count / math.log(2)
 

@@ -5,7 +5,12 @@ from rbn.nn.batch_norm_lstm import BatchNormLSTM, BatchNormLSTMCell
 from rbn.nn.batch_norm_rnn import BatchNormRNN, BatchNormRNNCell
 from rbn.nn.layer_norm_lstm import LayerNormLSTM, LayerNormLSTMCell
 from rbn.nn.lstm import LSTM, LSTMCell
-from rbn.nn.statistics import PopulationStatistics, batch_statistics, update_population_stats
+from rbn.nn.statistics import (
+    PopulationStatistics,
+    batch_statistics,
+    kept_statistics,
+    update_population_stats,
+)
 
 __all__ = [
     "LSTM",
@@ -19,5 +24,6 @@ __all__ = [
     "PopulationStatistics",
     "batch_statistics",
     "init",
+    "kept_statistics",
     "update_population_stats",
 ]

@@ -209,6 +209,25 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_statistics(model: nn.Module) -> Iterator[None]:
+    """After the ``with`` block the population statistics are what they were, in the same buffers.
+
+    Inside they may be estimated anew, without a word to whoever holds on to the buffers, such as a
+    CUDA graph that updates them.
+    """
+    names = ("mean", "var", "count", "estimated", "_surely_seen")
+    before = [(s, [getattr(s, name) for name in names]) for s in _statistics_of(model)]
+    for s, (mean, var, count, *_) in before:
+        s.mean, s.var, s.count = mean.clone(), var.clone(), count.clone()
+    try:
+        yield
+    finally:
+        for s, values in before:
+            for name, value in zip(names, values, strict=True):
+                setattr(s, name, value)
+
+
+@contextlib.contextmanager
 def _forced(model: nn.Module, mode: str) -> Iterator[None]:
     statistics = _statistics_of(model)
     before = [s.forced for s in statistics]

@@ -11,6 +11,14 @@ InputStats = Literal["step", "sequence"]
 Padding = Literal["exclude", "include"]
 Nonlinearity = Literal["tanh", "relu"]
 
+# A recurrent or cell term whose variance over the minibatch is at most this part of eps is
+# constant: all rows are alike, as in the steps before the first input that differs. No parameter
+# can part them, so the gradients of the rows cancel, but each by itself grows by gamma / sqrt(eps)
+# with every such step, and what rounding leaves of them can outweigh all else. So a constant term
+# passes no gradient on to earlier steps, which is exact for everything that the rows share.
+# kernel.c, device.py and common.cuh have the same number.
+CONSTANT = 5e-6
+
 
 class Statistics(NamedTuple):
     """Mean and biased variance of each normalized term, one row per time step.

@@ -2,7 +2,14 @@
 
 from rbn.training.checkpoint import CheckpointError
 from rbn.training.loop import Examples, Record, accuracy, train
-from rbn.training.trainer import Diverged, Progress, Schedule, Task, Trainer
+from rbn.training.trainer import (
+    Diverged,
+    Progress,
+    Schedule,
+    Task,
+    Trainer,
+    train_together,
+)
 
 __all__ = [
     "CheckpointError",
@@ -15,4 +22,5 @@ __all__ = [
     "Trainer",
     "accuracy",
     "train",
+    "train_together",
 ]

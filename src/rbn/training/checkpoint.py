@@ -97,7 +97,11 @@ def state_of(
     tensors["random.cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
-    return tensors, {"groups": found["param_groups"], "numbers": numbers}
+    groups = [
+        {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items()}
+        for group in found["param_groups"]
+    ]
+    return tensors, {"groups": groups, "numbers": numbers}
 
 
 def restore(

@@ -1,25 +1,32 @@
 """A training run that can be killed at any moment and goes on where it was.
 
-A `Task` knows the data and the model; the `Trainer` knows when to step, look, save and stop.
-Batches are addressed by the number of the step, so nothing of the data's order has to be saved.
+A `Task` knows the data and the model; the `Trainer` knows when to step, look, save and stop;
+devices and precision are Lightning Fabric's. Batches are addressed by the number of the step, so
+nothing of the data's order has to be saved.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rbn.training import checkpoint
+from rbn.training.captured import CapturedStep
+from rbn.training.randomness import RandomState
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
 
 
 class Task(Protocol):
@@ -29,8 +36,12 @@ class Task(Protocol):
     metric: str  # the name of what `evaluate` returns
     higher_is_better: bool
 
-    def loss(self, step: int) -> Tensor:
-        """The loss of minibatch number `step`, from 0: a scalar that can be differentiated."""
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        """Minibatch number `step`, from 0, on the model's device."""
+
+    @property
+    def loss(self) -> Callable[..., Tensor]:
+        """From the tensors of a minibatch to a scalar that can be differentiated."""
 
     def evaluate(self) -> dict[str, float]:
         """Figures on the validation data, `metric` among them. The model's mode is restored."""
@@ -45,7 +56,11 @@ class Schedule:
         evaluate_every: steps between looks at the validation data; one follows the last step too.
         checkpoint_every: steps between checkpoints; one follows every evaluation too.
         patience: evaluations without a better one before training stops; None never does.
-        clip: largest global norm of all gradients together; None leaves them alone.
+        clip: largest global norm of all gradients together; None leaves them alone. A step whose
+            norm is not finite is made without a gradient, and counted.
+        decay_from: the part of the steps after which the learning rate falls linearly, to 0 at the
+            last; 1 keeps it constant.
+        checkpoint_seconds: shortest time between two checkpoints that are not the last one.
         max_minutes: of this process, after which it saves and stops unfinished; None has no limit.
     """
 
@@ -54,6 +69,8 @@ class Schedule:
     checkpoint_every: int = 1000
     patience: int | None = None
     clip: float | None = 1.0
+    decay_from: float = 1.0
+    checkpoint_seconds: float = 0.0
     max_minutes: float | None = None
 
     def __post_init__(self) -> None:
@@ -65,6 +82,13 @@ class Schedule:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
+        if not 0 <= self.decay_from <= 1:
+            raise ValueError(f"decay_from must be from 0 to 1, got {self.decay_from}")
+
+    def rate(self, step: int) -> float:
+        """What the learning rate is multiplied with at a step, from 0."""
+        first = self.decay_from * self.steps
+        return 1.0 if step < first else (self.steps - step) / (self.steps - first)
 
 
 @dataclass
@@ -76,15 +100,21 @@ class Progress:
     best: float | None = None
     best_step: int = 0
     bad_looks: int = 0  # evaluations since the best one
+    loss: float = 0.0  # mean of the steps that were looked at last
     loss_sum: float = 0.0  # since the last evaluation
     loss_count: int = 0
+    skipped: int = 0  # steps whose gradient was not finite
     finished: bool = False
     stopped_early: bool = False
+    diverged_at: int | None = None  # the step, if training ended that way
     history: list[dict[str, float]] = field(default_factory=list)
 
 
 class Diverged(FloatingPointError):
-    """A loss or gradient that is not finite."""
+    """A loss, or too many gradients in a row, that are not finite."""
+
+
+_MOST_SKIPPED = 50  # steps in a row whose gradient is not finite before training is given up
 
 
 class _Interrupts:
@@ -114,14 +144,22 @@ class Trainer:
     The folder holds ``last.safetensors`` (to go on from), ``best.safetensors`` (the model of the
     best evaluation) and ``metrics.jsonl`` (one line for each evaluation).
 
+    The run has its own stream of random numbers, which begins at the process's present state.
+
+    Attributes:
+        module: the model without Fabric's wrapper, so in full precision.
+
     Args:
-        task: the model, its data and its measure.
+        task: the model, its data and its measure. Its `model` becomes Fabric's wrapper of it.
         optimizer: of the model's parameters.
         schedule: when things happen.
         folder: of the run. A checkpoint that is there is gone on from.
+        fabric: device, precision and processes; by default the model's device in full precision.
+        graph: whether the step is captured as a CUDA graph; for CUDA devices. The optimiser must
+            be `capturable`, and where the rate decays its rates tensors.
         look_back: steps after which losses are fetched from the model's device and checked; 1 makes
             the host wait for every step. By default that is so on the CPU alone.
-        on_step: called after every step with the progress and the loss, still on its device.
+        on_step: called after every step with the progress.
         on_record: called after every evaluation with its figures.
     """
 
@@ -132,19 +170,41 @@ class Trainer:
         schedule: Schedule,
         folder: Path,
         *,
+        fabric: Fabric | None = None,
+        graph: bool = False,
         look_back: int | None = None,
-        on_step: Callable[[Progress, Tensor], None] | None = None,
+        on_step: Callable[[Progress], None] | None = None,
         on_record: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
-        self.task, self.optimizer, self.schedule = task, optimizer, schedule
-        self.folder = Path(folder)
-        device = next(task.model.parameters()).device
-        self.look_back = look_back or (1 if device.type == "cpu" else 100)
+        self.task, self.schedule, self.folder = task, schedule, Path(folder)
         self.on_step, self.on_record = on_step, on_record
         self.progress = Progress()
+        self.module, self._optimizer = task.model, optimizer  # without their wrappers
+        device = next(task.model.parameters()).device
+        self.fabric = fabric or _fabric_of(device)
+        task.model, self._wrapped = self.fabric.setup(task.model, optimizer)
+        self.look_back = look_back or (1 if device.type == "cpu" else 100)
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._first_rates = [float(rate) for rate in self._rates]
         # Of the steps since losses were last fetched: their sum, and the first bad one or -1.
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._bad = torch.full((), -1, dtype=torch.int64, device=device)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # of those skipped
+        self._number = torch.zeros((), dtype=torch.int64, device=device)  # of the step
+        self._fetched = 0  # of progress.loss_count
+        self._unsaved_best: tuple[dict[str, Tensor], dict[str, Any]] | None = None
+        self._began: float | None = None
+        self._saved = 0.0  # seconds since then
+        self._closed = False  # finished, and all of it on the disk
+        self._random = RandomState(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._step: Callable[..., Tensor] = self._optimise
+        self._captures = graph
+        if graph:
+            if self._stream is None:
+                raise ValueError(f"graph needs a CUDA device, the model is on {device}")
+            self._step = CapturedStep(self._optimise, self._stream)
         if self.last.exists():
             self._resume()
 
@@ -166,69 +226,128 @@ class Trainer:
             KeyboardInterrupt: on Ctrl-C, after the step was finished and a checkpoint written. A
                 second Ctrl-C does not wait for that.
         """
+        train_together([self])
+        return self.progress
+
+    def advance(self) -> bool:
+        """Make one step and what is due after it. False when there is nothing more to do."""
         now, schedule = self.progress, self.schedule
-        began, before = time.monotonic(), now.seconds
+        with self.alone():
+            if self._began is None:
+                self._begin()
+            assert self._began is not None
+            if now.finished or now.step >= schedule.steps:
+                self._finish()
+                return False
+            self._make_step()
+            spent = time.monotonic() - self._began
+            now.seconds = self._before + spent
+            if self.on_step:
+                self.on_step(now)
+            out_of_time = schedule.max_minutes is not None and spent >= 60 * schedule.max_minutes
+            due = now.step % schedule.checkpoint_every == 0
+            if now.step % schedule.evaluate_every == 0 or now.step == schedule.steps:
+                self._look()
+                due = True
+            if now.finished or now.step == schedule.steps:
+                self._finish()
+                return False
+            if out_of_time or (due and spent - self._saved >= schedule.checkpoint_seconds):
+                self.save()
+                self._saved = spent
+            return not out_of_time
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, torch uses the run's own random numbers and, on a GPU, its own stream."""
+        with self._random.current(), torch.cuda.stream(self._stream):  # no stream: no effect
+            yield
+
+    def _begin(self) -> None:
+        self._began, self._before = time.monotonic(), self.progress.seconds
+        if self._stream is not None:
+            torch.cuda.synchronize(self._stream.device)  # model and data came from other streams
         self.task.model.train()
         if not self.last.exists():
             self.save()
-        with _Interrupts() as interrupts:
-            while now.step < schedule.steps and not now.finished:
-                loss = self._step()
-                now.seconds = before + time.monotonic() - began
-                if self.on_step:
-                    self.on_step(now, loss)
-                minutes = (time.monotonic() - began) / 60
-                out_of_time = schedule.max_minutes is not None and minutes >= schedule.max_minutes
-                stop = out_of_time or interrupts.seen
-                if now.step % schedule.evaluate_every == 0 or now.step == schedule.steps:
-                    self._look()
-                    self.save()
-                elif now.step % schedule.checkpoint_every == 0 or stop:
-                    self.save()
-                if interrupts.seen:
-                    raise KeyboardInterrupt
-                if out_of_time and not now.finished:
-                    return now
-        now.finished = True
-        self.save()
-        return now
 
-    def _step(self) -> Tensor:
-        """One optimisation step."""
-        now, model = self.progress, self.task.model
-        loss = self.task.loss(now.step)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        value = loss.detach()
-        finite = value.isfinite()
-        if self.schedule.clip is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), self.schedule.clip)
-            finite = finite & norm.isfinite()
-        self._bad = torch.where(finite | (self._bad >= 0), self._bad, now.step)
-        self._sum += value
+    def _finish(self) -> None:
+        if not self._closed:
+            self.progress.finished = self._closed = True
+            self.save()
+
+    def _make_step(self) -> None:
+        now = self.progress
+        if self.schedule.decay_from < 1:
+            self._set_rates(self.schedule.rate(now.step))
         now.loss_count += 1
+        self._step(*self.task.batch(now.step))
+        now.step += 1
         if now.loss_count % self.look_back == 0:
             self._fetch()
-        self.optimizer.step()
-        now.step += 1
+
+    def _optimise(self, *batch: Tensor) -> Tensor:
+        """One optimisation step, without a word from the host: it may be captured as a graph."""
+        self._wrapped.zero_grad(set_to_none=True)
+        loss = self.task.loss(*batch)
+        self.fabric.backward(loss)
+        value = loss.detach()
+        if self.schedule.clip is not None:
+            norm = self.fabric.clip_gradients(
+                self.task.model,
+                self._wrapped,
+                max_norm=self.schedule.clip,
+                error_if_nonfinite=False,
+            )
+            assert norm is not None
+            # A gradient that overflowed has no direction: the step is made without it.
+            good = norm.isfinite()
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.copy_(torch.where(good, parameter.grad, 0))
+            self._skipped += ~good
+            self._in_a_row.copy_(torch.where(good, 0, self._in_a_row + 1))
+        good = value.isfinite() | (self._bad >= 0)
+        self._bad.copy_(torch.where(good, self._bad, self._number))
+        self._number += 1
+        self._sum += value
+        if self.look_back == 1 and not self._captures:
+            self._fetch()  # before the model is spoilt by a gradient that is not finite
+        self._wrapped.step()
         return value
+
+    def _set_rates(self, factor: float) -> None:
+        groups = self._optimizer.param_groups
+        for group, rate, first in zip(groups, self._rates, self._first_rates, strict=True):
+            if isinstance(rate, Tensor):
+                group["lr"] = rate.fill_(first * factor)
+            else:
+                group["lr"] = first * factor
 
     def _fetch(self) -> None:
         """Bring the losses to the host, and stop if one was not finite."""
-        bad = int(self._bad)
+        bad, total, in_a_row = int(self._bad), float(self._sum), int(self._in_a_row)
+        now = self.progress
+        steps = now.loss_count - self._fetched
         if bad >= 0:
-            self._give_up(bad)
-        self.progress.loss_sum += float(self._sum)
+            self._give_up(bad, f"the loss of minibatch {bad} is not finite")
+        if in_a_row >= _MOST_SKIPPED:
+            self._give_up(now.step, f"the last {in_a_row} gradients are not finite")
+        if steps > 0:
+            now.loss = total / steps
+        now.loss_sum += total
+        now.skipped = int(self._skipped)
+        self._fetched = now.loss_count
         self._sum.zero_()
 
-    def _give_up(self, step: int) -> None:
+    def _give_up(self, step: int, why: str) -> None:
+        self.progress.diverged_at = step
         path = self.folder / "diverged.safetensors"
-        tensors, facts = checkpoint.state_of(self.task.model, self.optimizer)
-        checkpoint.save(path, tensors, {"optimizer": facts, "progress": asdict(self.progress)})
+        checkpoint.save(path, *self._state())
         when = "before that step" if step == self.progress.step else "when it was noticed"
         raise Diverged(
-            f"training diverged at step {step}: the loss or the gradient of minibatch {step} is "
-            f"not finite. The model {when} is in {path}, the last good checkpoint in {self.last}."
+            f"training diverged at step {step}: {why}. The model {when} is in {path}, the last "
+            f"good checkpoint in {self.last}."
         )
 
     def _look(self) -> None:
@@ -241,14 +360,14 @@ class Trainer:
             "train": now.loss_sum / max(1, now.loss_count),
             **task.evaluate(),
         }
-        now.loss_sum, now.loss_count = 0.0, 0
+        now.loss_sum, now.loss_count, self._fetched = 0.0, 0, 0
         now.history.append(record)
         value = record[task.metric]
         sign = 1 if task.higher_is_better else -1
         if now.best is None or sign * value > sign * now.best:
             now.best, now.best_step, now.bad_looks = value, now.step, 0
-            tensors = {f"model.{k}": v for k, v in task.model.state_dict().items()}
-            checkpoint.save(self.best, tensors, {"step": now.step, task.metric: value})
+            state = {f"model.{k}": v.clone() for k, v in self.module.state_dict().items()}
+            self._unsaved_best = state, {"step": now.step, task.metric: value}
         else:
             now.bad_looks += 1
             patience = self.schedule.patience
@@ -259,15 +378,28 @@ class Trainer:
             self.on_record(record)
 
     def save(self) -> None:
-        """Write the checkpoint to go on from."""
+        """Write the best model, if it is new, and the checkpoint to go on from."""
         self._fetch()
-        tensors, facts = checkpoint.state_of(self.task.model, self.optimizer)
-        checkpoint.save(self.last, tensors, {"optimizer": facts, "progress": asdict(self.progress)})
+        if self._unsaved_best is not None:
+            checkpoint.save(self.best, *self._unsaved_best)
+            self._unsaved_best = None
+        checkpoint.save(self.last, *self._state())
+
+    def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        tensors, facts = checkpoint.state_of(self.module, self._optimizer)
+        return tensors, {"optimizer": facts, "progress": asdict(self.progress)}
 
     def _resume(self) -> None:
         tensors, facts = checkpoint.load(self.last)
-        checkpoint.restore(self.task.model, self.optimizer, tensors, facts["optimizer"])
         self.progress = Progress(**facts["progress"])
+        with self._random.current():
+            checkpoint.restore(self.module, self._optimizer, tensors, facts["optimizer"])
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        self._number.fill_(self.progress.step)
+        self._skipped.fill_(self.progress.skipped)
+        self._fetched = self.progress.loss_count
+        self._closed = self.progress.finished
         self._write_history()  # lines of steps that will be made again go
 
     def _write_history(self) -> None:
@@ -282,5 +414,48 @@ class Trainer:
     def load_best(self) -> dict[str, Any]:
         """Give the model the parameters and statistics of the best evaluation; its facts."""
         tensors, facts = checkpoint.load(self.best)
-        self.task.model.load_state_dict({k.removeprefix("model."): v for k, v in tensors.items()})
+        with self.alone():
+            self.module.load_state_dict(
+                {name.removeprefix("model."): value for name, value in tensors.items()}
+            )
         return facts
+
+
+def train_together(trainers: Sequence[Trainer]) -> None:
+    """Train several runs in turns, a step each, until all are over.
+
+    Each has its own random numbers and on a GPU its own stream, so the numbers are those of
+    training one after another. Small models that leave most of a GPU idle take hardly longer than
+    one of them.
+
+    Raises:
+        Diverged: when one of the runs does, after the others have come to their end.
+        KeyboardInterrupt: on Ctrl-C, after all have finished their step and were saved.
+    """
+    active = list(trainers)
+    diverged: list[Diverged] = []
+
+    def goes_on(trainer: Trainer) -> bool:
+        try:
+            return trainer.advance()
+        except Diverged as error:
+            diverged.append(error)
+            return False
+
+    with _Interrupts() as interrupts:
+        while active and not interrupts.seen:
+            active = [trainer for trainer in active if goes_on(trainer)]
+        if interrupts.seen:
+            for trainer in active:
+                with trainer.alone():
+                    trainer.save()
+            raise KeyboardInterrupt
+    if diverged:
+        raise diverged[0]
+
+
+def _fabric_of(device: torch.device) -> Fabric:
+    from lightning.fabric import Fabric
+
+    devices: Any = 1 if device.type == "cpu" else [device.index or 0]
+    return Fabric(accelerator=device.type, devices=devices)

@@ -124,15 +124,21 @@ class QuestionBatches:
         document, question, answers = (names.renamed(text, table, first) for text in texts)
         return Batch(document, question, found.document_lengths, found.question_lengths, answers[0])
 
-    def in_order(self, batch_size: int | None = None) -> Iterator[Batch]:
-        """All questions once, sorted by the length of their documents.
+    def in_order(self, batch_size: int | None = None, mixed: bool = False) -> Iterator[Batch]:
+        """All questions once, in batches of similar length.
 
+        The batches come sorted by the length of their documents or, `mixed`, in one random order.
         Batches are as equal in size as can be, none larger than `batch_size`, and padded to the
         same few lengths.
         """
         order = self.documents.argsort(stable=True)
         parts = math.ceil(len(order) / (batch_size or self.batch_size))
-        for rows in order.tensor_split(parts):
+        pieces = order.tensor_split(parts)
+        turns = list(range(len(pieces)))
+        if mixed:
+            turns = torch.randperm(len(turns), generator=epoch_generator(self.seed, 0)).tolist()
+        for turn in turns:
+            rows = pieces[turn]
             shape = (
                 smallest(self.document_shapes, int(self.documents[rows].max())),
                 smallest(self.question_shapes, int(self.questions[rows].max())),

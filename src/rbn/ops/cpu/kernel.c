@@ -6,18 +6,24 @@
  *
  * C with the vector types of GCC and Clang and no dependency. kernel_step.h works on as many units at
  * a time as a vector register holds; on x86 it is compiled for three instruction sets, of which the
- * processor chooses. Nothing here may hide a NaN.
+ * processor chooses, and the units that fill no register of the widest go to a narrower one. Nothing
+ * here may hide a NaN.
  */
 
 #include <stddef.h>
 #include <stdint.h>
 
-#define LINE 16  /* units in a cache line: threads do not share one */
+#define LINE 16  /* units in a cache line */
 #define CHUNK 64 /* rows whose sum is kept in float32 before it goes into a double */
+#define CHAINS 4 /* sums side by side within a chunk: an addition need not wait for the last one */
+#define ROWS 256 /* rows for which a thread has room on its stack */
+
+#define CONSTANT 5e-6f /* as in rbn.ops.types, which says why */
 
 #define EXPORT __attribute__((visibility("default")))
 
 #define INLINE static inline __attribute__((always_inline))
+#define ALIGNED __attribute__((aligned(64)))
 
 /* How a term is normalized. */
 enum { NONE = 0, BATCH = 1, GIVEN = 2 };
@@ -49,19 +55,34 @@ typedef struct {
     int backward;
 } Step;
 
+/* A few neighbouring columns of a matrix: a row every stride numbers. */
+typedef struct {
+    float *p;
+    int64_t stride;
+} Columns;
+
 #define NAME(x) x##_base
 #define LANES 4
 #include "kernel_step.h"
 
 typedef void (*block_fn)(const Step *, int64_t, int);
 typedef void (*elementary_fn)(const float *, int64_t, float *, float *);
-static block_fn block = block_base;
-static elementary_fn elementary = elementary_base;
-static int lanes = 4;
+
+/* The versions this processor runs, the widest first. The last has 4 lanes and takes fewer too. */
+typedef struct {
+    int lanes;
+    block_fn block;
+    elementary_fn elementary;
+} Version;
+#define VERSION(name, lanes) {lanes, block_##name, elementary_##name}
+static Version versions[3] = {VERSION(base, 4)};
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC target("arch=haswell")
+#define NAME(x) x##_avx2_half
+#define LANES 4
+#include "kernel_step.h"
 #define NAME(x) x##_avx2
 #define LANES 8
 #include "kernel_step.h"
@@ -74,25 +95,28 @@ static int lanes = 4;
 #pragma GCC pop_options
 
 __attribute__((constructor)) static void choose(void) {
+    const Version half = VERSION(avx2_half, 4), avx2 = VERSION(avx2, 8), avx512 = VERSION(avx512, 16);
+    Version *next = versions;
     __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw")) {
-        lanes = 16;
-        block = block_avx512;
-        elementary = elementary_avx512;
-    } else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        lanes = 8;
-        block = block_avx2;
-        elementary = elementary_avx2;
-    }
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw"))
+        *next++ = avx512;
+    *next++ = avx2;
+    *next = half;
 }
 #endif
 
+/* The units of one thread. Where rows are whole cache lines threads share none of them. Elsewhere
+ * they share some at the borders anyway, and whole registers divide the work more evenly. */
 static void run(const Step *step, int thread, int threads) {
-    const int64_t H = step->a->hidden, lines = (H + LINE - 1) / LINE;
-    const int64_t last = LINE * (lines * (thread + 1) / threads), stop = last < H ? last : H;
-    for (int64_t j = LINE * (lines * thread / threads); j < stop; j += lanes)
-        block(step, j, (int)(stop - j < lanes ? stop - j : lanes));
+    const Version *v = versions;
+    const int64_t H = step->a->hidden, size = H % LINE ? v->lanes : LINE, parts = (H + size - 1) / size;
+    const int64_t last = size * (parts * (thread + 1) / threads), stop = last < H ? last : H;
+    for (int64_t j = size * (parts * thread / threads); j < stop; j += v->lanes) {
+        while (v->lanes > stop - j && v->lanes > 4) v++;
+        v->block(step, j, (int)(stop - j < v->lanes ? stop - j : v->lanes));
+    }
 }
 
 /* Threads: those of the OpenMP library that PyTorch has loaded, whose functions it is given. A pool
@@ -129,7 +153,7 @@ EXPORT void rbn_lstm_backward(const Args *a, int64_t t, int64_t row, int64_t n, 
 
 /* For tests: the elementary functions themselves. */
 EXPORT void rbn_elementary(const float *x, int64_t n, float *sigmoid, float *tanh) {
-    elementary(x, n, sigmoid, tanh);
+    versions->elementary(x, n, sigmoid, tanh);
 }
 
 EXPORT int64_t rbn_args_size(void) { return (int64_t)sizeof(Args); }

@@ -17,17 +17,33 @@ INLINE V NAME(splat)(float x) {
     return zero + x;
 }
 
-/* w is the constant LANES but for the last units of a layer, where lanes beyond w are zero. */
+/* w is the constant LANES but for the last 1 to 3 units of a layer, where lanes beyond w are zero.
+ * Those go one by one: a memcpy whose size is not a constant would be a call each time. */
 INLINE V NAME(load)(const float *p, int w) {
     V v = {0};
     if (w == LANES) __builtin_memcpy(&v, p, sizeof v);
-    else __builtin_memcpy(&v, p, (size_t)w * sizeof(float));
+    else
+        for (int k = 0; k < 3; k++)
+            if (k < w) v[k] = p[k];
     return v;
 }
 
 INLINE void NAME(store)(float *p, V v, int w) {
     if (w == LANES) __builtin_memcpy(p, &v, sizeof v);
-    else __builtin_memcpy(p, &v, (size_t)w * sizeof(float));
+    else
+        for (int k = 0; k < 3; k++)
+            if (k < w) p[k] = v[k];
+}
+
+INLINE V NAME(get)(Columns x, int64_t r, int w) { return NAME(load)(x.p + r * x.stride, w); }
+
+INLINE void NAME(put)(Columns x, int64_t r, V v, int w) { NAME(store)(x.p + r * x.stride, v, w); }
+
+/* Where to work on columns: in the room if they fit, else where they are. A power of two between the
+ * rows of a matrix puts all its rows into a few sets of the first cache, which hold 8 or 12 of them;
+ * every pass over the columns would miss. In the room the rows are next to each other. */
+INLINE Columns NAME(near)(Columns x, float *room, int64_t n) {
+    return n <= ROWS ? (Columns){room, LANES} : x;
 }
 
 /* Lane by lane: yes where the mask is set, else no. A comparison with NaN sets nothing. */
@@ -71,26 +87,34 @@ INLINE void NAME(accumulate)(double *total, V part) {
     for (int k = 0; k < LANES; k++) total[k] += (double)part[k];
 }
 
-/* Mean and 1 / sqrt(var + eps) of w neighbouring columns over n rows, in two passes. */
-INLINE void NAME(moments)(const float *x, int64_t stride, int64_t n, int w, double eps,
-                          float *mean, float *rstd) {
+/* Mean and 1 / sqrt(var + eps) of w columns over n rows, in two passes: mean first. The first copies
+ * the columns to where the second works on them. */
+INLINE void NAME(moments)(Columns x, Columns copy, int64_t n, int w, double eps, float *mean,
+                          float *rstd) {
+    const int copying = copy.p != x.p;
     double total[LANES] = {0}, squares[LANES] = {0};
     for (int64_t r0 = 0; r0 < n; r0 += CHUNK) {
         const int64_t r1 = r0 + CHUNK < n ? r0 + CHUNK : n;
-        V part = {0};
-        for (int64_t r = r0; r < r1; r++) part += NAME(load)(x + r * stride, w);
-        NAME(accumulate)(total, part);
+        V part[CHAINS] = {{0}};
+        for (int64_t r = r0; r < r1; r += CHAINS)
+            for (int k = 0; k < CHAINS && r + k < r1; k++) {
+                V v = NAME(get)(x, r + k, w);
+                if (copying) NAME(put)(copy, r + k, v, w);
+                part[k] += v;
+            }
+        NAME(accumulate)(total, (part[0] + part[1]) + (part[2] + part[3]));
     }
     V m = {0}, s = {0};
     for (int k = 0; k < LANES; k++) m[k] = (float)(total[k] / (double)n);
     for (int64_t r0 = 0; r0 < n; r0 += CHUNK) {
         const int64_t r1 = r0 + CHUNK < n ? r0 + CHUNK : n;
-        V part = {0};
-        for (int64_t r = r0; r < r1; r++) {
-            V d = NAME(load)(x + r * stride, w) - m;
-            part += d * d;
-        }
-        NAME(accumulate)(squares, part);
+        V part[CHAINS] = {{0}};
+        for (int64_t r = r0; r < r1; r += CHAINS)
+            for (int k = 0; k < CHAINS && r + k < r1; k++) {
+                V d = NAME(get)(copy, r + k, w) - m;
+                part[k] += d * d;
+            }
+        NAME(accumulate)(squares, (part[0] + part[1]) + (part[2] + part[3]));
     }
     for (int k = 0; k < LANES; k++)
         s[k] = (float)(1.0 / __builtin_sqrt(squares[k] / (double)n + eps));
@@ -98,12 +122,29 @@ INLINE void NAME(moments)(const float *x, int64_t stride, int64_t n, int w, doub
     NAME(store)(rstd, s, w);
 }
 
-/* (x - m) * s is the normalized term: finds m and s of w columns, and writes new statistics. */
-INLINE void NAME(term)(int64_t mode, const float *x, int64_t stride, int64_t n, int w, double eps,
+/* (x - m) * s is the normalized term: finds m and s of w columns, and writes new statistics. After
+ * that x is where its columns are read best. */
+INLINE void NAME(term)(int64_t mode, Columns *x, float *room, int64_t n, int w, double eps,
                        const float *gamma, float *mean, float *rstd, V *m, V *s) {
     *m = NAME(splat)(0.0f), *s = NAME(splat)(1.0f);
-    if (mode == BATCH) NAME(moments)(x, stride, n, w, eps, mean, rstd);
+    if (mode == BATCH) {
+        const Columns copy = NAME(near)(*x, room, n);
+        NAME(moments)(*x, copy, n, w, eps, mean, rstd);
+        *x = copy;
+    }
     if (mode != NONE) *m = NAME(load)(mean, w), *s = NAME(load)(gamma, w) * NAME(load)(rstd, w);
+}
+
+/* What a gate is before its nonlinearity: its terms normalized, and the bias. */
+typedef struct {
+    Columns wh, wx;
+    V mh, sh, mx, sx, bias;
+} NAME(Gate);
+
+INLINE V NAME(before)(NAME(Gate) g, int64_t r, int w) {
+    V v = (NAME(get)(g.wh, r, w) - g.mh) * g.sh + g.bias;
+    if (g.wx.p) v += (NAME(get)(g.wx, r, w) - g.mx) * g.sx;
+    return v;
 }
 
 INLINE void NAME(forward_units)(const Step *step, int64_t j, int w) {
@@ -112,95 +153,98 @@ INLINE void NAME(forward_units)(const Step *step, int64_t j, int w) {
     const int64_t kept = a->keep ? step->row : 0;
     const int64_t tx = NAME(stat_row)(a->mode_x, a->rows_x, t), th = NAME(stat_row)(a->mode_h, a->rows_h, t);
     const int64_t tc = NAME(stat_row)(a->mode_c, a->rows_c, t);
-    float *gates = a->gates + kept * G;
-    const float *wx = NAME(at)(a->wx, step->row * G), *wh = a->wh + kept * G;
+    const Columns cand = {a->cand + kept * H + j, H}, tanh_c = {a->tanh_c + kept * H + j, H};
+    const Columns c_prev = {step->prev < 0 ? a->c0 + j : a->cand + (a->keep ? step->prev : 0) * H + j, H};
+    const Columns h = {a->hidden_states + step->row * H + j, H};
+    float room_h[ROWS * LANES] ALIGNED, room_x[ROWS * LANES] ALIGNED, room_c[ROWS * LANES] ALIGNED;
+    /* i and then i * g wait here. Not in cand, which may be c_prev. */
+    const Columns product = NAME(near)(tanh_c, room_c, n);
+    Columns cell = NAME(near)(cand, room_c, n);
 
-    for (int q = 0; q < 4; q++) {
+    /* In the order i, g, f, o a gate is used as it is made, and the cell is ready before o. */
+    for (int k = 0; k < 4; k++) {
+        const int q = k == 1 ? 2 : k == 2 ? 1 : k;
         const int64_t col = q * H + j;
-        V mx = {0}, sx = {0}, mh, sh, b = {0};
-        NAME(term)(a->mode_h, wh + col, G, n, w, a->eps, NAME(at)(a->gamma_h, col),
-                   NAME(at)(a->mean_h, th * G + col), NAME(at)(a->rstd_h, th * G + col), &mh, &sh);
-        if (wx)
-            NAME(term)(a->mode_x, wx + col, G, n, w, a->eps, NAME(at)(a->gamma_x, col),
-                       NAME(at)(a->mean_x, tx * G + col), NAME(at)(a->rstd_x, tx * G + col), &mx, &sx);
-        if (a->bias) b = NAME(load)(a->bias + col, w);
-        for (int64_t r = 0; r < n; r++) {
-            V pre = (NAME(load)(wh + r * G + col, w) - mh) * sh + b;
-            if (wx) pre += (NAME(load)(wx + r * G + col, w) - mx) * sx;
-            pre = q == 2 ? NAME(tanh)(pre) : NAME(sigmoid)(pre);
-            NAME(store)(gates + r * G + col, pre, w);
+        const Columns out = {a->gates + kept * G + col, G};
+        NAME(Gate) gate = {.wh = {a->wh + kept * G + col, G},
+                           .wx = {NAME(at)(a->wx, step->row * G + col), G}};
+        NAME(term)(a->mode_h, &gate.wh, room_h, n, w, a->eps, NAME(at)(a->gamma_h, col),
+                   NAME(at)(a->mean_h, th * G + col), NAME(at)(a->rstd_h, th * G + col), &gate.mh, &gate.sh);
+        if (gate.wx.p)
+            NAME(term)(a->mode_x, &gate.wx, room_x, n, w, a->eps, NAME(at)(a->gamma_x, col),
+                       NAME(at)(a->mean_x, tx * G + col), NAME(at)(a->rstd_x, tx * G + col), &gate.mx,
+                       &gate.sx);
+        if (a->bias) gate.bias = NAME(load)(a->bias + col, w);
+        if (q == 0) {
+            for (int64_t r = 0; r < n; r++) {
+                V i = NAME(sigmoid)(NAME(before)(gate, r, w));
+                NAME(put)(out, r, i, w);
+                NAME(put)(product, r, i, w);
+            }
+        } else if (q == 2) {
+            for (int64_t r = 0; r < n; r++) {
+                V g = NAME(tanh)(NAME(before)(gate, r, w));
+                NAME(put)(out, r, g, w);
+                NAME(put)(product, r, g * NAME(get)(product, r, w), w);
+            }
+        } else if (q == 1) {
+            for (int64_t r = 0; r < n; r++) {
+                V f = NAME(sigmoid)(NAME(before)(gate, r, w));
+                NAME(put)(out, r, f, w);
+                V c = f * NAME(get)(c_prev, r, w) + NAME(get)(product, r, w);
+                NAME(put)(cand, r, c, w);
+                NAME(put)(cell, r, c, w);
+            }
+        } else {
+            V m, s, beta = {0};
+            NAME(term)(a->mode_c, &cell, cell.p, n, w, a->eps, NAME(at)(a->gamma_c, j),
+                       NAME(at)(a->mean_c, tc * H + j), NAME(at)(a->rstd_c, tc * H + j), &m, &s);
+            if (a->beta_c) beta = NAME(load)(a->beta_c + j, w);
+            for (int64_t r = 0; r < n; r++) {
+                V o = NAME(sigmoid)(NAME(before)(gate, r, w));
+                V y = NAME(tanh)((NAME(get)(cell, r, w) - m) * s + beta);
+                NAME(put)(out, r, o, w);
+                NAME(put)(tanh_c, r, y, w);
+                NAME(put)(h, r, o * y, w);
+            }
         }
-    }
-
-    float *cand = a->cand + kept * H + j, *tanh_c = a->tanh_c + kept * H + j;
-    float *h = a->hidden_states + step->row * H + j;
-    const float *c_prev =
-        step->prev < 0 ? a->c0 + j : a->cand + (a->keep ? step->prev : 0) * H + j;
-    const float *i = gates + j, *f = gates + H + j, *g = gates + 2 * H + j, *o = gates + 3 * H + j;
-    for (int64_t r = 0; r < n; r++) {
-        V c = NAME(load)(f + r * G, w) * NAME(load)(c_prev + r * H, w);
-        c += NAME(load)(i + r * G, w) * NAME(load)(g + r * G, w);
-        NAME(store)(cand + r * H, c, w);
-    }
-    V m, s, beta = {0};
-    NAME(term)(a->mode_c, cand, H, n, w, a->eps, NAME(at)(a->gamma_c, j), NAME(at)(a->mean_c, tc * H + j),
-               NAME(at)(a->rstd_c, tc * H + j), &m, &s);
-    if (a->beta_c) beta = NAME(load)(a->beta_c + j, w);
-    for (int64_t r = 0; r < n; r++) {
-        V y = NAME(tanh)((NAME(load)(cand + r * H, w) - m) * s + beta);
-        NAME(store)(tanh_c + r * H, y, w);
-        NAME(store)(h + r * H, NAME(load)(o + r * G, w) * y, w);
     }
 }
 
 /* Adds w column sums, kept in double, to a gradient. */
 INLINE void NAME(add)(float *to, const double *sums, int w) {
-    if (to)
-        for (int k = 0; k < w; k++) to[k] += (float)sums[k];
+    V v = {0};
+    for (int k = 0; k < LANES; k++) v[k] = (float)sums[k];
+    if (to) NAME(store)(to, NAME(load)(to, w) + v, w);
 }
 
-/* Column sums of dy, and of dy * x_hat where there is an x, over n rows. */
-INLINE void NAME(sums)(const float *dy, const float *x, int64_t stride, int64_t n, int w,
-                       const float *mean, const float *rstd, double *sum, double *sum_hat) {
-    V m = {0}, s = {0};
-    if (x) m = NAME(load)(mean, w), s = NAME(load)(rstd, w);
-    for (int k = 0; k < LANES; k++) sum[k] = sum_hat[k] = 0;
-    for (int64_t r0 = 0; r0 < n; r0 += CHUNK) {
-        const int64_t r1 = r0 + CHUNK < n ? r0 + CHUNK : n;
-        V part = {0}, part_hat = {0};
-        for (int64_t r = r0; r < r1; r++) {
-            V d = NAME(load)(dy + r * stride, w);
-            part += d;
-            if (x) part_hat += d * ((NAME(load)(x + r * stride, w) - m) * s);
-        }
-        NAME(accumulate)(sum, part);
-        NAME(accumulate)(sum_hat, part_hat);
-    }
-}
+/* The way back through one term: dx = s (dy - c0 - (x - m) c1) for BATCH, where c0 and c1 are the
+ * means of dy and of dy * x_hat / sqrt(var + eps), and s is 0 if x is constant beside an eps
+ * that is not 0; else dx = s dy. */
+typedef struct {
+    V s, m, c0, c1;
+    int batch;
+} NAME(Back);
 
-/* dx of one term from dy: BATCH: s (dy - mean(dy) - x_hat mean(dy x_hat)), else s dy. */
-INLINE void NAME(term_backward)(int64_t mode, const float *dy, const float *x, float *dx,
-                                int64_t stride, int64_t n, int w, const float *mean,
-                                const float *rstd, const float *gamma, const double *sum,
-                                const double *sum_hat) {
-    V s = NAME(splat)(1.0f), m = {0}, c0 = {0}, c1 = {0};
-    if (mode != NONE) s = NAME(load)(gamma, w) * NAME(load)(rstd, w);
-    if (mode != BATCH) {
-        for (int64_t r = 0; r < n; r++)
-            NAME(store)(dx + r * stride, s * NAME(load)(dy + r * stride, w), w);
-        return;
-    }
-    m = NAME(load)(mean, w);
+INLINE NAME(Back) NAME(back)(int64_t mode, int64_t n, int w, double eps, const float *mean,
+                             const float *rstd, const float *gamma, const double *sum, const double *sum_hat) {
+    NAME(Back) b = {NAME(splat)(1.0f), {0}, {0}, {0}, mode == BATCH};
+    if (mode != NONE) b.s = NAME(load)(gamma, w) * NAME(load)(rstd, w);
+    if (mode != BATCH) return b;
+    b.m = NAME(load)(mean, w);
+    V r = NAME(load)(rstd, w);
+    b.s = NAME(select)(r * r * (float)eps <= 1.0f - CONSTANT, b.s, NAME(splat)(0.0f));
     for (int k = 0; k < LANES; k++) {
-        c0[k] = (float)(sum[k] / (double)n);
-        c1[k] = (float)(sum_hat[k] / (double)n);
+        b.c0[k] = (float)(sum[k] / (double)n);
+        b.c1[k] = (float)(sum_hat[k] / (double)n);
     }
-    c1 *= NAME(load)(rstd, w);
-    for (int64_t r = 0; r < n; r++) {
-        V d = NAME(load)(dy + r * stride, w) - c0;
-        d -= (NAME(load)(x + r * stride, w) - m) * c1;
-        NAME(store)(dx + r * stride, s * d, w);
-    }
+    b.c1 *= NAME(load)(rstd, w);
+    return b;
+}
+
+INLINE V NAME(through)(NAME(Back) b, V dy, Columns x, int64_t r, int w) {
+    if (b.batch) dy = dy - b.c0 - (NAME(get)(x, r, w) - b.m) * b.c1;
+    return b.s * dy;
 }
 
 INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
@@ -208,83 +252,128 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
     const int64_t H = a->hidden, G = 4 * H, n = step->n, row = step->row, t = step->t;
     const int64_t tx = NAME(stat_row)(a->mode_x, a->rows_x, t), th = NAME(stat_row)(a->mode_h, a->rows_h, t);
     const int64_t tc = NAME(stat_row)(a->mode_c, a->rows_c, t);
-    const float *gates = a->gates + row * G;
-    const float *i = gates + j, *f = gates + H + j, *g = gates + 2 * H + j, *o = gates + 3 * H + j;
-    const float *cand = a->cand + row * H + j, *tanh_c = a->tanh_c + row * H + j;
-    const float *c_prev = step->prev < 0 ? a->c0 + j : a->cand + step->prev * H + j;
-    const float *dy = NAME(at)(a->dy, row * H + j);
-    float *dh = a->dh + j, *dc = a->dc + j, *dwh = a->dwh + row * G;
-    double sum[LANES], sum_hat[LANES];
-
-    /* The output: the gradients of o and of the cell it reads; that one goes into dh. */
-    for (int64_t r = 0; r < n; r++) {
-        V d = NAME(load)(dh + r * H, w);
-        if (dy) d += NAME(load)(dy + r * H, w);
-        V y = NAME(load)(tanh_c + r * H, w), s = NAME(load)(o + r * G, w);
-        NAME(store)(dwh + r * G + 3 * H + j, d * y * s * (1.0f - s), w);
-        NAME(store)(dh + r * H, d * s * (1.0f - y * y), w);
+    const int has_x = a->dwx && a->mode_x != NONE, has_h = a->mode_h != NONE, has_c = a->mode_c != NONE;
+    const Columns dy = {NAME(at)(a->dy, row * H + j), H}, dh = {a->dh + j, H}, dc = {a->dc + j, H};
+    const Columns cand = {a->cand + row * H + j, H}, tanh_c = {a->tanh_c + row * H + j, H};
+    const Columns c_prev = {step->prev < 0 ? a->c0 + j : a->cand + step->prev * H + j, H};
+    Columns gate[4], d[4]; /* d: the gradients before the nonlinearities */
+    float room_d[4][ROWS * LANES] ALIGNED, room_h[ROWS * LANES] ALIGNED, room_x[ROWS * LANES] ALIGNED;
+    for (int q = 0; q < 4; q++) {
+        gate[q] = (Columns){a->gates + row * G + q * H + j, G};
+        d[q] = NAME(near)((Columns){a->dwh + row * G + q * H + j, G}, room_d[q], n);
     }
+    const Columns i = gate[0], f = gate[1], g = gate[2], o = gate[3];
+    const Columns di = d[0], df = d[1], dg = d[2], d_o = d[3];
+
+    /* The output: the gradients of o and of the cell it reads, and the sums of the latter. */
+    const Columns dcell = NAME(near)(dh, room_h, n), cell = NAME(near)(cand, room_x, n);
+    const int apart = n <= ROWS;
     const float *mean_c = NAME(at)(a->mean_c, tc * H + j), *rstd_c = NAME(at)(a->rstd_c, tc * H + j);
-    NAME(sums)(dh, a->mode_c == NONE ? 0 : cand, H, n, w, mean_c, rstd_c, sum, sum_hat);
+    double sum[LANES] = {0}, sum_c[LANES] = {0};
+    V mc = {0}, sc = {0};
+    if (has_c) mc = NAME(load)(mean_c, w), sc = NAME(load)(rstd_c, w);
+    for (int64_t r0 = 0; r0 < n; r0 += CHUNK) {
+        const int64_t r1 = r0 + CHUNK < n ? r0 + CHUNK : n;
+        V part = {0}, part_c = {0};
+        for (int64_t r = r0; r < r1; r++) {
+            V e = NAME(get)(dh, r, w);
+            if (dy.p) e += NAME(get)(dy, r, w);
+            V y = NAME(get)(tanh_c, r, w), s = NAME(get)(o, r, w);
+            NAME(put)(d_o, r, e * y * s * (1.0f - s), w);
+            e = e * s * (1.0f - y * y);
+            NAME(put)(dcell, r, e, w);
+            part += e;
+            if (has_c) {
+                V c = NAME(get)(cand, r, w);
+                if (apart) NAME(put)(cell, r, c, w);
+                part_c += e * ((c - mc) * sc);
+            }
+        }
+        NAME(accumulate)(sum, part);
+        NAME(accumulate)(sum_c, part_c);
+    }
     NAME(add)(NAME(at)(a->dbeta_c, j), sum, w);
-    NAME(add)(NAME(at)(a->dgamma_c, j), sum_hat, w);
-    if (a->mode_c != NONE)
-        NAME(term_backward)(a->mode_c, dh, cand, dh, H, n, w, mean_c, rstd_c, NAME(at)(a->gamma_c, j),
-                            sum, sum_hat);
+    NAME(add)(NAME(at)(a->dgamma_c, j), sum_c, w);
 
     /* The cell: what came from the output and what came from the next step. */
+    const NAME(Back) back_c =
+        NAME(back)(a->mode_c, n, w, a->eps, mean_c, rstd_c, NAME(at)(a->gamma_c, j), sum, sum_c);
     for (int64_t r = 0; r < n; r++) {
-        V d = NAME(load)(dh + r * H, w) + NAME(load)(dc + r * H, w);
-        V iv = NAME(load)(i + r * G, w), fv = NAME(load)(f + r * G, w);
-        V gv = NAME(load)(g + r * G, w), cv = NAME(load)(c_prev + r * H, w);
-        float *out = dwh + r * G + j;
-        NAME(store)(out, d * gv * iv * (1.0f - iv), w);
-        NAME(store)(out + H, d * cv * fv * (1.0f - fv), w);
-        NAME(store)(out + 2 * H, d * iv * (1.0f - gv * gv), w);
-        NAME(store)(dc + r * H, d * fv, w);
+        V e = NAME(through)(back_c, NAME(get)(dcell, r, w), cell, r, w) + NAME(get)(dc, r, w);
+        V iv = NAME(get)(i, r, w), fv = NAME(get)(f, r, w), gv = NAME(get)(g, r, w);
+        NAME(put)(di, r, e * gv * iv * (1.0f - iv), w);
+        NAME(put)(df, r, e * NAME(get)(c_prev, r, w) * fv * (1.0f - fv), w);
+        NAME(put)(dg, r, e * iv * (1.0f - gv * gv), w);
+        NAME(put)(dc, r, e * fv, w);
     }
 
-    /* The gates: through both normalizations. */
-    const float *wx = NAME(at)(a->wx, row * G), *wh = NAME(at)(a->wh, row * G);
+    /* The gates: through both normalizations. One pass sums for both, one writes both. */
     for (int q = 0; q < 4; q++) {
         const int64_t col = q * H + j;
         const float *mean_h = NAME(at)(a->mean_h, th * G + col), *rstd_h = NAME(at)(a->rstd_h, th * G + col);
-        float *d = dwh + col;
-        if (a->dwx) {
-            const float *mean_x = NAME(at)(a->mean_x, tx * G + col);
-            const float *rstd_x = NAME(at)(a->rstd_x, tx * G + col);
-            const float *x = wx + col;
-            NAME(sums)(d, a->mode_x == NONE ? 0 : x, G, n, w, mean_x, rstd_x, sum, sum_hat);
-            NAME(add)(NAME(at)(a->dgamma_x, col), sum_hat, w);
-            NAME(term_backward)(a->mode_x, d, x, a->dwx + row * G + col, G, n, w, mean_x, rstd_x,
-                                NAME(at)(a->gamma_x, col), sum, sum_hat);
+        const float *mean_x = NAME(at)(a->mean_x, tx * G + col), *rstd_x = NAME(at)(a->rstd_x, tx * G + col);
+        const Columns wh = {NAME(at)(a->wh, row * G + col), G}, near_h = NAME(near)(wh, room_h, n);
+        const Columns wx = {NAME(at)(a->wx, row * G + col), G}, near_x = NAME(near)(wx, room_x, n);
+        const Columns dq = d[q];
+        const Columns dwh = {a->dwh + row * G + col, G}, dwx = {NAME(at)(a->dwx, row * G + col), G};
+        double sum_h[LANES] = {0}, sum_x[LANES] = {0};
+        V mh = {0}, sh = {0}, mx = {0}, sx = {0};
+        if (has_h) mh = NAME(load)(mean_h, w), sh = NAME(load)(rstd_h, w);
+        if (has_x) mx = NAME(load)(mean_x, w), sx = NAME(load)(rstd_x, w);
+        for (int k = 0; k < LANES; k++) sum[k] = 0;
+        for (int64_t r0 = 0; r0 < n; r0 += CHUNK) {
+            const int64_t r1 = r0 + CHUNK < n ? r0 + CHUNK : n;
+            V part = {0}, part_h = {0}, part_x = {0};
+            for (int64_t r = r0; r < r1; r++) {
+                V e = NAME(get)(dq, r, w);
+                part += e;
+                if (has_h) {
+                    V v = NAME(get)(wh, r, w);
+                    if (apart) NAME(put)(near_h, r, v, w);
+                    part_h += e * ((v - mh) * sh);
+                }
+                if (has_x) {
+                    V v = NAME(get)(wx, r, w);
+                    if (apart) NAME(put)(near_x, r, v, w);
+                    part_x += e * ((v - mx) * sx);
+                }
+            }
+            NAME(accumulate)(sum, part);
+            NAME(accumulate)(sum_h, part_h);
+            NAME(accumulate)(sum_x, part_x);
         }
-        const float *x = a->mode_h == NONE ? 0 : wh + col;
-        NAME(sums)(d, x, G, n, w, mean_h, rstd_h, sum, sum_hat);
         NAME(add)(NAME(at)(a->dbias, col), sum, w);
-        NAME(add)(NAME(at)(a->dgamma_h, col), sum_hat, w);
-        if (a->mode_h != NONE)
-            NAME(term_backward)(a->mode_h, d, x, d, G, n, w, mean_h, rstd_h, NAME(at)(a->gamma_h, col),
-                                sum, sum_hat);
+        NAME(add)(NAME(at)(a->dgamma_h, col), sum_h, w);
+        NAME(add)(NAME(at)(a->dgamma_x, col), sum_x, w);
+        const NAME(Back) back_h =
+            NAME(back)(a->mode_h, n, w, a->eps, mean_h, rstd_h, NAME(at)(a->gamma_h, col), sum, sum_h);
+        const NAME(Back) back_x =
+            NAME(back)(a->mode_x, n, w, 0.0, mean_x, rstd_x, NAME(at)(a->gamma_x, col), sum, sum_x);
+        for (int64_t r = 0; r < n; r++) {
+            V e = NAME(get)(dq, r, w);
+            if (dwx.p) NAME(put)(dwx, r, NAME(through)(back_x, e, near_x, r, w), w);
+            NAME(put)(dwh, r, NAME(through)(back_h, e, near_h, r, w), w);
+        }
     }
 }
 
 static void NAME(block)(const Step *step, int64_t j, int w) {
-    if (step->backward) {
-        if (w == LANES) NAME(backward_units)(step, j, LANES);
-        else NAME(backward_units)(step, j, w);
-    } else {
-        if (w == LANES) NAME(forward_units)(step, j, LANES);
-        else NAME(forward_units)(step, j, w);
-    }
+    if (w == LANES && step->backward) NAME(backward_units)(step, j, LANES);
+    else if (w == LANES) NAME(forward_units)(step, j, LANES);
+#if LANES == 4
+    else if (step->backward) NAME(backward_units)(step, j, w);
+    else NAME(forward_units)(step, j, w);
+#endif
 }
 
 static void NAME(elementary)(const float *x, int64_t n, float *sigmoid, float *tanh) {
     for (int64_t k = 0; k < n; k += LANES) {
-        const int w = (int)(n - k < LANES ? n - k : LANES);
-        V v = NAME(load)(x + k, w);
-        NAME(store)(sigmoid + k, NAME(sigmoid)(v), w);
-        NAME(store)(tanh + k, NAME(tanh)(v), w);
+        const size_t size = (size_t)(n - k < LANES ? n - k : LANES) * sizeof(float);
+        V v = {0};
+        __builtin_memcpy(&v, x + k, size);
+        const V s = NAME(sigmoid)(v), t = NAME(tanh)(v);
+        __builtin_memcpy(sigmoid + k, &s, size);
+        __builtin_memcpy(tanh + k, &t, size);
     }
 }
 

@@ -88,7 +88,10 @@ class Layout:
             return SequenceNorm(
                 gamma, eps, None if self.padding is None else ~self.padding.flatten()
             )
-        return self.norm(kind, gamma, None, eps, population)
+        norm = self.norm(kind, gamma, None, eps, population)
+        if isinstance(norm, BatchNorm):
+            norm.recurrent = False
+        return norm
 
     def output_gradients(self, grad: Tensor | None) -> tuple[Tensor, ...] | None:
         """The gradient of the output ``[T, B, H]``, split into steps."""

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rbn.ops.types import CONSTANT
+
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
@@ -55,7 +57,13 @@ class _MomentsOfSteps:
 
 
 class BatchNorm(_MomentsOfSteps):
-    """Statistics of the minibatch, a set of its own for each step (the paper's training mode)."""
+    """Statistics of the minibatch, a set of its own for each step (the paper's training mode).
+
+    recurrent: whether the gradient goes on to earlier steps, which that of a constant term does not
+    (see `rbn.ops.types.CONSTANT`).
+    """
+
+    recurrent = True
 
     def forward(self, t: int, x: Tensor) -> Tensor:
         out, mean, rstd = torch.native_batch_norm(
@@ -76,8 +84,11 @@ class BatchNorm(_MomentsOfSteps):
 
     def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
         mean, rstd = self._means[t], self._rstds[t]
+        gamma = self.gamma
+        if self.recurrent:
+            gamma = gamma * (rstd * rstd * self.eps <= 1 - CONSTANT)
         dx, dgamma, dbeta = _batch_norm_backward(
-            dy, x, self.gamma, None, None, mean, rstd, True, self.eps, self._mask
+            dy, x, gamma, None, None, mean, rstd, True, self.eps, self._mask
         )
         self._add(dgamma, dbeta)
         return dx  # type: ignore[no-any-return]

@@ -10,6 +10,11 @@ NONE = tl.constexpr(0)
 BATCH = tl.constexpr(1)
 GIVEN = tl.constexpr(2)
 
+# Variances below this part of the square that was subtracted are what rounding left of it.
+ROUNDING = tl.constexpr(2e-6)
+# As in rbn.ops.types, which says why.
+CONSTANT = tl.constexpr(5e-6)
+
 # How zoneout is given.
 MASK = tl.constexpr(1)
 RATE = tl.constexpr(2)
@@ -69,7 +74,8 @@ def moments(x, rows, shift, inv_n, FUSED: tl.constexpr):
     d = tl.where(rows, x - shift[None, :], 0.0)
     first, second = sum_pair(d, d * d, FUSED)
     off = first * inv_n
-    var = tl.maximum(second * inv_n - off * off, 0.0)
+    var = second * inv_n - off * off
+    var = tl.where(var <= ROUNDING * off * off, 0.0, var)  # but a NaN stays one
     return tl.where(inv_n > 0, shift + off, 0.0), var
 
 
@@ -79,6 +85,15 @@ def centered_moments(x, rows, inv_n):
     mean = tl.sum(tl.where(rows, x, 0.0), 0) * inv_n
     d = tl.where(rows, x - mean[None, :], 0.0)
     return mean, tl.sum(d * d, 0) * inv_n
+
+
+@triton.jit
+def slope(rstd, gamma, eps, MODE: tl.constexpr):
+    """What a gradient is multiplied with on its way back through a term; 0 if it is constant."""
+    s = rstd * gamma
+    if MODE == BATCH:
+        s = tl.where(rstd * rstd * eps <= 1.0 - CONSTANT, s, 0.0)
+    return s
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from rbn.ops.gpu.device import (
     join_gates,
     product,
     sigmoid,
+    slope,
     split_gates,
     sum_pair,
     tanh,
@@ -26,7 +27,8 @@ from rbn.ops.gpu.device import (
 )
 
 
-@triton.jit
+# Which steps run is not compiled in: a constant 1 has no methods, and each step would be a kernel.
+@triton.jit(do_not_specialize=["last", "steps"])
 def lstm_backward(
     wx,  # [R, T, B, 4H]
     weight,  # [R, H, 4H], transposed, in the type of the product
@@ -152,7 +154,7 @@ def lstm_backward(
     if RESIDENT:
         w = tl.load(weight + at_weight, mask=(rk < GATES)[:, None] & u_ok[None, :], other=0.0)
 
-    start = last.to(tl.int64)
+    start = tl.cast(last, tl.int64)
     dh_skip = tl.load(dh + at_units, mask=tile_u, other=0.0)
     dc_t = tl.load(dc + at_units, mask=tile_u, other=0.0)
     sum_b = tl.load(dbias + of_gates, mask=n_ok, other=0.0)
@@ -275,7 +277,7 @@ def lstm_backward(
             if CELL == BATCH:
                 spread = first[None, :] * scale + c_hat * (second[None, :] * scale)
                 dc_hat = tl.where(counts, dc_hat - spread, 0.0)
-            dcand += dc_hat * (rc * g_c)[None, :]
+            dcand += dc_hat * slope(rc, g_c, eps, CELL)[None, :]
         else:
             sum_beta += tl.sum(dc_hat, 0)
             dcand += dc_hat
@@ -296,7 +298,7 @@ def lstm_backward(
             if NORM == BATCH:
                 spread_h = first_h[None, :] * scale + a_hat * (second_h[None, :] * scale)
                 dwh = tl.where(counts, dwh - spread_h, 0.0)
-            dwh *= (rh * g_h)[None, :]
+            dwh *= slope(rh, g_h, eps, NORM)[None, :]
         tl.store(da + at, dwh.to(da.dtype.element_ty), mask=tile_n, cache_modifier=".cg")
         if PERSIST:
             arrive(barrier)

@@ -8,7 +8,6 @@ from torch import Tensor
 from rbn.ops.reference.normalization import (
     InputTerm,
     Term,
-    bn,
     carry,
     in_type,
     pair,
@@ -62,11 +61,11 @@ def bn_lstm(
         # Equation 6. The gates lie in torch's order i, f, g, o (the paper prints f, i, o, g).
         if gamma_x is None:  # ablation: one normalization of the sum
             summed = W_h_h + W_x_x
-            gates = bn(summed, gamma_h, b, *h_term.statistics(t, summed, rows), eps)
+            gates = h_term.bn(t, summed, gamma_h, b, rows, eps)
         else:
             gates = (
-                bn(W_h_h, gamma_h, 0.0, *h_term.statistics(t, W_h_h, rows), eps)
-                + bn(W_x_x, gamma_x, 0.0, *x_term.statistics(t, W_x_x, rows), eps)
+                h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps)
+                + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
                 + b
             )
         i, f, g, o = gates.chunk(4, dim=1)
@@ -75,10 +74,11 @@ def bn_lstm(
         c_t = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
 
         # Equation 8.
-        if gamma_c is None:  # ablation: the output reads the cell as the plain LSTM's does
-            c_hat = c_t + beta
-        else:
-            c_hat = bn(c_t, gamma_c, beta, *c_term.statistics(t, c_t, rows), eps)
+        c_hat = (
+            c_term.bn(t, c_t, gamma_c, beta, rows, eps)
+            if gamma_c is not None
+            else c_t + beta  # ablation: the output reads the cell as the plain LSTM's does
+        )
         h_t = torch.sigmoid(o) * torch.tanh(c_hat)
 
         if pass_normalized_cell:  # ablation: the next step continues from BN(c_t)

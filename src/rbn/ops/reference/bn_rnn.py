@@ -8,7 +8,6 @@ from torch import Tensor
 from rbn.ops.reference.normalization import (
     InputTerm,
     Term,
-    bn,
     carry,
     in_type,
     pair,
@@ -61,8 +60,8 @@ def bn_rnn(
         rows = valid[t] if valid is not None and padding == "exclude" else None
         W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, H]
         h_t = phi(
-            bn(W_h_h, gamma_h, 0.0, *h_term.statistics(t, W_h_h, rows), eps)
-            + bn(W_x_x, gamma_x, 0.0, *x_term.statistics(t, W_x_x, rows), eps)
+            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps)
+            + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
             + b
         )
         h_t = zoneout(zoneout_h, t, h, h_t)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.types import InputStats
+from rbn.ops.types import CONSTANT, InputStats
 
 
 def bn(
@@ -52,6 +52,7 @@ class Term:
 
     def __init__(self, population: tuple[Tensor, Tensor] | None) -> None:
         self.population = population
+        self.cuts_constant = population is None  # see `rbn.ops.types.CONSTANT`
         self.means: list[Tensor] = []
         self.vars: list[Tensor] = []
 
@@ -65,6 +66,22 @@ class Term:
         self.means.append(mean.detach())
         self.vars.append(var.detach())
         return mean, var
+
+    def bn(
+        self,
+        t: int,
+        h: Tensor,
+        gamma: Tensor | float,
+        beta: Tensor | float,
+        rows: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """`bn` of h ``[B, F]`` with the statistics of step t. A constant h gets no gradient."""
+        mean, var = self.statistics(t, h, rows)
+        if self.cuts_constant:
+            varies = var > CONSTANT * eps
+            h, mean, var = (torch.where(varies, v, v.detach()) for v in (h, mean, var))
+        return bn(h, gamma, beta, mean, var, eps)
 
     def stacked(self) -> tuple[Tensor | None, Tensor | None]:
         """The minibatch statistics of all steps so far, ``[T, F]`` each."""
@@ -90,6 +107,7 @@ class InputTerm(Term):
         super().__init__(population)
         self.wx, self.valid = wx, valid
         self.over_sequence = population is None and input_stats == "sequence"
+        self.cuts_constant = False  # its gradient does not go on to earlier steps
         self.shared: tuple[Tensor, Tensor] | None = None
 
     def statistics(self, t: int, h: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -136,14 +136,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
     });
     __syncthreads();
     if (MODE_H) {
-      read8(rh, given);
-      read8(b, parameters);
-      read8(g_h, parameters + 64);
+      read_gates(rh, given);
+      read_gates(b, parameters);
+      read_gates(g_h, parameters + 64);
     }
     if (MODE_X) {
-      read8(mx, given + GIVEN_H);
-      read8(rx, given + GIVEN_H + 32);
-      read8(g_x, parameters + 32);
+      read_gates(mx, given + GIVEN_H);
+      read_gates(rx, given + GIVEN_H + 32);
+      read_gates(g_x, parameters + 32);
     }
     if (MODE_C) {
       const float2 m = load2(given + GIVEN_H + GIVEN_X + 2 * pair), s = load2(given + GIVEN_H + GIVEN_X + 8 + 2 * pair);
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
       // From here on what the gradients are multiplied with.
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        if (MODE_H) rh[q][e] *= g_h[q][e];
+        if (MODE_H) rh[q][e] = slope<MODE_H>(rh[q][e], g_h[q][e], p.eps);
         if (MODE_X) rx[q][e] *= g_x[q][e];
       }
     }
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
       for (int e = 0; e < 2; e++) {
         float d = dc_hat[j][e];
         if (MODE_C == 1) d -= (v_c[e] + c_hat[j][e] * v_c[2 + e]) * inv;
-        if (MODE_C) d *= rc[e] * g_c[e];
+        if (MODE_C) d *= slope<MODE_C>(rc[e], g_c[e], p.eps);
         d += dc[j][e];
         const float i = gate[j][0][e], f = gate[j][1][e], g = gate[j][2][e];
         dpre[j][0][e] = d * g * i * (1.0f - i);

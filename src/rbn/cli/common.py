@@ -1,0 +1,51 @@
+"""What several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
+DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
+Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
+
+
+def guarded(work: Callable[[], None]) -> None:
+    """One sentence instead of a traceback for what a user can mend."""
+    from rbn.training import CheckpointError, Diverged
+
+    try:
+        work()
+    except (ImportError, OSError, ValueError) as error:
+        stop(str(error), 2)
+    except (CheckpointError, Diverged) as error:
+        stop(str(error), 1)
+    except KeyboardInterrupt:
+        stop("stopped before the end", 130)
+
+
+def stop(reason: str, code: int) -> NoReturn:
+    """End with one sentence."""
+    typer.echo(f"rbn: {reason}", err=True)
+    raise typer.Exit(code)
+
+
+def device_of(name: str) -> torch.device:
+    """The device that a name on the command line means."""
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but PyTorch finds no GPU")
+    return device

@@ -1,0 +1,102 @@
+"""``rbn runs``, ``rbn publish``, ``rbn evaluate`` and ``rbn sample``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rbn.cli.common import DataDir, Device, Run, device_of, guarded, stop
+
+Split = Annotated[str, typer.Option(help="train, valid or test.")]
+Statistics = Annotated[str, typer.Option(help="population or batch.")]
+Length = Annotated[
+    str | None,
+    typer.Option(help="Of texts: characters of a window, or full for one sequence."),
+]
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="Where to look for runs.")] = Path("runs"),
+) -> None:
+    """A table of the runs in a folder and their results."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("run", "steps", "best validation", "valid", "test", "minutes")
+    found = sorted(folder.rglob("config.json"))
+    for path in found:
+        row = [str(path.parent.relative_to(folder)), "", "", "", "", ""]
+        metrics, result = path.with_name("metrics.jsonl"), path.with_name("result.json")
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        if lines:
+            last = json.loads(lines[-1])
+            row[1], row[2] = str(last["step"]), f"{last['valid_population']:.4f} (last)"
+            row[5] = f"{last['seconds'] / 60:.1f}"
+        if result.exists():
+            values = json.loads(result.read_text())
+            row[1], row[2] = str(values["steps"]), f"at step {values['best_step']}"
+            row[3], row[4] = f"{values['valid']:.4f}", f"{values['test']:.4f}"
+        table.add_row(*row)
+    if not found:
+        stop(f"there is no run in {folder}", 2)
+    Console().print(table)
+
+
+def publish(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
+    to: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+) -> None:
+    """Copy results and learning curves to TASK/MODEL-seedN.json and .csv in a folder."""
+    from rbn.experiments import results
+
+    def work() -> None:
+        for run in runs:
+            typer.echo(str(results.publish(run, to)))
+
+    guarded(work)
+
+
+def evaluate(
+    run: Run,
+    split: Split = "test",
+    stats: Statistics = "population",
+    length: Length = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+) -> None:
+    """Measure a trained model."""
+    from rbn.experiments import trained
+
+    def work() -> None:
+        config, task = trained.open_task(run, device_of(device), data_dir)
+        value = trained.evaluate(task, split, stats, length)
+        unit = "bits per character" if config.is_text else "accuracy"
+        unit = "error rate" if config.is_reading else unit
+        how = f"{split}, {stats} statistics" + (f", length {length}" if length else "")
+        typer.echo(f"{config.task}, {config.name}: {value:.4f} {unit} ({how})")
+
+    guarded(work)
+
+
+def sample(
+    run: Run,
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "the ",
+    temperature: Annotated[float, typer.Option(help="0: the likeliest; 1: as learned.")] = 0.8,
+    length: Annotated[int, typer.Option(help="Characters to write.")] = 300,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 1,
+    device: Device = "auto",
+) -> None:
+    """Write text with a trained language model."""
+    from rbn.experiments import trained
+
+    def work() -> None:
+        model, symbols = trained.open_language_model(run, device_of(device))
+        characters = trained.sample(model, symbols, prompt, length, temperature, seed)
+        for k, character in enumerate(characters):
+            typer.echo((prompt if k == 0 else "") + character, nl=False)
+        typer.echo("" if length else prompt)
+
+    guarded(work)

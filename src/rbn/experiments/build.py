@@ -1,0 +1,176 @@
+"""The data, model and optimiser of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import rbn
+from rbn import data
+from rbn.data.cnn import Reading
+from rbn.experiments.config import Config
+from rbn.experiments.reading import ReadingTask, build_reading, load_reading
+from rbn.experiments.tasks import Classification, NextSymbol
+from rbn.models import LanguageModel, SequenceClassifier
+from rbn.training import Progress, Schedule, Trainer
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+CLASSES = 10
+_LAYERS = {
+    "lstm": rbn.LSTM,
+    "bn-lstm": rbn.BatchNormLSTM,
+    "ln-lstm": rbn.LayerNormLSTM,
+    "bn-rnn": rbn.BatchNormRNN,
+}
+_OPTIMIZERS = {
+    "adam": torch.optim.Adam,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+_CHECKPOINT_SECONDS = 30.0
+Loaded = data.Splits | data.Text | Reading
+
+
+def recurrent_layer(config: Config, input_size: int) -> nn.Module:
+    """The layer of a config, started as it says."""
+    options: dict[str, Any] = dict(config.layer)
+    if config.model in ("rnn", "irnn"):
+        kind = "relu" if config.model == "irnn" else "tanh"
+        layer: nn.Module = nn.RNN(input_size, config.hidden_size, nonlinearity=kind)
+        if config.model == "irnn":  # Le et al. (2015)
+            rbn.init.identity_recurrent_(layer)
+            for name, parameter in layer.named_parameters():
+                if name.startswith("bias"):
+                    nn.init.zeros_(parameter)
+        return layer
+    if config.model.startswith("bn-"):
+        options |= config.normalization
+    layer = _LAYERS[config.model](input_size, config.hidden_size, **options)
+    if config.start != "orthogonal":
+        blocks: Any = config.start.removeprefix("identity-")
+        rbn.init.identity_recurrent_(layer, blocks)
+    return layer
+
+
+def load(config: Config, device: torch.device, root: Path | None = None) -> Loaded:
+    """The data of a config, on a device."""
+    if config.is_reading:
+        return load_reading(config, root).to(device)
+    options = config.data
+    if config.is_text:
+        loaders: dict[str, Any] = {"ptb": data.ptb, "text8": data.text8}
+        text = (
+            data.pydoc(**options)
+            if config.task == "pydoc"
+            else loaders[config.task](root=root, **options)
+        )
+        return data.Text(
+            train=text.train.to(device),
+            valid=text.valid.to(device),
+            test=text.test.to(device),
+            symbols=text.symbols,
+        )
+    if config.task == "digits":
+        splits = data.digits(**options)
+    else:
+        loader: Any = data.pmnist if config.task == "pmnist" else data.mnist
+        splits = loader(root=root, **options)
+    parts = (splits.train, splits.valid, splits.test)
+    return data.Splits(*(data.Split(p.inputs.to(device), p.labels.to(device)) for p in parts))
+
+
+def build(
+    config: Config,
+    seed: int,
+    device: torch.device,
+    root: Path | None = None,
+    loaded: Loaded | None = None,
+) -> Classification | NextSymbol | ReadingTask:
+    """The task of a run, its model's weights drawn from the seed.
+
+    The process's random state is left where the run's own random numbers begin. loaded: what `load`
+    returned, to share it among runs.
+    """
+    found = load(config, device, root) if loaded is None else loaded
+    torch.manual_seed(seed)
+    task: Classification | NextSymbol | ReadingTask
+    if isinstance(found, Reading):
+        task = build_reading(config, found, seed, device)
+    elif isinstance(found, data.Text):
+        model: nn.Module = LanguageModel(recurrent_layer(config, len(found.symbols)))
+        task = NextSymbol(
+            model.to(device), found, config.length, config.batch_size, seed, config.valid_windows
+        )
+    else:
+        model = SequenceClassifier(recurrent_layer(config, 1), CLASSES)
+        task = Classification(model.to(device), found, config.batch_size, seed)
+    task.metric = f"valid_{config.select}"
+    return task
+
+
+def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
+    """The optimiser of a config; `graph`: one whose step a CUDA graph may hold."""
+    options = dict(config.optimizer)
+    kind = _OPTIMIZERS[options.pop("name")]
+    if graph and kind is not torch.optim.SGD:
+        options["capturable"] = True
+    if graph and config.decay_from < 1:
+        device = next(model.parameters()).device
+        options["lr"] = torch.tensor(float(options["lr"]), device=device)
+    optimizer: torch.optim.Optimizer = kind(model.parameters(), **options)
+    return optimizer
+
+
+def make_trainer(
+    config: Config,
+    task: Classification | NextSymbol | ReadingTask,
+    folder: Path,
+    max_minutes: float | None = None,
+    *,
+    fabric: Fabric | None = None,
+    graph: bool = False,
+    on_step: Callable[[Progress], None] | None = None,
+    on_record: Callable[[dict[str, float]], None] | None = None,
+) -> Trainer:
+    """A trainer that goes on from what is in the folder."""
+    if graph and config.precision == "16-mixed":
+        raise ValueError("graph cannot be had with 16-mixed, whose loss scale is set by the host")
+    if isinstance(task, ReadingTask):
+        task.save_vocabulary(folder)
+    device = next(task.model.parameters()).device
+    epoch = task.batches_per_epoch
+    schedule = Schedule(
+        steps=config.epochs * epoch,
+        evaluate_every=config.evaluate_every or epoch,
+        checkpoint_every=max(1, min(1000, epoch)),
+        patience=config.patience,
+        clip=config.clip,
+        decay_from=config.decay_from,
+        checkpoint_seconds=_CHECKPOINT_SECONDS,
+        max_minutes=max_minutes,
+    )
+    return Trainer(
+        task,
+        make_optimizer(config, task.model, graph),
+        schedule,
+        folder,
+        fabric=fabric or make_fabric(config, device),
+        graph=graph,
+        on_step=on_step,
+        on_record=on_record,
+    )
+
+
+def make_fabric(config: Config, device: torch.device) -> Fabric:
+    """Device and precision of a run."""
+    from lightning.fabric import Fabric
+
+    devices: Any = 1 if device.type == "cpu" else [device.index or 0]
+    precision: Any = config.precision
+    return Fabric(accelerator=device.type, devices=devices, precision=precision)

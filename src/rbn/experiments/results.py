@@ -1,0 +1,135 @@
+"""From a trained run to its published result."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rbn
+from rbn.experiments.config import Config
+from rbn.experiments.reading import ReadingTask
+from rbn.experiments.tasks import Classification, NextSymbol, has_statistics
+from rbn.training import Trainer, checkpoint
+
+CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
+
+
+@torch.no_grad()
+def exact_statistics(config: Config, task: Classification | NextSymbol | ReadingTask) -> None:
+    """Population statistics of the training set at the model as it is, as the paper reports."""
+    if has_statistics(task.model):
+        batches = task.population_batches(config.population_batch)
+        rbn.update_population_stats(task.model, batches, forward=task.forward)
+
+
+def finish(
+    config: Config, seed: int, trainer: Trainer, command: str, together: int = 1
+) -> dict[str, Any]:
+    """Test the best model with exact statistics, in full precision.
+
+    Writes ``result.json``, and the model with those statistics as ``final.safetensors``.
+
+    Args:
+        config: of the run.
+        seed: of the run.
+        trainer: that trained it.
+        command: with which it can be done again.
+        together: runs that shared the device, and so the time.
+    """
+    task, progress = trainer.task, trainer.progress
+    assert isinstance(task, Classification | NextSymbol | ReadingTask)
+    trainer.load_best()
+    task.model = trainer.module
+    with trainer.alone():
+        exact_statistics(config, task)
+        figures = {
+            "valid": task.measure_with("valid", "population"),
+            "valid_batch": task.measure_with("valid", "batch"),
+            "test_batch": task.measure_with("test", "batch"),
+        }
+        if isinstance(task, NextSymbol):
+            figures["test_windows"] = task.measure_with("test", "population")
+            figures["test"] = task.measure_whole("test")
+            metric = "bits per character, whole sequence"
+        else:
+            figures["test"] = task.measure_with("test", "population")
+            metric = "error rate" if isinstance(task, ReadingTask) else "accuracy"
+        tensors = {f"model.{k}": v for k, v in task.model.state_dict().items()}
+        facts: dict[str, Any] = {}
+        if isinstance(task, NextSymbol):
+            facts["symbols"] = task.text.symbols
+        checkpoint.save(trainer.folder / "final.safetensors", tensors, facts)
+    on_gpu = next(task.model.parameters()).is_cuda
+    result = {
+        "task": config.task,
+        "model": config.model,
+        "tag": config.tag,
+        "seed": seed,
+        "metric": metric,
+        **figures,
+        "stats": "population",
+        "steps": progress.step,
+        "best_step": progress.best_step,
+        "diverged_at": progress.diverged_at,
+        "seconds": round(progress.seconds, 1),
+        "together": together,
+        "params": sum(p.numel() for p in task.model.parameters()),
+        "config": asdict(config),
+        "versions": f"rbn {rbn.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "commit": commit(),
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    path = trainer.folder / "result.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def publish(run: Path, to: Path) -> Path:
+    """Copy a run's result and learning curve to ``TASK/MODEL[-TAG]-seedN.json`` and ``.csv``."""
+    path = run / "result.json"
+    try:
+        result = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{run} has no result: there is no {path.name} in it") from error
+    tag = f"-{result['tag']}" if result["tag"] else ""
+    model = result["model"].replace("*", "-star")
+    target: Path = to / result["task"] / f"{model}{tag}-seed{result['seed']}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(result, indent=2) + "\n")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    with target.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, CURVE, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(_rounded, map(json.loads, lines)))
+    return target
+
+
+def _rounded(record: dict[str, float]) -> dict[str, float]:
+    return {k: round(v, 6) if isinstance(v, float) else v for k, v in record.items()}
+
+
+def commit() -> str:
+    """The state of the source that runs, as git describes it, or as RBN_COMMIT says."""
+    named = os.environ.get("RBN_COMMIT")
+    if named:
+        return named
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()

@@ -23,7 +23,7 @@ def build_cloze(articles: Articles, out: Target, processes: Processes = None) ->
 
     Daily Mail articles are for training; others go by their part.
     """
-    from rbn.data.build import build
+    from rbn.data.articles import build
     from rbn.data.errors import DataAltered
 
     if processes is not None and processes < 1:

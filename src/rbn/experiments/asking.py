@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rbn.data.build.anonymous import anonymous
+from rbn.data.articles.anonymous import anonymous
 from rbn.data.cnn import MalformedQuestion, Vocabulary
 from rbn.data.cnn.question import read as read_question
 from rbn.data.cnn.sentences import select

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from rbn.data.build import build, run
-from rbn.data.build.anonymous import anonymous
-from rbn.data.build.articles import article
-from rbn.data.build.names import Usage
-from rbn.data.build.questions import Article, make
+from rbn.data.articles import build, run
+from rbn.data.articles.anonymous import anonymous
+from rbn.data.articles.names import Usage
+from rbn.data.articles.questions import Article, make
+from rbn.data.articles.source import article
 from rbn.data.cnn.question import MalformedQuestion, read
 from rbn.data.errors import DataAltered
 

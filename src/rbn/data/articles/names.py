@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rbn.data.build.tokens import OPENING, Sentence
+from rbn.data.articles.tokens import OPENING, Sentence
 
 # Capitalised in English, and no names of the kind that the published set asks for.
 _CAPITALISED = """

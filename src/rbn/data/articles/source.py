@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from rbn.data.build.questions import Article
+from rbn.data.articles.questions import Article
 from rbn.data.errors import DataAltered
 
 _PARTS = {

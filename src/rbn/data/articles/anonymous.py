@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from rbn.data.build.names import Usage
-from rbn.data.build.questions import anonymised
+from rbn.data.articles.names import Usage
+from rbn.data.articles.questions import anonymised
 from rbn.data.cnn.question import PLACEHOLDER, MalformedQuestion
 from rbn.data.cnn.sentences import COMMON_WORDS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rbn.data.build import articles, build
+from rbn.data.articles import build, source
 from rbn.data.cnn.question import PLACEHOLDER, read
 
 
@@ -20,7 +20,7 @@ def some(tmp_path):
     if not file.is_file():
         pytest.skip(f"there is no {file.name} in RBN_DATA")
     path = tmp_path / "some.jsonl"
-    path.write_text("".join(itertools.islice(articles.lines(file), 150)))
+    path.write_text("".join(itertools.islice(source.lines(file), 150)))
     return path
 
 

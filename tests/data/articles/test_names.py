@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from rbn.data.build.forms import Mention, form, merged
-from rbn.data.build.names import Usage, count_usage, find_names
-from rbn.data.build.tokens import sentences
+from rbn.data.articles.forms import Mention, form, merged
+from rbn.data.articles.names import Usage, count_usage, find_names
+from rbn.data.articles.tokens import sentences
 
 USAGE = Usage(
     Counter(

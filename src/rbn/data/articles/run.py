@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rbn.data.build import articles, questions
-from rbn.data.build.names import Usage, count_usage
-from rbn.data.build.tokens import sentences
+from rbn.data.articles import questions, source
+from rbn.data.articles.names import Usage, count_usage
+from rbn.data.articles.tokens import sentences
 from rbn.data.cnn.question import Question, render
 from rbn.data.processes import helpers
 
@@ -109,7 +109,7 @@ def build(
 
 
 def _chunks(file: Path) -> Iterator[list[str]]:
-    found = articles.lines(file)
+    found = source.lines(file)
     while chunk := list(itertools.islice(found, _CHUNK)):
         yield chunk
 
@@ -140,7 +140,7 @@ def _usage(chunk: list[str]) -> tuple[int, Usage]:
     usage = Usage(Counter(), Counter())
     for line in chunk:
         try:
-            text = articles.article(line).text
+            text = source.article(line).text
         except ValueError:
             continue  # counted when questions are made
         found = count_usage(sentences(text))
@@ -154,7 +154,7 @@ def _write(job: tuple[list[str], str]) -> Built:
     made = Built()
     for line in chunk:
         try:
-            article = articles.article(line)
+            article = source.article(line)
         except ValueError as error:
             made.dropped[str(error)] += 1
             continue

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rbn.data.build import forms, names
-from rbn.data.build.forms import Form, Mention
-from rbn.data.build.names import Name, Usage
-from rbn.data.build.tokens import Sentence, sentences
+from rbn.data.articles import forms, names
+from rbn.data.articles.forms import Form, Mention
+from rbn.data.articles.names import Name, Usage
+from rbn.data.articles.tokens import Sentence, sentences
 from rbn.data.cnn.question import PLACEHOLDER, Question
 
 _LEAST, _MOST = 5, 60  # words of a question, the gap among them

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import rbn
-from rbn.cli import runs, train
+from rbn.cli import paper, runs, train
 from rbn.cli.common import stop
 from rbn.cli.data import app as data
 from rbn.experiments.demo import Settings, run_demo
@@ -25,6 +25,8 @@ app.add_typer(data)
 
 for command in (train.train, train.resume, runs.runs, runs.evaluate, runs.sample, runs.publish):
     app.command()(command)
+app.command()(paper.reproduce)
+app.command()(paper.report)
 
 
 def _show_version(wanted: bool) -> None:

@@ -120,7 +120,8 @@ def read_csv(path: Path) -> dict[str, list[Line]]:
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path} is not a file of lines: {error}") from error
     panels: dict[str, list[Line]] = {}
-    for (panel, series, source), numbers in points.items():
-        columns = [tuple(column) for column in zip(*numbers, strict=True)]
-        panels.setdefault(panel, []).append(Line(series, source, *columns))
+    for (panel, series, source), rows in points.items():
+        x, y, *band = (tuple(column) for column in zip(*rows, strict=True))
+        low, high = band or ((), ())
+        panels.setdefault(panel, []).append(Line(series, source, x, y, low, high))
     return panels

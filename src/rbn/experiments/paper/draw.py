@@ -19,6 +19,17 @@ COLOURS = {
     "BN-e**": "#000000",
     "mean derivative": "#0072B2",
 }
+# In grey, marks tell apart what colours do not.
+MARKS = {
+    "LSTM": "s",
+    "BN-LSTM": "o",
+    "BN-LSTM population statistics": "o",
+    "BN-LSTM batch statistics": "^",
+    "BN-everywhere": "^",
+    "BN-e*": "v",
+    "BN-e**": "D",
+}
+_MARKED = 10  # points of a line
 _OTHER = "#56B4E9"
 _DASHED, _DOTTED = (0, (4, 2)), (0, (1, 1.2))
 _MOST_NAMED = 12  # lines of a legend
@@ -81,8 +92,10 @@ def _draw_panel(axes: Any, panel: Panel, colours: dict[str, Any], many: bool) ->
         style = _style(line)
         if crowded:
             style["linewidth"] = 0.7
-        elif line.source == OURS and len(line.x) <= 25 and not line.detail:
-            style |= {"marker": "o", "markersize": 3}
+        elif line.series in MARKS and not line.detail:
+            size = 4 if line.source == OURS else 2.5
+            every = max(1, len(line.x) // _MARKED)
+            style |= {"marker": MARKS[line.series], "markersize": size, "markevery": every}
         axes.plot(line.x, line.y, color=colours[line.series], **style)
         if line.low:
             colour = colours[line.series]
@@ -105,7 +118,9 @@ def _legend(picture: Any, figure: Figure, colours: dict[str, Any]) -> None:
 
     handles = []
     if len(colours) <= _MOST_NAMED:
-        handles += [Line2D([], [], color=c, linewidth=2.5, label=n) for n, c in colours.items()]
+        for name, colour in colours.items():
+            mark = MARKS.get(name, "")
+            handles.append(Line2D([], [], color=colour, linewidth=2, marker=mark, label=name))
     lines = [line for panel in figure.panels for line in panel.lines]
     grey: dict[str, Any] = {"color": "#555555"}
     if any(line.source == PAPER for line in lines):

@@ -85,9 +85,15 @@ def _tables(rows: dict[str, list[Row]]) -> list[Block]:
         cells = [row.cells for row in found]
         blocks.append(Grid(f"{_titled(name)}: {table.title}; {table.unit}", tables.COLUMNS, cells))
         commands = dict.fromkeys(row.command for row in found if row.results)
-        again = f"rbn reproduce {name}"
-        blocks += [Paragraph("The same runs again:"), Items([again, *commands], code=True)]
+        blocks += [Paragraph("To do again:"), Items([_again(name, found), *commands], code=True)]
     return blocks
+
+
+def _again(name: str, rows: Sequence[Row]) -> str:
+    """The command for a whole table, in the precision of the runs that are there."""
+    found = {str(r.config.get("precision")) for row in rows for r in row.results}
+    precision = f" --precision {found.pop()}" if len(found) == 1 and "32-true" not in found else ""
+    return f"rbn reproduce {name}{precision}"
 
 
 def _titled(name: str) -> str:

@@ -133,7 +133,7 @@ def _list(asked: Reproduction, console: Console) -> None:
 
 def _show(asked: Reproduction, shelf: Shelf, out: Path, console: Console) -> None:
     """The tables in the terminal, the figures as files."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from rbn.experiments.paper import tables
     from rbn.experiments.paper.draw import draw
@@ -144,7 +144,8 @@ def _show(asked: Reproduction, shelf: Shelf, out: Path, console: Console) -> Non
 
     for name in asked.targets:
         if name in TABLES:
-            table = Table(*tables.COLUMNS, title=f"{name}: {TABLES[name].title}")
+            columns = (Column(column, overflow="fold") for column in tables.COLUMNS)
+            table = Table(*columns, title=f"{name}: {TABLES[name].title}")
             for row in tables.rows(TABLES[name], shelf.places, shelf.results):
                 table.add_row(*row.cells)
             console.print(table)

@@ -103,7 +103,7 @@ def test_the_sweep_and_the_images(tmp_path):
     shelf = Shelf.of(tmp_path / "results", True)
     assert not figure("fig2", shelf).missing
     panels = figure("fig6", shelf).panels
-    assert [len(panel.lines) for panel in panels] == [2, 0, 2, 2]
+    assert [len(panel.lines) for panel in panels] == [2, 2, 2]
     command = "rbn train digits --model lstm --set tag=quick --set epochs=1 --set hidden_size=6"
     result = json.loads((tmp_path / "results/digits/lstm-quick-seed1.json").read_text())
     assert result["command"] == f"{command} --seed 1"

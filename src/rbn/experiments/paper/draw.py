@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +47,20 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
             "figures need matplotlib: pip install 'recurrent-batchnorm[plots]'"
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
-    columns = min(2, len(figure.panels)) if len(figure.panels) != 3 else 3
-    rows = max(1, math.ceil(len(figure.panels) / max(1, columns)))
-    width = _WIDTH * max(1, columns) if columns > 1 else 6.4
+    columns = 2 if len(figure.panels) > 1 else 1
+    rows = max(1, math.ceil(len(figure.panels) / columns))
+    width = _WIDTH * columns if columns > 1 else 6.4
     # A Figure of its own: pyplot would look for a screen and keep the figure.
     settings: Any = {"svg.hashsalt": figure.name, "svg.fonttype": "path"}
     with matplotlib.rc_context(settings):
         picture = Picture(figsize=(width, _HEIGHT * rows), dpi=150, layout="constrained")
-        grid: Any = picture.subplots(rows, max(1, columns), squeeze=False)
+        grid: Any = picture.subplots(rows, columns, squeeze=False)
         colours = _colours(figure)
         for axes, panel in zip(grid.flat, figure.panels, strict=False):
             _draw_panel(axes, panel, colours, figure.many)
-        if figure.panels:
-            _legend(picture, figure, colours)
+        for axes in list(grid.flat)[len(figure.panels) :]:
+            axes.set_axis_off()
+        _legend(picture, figure, colours, round(15 * width))
         svg, png = folder / f"{figure.name}.svg", folder / f"{figure.name}.png"
         picture.savefig(svg, metadata={"Date": None})
         picture.savefig(png, metadata={"Software": None})
@@ -96,6 +98,8 @@ def _draw_panel(axes: Any, panel: Panel, colours: dict[str, Any], many: bool) ->
             size = 4 if line.source == OURS else 2.5
             every = max(1, len(line.x) // _MARKED)
             style |= {"marker": MARKS[line.series], "markersize": size, "markevery": every}
+        if len(line.x) == 1:
+            style["marker"] = "o"
         axes.plot(line.x, line.y, color=colours[line.series], **style)
         if line.low:
             colour = colours[line.series]
@@ -113,7 +117,7 @@ def _draw_panel(axes: Any, panel: Panel, colours: dict[str, Any], many: bool) ->
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(picture: Any, figure: Figure, colours: dict[str, Any]) -> None:
+def _legend(picture: Any, figure: Figure, colours: dict[str, Any], letters: int) -> None:
     from matplotlib.lines import Line2D
 
     handles = []
@@ -130,9 +134,7 @@ def _legend(picture: Any, figure: Figure, colours: dict[str, Any]) -> None:
     for detail in dict.fromkeys(line.detail for line in lines if line.detail):
         label = f"ours, {detail}"
         handles.append(Line2D([], [], label=label, linestyle=_DOTTED, linewidth=1.2, **grey))
-    text = f"Not there yet: {'; '.join(figure.missing)}." if figure.missing else None
-    if text is not None and len(figure.missing) > 4:
-        text = f"Not there yet: {'; '.join(figure.missing[:3])} and {len(figure.missing) - 3} more."
+    text = "\n".join(textwrap.wrap(_absent(figure), letters)) or None
     if handles:
         columns = min(5 if len(figure.panels) > 1 else 3, len(handles))
         picture.legend(
@@ -146,3 +148,11 @@ def _legend(picture: Any, figure: Figure, colours: dict[str, Any]) -> None:
         )
     elif text:
         picture.supxlabel(text, fontsize=8.5)
+
+
+def _absent(figure: Figure) -> str:
+    if not figure.missing:
+        return ""
+    more = f" and {len(figure.missing) - 3} more" if len(figure.missing) > 4 else ""
+    few = figure.missing[:3] if more else figure.missing
+    return f"Not there yet: {'; '.join(few)}{more}."

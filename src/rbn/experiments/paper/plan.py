@@ -24,15 +24,16 @@ READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
 ONE_SEED = ("fig3b", "fig5", "fig6")  # lines of one model each, as in the paper
 
 _BOTH = ("lstm", "bn-lstm")
+_QUICK_TEXT = ("epochs=1", "length=100", "evaluate_every=40")
 _QUICK = {
     "mnist": ("digits", "digits", ("tag=quick", "epochs=8")),
     "pmnist": ("digits", "digits", ("tag=quick-permuted", "epochs=8", "data.permuted=true")),
-    "ptb": ("pydoc", "pydoc", ("tag=quick", "epochs=2", "hidden_size=64", "length=100")),
-    "text8": ("pydoc", "pydoc", ("tag=quick-large", "epochs=1", "hidden_size=96", "length=100")),
+    "ptb": ("pydoc", "pydoc", ("tag=quick", "hidden_size=48", *_QUICK_TEXT)),
+    "text8": ("pydoc", "pydoc", ("tag=quick-large", "hidden_size=64", *_QUICK_TEXT)),
     "cnn": ("cloze", "cloze", ("tag=quick", "epochs=2")),
     "cnn-full": ("cloze", "cloze", ("tag=quick", "epochs=2")),
 }
-_QUICK_SWEEP = {"pmnist": ("epochs=4",), "ptb": ("epochs=1",)}
+_QUICK_SWEEP: dict[str, tuple[str, ...]] = {"pmnist": ("epochs=4",), "ptb": ()}
 # Figure 6 compares learning curves at a constant rate; its first part is enough for that.
 _SWEEP = {"pmnist": ("epochs=40",), "ptb": ("epochs=8", "patience=null")}
 

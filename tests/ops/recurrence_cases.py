@@ -306,3 +306,23 @@ def assert_same(
         error = (got.double() - want.double()).abs().max().item() if want.numel() else 0.0
         limit = tolerance * scale_of(want.double())
         assert error <= limit, f"{name} differs by {error:.3g}, allowed {limit:.3g}"
+
+
+def constant_beginning(op: str, constant: int, *shape: int) -> Case:
+    """A call ``[T, B, H]`` whose rows are alike in the first steps, as before a first input."""
+    case = make_case(op, *shape)
+    tensors = case.present()
+    wx = tensors["wx"].clone()
+    wx[:constant] = wx[:constant, :1]
+    states = {
+        name: tensors[name][:1].expand_as(tensors[name]).clone()
+        for name in ("h0", "c0")
+        if name in tensors
+    }
+    return case.with_tensors(wx=wx, **states)
+
+
+def shared(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of what all rows share; of a state, that of the vector they begin with."""
+    found = {name: g for name, g in gradients.items() if name not in ("wx", "h0", "c0")}
+    return found | {name: gradients[name].sum(0) for name in ("h0", "c0") if name in gradients}

@@ -18,8 +18,10 @@ from recurrence_cases import (
     call,
     calm,
     cases,
+    constant_beginning,
     differentiate,
     make_case,
+    shared,
 )
 
 import rbn
@@ -100,6 +102,16 @@ def test_half_precision(op, dtype):
     unit = torch.finfo(dtype).eps
     assert_same(found[0], expected[0], 4 * unit)
     assert_same(found[1], expected[1], 16 * unit)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in rows that fill a tile
+@pytest.mark.parametrize("constant", [1, 4])
+def test_rounding_is_not_enlarged_by_constant_steps(constant):
+    case = constant_beginning("bn_lstm", constant, 8, 12, 5).to(torch.float32)
+    _, found = differentiate(case.on(DEVICE), "gpu")
+    _, expected = differentiate(case.to(torch.float64), "reference")
+    assert_same(shared(found), shared(expected), 2e-3)  # as on the CPU
+    assert found["h0"].abs().max() == 0
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).parent / "configs"
-TASKS = ("digits", "mnist", "pmnist", "ptb", "text8", "pydoc")
+READING = ("cloze", "cnn", "cnn-built")
+TASKS = ("digits", "mnist", "pmnist", "ptb", "text8", "pydoc", *READING)
 TEXTS = ("ptb", "text8", "pydoc")
 MODELS = ("lstm", "bn-lstm", "ln-lstm", "bn-rnn", "rnn", "irnn")
+READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
 STARTS = ("orthogonal", "identity-candidate", "identity-all")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 SELECTIONS = ("batch", "population")
@@ -66,7 +68,9 @@ class Config:
     population_batch: int = 1000
 
     def __post_init__(self) -> None:
-        choices = {"task": TASKS, "model": MODELS, "start": STARTS}
+        models = READERS if self.is_reading else MODELS
+        choices: dict[str, tuple[str, ...]]
+        choices = {"task": TASKS, "model": models, "start": STARTS}
         choices |= {"precision": PRECISIONS, "select": SELECTIONS}
         for name, options in choices.items():
             value = getattr(self, name)
@@ -89,9 +93,15 @@ class Config:
         return self.task in TEXTS
 
     @property
+    def is_reading(self) -> bool:
+        """Whether the task is to answer questions about documents."""
+        return self.task in READING
+
+    @property
     def name(self) -> str:
-        """The model and its tag, for folders and tables."""
-        return f"{self.model}-{self.tag}" if self.tag else self.model
+        """The model and its tag, for folders and tables; bn-e** is bn-e-star-star there."""
+        model = self.model.replace("*", "-star")
+        return f"{model}-{self.tag}" if self.tag else model
 
     def to_json(self) -> str:
         """All of it, for the run's folder."""
@@ -107,6 +117,13 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
     if "task" not in values:
         raise ValueError("a config must name its task")
     return Config(**values)
+
+
+def for_model(values: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The settings of a file for one model: those that its ``variants`` name for it override."""
+    found = dict(values)
+    variants = found.pop("variants", None) or {}
+    return {**found, **variants.get(model, {}), "model": model}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -59,19 +59,14 @@ def test_what_is_not_known():
         plan.jobs("table1", "long")
 
 
-def test_readers_wait_for_their_task(monkeypatch):
-    monkeypatch.setattr(configs, "TASKS", ("digits", "ptb"))
-    assert plan.waiting("table4") == (
-        "table4 waits for the reading task cnn-built, which is not in this version"
+def test_readers():
+    found = plan.needed(["fig4a", "table4"], "short", 1, FOLDER)
+    assert [run.config.model for run in found] == [*plan.READERS, "lstm", "bn-e**"]
+    assert [run.config.tag for run in found] == [""] * 5 + ["full"] * 2
+    assert found[-1].job.command == (
+        "rbn train cnn-built --model 'bn-e**' --config cnn-built-full --set tag=full"
     )
-    assert plan.jobs("fig4a") == []
-    assert plan.waiting("table2") is None
-    monkeypatch.setattr(configs, "TASKS", ("cloze", "cnn-built"))
-    assert plan.waiting("table4") is None
-    found = plan.jobs("fig4a")
-    assert [job.model for job in found] == list(plan.READERS)
-    (full, _) = plan.jobs("table4")
-    assert (full.base, full.settings) == ("cnn-built-full", ("tag=full",))
+    assert found[-1].config.batch_size == 40  # the paper's for this model
 
 
 def test_published_runs_are_found(results):

@@ -18,6 +18,7 @@ _WHY = {
     "epochs": "passes over the training data, at most",
     "evaluate_every": "steps between looks at the validation data",
 }
+_QUESTIONS = ("cnn", "cnn-built")
 _SKIPPED = ("task", "model", "tag")
 
 GENERAL = (
@@ -36,13 +37,16 @@ GENERAL = (
 
 def changed(result: Result) -> dict[str, tuple[Any, Any]]:
     """Settings of a run that differ from the paper's config of its task: (paper's, the run's)."""
-    paper = configs.from_mapping({"task": result.task, **configs.published(result.task)})
-    found = {}
+    full = result.task in _QUESTIONS and result.config.get("data", {}).get("sentences") is None
+    found = configs.read(configs.find(f"{result.task}-full" if full else result.task))
+    chosen = configs.for_model(found, result.model)
+    paper = configs.from_mapping({"task": result.task, **chosen})
+    different = {}
     for name, value in result.config.items():
         theirs = getattr(paper, name, None)
         if name not in _SKIPPED and value != theirs:
-            found[name] = (theirs, value)
-    return found
+            different[name] = (theirs, value)
+    return different
 
 
 def sentences(results: Iterable[Result]) -> list[str]:

@@ -61,7 +61,7 @@ def figure(name: str, shelf: Shelf) -> Figure:
     return makers[name](shelf)
 
 
-def _learning(shelf: Shelf, place: Place, models: Sequence[str], error: bool = False) -> Gathered:
+def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> Gathered:
     """Validation curves of some models, with both kinds of statistics where there are two."""
     found = Gathered()
     for model in models:
@@ -75,14 +75,8 @@ def _learning(shelf: Shelf, place: Place, models: Sequence[str], error: bool = F
         for each in (line, other):
             if each is None or (each is other and each.y == line.y):
                 continue
-            found.lines.append(_errors(each) if error else each)
+            found.lines.append(each)
     return found
-
-
-def _errors(line: Line) -> Line:
-    """Error rates instead of accuracies."""
-    y, low, high = (tuple(1 - v for v in values) for values in (line.y, line.low, line.high))
-    return replace(line, y=y, low=high, high=low)
 
 
 def _images(shelf: Shelf) -> Figure:
@@ -147,7 +141,7 @@ def _lengths(shelf: Shelf) -> Figure:
 
 def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figure:
     place = shelf.places[where]
-    found = _learning(shelf, place, models, error=True)
+    found = _learning(shelf, place, models)
     paper = [
         replace(line, series=series.removesuffix(" valid"))
         for series, line in shelf.paper(name).items()

@@ -42,7 +42,7 @@ class Table:
         name: such as ``table2``.
         title: what is measured.
         unit: what a number is.
-        percent: 1 for accuracies, -1 for error rates, in percent; 0 for numbers as they are.
+        percent: whether results are parts of 1 and the table's numbers percent.
         digits: after the point.
         entries: the paper's own models.
     """
@@ -50,15 +50,13 @@ class Table:
     name: str
     title: str
     unit: str
-    percent: int
+    percent: bool
     digits: int
     entries: tuple[Entry, ...]
 
     def shown(self, value: float) -> float:
         """A published result in the table's unit."""
-        if self.percent == 0:
-            return value
-        return 100 * value if self.percent > 0 else 100 * (1 - value)
+        return 100 * value if self.percent else value
 
 
 def _error_rates(place: str, field: str, *pairs: tuple[str, float]) -> tuple[Entry, ...]:
@@ -72,7 +70,7 @@ TABLES = {
             "table1",
             "Pixel by pixel MNIST, test set",
             "accuracy, %",
-            1,
+            True,
             1,
             (
                 Entry("mnist", "lstm", "test", 98.9),
@@ -85,7 +83,7 @@ TABLES = {
             "table2",
             "Penn Treebank, whole test sequence",
             "bits per character",
-            0,
+            False,
             3,
             (Entry("ptb", "lstm", "test", 1.38), Entry("ptb", "bn-lstm", "test", 1.32)),
         ),
@@ -93,7 +91,7 @@ TABLES = {
             "table3",
             "text8, whole test sequence",
             "bits per character",
-            0,
+            False,
             3,
             (Entry("text8", "lstm", "test", 1.43), Entry("text8", "bn-lstm", "test", 1.36)),
         ),
@@ -101,7 +99,7 @@ TABLES = {
             "table4",
             "CNN questions on whole documents",
             "error rate, %",
-            -1,
+            True,
             1,
             (
                 *_error_rates("cnn-full", "valid", ("lstm", 45.5), ("bn-e**", 37.9)),
@@ -112,7 +110,7 @@ TABLES = {
             "fig4a",
             "CNN questions on four sentences, lowest validation error (section 5.4)",
             "error rate, %",
-            -1,
+            True,
             1,
             _error_rates(
                 "cnn",

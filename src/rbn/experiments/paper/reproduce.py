@@ -69,8 +69,6 @@ class Reproduction:
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise ValueError(f"max-minutes must be positive, got {self.max_minutes}")
         self._began = time.monotonic()
-        waits = (plan.waiting(target, self.recipe) for target in self.targets)
-        self.notes += [f"{reason}." for reason in waits if reason]
 
     @property
     def quick(self) -> bool:

@@ -1,0 +1,20 @@
+"""That a run of the real thing learns."""
+
+import pytest
+import torch
+
+from rbn.experiments import build, results
+from rbn.experiments import config as configs
+from rbn.experiments.config import from_mapping, with_settings
+
+
+@pytest.mark.slow
+def test_sequential_digits(tmp_path):
+    """As ``rbn train digits``: 64 steps, a pixel at a time; chance is 10 %."""
+    config = with_settings(from_mapping(configs.published("digits")), ["evaluate_every=60"])
+    task = build.build(config, 1, torch.device("cpu"))
+    trainer = build.make_trainer(config, task, tmp_path)
+    assert trainer.run().finished
+    result = results.finish(config, 1, trainer, "rbn train digits")
+    assert result["test"] > 0.9
+    assert result["valid"] > 0.9

@@ -1,0 +1,195 @@
+"""What can be done with trained runs: measure, write text, publish; several runs at once."""
+
+import csv
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from rbn.cli.app import app
+from rbn.experiments import config as configs
+from rbn.experiments import trained
+from rbn.experiments.config import from_mapping
+from rbn.training import checkpoint
+
+TEXT = ["--set", "epochs=1", "--set", "hidden_size=16", "--set", "batch_size=64"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def words(output):
+    return " ".join(output.split())
+
+
+@pytest.fixture(scope="module")
+def text_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text") / "run"
+    done = invoke("train", "pydoc", *TEXT, "--device", "cpu", "--out", folder, "--tensorboard")
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def digits_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("digits")
+    settings = ["--set", "epochs=2", "--set", "hidden_size=8", "--set", "evaluate_every=12"]
+    done = invoke(
+        "train", "digits", *settings, "--device", "cpu", "--seeds", "1,2", "--out", folder
+    )
+    assert done.exit_code == 0, done.output
+    alone = invoke(
+        "train", "digits", *settings, "--device", "cpu", "--seed", 2, "--out", folder / "x"
+    )
+    assert alone.exit_code == 0, alone.output
+    return folder
+
+
+def test_several_seeds_give_the_numbers_of_each_alone(digits_runs):
+    together, alone = (digits_runs / name for name in ("bn-lstm-seed2", "x"))
+    one, other = (json.loads((run / "result.json").read_text()) for run in (together, alone))
+    for name in ("test", "valid", "best_step", "seed", "command", "config"):
+        assert one[name] == other[name], name
+    assert (one["together"], other["together"]) == (2, 1)
+    tensors, other_tensors = (
+        checkpoint.load(run / "last.safetensors")[0] for run in (together, alone)
+    )
+    assert all(torch.equal(value, other_tensors[name]) for name, value in tensors.items())
+
+
+def test_measuring_a_classifier_again(digits_runs):
+    run = digits_runs / "bn-lstm-seed1"
+    result = json.loads((run / "result.json").read_text())
+    done = invoke("evaluate", run, "--device", "cpu")
+    assert f"digits, bn-lstm: {result['test']:.4f} accuracy (test, population" in done.output
+    done = invoke("evaluate", run, "--split", "valid", "--stats", "batch", "--device", "cpu")
+    assert f"{result['valid_batch']:.4f} accuracy (valid, batch" in done.output
+    done = invoke("evaluate", run, "--length", "7", "--device", "cpu")
+    assert done.exit_code == 2
+    assert "length is for texts" in done.output
+
+
+def test_measuring_a_text(text_run):
+    result = json.loads((text_run / "result.json").read_text())
+    done = invoke("evaluate", text_run, "--length", "full", "--device", "cpu")
+    assert f"{result['test']:.4f} bits per character" in done.output, done.output
+    values = {}
+    for length in (10, 64):
+        done = invoke("evaluate", text_run, "--length", length, "--device", "cpu")
+        values[length] = float(done.output.split(": ")[1].split()[0])
+    assert values[64] == pytest.approx(result["test_windows"], abs=1e-4)
+    assert values[10] > values[64]  # the first characters of a window are the hardest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--split", "exam"], "split must be one of train, valid, test, got 'exam'"),
+        (["--stats", "both"], "stats must be one of population, batch, got 'both'"),
+        (["--length", "1"], "length must be a number from 2 up or full, got '1'"),
+        (["--length", "full", "--stats", "batch"], "it needs stats population"),
+        (["--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+    ],
+)
+def test_mistakes_in_measuring(options, message, text_run):
+    done = invoke(
+        "evaluate", text_run, *(["--device", "cpu"] if "gpu" not in options else []), *options
+    )
+    assert done.exit_code == 2
+    assert message in words(done.output)
+
+
+def test_writing_text(text_run):
+    options = ["--prompt", "The ", "--length", "40", "--device", "cpu"]
+    once, again = (invoke("sample", text_run, *options) for _ in range(2))
+    assert once.exit_code == 0, once.output
+    assert once.output == again.output
+    assert once.output.startswith("The ")
+    assert len(once.output) == 45  # and a line's end
+    other = invoke("sample", text_run, *options, "--seed", "2")
+    assert other.output != once.output
+    cold = [invoke("sample", text_run, *options, "--temperature", "0", "--seed", s) for s in (1, 2)]
+    assert cold[0].output == cold[1].output
+
+
+def test_text_is_written_with_the_states_of_what_was_read(text_run):
+    """A character at a time gives what reading the whole at once does."""
+    model, symbols = trained.open_language_model(text_run, torch.device("cpu"))
+    prompt = "class"
+    written = "".join(trained.sample(model, symbols, prompt, 6, 0.0, 1))
+    numbers = torch.tensor([symbols.index(character) for character in prompt + written])
+    with torch.no_grad():
+        logits, _ = model(numbers[:, None])
+    likeliest = logits[len(prompt) - 1 : -1, 0].argmax(-1)
+    assert "".join(symbols[k] for k in likeliest) == written
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", ""], "prompt must have at least one character"),
+        (["--prompt", "\u00e9"], "is not one of the"),
+        (["--temperature", "-1"], "temperature must not be negative"),
+        (["--length", "-1"], "length must not be negative"),
+    ],
+)
+def test_mistakes_in_writing(options, message, text_run):
+    done = invoke("sample", text_run, *options, "--device", "cpu")
+    assert done.exit_code == 2
+    assert message in words(done.output)
+
+
+def test_no_text_from_a_classifier(digits_runs, tmp_path):
+    done = invoke("sample", digits_runs / "bn-lstm-seed1", "--device", "cpu")
+    assert done.exit_code == 2
+    assert "a run on digits, which is no text" in words(done.output)
+    done = invoke("evaluate", tmp_path)
+    assert done.exit_code == 2
+    assert "holds no run" in done.output
+
+
+def test_publishing(digits_runs, tmp_path):
+    done = invoke("publish", digits_runs / "bn-lstm-seed1", "--to", tmp_path)
+    assert done.exit_code == 0, done.output
+    target = tmp_path / "digits" / "bn-lstm-seed1.json"
+    assert json.loads(target.read_text())["test"] > 0
+    with target.with_suffix(".csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["12", "24"]
+    assert rows[0].keys() == {"step", "seconds", "train", "valid_batch", "valid_population"}
+    done = invoke("publish", tmp_path)
+    assert done.exit_code == 2
+    assert "has no result" in done.output
+
+
+def test_curves_for_tensorboard(text_run):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(text_run / "tensorboard"))
+    events.Reload()
+    lines = [json.loads(line) for line in (text_run / "metrics.jsonl").read_text().splitlines()]
+    for name in ("train", "valid_batch", "valid_population"):
+        scalars = events.Scalars(name)
+        assert [(s.step, s.value) for s in scalars] == [
+            (line["step"], pytest.approx(line[name])) for line in lines
+        ]
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_every_config_is_one(name):
+    settings = from_mapping(configs.read(configs.find(name)))
+    assert settings.task == name.split("/")[-1].split("-")[0]
+
+
+def test_settings_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--config", "mnist-code", "--seeds", "1,1"]
+    done = invoke("train", "mnist", *options)
+    assert "seeds must be different from each other, got '1,1'" in words(done.output)
+    done = invoke("train", "mnist", "--seeds", "a")
+    assert "seeds must be numbers such as 1,2,3, got 'a'" in words(done.output)
+    done = invoke("train", "digits", "--precision", "fp4")
+    assert "precision must be one of 32-true" in words(done.output)

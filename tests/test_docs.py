@@ -1,0 +1,56 @@
+"""The pages under docs say what is so."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def code_of(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / name).read_text(), flags=re.S)
+
+
+def test_your_own_data(tmp_path, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(2, (300,), generator=generator)
+    slopes = torch.linspace(-1, 1, 12) * (2 * labels[:, None] - 1)
+    series = slopes + 0.3 * torch.randn(300, 12, generator=generator)
+    lines = [
+        ",".join(f"{v:.4f}" for v in row) + f",{label}"
+        for row, label in zip(series.tolist(), labels.tolist(), strict=True)
+    ]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "series.csv").write_text("\n".join(lines) + "\n")
+    (example,) = code_of("experiments.md")
+    assert len([line for line in example.splitlines() if line and "import" not in line]) <= 15
+    names = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # the file is closed when the list is made
+        exec(compile(example, "experiments.md", "exec"), names)
+    assert names["accuracy"] > 0.9
+    assert (tmp_path / "runs" / "series" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not link.startswith("http"):
+            assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("model", ["lstm", "bn-lstm"])
+def test_the_published_numbers_are_those_of_the_files(model):
+    found = [
+        json.loads(path.read_text())["test"]
+        for path in sorted((ROOT / "results/ptb").glob(f"{model}-short-seed*.json"))
+    ]
+    assert len(found) == 3
+    mean = sum(found) / 3
+    said = f"{mean:.3f} ({min(found):.3f} to {max(found):.3f})"
+    assert said in (ROOT / "docs/experiments.md").read_text()

@@ -128,6 +128,8 @@ def test_the_committed_report_is_of_the_committed_results(tmp_path):
 def test_in_a_browser(which, report, tmp_path):
     """On a phone's width: every picture is there, nothing sticks out, no word on the console."""
     folder = report if which == "made up" else ROOT / "docs" / "report"
+    if not folder.exists():
+        pytest.skip("the source distribution comes without docs")
     shown = tmp_path / "shown"
     shown.mkdir()
     shutil.copy(folder / "index.html", shown)

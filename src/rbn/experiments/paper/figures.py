@@ -237,17 +237,22 @@ def _gradient_flow(shelf: Shelf) -> Figure:
     for title, lines in (_computed(shelf, "fig1a") or {"": []}).items():
         label = "norm of the gradient"
         limits = None if shelf.quick else (1e-26, 1e2)
-        panels.append(Panel(title, "time step", label, (*paper, *lines), True, limits))
+        largest = max((max(line.y) for line in lines), default=0.0)
+        note = f"ours go up to {largest:.0e}" if limits and largest > limits[1] else ""
+        panels.append(Panel(title, "time step", label, (*paper, *lines), True, limits, note))
     own = any(len(panel.lines) > len(paper) for panel in panels)
     return Figure(
         "fig1a",
         "Gradient flow through a batch-normalized tanh RNN",
         "Norm of the loss's gradient at the hidden states before training, for gamma from 0.1 to "
-        "1.0; read from right to left. The paper's lines are the same in all panels. It does not "
-        "say how the recurrent weights start nor whether both terms are normalized together: with "
-        "the identity of section 5.1, large gammas make the gradient vanish as in the paper, and "
-        "most nearly so with both terms together. With orthogonal weights it vanishes for no "
-        "gamma; for large ones it explodes.",
+        "1.0; read from right to left. Ours are geometric means over seeds; the paper's lines are "
+        "the same in all panels. The paper does not say how the recurrent weights start, nor "
+        "whether both terms are normalized together. With the identity of section 5.1 and both "
+        "terms together, as in the RNN of the authors' code, small gammas keep the gradient and "
+        "large ones make it vanish, as in the paper. With each term on its own, every unit is a "
+        "recurrence by itself, and how far the gradient fades at small gammas depends on seed and "
+        "rounding by many orders of magnitude. With orthogonal weights it vanishes for no gamma; "
+        "for large ones it explodes.",
         tuple(panels),
         () if own else ("our gradient norms",),
         many=True,

@@ -98,19 +98,22 @@ class Image:
         table: its numbers.
         title: in a few words.
         caption: in sentences.
+        large: whether on a narrow screen it is better scrolled than made small.
     """
 
     svg: Path
     table: Path
     title: str
     caption: str
+    large: bool = False
 
     def html(self) -> str:
         """As HTML that needs no other file."""
         content = base64.b64encode(self.svg.read_bytes()).decode("ascii")
         return (
             f'<figure id="{escape(self.svg.stem)}">'
-            f'<img src="data:image/svg+xml;base64,{content}" alt="{escape(self.title)}">'
+            f'<div class="wide{" large" if self.large else ""}">'
+            f'<img src="data:image/svg+xml;base64,{content}" alt="{escape(self.title)}"></div>'
             f"<figcaption><strong>{escape(self.title)}.</strong> {escape(self.caption)}"
             "</figcaption></figure>"
         )

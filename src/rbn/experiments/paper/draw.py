@@ -112,7 +112,8 @@ def _draw_panel(axes: Any, panel: Panel, colours: dict[str, Any], many: bool) ->
     if panel.y_range:
         axes.set_ylim(*panel.y_range)
     if panel.note:
-        axes.text(0.98, 0.96, panel.note, transform=axes.transAxes, ha="right", va="top", size=8)
+        where: Any = {"transform": axes.transAxes, "va": "bottom", "size": 8}
+        axes.text(0.03, 0.04, panel.note, bbox={"color": "white", "pad": 1}, **where)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -37,9 +37,9 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("identity start, terms normalized together", "identity", True),
-    Variant("identity start, each term (rbn.BatchNormRNN)", "identity", False),
-    Variant("orthogonal start, each term (rbn.BatchNormRNN)", "orthogonal", False),
+    Variant("identity, terms together", "identity", True),
+    Variant("identity, BatchNormRNN", "identity", False),
+    Variant("orthogonal, BatchNormRNN", "orthogonal", False),
 )
 
 

@@ -116,7 +116,7 @@ def _figures(figures: Sequence[Figure], folder: Path) -> list[Block]:
                 caption += f" Not there yet: {'; '.join(each.missing)}."
             title = f"{_titled(each.name)}: {each.title}"
             paths = folder / f"{each.name}.svg", folder / f"{each.name}.csv"
-            blocks.append(Image(*paths, title, caption))
+            blocks.append(Image(*paths, title, caption, large=len(each.panels) > 1))
     return blocks
 
 

@@ -53,6 +53,8 @@ def tiny(monkeypatch):
 
     monkeypatch.setattr(build, "load", shorter)
     monkeypatch.setattr(findings, "digits", lambda: few(digits()))
+    settings = findings._digits
+    monkeypatch.setattr(findings, "_digits", lambda *more: settings("hidden_size=8", *more))
 
 
 def few(splits):

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import rbn
-from rbn.cli import reading, runs, train
+from rbn.cli import paper, reading, runs, train
 from rbn.cli.common import stop
 from rbn.cli.data import app as data
 from rbn.experiments.demo import Settings, run_demo
@@ -35,6 +35,8 @@ for command in (
     reading.ask,
 ):
     app.command()(command)
+app.command()(paper.reproduce)
+app.command()(paper.report)
 
 
 def _show_version(wanted: bool) -> None:

@@ -16,7 +16,7 @@ from rbn.experiments.config import Config
 from rbn.experiments.reading import ReadingTask, build_reading, load_reading
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
-from rbn.training import Progress, Schedule, Trainer
+from rbn.training import Progress, Schedule, Trainer, make_fabric
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -160,17 +160,8 @@ def make_trainer(
         make_optimizer(config, task.model, graph),
         schedule,
         folder,
-        fabric=fabric or make_fabric(config, device),
+        fabric=fabric or make_fabric(device, config.precision),
         graph=graph,
         on_step=on_step,
         on_record=on_record,
     )
-
-
-def make_fabric(config: Config, device: torch.device) -> Fabric:
-    """Device and precision of a run."""
-    from lightning.fabric import Fabric
-
-    devices: Any = 1 if device.type == "cpu" else [device.index or 0]
-    precision: Any = config.precision
-    return Fabric(accelerator=device.type, devices=devices, precision=precision)

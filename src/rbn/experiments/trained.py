@@ -15,7 +15,7 @@ from rbn.experiments.config import Config
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel
-from rbn.training import CheckpointError, checkpoint
+from rbn.training import CheckpointError, checkpoint, make_fabric
 
 
 def weights_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -36,7 +36,7 @@ def open_task(
     weights, _ = weights_of(folder)
     task = build.build(config, seed, device, root)
     task.model.load_state_dict(weights)
-    task.model = build.make_fabric(config, device).setup_module(task.model)
+    task.model = make_fabric(device, config.precision).setup_module(task.model)
     task.model.eval()
     return config, task
 

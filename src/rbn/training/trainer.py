@@ -96,7 +96,7 @@ class Trainer:
         self.progress = Progress()
         self.module, self._optimizer = task.model, optimizer  # without their wrappers
         device = next(task.model.parameters()).device
-        self.fabric = fabric or _fabric_of(device)
+        self.fabric = fabric or make_fabric(device)
         task.model, self._wrapped = self.fabric.setup(task.model, optimizer)
         self.look_back = look_back or (1 if device.type == "cpu" else 100)
         self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -338,8 +338,9 @@ class Trainer:
         return facts
 
 
-def _fabric_of(device: torch.device) -> Fabric:
+def make_fabric(device: torch.device, precision: Any = "32-true") -> Fabric:
+    """One device, with a precision as Fabric names it."""
     from lightning.fabric import Fabric
 
     devices: Any = 1 if device.type == "cpu" else [device.index or 0]
-    return Fabric(accelerator=device.type, devices=devices)
+    return Fabric(accelerator=device.type, devices=devices, precision=precision)

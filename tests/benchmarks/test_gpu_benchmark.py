@@ -1,7 +1,6 @@
 """What of the GPU benchmark needs no GPU: its plan, its rows, its peers, its floor."""
 
 import csv
-import importlib
 import sys
 import time
 from pathlib import Path
@@ -13,14 +12,6 @@ import rbn
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 FACTS = {"gpu": "a card", "versions": "rbn 0", "commit": "abc", "date": "2026-01-01"}
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """Import a module of the benchmark by name, as its script does."""
-    sys.path.insert(0, str(FOLDER))
-    yield importlib.import_module
-    sys.path.remove(str(FOLDER))
 
 
 @pytest.fixture

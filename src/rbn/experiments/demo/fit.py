@@ -47,8 +47,13 @@ def fit(
     data: Splits,
     on_step: Callable[[int, float], None] | None = None,
     on_record: Callable[[Record], None] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Trained:
-    """Train, return to the best parameters, estimate the population statistics exactly, test."""
+    """Train, return to the best parameters, estimate the population statistics exactly, test.
+
+    On another device the initial weights and the minibatches are the same, the noise is not.
+    """
+    data = data.to(device)
     best_parameters: dict[str, Tensor] = {}
     best_accuracy = -1.0
 
@@ -61,8 +66,8 @@ def fit(
             on_record(record)
 
     with torch.random.fork_rng(devices=[]):
-        reached = reach(build(name, settings), data.train, settings.batch_size)
-        model = build(name, settings)  # untouched by that
+        reached = reach(build(name, settings).to(device), data.train, settings.batch_size)
+        model = build(name, settings).to(device)  # untouched by that
         records = train(
             model,
             torch.optim.Adam(model.parameters(), lr=settings.learning_rate),

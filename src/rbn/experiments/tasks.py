@@ -32,11 +32,14 @@ class Measured(abc.ABC):
     """A task that is measured with minibatch statistics and with population statistics.
 
     Attributes:
+        estimate: minibatches behind the population statistics of an evaluation; None takes the
+            running averages.
         metric: ``"valid_batch"`` or ``"valid_population"``, which of them names the best model.
     """
 
     model: nn.Module
     batch_size: int
+    estimate: int | None = ESTIMATE
     metric = "valid_population"
     forward: Callable[[nn.Module, Any], object] | None = None  # on one of `population_batches`
 
@@ -59,9 +62,11 @@ class Measured(abc.ABC):
             value = self.measure_with("valid", "population")
             return {"valid_batch": value, "valid_population": value}
         found = {"valid_batch": self.measure_with("valid", "batch")}
+        if self.estimate is None:
+            return found | {"valid_population": self.measure_with("valid", "population")}
         with kept_statistics(self.model):
             batches = self.population_batches(self.batch_size)
-            some = itertools.islice(batches, ESTIMATE)
+            some = itertools.islice(batches, self.estimate)
             update_population_stats(self.model, some, forward=self.forward)
             found["valid_population"] = self.measure_with("valid", "population")
         return found

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rbn.training import checkpoint
+from rbn.training.averaging import AveragedParameters
 from rbn.training.captured import CapturedStep
 from rbn.training.randomness import RandomState
 from rbn.training.schedule import Progress, Schedule
@@ -108,6 +109,9 @@ class Trainer:
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # of those skipped
         self._number = torch.zeros((), dtype=torch.int64, device=device)  # of the step
         self._fetched = 0  # of progress.loss_count
+        self._average: AveragedParameters | None = None
+        if schedule.average is not None:
+            self._average = AveragedParameters(self.module, schedule.average)
         self._unsaved_best: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         self._began: float | None = None
         self._saved = 0.0  # seconds since then
@@ -226,11 +230,13 @@ class Trainer:
             self._in_a_row.copy_(torch.where(good, 0, self._in_a_row + 1))
         good = value.isfinite() | (self._bad >= 0)
         self._bad.copy_(torch.where(good, self._bad, self._number))
-        self._number += 1
         self._sum += value
         if self.look_back == 1 and not self._captures:
             self._fetch()  # before the model is spoilt by a gradient that is not finite
         self._wrapped.step()
+        if self._average is not None:
+            self._average.update(self._number)
+        self._number += 1
         return value
 
     def _set_rates(self, factor: float) -> None:
@@ -269,8 +275,14 @@ class Trainer:
 
     def _look(self) -> None:
         """Evaluate, write it down, and remember the best."""
-        now, task = self.progress, self.task
         self._fetch()
+        with contextlib.nullcontext() if self._average is None else self._average.in_place():
+            record = self._evaluate()
+        if self.on_record:
+            self.on_record(record)
+
+    def _evaluate(self) -> dict[str, float]:
+        now, task = self.progress, self.task
         record: dict[str, float] = {
             "step": now.step,
             "seconds": round(now.seconds, 3),
@@ -291,8 +303,7 @@ class Trainer:
             if patience is not None and now.bad_looks >= patience:
                 now.finished = now.stopped_early = True
         self._write_history()
-        if self.on_record:
-            self.on_record(record)
+        return record
 
     def save(self) -> None:
         """Write the best model, if it is new, and the checkpoint to go on from."""
@@ -304,6 +315,8 @@ class Trainer:
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = checkpoint.state_of(self.module, self._optimizer)
+        if self._average is not None:
+            tensors |= self._average.state()
         return tensors, {"optimizer": facts, "progress": asdict(self.progress)}
 
     def _resume(self) -> None:
@@ -311,6 +324,8 @@ class Trainer:
         self.progress = Progress(**facts["progress"])
         with self._random.current():
             checkpoint.restore(self.module, self._optimizer, tensors, facts["optimizer"])
+            if self._average is not None:
+                self._average.restore(tensors)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
         self._number.fill_(self.progress.step)

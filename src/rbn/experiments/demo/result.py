@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rbn.training import Record
-
 THRESHOLDS = (0.8, 0.9)  # validation accuracies whose first sight is reported
 
 
@@ -76,6 +74,26 @@ class Settings:
             if value != getattr(Settings, name):
                 words.append(f"--{name.replace('_', '-')} {value}")
         return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one look at the validation images saw.
+
+    Attributes:
+        step: optimisation steps taken so far.
+        seconds: time spent on them, evaluations left out.
+        train_loss: mean cross-entropy, in nats, of the minibatches since the last record.
+        valid_batch: validation accuracy from 0 to 1 with minibatch statistics, as the paper plots.
+        valid_population: the same with population statistics, a running average. A model without
+            statistics has the same accuracy twice.
+    """
+
+    step: int
+    seconds: float
+    train_loss: float
+    valid_batch: float
+    valid_population: float
 
 
 @dataclass(frozen=True)

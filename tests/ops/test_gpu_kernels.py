@@ -7,6 +7,7 @@ itself; all but the barrier between the steps is the code that runs on the card.
 import contextlib
 import copy
 import importlib
+import types
 from unittest import mock
 
 import pytest
@@ -32,7 +33,7 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm
+from rbn.ops.gpu import cuda_lstm, gradients, signature
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -217,3 +218,49 @@ def test_several_recurrences_at_once():
     for r, (_, found) in enumerate(alone):
         for name, grad in zip(found, grads, strict=True):
             torch.testing.assert_close(grad[r], found[name], rtol=1e-4, atol=1e-4)
+
+
+# What is saved, and overwritten -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_graph_that_is_kept_can_be_used_again(op):
+    """The last backward pass may overwrite what was saved, those before it may not."""
+    case = make_case(op, 4, 3, 6, fresh_seed(), dtype=torch.float32, **calm(op)).on(DEVICE)
+    leaves = {name: v.requires_grad_() for name, v in case.present().items()}
+    output = call(case.with_tensors(**leaves), "gpu")["output"]
+    cotangent = case.cotangents["output"]
+
+    def differentiate_again(**options):
+        return torch.autograd.grad(output, list(leaves.values()), cotangent, **options)
+
+    kept = [differentiate_again(retain_graph=True) for _ in range(2)]
+    last = differentiate_again()
+    for name, *values in zip(leaves, *kept, last, strict=True):
+        assert torch.equal(values[0], values[1]), name
+        assert torch.equal(values[0], values[2]), name
+    with pytest.raises(RuntimeError, match="second time"):
+        differentiate_again()
+
+
+@pytest.mark.parametrize("lead", [(), (1,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 8), (7, 5, 6), (50, 100, 100), (9, 2, 33)])
+def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
+    """In the room of W_h h, whose steps are as far apart as the layouts of the kernels say."""
+    T, B, H = shape
+    wx = torch.empty(*lead, T, B, 4 * H, dtype=dtype)
+    given = types.SimpleNamespace(wx=wx, lead=lead, save=True)
+    kept = signature.saved_products(given)
+    wh = torch.empty(kept + gradients.room_for_gradients(given), dtype=dtype).narrow(0, 0, kept)
+    plain = types.SimpleNamespace(wx=wx.view(1, T, B, 4 * H), R=1, B=B, H=H)
+    da = gradients._consumed(plain, wh)
+    assert da.shape == (1, T, B, 4 * H)
+    assert (da.data_ptr() - wh.data_ptr()) % 16 == 0
+    for t in range(T):
+        begin = (da[0, t].data_ptr() - wh.data_ptr()) // dtype.itemsize
+        for step in (kept // T, B * 4 * H):  # in CUDA C++, in Triton
+            assert begin >= (t + 1) * step
+    assert gradients._consumed(plain, torch.empty(kept, dtype=dtype)) is None  # no room was left
+    plain.R = 2
+    assert gradients._consumed(plain, wh) is None

@@ -207,12 +207,16 @@ def update_all(updates: list[Update]) -> None:
     if not often:
         return
     with torch.no_grad():
-        torch._foreach_add_([s.count[start:stop] for s, _, _, start, stop in often], 1)
+        torch._foreach_add_([_part(s.count, i, j) for s, _, _, i, j in often], 1)
         torch._foreach_lerp_(
-            [part for s, _, _, i, j in often for part in (s.mean[i:j], s.var[i:j])],
+            [_part(rows, i, j) for s, _, _, i, j in often for rows in (s.mean, s.var)],
             [v.to(s.mean.dtype) for s, mean, var, _, _ in often for v in (mean, var)],
             often[0][0].momentum or 0.0,
         )
+
+
+def _part(rows: Tensor, start: int, stop: int) -> Tensor:
+    return rows if stop - start == rows.shape[0] else rows[start:stop]
 
 
 def seen_at_first(count: Tensor) -> int:

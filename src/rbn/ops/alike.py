@@ -30,9 +30,11 @@ def steps_alike(
     var_h, var_c: ``[..., T, F]`` (var_x ``[..., 1, F]`` over a sequence), None for absent terms.
     Returns bool ``[..., T]`` each.
     """
-    begin = states[0] == states[0][..., :1, :]
-    for state in states[1:]:
-        begin = begin & (state == state[..., :1, :])
+    begin: Tensor | None = None
+    for state in states:
+        if state.stride(-2) != 0:  # or all rows are one, such as a learned state's
+            same = state == state[..., :1, :]
+            begin = same if begin is None else begin & same
     limit = CONSTANT * eps
     if var_c is not None:
         constant = (var_c <= limit).all(-1)
@@ -42,7 +44,11 @@ def steps_alike(
             constant = constant & (var_x <= limit).all(-1)
         elif var_x is not None:
             constant = constant & (wx == wx[..., :1, :]).flatten(-2).all(-1)
-    found = torch.cat([begin.flatten(-2).all(-1, keepdim=True), constant], -1)
+    if begin is None:
+        first = torch.ones_like(constant[..., :1])
+    else:
+        first = begin.flatten(-2).all(-1, keepdim=True)
+    found = torch.cat([first, constant], -1)
     alike = found.to(torch.int32).cumprod(-1, dtype=torch.int32).to(torch.bool)
     before, after = alike[..., :-1], alike[..., 1:]
     if var_x is None:  # both terms in one: constant only if the input is alike as well
@@ -52,7 +58,7 @@ def steps_alike(
 
 def raised(var: Tensor, alike: Tensor, eps: float) -> Tensor:
     """Variances ``[..., T, F]`` by which only terms of steps alike ``[..., T]`` can be constant."""
-    return torch.maximum(var, torch.where(alike, 0.0, 2 * CONSTANT * eps).to(var)[..., None])
+    return torch.where(alike[..., None], var, var.clamp(min=2 * CONSTANT * eps))
 
 
 def lowered(rstd: Tensor, alike: Tensor, eps: float) -> Tensor:

@@ -34,14 +34,16 @@ def check_shapes(wx: Tensor, gates: int, **tensors: Tensor | None) -> int:
         "h0": (B, H),
         "c0": (B, H),
     }
+    device = wx.device
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if tuple(tensor.shape) != shapes[name]:
+        if tensor.shape != shapes[name]:
             raise ValueError(
                 f"{name} must have the shape {list(shapes[name])}, got {list(tensor.shape)}"
             )
-        _check_device(name, tensor, wx)
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on wx's device, {device}, got {tensor.device}")
     return H
 
 

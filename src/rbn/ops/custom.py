@@ -37,6 +37,9 @@ def like_inputs(a: Any, fields: Sequence[str]) -> tuple[Tensor, ...]:
     )
 
 
+_SAVED = object()  # in the place of a tensor that autograd keeps
+
+
 class Formula:
     """How an operator is differentiated: what is kept, and what is made of it.
 
@@ -46,40 +49,42 @@ class Formula:
     """
 
     def __init__(self, inputs: type[Any], grads: Sequence[str], results: int) -> None:
-        self.names: tuple[str, ...] = inputs._fields
-        self.grads, self.results = tuple(grads), results
-        self.list_at = self.names.index("population")
+        names: tuple[str, ...] = inputs._fields
+        self.results, self.list_at = results, names.index("population")
+        self.grads_at = [names.index(name) for name in grads]
 
     def keep(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Save everything for the backward pass."""
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[self.results :])
+        tensors: list[Tensor] = []
+        plain: list[Any] = []
+        for value in inputs:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                plain.append(_SAVED)
+            else:
+                plain.append(value)
         population = inputs[self.list_at]
-        is_tensor = [isinstance(v, Tensor) for v in inputs]
-        tensors = [v for v in inputs if isinstance(v, Tensor)]
         ctx.save_for_backward(*tensors, *population, *output)
-        ctx.layout = is_tensor, len(tensors), len(population)
-        ctx.plain = [None if isinstance(v, Tensor) else v for v in inputs]
+        ctx.plain, ctx.counts = plain, (len(tensors), len(population))
 
     def gradients(self, ctx: Any, grad_outputs: Sequence[Any], backward: Any) -> list[Any]:
         """One for each argument; None for those without, and for the list.
 
         backward: takes the results' gradients, the operator's outputs, and its arguments.
         """
-        is_tensor, n, m = ctx.layout
-        saved = list(ctx.saved_tensors)
-        tensors, population, output = iter(saved[:n]), saved[n : n + m], saved[n + m :]
-        args = [
-            next(tensors) if tensor else value
-            for tensor, value in zip(is_tensor, ctx.plain, strict=True)
-        ]
-        args[self.list_at] = population
-        found = backward(*grad_outputs[: self.results], output, *args)
-        by_name: dict[str, Any] = dict(zip(self.grads, found, strict=True))
-        return [
-            by_name.get(name) if tensor else None
-            for name, tensor in zip(self.names, is_tensor, strict=True)
-        ]
+        n, m = ctx.counts
+        saved = ctx.saved_tensors
+        tensors = iter(saved[:n])
+        args = [next(tensors) if value is _SAVED else value for value in ctx.plain]
+        args[self.list_at] = list(saved[n : n + m])
+        found = backward(*grad_outputs[: self.results], list(saved[n + m :]), *args)
+        gradients: list[Any] = [None] * len(args)
+        for at, gradient in zip(self.grads_at, found, strict=True):
+            if ctx.plain[at] is _SAVED:
+                gradients[at] = gradient
+        return gradients
 
 
 class Operator:
@@ -87,15 +92,20 @@ class Operator:
 
     PyTorch's compiler and other tracers see the custom operator. In eager mode its Python wrapping
     would cost more than many a kernel, so the same functions run as an `autograd.Function`.
+
+    consuming: what runs in the place of `backward_op` where nobody will need again what the forward
+        pass saved, and it may be overwritten; by default the same.
     """
 
-    def __init__(self, op: Any, backward_op: Any, formula: Formula) -> None:
+    def __init__(
+        self, op: Any, backward_op: Any, formula: Formula, consuming: Any | None = None
+    ) -> None:
         self.op = op
         forward, backward = op._init_fn, backward_op._init_fn
 
         def op_backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
             found = formula.gradients(ctx, grad_outputs, backward_op)
-            found[formula.list_at] = [None] * ctx.layout[2]
+            found[formula.list_at] = [None] * ctx.counts[1]
             return tuple(found)
 
         def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -114,17 +124,29 @@ class Operator:
 
             @staticmethod
             def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
-                # With create_graph the operator says, if asked, that there is no second derivative.
-                run = backward_op if torch.is_grad_enabled() else backward
+                if torch.is_grad_enabled():
+                    # With create_graph the operator says, if asked, that there is no second
+                    # derivative.
+                    run = backward_op
+                else:
+                    run = consuming if consuming and not _graph_is_kept() else backward
                 return tuple(formula.gradients(ctx, grad_outputs, run))
 
-        self.function = Function
+        self.function, self.forward = Function, forward
 
     def __call__(self, *args: Any) -> Any:
         """The outputs, the first of them differentiable."""
         if _is_traced(args[0]):
             return self.op(*args)
+        if not torch.is_grad_enabled():
+            return self.forward(*args)
         return self.function.apply(*args)  # type: ignore[no-untyped-call]
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward pass that runs now may be followed by another over the same graph."""
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if asked is None else bool(asked())
 
 
 def _is_traced(tensor: Tensor) -> bool:

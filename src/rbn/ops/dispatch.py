@@ -47,7 +47,12 @@ def _has_gpu_kernels(device: int | None) -> bool:
     _gpu = _load_gpu()
     if _gpu is None:
         return False
-    return device is None or torch.cuda.get_device_capability(device) >= _OLDEST
+    return device is None or _capability(device) >= _OLDEST
+
+
+@functools.lru_cache(maxsize=64)
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def lstm(
 
 def _covered(wx: Tensor) -> bool:
     """Whether the kernels take a call with this input term ``[T, B, 4H]``."""
-    if wx.dtype == torch.float64 or plan_for(wx[None]) is None:
+    if wx.dtype == torch.float64 or plan_for(wx) is None:
         if not torch.compiler.is_compiling():
             log.debug("the reference runs for %s %s", tuple(wx.shape), wx.dtype)
         return False

@@ -83,6 +83,7 @@ def _column_warps(tiles: int) -> int:
     return 1 if tiles > 4 else 2 if tiles > 1 else 4
 
 
+@functools.lru_cache(maxsize=256)
 def cut_forward(dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED) -> Cut | None:
     """The division of the forward kernel, or None where `limit` bytes of shared memory are few."""
     tiles = -(-batch // 16)
@@ -99,6 +100,7 @@ def cut_forward(dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARE
     return cut if cut.shared(blocks, 4, 40, 64) <= limit else None
 
 
+@functools.lru_cache(maxsize=256)
 def cut_backward(dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED) -> Cut | None:
     """The same for the backward kernel."""
     tiles = -(-batch // 16)
@@ -179,21 +181,20 @@ def meets_at_counter(direction: str, wx: Tensor) -> bool:
     return cut is not None and cut.barrier
 
 
-def _defines(call: Any, **more: Any) -> tuple[Any, ...]:
+def _defines(call: Any, DOUTPUT: bool = False) -> tuple[Any, ...]:
     a, flags = call.a, call.flags
-    found = {
-        "TYPE": _TYPES[a.wx.dtype],
-        "H": call.H,
-        "MODE_X": flags["X"],
-        "MODE_H": flags["NORM"],
-        "MODE_C": flags["CELL"],
-        "LENGTHS": a.lengths is not None,
-        "BIAS": a.bias is not None,
-        "BETA": a.beta_c is not None,
-        "SAVE": a.save,
-        "DOUTPUT": False,
-    }
-    return tuple(sorted((k, int(v)) for k, v in (found | more).items()))
+    return (
+        ("TYPE", _TYPES[a.wx.dtype]),
+        ("H", call.H),
+        ("MODE_X", flags["X"]),
+        ("MODE_H", flags["NORM"]),
+        ("MODE_C", flags["CELL"]),
+        ("LENGTHS", int(a.lengths is not None)),
+        ("BIAS", int(a.bias is not None)),
+        ("BETA", int(a.beta_c is not None)),
+        ("SAVE", int(a.save)),
+        ("DOUTPUT", int(DOUTPUT)),
+    )
 
 
 def _run(
@@ -201,10 +202,15 @@ def _run(
 ) -> None:
     if blocks * call.R > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
-    # Views of the caller may begin anywhere; what is made here, results among it, never does.
-    aligned = {k: v.clone() if v.data_ptr() % 16 else v for k, v in tensors.items()}
-    pointers = {name: tensor.data_ptr() for name, tensor in aligned.items()}
-    kernel.launch((blocks, call.R), structure(**pointers, T=call.T, B=call.B, **rest))
+    pointers, copies = [], []
+    for name in structure.pointers:
+        tensor = tensors[name]
+        at = tensor.data_ptr()
+        if at % 16:  # views of the caller may begin anywhere; what is made here never does
+            copies.append(tensor.clone())
+            at = copies[-1].data_ptr()
+        pointers.append(at)
+    kernel.launch((blocks, call.R), structure(*pointers, T=call.T, B=call.B, **rest))
 
 
 def _sizes(call: Any, rows: list[int]) -> dict[str, Any]:
@@ -235,9 +241,10 @@ def forward(call: Any, tensors: dict[str, Tensor], rows: list[int]) -> None:
     assert cut is not None
     blocks = -(-call.H // (16 if a.wx.dtype == torch.float32 else 32))
     shared = cut.shared(blocks, 4, 40, 64)
-    kernel = _kernel("lstm_forward", cut, a.wx.device.index or 0, shared, _defines(call))
     log.debug("lstm forward in CUDA: %s", cut)
-    _run(kernel, -(-call.H // _UNITS), call, ForwardArguments, tensors, **_sizes(call, rows))
+    with torch.cuda.device_of(a.wx):
+        kernel = _kernel("lstm_forward", cut, a.wx.device.index or 0, shared, _defines(call))
+        _run(kernel, -(-call.H // _UNITS), call, ForwardArguments, tensors, **_sizes(call, rows))
 
 
 def backward(call: Any, tensors: dict[str, Tensor], rows: list[int], has_doutput: bool) -> None:
@@ -251,6 +258,7 @@ def backward(call: Any, tensors: dict[str, Tensor], rows: list[int], has_doutput
     blocks = -(-4 * call.H // (16 if a.wx.dtype == torch.float32 else 32))
     shared = cut.shared(blocks, 1, 8, 96)
     defines = _defines(call, DOUTPUT=has_doutput)
-    kernel = _kernel("lstm_backward", cut, a.wx.device.index or 0, shared, defines)
     log.debug("lstm backward in CUDA: %s", cut)
-    _run(kernel, -(-call.H // _UNITS), call, BackwardArguments, tensors, **_sizes(call, rows))
+    with torch.cuda.device_of(a.wx):
+        kernel = _kernel("lstm_backward", cut, a.wx.device.index or 0, shared, defines)
+        _run(kernel, -(-call.H // _UNITS), call, BackwardArguments, tensors, **_sizes(call, rows))

@@ -67,7 +67,8 @@ class Kernel:
     def launch(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
         """Run all blocks at the same time on torch's current stream, or raise."""
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        device = torch._C._cuda_getDevice()
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
         status = _driver().cuLaunchCooperativeKernel(
             self._function, *grid, 1, self.threads, 1, 1, self.shared, stream, parameters
         )
@@ -75,5 +76,6 @@ class Kernel:
 
 
 def structure(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
-    """A C struct of the given members."""
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+    """A C struct of the given members; its `pointers` are the names of those that are."""
+    pointers = tuple(member for member, kind in fields if kind is ctypes.c_void_p)
+    return type(name, (ctypes.Structure,), {"_fields_": fields, "pointers": pointers})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rbn.ops.custom import Formula, Operator, like_inputs, results
 from rbn.ops.gpu import launch, signature
+from rbn.ops.gpu.call import VECTORS
 
 _ARGS = (
     "Tensor wx, Tensor weight_hh, Tensor? bias, Tensor? gamma_x, Tensor? gamma_h, "
@@ -31,28 +32,27 @@ def _lstm(*args: Any) -> tuple[Tensor, ...]:
 
 @_lstm.register_fake
 def _(*args: Any) -> tuple[Tensor, ...]:
-    given = signature.Inputs(*args)
-    a = given.stacked()
-    R, T, B, G = a.wx.shape
+    a = signature.Inputs(*args)
+    T, B, G = a.wx.shape[-3:]
     H = G // 4
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return a.wx.new_empty(shape, dtype=dtype)
 
-    output = new(R, T, B, H, dtype=a.wx.dtype)
-    hidden = new(R, T + 1, B, signature.stride_of(H), dtype=a.wx.dtype)[:, 1:, :, :H]
+    output = new(*a.lead, T, B, H, dtype=a.wx.dtype)
+    room = new(*a.lead, T + 1, B, signature.stride_of(H), dtype=a.wx.dtype)
+    hidden = signature.steps_of(room, H)
     if not a.include and signature.stride_of(H) == H:
         output = hidden
-    found = (
+    return (
         output,
-        new(R, B, H, dtype=a.wx.dtype),
-        new(R, B, H, dtype=a.wx.dtype),
+        new(*a.lead, B, H, dtype=a.wx.dtype),
+        new(*a.lead, B, H, dtype=a.wx.dtype),
         *(new(*shape) for shape in signature.statistics_shapes(a) for _ in range(2)),
-        new(R * T * B * 4 * signature.stride_of(H) if a.save else 0, dtype=a.wx.dtype),
+        new(signature.saved_products(a), dtype=a.wx.dtype),
         new(signature.saved_cells(a) if a.save else 0),
         hidden if a.include and a.save else new(0, dtype=a.wx.dtype),
     )
-    return tuple(signature.Outputs(*found).unstacked()) if given.alone else found
 
 
 @torch.library.custom_op(
@@ -70,10 +70,37 @@ def _lstm_backward(
     results: Sequence[Tensor],
     *args: Any,
 ) -> tuple[Tensor, ...]:
-    """`rbn.ops.gpu.launch.backward` as an operator."""
+    """`rbn.ops.gpu.launch.backward` as an operator, whose results may not share memory."""
+    found = _backward(doutput, dh_n, dc_n, results, args, consume=False)
+    parts = {name: getattr(found, name).clone() for name in VECTORS}
+    return tuple(found._replace(**parts))
+
+
+def _backward(
+    doutput: Tensor | None,
+    dh_n: Tensor | None,
+    dc_n: Tensor | None,
+    results: Sequence[Tensor],
+    args: tuple[Any, ...],
+    consume: bool,
+) -> signature.Grads:
     a, r = signature.Inputs(*args), signature.Outputs(*results)
-    with torch.autocast(a.wx.device.type, enabled=False):  # where backward() is called under it
-        return tuple(launch.backward(a, r, doutput, dh_n, dc_n))
+    device = a.wx.device.type
+    if not torch.is_autocast_enabled(device):
+        return launch.backward(a, r, doutput, dh_n, dc_n, consume)
+    with torch.autocast(device, enabled=False):  # where backward() is called under it
+        return launch.backward(a, r, doutput, dh_n, dc_n, consume)
+
+
+def _consuming(
+    doutput: Tensor | None,
+    dh_n: Tensor | None,
+    dc_n: Tensor | None,
+    results: Sequence[Tensor],
+    *args: Any,
+) -> tuple[Tensor, ...]:
+    """The same, over what was saved."""
+    return _backward(doutput, dh_n, dc_n, results, args, consume=True)
 
 
 @_lstm_backward.register_fake
@@ -88,5 +115,8 @@ def _(
 
 
 lstm_op = Operator(
-    _lstm, _lstm_backward, Formula(signature.Inputs, signature.Grads._fields, results=3)
+    _lstm,
+    _lstm_backward,
+    Formula(signature.Inputs, signature.Grads._fields, results=3),
+    _consuming,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,21 +37,9 @@ class Inputs(NamedTuple):
     save: bool
 
     @property
-    def alone(self) -> bool:
-        """Whether there is one recurrence, without the leading dimension."""
-        return self.wx.dim() == 3
-
-    def stacked(self) -> Inputs:
-        """With the leading dimension."""
-        if not self.alone:
-            return self
-        values: dict[str, Any] = {
-            name: v[None]
-            for name, v in self._asdict().items()
-            if isinstance(v, Tensor) and name != "lengths"
-        }
-        values["population"] = [p[None] for p in self.population]
-        return self._replace(**values)
+    def lead(self) -> tuple[int, ...]:
+        """``(R,)``, or nothing for one recurrence without the leading dimension."""
+        return tuple(self.wx.shape[:-3])
 
     @property
     def joint(self) -> bool:
@@ -87,14 +76,6 @@ class Outputs(NamedTuple):
     cs: Tensor  # cells in float32
     hidden: Tensor  # [R, T, B, H], empty where it is the output
 
-    def unstacked(self) -> Outputs:
-        """Without the leading dimension."""
-        return Outputs(*(v.squeeze(0) if v.dim() > 1 else v for v in self))
-
-    def stacked(self) -> Outputs:
-        """With it."""
-        return Outputs(*(v[None] if v.dim() > 1 else v for v in self))
-
 
 class Grads(NamedTuple):
     """The gradients of the operator's differentiable inputs; empty for absent ones."""
@@ -109,20 +90,16 @@ class Grads(NamedTuple):
     h0: Tensor
     c0: Tensor
 
-    def unstacked(self) -> Grads:
-        """Without the leading dimension."""
-        return Grads(*(v.squeeze(0) if v.dim() > 1 else v for v in self))
-
 
 def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
     """The shapes of mean and var of the terms x, h and c, ``(0,)`` where there is none."""
-    R, T, _, G = a.wx.shape
+    T, _, G = a.wx.shape[-3:]
     if a.norm == "none" or a.population:
         return [(0,)] * 3
     return [
-        (0,) if a.joint else (R, 1 if a.sequence else T, G),
-        (R, T, G),
-        (0,) if a.gamma_c is None else (R, T, G // 4),
+        (0,) if a.joint else (*a.lead, 1 if a.sequence else T, G),
+        (*a.lead, T, G),
+        (0,) if a.gamma_c is None else (*a.lead, T, G // 4),
     ]
 
 
@@ -133,5 +110,17 @@ def stride_of(hidden: int) -> int:
 
 def saved_cells(a: Inputs) -> int:
     """How many numbers the cells take that a call keeps, or works with."""
-    R, T, B, G = a.wx.shape
-    return R * (T + 1 if a.save else 1) * B * stride_of(G // 4)
+    T, B, G = a.wx.shape[-3:]
+    return math.prod(a.lead) * (T + 1 if a.save else 1) * B * stride_of(G // 4)
+
+
+def saved_products(a: Inputs) -> int:
+    """How many numbers a call keeps of W_h h."""
+    T, B, G = a.wx.shape[-3:]
+    return math.prod(a.lead) * T * B * 4 * stride_of(G // 4) if a.save else 0
+
+
+def steps_of(room: Tensor, hidden: int) -> Tensor:
+    """The states after each step ``[..., T, B, H]`` in a room ``[..., T + 1, B, stride]``."""
+    steps = room.narrow(-3, 1, room.shape[-3] - 1)
+    return steps if room.shape[-1] == hidden else steps.narrow(-1, 0, hidden)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import rbn.ops as ops
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, States
@@ -17,6 +16,7 @@ from rbn.nn.recurrence import Cell, States
 class _BatchNormLSTM(BatchNormalized):
     """Equations 6 to 8: which parameters there are, and which recurrence runs."""
 
+    op = "bn_lstm"
     ablation_names = ("shared_stats", "joint_terms", "pass_normalized_cell", "raw_output")
 
     def _set_normalization(self, *args: Any) -> None:
@@ -39,32 +39,28 @@ class _BatchNormLSTM(BatchNormalized):
         super()._add_normalization(suffix, factory)
         self._add(f"beta_c{suffix}", (self.hidden_size,), factory)
 
-    def _run(
+    def _call(
         self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
-    ) -> tuple[Tensor, States]:
-        steps = wx.shape[0]
-        gamma_h = self._parameter(f"gamma_h{suffix}")
-        assert gamma_h is not None
-        output, h_n, c_n, batch = ops.bn_lstm(
-            wx,
-            getattr(self, f"weight_hh{suffix}").to(wx.dtype),
-            self._parameter(f"bias{suffix}"),
-            self._parameter(f"gamma_x{suffix}"),
-            gamma_h,
-            self._parameter(f"gamma_c{suffix}"),
-            self._parameter(f"beta_c{suffix}"),
-            *states,
-            lengths=lengths,
-            population=self._population(suffix, start, steps),
-            eps=self.eps,
-            input_stats=self.input_stats,
-            padding=self.padding,
-            zoneout_c=self._zoneout(self.zoneout[0], wx),
-            zoneout_h=self._zoneout(self.zoneout[1], wx),
-            pass_normalized_cell="pass_normalized_cell" in self.ablations,
-        )
-        self._record(suffix, batch, lengths, start, steps)
-        return output, (h_n, c_n)
+    ) -> dict[str, Any]:
+        return {
+            "wx": wx,
+            "weight_hh": getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            "bias": self._parameter(f"bias{suffix}"),
+            "gamma_x": self._parameter(f"gamma_x{suffix}"),
+            "gamma_h": self._parameter(f"gamma_h{suffix}"),
+            "gamma_c": self._parameter(f"gamma_c{suffix}"),
+            "beta_c": self._parameter(f"beta_c{suffix}"),
+            "h0": states[0],
+            "c0": states[1],
+            "lengths": lengths,
+            "population": self._population(suffix, start, wx.shape[0]),
+            "eps": self.eps,
+            "input_stats": self.input_stats,
+            "padding": self.padding,
+            "zoneout_c": self._zoneout(self.zoneout[0], wx),
+            "zoneout_h": self._zoneout(self.zoneout[1], wx),
+            "pass_normalized_cell": "pass_normalized_cell" in self.ablations,
+        }
 
 
 class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):

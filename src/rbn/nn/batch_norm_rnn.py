@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-import rbn.ops as ops
 from rbn.nn import checks
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.recurrence import Cell, Layers, States
@@ -18,6 +17,7 @@ from rbn.ops.types import Nonlinearity
 class _BatchNormRNN(BatchNormalized):
     """Equation 1 with both terms normalized."""
 
+    op = "bn_rnn"
     gates = 1
     states = ("h0",)
     terms = ("x", "h")
@@ -27,31 +27,24 @@ class _BatchNormRNN(BatchNormalized):
         name = checks.choice("nonlinearity", nonlinearity, ("tanh", "relu"))
         self.nonlinearity = cast(Nonlinearity, name)
 
-    def _run(
+    def _call(
         self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
-    ) -> tuple[Tensor, States]:
-        steps = wx.shape[0]
-        gamma_x = self._parameter(f"gamma_x{suffix}")
-        gamma_h = self._parameter(f"gamma_h{suffix}")
-        assert gamma_x is not None
-        assert gamma_h is not None
-        output, h_n, batch = ops.bn_rnn(
-            wx,
-            getattr(self, f"weight_hh{suffix}").to(wx.dtype),
-            self._parameter(f"bias{suffix}"),
-            gamma_x,
-            gamma_h,
-            *states,
-            nonlinearity=self.nonlinearity,
-            lengths=lengths,
-            population=self._population(suffix, start, steps),
-            eps=self.eps,
-            input_stats=self.input_stats,
-            padding=self.padding,
-            zoneout_h=self._zoneout(self.zoneout[0], wx),
-        )
-        self._record(suffix, batch, lengths, start, steps)
-        return output, (h_n,)
+    ) -> dict[str, Any]:
+        return {
+            "wx": wx,
+            "weight_hh": getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            "bias": self._parameter(f"bias{suffix}"),
+            "gamma_x": self._parameter(f"gamma_x{suffix}"),
+            "gamma_h": self._parameter(f"gamma_h{suffix}"),
+            "h0": states[0],
+            "nonlinearity": self.nonlinearity,
+            "lengths": lengths,
+            "population": self._population(suffix, start, wx.shape[0]),
+            "eps": self.eps,
+            "input_stats": self.input_stats,
+            "padding": self.padding,
+            "zoneout_h": self._zoneout(self.zoneout[0], wx),
+        }
 
 
 class BatchNormRNN(_BatchNormRNN, Layers):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rbn.nn import checks, init
-from rbn.nn.recurrence import Recurrence
+from rbn.nn.recurrence import Recurrence, States
 from rbn.nn.statistics import PopulationStatistics, Update, update_all
 from rbn.ops import Statistics
 from rbn.ops.types import InputStats, Padding
@@ -99,6 +99,13 @@ class BatchNormalized(Recurrence):
                 return None
             found[f"mean_{term}"], found[f"var_{term}"] = statistics.read(start, steps)
         return Statistics(**found)
+
+    def _results(
+        self, suffix: str, found: tuple[Any, ...], lengths: Tensor | None, start: int
+    ) -> tuple[Tensor, States]:
+        output, *states, batch = found
+        self._record(suffix, batch, lengths, start, output.shape[0])
+        return output, tuple(states)
 
     def _record(
         self, suffix: str, batch: Statistics, lengths: Tensor | None, start: int, steps: int

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import rbn.ops as ops
 from rbn.nn import checks, init
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
@@ -17,6 +16,7 @@ class _LayerNormLSTM(Recurrence):
     """Which parameters there are, and which recurrence runs."""
 
     gamma: float
+    op = "ln_lstm"
     eps: float
 
     def _set_normalization(self, gamma: float, eps: float) -> None:
@@ -35,23 +35,24 @@ class _LayerNormLSTM(Recurrence):
         super().reset_parameters()
         init.gamma_(self, self.gamma)
 
-    def _run(
+    def _call(
         self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
-    ) -> tuple[Tensor, States]:
-        names = ("gamma_x", "gamma_h", "gamma_c", "beta_c")
-        scales = [self._parameter(name + suffix) for name in names]
-        output, h_n, c_n = ops.ln_lstm(
-            wx,
-            getattr(self, f"weight_hh{suffix}").to(wx.dtype),
-            self._parameter(f"bias{suffix}"),
-            *scales,  # type: ignore[arg-type]
-            *states,
-            lengths=lengths,
-            eps=self.eps,
-            zoneout_c=self._zoneout(self.zoneout[0], wx),
-            zoneout_h=self._zoneout(self.zoneout[1], wx),
-        )
-        return output, (h_n, c_n)
+    ) -> dict[str, Any]:
+        return {
+            "wx": wx,
+            "weight_hh": getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            "bias": self._parameter(f"bias{suffix}"),
+            "gamma_x": self._parameter(f"gamma_x{suffix}"),
+            "gamma_h": self._parameter(f"gamma_h{suffix}"),
+            "gamma_c": self._parameter(f"gamma_c{suffix}"),
+            "beta_c": self._parameter(f"beta_c{suffix}"),
+            "h0": states[0],
+            "c0": states[1],
+            "lengths": lengths,
+            "eps": self.eps,
+            "zoneout_c": self._zoneout(self.zoneout[0], wx),
+            "zoneout_h": self._zoneout(self.zoneout[1], wx),
+        }
 
 
 class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import rbn.ops as ops
 from rbn.nn.checks import boolean
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
@@ -16,26 +15,27 @@ from rbn.nn.recurrence import Cell, Recurrence, States
 class _LSTM(Recurrence):
     """Equations 2 to 4: which parameters there are, and which recurrence runs."""
 
+    op = "lstm"
     cell_bias: bool
 
     def _add_normalization(self, suffix: str, factory: dict[str, Any]) -> None:
         if self.cell_bias:
             self._add(f"beta_c{suffix}", (self.hidden_size,), factory)
 
-    def _run(
+    def _call(
         self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
-    ) -> tuple[Tensor, States]:
-        output, h_n, c_n = ops.lstm(
-            wx,
-            getattr(self, f"weight_hh{suffix}").to(wx.dtype),
-            self._parameter(f"bias{suffix}"),
-            self._parameter(f"beta_c{suffix}"),
-            *states,
-            lengths=lengths,
-            zoneout_c=self._zoneout(self.zoneout[0], wx),
-            zoneout_h=self._zoneout(self.zoneout[1], wx),
-        )
-        return output, (h_n, c_n)
+    ) -> dict[str, Any]:
+        return {
+            "wx": wx,
+            "weight_hh": getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            "bias": self._parameter(f"bias{suffix}"),
+            "beta_c": self._parameter(f"beta_c{suffix}"),
+            "h0": states[0],
+            "c0": states[1],
+            "lengths": lengths,
+            "zoneout_c": self._zoneout(self.zoneout[0], wx),
+            "zoneout_h": self._zoneout(self.zoneout[1], wx),
+        }
 
 
 class LSTM(_LSTM, LSTMLayers):

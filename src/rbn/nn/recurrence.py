@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+import rbn.ops as ops
 from rbn.nn import checks, init
 from rbn.ops.types import valid_steps
 
@@ -25,6 +26,7 @@ States = tuple[Tensor, ...]
 class Recurrence(nn.Module, abc.ABC):
     """One kind of recurrent network: its parameters and how a layer of it runs."""
 
+    op: ClassVar[str]  # of `rbn.ops`
     gates: ClassVar[int] = 4  # rows of the weight matrices, in hidden sizes
     states: ClassVar[tuple[str, ...]] = ("h0", "c0")
 
@@ -82,34 +84,53 @@ class Recurrence(nn.Module, abc.ABC):
     # One layer, one direction -------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _run(
+    def _call(
         self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
+    ) -> dict[str, Any]:
+        """What `op` takes to run over wx ``[T, B, gates * H]`` from states ``[B, H]``."""
+
+    def _results(
+        self, suffix: str, found: tuple[Any, ...], lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
-        """Run the recurrence over wx ``[T, B, gates * H]`` from states ``[B, H]``."""
+        """The output and the last states, from all that `op` found."""
+        output, *states = found
+        return output, tuple(states)
 
     def _check_ready(self, batch: int) -> None:
         """Refuse to run where a result would be meaningless; warn where it says little."""
 
     def _layer(
         self,
-        suffix: str,
-        input: Tensor,
-        given: States | None,
+        directions: list[tuple[str, Tensor, States | None]],
         lengths: Tensor | None,
         start: int,
-    ) -> tuple[Tensor, States]:
-        """The input product of all steps at once, then the recurrence."""
-        weight = getattr(self, f"weight_ih{suffix}")
-        # W_x x_t for every t; for a one-hot x_t that is a column of W_x.
-        if input.is_floating_point():
-            wx = F.linear(input, weight.to(input.dtype))
-        else:
-            wx = F.embedding(input[..., 0], self._autocast(weight).t().contiguous())
-        batch = input.shape[1]
-        states = self._initial_states(suffix, batch, weight) if given is None else given
-        if batch == 0:
-            return wx.new_zeros(len(wx), 0, self.hidden_size), states
-        return self._run(suffix, wx, states, lengths, start)
+    ) -> list[tuple[Tensor, States]]:
+        """The input products of all steps at once, then the recurrences.
+
+        directions: for each one the suffix of its parameters, its input and the given states.
+        """
+        calls: list[dict[str, Any]] = []
+        empty: list[tuple[Tensor, States]] = []
+        for suffix, input, given in directions:
+            weight = getattr(self, f"weight_ih{suffix}")
+            # W_x x_t for every t; for a one-hot x_t that is a column of W_x.
+            if input.is_floating_point():
+                wx = F.linear(input, weight.to(input.dtype))
+            else:
+                wx = F.embedding(input[..., 0], self._autocast(weight).t().contiguous())
+            batch = input.shape[1]
+            states = self._initial_states(suffix, batch, weight) if given is None else given
+            if batch == 0:
+                empty.append((wx.new_zeros(len(wx), 0, self.hidden_size), states))
+            else:
+                calls.append(self._call(suffix, wx, states, lengths, start))
+        if empty:
+            return empty
+        found = ops.side_by_side(self.op, calls)
+        return [
+            self._results(suffix, results, lengths, start)
+            for (suffix, _, _), results in zip(directions, found, strict=True)
+        ]
 
     def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
         """The learned or zero initial states, ``[B, H]``, with noise on h0 while training."""
@@ -289,12 +310,13 @@ class Layers(Recurrence):
             x = torch.where(valid[:, :, None], x, 0)  # whatever it holds, it must not spread
         finals: list[States] = []
         for layer in range(self.num_layers):
-            outputs = []
+            directions: list[tuple[str, Tensor, States | None]] = []
             for direction, suffix in enumerate(self._suffixes(layer)):
                 k = layer * self.directions + direction
                 states = None if given is None else tuple(state[k] for state in given)
-                directed = reverse(x, lengths) if direction == 1 else x
-                output, final = self._layer(suffix, directed, states, lengths, start)
+                directions.append((suffix, reverse(x, lengths) if direction == 1 else x, states))
+            outputs = []
+            for direction, (output, final) in enumerate(self._layer(directions, lengths, start)):
                 outputs.append(reverse(output, lengths) if direction == 1 else output)
                 finals.append(final)
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -373,7 +395,7 @@ class Cell(Recurrence):
             if not batched:
                 given = tuple(state[None] for state in given)
         self._check_ready(len(x))
-        _, states = self._layer("", self._autocast(x)[None], given, None, step)
+        ((_, states),) = self._layer([("", self._autocast(x)[None], given)], None, step)
         return self._wrap(states if batched else tuple(state[0] for state in states))
 
 

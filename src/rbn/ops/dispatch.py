@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,19 @@ def run(op: str, like: Tensor, *args: Any, **options: Any) -> Any:
         return function(*args, **options)
     with torch.autocast(device, enabled=False):
         return function(*args, **options)
+
+
+def run_together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] | None:
+    """The results of several calls of one shape at once; None where they are made one by one."""
+    if torch.compiler.is_compiling():
+        return None
+    like: Tensor = calls[0]["wx"]
+    if select(op, like) is not getattr(_gpu, op, None):
+        return None
+    device = like.device.type
+    with torch.autocast(device, enabled=False):
+        found: list[tuple[Any, ...]] | None = _gpu.together(op, calls)
+    return found
 
 
 def _under_torch_func() -> bool:

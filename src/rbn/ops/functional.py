@@ -6,6 +6,9 @@ normalized and without a bias: a matrix product, or a look-up of rows for one-ho
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from torch import Tensor
 
 from rbn.ops.checks import (
@@ -14,7 +17,7 @@ from rbn.ops.checks import (
     check_shapes,
     constant_statistics,
 )
-from rbn.ops.dispatch import run
+from rbn.ops.dispatch import run, run_together
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
 
@@ -243,3 +246,29 @@ def bn_rnn(
         zoneout_h=zoneout_h,
     )
     return result
+
+
+_OPS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "bn_lstm": bn_lstm,
+    "lstm": lstm,
+    "ln_lstm": ln_lstm,
+    "bn_rnn": bn_rnn,
+}
+
+
+def side_by_side(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Several calls of a recurrence that do not depend on each other, such as two directions.
+
+    On a GPU with room for them they are one launch.
+
+    Args:
+        op: ``"bn_lstm"``, ``"lstm"``, ``"ln_lstm"`` or ``"bn_rnn"``.
+        calls: the arguments of each call by name. All have the same shapes, options and lengths.
+
+    Returns:
+        What the recurrence returns for each of them.
+    """
+    if op not in _OPS:
+        raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
+    found = run_together(op, calls) if len(calls) > 1 else None
+    return [_OPS[op](**call) for call in calls] if found is None else found

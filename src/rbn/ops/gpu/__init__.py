@@ -15,10 +15,11 @@ from rbn.ops import reference
 from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
 from rbn.ops.gpu.launch import plan_for
 from rbn.ops.gpu.library import lstm_op
+from rbn.ops.gpu.together import together
 from rbn.ops.reference import bn_rnn, ln_lstm
 from rbn.ops.types import InputStats, Padding, Statistics
 
-__all__ = ["bn_lstm", "bn_rnn", "ln_lstm", "lstm"]
+__all__ = ["bn_lstm", "bn_rnn", "ln_lstm", "lstm", "together"]
 
 log = logging.getLogger("rbn.ops.gpu")
 

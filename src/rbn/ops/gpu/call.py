@@ -166,4 +166,4 @@ def _zone(mask: Tensor | None, rate: float) -> int:
 
 def rows_of(moments: list[Tensor]) -> list[int]:
     """The number of rows of the terms x, h and c."""
-    return [m.shape[-2] if m.dim() > 1 else 0 for m in moments[0::2]]
+    return [m.shape[-2] if m.numel() else 0 for m in moments[0::2]]

@@ -171,6 +171,13 @@ def fits_wide(wx: Tensor) -> bool:
     return not _fits(wx) and all(wide_lstm.choose(d, wx) for d in ("forward", "backward"))
 
 
+def kind(wx: Tensor) -> str | None:
+    """Which kernels take a layer of this size and type, if its options allow it."""
+    if not _capable(wx.device.index or 0):
+        return None
+    return "units of 8" if _fits(wx) else "wide" if fits_wide(wx) else None
+
+
 def meets_at_counter(direction: str, wx: Tensor) -> bool:
     """Whether the blocks meet at a counter; otherwise what they exchange must begin EMPTY."""
     if not _fits(wx):

@@ -1,0 +1,113 @@
+"""Several independent recurrences of one shape in one launch, such as the directions of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
+from rbn.ops.checks import (
+    check_masks,
+    check_sequence_lengths,
+    check_shapes,
+    constant_statistics,
+)
+from rbn.ops.gpu import cuda_lstm
+from rbn.ops.gpu.call import plan_for
+from rbn.ops.gpu.library import lstm_op
+from rbn.ops.types import Statistics
+
+_TENSORS = ("wx", "weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0")
+_ZONEOUT = ("zoneout_c", "zoneout_h")
+_OPTIONS: dict[str, Any] = {
+    "lengths": None,
+    "eps": 1e-5,
+    "input_stats": "step",
+    "padding": "exclude",
+    "pass_normalized_cell": False,
+}
+
+
+def together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] | None:
+    """What each call returns; None where they are better made one after another.
+
+    op: ``"bn_lstm"`` or ``"lstm"``; anything else is not made together. calls: the arguments of
+    `rbn.ops.bn_lstm` or `rbn.ops.lstm` by name.
+    """
+    if op not in ("bn_lstm", "lstm") or not pays(calls[0]["wx"], len(calls)):
+        return None
+    empty = dict.fromkeys((*_TENSORS, "population")) | dict.fromkeys(_ZONEOUT, 0.0) | _OPTIONS
+    calls = [empty | call for call in calls]
+    first = calls[0]
+    if not all(_alike(first, call) for call in calls[1:]):
+        return None
+    for call in calls:
+        H = check_shapes(call["wx"], 4, **{name: call[name] for name in _TENSORS[1:]})
+        check_sequence_lengths(call["lengths"], call["wx"])
+        check_masks(call["wx"], H, **{name: call[name] for name in _ZONEOUT})
+    tensors = tuple(_stacked(calls, name) for name in _TENSORS)
+    zoneout = zoneout_arguments(*(_stacked(calls, name) for name in _ZONEOUT))
+    options: tuple[Any, ...] = ("none", 0.0, "step", "exclude", False)
+    population: list[Tensor] = []
+    if op == "bn_lstm":
+        names = ("eps", "input_stats", "padding", "pass_normalized_cell")
+        options = ("batch", *(first[name] for name in names))
+        given = zip(*map(_population, calls), strict=True)
+        population = [torch.stack(values) for values in given]
+    output, h_n, c_n, *rest = lstm_op(
+        *tensors, first["lengths"], population, *zoneout, *options, needs_grad(tensors)
+    )
+    results = zip(output.unbind(), h_n.unbind(), c_n.unbind(), strict=True)
+    if op == "lstm":
+        return list(results)
+    moments = [m.unbind() if m.numel() else [None] * len(calls) for m in rest[:6]]
+    statistics = (Statistics(*values) for values in zip(*moments, strict=True))
+    return [(*found, s) for found, s in zip(results, statistics, strict=True)]
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two calls differ in nothing but the values of their tensors."""
+    if one["lengths"] is not other["lengths"] or one.keys() != other.keys():
+        return False
+    for name, value in one.items():
+        if isinstance(value, Tensor):
+            fellow = other[name]
+            same = isinstance(fellow, Tensor) and fellow.shape == value.shape
+            if not same or fellow.dtype != value.dtype or fellow.device != value.device:
+                return False
+        elif isinstance(value, Statistics) or value is None:
+            if type(other[name]) is not type(value):
+                return False
+        elif other[name] != value:
+            return False
+    return True
+
+
+def pays(wx: Tensor, calls: int) -> bool:
+    """Whether so many recurrences over wx ``[T, B, 4H]`` fit on the card as one of them does."""
+    if not wx.is_cuda or wx.dtype == torch.float64:
+        return False
+    several = wx.expand(calls, *wx.shape)
+    one, all_ = plan_for(wx), plan_for(several)
+    if one is None or all_ is None or not all_.persistent:
+        return False
+    kind = cuda_lstm.kind(wx[None])
+    return kind is None or cuda_lstm.kind(several) == kind
+
+
+def _stacked(calls: Sequence[dict[str, Any]], name: str) -> Any:
+    """The tensors of that name with a leading dimension; what is none as it is."""
+    if isinstance(calls[0][name], Tensor):
+        return torch.stack([call[name] for call in calls])
+    return calls[0][name]
+
+
+def _population(call: dict[str, Any]) -> list[Tensor]:
+    wx, H = call["wx"], call["wx"].shape[2] // 4
+    x, c = (
+        None if call[name] is None else size for name, size in (("gamma_x", 4 * H), ("gamma_c", H))
+    )
+    return population_list(constant_statistics(call["population"], wx, x=x, h=4 * H, c=c), wx)

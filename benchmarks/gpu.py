@@ -46,8 +46,8 @@ from rbn.experiments.results import commit
 RESULTS = Path(__file__).parent / "results" / "gpu.csv"
 PARTS = {"paper": (SHAPES, LAYERS), "peers": (SHAPES, PEERS), "sweeps": (SWEEPS, LAYERS)}
 ORDER = (
-    *(("paper", "bf16"), ("paper", "tf32"), ("peers", "bf16"), ("sweeps", "bf16")),
-    *(("paper", "fp16"), ("peers", "tf32"), ("sweeps", "tf32"), ("peers", "fp16")),
+    *(("paper", "bf16"), ("paper", "tf32"), ("paper", "fp16"), ("peers", "bf16")),
+    *(("peers", "tf32"), ("sweeps", "bf16"), ("peers", "fp16"), ("sweeps", "tf32")),
     ("sweeps", "fp16"),
 )
 PREPARED = (LSTM, BN_LSTM, COMPILED)  # what is compiled, and kept on disk
@@ -93,8 +93,8 @@ def run(todo, rows, rates, facts, measure, time_left):
                 failed.append(f"{shape}, {precision}, {what}: {type(error).__name__}: {error}")
                 print(f"failed: {failed[-1]}", flush=True)
             if torch.cuda.is_available():
-                gc.collect()
                 torch.cuda.empty_cache()
+        gc.collect()
     return failed, missed
 
 

@@ -14,8 +14,8 @@ SHAPES = {
 }  # T, B, I, H, directions
 SWEEPS = {
     **{f"H={h}": (100, 64, 64, h, 1) for h in (32, 128, 512, 1024, 1536, 2048, 4096)},
-    **{f"B={b}": (100, b, 64, 256, 1) for b in (2, 16, 128, 256, 512)},
     **{f"T={t}": (t, 64, 64, 256, 1) for t in (1, 10, 1000, 5000)},
+    **{f"B={b}": (100, b, 64, 256, 1) for b in (2, 16, 128, 256, 512)},
 }
 PRECISIONS = ("bf16", "tf32", "fp16")
 CUDNN, CUDNN_BATCH_FIRST = "torch.nn.LSTM (cuDNN)", "torch.nn.LSTM (cuDNN), batch first"

@@ -6,11 +6,13 @@ GPU beside the CPU. Writes benchmarks/results/gpu-tests.json and ends with 1 whe
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import os
 import platform
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -88,6 +90,8 @@ def collect():
 def run_tests(names, timeout, run):
     """Some of the tests, in a process of their own; a line for each as soon as it is over."""
     flags = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "--strict-markers"]
+    if importlib.util.find_spec("pytest_timeout"):
+        flags.append("--timeout=180")
     return run(pytest_command(*flags, *names), timeout)
 
 
@@ -149,6 +153,7 @@ def compare_demos(found):
 
 def everything(workers, seconds, run=run, collect=collect, sanitizer=find_sanitizer):
     """The summary. Nothing waits for anything else: the card is shared, which is a test too."""
+    os.environ.setdefault("RBN_TEST_SEED", str(secrets.randbelow(2**31)))
     began, names = time.monotonic(), collect()
     left = max(1.0, seconds - (time.monotonic() - began))
     binary = sanitizer()
@@ -174,6 +179,7 @@ def everything(workers, seconds, run=run, collect=collect, sanitizer=find_saniti
         summary = outcomes(names, [log.output for log in logs])
         summary |= {
             "processes": len(shards),
+            "seed": int(os.environ["RBN_TEST_SEED"]),
             "compute_sanitizer": {tool: job.result() for tool, job in checks.items()},
             "first_call": {name: last_json(job.result()) for name, job in first.items()},
         }

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, nvrtc, wide_lstm
+from rbn.ops.gpu import cuda_lstm, nvrtc, plan, wide_lstm
 from rbn.ops.gpu.input_moments import input_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -173,3 +173,21 @@ def test_moments_of_the_input_term(padded):
         torch.testing.assert_close(mean[:, t].double(), expected_mean, rtol=1e-6, atol=0)
         # float32 holds a deviation from 100 to 4e-6.
         torch.testing.assert_close(var[:, t].double(), expected_var, rtol=1e-4, atol=1e-4)
+
+
+def test_tf32_follows_the_setting_for_recurrent_networks():
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32
+    try:
+        for allowed in (True, False):
+            cudnn.allow_tf32 = allowed
+            assert plan.tf32_allowed() is allowed
+        if not hasattr(cudnn, "rnn"):
+            return  # a torch without settings of its own for them
+        for rnn, conv in (("tf32", "ieee"), ("ieee", "tf32")):
+            cudnn.rnn.fp32_precision, cudnn.conv.fp32_precision = rnn, conv
+            with pytest.raises(RuntimeError, match="TF32"):
+                cudnn.allow_tf32  # noqa: B018
+            assert plan.tf32_allowed() is (rnn == "tf32")
+    finally:
+        cudnn.allow_tf32 = before

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, device
-from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors
+from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors, tf32_allowed
 from rbn.ops.gpu.signature import Inputs
 from rbn.ops.types import valid_steps
 
@@ -142,7 +142,7 @@ class Call:
             "ZONE_H": _zone(a.mask_h, a.rate_h),
             "PERSIST": plan.persistent,
             "FUSED": a.wx.is_cuda,
-            "PRECISION": "tf32" if torch.backends.cudnn.allow_tf32 else "ieee",
+            "PRECISION": "tf32" if tf32_allowed() else "ieee",
             "WIDEN": not _has_product(a.wx),
             "H": self.H,
             "ROWS": plan.rows,

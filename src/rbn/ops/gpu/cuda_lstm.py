@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rbn.ops.gpu import nvrtc, wide_lstm
 from rbn.ops.gpu.driver import Kernel, shared_limit, structure
+from rbn.ops.gpu.plan import tf32_allowed
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -141,7 +142,7 @@ def covers(a: Any) -> bool:
     """Whether both kernels take this call."""
     if not a.wx.is_cuda or not _capable(a.wx.device.index or 0):
         return False
-    if a.wx.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:
+    if a.wx.dtype == torch.float32 and not tf32_allowed():
         return False
     plain = not (a.joint or a.include or a.pass_normalized_cell)
     zoned = a.mask_c is not None or a.mask_h is not None or a.rate_c or a.rate_h

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,6 +47,15 @@ def power_of_two(n: int) -> int:
 def multiprocessors(device: int) -> int:
     """How many programs of a large kernel run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tf32_allowed() -> bool:
+    """Whether products of float32 may be made in tf32: as cuDNN's recurrent networks do."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # newer settings than that, which differ for convolutions
+        rnn: Any = torch.backends.cudnn.rnn
+        return bool(rnn.fp32_precision == "tf32")
 
 
 def make_plan(recurrences: int, batch: int, hidden: int, processors: int | None) -> Plan | None:

@@ -1,13 +1,16 @@
 """The host's side of the CUDA kernels: how the work is cut, what is compiled and kept."""
 
+import collections
+import ctypes
 import types
 
 import pytest
 import torch
+from recurrence_cases import call, make_case
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, nvrtc, plan, wide_lstm
+from rbn.ops.gpu import cuda_lstm, launch, nvrtc, plan, wide_lstm
 from rbn.ops.gpu.input_moments import input_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -191,3 +194,52 @@ def test_tf32_follows_the_setting_for_recurrent_networks():
             assert plan.tf32_allowed() is (rnn == "tf32")
     finally:
         cudnn.allow_tf32 = before
+
+
+class Writer:
+    """A kernel's stand-in: fills some of its results, and keeps the addresses it was given."""
+
+    at_once, cluster = 1000, 0
+
+    def __init__(self, hidden):
+        self.hidden, self.seen = hidden, {}
+
+    def launch(self, grid, arguments):
+        self.seen |= {name: getattr(arguments, name) for name in arguments.pointers}
+        states, steps = arguments.B * self.hidden, 4 * arguments.T * arguments.B * self.hidden
+        numbers = {"c_n": states, "dc": states, "da": steps, "dwx": steps}
+        numbers |= {"dbias": 4 * self.hidden, "dbeta_c": self.hidden}
+        for name, count in numbers.items():
+            if name in arguments.pointers:
+                ctypes.memset(getattr(arguments, name), 0x3F, 4 * count)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="addresses of the host's memory")
+def test_results_are_what_the_kernels_wrote(monkeypatch):
+    """Of sizes that leave parts of one room unaligned; and arguments are copied where they are."""
+    kernel = Writer(6)
+    monkeypatch.setattr(cuda_lstm, "covers", lambda a: True)
+    monkeypatch.setattr(cuda_lstm, "_has_room", lambda *sizes: True)
+    monkeypatch.setattr(cuda_lstm, "_kernel", lambda *sizes: kernel)
+    monkeypatch.setattr(launch, "input_moments", collections.defaultdict(lambda: moments_of))
+    case = make_case("bn_lstm", 3, 5, 6, dtype=torch.float32)
+    leaves = {name: shifted(v).requires_grad_() for name, v in case.present().items()}
+    results = call(case.with_tensors(**leaves), "gpu")
+    pattern = torch.tensor([0x3F3F3F3F], dtype=torch.int32).view(torch.float32)
+    assert (results["c_n"] == pattern).all()
+    grads = torch.autograd.grad(results["c_n"].sum(), list(leaves.values()), allow_unused=True)
+    found = dict(zip(leaves, grads, strict=True))
+    for name in ("wx", "bias", "beta_c", "c0"):
+        assert (found[name] == pattern).all(), name
+    for name in ("wx", "weight", "bias", "gamma_x", "c0"):
+        assert kernel.seen[name] % 16 == 0, name
+
+
+def moments_of(*arguments, **flags):
+    pass
+
+
+def shifted(value):
+    """The same numbers, four bytes beside where memory begins."""
+    room = value.new_empty(value.numel() + 1)
+    return room[1:].view(value.shape).copy_(value)

@@ -47,7 +47,7 @@ def forward(given: Inputs) -> Outputs:
         first.narrow(-1, H, stride - H).zero_()
     cs = torch.empty(saved_cells(a), dtype=torch.float32, device=device)
     wh = wx.new_empty(saved_products(a) + room_for_gradients(a)).narrow(0, 0, saved_products(a))
-    h_n, c_n = torch.empty(2, *call.lead, B, H, dtype=torch.float32, device=device).unbind()
+    h_n, c_n = (torch.empty(*call.lead, B, H, dtype=torch.float32, device=device) for _ in range(2))
     new = [
         torch.empty(shape, dtype=torch.float32, device=device)
         for shape in statistics_shapes(given)

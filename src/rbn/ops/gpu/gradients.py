@@ -89,7 +89,8 @@ def backward(
         dh, dc = torch.zeros(2, *call.lead, B, H, dtype=torch.float32, device=device).unbind()
     else:
         dh, dc = (_copied(call, grad) for grad in (dh_n, dc_n))
-    room = _consumed(call, r.wh) if consume else None
+    polled = call.in_cuda and not cuda_lstm.meets_at_counter("backward", wx)
+    room = _consumed(call, r.wh) if consume and not polled else None
     da = torch.empty_like(wx) if room is None else room
     shared = a.norm == "none" or a.joint  # the gradient of both terms is one
     dwx = da if shared else torch.empty_like(wx)
@@ -106,7 +107,7 @@ def backward(
     transposed = weight.transpose(-2, -1).contiguous()
     dy = call.empty if doutput is None else doutput.contiguous()
     if call.in_cuda:
-        if not cuda_lstm.meets_at_counter("backward", wx):
+        if polled:  # it begins empty, so it has a room of its own
             da.view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
         names = ("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c")
         tensors = call.named(transposed, moments) | dict(zip(names, sums, strict=True))

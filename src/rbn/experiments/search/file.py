@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,25 +121,26 @@ def _seconds(value: Any) -> float:
 
 
 def _check_values(sweep: Sweep, space: Space) -> None:
-    """Every value of every setting, the others being at their first."""
+    """Every value of every setting, those before it being at their first."""
     from rbn.experiments import build  # for the others of this module it is a slow import
 
-    first = {key: parameter.examples[0] for key, parameter in space.items()}
+    first: dict[str, Value] = {}
     for key, parameter in space.items():
         for value in parameter.examples:
             try:
                 build.check(sweep.config({**first, key: value}))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"space: {key}={value!r} does not fit: {error}") from error
+        first[key] = parameter.examples[0]
 
 
 def _points(sweep: Sweep) -> tuple[dict[str, Value], ...]:
     """The combinations of all grids; those that come to the same settings only once."""
     found: dict[str, dict[str, Value]] = {}
     for space in sweep.spaces:
-        points = grid(space)
-        if len(points) > _LARGEST_GRID:
-            raise ValueError(f"a grid of {len(points):,} is too large; {_LARGEST_GRID:,} is most")
-        for point in points:
+        size = math.prod(len(parameter.examples) for parameter in space.values())
+        if size > _LARGEST_GRID:
+            raise ValueError(f"a grid of {size:,} is too large; {_LARGEST_GRID:,} is most")
+        for point in grid(space):
             found.setdefault(sweep.config(point).to_json(), point)
     return tuple(found.values())

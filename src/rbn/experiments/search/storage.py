@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -33,43 +35,60 @@ def shown(where: str) -> str:
     return where.replace(password, ":***@", 1) if parts.password else where
 
 
-def open_study(sweep: Sweep, where: str) -> tuple[Study, BaseStorage]:
+@contextlib.contextmanager
+def opened(sweep: Sweep, where: str) -> Iterator[tuple[Study, BaseStorage]]:
     """The study of a sweep, made if there is none; refused if it is of other trials."""
     import optuna
 
-    storage = open_storage(where)
-    study = optuna.create_study(
-        storage=storage,
-        study_name=sweep.name,
-        direction="maximize" if sweep.maximize else "minimize",
-        pruner=sampling.make_pruner(sweep),
-        load_if_exists=True,
-    )
-    if "sweep" not in study.user_attrs:
-        study.set_user_attr("sweep", sweep.identity())
-    different = sweep.differences(study.user_attrs["sweep"])
-    if different:
-        raise ValueError(
-            f"{shown(where)} holds a sweep {sweep.name} with another {' and '.join(different)}; "
-            "go on with what it was started with, or name another --out or --storage"
+    with _storage(where) as storage:
+        study = optuna.create_study(
+            storage=storage,
+            study_name=sweep.name,
+            direction="maximize" if sweep.maximize else "minimize",
+            pruner=sampling.make_pruner(sweep),
+            load_if_exists=True,
         )
-    study.set_user_attr("trials", sweep.trials)
-    return study, storage
+        if "sweep" not in study.user_attrs:
+            study.set_user_attr("sweep", sweep.identity())
+        different = sweep.differences(study.user_attrs["sweep"])
+        if different:
+            raise ValueError(
+                f"{shown(where)} holds a sweep {sweep.name} with another "
+                f"{' and '.join(different)}; go on with what it was started with, or name another "
+                "--out or --storage"
+            )
+        study.set_user_attr("trials", sweep.trials)
+        yield study, storage
 
 
-def load_study(name: str, where: str) -> Study:
+@contextlib.contextmanager
+def begun(name: str, where: str) -> Iterator[Study]:
     """The study of a sweep that was begun."""
     import optuna
 
     if "://" not in where and not Path(where).exists():
         raise ValueError(f"there is no sweep {name} yet: there is no {where}")
+    with _storage(where) as storage:
+        try:
+            study = optuna.load_study(study_name=name, storage=storage)
+        except KeyError as error:
+            raise ValueError(f"there is no sweep {name} in {shown(where)}") from error
+        yield study
+
+
+@contextlib.contextmanager
+def _storage(where: str) -> Iterator[BaseStorage]:
+    """A storage whose connections are closed afterwards."""
+    storage = _open(where)
     try:
-        return optuna.load_study(study_name=name, storage=open_storage(where))
-    except KeyError as error:
-        raise ValueError(f"there is no sweep {name} in {shown(where)}") from error
+        yield storage
+    finally:
+        engine = getattr(storage, "engine", None)
+        if engine is not None:
+            engine.dispose()
 
 
-def open_storage(where: str) -> BaseStorage:
+def _open(where: str) -> BaseStorage:
     """The storage of a name: a file by its ending, else a URL as SQLAlchemy has them."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock

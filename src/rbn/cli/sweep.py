@@ -100,9 +100,9 @@ def run(
         jobs = _jobs(workers, device, sweep, where, folder, data_dir, until)
         console = Console()
         try:
-            with storages.opened(sweep, where) as (study, _):
-                code, reason = _work(jobs, console)
-                _report(standing(study), folder, console)
+            study, _ = storages.open_study(sweep, where)
+            code, reason = _work(jobs, console)
+            _report(standing(study), folder, console)
         except OptunaError as error:
             stop(f"the storage {storages.shown(where)}: {error.__cause__ or error}", 1)
         if code:
@@ -197,8 +197,7 @@ def status(
             picture.check(plot)
         name = files.find(file).stem
         folder = out or Path("runs") / name
-        with storages.begun(name, storage or storages.default(folder)) as study:
-            now = standing(study)
+        now = standing(storages.load_study(name, storage or storages.default(folder)))
         columns = ["trial", "state", *now.parameters, f"best {now.figure}", "steps", "minutes"]
         table = Table(*(Column(column, overflow="fold") for column in columns))
         for row in now.rows:

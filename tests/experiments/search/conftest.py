@@ -17,8 +17,6 @@ pytest.importorskip("optuna")
 
 from rbn.experiments.search import file as files
 from rbn.experiments.search.sampling import need_optuna
-from rbn.experiments.search.storage import opened
-from rbn.experiments.search.trials import Trials
 
 need_optuna()
 PLACES = sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin")))
@@ -110,14 +108,3 @@ def make(tmp_path):
         return files.read(str(path), settings)
 
     return make
-
-
-@pytest.fixture
-def worker():
-    """A worker's view of a sweep's trials in a storage; its connections end with the test."""
-    with contextlib.ExitStack() as stack:
-
-        def worker(sweep, where):
-            return Trials(sweep, *stack.enter_context(opened(sweep, where)))
-
-        yield worker

@@ -97,13 +97,13 @@ def test_ranges_and_choices(make):
         trials=5,
         space={
             "optimizer.lr": {"low": 1e-4, "high": 1, "log": True},
-            "hidden_size": {"low": 4, "high": 8, "step": 2},
+            "length": {"low": 4, "high": 8, "step": 2},
             "model": ["lstm", "bn-lstm"],
         },
     )
     assert sweep.space["optimizer.lr"] == Range(1e-4, 1.0, log=True)
-    assert sweep.space["hidden_size"] == Range(4, 8, step=2)
-    assert sweep.space["hidden_size"].whole
+    assert sweep.space["length"] == Range(4, 8, step=2)
+    assert sweep.space["length"].whole
     assert sweep.space["model"] == Choices(("lstm", "bn-lstm"))
     assert (sweep.trials, sweep.maximize, sweep.points) == (5, True, None)
 

@@ -13,18 +13,19 @@ import pytest
 
 from rbn.experiments.search import trials as module
 from rbn.experiments.search.heart import Heart
-from rbn.experiments.search.storage import begun, shown
-from rbn.experiments.search.trials import SILENT
+from rbn.experiments.search.storage import load_study, open_study, shown
+from rbn.experiments.search.trials import SILENT, Trials
 
 # Takes a trial and gives signs of life until it is killed.
 HOLDER = """
 import pickle, sys, time
 from rbn.experiments.search.heart import Heart
-from rbn.experiments.search.storage import opened
+from rbn.experiments.search.storage import open_study
 from rbn.experiments.search.trials import Trials
 with open(sys.argv[1], "rb") as file:
     sweep, where = pickle.load(file)
-with opened(sweep, where) as study, Heart(trials := Trials(sweep, *study)) as heart:
+trials = Trials(sweep, *open_study(sweep, where))
+with Heart(trials) as heart:
     number = trials.take()
     trials.begin(number)
     heart.hold(number)
@@ -33,11 +34,15 @@ with opened(sweep, where) as study, Heart(trials := Trials(sweep, *study)) as he
 """
 
 
+def worker(sweep, where):
+    return Trials(sweep, *open_study(sweep, where))
+
+
 def states(trials):
     return [trial.state.name for trial in trials.study.get_trials()]
 
 
-def test_every_trial_is_taken_once(where, make, worker):
+def test_every_trial_is_taken_once(where, make):
     sweep = make(space={"clip": [float(k) for k in range(1, 13)]})
     taken, barrier = [], threading.Barrier(3)
 
@@ -56,7 +61,7 @@ def test_every_trial_is_taken_once(where, make, worker):
     assert sorted(taken) == [(k, float(k + 1)) for k in range(12)]
 
 
-def test_killed_and_taken_up_again(where, make, tmp_path, worker):
+def test_killed_and_taken_up_again(where, make, tmp_path):
     sweep = make(heartbeat=1)
     mine = worker(sweep, where)
     (tmp_path / "job").write_bytes(pickle.dumps((sweep, where)))
@@ -89,7 +94,7 @@ def test_killed_and_taken_up_again(where, make, tmp_path, worker):
     assert states(mine) == ["COMPLETE", "COMPLETE"]
 
 
-def test_thought_to_be_dead(where, make, monkeypatch, worker):
+def test_thought_to_be_dead(where, make, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     sweep = make()
@@ -116,7 +121,7 @@ def test_thought_to_be_dead(where, make, monkeypatch, worker):
     assert other.frozen(0).value == 0.2
 
 
-def test_a_trial_that_kills_its_workers_is_given_up(make, tmp_path, monkeypatch, worker):
+def test_a_trial_that_kills_its_workers_is_given_up(make, tmp_path, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     sweep, where = make(trials=1), str(tmp_path / "sweep.db")
@@ -131,7 +136,7 @@ def test_a_trial_that_kills_its_workers_is_given_up(make, tmp_path, monkeypatch,
     assert workers[3].frozen(0).user_attrs["reason"] == "3 workers died of it"
 
 
-def test_released_trials_wait(where, make, worker):
+def test_released_trials_wait(where, make):
     sweep = make()
     first, second = worker(sweep, where), worker(sweep, where)
     assert first.take() == 0
@@ -145,7 +150,7 @@ def test_released_trials_wait(where, make, worker):
     assert "deaths" not in second.frozen(0).user_attrs
 
 
-def test_more_trials_later(make, tmp_path, worker):
+def test_more_trials_later(make, tmp_path):
     where = str(tmp_path / "sweep.db")
     few = make("growing", trials=1)
     mine = worker(few, where)
@@ -160,7 +165,7 @@ def test_more_trials_later(make, tmp_path, worker):
     assert more.begin(1)[1] == {"optimizer.lr": 0.001}
 
 
-def test_random_settings_depend_on_the_number_alone(make, tmp_path, worker):
+def test_random_settings_depend_on_the_number_alone(make, tmp_path):
     space = {
         "optimizer.lr": {"low": 1e-5, "high": 1e-1, "log": True},
         "length": {"low": 2, "high": 10, "step": 2},
@@ -170,7 +175,7 @@ def test_random_settings_depend_on_the_number_alone(make, tmp_path, worker):
 
     def settings(name, workers, **more):
         sweep = make("drawn", **options, **more)
-        found = [worker(sweep, str(tmp_path / f"{name}.db")) for _ in range(workers)]
+        found = [worker(sweep, str(tmp_path / f"{name}.log")) for _ in range(workers)]
         taken = {}
         for k in range(sweep.trials):
             mine = found[k % workers]
@@ -189,10 +194,10 @@ def test_random_settings_depend_on_the_number_alone(make, tmp_path, worker):
     assert {point["model"] for point in one} == {"lstm", "bn-lstm"}
 
 
-def test_tpe_comes_nearer(make, tmp_path, worker):
+def test_tpe_comes_nearer(make, tmp_path):
     space = {"optimizer.lr": {"low": 1e-6, "high": 1, "log": True}}
     sweep = make(sampler={"name": "tpe", "n_startup_trials": 8}, trials=30, space=space)
-    mine = worker(sweep, str(tmp_path / "sweep.db"))
+    mine = worker(sweep, str(tmp_path / "sweep.log"))
     misses = []
     while (number := mine.take()) is not None:
         miss = abs(math.log10(mine.begin(number)[1]["optimizer.lr"]) + 4.5)
@@ -204,7 +209,7 @@ def test_tpe_comes_nearer(make, tmp_path, worker):
     assert statistics.median(misses[-15:]) < 1.0 < statistics.median(misses[:8])
 
 
-def test_a_heart_beats_and_notices(make, tmp_path, worker):
+def test_a_heart_beats_and_notices(make, tmp_path):
     sweep, where = make(heartbeat=0.2), str(tmp_path / "sweep.db")
     mine, other = worker(sweep, where), worker(sweep, where)
     number = mine.take()
@@ -226,7 +231,7 @@ def test_a_heart_beats_and_notices(make, tmp_path, worker):
         assert other.frozen(number).user_attrs["beat"] == count  # it has stopped
 
 
-def test_the_storage_may_be_away_for_a_moment(make, tmp_path, monkeypatch, worker):
+def test_the_storage_may_be_away_for_a_moment(make, tmp_path, monkeypatch):
     from optuna.exceptions import StorageInternalError
 
     monkeypatch.setattr(module, "_PAUSES", (0, 0))
@@ -248,7 +253,7 @@ def test_the_storage_may_be_away_for_a_moment(make, tmp_path, monkeypatch, worke
         mine.complete(mine.take(), 0.5)
 
 
-def test_another_sweep_of_that_name_is_refused(where, make, worker, tmp_path):
+def test_another_sweep_of_that_name_is_refused(where, make, tmp_path):
     worker(make(f"mine-{tmp_path.name}"), where)
     worker(make(f"mine-{tmp_path.name}", heartbeat=3), where)
     with pytest.raises(ValueError, match=r"holds a sweep mine-.* with another config and space"):
@@ -264,7 +269,7 @@ def test_another_sweep_of_that_name_is_refused(where, make, worker, tmp_path):
         ("broken.db", "cannot open the storage .*broken.db: .*not a database"),
     ],
 )
-def test_storages_that_cannot_be_opened(where, message, make, worker, tmp_path, monkeypatch):
+def test_storages_that_cannot_be_opened(where, message, make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rbn.experiments.search.storage.time.sleep", lambda _: None)
     (tmp_path / "broken.db").write_text("not a database" * 100)
@@ -275,8 +280,8 @@ def test_storages_that_cannot_be_opened(where, message, make, worker, tmp_path, 
 
 def test_no_such_sweep(where):
     message = "there is no sweep never" if "://" in where else "there is no sweep never yet"
-    with pytest.raises(ValueError, match=message), begun("never", where):
-        pass
+    with pytest.raises(ValueError, match=message):
+        load_study("never", where)
 
 
 def test_passwords_are_not_shown():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -35,57 +33,40 @@ def shown(where: str) -> str:
     return where.replace(password, ":***@", 1) if parts.password else where
 
 
-@contextlib.contextmanager
-def opened(sweep: Sweep, where: str) -> Iterator[tuple[Study, BaseStorage]]:
+def open_study(sweep: Sweep, where: str) -> tuple[Study, BaseStorage]:
     """The study of a sweep, made if there is none; refused if it is of other trials."""
     import optuna
 
-    with _storage(where) as storage:
-        study = optuna.create_study(
-            storage=storage,
-            study_name=sweep.name,
-            direction="maximize" if sweep.maximize else "minimize",
-            pruner=sampling.make_pruner(sweep),
-            load_if_exists=True,
+    storage = _open(where)
+    study = optuna.create_study(
+        storage=storage,
+        study_name=sweep.name,
+        direction="maximize" if sweep.maximize else "minimize",
+        pruner=sampling.make_pruner(sweep),
+        load_if_exists=True,
+    )
+    if "sweep" not in study.user_attrs:
+        study.set_user_attr("sweep", sweep.identity())
+    different = sweep.differences(study.user_attrs["sweep"])
+    if different:
+        raise ValueError(
+            f"{shown(where)} holds a sweep {sweep.name} with another {' and '.join(different)}; "
+            "go on with what it was started with, or name another --out or --storage"
         )
-        if "sweep" not in study.user_attrs:
-            study.set_user_attr("sweep", sweep.identity())
-        different = sweep.differences(study.user_attrs["sweep"])
-        if different:
-            raise ValueError(
-                f"{shown(where)} holds a sweep {sweep.name} with another "
-                f"{' and '.join(different)}; go on with what it was started with, or name another "
-                "--out or --storage"
-            )
-        study.set_user_attr("trials", sweep.trials)
-        yield study, storage
+    study.set_user_attr("trials", sweep.trials)
+    return study, storage
 
 
-@contextlib.contextmanager
-def begun(name: str, where: str) -> Iterator[Study]:
+def load_study(name: str, where: str) -> Study:
     """The study of a sweep that was begun."""
     import optuna
 
     if "://" not in where and not Path(where).exists():
         raise ValueError(f"there is no sweep {name} yet: there is no {where}")
-    with _storage(where) as storage:
-        try:
-            study = optuna.load_study(study_name=name, storage=storage)
-        except KeyError as error:
-            raise ValueError(f"there is no sweep {name} in {shown(where)}") from error
-        yield study
-
-
-@contextlib.contextmanager
-def _storage(where: str) -> Iterator[BaseStorage]:
-    """A storage whose connections are closed afterwards."""
-    storage = _open(where)
     try:
-        yield storage
-    finally:
-        engine = getattr(storage, "engine", None)
-        if engine is not None:
-            engine.dispose()
+        return optuna.load_study(study_name=name, storage=_open(where))
+    except KeyError as error:
+        raise ValueError(f"there is no sweep {name} in {shown(where)}") from error
 
 
 def _open(where: str) -> BaseStorage:
@@ -93,7 +74,6 @@ def _open(where: str) -> BaseStorage:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
-    options: dict[str, Any] = {"pool_pre_ping": True}  # a server may have been restarted
     url = where
     if "://" not in where:
         path = Path(where).resolve()
@@ -108,17 +88,21 @@ def _open(where: str) -> BaseStorage:
             raise ValueError(f"storage must be a URL or a file ending in {known}, got {where!r}")
         url = f"sqlite:///{path}"
     if not url.startswith("sqlite"):
-        return _database(url, options)
-    storage = _database(url, {**options, "connect_args": {"timeout": _LOCKED}})
+        return _database(url)
+    storage = _database(url, connect_args={"timeout": _LOCKED})
     _one_writer(storage)
     return storage
 
 
-def _database(url: str, options: dict[str, Any]) -> RDBStorage:
+def _database(url: str, **options: Any) -> RDBStorage:
     """Open a database; again if another worker was making its tables at the same moment."""
     from optuna.storages import RDBStorage
     from sqlalchemy.exc import SQLAlchemyError
+    from sqlalchemy.pool import NullPool
 
+    # A worker says something every few seconds: it need not keep a connection, and so does not
+    # mind a server that was restarted.
+    options["poolclass"] = NullPool
     for left in (2, 1, 0):
         try:
             return RDBStorage(url, engine_kwargs=options)
@@ -148,4 +132,3 @@ def _one_writer(storage: RDBStorage) -> None:
 
     event.listen(storage.engine, "connect", connect)
     event.listen(storage.engine, "begin", begin)
-    storage.engine.dispose()  # connections from before

@@ -18,7 +18,7 @@ from rbn.experiments.fit import Fit, Watch, Watcher
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.search.heart import Heart
 from rbn.experiments.search.space import listed
-from rbn.experiments.search.storage import opened
+from rbn.experiments.search.storage import open_study
 from rbn.experiments.search.sweep import Sweep
 from rbn.experiments.search.trials import Trials, patiently
 from rbn.experiments.tasks import Classification, NextSymbol
@@ -96,11 +96,8 @@ class Worker:
             torch.set_num_threads(job.threads)
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)
-        with opened(job.sweep, job.storage) as (study, storage):
-            return self._work(Trials(job.sweep, study, storage))
-
-    def _work(self, trials: Trials) -> bool:
-        job = self.job
+        study, storage = open_study(job.sweep, job.storage)
+        trials = Trials(job.sweep, study, storage)
         if trials.all_finished():
             return True
         base = job.sweep.config({})

@@ -203,11 +203,14 @@ def status(
         for row in now.rows:
             chosen = [spoken(row.parameters.get(name, "")) for name in now.parameters]
             best = "" if row.best is None else f"{row.best:.4f}"
-            state = f"{row.state}: {row.remark}" if row.remark else row.state
             numbers = [best, f"{row.steps:,}", f"{row.seconds / 60:.1f}"]
-            table.add_row(str(row.number), state, *chosen, *numbers)
+            table.add_row(str(row.number), row.state, *chosen, *numbers)
         console = Console()
         console.print(table)
+        for row in now.rows:
+            if row.remark:
+                line = f"trial {row.number}, {row.state}: {row.remark}"
+                console.print(line, soft_wrap=True, highlight=False, markup=False)
         _report(now, folder, console)
         if plot is not None:
             picture.draw(now, plot)

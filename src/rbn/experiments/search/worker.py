@@ -145,7 +145,7 @@ class Worker:
                 bar = None
                 if self._console is not None:
                     bar = stack.enter_context(Watch(fit, self._console))
-                looks = _Looks(trials, trial, heart, bar)
+                looks = _Looks(trials, trial, heart, self.say, bar)
                 minutes = None if job.until is None else max(self._left(), 1e-3) / 60
                 fit.train(max_minutes=minutes, watch=looks)
             self._conclude(number, trials, heart, fit, looks)
@@ -199,9 +199,15 @@ class _Looks:
     """Reports every look at the validation data, and stops the run when it is pruned."""
 
     def __init__(
-        self, trials: Trials, trial: Trial, heart: Heart, bar: Watcher | None = None
+        self,
+        trials: Trials,
+        trial: Trial,
+        heart: Heart,
+        say: Callable[[str], None],
+        bar: Watcher | None = None,
     ) -> None:
-        self._trials, self._trial, self._heart, self._bar = trials, trial, heart, bar
+        self._trials, self._trial, self._heart = trials, trial, heart
+        self._say, self._bar = say, bar
         self._known = set(trials.frozen(trial.number).intermediate_values)
         self.pruned = False
 
@@ -209,6 +215,8 @@ class _Looks:
         self, trainer: Trainer, config: Config, task: Classification | NextSymbol | ReadingTask
     ) -> None:
         """Watch a run."""
+        if trainer.progress.step > 0:
+            self._say(f"trial {self._trial.number}: goes on at step {trainer.progress.step:,}")
         if self._bar is not None:
             self._bar.add(trainer, config, task)
         shown = trainer.on_record

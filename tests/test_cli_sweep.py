@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 pytest.importorskip("optuna")
 
 from rbn.cli.app import app
+from rbn.cli.sweep import _jobs
 from rbn.experiments import runs
 from rbn.experiments.fit import Fit
 from rbn.experiments.search.storage import load_study
 from rbn.experiments.search.table import standing
+from rbn.experiments.search.worker import Job
 
 SWEEP = """
 config: digits
@@ -182,6 +184,9 @@ def test_failures_are_shown(folder):
     assert done.exit_code == 0
     assert "trial 2, failed: ValueError: too few sequences" in said(done)
     assert "best:" not in done.output
+    done = invoke("mine.yaml", "--device", "cpu", "--trials", "3")
+    assert done.exit_code == 1
+    assert "rbn: no trial came to its end" in done.output
     assert (folder / "none.png").exists()
 
 
@@ -220,6 +225,17 @@ def test_without_optuna_one_sentence(folder, monkeypatch):
         done = invoke(*arguments)
         assert done.exit_code == 2
         assert "sweeps need Optuna: pip install 'recurrent-batchnorm[sweep]'" in said(done)
+
+
+def test_gpus_are_dealt_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    job = Job(None, "sweep.db", Path("runs"), torch.device("cuda"))
+    found = _jobs(job, 3, dealt=True)
+    assert [str(each.device) for each in found] == ["cuda:0", "cuda:1", "cuda:0"]
+    found = _jobs(job, 2, dealt=False)
+    assert [str(each.device) for each in found] == ["cuda", "cuda"]
+    assert all(each.threads >= 1 for each in found)
+    assert _jobs(job, 1, dealt=False)[0].threads is None
 
 
 def test_help():

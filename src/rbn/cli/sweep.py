@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,6 +89,7 @@ def run(
         from rbn.experiments.search import file as files
         from rbn.experiments.search import storage as storages
         from rbn.experiments.search.table import standing
+        from rbn.experiments.search.worker import Job
 
         sweep = files.read(file, set_ or [], trials)
         if workers < 1:
@@ -97,35 +99,34 @@ def run(
         folder = out or Path("runs") / sweep.name
         where = storage or storages.default(folder)
         until = None if max_minutes is None else time.time() + 60 * max_minutes
-        jobs = _jobs(workers, device, sweep, where, folder, data_dir, until)
+        job = Job(sweep, where, folder, device_of(device), data_dir, until)
+        jobs = _jobs(job, workers, dealt=device == "auto" and job.device.type == "cuda")
         console = Console()
         try:
             study, _ = storages.open_study(sweep, where)
             code, reason = _work(jobs, console)
-            _report(standing(study), folder, console)
+            now = standing(study)
+            _report(now, folder, console)
         except OptunaError as error:
             stop(f"the storage {storages.shown(where)}: {error.__cause__ or error}", 1)
         if code:
             stop(f"{reason}; the same command goes on from there", code)
+        if now.best is None:
+            stop("no trial came to its end", 1)
 
     guarded(work)
 
 
-def _jobs(workers: int, device: str, *rest: Any) -> list[Job]:
-    """A job for each worker; GPUs are dealt out in turn."""
+def _jobs(job: Job, workers: int, dealt: bool) -> list[Job]:
+    """A job for each worker; dealt: the machine's GPUs in turn."""
     import torch
 
-    from rbn.experiments.search.worker import Job
-
-    sweep, where, folder, data_dir, until = rest
-    place = device_of(device)
-    several = device == "auto" and place.type == "cuda"
     threads = None if workers == 1 else max(1, torch.get_num_threads() // workers)
-    found = []
-    for number in range(workers):
-        mine = torch.device("cuda", number % torch.cuda.device_count()) if several else place
-        found.append(Job(sweep, where, folder, mine, data_dir, until, threads))
-    return found
+    found = [replace(job, threads=threads) for _ in range(workers)]
+    if not dealt:
+        return found
+    count = torch.cuda.device_count()
+    return [replace(j, device=torch.device("cuda", k % count)) for k, j in enumerate(found)]
 
 
 def _work(jobs: list[Job], console: Console) -> tuple[int, str]:

@@ -209,6 +209,32 @@ def test_tpe_comes_nearer(make, tmp_path):
     assert statistics.median(misses[-15:]) < 1.0 < statistics.median(misses[:8])
 
 
+@pytest.mark.parametrize(
+    ("pruner", "lengths"),
+    [
+        ("none", [6] * 6),
+        ({"name": "median", "n_startup_trials": 1}, [6, 1, 1, 1, 1, 1]),
+        ({"name": "median", "n_startup_trials": 3, "n_warmup_steps": 2}, [6, 6, 6, 3, 3, 3]),
+        ({"name": "percentile", "percentile": 80.0, "n_startup_trials": 2}, [6, 6, 1, 1, 1, 1]),
+        ({"name": "halving", "min_resource": 2, "reduction_factor": 2}, [6, 3, 3, 3, 3, 3]),
+        ({"name": "hyperband", "min_resource": 1, "max_resource": 6}, None),
+    ],
+)
+def test_every_pruner_gives_up_the_worse(pruner, lengths, make, tmp_path):
+    sweep = make(pruner=pruner, space={"clip": [float(k) for k in range(1, 7)]})
+    mine = worker(sweep, str(tmp_path / "sweep.log"))
+    found = []
+    while (number := mine.take()) is not None:
+        trial, _ = mine.begin(number)
+        for look in range(6):
+            trial.report(0.9 - 0.1 * number, look)  # each is worse than those before it
+            if trial.should_prune():
+                break
+        found.append(look + 1)
+        assert mine.prune(number) if look < 5 else mine.complete(number, 0.5)
+    assert found == lengths or (lengths is None and found[0] == 6 and min(found) < 6)
+
+
 def test_a_heart_beats_and_notices(make, tmp_path):
     sweep, where = make(heartbeat=0.2), str(tmp_path / "sweep.db")
     mine, other = worker(sweep, where), worker(sweep, where)

@@ -64,9 +64,11 @@ def load_study(name: str, where: str) -> Study:
     if "://" not in where and not Path(where).exists():
         raise ValueError(f"there is no sweep {name} yet: there is no {where}")
     try:
-        return optuna.load_study(study_name=name, storage=_open(where))
+        study = optuna.load_study(study_name=name, storage=_open(where))
+        study.user_attrs["sweep"]  # another program's study has none
     except KeyError as error:
         raise ValueError(f"there is no sweep {name} in {shown(where)}") from error
+    return study
 
 
 def _open(where: str) -> BaseStorage:

@@ -94,7 +94,7 @@ class Worker:
         job = self.job
         if job.threads is not None:
             torch.set_num_threads(job.threads)
-        if job.device.type == "cuda":
+        if job.device.index is not None:
             torch.cuda.set_device(job.device)
         study, storage = open_study(job.sweep, job.storage)
         trials = Trials(job.sweep, study, storage)

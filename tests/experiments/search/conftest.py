@@ -11,14 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
-
-pytest.importorskip("optuna")
 
 from rbn.experiments.search import file as files
 from rbn.experiments.search.sampling import need_optuna
+from rbn.experiments.search.storage import open_study
+from rbn.experiments.search.trials import Trials
 
-need_optuna()
 PLACES = sorted(map(str, Path("/usr/lib/postgresql").glob("*/bin")))
 
 
@@ -94,6 +92,9 @@ def where(request, tmp_path):
 @pytest.fixture
 def make(tmp_path):
     """Make the file of a sweep on digits, small, and read it."""
+    import yaml
+
+    need_optuna()
 
     def make(name=None, settings=(), **content):
         small = {"hidden_size": 4, "epochs": 1, "evaluate_every": 4, "batch_size": 200}
@@ -108,3 +109,9 @@ def make(tmp_path):
         return files.read(str(path), settings)
 
     return make
+
+
+@pytest.fixture
+def worker():
+    """Make a worker's view of a sweep's trials in a storage."""
+    return lambda sweep, where: Trials(sweep, *open_study(sweep, where))

@@ -3,6 +3,8 @@
 import pytest
 import yaml
 
+pytest.importorskip("optuna")
+
 from rbn.experiments import config as configs
 from rbn.experiments.search import file as files
 from rbn.experiments.search.space import Choices, Range

@@ -3,9 +3,12 @@
 import json
 import threading
 import time
+import weakref
 
 import pytest
 import torch
+
+pytest.importorskip("optuna")
 
 from rbn.data.errors import DataNotFound
 from rbn.experiments import build, runs
@@ -68,6 +71,21 @@ def test_trials_are_ordinary_runs(where, make, start, tmp_path):
     worker, said = start(sweep, where)
     assert worker.work()  # nothing more to do
     assert said == []
+
+
+def test_a_trials_memory_is_given_back(make, start, monkeypatch):
+    alive, seen = weakref.WeakSet(), []
+    real = build.make_trainer
+
+    def make_trainer(*arguments, **options):
+        seen.append(len(alive))
+        alive.add(trainer := real(*arguments, **options))
+        return trainer
+
+    monkeypatch.setattr(build, "make_trainer", make_trainer)
+    worker, _ = start(make())
+    assert worker.work()
+    assert seen == [0, 0]
 
 
 def test_pruned_on_the_validation_curve(make, start, tmp_path):

@@ -51,7 +51,7 @@ class Heart:
     def drop(self) -> None:
         """Beat for none."""
         with self._lock:
-            self._number = None
+            self._number = self._on_lost = None
 
     @property
     def lost(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -123,7 +124,14 @@ class Worker:
                     raise
                 finally:
                     heart.drop()
+                self._clean()
         return False
+
+    def _clean(self) -> None:
+        """Give back the memory of the last trial: its parts hold each other."""
+        gc.collect()
+        if self.job.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _left(self) -> float:
         """Seconds."""
@@ -164,9 +172,6 @@ class Worker:
                 ) from error
         else:
             self._failures = 0
-        finally:
-            if job.device.type == "cuda":
-                torch.cuda.empty_cache()
 
     def _conclude(self, number: int, trials: Trials, heart: Heart, fit: Fit, looks: _Looks) -> None:
         """Tell the storage what came of a trial that was trained."""

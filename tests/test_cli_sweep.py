@@ -31,7 +31,7 @@ space:
   optimizer.lr: [2e-2, 1e-2]
 heartbeat: 1
 """
-LONG = (SWEEP % 15).replace("[lstm, bn-lstm]", "[lstm]")  # long enough to be found at work
+LONG = (SWEEP % 12).replace("[lstm, bn-lstm]", "[lstm]")  # long enough to be found at work
 
 
 def invoke(*arguments):

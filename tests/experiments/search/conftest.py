@@ -100,6 +100,7 @@ def make(tmp_path):
         small = {"hidden_size": 4, "epochs": 1, "evaluate_every": 4, "batch_size": 200}
         found = {
             "config": "digits",
+            "model": "lstm",  # quick to look at: it has no statistics
             "set": small,
             "sampler": "grid",
             "space": {"optimizer.lr": [0.01, 0.001]},

@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/rbn/ops/c
 	@echo "Installing into $(VENV); the first time takes a minute or two."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,train,sweep,dev]'
 	@touch $@
 
 demo: install ## Run the demo (PERMUTED=1: on permuted pixels)

@@ -116,6 +116,7 @@ class Trainer:
         self._began: float | None = None
         self._saved = 0.0  # seconds since then
         self._closed = False  # finished, and all of it on the disk
+        self._stopping = False
         self._random = RandomState(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._step: Callable[..., Tensor] = self._optimise
@@ -165,7 +166,6 @@ class Trainer:
             now.seconds = self._before + spent
             if self.on_step:
                 self.on_step(now)
-            out_of_time = schedule.max_minutes is not None and spent >= 60 * schedule.max_minutes
             due = now.step % schedule.checkpoint_every == 0
             if now.step % schedule.evaluate_every == 0 or now.step == schedule.steps:
                 self._look()
@@ -173,10 +173,16 @@ class Trainer:
             if now.finished or now.step == schedule.steps:
                 self._finish()
                 return False
-            if out_of_time or (due and spent - self._saved >= schedule.checkpoint_seconds):
+            out_of_time = schedule.max_minutes is not None and spent >= 60 * schedule.max_minutes
+            stops = out_of_time or self._stopping
+            if stops or (due and spent - self._saved >= schedule.checkpoint_seconds):
                 self.save()
                 self._saved = spent
-            return not out_of_time
+            return not stops
+
+    def stop(self) -> None:
+        """Save and stop unfinished after this step, as when the time is over."""
+        self._stopping = True
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -22,8 +22,7 @@ class Settings:
         epochs: passes over the training images, for each model.
         threads: CPU threads. On matrices this small a second one gains little, and where another
             program wants its core, the two wait for each other at every step.
-        learning_rate: of Adam. The BN-LSTM is about as fast anywhere from 0.003 to 0.01; the LSTM
-            is fastest at 0.01, and slower than it there too.
+        learning_rate: of Adam. At 0.01 the LSTM is faster than here, the BN-LSTM as fast.
         hidden_size: units of each LSTM.
         batch_size: sequences in a minibatch.
         clip: largest global norm of the gradients.

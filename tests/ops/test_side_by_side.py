@@ -127,6 +127,7 @@ def test_calls_that_differ_are_made_one_by_one(launches):
     for change in different:
         assert together("bn_lstm", [calls[0], calls[1] | change]) is None
     assert together("ln_lstm", calls) is None
+    assert together("bn_lstm", [call | {"something": "new"} for call in calls]) is None
     assert launches == []
 
 

@@ -40,6 +40,8 @@ def together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] 
     if op not in ("bn_lstm", "lstm") or not pays(calls[0]["wx"], len(calls)):
         return None
     empty = dict.fromkeys((*_TENSORS, "population")) | dict.fromkeys(_ZONEOUT, 0.0) | _OPTIONS
+    if any(call[name] is not None for call in calls for name in call.keys() - empty.keys()):
+        return None  # an option that the kernels do not have
     calls = [empty | call for call in calls]
     first = calls[0]
     if not all(_alike(first, call) for call in calls[1:]):

@@ -5,11 +5,12 @@ from rbn.nn.batch_norm_lstm import BatchNormLSTM, BatchNormLSTMCell
 from rbn.nn.batch_norm_rnn import BatchNormRNN, BatchNormRNNCell
 from rbn.nn.layer_norm_lstm import LayerNormLSTM, LayerNormLSTMCell
 from rbn.nn.lstm import LSTM, LSTMCell
+from rbn.nn.population import average_population_stats, update_population_stats
 from rbn.nn.statistics import (
     PopulationStatistics,
     batch_statistics,
     kept_statistics,
-    update_population_stats,
+    own_statistics,
 )
 
 __all__ = [
@@ -22,8 +23,10 @@ __all__ = [
     "LayerNormLSTM",
     "LayerNormLSTMCell",
     "PopulationStatistics",
+    "average_population_stats",
     "batch_statistics",
     "init",
     "kept_statistics",
+    "own_statistics",
     "update_population_stats",
 ]

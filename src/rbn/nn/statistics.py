@@ -7,13 +7,22 @@ average over the training set at test time; the last step's for every step beyon
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def all_processes() -> ProcessGroup | None:
+    """All processes that train together, or None where this one is alone."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.group.WORLD
 
 
 class PopulationStatistics(nn.Module):
@@ -37,13 +46,18 @@ class PopulationStatistics(nn.Module):
         momentum: float | None = 0.1,
         *,
         shared: bool = False,
+        sync: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """shared: at test time all steps use the average over the steps (an ablation)."""
+        """Without any estimate.
+
+        shared: at test time all steps use the average over the steps (an ablation).
+        sync: minibatches are those of all processes together, see `group`.
+        """
         super().__init__()
         self.features, self.max_length = features, max_length
-        self.momentum, self.shared = momentum, shared
+        self.momentum, self.shared, self.sync = momentum, shared, sync
         self.forced: str | None = None  # "batch" or "record": see `batch_statistics`
         self.estimated = False
         self._surely_seen = 0  # steps that have an estimate, as far as the host knows
@@ -62,6 +76,13 @@ class PopulationStatistics(nn.Module):
     def records(self) -> bool:
         """Whether minibatch statistics are to be averaged in now."""
         return self.forced == "record" or (self.training and self.forced is None)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The processes whose rows make one minibatch now; None for this one's rows alone."""
+        if not self.sync or not (self.training or self.forced == "record"):
+            return None
+        return all_processes()
 
     def reset(self) -> None:
         """Forget all estimates."""
@@ -84,7 +105,7 @@ class PopulationStatistics(nn.Module):
         """
         stop = start + mean.shape[0]
         if self.max_length is None:
-            self._grow(stop)
+            self.grow(stop)
         elif stop > self.max_length:  # steps beyond have no row
             keep = max(0, self.max_length - start)
             mean, var, stop = mean[:keep], var[:keep], start + keep
@@ -106,10 +127,9 @@ class PopulationStatistics(nn.Module):
                 )
                 return
         if self.momentum is None:
-            weight = 1.0 / count.clamp(min=1)
+            weight = count.clamp(min=1).to(self.mean.dtype).reciprocal()
         else:  # the first estimate of a step stands alone
-            weight = torch.where(count > 1, self.momentum, 1.0)
-        weight = weight.to(self.mean.dtype)
+            weight = torch.where(count > 1, self.momentum, self.mean.new_ones(len(count)))
         if reached is not None:
             weight = torch.where(reached, weight, 0)
         self.mean[start:stop].lerp_(mean.to(self.mean.dtype), weight[:, None])
@@ -132,7 +152,8 @@ class PopulationStatistics(nn.Module):
         rows = rows[start : start + steps]
         return self.mean[rows], self.var[rows]
 
-    def _grow(self, rows: int) -> None:
+    def grow(self, rows: int) -> None:
+        """Make room for that many steps."""
         missing = rows - self.count.shape[0]
         if missing > 0:
             self.mean = torch.cat([self.mean, self.mean.new_zeros(missing, self.features)])
@@ -193,7 +214,8 @@ class PopulationStatistics(nn.Module):
         return f"{self.features}, max_length={self.max_length}, momentum={self.momentum}"
 
 
-def _statistics_of(model: nn.Module) -> list[PopulationStatistics]:
+def statistics_of(model: nn.Module) -> list[PopulationStatistics]:
+    """All population statistics inside a model."""
     return [m for m in model.modules() if isinstance(m, PopulationStatistics)]
 
 
@@ -204,7 +226,7 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
     The population statistics are neither used nor changed. This is how the paper's validation
     curves are measured while training.
     """
-    with _forced(model, "batch"):
+    with forced(model, "batch"):
         yield
 
 
@@ -216,7 +238,7 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
     CUDA graph that updates them.
     """
     names = ("mean", "var", "count", "estimated", "_surely_seen")
-    before = [(s, [getattr(s, name) for name in names]) for s in _statistics_of(model)]
+    before = [(s, [getattr(s, name) for name in names]) for s in statistics_of(model)]
     for s, (mean, var, count, *_) in before:
         s.mean, s.var, s.count = mean.clone(), var.clone(), count.clone()
     try:
@@ -228,96 +250,30 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forced(model: nn.Module, mode: str) -> Iterator[None]:
-    statistics = _statistics_of(model)
-    before = [s.forced for s in statistics]
+def own_statistics(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block each process's minibatches are its own, whatever `sync_stats` says.
+
+    For work that the processes share out by whole minibatches.
+    """
+    with _changed(model, "sync", False):
+        yield
+
+
+@contextlib.contextmanager
+def forced(model: nn.Module, mode: str) -> Iterator[None]:
+    """Normalize with minibatch statistics: ``"batch"``, or ``"record"`` to average them in too."""
+    with _changed(model, "forced", mode):
+        yield
+
+
+@contextlib.contextmanager
+def _changed(model: nn.Module, name: str, value: Any) -> Iterator[None]:
+    statistics = statistics_of(model)
+    before = [getattr(s, name) for s in statistics]
     for s in statistics:
-        s.forced = mode
+        setattr(s, name, value)
     try:
         yield
     finally:
         for s, old in zip(statistics, before, strict=True):
-            s.forced = old
-
-
-def update_population_stats(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    forward: Callable[[nn.Module, Any], object] | None = None,
-    device: torch.device | str | None = None,
-    train_mode: bool = True,
-    progress: bool = False,
-) -> int:
-    """Estimate all population statistics of a model anew, at its present parameters.
-
-    One pass over `batches`; each statistic becomes the plain average of the minibatch estimates,
-    which is how the paper obtains its test numbers. Works like `torch.optim.swa_utils.update_bn`.
-    Parameters, training mode and the random state are left as they were; if the pass fails, so are
-    the statistics.
-
-    Args:
-        model: any module that contains batch-normalized recurrent layers. Without any, nothing is
-            done.
-        batches: what `forward` takes. By default an input of the model, or a tuple or list whose
-            first element is one.
-        forward: runs the model on one batch, e.g. ``lambda m, b: m(b.tokens, lengths=b.lengths)``.
-        device: where tensors are moved before the default `forward`.
-        train_mode: True estimates under dropout, zoneout and noise as drawn in training, as
-            `update_bn` does; False without them, as the model is evaluated.
-        progress: show a progress bar (needs rich).
-
-    Returns:
-        The number of batches.
-    """
-    statistics = _statistics_of(model)
-    if not statistics:
-        return 0
-    run = forward or _default_forward(device)
-    modes = {module: module.training for module in model.modules()}
-    before = [(s.momentum, s.estimated, s.mean, s.var, s.count) for s in statistics]
-    cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})
-    total, done = 0, False
-    try:
-        model.train(train_mode)
-        for s in statistics:
-            s.momentum, s.estimated = None, False
-            s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
-            s.count = torch.zeros_like(s.count)
-        with torch.no_grad(), torch.random.fork_rng(devices=cuda), _forced(model, "record"):
-            for batch in _tracked(batches) if progress else batches:
-                run(model, batch)
-                total += 1
-        if total == 0:
-            raise ValueError("batches is empty: there is nothing to estimate statistics from")
-        done = True
-    finally:
-        for s, (momentum, estimated, mean, var, count) in zip(statistics, before, strict=True):
-            s.momentum = momentum
-            if not done:
-                s.estimated, s.mean, s.var, s.count = estimated, mean, var, count
-        for module, mode in modes.items():
-            module.training = mode
-    return total
-
-
-def _default_forward(device: torch.device | str | None) -> Callable[[nn.Module, Any], object]:
-    def forward(model: nn.Module, batch: Any) -> object:
-        if isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence):
-            batch = batch[0]
-        return model(batch if device is None else batch.to(device))
-
-    return forward
-
-
-def _tracked(batches: Iterable[Any]) -> Iterable[Any]:
-    try:
-        from rich.console import Console
-        from rich.progress import track
-    except ImportError as error:
-        raise ImportError(
-            "progress=True needs rich: pip install 'recurrent-batchnorm[train]'"
-        ) from error
-    total = len(batches) if isinstance(batches, Sized) else None
-    console = Console(file=sys.stderr)
-    return track(batches, "population statistics", total=total, console=console)
+            setattr(s, name, old)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,9 @@ from rbn.ops.types import (
     valid_steps,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 def bn_rnn(
     wx: Tensor,
@@ -40,6 +45,7 @@ def bn_rnn(
     input_stats: InputStats = "step",
     padding: Padding = "exclude",
     zoneout_h: Tensor | float = 0.0,
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
     """See `rbn.ops.bn_rnn` for the arguments."""
     dtype = wx.dtype
@@ -52,12 +58,13 @@ def bn_rnn(
     pop = population or Statistics()
     valid = valid_steps(lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid if padding == "exclude" or population else None)
-    x_term = InputTerm(wx, valid, input_stats, pair(pop.mean_x, pop.var_x))
-    h_term = Term(pair(pop.mean_h, pop.var_h))
+    counted = valid if padding == "exclude" else None
+    x_term = InputTerm(wx, valid, counted, input_stats, pair(pop.mean_x, pop.var_x), group)
+    h_term = Term(pair(pop.mean_h, pop.var_h), group)
 
     output = []
     for t in range(len(wx)):
-        rows = valid[t] if valid is not None and padding == "exclude" else None
+        rows = None if counted is None else counted[t]
         W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, H]
         h_t = phi(
             h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps)

@@ -151,9 +151,9 @@ def _average(statistics: list[PopulationStatistics], group: ProcessGroup, spread
     # In float64, so that equal float32 numbers average to themselves.
     flat = torch.cat([part.flatten() for part in parts])
     dist.all_reduce(flat, group=group)
-    found = iter(flat.split([part.numel() for part in parts]))
-    for s in statistics:
-        mean, var, count = (next(found).view(len(s.count), -1) for _ in range(3))
+    sums = flat.split([part.numel() for part in parts])
+    found = iter([total.view_as(part) for total, part in zip(sums, parts, strict=True)])
+    for s, mean, var, count in zip(statistics, found, found, found, strict=True):
         s.mean.copy_(mean / count.clamp(min=1))
         s.var.copy_(var / count.clamp(min=1))
         s.count.copy_(count[:, 0] if not spread else (count[:, 0] / group.size()).ceil())

@@ -1,21 +1,30 @@
 """Optimising a model and watching it."""
 
 from rbn.training.checkpoint import CheckpointError
+from rbn.training.launch import RankLost, in_touch, launch
 from rbn.training.loop import Examples, Record, accuracy, train
+from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule
 from rbn.training.together import train_together
-from rbn.training.trainer import Diverged, Task, Trainer, make_fabric
+from rbn.training.trainer import Diverged, Task, Trainer
+from rbn.training.world import World, check_devices, make_fabric
 
 __all__ = [
     "CheckpointError",
     "Diverged",
     "Examples",
     "Progress",
+    "RankLost",
+    "Ranks",
     "Record",
     "Schedule",
     "Task",
     "Trainer",
+    "World",
     "accuracy",
+    "check_devices",
+    "in_touch",
+    "launch",
     "make_fabric",
     "train",
     "train_together",

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from rbn.training.ranks import Ranks
 from rbn.training.trainer import Diverged, Trainer
 
 
@@ -31,10 +32,14 @@ def train_together(trainers: Sequence[Trainer]) -> None:
             diverged.append(error)
             return False
 
+    ranks = Ranks.here()
     with _Interrupts() as interrupts:
-        while active and not interrupts.seen:
+        interrupted = False
+        while active and not interrupted:
             active = [trainer for trainer in active if goes_on(trainer)]
-        if interrupts.seen:
+            # It may have come to one process, or between other steps of the others.
+            interrupted = ranks.any(interrupts.seen)
+        if interrupted:
             for trainer in active:
                 with trainer.alone():
                     trainer.save()

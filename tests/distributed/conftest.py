@@ -6,12 +6,11 @@ from pair import run_pair
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory, request):
-    """What two processes found, once for all workers that pytest has."""
+def pair_folder(tmp_path_factory, request):
+    """Where two processes have run all cases, once for all workers that pytest has."""
     base = tmp_path_factory.getbasetemp()
-    if not hasattr(request.config, "workerinput"):
-        return run_pair(base)
-    folder = base.parent / "pair"
+    shared = base.parent if hasattr(request.config, "workerinput") else base
+    folder = shared / "pair"
     done = folder / "done"
     try:
         folder.mkdir()
@@ -19,7 +18,13 @@ def pair(tmp_path_factory, request):
         deadline = time.monotonic() + 300
         while not done.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
-        return [torch.load(folder / f"rank{k}.pt", weights_only=False) for k in range(2)]
-    found = run_pair(folder)
+        return folder
+    run_pair(folder)
     done.touch()
-    return found
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pair(pair_folder):
+    """What each of the two found: by case, what it returned."""
+    return [torch.load(pair_folder / f"rank{k}.pt", weights_only=False) for k in range(2)]

@@ -20,8 +20,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "ops"))  # recurrence_cases
 
 
-def run_pair(folder: Path, timeout: float = 300) -> list[dict[str, Any]]:
-    """What each of two processes of a gloo group found: by case, what it returned."""
+def run_pair(folder: Path, timeout: float = 300) -> None:
+    """Let two processes of a gloo group write down what each case returns."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
@@ -40,14 +40,14 @@ def run_pair(folder: Path, timeout: float = 300) -> list[dict[str, Any]]:
             process.kill()
     for process, text in zip(processes, said, strict=True):
         assert process.returncode == 0, text
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def all_cases() -> dict[str, Any]:
+def all_cases(folder: Path) -> dict[str, Any]:
     """What to call with the rank, by kind and name."""
     import layer_cases
     import op_cases
     import population_cases
+    import training_cases
     from recurrence_cases import differentiate
 
     cases: dict[str, Any] = {
@@ -56,13 +56,21 @@ def all_cases() -> dict[str, Any]:
     }
     for name, run in layer_cases.MODELS.items():
         cases[f"layer {name}"] = lambda rank, run=run: run([rank])
-    return cases | {f"population {name}": run for name, run in population_cases.CASES.items()}
+    cases |= {f"population {name}": run for name, run in population_cases.CASES.items()}
+    runs = training_cases.cases(folder)
+    return cases | {f"training {name}": run for name, run in runs.items()}
 
 
 def main(rank: int, folder: Path) -> None:
     """One of the two: writes down what each case returns."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    cases = all_cases(folder)
+    if rank == 0:
+        import training_cases
+
+        training_cases.prepare(folder)
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2")
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meeting",
@@ -71,7 +79,7 @@ def main(rank: int, folder: Path) -> None:
         timeout=datetime.timedelta(seconds=60),
     )
     found: dict[str, Any] = {}
-    for name, case in all_cases().items():
+    for name, case in cases.items():
         try:
             found[name] = case(rank)
         except Exception as error:

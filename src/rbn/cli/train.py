@@ -161,7 +161,7 @@ def _go_on(plan: Plan, devices: int | None) -> None:
             f"devices must be left out, or be {world.local_count} as torchrun started them here, "
             f"got {devices}"
         )
-    local = devices or 1 if world is None else world.local_count
+    local = (1 if devices is None else devices) if world is None else world.local_count
     count = local if world is None else world.count
     check_together(plan.runs, device_of(plan.device), local, count, plan.graph)
     if plan.command is not None and count > 1:

@@ -1,7 +1,7 @@
 """Optimising a model and watching it."""
 
 from rbn.training.checkpoint import CheckpointError
-from rbn.training.launch import RankLost, in_touch, launch
+from rbn.training.launcher import RankLost, in_touch, launch
 from rbn.training.loop import Examples, Record, accuracy, train
 from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule

@@ -114,19 +114,21 @@ def launch(work: Callable[..., None], arguments: tuple[Any, ...], count: int) ->
 def _wait(processes: list[Any]) -> None:
     """Until all have ended well, or a moment after one has not."""
     deadline: float | None = None
-    while any(process.exitcode is None for process in processes):
+    while True:
+        codes = [process.exitcode for process in processes]
+        if None not in codes:
+            return
+        if deadline is None and any(codes):
+            deadline = time.monotonic() + _GRACE
         limit = None if deadline is None else deadline - time.monotonic()
         if limit is not None and limit <= 0:
             return
-        alive = [process.sentinel for process in processes if process.exitcode is None]
+        alive = [p for p, code in zip(processes, codes, strict=True) if code is None]
         try:
-            connection.wait(alive, limit)
+            connection.wait([process.sentinel for process in alive], limit)
         except KeyboardInterrupt:
-            for process in processes:
-                if process.exitcode is None:
-                    os.kill(process.pid, signal.SIGINT)
-        if deadline is None and any(process.exitcode for process in processes):
-            deadline = time.monotonic() + _GRACE
+            for process in alive:
+                os.kill(process.pid, signal.SIGINT)
 
 
 def _report(receiver: Any) -> BaseException | None:

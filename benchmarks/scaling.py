@@ -1,0 +1,256 @@
+"""Times a training step of a batch-normalized LSTM on one process and on two, on this CPU.
+
+Forward and backward of one layer, the whole batch on one process or half of it on each of two that
+exchange gradients (gloo, DDP), with statistics of each process and of both. Counts what the
+statistics exchange, and the time spent in it. Writes benchmarks/results/scaling.csv.
+
+With --gpu: the same step on this GPU for one batch size after another, and the plain equations with
+statistics over a group of one process (NCCL), which is what a second GPU could not do without.
+Writes benchmarks/results/scaling-gpu.csv.
+"""
+
+import argparse
+import contextlib
+import csv
+import os
+import platform
+import re
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import rbn
+from rbn.experiments.results import commit
+from rbn.training import launch
+from rbn.training.world import ddp_options
+
+SHAPES = {"digits": (64, 1, 100), "medium": (100, 50, 256), "ptb": (100, 50, 1000)}  # T, I, H
+BATCHES = {"digits": (32, 100, 400), "medium": (32, 128, 512), "ptb": (64, 256)}
+GPU_BATCHES = (8, 16, 32, 64, 128, 256, 512, 1024)
+GPU_SHAPES = {"mnist": (784, 1, 100), "ptb": (100, 50, 1000)}
+RESULTS = Path(__file__).parent / "results"
+SIZES = ("shape", "T", "B", "I", "H")
+COLUMNS = [
+    *(*SIZES, "what", "processes", "threads", "step_ms", "spread", "exchange_ms", "exchanges"),
+    *("statistics_bytes", "gradient_bytes", "machine", "versions", "commit", "date"),
+]
+GPU_COLUMNS = [*SIZES, "precision", "what", "fwdbwd_ms", "spread", *COLUMNS[-4:]]
+
+
+def exchanged(T, H):
+    """Numbers that a process hands over for the statistics of a step, and in how many messages."""
+    forward = T * (2 * 4 * H + 1) + T * (2 * 4 * H + 1) + T * (2 * H + 1)  # x, h, c
+    backward = T * 2 * 4 * H + T * 2 * 4 * H + T * 2 * H
+    return forward + backward, 2 * (2 * T + 1)
+
+
+class Counter:
+    """Counts the messages of the statistics, their numbers, and the time spent in them."""
+
+    def __init__(self):
+        self.seconds, self.messages, self.numbers = 0.0, 0, 0
+        self.real = dist.all_gather, dist.all_reduce
+        dist.all_gather = lambda out, own, **k: self._call(0, own, out, own, **k)
+        dist.all_reduce = lambda own, *a, **k: self._call(1, own, own, *a, **k)
+
+    def _call(self, which, own, *arguments, **options):
+        began = time.perf_counter()
+        self.real[which](*arguments, **options)
+        self.seconds += time.perf_counter() - began
+        if own.is_floating_point():  # not the agreement on the number of steps
+            self.messages += 1
+            self.numbers += own.numel()
+
+    def close(self):
+        dist.all_gather, dist.all_reduce = self.real
+
+
+def step_of(shape, rows, sync=False, wrap=False, exchange=True):
+    """A training step of a layer over so many rows."""
+    T, I, H = shape  # noqa: E741
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(I, H, max_length=T, sync_stats=sync)
+    model = DistributedDataParallel(layer, **ddp_options()) if wrap else layer
+    x, grad = torch.randn(T, rows, I), torch.randn(T, rows, H)
+
+    def step():
+        layer.zero_grad()
+        with contextlib.nullcontext() if exchange else model.no_sync():
+            model(x)[0].backward(grad)
+
+    return step, sum(p.numel() for p in layer.parameters())
+
+
+def measured(step, repeats, meet=lambda: None):
+    """Median and spread (half the distance of the quartiles) in milliseconds."""
+    samples = []
+    for k in range(repeats + 2):
+        meet()
+        began = time.perf_counter()
+        step()
+        if k >= 2:
+            samples.append((time.perf_counter() - began) * 1e3)
+    samples.sort()
+    n = len(samples)
+    return statistics.median(samples), (samples[3 * n // 4] - samples[n // 4]) / 2
+
+
+def two_processes(shape, batch, repeats, path):
+    """What each of two does; the first writes the figures down."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rows = batch // 2
+    lines = []
+    for what, options in (
+        ("two, statistics of each", {}),
+        ("two, gradients kept", {"exchange": False}),
+        ("two, statistics of both", {"sync": True}),
+    ):
+        step, parameters = step_of(shape, rows, wrap=True, **options)
+        step()
+        counter = Counter()
+        step()
+        counter.close()
+        median, spread = measured(step, repeats, dist.barrier)
+        timed = Counter()
+        for _ in range(repeats):
+            dist.barrier()
+            step()
+        timed.close()
+        if "sync" in options:
+            assert (counter.numbers, counter.messages) == exchanged(shape[0], shape[2])
+        line = {"what": what, "processes": 2, "threads": 1, "step_ms": median, "spread": spread}
+        if "sync" in options:
+            line["exchange_ms"] = timed.seconds / repeats * 1e3
+            line["exchanges"] = counter.messages
+            line["statistics_bytes"] = 4 * counter.numbers
+        if "exchange" not in options:
+            line["gradient_bytes"] = 4 * parameters
+        lines.append(line)
+    if dist.get_rank() == 0:
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(lines)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def one_process(shape, batch, repeats):
+    """The whole batch, with one thread and two; and half of it by the plain equations."""
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        median, spread = measured(step_of(shape, batch)[0], repeats)
+        yield {"what": "one", "threads": threads, "step_ms": median, "spread": spread}
+    torch.set_num_threads(1)
+    with rbn.backend("reference"):
+        median, spread = measured(step_of(shape, batch // 2)[0], repeats)
+    line = {"what": "one, half of it, plain equations", "threads": 1}
+    yield line | {"step_ms": median, "spread": spread}
+
+
+def on_cpu(repeats, out, facts):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    part = out.with_suffix(".part")
+    for name, shape in SHAPES.items():
+        for batch in BATCHES[name]:
+            lines = list(one_process(shape, batch, repeats))
+            launch(two_processes, (shape, batch, repeats, str(part)), 2)
+            with part.open(newline="") as file:
+                lines += [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+            part.unlink()
+            for line in lines:
+                sizes = (name, shape[0], batch, *shape[1:])
+                row = dict(zip(SIZES, sizes, strict=True)) | {"processes": 1} | line | facts
+                for key in ("step_ms", "spread", "exchange_ms"):
+                    if row.get(key):
+                        row[key] = round(float(row[key]), 3)
+                print(f"{name:>8} {batch:>5} {row['what']:<34} {row['step_ms']:>10}", flush=True)
+                yield row
+
+
+def on_gpu(repeats, facts):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    for name, (T, I, H) in GPU_SHAPES.items():  # noqa: E741
+        for batch in GPU_BATCHES:
+            torch.manual_seed(0)
+            layer = rbn.BatchNormLSTM(I, H, max_length=T).to("cuda", torch.bfloat16)
+            x = torch.randn(T, batch, I, device="cuda", dtype=torch.bfloat16)
+            grad = torch.randn(T, batch, H, device="cuda", dtype=torch.bfloat16)
+            group = dist.group.WORLD
+
+            def kernels(layer=layer, x=x, grad=grad):
+                layer.zero_grad()
+                layer(x)[0].backward(grad)
+
+            def equations(layer=layer, x=x, grad=grad, group=group):
+                layer._group = lambda: group
+                kernels(layer, x, grad)
+                del layer._group
+
+            for what, step in (("kernels", kernels), ("equations, NCCL of one", equations)):
+
+                def timed(step=step):
+                    step()
+                    torch.cuda.synchronize()
+
+                median, spread = measured(timed, repeats)
+                sizes = (name, T, batch, I, H)
+                print(f"{name:>8} {batch:>5} {what:<24} {median:>10.3f}", flush=True)
+                yield (
+                    dict(zip(SIZES, sizes, strict=True))
+                    | facts
+                    | {
+                        "precision": "bf16",
+                        "what": what,
+                        "fwdbwd_ms": round(median, 4),
+                        "spread": round(spread, 4),
+                    }
+                )
+    dist.destroy_process_group()
+
+
+def machine():
+    found = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
+    names = re.findall(r"Model name:\s*(.+)", found)
+    return f"{names[0].strip() if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--gpu", action="store_true", help="batch sizes on this GPU instead")
+    parser.add_argument("--commit", help="to be written down, where git cannot say")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.gpu and not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
+    name = "scaling-gpu.csv" if arguments.gpu else "scaling.csv"
+    out = arguments.out or RESULTS / name
+    facts = {
+        "machine": torch.cuda.get_device_name() if arguments.gpu else machine(),
+        "versions": f"rbn {rbn.__version__}, torch {torch.__version__}",
+        "commit": arguments.commit or commit(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    rows = (
+        on_gpu(arguments.repeats, facts) if arguments.gpu else on_cpu(arguments.repeats, out, facts)
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", newline="") as file:
+        columns = GPU_COLUMNS if arguments.gpu else COLUMNS
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow(row)
+    print(f"\nwritten to {out}")
+
+
+if __name__ == "__main__":
+    main()

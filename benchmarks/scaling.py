@@ -3,10 +3,6 @@
 Forward and backward of one layer, the whole batch on one process or half of it on each of two that
 exchange gradients (gloo, DDP), with statistics of each process and of both. Counts what the
 statistics exchange, and the time spent in it. Writes benchmarks/results/scaling.csv.
-
-With --gpu: the same step on this GPU for one batch size after another, and the plain equations with
-statistics over a group of one process (NCCL), which is what a second GPU could not do without.
-Writes benchmarks/results/scaling-gpu.csv.
 """
 
 import argparse
@@ -31,15 +27,12 @@ from rbn.training.world import ddp_options
 
 SHAPES = {"digits": (64, 1, 100), "medium": (100, 50, 256), "ptb": (100, 50, 1000)}  # T, I, H
 BATCHES = {"digits": (32, 100, 400), "medium": (32, 128, 512), "ptb": (64, 256)}
-GPU_BATCHES = (8, 16, 32, 64, 128, 256, 512, 1024)
-GPU_SHAPES = {"mnist": (784, 1, 100), "ptb": (100, 50, 1000)}
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "scaling.csv"
 SIZES = ("shape", "T", "B", "I", "H")
 COLUMNS = [
     *(*SIZES, "what", "processes", "threads", "step_ms", "spread", "exchange_ms", "exchanges"),
     *("statistics_bytes", "gradient_bytes", "machine", "versions", "commit", "date"),
 ]
-GPU_COLUMNS = [*SIZES, "precision", "what", "fwdbwd_ms", "spread", *COLUMNS[-4:]]
 
 
 def exchanged(T, H):
@@ -174,48 +167,6 @@ def on_cpu(repeats, out, facts):
                 yield row
 
 
-def on_gpu(repeats, facts):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    dist.init_process_group("nccl", rank=0, world_size=1)
-    for name, (T, I, H) in GPU_SHAPES.items():  # noqa: E741
-        for batch in GPU_BATCHES:
-            torch.manual_seed(0)
-            layer = rbn.BatchNormLSTM(I, H, max_length=T).to("cuda", torch.bfloat16)
-            x = torch.randn(T, batch, I, device="cuda", dtype=torch.bfloat16)
-            grad = torch.randn(T, batch, H, device="cuda", dtype=torch.bfloat16)
-            group = dist.group.WORLD
-
-            def kernels(layer=layer, x=x, grad=grad):
-                layer.zero_grad()
-                layer(x)[0].backward(grad)
-
-            def equations(layer=layer, x=x, grad=grad, group=group):
-                layer._group = lambda: group
-                kernels(layer, x, grad)
-                del layer._group
-
-            for what, step in (("kernels", kernels), ("equations, NCCL of one", equations)):
-
-                def timed(step=step):
-                    step()
-                    torch.cuda.synchronize()
-
-                median, spread = measured(timed, repeats)
-                sizes = (name, T, batch, I, H)
-                print(f"{name:>8} {batch:>5} {what:<24} {median:>10.3f}", flush=True)
-                yield (
-                    dict(zip(SIZES, sizes, strict=True))
-                    | facts
-                    | {
-                        "precision": "bf16",
-                        "what": what,
-                        "fwdbwd_ms": round(median, 4),
-                        "spread": round(spread, 4),
-                    }
-                )
-    dist.destroy_process_group()
-
-
 def machine():
     found = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
     names = re.findall(r"Model name:\s*(.+)", found)
@@ -225,31 +176,21 @@ def machine():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--gpu", action="store_true", help="batch sizes on this GPU instead")
-    parser.add_argument("--commit", help="to be written down, where git cannot say")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    if arguments.gpu and not torch.cuda.is_available():
-        parser.error("there is no CUDA device")
-    name = "scaling-gpu.csv" if arguments.gpu else "scaling.csv"
-    out = arguments.out or RESULTS / name
     facts = {
-        "machine": torch.cuda.get_device_name() if arguments.gpu else machine(),
+        "machine": machine(),
         "versions": f"rbn {rbn.__version__}, torch {torch.__version__}",
-        "commit": arguments.commit or commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    rows = (
-        on_gpu(arguments.repeats, facts) if arguments.gpu else on_cpu(arguments.repeats, out, facts)
-    )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", newline="") as file:
-        columns = GPU_COLUMNS if arguments.gpu else COLUMNS
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for row in rows:
+        for row in on_cpu(arguments.repeats, arguments.out, facts):
             writer.writerow(row)
-    print(f"\nwritten to {out}")
+    print(f"\nwritten to {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def exchanged(T, H):
     """Numbers that a process hands over for the statistics of a step, and in how many messages."""
     forward = T * (2 * 4 * H + 1) + T * (2 * 4 * H + 1) + T * (2 * H + 1)  # x, h, c
     backward = T * 2 * 4 * H + T * 2 * 4 * H + T * 2 * H
-    return forward + backward, 2 * (2 * T + 1)
+    alike = (2 * H + 2) + (4 * H + 1)  # whether all rows are, at first and after the first step
+    return forward + backward + alike, 2 * (2 * T + 1) + 2
 
 
 class Counter:

@@ -77,6 +77,7 @@ def test_settings_from_the_command_line():
         (["task=imdb"], "task must be one of digits, .*, got 'imdb'"),
         (["optimizer.name=lion"], "optimizer must be adam, rmsprop or sgd, got 'lion'"),
         (["model=irnn"], "model irnn classifies sequences; ptb is a text"),
+        (["dropout=1"], "dropout must be at least 0 and below 1, got 1"),
         (["start=zeros"], "start must be one of"),
     ],
 )

@@ -19,7 +19,7 @@ Target = Annotated[
     str,
     typer.Argument(
         help="table1 to table4, fig1a, fig1b, fig2, fig3a, fig3b, fig4a, fig4b, fig5, fig6, "
-        "shared-stats, small-gamma, no-noise, or all."
+        "shared-stats, small-gamma, no-noise, data-start, or all."
     ),
 ]
 Seeds = Annotated[int | None, typer.Option(help="Runs of each model; 3, or 1 with --quick.")]

@@ -103,12 +103,14 @@ def build(
     if isinstance(found, Reading):
         task = build_reading(config, found, seed, device)
     elif isinstance(found, data.Text):
-        model: nn.Module = LanguageModel(recurrent_layer(config, len(found.symbols)))
+        model: nn.Module = LanguageModel(
+            recurrent_layer(config, len(found.symbols)), config.dropout
+        )
         task = NextSymbol(
             model.to(device), found, config.length, config.batch_size, seed, config.valid_windows
         )
     else:
-        model = SequenceClassifier(recurrent_layer(config, 1), CLASSES)
+        model = SequenceClassifier(recurrent_layer(config, 1), CLASSES, config.dropout)
         task = Classification(model.to(device), found, config.batch_size, seed)
     task.metric = f"valid_{config.select}"
     return task
@@ -152,6 +154,7 @@ def make_trainer(
         patience=config.patience,
         clip=config.clip,
         decay_from=config.decay_from,
+        average=config.average,
         checkpoint_seconds=_CHECKPOINT_SECONDS,
         max_minutes=max_minutes,
     )

@@ -36,6 +36,9 @@ class Config:
         select: the statistics of the validation figure that names the best model.
         clip: largest global norm of the gradients; None leaves them alone.
         decay_from: the part of the steps after which the learning rate falls linearly to 0.
+        average: decay of the running average of the parameters that is evaluated and kept; None
+            evaluates the parameters themselves.
+        dropout: of the layer's output on its way to the softmax; a reader's is among `layer`.
         precision: as Lightning Fabric names it.
         optimizer: its name, ``adam``, ``rmsprop`` or ``sgd``, and the arguments of torch's class.
         start: of the recurrent weights.
@@ -58,6 +61,8 @@ class Config:
     select: str = "population"
     clip: float | None = 1.0
     decay_from: float = 1.0
+    average: float | None = None
+    dropout: float = 0.0
     precision: str = "32-true"
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam", "lr": 0.001})
     start: str = "orthogonal"
@@ -84,6 +89,10 @@ class Config:
             raise ValueError(
                 f"optimizer must be adam, rmsprop or sgd, got {self.optimizer.get('name')!r}"
             )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
+        if self.is_reading and self.dropout:
+            raise ValueError("a reader's dropout is set as layer.dropout")
         if self.is_text and self.model in ("rnn", "irnn"):
             raise ValueError(f"model {self.model} classifies sequences; {self.task} is a text")
 

@@ -27,7 +27,7 @@ CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
 def exact_statistics(config: Config, task: Classification | NextSymbol | ReadingTask) -> None:
     """Population statistics of the training set at the model as it is, as the paper reports."""
     if has_statistics(task.model):
-        task.estimate(config.population_batch)
+        task.estimate_population(config.population_batch)
 
 
 def finish(

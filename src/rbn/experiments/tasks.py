@@ -37,12 +37,15 @@ class Measured(abc.ABC):
     minibatches, whole ones, so that the figures are those of one process.
 
     Attributes:
+        estimate: minibatches behind the population statistics of an evaluation; None takes the
+            running averages.
         metric: ``"valid_batch"`` or ``"valid_population"``, which of them names the best model.
         row_dims: along which dimension of each tensor of a minibatch its rows lie.
     """
 
     model: nn.Module
     batch_size: int
+    estimate: int | None = ESTIMATE
     row_dims: tuple[int, ...]
     metric = "valid_population"
     forward: Callable[[nn.Module, Any], object] | None = None  # on one of `population_batches`
@@ -66,13 +69,15 @@ class Measured(abc.ABC):
             value = self.measure_with("valid", "population")
             return {"valid_batch": value, "valid_population": value}
         found = {"valid_batch": self.measure_with("valid", "batch")}
+        if self.estimate is None:
+            return found | {"valid_population": self.measure_with("valid", "population")}
         with kept_statistics(self.model):
-            self.estimate(self.batch_size, ESTIMATE)
+            self.estimate_population(self.batch_size, self.estimate)
             found["valid_population"] = self.measure_with("valid", "population")
         return found
 
     @torch.no_grad()
-    def estimate(self, batch_size: int, count: int | None = None) -> None:
+    def estimate_population(self, batch_size: int, count: int | None = None) -> None:
         """Population statistics at the model as it is, of all training data or some minibatches."""
         batches = Ranks.here().share(itertools.islice(self.population_batches(batch_size), count))
         with own_statistics(self.model):

@@ -2,7 +2,6 @@
 
 from rbn.training.checkpoint import CheckpointError
 from rbn.training.launcher import RankLost, in_touch, launch
-from rbn.training.loop import Examples, Record, accuracy, train
 from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule
 from rbn.training.together import train_together
@@ -12,20 +11,16 @@ from rbn.training.world import World, check_devices, make_fabric
 __all__ = [
     "CheckpointError",
     "Diverged",
-    "Examples",
     "Progress",
     "RankLost",
     "Ranks",
-    "Record",
     "Schedule",
     "Task",
     "Trainer",
     "World",
-    "accuracy",
     "check_devices",
     "in_touch",
     "launch",
     "make_fabric",
-    "train",
     "train_together",
 ]

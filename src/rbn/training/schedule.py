@@ -18,6 +18,8 @@ class Schedule:
             norm is not finite is made without a gradient, and counted.
         decay_from: the part of the steps after which the learning rate falls linearly, to 0 at the
             last; 1 keeps it constant.
+        average: the decay of a running average of the parameters, which is then what evaluations
+            look at and what is kept as the best; None looks at the parameters themselves.
         checkpoint_seconds: shortest time between two checkpoints that are not the last one.
         max_minutes: of this process, after which it saves and stops unfinished; None has no limit.
     """
@@ -28,6 +30,7 @@ class Schedule:
     patience: int | None = None
     clip: float | None = 1.0
     decay_from: float = 1.0
+    average: float | None = None
     checkpoint_seconds: float = 0.0
     max_minutes: float | None = None
 
@@ -42,6 +45,8 @@ class Schedule:
                 raise ValueError(f"{name} must be positive, got {value}")
         if not 0 <= self.decay_from <= 1:
             raise ValueError(f"decay_from must be from 0 to 1, got {self.decay_from}")
+        if self.average is not None and not 0 <= self.average < 1:
+            raise ValueError(f"average must be at least 0 and below 1, got {self.average}")
 
     def rate(self, step: int) -> float:
         """What the learning rate is multiplied with at a step, from 0."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rbn.nn import average_population_stats
 from rbn.training import checkpoint
+from rbn.training.averaging import AveragedParameters
 from rbn.training.captured import CapturedStep
 from rbn.training.randomness import RandomState, seed_of_step
 from rbn.training.ranks import Ranks
@@ -131,6 +132,9 @@ class Trainer:
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # of those skipped
         self._number = torch.zeros((), dtype=torch.int64, device=device)  # of the step
         self._fetched = 0  # of progress.loss_count
+        self._average: AveragedParameters | None = None
+        if schedule.average is not None:
+            self._average = AveragedParameters(self.module, schedule.average)
         self._unsaved_best: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         self._began: float | None = None
         self._saved = 0.0  # seconds since then
@@ -264,11 +268,13 @@ class Trainer:
             self._in_a_row.copy_(torch.where(good, 0, self._in_a_row + 1))
         good = value.isfinite() | (self._bad >= 0)
         self._bad.copy_(torch.where(good, self._bad, self._number))
-        self._number += 1
         self._sum += value
         if self.look_back == 1 and not self._captures:
             self._fetch()  # before the model is spoilt by a gradient that is not finite
         self._wrapped.step()
+        if self._average is not None:
+            self._average.update(self._number)
+        self._number += 1
         return value
 
     def _set_rates(self, factor: float) -> None:
@@ -310,9 +316,15 @@ class Trainer:
 
     def _look(self) -> None:
         """Evaluate, write it down, and remember the best."""
-        now, task = self.progress, self.task
         self._fetch()
         average_population_stats(self.module)
+        with contextlib.nullcontext() if self._average is None else self._average.in_place():
+            record = self._evaluate()
+        if self.on_record:
+            self.on_record(record)
+
+    def _evaluate(self) -> dict[str, float]:
+        now, task = self.progress, self.task
         figures = task.evaluate()
         record: dict[str, float] = {
             "step": now.step,
@@ -334,8 +346,7 @@ class Trainer:
             if patience is not None and now.bad_looks >= patience:
                 now.finished = now.stopped_early = True
         self._write_history()
-        if self.on_record:
-            self.on_record(record)
+        return record
 
     def save(self) -> None:
         """Write the best model, if it is new, and the checkpoint to go on from."""
@@ -351,6 +362,8 @@ class Trainer:
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = checkpoint.state_of(self.module, self._optimizer)
+        if self._average is not None:
+            tensors |= self._average.state()
         return tensors, {
             "optimizer": facts,
             "progress": asdict(self.progress),
@@ -369,6 +382,8 @@ class Trainer:
         self.progress = Progress(**facts["progress"])
         with self._random.current():
             checkpoint.restore(self.module, self._optimizer, tensors, facts["optimizer"])
+            if self._average is not None:
+                self._average.restore(tensors)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
         self._number.fill_(self.progress.step)

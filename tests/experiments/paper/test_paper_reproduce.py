@@ -15,7 +15,7 @@ from rbn.cli.app import app
 from rbn.data import Splits, digits
 from rbn.data.errors import DataNotFound
 from rbn.experiments import build
-from rbn.experiments.paper import findings, plan
+from rbn.experiments.paper import findings, initial_states, plan
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import read_findings
 from rbn.experiments.paper.reproduce import Reproduction
@@ -52,9 +52,10 @@ def tiny(monkeypatch):
         return text if config.is_reading else few(text)
 
     monkeypatch.setattr(build, "load", shorter)
-    monkeypatch.setattr(findings, "digits", lambda: few(digits()))
-    settings = findings._digits
-    monkeypatch.setattr(findings, "_digits", lambda *more: settings("hidden_size=8", *more))
+    monkeypatch.setattr(initial_states, "digits", lambda: few(digits()))
+    settings = findings.on_digits
+    for module in (findings, initial_states):
+        monkeypatch.setattr(module, "on_digits", lambda *more: settings("hidden_size=8", *more))
 
 
 def few(splits):

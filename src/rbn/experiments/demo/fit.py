@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
+import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import rbn
 from rbn.data import Split, Splits
 from rbn.data.digits import CLASSES
-from rbn.experiments.demo.result import Settings, Trained
+from rbn.experiments.demo.result import Record, Settings, Trained
+from rbn.experiments.tasks import Classification
 from rbn.models import SequenceClassifier
-from rbn.training import Record, accuracy, train
+from rbn.training import Progress, Schedule, Trainer
 
 
 def build(name: str, settings: Settings) -> SequenceClassifier:
@@ -41,48 +44,68 @@ def reach(model: SequenceClassifier, data: Split, batch_size: int) -> float:
     return float(gradient[:eighth].norm() / gradient[-eighth:].norm())
 
 
+class _Timed(Classification):
+    """Evaluated with the running averages; counts the time that takes."""
+
+    estimate = None
+    spent = 0.0
+
+    def evaluate(self) -> dict[str, float]:
+        began = time.perf_counter()
+        found = super().evaluate()
+        self.spent += time.perf_counter() - began
+        return found
+
+
 def fit(
     name: str,
     settings: Settings,
     data: Splits,
-    on_step: Callable[[int, float], None] | None = None,
+    on_step: Callable[[int], None] | None = None,
     on_record: Callable[[Record], None] | None = None,
 ) -> Trained:
-    """Train, return to the best parameters, estimate the population statistics exactly, test."""
-    best_parameters: dict[str, Tensor] = {}
-    best_accuracy = -1.0
+    """Train, return to the best parameters, estimate the population statistics exactly, test.
 
-    def keep_best(record: Record) -> None:
-        nonlocal best_parameters, best_accuracy
-        if record.valid_population > best_accuracy:
-            best_accuracy = record.valid_population
-            best_parameters = {key: value.clone() for key, value in model.state_dict().items()}
+    Args:
+        name: ``"LSTM"`` or ``"BN-LSTM"``.
+        settings: what to train, and how.
+        data: the sequences.
+        on_step: called after every step with its number, from 1.
+        on_record: called after every look at the validation data.
+    """
+    records: list[Record] = []
+    spent = 0.0  # on the evaluations before the present one
+
+    def record(found: dict[str, float]) -> None:
+        nonlocal spent
+        figures = [found[key] for key in ("train", "valid_batch", "valid_population")]
+        records.append(Record(int(found["step"]), found["seconds"] - spent, *figures))
+        spent = task.spent
         if on_record:
-            on_record(record)
+            on_record(records[-1])
 
-    with torch.random.fork_rng(devices=[]):
+    def step(now: Progress) -> None:
+        if on_step:
+            on_step(now.step)
+
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         reached = reach(build(name, settings), data.train, settings.batch_size)
         model = build(name, settings)  # untouched by that
-        records = train(
-            model,
+        task = _Timed(model, data, settings.batch_size, settings.seed)
+        steps = settings.epochs * task.batches_per_epoch
+        trainer = Trainer(
+            task,
             torch.optim.Adam(model.parameters(), lr=settings.learning_rate),
-            data.train,
-            data.valid,
-            epochs=settings.epochs,
-            batch_size=settings.batch_size,
-            evaluate_every=settings.evaluate_every,
-            seed=settings.seed,
-            clip=settings.clip,
-            on_step=on_step,
-            on_record=keep_best,
+            Schedule(steps, settings.evaluate_every, clip=settings.clip, checkpoint_seconds=60.0),
+            Path(folder),
+            on_step=step,
+            on_record=record,
         )
-        model.load_state_dict(best_parameters)
+        trainer.run()
+        trainer.load_best()
+        task.model = model
         batches = math.ceil(len(data.train) / settings.batch_size)
         rbn.update_population_stats(model, data.train.inputs.tensor_split(batches, dim=1))
-    return Trained(
-        name,
-        sum(parameter.numel() for parameter in model.parameters()),
-        tuple(records),
-        accuracy(model, data.test, settings.batch_size),
-        reached,
-    )
+        right = task.measure_with("test", "population")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Trained(name, parameters, tuple(records), right, reached)

@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rbn.training import Record
-
 THRESHOLDS = (0.8, 0.9)  # validation accuracies whose first sight is reported
 
 
@@ -24,8 +22,7 @@ class Settings:
         epochs: passes over the training images, for each model.
         threads: CPU threads. On matrices this small a second one gains little, and where another
             program wants its core, the two wait for each other at every step.
-        learning_rate: of Adam. The BN-LSTM is about as fast anywhere from 0.003 to 0.01; the LSTM
-            is fastest at 0.01, and slower than it there too.
+        learning_rate: of Adam. At 0.01 the LSTM is faster than here, the BN-LSTM as fast.
         hidden_size: units of each LSTM.
         batch_size: sequences in a minibatch.
         clip: largest global norm of the gradients.
@@ -76,6 +73,26 @@ class Settings:
             if value != getattr(Settings, name):
                 words.append(f"--{name.replace('_', '-')} {value}")
         return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one look at the validation images saw.
+
+    Attributes:
+        step: optimisation steps taken so far.
+        seconds: time spent on them, evaluations left out.
+        train_loss: mean cross-entropy, in nats, of the minibatches since the last record.
+        valid_batch: validation accuracy from 0 to 1 with minibatch statistics, as the paper plots.
+        valid_population: the same with population statistics, a running average. A model without
+            statistics has the same accuracy twice.
+    """
+
+    step: int
+    seconds: float
+    train_loss: float
+    valid_batch: float
+    valid_population: float
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,13 @@ from rbn.experiments.demo.terminal import Bar, progress_bars, show
 if TYPE_CHECKING:
     from rich.console import Console
 
-_NEEDS = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn"}
+_NEEDS = {
+    "lightning": "lightning",
+    "matplotlib": "matplotlib",
+    "rich": "rich",
+    "safetensors": "safetensors",
+    "sklearn": "scikit-learn",
+}
 
 
 def run_demo(

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rbn.experiments.demo.result import THRESHOLDS, Result
+from rbn.experiments.demo.result import THRESHOLDS, Record, Result
 from rbn.experiments.demo.summary import headline, outcome, percent
-from rbn.training import Record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Bar:
-    """One model's line of progress; its methods are the callbacks of `rbn.training.train`."""
+    """One model's line of progress."""
 
     def __init__(self, progress: Progress, name: str, steps: int) -> None:
         self._progress = progress
         self._task = progress.add_task(name, total=steps, speed="", accuracy="")
 
-    def on_step(self, step: int, loss: float) -> None:
-        """Move on by a step."""
+    def on_step(self, step: int) -> None:
+        """Move on to a step."""
         speed = self._progress.tasks[self._task].speed
         shown = f"{speed:.1f} steps/s" if speed else ""
         self._progress.update(self._task, completed=step, speed=shown)

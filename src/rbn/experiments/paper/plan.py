@@ -16,7 +16,7 @@ FIGURE_TARGETS = (
     *("fig1a", "fig1b", "fig2", "fig3a", "fig3b"),
     *("fig4a", "fig4b", "fig5", "fig6"),
 )
-FINDING_TARGETS = ("shared-stats", "small-gamma", "no-noise")
+FINDING_TARGETS = ("shared-stats", "small-gamma", "no-noise", "data-start")
 TARGETS = (*TABLE_TARGETS, *FIGURE_TARGETS, *FINDING_TARGETS)
 RECIPES = ("short", "paper", "quick")
 SWEEP = (0.1, 0.3, 0.5, 0.7, 1.0)  # initial gammas of Figure 6

@@ -11,9 +11,11 @@ from rbn.ops.reference.normalization import (
     InputTerm,
     Term,
     carry,
+    first_alike,
     in_type,
     pair,
     stack_steps,
+    still_alike,
     without_padding,
     zoneout,
 )
@@ -52,6 +54,8 @@ def bn_lstm(
     b = 0.0 if bias is None else bias
     beta = 0.0 if beta_c is None else beta_c
 
+    if population is not None:
+        group = None  # nothing of the minibatch is asked for
     pop = population or Statistics()
     valid = valid_steps(lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid if padding == "exclude" or population else None)
@@ -60,6 +64,7 @@ def bn_lstm(
     h_term = Term(pair(pop.mean_h, pop.var_h), group)
     c_term = Term(pair(pop.mean_c, pop.var_c), group)
 
+    alike = first_alike(h, c, group=group)
     output = []
     for t in range(len(wx)):
         rows = None if counted is None else counted[t]
@@ -68,10 +73,10 @@ def bn_lstm(
         # Equation 6. The gates lie in torch's order i, f, g, o (the paper prints f, i, o, g).
         if gamma_x is None:  # ablation: one normalization of the sum
             summed = W_h_h + W_x_x
-            gates = h_term.bn(t, summed, gamma_h, b, rows, eps)
+            gates = h_term.bn(t, summed, gamma_h, b, rows, eps, alike)
         else:
             gates = (
-                h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps)
+                h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, alike)
                 + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
                 + b
             )
@@ -82,7 +87,7 @@ def bn_lstm(
 
         # Equation 8.
         c_hat = (
-            c_term.bn(t, c_t, gamma_c, beta, rows, eps)
+            c_term.bn(t, c_t, gamma_c, beta, rows, eps, alike)
             if gamma_c is not None
             else c_t + beta  # ablation: the output reads the cell as the plain LSTM's does
         )
@@ -94,6 +99,7 @@ def bn_lstm(
         h_t = zoneout(zoneout_h, t, h, h_t)
 
         h, c = carry(valid, t, h_t, h), carry(valid, t, c_t, c)
+        alike = still_alike(alike, (h, c), rows, eps, group)
         output.append(h)
 
     statistics = Statistics(*x_term.stacked(), *h_term.stacked(), *c_term.stacked())

@@ -11,9 +11,11 @@ from rbn.ops.reference.normalization import (
     InputTerm,
     Term,
     carry,
+    first_alike,
     in_type,
     pair,
     stack_steps,
+    still_alike,
     without_padding,
     zoneout,
 )
@@ -55,6 +57,8 @@ def bn_rnn(
     b = 0.0 if bias is None else bias
     phi = torch.tanh if nonlinearity == "tanh" else torch.relu
 
+    if population is not None:
+        group = None  # nothing of the minibatch is asked for
     pop = population or Statistics()
     valid = valid_steps(lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid if padding == "exclude" or population else None)
@@ -62,17 +66,19 @@ def bn_rnn(
     x_term = InputTerm(wx, valid, counted, input_stats, pair(pop.mean_x, pop.var_x), group)
     h_term = Term(pair(pop.mean_h, pop.var_h), group)
 
+    alike = first_alike(h, group=group)
     output = []
     for t in range(len(wx)):
         rows = None if counted is None else counted[t]
         W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, H]
         h_t = phi(
-            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps)
+            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, alike)
             + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
             + b
         )
         h_t = zoneout(zoneout_h, t, h, h_t)
         h = carry(valid, t, h_t, h)
+        alike = still_alike(alike, (h,), rows, eps, group)
         output.append(h)
 
     statistics = Statistics(*x_term.stacked(), *h_term.stacked())

@@ -28,6 +28,21 @@ def global_moments(h: Tensor, rows: Tensor | None, group: ProcessGroup) -> tuple
     return found
 
 
+def global_alike(states: Tensor, group: ProcessGroup) -> Tensor:
+    """Whether all rows ``[B, F]`` of all processes of a group are the same: bool, on each of them.
+
+    Every process must call it. One exchange of F + 2 numbers.
+    """
+    own = states.new_zeros(states.shape[1] + 2)
+    if len(states) > 0:
+        own[0], own[1], own[2:] = 1, (states == states[0]).all(), states[0].detach()
+    everyone = own.new_empty(dist.get_world_size(group), len(own))
+    dist.all_gather(list(everyone), own, group=group)
+    absent, first = everyone[:, 0] == 0, everyone[:, 0].argmax()
+    same = (everyone[:, 1] == 1) & (everyone[:, 2:] == everyone[first, 2:]).all(1)
+    return (same | absent).all()
+
+
 class _GlobalMoments(torch.autograd.Function):
     @staticmethod
     def forward(

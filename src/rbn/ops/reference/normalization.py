@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rbn.ops.reference.global_moments import global_moments
+from rbn.ops.reference.global_moments import global_alike, global_moments
 from rbn.ops.types import CONSTANT, InputStats
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ class Term:
         group: ProcessGroup | None = None,
     ) -> None:
         self.population, self.group = population, group
-        self.cuts_constant = population is None  # see `rbn.ops.types.CONSTANT`
         self.means: list[Tensor] = []
         self.vars: list[Tensor] = []
 
@@ -89,11 +88,15 @@ class Term:
         beta: Tensor | float,
         rows: Tensor | None,
         eps: float,
+        alike: Tensor | None = None,
     ) -> Tensor:
-        """`bn` of h ``[B, F]`` with the statistics of step t. A constant h gets no gradient."""
+        """`bn` of h ``[B, F]`` with the statistics of step t.
+
+        alike: bool, whether the rows of the states are; then a constant h gets no gradient.
+        """
         mean, var = self.statistics(t, h, rows)
-        if self.cuts_constant:
-            varies = var > CONSTANT * eps
+        if alike is not None and self.population is None:
+            varies = ~(alike & (var <= CONSTANT * eps).all())
             h, mean, var = (torch.where(varies, v, v.detach()) for v in (h, mean, var))
         return bn(h, gamma, beta, mean, var, eps)
 
@@ -128,7 +131,6 @@ class InputTerm(Term):
         super().__init__(population, group)
         self.wx, self.valid, self.counted = wx, valid, counted
         self.over_sequence = population is None and input_stats == "sequence"
-        self.cuts_constant = False  # its gradient does not go on to earlier steps
         self.shared: tuple[Tensor, Tensor] | None = None
         self.steps: list[tuple[Tensor, Tensor]] = []
 
@@ -146,6 +148,30 @@ class InputTerm(Term):
             everywhere = None if self.valid is None else self.valid.flatten()
             self.shared = super().statistics(0, self.wx.flatten(0, 1), everywhere)
         return self.shared
+
+
+def first_alike(*states: Tensor, group: ProcessGroup | None = None) -> Tensor:
+    """Whether all rows of the states ``[B, H]`` that a recurrence begins with are the same."""
+    if group is not None:
+        return global_alike(torch.cat(states, dim=1), group)
+    return torch.stack([(s == s[:1]).all() for s in states]).all()
+
+
+def still_alike(
+    alike: Tensor,
+    states: tuple[Tensor, ...],
+    rows: Tensor | None,
+    eps: float,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Whether they still are after a step (see `rbn.ops.types.CONSTANT`)."""
+    if group is not None:  # once they differ, there is nothing more to exchange
+        if not alike:
+            return alike
+        _, var = global_moments(torch.cat(states, dim=1).detach(), rows, group)
+        return (var <= CONSTANT * eps).all()
+    variances = [moments(s.detach(), rows)[1].max() for s in states]
+    return alike & (torch.stack(variances) <= CONSTANT * eps).all()
 
 
 def zoneout(z: Tensor | float, t: int, previous: Tensor, new: Tensor) -> Tensor:

@@ -7,22 +7,18 @@ average over the training set at test time; the last step's for every step beyon
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from rbn.nn.processes import all_processes, as_many_on_all, average, of_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-def all_processes() -> ProcessGroup | None:
-    """All processes that train together, or None where this one is alone."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return dist.group.WORLD
 
 
 class PopulationStatistics(nn.Module):
@@ -214,8 +210,7 @@ class PopulationStatistics(nn.Module):
         return f"{self.features}, max_length={self.max_length}, momentum={self.momentum}"
 
 
-def statistics_of(model: nn.Module) -> list[PopulationStatistics]:
-    """All population statistics inside a model."""
+def _statistics_of(model: nn.Module) -> list[PopulationStatistics]:
     return [m for m in model.modules() if isinstance(m, PopulationStatistics)]
 
 
@@ -226,7 +221,7 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
     The population statistics are neither used nor changed. This is how the paper's validation
     curves are measured while training.
     """
-    with forced(model, "batch"):
+    with _forced(model, "batch"):
         yield
 
 
@@ -238,7 +233,7 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
     CUDA graph that updates them.
     """
     names = ("mean", "var", "count", "estimated", "_surely_seen")
-    before = [(s, [getattr(s, name) for name in names]) for s in statistics_of(model)]
+    before = [(s, [getattr(s, name) for name in names]) for s in _statistics_of(model)]
     for s, (mean, var, count, *_) in before:
         s.mean, s.var, s.count = mean.clone(), var.clone(), count.clone()
     try:
@@ -260,15 +255,14 @@ def own_statistics(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def forced(model: nn.Module, mode: str) -> Iterator[None]:
-    """Normalize with minibatch statistics: ``"batch"``, or ``"record"`` to average them in too."""
+def _forced(model: nn.Module, mode: str) -> Iterator[None]:
     with _changed(model, "forced", mode):
         yield
 
 
 @contextlib.contextmanager
 def _changed(model: nn.Module, name: str, value: Any) -> Iterator[None]:
-    statistics = statistics_of(model)
+    statistics = _statistics_of(model)
     before = [getattr(s, name) for s in statistics]
     for s in statistics:
         setattr(s, name, value)
@@ -277,3 +271,116 @@ def _changed(model: nn.Module, name: str, value: Any) -> Iterator[None]:
     finally:
         for s, old in zip(statistics, before, strict=True):
             setattr(s, name, old)
+
+
+@torch.no_grad()
+def average_population_stats(model: nn.Module) -> None:
+    """Give every process the average of the running statistics of all.
+
+    While processes train together, each averages the minibatches that it sees, as with
+    `torch.nn.BatchNorm1d`. Call this on all of them before the model is evaluated or saved. It does
+    nothing where there is one process, and to layers with `sync_stats`, whose statistics are the
+    same everywhere. A step that some processes have not seen has the average of those that have.
+
+    Args:
+        model: any module that contains batch-normalized recurrent layers.
+    """
+    group = all_processes()
+    if group is not None:
+        average([s for s in _statistics_of(model) if not s.sync], group, spread=True)
+
+
+def update_population_stats(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    forward: Callable[[nn.Module, Any], object] | None = None,
+    device: torch.device | str | None = None,
+    train_mode: bool = True,
+    progress: bool = False,
+) -> int:
+    """Estimate all population statistics of a model anew, at its present parameters.
+
+    One pass over `batches`; each statistic becomes the plain average of the minibatch estimates,
+    which is how the paper obtains its test numbers. Works like `torch.optim.swa_utils.update_bn`.
+    Parameters, training mode and the random state are left as they were; if the pass fails, so are
+    the statistics.
+
+    Where several processes train together (`torch.distributed`), all must call it, each with its
+    own batches, and all end with the same statistics: the average of the estimates of all. How
+    many batches each has does not matter. But of layers with `sync_stats` a minibatch is made up of
+    a part on every process, so all must have as many.
+
+    Args:
+        model: any module that contains batch-normalized recurrent layers. Without any, nothing is
+            done.
+        batches: what `forward` takes. By default an input of the model, or a tuple or list whose
+            first element is one.
+        forward: runs the model on one batch, e.g. ``lambda m, b: m(b.tokens, lengths=b.lengths)``.
+        device: where tensors are moved before the default `forward`.
+        train_mode: True estimates under dropout, zoneout and noise as drawn in training, as
+            `update_bn` does; False without them, as the model is evaluated.
+        progress: show a progress bar (needs rich).
+
+    Returns:
+        The number of minibatches, of all processes together.
+    """
+    statistics = _statistics_of(model)
+    if not statistics:
+        return 0
+    run = forward or _default_forward(device)
+    modes = {module: module.training for module in model.modules()}
+    before = [(s.momentum, s.estimated, s.mean, s.var, s.count) for s in statistics]
+    cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})
+    total, done = 0, False
+    try:
+        model.train(train_mode)
+        for s in statistics:
+            s.momentum, s.estimated = None, False
+            s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
+            s.count = torch.zeros_like(s.count)
+        with torch.no_grad(), torch.random.fork_rng(devices=cuda), _forced(model, "record"):
+            shown = _tracked(batches) if progress else batches
+            group, in_parts = all_processes(), any(s.group is not None for s in statistics)
+            if group is not None and in_parts:
+                shown = as_many_on_all(shown, group, statistics[0].mean.device)
+            for batch in shown:
+                run(model, batch)
+                total += 1
+            if group is not None and not in_parts:
+                total = sum(of_all(total, group, statistics[0].mean.device))
+            if group is not None and total > 0:
+                average([s for s in statistics if s.group is None], group, spread=False)
+        if total == 0:
+            raise ValueError("batches is empty: there is nothing to estimate statistics from")
+        done = True
+    finally:
+        for s, (momentum, estimated, mean, var, count) in zip(statistics, before, strict=True):
+            s.momentum = momentum
+            if not done:
+                s.estimated, s.mean, s.var, s.count = estimated, mean, var, count
+        for module, mode in modes.items():
+            module.training = mode
+    return total
+
+
+def _default_forward(device: torch.device | str | None) -> Callable[[nn.Module, Any], object]:
+    def forward(model: nn.Module, batch: Any) -> object:
+        if isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence):
+            batch = batch[0]
+        return model(batch if device is None else batch.to(device))
+
+    return forward
+
+
+def _tracked(batches: Iterable[Any]) -> Iterable[Any]:
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError as error:
+        raise ImportError(
+            "progress=True needs rich: pip install 'recurrent-batchnorm[train]'"
+        ) from error
+    total = len(batches) if isinstance(batches, Sized) else None
+    console = Console(file=sys.stderr)
+    return track(batches, "population statistics", total=total, console=console)

@@ -25,8 +25,8 @@ from rbn.experiments.results import commit
 from rbn.training import launch
 from rbn.training.world import ddp_options
 
-SHAPES = {"digits": (64, 1, 100), "medium": (100, 50, 256), "ptb": (100, 50, 1000)}  # T, I, H
-BATCHES = {"digits": (32, 100, 400), "medium": (32, 128, 512), "ptb": (64, 256)}
+SHAPES = {"digits": (64, 1, 100), "medium": (100, 50, 256)}  # T, I, H
+BATCHES = {"digits": (16, 100, 400), "medium": (16, 64, 256)}
 RESULTS = Path(__file__).parent / "results" / "scaling.csv"
 SIZES = ("shape", "T", "B", "I", "H")
 COLUMNS = [

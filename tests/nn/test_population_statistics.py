@@ -167,7 +167,7 @@ def test_steps_beyond_the_last_use_its_statistics(layer_class):
     longer = layer_class(3, 4)
     longer.load_state_dict(layer.state_dict())
     for s in longer.children():
-        s._grow(9)
+        s.grow(9)
         for buffer in (s.mean, s.var, s.count):
             buffer[5:] = buffer[4]
     x = torch.randn(9, 6, 3)

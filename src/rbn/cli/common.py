@@ -16,6 +16,14 @@ DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA
 Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
 
 
+class Stopped(Exception):
+    """The end of a command, with the sentence that says why and the exit code."""
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason, code)  # both, so that it can be pickled
+        self.reason, self.code = reason, code
+
+
 def guarded(work: Callable[[], None]) -> None:
     """One sentence instead of a traceback for what a user can mend."""
     from rbn.training import CheckpointError, Diverged
@@ -26,6 +34,8 @@ def guarded(work: Callable[[], None]) -> None:
         stop(str(error), 2)
     except (CheckpointError, Diverged) as error:
         stop(str(error), 1)
+    except Stopped as error:
+        stop(error.reason, error.code)
     except KeyboardInterrupt:
         stop("stopped before the end", 130)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rbn.cli.common import DataDir, Device, device_of, guarded, stop
+from rbn.cli.common import DataDir, Device, Stopped, device_of, guarded
 from rbn.experiments.config import Config
+
+if TYPE_CHECKING:
+    from rbn.training import World
 
 Task = Annotated[
     str,
@@ -42,6 +46,13 @@ Minutes = Annotated[float | None, typer.Option(help="Save and stop after so many
 Out = Annotated[
     Path | None, typer.Option(help="Folder of the run, or of the runs; runs/TASK/MODEL-seedN.")
 ]
+Devices = Annotated[
+    int | None,
+    typer.Option(
+        help="Processes that train a run together, each with a GPU (or on the CPU); by default "
+        "one, or those that torchrun started.",
+    ),
+]
 Folders = Annotated[list[Path], typer.Argument(help="Folders of runs, trained at once.")]
 
 
@@ -53,6 +64,7 @@ def train(
     seed: Seed = 1,
     seeds: Seeds = None,
     device: Device = "auto",
+    devices: Devices = None,
     precision: Precision = None,
     graph: Graph = None,
     tensorboard: TensorBoard = False,
@@ -81,7 +93,8 @@ def train(
         command = f"rbn train {task} --model {model}" + (f" --config {config}" if config else "")
         command += "".join(f" --set {setting}" for setting in set_ or [])
         command += f" --precision {precision}" if precision else ""
-        _go_on(runs, device, graph, tensorboard, max_minutes, data_dir, command)
+        options = device, graph, tensorboard, max_minutes, data_dir
+        _go_on(Plan(runs, *options, command), devices)
 
     guarded(work)
 
@@ -89,17 +102,18 @@ def train(
 def resume(
     runs: Folders,
     device: Device = "auto",
+    devices: Devices = None,
     graph: Graph = None,
     tensorboard: TensorBoard = False,
     max_minutes: Minutes = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Go on with runs that were stopped or killed."""
+    """Go on with runs that were stopped or killed, on any number of devices."""
     from rbn.experiments.runs import opened
 
     def work() -> None:
         found = [(folder, *opened(folder)) for folder in runs]
-        _go_on(found, device, graph, tensorboard, max_minutes, data_dir, None)
+        _go_on(Plan(found, device, graph, tensorboard, max_minutes, data_dir), devices)
 
     guarded(work)
 
@@ -114,42 +128,99 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _go_on(
-    runs: list[tuple[Path, Config, int]],
-    device: str,
-    graph: bool | None,
-    tensorboard: bool,
-    max_minutes: float | None,
-    data_dir: Path | None,
-    command: str | None,
-) -> None:
+@dataclass(frozen=True)
+class Plan:
+    """What to train, and how: all that each of several processes must be told."""
+
+    runs: list[tuple[Path, Config, int]]
+    device: str
+    graph: bool | None
+    tensorboard: bool
+    max_minutes: float | None
+    data_dir: Path | None
+    command: str | None = None
+
+    def hint(self, count: int) -> str:
+        """How the runs can be gone on with, or begun again if there is nothing yet."""
+        folders = " ".join(str(folder) for folder, _, _ in self.runs)
+        devices = f" --devices {count}" if count > 1 else ""
+        if not all((folder / "config.json").exists() for folder, _, _ in self.runs):
+            return "It had not begun to train"
+        return f"Go on with: rbn resume {folders}{devices}"
+
+
+def _go_on(plan: Plan, devices: int | None) -> None:
+    """Train runs to their end in this process, in several, or as one of those of torchrun."""
+    from rbn.experiments.fit import check_together
+    from rbn.experiments.runs import check_free
+    from rbn.training import RankLost, World, launch
+
+    world = World.of_environment()
+    if world is not None and devices not in (None, world.local_count):
+        raise ValueError(
+            f"devices must be left out, or be {world.local_count} as torchrun started them here, "
+            f"got {devices}"
+        )
+    local = (1 if devices is None else devices) if world is None else world.local_count
+    count = local if world is None else world.count
+    check_together(plan.runs, device_of(plan.device), local, count, plan.graph)
+    if plan.command is not None and count > 1:
+        plan = replace(plan, command=f"{plan.command} --devices {count}")
+    try:
+        if world is not None or count == 1:
+            _train(plan, world)
+            return
+        for folder, config, seed in plan.runs:
+            check_free(folder, config, seed)
+        launch(_train_as_told, (plan,), count)
+    except RankLost as error:
+        raise Stopped(f"{error}. {plan.hint(count)}", 1) from error
+
+
+def _train_as_told(plan: Plan) -> None:
+    """Train as one of the processes that `launch` started."""
+    from rbn.training import World
+
+    _train(plan, World.of_environment())
+
+
+def _train(plan: Plan, world: World | None) -> None:
     """Train runs to their end, with a progress bar, and report.
 
     Their folders are made when data and models are there, so that a mistake leaves nothing.
     """
+    from contextlib import nullcontext
+
     from rich.console import Console
 
     from rbn.experiments.fit import Fit, Watch
+    from rbn.training import in_touch
 
-    place = device_of(device)
-    fit = Fit(runs, place, data_dir, command)
-    console = Console()
-    with Watch(fit, console) as watch:
-        try:
-            fit.train(graph, tensorboard, max_minutes, watch)
-        except KeyboardInterrupt:
-            watch.close()
-            folders = " ".join(str(folder) for folder, _, _ in runs)
-            steps = " and ".join(f"{t.progress.step:,}" for t in fit.trainers)
-            stop(f"stopped after step {steps}, saved. Go on with: rbn resume {folders}", 130)
-    unfinished = [
-        t for t in fit.trainers if not t.progress.finished and t.progress.diverged_at is None
-    ]
-    for result in fit.results(console):
-        console.print(result, soft_wrap=True)
-    if unfinished:
-        folders = " ".join(str(trainer.folder) for trainer in unfinished)
-        step = unfinished[0].progress.step
-        console.print(f"Out of time at step {step:,}. Go on with: rbn resume {folders}")
-    if fit.diverged is not None:
-        raise fit.diverged
+    place = device_of(plan.device)
+    first = world is None or world.rank == 0
+    count = 1 if world is None else world.count
+    console = Console(quiet=not first)
+    with in_touch(world):
+        device = place if world is None else world.device(place)
+        fit = Fit(plan.runs, device, plan.data_dir, plan.command, world=world)
+        with Watch(fit, console) if first else nullcontext() as watch:
+            try:
+                fit.train(plan.graph, plan.tensorboard, plan.max_minutes, watch)
+            except KeyboardInterrupt:
+                if watch is not None:
+                    watch.close()
+                steps = " and ".join(f"{t.progress.step:,}" for t in fit.trainers)
+                said = f"stopped after step {steps}, saved. {plan.hint(count)}"
+                raise Stopped(said, 130) from None
+        for result in fit.results(console):
+            console.print(result, soft_wrap=True)
+        unfinished = [
+            t for t in fit.trainers if not t.progress.finished and t.progress.diverged_at is None
+        ]
+        if unfinished:
+            step = unfinished[0].progress.step
+            rest = [run for run in plan.runs if run[0] in [t.folder for t in unfinished]]
+            hint = replace(plan, runs=rest).hint(count)
+            console.print(f"Out of time at step {step:,}. {hint}")
+        if fit.diverged is not None:
+            raise fit.diverged

@@ -17,7 +17,7 @@ from rbn.experiments.config import Config
 from rbn.experiments.reading import ReadingTask, build_reading, load_reading, make_reader
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
-from rbn.training import Progress, Schedule, Trainer, make_fabric
+from rbn.training import Progress, Ranks, Schedule, Trainer, make_fabric
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -162,7 +162,7 @@ def make_trainer(
     """A trainer that goes on from what is in the folder."""
     if graph and config.precision == "16-mixed":
         raise ValueError("graph cannot be had with 16-mixed, whose loss scale is set by the host")
-    if isinstance(task, ReadingTask):
+    if isinstance(task, ReadingTask) and Ranks.here().first:
         task.save_vocabulary(folder)
     device = next(task.model.parameters()).device
     schedule = _schedule(config, task.batches_per_epoch, max_minutes)

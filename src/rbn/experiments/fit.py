@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,7 +13,16 @@ from rbn.experiments import build, results, runs
 from rbn.experiments.config import Config
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
-from rbn.training import Diverged, Progress, Trainer, train_together
+from rbn.training import (
+    Diverged,
+    Progress,
+    Ranks,
+    Trainer,
+    World,
+    check_devices,
+    make_fabric,
+    train_together,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,15 +39,46 @@ class Watcher(Protocol):
         """Called with each run before it is trained."""
 
 
+def check_together(
+    wanted: Sequence[Wanted], device: torch.device, local: int, count: int, graph: bool | None
+) -> None:
+    """Refuse, before any work, what several processes cannot train.
+
+    Args:
+        wanted: folder, settings and seed of each run.
+        device: what each process is to have one of.
+        local: processes on this machine.
+        count: processes on all machines.
+        graph: whether CUDA graphs were asked for.
+    """
+    check_devices(device, local)
+    if count == 1:
+        return
+    if len(wanted) > 1:
+        raise ValueError(
+            f"{len(wanted)} runs at once share one device; with {count} devices train one run at "
+            "a time"
+        )
+    if graph:
+        raise ValueError(f"graph is for one device, and there are {count}")
+    for _, config, _ in wanted:
+        if config.batch_size < count:
+            raise ValueError(
+                f"batch_size must be at least 1 for each of {count} devices, "
+                f"got {config.batch_size}"
+            )
+
+
 class Fit:
-    """Runs that are trained in turns on one device.
+    """Runs that are trained in turns on one device, or one that several processes train together.
 
     Args:
         wanted: folder, settings and seed of each.
-        device: of all.
+        device: of all; of several processes, of this one.
         root: where the data are; ``RBN_DATA`` by default.
         command: with which they could be done again, less the seed; by default a short one.
         loaded: data that others have loaded on this device, and where these leave theirs.
+        world: where this process stands among several; alone by default.
     """
 
     def __init__(
@@ -47,11 +88,13 @@ class Fit:
         root: Path | None = None,
         command: str | None = None,
         loaded: dict[str, build.Loaded] | None = None,
+        world: World | None = None,
     ) -> None:
         for folder, config, seed in wanted:
             runs.check_free(folder, config, seed)
         self.wanted, self.device, self.root, self.command = list(wanted), device, root, command
         self.loaded = {} if loaded is None else loaded
+        self.world = world
         self.trainers: list[Trainer] = []
         self.diverged: Diverged | None = None  # what the first run that diverged says
 
@@ -67,19 +110,28 @@ class Fit:
         graph: whether steps are CUDA graphs; None: on a GPU, where the precision allows it.
         """
         for folder, config, seed in self.wanted:
+            fabric = make_fabric(self.device, config.precision, self.world)
+            ranks = Ranks.here()
             try:
-                task = build.build(config, seed, self.device, loaded=self.load(config))
+                loaded = ranks.in_turn(partial(self.load, config))
+                task = build.build(config, seed, self.device, loaded=loaded)
             except TypeError as error:  # an option that the layer or the data set does not have
                 raise ValueError(f"the settings do not fit: {error}") from error
-            runs.start(folder, config, seed, self.command)
+            ranks.from_first(partial(runs.start, folder, config, seed, self.command))
             captured = self.device.type == "cuda" and config.precision != "16-mixed"
+            captured = captured and ranks.count == 1
             trainer = build.make_trainer(
-                config, task, folder, max_minutes, graph=captured if graph is None else graph
+                config,
+                task,
+                folder,
+                max_minutes,
+                fabric=fabric,
+                graph=captured if graph is None else graph,
             )
             self.trainers.append(trainer)
             if watch is not None:
                 watch.add(trainer, config, task)
-            if tensorboard:
+            if tensorboard and ranks.first:
                 self._write_scalars(trainer)
         try:
             train_together(self.trainers)
@@ -114,7 +166,8 @@ class Fit:
         """
         for (folder, config, seed), trainer in zip(self.wanted, self.trainers, strict=True):
             now = trainer.progress
-            if not (now.finished or (now.diverged_at is not None and trainer.best.exists())):
+            diverged = now.diverged_at is not None
+            if not (now.finished or (diverged and trainer.ranks.from_first(trainer.best.exists))):
                 continue
             if console is not None and self.device.type == "cpu":
                 console.print(f"Testing {folder} ...", style="dim", soft_wrap=True)

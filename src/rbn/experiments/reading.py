@@ -17,6 +17,7 @@ from rbn.data.cnn import Batch, QuestionBatches, Reading, Vocabulary, load_quest
 from rbn.experiments.config import Config
 from rbn.experiments.tasks import Measured
 from rbn.models import AttentiveReader
+from rbn.training import Ranks
 
 VOCABULARY = "vocabulary.json"
 _BATCHING = ("rename", "padding", "longest")
@@ -34,6 +35,7 @@ class ReadingTask(Measured):
     """
 
     higher_is_better = False
+    row_dims = (1, 1, 0, 0, 0)
 
     def __init__(
         self, model: AttentiveReader, reading: Reading, batch_size: int, seed: int, **options: Any
@@ -83,10 +85,11 @@ class ReadingTask(Measured):
         """The part of the questions, from 0 to 1, that is answered wrongly."""
         batches = self.parts[part]
         right = torch.zeros((), dtype=torch.int64, device=batches.passages.answers.device)
-        for batch in batches.in_order():
+        ranks = Ranks.here()
+        for batch in ranks.share(batches.in_order()):
             logits, _ = self.model(*batch.texts)
             right += (logits.argmax(dim=-1) == self.reader.classes(batch.answers)).sum()
-        return 1 - int(right) / len(batches.passages)
+        return 1 - ranks.total(int(right))[0] / len(batches.passages)
 
     def population_batches(self, batch_size: int) -> Iterator[Batch]:
         """The training questions once, for exact population statistics.

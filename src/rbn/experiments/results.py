@@ -27,8 +27,7 @@ CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
 def exact_statistics(config: Config, task: Classification | NextSymbol | ReadingTask) -> None:
     """Population statistics of the training set at the model as it is, as the paper reports."""
     if has_statistics(task.model):
-        batches = task.population_batches(config.population_batch)
-        rbn.update_population_stats(task.model, batches, forward=task.forward)
+        task.estimate_population(config.population_batch)
 
 
 def finish(
@@ -36,7 +35,8 @@ def finish(
 ) -> dict[str, Any]:
     """Test the best model with exact statistics, in full precision.
 
-    Writes ``result.json``, and the model with those statistics as ``final.safetensors``.
+    Writes ``result.json``, and the model with those statistics as ``final.safetensors``. Of several
+    processes all must call it.
 
     Args:
         config: of the run.
@@ -67,7 +67,8 @@ def finish(
         facts: dict[str, Any] = {}
         if isinstance(task, NextSymbol):
             facts["symbols"] = task.text.symbols
-        checkpoint.save(trainer.folder / "final.safetensors", tensors, facts)
+        final = trainer.folder / "final.safetensors"
+        trainer.ranks.from_first(lambda: checkpoint.save(final, tensors, facts))
     on_gpu = next(task.model.parameters()).is_cuda
     result = {
         "task": config.task,
@@ -82,6 +83,7 @@ def finish(
         "diverged_at": progress.diverged_at,
         "seconds": round(progress.seconds, 1),
         "together": together,
+        "devices": trainer.ranks.count,
         "params": sum(p.numel() for p in task.model.parameters()),
         "config": asdict(config),
         "versions": f"rbn {rbn.__version__}, torch {torch.__version__}, "
@@ -92,7 +94,7 @@ def finish(
         "date": time.strftime("%Y-%m-%d"),
     }
     path = trainer.folder / "result.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    trainer.ranks.from_first(lambda: path.write_text(json.dumps(result, indent=2) + "\n"))
     return result
 
 

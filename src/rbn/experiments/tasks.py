@@ -17,8 +17,10 @@ from rbn.nn import (
     PopulationStatistics,
     batch_statistics,
     kept_statistics,
+    own_statistics,
     update_population_stats,
 )
+from rbn.training import Ranks
 
 ESTIMATE = 50  # minibatches behind the population statistics of a look at the validation data
 
@@ -31,15 +33,20 @@ def has_statistics(model: nn.Module) -> bool:
 class Measured(abc.ABC):
     """A task that is measured with minibatch statistics and with population statistics.
 
+    Of several processes that train together each measures and estimates with some of the
+    minibatches, whole ones, so that the figures are those of one process.
+
     Attributes:
         estimate: minibatches behind the population statistics of an evaluation; None takes the
             running averages.
         metric: ``"valid_batch"`` or ``"valid_population"``, which of them names the best model.
+        row_dims: along which dimension of each tensor of a minibatch its rows lie.
     """
 
     model: nn.Module
     batch_size: int
     estimate: int | None = ESTIMATE
+    row_dims: tuple[int, ...]
     metric = "valid_population"
     forward: Callable[[nn.Module, Any], object] | None = None  # on one of `population_batches`
 
@@ -65,11 +72,16 @@ class Measured(abc.ABC):
         if self.estimate is None:
             return found | {"valid_population": self.measure_with("valid", "population")}
         with kept_statistics(self.model):
-            batches = self.population_batches(self.batch_size)
-            some = itertools.islice(batches, self.estimate)
-            update_population_stats(self.model, some, forward=self.forward)
+            self.estimate_population(self.batch_size, self.estimate)
             found["valid_population"] = self.measure_with("valid", "population")
         return found
+
+    @torch.no_grad()
+    def estimate_population(self, batch_size: int, count: int | None = None) -> None:
+        """Population statistics at the model as it is, of all training data or some minibatches."""
+        batches = Ranks.here().share(itertools.islice(self.population_batches(batch_size), count))
+        with own_statistics(self.model):
+            update_population_stats(self.model, batches, forward=self.forward)
 
     @torch.no_grad()
     def measure_with(self, part: str, statistics: str) -> float:
@@ -96,6 +108,7 @@ class Classification(Measured):
     """
 
     higher_is_better = True
+    row_dims = (1, 0)
 
     def __init__(self, model: nn.Module, splits: Splits, batch_size: int, seed: int) -> None:
         self.model, self.splits, self.batch_size = model, splits, batch_size
@@ -125,11 +138,13 @@ class Classification(Measured):
         size = len(split)
         right = torch.zeros((), dtype=torch.int64, device=split.labels.device)
         # As equal in size as can be: minibatch statistics of a small rest would say little.
-        for rows in torch.arange(size).tensor_split(math.ceil(size / self.batches.batch_size)):
+        pieces = torch.arange(size).tensor_split(math.ceil(size / self.batches.batch_size))
+        ranks = Ranks.here()
+        for rows in ranks.share(pieces):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
             predicted = self.model(split.inputs[:, piece]).argmax(dim=-1)
             right += (predicted == split.labels[piece]).sum()
-        return int(right) / size
+        return ranks.total(int(right))[0] / size
 
     def population_batches(self, batch_size: int) -> Iterator[Tensor]:
         """The training inputs once, for exact population statistics."""
@@ -151,6 +166,7 @@ class NextSymbol(Measured):
     """
 
     higher_is_better = False
+    row_dims = (1, 1)
 
     def __init__(
         self,
@@ -193,12 +209,13 @@ class NextSymbol(Measured):
             stream = stream[: self.valid_windows * length]
         windows = Windows(stream, length, self.batches.batch_size, shuffle=False)
         nats = torch.zeros((), dtype=torch.float64, device=stream.device)
-        count = 0
-        for k in range(windows.batches_per_epoch):
+        count, ranks = 0, Ranks.here()
+        for k in ranks.share(range(windows.batches_per_epoch)):
             symbols, targets = windows.batch(0, k)
             nats += self.loss(symbols, targets, "sum")
             count += targets.numel()
-        return float(nats) / count / math.log(2)
+        total, characters = ranks.total(float(nats), count)
+        return total / characters / math.log(2)
 
     @torch.no_grad()
     def measure_whole(self, part: str, piece: int = 10_000) -> float:

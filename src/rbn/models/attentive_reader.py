@@ -70,6 +70,8 @@ class AttentiveReader(nn.Module):
         momentum: weight of a new minibatch in running statistics.
         padding: ``"exclude"``, or ``"include"`` for the authors' per-step statistics, which count
             padded rows. The attention's never do.
+        sync_stats: every minibatch statistic is that of all processes that train together, as in
+            `rbn.BatchNormLSTM`.
         max_document: steps to keep population statistics of; None grows with the data.
         max_question: the same for questions.
         initial_state: of the encoders, ``"learned"`` or ``"zeros"``.
@@ -91,6 +93,7 @@ class AttentiveReader(nn.Module):
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         padding: str = "exclude",
+        sync_stats: bool = False,
         max_document: int | None = None,
         max_question: int | None = None,
         initial_state: str = "learned",
@@ -115,7 +118,12 @@ class AttentiveReader(nn.Module):
         size = embedding_size or hidden_size
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         shared: dict[str, Any] = {"bidirectional": both, "initial_state": initial_state, **made}
-        normalization: dict[str, Any] = {"gamma": gamma, "eps": eps, "momentum": momentum}
+        normalization: dict[str, Any] = {
+            "gamma": gamma,
+            "eps": eps,
+            "momentum": momentum,
+            "sync_stats": sync_stats,
+        }
 
         def encoder(longest: int | None) -> nn.Module:
             if not kind.normalized:

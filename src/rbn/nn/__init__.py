@@ -7,8 +7,10 @@ from rbn.nn.layer_norm_lstm import LayerNormLSTM, LayerNormLSTMCell
 from rbn.nn.lstm import LSTM, LSTMCell
 from rbn.nn.statistics import (
     PopulationStatistics,
+    average_population_stats,
     batch_statistics,
     kept_statistics,
+    own_statistics,
     update_population_stats,
 )
 
@@ -22,8 +24,10 @@ __all__ = [
     "LayerNormLSTM",
     "LayerNormLSTMCell",
     "PopulationStatistics",
+    "average_population_stats",
     "batch_statistics",
     "init",
     "kept_statistics",
+    "own_statistics",
     "update_population_stats",
 ]

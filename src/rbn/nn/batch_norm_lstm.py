@@ -60,6 +60,7 @@ class _BatchNormLSTM(BatchNormalized):
             "zoneout_c": self._zoneout(self.zoneout[0], wx),
             "zoneout_h": self._zoneout(self.zoneout[1], wx),
             "pass_normalized_cell": "pass_normalized_cell" in self.ablations,
+            "group": self._group(),
         }
 
 
@@ -102,6 +103,11 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
             averaged over time), ``"joint_terms"`` (one normalization of W_h h + W_x x by gamma_h),
             ``"pass_normalized_cell"`` (the next step continues from BN(c_t)) and ``"raw_output"``
             (no normalization of the cell before the output).
+        sync_stats: where several processes train together (`torch.distributed`), minibatch
+            statistics are those of all their rows, as if one process had them all; gradients too.
+            Every process must call the layer then, in training; batch sizes and lengths may differ.
+            The plain equations run, with two exchanges a step. False: each process's rows are a
+            minibatch of their own, as with `torch.nn.BatchNorm1d`.
 
     Parameters, for each layer k and with suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
     ``weight_hh_lk [4H, H]``, ``bias_lk [4H]``, ``gamma_x_lk [4H]``, ``gamma_h_lk [4H]``,
@@ -130,6 +136,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         ablations: Iterable[str] = (),
+        sync_stats: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -145,7 +152,9 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
             hidden_noise=hidden_noise,
             zoneout=zoneout,
         )
-        self._set_normalization(max_length, gamma, eps, momentum, input_stats, padding, ablations)
+        self._set_normalization(
+            max_length, gamma, eps, momentum, input_stats, padding, ablations, sync_stats
+        )
         self._build(device, dtype)
 
 
@@ -171,6 +180,7 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell):
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         ablations: Iterable[str] = (),
+        sync_stats: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -182,5 +192,7 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell):
             hidden_noise=hidden_noise,
             zoneout=zoneout,
         )
-        self._set_normalization(max_length, gamma, eps, momentum, "step", "exclude", ablations)
+        self._set_normalization(
+            max_length, gamma, eps, momentum, "step", "exclude", ablations, sync_stats
+        )
         self._build(device, dtype)

@@ -44,6 +44,7 @@ class _BatchNormRNN(BatchNormalized):
             "input_stats": self.input_stats,
             "padding": self.padding,
             "zoneout_h": self._zoneout(self.zoneout[0], wx),
+            "group": self._group(),
         }
 
 
@@ -62,8 +63,8 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         batch_first: input and output as ``[B, T, features]``.
         dropout: on the output of each layer but the last.
         bidirectional: a second recurrence backwards in time; only the unpadded part is reversed.
-        max_length, gamma, eps, momentum, input_stats, padding, initial_state, hidden_noise: as in
-            `BatchNormLSTM`.
+        max_length, gamma, eps, momentum, input_stats, padding, initial_state, hidden_noise,
+            sync_stats: as in `BatchNormLSTM`.
         zoneout: rate of Krueger et al. (2016) for the hidden state.
         ablations: ``"shared_stats"``, as in `BatchNormLSTM`.
 
@@ -92,6 +93,7 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         hidden_noise: float = 0.0,
         zoneout: float = 0.0,
         ablations: Iterable[str] = (),
+        sync_stats: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -108,7 +110,9 @@ class BatchNormRNN(_BatchNormRNN, Layers):
             zoneout=zoneout,
         )
         self._set_nonlinearity(nonlinearity)
-        self._set_normalization(max_length, gamma, eps, momentum, input_stats, padding, ablations)
+        self._set_normalization(
+            max_length, gamma, eps, momentum, input_stats, padding, ablations, sync_stats
+        )
         self._build(device, dtype)
 
 
@@ -134,6 +138,7 @@ class BatchNormRNNCell(_BatchNormRNN, Cell):
         hidden_noise: float = 0.0,
         zoneout: float = 0.0,
         ablations: Iterable[str] = (),
+        sync_stats: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -146,5 +151,7 @@ class BatchNormRNNCell(_BatchNormRNN, Cell):
             zoneout=zoneout,
         )
         self._set_nonlinearity(nonlinearity)
-        self._set_normalization(max_length, gamma, eps, momentum, "step", "exclude", ablations)
+        self._set_normalization(
+            max_length, gamma, eps, momentum, "step", "exclude", ablations, sync_stats
+        )
         self._build(device, dtype)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from rbn.nn import checks
 from rbn.nn.statistics import PopulationStatistics
+from rbn.ops.reference.global_moments import global_moments
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class BatchNormTerm(nn.Module):
@@ -21,6 +27,8 @@ class BatchNormTerm(nn.Module):
         gamma: start value of the scale.
         eps: added to the variance.
         momentum: weight of a new minibatch in the running average; None averages all equally.
+        sync_stats: minibatch statistics are those of all processes that train together, as in
+            `rbn.BatchNormLSTM`.
     """
 
     def __init__(
@@ -30,6 +38,7 @@ class BatchNormTerm(nn.Module):
         gamma: float = 0.1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
+        sync_stats: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -39,7 +48,10 @@ class BatchNormTerm(nn.Module):
         self.eps = checks.not_negative("eps", eps)
         momentum = None if momentum is None else checks.probability("momentum", momentum)
         self.gamma = nn.Parameter(torch.full((features,), start, device=device, dtype=dtype))
-        self.stats = PopulationStatistics(features, 1, momentum, device=device, dtype=dtype)
+        self.sync_stats = checks.boolean("sync_stats", sync_stats)
+        self.stats = PopulationStatistics(
+            features, 1, momentum, sync=sync_stats, device=device, dtype=dtype
+        )
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Normalize a term.
@@ -59,7 +71,7 @@ class BatchNormTerm(nn.Module):
             )
         wide = x.to(self.stats.mean.dtype)
         if self.stats.uses_batch:
-            mean, var = _moments(wide, valid)
+            mean, var = _moments(wide, valid, self.stats.group)
             if self.stats.records:
                 self.stats.update(mean.detach()[None], var.detach()[None])
         else:
@@ -76,8 +88,11 @@ class BatchNormTerm(nn.Module):
         return f"{self.features}, eps={self.eps}"
 
 
-def _moments(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, valid: Tensor | None, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of the valid positions, ``[features]`` each."""
+    if group is not None:
+        flat = None if valid is None else valid.flatten()
+        return global_moments(x.flatten(0, -2), flat, group)
     rows = tuple(range(x.dim() - 1))
     if valid is None:
         return x.mean(rows), x.var(rows, correction=0)

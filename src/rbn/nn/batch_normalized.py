@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from rbn.nn.recurrence import Recurrence, States
 from rbn.nn.statistics import PopulationStatistics, Update, update_all
 from rbn.ops import Statistics
 from rbn.ops.types import InputStats, Padding
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class BatchNormalized(Recurrence):
@@ -30,6 +33,7 @@ class BatchNormalized(Recurrence):
         input_stats: str,
         padding: str,
         ablations: Iterable[str],
+        sync_stats: bool,
     ) -> None:
         """Check and keep the options of the normalization."""
         if max_length is not None:
@@ -46,6 +50,7 @@ class BatchNormalized(Recurrence):
         self.ablations = frozenset(ablations)
         for name in self.ablations:
             checks.choice("ablations", name, self.ablation_names)
+        self.sync_stats = checks.boolean("sync_stats", sync_stats)
 
     def _normalized_terms(self) -> dict[str, int]:
         """The terms that are normalized, with their numbers of features."""
@@ -60,6 +65,7 @@ class BatchNormalized(Recurrence):
                 1 if term == "x" and self.input_stats == "sequence" else self.max_length,
                 self.momentum,
                 shared="shared_stats" in self.ablations,
+                sync=self.sync_stats,
                 **factory,
             )
             self.add_module(f"stats_{term}{suffix}", statistics)
@@ -84,8 +90,11 @@ class BatchNormalized(Recurrence):
                 f"{type(self).__name__} has no population statistics to evaluate with: train it, "
                 "or call rbn.update_population_stats(model, batches), before eval()"
             )
-        if batch == 1 and any(s.uses_batch for s in statistics):
+        if batch == 1 and self._group() is None and any(s.uses_batch for s in statistics):
             checks.single_row(type(self).__name__)
+
+    def _group(self) -> ProcessGroup | None:
+        return self._all_statistics()[0].group
 
     def _ignores_padding(self) -> bool:
         return self.padding == "exclude" or not any(s.uses_batch for s in self._all_statistics())
@@ -112,7 +121,7 @@ class BatchNormalized(Recurrence):
     ) -> None:
         """Average the minibatch's statistics into the population's, where that is wanted."""
         reached = None
-        if lengths is not None:
+        if lengths is not None and self._group() is None:  # together there are no steps in vain
             reached = torch.arange(steps, device=lengths.device) < lengths.max()
         updates: list[Update] = []
         for term in self._normalized_terms():

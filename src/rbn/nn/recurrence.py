@@ -8,9 +8,10 @@ recurrence of `rbn.ops` it runs; `Layers` makes a stack of it in the shape of `t
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
@@ -18,6 +19,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 import rbn.ops as ops
 from rbn.nn import checks, init
 from rbn.ops.types import valid_steps
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 INITIAL_STATES = ("learned", "zeros")
 States = tuple[Tensor, ...]
@@ -99,6 +103,10 @@ class Recurrence(nn.Module, abc.ABC):
     def _check_ready(self, batch: int) -> None:
         """Refuse to run where a result would be meaningless; warn where it says little."""
 
+    def _group(self) -> ProcessGroup | None:
+        """The processes whose rows make one minibatch with this one's, where there are any."""
+        return None
+
     def _layer(
         self,
         directions: list[tuple[str, Tensor, States | None]],
@@ -120,7 +128,7 @@ class Recurrence(nn.Module, abc.ABC):
                 wx = F.embedding(input[..., 0], self._autocast(weight).t().contiguous())
             batch = input.shape[1]
             states = self._initial_states(suffix, batch, weight) if given is None else given
-            if batch == 0:
+            if batch == 0 and self._group() is None:
                 empty.append((wx.new_zeros(len(wx), 0, self.hidden_size), states))
             else:
                 calls.append(self._call(suffix, wx, states, lengths, start))
@@ -299,7 +307,12 @@ class Layers(Recurrence):
         shape = (self.num_layers * self.directions, batch, self.hidden_size)
         given = None if hx is None else self._given_states(hx, shape)
         self._check_ready(batch)
-        return self._stack(self._autocast(x), given, lengths, start)
+        group = self._group()
+        if group is None:
+            return self._stack(self._autocast(x), given, lengths, start)
+        x, lengths = as_long_as_all(x, lengths, group)
+        output, finals = self._stack(self._autocast(x), given, lengths, start)
+        return with_steps(output, steps), finals
 
     def _stack(
         self, x: Tensor, given: States | None, lengths: Tensor | None, start: int
@@ -397,6 +410,29 @@ class Cell(Recurrence):
         self._check_ready(len(x))
         ((_, states),) = self._layer([("", self._autocast(x)[None], given)], None, step)
         return self._wrap(states if batched else tuple(state[0] for state in states))
+
+
+def as_long_as_all(
+    x: Tensor, lengths: Tensor | None, group: ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    """X ``[T, B, F]`` with the steps of the longest sequence of all processes, and its lengths."""
+    own = 1
+    if x.shape[1] > 0:
+        own = x.shape[0] if lengths is None else int(lengths.max())
+    longest = torch.tensor([own], device=x.device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
+    steps = int(longest)
+    if lengths is None and steps > x.shape[0]:
+        lengths = torch.full((x.shape[1],), x.shape[0], device=x.device)
+    return with_steps(x, steps), lengths
+
+
+def with_steps(x: Tensor, steps: int) -> Tensor:
+    """X ``[T, B, F]`` cut to so many steps, or padded with zeros."""
+    missing = steps - x.shape[0]
+    if missing <= 0:
+        return x[:steps]
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:

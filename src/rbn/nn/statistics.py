@@ -9,11 +9,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+
+from rbn.nn.processes import all_processes, as_many_on_all, average, of_all
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class PopulationStatistics(nn.Module):
@@ -37,13 +42,18 @@ class PopulationStatistics(nn.Module):
         momentum: float | None = 0.1,
         *,
         shared: bool = False,
+        sync: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """shared: at test time all steps use the average over the steps (an ablation)."""
+        """Without any estimate.
+
+        shared: at test time all steps use the average over the steps (an ablation).
+        sync: minibatches are those of all processes together, see `group`.
+        """
         super().__init__()
         self.features, self.max_length = features, max_length
-        self.momentum, self.shared = momentum, shared
+        self.momentum, self.shared, self.sync = momentum, shared, sync
         self.forced: str | None = None  # "batch" or "record": see `batch_statistics`
         self.estimated = False
         self._surely_seen = 0  # steps that have an estimate, as far as the host knows
@@ -62,6 +72,13 @@ class PopulationStatistics(nn.Module):
     def records(self) -> bool:
         """Whether minibatch statistics are to be averaged in now."""
         return self.forced == "record" or (self.training and self.forced is None)
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The processes whose rows make one minibatch now; None for this one's rows alone."""
+        if not self.sync or not (self.training or self.forced == "record"):
+            return None
+        return all_processes()
 
     def reset(self) -> None:
         """Forget all estimates."""
@@ -84,7 +101,7 @@ class PopulationStatistics(nn.Module):
         """
         stop = start + mean.shape[0]
         if self.max_length is None:
-            self._grow(stop)
+            self.grow(stop)
         elif stop > self.max_length:  # steps beyond have no row
             keep = max(0, self.max_length - start)
             mean, var, stop = mean[:keep], var[:keep], start + keep
@@ -97,10 +114,9 @@ class PopulationStatistics(nn.Module):
         if reached is None and start <= self._surely_seen:
             self._surely_seen = max(stop, self._surely_seen)
         if self.momentum is None:
-            weight = 1.0 / count.clamp(min=1)
+            weight = count.clamp(min=1).to(self.mean.dtype).reciprocal()
         else:  # the first estimate of a step stands alone
-            weight = torch.where(count > 1, self.momentum, 1.0)
-        weight = weight.to(self.mean.dtype)
+            weight = torch.where(count > 1, self.momentum, self.mean.new_ones(len(count)))
         if reached is not None:
             weight = torch.where(reached, weight, 0)
         self.mean[start:stop].lerp_(mean.to(self.mean.dtype), weight[:, None])
@@ -127,7 +143,8 @@ class PopulationStatistics(nn.Module):
         rows = rows[start : start + steps]
         return self.mean[rows], self.var[rows]
 
-    def _grow(self, rows: int) -> None:
+    def grow(self, rows: int) -> None:
+        """Make room for that many steps."""
         missing = rows - self.count.shape[0]
         if missing > 0:
             self.mean = torch.cat([self.mean, self.mean.new_zeros(missing, self.features)])
@@ -259,16 +276,49 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def own_statistics(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block each process's minibatches are its own, whatever `sync_stats` says.
+
+    For work that the processes share out by whole minibatches.
+    """
+    with _changed(model, "sync", False):
+        yield
+
+
+@contextlib.contextmanager
 def _forced(model: nn.Module, mode: str) -> Iterator[None]:
+    with _changed(model, "forced", mode):
+        yield
+
+
+@contextlib.contextmanager
+def _changed(model: nn.Module, name: str, value: Any) -> Iterator[None]:
     statistics = _statistics_of(model)
-    before = [s.forced for s in statistics]
+    before = [getattr(s, name) for s in statistics]
     for s in statistics:
-        s.forced = mode
+        setattr(s, name, value)
     try:
         yield
     finally:
         for s, old in zip(statistics, before, strict=True):
-            s.forced = old
+            setattr(s, name, old)
+
+
+@torch.no_grad()
+def average_population_stats(model: nn.Module) -> None:
+    """Give every process the average of the running statistics of all.
+
+    While processes train together, each averages the minibatches that it sees, as with
+    `torch.nn.BatchNorm1d`. Call this on all of them before the model is evaluated or saved. It does
+    nothing where there is one process, and to layers with `sync_stats`, whose statistics are the
+    same everywhere. A step that some processes have not seen has the average of those that have.
+
+    Args:
+        model: any module that contains batch-normalized recurrent layers.
+    """
+    group = all_processes()
+    if group is not None:
+        average([s for s in _statistics_of(model) if not s.sync], group, spread=True)
 
 
 def update_population_stats(
@@ -287,6 +337,11 @@ def update_population_stats(
     Parameters, training mode and the random state are left as they were; if the pass fails, so are
     the statistics.
 
+    Where several processes train together (`torch.distributed`), all must call it, each with its
+    own batches, and all end with the same statistics: the average of the estimates of all. How
+    many batches each has does not matter. But of layers with `sync_stats` a minibatch is made up of
+    a part on every process, so all must have as many.
+
     Args:
         model: any module that contains batch-normalized recurrent layers. Without any, nothing is
             done.
@@ -299,7 +354,7 @@ def update_population_stats(
         progress: show a progress bar (needs rich).
 
     Returns:
-        The number of batches.
+        The number of minibatches, of all processes together.
     """
     statistics = _statistics_of(model)
     if not statistics:
@@ -316,9 +371,17 @@ def update_population_stats(
             s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
             s.count = torch.zeros_like(s.count)
         with torch.no_grad(), torch.random.fork_rng(devices=cuda), _forced(model, "record"):
-            for batch in _tracked(batches) if progress else batches:
+            shown = _tracked(batches) if progress else batches
+            group, in_parts = all_processes(), any(s.group is not None for s in statistics)
+            if group is not None and in_parts:
+                shown = as_many_on_all(shown, group, statistics[0].mean.device)
+            for batch in shown:
                 run(model, batch)
                 total += 1
+            if group is not None and not in_parts:
+                total = sum(of_all(total, group, statistics[0].mean.device))
+            if group is not None and total > 0:
+                average([s for s in statistics if s.group is None], group, spread=False)
         if total == 0:
             raise ValueError("batches is empty: there is nothing to estimate statistics from")
         done = True

@@ -12,13 +12,17 @@ from torch import Tensor
 from rbn.ops.types import Statistics, check_lengths, compute_dtype
 
 
-def check_shapes(wx: Tensor, gates: int, **tensors: Tensor | None) -> int:
+def check_shapes(
+    wx: Tensor, gates: int, *, may_be_empty: bool = False, **tensors: Tensor | None
+) -> int:
     """The hidden size H, or an error if the input term, a weight or a state does not fit the rest.
 
     wx: input term ``[T, B, gates * H]``.
+    may_be_empty: whether there may be no rows, B = 0.
     tensors: weights and states, by the names that every recurrence uses.
     """
-    if wx.dim() != 3 or wx.shape[2] % gates or 0 in wx.shape:
+    sizes = wx.shape[::2] if may_be_empty else wx.shape
+    if wx.dim() != 3 or wx.shape[2] % gates or 0 in sizes:
         wanted = "H" if gates == 1 else f"{gates}H"
         raise ValueError(f"wx must be [T, B, {wanted}] and not empty, got {list(wx.shape)}")
     if not wx.is_floating_point():

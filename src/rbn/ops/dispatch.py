@@ -11,13 +11,16 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from rbn.ops import cpu, reference
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _NAMES = ("reference", "cpu", "gpu")
 _BY_DEVICE = {"cpu": "cpu", "cuda": "gpu"}
@@ -74,9 +77,23 @@ def backend(name: str) -> Iterator[None]:
         _forced = before
 
 
-def run(op: str, like: Tensor, *args: Any, **options: Any) -> Any:
-    """Call the implementation of `op`, which knows its types itself: autocast stays outside."""
-    function, device = select(op, like), like.device.type
+def run(
+    op: str, like: Tensor, *args: Any, group: ProcessGroup | None = None, **options: Any
+) -> Any:
+    """Call the implementation of `op`, which knows its types itself: autocast stays outside.
+
+    group: processes that share the minibatch, which the reference alone can do.
+    """
+    device = like.device.type
+    if group is None:
+        function = select(op, like)
+    elif _forced in (None, "reference"):
+        function = functools.partial(getattr(reference, op), group=group)
+    else:
+        raise RuntimeError(
+            f'rbn.backend("{_forced}") has no statistics over several processes; only '
+            'rbn.backend("reference") does'
+        )
     if device == "meta" or not torch.is_autocast_enabled(device):
         return function(*args, **options)
     with torch.autocast(device, enabled=False):

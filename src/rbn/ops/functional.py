@@ -7,7 +7,7 @@ normalized and without a bias: a matrix product, or a look-up of rows for one-ho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,6 +19,9 @@ from rbn.ops.checks import (
 )
 from rbn.ops.dispatch import run, run_together
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def bn_lstm(
@@ -40,6 +43,7 @@ def bn_lstm(
     zoneout_c: Tensor | float = 0.0,
     zoneout_h: Tensor | float = 0.0,
     pass_normalized_cell: bool = False,
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
     """The batch-normalized LSTM, equations 6 to 8.
 
@@ -64,6 +68,9 @@ def bn_lstm(
         zoneout_c: units of the cell that keep their value: bool ``[T, B, H]``, or the rate.
         zoneout_h: the same for the hidden state.
         pass_normalized_cell: the next step continues from BN(c_t) (an ablation).
+        group: processes whose rows make one minibatch; statistics and gradients are those of all
+            rows together. All must call it, and its backward pass, with the same T; B may differ
+            and be 0. Runs the reference. None: the minibatch is this process's.
 
     Returns:
         The output ``[T, B, H]`` (zero where padded), h_n and c_n ``[B, H]`` after each row's last
@@ -72,6 +79,7 @@ def bn_lstm(
     H = check_shapes(
         wx,
         4,
+        may_be_empty=group is not None,
         weight_hh=weight_hh,
         bias=bias,
         gamma_x=gamma_x,
@@ -105,6 +113,7 @@ def bn_lstm(
         zoneout_c=zoneout_c,
         zoneout_h=zoneout_h,
         pass_normalized_cell=pass_normalized_cell,
+        group=group,
     )
     return result
 
@@ -210,6 +219,7 @@ def bn_rnn(
     input_stats: InputStats = "step",
     padding: Padding = "exclude",
     zoneout_h: Tensor | float = 0.0,
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
     """The batch-normalized simple RNN, ``h_t = phi(BN(W_h h_{t-1}) + BN(W_x x_t) + b)``.
 
@@ -219,6 +229,7 @@ def bn_rnn(
     H = check_shapes(
         wx,
         1,
+        may_be_empty=group is not None,
         weight_hh=weight_hh,
         bias=bias,
         gamma_x=gamma_x,
@@ -244,6 +255,7 @@ def bn_rnn(
         input_stats=input_stats,
         padding=padding,
         zoneout_h=zoneout_h,
+        group=group,
     )
     return result
 

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 
 import torch
+
+
+def seed_of_step(seed: int, step: int, rank: int) -> int:
+    """What a process other than the first draws a step's random numbers from.
+
+    So nothing of its state has to be saved, whatever number of processes goes on.
+    """
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch's seeds are signed
 
 
 class RandomState:

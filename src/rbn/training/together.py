@@ -5,12 +5,30 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from rbn.training.trainer import Diverged, Trainer
+from rbn.training.ranks import Ranks
 
 
-def train_together(trainers: Sequence[Trainer]) -> None:
+class Diverged(FloatingPointError):
+    """A loss, or too many gradients in a row, that are not finite."""
+
+
+class Advancing(Protocol):
+    """A run that goes on step by step: a `Trainer`."""
+
+    def advance(self) -> bool:
+        """Make one step and what is due after it. False when there is nothing more to do."""
+
+    def save(self) -> None:
+        """Write the checkpoint to go on from."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside, torch uses the run's own random numbers and stream."""
+
+
+def train_together(trainers: Sequence[Advancing]) -> None:
     """Train several runs in turns, a step each, until all are over.
 
     Each has its own random numbers and on a GPU its own stream, so the numbers are those of
@@ -24,17 +42,21 @@ def train_together(trainers: Sequence[Trainer]) -> None:
     active = list(trainers)
     diverged: list[Diverged] = []
 
-    def goes_on(trainer: Trainer) -> bool:
+    def goes_on(trainer: Advancing) -> bool:
         try:
             return trainer.advance()
         except Diverged as error:
             diverged.append(error)
             return False
 
+    ranks = Ranks.here()
     with _Interrupts() as interrupts:
-        while active and not interrupts.seen:
+        interrupted = False
+        while active and not interrupted:
             active = [trainer for trainer in active if goes_on(trainer)]
-        if interrupts.seen:
+            # It may have come to one process, or between other steps of the others.
+            interrupted = ranks.any(interrupts.seen)
+        if interrupted:
             for trainer in active:
                 with trainer.alone():
                     trainer.save()

@@ -19,18 +19,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rbn.nn import average_population_stats
 from rbn.training import checkpoint
 from rbn.training.averaging import AveragedParameters
 from rbn.training.captured import CapturedStep
-from rbn.training.randomness import RandomState
+from rbn.training.randomness import RandomState, seed_of_step
+from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule
+from rbn.training.together import Diverged, train_together
+from rbn.training.world import make_fabric
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 
 class Task(Protocol):
-    """What is trained, on what, and how well it does."""
+    """What is trained, on what, and how well it does.
+
+    To be trained by several processes it must also have `row_dims`, a tuple that says along which
+    dimension of each tensor of a minibatch its rows lie: each process takes some of the rows.
+    """
 
     model: nn.Module
     metric: str  # the name of what `evaluate` returns
@@ -41,14 +49,13 @@ class Task(Protocol):
 
     @property
     def loss(self) -> Callable[..., Tensor]:
-        """From the tensors of a minibatch to a scalar that can be differentiated."""
+        """From the tensors of a minibatch to a scalar, the mean over its rows."""
 
     def evaluate(self) -> dict[str, float]:
-        """Figures on the validation data, `metric` among them. The model's mode is restored."""
+        """Figures on the validation data, `metric` among them. The model's mode is restored.
 
-
-class Diverged(FloatingPointError):
-    """A loss, or too many gradients in a row, that are not finite."""
+        Of several processes that train together all call it; the first one's figures count.
+        """
 
 
 _MOST_SKIPPED = 50  # steps in a row whose gradient is not finite before training is given up
@@ -62,8 +69,15 @@ class Trainer:
 
     The run has its own stream of random numbers, which begins at the process's present state.
 
+    Of several processes (see `make_fabric`) each takes its part of every minibatch; gradients are
+    those of all rows together. The minibatches are those that one process would have. Checkpoints
+    do not depend on the number of processes, which may be another when a run goes on. Where a model
+    draws random numbers, those of the first process go on as they would alone; the others draw, for
+    every step, from a stream of their own.
+
     Attributes:
         module: the model without Fabric's wrapper, so in full precision.
+        ranks: the processes.
 
     Args:
         task: the model, its data and its measure. Its `model` becomes Fabric's wrapper of it.
@@ -98,6 +112,12 @@ class Trainer:
         self.module, self._optimizer = task.model, optimizer  # without their wrappers
         device = next(task.model.parameters()).device
         self.fabric = fabric or make_fabric(device)
+        self.ranks = Ranks.here()
+        if self.ranks.count > 1 and not hasattr(task, "row_dims"):
+            raise ValueError(
+                f"{type(task).__name__} has no row_dims, so its minibatches cannot be shared by "
+                f"{self.ranks.count} processes"
+            )
         task.model, self._wrapped = self.fabric.setup(task.model, optimizer)
         self.look_back = look_back or (1 if device.type == "cpu" else 100)
         self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -118,15 +138,18 @@ class Trainer:
         self._closed = False  # finished, and all of it on the disk
         self._stopping = False
         self._random = RandomState(device)
+        self._seed = self.ranks.from_first(torch.initial_seed)
+        self._share = 1.0  # of the rows of the present minibatch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._step: Callable[..., Tensor] = self._optimise
         self._captures = graph
         if graph:
             if self._stream is None:
                 raise ValueError(f"graph needs a CUDA device, the model is on {device}")
+            if self.ranks.count > 1:
+                raise ValueError("graph is for one process: several exchange gradients in a step")
             self._step = CapturedStep(self._optimise, self._stream)
-        if self.last.exists():
-            self._resume()
+        self._saved_before = self._resume()
 
     @property
     def last(self) -> Path:
@@ -146,8 +169,6 @@ class Trainer:
             KeyboardInterrupt: on Ctrl-C, after the step was finished and a checkpoint written. A
                 second Ctrl-C does not wait for that.
         """
-        from rbn.training.together import train_together
-
         train_together([self])
         return self.progress
 
@@ -173,15 +194,22 @@ class Trainer:
             if now.finished or now.step == schedule.steps:
                 self._finish()
                 return False
-            out_of_time = schedule.max_minutes is not None and spent >= 60 * schedule.max_minutes
-            stops = out_of_time or self._stopping
-            if stops or (due and spent - self._saved >= schedule.checkpoint_seconds):
+            stops = self._stopping or (
+                schedule.max_minutes is not None
+                and self.ranks.any(spent >= 60 * schedule.max_minutes)
+            )
+            if stops or (
+                due and self.ranks.any(spent - self._saved >= schedule.checkpoint_seconds)
+            ):
                 self.save()
                 self._saved = spent
             return not stops
 
     def stop(self) -> None:
-        """Save and stop unfinished after this step, as when the time is over."""
+        """Save and stop unfinished after this step, as when the time is over.
+
+        Where several processes train one run, all of them must be told.
+        """
         self._stopping = True
 
     @contextlib.contextmanager
@@ -195,7 +223,7 @@ class Trainer:
         if self._stream is not None:
             torch.cuda.synchronize(self._stream.device)  # model and data came from other streams
         self.task.model.train()
-        if not self.last.exists():
+        if not self._saved_before:
             self.save()
 
     def _finish(self) -> None:
@@ -208,7 +236,12 @@ class Trainer:
         if self.schedule.decay_from < 1:
             self._set_rates(self.schedule.rate(now.step))
         now.loss_count += 1
-        self._step(*self.task.batch(now.step))
+        batch = self.task.batch(now.step)
+        if self.ranks.count > 1:
+            batch, self._share = self.ranks.part(batch, self.task.row_dims)  # type: ignore[attr-defined]
+            if not self.ranks.first:
+                torch.manual_seed(seed_of_step(self._seed, now.step, self.ranks.rank))
+        self._step(*batch)
         now.step += 1
         if now.loss_count % self.look_back == 0:
             self._fetch()
@@ -217,8 +250,11 @@ class Trainer:
         """One optimisation step, without a word from the host: it may be captured as a graph."""
         self._wrapped.zero_grad(set_to_none=True)
         loss = self.task.loss(*batch)
-        self.fabric.backward(loss)
-        value = loss.detach()
+        # DDP averages over processes what is to be averaged over rows.
+        self.fabric.backward(
+            loss if self.ranks.count == 1 else loss * (self._share * self.ranks.count)
+        )
+        value = loss.detach() * self._share
         if self.schedule.clip is not None:
             norm = self.fabric.clip_gradients(
                 self.task.model,
@@ -255,7 +291,9 @@ class Trainer:
 
     def _fetch(self) -> None:
         """Bring the losses to the host, and stop if one was not finite."""
-        bad, total, in_a_row = int(self._bad), float(self._sum), int(self._in_a_row)
+        found = self.ranks.gathered(int(self._bad), float(self._sum))
+        bad = min((int(b) for b, _ in found if b >= 0), default=-1)
+        total, in_a_row = sum(part for _, part in found), int(self._in_a_row)
         now = self.progress
         steps = now.loss_count - self._fetched
         if bad >= 0:
@@ -272,7 +310,8 @@ class Trainer:
     def _give_up(self, step: int, why: str) -> None:
         self.progress.diverged_at = step
         path = self.folder / "diverged.safetensors"
-        checkpoint.save(path, *self._state())
+        average_population_stats(self.module)
+        self.ranks.from_first(lambda: checkpoint.save(path, *self._state()))
         when = "before that step" if step == self.progress.step else "when it was noticed"
         raise Diverged(
             f"training diverged at step {step}: {why}. The model {when} is in {path}, the last "
@@ -282,6 +321,7 @@ class Trainer:
     def _look(self) -> None:
         """Evaluate, write it down, and remember the best."""
         self._fetch()
+        average_population_stats(self.module)
         with contextlib.nullcontext() if self._average is None else self._average.in_place():
             record = self._evaluate()
         if self.on_record:
@@ -289,11 +329,12 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         now, task = self.progress, self.task
+        figures = task.evaluate()
         record: dict[str, float] = {
             "step": now.step,
             "seconds": round(now.seconds, 3),
             "train": now.loss_sum / max(1, now.loss_count),
-            **task.evaluate(),
+            **self.ranks.from_first(lambda: figures),
         }
         now.loss_sum, now.loss_count, self._fetched = 0.0, 0, 0
         now.history.append(record)
@@ -314,19 +355,34 @@ class Trainer:
     def save(self) -> None:
         """Write the best model, if it is new, and the checkpoint to go on from."""
         self._fetch()
+        average_population_stats(self.module)
+        self.ranks.from_first(self._write_checkpoints)
+        self._unsaved_best = None
+
+    def _write_checkpoints(self) -> None:
         if self._unsaved_best is not None:
             checkpoint.save(self.best, *self._unsaved_best)
-            self._unsaved_best = None
         checkpoint.save(self.last, *self._state())
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = checkpoint.state_of(self.module, self._optimizer)
         if self._average is not None:
             tensors |= self._average.state()
-        return tensors, {"optimizer": facts, "progress": asdict(self.progress)}
+        return tensors, {
+            "optimizer": facts,
+            "progress": asdict(self.progress),
+            "seed": self._seed,
+        }
 
-    def _resume(self) -> None:
-        tensors, facts = checkpoint.load(self.last)
+    def _resume(self) -> bool:
+        """Go on from the checkpoint, if there is one."""
+        found = self.ranks.from_first(
+            lambda: checkpoint.load(self.last) if self.last.exists() else None
+        )
+        if found is None:
+            return False
+        tensors, facts = found
+        self._seed = facts.get("seed", self._seed)
         self.progress = Progress(**facts["progress"])
         with self._random.current():
             checkpoint.restore(self.module, self._optimizer, tensors, facts["optimizer"])
@@ -339,9 +395,12 @@ class Trainer:
         self._fetched = self.progress.loss_count
         self._closed = self.progress.finished
         self._write_history()  # lines of steps that will be made again go
+        return True
 
     def _write_history(self) -> None:
         """The evaluations so far as lines of JSON, replaced as a whole."""
+        if not self.ranks.first:
+            return
         path = self.folder / "metrics.jsonl"
         part = path.with_name(path.name + ".part")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -351,17 +410,9 @@ class Trainer:
 
     def load_best(self) -> dict[str, Any]:
         """Give the model the parameters and statistics of the best evaluation; its facts."""
-        tensors, facts = checkpoint.load(self.best)
+        tensors, facts = self.ranks.from_first(lambda: checkpoint.load(self.best))
         with self.alone():
             self.module.load_state_dict(
                 {name.removeprefix("model."): value for name, value in tensors.items()}
             )
         return facts
-
-
-def make_fabric(device: torch.device, precision: Any = "32-true") -> Fabric:
-    """One device, with a precision as Fabric names it."""
-    from lightning.fabric import Fabric
-
-    devices: Any = 1 if device.type == "cpu" else [device.index or 0]
-    return Fabric(accelerator=device.type, devices=devices, precision=precision)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,9 @@ from rbn.ops.reference.normalization import (
     zoneout,
 )
 from rbn.ops.types import InputStats, Padding, Statistics, compute_dtype, valid_steps
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def bn_lstm(
@@ -39,6 +44,7 @@ def bn_lstm(
     zoneout_c: Tensor | float = 0.0,
     zoneout_h: Tensor | float = 0.0,
     pass_normalized_cell: bool = False,
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
     """See `rbn.ops.bn_lstm` for the arguments."""
     dtype = wx.dtype
@@ -48,17 +54,20 @@ def bn_lstm(
     b = 0.0 if bias is None else bias
     beta = 0.0 if beta_c is None else beta_c
 
+    if population is not None:
+        group = None  # nothing of the minibatch is asked for
     pop = population or Statistics()
     valid = valid_steps(lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid if padding == "exclude" or population else None)
-    x_term = InputTerm(wx, valid, input_stats, pair(pop.mean_x, pop.var_x))
-    h_term = Term(pair(pop.mean_h, pop.var_h))
-    c_term = Term(pair(pop.mean_c, pop.var_c))
+    counted = valid if padding == "exclude" else None
+    x_term = InputTerm(wx, valid, counted, input_stats, pair(pop.mean_x, pop.var_x), group)
+    h_term = Term(pair(pop.mean_h, pop.var_h), group)
+    c_term = Term(pair(pop.mean_c, pop.var_c), group)
 
-    alike = first_alike(h, c)
+    alike = first_alike(h, c, group=group)
     output = []
     for t in range(len(wx)):
-        rows = valid[t] if valid is not None and padding == "exclude" else None
+        rows = None if counted is None else counted[t]
         W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, 4H]
 
         # Equation 6. The gates lie in torch's order i, f, g, o (the paper prints f, i, o, g).
@@ -90,7 +99,7 @@ def bn_lstm(
         h_t = zoneout(zoneout_h, t, h, h_t)
 
         h, c = carry(valid, t, h_t, h), carry(valid, t, c_t, c)
-        alike = still_alike(alike, (h, c), rows, eps)
+        alike = still_alike(alike, (h, c), rows, eps, group)
         output.append(h)
 
     statistics = Statistics(*x_term.stacked(), *h_term.stacked(), *c_term.stacked())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,9 @@ from rbn.ops.types import (
     valid_steps,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 def bn_rnn(
     wx: Tensor,
@@ -42,6 +47,7 @@ def bn_rnn(
     input_stats: InputStats = "step",
     padding: Padding = "exclude",
     zoneout_h: Tensor | float = 0.0,
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
     """See `rbn.ops.bn_rnn` for the arguments."""
     dtype = wx.dtype
@@ -51,16 +57,19 @@ def bn_rnn(
     b = 0.0 if bias is None else bias
     phi = torch.tanh if nonlinearity == "tanh" else torch.relu
 
+    if population is not None:
+        group = None  # nothing of the minibatch is asked for
     pop = population or Statistics()
     valid = valid_steps(lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid if padding == "exclude" or population else None)
-    x_term = InputTerm(wx, valid, input_stats, pair(pop.mean_x, pop.var_x))
-    h_term = Term(pair(pop.mean_h, pop.var_h))
+    counted = valid if padding == "exclude" else None
+    x_term = InputTerm(wx, valid, counted, input_stats, pair(pop.mean_x, pop.var_x), group)
+    h_term = Term(pair(pop.mean_h, pop.var_h), group)
 
-    alike = first_alike(h)
+    alike = first_alike(h, group=group)
     output = []
     for t in range(len(wx)):
-        rows = valid[t] if valid is not None and padding == "exclude" else None
+        rows = None if counted is None else counted[t]
         W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, H]
         h_t = phi(
             h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, alike)
@@ -69,7 +78,7 @@ def bn_rnn(
         )
         h_t = zoneout(zoneout_h, t, h, h_t)
         h = carry(valid, t, h_t, h)
-        alike = still_alike(alike, (h,), rows, eps)
+        alike = still_alike(alike, (h,), rows, eps, group)
         output.append(h)
 
     statistics = Statistics(*x_term.stacked(), *h_term.stacked())

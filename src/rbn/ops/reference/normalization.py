@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rbn.ops.reference.global_moments import global_alike, global_moments
 from rbn.ops.types import CONSTANT, InputStats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def bn(
@@ -20,11 +24,16 @@ def bn(
     return beta + gamma * (h - mean) / torch.sqrt(var + eps)
 
 
-def moments(h: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def moments(
+    h: Tensor, rows: Tensor | None = None, group: ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
     """Sample mean and biased variance over the rows of h ``[B, F]``, each ``[F]``.
 
     rows: bool ``[B]``, the rows that count (all of them by default). No row gives zeros.
+    group: processes whose rows are taken together; this one's alone by default.
     """
+    if group is not None:
+        return global_moments(h, rows, group)
     if rows is None:
         mean = h.mean(0)
         return mean, (h - mean).square().mean(0)
@@ -48,10 +57,15 @@ class Term:
     """One normalized term: gives the statistics for a step and remembers them.
 
     population: ``(mean, var)`` of ``[S, F]`` to use instead of the minibatch's own.
+    group: processes that share the minibatch.
     """
 
-    def __init__(self, population: tuple[Tensor, Tensor] | None) -> None:
-        self.population = population
+    def __init__(
+        self,
+        population: tuple[Tensor, Tensor] | None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        self.population, self.group = population, group
         self.means: list[Tensor] = []
         self.vars: list[Tensor] = []
 
@@ -61,7 +75,7 @@ class Term:
             means, variances = self.population
             s = min(t, means.shape[0] - 1)
             return means[s], variances[s]
-        mean, var = moments(h, rows)
+        mean, var = moments(h, rows, self.group)
         self.means.append(mean.detach())
         self.vars.append(var.detach())
         return mean, var
@@ -97,40 +111,65 @@ class InputTerm(Term):
     """The input term, whose values are known for all steps at once.
 
     With sequencewise statistics (section 5.4, BN-e*) one mean and variance, over all unpadded
-    positions of all steps, serves every step.
+    positions of all steps, serves every step. Of several processes, all steps' statistics are
+    exchanged at once.
+
+    wx: ``[T, B, F]``.
+    valid: bool ``[T, B]``, the unpadded positions.
+    counted: bool ``[T, B]``, those that count in the statistics of a step.
     """
 
     def __init__(
         self,
         wx: Tensor,
         valid: Tensor | None,
+        counted: Tensor | None,
         input_stats: InputStats,
         population: tuple[Tensor, Tensor] | None,
+        group: ProcessGroup | None = None,
     ) -> None:
-        super().__init__(population)
-        self.wx, self.valid = wx, valid
+        super().__init__(population, group)
+        self.wx, self.valid, self.counted = wx, valid, counted
         self.over_sequence = population is None and input_stats == "sequence"
         self.shared: tuple[Tensor, Tensor] | None = None
+        self.steps: list[tuple[Tensor, Tensor]] = []
 
     def statistics(self, t: int, h: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Those of step t, or those of all steps together."""
         if not self.over_sequence:
-            return super().statistics(t, h, rows)
+            if self.group is None or self.population is not None:
+                return super().statistics(t, h, rows)
+            if not self.steps:
+                mean, var = global_moments(self.wx, self.counted, self.group)
+                self.means, self.vars = list(mean.detach()), list(var.detach())
+                self.steps = list(zip(mean.unbind(), var.unbind(), strict=True))
+            return self.steps[t]
         if self.shared is None:
             everywhere = None if self.valid is None else self.valid.flatten()
             self.shared = super().statistics(0, self.wx.flatten(0, 1), everywhere)
         return self.shared
 
 
-def first_alike(*states: Tensor) -> Tensor:
+def first_alike(*states: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Whether all rows of the states ``[B, H]`` that a recurrence begins with are the same."""
+    if group is not None:
+        return global_alike(torch.cat(states, dim=1), group)
     return torch.stack([(s == s[:1]).all() for s in states]).all()
 
 
 def still_alike(
-    alike: Tensor, states: tuple[Tensor, ...], rows: Tensor | None, eps: float
+    alike: Tensor,
+    states: tuple[Tensor, ...],
+    rows: Tensor | None,
+    eps: float,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """Whether they still are after a step (see `rbn.ops.types.CONSTANT`)."""
+    if group is not None:  # once they differ, there is nothing more to exchange
+        if not alike:
+            return alike
+        _, var = global_moments(torch.cat(states, dim=1).detach(), rows, group)
+        return (var <= CONSTANT * eps).all()
     variances = [moments(s.detach(), rows)[1].max() for s in states]
     return alike & (torch.stack(variances) <= CONSTANT * eps).all()
 

@@ -1,0 +1,78 @@
+"""What the processes that train together tell each other of their population statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from rbn.nn.statistics import PopulationStatistics
+
+
+def all_processes() -> ProcessGroup | None:
+    """All processes that train together, or None where this one is alone."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.group.WORLD
+
+
+def average(statistics: list[PopulationStatistics], group: ProcessGroup, spread: bool) -> None:
+    """Average estimates over processes, each weighted with the minibatches behind it.
+
+    spread: processes will go on to average minibatches in, each its own. So each takes its share of
+        the count, rounded up, that the next average be right too. Otherwise it has the whole count.
+    """
+    if not statistics:
+        return
+    # Buffers that grow on demand may have grown differently.
+    rows = torch.tensor([len(s.count) for s in statistics], device=statistics[0].count.device)
+    dist.all_reduce(rows, dist.ReduceOp.MAX, group=group)
+    parts: list[Tensor] = []
+    for s, wanted in zip(statistics, rows.tolist(), strict=True):
+        s.grow(wanted)
+        weight = s.count.double()[:, None]
+        parts += [s.mean * weight, s.var * weight, weight]
+    # In float64, so that equal float32 numbers average to themselves.
+    flat = torch.cat([part.flatten() for part in parts])
+    dist.all_reduce(flat, group=group)
+    sums = flat.split([part.numel() for part in parts])
+    found = iter([total.view_as(part) for total, part in zip(sums, parts, strict=True)])
+    for s, mean, var, count in zip(statistics, found, found, found, strict=True):
+        s.mean.copy_(mean / count.clamp(min=1))
+        s.var.copy_(var / count.clamp(min=1))
+        s.count.copy_(count[:, 0] if not spread else (count[:, 0] / group.size()).ceil())
+        s.estimated = s.estimated or bool((count > 0).any())
+
+
+def of_all(value: int, group: ProcessGroup, device: torch.device) -> list[int]:
+    """A number of each process."""
+    everyone = torch.empty(group.size(), dtype=torch.int64, device=device)
+    dist.all_gather(list(everyone), torch.tensor(value, device=device), group=group)
+    found: list[int] = everyone.tolist()
+    return found
+
+
+def as_many_on_all(
+    batches: Iterable[Any], group: ProcessGroup, device: torch.device
+) -> Iterator[Any]:
+    """The batches, or an error on all processes if they end on one before the others."""
+    nothing, turn = object(), 0
+    found = iter(batches)
+    while True:
+        batch = next(found, nothing)
+        there = of_all(int(batch is not nothing), group, device)
+        if not any(there):
+            return
+        if not all(there):
+            raise ValueError(
+                "with sync_stats all processes must give as many batches: process "
+                f"{there.index(0)} has {turn}, process {there.index(1)} has more"
+            )
+        yield batch
+        turn += 1

@@ -1,0 +1,152 @@
+"""Population statistics of two processes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import rbn
+from rbn.nn import own_statistics
+
+_OPTIONS = inspect.signature(DistributedDataParallel).parameters
+OPTION = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+LENGTHS = (5, 3, 6, 4, 5)  # of the batches; the first process takes three, the second two
+
+
+def make(sync: bool, **options: Any) -> rbn.BatchNormLSTM:
+    torch.manual_seed(3)
+    return rbn.BatchNormLSTM(2, 4, sync_stats=sync, dtype=torch.float64, **options)
+
+
+def batches() -> list[Tensor]:
+    torch.manual_seed(4)
+    return [torch.randn(length, 6, 2, dtype=torch.float64) for length in LENGTHS]
+
+
+def buffers(layer: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in layer.named_buffers()}
+
+
+def whole_batches(rank: int) -> Any:
+    """Each process has batches of its own, one more than the other."""
+    layer = make(sync=False)
+    count = rbn.update_population_stats(layer, batches()[rank::2])
+    assert layer.stats_h_l0.estimated
+    return count, buffers(layer)
+
+
+def none_on_the_second(rank: int) -> Any:
+    layer = make(sync=False)
+    return rbn.update_population_stats(layer, batches() if rank == 0 else []), buffers(layer)
+
+
+def parts(rank: int) -> Any:
+    """Each process has a part of every batch."""
+    layer = make(sync=True)
+    mine = [batch[:, :2] if rank == 0 else batch[:, 2:] for batch in batches()]
+    return rbn.update_population_stats(layer, mine), buffers(layer)
+
+
+def shared_out(rank: int) -> Any:
+    """Layers that train together, and batches that are shared out whole."""
+    layer = make(sync=True)
+    with own_statistics(layer):
+        count = rbn.update_population_stats(layer, batches()[rank::2])
+    return count, buffers(layer)
+
+
+def without_noise(rank: int) -> Any:
+    """The same parts, estimated as the model is evaluated."""
+    layer = make(sync=True, zoneout=(0.5, 0.5), hidden_noise=1.0)
+    mine = [batch[:, :2] if rank == 0 else batch[:, 2:] for batch in batches()]
+    rbn.update_population_stats(layer, mine, train_mode=False)
+    return buffers(layer)
+
+
+def refusal(rank: int) -> str:
+    """Parts of three batches on one process, of two on the other."""
+    layer = make(sync=True)
+    before = buffers(layer)
+    try:
+        rbn.update_population_stats(layer, batches()[rank::2])
+    except ValueError as error:
+        assert all(torch.equal(v, before[name]) for name, v in buffers(layer).items())
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def nothing(rank: int) -> str:
+    try:
+        rbn.update_population_stats(make(sync=False), [])
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
+def running(rank: int, momentum: float | None) -> Any:
+    """Running averages of each process, averaged twice on the way."""
+    layer = make(sync=False, momentum=momentum)
+    own = make(sync=False, momentum=momentum)
+    mine = batches()[rank::2][:2]
+    for k, batch in enumerate([*mine, *mine]):
+        layer(batch)
+        own(batch)
+        if k % 2 == 1:
+            rbn.average_population_stats(layer)
+    layer.eval()(batches()[0])
+    return buffers(layer), buffers(own)
+
+
+def evaluated(rank: int) -> Tensor:
+    """In eval() processes do not wait for each other, whatever they normalize with."""
+    layer = make(sync=True)
+    layer(batches()[0])
+    with rbn.batch_statistics(layer.eval()):
+        output = layer(batches()[rank])[0] if rank == 0 else None
+    return layer(batches()[0])[0] if output is None else output
+
+
+def under_ddp(rank: int) -> Any:
+    """As torch's users do it: its own defaults, buffers that grow, uneven parts of a batch."""
+    layer = make(sync=True)
+    model = DistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for batch in batches():
+        mine = batch[:, :2] if rank == 0 else batch[:, 2:]
+        output, _ = model(mine)
+        loss = output.square().mean() * (2 * mine.shape[1] / batch.shape[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in layer.named_parameters()} | buffers(layer)
+
+
+def under_ddp_alone(rank: int) -> Any:
+    """The same with statistics of each process, whose buffers grow to different lengths."""
+    layer = make(sync=False)
+    model = DistributedDataParallel(layer, **{OPTION: False})
+    for batch in batches()[rank::2][:2]:
+        model(batch)[0].sum().backward()
+    own = buffers(layer)
+    rbn.average_population_stats(layer)
+    return own, buffers(layer)
+
+
+CASES = {
+    "whole batches": whole_batches,
+    "none on the second": none_on_the_second,
+    "parts": parts,
+    "shared out": shared_out,
+    "without noise": without_noise,
+    "refusal": refusal,
+    "nothing": nothing,
+    "running": lambda rank: running(rank, 0.3),
+    "running, plain": lambda rank: running(rank, None),
+    "evaluated": evaluated,
+    "under DDP": under_ddp,
+    "under DDP, alone": under_ddp_alone,
+}

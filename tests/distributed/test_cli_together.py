@@ -1,0 +1,176 @@
+"""``rbn train --devices`` and torchrun: started, stopped, killed and gone on with."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from misbehaving import misbehave
+from typer.testing import CliRunner
+
+from rbn.cli.app import app
+from rbn.training import RankLost, World, checkpoint, launch
+
+SMALL = ["--set", "hidden_size=8", "--set", "evaluate_every=4", "--set", "epochs=1"]
+LONG = ["--set", "hidden_size=8", "--set", "evaluate_every=2", "--set", "epochs=500"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@contextlib.contextmanager
+def started(*arguments):
+    with subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ranks_of(process):
+    """The processes that it started, in the order of their ranks."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    names = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+    return sorted(pid for pid, name in names.items() if "spawn_main" in name)
+
+
+def step_of(folder):
+    return checkpoint.load(folder / "last.safetensors")[1]["progress"]["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find a process")
+def test_stopped_then_a_rank_killed_then_gone_on_with_alone(tmp_path):
+    folder = tmp_path / "run"
+    options = ["--device", "cpu", "--devices", "2"]
+    with started("-m", "rbn", "train", "digits", *LONG, *options, "--out", folder) as process:
+        wait_for((folder / "metrics.jsonl").exists, process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert f"saved. Go on with: rbn resume {folder} --devices 2" in errors
+    assert "Traceback" not in errors
+    stopped = step_of(folder)
+    assert stopped > 0
+
+    before = (folder / "metrics.jsonl").read_text()
+    with started("-m", "rbn", "resume", folder, *options) as process:
+        wait_for(lambda: (folder / "metrics.jsonl").read_text() not in ("", before), process)
+        first, second = ranks_of(process)
+        os.kill(second, signal.SIGKILL)
+        killed = time.monotonic()
+        _, errors = process.communicate(timeout=120)
+    assert time.monotonic() - killed < 60  # at once, and not after the patience of the backend
+    assert process.returncode == 1, errors
+    (said,) = (line for line in errors.splitlines() if line.startswith("rbn: "))
+    assert "rank 1 of 2 was killed by SIGKILL; the others were ended" in said
+    assert said.endswith(f"Go on with: rbn resume {folder} --devices 2")
+    assert "Traceback" not in errors
+    assert not Path(f"/proc/{first}").exists()
+    assert step_of(folder) >= stopped
+
+    text = json.loads((folder / "config.json").read_text())
+    assert text["command"].endswith("--devices 2 --seed 1")
+    done = invoke("resume", folder, "--device", "cpu", "--max-minutes", "1e-9")
+    assert done.exit_code == 0, done.output
+    assert step_of(folder) > stopped
+
+
+@pytest.mark.slow
+def test_torchrun(tmp_path):
+    folder = tmp_path / "run"
+    options = ["--device", "cpu", "--out", folder]
+    run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    with started(*run, "-m", "rbn", "train", "digits", *SMALL, *options) as process:
+        output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert output.count("digits, bn-lstm, seed 1: test 0.") == 1  # the first rank talks
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["devices"], result["steps"]) == (2, 12)
+    assert {path.name for path in folder.iterdir()} == {
+        "best.safetensors",
+        "config.json",
+        "final.safetensors",
+        "last.safetensors",
+        "metrics.jsonl",
+        "result.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "0"], "devices must be at least 1, got 0"),
+        (["--devices", "101"], "batch_size must be at least 1 for each of 101 devices, got 100"),
+        (["--devices", "2", "--seeds", "1,2"], "2 runs at once share one device"),
+        (["--devices", "2", "--graph"], "graph is for one device, and there are 2"),
+    ],
+)
+def test_mistakes_are_one_sentence_before_any_work(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = invoke("train", "digits", "--device", "cpu", *arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_more_devices_than_there_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for device, message in (
+        ("cuda", "devices must be at most the 1 GPUs of this machine, got 2"),
+        ("cuda:0", "device must be cuda or cpu for 2 processes, got cuda:0"),
+    ):
+        done = invoke("train", "digits", "--device", device, "--devices", "2")
+        assert done.exit_code == 2
+        assert message in done.output
+
+
+def test_what_torchrun_started_is_not_started_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in World(1, 4, 1, 2).environment(1).items():
+        monkeypatch.setenv(name, value)
+    assert World.of_environment() == World(1, 4, 1, 2)
+    done = invoke("train", "digits", "--device", "cpu", "--devices", "3")
+    assert done.exit_code == 2
+    assert "devices must be left out, or be 2 as torchrun started them here, got 3" in done.output
+    monkeypatch.setenv("RANK", "x")
+    done = invoke("train", "digits", "--device", "cpu")
+    assert "the environment must hold numbers, got RANK=x" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("exit", RankLost, "rank 1 of 2 ended with 3; the others were ended"),
+        ("error", ValueError, "rank 1 does not like it"),
+    ],
+)
+def test_if_one_fails_all_end(how, error, message):
+    began = time.monotonic()
+    with pytest.raises(error, match=message):
+        launch(misbehave, (how,), 2)
+    assert time.monotonic() - began < 300  # the other one did not sleep to its end

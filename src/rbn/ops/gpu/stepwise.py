@@ -1,0 +1,98 @@
+"""What recurrences need that the host runs step by step: a matrix product and a kernel for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu import device
+from rbn.ops.types import valid_steps
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def factor(weight: Tensor, like: Tensor) -> Tensor:
+    """A weight as a factor of products: in the type of `like`, or in float32 (see `product`)."""
+    return weight.to(like.dtype if _sums_in_full(like) else torch.float32)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """``a b`` in float32, for factors of any type: what is normalized next is not rounded before.
+
+    Factors in half precision are multiplied as they are where PyTorch can then give float32, and
+    in float32 elsewhere.
+    """
+    if b.dtype != torch.float32 and _sums_in_full(b):
+        multiply: Any = torch.mm
+        found: Tensor = multiply(a, b, out_dtype=torch.float32, out=out)
+        return found
+    return torch.mm(a.to(torch.float32), b.to(torch.float32), out=out)
+
+
+def _sums_in_full(like: Tensor) -> bool:
+    """Whether products of tensors like this one can be had in float32 without converting them."""
+    if like.dtype == torch.float32:
+        return True
+    if not like.is_cuda or torch.version.cuda is None or not hasattr(torch.ops.aten.mm, "dtype"):
+        return False  # the operator has come with torch 2.8
+    old = torch.cuda.get_device_capability(like.device) < (8, 0)
+    return not (old and like.dtype == torch.bfloat16)
+
+
+def weight_gradient(da: Tensor, h0: Tensor, hidden: Tensor) -> Tensor:
+    """The sum of ``da[t]' h[t - 1]`` over all steps, ``[F, H]`` float32.
+
+    Shapes: da ``[T, B, F]``, h0 ``[B, H]``, hidden ``[T, B, H]``.
+    """
+    found = product(da[0].t(), h0.to(da.dtype))
+    if len(da) > 1:
+        found += product(da[1:].flatten(0, 1).t(), hidden[:-1].flatten(0, 1))
+    return found
+
+
+class Call:
+    """What forward and backward passes of all such recurrences have in common."""
+
+    def __init__(self, wx: Tensor, lengths: Tensor | None) -> None:
+        self.wx = wx.contiguous()
+        self.T, self.B = wx.shape[:2]
+        self.empty = wx.new_empty(1, dtype=torch.float32)
+        self.lengths = self.empty
+        self.valid: Tensor | None = None  # [T, B]
+        if lengths is not None:
+            self.lengths = lengths.to(device=wx.device, dtype=torch.int32)
+            self.valid = valid_steps(self.lengths, self.T)
+
+    def full(self, value: Tensor | None) -> Tensor:
+        """In float32 and contiguous; anything where it is absent."""
+        return self.empty if value is None else value.to(torch.float32).contiguous()
+
+    def state(self, value: Tensor | None, *shape: int) -> Tensor:
+        """A copy in float32 to work in; zeros where it is absent."""
+        if value is None:
+            return torch.zeros(shape, dtype=torch.float32, device=self.wx.device)
+        return value.to(torch.float32, copy=True).contiguous()
+
+    def mask(self, value: Tensor | None) -> Tensor:
+        """A zoneout mask as bytes."""
+        return self.empty if value is None else value.contiguous().view(torch.uint8)
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory that nothing was written to."""
+        return torch.empty(shape, dtype=dtype, device=self.wx.device)
+
+    def gradient(self, value: Tensor, parameter: Tensor | None) -> Tensor:
+        """In the type of the parameter; empty where there is none."""
+        return self.new(0) if parameter is None else value.to(parameter.dtype)
+
+
+def zone(mask: Tensor | None, rate: float) -> int:
+    """How zoneout is given, as the kernels are told it."""
+    if mask is not None:
+        return int(device.MASK.value)
+    return int(device.RATE.value) if rate else 0

@@ -124,13 +124,8 @@ def empty_outputs(a: Inputs) -> Outputs:
 
     hidden = new(T + 1, B, H)[1:]
     moments = [new(*shape, dtype=torch.float32) for shape in statistics_shapes(a) for _ in range(2)]
-    return Outputs(
-        new(T, B, H) if a.include else hidden,
-        new(B, H),
-        *moments,
-        new(T if a.save else 0, B, H),
-        hidden if a.include and a.save else new(0),
-    )
+    saved = [new(T if a.save else 0, B, H), hidden if a.include and a.save else new(0)]
+    return Outputs._make([new(T, B, H) if a.include else hidden, new(B, H), *moments, *saved])
 
 
 def forward(a: Inputs) -> Outputs:
@@ -160,13 +155,9 @@ def forward(a: Inputs) -> Outputs:
     if a.include:
         assert call.valid is not None
         output = torch.where(call.valid[:, :, None], hidden, 0)
-    return Outputs(
-        output,
-        hs[T].clone() if a.lengths is None else h_n.to(wx.dtype),
-        *own,
-        centered,
-        hidden if a.include and a.save else call.new(0, dtype=wx.dtype),
-    )
+    last = hs[T].clone() if a.lengths is None else h_n.to(wx.dtype)
+    own_hidden = hidden if a.include and a.save else call.new(0, dtype=wx.dtype)
+    return Outputs._make([output, last, *own, centered, own_hidden])
 
 
 def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None) -> Grads:
@@ -190,7 +181,7 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
                 *tensors, t, B, T, *_rows(moments, t), a.rate_h, a.eps, **flags
             )
             product(da[t], weight, out=through)
-    dbias, dgamma_x, dgamma_h = sums.sum(1)
+    dbias, dgamma_x, dgamma_h = (s.sum(0) for s in sums)  # each in memory of its own
     if a.sequence:
         _sequence_backward(call, r, dwx, dbias, dgamma_x)
     hidden = r.hidden if r.hidden.numel() else r.output

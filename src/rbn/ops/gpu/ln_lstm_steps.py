@@ -181,8 +181,8 @@ def backward(
     )
 
 
-def _parameter_sums(call: _Call, r: Outputs, dpre: Tensor) -> Tensor:
-    """The gradients of bias, gamma_x and gamma_h ``[3, 4H]``, the same in every run.
+def _parameter_sums(call: _Call, r: Outputs, dpre: Tensor) -> list[Tensor]:
+    """The gradients of bias, gamma_x and gamma_h, ``[4H]`` each, the same in every run.
 
     dpre: the gradient of the gates before their nonlinearities, ``[T, B, 4H]``.
     """
@@ -199,7 +199,7 @@ def _parameter_sums(call: _Call, r: Outputs, dpre: Tensor) -> Tensor:
             COLUMNS=columns,
             LENGTHS=call.a.lengths is not None,
         )
-    return sums.sum(0)
+    return [sums[:, k].sum(0) for k in range(3)]  # each in memory of its own
 
 
 def _input_backward(call: _Call, r: Outputs, dwx: Tensor) -> None:

@@ -121,7 +121,7 @@ def test_every_option(op, name):
 
 
 @pytest.mark.parametrize(
-    "shape", [(1, 1, 1), (1, 2, 3), (2, 1, 2), (3, 17, 5), (4, 5, 33), (2, 3, 70), (2, 2, 300)]
+    "shape", [(1, 1, 1), (1, 2, 3), (2, 1, 2), (3, 17, 5), (2, 5, 33), (2, 3, 70), (1, 2, 300)]
 )
 @pytest.mark.parametrize("op", OPS)
 def test_shapes(op, shape):
@@ -144,7 +144,7 @@ def test_a_program_for_each_row(monkeypatch):
 
 def test_sums_over_many_rows():
     """Of the layer-normalized LSTM's parameters: several programs, each with several tiles."""
-    compare(make_case("ln_lstm", 11, 30, 3, lengths="random", **calm("ln_lstm")))
+    compare(make_case("ln_lstm", 5, 30, 3, lengths="random", **calm("ln_lstm")))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -225,7 +225,7 @@ def test_noncontiguous_arguments(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_same_numbers_every_time(op):
-    case = make_case(op, 5, 9, 6, dtype=torch.float32, lengths="random").on(DEVICE)
+    case = make_case(op, 3, 9, 6, dtype=torch.float32, lengths="random").on(DEVICE)
     for once, again in zip(differentiate(case, "gpu"), differentiate(case, "gpu"), strict=True):
         assert_equal(once, again)
 
@@ -258,7 +258,7 @@ def test_what_padding_holds_is_never_used(op):
 
 @pytest.mark.parametrize("op", OPS)
 def test_memory_is_written_before_it_is_read(op):
-    case = make_case(op, 4, 3, 5, dtype=torch.float32, lengths=[2, 3, 1], **calm(op)).on(DEVICE)
+    case = make_case(op, 3, 3, 5, dtype=torch.float32, lengths=[2, 2, 1], **calm(op)).on(DEVICE)
     expected = differentiate(case, "gpu")
     with poisoned_memory():
         found = differentiate(case, "gpu")

@@ -121,9 +121,9 @@ def bn_rnn_step(
         at = rows.to(tl.int64)[:, None] * H + units[None, :]
         ok = (rows < B)[:, None] & inside[None, :]
         valid = _unpadded(lengths, rows, t, B, LENGTHS) & inside[None, :]
-        a = tl.where(ok, _load(wh, at, ok) - m_h[None, :], 0.0)
-        # Where padding does not count it is read as zeros: NaN would spread.
+        # What does not count is read as zeros: NaN would spread.
         read = valid if EXCLUDE else ok
+        a = tl.where(read, _load(wh, at, read) - m_h[None, :], 0.0)
         x = tl.where(read, _load(wx, step * H + at, read) - m_x[None, :], 0.0)
         pre = (a * rstd_h[None, :]) * scale_h[None, :] + b[None, :]
         pre += (x * rstd_x[None, :]) * scale_x[None, :]

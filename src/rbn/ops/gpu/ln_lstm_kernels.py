@@ -30,10 +30,10 @@ def _load(base, at, ok):
 @triton.jit
 def _load_gates(base, at, ok, H: tl.constexpr):
     """The four parts of rows ``[4H]``."""
-    i = _load(base, at, ok)
-    f = _load(base + H, at, ok)
-    g = _load(base + 2 * H, at, ok)
-    o = _load(base + 3 * H, at, ok)
+    i = tl.load(base + at, mask=ok, other=0.0).to(tl.float32)
+    f = tl.load(base + H + at, mask=ok, other=0.0).to(tl.float32)
+    g = tl.load(base + 2 * H + at, mask=ok, other=0.0).to(tl.float32)
+    o = tl.load(base + 3 * H + at, mask=ok, other=0.0).to(tl.float32)
     return i, f, g, o
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import device
+from rbn.ops.gpu import device as kernel_device
 from rbn.ops.types import valid_steps
 
 
@@ -18,7 +19,8 @@ def power_of_two(n: int) -> int:
 
 def factor(weight: Tensor, like: Tensor) -> Tensor:
     """A weight as a factor of products: in the type of `like`, or in float32 (see `product`)."""
-    return weight.to(like.dtype if _sums_in_full(like) else torch.float32)
+    in_full = _sums_in_full(like.dtype, like.device)
+    return weight.to(like.dtype if in_full else torch.float32)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -27,21 +29,23 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     Factors in half precision are multiplied as they are where PyTorch can then give float32, and
     in float32 elsewhere.
     """
-    if b.dtype != torch.float32 and _sums_in_full(b):
+    if b.dtype != torch.float32 and _sums_in_full(b.dtype, b.device):
         multiply: Any = torch.mm
         found: Tensor = multiply(a, b, out_dtype=torch.float32, out=out)
         return found
     return torch.mm(a.to(torch.float32), b.to(torch.float32), out=out)
 
 
-def _sums_in_full(like: Tensor) -> bool:
-    """Whether products of tensors like this one can be had in float32 without converting them."""
-    if like.dtype == torch.float32:
+@functools.lru_cache(maxsize=16)
+def _sums_in_full(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of such tensors can be had in float32 without converting them."""
+    if dtype == torch.float32:
         return True
-    if not like.is_cuda or torch.version.cuda is None or not hasattr(torch.ops.aten.mm, "dtype"):
-        return False  # the operator has come with torch 2.8
-    old = torch.cuda.get_device_capability(like.device) < (8, 0)
-    return not (old and like.dtype == torch.bfloat16)
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    if not hasattr(torch.ops.aten.mm, "dtype_out"):  # torch before 2.8
+        return False
+    return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def weight_gradient(da: Tensor, h0: Tensor, hidden: Tensor) -> Tensor:
@@ -94,5 +98,5 @@ class Call:
 def zone(mask: Tensor | None, rate: float) -> int:
     """How zoneout is given, as the kernels are told it."""
     if mask is not None:
-        return int(device.MASK.value)
-    return int(device.RATE.value) if rate else 0
+        return int(kernel_device.MASK.value)
+    return int(kernel_device.RATE.value) if rate else 0

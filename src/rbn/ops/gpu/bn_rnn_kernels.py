@@ -57,7 +57,6 @@ def bn_rnn_step(
     X: tl.constexpr,
     NORM: tl.constexpr,
     RELU: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     LENGTHS: tl.constexpr,
     INCLUDE: tl.constexpr,
     ZONE_H: tl.constexpr,
@@ -113,7 +112,7 @@ def bn_rnn_step(
 
     scale_h = tl.load(gamma_h + units, mask=inside, other=0.0)
     scale_x = tl.load(gamma_x + units, mask=inside, other=0.0)
-    b = tl.load(bias + units, mask=inside & HAS_BIAS, other=0.0)
+    b = tl.load(bias + units, mask=inside, other=0.0)
     rstd_h = tl.rsqrt(v_h + eps)
     rstd_x = tl.rsqrt(v_x + eps)
     for first in range(0, B, ROWS):
@@ -179,7 +178,6 @@ def bn_rnn_step_backward(
     X: tl.constexpr,
     NORM: tl.constexpr,
     RELU: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_DOUTPUT: tl.constexpr,
     LENGTHS: tl.constexpr,
     INCLUDE: tl.constexpr,
@@ -194,7 +192,7 @@ def bn_rnn_step_backward(
     of_h = tl.cast(row_h, tl.int64) * H + units
     scale_h = tl.load(gamma_h + units, mask=inside, other=0.0)
     scale_x = tl.load(gamma_x + units, mask=inside, other=0.0)
-    b = tl.load(bias + units, mask=inside & HAS_BIAS, other=0.0)
+    b = tl.load(bias + units, mask=inside, other=0.0)
     m_x = tl.load(mean_x + of_x, mask=inside, other=0.0)
     rstd_x = tl.rsqrt(tl.load(var_x + of_x, mask=inside, other=0.0) + eps)
     rstd_h = tl.rsqrt(tl.load(var_h + of_h, mask=inside, other=0.0) + eps)

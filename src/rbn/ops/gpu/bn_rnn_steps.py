@@ -78,7 +78,7 @@ class _Call(Call):
     def __init__(self, a: Inputs) -> None:
         super().__init__(a.wx, a.lengths)
         self.a, self.H = a, a.wx.shape[2]
-        self.vectors = [self.full(v) for v in (a.bias, a.gamma_x, a.gamma_h)]
+        self.vectors = [self.bias(a.bias), self.full(a.gamma_x), self.full(a.gamma_h)]
         self.mask_h = self.mask(a.mask_h)
         self.inv_n = self.empty
         if self.valid is not None:
@@ -93,7 +93,6 @@ class _Call(Call):
             "X": _GIVEN if a.population or a.sequence else _BATCH,
             "NORM": _GIVEN if a.population else _BATCH,
             "RELU": a.nonlinearity == "relu",
-            "HAS_BIAS": a.bias is not None,
             "LENGTHS": a.lengths is not None,
             "INCLUDE": a.include,
             "ZONE_H": zone(a.mask_h, a.rate_h),
@@ -166,7 +165,7 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("bn_rnn backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
     moments = call.moments([r.mean_x, r.var_x, r.mean_h, r.var_h])
-    dh, through = call.state(dh_n, B, H), call.state(None, B, H)
+    dh, through = call.state(dh_n, B, H), call.zeros(B, H)
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)
     sums = call.new(3, T, H)
     weight = factor(a.weight_hh, wx)

@@ -40,11 +40,10 @@ def _load_gates(base, at, ok, H: tl.constexpr):
 @triton.jit
 def _store_gates(base, i, f, g, o, at, ok, H: tl.constexpr):
     """Write rows ``[4H]`` from their four parts."""
-    kind = base.dtype.element_ty
-    tl.store(base + at, i.to(kind), mask=ok)
-    tl.store(base + H + at, f.to(kind), mask=ok)
-    tl.store(base + 2 * H + at, g.to(kind), mask=ok)
-    tl.store(base + 3 * H + at, o.to(kind), mask=ok)
+    tl.store(base + at, i.to(base.dtype.element_ty), mask=ok)
+    tl.store(base + H + at, f.to(base.dtype.element_ty), mask=ok)
+    tl.store(base + 2 * H + at, g.to(base.dtype.element_ty), mask=ok)
+    tl.store(base + 3 * H + at, o.to(base.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -87,10 +86,9 @@ def _gates(
     units,
     inside,
     H: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
     """The gates after their nonlinearities, from both centered terms."""
-    i, f, g, o = _load_gates(bias, units, inside & HAS_BIAS, H)
+    i, f, g, o = _load_gates(bias, units, inside, H)
     h_i, h_f, h_g, h_o = _load_gates(gamma_h, units, inside, H)
     i += a_i * rstd_h * h_i
     f += a_f * rstd_h * h_f
@@ -150,7 +148,6 @@ def ln_lstm_step(
     H: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     LENGTHS: tl.constexpr,
     ZONE_C: tl.constexpr,
     ZONE_H: tl.constexpr,
@@ -181,7 +178,7 @@ def ln_lstm_step(
     i, f, g, o = _gates(
         a_i, a_f, a_g, a_o, rstd_h, gamma_h,
         x_i, x_f, x_g, x_o, rstd_x, gamma_x,
-        bias, units, inside, H, HAS_BIAS,
+        bias, units, inside, H,
     )  # fmt: skip
 
     if SAVE:
@@ -254,7 +251,6 @@ def ln_lstm_step_backward(
     H: tl.constexpr,
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     HAS_DOUTPUT: tl.constexpr,
     LENGTHS: tl.constexpr,
     ZONE_C: tl.constexpr,
@@ -287,7 +283,7 @@ def ln_lstm_step_backward(
     i, f, g, o = _gates(
         a_i, a_f, a_g, a_o, rstd_h, gamma_h,
         x_i, x_f, x_g, x_o, rstd_x, gamma_x,
-        bias, units, inside, H, HAS_BIAS,
+        bias, units, inside, H,
     )  # fmt: skip
     c = _load(cs, at_step, ok)
     c_t = f * c + i * g

@@ -75,7 +75,8 @@ class _Call(Call):
     def __init__(self, a: Inputs) -> None:
         super().__init__(a.wx, a.lengths)
         self.a, self.H = a, a.wx.shape[2] // 4
-        self.vectors = [self.full(v) for v in (a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)]
+        self.vectors = [self.bias(a.bias)]
+        self.vectors += [self.full(v) for v in (a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)]
         self.masks = [self.mask(a.mask_c), self.mask(a.mask_h)]
         units = power_of_two(self.H)
         tile = _TILE if a.wx.is_cuda else _TILE_INTERPRETED
@@ -88,7 +89,6 @@ class _Call(Call):
             "num_warps": min(32, max(1, units // 128)),
         }
         self.flags = self.row | {
-            "HAS_BIAS": a.bias is not None,
             "ZONE_C": zone(a.mask_c, a.rate_c),
             "ZONE_H": zone(a.mask_h, a.rate_h),
         }
@@ -155,7 +155,7 @@ def backward(
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("ln_lstm backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
     dh, dc = call.state(dh_n, B, H), call.state(dc_n, B, H)
-    through, dgamma_c, dbeta_c = call.state(None, 3, B, H)
+    through, dgamma_c, dbeta_c = call.zeros(3, B, H)
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)
     weight = factor(a.weight_hh, wx)
     tensors = [wx, *call.vectors, r.cs, r.centered, r.moments, call.lengths, *call.masks]

@@ -72,15 +72,23 @@ class Call:
             self.lengths = lengths.to(device=wx.device, dtype=torch.int32)
             self.valid = valid_steps(self.lengths, self.T)
 
-    def full(self, value: Tensor | None) -> Tensor:
-        """In float32 and contiguous; anything where it is absent."""
-        return self.empty if value is None else value.to(torch.float32).contiguous()
+    def full(self, value: Tensor) -> Tensor:
+        """In float32 and contiguous."""
+        return value.to(torch.float32).contiguous()
+
+    def bias(self, value: Tensor | None) -> Tensor:
+        """The same for a bias; zeros where it is absent."""
+        return self.zeros(self.wx.shape[2]) if value is None else self.full(value)
 
     def state(self, value: Tensor | None, *shape: int) -> Tensor:
         """A copy in float32 to work in; zeros where it is absent."""
         if value is None:
-            return torch.zeros(shape, dtype=torch.float32, device=self.wx.device)
+            return self.zeros(*shape)
         return value.to(torch.float32, copy=True).contiguous()
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Zeros in float32."""
+        return torch.zeros(shape, dtype=torch.float32, device=self.wx.device)
 
     def mask(self, value: Tensor | None) -> Tensor:
         """A zoneout mask as bytes."""

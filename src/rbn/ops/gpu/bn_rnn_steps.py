@@ -84,6 +84,8 @@ class _Call(Call):
         if self.valid is not None:
             n = self.valid.sum(1)
             self.inv_n = torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
+        # A kernel's argument that is an integer would be compiled in.
+        self.numbers = float(a.rate_h), float(a.eps)
         units = min(16, power_of_two(self.H))
         self.grid = (-(-self.H // units),)
         self.flags: dict[str, Any] = {
@@ -148,7 +150,7 @@ def forward(a: Inputs) -> Outputs:
         for t in range(T):
             product(hs[t], weight, out=wh)
             kernels.bn_rnn_step[call.grid](
-                *tensors, t, B, *_rows(moments, t), a.rate_h, a.eps, **call.flags, SAVE=a.save
+                *tensors, t, B, *_rows(moments, t), *call.numbers, **call.flags, SAVE=a.save
             )
     output = hidden = hs[1:]
     if a.include:
@@ -177,7 +179,7 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     with torch.cuda.device_of(wx):
         for t in range(T - 1, -1, -1):
             kernels.bn_rnn_step_backward[call.grid](
-                *tensors, t, B, T, *_rows(moments, t), a.rate_h, a.eps, **flags
+                *tensors, t, B, T, *_rows(moments, t), *call.numbers, **flags
             )
             product(da[t], weight, out=through)
     dbias, dgamma_x, dgamma_h = (s.sum(0) for s in sums)  # each in memory of its own

@@ -78,6 +78,8 @@ class _Call(Call):
         self.vectors = [self.bias(a.bias)]
         self.vectors += [self.full(v) for v in (a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)]
         self.masks = [self.mask(a.mask_c), self.mask(a.mask_h)]
+        # A kernel's argument that is an integer would be compiled in.
+        self.rates = float(a.rate_c), float(a.rate_h)
         units = power_of_two(self.H)
         tile = _TILE if a.wx.is_cuda else _TILE_INTERPRETED
         self.rows = max(1, min(power_of_two(self.B), tile // units))
@@ -135,7 +137,7 @@ def forward(a: Inputs) -> Outputs:
         for t in range(T):
             product(hs[t], weight, out=wh)
             kernels.ln_lstm_step[call.grid(B)](
-                *tensors, t, B, a.rate_c, a.rate_h, a.eps, **call.flags, SAVE=a.save
+                *tensors, t, B, *call.rates, float(a.eps), **call.flags, SAVE=a.save
             )
     return Outputs(
         output=hs[1:],
@@ -164,7 +166,7 @@ def backward(
     flags = call.flags | {"HAS_DOUTPUT": doutput is not None}
     with torch.cuda.device_of(wx):
         for t in range(T - 1, -1, -1):
-            kernels.ln_lstm_step_backward[call.grid(B)](*tensors, t, B, a.rate_c, a.rate_h, **flags)
+            kernels.ln_lstm_step_backward[call.grid(B)](*tensors, t, B, *call.rates, **flags)
             product(da[t], weight, out=through)
     dbias, dgamma_x, dgamma_h = _parameter_sums(call, r, dwx)
     _input_backward(call, r, dwx)

@@ -1,11 +1,13 @@
 """The host's side of the CUDA kernels: how the work is cut, what is compiled and kept."""
 
+import types
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, nvrtc
+from rbn.ops.gpu import cuda_lstm, nvrtc, wide_lstm
 from rbn.ops.gpu.input_moments import input_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,7 +42,67 @@ def test_the_shapes_of_the_paper_are_cut():
     assert cuda_lstm.cut_forward(torch.float32, 129, 100) is None
 
 
-@pytest.mark.parametrize("name", ["lstm_forward", "lstm_backward"])
+def test_a_card_with_less_shared_memory():
+    limit = 99 * 1024
+    assert cuda_lstm.cut_forward(torch.bfloat16, 100, 100, limit) is not None
+    assert cuda_lstm.cut_forward(torch.bfloat16, 64, 1000, limit) is None
+
+
+@pytest.mark.parametrize("limit", [110 * 1024, 227 * 1024])
+@pytest.mark.parametrize("hidden", [4, 52, 240, 1060, 2000, 2112])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, limit):
+    for team in wide_lstm.TEAMS[direction]:
+        cut = wide_lstm.cut_wide(direction, hidden, team, limit)
+        if cut is None:  # not even by reading everything twice
+            assert limit < 227 * 1024
+            continue
+        assert cut.shared <= limit
+        assert cut.resident > 0
+        assert cut.blocks % team == 0
+        assert cut.blocks * wide_lstm.UNITS >= hidden
+        assert cut.second <= cut.first  # the slots are as many as the first need
+        pieces = -(-hidden // wide_lstm.UNITS) * (1 if direction == "forward" else 4)
+        assert 2 * cut.slice * team >= pieces
+        assert pieces * 16 * 256 <= cut.passed
+
+
+def test_text8_is_cut_as_planned():
+    limit = 227 * 1024
+    forward = wide_lstm.cut_wide("forward", 2000, 1, limit)
+    backward = wide_lstm.cut_wide("backward", 2000, 8, limit)
+    assert (forward.blocks, forward.first, forward.resident, forward.second) == (125, 8, 47, 8)
+    assert (backward.blocks, backward.first, backward.resident, backward.second) == (128, 5, 22, 5)
+
+
+def test_which_layers_are_wide(monkeypatch):
+    """Hopper, half precision, a multiple of four units, and room for all blocks at once."""
+    card = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 227 * 1024)
+
+    def team(direction, wx):
+        wide_lstm._choose.cache_clear()
+        cut = wide_lstm.choose(direction, wx)
+        wide_lstm._choose.cache_clear()
+        return cut and cut.team
+
+    half = torch.empty(1, 1, 128, 8000, dtype=torch.bfloat16)
+    assert team("forward", half) == 1
+    assert team("backward", half) == 8
+    assert team("backward", half.new_empty(1, 1, 128, 4 * 2112)) == 4  # 8 would need 136 blocks
+    assert team("forward", half.float()) is None
+    assert team("forward", half.expand(2, 1, 128, 8000)) is None
+    assert team("forward", half[..., : 4 * 1998]) is None
+    assert team("forward", half.new_empty(1, 1, 129, 8000)) is None
+    card.multi_processor_count = 124
+    assert team("forward", half) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert team("forward", half) is None
+
+
+@pytest.mark.parametrize("name", ["lstm_forward", "lstm_backward", "wide_forward", "wide_backward"])
 def test_sources_are_whole(name):
     text = nvrtc.source(name)
     assert "#include" not in text

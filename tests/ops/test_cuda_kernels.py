@@ -10,7 +10,7 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, launch
+from rbn.ops.gpu import cuda_lstm, launch, wide_lstm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,6 +69,94 @@ def test_against_the_reference(op, name, shape, dtype, calls):
     for key, want in expected[1].items():
         error = (found[1][key].double().cpu() - want).norm() / want.norm().clamp(min=1)
         assert error <= 8 * UNITS[dtype], f"gradient of {key}: {error:.2g}"
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="the kernels for wide layers have instructions of Hopper only",
+)
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Small layers, too, run the kernels for wide ones."""
+    monkeypatch.setattr(cuda_lstm, "_fits", lambda wx: False)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("op", "name", "shape"),
+    [
+        *(("bn_lstm", name, (4, 17, 52)) for name in OPTIONS),
+        *(("bn_lstm", "plain", shape) for shape in [(3, 128, 240), (1, 16, 8), (3, 65, 1000)]),
+        *(("lstm", name, (5, 40, 24)) for name in ("plain", "lengths")),
+    ],
+)
+@pytest.mark.usefixtures("wide")
+def test_wide_layers_against_the_reference(op, name, shape, dtype, calls):
+    test_against_the_reference(op, name, shape, dtype, calls)
+
+
+@needs_hopper
+@pytest.mark.parametrize("teams", [(1, 8), (2, 4)])
+@pytest.mark.usefixtures("wide")
+def test_weights_that_do_not_fit(teams, monkeypatch, calls):
+    """Most of them are read again in each step, as in a layer of 2000 units."""
+    limit = 34 * 1024
+    monkeypatch.setattr(wide_lstm, "TEAMS", {"forward": teams[:1], "backward": teams[1:]})
+    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: limit)
+    wide_lstm._choose.cache_clear()
+    for direction, team in zip(("forward", "backward"), teams, strict=True):
+        assert wide_lstm.cut_wide(direction, 200, team, limit).second > 0
+    try:
+        test_against_the_reference("bn_lstm", "lengths", (5, 100, 200), torch.bfloat16, calls)
+    finally:
+        wide_lstm._choose.cache_clear()
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_wide_layer(dtype, calls):
+    test_against_the_reference("bn_lstm", "plain", (3, 128, 2000), dtype, calls)
+
+
+@needs_hopper
+def test_a_wide_layer_gives_the_same_bits_every_time(calls):
+    case = make_case("bn_lstm", 7, 128, 2000, dtype=torch.bfloat16).on("cuda")
+    first = differentiate(case, "gpu")
+    for _ in range(100):
+        again = differentiate(case, "gpu")
+        for one, other in zip(first, again, strict=True):
+            for name, value in one.items():
+                assert torch.equal(value, other[name]), name
+    assert len(calls) == 202
+
+
+def test_arguments_that_begin_anywhere(calls):
+    case = make_case("bn_lstm", 4, 17, 52, dtype=torch.bfloat16, **calm("bn_lstm")).on("cuda")
+    expected = differentiate(case, "gpu")
+
+    def moved(value):
+        room = value.new_empty(value.numel() + 1)
+        return room[1:].view(value.shape).copy_(value)
+
+    shifted = case.with_tensors(**{name: moved(v) for name, v in case.present().items()})
+    found = differentiate(shifted, "gpu")
+    assert len(calls) == 4
+    for one, other in zip(expected, found, strict=True):
+        for name, value in one.items():
+            assert torch.equal(value, other[name]), name
+
+
+def test_two_steps_in_triton(monkeypatch, calls):
+    """A step that is number 1 is no constant of the kernel."""
+    case = make_case("bn_lstm", 2, 9, 16, dtype=torch.float32, **calm("bn_lstm"))
+    monkeypatch.setattr(cuda_lstm, "covers", lambda a: False)
+    found = differentiate(case.on("cuda"), "gpu")
+    assert not calls
+    expected = differentiate(case.to(torch.float64), "reference")
+    assert_same(found[0], expected[0], 16 * UNITS[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rbn.ops.alike import raised, steps_alike
 from rbn.ops.gpu import bn_rnn_kernels as kernels
 from rbn.ops.gpu import device
 from rbn.ops.gpu.stepwise import Call, factor, power_of_two, product, weight_gradient, zone
@@ -167,6 +168,9 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("bn_rnn backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
     moments = call.moments([r.mean_x, r.var_x, r.mean_h, r.var_h])
+    if not a.population:
+        before, _ = steps_alike((a.h0,), wx, r.var_x, r.var_h, None, a.eps)
+        moments[3] = raised(r.var_h, before, a.eps)
     dh, through = call.state(dh_n, B, H), call.zeros(B, H)
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)
     sums = call.new(3, T, H)

@@ -1,6 +1,7 @@
 """The LSTM through the kernels in CUDA C++, for the shapes and options they cover.
 
-Everything else runs the Triton kernels of `rbn.ops.gpu.lstm_forward` and `lstm_backward`.
+Wide layers run those of `rbn.ops.gpu.wide_lstm`, everything else the Triton kernels of
+`rbn.ops.gpu.lstm_forward` and `lstm_backward`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import nvrtc
-from rbn.ops.gpu.driver import Kernel, structure
+from rbn.ops.gpu import nvrtc, wide_lstm
+from rbn.ops.gpu.driver import Kernel, shared_limit, structure
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -41,8 +42,15 @@ def _members(pointers: tuple[str, ...]) -> list[tuple[str, Any]]:
     ]
 
 
+_WIDE = ("passed", "spilled", "handed", "meetings")
 ForwardArguments = structure("Forward", [*_members(_FORWARD), ("eps", ctypes.c_float)])
 BackwardArguments = structure("Backward", [*_members(_BACKWARD), ("eps", ctypes.c_float)])
+WideForwardArguments = structure(
+    "WideForward", [*_members((*_FORWARD, *_WIDE)), ("eps", ctypes.c_float)]
+)
+WideBackwardArguments = structure(
+    "WideBackward", [*_members((*_BACKWARD, *_WIDE)), ("eps", ctypes.c_float)]
+)
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,8 @@ def _column_warps(tiles: int) -> int:
     return 1 if tiles > 4 else 2 if tiles > 1 else 4
 
 
-def cut_forward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
-    """The division of the forward kernel, or None where it has none."""
+def cut_forward(dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED) -> Cut | None:
+    """The division of the forward kernel, or None where `limit` bytes of shared memory are few."""
     tiles = -(-batch // 16)
     if tiles > _TILES:
         return None
@@ -88,10 +96,10 @@ def cut_forward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
         cut = Cut(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
     else:
         cut = _cut_large(tiles)
-    return cut if cut.shared(blocks, 4, 40, 64) <= _SHARED else None
+    return cut if cut.shared(blocks, 4, 40, 64) <= limit else None
 
 
-def cut_backward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
+def cut_backward(dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED) -> Cut | None:
     """The same for the backward kernel."""
     tiles = -(-batch // 16)
     if tiles > _TILES:
@@ -99,7 +107,7 @@ def cut_backward(dtype: torch.dtype, batch: int, hidden: int) -> Cut | None:
     blocks = -(-4 * hidden // (16 if dtype == torch.float32 else 32))
     small = Cut(tiles, tiles, _column_warps(tiles), 4, False, barrier=True)
     cut = small if blocks <= 64 else _cut_large(tiles)
-    return cut if cut.shared(blocks, 1, 8, 96) <= _SHARED else None
+    return cut if cut.shared(blocks, 1, 8, 96) <= limit else None
 
 
 def _cut_large(tiles: int) -> Cut:
@@ -131,25 +139,40 @@ def covers(a: Any) -> bool:
     """Whether both kernels take this call."""
     if not a.wx.is_cuda or not _capable(a.wx.device.index or 0):
         return False
-    R, _, B, G = a.wx.shape
-    H, dtype = G // 4, a.wx.dtype
-    if dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:
+    if a.wx.dtype == torch.float32 and not torch.backends.cudnn.allow_tf32:
         return False
     plain = not (a.joint or a.include or a.pass_normalized_cell)
     zoned = a.mask_c is not None or a.mask_h is not None or a.rate_c or a.rate_h
-    processors = torch.cuda.get_device_properties(a.wx.device).multi_processor_count
+    return bool(plain and not zoned and (_fits(a.wx) or fits_wide(a.wx)))
+
+
+def _fits(wx: Tensor) -> bool:
+    """Whether the card has room for all blocks of 8 units at once."""
+    R, _, B, G = wx.shape
+    return _has_room(wx.dtype, R, B, G // 4, wx.device.index or 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_room(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, device: int) -> bool:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    limit = shared_limit(device)
     return bool(
-        plain
-        and not zoned
-        and H % 2 == 0
-        and processors >= R * -(-H // _UNITS)
-        and cut_forward(dtype, B, H) is not None
-        and cut_backward(dtype, B, H) is not None
+        hidden % 2 == 0
+        and processors >= recurrences * -(-hidden // _UNITS)
+        and cut_forward(dtype, batch, hidden, limit) is not None
+        and cut_backward(dtype, batch, hidden, limit) is not None
     )
+
+
+def fits_wide(wx: Tensor) -> bool:
+    """Whether it has room for blocks of 16 units, though not for those of 8."""
+    return not _fits(wx) and all(wide_lstm.choose(d, wx) for d in ("forward", "backward"))
 
 
 def meets_at_counter(direction: str, wx: Tensor) -> bool:
     """Whether the blocks meet at a counter; otherwise what they exchange must begin EMPTY."""
+    if not _fits(wx):
+        return True
     cut = (cut_forward if direction == "forward" else cut_backward)(
         wx.dtype, wx.shape[2], wx.shape[3] // 4
     )
@@ -174,31 +197,55 @@ def _defines(call: Any, **more: Any) -> tuple[Any, ...]:
 
 
 def _run(
-    kernel: Kernel, call: Any, structure: Any, tensors: dict[str, Tensor], **rest: Any
+    kernel: Kernel, blocks: int, call: Any, structure: Any, tensors: dict[str, Tensor], **rest: Any
 ) -> None:
-    grid = (-(-call.H // _UNITS), call.R)
-    if grid[0] * grid[1] > kernel.at_once:
+    if blocks * call.R > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
-    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    kernel.launch(grid, structure(**pointers, T=call.T, B=call.B, **rest))
+    # Views of the caller may begin anywhere; what is made here, results among it, never does.
+    aligned = {k: v.clone() if v.data_ptr() % 16 else v for k, v in tensors.items()}
+    pointers = {name: tensor.data_ptr() for name, tensor in aligned.items()}
+    kernel.launch((blocks, call.R), structure(**pointers, T=call.T, B=call.B, **rest))
+
+
+def _sizes(call: Any, rows: list[int]) -> dict[str, Any]:
+    names = ("rows_x", "rows_h", "rows_c")
+    return dict(zip(names, rows, strict=True), eps=call.a.eps)
+
+
+def _run_wide(
+    direction: str, call: Any, tensors: dict[str, Tensor], sizes: dict[str, Any], **more: Any
+) -> None:
+    cut = wide_lstm.choose(direction, call.wx)
+    assert cut is not None
+    log.debug("lstm %s in CUDA, wide: %s", direction, cut)
+    with torch.cuda.device_of(call.wx):
+        kernel = wide_lstm.kernel(cut, call.wx.device.index or 0, _defines(call, **more))
+        tensors = tensors | wide_lstm.rooms(cut, call.wx)
+        arguments = WideForwardArguments if direction == "forward" else WideBackwardArguments
+        _run(kernel, cut.blocks, call, arguments, tensors, **sizes)
 
 
 def forward(call: Any, tensors: dict[str, Tensor], rows: list[int]) -> None:
     """Launch the forward kernel. tensors: by the names of its struct."""
     a = call.a
+    if not _fits(a.wx):
+        _run_wide("forward", call, tensors, _sizes(call, rows))
+        return
     cut = cut_forward(a.wx.dtype, call.B, call.H)
     assert cut is not None
     blocks = -(-call.H // (16 if a.wx.dtype == torch.float32 else 32))
     shared = cut.shared(blocks, 4, 40, 64)
     kernel = _kernel("lstm_forward", cut, a.wx.device.index or 0, shared, _defines(call))
     log.debug("lstm forward in CUDA: %s", cut)
-    names = dict(zip(("rows_x", "rows_h", "rows_c"), rows, strict=True))
-    _run(kernel, call, ForwardArguments, tensors, **names, eps=a.eps)
+    _run(kernel, -(-call.H // _UNITS), call, ForwardArguments, tensors, **_sizes(call, rows))
 
 
 def backward(call: Any, tensors: dict[str, Tensor], rows: list[int], has_doutput: bool) -> None:
     """Launch the backward kernel."""
     a = call.a
+    if not _fits(a.wx):
+        _run_wide("backward", call, tensors, _sizes(call, rows), DOUTPUT=has_doutput)
+        return
     cut = cut_backward(a.wx.dtype, call.B, call.H)
     assert cut is not None
     blocks = -(-4 * call.H // (16 if a.wx.dtype == torch.float32 else 32))
@@ -206,5 +253,4 @@ def backward(call: Any, tensors: dict[str, Tensor], rows: list[int], has_doutput
     defines = _defines(call, DOUTPUT=has_doutput)
     kernel = _kernel("lstm_backward", cut, a.wx.device.index or 0, shared, defines)
     log.debug("lstm backward in CUDA: %s", cut)
-    names = dict(zip(("rows_x", "rows_h", "rows_c"), rows, strict=True))
-    _run(kernel, call, BackwardArguments, tensors, **names, eps=a.eps)
+    _run(kernel, -(-call.H // _UNITS), call, BackwardArguments, tensors, **_sizes(call, rows))

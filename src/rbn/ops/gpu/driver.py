@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_LIMIT = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 
 @functools.lru_cache(maxsize=1)
@@ -22,6 +23,17 @@ def _check(status: int, what: str) -> None:
     words = ctypes.c_char_p()
     _driver().cuGetErrorString(status, ctypes.byref(words))
     raise RuntimeError(f"{what}: {(words.value or b'unknown error').decode()}")
+
+
+@functools.lru_cache(maxsize=64)
+def shared_limit(device: int) -> int:
+    """Bytes of shared memory that a block may have."""
+    cuda, handle, found = _driver(), ctypes.c_int(), ctypes.c_int()
+    torch.cuda.init()
+    _check(cuda.cuDeviceGet(ctypes.byref(handle), device), f"finding device {device}")
+    status = cuda.cuDeviceGetAttribute(ctypes.byref(found), _SHARED_LIMIT, handle)
+    _check(status, "asking for the limit of shared memory")
+    return found.value
 
 
 class Kernel:

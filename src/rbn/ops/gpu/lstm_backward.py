@@ -27,7 +27,8 @@ from rbn.ops.gpu.device import (
 )
 
 
-@triton.jit
+# Which steps run is not compiled in: a constant 1 has no methods, and each step would be a kernel.
+@triton.jit(do_not_specialize=["last", "steps"])
 def lstm_backward(
     wx,  # [R, T, B, 4H]
     weight,  # [R, H, 4H], transposed, in the type of the product
@@ -153,7 +154,7 @@ def lstm_backward(
     if RESIDENT:
         w = tl.load(weight + at_weight, mask=(rk < GATES)[:, None] & u_ok[None, :], other=0.0)
 
-    start = last.to(tl.int64)
+    start = tl.cast(last, tl.int64)
     dh_skip = tl.load(dh + at_units, mask=tile_u, other=0.0)
     dc_t = tl.load(dc + at_units, mask=tile_u, other=0.0)
     sum_b = tl.load(dbias + of_gates, mask=n_ok, other=0.0)

@@ -27,7 +27,8 @@ from rbn.ops.gpu.device import (
 )
 
 
-@triton.jit
+# Which steps run is not compiled in: a constant 1 has no methods, and each step would be a kernel.
+@triton.jit(do_not_specialize=["first", "steps"])
 def lstm_forward(
     wx,  # [R, T, B, 4H]
     weight,  # [R, 4H, H], in the type of the product
@@ -144,7 +145,7 @@ def lstm_forward(
     if RESIDENT:
         w = tl.load(weight + at_weight, mask=(rk < H)[:, None] & ok_n, other=0.0)
 
-    start = first.to(tl.int64)
+    start = tl.cast(first, tl.int64)
     c = tl.load(cs + start * cs_step + at_units, mask=tile_u, other=0.0)
     shift_h = tl.zeros((N,), tl.float32)
     shift_c = tl.zeros((UNITS,), tl.float32)

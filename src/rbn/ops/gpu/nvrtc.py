@@ -12,6 +12,7 @@ import glob
 import hashlib
 import logging
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 
 log = logging.getLogger("rbn.ops.gpu")
 _SOURCES = Path(__file__).with_name("cuda")
+_INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
 
 
 @functools.lru_cache(maxsize=1)
@@ -38,10 +40,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def source(name: str) -> str:
-    """The text of a kernel, its header put in."""
-    header = (_SOURCES / "common.cuh").read_text()
-    text = (_SOURCES / f"{name}.cu").read_text()
-    return text.replace('#include "common.cuh"', header)
+    """The text of a kernel, its headers put in."""
+
+    def put_in(text: str) -> str:
+        return _INCLUDE.sub(lambda m: put_in((_SOURCES / m[1]).read_text()), text)
+
+    return put_in((_SOURCES / f"{name}.cu").read_text())
 
 
 def compile_source(text: str, name: str, defines: dict[str, int], arch: str) -> bytes:

@@ -7,8 +7,8 @@
 // Named from outside: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
 // CHUNK (column blocks read at once), REGISTERS (weights in registers or in shared memory),
 // BARRIER (meet at a counter, or wait for the data themselves), MODE_X, MODE_H, MODE_C (0 none,
-// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT. NO_WAIT, NO_GATHER and NO_SUM leave a
-// stage out, to see what it costs; the numbers are then wrong.
+// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT. NO_WAIT, NO_GATHER, NO_SUM and NO_EXCHANGE
+// leave a stage out, to see what it costs; the numbers are then wrong.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -23,7 +23,10 @@ typedef u32 Pair;
 #define VEC 8
 #endif
 
+#ifndef UNITS
 #define UNITS 8
+#endif
+#define OWN (UNITS / 4)  // units of a thread
 #define GATES (4 * H)
 #define HS ((H + 7) / 8 * 8)
 #define ROWS (16 * MT)
@@ -115,17 +118,28 @@ __device__ __forceinline__ uint4 fetch(const Element* p) {
   return v;
 }
 
-// A meeting of all blocks of a recurrence, in two halves.
+// A meeting of all blocks of a recurrence, in two halves. With GUARD, for trials, whoever waited for two
+// seconds or so ends all waiting: a mistake gives wrong numbers, not a card that hangs.
 __device__ __forceinline__ void arrive(u32* counter) {
   __syncthreads();
   if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 __device__ __forceinline__ void wait_for(const u32* counter, u32 arrivals) {
+#ifdef NO_WAIT
+  arrivals = 0;
+#endif
   if (threadIdx.x == 0) {
     u32 seen;
-    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-    while (seen < arrivals);
+#ifdef GUARD
+    const i64 since = clock64();
+#endif
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+#ifdef GUARD
+      if (clock64() - since > (1ll << 32)) atomicExch(const_cast<u32*>(counter), 1u << 30);
+#endif
+    } while (seen < arrivals);
   }
   __syncthreads();
 }
@@ -380,25 +394,30 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* room, float* tot
 
 // Parameters and statistics ------------------------------------------------------------------------
 
-// They are read once a step, and registers are scarce: in shared memory, [4 pairs][4 gates][2 units].
+// They are read once a step, and registers are scarce: in shared memory, [4 threads][4 gates][OWN].
 __device__ __forceinline__ int column_of(int i) {  // of the whole layer, or -1
-  const int pair = i / 8 % 4, q = i / 2 % 4, unit = blockIdx.x * UNITS + 2 * pair + i % 2;
+  const int thread = i / (4 * OWN) % 4, q = i / OWN % 4, unit = blockIdx.x * UNITS + OWN * thread + i % OWN;
   return unit < H ? q * H + unit : -1;
 }
 
-__device__ __forceinline__ void read8(float (&v)[4][2], const float* from) {
-  const float4* p = reinterpret_cast<const float4*>(from + (threadIdx.x & 3) * 8);
-  const float4 a = p[0], b = p[1];
-  v[0][0] = a.x, v[0][1] = a.y, v[1][0] = a.z, v[1][1] = a.w;
-  v[2][0] = b.x, v[2][1] = b.y, v[3][0] = b.z, v[3][1] = b.w;
+__device__ __forceinline__ void read_gates(float (&v)[4][OWN], const float* from) {
+  const float4* p = reinterpret_cast<const float4*>(from + (threadIdx.x & 3) * 4 * OWN);
+  float flat[4 * OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const float4 four = p[i];
+    flat[4 * i] = four.x, flat[4 * i + 1] = four.y, flat[4 * i + 2] = four.z, flat[4 * i + 3] = four.w;
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * OWN; i++) v[i / OWN][i % OWN] = flat[i];
 }
 
-#define PARAMETERS 96  // bias, gamma_x, gamma_h
+#define PARAMETERS (12 * UNITS)  // bias, gamma_x, gamma_h
 
 __device__ __forceinline__ void load_parameters(float* to, const float* bias, const float* gamma_x,
                                                 const float* gamma_h, i64 recurrence) {
   for (int i = threadIdx.x; i < PARAMETERS; i += THREADS) {
-    const int kind = i / 32, column = column_of(i);
+    const int kind = i / (4 * UNITS), column = column_of(i);
     const bool present = kind == 0 ? BIAS : kind == 1 ? MODE_X : MODE_H;
     const float* from = kind == 0 ? bias : kind == 1 ? gamma_x : gamma_h;
     to[i] = present && column >= 0 ? from[recurrence * GATES + column] : 0.0f;

@@ -136,14 +136,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_backward(const Bac
     });
     __syncthreads();
     if (MODE_H) {
-      read8(rh, given);
-      read8(b, parameters);
-      read8(g_h, parameters + 64);
+      read_gates(rh, given);
+      read_gates(b, parameters);
+      read_gates(g_h, parameters + 64);
     }
     if (MODE_X) {
-      read8(mx, given + GIVEN_H);
-      read8(rx, given + GIVEN_H + 32);
-      read8(g_x, parameters + 32);
+      read_gates(mx, given + GIVEN_H);
+      read_gates(rx, given + GIVEN_H + 32);
+      read_gates(g_x, parameters + 32);
     }
     if (MODE_C) {
       const float2 m = load2(given + GIVEN_H + GIVEN_X + 2 * pair), s = load2(given + GIVEN_H + GIVEN_X + 8 + 2 * pair);

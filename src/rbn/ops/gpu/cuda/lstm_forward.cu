@@ -114,20 +114,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
     });
     __syncthreads();
     float scale[4][2], offset[4][2], b[4][2];
-    read8(b, parameters);
+    read_gates(b, parameters);
     if (MODE_X) {
-      read8(offset, given);
-      read8(scale, given + 32);
+      read_gates(offset, given);
+      read_gates(scale, given + 32);
       float g_x[4][2];
-      read8(g_x, parameters + 32);
+      read_gates(g_x, parameters + 32);
 #pragma unroll
       for (int q = 0; q < 4; q++)
 #pragma unroll
         for (int e = 0; e < 2; e++) scale[q][e] *= g_x[q][e];
     }
     if (MODE_H == 2) {
-      read8(mean, given + GIVEN_X);
-      read8(rstd, given + GIVEN_X + 32);
+      read_gates(mean, given + GIVEN_X);
+      read_gates(rstd, given + GIVEN_X + 32);
     }
     if (MODE_C == 2) {
       const float2 m = load2(given + GIVEN_X + GIVEN_H + 2 * pair), s = load2(given + GIVEN_X + GIVEN_H + 8 + 2 * pair);
@@ -197,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) lstm_forward(const Forw
       }
     }
     float gate[RPT][4][2], cand[RPT][2], g_h[4][2];
-    if (MODE_H) read8(g_h, parameters + 64);
+    if (MODE_H) read_gates(g_h, parameters + 64);
 #pragma unroll
     for (int j = 0; j < RPT; j++)
 #pragma unroll

@@ -1,0 +1,145 @@
+"""The LSTM through the kernels in CUDA C++ for wide layers, whose blocks share work in teams.
+
+A block owns 16 units, so that layers of up to 16 units for each multiprocessor fit on the card. See
+``cuda/wide.cuh`` for how the blocks of a team divide the product.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu import nvrtc
+from rbn.ops.gpu.driver import Kernel, shared_limit
+
+UNITS = 16
+_THREADS = 256
+_ROWS = 128
+
+# Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
+# hand to each other grow.
+TEAMS = {"forward": (1,), "backward": (8, 4)}
+_SIDE = {"forward": 64, "backward": 16}  # columns of the product for each block
+_PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block passes on in a step
+_SUMS = {"forward": 32, "backward": 48}  # numbers summed over the batch at once
+_GIVEN = {"forward": 288, "backward": 224}  # statistics of a step
+_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class WideCut:
+    """How the weights of a block are divided: `first` and `second` are read again in each step.
+
+    They are counted in groups of 32 columns of what is multiplied.
+    """
+
+    direction: str
+    blocks: int  # of a recurrence
+    team: int
+    first: int
+    resident: int
+    second: int
+
+    @property
+    def slice(self) -> int:
+        """Groups that a block multiplies."""
+        return self.first + self.resident + self.second
+
+    @property
+    def group(self) -> int:
+        """Bytes of a group of weights."""
+        return 64 * _SIDE[self.direction] * self.team
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory, as the kernels lay it out."""
+        slots = max(self.first, self.second)
+        return (slots + self.resident) * self.group + _rest(self.direction)
+
+    @property
+    def passed(self) -> int:
+        """Bytes that the blocks pass to each other in a step."""
+        return 2 * self.slice * self.team * 16 * _THREADS
+
+    @property
+    def spilled(self) -> int:
+        """Bytes of weights of all blocks that are not resident."""
+        return self.blocks * (self.first + self.second) * self.group
+
+    @property
+    def handed(self) -> int:
+        """Bytes of sums that a block gets from the others of its team."""
+        return (self.team - 1) * _SIDE[self.direction] * _ROWS * 4
+
+
+def _rest(direction: str) -> int:
+    warps, sums = _THREADS // 32, 4 * _SUMS[direction]
+    return 4 * (sums * (warps | 1) + sums + 12 * UNITS + _GIVEN[direction])
+
+
+def cut_wide(direction: str, hidden: int, team: int, limit: int) -> WideCut | None:
+    """The division with the fewest slots that fits into `limit` bytes, or None."""
+    blocks = -(-hidden // UNITS)
+    grid = -(-blocks // team) * team
+    groups = -(-blocks * _PASSED[direction] // (2 * team))
+    for slots in range(groups + 1):
+        empty = WideCut(direction, grid, team, slots, 0, slots)
+        resident = min(groups, (limit - empty.shared) // empty.group)
+        if resident < 1:  # the second groups are asked for while a resident one is used
+            return None
+        again = groups - resident
+        if again <= 2 * slots:
+            first = min(slots, again)
+            return WideCut(direction, grid, team, first, resident, again - first)
+    return None
+
+
+def choose(direction: str, wx: Tensor) -> WideCut | None:
+    """The division for an input term ``[R, T, B, 4H]``; None where the kernels do not take it."""
+    R, _, B, G = wx.shape
+    if wx.dtype == torch.float32 or G % 16 or B > _ROWS:
+        return None
+    return _choose(direction, R, G // 4, wx.device.index or 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(direction: str, recurrences: int, hidden: int, device: int) -> WideCut | None:
+    if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
+        return None
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    for team in TEAMS[direction]:
+        cut = cut_wide(direction, hidden, team, shared_limit(device))
+        if cut and recurrences * cut.blocks <= processors:
+            return cut
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
+    """The kernel for a division; `device` is the current one."""
+    named = dict(defines) | {
+        "TEAM": cut.team,
+        "FIRST": cut.first,
+        "RESIDENT": cut.resident,
+        "SECOND": cut.second,
+        "DEPTH": _DEPTH,
+    }
+    name = f"wide_{cut.direction}"
+    return Kernel(nvrtc.compiled(name, named, "sm_90a"), name, _THREADS, cut.shared)
+
+
+def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
+    """Memory that the kernel works with, by the names of its struct."""
+    R = wx.shape[0]
+    raw = functools.partial(wx.new_empty, dtype=torch.uint8)
+    # Pieces beyond the last unit are multiplied, too, with zero.
+    return {
+        "passed": raw(R * 2 * cut.passed).zero_(),
+        "spilled": raw(max(1, R * cut.spilled)),
+        "handed": raw(max(1, R * cut.blocks * cut.handed)),
+        "meetings": raw(R * cut.blocks * 4).zero_(),
+    }

@@ -1,6 +1,8 @@
-"""The recurrences as persistent GPU kernels. Same signatures as `rbn.ops.reference`.
+"""The recurrences on the GPU. Same signatures as `rbn.ops.reference`.
 
-What the kernels do not cover (float64, batches too large for a tile) runs the reference.
+The batch-normalized and the plain LSTM are persistent kernels; the layer-normalized LSTM and the
+batch-normalized RNN are a matrix product and a kernel for each step. What the kernels do not cover
+(float64, batches too large for a tile of the persistent ones) runs the reference.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from rbn.ops import reference
 from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
 from rbn.ops.gpu.launch import plan_for
 from rbn.ops.gpu.library import lstm_op
+from rbn.ops.gpu.ln_lstm_steps import LARGEST
+from rbn.ops.gpu.steps_library import bn_rnn_op, ln_lstm_op
 from rbn.ops.gpu.together import together
-from rbn.ops.reference import bn_rnn, ln_lstm
-from rbn.ops.types import InputStats, Padding, Statistics
+from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
 __all__ = ["bn_lstm", "bn_rnn", "ln_lstm", "lstm", "together"]
 
@@ -95,13 +98,84 @@ def lstm(
     return output, h_n, c_n
 
 
+def ln_lstm(
+    wx: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    gamma_x: Tensor,
+    gamma_h: Tensor,
+    gamma_c: Tensor,
+    beta_c: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    eps: float = 1e-5,
+    zoneout_c: Tensor | float = 0.0,
+    zoneout_h: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `rbn.ops.ln_lstm`."""
+    tensors = (wx, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c, h0, c0)
+    if wx.dtype == torch.float64 or h0.shape[1] > LARGEST:
+        _log_reference(wx)
+        return reference.ln_lstm(
+            *tensors, lengths=lengths, eps=eps, zoneout_c=zoneout_c, zoneout_h=zoneout_h
+        )
+    zoneout = zoneout_arguments(zoneout_c, zoneout_h)
+    output, h_n, c_n, *_ = ln_lstm_op(*tensors, lengths, [], *zoneout, eps, needs_grad(tensors))
+    return output, h_n, c_n
+
+
+def bn_rnn(
+    wx: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    gamma_x: Tensor,
+    gamma_h: Tensor,
+    h0: Tensor,
+    *,
+    nonlinearity: Nonlinearity = "tanh",
+    lengths: Tensor | None = None,
+    population: Statistics | None = None,
+    eps: float = 1e-5,
+    input_stats: InputStats = "step",
+    padding: Padding = "exclude",
+    zoneout_h: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor, Statistics]:
+    """See `rbn.ops.bn_rnn`."""
+    tensors = (wx, weight_hh, bias, gamma_x, gamma_h, h0)
+    if wx.dtype == torch.float64:
+        _log_reference(wx)
+        return reference.bn_rnn(
+            *tensors,
+            nonlinearity=nonlinearity,
+            lengths=lengths,
+            population=population,
+            eps=eps,
+            input_stats=input_stats,
+            padding=padding,
+            zoneout_h=zoneout_h,
+        )
+    given = population_list(population, wx)[:4]
+    _, mask_h, _, rate_h = zoneout_arguments(0.0, zoneout_h)
+    options = (eps, input_stats, padding, nonlinearity)
+    output, h_n, *rest = bn_rnn_op(
+        *tensors, lengths, given, mask_h, rate_h, *options, needs_grad(tensors)
+    )
+    return output, h_n, Statistics(*(v if v.numel() else None for v in rest[:4]))
+
+
 def _covered(wx: Tensor) -> bool:
-    """Whether the kernels take a call with this input term ``[T, B, 4H]``."""
+    """Whether the persistent kernels take a call with this input term ``[T, B, 4H]``."""
     if wx.dtype == torch.float64 or plan_for(wx) is None:
-        if not torch.compiler.is_compiling():
-            log.debug("the reference runs for %s %s", tuple(wx.shape), wx.dtype)
+        _log_reference(wx)
         return False
     return True
+
+
+def _log_reference(wx: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        log.debug("the reference runs for %s %s", tuple(wx.shape), wx.dtype)
 
 
 def _run(

@@ -1,0 +1,110 @@
+"""What recurrences need that the host runs step by step: a matrix product and a kernel for each."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu import device as kernel_device
+from rbn.ops.types import valid_steps
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def factor(weight: Tensor, like: Tensor) -> Tensor:
+    """A weight as a factor of products: in the type of `like`, or in float32 (see `product`)."""
+    in_full = _sums_in_full(like.dtype, like.device)
+    return weight.to(like.dtype if in_full else torch.float32)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """``a b`` in float32, for factors of any type: what is normalized next is not rounded before.
+
+    Factors in half precision are multiplied as they are where PyTorch can then give float32, and
+    in float32 elsewhere.
+    """
+    if b.dtype != torch.float32 and _sums_in_full(b.dtype, b.device):
+        multiply: Any = torch.mm
+        found: Tensor = multiply(a, b, out_dtype=torch.float32, out=out)
+        return found
+    return torch.mm(a.to(torch.float32), b.to(torch.float32), out=out)
+
+
+@functools.lru_cache(maxsize=16)
+def _sums_in_full(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of such tensors can be had in float32 without converting them."""
+    if dtype == torch.float32:
+        return True
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    if not hasattr(torch.ops.aten.mm, "dtype_out"):  # torch before 2.8
+        return False
+    return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def weight_gradient(da: Tensor, h0: Tensor, hidden: Tensor) -> Tensor:
+    """The sum of ``da[t]' h[t - 1]`` over all steps, ``[F, H]`` float32.
+
+    Shapes: da ``[T, B, F]``, h0 ``[B, H]``, hidden ``[T, B, H]``.
+    """
+    found = product(da[0].t(), h0.to(da.dtype))
+    if len(da) > 1:
+        found += product(da[1:].flatten(0, 1).t(), hidden[:-1].flatten(0, 1))
+    return found
+
+
+class Call:
+    """What forward and backward passes of all such recurrences have in common."""
+
+    def __init__(self, wx: Tensor, lengths: Tensor | None) -> None:
+        self.wx = wx.contiguous()
+        self.T, self.B = wx.shape[:2]
+        self.empty = wx.new_empty(1, dtype=torch.float32)
+        self.lengths = self.empty
+        self.valid: Tensor | None = None  # [T, B]
+        if lengths is not None:
+            self.lengths = lengths.to(device=wx.device, dtype=torch.int32)
+            self.valid = valid_steps(self.lengths, self.T)
+
+    def full(self, value: Tensor) -> Tensor:
+        """In float32 and contiguous."""
+        return value.to(torch.float32).contiguous()
+
+    def bias(self, value: Tensor | None) -> Tensor:
+        """The same for a bias; zeros where it is absent."""
+        return self.zeros(self.wx.shape[2]) if value is None else self.full(value)
+
+    def state(self, value: Tensor | None, *shape: int) -> Tensor:
+        """A copy in float32 to work in; zeros where it is absent."""
+        if value is None:
+            return self.zeros(*shape)
+        return value.to(torch.float32, copy=True).contiguous()
+
+    def zeros(self, *shape: int) -> Tensor:
+        """Zeros in float32."""
+        return torch.zeros(shape, dtype=torch.float32, device=self.wx.device)
+
+    def mask(self, value: Tensor | None) -> Tensor:
+        """A zoneout mask as bytes."""
+        return self.empty if value is None else value.contiguous().view(torch.uint8)
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory that nothing was written to."""
+        return torch.empty(shape, dtype=dtype, device=self.wx.device)
+
+    def gradient(self, value: Tensor, parameter: Tensor | None) -> Tensor:
+        """In the type of the parameter; empty where there is none."""
+        return self.new(0) if parameter is None else value.to(parameter.dtype)
+
+
+def zone(mask: Tensor | None, rate: float) -> int:
+    """How zoneout is given, as the kernels are told it."""
+    if mask is not None:
+        return int(kernel_device.MASK.value)
+    return int(kernel_device.RATE.value) if rate else 0

@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu lint bench clean
+.PHONY: help install demo test test-gpu lint bench bench-gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/rbn/ops/c
 	@echo "Installing into $(VENV); the first time takes a minute or two."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,train,sweep,dev]'
 	@touch $@
 
 demo: install ## Run the demo (PERMUTED=1: on permuted pixels)
@@ -26,8 +26,8 @@ demo: install ## Run the demo (PERMUTED=1: on permuted pixels)
 test: lint ## Run the checks and all tests, with coverage
 	$(BIN)/python -m pytest -n auto --timeout=600 --cov=rbn --cov-fail-under=90
 
-test-gpu: ## Run the GPU tests with $(PYTHON) as it is, without .venv
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests
+test-gpu: ## Run the GPU tests with $(PYTHON) as it is, without .venv (MINUTES=4: stop then)
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_tests.py $(if $(MINUTES),--minutes $(MINUTES))
 
 lint: install ## Run ruff check, ruff format --check and mypy
 	$(BIN)/ruff check .
@@ -36,6 +36,9 @@ lint: install ## Run ruff check, ruff format --check and mypy
 
 bench: install ## Time the layers on this CPU
 	$(BIN)/python benchmarks/cpu.py
+
+bench-gpu: ## Time the layers on this GPU with $(PYTHON) as it is (MINUTES=5: stop then)
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES))
 
 clean: ## Remove .venv, caches, builds and the demo's output (never runs/ or data/)
 	rm -rf $(VENV) build dist demo-out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,242 +1,215 @@
-"""Times the layers beside cuDNN's torch.nn.LSTM on this GPU, in one run.
+"""Times the layers beside cuDNN's torch.nn.LSTM and other ways on this GPU, in one run.
 
-For each shape, precision and layer: the forward pass, forward and backward together, inference,
-and the memory a training step takes at its peak. Prints a table, writes benchmarks/results/gpu.csv
-and draws benchmarks/results/gpu.png.
+For each shape, precision and layer: the forward pass, forward and backward together, and inference,
+called and as CUDA graphs; the memory a training step takes at its peak; the fraction of the time
+that is the floor of gpu_floor.py. The most important come first. Rows are in
+benchmarks/results/gpu.csv as soon as they are measured, so a run may be stopped, or end with its
+--minutes; the rest of the file stays as it was. Draws benchmarks/results/gpu.png at the end.
 """
 
 import argparse
-import csv
+import gc
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
+from gpu_floor import floors, measured_rates
+from gpu_plot import draw
+from gpu_rows import (
+    ALL_SHAPES,
+    BN_LSTM,
+    COMPILED,
+    CUDNN,
+    CUDNN_BATCH_FIRST,
+    LAYERS,
+    LSTM,
+    PEERS,
+    PRECISIONS,
+    SHAPES,
+    SWEEPS,
+    Rows,
+    figures_of,
+    ratios,
+    sizes_of,
+)
+from gpu_timing import Ready, measure, sample
 
 import rbn
 from rbn.experiments.results import commit
 
-SHAPES = {
-    "mnist": (784, 100, 1, 100, 1),
-    "ptb": (100, 64, 50, 1000, 1),
-    "text8": (180, 128, 27, 2000, 1),
-    "cnn": (300, 64, 240, 240, 1),
-    "cnn, both ways": (300, 64, 240, 240, 2),
-}  # T, B, I, H, directions
-SWEEPS = {
-    **{f"H={h}": (100, 64, 64, h, 1) for h in (32, 128, 512, 1024, 1536)},
-    **{f"B={b}": (100, b, 64, 256, 1) for b in (1, 16, 128, 256)},
-    **{f"T={t}": (t, 64, 64, 256, 1) for t in (1, 10, 1000)},
-}
-PRECISIONS = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PEER = "torch.nn.LSTM (cuDNN)"
 RESULTS = Path(__file__).parent / "results" / "gpu.csv"
-COLUMNS = [
-    *("shape", "T", "B", "I", "H", "directions", "precision", "what", "fwd_ms", "fwdbwd_ms"),
-    *("infer_ms", "spread", "peak_mb", "ratio_to_cudnn", "gpu", "versions", "commit", "date"),
-]
+PARTS = {"paper": (SHAPES, LAYERS), "peers": (SHAPES, PEERS), "sweeps": (SWEEPS, LAYERS)}
+ORDER = (
+    *(("paper", "bf16"), ("paper", "tf32"), ("peers", "bf16"), ("sweeps", "bf16")),
+    *(("paper", "fp16"), ("peers", "tf32"), ("sweeps", "tf32"), ("peers", "fp16")),
+    ("sweeps", "fp16"),
+)
+PREPARED = (LSTM, BN_LSTM, COMPILED)  # what is compiled, and kept on disk
 
 
-class JitLayerNormLSTM(torch.nn.Module):
-    """A LayerNorm LSTM as a scripted loop over its cell, the usual way without a kernel."""
-
-    def __init__(self, inputs, hidden):
-        super().__init__()
-        self.weight_ih = torch.nn.Parameter(torch.randn(4 * hidden, inputs) * inputs**-0.5)
-        self.weight_hh = torch.nn.Parameter(torch.randn(4 * hidden, hidden) * hidden**-0.5)
-        self.norm_x = torch.nn.LayerNorm(4 * hidden)
-        self.norm_h = torch.nn.LayerNorm(4 * hidden)
-        self.norm_c = torch.nn.LayerNorm(hidden)
-        self.hidden = hidden
-
-    def forward(self, x: torch.Tensor):
-        h = torch.zeros(x.size(1), self.hidden, dtype=x.dtype, device=x.device)
-        c = torch.zeros_like(h)
-        wx = self.norm_x(torch.matmul(x, self.weight_ih.t()))
-        weight = self.weight_hh.t()
-        outputs: list[torch.Tensor] = []
-        for t in range(x.size(0)):
-            i, f, g, o = (wx[t] + self.norm_h(torch.mm(h, weight))).chunk(4, 1)
-            c = self.norm_c(torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g))
-            h = torch.sigmoid(o) * torch.tanh(c)
-            outputs.append(h)
-        return torch.stack(outputs), (h, c)
+def plan(precisions=PRECISIONS, parts=tuple(PARTS)):
+    """What is measured, the most important first: shape, precision and layers."""
+    return [
+        (shape, precision, layers)
+        for part, precision in ORDER
+        if part in parts and precision in precisions
+        for shapes, layers in [PARTS[part]]
+        for shape in shapes
+    ]
 
 
-def make_layers(shape, peers):
-    T, _, I, H, directions = shape  # noqa: E741
-    both = directions == 2
-    layers = {
-        PEER: torch.nn.LSTM(I, H, bidirectional=both),
-        "rbn.LSTM": rbn.LSTM(I, H, bidirectional=both),
-        "rbn.BatchNormLSTM": rbn.BatchNormLSTM(I, H, bidirectional=both, max_length=T),
-    }
-    if peers and not both:
-        layers["scripted LayerNorm LSTM"] = torch.jit.script(JitLayerNormLSTM(I, H))
-    return layers
+def run(todo, rows, rates, facts, measure, time_left):
+    """Measure all that there is time for. Gives the layers that failed, and those not reached."""
+    failed, missed, cudnn = [], [], {}
+    for shape, precision, layers in todo:
+        floor = floors(ALL_SHAPES[shape], precision, rates)
+        wanted = layers
+        if (shape, precision) not in cudnn and CUDNN not in layers:
+            wanted = (CUDNN, CUDNN_BATCH_FIRST, *layers)  # the same run's, to compare with
+        for what in wanted:
+            if time_left() <= 0:
+                missed.append((shape, precision, what))
+                continue
+            same = cudnn.setdefault((shape, precision), [])
+            try:
+                for label, found in measure(what, ALL_SHAPES[shape], precision):
+                    row = {"shape": shape, **sizes_of(shape), "precision": precision}
+                    row |= {"what": label, **figures_of(found, floor), **facts}
+                    if label.startswith(CUDNN):
+                        same.append(row)
+                    row |= ratios(row, same)
+                    rows.put(row)
+                    show(row)
+                if what == CUDNN_BATCH_FIRST:  # now it is known which of the two is faster
+                    for row in same:
+                        rows.put(row | ratios(row, same))
+            except Exception as error:  # the others are measured all the same
+                failed.append(f"{shape}, {precision}, {what}: {type(error).__name__}: {error}")
+                print(f"failed: {failed[-1]}", flush=True)
+            if torch.cuda.is_available():
+                gc.collect()
+                torch.cuda.empty_cache()
+    return failed, missed
 
 
-def measure(function, repeats):
-    """Median and spread (half the distance of the quartiles) in milliseconds."""
-    samples = []
-    for k in range(repeats + 3):
-        torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        if k >= 3:
-            samples.append(start.elapsed_time(end))
-    samples.sort()
-    n = len(samples)
-    return statistics.median(samples), (samples[3 * n // 4] - samples[n // 4]) / 2
+def show(row):
+    numbers = [row.get(f"{name}_ms", 0) for name in ("fwd", "fwdbwd", "infer")]
+    print(
+        f"{row['shape']:>15} {row['precision']:5} {row['what']:<47}"
+        + "".join(f"{n:10.3f}" for n in numbers)
+        + f"{row.get('peak_mb', 0):10.1f}{row.get('ratio_to_cudnn', 0):8.2f}"
+        f"{row.get('memory_ratio', 0):8.2f}{row.get('fwdbwd_floor', 0):8.2f}",
+        flush=True,
+    )
 
 
-def time_layer(layer, x, grad, repeats):
-    """The figures of one layer."""
-
-    def forward():
-        return layer(x)[0]
-
-    def both():
-        layer.zero_grad(set_to_none=True)
-        forward().backward(grad)
-
-    layer.train()
-    both()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    both()
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    found = {"fwd_ms": measure(forward, repeats)[0], "peak_mb": round(peak, 1)}
-    found["fwdbwd_ms"], found["spread"] = measure(both, repeats)
-    layer.eval()
-    with torch.no_grad():
-        found["infer_ms"] = measure(forward, repeats)[0]
-    return found
-
-
-def graph_of(layer, x, grad):
-    """A training step of the layer as a CUDA graph: what is left without the host's share."""
-
-    def both():
-        layer.zero_grad(set_to_none=True)
-        layer(x)[0].backward(grad)
-
-    layer.train()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            both()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        both()
-    return graph
+def prepare(todo, workers, seconds):
+    """Compile what will be timed, in processes of their own, into the caches on disk."""
+    jobs = [
+        (shape, precision, what)
+        for shape, precision, layers in todo
+        for what in layers
+        if what in PREPARED
+    ]
+    workers = min(workers, len(jobs))
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--prepare", json.dumps(jobs[k::workers])], env=environment
+        )
+        for k in range(workers)
+    ]
+    end = time.monotonic() + seconds
+    for process in running:
+        try:
+            process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:  # what is missing is compiled when it is needed
+            process.kill()
+            process.wait()
 
 
-def draw(rows, path):
-    """Bars of the speed against cuDNN for the paper's shapes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    chosen = [r for r in rows if r["what"].startswith("rbn.BatchNormLSTM") and r["shape"] in SHAPES]
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-    names = [name for name in SHAPES if any(r["shape"] == name for r in chosen)]
-    series = sorted({(r["precision"], r["what"]) for r in chosen})
-    width = 0.8 / max(1, len(series))
-    for k, (precision, what) in enumerate(series):
-        points = {
-            r["shape"]: 1 / r["ratio_to_cudnn"]
-            for r in chosen
-            if (r["precision"], r["what"]) == (precision, what)
-        }
-        at = [i + (k - (len(series) - 1) / 2) * width for i in range(len(names))]
-        label = f"{precision}, {what.removeprefix('rbn.')}"
-        axes.bar(at, [points.get(n, 0) for n in names], width, label=label)
-    axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(range(len(names)), names)
-    axes.set_ylabel("times as fast as cuDNN's plain LSTM")
-    axes.set_title(f"Batch-normalized LSTM, forward and backward, {rows[0]['gpu']}")
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+def prepare_here(jobs):
+    for shape, precision, what in jobs:
+        T, *rest = ALL_SHAPES[shape]
+        try:
+            ready = Ready(what, (min(T, 2) if what == COMPILED else T, *rest), precision)
+            for _, function in ready.each():
+                function()
+            torch.cuda.synchronize()
+        except Exception as error:  # it will be said when it is measured
+            print(f"{shape}, {precision}, {what}: {type(error).__name__}", file=sys.stderr)
+        torch.cuda.empty_cache()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--minutes", type=float, default=30, help="end after about so many")
+    parser.add_argument("--repeats", type=int, default=15, help="samples of a figure, at most")
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
-    parser.add_argument("--sweeps", action="store_true", help="also other sizes")
-    parser.add_argument("--peers", action="store_true", help="also the slow scripted peer")
-    parser.add_argument("--commit", help="to be written down, where git cannot say")
+    parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
+    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--prepare", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    precisions, parts = arguments.precisions.split(","), arguments.parts.split(",")
+    for name, given, known in (("precisions", precisions, PRECISIONS), ("parts", parts, PARTS)):
+        unknown = [value for value in given if value not in known]
+        if unknown:
+            parser.error(f"--{name} must be of {', '.join(known)}, got {', '.join(unknown)}")
+    if arguments.repeats < 3:
+        parser.error("--repeats must be at least 3")
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")
+    end = time.monotonic() + 60 * arguments.minutes
+    # tf32 means tf32 for all products, as in cuDNN; a batch of one row is no accident here.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    warnings.simplefilter("ignore")
+    if arguments.prepare:
+        prepare_here(json.loads(arguments.prepare))
+        return
 
     facts = {
         "gpu": torch.cuda.get_device_name(),
         "versions": f"rbn {rbn.__version__}, torch {torch.__version__}, "
         f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
-        "commit": arguments.commit or commit(),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
     }
-    print(f"{facts['gpu']}; {facts['versions']}\n")
-    header = ("fwd", "fwd+bwd", "infer", "MiB", "ratio")
-    print(f"{'shape':>15} {'':5} {'what':<28}" + "".join(f"{h:>9}" for h in header))
-    rows = []
-    shapes = SHAPES | (SWEEPS if arguments.sweeps else {})
-    for name, shape in shapes.items():
-        T, B, I, H, directions = shape  # noqa: E741
-        for precision in arguments.precisions.split(","):
-            dtype = PRECISIONS[precision]
-            torch.manual_seed(0)
-            x = torch.randn(T, B, I, device="cuda", dtype=dtype)
-            grad = torch.randn(T, B, H * directions, device="cuda", dtype=dtype)
-            peer = None
-            for what, made in make_layers(shape, arguments.peers).items():
-                layer = made.to("cuda", dtype)
-                if what == PEER:
-                    layer.flatten_parameters()
-                found = [(what, time_layer(layer, x, grad, arguments.repeats))]
-                if what == PEER:
-                    peer = found[0][1]
-                if what != PEER and not what.startswith("scripted"):
-                    graph = graph_of(layer, x, grad)
-                    median, spread = measure(graph.replay, arguments.repeats)
-                    found.append((f"{what}, CUDA graph", {"fwdbwd_ms": median, "spread": spread}))
-                    del graph
-                for label, figures in found:
-                    row = {
-                        "shape": name,
-                        **dict(zip(("T", "B", "I", "H", "directions"), shape, strict=True)),
-                        "precision": precision,
-                        "what": label,
-                        **{k: round(v, 4) for k, v in figures.items()},
-                        "ratio_to_cudnn": round(figures["fwdbwd_ms"] / peer["fwdbwd_ms"], 4),
-                        **facts,
-                    }
-                    rows.append(row)
-                    print(
-                        f"{name:>15} {precision:5} {label:<28}{row.get('fwd_ms', 0):9.3f}"
-                        f"{row['fwdbwd_ms']:9.3f}{row.get('infer_ms', 0):9.3f}"
-                        f"{row.get('peak_mb', 0):9.1f}{row['ratio_to_cudnn']:9.2f}",
-                        flush=True,
-                    )
-                del layer, made
-            torch.cuda.empty_cache()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with arguments.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
-    draw(rows, arguments.out.with_suffix(".png"))
-    print(f"\nwritten to {arguments.out}")
+    print(f"{facts['gpu']}; {facts['versions']}; {facts['commit']}")
+    todo = plan(precisions, parts)
+    began = time.monotonic()
+    prepare(todo, arguments.workers, 0.3 * (end - began))
+    print(f"compiled in {time.monotonic() - began:.0f} s with {arguments.workers} processes")
+    rates = measured_rates(lambda function: statistics.median(sample(function, 15)))
+    print(f"ceilings: {rates}\n")
+    heads = ("fwd", "fwd+bwd", "infer", "MiB")
+    more = ("ratio", "memory", "floor")
+    print(
+        f"{'':>15} {'':5} {'ms':<47}"
+        + "".join(f"{h:>10}" for h in heads)
+        + "".join(f"{h:>8}" for h in more)
+    )
+    rows = Rows(arguments.out, arguments.fresh)
+    failed, missed = run(
+        todo,
+        rows,
+        rates,
+        facts,
+        lambda *case: measure(*case, arguments.repeats),
+        lambda: end - time.monotonic(),
+    )
+    draw(rows.sorted(), arguments.out.with_suffix(".png"))
+    print(f"\nwritten to {arguments.out}; {len(failed)} failed, {len(missed)} not reached")
+    for name in failed:
+        print(name)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

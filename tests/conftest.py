@@ -1,4 +1,5 @@
 import os
+import secrets
 
 import torch
 from hypothesis import settings
@@ -7,6 +8,12 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Deterministic algorithms, which poison new memory, ask for this of cuBLAS.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# What is random on a GPU is so anew in each run; said at its beginning, to be had again.
+os.environ.setdefault("RBN_TEST_SEED", str(secrets.randbelow(2**31)))
+
 # Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
 torch.set_num_threads(1)
 
@@ -14,3 +21,9 @@ torch.set_num_threads(1)
 settings.register_profile("usual", deadline=None)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile("usual")
+
+
+def pytest_report_header():
+    if torch.cuda.is_available():
+        return f"the same random inputs again: RBN_TEST_SEED={os.environ['RBN_TEST_SEED']}"
+    return None

@@ -37,6 +37,33 @@ def test_your_own_data(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "series" / "metrics.jsonl").exists()
 
 
+def test_the_small_sweep(tmp_path, monkeypatch):
+    pytest.importorskip("optuna")
+    from typer.testing import CliRunner
+
+    from rbn.cli.app import app
+
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "sweeps.md").read_text()
+    small, one_at_a_time = re.findall(r"```yaml\n(.*?)```", text, flags=re.S)
+    (tmp_path / "digits-lr.yaml").write_text(small)
+    (commands,) = re.findall(r"```sh\n(.*?)```", text, flags=re.S)
+    for command in commands.splitlines():
+        done = CliRunner().invoke(app, command.split()[1:])
+        assert done.exit_code == 0, done.output
+        assert "digits-lr: 5 of 5 trials finished" in done.output
+    assert (tmp_path / "digits-lr.svg").exists()
+    assert (tmp_path / "runs/digits-lr/trial-0004/metrics.jsonl").exists()
+
+    from rbn.experiments.search import file as files
+
+    (tmp_path / "lines.yaml").write_text(one_at_a_time)
+    assert files.read("lines.yaml").trials == 5
+    for name, trials in re.findall(r"^\| (`.*-table5`) \| (\d+) \|", text, flags=re.M):
+        for each in re.findall(r"`([^`]+)`", name):
+            assert files.read(each).trials == int(trials)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page):
     for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

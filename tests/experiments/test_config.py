@@ -66,6 +66,16 @@ def test_settings_from_the_command_line():
 
 
 @pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 0.001), ("-2E+3", -2000.0), ("1.5e3", 1500.0), ("1e", "1e")]
+)
+def test_numbers_are_what_they_look_like(text, value, tmp_path):
+    config = with_settings(Config("ptb"), [f"optimizer.lr={text}"])
+    assert (config.optimizer["lr"], type(config.optimizer["lr"])) == (value, type(value))
+    (tmp_path / "mine.yaml").write_text(f"decay_from: {text}\n")
+    assert configs.read(tmp_path / "mine.yaml") == {"decay_from": value}
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         (["lr=0.1"], "there is no setting 'lr'"),

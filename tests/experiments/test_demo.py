@@ -100,6 +100,12 @@ def test_same_seed_same_numbers_bit_for_bit(name: str, few: Splits) -> None:
     assert numbers(replace(SMALL, seed=2)) != first
 
 
+def test_data_can_be_moved(few: Splits) -> None:
+    moved = few.to("meta")
+    assert moved.valid.inputs.device == moved.test.labels.device == torch.device("meta")
+    assert moved.train.inputs.shape == few.train.inputs.shape
+
+
 def test_reach_compares_the_gradients_of_first_and_last_pixels(few: Splits) -> None:
     model = build("LSTM", replace(SMALL, hidden_noise=0.0))
     inputs = few.train.inputs[:, :20].clone().requires_grad_()

@@ -340,3 +340,58 @@ def test_a_loaded_state_without_estimates_takes_the_first_minibatch_as_it_is():
     twin(x)
     assert torch.equal(layer.stats_h_l0.mean, twin.stats_h_l0.mean)
     assert torch.equal(layer.stats_h_l0.var, twin.stats_h_l0.var)
+
+
+# What the host knows of the steps seen ----------------------------------------------------------
+
+
+def test_shorter_sequences_in_a_new_estimate_leave_later_steps_unseen():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(3, 4)
+    layer(torch.randn(6, 5, 3))
+    rbn.update_population_stats(layer, [torch.randn(4, 5, 3)])
+    x = torch.randn(6, 5, 3)
+    estimates = minibatch_statistics(layer, x)
+    layer(x)
+    for name, statistics in layer.named_children():
+        # The first estimate of steps 4 and 5 stands alone; it is not averaged with zeros.
+        torch.testing.assert_close(statistics.var[4:], estimates[name][1][4:], **EXACT)
+
+
+@pytest.mark.parametrize("start", [0, 2, 9])
+def test_what_is_read_is_the_same_whether_the_host_knows_of_it_or_not(start):
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(3, 4)
+    layer(torch.randn(6, 5, 3))
+    statistics = layer.stats_h_l0
+    with torch.no_grad():
+        known = statistics.read(start, 4)
+        assert known[0].untyped_storage().data_ptr() == statistics.mean.untyped_storage().data_ptr()
+        statistics._surely_seen = 0
+        for one, other in zip(known, statistics.read(start, 4), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("counts", "seen"), [([2, 1, 3], 3), ([2, 0, 3], 1), ([0, 1, 1], 0)])
+def test_loaded_counts_say_which_steps_were_seen(counts, seen):
+    layer = rbn.BatchNormLSTM(3, 4, max_length=3)
+    state = layer.state_dict()
+    for name in ("x", "h", "c"):
+        state[f"stats_{name}_l0.count"] = torch.tensor(counts)
+    layer.load_state_dict(state)
+    assert layer.stats_c_l0._surely_seen == seen
+
+
+def test_training_between_an_evaluation_and_its_backward_pass():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(3, 4)
+    x = torch.randn(6, 5, 3)
+    layer(x)
+    layer.eval()
+    layer(x)[0].sum().backward()
+    expected = layer.weight_hh_l0.grad.clone()
+    layer.zero_grad()
+    output, _ = layer(x)
+    layer.train()(x)
+    output.sum().backward()
+    torch.testing.assert_close(layer.weight_hh_l0.grad, expected)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,6 +64,18 @@ STEPS = ("compiled", "torch")
 
 def has_compiled_step(op: str) -> bool:
     return op in ("bn_lstm", "lstm")
+
+
+_fresh = random.Random(int(os.environ["RBN_TEST_SEED"]))
+
+
+def fresh_seed() -> int:
+    """The seed of a new random call on a GPU; always the same one where there is none."""
+    if not torch.cuda.is_available():
+        return 0
+    seed = _fresh.randrange(2**31)
+    print(f"seed {seed}")  # pytest shows it where the test fails
+    return seed
 
 
 def calm(op: str) -> dict[str, float]:

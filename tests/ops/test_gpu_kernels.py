@@ -1,11 +1,13 @@
-"""The GPU's kernels against the reference: on a GPU, or on the CPU by Triton's interpreter.
+"""The Triton kernels against the reference: on a GPU, or on the CPU by Triton's interpreter.
 
 The interpreter runs the programs of a launch one after another, so the host launches each step by
 itself; all but the barrier between the steps is the code that runs on the card.
 """
 
+import contextlib
 import copy
 import importlib
+from unittest import mock
 
 import pytest
 import torch
@@ -20,13 +22,17 @@ from recurrence_cases import (
     cases,
     constant_beginning,
     differentiate,
+    fresh_seed,
     make_case,
+    poisoned_memory,
     shared,
 )
 
 import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from rbn.ops.gpu import cuda_lstm
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -53,20 +59,29 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = ("plain", "lengths", "zoneout masks", "zoneout rates", "zoneout and lengths")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _exact_products():
-    """Products in float32 as it is, not in tf32."""
+@contextlib.contextmanager
+def products(tf32):
+    """Products of float32 in tf32, or as they are."""
     before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = tf32
     yield
     torch.backends.cudnn.allow_tf32 = before
 
 
-def compare(case):
+@pytest.fixture(autouse=True, scope="module")
+def _triton():
+    """The Triton kernels run even where those in CUDA C++ would, with exact products."""
+    with mock.patch.object(cuda_lstm, "covers", return_value=False), products(tf32=False):
+        yield
+
+
+def compare(case, dtype=torch.float32, tolerances=TOLERANCES[torch.float32]):
     """Results and gradients in float32 beside those of the reference in float64."""
-    found = differentiate(case.to(torch.float32).on(DEVICE), "gpu")
-    expected = differentiate(case.to(torch.float32).to(torch.float64), "reference")
-    results, gradients = TOLERANCES[torch.float32]
+    case = case.to(dtype)
+    with poisoned_memory():
+        found = differentiate(case.on(DEVICE), "gpu")
+    expected = differentiate(case.to(torch.float64), "reference")
+    results, gradients = tolerances
     assert_same(found[0], expected[0], results)
     assert_same(found[1], expected[1], gradients)
 
@@ -76,17 +91,17 @@ def compare(case):
     [("bn_lstm", name) for name in OPTIONS] + [("lstm", name) for name in PLAIN],
 )
 def test_every_option(op, name):
-    compare(make_case(op, 5, 3, 6, **calm(op), **OPTIONS[name]))
+    compare(make_case(op, 5, 3, 6, fresh_seed(), **calm(op), **OPTIONS[name]))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 3), (3, 17, 5), (4, 5, 33), (2, 3, 70)])
 @pytest.mark.parametrize("op", OPS)
 def test_shapes(op, shape):
-    compare(make_case(op, *shape, **calm(op)))
+    compare(make_case(op, *shape, fresh_seed(), **calm(op)))
 
 
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=25)
+@settings(max_examples=8 if torch.cuda.is_available() else 25)  # a compilation each
 @given(data=st.data())
 def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))
@@ -96,12 +111,27 @@ def test_random_calls(op, data):
 @pytest.mark.parametrize("op", OPS)
 def test_half_precision(op, dtype):
     """Products of rounded values; states and statistics in float32."""
-    case = make_case(op, 6, 9, 7, dtype=dtype, **calm(op))
-    found = differentiate(case.on(DEVICE), "gpu")
-    expected = differentiate(case.to(torch.float64), "reference")
     unit = torch.finfo(dtype).eps
-    assert_same(found[0], expected[0], 4 * unit)
-    assert_same(found[1], expected[1], 16 * unit)
+    compare(make_case(op, 6, 9, 7, fresh_seed(), **calm(op)), dtype, (4 * unit, 16 * unit))
+
+
+# The interpreter knows no tf32, and what it makes of the 16-bit types differs in nothing but how
+# they round.
+ROUNDED = {"bf16": torch.bfloat16}
+if torch.cuda.is_available():
+    ROUNDED |= {"fp16": torch.float16, "tf32": torch.float32}
+
+
+@pytest.mark.parametrize("precision", ROUNDED)
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [("bn_lstm", name) for name in OPTIONS] + [("lstm", name) for name in PLAIN],
+)
+def test_every_option_in_every_precision(op, name, precision):
+    unit = 2**-7 if precision == "bf16" else 2**-10
+    case = make_case(op, 5, 3, 6, fresh_seed(), **calm(op), **OPTIONS[name])
+    with products(tf32=precision == "tf32"):
+        compare(case, ROUNDED[precision], (4 * unit, 16 * unit))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in rows that fill a tile

@@ -159,6 +159,18 @@ def test_out_of_time(tmp_path):
     assert trainer(tmp_path).run().finished
 
 
+def test_stopped_by_whoever_watches(tmp_path):
+    whole = trainer(tmp_path / "whole").run()
+    stopped = trainer(tmp_path / "stopped")
+    stopped.on_record = lambda record: stopped.stop()
+    progress = stopped.run()
+    first = whole.history[0]["step"]
+    assert (progress.step, progress.finished) == (first, False)
+    again = trainer(tmp_path / "stopped")
+    assert again.progress.step == first  # it was saved
+    assert again.run().best == whole.best
+
+
 def test_patience(tmp_path):
     class Worse(Letters):
         looks = 0

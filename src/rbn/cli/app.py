@@ -11,6 +11,7 @@ import rbn
 from rbn.cli import paper, reading, runs, train
 from rbn.cli.common import stop
 from rbn.cli.data import app as data
+from rbn.cli.sweep import app as sweep
 from rbn.experiments.demo import Settings, run_demo
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
 )
 app.add_typer(data)
+app.add_typer(sweep)
 data.command("build-cloze")(reading.build_cloze)
 data.command("questions")(reading.questions)
 

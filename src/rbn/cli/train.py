@@ -202,7 +202,7 @@ def _train(plan: Plan, world: World | None) -> None:
     console = Console(quiet=not first)
     with in_touch(world):
         device = place if world is None else world.device(place)
-        fit = Fit(plan.runs, device, plan.data_dir, plan.command, world)
+        fit = Fit(plan.runs, device, plan.data_dir, plan.command, world=world)
         with Watch(fit, console) if first else nullcontext() as watch:
             try:
                 fit.train(plan.graph, plan.tensorboard, plan.max_minutes, watch)

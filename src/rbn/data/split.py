@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -26,6 +27,10 @@ class Split:
         """The first `count` sequences, or all where there are fewer."""
         return Split(self.inputs[:, :count], self.labels[:count])
 
+    def to(self, device: torch.device | str) -> Split:
+        """The same on another device."""
+        return Split(self.inputs.to(device), self.labels.to(device))
+
 
 @dataclass(frozen=True)
 class Splits:
@@ -34,3 +39,7 @@ class Splits:
     train: Split
     valid: Split
     test: Split
+
+    def to(self, device: torch.device | str) -> Splits:
+        """The same on another device."""
+        return Splits(self.train.to(device), self.valid.to(device), self.test.to(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,9 @@ from torch import nn
 
 import rbn
 from rbn import data
-from rbn.data.cnn import Reading
+from rbn.data.cnn import Reading, Vocabulary
 from rbn.experiments.config import Config
-from rbn.experiments.reading import ReadingTask, build_reading, load_reading
+from rbn.experiments.reading import ReadingTask, build_reading, load_reading, make_reader
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
 from rbn.training import Progress, Ranks, Schedule, Trainer, make_fabric
@@ -56,6 +57,24 @@ def recurrent_layer(config: Config, input_size: int) -> nn.Module:
         blocks: Any = config.start.removeprefix("identity-")
         rbn.init.identity_recurrent_(layer, blocks)
     return layer
+
+
+def check(config: Config) -> None:
+    """Find out with a tiny model whether model, optimiser and trainer take the options of a config.
+
+    Raises:
+        TypeError: for options that they do not have.
+        ValueError: for values that they do not take.
+    """
+    small = dataclasses.replace(config, hidden_size=2)
+    with torch.random.fork_rng(devices=[]):
+        model: nn.Module
+        if config.is_reading:
+            model = make_reader(small, Vocabulary(1, ()), (1, 1))
+        else:
+            model = recurrent_layer(small, 1)
+    make_optimizer(config, model)
+    _schedule(config, 1, None)
 
 
 def load(config: Config, device: torch.device, root: Path | None = None) -> Loaded:
@@ -146,18 +165,7 @@ def make_trainer(
     if isinstance(task, ReadingTask) and Ranks.here().first:
         task.save_vocabulary(folder)
     device = next(task.model.parameters()).device
-    epoch = task.batches_per_epoch
-    schedule = Schedule(
-        steps=config.epochs * epoch,
-        evaluate_every=config.evaluate_every or epoch,
-        checkpoint_every=max(1, min(1000, epoch)),
-        patience=config.patience,
-        clip=config.clip,
-        decay_from=config.decay_from,
-        average=config.average,
-        checkpoint_seconds=_CHECKPOINT_SECONDS,
-        max_minutes=max_minutes,
-    )
+    schedule = _schedule(config, task.batches_per_epoch, max_minutes)
     return Trainer(
         task,
         make_optimizer(config, task.model, graph),
@@ -167,4 +175,19 @@ def make_trainer(
         graph=graph,
         on_step=on_step,
         on_record=on_record,
+    )
+
+
+def _schedule(config: Config, epoch: int, max_minutes: float | None) -> Schedule:
+    """When things happen, for epochs of so many steps."""
+    return Schedule(
+        steps=config.epochs * epoch,
+        evaluate_every=epoch if config.evaluate_every is None else config.evaluate_every,
+        checkpoint_every=max(1, min(1000, epoch)),
+        patience=config.patience,
+        clip=config.clip,
+        decay_from=config.decay_from,
+        average=config.average,
+        checkpoint_seconds=_CHECKPOINT_SECONDS,
+        max_minutes=max_minutes,
     )

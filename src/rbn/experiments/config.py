@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -144,7 +145,7 @@ def read(path: Path) -> dict[str, Any]:
             "configs need PyYAML: pip install 'recurrent-batchnorm[train]'"
         ) from error
     try:
-        found = yaml.safe_load(path.read_text())
+        found = parsed(path.read_text())
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
@@ -152,6 +153,16 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold settings by name")
     return found
+
+
+def parsed(text: str) -> Any:
+    """What a YAML text says, where 1e-3 is a number, as in YAML 1.2; to PyYAML it is a word."""
+    import yaml
+
+    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+    loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return yaml.load(text, loader)
 
 
 def published(task: str) -> dict[str, Any]:
@@ -177,14 +188,25 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
 
     Values are read as YAML: numbers, true, null, lists and text mean what they look like.
     """
-    import yaml
+    return with_values(config, pairs(settings))
 
-    changed: dict[str, Any] = asdict(config)
+
+def pairs(settings: Sequence[str]) -> dict[str, Any]:
+    """What ``key=value`` pairs say, by key."""
+    found: dict[str, Any] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         if not equals:
             raise ValueError(f"a setting must look like key=value, got {setting!r}")
-        *path, last = key.strip().split(".")
+        found[key.strip()] = parsed(text)
+    return found
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """A config with values put in, by keys such as ``hidden_size`` or ``optimizer.lr``."""
+    changed: dict[str, Any] = asdict(config)
+    for key, value in values.items():
+        *path, last = key.split(".")
         place = changed
         for part in path:
             if not isinstance(place.get(part), dict):
@@ -192,5 +214,5 @@ def with_settings(config: Config, settings: Sequence[str]) -> Config:
             place = place[part]
         if not path and last not in changed:
             raise ValueError(f"there is no setting {key!r}")
-        place[last] = yaml.safe_load(text)
+        place[last] = value
     return from_mapping(changed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Wanted = tuple[Path, Config, int]  # folder, settings, seed
+
+
+class Watcher(Protocol):
+    """Something that wants to know of the runs of a `Fit`."""
+
+    def add(
+        self, trainer: Trainer, config: Config, task: Classification | NextSymbol | ReadingTask
+    ) -> None:
+        """Called with each run before it is trained."""
 
 
 def check_together(
@@ -68,6 +77,7 @@ class Fit:
         device: of all; of several processes, of this one.
         root: where the data are; ``RBN_DATA`` by default.
         command: with which they could be done again, less the seed; by default a short one.
+        loaded: data that others have loaded on this device, and where these leave theirs.
         world: where this process stands among several; alone by default.
     """
 
@@ -77,11 +87,13 @@ class Fit:
         device: torch.device,
         root: Path | None = None,
         command: str | None = None,
+        loaded: dict[str, build.Loaded] | None = None,
         world: World | None = None,
     ) -> None:
         for folder, config, seed in wanted:
             runs.check_free(folder, config, seed)
         self.wanted, self.device, self.root, self.command = list(wanted), device, root, command
+        self.loaded = {} if loaded is None else loaded
         self.world = world
         self.trainers: list[Trainer] = []
         self.diverged: Diverged | None = None  # what the first run that diverged says
@@ -91,22 +103,18 @@ class Fit:
         graph: bool | None = None,
         tensorboard: bool = False,
         max_minutes: float | None = None,
-        watch: Watch | None = None,
+        watch: Watcher | None = None,
     ) -> None:
         """Train all, from where they are, to their end or until the time is over.
 
         graph: whether steps are CUDA graphs; None: on a GPU, where the precision allows it.
         """
-        loaded: dict[str, Any] = {}
         for folder, config, seed in self.wanted:
             fabric = make_fabric(self.device, config.precision, self.world)
             ranks = Ranks.here()
-            key = f"{config.task} {sorted(config.data.items())}"
             try:
-                if key not in loaded:
-                    load = partial(build.load, config, self.device, self.root)
-                    loaded[key] = ranks.in_turn(load)
-                task = build.build(config, seed, self.device, loaded=loaded[key])
+                loaded = ranks.in_turn(partial(self.load, config))
+                task = build.build(config, seed, self.device, loaded=loaded)
             except TypeError as error:  # an option that the layer or the data set does not have
                 raise ValueError(f"the settings do not fit: {error}") from error
             ranks.from_first(partial(runs.start, folder, config, seed, self.command))
@@ -129,6 +137,13 @@ class Fit:
             train_together(self.trainers)
         except Diverged as error:
             self.diverged = error
+
+    def load(self, config: Config) -> build.Loaded:
+        """The data of a config, which runs on the same share."""
+        key = f"{config.task} {sorted(config.data.items())}"
+        if key not in self.loaded:
+            self.loaded[key] = build.load(config, self.device, self.root)
+        return self.loaded[key]
 
     @staticmethod
     def _write_scalars(trainer: Trainer) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rbn.nn import checks, init
 from rbn.nn.recurrence import Recurrence
-from rbn.nn.statistics import PopulationStatistics
+from rbn.nn.statistics import PopulationStatistics, Update, update_all
 from rbn.ops import Statistics
 from rbn.ops.types import InputStats, Padding
 
@@ -78,7 +78,7 @@ class BatchNormalized(Recurrence):
             statistics.reset()
 
     def _all_statistics(self) -> list[PopulationStatistics]:
-        return [m for m in self.children() if isinstance(m, PopulationStatistics)]
+        return [m for m in self._modules.values() if isinstance(m, PopulationStatistics)]
 
     def _statistics(self, term: str, suffix: str) -> PopulationStatistics:
         return cast(PopulationStatistics, getattr(self, f"stats_{term}{suffix}"))
@@ -116,12 +116,13 @@ class BatchNormalized(Recurrence):
         reached = None
         if lengths is not None and self._group() is None:  # together there are no steps in vain
             reached = torch.arange(steps, device=lengths.device) < lengths.max()
+        updates: list[Update] = []
         for term in self._normalized_terms():
             statistics = self._statistics(term, suffix)
             if not statistics.records:
                 continue
             mean, var = getattr(batch, f"mean_{term}"), getattr(batch, f"var_{term}")
-            if term == "x" and self.input_stats == "sequence":
-                statistics.update(mean, var)
-            else:
-                statistics.update(mean, var, start, reached)
+            whole = term == "x" and self.input_stats == "sequence"
+            at = (0, None) if whole else (start, reached)
+            updates.append((statistics, mean, var, *at))
+        update_all(updates)

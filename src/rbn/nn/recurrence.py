@@ -143,6 +143,9 @@ class Recurrence(nn.Module, abc.ABC):
 
     def _weight(self) -> Tensor:
         """Any weight: all have one dtype and device."""
+        for parameter in self._parameters.values():  # the first of them, usually
+            if parameter is not None and parameter.dim() == 2:
+                return parameter
         return next(p for p in self.parameters() if p.dim() == 2)
 
     def _under_autocast(self) -> bool:
@@ -310,6 +313,8 @@ class Layers(Recurrence):
             x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
             if self.dropout and layer < self.num_layers - 1:
                 x = F.dropout(x, self.dropout, self.training)
+        if len(finals) == 1:
+            return x, tuple(state[None] for state in finals[0])
         return x, tuple(torch.stack(state) for state in zip(*finals, strict=True))
 
     def _ignores_padding(self) -> bool:

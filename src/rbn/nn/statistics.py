@@ -111,17 +111,8 @@ class PopulationStatistics(nn.Module):
         count = self.count[start:stop]
         count += 1 if reached is None else reached
         self.estimated = True
-        if self.momentum is not None and reached is None:
-            weighs_alike = stop <= self._surely_seen
-            if start <= self._surely_seen:
-                self._surely_seen = max(stop, self._surely_seen)
-            if weighs_alike:  # by far the most frequent case, and the cheapest
-                torch._foreach_lerp_(
-                    [self.mean[start:stop], self.var[start:stop]],
-                    [mean.to(self.mean.dtype), var.to(self.var.dtype)],
-                    self.momentum,
-                )
-                return
+        if reached is None and start <= self._surely_seen:
+            self._surely_seen = max(stop, self._surely_seen)
         if self.momentum is None:
             weight = count.clamp(min=1).to(self.mean.dtype).reciprocal()
         else:  # the first estimate of a step stands alone
@@ -137,6 +128,11 @@ class PopulationStatistics(nn.Module):
         Where there are fewer rows, the last serves every step beyond. A step without an estimate of
         its own uses that of the last step before it that has one.
         """
+        start = min(start, self.count.shape[0] - 1)
+        if not self.shared and min(start + steps, self.count.shape[0]) <= self._surely_seen:
+            mean, var = self.mean[start : start + steps], self.var[start : start + steps]
+            # What a backward pass will need must not change until then.
+            return (mean.clone(), var.clone()) if torch.is_grad_enabled() else (mean, var)
         seen = self.count > 0
         if self.shared:
             weight = (seen / seen.sum())[:, None].to(self.mean.dtype)
@@ -144,7 +140,6 @@ class PopulationStatistics(nn.Module):
         rows = torch.arange(self.count.shape[0], device=self.count.device)
         first = seen.to(torch.int8).argmax()
         rows = torch.where(seen, rows, first).cummax(0).values
-        start = min(start, self.count.shape[0] - 1)
         rows = rows[start : start + steps]
         return self.mean[rows], self.var[rows]
 
@@ -202,12 +197,44 @@ class PopulationStatistics(nn.Module):
             self.var = self.var.new_zeros(rows, self.features)
             self.count = self.count.new_zeros(rows)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        self._surely_seen = 0
         self.estimated = count.device.type != "meta" and bool((count > 0).any())
+        self._surely_seen = seen_at_first(count) if self.estimated else 0
 
     def extra_repr(self) -> str:
         """The options, for ``print(module)``."""
         return f"{self.features}, max_length={self.max_length}, momentum={self.momentum}"
+
+
+Update = tuple[PopulationStatistics, Tensor, Tensor, int, Tensor | None]
+
+
+def update_all(updates: list[Update]) -> None:
+    """`PopulationStatistics.update` of several terms of one layer, in few operations.
+
+    updates: the statistics of each term and what their `update` takes.
+    """
+    often = []  # by far the most frequent case: no step is new, so all estimates weigh alike
+    for statistics, mean, var, start, reached in updates:
+        stop = start + mean.shape[0]
+        known = statistics.momentum is not None and stop <= statistics._surely_seen
+        if known and reached is None:
+            often.append((statistics, mean, var, start, stop))
+        else:
+            statistics.update(mean, var, start, reached)
+    if not often:
+        return
+    with torch.no_grad():
+        torch._foreach_add_([s.count[start:stop] for s, _, _, start, stop in often], 1)
+        torch._foreach_lerp_(
+            [part for s, _, _, i, j in often for part in (s.mean[i:j], s.var[i:j])],
+            [v.to(s.mean.dtype) for s, mean, var, _, _ in often for v in (mean, var)],
+            often[0][0].momentum or 0.0,
+        )
+
+
+def seen_at_first(count: Tensor) -> int:
+    """The steps before the first one without an estimate; waits for the device."""
+    return int((count > 0).to(torch.int64).cumprod(0).sum())
 
 
 def _statistics_of(model: nn.Module) -> list[PopulationStatistics]:
@@ -330,13 +357,13 @@ def update_population_stats(
         return 0
     run = forward or _default_forward(device)
     modes = {module: module.training for module in model.modules()}
-    before = [(s.momentum, s.estimated, s.mean, s.var, s.count) for s in statistics]
+    before = [(s.momentum, s.estimated, s.mean, s.var, s.count, s._surely_seen) for s in statistics]
     cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})
     total, done = 0, False
     try:
         model.train(train_mode)
         for s in statistics:
-            s.momentum, s.estimated = None, False
+            s.momentum, s.estimated, s._surely_seen = None, False, 0
             s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
             s.count = torch.zeros_like(s.count)
         with torch.no_grad(), torch.random.fork_rng(devices=cuda), _forced(model, "record"):
@@ -355,10 +382,11 @@ def update_population_stats(
             raise ValueError("batches is empty: there is nothing to estimate statistics from")
         done = True
     finally:
-        for s, (momentum, estimated, mean, var, count) in zip(statistics, before, strict=True):
+        for s, (momentum, estimated, *buffers, seen) in zip(statistics, before, strict=True):
             s.momentum = momentum
             if not done:
-                s.estimated, s.mean, s.var, s.count = estimated, mean, var, count
+                s.estimated, s._surely_seen = estimated, seen
+                s.mean, s.var, s.count = buffers
         for module, mode in modes.items():
             module.training = mode
     return total

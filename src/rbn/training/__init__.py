@@ -4,8 +4,8 @@ from rbn.training.checkpoint import CheckpointError
 from rbn.training.launcher import RankLost, in_touch, launch
 from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule
-from rbn.training.together import train_together
-from rbn.training.trainer import Diverged, Task, Trainer
+from rbn.training.together import Diverged, train_together
+from rbn.training.trainer import Task, Trainer
 from rbn.training.world import World, check_devices, make_fabric
 
 __all__ = [

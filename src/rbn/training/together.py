@@ -5,13 +5,30 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from rbn.training.ranks import Ranks
-from rbn.training.trainer import Diverged, Trainer
 
 
-def train_together(trainers: Sequence[Trainer]) -> None:
+class Diverged(FloatingPointError):
+    """A loss, or too many gradients in a row, that are not finite."""
+
+
+class Advancing(Protocol):
+    """A run that goes on step by step: a `Trainer`."""
+
+    def advance(self) -> bool:
+        """Make one step and what is due after it. False when there is nothing more to do."""
+
+    def save(self) -> None:
+        """Write the checkpoint to go on from."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside, torch uses the run's own random numbers and stream."""
+
+
+def train_together(trainers: Sequence[Advancing]) -> None:
     """Train several runs in turns, a step each, until all are over.
 
     Each has its own random numbers and on a GPU its own stream, so the numbers are those of
@@ -25,7 +42,7 @@ def train_together(trainers: Sequence[Trainer]) -> None:
     active = list(trainers)
     diverged: list[Diverged] = []
 
-    def goes_on(trainer: Trainer) -> bool:
+    def goes_on(trainer: Advancing) -> bool:
         try:
             return trainer.advance()
         except Diverged as error:

@@ -26,6 +26,7 @@ from rbn.training.captured import CapturedStep
 from rbn.training.randomness import RandomState, seed_of_step
 from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule
+from rbn.training.together import Diverged, train_together
 from rbn.training.world import make_fabric
 
 if TYPE_CHECKING:
@@ -55,10 +56,6 @@ class Task(Protocol):
 
         Of several processes that train together all call it; the first one's figures count.
         """
-
-
-class Diverged(FloatingPointError):
-    """A loss, or too many gradients in a row, that are not finite."""
 
 
 _MOST_SKIPPED = 50  # steps in a row whose gradient is not finite before training is given up
@@ -139,6 +136,7 @@ class Trainer:
         self._began: float | None = None
         self._saved = 0.0  # seconds since then
         self._closed = False  # finished, and all of it on the disk
+        self._stopping = False
         self._random = RandomState(device)
         self._seed = self.ranks.from_first(torch.initial_seed)
         self._share = 1.0  # of the rows of the present minibatch
@@ -171,8 +169,6 @@ class Trainer:
             KeyboardInterrupt: on Ctrl-C, after the step was finished and a checkpoint written. A
                 second Ctrl-C does not wait for that.
         """
-        from rbn.training.together import train_together
-
         train_together([self])
         return self.progress
 
@@ -191,9 +187,6 @@ class Trainer:
             now.seconds = self._before + spent
             if self.on_step:
                 self.on_step(now)
-            out_of_time = schedule.max_minutes is not None and self.ranks.any(
-                spent >= 60 * schedule.max_minutes
-            )
             due = now.step % schedule.checkpoint_every == 0
             if now.step % schedule.evaluate_every == 0 or now.step == schedule.steps:
                 self._look()
@@ -201,12 +194,23 @@ class Trainer:
             if now.finished or now.step == schedule.steps:
                 self._finish()
                 return False
-            if out_of_time or (
+            stops = self._stopping or (
+                schedule.max_minutes is not None
+                and self.ranks.any(spent >= 60 * schedule.max_minutes)
+            )
+            if stops or (
                 due and self.ranks.any(spent - self._saved >= schedule.checkpoint_seconds)
             ):
                 self.save()
                 self._saved = spent
-            return not out_of_time
+            return not stops
+
+    def stop(self) -> None:
+        """Save and stop unfinished after this step, as when the time is over.
+
+        Where several processes train one run, all of them must be told.
+        """
+        self._stopping = True
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -63,6 +63,7 @@ def fit(
     data: Splits,
     on_step: Callable[[int], None] | None = None,
     on_record: Callable[[Record], None] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Trained:
     """Train, return to the best parameters, estimate the population statistics exactly, test.
 
@@ -72,7 +73,9 @@ def fit(
         data: the sequences.
         on_step: called after every step with its number, from 1.
         on_record: called after every look at the validation data.
+        device: to train on. Elsewhere than on the CPU only the noise is drawn differently.
     """
+    data = data.to(device)
     records: list[Record] = []
     spent = 0.0  # on the evaluations before the present one
 
@@ -89,8 +92,8 @@ def fit(
             on_step(now.step)
 
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
-        reached = reach(build(name, settings), data.train, settings.batch_size)
-        model = build(name, settings)  # untouched by that
+        reached = reach(build(name, settings).to(device), data.train, settings.batch_size)
+        model = build(name, settings).to(device)  # untouched by that
         task = _Timed(model, data, settings.batch_size, settings.seed)
         steps = settings.epochs * task.batches_per_epoch
         trainer = Trainer(

@@ -172,7 +172,8 @@ def _forward(a: Inputs) -> Outputs:
         hs[:, 0, :, H:] = 0
     cs = torch.empty(saved_cells(a), dtype=torch.float32, device=wx.device)
     wh = wx.new_empty(R * T * B * 4 * stride if a.save else 0)
-    h_n, c_n = torch.empty(2, R, B, H, dtype=torch.float32, device=wx.device)
+    # Not halves of one: the kernels in CUDA C++ write only where a multiple of 16 bytes begins.
+    h_n, c_n = (torch.empty(R, B, H, dtype=torch.float32, device=wx.device) for _ in range(2))
     new = [
         torch.empty(shape, dtype=torch.float32, device=wx.device)
         for shape in statistics_shapes(a)

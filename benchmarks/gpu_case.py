@@ -1,0 +1,105 @@
+"""Short pieces of work for gpu_tests.py, each in a process of its own.
+
+gpu_case.py kernels                  every kernel once on small layers, for compute-sanitizer
+gpu_case.py first T B I H TYPE       seconds of the first training step, with nothing compiled yet
+gpu_case.py demo DEVICE MODEL SEED   the test accuracy of one of the digits demo's models
+"""
+
+import argparse
+import contextlib
+import json
+import time
+from unittest import mock
+
+import torch
+
+import rbn
+
+TYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def kernels():
+    """A training and an inference call through every kernel: CUDA C++, for wide layers, Triton.
+
+    The result is compared with the reference's, loosely: what is looked for is looked for by the
+    sanitizer.
+    """
+    from rbn.ops.gpu import cuda_lstm
+
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    paths = {
+        "cuda": {},
+        "wide": {"_fits": lambda wx: False},
+        "triton": {"covers": lambda a: False},
+    }
+    done = []
+    for path, patches in paths.items():
+        for precision, dtype in TYPES.items():
+            if path == "wide" and (precision == "tf32" or not hopper):
+                continue
+            for make in (rbn.LSTM, rbn.BatchNormLSTM):
+                with contextlib.ExitStack() as stack:
+                    for name, value in patches.items():
+                        stack.enter_context(mock.patch.object(cuda_lstm, name, value))
+                    compare(make(3, 24).to("cuda", dtype))
+                done.append(f"{path} {precision} {make.__name__}")
+    print(json.dumps({"ran": done}))
+
+
+def compare(layer):
+    like = next(layer.parameters())
+    torch.manual_seed(0)
+    x = torch.randn(3, 20, 3).to(like)
+    lengths = torch.randint(1, 4, (20,), device=like.device)
+    for given in (None, lengths):
+        layer.train()
+        output = layer(x, lengths=given)[0]
+        output.float().square().mean().backward()
+        with torch.no_grad():
+            layer.eval()(x, lengths=given)
+    with torch.no_grad(), rbn.backend("reference"), rbn.batch_statistics(layer):
+        expected = layer.double()(x.double(), lengths=lengths)[0]
+    error = ((output.double() - expected).norm() / expected.norm()).item()
+    assert error < 0.05, f"the output is off by {error}"  # 8 bits through three steps; not NaN
+
+
+def first(T, B, I, H, precision):  # noqa: E741
+    torch.zeros(1, device="cuda")
+    layer = rbn.BatchNormLSTM(I, H, max_length=T).to("cuda", TYPES[precision])
+    x = torch.randn(T, B, I, device="cuda", dtype=TYPES[precision])
+    began = time.perf_counter()
+    layer(x)[0].sum().backward()
+    torch.cuda.synchronize()
+    print(json.dumps({"seconds": round(time.perf_counter() - began, 2)}))
+
+
+def demo(device, model, seed):
+    from rbn.data import digits
+    from rbn.experiments.demo import Settings
+    from rbn.experiments.demo.fit import fit
+
+    torch.set_num_threads(1)
+    began, data = time.perf_counter(), digits()
+    accuracy = fit(model, Settings(seed=seed), data, device=device).test_accuracy
+    seconds = round(time.perf_counter() - began, 1)
+    print(json.dumps({"test": accuracy, "images": len(data.test), "seconds": seconds}))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    work = parser.add_subparsers(dest="work", required=True)
+    work.add_parser("kernels")
+    one = work.add_parser("first")
+    for name in "TBIH":
+        one.add_argument(name, type=int)
+    one.add_argument("precision", choices=TYPES)
+    one = work.add_parser("demo")
+    one.add_argument("device")
+    one.add_argument("model", choices=("LSTM", "BN-LSTM"))
+    one.add_argument("seed", type=int)
+    arguments = vars(parser.parse_args())
+    {"kernels": kernels, "first": first, "demo": demo}[arguments.pop("work")](**arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""How the GPU benchmark times a layer: with CUDA events, called and as CUDA graphs."""
+
+import time
+
+import torch
+from gpu_floor import TYPES
+from gpu_layers import make_layer
+from gpu_rows import CUDNN, CUDNN_BATCH_FIRST, GRAPH, SCRIPTED
+
+SECONDS = 1.0  # for the samples of one figure, or three of them
+
+
+def sample(function, repeats):
+    """Milliseconds of some calls: as many as asked for, or fewer where they take long."""
+    samples, began = [], time.perf_counter()
+    for k in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        if k >= 2:  # the first ones warm up
+            samples.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+        if len(samples) >= 3 and time.perf_counter() - began > SECONDS:
+            break
+    return samples
+
+
+class Ready:
+    """A layer on the card with its input, and what is timed of it."""
+
+    def __init__(self, what, shape, precision):
+        T, B, I, H, directions = shape  # noqa: E741
+        torch.manual_seed(0)
+        self.layer = make_layer(what, shape).to("cuda", TYPES[precision])
+        first = (B, T) if what == CUDNN_BATCH_FIRST else (T, B)
+        new = {"device": "cuda", "dtype": TYPES[precision]}
+        self.x = torch.randn(*first, I, **new)
+        self.grad = torch.randn(*first, H * directions, **new)
+        if what in (CUDNN, CUDNN_BATCH_FIRST):
+            self.layer.flatten_parameters()
+
+    def forward(self):
+        return self.layer(self.x)[0]
+
+    def both(self):
+        self.layer.zero_grad(set_to_none=True)
+        self.forward().backward(self.grad)
+
+    @torch.no_grad()
+    def infer(self):
+        self.forward()
+
+    def each(self):
+        """The three with their names, the layer in the right mode."""
+        self.layer.train()
+        yield "fwd", self.forward
+        yield "fwdbwd", self.both
+        self.layer.eval()
+        yield "infer", self.infer
+
+    def called(self, repeats):
+        self.layer.train()
+        for _ in range(2):
+            self.both()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.both()
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        return {name: sample(run, repeats) for name, run in self.each()} | {"peak_mb": peak}
+
+    def captured(self, repeats):
+        return {name: sample(capture(run).replay, repeats) for name, run in self.each()}
+
+
+def capture(function):
+    """A call as a CUDA graph: what is left without the host's share."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def measure(what, shape, precision, repeats):
+    """What was found of a layer, called and as a CUDA graph, by the names of their rows."""
+    ready = Ready(what, shape, precision)
+    yield what, ready.called(repeats)
+    if what != SCRIPTED:  # which its users call
+        yield what + GRAPH, ready.captured(repeats)

@@ -1,0 +1,220 @@
+"""``rbn sweep`` and ``rbn sweep status``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from rbn.cli.common import DataDir, Device, device_of, guarded, stop
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rbn.experiments.search.table import Standing
+    from rbn.experiments.search.worker import Job
+
+_RUN = "run"
+File = Annotated[str, typer.Argument(help="A sweep (YAML), or a name like ptb-table5.")]
+Workers = Annotated[int, typer.Option(help="Processes; on a machine with GPUs they share these.")]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the trials are kept: a .db (SQLite) or .log (journal) file, or a database's "
+        "URL, such as postgresql+psycopg://user@host/name, for many machines; sweep.db in --out."
+    ),
+]
+Trials = Annotated[int | None, typer.Option(help="How many, instead of the file's number.")]
+Minutes = Annotated[float | None, typer.Option(help="Save and stop after so many.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="key=value for all trials, such as epochs=5.")
+]
+Out = Annotated[Path | None, typer.Option(help="Folder of the runs; runs/NAME.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw a picture: a .svg, .png or .pdf file.")]
+
+
+class FileOrCommand(TyperGroup):
+    """A group whose first word may be a file instead of a command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the hidden command in front of what does not begin with a command."""
+        if not args or args[0] not in self.commands:
+            args = [_RUN, *args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The hidden command has no name in usage lines."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return ("" if name == _RUN else name), command, rest
+
+
+app = typer.Typer(
+    name="sweep",
+    cls=FileOrCommand,
+    help="Try settings: a grid, at random or by TPE; 'sweep status' shows how it stands.",
+)
+
+
+@app.command(_RUN, hidden=True)
+def run(
+    file: File,
+    workers: Workers = 1,
+    storage: Storage = None,
+    trials: Trials = None,
+    set_: Settings = None,
+    max_minutes: Minutes = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+    out: Out = None,
+) -> None:
+    """Try the settings that a file names, each in a run of its own.
+
+    May be stopped or killed at any time: the same command goes on. Started on several machines with
+    one --storage, they share the work.
+
+    'rbn sweep status FILE' shows how it stands.
+    """
+    from rich.console import Console
+
+    from rbn.experiments.search.sampling import need_optuna
+
+    def work() -> None:
+        need_optuna()
+        from optuna.exceptions import OptunaError
+
+        from rbn.experiments.search import file as files
+        from rbn.experiments.search import storage as storages
+        from rbn.experiments.search.table import standing
+        from rbn.experiments.search.worker import Job
+
+        sweep = files.read(file, set_ or [], trials)
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        if max_minutes is not None and not max_minutes > 0:
+            raise ValueError(f"max-minutes must be positive, got {max_minutes}")
+        folder = out or Path("runs") / sweep.name
+        where = storage or storages.default(folder)
+        until = None if max_minutes is None else time.time() + 60 * max_minutes
+        job = Job(sweep, where, folder, device_of(device), data_dir, until)
+        jobs = _jobs(job, workers, dealt=device == "auto" and job.device.type == "cuda")
+        console = Console()
+        try:
+            study, _ = storages.open_study(sweep, where)
+            code, reason = _work(jobs, console)
+            now = standing(study)
+            _report(now, folder, console)
+        except OptunaError as error:
+            stop(f"the storage {storages.shown(where)}: {error.__cause__ or error}", 1)
+        if code:
+            stop(f"{reason}; the same command goes on from there", code)
+        if now.best is None:
+            stop("no trial came to its end", 1)
+
+    guarded(work)
+
+
+def _jobs(job: Job, workers: int, dealt: bool) -> list[Job]:
+    """A job for each worker; dealt: the machine's GPUs in turn."""
+    import torch
+
+    threads = None if workers == 1 else max(1, torch.get_num_threads() // workers)
+    found = [replace(job, threads=threads) for _ in range(workers)]
+    if not dealt:
+        return found
+    count = torch.cuda.device_count()
+    return [replace(j, device=torch.device("cuda", k % count)) for k, j in enumerate(found)]
+
+
+def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
+    """Do the jobs; 0, or an exit code and the reason for it."""
+    import torch
+
+    from rbn.experiments import build
+    from rbn.experiments.search import processes
+    from rbn.experiments.search.worker import TooManyFailed, Worker
+
+    def say(line: str) -> None:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+    if len(jobs) == 1:
+        try:
+            bars = console if console.is_terminal else None
+            return (0, "") if Worker(jobs[0], say, bars).work() else (3, "out of time")
+        except KeyboardInterrupt:
+            return 130, "stopped"
+        except TooManyFailed as error:
+            return 1, str(error)
+    # Missing data are found before anything starts, and what is made of them is made once.
+    build.load(jobs[0].sweep.config({}), torch.device("cpu"), jobs[0].root)
+    codes = processes.run(jobs, say)
+    if 0 in codes:  # only when all trials are over
+        return 0, ""
+    if processes.INTERRUPTED in codes:
+        return 130, "stopped"
+    if processes.OUT_OF_TIME in codes:
+        return 3, "out of time"
+    return 1, "all workers have ended"
+
+
+def _report(now: Standing, folder: Path, console: Console) -> None:
+    from rbn.experiments.search.space import listed
+
+    lines = [now.summary()]
+    if now.best is not None:
+        lines.append(
+            f"best: trial {now.best.number}, validation {now.best.best:.4f}, "
+            f"{listed(now.best.parameters)}, in {folder / f'trial-{now.best.number:04d}'}"
+        )
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+@app.command()
+def status(
+    file: File,
+    plot: Plot = None,
+    storage: Storage = None,
+    out: Out = None,
+) -> None:
+    """A table of the trials of a sweep, and with --plot a picture."""
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    from rbn.experiments.search.sampling import need_optuna
+
+    def work() -> None:
+        need_optuna()
+        from rbn.experiments.search import file as files
+        from rbn.experiments.search import picture
+        from rbn.experiments.search import storage as storages
+        from rbn.experiments.search.space import spoken
+        from rbn.experiments.search.table import standing
+
+        if plot is not None:
+            picture.check(plot)
+        name = files.find(file).stem
+        folder = out or Path("runs") / name
+        now = standing(storages.load_study(name, storage or storages.default(folder)))
+        columns = ["trial", "state", *now.parameters, f"best {now.figure}", "steps", "minutes"]
+        table = Table(*(Column(column, overflow="fold") for column in columns))
+        for row in now.rows:
+            chosen = [spoken(row.parameters.get(name, "")) for name in now.parameters]
+            best = "" if row.best is None else f"{row.best:.4f}"
+            numbers = [best, f"{row.steps:,}", f"{row.seconds / 60:.1f}"]
+            table.add_row(str(row.number), row.state, *chosen, *numbers)
+        console = Console()
+        console.print(table)
+        for row in now.rows:
+            if row.remark:
+                line = f"trial {row.number}, {row.state}: {row.remark}"
+                console.print(line, soft_wrap=True, highlight=False, markup=False)
+        _report(now, folder, console)
+        if plot is not None:
+            picture.draw(now, plot)
+            console.print(str(plot), soft_wrap=True, highlight=False, markup=False)
+
+    guarded(work)

@@ -1,0 +1,161 @@
+"""What a sweep tries: values to choose from and ranges to draw from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Values to choose from, in the order of the file."""
+
+    values: tuple[Value, ...]
+
+    @property
+    def examples(self) -> tuple[Value, ...]:
+        """The values that a config must take."""
+        return self.values
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`, both included; whole ones where both are whole.
+
+    Attributes:
+        low: the least.
+        high: the greatest.
+        log: whether their logarithms are drawn evenly.
+        step: between the numbers; None takes all there are.
+    """
+
+    low: int | float
+    high: int | float
+    log: bool = False
+    step: int | float | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether the numbers are whole."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    @property
+    def examples(self) -> tuple[Value, ...]:
+        """The values that a config must take."""
+        return self.low, self.high
+
+
+Parameter = Choices | Range
+Space = dict[str, Parameter]
+
+
+def parse(found: Any) -> tuple[Space, ...]:
+    """The search space of a file: one by name, or a list of them."""
+    several = found if isinstance(found, list) else [found]
+    if not several:
+        raise ValueError("space is empty")
+    return tuple(_one(each) for each in several)
+
+
+def _one(found: Any) -> Space:
+    if not isinstance(found, dict) or not found:
+        raise ValueError(
+            f"space must name settings and what to try of each, as in "
+            f"'optimizer.lr: [0.01, 0.001]', got {found!r}"
+        )
+    return {str(key): _parameter(str(key), value) for key, value in found.items()}
+
+
+def _parameter(key: str, found: Any) -> Parameter:
+    if isinstance(found, list):
+        return _choices(key, found)
+    if isinstance(found, dict):
+        return _range(key, found)
+    raise ValueError(
+        f"space: {key} must be a list of values or a range such as {{low: 0.001, high: 0.1}}, "
+        f"got {found!r}"
+    )
+
+
+def _choices(key: str, found: list[Any]) -> Choices:
+    if not found:
+        raise ValueError(f"space: {key} has no values to choose from")
+    for value in found:
+        if not isinstance(value, str | int | float | bool | None):
+            raise ValueError(
+                f"space: {key} must have numbers, words, true, false or null to choose from, "
+                f"got {value!r}"
+            )
+    if len(set(found)) < len(found):
+        twice = next(value for value in found if found.count(value) > 1)
+        raise ValueError(f"space: {key} has {twice!r} twice")
+    return Choices(tuple(found))
+
+
+def _range(key: str, found: Mapping[Any, Any]) -> Range:
+    unknown = sorted(set(map(str, found)) - {"low", "high", "log", "step"})
+    if unknown:
+        raise ValueError(f"space: {key} has an unknown {unknown[0]!r}; a range has low, high, ...")
+    log, step = found.get("log", False), found.get("step")
+    if not isinstance(log, bool):
+        raise ValueError(f"space: {key}: log must be true or false, got {log!r}")
+    for name in ("low", "high", "step"):
+        value = found.get(name)
+        if name == "step" and value is None:
+            continue
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise ValueError(f"space: {key}: {name} must be a number, got {value!r}")
+    low, high = found["low"], found["high"]
+    if low > high:
+        raise ValueError(f"space: {key}: low must be at most high, got {low} and {high}")
+    if log and low <= 0:
+        raise ValueError(f"space: {key}: with log, low must be positive, got {low}")
+    if log and step is not None:
+        raise ValueError(f"space: {key} cannot have both log and step")
+    if step is not None and step <= 0:
+        raise ValueError(f"space: {key}: step must be positive, got {step}")
+    if not (isinstance(low, int) and isinstance(high, int)):
+        low, high = float(low), float(high)
+    elif isinstance(step, float):
+        raise ValueError(f"space: {key}: step must be whole as low and high are, got {step}")
+    return Range(low, high, log, step)
+
+
+def grid(space: Space) -> list[dict[str, Value]]:
+    """All combinations of a space's values, the last setting varying fastest."""
+    for key, parameter in space.items():
+        if isinstance(parameter, Range):
+            raise ValueError(f"space: {key} is a range; a grid needs a list of values")
+    lists = [parameter.examples for parameter in space.values()]
+    return [dict(zip(space, values, strict=True)) for values in itertools.product(*lists)]
+
+
+def together(spaces: tuple[Space, ...]) -> Space:
+    """One space that holds all values of several; their names in order of appearance."""
+    found: Space = {}
+    for key, parameter in (item for space in spaces for item in space.items()):
+        before = found.get(key)
+        if isinstance(before, Choices) and isinstance(parameter, Choices):
+            new = tuple(value for value in parameter.values if value not in before.values)
+            parameter = Choices(before.values + new)
+        found[key] = parameter
+    return found
+
+
+def spoken(value: Value) -> str:
+    """A value for the eye."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def listed(parameters: Mapping[str, Value]) -> str:
+    """Settings in a line."""
+    return ", ".join(f"{key}={spoken(value)}" for key, value in parameters.items())

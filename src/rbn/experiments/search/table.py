@@ -1,0 +1,143 @@
+"""What there is of a sweep: its trials as rows, and the best of them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rbn.experiments.config import from_mapping
+from rbn.experiments.search.trials import SILENT
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial
+
+STATES = {
+    "COMPLETE": "complete",
+    "PRUNED": "pruned",
+    "RUNNING": "running",
+    "WAITING": "waiting",
+    "FAIL": "failed",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trial.
+
+    Attributes:
+        number: from 0.
+        state: one of the values of `STATES`.
+        remark: why it failed, or what else is odd.
+        parameters: its settings.
+        best: the best validation figure so far.
+        curve: the validation figure of every look, in order.
+        steps: training steps up to the last look.
+        seconds: of training up to then.
+    """
+
+    number: int
+    state: str
+    remark: str
+    parameters: dict[str, Any]
+    best: float | None
+    curve: tuple[float, ...]
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A sweep as it is now.
+
+    Attributes:
+        name: of the sweep.
+        figure: what is measured on the validation data.
+        maximize: whether higher figures are better.
+        rows: its trials.
+        total: how many there are to be.
+    """
+
+    name: str
+    figure: str
+    maximize: bool
+    rows: tuple[Row, ...]
+    total: int
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of the settings that are tried."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.parameters))
+
+    @property
+    def finished(self) -> int:
+        """Trials that are over."""
+        return sum(row.state in ("complete", "pruned", "failed") for row in self.rows)
+
+    @property
+    def best(self) -> Row | None:
+        """The best trial that came to its end."""
+        done = [row for row in self.rows if row.state == "complete" and row.best is not None]
+        key = _key(self.maximize)
+        return max(done, key=lambda row: key(row.best), default=None)
+
+    def summary(self) -> str:
+        """All of it in a line."""
+        counts = Counter(row.state for row in self.rows)
+        counts["waiting"] += self.total - len(self.rows)
+        parts = [f"{counts[state]} {state}" for state in STATES.values() if counts[state]]
+        return f"{self.name}: {self.finished} of {self.total} trials finished ({', '.join(parts)})"
+
+
+def standing(study: Study) -> Standing:
+    """The sweep of a study."""
+    total = int(study.user_attrs.get("trials", 0))
+    maximize = study.direction.name == "MAXIMIZE"
+    found = [t for t in study.get_trials(deepcopy=False) if t.number < total]
+    identity = study.user_attrs["sweep"]
+    order = list(dict.fromkeys(key for space in identity["space"] for key in space))
+    rows = tuple(_row(trial, maximize, order) for trial in found)
+    config = from_mapping(next(iter(identity["config"].values())))
+    figure = "bits per character" if config.is_text else "accuracy"
+    figure = "error rate" if config.is_reading else figure
+    return Standing(study.study_name, figure, maximize, rows, total)
+
+
+def _row(trial: FrozenTrial, maximize: bool, order: Sequence[str]) -> Row:
+    curve = tuple(trial.intermediate_values[k] for k in sorted(trial.intermediate_values))
+    figures = [value for value in curve if value == value]  # not NaN
+    if trial.state.name == "COMPLETE" and trial.value is not None:
+        figures.append(trial.value)
+    at = trial.user_attrs.get("at") or {}
+    return Row(
+        number=trial.number,
+        state=STATES[trial.state.name],
+        remark=_remark(trial),
+        parameters={name: trial.params[name] for name in order if name in trial.params},
+        best=max(figures, key=_key(maximize), default=None),
+        curve=curve,
+        steps=int(at.get("step", 0)),
+        seconds=float(at.get("seconds", 0.0)),
+    )
+
+
+def _key(maximize: bool) -> Any:
+    return (lambda value: value) if maximize else (lambda value: -value)
+
+
+def _remark(trial: FrozenTrial) -> str:
+    facts = trial.user_attrs
+    if trial.state.name == "FAIL":
+        return str(facts.get("reason", ""))
+    if trial.state.name == "RUNNING" and facts.get("beat"):
+        silence = time.time() - facts["beat"]["time"]  # by this machine's clock: for the eye only
+        if silence > SILENT * facts["beat"]["every"]:
+            return f"silent for {silence / 60:.0f} min"
+    if "diverged" in facts:
+        return f"diverged at step {facts['diverged']}"
+    if trial.state.name == "WAITING" and trial.params:
+        return "to be gone on with"
+    return ""

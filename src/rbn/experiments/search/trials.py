@@ -1,0 +1,227 @@
+"""Who works on which trial.
+
+A trial waits, runs, and is finished. A worker that takes one writes its name and a rising count
+into it, again and again. A trial whose count stands still has lost its worker: whoever notices lets
+it wait again, and the next one goes on from its last checkpoint. A worker that finds another's name
+in its trial was only thought to be dead, and leaves it to the other. Of a storage this needs only
+that a waiting trial can be taken once, and no clock but each worker's own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rbn.experiments.search import sampling
+from rbn.experiments.search.space import Choices, Parameter, Value
+from rbn.experiments.search.sweep import Sweep
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial, Trial
+
+Result = TypeVar("Result")
+SILENT = 4  # heartbeats that may be missing
+_MOST_DEATHS = 3  # workers that may be lost on one trial
+_PAUSES = (1, 2, 4, 8, 15)  # seconds between attempts to reach the storage
+
+
+def patiently(call: Callable[[], Result]) -> Result:
+    """Call again for half a minute where the storage cannot be reached."""
+    from optuna.exceptions import StorageInternalError
+
+    for pause in _PAUSES:
+        try:
+            return call()
+        except StorageInternalError:
+            time.sleep(pause)
+    return call()
+
+
+class Trials:
+    """A worker's view of the trials of a sweep.
+
+    Args:
+        sweep: what is tried.
+        study: of the sweep.
+        storage: of the study.
+    """
+
+    def __init__(self, sweep: Sweep, study: Study, storage: BaseStorage) -> None:
+        self.sweep, self.study, self._storage = sweep, study, storage
+        self._study_id = storage.get_study_id_from_name(sweep.name)
+        self.worker = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:6]}"
+        self._count = 0
+        self._seen: dict[int, tuple[Any, float]] = {}  # signs of life, and since when they stand
+
+    def take(self) -> int | None:
+        """The number of a trial that is this worker's now; None if there is none to be had."""
+        found = patiently(self._all)
+        freed = [trial.number for trial in found if self._silent(trial) and self._free(trial)]
+        waiting = [t.number for t in found if t.state.name == "WAITING"]
+        for number in sorted(freed + waiting):
+            if self._claim(number):
+                return number
+        if len(found) < self.sweep.trials:
+            # Two workers may make one too many: its number is beyond the last, so it never runs.
+            patiently(lambda: self.study.enqueue_trial({}))
+            return self.take()
+        return None
+
+    def all_finished(self) -> bool:
+        """Whether the sweep is at its end."""
+        found = patiently(self._all)
+        return len(found) == self.sweep.trials and all(t.state.is_finished() for t in found)
+
+    def _all(self) -> list[FrozenTrial]:
+        found = self.study.get_trials(deepcopy=False)
+        return [trial for trial in found if trial.number < self.sweep.trials]
+
+    def id_of(self, number: int) -> int:
+        """What the storage calls a trial."""
+        return self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
+
+    def _claim(self, number: int) -> bool:
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        def attempt() -> bool:
+            return self._storage.set_trial_state_values(self.id_of(number), TrialState.RUNNING)
+
+        try:
+            if not patiently(attempt):
+                return False
+        except UpdateFinishedTrialError:
+            return False
+        patiently(lambda: self.beat(number))
+        return True
+
+    def _silent(self, trial: FrozenTrial) -> bool:
+        """Whether a running trial's signs of life have stood still for too long."""
+        if trial.state.name != "RUNNING":
+            self._seen.pop(trial.number, None)
+            return False
+        sign, now = trial.user_attrs.get("beat"), time.monotonic()
+        before, since = self._seen.get(trial.number, (None, now))
+        if trial.number not in self._seen or before != sign:
+            self._seen[trial.number] = sign, now
+            return False
+        every = sign["every"] if sign else self.sweep.heartbeat
+        return bool(now - since > SILENT * every)
+
+    def _free(self, trial: FrozenTrial) -> bool:
+        """Let a dead worker's trial wait again; False if it was not dead or is given up."""
+        from optuna.exceptions import UpdateFinishedTrialError
+        from optuna.trial import TrialState
+
+        del self._seen[trial.number]
+        try:
+            now = self.frozen(trial.number)
+            if now.state != TrialState.RUNNING or now.user_attrs != trial.user_attrs:
+                return False  # another one was faster
+            deaths = int(now.user_attrs.get("deaths", 0)) + 1
+            self.note(trial.number, "deaths", deaths)
+            if deaths >= _MOST_DEATHS:
+                self._fail(trial.number, f"{deaths} workers died of it")
+                return False
+            self._storage.set_trial_state_values(self.id_of(trial.number), TrialState.WAITING)
+        except UpdateFinishedTrialError:
+            return False
+        return True
+
+    def frozen(self, number: int) -> FrozenTrial:
+        """A trial as the storage has it."""
+        return self._storage.get_trial(self.id_of(number))
+
+    def beat(self, number: int) -> None:
+        """Give a sign of life."""
+        self._count += 1
+        sign = {"worker": self.worker, "count": self._count, "every": self.sweep.heartbeat}
+        self.note(number, "beat", {**sign, "time": time.time()})
+
+    def holds(self, number: int) -> bool:
+        """Whether a trial is still this worker's."""
+        trial = self.frozen(number)
+        sign = trial.user_attrs.get("beat") or {}
+        return trial.state.name == "RUNNING" and sign.get("worker") == self.worker
+
+    def note(self, number: int, key: str, value: Any) -> None:
+        """Write a fact into a trial."""
+        self._storage.set_trial_user_attr(self.id_of(number), key, value)
+
+    def begin(self, number: int) -> tuple[Trial, dict[str, Value]]:
+        """Choose a trial's settings, or find those that were chosen before."""
+        from optuna.trial import Trial
+
+        self.study.sampler = sampling.make_sampler(self.sweep, number)
+        trial = Trial(self.study, self.id_of(number))
+        names = list(self.sweep.space)
+        if self.sweep.points is not None:
+            names = list(self.sweep.points[number])
+        space = self.sweep.space
+        return trial, {name: _suggest(trial, name, space[name]) for name in names}
+
+    # The ends of a trial. Each is False where it is no longer this worker's.
+
+    def release(self, number: int) -> bool:
+        """Let a trial wait for another worker, or another time."""
+        from optuna.trial import TrialState
+
+        def work() -> None:
+            self._storage.set_trial_state_values(self.id_of(number), TrialState.WAITING)
+
+        return self._end(number, work)
+
+    def complete(self, number: int, value: float) -> bool:
+        """Finish a trial with its figure."""
+        return self._end(number, lambda: self.study.tell(number, value))
+
+    def prune(self, number: int) -> bool:
+        """Finish a trial before its time."""
+        from optuna.trial import TrialState
+
+        return self._end(number, lambda: self.study.tell(number, state=TrialState.PRUNED))
+
+    def fail(self, number: int, reason: str) -> bool:
+        """Finish a trial that came to nothing."""
+        return self._end(number, lambda: self._fail(number, reason))
+
+    def _fail(self, number: int, reason: str) -> None:
+        from optuna.trial import TrialState
+
+        self.note(number, "reason", reason)
+        self.study.tell(number, state=TrialState.FAIL)
+
+    def _end(self, number: int, work: Callable[[], object]) -> bool:
+        from optuna.exceptions import UpdateFinishedTrialError
+
+        def attempt() -> bool:
+            if not self.holds(number):
+                return False
+            work()
+            return True
+
+        try:
+            return patiently(attempt)
+        except UpdateFinishedTrialError:
+            return False
+        except ValueError:  # Optuna's word for a trial that does not run
+            if self.holds(number):
+                raise
+            return False
+
+
+def _suggest(trial: Trial, name: str, parameter: Parameter) -> Value:
+    if isinstance(parameter, Choices):
+        chosen: Value = trial.suggest_categorical(name, parameter.values)
+        return chosen
+    low, high, log = parameter.low, parameter.high, parameter.log
+    if parameter.whole:
+        step = int(parameter.step or 1)
+        return trial.suggest_int(name, int(low), int(high), step=step, log=log)
+    return trial.suggest_float(name, low, high, step=parameter.step, log=log)

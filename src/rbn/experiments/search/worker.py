@@ -1,0 +1,247 @@
+"""A worker: takes trials of a sweep and trains them, as ``rbn train`` would."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rbn.experiments import build
+from rbn.experiments.config import Config
+from rbn.experiments.fit import Fit, Watch, Watcher
+from rbn.experiments.reading import ReadingTask
+from rbn.experiments.search.heart import Heart
+from rbn.experiments.search.space import listed
+from rbn.experiments.search.storage import open_study
+from rbn.experiments.search.sweep import Sweep
+from rbn.experiments.search.trials import Trials, patiently
+from rbn.experiments.tasks import Classification, NextSymbol
+from rbn.training import CheckpointError, Trainer
+
+if TYPE_CHECKING:
+    from optuna.trial import Trial
+    from rich.console import Console
+
+_MOST_FAILURES = 3  # in a row
+_LONGEST_WAIT = 5.0  # seconds between looks at the trials of others
+
+
+class TooManyFailed(RuntimeError):
+    """Several trials in a row came to nothing: likely not their fault."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is to do.
+
+    Attributes:
+        sweep: whose trials.
+        storage: where they are kept.
+        out: folder of the runs.
+        device: to train on.
+        root: where the data are; ``RBN_DATA`` by default.
+        until: time, as `time.time` gives it, at which to save and stop; None has no limit.
+        threads: of the CPU; None leaves them.
+    """
+
+    sweep: Sweep
+    storage: str
+    out: Path
+    device: torch.device
+    root: Path | None = None
+    until: float | None = None
+    threads: int | None = None
+
+    def folder(self, number: int) -> Path:
+        """The run of a trial."""
+        return self.out / f"trial-{number:04d}"
+
+
+class Worker:
+    """Trains trials until there are no more.
+
+    Args:
+        job: what to do.
+        say: called with a line for the user.
+        console: for a progress bar; None shows none.
+        stop: an event that ends the worker as Ctrl-C would.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        say: Callable[[str], None],
+        console: Console | None = None,
+        stop: Any = None,
+    ) -> None:
+        self.job, self.say, self._console, self._stop = job, say, console, stop
+        self._loaded: dict[str, build.Loaded] = {}
+        self._failures = 0
+
+    def work(self) -> bool:
+        """Train until the sweep is at its end, or, with False, the time is.
+
+        Raises:
+            TooManyFailed: when trials fail one after another.
+            KeyboardInterrupt: on Ctrl-C; the trial in hand is saved and waits for the next worker.
+        """
+        job = self.job
+        if job.threads is not None:
+            torch.set_num_threads(job.threads)
+        if job.device.index is not None:
+            torch.cuda.set_device(job.device)
+        study, storage = open_study(job.sweep, job.storage)
+        trials = Trials(job.sweep, study, storage)
+        if trials.all_finished():
+            return True
+        base = job.sweep.config({})
+        Fit([], job.device, job.root, loaded=self._loaded).load(base)  # missing data cost no trial
+        waited = False
+        with Heart(trials, self._stop) as heart:
+            while self._left() > 0:
+                number = trials.take()
+                if number is None:
+                    if trials.all_finished():
+                        return True
+                    if not waited:
+                        self.say("waiting for the trials of other workers")
+                        waited = True
+                    time.sleep(min(self._left(), _LONGEST_WAIT, job.sweep.heartbeat))
+                    continue
+                heart.hold(number)
+                try:
+                    self._run(number, trials, heart)
+                except BaseException:
+                    with contextlib.suppress(Exception):
+                        trials.release(number)
+                    raise
+                finally:
+                    heart.drop()
+                self._clean()
+        return False
+
+    def _clean(self) -> None:
+        """Give back the memory of the last trial: its parts hold each other."""
+        gc.collect()
+        if self.job.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _left(self) -> float:
+        """Seconds."""
+        return math.inf if self.job.until is None else self.job.until - time.time()
+
+    def _run(self, number: int, trials: Trials, heart: Heart) -> None:
+        """One trial, from where it is to its end or until it is given up."""
+        from optuna.exceptions import UpdateFinishedTrialError
+
+        job = self.job
+        trial, parameters = trials.begin(number)
+        self.say(f"trial {number}: {listed(parameters)}")
+        config = job.sweep.config(parameters, number)
+        command = job.sweep.command(parameters, number)
+        wanted = [(job.folder(number), config, job.sweep.seed)]
+        fit = Fit(wanted, job.device, job.root, command, self._loaded)
+        try:
+            with contextlib.ExitStack() as stack:
+                bar = None
+                if self._console is not None:
+                    bar = stack.enter_context(Watch(fit, self._console))
+                looks = _Looks(trials, trial, heart, self.say, bar)
+                minutes = None if job.until is None else max(self._left(), 1e-3) / 60
+                fit.train(max_minutes=minutes, watch=looks)
+            self._conclude(number, trials, heart, fit, looks)
+        except UpdateFinishedTrialError:
+            self.say(f"trial {number}: another worker has finished it")
+        except CheckpointError:
+            raise  # the disk is full or broken, which is no fault of the trial
+        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            trials.fail(number, reason)
+            self.say(f"trial {number}: failed: {reason}")
+            self._failures += 1
+            if self._failures >= _MOST_FAILURES:
+                raise TooManyFailed(
+                    f"{self._failures} trials in a row failed, the last with {reason}"
+                ) from error
+        else:
+            self._failures = 0
+
+    def _conclude(self, number: int, trials: Trials, heart: Heart, fit: Fit, looks: _Looks) -> None:
+        """Tell the storage what came of a trial that was trained."""
+        (trainer,) = fit.trainers
+        now, best = trainer.progress, trainer.progress.best
+        if heart.lost:
+            self.say(f"trial {number}: another worker has taken it")
+        elif looks.pruned and not now.finished:
+            if trials.prune(number):
+                self.say(f"trial {number}: pruned at step {now.step:,}, best {best:.4f}")
+        elif fit.diverged is not None and not trainer.best.exists():
+            if trials.fail(number, f"diverged at step {now.diverged_at}"):
+                self.say(f"trial {number}: failed: {fit.diverged}")
+        elif fit.diverged is None and not now.finished:
+            if trials.release(number):
+                self.say(f"trial {number}: out of time at step {now.step:,}, saved")
+        elif best is None or not math.isfinite(best):
+            if trials.fail(number, f"its best validation figure is {best}"):
+                self.say(f"trial {number}: failed: its best validation figure is {best}")
+        else:
+            for _ in fit.results():  # writes them
+                pass
+            if fit.diverged is not None:
+                trials.note(number, "diverged", now.diverged_at)
+            if trials.complete(number, best):
+                self.say(f"trial {number}: validation {best:.4f} after {now.step:,} steps")
+
+
+class _Looks:
+    """Reports every look at the validation data, and stops the run when it is pruned."""
+
+    def __init__(
+        self,
+        trials: Trials,
+        trial: Trial,
+        heart: Heart,
+        say: Callable[[str], None],
+        bar: Watcher | None = None,
+    ) -> None:
+        self._trials, self._trial, self._heart = trials, trial, heart
+        self._say, self._bar = say, bar
+        self._known = set(trials.frozen(trial.number).intermediate_values)
+        self.pruned = False
+
+    def add(
+        self, trainer: Trainer, config: Config, task: Classification | NextSymbol | ReadingTask
+    ) -> None:
+        """Watch a run."""
+        if trainer.progress.step > 0:
+            self._say(f"trial {self._trial.number}: goes on at step {trainer.progress.step:,}")
+        if self._bar is not None:
+            self._bar.add(trainer, config, task)
+        shown = trainer.on_record
+
+        def on_record(record: dict[str, float]) -> None:
+            if shown is not None:
+                shown(record)
+            self._report(trainer, record[task.metric])
+
+        trainer.on_record = on_record
+        self._heart.when_lost(trainer.stop)
+
+    def _report(self, trainer: Trainer, value: float) -> None:
+        now, number = trainer.progress, self._trial.number
+        look = len(now.history) - 1
+        if look not in self._known:  # those made again after a kill have the same numbers
+            patiently(lambda: self._trial.report(value, look))
+            self._known.add(look)
+        at = {"step": now.step, "seconds": round(now.seconds, 1)}
+        patiently(lambda: self._trials.note(number, "at", at))
+        if patiently(self._trial.should_prune):
+            self.pruned = True
+            trainer.stop()

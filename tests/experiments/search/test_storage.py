@@ -1,0 +1,44 @@
+"""Where trials are kept: what is refused, and what is not shown."""
+
+import pytest
+
+pytest.importorskip("optuna")
+
+from rbn.experiments.search.storage import load_study, shown
+
+
+def test_another_sweep_of_that_name_is_refused(where, make, tmp_path, worker):
+    worker(make(f"mine-{tmp_path.name}"), where)
+    worker(make(f"mine-{tmp_path.name}", heartbeat=3), where)
+    with pytest.raises(ValueError, match=r"holds a sweep mine-.* with another config and space"):
+        worker(make(f"mine-{tmp_path.name}", space={"clip": [1.0]}, settings=["epochs=3"]), where)
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("trials.txt", "must be a URL or a file ending in .db, .*, got 'trials.txt'"),
+        ("nosuch://host/db", "cannot open the storage nosuch://host/db: "),
+        ("postgresql+psycopg://me:secret@/x?host=/nowhere", r"me:\*\*\*@/x\?host=/nowhere: "),
+        ("broken.db", "cannot open the storage .*broken.db: .*not a database"),
+    ],
+)
+def test_storages_that_cannot_be_opened(where, message, make, tmp_path, monkeypatch, worker):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rbn.experiments.search.storage.time.sleep", lambda _: None)
+    (tmp_path / "broken.db").write_text("not a database" * 100)
+    with pytest.raises(ValueError, match=message) as caught:
+        worker(make(), where)
+    assert "secret" not in str(caught.value)
+
+
+def test_no_such_sweep(where):
+    message = "there is no sweep never" if "://" in where else "there is no sweep never yet"
+    with pytest.raises(ValueError, match=message):
+        load_study("never", where)
+
+
+def test_passwords_are_not_shown():
+    assert shown("postgresql://me:secret@host/db") == "postgresql://me:***@host/db"
+    assert shown("postgresql://host/db") == "postgresql://host/db"
+    assert shown("runs/sweep.db") == "runs/sweep.db"

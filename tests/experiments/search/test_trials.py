@@ -1,0 +1,204 @@
+"""Who works on which trial: each is taken once, and a killed worker's is taken up again."""
+
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("optuna")
+
+from rbn.experiments.search import trials as module
+from rbn.experiments.search.heart import Heart
+from rbn.experiments.search.trials import SILENT
+
+# Takes a trial and gives signs of life until it is killed.
+HOLDER = """
+import pickle, sys, time
+from rbn.experiments.search.heart import Heart
+from rbn.experiments.search.storage import open_study
+from rbn.experiments.search.trials import Trials
+with open(sys.argv[1], "rb") as file:
+    sweep, where = pickle.load(file)
+trials = Trials(sweep, *open_study(sweep, where))
+with Heart(trials) as heart:
+    number = trials.take()
+    trials.begin(number)
+    heart.hold(number)
+    print(number, flush=True)
+    time.sleep(600)
+"""
+
+
+def states(trials):
+    return [trial.state.name for trial in trials.study.get_trials()]
+
+
+def test_every_trial_is_taken_once(where, make, worker):
+    sweep = make(space={"clip": [float(k) for k in range(1, 13)]})
+    taken, barrier = [], threading.Barrier(3)
+
+    def work():
+        mine = worker(sweep, where)
+        barrier.wait()
+        while (number := mine.take()) is not None:
+            taken.append((number, mine.begin(number)[1]["clip"]))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Trial number n is point n of the grid, whoever took it.
+    assert sorted(taken) == [(k, float(k + 1)) for k in range(12)]
+
+
+def test_killed_and_taken_up_again(where, make, tmp_path, worker):
+    sweep = make(heartbeat=1)
+    mine = worker(sweep, where)
+    (tmp_path / "job").write_bytes(pickle.dumps((sweep, where)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "job")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        number = int(process.stdout.readline())
+        assert number == 0
+        other = mine.take()
+        assert other == 1
+        assert mine.complete(other, 0.5)
+        assert mine.take() is None
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        began = time.monotonic()
+        while (again := mine.take()) is None:
+            # Far more than SILENT heartbeats, for a machine with much to do.
+            assert time.monotonic() - began < 60
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+    assert again == number
+    assert mine.frozen(number).user_attrs["deaths"] == 1
+    assert mine.begin(number)[1] == {"optimizer.lr": 0.01}  # as it was chosen before
+    assert mine.complete(number, 0.7)
+    assert mine.all_finished()
+    assert states(mine) == ["COMPLETE", "COMPLETE"]
+
+
+def test_thought_to_be_dead(where, make, monkeypatch, worker):
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    sweep = make()
+    slow, other = worker(sweep, where), worker(sweep, where)
+    assert slow.take() == 0
+    assert other.take() == 1
+    assert other.complete(1, 0.1)
+    assert other.take() is None
+    clock[0] += SILENT * sweep.heartbeat
+    assert other.take() is None  # not longer than that
+    slow.beat(0)
+    clock[0] += 1
+    assert other.take() is None  # a sign of life
+    clock[0] += SILENT * sweep.heartbeat + 1
+    assert other.take() == 0
+    assert not slow.holds(0)
+    assert other.holds(0)
+    for end in (slow.release, slow.prune):
+        assert not end(0)
+    assert not slow.complete(0, 0.9)
+    assert not slow.fail(0, "of no concern")
+    assert other.complete(0, 0.2)
+    assert not slow.complete(0, 0.9)
+    assert other.frozen(0).value == 0.2
+
+
+def test_a_trial_that_kills_its_workers_is_given_up(make, tmp_path, monkeypatch, worker):
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    sweep, where = make(trials=1), str(tmp_path / "sweep.db")
+    workers = [worker(sweep, where) for _ in range(4)]
+    for mine in workers[:3]:
+        assert mine.take() == 0  # each dies of it
+        for other in workers:
+            other.take()
+        clock[0] += SILENT * sweep.heartbeat + 1
+    assert workers[3].take() is None
+    assert workers[3].all_finished()
+    assert workers[3].frozen(0).user_attrs["reason"] == "3 workers died of it"
+
+
+def test_released_trials_wait(where, make, worker):
+    sweep = make()
+    first, second = worker(sweep, where), worker(sweep, where)
+    assert first.take() == 0
+    trial, chosen = first.begin(0)
+    trial.report(0.3, 0)
+    assert first.release(0)
+    assert not first.holds(0)
+    assert second.take() == 0
+    assert second.begin(0)[1] == chosen
+    assert second.frozen(0).intermediate_values == {0: 0.3}
+    assert "deaths" not in second.frozen(0).user_attrs
+
+
+def test_more_trials_later(make, tmp_path, worker):
+    where = str(tmp_path / "sweep.db")
+    few = make("growing", trials=1)
+    mine = worker(few, where)
+    assert mine.take() == 0
+    mine.study.enqueue_trial({})  # as another worker may at the same moment
+    assert mine.take() is None
+    assert mine.complete(0, 0.5)
+    assert mine.all_finished()
+    more = worker(make("growing"), where)
+    assert not more.all_finished()
+    assert more.take() == 1
+    assert more.begin(1)[1] == {"optimizer.lr": 0.001}
+
+
+def test_a_heart_beats_and_notices(make, tmp_path, worker):
+    sweep, where = make(heartbeat=0.2), str(tmp_path / "sweep.db")
+    mine, other = worker(sweep, where), worker(sweep, where)
+    number = mine.take()
+    first = mine.frozen(number).user_attrs["beat"]
+    told = threading.Event()
+    with Heart(mine) as heart:
+        heart.hold(number)
+        heart.when_lost(told.set)
+        deadline = time.monotonic() + 60
+        while mine.frozen(number).user_attrs["beat"]["count"] < first["count"] + 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert not heart.lost
+        other.beat(number)
+        assert told.wait(60)
+        assert heart.lost
+        count = other.frozen(number).user_attrs["beat"]
+        time.sleep(0.6)
+        assert other.frozen(number).user_attrs["beat"] == count  # it has stopped
+
+
+def test_the_storage_may_be_away_for_a_moment(make, tmp_path, monkeypatch, worker):
+    from optuna.exceptions import StorageInternalError
+
+    monkeypatch.setattr(module, "_PAUSES", (0, 0))
+    mine = worker(make(), str(tmp_path / "sweep.db"))
+    number = mine.take()
+    real, calls = mine.study.tell, []
+
+    def tell(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) < 3:
+            raise StorageInternalError("away")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(mine.study, "tell", tell)
+    assert mine.complete(number, 0.5)
+    assert len(calls) == 3
+    monkeypatch.setattr(mine.study, "tell", lambda *_, **__: tell.missing)
+    with pytest.raises(AttributeError):
+        mine.complete(mine.take(), 0.5)

@@ -1,0 +1,275 @@
+"""Workers: a trial is an ordinary run, pruned, stopped, failed or finished."""
+
+import json
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+pytest.importorskip("optuna")
+
+from rbn.data.errors import DataNotFound
+from rbn.experiments import build, runs
+from rbn.experiments.fit import Fit
+from rbn.experiments.search import worker as module
+from rbn.experiments.search.heart import Heart
+from rbn.experiments.search.storage import load_study, open_study
+from rbn.experiments.search.table import standing
+from rbn.experiments.search.trials import Trials
+from rbn.experiments.search.worker import Job, TooManyFailed, Worker
+from rbn.experiments.tasks import Classification
+from rbn.training import checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A worker for a sweep, and what it says."""
+
+    def start(sweep, where=None, **options):
+        said = []
+        job = Job(sweep, where or str(tmp_path / "sweep.log"), tmp_path / "runs", CPU, **options)
+        return Worker(job, said.append), said
+
+    return start
+
+
+def states(sweep, where):
+    return [row.state for row in standing(load_study(sweep.name, where)).rows]
+
+
+def history(folder):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in found]
+
+
+def test_trials_are_ordinary_runs(where, make, start, tmp_path):
+    sweep = make("plain" + tmp_path.name, space={"optimizer.lr": [0.02, 0.002]})
+    worker, said = start(sweep, where)
+    assert worker.work()
+    now = standing(load_study(sweep.name, where))
+    assert (now.finished, now.maximize, now.figure) == (2, True, "accuracy")
+    for row, rate in zip(now.rows, (0.02, 0.002), strict=True):
+        folder = tmp_path / "runs" / f"trial-{row.number:04d}"
+        config, seed = runs.opened(folder)
+        assert (config.optimizer["lr"], config.hidden_size, seed) == (rate, 4, 1)
+        assert row.parameters == {"optimizer.lr": rate}
+        curve = [record["valid_population"] for record in history(folder)]
+        assert list(row.curve) == curve
+        assert row.best == max(curve)
+        assert row.steps == 6
+        assert row.seconds > 0
+        result = json.loads((folder / "result.json").read_text())
+        assert result["tag"] == f"{sweep.name}-{row.number}"
+        assert result["command"] == sweep.command(row.parameters, row.number) + " --seed 1"
+        assert (folder / "best.safetensors").exists()
+    assert said[0] == "trial 0: optimizer.lr=0.02"
+    assert said[1] == f"trial 0: validation {now.rows[0].best:.4f} after 6 steps"
+    worker, said = start(sweep, where)
+    assert worker.work()  # nothing more to do
+    assert said == []
+
+
+def test_a_trials_memory_is_given_back(make, start, monkeypatch):
+    alive, seen = weakref.WeakSet(), []
+    real = build.make_trainer
+
+    def make_trainer(*arguments, **options):
+        seen.append(len(alive))
+        alive.add(trainer := real(*arguments, **options))
+        return trainer
+
+    monkeypatch.setattr(build, "make_trainer", make_trainer)
+    worker, _ = start(make())
+    assert worker.work()
+    assert seen == [0, 0]
+
+
+def test_pruned_on_the_validation_curve(make, start, tmp_path):
+    sweep = make(
+        # The rate of the second is too small to learn anything.
+        space={"optimizer.lr": [0.05, 1e-9, 0.05001]},
+        pruner={"name": "median", "n_startup_trials": 1, "n_warmup_steps": 1},
+        set={"hidden_size": 8, "epochs": 4, "evaluate_every": 4, "batch_size": 200},
+    )
+    worker, said = start(sweep)
+    assert worker.work()
+    first, second, third = standing(load_study(sweep.name, worker.job.storage)).rows
+    assert (first.state, second.state) == ("complete", "pruned")
+    assert third.state in ("complete", "pruned")
+    assert len(first.curve) == 6
+    assert len(second.curve) == 2  # the first look is spared
+    assert second.curve[1] < first.curve[1]
+    assert f"trial 1: pruned at step 8, best {second.best:.4f}" in said
+    folder = tmp_path / "runs" / "trial-0001"
+    _, facts = checkpoint.load(folder / "last.safetensors")
+    assert (facts["progress"]["step"], facts["progress"]["finished"]) == (8, False)
+    assert not (folder / "result.json").exists()
+    # Who wants it may still train it to its end.
+    fit = Fit([(folder, *runs.opened(folder))], CPU)
+    fit.train()
+    assert fit.trainers[0].progress.finished
+    assert len(history(folder)) == 6
+
+
+def test_out_of_time_and_gone_on_with(make, start, tmp_path, monkeypatch):
+    sweep = make(trials=1)
+    whole, _ = start(sweep, str(tmp_path / "whole.log"))
+    assert whole.work()
+    expected = history(tmp_path / "runs" / "trial-0000")
+    (tmp_path / "runs").rename(tmp_path / "before")
+    worker, said = start(sweep, until=time.time() + 60)
+    times = iter([60.0, 1e-9, 0.0])
+    monkeypatch.setattr(worker, "_left", lambda: next(times))
+    assert not worker.work()
+    assert said[-1] == "trial 0: out of time at step 1, saved"
+    assert states(sweep, worker.job.storage) == ["waiting"]
+    (row,) = standing(load_study(sweep.name, worker.job.storage)).rows
+    assert row.remark == "to be gone on with"
+    again, said = start(sweep)
+    assert again.work()
+    assert "trial 0: goes on at step 1" in said
+    assert history(tmp_path / "runs" / "trial-0000") == expected
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "_CHECKPOINT_SECONDS", 0.0)
+    # Looks after steps 2, 4 and 6: killed during the second, when the first is saved.
+    sweep = make(
+        trials=1,
+        heartbeat=0.2,
+        set={"hidden_size": 4, "epochs": 1, "batch_size": 200},
+        space={"evaluate_every": [2]},
+    )
+    whole, _ = start(sweep, str(tmp_path / "whole.log"))
+    assert whole.work()
+    expected = history(tmp_path / "runs" / "trial-0000")
+    (tmp_path / "runs").rename(tmp_path / "before")
+    report = module._Looks._report
+
+    def killed(self, trainer, value):
+        report(self, trainer, value)
+        if len(trainer.progress.history) == 2:
+            raise Killed
+
+    worker, _ = start(sweep)
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Looks, "_report", killed)
+        patch.setattr(Trials, "release", lambda self, number: True)  # the dead release nothing
+        with pytest.raises(Killed):
+            worker.work()
+    assert states(sweep, worker.job.storage) == ["running"]
+    again, said = start(sweep)
+    assert again.work()
+    assert "waiting for the trials of other workers" in said
+    assert "trial 0: goes on at step 2" in said
+    assert history(tmp_path / "runs" / "trial-0000") == expected
+    (row,) = standing(load_study(sweep.name, again.job.storage)).rows
+    assert list(row.curve) == [record["valid_population"] for record in expected]
+
+
+def test_what_fails_is_told_and_the_others_go_on(make, start):
+    sweep = make(space={"batch_size": [5000, 200]}, set={"hidden_size": 4, "epochs": 1})
+    worker, said = start(sweep)
+    assert worker.work()
+    failed, complete = standing(load_study(sweep.name, worker.job.storage)).rows
+    assert (failed.state, complete.state) == ("failed", "complete")
+    assert failed.remark.startswith("ValueError: too few sequences for one batch")
+    assert f"trial 0: failed: {failed.remark}" in said
+
+
+def test_many_failures_in_a_row_stop_the_worker(make, start):
+    space = {"batch_size": [5000, 5001, 5002, 5003]}
+    worker, _ = start(make(space=space, set={"hidden_size": 4, "epochs": 1}))
+    with pytest.raises(TooManyFailed, match="3 trials in a row failed, the last with ValueError"):
+        worker.work()
+    assert states(worker.job.sweep, worker.job.storage) == ["failed"] * 3
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_trial_that_diverges(saved, make, start, monkeypatch):
+    monkeypatch.setattr(build, "_CHECKPOINT_SECONDS", 0.0 if saved else 60.0)
+    loss, steps = Classification.loss, []
+
+    def bad(self, inputs, labels):
+        steps.append(0)
+        return loss(self, inputs, labels) * (float("nan") if len(steps) > 5 else 1)
+
+    monkeypatch.setattr(Classification, "loss", bad)
+    worker, _ = start(make(trials=1))
+    assert worker.work()
+    (row,) = standing(load_study(worker.job.sweep.name, worker.job.storage)).rows
+    assert row.state == ("complete" if saved else "failed")  # with the model from before, or none
+    assert row.remark == "diverged at step 5"
+    assert len(row.curve) == 1
+
+
+def test_a_trial_without_a_figure_fails(make, start, monkeypatch):
+    nothing = {"valid_batch": float("nan"), "valid_population": float("nan")}
+    monkeypatch.setattr(Classification, "evaluate", lambda self: nothing)
+    worker, _ = start(make(trials=1))
+    assert worker.work()
+    (row,) = standing(load_study(worker.job.sweep.name, worker.job.storage)).rows
+    assert (row.state, row.best) == ("failed", None)
+    assert row.remark == "its best validation figure is nan"
+
+
+def test_interrupted_trials_wait(make, start, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    worker, _ = start(make(trials=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Fit, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.work()
+    assert states(worker.job.sweep, worker.job.storage) == ["waiting"]
+    worker, _ = start(worker.job.sweep)
+    assert worker.work()
+
+
+def test_a_trial_that_another_has_taken(make, start, monkeypatch):
+    worker, said = start(make(trials=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Heart, "lost", True)
+        times = iter([1.0, 0.0])
+        patch.setattr(worker, "_left", lambda: next(times))
+        assert not worker.work()
+    assert said[-1] == "trial 0: another worker has taken it"
+    assert states(worker.job.sweep, worker.job.storage) == ["running"]  # the other's
+
+
+def test_waits_for_the_trials_of_others(make, start):
+    sweep = make(trials=2, heartbeat=1)
+    worker, said = start(sweep)
+    other = Trials(sweep, *open_study(sweep, worker.job.storage))
+    assert other.take() == 0
+    thread = threading.Timer(2, other.complete, (0, 0.5))
+    thread.start()
+    assert worker.work()
+    thread.join()
+    assert said[0] == "trial 1: optimizer.lr=0.001"
+    assert "waiting for the trials of other workers" in said
+
+
+def test_missing_data_cost_no_trial(make, start, tmp_path):
+    worker, _ = start(make(config="mnist", set={}, space={"clip": [1.0]}), root=tmp_path)
+    with pytest.raises(DataNotFound):
+        worker.work()
+    assert states(worker.job.sweep, worker.job.storage) == []
+
+
+def test_a_folder_with_another_run_stops_the_worker(make, start, tmp_path):
+    sweep = make(trials=1)
+    worker, _ = start(sweep)
+    runs.start(tmp_path / "runs" / "trial-0000", sweep.config({"optimizer.lr": 0.5}), 1)
+    with pytest.raises(FileExistsError, match="trial-0000 holds a run with other settings"):
+        worker.work()
+    assert states(sweep, worker.job.storage) == ["waiting"]

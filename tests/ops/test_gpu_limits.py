@@ -1,0 +1,283 @@
+"""What the GPU's kernels promise besides their numbers: sizes, company on the card, words."""
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from recurrence_cases import (
+    CALM,
+    assert_same,
+    call,
+    calm,
+    differentiate,
+    fresh_seed,
+    make_case,
+    poisoned_memory,
+)
+
+import rbn
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from rbn.ops.gpu import cuda_lstm, lstm_op
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # float32 is tf32
+
+
+# Sizes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize(
+    ("batch", "hidden"),
+    [(5, 1), (5, 3), (9, 1055), (9, 1058), (3, 2115), (3, 4095), (3, 4096), (129, 40), (400, 24)],
+)
+def test_any_hidden_size_and_batch(batch, hidden, dtype):
+    """Beyond what the kernels in CUDA C++ take, too; a batch of a few steps in every precision."""
+    case = make_case("bn_lstm", 3, batch, hidden, fresh_seed(), dtype=dtype, **calm("bn_lstm"))
+    with poisoned_memory():
+        found = differentiate(case.on("cuda"), "gpu")
+    expected = differentiate(case.to(torch.float64), "reference")
+    assert_same(found[0], expected[0], 16 * UNITS[dtype])
+    for name, want in expected[1].items():
+        error = (found[1][name].double().cpu() - want).norm() / want.norm().clamp(min=1)
+        assert error <= 8 * UNITS[dtype], f"gradient of {name}: {error:.2g}"
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("layer_class", [rbn.LSTM, rbn.BatchNormLSTM])
+def test_a_hundred_thousand_steps_in_inference(layer_class, dtype):
+    torch.manual_seed(fresh_seed())
+    layer = layer_class(2, 24).cuda().to(dtype)
+    layer(torch.randn(10, 8, 2, device="cuda", dtype=dtype))
+    layer.eval()
+    x = torch.randn(100_000, 2, 2, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        output, _ = layer(x)
+        head, _ = layer(x[:50])
+    assert torch.equal(output[:50], head)
+    assert output.isfinite().all()
+
+
+# Several at once --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("together", [2, 5])
+def test_several_recurrences_in_one_launch_of_cuda(together, dtype, monkeypatch):
+    """The directions of a layer, or models of several seeds: each has the bits it has alone."""
+    launches = []
+    run = cuda_lstm.forward
+    monkeypatch.setattr(cuda_lstm, "forward", lambda *a: launches.append(a) or run(*a))
+    made = [
+        make_case("bn_lstm", 6, 33, 40, fresh_seed(), dtype=dtype, **calm("bn_lstm")).on("cuda")
+        for _ in range(together)
+    ]
+    alone = [differentiate(case, "gpu") for case in made]
+    assert len(launches) == together
+    leaves = [
+        torch.stack([case.tensors[name] for case in made]).requires_grad_()
+        for name in made[0].tensors
+    ]
+    options = ([], None, None, 0.0, 0.0, "batch", CALM, "step", "exclude", False, True)
+    results = lstm_op(*leaves, None, *options)
+    assert len(launches) == together + 1
+    names = ("output", "h_n", "c_n")
+    cotangents = [torch.stack([case.cotangents[name] for case in made]) for name in names]
+    grads = torch.autograd.grad(results[:3], leaves, cotangents)
+    for r, (found, gradients) in enumerate(alone):
+        for name, value in zip(names, results, strict=False):
+            assert torch.equal(value[r], found[name]), name
+        for (name, want), grad in zip(gradients.items(), grads, strict=True):
+            # The product that makes weight_hh's may add in another order for several of them.
+            error = (grad[r].float() - want.float()).norm() / want.float().norm()
+            assert error <= (UNITS[dtype] if name in ("weight_hh", "h0") else 0), name
+
+
+# Company on the card ----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_launch_without_room_fails_and_the_next_one_works():
+    """All blocks must be on the card at once: more than fit are refused, not half started."""
+    kernels = []
+    launch = cuda_lstm.Kernel.launch
+
+    def noted(kernel, grid, arguments):
+        kernels.append((kernel, grid, arguments))
+        launch(kernel, grid, arguments)
+
+    case = make_case("bn_lstm", 4, 20, 64, fresh_seed(), dtype=torch.bfloat16).on("cuda")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_lstm.Kernel, "launch", noted)
+        before = call(case, "gpu")
+    ((kernel, _, arguments),) = kernels
+    with pytest.raises(RuntimeError, match="launching a recurrence: "):
+        kernel.launch((kernel.at_once + 1, 1), arguments)
+    torch.cuda.synchronize()
+    after = call(case, "gpu")
+    assert torch.equal(before["output"], after["output"])
+
+
+def test_no_room_is_said_before_anything_starts():
+    """The same without a card: the host knows how many blocks fit."""
+
+    class Full:
+        at_once = 7
+
+        def launch(self, grid, arguments):
+            raise AssertionError("must not be launched")
+
+    two = type("Call", (), {"R": 2, "T": 1, "B": 1})()
+    with pytest.raises(RuntimeError, match="no room for all blocks of the recurrence at once"):
+        cuda_lstm._run(Full(), 4, two, cuda_lstm.ForwardArguments, {})
+
+
+ALONE = """
+import torch, rbn
+torch.manual_seed(0)
+layer = rbn.BatchNormLSTM(16, {hidden}, max_length=50).cuda().to(torch.bfloat16)
+x = torch.randn(50, 64, 16, device="cuda", dtype=torch.bfloat16)
+for _ in range(200):
+    layer.zero_grad()
+    layer(x)[0].float().square().mean().backward()
+torch.cuda.synchronize()
+print(sum(p.grad.double().abs().sum().item() for p in layer.parameters()))
+"""
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("hidden", [240, 1000])
+def test_two_processes_share_the_card(hidden):
+    """Kernels whose blocks wait for each other, in processes that know nothing of each other."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def start():
+        return subprocess.Popen(
+            [sys.executable, "-c", ALONE.format(hidden=hidden)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def outcome(process):
+        try:
+            found, _ = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            pytest.fail("the processes wait for each other")
+        assert process.returncode == 0
+        return float(found)
+
+    both = [start(), start()]
+    assert outcome(both[0]) == outcome(both[1])
+
+
+# The same bits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", UNITS)
+def test_the_triton_kernels_give_the_same_bits_every_time(dtype, monkeypatch):
+    monkeypatch.setattr(cuda_lstm, "covers", lambda a: False)
+    case = make_case("bn_lstm", 9, 40, 100, fresh_seed(), dtype=dtype).on("cuda")
+    first = differentiate(case, "gpu")
+    for _ in range(200):
+        again = differentiate(case, "gpu")
+        for one, other in zip(first, again, strict=True):
+            for name, value in one.items():
+                assert torch.equal(value, other[name]), name
+
+
+# PyTorch's compiler and graphs ------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice
+@pytest.mark.parametrize("training", [True, False])
+def test_two_directions_compiled_as_one_graph(training):
+    torch.manual_seed(fresh_seed())
+    layer = rbn.BatchNormLSTM(8, 64, bidirectional=True, max_length=12).cuda()
+    x = torch.randn(12, 32, 8, device="cuda")
+    layer(x)
+    layer.train(training)
+    twin = copy.deepcopy(layer)
+    found = torch.compile(lambda v: layer(v)[0], fullgraph=True)(x)
+    expected = twin(x)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)  # tf32, another order
+    found.square().mean().backward()
+    expected.square().mean().backward()
+    for name, parameter in layer.named_parameters():
+        want = twin.get_parameter(name).grad
+        torch.testing.assert_close(parameter.grad, want, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("layer_class", [rbn.LSTM, rbn.BatchNormLSTM])
+def test_a_graph_of_inference(layer_class):
+    torch.manual_seed(fresh_seed())
+    layer = layer_class(8, 64, bidirectional=True).cuda()
+    x = torch.randn(12, 32, 8, device="cuda")
+    layer(x)
+    layer.eval()
+    with torch.no_grad():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            layer(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output, _ = layer(x)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(output, layer(x)[0])
+
+
+# Words ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(
+    ("shape", "dtype", "words"),
+    [
+        ((3, 9, 16), torch.bfloat16, "in CUDA"),
+        ((3, 9, 17), torch.bfloat16, "one persistent kernel"),
+        ((3, 9, 16), torch.float64, "the reference runs"),
+        ((3, 5000, 4), torch.float32, "the reference runs"),
+    ],
+)
+def test_the_log_says_which_kernel_runs(shape, dtype, words, caplog):
+    case = make_case("bn_lstm", *shape, dtype=dtype, **calm("bn_lstm")).on("cuda")
+    with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
+        differentiate(case, "gpu")
+    assert words in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of Triton's interpreter")
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [(torch.float32, "one kernel for each step"), (torch.float64, "the reference runs")],
+)
+def test_the_log_says_what_the_interpreter_runs(dtype, words, caplog):
+    case = make_case("bn_lstm", 1, 2, 3, dtype=dtype, **calm("bn_lstm"))
+    with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
+        call(case, "gpu")
+    assert words in caplog.text

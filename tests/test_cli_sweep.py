@@ -1,0 +1,250 @@
+"""``rbn sweep`` and ``rbn sweep status``."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("optuna")
+
+from rbn.cli.app import app
+from rbn.cli.sweep import _jobs
+from rbn.experiments import runs
+from rbn.experiments.fit import Fit
+from rbn.experiments.search.storage import load_study
+from rbn.experiments.search.table import standing
+from rbn.experiments.search.worker import Job
+
+SWEEP = """
+config: digits
+set: {hidden_size: 8, epochs: %d, evaluate_every: 6, batch_size: 200}
+sampler: grid
+space:
+  model: [lstm, bn-lstm]
+  optimizer.lr: [2e-2, 1e-2]
+heartbeat: 1
+"""
+LONG = (SWEEP % 12).replace("[lstm, bn-lstm]", "[lstm]")  # long enough to be found at work
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["sweep", *map(str, arguments)])
+
+
+def said(done):
+    return " ".join(done.output.split())
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where the commands run, with a sweep of four short trials."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(SWEEP % 1)
+    return tmp_path
+
+
+def running(path):
+    """The trials that are being trained and were looked at: their numbers and workers."""
+    if len(list(path.glob("*/metrics.jsonl"))) < 2:
+        return {}
+    return {
+        trial.number: int(trial.user_attrs["beat"]["worker"].split(":")[1])
+        for trial in load_study("mine", str(path / "sweep.db")).get_trials()
+        if trial.state.name == "RUNNING" and trial.intermediate_values
+    }
+
+
+class Meanwhile(threading.Thread):
+    """Does something to the workers as soon as two of them are at work."""
+
+    def __init__(self, do):
+        super().__init__()
+        self.do, self.found = do, {}
+
+    def run(self):
+        deadline = time.monotonic() + 240
+        while len(self.found) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+            self.found = running(Path("runs/mine"))
+        self.do(self.found)
+
+
+def history(path):
+    found = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in found]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_two_processes_on_one_file_and_one_is_killed(folder):
+    (folder / "mine.yaml").write_text(LONG)
+    killer = Meanwhile(lambda found: os.kill(min(found.items())[1], signal.SIGKILL))
+    killer.start()
+    done = invoke("mine.yaml", "--workers", "2", "--device", "cpu")
+    killer.join()
+    assert done.exit_code == 0, done.output
+    assert "was killed by SIGKILL; its trial will be taken up again" in done.output
+    assert len(set(killer.found.values())) == 2  # each process had one
+    number = min(killer.found)
+    now = standing(load_study("mine", "runs/mine/sweep.db"))
+    assert [row.state for row in now.rows] == ["complete"] * 2
+    # The trial of the killed one has the numbers of a run that nobody disturbed.
+    run = folder / f"runs/mine/trial-{number:04d}"
+    undisturbed = Fit([(folder / "again", *runs.opened(run))], torch.device("cpu"))
+    undisturbed.train()
+    assert history(run) == history(folder / "again")
+    curve = [record["valid_population"] for record in history(run)]
+    assert list(now.rows[number].curve) == curve
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
+def test_control_c_and_the_same_command_again(folder):
+    (folder / "mine.yaml").write_text(LONG)
+    presser = Meanwhile(lambda found: os.kill(os.getpid(), signal.SIGINT))
+    presser.start()
+    done = invoke("mine.yaml", "--workers", "2", "--device", "cpu")
+    presser.join()
+    assert done.exit_code == 130, done.output
+    assert "rbn: stopped; the same command goes on from there" in done.output
+    now = standing(load_study("mine", "runs/mine/sweep.db"))
+    assert [row.remark for row in now.rows] == ["to be gone on with"] * 2
+    done = invoke("mine.yaml", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    for number in (0, 1):
+        (step,) = (
+            int(line.split()[-1])
+            for line in done.output.splitlines()
+            if line.startswith(f"trial {number}: goes on at step")
+        )
+        assert step >= now.rows[number].steps
+    assert "mine: 2 of 2 trials finished (2 complete)" in done.output
+
+
+def test_a_sweep_its_table_and_its_picture(folder):
+    done = invoke("status", "mine.yaml")
+    assert done.exit_code == 2
+    assert "there is no sweep mine yet" in done.output
+    done = invoke("mine.yaml", "--device", "cpu", "--trials", "2")
+    assert done.exit_code == 0, done.output
+    assert "mine: 2 of 2 trials finished (2 complete)" in done.output
+    best = standing(load_study("mine", "runs/mine/sweep.db")).best
+    assert f"best: trial {best.number}, validation {best.best:.4f}, model=lstm" in done.output
+    assert f"in runs/mine/trial-{best.number:04d}" in done.output
+    for name, begins in (("a.svg", b"<?xml"), ("b.png", b"\x89PNG"), ("c.pdf", b"%PDF")):
+        done = invoke("status", "mine.yaml", "--plot", name)
+        assert done.exit_code == 0, done.output
+        assert (folder / name).read_bytes().startswith(begins)
+    assert f"{best.best:.4f}" in done.output
+    assert "complete" in done.output
+    drawn = (folder / "a.svg").read_text()
+    assert drawn.count('id="trial-') == 2  # a curve for each
+    invoke("status", "mine.yaml", "--plot", "again.svg")
+    assert (folder / "again.svg").read_text() == drawn
+    done = CliRunner().invoke(app, ["runs", "runs"])
+    assert "mine/trial-0001" in done.output
+
+
+def test_out_of_time(folder):
+    options = ("mine.yaml", "--device", "cpu", "--trials", "1")
+    done = invoke(*options, "--max-minutes", "1e-9")
+    assert done.exit_code == 3
+    assert "out of time; the same command goes on from there" in done.output
+    assert "mine: 0 of 1 trials finished (1 waiting)" in done.output
+    assert invoke(*options).exit_code == 0
+
+
+def test_other_settings_need_another_place(folder):
+    options = ("mine.yaml", "--device", "cpu", "--trials", "1")
+    assert invoke(*options).exit_code == 0
+    done = invoke(*options, "--set", "epochs=2")
+    assert done.exit_code == 2
+    assert "holds a sweep mine with another config" in said(done)
+    done = invoke(*options, "--set", "epochs=2", "--storage", "other.log", "--out", "elsewhere")
+    assert done.exit_code == 0, done.output
+    assert runs.opened(folder / "elsewhere" / "trial-0000")[0].epochs == 2
+    done = invoke("status", "mine.yaml", "--storage", "other.log")
+    assert "1 of 1 trials finished" in done.output
+
+
+def test_failures_are_shown(folder):
+    text = (SWEEP % 1).replace(", batch_size: 200", "").replace("optimizer.lr", "batch_size")
+    (folder / "mine.yaml").write_text(text.replace("2e-2, 1e-2", "5000, 6000"))
+    done = invoke("mine.yaml", "--device", "cpu")
+    assert done.exit_code == 1
+    assert "3 trials in a row failed" in said(done)
+    done = invoke("status", "mine.yaml", "--plot", "none.png")
+    assert done.exit_code == 0
+    assert "trial 2, failed: ValueError: too few sequences" in said(done)
+    assert "best:" not in done.output
+    done = invoke("mine.yaml", "--device", "cpu", "--trials", "3")
+    assert done.exit_code == 1
+    assert "rbn: no trial came to its end" in done.output
+    assert (folder / "none.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "there is no file nothing, and no such sweep: "),
+        (["mine.yaml", "--workers", "0"], "workers must be at least 1, got 0"),
+        (["mine.yaml", "--max-minutes", "0"], "max-minutes must be positive, got 0"),
+        (["mine.yaml", "--trials", "9"], "trials must be at most the grid's 4, got 9"),
+        (["mine.yaml", "--set", "depth=2"], "there is no setting 'depth'"),
+        (["mine.yaml", "--storage", "trials.txt"], "storage must be a URL or a file ending in"),
+        (["mine.yaml", "--device", "tpu9"], "device must be auto, cpu, cuda or cuda:N"),
+        (["status", "nothing"], "there is no file nothing"),
+        (["status", "mine.yaml", "--plot", "x.jpg"], "plot must be a file ending in .svg"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, message, folder):
+    done = invoke(*arguments)
+    assert done.exit_code == 2
+    assert message in said(done)
+    assert "Traceback" not in done.output
+    assert not (folder / "runs").exists()
+
+
+def test_missing_data_are_named_before_workers_start(folder):
+    (folder / "mine.yaml").write_text("config: mnist\nsampler: grid\nspace: {clip: [1.0]}\n")
+    done = invoke("mine.yaml", "--workers", "2", "--device", "cpu", "--data-dir", folder)
+    assert done.exit_code == 2
+    assert "rbn data get mnist" in said(done)
+
+
+def test_without_optuna_one_sentence(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    for arguments in (["mine.yaml"], ["status", "mine.yaml"]):
+        done = invoke(*arguments)
+        assert done.exit_code == 2
+        assert "sweeps need Optuna: pip install 'recurrent-batchnorm[sweep]'" in said(done)
+
+
+def test_gpus_are_dealt_in_turn(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    job = Job(None, "sweep.db", Path("runs"), torch.device("cuda"))
+    found = _jobs(job, 3, dealt=True)
+    assert [str(each.device) for each in found] == ["cuda:0", "cuda:1", "cuda:0"]
+    found = _jobs(job, 2, dealt=False)
+    assert [str(each.device) for each in found] == ["cuda", "cuda"]
+    assert all(each.threads >= 1 for each in found)
+    assert _jobs(job, 1, dealt=False)[0].threads is None
+
+
+def test_help():
+    done = invoke("--help")
+    assert done.exit_code == 0
+    for word in ("--workers", "--storage", "--max-minutes", "rbn sweep status FILE"):
+        assert word in done.output
+    assert "sweep run" not in done.output
+    done = invoke("status", "--help")
+    assert "--plot" in done.output
+    assert "--workers" not in done.output
+    assert invoke().exit_code == 2

@@ -108,6 +108,8 @@ def test_a_table_of_runs(whole, tmp_path):
         (["train", "digits", "--set", "nothing=1"], "there is no setting 'nothing'"),
         (["train", "digits", "--config", "none.yaml"], "cannot read none.yaml"),
         (["train", "digits", "--set", "layer.foo=1"], "the settings do not fit"),
+        (["train", "digits", "--set", "average=1.5"], "average must be at least 0 and below 1"),
+        (["train", "digits", "--set", "decay_from=2"], "decay_from must be from 0 to 1"),
         (["resume", "nowhere"], "holds no run"),
     ],
 )

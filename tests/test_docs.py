@@ -1,5 +1,6 @@
 """The pages under docs say what is so."""
 
+import csv
 import json
 import re
 import warnings
@@ -81,3 +82,20 @@ def test_the_published_numbers_are_those_of_the_files(model):
     mean = sum(found) / 3
     said = f"{mean:.3f} ({min(found):.3f} to {max(found):.3f})"
     assert said in (ROOT / "docs/experiments.md").read_text()
+
+
+def test_the_times_of_two_processes_are_those_of_the_file():
+    with (ROOT / "benchmarks/results/scaling.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    page = (ROOT / "docs/scaling.md").read_text()
+    for sizes in {tuple(row[k] for k in "TBIH") for row in rows}:
+        line = re.search(rf"^\| {', '.join(sizes)} \|(.*)\|$", page, flags=re.M)
+        found = {
+            f"{float(row[k]):.0f}"
+            for row in rows
+            if tuple(row[name] for name in "TBIH") == sizes
+            for k in ("step_ms", "exchange_ms")
+            if row[k]
+        }
+        assert line is not None
+        assert {cell.strip() for cell in line.group(1).split("|")} == found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,7 +138,18 @@ def under_ddp_alone(rank: int) -> Any:
     return own, buffers(layer)
 
 
+def documented(rank: int) -> Any:
+    """The example of docs/scaling.md."""
+    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    names: dict[str, Any] = {}
+    exec(compile(example, "scaling.md", "exec"), names)
+    layer = names["layer"]
+    return {name: p.detach() for name, p in layer.named_parameters()} | buffers(layer)
+
+
 CASES = {
+    "documented": documented,
     "whole batches": whole_batches,
     "none on the second": none_on_the_second,
     "parts": parts,

@@ -156,6 +156,9 @@ def test_what_torchrun_started_is_not_started_again(tmp_path, monkeypatch):
     done = invoke("train", "digits", "--device", "cpu", "--devices", "3")
     assert done.exit_code == 2
     assert "devices must be left out, or be 2 as torchrun started them here, got 3" in done.output
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    done = invoke("train", "digits", "--device", "cpu")
+    assert "every machine must have as many processes, got RANK=1, WORLD_SIZE=5" in done.output
     monkeypatch.setenv("RANK", "x")
     done = invoke("train", "digits", "--device", "cpu")
     assert "the environment must hold numbers, got RANK=x" in done.output

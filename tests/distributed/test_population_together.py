@@ -103,3 +103,9 @@ def test_under_ddp_each_keeps_its_own_until_they_are_averaged(pair):
     torch.testing.assert_close(
         first["stats_x_l0.mean"][0], mean, rtol=RESULT_TOLERANCE, atol=RESULT_TOLERANCE
     )
+
+
+def test_the_example_of_the_documentation(pair):
+    first, second = (found["population documented"] for found in pair)
+    assert first["stats_h_l0.count"].tolist() == [5] * 20
+    assert all(torch.equal(value, second[key]) for key, value in first.items())

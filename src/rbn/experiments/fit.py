@@ -113,6 +113,7 @@ class Fit:
             fabric = make_fabric(self.device, config.precision, self.world)
             ranks = Ranks.here()
             try:
+                build.check(config)
                 loaded = ranks.in_turn(partial(self.load, config))
                 task = build.build(config, seed, self.device, loaded=loaded)
             except TypeError as error:  # an option that the layer or the data set does not have

@@ -121,7 +121,7 @@ def load_reading(config: Config, root: Path | None = None) -> Reading:
     reading, facts = load_questions(config.task, root=root, progress=report, **options)
     report.close()
     for part, found in facts["parts"].items():
-        if found["malformed"]:
+        if found["malformed"] and Ranks.here().first:
             some = "; ".join(found["malformed"][:3])
             print(
                 f"{len(found['malformed'])} {part} files are no questions and were skipped: {some}",

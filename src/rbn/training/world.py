@@ -41,11 +41,14 @@ class World:
         found = [os.environ.get(name) for name in names]
         if None in found or found[1] == "1":
             return None
+        said = ", ".join(f"{name}={value}" for name, value in zip(names, found, strict=True))
         try:
-            return cls(*(int(value) for value in found if value is not None))
+            world = cls(*(int(value) for value in found if value is not None))
         except ValueError:
-            said = ", ".join(f"{name}={value}" for name, value in zip(names, found, strict=True))
             raise ValueError(f"the environment must hold numbers, got {said}") from None
+        if world.count % world.local_count:
+            raise ValueError(f"every machine must have as many processes, got {said}")
+        return world
 
     def environment(self, port: int) -> dict[str, str]:
         """The variables from which it is read again, for processes on one machine."""

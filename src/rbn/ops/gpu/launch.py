@@ -22,6 +22,7 @@ from rbn.ops.gpu.signature import (
     Inputs,
     Outputs,
     saved_cells,
+    saved_products,
     statistics_shapes,
     stride_of,
 )
@@ -170,7 +171,7 @@ def _forward(a: Inputs) -> Outputs:
     if stride != H:
         hs[:, 0, :, H:] = 0
     cs = torch.empty(saved_cells(a), dtype=torch.float32, device=wx.device)
-    wh = wx.new_empty(R * T * B * 4 * stride if a.save else 0)
+    wh = wx.new_empty(saved_products(a))
     h_n, c_n = torch.empty(2, R, B, H, dtype=torch.float32, device=wx.device)
     new = [
         torch.empty(shape, dtype=torch.float32, device=wx.device)

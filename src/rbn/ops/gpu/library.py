@@ -48,7 +48,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         new(R, B, H, dtype=a.wx.dtype),
         new(R, B, H, dtype=a.wx.dtype),
         *(new(*shape) for shape in signature.statistics_shapes(a) for _ in range(2)),
-        new(R * T * B * 4 * signature.stride_of(H) if a.save else 0, dtype=a.wx.dtype),
+        new(signature.saved_products(a), dtype=a.wx.dtype),
         new(signature.saved_cells(a) if a.save else 0),
         hidden if a.include and a.save else new(0, dtype=a.wx.dtype),
     )

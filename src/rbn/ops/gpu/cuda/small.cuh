@@ -14,7 +14,7 @@
 //
 // Named from outside besides those of common.cuh: MW (warps: 8 rows each), PLAIN (ordinary stores and
 // an arrival instead of stores that count themselves), HALF_SUMS (dh is exchanged in 16 bits), FAST (the
-// approximate tanh in float32, too).
+// approximate tanh in float32, too), STRICT (see SCOPE).
 #define UNITS 8
 #define MT MW
 #define KS 1
@@ -43,6 +43,14 @@ typedef unsigned long long u64;
 #define PAIRS ((B + 1) / 2)  // of rows, in what is saved for the backward pass
 #define HELPER (WARPS - 1)   // the warp that reads statistics from memory; warp 0 adds up sums
 
+// One of two numbers, without a branch: those that the compiler would make keep the rows of a thread
+// from being computed side by side.
+__device__ __forceinline__ float pick(bool first, float x, float y) {
+  float v;
+  asm("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tselp.f32 %0, %1, %2, p;\n\t}" : "=f"(v) : "f"(x), "f"(y), "r"(u32(first)));
+  return v;
+}
+
 // Operands of products ------------------------------------------------------------------------------
 
 // Two numbers in 16 bits each, the first in the lower half.
@@ -62,7 +70,7 @@ __device__ __forceinline__ void multiply16(float (&c)[4], uint4 a, u32 b0, u32 b
 #else
 #define SHAPE16 "m16n8k16.row.col.f32.f16.f16.f32"
 #endif
-  asm volatile("mma.sync.aligned." SHAPE16 " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned." SHAPE16 " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
@@ -189,6 +197,13 @@ __device__ __forceinline__ void start_barriers(u32 barriers, int number, u32 byt
   }
 }
 
+// Acquiring for the cluster would empty the L1 cache each time, which shared memory does not go through.
+#ifdef STRICT
+#define SCOPE ".acquire.cluster"
+#else
+#define SCOPE ""
+#endif
+
 // With GUARD, for trials, who waited for a second or so waits no more.
 struct Waiting {
   bool tired = false;
@@ -200,7 +215,7 @@ struct Waiting {
     if (tired) return;
 #endif
     do {
-      asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+      asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity" SCOPE ".shared::cta.b64 p, [%1], %2;\n\t"
                    "selp.u32 %0, 1, 0, p;\n\t}"
                    : "=r"(done) : "r"(barrier), "r"(phase & 1) : "memory");
 #ifdef GUARD
@@ -212,33 +227,30 @@ struct Waiting {
   }
 };
 
-// Stores into the shared memory of another block. `barrier`, there, counts the bytes as they come.
-__device__ __forceinline__ void send(u32 to, u32 barrier, uint4 v) {
+// Stores into the shared memory of another block, if `there`. `barrier`, in it, counts the bytes as they
+// come.
 #if PLAIN
-  asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};"
-               ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+#define STORE "@p st.shared::cluster"
+#define COUNTED ""
 #else
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];"
-               ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier) : "memory");
+#define STORE "@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+#define COUNTED ", [%1]"
 #endif
+#define IF_THERE "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t"
+
+__device__ __forceinline__ void send(bool there, u32 to, u32 barrier, uint4 v) {
+  asm volatile(IF_THERE STORE ".v4.b32 [%0], {%3, %4, %5, %6}" COUNTED ";\n\t}"
+               ::"r"(to), "r"(barrier), "r"(u32(there)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-__device__ __forceinline__ void send(u32 to, u32 barrier, float2 v) {
-#if PLAIN
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(v.x), "f"(v.y) : "memory");
-#else
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
-               ::"r"(to), "f"(v.x), "f"(v.y), "r"(barrier) : "memory");
-#endif
+__device__ __forceinline__ void send(bool there, u32 to, u32 barrier, float2 v) {
+  asm volatile(IF_THERE STORE ".v2.f32 [%0], {%3, %4}" COUNTED ";\n\t}"
+               ::"r"(to), "r"(barrier), "r"(u32(there)), "f"(v.x), "f"(v.y) : "memory");
 }
 
-__device__ __forceinline__ void send(u32 to, u32 barrier, u32 v) {
-#if PLAIN
-  asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
-#else
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-               ::"r"(to), "r"(v), "r"(barrier) : "memory");
-#endif
+__device__ __forceinline__ void send(bool there, u32 to, u32 barrier, u32 v) {
+  asm volatile(IF_THERE STORE ".b32 [%0], %3" COUNTED ";\n\t}"
+               ::"r"(to), "r"(barrier), "r"(u32(there)), "r"(v) : "memory");
 }
 
 // After ordinary stores the warp says to every block that they are done. `barrier`: here.
@@ -255,19 +267,21 @@ __device__ __forceinline__ void announce(u32 barrier, int lane) {
 // Of N numbers for each gate, summed over the four threads of a unit: thread `quad` gets those of gate `quad`.
 template <int N>
 __device__ __forceinline__ void sum_gates(float (&out)[N], const float (&v)[N][4], int quad) {
+  const bool upper = quad & 2, odd = quad & 1;
+  float x[N], y[N];
 #pragma unroll
   for (int n = 0; n < N; n++) {
-    const bool upper = quad & 2, odd = quad & 1;
-    const float x = (upper ? v[n][2] : v[n][0]) + __shfl_xor_sync(~0u, upper ? v[n][0] : v[n][2], 2);
-    const float y = (upper ? v[n][3] : v[n][1]) + __shfl_xor_sync(~0u, upper ? v[n][1] : v[n][3], 2);
-    out[n] = (odd ? y : x) + __shfl_xor_sync(~0u, odd ? x : y, 1);
+    x[n] = pick(upper, v[n][2], v[n][0]) + __shfl_xor_sync(~0u, pick(upper, v[n][0], v[n][2]), 2);
+    y[n] = pick(upper, v[n][3], v[n][1]) + __shfl_xor_sync(~0u, pick(upper, v[n][1], v[n][3]), 2);
   }
+#pragma unroll
+  for (int n = 0; n < N; n++) out[n] = pick(odd, y[n], x[n]) + __shfl_xor_sync(~0u, pick(odd, x[n], y[n]), 1);
 }
 
 // Two numbers of a unit over its four threads, into `room` [WARPS][UNITS][2].
 __device__ __forceinline__ void sum_cells(float* room, float first, float second, const Place& at) {
   const bool upper = at.quad & 2;
-  float sum = (upper ? second : first) + __shfl_xor_sync(~0u, upper ? first : second, 2);
+  float sum = pick(upper, second, first) + __shfl_xor_sync(~0u, pick(upper, first, second), 2);
   sum += __shfl_xor_sync(~0u, sum, 1);
   if (!(at.quad & 1)) room[at.warp * 2 * UNITS + 2 * at.own + (at.quad >> 1)] = sum;
 }

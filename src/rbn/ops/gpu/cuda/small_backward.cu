@@ -19,7 +19,9 @@ typedef float2 Share;
 #define ROOM (112 * WARPS)               // sums of warps: 64 and 32 of gates, 16 of cells
 #define STATISTICS 160                   // of the gates 128, of the cell 32
 #define CONSTANTS 128
-#define TOTALS 112  // sums over the batch, as they are subtracted
+#define BATCH 4  // tiles multiplied side by side
+#define TOTALS 112  // sums over the batch: 64 and 16 of gates and cells, 32 of the input term
+#define GIVEN 160   // statistics of a step on their way from memory, 5 for each lane of the helper
 
 struct Backward {
   const Element* wx;      // [R, T, B, 4H]
@@ -38,11 +40,6 @@ struct Backward {
   u32* counter;  // not used
   int T, B, rows_x, rows_h, rows_c;
   float eps;
-};
-
-// What the helper's lane brings for gate `quad` of unit `own`: the statistics of a step.
-struct Help {
-  float vh = 0, mx = 0, vx = 0, mc = 0, vc = 0;
 };
 
 __device__ __forceinline__ Share to_share(float x, float y) {
@@ -65,6 +62,9 @@ __device__ __forceinline__ float2 from_share(Share s) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Backward p) {
   extern __shared__ uint4 shared[];
+  const u32 rank = blockIdx.x;
+  if (rank >= BLOCKS) return;  // where the cluster is larger than need be
+  const Place at = place_of(p.B);
   Share* shares = reinterpret_cast<Share*>(shared);  // [2][WARPS][REGION]
   const Ahead ahead = {reinterpret_cast<u32*>(shares + 2 * WARPS * REGION)};
   float* room = reinterpret_cast<float*>(ahead.room + WORDS * THREADS);
@@ -74,27 +74,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   float4* constants = reinterpret_cast<float4*>(given + 2 * STATISTICS);  // bias, gamma_x, gamma_h [gate][unit]
   float* totals = given + 2 * STATISTICS + CONSTANTS;
   float2 *total_h = reinterpret_cast<float2*>(totals), *total_c = total_h + 32;
-  float* total_x = totals + 80;                       // [gate][unit]
-  const u32 barriers = address_of(totals + TOTALS);  // [2][WARPS]
+  float* total_x = totals + 80;  // [gate][unit]
+  float* running = totals + TOTALS;  // the sums over all steps so far: of lane's gate, of its unit
+  float2 *running_h = reinterpret_cast<float2*>(running) + at.lane, *running_c = running_h + 32;
+  float* running_x = running + 128 + at.lane;
+  float* asked = running + 160 + at.lane;
+  const u32 barriers = address_of(running + 160 + GIVEN);  // [2][WARPS]
 
-  const u32 rank = blockIdx.x;
-  if (rank >= BLOCKS) return;  // where the cluster is larger than need be
-  const Place at = place_of(p.B);
   const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad, unit = at.unit;
   const i64 r = blockIdx.y, B = p.B;
-  const Element* wx = p.wx + r * p.T * B * GATES + rank * UNITS;
-  Element *da = p.da + r * p.T * B * GATES + rank * UNITS, *dwx = p.dwx + r * p.T * B * GATES + rank * UNITS;
-  const Element* doutput = p.doutput + r * p.T * B * H + rank * UNITS;
-  const i64 saved = (rank * PAIRS + at.pair) * UNITS + own, step_saved = BLOCKS * PAIRS * UNITS;
-  const float* cs = p.cs + (r * (p.T + 1) * step_saved + saved) * 2;
-  const Element* wh = p.wh + (r * p.T * step_saved + saved) * 8;
+  // Where a step's numbers begin. Registers are scarce, so that no pointers are kept.
+  auto rows_before = [&](int t) { return (r * p.T + t) * B; };
+  auto gates_at = [&](int t, int q) { return rows_before(t) * GATES + q * H + rank * UNITS; };
+  const int saved = (rank * PAIRS + at.pair) * UNITS + own;
+  auto saved_at = [&](i64 step) { return step * (BLOCKS * PAIRS * UNITS) + saved; };
   const bool kept = at.pair < PAIRS;
   const int column = quad * H + unit;  // of lane's gate, for warp 0 and the helper
 
   // The weights of the block's columns, k = 8 * gate + unit; each block begins with other units of dh.
   uint4 w[TILES][2];
   float undo = 1.0f;
-  auto tile_of = [&](int m) { return (m + rank) % TILES; };
+  const u32 start = rank % TILES;
+  auto tile_of = [&](u32 m) { return m + start < TILES ? m + start : m + start - TILES; };
   {
     const Element* weight = p.weight + r * GATES * H + rank * UNITS + 2 * quad;
     const bool there = rank * UNITS + 2 * quad < H;
@@ -124,6 +125,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
       }
   }
 
+  for (int i = threadIdx.x; i < 160 + GIVEN; i += THREADS) running[i] = 0.0f;
+  __syncthreads();  // before anything is asked for
   if (warp == 0)
     constants[quad * UNITS + own] = make_float4(BIAS && at.mine ? p.bias[r * GATES + column] : 0.0f,
                                                 MODE_X && at.mine ? p.gamma_x[r * GATES + column] : 0.0f,
@@ -131,44 +134,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   const float g_c = MODE_C && at.mine ? p.gamma_c[r * H + unit] : 0.0f;
   const float beta = BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f;
 
-  Help help;
-  auto ask_given = [&](i64 t) {
-    if (warp != HELPER || !at.mine || t < 0) return;
+  auto ask_given = [&](int t) {
+    if (warp != HELPER || t < 0) return;
     auto row = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
-    if (MODE_H) help.vh = p.var_h[row(p.rows_h) * GATES + column];
-    if (MODE_X) {
-      help.mx = p.mean_x[row(p.rows_x) * GATES + column];
-      help.vx = p.var_x[row(p.rows_x) * GATES + column];
-    }
-    if (MODE_C) {
-      help.mc = p.mean_c[row(p.rows_c) * H + unit];
-      help.vc = p.var_c[row(p.rows_c) * H + unit];
-    }
+    auto ask = [&](int n, const float* from, i64 offset) {
+      fetch_async<4>(address_of(asked + 32 * n), from + (at.mine ? offset : 0), at.mine);
+    };
+    if (MODE_H) ask(0, p.var_h, row(p.rows_h) * GATES + column);
+    if (MODE_X) ask(1, p.mean_x, row(p.rows_x) * GATES + column), ask(2, p.var_x, row(p.rows_x) * GATES + column);
+    if (MODE_C) ask(3, p.mean_c, row(p.rows_c) * H + unit), ask(4, p.var_c, row(p.rows_c) * H + unit);
   };
   auto put_given = [&](float4* to) {
     if (warp != HELPER) return;
     const int here = quad * UNITS + own;
-    const float rh = rsqrtf(help.vh + p.eps);
-    if (MODE_H)
-      to[here] = make_float4(rh, slope<MODE_H>(rh, constants[here].z, p.eps), help.mx, rsqrtf(help.vx + p.eps));
+    if (MODE_H) {
+      const float rh = rsqrtf(asked[0] + p.eps), mx = MODE_X ? asked[32] : 0.0f;
+      const float rx = MODE_X ? rsqrtf(asked[64] + p.eps) : 0.0f;
+      to[here] = make_float4(rh, slope<MODE_H>(rh, constants[here].z, p.eps), mx, rx);
+    }
     if (MODE_C && quad == 0) {
-      const float rc = rsqrtf(help.vc + p.eps);
-      to[32 + own] = make_float4(help.mc, rc, slope<MODE_C>(rc, g_c, p.eps), 0.0f);
+      const float rc = rsqrtf(asked[128] + p.eps);
+      to[32 + own] = make_float4(asked[96], rc, slope<MODE_C>(rc, g_c, p.eps), 0.0f);
     }
   };
 
   // What a step takes from memory, asked for a step before it is needed.
-  auto ask_rows = [&](i64 t) {
+  auto ask_rows = [&](int t) {
     if (t < 0) return;
-    ahead.ask_saved(kept ? wh + t * step_saved * 8 : p.wh, kept ? cs + t * step_saved * 2 : p.cs, kept);
+    ahead.ask_saved(p.wh + (kept ? saved_at(r * p.T + t) * 8 : 0), p.cs + (kept ? saved_at(r * (p.T + 1) + t) * 2 : 0), kept);
     if (SPLIT)
 #pragma unroll
-      for (int q = 0; q < 4; q++) ahead.ask_tile(q, wx + t * B * GATES + q * H, GATES, at);
-    if (DOUTPUT) ahead.ask_tile(4, doutput + t * B * H, H, at);
+      for (int q = 0; q < 4; q++) ahead.ask_tile(q, p.wx + gates_at(t, q), GATES, at);
+    if (DOUTPUT) ahead.ask_tile(4, p.doutput + rows_before(t) * H + rank * UNITS, H, at);
   };
 
   float c_t[2], dc[2], skip[2], sum_c[2] = {}, sum_v[3][4] = {};
-  float running[3] = {}, running_c[2] = {};  // warp 0: sums over all steps; [2]: of the helper
   int length[2];
 #pragma unroll
   for (int e = 0; e < 2; e++) {
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
     c_t[e] = 0.0f;
   }
   if (kept) {
-    const float2 last = load2(cs + p.T * step_saved * 2);
+    const float2 last = load2(p.cs + saved_at(r * (p.T + 1) + p.T) * 2);
     c_t[0] = last.x, c_t[1] = last.y;
   }
   ask_given(p.T - 1);
@@ -192,19 +192,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   meet_cluster();
   Waiting waiting;
 
-  for (i64 k = 0; k < p.T; k++) {
-    const i64 t = p.T - 1 - k;
+  for (int k = 0; k < p.T; k++) {
+    const int t = p.T - 1 - k;
     const int now = k & 1;
     const bool valid[2] = {t < length[0], t < length[1]};
     const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
     const float4* statistics = reinterpret_cast<const float4*>(given + now * STATISTICS);
+    ahead.wait();
     put_given(reinterpret_cast<float4*>(given + now * STATISTICS));
     ask_given(t - 1);
     __syncthreads();
 
     // The forward step again, which waits for nobody.
     float a_hat[4][2], x_hat[4][2], gate[4][2], c_hat[2], tanh_c[2], dh[2];
-    ahead.wait();
     ahead.saved(a_hat);
 #pragma unroll
     for (int q = 0; q < 4; q++) {
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
         }
         x_hat[q][e] = 0.0f;
         if (SPLIT) {
-          const float number = valid[e] ? (e ? vx.y : vx.x) : 0.0f;
+          const float number = pick(valid[e], e ? vx.y : vx.x, 0.0f);
           x_hat[q][e] = MODE_X ? (number - s.z) * s.w : number;
           v += MODE_X ? x_hat[q][e] * b.y : number;
         }
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
       c_hat[e] = MODE_C ? (c_t[e] - of_c.x) * of_c.y : c_t[e];
       tanh_c[e] = tanh_((MODE_C ? c_hat[e] * g_c : c_hat[e]) + beta);
       dh[e] = skip[e];
-      if (DOUTPUT && valid[e]) dh[e] += e ? dy.y : dy.x;
+      if (DOUTPUT) dh[e] += pick(valid[e], e ? dy.y : dy.x, 0.0f);
       c_t[e] = c_first[e];
     }
     ask_rows(t - 1);
@@ -264,12 +264,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const float o = gate[3][e], th = tanh_c[e];
+      skip[e] = pick(valid[e], 0.0f, dh[e]);
+      dh[e] = pick(valid[e], dh[e], 0.0f);
       d_o[e] = dh[e] * th * o * (1.0f - o);
       dc_hat[e] = dh[e] * o * (1.0f - th * th);
-      if (valid[e]) {
-        v_c[0] += dc_hat[e];
-        v_c[1] += dc_hat[e] * c_hat[e];
-      }
+      v_c[0] += dc_hat[e];
+      v_c[1] += dc_hat[e] * c_hat[e];
     }
     float2 off_c = make_float2(0, 0);
     if (SUM_C) {
@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
         const float2 s = add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
         if (quad == 0) total_c[own] = make_float2(s.x * inv, s.y * inv);
         hand_out();
-        running_c[0] += s.x, running_c[1] += s.y;
+        if (quad == 0) running_c->x += s.x, running_c->y += s.y;
       } else {
         take();
       }
@@ -295,17 +295,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
       float d = dc_hat[e];
       if (MODE_C == 1) d -= off_c.x + c_hat[e] * off_c.y;
       if (MODE_C) d *= of_c.z;
-      d += dc[e];
+      d = pick(valid[e], d + dc[e], 0.0f);
       const float i = gate[0][e], f = gate[1][e], g = gate[2][e];
       dpre[0][e] = d * g * i * (1.0f - i);
       dpre[1][e] = d * c_first[e] * f * (1.0f - f);
       dpre[2][e] = d * i * (1.0f - g * g);
       dpre[3][e] = d_o[e];
-      dc[e] = valid[e] ? d * f : dc[e];
-      skip[e] = valid[e] ? 0.0f : dh[e];
+      dc[e] = pick(valid[e], d * f, dc[e]);
 #pragma unroll
       for (int q = 0; q < 4; q++) {
-        if (!valid[e]) dpre[q][e] = 0.0f;
         v[0][q] += dpre[q][e];
         if (MODE_H) v[1][q] += dpre[q][e] * a_hat[q][e];
         if (MODE_X) v[2][q] += dpre[q][e] * x_hat[q][e];
@@ -322,12 +320,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
       if (warp == 0) {
         const float2 s = add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
         total_h[slot(own, quad)] = make_float2(s.x * inv, s.y * inv);
-        running[0] += s.x, running[1] += s.y;
+        running_h->x += s.x, running_h->y += s.y;
       }
       if (warp == HELPER && MODE_X) {
         const float s = add_warps(room_x + lane, 32);
         total_x[quad * UNITS + own] = s * inv;
-        running[2] += s;
+        *running_x += s;
       }
       __syncthreads();
     } else {
@@ -346,8 +344,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
       for (int e = 0; e < 2; e++) {
         d[q][e] = dpre[q][e];
         if (MODE_H == 1) d[q][e] -= off[q].x + a_hat[q][e] * off[q].y;
-        d[q][e] *= factor;
-        if (!valid[e]) d[q][e] = 0.0f;
+        d[q][e] = pick(valid[e], d[q][e] * factor, 0.0f);
       }
     }
 
@@ -365,25 +362,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
     for (int q = 0; q < 4; q++) line[q] = turn(TYPE == 0 ? pack(d[q][0] * up, d[q][1] * up) : pack(d[q][0], d[q][1]));
     if (t > 0) {
       const u32 buffer = into + now * WARPS * REGION * SHARE, barrier = barrier_at + now * WARPS * 8;
+      // Several tiles side by side, as many as there are registers for.
 #pragma unroll
-      for (int m = 0; m < TILES; m++) {
-        float sum[4] = {};
+      for (int first = 0; first < TILES; first += BATCH) {
+        float sum[BATCH][4] = {};
 #ifndef NO_GATHER
-        multiply16(sum, w[m][0], line[0], line[1]);
-        multiply16(sum, w[m][1], line[2], line[3]);
-#endif
-        if (TYPE == 0)
 #pragma unroll
-          for (int i = 0; i < 4; i++) sum[i] *= down;
+        for (int half = 0; half < 2; half++)
+#pragma unroll
+          for (int m = 0; m < BATCH; m++)
+            if (first + m < TILES) multiply16(sum[m], w[first + m][half], line[2 * half], line[2 * half + 1]);
+#endif
 #ifndef NO_EXCHANGE
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const u32 rank_to = 2 * tile_of(m) + half;
-          if (rank_to < BLOCKS) {
-            const u32 there = in_block(address_of(shared), rank_to);
-            send(there + buffer, there + barrier, to_share(sum[2 * half], sum[2 * half + 1]));
-          }
-        }
+        for (int m = 0; m < BATCH; m++)
+          if (first + m < TILES)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              const u32 rank_to = 2 * tile_of(first + m) + half;
+              const u32 there = in_block(address_of(shared), min(rank_to, BLOCKS - 1));
+              const float x = sum[m][2 * half] * down, y = sum[m][2 * half + 1] * down;
+              send(rank_to < BLOCKS, there + buffer, there + barrier, to_share(x, y));
+            }
 #endif
       }
       announce(barriers + 8 * (now * WARPS + warp), lane);
@@ -392,11 +392,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
     // What nobody waits for.
 #pragma unroll
     for (int q = 0; q < 4; q++) {
-      const i64 here = t * B * GATES + q * H;
+      const i64 here = gates_at(t, q);
 #if TYPE == 0
-      store_tile(da + here, GATES, at, d[q][0], d[q][1]);
+      store_tile(p.da + here, GATES, at, d[q][0], d[q][1]);
 #else
-      store_line(da + here, GATES, at, line[q]);
+      store_line(p.da + here, GATES, at, line[q]);
 #endif
       if (SPLIT) {
         const float4 s = statistics[q * UNITS + own];
@@ -407,9 +407,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
           dx[e] = dpre[q][e];
           if (MODE_X == 1) dx[e] -= off[q].x + x_hat[q][e] * total;
           if (MODE_X) dx[e] *= s.w * gamma;
-          if (!valid[e]) dx[e] = 0.0f;
+          dx[e] = pick(valid[e], dx[e], 0.0f);
         }
-        store_tile(dwx + here, GATES, at, dx[0], dx[1]);
+        store_tile(p.dwx + here, GATES, at, dx[0], dx[1]);
       }
     }
   }
@@ -432,20 +432,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   if (!SUM_C) sum_cells(room_c, sum_c[0], sum_c[1], at);
   __syncthreads();
   if (warp == 0) {
-    const float2 s = add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
-    const float2 c = add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
-    if (!SUM_H) running[0] = s.x, running[1] = s.y;
-    if (!SUM_C) running_c[0] = c.x, running_c[1] = c.y;
+    const float2 s = SUM_H ? *running_h : add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
+    const float2 c = SUM_C ? *running_c : add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
     if (at.mine) {
-      p.dbias[r * GATES + column] = running[0];
-      if (MODE_H) p.dgamma_h[r * GATES + column] = running[1];
-      if (quad == 0) p.dbeta_c[r * H + unit] = running_c[0], p.dgamma_c[r * H + unit] = running_c[1];
+      p.dbias[r * GATES + column] = s.x;
+      if (MODE_H) p.dgamma_h[r * GATES + column] = s.y;
+      if (quad == 0) p.dbeta_c[r * H + unit] = c.x, p.dgamma_c[r * H + unit] = c.y;
     }
   }
-  if (warp == HELPER) {
-    const float s = add_warps(room_x + lane, 32);
-    if (!SUM_H) running[2] = s;
-    if (MODE_H && at.mine) p.dgamma_x[r * GATES + column] = running[2];
-  }
+  if (warp == HELPER && MODE_H && at.mine)
+    p.dgamma_x[r * GATES + column] = SUM_H ? *running_x : add_warps(room_x + lane, 32);
   meet_cluster();  // nobody leaves while its memory may still be written to
 }

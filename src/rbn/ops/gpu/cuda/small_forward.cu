@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
       const float2 v = turned(raw[q]);
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const float number = t < length[e] ? (e ? v.y : v.x) : 0.0f;
+        const float number = pick(t < length[e], e ? v.y : v.x, 0.0f);
         x[q][e] = (MODE_X ? (number - of_x[q].x) * of_x[q].y : number) + bias[q];
       }
     }
@@ -267,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
       for (int q = 0; q < 4; q++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const float d = valid[e] ? a[q][e] - shift[q].x : 0.0f;
+          const float d = pick(valid[e], a[q][e] - shift[q].x, 0.0f);
           v[0][q] += d;
           v[1][q] += d * d;
         }
@@ -320,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
       const float shift = before[64 + own].x;
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        const float d = valid[e] ? cand[e] - shift : 0.0f;
+        const float d = pick(valid[e], cand[e] - shift, 0.0f);
         v[0] += d;
         v[1] += d * d;
       }
@@ -344,8 +344,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
 #pragma unroll
     for (int e = 0; e < 2; e++) {
       const float v = MODE_C ? (cand[e] - of_c.x) * of_c.y : cand[e];
-      h[e] = valid[e] ? gate[3][e] * tanh_(v + beta) : 0.0f;
-      c[e] = valid[e] ? cand[e] : c[e];
+      h[e] = pick(valid[e], gate[3][e] * tanh_(v + beta), 0.0f);
+      c[e] = pick(valid[e], cand[e], c[e]);
     }
 
     // To all blocks, this one too. A row's eight units are gathered from the quad that has them.
@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
       const u32 buffer = (now ^ 1) * WARPS * REGION * 16, barrier = barrier_at + (now ^ 1) * WARPS * 8;
 #pragma unroll
       for (int i = 0; i < GROUPS; i++)
-        if (4 * i + (lane >> 3) < BLOCKS) send(to[i] + into + buffer, to[i] + barrier, chunk);
+        send(4 * i + (lane >> 3) < BLOCKS, to[i] + into + buffer, to[i] + barrier, chunk);
       announce(barriers + 8 * ((now ^ 1) * WARPS + warp), lane);
     }
 #endif

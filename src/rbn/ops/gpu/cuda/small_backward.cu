@@ -19,7 +19,9 @@ typedef float2 Share;
 #define ROOM (112 * WARPS)               // sums of warps: 64 and 32 of gates, 16 of cells
 #define STATISTICS 160                   // of the gates 128, of the cell 32
 #define CONSTANTS 128
+#ifndef BATCH
 #define BATCH 4  // tiles multiplied side by side
+#endif
 #define TOTALS 112  // sums over the batch: 64 and 16 of gates and cells, 32 of the input term
 #define GIVEN 160   // statistics of a step on their way from memory, 5 for each lane of the helper
 
@@ -380,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
 #pragma unroll
             for (int half = 0; half < 2; half++) {
               const u32 rank_to = 2 * tile_of(first + m) + half;
-              const u32 there = in_block(address_of(shared), min(rank_to, BLOCKS - 1));
+              const u32 there = in_block(address_of(shared), min(rank_to, u32(BLOCKS - 1)));
               const float x = sum[m][2 * half] * down, y = sum[m][2 * half + 1] * down;
               send(rank_to < BLOCKS, there + buffer, there + barrier, to_share(x, y));
             }

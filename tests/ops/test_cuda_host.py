@@ -1,5 +1,6 @@
 """The host's side of the CUDA kernels: how the work is cut, what is compiled and kept."""
 
+import contextlib
 import types
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, nvrtc, wide_lstm
+from rbn.ops.gpu import cuda_lstm, nvrtc, signature, small_lstm, wide_lstm
 from rbn.ops.gpu.input_moments import input_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,7 +103,79 @@ def test_which_layers_are_wide(monkeypatch):
     assert team("forward", half) is None
 
 
-@pytest.mark.parametrize("name", ["lstm_forward", "lstm_backward", "wide_forward", "wide_backward"])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("hidden", [2, 8, 10, 100, 128])
+@pytest.mark.parametrize("batch", [1, 8, 17, 100, 128])
+def test_a_small_cut_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
+    cut = small_lstm.cut_small(dtype, batch, hidden)
+    assert 8 * cut.warps >= batch
+    assert cut.blocks * small_lstm.UNITS >= hidden
+    assert cut.blocks <= 16
+    assert cut.threads <= 512
+    for direction in ("forward", "backward"):
+        assert cut.shared(direction) <= 227 * 1024
+        assert cut.shared(direction) % 8 == 0
+
+
+def test_layers_that_are_not_small():
+    for batch, hidden in ((129, 100), (100, 130), (100, 99)):
+        assert small_lstm.cut_small(torch.float32, batch, hidden) is None
+
+
+def test_small_kernels_are_off_by_default(monkeypatch):
+    """They have not been tried on a card yet."""
+    wx = types.SimpleNamespace(
+        shape=(1, 5, 100, 400), dtype=torch.float32, is_cuda=True, device=torch.device("cuda", 0)
+    )
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
+    monkeypatch.delenv("RBN_SMALL_KERNEL", raising=False)
+    assert small_lstm.choose(wx) is None
+    monkeypatch.setenv("RBN_SMALL_KERNEL", "0")
+    assert small_lstm.choose(wx) is None
+    monkeypatch.setenv("RBN_SMALL_KERNEL", "1")
+    assert small_lstm.choose(wx) == small_lstm.SmallCut(blocks=13, warps=13, half=False)
+    wx.is_cuda = False
+    assert small_lstm.choose(wx) is None
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"), [({13: 7, 16: 6}, 13), ({13: 0, 16: 6}, 16), ({13: 0, 16: 0}, None)]
+)
+def test_the_size_of_a_cluster(monkeypatch, room, expected):
+    """The number of blocks, or the next power of two, or none."""
+    asked = []
+
+    def kernel(direction, cut, size, device, defines):
+        asked.append((direction, size))
+        return types.SimpleNamespace(at_once=size * room[size])
+
+    monkeypatch.setattr(small_lstm, "kernel", kernel)
+    monkeypatch.setattr(small_lstm, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    find = small_lstm.cluster_of.__wrapped__
+    cut = small_lstm.cut_small(torch.bfloat16, 100, 100)
+    assert find(cut, torch.bfloat16, 100, 0) == expected
+    assert asked[:2] == [("forward", 13), ("backward", 13)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert find(cut, torch.bfloat16, 100, 0) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(small_lstm, "shared_limit", lambda device: 99 * 1024)
+    assert find(cut, torch.bfloat16, 100, 0) is None
+
+
+def test_what_is_saved_has_room_for_pairs_of_rows():
+    for batch, rows in ((1, 2), (7, 8), (100, 100)):
+        assert signature.saved_rows(batch) == rows
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lstm_forward", "lstm_backward", "wide_forward", "wide_backward"),
+        *("small_forward", "small_backward"),
+    ],
+)
 def test_sources_are_whole(name):
     text = nvrtc.source(name)
     assert "#include" not in text

@@ -41,7 +41,10 @@ typedef unsigned long long u64;
 #define SUM_C (MODE_C == 1)
 #endif
 #define PAIRS ((B + 1) / 2)  // of rows, in what is saved for the backward pass
-#define HELPER (WARPS - 1)   // the warp that reads statistics from memory; warp 0 adds up sums
+// The warp that adds up the sums of all, and the one that reads statistics from memory: of 13 warps, a
+// scheduler has four, numbers 0, 4, 8, 12, the other schedulers three, which have the time.
+#define ADDER (WARPS > 1 ? 1 : 0)
+#define HELPER (WARPS > 2 ? 2 : WARPS - 1)
 
 // One of two numbers, without a branch: those that the compiler would make keep the rows of a thread
 // from being computed side by side.
@@ -137,11 +140,11 @@ __device__ __forceinline__ Place place_of(int B) {
 __device__ __forceinline__ Pair load_tile(const Element* p, int stride, const Place& at) {
 #if TYPE == 0
   Pair v = make_float2(0, 0);
-  if (at.in[0]) v.x = p[i64(at.row[0]) * stride + at.own];
-  if (at.in[1]) v.y = p[i64(at.row[1]) * stride + at.own];
+  if (at.in[0]) v.x = p[at.row[0] * stride + at.own];
+  if (at.in[1]) v.y = p[at.row[1] * stride + at.own];
   return v;
 #else
-  return at.in_line ? *reinterpret_cast<const Pair*>(p + i64(at.line) * stride + 2 * at.quad) : 0u;
+  return at.in_line ? *reinterpret_cast<const Pair*>(p + at.line * stride + 2 * at.quad) : 0u;
 #endif
 }
 
@@ -155,13 +158,13 @@ __device__ __forceinline__ float2 turned(Pair v) {
 
 // In 16 bits what is stored has been turned.
 __device__ __forceinline__ void store_line(Element* p, int stride, const Place& at, u32 v) {
-  if (at.in_line) *reinterpret_cast<u32*>(p + i64(at.line) * stride + 2 * at.quad) = v;
+  if (at.in_line) *reinterpret_cast<u32*>(p + at.line * stride + 2 * at.quad) = v;
 }
 
 __device__ __forceinline__ void store_tile(Element* p, int stride, const Place& at, float x, float y) {
 #if TYPE == 0
-  if (at.in[0]) p[i64(at.row[0]) * stride + at.own] = x;
-  if (at.in[1]) p[i64(at.row[1]) * stride + at.own] = y;
+  if (at.in[0]) p[at.row[0] * stride + at.own] = x;
+  if (at.in[1]) p[at.row[1] * stride + at.own] = y;
 #else
   store_line(p, stride, at, turn(pack(x, y)));
 #endif
@@ -304,7 +307,7 @@ __device__ __forceinline__ float add_warps(const float* room, int pitch) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Warp 0 has written what the others wait for, and goes on.
+// The adder has written what the others wait for, and goes on.
 __device__ __forceinline__ void hand_out() {
   if (WARPS > 1) asm volatile("barrier.cta.arrive.aligned 1, %0;" ::"n"(THREADS) : "memory");
   __syncwarp();
@@ -343,6 +346,7 @@ __device__ __forceinline__ void store_eight(Element* p, const float (&v)[4][2]) 
 #define EIGHTH (TYPE == 0 ? 2 : 1)  // 16 bytes each, of what is saved
 #define WORDS (4 * EIGHTH + 2 + 5 * PER)
 
+// Nothing is read from where there is nothing: zeros come instead.
 template <int BYTES>
 __device__ __forceinline__ void fetch_async(u32 to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
@@ -364,8 +368,8 @@ struct Ahead {
 #pragma unroll
     for (int i = 0; i < PER; i++) {
       const bool there = TYPE == 0 ? at.in[i] : at.in_line;
-      const i64 offset = TYPE == 0 ? i64(at.row[i]) * stride + at.own : i64(at.line) * stride + 2 * at.quad;
-      fetch_async<4>(address_of(words(4 * EIGHTH + 2 + n * PER + i, 1)), p + (there ? offset : 0), there);
+      const int offset = TYPE == 0 ? at.row[i] * stride + at.own : at.line * stride + 2 * at.quad;
+      fetch_async<4>(address_of(words(4 * EIGHTH + 2 + n * PER + i, 1)), p + offset, there);
     }
   }
   __device__ __forceinline__ void wait() const { asm volatile("cp.async.wait_all;" ::: "memory"); }

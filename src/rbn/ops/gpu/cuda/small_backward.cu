@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   const int saved = (rank * PAIRS + at.pair) * UNITS + own;
   auto saved_at = [&](i64 step) { return step * (BLOCKS * PAIRS * UNITS) + saved; };
   const bool kept = at.pair < PAIRS;
-  const int column = quad * H + unit;  // of lane's gate, for warp 0 and the helper
+  const int column = quad * H + unit;  // of lane's gate, for the adder and the helper
 
   // The weights of the block's columns, k = 8 * gate + unit; each block begins with other units of dh.
   uint4 w[TILES][2];
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
 
   for (int i = threadIdx.x; i < 160 + GIVEN; i += THREADS) running[i] = 0.0f;
   __syncthreads();  // before anything is asked for
-  if (warp == 0)
+  if (warp == ADDER)
     constants[quad * UNITS + own] = make_float4(BIAS && at.mine ? p.bias[r * GATES + column] : 0.0f,
                                                 MODE_X && at.mine ? p.gamma_x[r * GATES + column] : 0.0f,
                                                 MODE_H && at.mine ? p.gamma_h[r * GATES + column] : 0.0f, 0.0f);
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   // What a step takes from memory, asked for a step before it is needed.
   auto ask_rows = [&](int t) {
     if (t < 0) return;
-    ahead.ask_saved(p.wh + (kept ? saved_at(r * p.T + t) * 8 : 0), p.cs + (kept ? saved_at(r * (p.T + 1) + t) * 2 : 0), kept);
+    ahead.ask_saved(p.wh + saved_at(r * p.T + t) * 8, p.cs + saved_at(r * (p.T + 1) + t) * 2, kept);
     if (SPLIT)
 #pragma unroll
       for (int q = 0; q < 4; q++) ahead.ask_tile(q, p.wx + gates_at(t, q), GATES, at);
@@ -277,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
     if (SUM_C) {
       sum_cells(room_c, v_c[0], v_c[1], at);
       __syncthreads();
-      if (warp == 0) {
+      if (warp == ADDER) {
         const float2 s = add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
         if (quad == 0) total_c[own] = make_float2(s.x * inv, s.y * inv);
         hand_out();
@@ -319,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
       store2(room + (warp * 32 + lane) * 2, sum[0], sum[1]);
       room_x[warp * 32 + lane] = sum[2];
       __syncthreads();
-      if (warp == 0) {
+      if (warp == ADDER) {
         const float2 s = add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
         total_h[slot(own, quad)] = make_float2(s.x * inv, s.y * inv);
         running_h->x += s.x, running_h->y += s.y;
@@ -433,7 +433,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   }
   if (!SUM_C) sum_cells(room_c, sum_c[0], sum_c[1], at);
   __syncthreads();
-  if (warp == 0) {
+  if (warp == ADDER) {
     const float2 s = SUM_H ? *running_h : add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
     const float2 c = SUM_C ? *running_c : add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
     if (at.mine) {

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
   Element* wh = p.wh + (r * p.T * BLOCKS * PAIRS * UNITS + saved) * 8;
   const bool saves = SAVE && at.pair < PAIRS;
   const i64 step_saved = BLOCKS * PAIRS * UNITS;
-  const int column = quad * H + unit;  // of lane's gate, for warp 0 and the helper
+  const int column = quad * H + unit;  // of lane's gate, for the adder and the helper
 
   // The weights of the unit: rows own and own + 8 of two sums are its gates.
   uint4 w[GROUPS][2][2];
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
       top = max(top, __shfl_xor_sync(~0u, top, 1));
       top = max(top, __shfl_xor_sync(~0u, top, 2));
       up[q] = scale_up(top);
-      if (warp == 0 && quad == 0) constants[96 + 4 * own + q] = scale_down(top);
+      if (warp == ADDER && quad == 0) constants[96 + 4 * own + q] = scale_down(top);
     }
 #endif
 #pragma unroll
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
 
   const float g_c = MODE_C && at.mine ? p.gamma_c[r * H + unit] : 0.0f;
   const float beta = BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f;
-  if (warp == 0) {
+  if (warp == ADDER) {
     constants[4 * own + quad] = BIAS && at.mine ? p.bias[r * GATES + column] : 0.0f;
     gammas[slot(own, quad)] = make_float2(MODE_X && at.mine ? p.gamma_x[r * GATES + column] : 0.0f,
                                           MODE_H && at.mine ? p.gamma_h[r * GATES + column] : 0.0f);
@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
       store2(room + (warp * 32 + lane) * 2, sum[0], sum[1]);
     }
     __syncthreads();
-    if (SUM_H && warp == 0) {
+    if (SUM_H && warp == ADDER) {
       const float2 v = add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
       const int here = slot(own, quad);
       const float off = v.x * inv, var = variance(v.y * inv, off);
@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
       }
       sum_cells(room_c, v[0], v[1], at);
       __syncthreads();
-      if (warp == 0) {
+      if (warp == ADDER) {
         const float2 s = add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
         const float off = s.x * inv, var = variance(s.y * inv, off), mean = inv > 0.0f ? shift + off : 0.0f;
         if (quad == 0) statistics[64 + own] = make_float2(mean, rsqrtf(var + p.eps) * g_c);

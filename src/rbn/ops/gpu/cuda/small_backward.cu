@@ -249,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
     if (k > 0) {
       const u32 barrier = barriers + 8 * ((now ^ 1) * WARPS + warp);
       waiting.until(barrier, u32((k - 1) >> 1));
-      if (lane == 0) expect(barrier, BYTES);
+      if (lane == 0 && !waiting.tired) expect(barrier, BYTES);
       const Share* from = shares + ((now ^ 1) * WARPS + warp) * REGION + lane;
       float2 sum[4] = {};
 #pragma unroll

@@ -223,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
     if (t > 0) {
       const u32 barrier = barriers + 8 * (now * WARPS + warp);
       waiting.until(barrier, u32((t - 1) >> 1));
-      if (lane == 0) expect(barrier, BYTES);
+      if (lane == 0 && !waiting.tired) expect(barrier, BYTES);
     }
     float a[4][2] = {};
 #ifndef NO_GATHER

@@ -137,7 +137,7 @@ def test_interrupted_while_training(tmp_path: Path) -> None:
         first = process.stdout.readline()  # it says what it does, then trains
         time.sleep(1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     assert first.startswith("Sequential digits")

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from rbn.cli.app import app
 from rbn.data import DataAltered, DataNotFound
+from rbn.data.cnn.sets import SETS
 from rbn.data.sources import DATASETS, DataSet, Published, Source
 
 CONTENT = b" no it was n't black monday \n"
@@ -82,13 +83,16 @@ def test_list(root: Path) -> None:
         "pmnist": str(root / "mnist"),
         "ptb": "missing: b",
         "pydoc": "comes with Python",
+        "cnn": "missing",
+        "dailymail": "missing",
+        "cnn-built": "missing",
     }
     assert "about ptb" in rows[3]
 
 
 def test_list_of_an_empty_folder(tmp_path: Path) -> None:
     rows = call("list", "--data-dir", str(tmp_path)).output.splitlines()[1:]
-    assert [row.split()[0] for row in rows] == list(DATASETS)
+    assert [row.split()[0] for row in rows] == [*DATASETS, *SETS]
     for name, size in (("mnist", "11.6 MB"), ("ptb", "6.0 MB"), ("text8", "31.3 MB")):
         (row,) = (row for row in rows if row.startswith(name))
         assert row.endswith(f"{size}  missing")
@@ -160,6 +164,15 @@ def test_unknown_name(root: Path, web: list[str], command: str) -> None:
     assert result.exit_code == 2
     names = "digits, mnist, pmnist, ptb, pydoc"
     assert result.output == f"rbn: unknown data set 'imagenet': choose from {names}\n"
+    assert web == []
+
+
+@pytest.mark.parametrize("command", ["get", "verify"])
+def test_questions_are_got_by_hand(root: Path, web: list[str], command: str) -> None:
+    result = call(command, "cnn")
+    assert result.exit_code == 2
+    assert result.output.startswith(f"rbn: cnn goes into {root / 'cnn'}: download ")
+    assert result.output.count("\n") == 1
     assert web == []
 
 

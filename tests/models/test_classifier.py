@@ -57,3 +57,11 @@ def test_bad_arguments_are_refused() -> None:
         SequenceClassifier(nn.Linear(3, 5), 4)
     with pytest.raises(ValueError, match="classes must be at least 2, got 1"):
         SequenceClassifier(rbn.LSTM(3, 5), 1)
+
+
+def test_dropout_of_the_final_state() -> None:
+    model = SequenceClassifier(rbn.LSTM(1, 64), 3, dropout=0.5)
+    x = torch.randn(4, 2, 1)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model.classifier(model.recurrent(x)[1][0][-1]))

@@ -27,3 +27,13 @@ def test_refusals():
         LanguageModel(torch.nn.ReLU())
     with pytest.raises(ValueError, match="one direction"):
         LanguageModel(rbn.LSTM(7, 5, bidirectional=True))
+
+
+def test_dropout_between_layer_and_softmax():
+    model = LanguageModel(rbn.LSTM(5, 64), dropout=0.5)
+    symbols = torch.zeros(3, 2, dtype=torch.int64)
+    one, other = model(symbols), model(symbols)
+    assert not torch.equal(one[0], other[0])
+    assert torch.equal(one[1][0], other[1][0])  # the states are as they were
+    model.eval()
+    assert torch.equal(model(symbols)[0], model.softmax(model.recurrent(symbols)[0]))

@@ -76,11 +76,15 @@ def test_noise_in_the_initial_state(layer_class):
     assert (rows == rows[0]).all()
 
 
-def test_zero_variance_explodes_backwards_and_noise_cures_it():
-    """Section 5.1: rows all alike, as in the first steps of in-order MNIST."""
+def test_rows_alike_do_not_explode_with_or_without_noise():
+    """Section 5.1: rows all alike, as in the first steps of in-order MNIST.
+
+    Row by row the gradient grows by gamma / sqrt(eps) a step, and its sum over the rows is 0. What
+    rounding left of that sum was above 1e6 here, which is why the paper adds noise; constant terms
+    pass no gradient on now (see `rbn.ops.types.CONSTANT`).
+    """
     x = torch.zeros(30, 8, 1)
     x[-1] = torch.randn(8, 1)
-    largest = {}
     for noise in (0.0, 0.1):
         torch.manual_seed(0)
         layer = rbn.BatchNormLSTM(1, 4, hidden_noise=noise)
@@ -89,9 +93,7 @@ def test_zero_variance_explodes_backwards_and_noise_cures_it():
         if noise == 0:  # 0 / sqrt(eps) leaves the forward pass alone
             assert (y[:-1] == y[:-1, :1]).all()
         y[-1].square().sum().backward()
-        largest[noise] = layer.weight_hh_l0.grad.abs().max().item()
-    assert largest[0.1] < 1
-    assert not largest[0.0] < 1e6
+        assert layer.weight_hh_l0.grad.abs().max() < 1
 
 
 def test_initial_states_of_zeros_are_no_parameters():

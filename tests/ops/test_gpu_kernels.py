@@ -114,6 +114,17 @@ def test_rounding_is_not_enlarged_by_constant_steps(constant):
     assert found["h0"].abs().max() == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"input_stats": "sequence"}, {"absent": ("gamma_c",)}])
+def test_small_recurrent_weights_have_their_gradient(options):
+    case = make_case("bn_lstm", 4, 5, 3, **options)
+    weight = case.tensors["weight_hh"] * 1e-6
+    case = case.with_tensors(weight_hh=weight).to(torch.float32)
+    _, found = differentiate(case.on(DEVICE), "gpu")
+    _, expected = differentiate(case.to(torch.float64), "reference")
+    assert expected["weight_hh"].abs().max() > 1
+    assert_same(found, expected, 2e-4)  # as on the CPU
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_nothing_is_kept_without_a_gradient(op):
     case = make_case(op, 4, 3, 5, dtype=torch.float32, **calm(op))

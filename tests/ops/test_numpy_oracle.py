@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from recurrence_cases import (
     BACKENDS,
     GRADIENT_TOLERANCE,
+    NORMALIZED_BY_BATCH,
     OPS,
     RESULT_TOLERANCE,
     Case,
@@ -82,3 +83,28 @@ def test_the_oracle_depends_on_every_argument():
             {name: np.ones(value.shape) * np.arange(1, value.numel() + 1).reshape(value.shape)},
         )
         assert np.abs(moved["output"]).max() > 1e-3, name
+
+
+@pytest.mark.parametrize("options", [{}, {"input_stats": "sequence"}, {"absent": ("gamma_c",)}])
+@pytest.mark.parametrize("scale", [0.0, 1e-6])
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
+def test_small_recurrent_weights_have_their_gradient(op, backend, alike, scale, options):
+    """Their term is next to constant, but not because the rows are alike: they can be learned."""
+    if op == "bn_rnn" and "absent" in options:
+        pytest.skip("the simple network has no cell")
+    case = make_case(op, 4, 5, 3, **options)
+    tensors = case.present()
+    changed = {"weight_hh": tensors["weight_hh"] * scale}
+    if alike:
+        changed |= {k: tensors[k][:1].expand(5, 3).clone() for k in ("h0", "c0") if k in tensors}
+    case = case.with_tensors(**changed)
+    rng = np.random.default_rng(0)
+    direction = {"weight_hh": rng.standard_normal(tensors["weight_hh"].shape)}
+    moved = oracle(case, direction)
+    expected = sum((c.numpy() * moved[name]).sum() for name, c in case.cotangents.items())
+    found = differentiate(case, backend)[1]["weight_hh"].numpy()
+    assert np.abs(found).max() > 1  # 316 times a gate's gradient
+    size = 1 + np.abs(found * direction["weight_hh"]).sum()
+    assert abs((found * direction["weight_hh"]).sum() - expected) <= GRADIENT_TOLERANCE * size

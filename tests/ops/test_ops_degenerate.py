@@ -111,6 +111,20 @@ def test_rounding_is_not_enlarged_by_constant_steps(op, step, constant):
     assert found["h0"].abs().max() == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"input_stats": "sequence"}, {"absent": ("gamma_c",)}])
+@pytest.mark.parametrize("step", STEPS)
+def test_small_recurrent_weights_have_their_gradient_in_float32(step, options):
+    case = make_case("bn_lstm", 4, 5, 3, **options)
+    weight = case.tensors["weight_hh"] * 1e-6
+    case = case.with_tensors(weight_hh=weight).to(torch.float32)
+    with cpu_step(step):
+        _, found = differentiate(case, "cpu")
+    _, expected = differentiate(case.to(torch.float64), "reference")
+    assert expected["weight_hh"].abs().max() > 1
+    # 1 / sqrt(var + eps) may be off by 5e-6 there; the rest is float32's rounding, enlarged by 316.
+    assert_same(found, expected, 2e-4)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_float32_stays_finite_without_variance(op):
     case = rows_alike(op, 7, torch.float32)

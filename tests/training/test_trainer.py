@@ -259,6 +259,7 @@ def test_a_truncated_checkpoint_is_named(whole, tmp_path):
         ({"clip": 0.0}, "clip must be positive, got 0"),
         ({"max_minutes": -1.0}, "max_minutes must be positive, got -1"),
         ({"decay_from": 1.5}, "decay_from must be from 0 to 1, got 1.5"),
+        ({"average": 1.0}, "average must be at least 0 and below 1, got 1.0"),
     ],
 )
 def test_bad_schedules(options, message):
@@ -314,6 +315,63 @@ def test_a_rate_that_decays(tmp_path):
     )
     run.run()
     assert rates == pytest.approx([0.01] * 5 + [0.0075, 0.005, 0.0025])
+
+
+def test_the_average_is_evaluated_and_kept(tmp_path):
+    """The mean of the first steps, then a decaying average; training itself goes on without it."""
+    decay, seen, looked = 0.75, [], []
+
+    class Watched(Letters):
+        def evaluate(self):
+            looked.append(self.model.state_dict()["softmax.weight"].clone())
+            return super().evaluate()
+
+    def note(_):
+        seen.append(task.model.state_dict()["softmax.weight"].clone())
+
+    task = Watched()
+    schedule = Schedule(8, evaluate_every=4, average=decay)
+    run = Trainer(task, torch.optim.Adam(task.model.parameters(), 0.01), schedule, tmp_path)
+    run.on_step = note
+    run.run()
+    expected = torch.zeros_like(seen[0])
+    for n, value in enumerate(seen):
+        expected += max(1 - decay, 1 / (n + 1)) * (value - expected)
+        if n == 3:
+            torch.testing.assert_close(expected, torch.stack(seen[:4]).mean(0))
+            torch.testing.assert_close(looked[0], expected)
+    torch.testing.assert_close(looked[1], expected)
+    assert torch.equal(run.module.state_dict()["softmax.weight"], seen[-1])
+    assert run.progress.best_step == 8
+    run.load_best()
+    assert torch.equal(run.module.state_dict()["softmax.weight"], looked[1])
+
+    plain = Letters()
+    schedule = Schedule(8, evaluate_every=4)
+    Trainer(
+        plain, torch.optim.Adam(plain.model.parameters(), 0.01), schedule, tmp_path / "plain"
+    ).run()
+    assert torch.equal(plain.model.state_dict()["softmax.weight"], seen[-1])
+
+
+def test_the_average_goes_on_after_a_kill(tmp_path):
+    def run(folder, stop=None):
+        task = Letters()
+
+        def kill(progress):
+            if progress.step == stop:
+                raise Killed
+
+        optimizer = torch.optim.Adam(task.model.parameters(), 0.01)
+        schedule = Schedule(8, evaluate_every=4, checkpoint_every=3, average=0.6)
+        Trainer(task, optimizer, schedule, folder, on_step=kill).run()
+
+    run(tmp_path / "whole")
+    with pytest.raises(Killed):
+        run(tmp_path / "cut", 5)
+    run(tmp_path / "cut")
+    assert_same_run(tmp_path / "whole", tmp_path / "cut")
+    assert any(name.startswith("average.") for name in final(tmp_path / "whole")[0])
 
 
 def test_checkpoints_are_not_too_frequent(tmp_path, monkeypatch):

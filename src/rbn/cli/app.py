@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import rbn
-from rbn.cli import runs, train
+from rbn.cli import paper, reading, runs, train
 from rbn.cli.common import stop
 from rbn.cli.data import app as data
 from rbn.experiments.demo import Settings, run_demo
@@ -21,10 +21,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
 )
 app.add_typer(data)
+data.command("build-cloze")(reading.build_cloze)
+data.command("questions")(reading.questions)
 
 
-for command in (train.train, train.resume, runs.runs, runs.evaluate, runs.sample, runs.publish):
+for command in (
+    train.train,
+    train.resume,
+    runs.runs,
+    runs.evaluate,
+    runs.sample,
+    runs.publish,
+    reading.ask,
+):
     app.command()(command)
+app.command()(paper.reproduce)
+app.command()(paper.report)
 
 
 def _show_version(wanted: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from rbn.data.cnn.sets import SETS
 from rbn.data.download import Progress
 from rbn.data.errors import DataAltered, DataNotFound
 from rbn.data.files import data_folder, find, missing, read
@@ -36,6 +37,10 @@ def list_sets(data_dir: DataDir = None) -> None:
     for data in DATASETS.values():
         size = f"{data.download_size / 1e6:.1f} MB" if data.sources else "none"
         rows.append((data.name, data.about, size, _where(data, data_dir)))
+    for found in SETS.values():
+        folder = data_folder(data_dir) / found.name
+        where = str(folder) if (folder / "questions").is_dir() else "missing"
+        rows.append((found.name, found.about, "by hand", where))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, about, size, where in rows:
         columns = (name.ljust(widths[0]), about.ljust(widths[1]), size.rjust(widths[2]), where)
@@ -101,6 +106,10 @@ def _state(source: Source, folder: Path) -> str:
 
 
 def _chosen(names: list[str]) -> list[DataSet]:
+    for name in names:
+        if name in SETS:
+            folder = data_folder() / name
+            _stop(f"{name} goes into {folder}: {SETS[name].how.format(folder=folder)}", 2)
     try:
         return [data_set(name) for name in names]
     except ValueError as error:

@@ -74,6 +74,7 @@ def evaluate(
         config, task = trained.open_task(run, device_of(device), data_dir)
         value = trained.evaluate(task, split, stats, length)
         unit = "bits per character" if config.is_text else "accuracy"
+        unit = "error rate" if config.is_reading else unit
         how = f"{split}, {stats} statistics" + (f", length {length}" if length else "")
         typer.echo(f"{config.task}, {config.name}: {value:.4f} {unit} ({how})")
 

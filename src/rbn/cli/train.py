@@ -10,8 +10,19 @@ import typer
 from rbn.cli.common import DataDir, Device, device_of, guarded, stop
 from rbn.experiments.config import Config
 
-Task = Annotated[str, typer.Argument(help="digits, mnist, pmnist, ptb, text8 or pydoc.")]
-Model = Annotated[str, typer.Option(help="lstm, bn-lstm, ln-lstm, bn-rnn, rnn or irnn.")]
+Task = Annotated[
+    str,
+    typer.Argument(help="digits, mnist, pmnist, ptb, text8, pydoc, cloze, cnn or cnn-built."),
+]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "--variant",
+        help="lstm, bn-lstm, ln-lstm, bn-rnn, rnn or irnn; for reading tasks lstm, bn-lstm, "
+        "bn-everywhere, bn-e* or bn-e**.",
+    ),
+]
 File = Annotated[
     str | None,
     typer.Option(help="Settings (YAML) instead of the paper's: a file, or a name like mnist-code."),
@@ -57,8 +68,8 @@ def train(
 
     def work() -> None:
         found = configs.published(task) if config is None else configs.read(configs.find(config))
-        wanted = [f"model={model}"] + ([f"precision={precision}"] if precision else [])
-        settings = configs.from_mapping({"task": task, **found})
+        wanted = [f"precision={precision}"] if precision else []
+        settings = configs.from_mapping({"task": task, **configs.for_model(found, model)})
         settings = configs.with_settings(settings, [*wanted, *(set_ or [])])
         numbers = [seed] if seeds is None else _numbers(seeds)
         runs = []

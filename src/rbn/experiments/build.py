@@ -11,10 +11,12 @@ from torch import nn
 
 import rbn
 from rbn import data
+from rbn.data.cnn import Reading
 from rbn.experiments.config import Config
+from rbn.experiments.reading import ReadingTask, build_reading, load_reading
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
-from rbn.training import Progress, Schedule, Trainer
+from rbn.training import Progress, Schedule, Trainer, make_fabric
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -32,6 +34,7 @@ _OPTIMIZERS = {
     "sgd": torch.optim.SGD,
 }
 _CHECKPOINT_SECONDS = 30.0
+Loaded = data.Splits | data.Text | Reading
 
 
 def recurrent_layer(config: Config, input_size: int) -> nn.Module:
@@ -55,8 +58,10 @@ def recurrent_layer(config: Config, input_size: int) -> nn.Module:
     return layer
 
 
-def load(config: Config, device: torch.device, root: Path | None = None) -> data.Splits | data.Text:
+def load(config: Config, device: torch.device, root: Path | None = None) -> Loaded:
     """The data of a config, on a device."""
+    if config.is_reading:
+        return load_reading(config, root).to(device)
     options = config.data
     if config.is_text:
         loaders: dict[str, Any] = {"ptb": data.ptb, "text8": data.text8}
@@ -85,8 +90,8 @@ def build(
     seed: int,
     device: torch.device,
     root: Path | None = None,
-    loaded: data.Splits | data.Text | None = None,
-) -> Classification | NextSymbol:
+    loaded: Loaded | None = None,
+) -> Classification | NextSymbol | ReadingTask:
     """The task of a run, its model's weights drawn from the seed.
 
     The process's random state is left where the run's own random numbers begin. loaded: what `load`
@@ -94,13 +99,18 @@ def build(
     """
     found = load(config, device, root) if loaded is None else loaded
     torch.manual_seed(seed)
-    if isinstance(found, data.Text):
-        model: nn.Module = LanguageModel(recurrent_layer(config, len(found.symbols)))
-        task: Classification | NextSymbol = NextSymbol(
+    task: Classification | NextSymbol | ReadingTask
+    if isinstance(found, Reading):
+        task = build_reading(config, found, seed, device)
+    elif isinstance(found, data.Text):
+        model: nn.Module = LanguageModel(
+            recurrent_layer(config, len(found.symbols)), config.dropout
+        )
+        task = NextSymbol(
             model.to(device), found, config.length, config.batch_size, seed, config.valid_windows
         )
     else:
-        model = SequenceClassifier(recurrent_layer(config, 1), CLASSES)
+        model = SequenceClassifier(recurrent_layer(config, 1), CLASSES, config.dropout)
         task = Classification(model.to(device), found, config.batch_size, seed)
     task.metric = f"valid_{config.select}"
     return task
@@ -121,7 +131,7 @@ def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> tor
 
 def make_trainer(
     config: Config,
-    task: Classification | NextSymbol,
+    task: Classification | NextSymbol | ReadingTask,
     folder: Path,
     max_minutes: float | None = None,
     *,
@@ -133,6 +143,8 @@ def make_trainer(
     """A trainer that goes on from what is in the folder."""
     if graph and config.precision == "16-mixed":
         raise ValueError("graph cannot be had with 16-mixed, whose loss scale is set by the host")
+    if isinstance(task, ReadingTask):
+        task.save_vocabulary(folder)
     device = next(task.model.parameters()).device
     epoch = task.batches_per_epoch
     schedule = Schedule(
@@ -142,6 +154,7 @@ def make_trainer(
         patience=config.patience,
         clip=config.clip,
         decay_from=config.decay_from,
+        average=config.average,
         checkpoint_seconds=_CHECKPOINT_SECONDS,
         max_minutes=max_minutes,
     )
@@ -150,17 +163,8 @@ def make_trainer(
         make_optimizer(config, task.model, graph),
         schedule,
         folder,
-        fabric=fabric or make_fabric(config, device),
+        fabric=fabric or make_fabric(device, config.precision),
         graph=graph,
         on_step=on_step,
         on_record=on_record,
     )
-
-
-def make_fabric(config: Config, device: torch.device) -> Fabric:
-    """Device and precision of a run."""
-    from lightning.fabric import Fabric
-
-    devices: Any = 1 if device.type == "cpu" else [device.index or 0]
-    precision: Any = config.precision
-    return Fabric(accelerator=device.type, devices=devices, precision=precision)

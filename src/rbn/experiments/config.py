@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).parent / "configs"
-TASKS = ("digits", "mnist", "pmnist", "ptb", "text8", "pydoc")
+READING = ("cloze", "cnn", "cnn-built")
+TASKS = ("digits", "mnist", "pmnist", "ptb", "text8", "pydoc", *READING)
 TEXTS = ("ptb", "text8", "pydoc")
 MODELS = ("lstm", "bn-lstm", "ln-lstm", "bn-rnn", "rnn", "irnn")
+READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
 STARTS = ("orthogonal", "identity-candidate", "identity-all")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 SELECTIONS = ("batch", "population")
@@ -34,6 +36,9 @@ class Config:
         select: the statistics of the validation figure that names the best model.
         clip: largest global norm of the gradients; None leaves them alone.
         decay_from: the part of the steps after which the learning rate falls linearly to 0.
+        average: decay of the running average of the parameters that is evaluated and kept; None
+            evaluates the parameters themselves.
+        dropout: of the layer's output on its way to the softmax; a reader's is among `layer`.
         precision: as Lightning Fabric names it.
         optimizer: its name, ``adam``, ``rmsprop`` or ``sgd``, and the arguments of torch's class.
         start: of the recurrent weights.
@@ -56,6 +61,8 @@ class Config:
     select: str = "population"
     clip: float | None = 1.0
     decay_from: float = 1.0
+    average: float | None = None
+    dropout: float = 0.0
     precision: str = "32-true"
     optimizer: dict[str, Any] = field(default_factory=lambda: {"name": "adam", "lr": 0.001})
     start: str = "orthogonal"
@@ -66,7 +73,9 @@ class Config:
     population_batch: int = 1000
 
     def __post_init__(self) -> None:
-        choices = {"task": TASKS, "model": MODELS, "start": STARTS}
+        models = READERS if self.is_reading else MODELS
+        choices: dict[str, tuple[str, ...]]
+        choices = {"task": TASKS, "model": models, "start": STARTS}
         choices |= {"precision": PRECISIONS, "select": SELECTIONS}
         for name, options in choices.items():
             value = getattr(self, name)
@@ -80,6 +89,10 @@ class Config:
             raise ValueError(
                 f"optimizer must be adam, rmsprop or sgd, got {self.optimizer.get('name')!r}"
             )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
+        if self.is_reading and self.dropout:
+            raise ValueError("a reader's dropout is set as layer.dropout")
         if self.is_text and self.model in ("rnn", "irnn"):
             raise ValueError(f"model {self.model} classifies sequences; {self.task} is a text")
 
@@ -89,9 +102,15 @@ class Config:
         return self.task in TEXTS
 
     @property
+    def is_reading(self) -> bool:
+        """Whether the task is to answer questions about documents."""
+        return self.task in READING
+
+    @property
     def name(self) -> str:
-        """The model and its tag, for folders and tables."""
-        return f"{self.model}-{self.tag}" if self.tag else self.model
+        """The model and its tag, for folders and tables; bn-e** is bn-e-star-star there."""
+        model = self.model.replace("*", "-star")
+        return f"{model}-{self.tag}" if self.tag else model
 
     def to_json(self) -> str:
         """All of it, for the run's folder."""
@@ -107,6 +126,13 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
     if "task" not in values:
         raise ValueError("a config must name its task")
     return Config(**values)
+
+
+def for_model(values: Mapping[str, Any], model: str) -> dict[str, Any]:
+    """The settings of a file for one model: those that its ``variants`` name for it override."""
+    found = dict(values)
+    variants = found.pop("variants", None) or {}
+    return {**found, **variants.get(model, {}), "model": model}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from rbn.experiments import build, results, runs
 from rbn.experiments.config import Config
+from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.training import Diverged, Progress, Trainer, train_together
 
@@ -141,7 +142,9 @@ class Watch:
         """Leave the bars as they are."""
         self._bars.stop()
 
-    def add(self, trainer: Trainer, config: Config, task: Classification | NextSymbol) -> None:
+    def add(
+        self, trainer: Trainer, config: Config, task: Classification | NextSymbol | ReadingTask
+    ) -> None:
         """Show a run."""
         name = trainer.folder.name if self._several else ""
         line = self._bars.add_task(

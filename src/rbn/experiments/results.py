@@ -16,6 +16,7 @@ import torch
 
 import rbn
 from rbn.experiments.config import Config
+from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol, has_statistics
 from rbn.training import Trainer, checkpoint
 
@@ -23,11 +24,11 @@ CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
 
 
 @torch.no_grad()
-def exact_statistics(config: Config, task: Classification | NextSymbol) -> None:
+def exact_statistics(config: Config, task: Classification | NextSymbol | ReadingTask) -> None:
     """Population statistics of the training set at the model as it is, as the paper reports."""
     if has_statistics(task.model):
         batches = task.population_batches(config.population_batch)
-        rbn.update_population_stats(task.model, batches)
+        rbn.update_population_stats(task.model, batches, forward=task.forward)
 
 
 def finish(
@@ -45,7 +46,7 @@ def finish(
         together: runs that shared the device, and so the time.
     """
     task, progress = trainer.task, trainer.progress
-    assert isinstance(task, Classification | NextSymbol)
+    assert isinstance(task, Classification | NextSymbol | ReadingTask)
     trainer.load_best()
     task.model = trainer.module
     with trainer.alone():
@@ -61,7 +62,7 @@ def finish(
             metric = "bits per character, whole sequence"
         else:
             figures["test"] = task.measure_with("test", "population")
-            metric = "accuracy"
+            metric = "error rate" if isinstance(task, ReadingTask) else "accuracy"
         tensors = {f"model.{k}": v for k, v in task.model.state_dict().items()}
         facts: dict[str, Any] = {}
         if isinstance(task, NextSymbol):
@@ -103,7 +104,8 @@ def publish(run: Path, to: Path) -> Path:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{run} has no result: there is no {path.name} in it") from error
     tag = f"-{result['tag']}" if result["tag"] else ""
-    target: Path = to / result["task"] / f"{result['model']}{tag}-seed{result['seed']}.json"
+    model = result["model"].replace("*", "-star")
+    target: Path = to / result["task"] / f"{model}{tag}-seed{result['seed']}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n")
     lines = (run / "metrics.jsonl").read_text().splitlines()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +38,14 @@ class Measured(abc.ABC):
     model: nn.Module
     batch_size: int
     metric = "valid_population"
+    forward: Callable[[nn.Module, Any], object] | None = None  # on one of `population_batches`
 
     @abc.abstractmethod
     def measure(self, part: str) -> float:
         """The figure on one part of the data, with the statistics that the model uses now."""
 
     @abc.abstractmethod
-    def population_batches(self, batch_size: int) -> Iterator[Tensor]:
+    def population_batches(self, batch_size: int) -> Iterator[Any]:
         """The training inputs once, for exact population statistics."""
 
     @torch.no_grad()
@@ -59,7 +61,8 @@ class Measured(abc.ABC):
         found = {"valid_batch": self.measure_with("valid", "batch")}
         with kept_statistics(self.model):
             batches = self.population_batches(self.batch_size)
-            update_population_stats(self.model, itertools.islice(batches, ESTIMATE))
+            some = itertools.islice(batches, ESTIMATE)
+            update_population_stats(self.model, some, forward=self.forward)
             found["valid_population"] = self.measure_with("valid", "population")
         return found
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from rbn.data.text import encode
 from rbn.experiments import build, runs
 from rbn.experiments.config import Config
+from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel
-from rbn.training import CheckpointError, checkpoint
+from rbn.training import CheckpointError, checkpoint, make_fabric
 
 
 def weights_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -29,19 +30,19 @@ def weights_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def open_task(
     folder: Path, device: torch.device, root: Path | None = None
-) -> tuple[Config, Classification | NextSymbol]:
+) -> tuple[Config, Classification | NextSymbol | ReadingTask]:
     """A run's settings, and its task with the trained model."""
     config, seed = runs.opened(folder)
     weights, _ = weights_of(folder)
     task = build.build(config, seed, device, root)
     task.model.load_state_dict(weights)
-    task.model = build.make_fabric(config, device).setup_module(task.model)
+    task.model = make_fabric(device, config.precision).setup_module(task.model)
     task.model.eval()
     return config, task
 
 
 def evaluate(
-    task: Classification | NextSymbol,
+    task: Classification | NextSymbol | ReadingTask,
     split: str = "test",
     statistics: str = "population",
     length: str | None = None,

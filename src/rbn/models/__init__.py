@@ -1,6 +1,7 @@
 """What is trained: models made of the layers."""
 
+from rbn.models.attentive_reader import AttentiveReader
 from rbn.models.classifier import SequenceClassifier
 from rbn.models.language_model import LanguageModel
 
-__all__ = ["LanguageModel", "SequenceClassifier"]
+__all__ = ["AttentiveReader", "LanguageModel", "SequenceClassifier"]

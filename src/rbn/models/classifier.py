@@ -17,9 +17,10 @@ class SequenceClassifier(nn.Module):
         recurrent: a layer of `rbn`, or any that is called like `torch.nn.LSTM` and has its
             `hidden_size`. Of a stack, the last layer's state is used; of two directions, both.
         classes: number of labels.
+        dropout: of the final state, before the softmax.
     """
 
-    def __init__(self, recurrent: nn.Module, classes: int) -> None:
+    def __init__(self, recurrent: nn.Module, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
         hidden = getattr(recurrent, "hidden_size", None)
         if not isinstance(hidden, int):
@@ -30,6 +31,7 @@ class SequenceClassifier(nn.Module):
         if classes < 2:
             raise ValueError(f"classes must be at least 2, got {classes}")
         self.recurrent = recurrent
+        self.dropout = nn.Dropout(dropout)
         self.directions = 2 if getattr(recurrent, "bidirectional", False) else 1
         self.classifier = nn.Linear(hidden * self.directions, classes)
         init.orthogonal_(self.classifier.weight)
@@ -49,5 +51,5 @@ class SequenceClassifier(nn.Module):
         _, states = self.recurrent(input, **options)
         h_n = states[0] if isinstance(states, tuple) else states  # [layers * directions, B, H]
         final = torch.cat(list(h_n[-self.directions :]), dim=-1)
-        logits: Tensor = self.classifier(final)
+        logits: Tensor = self.classifier(self.dropout(final))
         return logits

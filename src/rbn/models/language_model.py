@@ -14,9 +14,10 @@ class LanguageModel(nn.Module):
 
     Args:
         recurrent: a layer of `rbn` whose `input_size` is the number of symbols.
+        dropout: of the layer's output, before the softmax.
     """
 
-    def __init__(self, recurrent: nn.Module) -> None:
+    def __init__(self, recurrent: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
         sizes = [getattr(recurrent, name, None) for name in ("input_size", "hidden_size")]
         if not all(isinstance(size, int) for size in sizes):
@@ -27,6 +28,7 @@ class LanguageModel(nn.Module):
         if getattr(recurrent, "bidirectional", False):
             raise ValueError("recurrent must have one direction: the other has seen what is asked")
         self.recurrent = recurrent
+        self.dropout = nn.Dropout(dropout)
         self.symbols: int = sizes[0]  # type: ignore[assignment]
         self.softmax = nn.Linear(sizes[1], self.symbols)  # type: ignore[arg-type]
         init.orthogonal_(self.softmax.weight)
@@ -44,4 +46,4 @@ class LanguageModel(nn.Module):
             Logits ``[T, B, symbols]`` and the states after the input.
         """
         output, states = self.recurrent(input, states, start=start)
-        return self.softmax(output), states
+        return self.softmax(self.dropout(output)), states

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rbn.ops.alike import steps_alike
 from rbn.ops.types import Statistics
 
 
@@ -31,7 +33,7 @@ def population_list(population: Statistics | None, like: Tensor) -> list[Tensor]
     return [like.new_empty(0) if p is None else p for p in population]
 
 
-def statistics_from_rstd(moments: list[Any], eps: float) -> Statistics:
+def statistics_from_rstd(moments: Sequence[Any], eps: float) -> Statistics:
     """Variances from the 1/sqrt(var + eps) that the operator saved; None for absent terms."""
     found: list[Tensor | None] = []
     for mean, rstd in zip(moments[0::2], moments[1::2], strict=True):
@@ -40,3 +42,12 @@ def statistics_from_rstd(moments: list[Any], eps: float) -> Statistics:
         else:
             found += [mean, (rstd.square().reciprocal() - eps).clamp_(min=0)]
     return Statistics(*found)
+
+
+def alike_of(
+    states: tuple[Tensor, ...], wx: Tensor, moments: Sequence[Tensor], eps: float
+) -> tuple[Tensor, Tensor]:
+    """`rbn.ops.alike.steps_alike` from the mean and rstd of the terms x, h and c."""
+    found = statistics_from_rstd(moments, eps)
+    assert found.var_h is not None
+    return steps_alike(states, wx, found.var_x, found.var_h, found.var_c, eps)

@@ -2,14 +2,9 @@
 
 from rbn.training.checkpoint import CheckpointError
 from rbn.training.loop import Examples, Record, accuracy, train
-from rbn.training.trainer import (
-    Diverged,
-    Progress,
-    Schedule,
-    Task,
-    Trainer,
-    train_together,
-)
+from rbn.training.schedule import Progress, Schedule
+from rbn.training.together import train_together
+from rbn.training.trainer import Diverged, Task, Trainer, make_fabric
 
 __all__ = [
     "CheckpointError",
@@ -21,6 +16,7 @@ __all__ = [
     "Task",
     "Trainer",
     "accuracy",
+    "make_fabric",
     "train",
     "train_together",
 ]

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from rbn.training import checkpoint
+from rbn.training.averaging import AveragedParameters
 from rbn.training.captured import CapturedStep
 from rbn.training.randomness import RandomState
+from rbn.training.schedule import Progress, Schedule
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -47,95 +47,11 @@ class Task(Protocol):
         """Figures on the validation data, `metric` among them. The model's mode is restored."""
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """When things happen.
-
-    Attributes:
-        steps: optimisation steps in all.
-        evaluate_every: steps between looks at the validation data; one follows the last step too.
-        checkpoint_every: steps between checkpoints; one follows every evaluation too.
-        patience: evaluations without a better one before training stops; None never does.
-        clip: largest global norm of all gradients together; None leaves them alone. A step whose
-            norm is not finite is made without a gradient, and counted.
-        decay_from: the part of the steps after which the learning rate falls linearly, to 0 at the
-            last; 1 keeps it constant.
-        checkpoint_seconds: shortest time between two checkpoints that are not the last one.
-        max_minutes: of this process, after which it saves and stops unfinished; None has no limit.
-    """
-
-    steps: int
-    evaluate_every: int
-    checkpoint_every: int = 1000
-    patience: int | None = None
-    clip: float | None = 1.0
-    decay_from: float = 1.0
-    checkpoint_seconds: float = 0.0
-    max_minutes: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "evaluate_every", "checkpoint_every", "patience"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("clip", "max_minutes"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        if not 0 <= self.decay_from <= 1:
-            raise ValueError(f"decay_from must be from 0 to 1, got {self.decay_from}")
-
-    def rate(self, step: int) -> float:
-        """What the learning rate is multiplied with at a step, from 0."""
-        first = self.decay_from * self.steps
-        return 1.0 if step < first else (self.steps - step) / (self.steps - first)
-
-
-@dataclass
-class Progress:
-    """Where a run is: all of it that is no tensor."""
-
-    step: int = 0
-    seconds: float = 0.0  # of training, over all processes that took part
-    best: float | None = None
-    best_step: int = 0
-    bad_looks: int = 0  # evaluations since the best one
-    loss: float = 0.0  # mean of the steps that were looked at last
-    loss_sum: float = 0.0  # since the last evaluation
-    loss_count: int = 0
-    skipped: int = 0  # steps whose gradient was not finite
-    finished: bool = False
-    stopped_early: bool = False
-    diverged_at: int | None = None  # the step, if training ended that way
-    history: list[dict[str, float]] = field(default_factory=list)
-
-
 class Diverged(FloatingPointError):
     """A loss, or too many gradients in a row, that are not finite."""
 
 
 _MOST_SKIPPED = 50  # steps in a row whose gradient is not finite before training is given up
-
-
-class _Interrupts:
-    """Remembers a Ctrl-C instead of breaking off in the middle of a step; the second one does."""
-
-    def __init__(self) -> None:
-        self.seen = False
-        self._before: Any = None
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.seen = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def __enter__(self) -> _Interrupts:
-        if threading.current_thread() is threading.main_thread():  # only it may set handlers
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
 
 
 class Trainer:
@@ -181,7 +97,7 @@ class Trainer:
         self.progress = Progress()
         self.module, self._optimizer = task.model, optimizer  # without their wrappers
         device = next(task.model.parameters()).device
-        self.fabric = fabric or _fabric_of(device)
+        self.fabric = fabric or make_fabric(device)
         task.model, self._wrapped = self.fabric.setup(task.model, optimizer)
         self.look_back = look_back or (1 if device.type == "cpu" else 100)
         self._rates = [group["lr"] for group in optimizer.param_groups]
@@ -193,6 +109,9 @@ class Trainer:
         self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # of those skipped
         self._number = torch.zeros((), dtype=torch.int64, device=device)  # of the step
         self._fetched = 0  # of progress.loss_count
+        self._average: AveragedParameters | None = None
+        if schedule.average is not None:
+            self._average = AveragedParameters(self.module, schedule.average)
         self._unsaved_best: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         self._began: float | None = None
         self._saved = 0.0  # seconds since then
@@ -226,6 +145,8 @@ class Trainer:
             KeyboardInterrupt: on Ctrl-C, after the step was finished and a checkpoint written. A
                 second Ctrl-C does not wait for that.
         """
+        from rbn.training.together import train_together
+
         train_together([self])
         return self.progress
 
@@ -309,11 +230,13 @@ class Trainer:
             self._in_a_row.copy_(torch.where(good, 0, self._in_a_row + 1))
         good = value.isfinite() | (self._bad >= 0)
         self._bad.copy_(torch.where(good, self._bad, self._number))
-        self._number += 1
         self._sum += value
         if self.look_back == 1 and not self._captures:
             self._fetch()  # before the model is spoilt by a gradient that is not finite
         self._wrapped.step()
+        if self._average is not None:
+            self._average.update(self._number)
+        self._number += 1
         return value
 
     def _set_rates(self, factor: float) -> None:
@@ -352,8 +275,14 @@ class Trainer:
 
     def _look(self) -> None:
         """Evaluate, write it down, and remember the best."""
-        now, task = self.progress, self.task
         self._fetch()
+        with contextlib.nullcontext() if self._average is None else self._average.in_place():
+            record = self._evaluate()
+        if self.on_record:
+            self.on_record(record)
+
+    def _evaluate(self) -> dict[str, float]:
+        now, task = self.progress, self.task
         record: dict[str, float] = {
             "step": now.step,
             "seconds": round(now.seconds, 3),
@@ -374,8 +303,7 @@ class Trainer:
             if patience is not None and now.bad_looks >= patience:
                 now.finished = now.stopped_early = True
         self._write_history()
-        if self.on_record:
-            self.on_record(record)
+        return record
 
     def save(self) -> None:
         """Write the best model, if it is new, and the checkpoint to go on from."""
@@ -387,6 +315,8 @@ class Trainer:
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = checkpoint.state_of(self.module, self._optimizer)
+        if self._average is not None:
+            tensors |= self._average.state()
         return tensors, {"optimizer": facts, "progress": asdict(self.progress)}
 
     def _resume(self) -> None:
@@ -394,6 +324,8 @@ class Trainer:
         self.progress = Progress(**facts["progress"])
         with self._random.current():
             checkpoint.restore(self.module, self._optimizer, tensors, facts["optimizer"])
+            if self._average is not None:
+                self._average.restore(tensors)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
         self._number.fill_(self.progress.step)
@@ -421,41 +353,9 @@ class Trainer:
         return facts
 
 
-def train_together(trainers: Sequence[Trainer]) -> None:
-    """Train several runs in turns, a step each, until all are over.
-
-    Each has its own random numbers and on a GPU its own stream, so the numbers are those of
-    training one after another. Small models that leave most of a GPU idle take hardly longer than
-    one of them.
-
-    Raises:
-        Diverged: when one of the runs does, after the others have come to their end.
-        KeyboardInterrupt: on Ctrl-C, after all have finished their step and were saved.
-    """
-    active = list(trainers)
-    diverged: list[Diverged] = []
-
-    def goes_on(trainer: Trainer) -> bool:
-        try:
-            return trainer.advance()
-        except Diverged as error:
-            diverged.append(error)
-            return False
-
-    with _Interrupts() as interrupts:
-        while active and not interrupts.seen:
-            active = [trainer for trainer in active if goes_on(trainer)]
-        if interrupts.seen:
-            for trainer in active:
-                with trainer.alone():
-                    trainer.save()
-            raise KeyboardInterrupt
-    if diverged:
-        raise diverged[0]
-
-
-def _fabric_of(device: torch.device) -> Fabric:
+def make_fabric(device: torch.device, precision: Any = "32-true") -> Fabric:
+    """One device, with a precision as Fabric names it."""
     from lightning.fabric import Fabric
 
     devices: Any = 1 if device.type == "cpu" else [device.index or 0]
-    return Fabric(accelerator=device.type, devices=devices)
+    return Fabric(accelerator=device.type, devices=devices, precision=precision)

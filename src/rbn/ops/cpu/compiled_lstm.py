@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbn.ops.alike import lowered
+from rbn.ops.arguments import alike_of
 from rbn.ops.cpu.fused_lstm import Grads, Inputs, Outputs, statistics_shapes
 from rbn.ops.cpu.layout import Layout, Rooms, like_parameter
 from rbn.ops.cpu.norms import SequenceNorm
@@ -216,8 +218,14 @@ def backward(
     layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
     H, rows, h0 = layout.hidden, packing.rows, call.h0
     hidden = r.hidden if r.hidden.numel() else r.output.reshape(-1, H)
-    call.use_moments(call.given_moments(a) if a.population else r[3:9])
     plain = args.mode_h == _NONE
+    moments = call.given_moments(a) if a.population else list(r[3:9])
+    if not plain and not a.population:
+        before, after = alike_of((a.h0, a.c0), a.wx, moments, a.eps)
+        moments[3] = lowered(moments[3], before, a.eps)
+        if moments[5].numel():
+            moments[5] = lowered(moments[5], after, a.eps)
+    call.use_moments(moments)
     args.keep = 1
     args.point(
         wx=None if plain else wx,

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rbn.ops.arguments import alike_of
 from rbn.ops.cpu.derivatives import GateDerivatives
 from rbn.ops.cpu.layout import Layout, Rooms, like_parameter, moments_of, restore_moments
-from rbn.ops.cpu.norms import Norm, Shift
+from rbn.ops.cpu.norms import BatchNorm, Norm, Shift
 from rbn.ops.cpu.transition import Transition
 
 
@@ -204,6 +205,11 @@ def backward(
     zoneout_c, zoneout_h = plan.zoneout_c, plan.zoneout_h
     packing, like, H = layout.packing, transition.wx, layout.hidden
     restore_moments(plan.norms, (r.mean_x, r.rstd_x, r.mean_h, r.rstd_h, r.mean_c, r.rstd_c))
+    if a.norm == "batch" and not a.population:
+        found = alike_of((a.h0, a.c0), a.wx, r[3:9], a.eps)
+        for norm, alike in zip(plan.norms[1:], found, strict=True):
+            if isinstance(norm, BatchNorm):
+                norm.alike = alike.tolist()
     h0, c0 = layout.state(a.h0), layout.state(a.c0)
     hidden = r.hidden if r.hidden.numel() else r.output.reshape(-1, H)
     cell = r.cell if r.cell.numel() else r.cand

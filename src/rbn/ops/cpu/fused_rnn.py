@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rbn.ops.arguments import alike_of
 from rbn.ops.cpu.layout import Layout, Rooms, like_parameter, moments_of, restore_moments
+from rbn.ops.cpu.norms import BatchNorm
 from rbn.ops.cpu.transition import Transition
 
 _tanh_backward = torch.ops.aten.tanh_backward.grad_input
@@ -132,6 +134,9 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     layout, transition, zoneout_h = plan.layout, plan.transition, plan.zoneout_h
     packing, like, H = layout.packing, transition.wx, layout.hidden
     restore_moments(plan.norms, (r.mean_x, r.rstd_x, r.mean_h, r.rstd_h))
+    norm_h = plan.norms[1]
+    if isinstance(norm_h, BatchNorm):
+        norm_h.alike = alike_of((a.h0,), a.wx, r[2:6], a.eps)[0].tolist()
     h0 = layout.state(a.h0)
     hidden = r.hidden if r.hidden.numel() else r.output.reshape(-1, H)
     phis = packing.split(r.phi if r.phi.numel() else hidden)

@@ -88,10 +88,7 @@ class Layout:
             return SequenceNorm(
                 gamma, eps, None if self.padding is None else ~self.padding.flatten()
             )
-        norm = self.norm(kind, gamma, None, eps, population)
-        if isinstance(norm, BatchNorm):
-            norm.recurrent = False
-        return norm
+        return self.norm(kind, gamma, None, eps, population)
 
     def output_gradients(self, grad: Tensor | None) -> tuple[Tensor, ...] | None:
         """The gradient of the output ``[T, B, H]``, split into steps."""

@@ -8,6 +8,7 @@ and 1 / sqrt(var + eps), is handed out by ``moments`` after the forward pass and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -59,11 +60,10 @@ class _MomentsOfSteps:
 class BatchNorm(_MomentsOfSteps):
     """Statistics of the minibatch, a set of its own for each step (the paper's training mode).
 
-    recurrent: whether the gradient goes on to earlier steps, which that of a constant term does not
-    (see `rbn.ops.types.CONSTANT`).
+    alike: the steps in which a constant term passes no gradient on (see `rbn.ops.alike`).
     """
 
-    recurrent = True
+    alike: Sequence[bool] = ()
 
     def forward(self, t: int, x: Tensor) -> Tensor:
         out, mean, rstd = torch.native_batch_norm(
@@ -85,7 +85,7 @@ class BatchNorm(_MomentsOfSteps):
     def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
         mean, rstd = self._means[t], self._rstds[t]
         gamma = self.gamma
-        if self.recurrent:
+        if self.alike and self.alike[t]:
             gamma = gamma * (rstd * rstd * self.eps <= 1 - CONSTANT)
         dx, dgamma, dbeta = _batch_norm_backward(
             dy, x, gamma, None, None, mean, rstd, True, self.eps, self._mask

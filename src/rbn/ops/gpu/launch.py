@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbn.ops.alike import raised, steps_alike
 from rbn.ops.gpu import cuda_lstm, device
 from rbn.ops.gpu.input_moments import input_moments
 from rbn.ops.gpu.lstm_backward import lstm_backward
@@ -310,6 +311,12 @@ def _backward(
     new = torch.empty if call.in_cuda else torch.zeros
     sums = [new(R, n, **full) for n in [4 * H] * 3 + [H] * 2]
     moments = [call.full(p) for p in a.population] if a.population else list(r[3:9])
+    if a.norm == "batch" and not a.population:
+        var_x, var_c = (m if m.numel() else None for m in (moments[1], moments[5]))
+        before, after = steps_alike((a.h0, a.c0), wx, var_x, moments[3], var_c, a.eps)
+        moments[3] = raised(moments[3], before, a.eps)
+        if var_c is not None:
+            moments[5] = raised(var_c, after, a.eps)
     barrier = torch.zeros(R, dtype=torch.int32, device=wx.device)
     weight = a.weight_hh.to(dtype)
     transposed = weight.transpose(1, 2).contiguous()

@@ -9,9 +9,11 @@ from rbn.ops.reference.normalization import (
     InputTerm,
     Term,
     carry,
+    first_alike,
     in_type,
     pair,
     stack_steps,
+    still_alike,
     without_padding,
     zoneout,
 )
@@ -53,6 +55,7 @@ def bn_lstm(
     h_term = Term(pair(pop.mean_h, pop.var_h))
     c_term = Term(pair(pop.mean_c, pop.var_c))
 
+    alike = first_alike(h, c)
     output = []
     for t in range(len(wx)):
         rows = valid[t] if valid is not None and padding == "exclude" else None
@@ -61,10 +64,10 @@ def bn_lstm(
         # Equation 6. The gates lie in torch's order i, f, g, o (the paper prints f, i, o, g).
         if gamma_x is None:  # ablation: one normalization of the sum
             summed = W_h_h + W_x_x
-            gates = h_term.bn(t, summed, gamma_h, b, rows, eps)
+            gates = h_term.bn(t, summed, gamma_h, b, rows, eps, alike)
         else:
             gates = (
-                h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps)
+                h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, alike)
                 + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
                 + b
             )
@@ -75,7 +78,7 @@ def bn_lstm(
 
         # Equation 8.
         c_hat = (
-            c_term.bn(t, c_t, gamma_c, beta, rows, eps)
+            c_term.bn(t, c_t, gamma_c, beta, rows, eps, alike)
             if gamma_c is not None
             else c_t + beta  # ablation: the output reads the cell as the plain LSTM's does
         )
@@ -87,6 +90,7 @@ def bn_lstm(
         h_t = zoneout(zoneout_h, t, h, h_t)
 
         h, c = carry(valid, t, h_t, h), carry(valid, t, c_t, c)
+        alike = still_alike(alike, (h, c), rows, eps)
         output.append(h)
 
     statistics = Statistics(*x_term.stacked(), *h_term.stacked(), *c_term.stacked())

@@ -9,9 +9,11 @@ from rbn.ops.reference.normalization import (
     InputTerm,
     Term,
     carry,
+    first_alike,
     in_type,
     pair,
     stack_steps,
+    still_alike,
     without_padding,
     zoneout,
 )
@@ -55,17 +57,19 @@ def bn_rnn(
     x_term = InputTerm(wx, valid, input_stats, pair(pop.mean_x, pop.var_x))
     h_term = Term(pair(pop.mean_h, pop.var_h))
 
+    alike = first_alike(h)
     output = []
     for t in range(len(wx)):
         rows = valid[t] if valid is not None and padding == "exclude" else None
         W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, H]
         h_t = phi(
-            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps)
+            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, alike)
             + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
             + b
         )
         h_t = zoneout(zoneout_h, t, h, h_t)
         h = carry(valid, t, h_t, h)
+        alike = still_alike(alike, (h,), rows, eps)
         output.append(h)
 
     statistics = Statistics(*x_term.stacked(), *h_term.stacked())

@@ -52,7 +52,6 @@ class Term:
 
     def __init__(self, population: tuple[Tensor, Tensor] | None) -> None:
         self.population = population
-        self.cuts_constant = population is None  # see `rbn.ops.types.CONSTANT`
         self.means: list[Tensor] = []
         self.vars: list[Tensor] = []
 
@@ -75,11 +74,15 @@ class Term:
         beta: Tensor | float,
         rows: Tensor | None,
         eps: float,
+        alike: Tensor | None = None,
     ) -> Tensor:
-        """`bn` of h ``[B, F]`` with the statistics of step t. A constant h gets no gradient."""
+        """`bn` of h ``[B, F]`` with the statistics of step t.
+
+        alike: bool, whether the rows of the states are; then a constant h gets no gradient.
+        """
         mean, var = self.statistics(t, h, rows)
-        if self.cuts_constant:
-            varies = var > CONSTANT * eps
+        if alike is not None and self.population is None:
+            varies = ~(alike & (var <= CONSTANT * eps).all())
             h, mean, var = (torch.where(varies, v, v.detach()) for v in (h, mean, var))
         return bn(h, gamma, beta, mean, var, eps)
 
@@ -107,7 +110,6 @@ class InputTerm(Term):
         super().__init__(population)
         self.wx, self.valid = wx, valid
         self.over_sequence = population is None and input_stats == "sequence"
-        self.cuts_constant = False  # its gradient does not go on to earlier steps
         self.shared: tuple[Tensor, Tensor] | None = None
 
     def statistics(self, t: int, h: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -118,6 +120,19 @@ class InputTerm(Term):
             everywhere = None if self.valid is None else self.valid.flatten()
             self.shared = super().statistics(0, self.wx.flatten(0, 1), everywhere)
         return self.shared
+
+
+def first_alike(*states: Tensor) -> Tensor:
+    """Whether all rows of the states ``[B, H]`` that a recurrence begins with are the same."""
+    return torch.stack([(s == s[:1]).all() for s in states]).all()
+
+
+def still_alike(
+    alike: Tensor, states: tuple[Tensor, ...], rows: Tensor | None, eps: float
+) -> Tensor:
+    """Whether they still are after a step (see `rbn.ops.types.CONSTANT`)."""
+    variances = [moments(s.detach(), rows)[1].max() for s in states]
+    return alike & (torch.stack(variances) <= CONSTANT * eps).all()
 
 
 def zoneout(z: Tensor | float, t: int, previous: Tensor, new: Tensor) -> Tensor:

@@ -1,0 +1,157 @@
+"""``rbn reproduce`` and ``rbn report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rbn.cli.common import DataDir, Device, device_of, guarded, stop
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rbn.experiments.paper.figures import Shelf
+    from rbn.experiments.paper.reproduce import Reproduction
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="table1 to table4, fig1a, fig1b, fig2, fig3a, fig3b, fig4a, fig4b, fig5, fig6, "
+        "shared-stats, small-gamma, no-noise, or all."
+    ),
+]
+Seeds = Annotated[int | None, typer.Option(help="Runs of each model; 3, or 1 with --quick.")]
+Minutes = Annotated[float | None, typer.Option(help="Save and stop after so many, for all.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Every path, on small embedded data.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="List the runs and their time only.")]
+Recipe = Annotated[
+    str, typer.Option(help="short: fewer steps, with a falling rate; paper: the paper's settings.")
+]
+Results = Annotated[
+    Path | None, typer.Option(help="Folder of results; results, with --quick runs/quick/results.")
+]
+Runs = Annotated[Path | None, typer.Option(help="Folder of runs; runs, with --quick runs/quick.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Folder of figures; reproduced, with --quick runs/quick/out.")
+]
+Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed or 16-mixed.")]
+Folder = Annotated[Path, typer.Option(help="Folder of results.")]
+Report = Annotated[Path, typer.Option(help="Folder of the page, the text and the pictures.")]
+
+
+def reproduce(
+    target: Target,
+    seeds: Seeds = None,
+    max_minutes: Minutes = None,
+    quick: Quick = False,
+    dry_run: DryRun = False,
+    recipe: Recipe = "short",
+    precision: Precision = None,
+    results: Results = None,
+    runs: Runs = None,
+    out: Out = None,
+    device: Device = "auto",
+    data_dir: DataDir = None,
+) -> None:
+    """Make a table or figure of the paper: train what is missing, reuse what is there.
+
+    May be killed at any time; the same command goes on.
+    """
+    from rich.console import Console
+
+    from rbn.experiments.paper import plan
+    from rbn.experiments.paper.figures import Shelf
+    from rbn.experiments.paper.reproduce import Reproduction
+
+    def work() -> None:
+        if target != "all" and target not in plan.TARGETS:
+            raise ValueError(f"target must be one of {', '.join(plan.TARGETS)} or all: {target!r}")
+        if recipe not in ("short", "paper"):
+            raise ValueError(f"recipe must be short or paper, got {recipe!r}")
+        base = Path("runs/quick") if quick else Path("runs")
+        plain = Path("results")
+        asked = Reproduction(
+            plan.TARGETS if target == "all" else (target,),
+            "quick" if quick else recipe,
+            seeds if seeds is not None else (1 if quick else 3),
+            results or (base / "results" if quick else plain),
+            runs or base,
+            device_of(device),
+            data_dir,
+            precision,
+            max_minutes,
+        )
+        console = Console()
+        if dry_run:
+            _list(asked, console)
+            return
+        try:
+            finished = asked.work(console)
+        except KeyboardInterrupt:
+            stop("stopped before the end; the same command goes on from there", 130)
+        shelf = Shelf.of(asked.results, quick)
+        _show(asked, shelf, out or (base / "out" if quick else Path("reproduced")), console)
+        for note in asked.notes:
+            console.print(note, soft_wrap=True, highlight=False, markup=False)
+        if not finished:
+            stop("out of time; the same command goes on from there", 3)
+
+    guarded(work)
+
+
+def report(results: Folder = Path("results"), out: Report = Path("docs/report")) -> None:
+    """Write the report: one HTML page and a Markdown file, with the figures and their numbers."""
+    from rbn.experiments.paper.figures import Shelf
+    from rbn.experiments.paper.report import write_report
+
+    def work() -> None:
+        if not results.is_dir():
+            raise ValueError(f"there is no folder {results} of results")
+        for path in write_report(Shelf.of(results), out):
+            typer.echo(str(path))
+
+    guarded(work)
+
+
+def _list(asked: Reproduction, console: Console) -> None:
+    from rich.table import Table
+
+    from rbn.experiments.paper.estimate import spoken
+
+    table = Table("run", "state", "time, about")
+    rows, total = asked.listing()
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    todo = sum(1 for row in rows if row[1] != "there")
+    console.print(f"{todo} of {len(rows)} to do, in about {spoken(total)} on {asked.device.type}.")
+    for note in asked.notes:
+        console.print(note, soft_wrap=True, highlight=False, markup=False)
+
+
+def _show(asked: Reproduction, shelf: Shelf, out: Path, console: Console) -> None:
+    """The tables in the terminal, the figures as files."""
+    from rich.table import Column, Table
+
+    from rbn.experiments.paper import tables
+    from rbn.experiments.paper.draw import draw
+    from rbn.experiments.paper.figures import figure
+    from rbn.experiments.paper.finding import read_findings
+    from rbn.experiments.paper.numbers import TABLES
+    from rbn.experiments.paper.plan import FIGURE_TARGETS
+
+    for name in asked.targets:
+        if name in TABLES:
+            columns = (Column(column, overflow="fold") for column in tables.COLUMNS)
+            table = Table(*columns, title=f"{name}: {TABLES[name].title}")
+            for row in tables.rows(TABLES[name], shelf.places, shelf.results):
+                table.add_row(*row.cells)
+            console.print(table)
+        if name in FIGURE_TARGETS:
+            for path in draw(figure(name, shelf), out):
+                console.print(str(path), soft_wrap=True, highlight=False)
+    for finding in read_findings(asked.results):
+        if finding.name in asked.targets:
+            console.print(f"{finding.name}: {finding.outcome}", soft_wrap=True, highlight=False)

@@ -1,0 +1,157 @@
+"""``rbn data build-cloze``, ``rbn data questions`` and ``rbn ask``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+Articles = Annotated[
+    Path,
+    typer.Option(help="JSON lines with id, source, part, article and highlights; .gz and .xz too."),
+]
+Target = Annotated[Path, typer.Option(help="Folder for the questions; DATA/cnn-built to train on.")]
+Processes = Annotated[int | None, typer.Option(help="At the same time; one for each processor.")]
+DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
+Sentences = Annotated[int, typer.Option(help="Sentences kept of each document; 0 keeps all of it.")]
+
+
+def build_cloze(articles: Articles, out: Target, processes: Processes = None) -> None:
+    """Make question files from news articles and their highlights.
+
+    Daily Mail articles are for training; others go by their part.
+    """
+    from rbn.data.articles import build
+    from rbn.data.errors import DataAltered
+
+    if processes is not None and processes < 1:
+        _stop(f"processes must be at least 1, got {processes}", 2)
+    try:
+        built = build(articles, out, processes=processes, progress=_say)
+    except (DataAltered, OSError, ValueError) as error:
+        _stop(str(error), 2)
+    except KeyboardInterrupt:
+        _stop(f"stopped before the end: remove {out / 'questions'} and begin again", 130)
+    _end_line()
+    for question in built.sample:
+        typer.echo(f"\n{question.url}\n  ... {' '.join(question.document[:60])} ...")
+        typer.echo(f"  question  {' '.join(question.question)}")
+        surface = question.entities.get(question.answer, "")
+        typer.echo(f"  answer    {question.answer} ({surface})")
+    typer.echo("\npart         articles  questions")
+    for part, count in built.articles.items():
+        typer.echo(f"{part:<12} {count:>8,} {built.questions[part]:>10,}")
+    typer.echo("\ndropped")
+    for reason, count in built.dropped.most_common():
+        typer.echo(f"{count:>9,}  {reason}")
+
+
+def questions(
+    name: Annotated[str, typer.Argument(help="cnn, dailymail, cnn-built or cloze.")],
+    sentences: Sentences = 4,
+    min_count: Annotated[int, typer.Option(help="Rarer words become @unknown.")] = 1,
+    data_dir: DataDir = None,
+    processes: Processes = None,
+) -> None:
+    """Sizes, lengths, the ceiling and the baselines of a set of questions.
+
+    Reads the question files the first time, and keeps what it made of them in a cache.
+    """
+    from rbn.data.cloze import cloze
+    from rbn.data.cnn import QuestionBatches, baselines, load_questions
+    from rbn.experiments.reading import Reporter
+
+    skipped: list[str] = []
+    try:
+        if name == "cloze":
+            reading = cloze()
+        else:
+            report = Reporter()
+            reading, facts = load_questions(
+                name,
+                sentences=sentences or None,
+                min_count=min_count,
+                root=data_dir,
+                processes=processes,
+                progress=report,
+            )
+            report.close()
+            skipped = [line for part in facts["parts"].values() for line in part["malformed"]]
+    except (OSError, ValueError) as error:
+        _stop(str(error), 2)
+    except KeyboardInterrupt:
+        _stop("stopped before the end; the same command goes on from there", 130)
+    vocabulary = reading.vocabulary
+    typer.echo(f"{name}: {len(vocabulary):,} symbols, {vocabulary.entities} of them entities")
+    typer.echo(
+        "part   questions  document words (mean, median, longest)  question words  padding  "
+        "ceiling  most frequent  not in question"
+    )
+    for part in ("train", "valid", "test"):
+        found = getattr(reading, part)
+        lengths, asked = found.document_lengths.double(), found.question_lengths.double()
+        padding = ""
+        if part == "train":
+            padding = f"{QuestionBatches(found, vocabulary, 64).padding_share:.1%}"
+        values = baselines(found, vocabulary)
+        words = f"{lengths.mean():.1f}, {lengths.median():.0f}, {lengths.max():.0f}"
+        typer.echo(
+            f"{part:<6} {len(found):>9,}  {words:>38}  {asked.mean():>14.1f}  "
+            f"{padding:>7}  {values['ceiling']:>7.1%}  "
+            f"{values['frequent']:>13.1%}  {values['frequent_unasked']:>15.1%}"
+        )
+    if skipped:
+        typer.echo(f"{len(skipped):,} files are no questions and were skipped")
+        for line in skipped[:10]:
+            typer.echo(f"  {line}")
+
+
+def ask(
+    run: Annotated[Path, typer.Argument(help="Folder of a run on a reading task.")],
+    document: Annotated[Path, typer.Option(help="A text, or a .question file.")],
+    question: Annotated[
+        str | None, typer.Option(help="With one @placeholder; that of a .question file if none.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the attention to this page.")] = None,
+) -> None:
+    """Ask a trained reader about a document, and see where it looked."""
+    from rich.console import Console
+
+    from rbn.experiments import asking, attention_page
+    from rbn.training import CheckpointError
+
+    try:
+        answer = asking.ask(run, document, question)
+        if html is not None:
+            html.write_text(attention_page.page(answer), encoding="utf-8")
+    except (CheckpointError, ImportError, OSError, ValueError) as error:
+        _stop(str(error), 2)
+    console = Console(highlight=False)
+    console.print(attention_page.highlighted(answer))
+    console.print(f"\n{' '.join(answer.question)}", markup=False)
+    for name, chance in answer.candidates:
+        console.print(f"{chance:>7.1%}  {name}", markup=False)
+    if answer.right is not None:
+        console.print(f"the right answer: {answer.right}", markup=False)
+    if html is not None:
+        console.print(f"page: {html}", markup=False)
+
+
+def _say(what: str, done: int) -> None:
+    """Progress on standard error, in one line of a terminal, or now and then."""
+    if sys.stderr.isatty():
+        print(f"{what}: {done:,} articles", end="\r", file=sys.stderr, flush=True)
+    elif done % 5000 < 200:
+        print(f"{what}: {done:,} articles", file=sys.stderr, flush=True)
+
+
+def _end_line() -> None:
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+
+
+def _stop(reason: str, code: int) -> NoReturn:
+    typer.echo(f"rbn: {reason}", err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,5 @@
+"""Questions made from news articles and their highlights, in the archive's format."""
+
+from rbn.data.articles.run import Built, build
+
+__all__ = ["Built", "build"]

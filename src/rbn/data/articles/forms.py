@@ -1,0 +1,71 @@
+"""Short and long forms of a name, brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Form = tuple[str, ...]
+_SKIPPED = frozenset(["of", "the", "and", "&", "-"])
+_PLACE = frozenset(["in", "at", "near", "across", "outside", "inside"])
+
+
+@dataclass
+class Mention:
+    """What the document says of a form.
+
+    Attributes:
+        surface: the form as first written.
+        first: its place among all mentions.
+        count: how often it is there.
+        place: whether it follows a word such as "in".
+        capitals: whether it is written in capitals only.
+    """
+
+    surface: str
+    first: int
+    count: int = 0
+    place: bool = False
+    capitals: bool = False
+
+
+def form(tokens: Iterable[str]) -> Form:
+    """Tokens of a name in the form in which names are compared: small, without full stops."""
+    return tuple(token.lower().replace(".", "") for token in tokens)
+
+
+def is_place(before: str) -> bool:
+    """Whether the word before a name says that it is a place."""
+    return before.lower() in _PLACE
+
+
+def merged(mentions: dict[Form, Mention]) -> dict[Form, Form]:
+    """The long form that each form stands for, itself where there is none.
+
+    A form stands for a longer one where it is the end of it (a surname) or leaves out some of its
+    middle; where it is the first of two or three words (a first name) and nothing says that it is a
+    place; or where it has the initials of its words. Of several long forms it is the one that the
+    document mentions first.
+    """
+    longest = sorted(mentions, key=lambda f: (-len(f), mentions[f].first))
+    root: dict[Form, Form] = {}
+    for short in longest:
+        fits = {
+            root[long]
+            for long in root
+            if len(long) > len(short) and _stands_for(short, long, mentions[short])
+        }
+        root[short] = min(fits, key=lambda f: mentions[f].first) if fits else short
+    return root
+
+
+def _stands_for(short: Form, long: Form, mention: Mention) -> bool:
+    if short[-1] == long[-1]:
+        rest = iter(long)
+        return all(token in rest for token in short)
+    if len(short) == 1 and len(long) <= 3 and short[0] == long[0]:
+        return not mention.place and not _SKIPPED.intersection(long)
+    if len(short) == 1 and mention.capitals:
+        initials = "".join(token[0] for token in long if token not in _SKIPPED)
+        return len(initials) > 1 and short[0] == initials
+    return False

@@ -1,0 +1,68 @@
+"""Articles from a file of JSON lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from rbn.data.articles.questions import Article
+from rbn.data.errors import DataAltered
+
+_PARTS = {
+    "train": "training",
+    "training": "training",
+    "valid": "validation",
+    "validation": "validation",
+    "test": "test",
+}
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a file, unpacked where its name ends in .gz or .xz."""
+    try:
+        with _opened(path) as file:
+            yield from file
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        raise DataAltered(f"{path} cannot be unpacked: {error}") from error
+
+
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def article(line: str) -> Article:
+    """The article of a line: fields ``article``, ``highlights``, ``id`` and perhaps more.
+
+    ``highlights`` is a list, or one text with a highlight in each line. The ``part`` is train,
+    validation or test. All articles of the ``source`` dailymail are for training.
+
+    Raises:
+        ValueError: says what is wrong with the line.
+    """
+    try:
+        found: dict[str, Any] = json.loads(line)
+        text, given = found["article"], found["highlights"]
+        source, number = str(found.get("source", "articles")), str(found["id"])
+        part = str(found.get("part", "train"))
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else "it is no JSON object"
+        raise ValueError(f"a line that is no article ({reason})") from error
+    highlights = given.splitlines() if isinstance(given, str) else given
+    if not isinstance(text, str) or not all(isinstance(h, str) for h in highlights):
+        raise ValueError("a line that is no article (its text is no text)")
+    if source != "dailymail" and part not in _PARTS:
+        raise ValueError(f"a line that is no article (part {part!r})")
+    return Article(
+        url=str(found.get("url", f"{source}/{part}/{number}")).split("\n")[0],
+        part="training" if source == "dailymail" else _PARTS[part],
+        text=text,
+        highlights=tuple(h for h in highlights if h.strip()),
+    )

@@ -1,0 +1,64 @@
+"""Running text as tokens and sentences."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_TITLES = "Mr|Mrs|Ms|Dr|St|Jr|Sr|Prof|Gen|Sen|Rep|Gov|Lt|Col|Sgt|Capt|Rev|Hon|No|vs"
+_TOKEN = re.compile(
+    rf"""
+      (?:[A-Z]\.){{2,}}                      # U.S.
+    | (?:{_TITLES})\.(?=\s)                  # Mr.
+    | [A-Z]\.(?=\s+[A-Z])                    # the initial of a name
+    | \d+(?:[.,:]\d+)*(?:st|nd|rd|th|s|m|bn|k|am|pm)?\b
+    | [^\W\d_]+(?=n't\b) | n't\b             # do n't
+    | '(?:s|ve|m|re|ll|d)\b                  # he 's
+    | [A-Z]'[A-Z]\w+                         # O'Neill
+    | \w+
+    | \.\.\. | --
+    | [^\w\s]
+    """,
+    re.VERBOSE,
+)
+_PLAIN = str.maketrans(
+    {"‘": "'", "’": "'", "“": '"', "”": '"', "–": "-", "—": "-", "\u00a0": " ", "…": "..."}
+)
+_ENDS = frozenset([".", "?", "!"])
+OPENING = frozenset(["'", '"', "(", ":", "-", "--", "[", "*", "..."])
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """The tokens of a sentence.
+
+    Attributes:
+        tokens: as they are written.
+        glued: whether each follows the one before without a space.
+    """
+
+    tokens: tuple[str, ...]
+    glued: tuple[bool, ...]
+
+
+def sentences(text: str) -> list[Sentence]:
+    """The sentences of a text, typographic quotes and dashes made plain."""
+    found: list[Sentence] = []
+    tokens: list[str] = []
+    glued: list[bool] = []
+    end = -1
+    ended = False
+    for match in _TOKEN.finditer(text.translate(_PLAIN)):
+        token, close = match.group(), match.start() == end
+        # Quotes and brackets right after a full stop belong to the sentence that it ends.
+        if ended and not (close and token in ("'", '"', ")")):
+            found.append(Sentence(tuple(tokens), tuple(glued)))
+            tokens, glued = [], []
+            ended = False
+        tokens.append(token)
+        glued.append(close)
+        ended = ended or token in _ENDS
+        end = match.end()
+    if tokens:
+        found.append(Sentence(tuple(tokens), tuple(glued)))
+    return found

@@ -1,0 +1,219 @@
+"""Questions in batches whose shapes are few, gathered on the device of the data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rbn.data.cnn import shuffle as names
+from rbn.data.cnn.passages import Passages, gather
+from rbn.data.cnn.shapes import padded_lengths
+from rbn.data.cnn.vocabulary import Vocabulary
+from rbn.data.epochs import epoch_generator
+
+_BLOCK = 1000  # batches drawn at a time
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B questions with their documents.
+
+    Attributes:
+        document: symbols, int64 ``[T, B]``, 0 where padded.
+        question: symbols, int64 ``[S, B]``, 0 where padded.
+        document_lengths: int64 ``[B]``.
+        question_lengths: int64 ``[B]``.
+        answers: symbols, int64 ``[B]``.
+    """
+
+    document: Tensor
+    question: Tensor
+    document_lengths: Tensor
+    question_lengths: Tensor
+    answers: Tensor
+
+    @property
+    def texts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a reader is given: all but the answers."""
+        return self.document, self.question, self.document_lengths, self.question_lengths
+
+
+class QuestionBatches:
+    """Random batches for training, and all questions in turn for evaluation.
+
+    Documents and questions are padded to a few lengths, found from the data such that documents
+    have less padding than `padding`, and both together little more. Every batch of training is of
+    one bucket, that is, one pair of padded lengths; a bucket is drawn with the probability of its
+    examples, and its examples with replacement, so that every example is as likely as any other.
+    What batch number `step` is depends on the seed and the step alone.
+
+    Args:
+        passages: the data; batches are gathered on their device.
+        vocabulary: says which symbols are entities.
+        batch_size: questions of a batch.
+        seed: of draws and of the entities' new names.
+        rename: entities get new names in every training example: ``"text"`` permutes those of the
+            text, as in the paper, ``"all"`` draws them from all, None leaves them.
+        padding: largest share of padding in documents.
+        longest: documents are cut after so many symbols; None takes them whole.
+    """
+
+    def __init__(
+        self,
+        passages: Passages,
+        vocabulary: Vocabulary,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        rename: str | None = "text",
+        padding: float = 0.12,
+        longest: int | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if len(passages) == 0:
+            raise ValueError("there are no questions")
+        if rename is not None and rename not in names.KINDS:
+            raise ValueError(f"rename must be one of {', '.join(names.KINDS)}, got {rename!r}")
+        self.passages, self.vocabulary, self.batch_size = passages, vocabulary, batch_size
+        self.seed, self.rename = seed, rename
+        documents, questions = passages.document_lengths.cpu(), passages.question_lengths.cpu()
+        self.documents = documents if longest is None else documents.clamp(max=longest)
+        self.questions = questions
+        self.document_shapes = padded_lengths(self.documents, padding)
+        self.question_shapes = self._question_shapes(padding)
+        self.shapes, self._buckets = self._make_buckets()
+        self._shares = torch.tensor([len(rows) for rows in self._buckets], dtype=torch.double)
+        self._block = -1
+        self._which: list[int] = []
+        self._rows = torch.empty(0)
+        self._generator = torch.Generator(device=passages.answers.device)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches that show as many examples as there are."""
+        return max(1, len(self.passages) // self.batch_size)
+
+    @property
+    def padding_share(self) -> float:
+        """The part of all positions that is padding when training, from 0 to 1."""
+        padded = sum(
+            len(rows) * sum(shape) for rows, shape in zip(self._buckets, self.shapes, strict=True)
+        )
+        return 1 - (int(self.documents.sum()) + int(self.questions.sum())) / padded
+
+    def batch(self, step: int) -> Batch:
+        """Training batch number `step`, from 0, with the entities renamed."""
+        block, k = divmod(step, _BLOCK)
+        if block != self._block:
+            self._draw(block)
+        found = self.gather(self._rows[k], *self.shapes[self._which[k]])
+        if self.rename is None:
+            return found
+        self._generator.manual_seed(
+            int(torch.randint(2**62, (), generator=epoch_generator(self.seed, step)))
+        )
+        first, count = self.vocabulary.first_entity, self.vocabulary.entities
+        texts = (found.document, found.question, found.answers[None])
+        present = names.occurring(texts, first, count)
+        table = names.entity_table(present, self._generator, self.rename)
+        document, question, answers = (names.renamed(text, table, first) for text in texts)
+        return Batch(document, question, found.document_lengths, found.question_lengths, answers[0])
+
+    def in_order(self, batch_size: int | None = None, mixed: bool = False) -> Iterator[Batch]:
+        """All questions once, in batches of similar length.
+
+        The batches come sorted by the length of their documents or, `mixed`, in one random order.
+        Batches are as equal in size as can be, none larger than `batch_size`, and padded to the
+        same few lengths.
+        """
+        order = self.documents.argsort(stable=True)
+        parts = math.ceil(len(order) / (batch_size or self.batch_size))
+        pieces = order.tensor_split(parts)
+        turns = list(range(len(pieces)))
+        if mixed:
+            turns = torch.randperm(len(turns), generator=epoch_generator(self.seed, 0)).tolist()
+        for turn in turns:
+            rows = pieces[turn]
+            shape = (
+                smallest(self.document_shapes, int(self.documents[rows].max())),
+                smallest(self.question_shapes, int(self.questions[rows].max())),
+            )
+            yield self.gather(rows.to(self.passages.answers.device), *shape)
+
+    def gather(self, rows: Tensor, document_length: int, question_length: int) -> Batch:
+        """Some examples, padded to the given lengths, their entities as they are."""
+        data = self.passages
+        document, document_lengths = gather(
+            data.documents, data.document_offsets, rows, document_length
+        )
+        question, question_lengths = gather(
+            data.questions, data.question_offsets, rows, question_length
+        )
+        return Batch(
+            document, question, document_lengths, question_lengths, data.answers[rows].long()
+        )
+
+    def _question_shapes(self, padding: float) -> tuple[int, ...]:
+        """As few padded lengths of questions as keep the padding of all positions low."""
+        documents = torch.tensor(self.document_shapes)
+        padded = int(documents[torch.searchsorted(documents, self.documents)].sum())
+        real = int(self.documents.sum()) + int(self.questions.sum())
+        for limit in (0.3, 0.2, padding):
+            shapes = padded_lengths(self.questions, limit)
+            lengths = torch.tensor(shapes)
+            whole = padded + int(lengths[torch.searchsorted(lengths, self.questions)].sum())
+            if 1 - real / whole < padding + 0.01:
+                break
+        return shapes
+
+    def _make_buckets(self) -> tuple[list[tuple[int, int]], list[Tensor]]:
+        """The pairs of padded lengths, and the examples of each.
+
+        A pair with less than two batches of examples joins the next longer question length, and
+        after the longest the next longer document length: a batch drawn from few examples would
+        often hold the same ones.
+        """
+        document_bucket = torch.searchsorted(torch.tensor(self.document_shapes), self.documents)
+        question_bucket = torch.searchsorted(torch.tensor(self.question_shapes), self.questions)
+        shapes, buckets = [], []
+        longest = torch.empty(0, dtype=torch.int64)  # waits for the next document length
+        for d, document_length in enumerate(self.document_shapes):
+            waiting = torch.empty(0, dtype=torch.int64)
+            for q, question_length in enumerate(self.question_shapes):
+                rows = ((document_bucket == d) & (question_bucket == q)).nonzero()[:, 0]
+                waiting = torch.cat([waiting, rows])
+                if q == len(self.question_shapes) - 1:
+                    waiting = torch.cat([longest, waiting])
+                    longest = waiting[:0]
+                if len(waiting) >= 2 * self.batch_size:
+                    shapes.append((document_length, question_length))
+                    buckets.append(waiting)
+                    waiting = waiting[:0]
+            longest = waiting
+        if len(longest) > 0:
+            shapes.append((self.document_shapes[-1], self.question_shapes[-1]))
+            buckets.append(longest)
+        return shapes, buckets
+
+    def _draw(self, block: int) -> None:
+        """The buckets and examples of `_BLOCK` batches, moved to the device at once."""
+        generator = epoch_generator(self.seed, -1 - block)  # steps have the other numbers
+        which = torch.multinomial(self._shares, _BLOCK, replacement=True, generator=generator)
+        draws = torch.rand(_BLOCK, self.batch_size, generator=generator, dtype=torch.double)
+        rows = torch.empty(_BLOCK, self.batch_size, dtype=torch.int64)
+        for number, bucket in enumerate(self._buckets):
+            mine = which == number
+            rows[mine] = bucket[(draws[mine] * len(bucket)).long()]
+        self._which = which.tolist()
+        self._rows = rows.to(self.passages.answers.device)
+        self._block = block
+
+
+def smallest(shapes: tuple[int, ...], length: int) -> int:
+    """The smallest of the padded lengths that holds a length; the length itself beyond them."""
+    return next((shape for shape in shapes if shape >= length), length)

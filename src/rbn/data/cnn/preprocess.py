@@ -1,0 +1,251 @@
+"""All question files of a folder, once, in parallel, into a cache of arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.data.cnn import shards, store
+from rbn.data.cnn.passages import Passages, Reading
+from rbn.data.cnn.shards import Job, Reduction
+from rbn.data.cnn.vocabulary import UNKNOWN, Vocabulary, entity_count
+from rbn.data.errors import DataAltered, DataNotFound
+from rbn.data.processes import helpers
+
+PARTS = {"train": "training", "valid": "validation", "test": "test"}
+SHARD = 500  # files
+FORMAT = 1  # of the cache; a change makes it anew
+
+Progress = Callable[[int, int], None]
+"""Called with the files read so far and all there are."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is made of the files.
+
+    Attributes:
+        reduction: what of the documents is kept.
+        min_count: words that are rarer in the training set become ``@unknown``.
+        words: keep at most so many words, the most frequent; None for all.
+    """
+
+    reduction: Reduction = field(default_factory=Reduction)
+    min_count: int = 1
+    words: int | None = None
+
+    @property
+    def key(self) -> str:
+        """A name for the cache of this choice."""
+        text = json.dumps([FORMAT, asdict(self)], sort_keys=True)
+        sentences = self.reduction.sentences
+        kind = "full" if sentences is None else f"{sentences}-sentences"
+        return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def question_files(folder: Path) -> dict[str, list[str]]:
+    """The names of the question files of each part, sorted.
+
+    Raises:
+        DataNotFound: a part has none; names the folder.
+    """
+    found = {}
+    for name, part in PARTS.items():
+        place = folder / part
+        entries = os.scandir(place) if place.is_dir() else ()
+        found[name] = sorted(e.name for e in entries if e.name.endswith(".question"))
+        if not found[name]:
+            raise DataNotFound(f"there are no .question files in {place}")
+    return found
+
+
+def prepared(
+    folder: Path,
+    cache: Path,
+    choice: Choice,
+    *,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Reading, dict[str, Any]]:
+    """The questions of a folder in numbers, and facts about them.
+
+    The first time the files are read, by several processes; later the arrays in the cache are
+    mapped, after a check of their SHA-256. Files that are added or removed make the cache anew. If
+    the work is killed, the next call goes on with the files that are left.
+
+    Args:
+        folder: has ``training``, ``validation`` and ``test``, with ``.question`` files in each.
+        cache: folder for the arrays of all choices.
+        choice: what is made of the files.
+        processes: at the same time; by default one for each processor.
+        progress: told of every few hundred files.
+
+    Returns:
+        The reading, and for each part in ``facts["parts"]``: ``questions``; ``answerable``, those
+        with the answer in the whole document; ``kept``, those with the answer in what is kept of
+        it; and ``malformed``, a sentence for each file that was skipped.
+    """
+    place = cache / choice.key
+    if folder.is_dir():
+        names = question_files(folder)
+        fingerprint = _fingerprint(names)
+        known = store.facts(place)
+        if known is None or known["files"] != fingerprint:
+            _prepare(folder, names, place, choice, fingerprint, processes, progress)
+    elif store.facts(place) is None:
+        raise DataNotFound(f"there is no folder {folder}")
+    return _load(place)
+
+
+def _fingerprint(names: dict[str, list[str]]) -> dict[str, list[Any]]:
+    """What shows that the files are the same: how many, and a sum of their names."""
+    return {
+        part: [len(files), hashlib.sha256("\n".join(files).encode()).hexdigest()]
+        for part, files in names.items()
+    }
+
+
+def _prepare(
+    folder: Path,
+    names: dict[str, list[str]],
+    place: Path,
+    choice: Choice,
+    fingerprint: dict[str, list[Any]],
+    processes: int | None,
+    progress: Progress | None,
+) -> None:
+    work = place.with_name(place.name + ".shards")
+    jobs: dict[str, list[Job]] = {}
+    for part, files in names.items():
+        paths = [str(folder / PARTS[part] / file) for file in files]
+        pieces = [paths[k : k + SHARD] for k in range(0, len(paths), SHARD)]
+        jobs[part] = [
+            Job(tuple(piece), str(work / f"{part}-{k:05d}"), choice.reduction)
+            for k, piece in enumerate(pieces)
+        ]
+    every = [job for part in jobs.values() for job in part]
+    _run(every, processes or os.cpu_count() or 1, progress)
+    _merge(jobs, place, choice, fingerprint)
+    shutil.rmtree(work)
+
+
+def _run(jobs: Sequence[Job], processes: int, progress: Progress | None) -> None:
+    """Make all shards that are not there yet."""
+    total = sum(len(job.files) for job in jobs)
+    missing = [job for job in jobs if not _is_made(job)]
+    done = total - sum(len(job.files) for job in missing)
+    for job in _finished(missing, processes):
+        done += len(job.files)
+        if progress is not None:
+            progress(done, total)
+
+
+def _finished(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
+    """Each job, when it is done."""
+    if processes == 1 or len(jobs) <= 1:
+        for job in jobs:
+            shards.make(job)
+            yield job
+        return
+    with helpers(min(processes, len(jobs))) as pool:
+        try:
+            started = {pool.submit(shards.make, job): job for job in jobs}
+            for future in as_completed(started):
+                future.result()
+                yield started[future]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _is_made(job: Job) -> bool:
+    try:
+        found = store.facts(Path(job.folder))
+    except DataAltered:
+        return False
+    return (
+        found is not None
+        and tuple(found["files"]) == job.files
+        and found["reduction"] == asdict(job.reduction)
+    )
+
+
+def _merge(
+    jobs: dict[str, list[Job]], place: Path, choice: Choice, fingerprint: dict[str, list[Any]]
+) -> None:
+    """One vocabulary for all shards, and their arrays one after another."""
+    counts: Counter[str] = Counter()
+    entities = 0
+    parts: dict[str, dict[str, Any]] = {}
+    for part, made in jobs.items():
+        parts[part] = {"questions": 0, "answerable": 0, "kept": 0, "malformed": []}
+        for job in made:
+            facts = store.facts(Path(job.folder))
+            assert facts is not None
+            entities = max(entities, entity_count(facts["symbols"]))
+            if part == "train":
+                counts.update(facts["counts"])
+            for name in parts[part]:
+                parts[part][name] += facts[name]
+        if parts[part]["questions"] == 0:
+            reason = parts[part]["malformed"][0]
+            raise ValueError(f"no file of {PARTS[part]} is a question; the first is not: {reason}")
+    vocabulary = Vocabulary.of(counts, entities, min_count=choice.min_count, most=choice.words)
+    unknown = vocabulary.numbers[UNKNOWN]
+    writer = store.Writer(place)
+    for part, made in jobs.items():
+        begins = {"documents": 0, "questions": 0}
+        for name in begins:
+            writer.append(f"{part}.{name}_offsets", torch.zeros(1, dtype=torch.int64))
+        for job in made:
+            arrays, facts = store.read(Path(job.folder))
+            number = vocabulary.numbers
+            table = torch.tensor(
+                [number.get(symbol, unknown) for symbol in facts["symbols"]], dtype=torch.int32
+            )
+            for name in ("documents", "questions", "answers"):
+                local = arrays[name]
+                writer.append(f"{part}.{name}", table[local.long()] if len(local) else local)
+            for name, begin in begins.items():
+                ends = arrays[f"{name}_offsets"][1:] + begin
+                writer.append(f"{part}.{name}_offsets", ends)
+                begins[name] = begin + len(arrays[name])
+    writer.finish(
+        {
+            "files": fingerprint,
+            "choice": asdict(choice),
+            "parts": parts,
+            "entities": entities,
+            "words": vocabulary.words,
+        }
+    )
+
+
+def _load(place: Path) -> tuple[Reading, dict[str, Any]]:
+    arrays, facts = store.read(place)
+    vocabulary = Vocabulary(facts["entities"], tuple(facts.pop("words")))
+
+    def part(name: str) -> Passages:
+        def array(field: str) -> Tensor:
+            return arrays[f"{name}.{field}"]
+
+        return Passages(
+            array("documents"),
+            array("documents_offsets"),
+            array("questions"),
+            array("questions_offsets"),
+            array("answers"),
+        )
+
+    return Reading(part("train"), part("valid"), part("test"), vocabulary), facts

@@ -1,0 +1,108 @@
+"""The file format of the public question archives: one question about one document.
+
+Five parts, each separated from the next by one blank line::
+
+    http://web.archive.org/web/...       the address of the article
+
+    @entity1 won the cup . ...           the document, in one line of tokens
+
+    @placeholder won the cup             the question
+
+    @entity1                             the answer
+
+    @entity1:Rovers                      one line for each entity
+    @entity2:London
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PLACEHOLDER = "@placeholder"
+ENTITY = re.compile(r"@entity(\d+)")
+_PARTS = ("address", "document", "question", "answer", "entities")
+
+
+class MalformedQuestion(ValueError):
+    """A file that is no question; says why."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with a gap, and the document that fills it.
+
+    Attributes:
+        url: where the article is from.
+        document: tokens, entities as ``@entityN``.
+        question: tokens, one of them ``@placeholder``.
+        answer: ``@entityN``.
+        entities: what each ``@entityN`` stands for.
+    """
+
+    url: str
+    document: tuple[str, ...]
+    question: tuple[str, ...]
+    answer: str
+    entities: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.document:
+            raise MalformedQuestion("the document is empty")
+        if self.question.count(PLACEHOLDER) != 1:
+            found = self.question.count(PLACEHOLDER)
+            raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, it has {found}")
+        if not ENTITY.fullmatch(self.answer):
+            raise MalformedQuestion(f"the answer must be an @entity, got {self.answer[:40]!r}")
+
+    @property
+    def answerable(self) -> bool:
+        """Whether the answer is in the document."""
+        return self.answer in self.document
+
+
+def parse(text: str) -> Question:
+    """A question from the content of its file.
+
+    Raises:
+        MalformedQuestion: says what is wrong.
+    """
+    parts = re.split(r"\n[ \t]*\n", text.replace("\r\n", "\n").strip("\n") + "\n", maxsplit=4)
+    if len(parts) < len(_PARTS) - 1:
+        raise MalformedQuestion(
+            f"it must have {len(_PARTS)} parts separated by blank lines, it has {len(parts)}"
+        )
+    url, document, question, answer = (part.strip() for part in parts[:4])
+    entities = {}
+    for line in parts[4].splitlines() if len(parts) == len(_PARTS) else ():
+        if not line.strip():
+            continue
+        name, colon, surface = line.partition(":")
+        if not colon or not ENTITY.fullmatch(name):
+            raise MalformedQuestion(f"an entity must look like @entity1:name, got {line[:40]!r}")
+        entities[name] = surface
+    return Question(url, tuple(document.split()), tuple(question.split()), answer, entities)
+
+
+def render(question: Question) -> str:
+    """The content of a question's file; `parse` gives the question back."""
+    entities = "\n".join(f"{name}:{surface}" for name, surface in question.entities.items())
+    parts = (
+        question.url,
+        " ".join(question.document),
+        " ".join(question.question),
+        question.answer,
+        entities,
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def read(path: Path) -> Question:
+    """A question from its file; the error names the file."""
+    try:
+        return parse(path.read_bytes().decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise MalformedQuestion(f"{path.name}: it is not UTF-8 ({error.reason})") from error
+    except MalformedQuestion as error:
+        raise MalformedQuestion(f"{path.name}: {error}") from error

@@ -1,0 +1,106 @@
+"""The sets of questions by name: where their files are, and how they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rbn.data.cnn.passages import Reading
+from rbn.data.cnn.preprocess import Choice, Progress, prepared
+from rbn.data.cnn.shards import Reduction
+from rbn.data.errors import DataNotFound
+from rbn.data.files import data_folder
+
+DONE = "build.json"  # what `rbn data build-cloze` writes last
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """A set of question files.
+
+    Attributes:
+        name: of the set, and of its folder inside the data folder.
+        about: what it is, in a few words.
+        how: a sentence on how to get it.
+        built: whether it comes from `rbn data build-cloze`.
+    """
+
+    name: str
+    about: str
+    how: str
+    built: bool = False
+
+
+_ARCHIVE = (
+    "download the questions ({name}.tgz) by hand from https://cs.nyu.edu/~kcho/DMQA/ and unpack "
+    "them with tar xzf {name}.tgz -C {{folder.parent}}; no checksum of the archive is known to "
+    "this program"
+)
+
+SETS = {
+    found.name: found
+    for found in (
+        QuestionSet("cnn", "questions about CNN articles", _ARCHIVE.format(name="cnn")),
+        QuestionSet(
+            "dailymail", "questions about Daily Mail articles", _ARCHIVE.format(name="dailymail")
+        ),
+        QuestionSet(
+            "cnn-built",
+            "questions made from articles",
+            "make it with rbn data build-cloze --articles FILE --out {folder}",
+            built=True,
+        ),
+    )
+}
+
+
+def question_set(name: str) -> QuestionSet:
+    """The set of that name; a ValueError lists the names where there is none."""
+    if name not in SETS:
+        raise ValueError(f"unknown question set {name!r}: choose from {', '.join(SETS)}")
+    return SETS[name]
+
+
+def load_questions(
+    name: str,
+    *,
+    sentences: int | None = 4,
+    renumber: bool = False,
+    min_count: int = 1,
+    words: int | None = None,
+    root: str | Path | None = None,
+    cache: str | Path | None = None,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Reading, dict[str, Any]]:
+    """A set of questions in numbers, and facts about it (see `prepared`).
+
+    Args:
+        name: ``cnn``, ``dailymail`` or ``cnn-built``.
+        sentences: keep so many sentences of each document, those most relevant to the question;
+            None keeps the whole document.
+        renumber: entities of each text get numbers from 0 on; otherwise those of the file.
+        min_count: rarer words become ``@unknown``.
+        words: keep at most so many.
+        root: the data folder; by default RBN_DATA, or else ``~/.cache/rbn/data``.
+        cache: folder for the preprocessed arrays; by default ``cache`` in the set's folder.
+        processes: for preprocessing; by default one for each processor.
+        progress: told of every few hundred files while preprocessing.
+
+    Raises:
+        DataNotFound: says how to get the set.
+    """
+    found = question_set(name)
+    folder = data_folder(root) / name
+    choice = Choice(Reduction(sentences, renumber), min_count, words)
+    files = folder / "questions"
+    if not files.is_dir():
+        how = found.how.format(folder=folder)
+        raise DataNotFound(f"{name} is not in {folder}: {how}")
+    if found.built and not (folder / DONE).is_file():
+        raise DataNotFound(
+            f"{files} was not built to its end: remove it, and {found.how.format(folder=folder)}"
+        )
+    place = folder / "cache" if cache is None else Path(cache).expanduser()
+    return prepared(files, place, choice, processes=processes, progress=progress)

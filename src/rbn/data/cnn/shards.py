@@ -1,0 +1,112 @@
+"""Question files in numbers, some hundred at a time: what one process does at a time."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rbn.data.cnn import store
+from rbn.data.cnn.passages import tensor
+from rbn.data.cnn.question import ENTITY, MalformedQuestion, read
+from rbn.data.cnn.sentences import select
+from rbn.data.cnn.vocabulary import normal
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What of a document is kept.
+
+    Attributes:
+        sentences: the so many most relevant sentences; None for all.
+        renumber: give the entities of each text numbers from 0 on, in the order they appear;
+            otherwise they keep those of the file.
+    """
+
+    sentences: int | None = 4
+    renumber: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sentences is not None and self.sentences < 1:
+            raise ValueError(f"sentences must be at least 1, got {self.sentences}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Files to read, and where the result goes."""
+
+    files: tuple[str, ...]
+    folder: str
+    reduction: Reduction
+
+
+def make(job: Job) -> int:
+    """Read the files of a job and write a shard; the number of questions in it.
+
+    A shard has numbers of its own, with the list of what they stand for, since the vocabulary is
+    not known before all files are read. Words are counted in the whole documents.
+    """
+    numbers: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    flat = {"documents": array("i"), "questions": array("i"), "answers": array("i")}
+    offsets = {"documents": array("q", [0]), "questions": array("q", [0])}
+    malformed: list[str] = []
+    answerable = kept = 0
+
+    def encode(tokens: tuple[str, ...]) -> list[int]:
+        return [numbers.setdefault(normal(token), len(numbers)) for token in tokens]
+
+    for file in job.files:
+        try:
+            question = read(Path(file))
+        except (MalformedQuestion, OSError) as error:
+            malformed.append(str(error))
+            continue
+        counts.update(map(normal, question.document))
+        counts.update(map(normal, question.question))
+        answerable += question.answerable
+        document, asked, answer = question.document, question.question, question.answer
+        if job.reduction.sentences is not None:
+            document = select(document, asked, job.reduction.sentences)
+        kept += answer in document
+        if job.reduction.renumber:
+            new = renumbering((*document, *asked, answer))
+            document, asked, (answer,) = (
+                tuple(new.get(token, token) for token in text)
+                for text in (document, asked, (answer,))
+            )
+        flat["documents"].extend(encode(document))
+        flat["questions"].extend(encode(asked))
+        flat["answers"].extend(encode((answer,)))
+        for name, ends in offsets.items():
+            ends.append(len(flat[name]))
+    writer = store.Writer(Path(job.folder))
+    for name, values in flat.items():
+        writer.append(name, tensor(values))
+    for name, ends in offsets.items():
+        writer.append(f"{name}_offsets", tensor(ends))
+    total = len(flat["answers"])
+    writer.finish(
+        {
+            "files": job.files,
+            "reduction": asdict(job.reduction),
+            "symbols": list(numbers),
+            "counts": counts,
+            "malformed": malformed,
+            "questions": total,
+            "answerable": answerable,
+            "kept": kept,
+        }
+    )
+    return total
+
+
+def renumbering(tokens: Iterable[str]) -> dict[str, str]:
+    """New names for the entities of a text: ``@entity0``, ``@entity1``, as they appear."""
+    new: dict[str, str] = {}
+    for token in tokens:
+        if ENTITY.fullmatch(token):
+            new.setdefault(token, f"@entity{len(new)}")
+    return new

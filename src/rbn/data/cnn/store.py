@@ -1,0 +1,113 @@
+"""Integer arrays in a folder: memory-mapped when read, and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from rbn.data.errors import DataAltered
+
+MANIFEST = "manifest.json"
+_TYPES = {"int32": torch.int32, "int64": torch.int64}
+
+
+class Writer:
+    """Writes arrays piece by piece; the folder gets its name when all of it is on the disk.
+
+    Args:
+        folder: what is there under that name is replaced.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if sys.byteorder != "little":
+            raise RuntimeError("arrays are stored little-endian, and this machine is not")
+        self.folder = folder
+        self.part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(self.part, ignore_errors=True)
+        self.part.mkdir(parents=True)
+        self._files: dict[str, IO[bytes]] = {}
+        self._sums: dict[str, Any] = {}
+        self._arrays: dict[str, dict[str, Any]] = {}
+
+    def append(self, name: str, values: Tensor) -> None:
+        """Add to the end of an array, int32 or int64 ``[n]``."""
+        kind = str(values.dtype).removeprefix("torch.")
+        if kind not in _TYPES:
+            raise TypeError(f"values must be int32 or int64, got {values.dtype}")
+        if name not in self._files:
+            self._files[name] = (self.part / f"{name}.{kind}").open("wb")
+            self._sums[name] = hashlib.sha256()
+            self._arrays[name] = {"type": kind, "length": 0}
+        content = bytes(values.contiguous().view(torch.uint8).numpy().data) if len(values) else b""
+        self._files[name].write(content)
+        self._sums[name].update(content)
+        self._arrays[name]["length"] += len(values)
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Write the facts, anything JSON can hold, and give the folder its name."""
+        for name, file in self._files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            self._arrays[name]["sha256"] = self._sums[name].hexdigest()
+        manifest = {"arrays": self._arrays, "facts": facts}
+        with (self.part / MANIFEST).open("w", encoding="utf-8") as text:
+            json.dump(manifest, text)
+            text.flush()
+            os.fsync(text.fileno())
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.replace(self.part, self.folder)
+
+
+def facts(folder: Path) -> dict[str, Any] | None:
+    """What was written beside the arrays; None where there is no such folder."""
+    try:
+        found: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["facts"]
+    except FileNotFoundError:
+        return None
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataAltered(f"{folder / MANIFEST} is damaged: remove {folder}") from error
+    return found
+
+
+def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The arrays, memory-mapped, and the facts.
+
+    Raises:
+        DataAltered: a file is missing, or its size or SHA-256 is not what was written; names it.
+    """
+    found = facts(folder)
+    if found is None:
+        raise DataAltered(f"there is no {MANIFEST} in {folder}")
+    described = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["arrays"]
+    arrays = {}
+    for name, about in described.items():
+        dtype = _TYPES[about["type"]]
+        path = folder / f"{name}.{about['type']}"
+        size = about["length"] * dtype.itemsize
+        if not path.is_file() or path.stat().st_size != size:
+            raise DataAltered(f"{path} is missing or truncated: remove {folder}")
+        if _sha256(path) != about["sha256"]:
+            raise DataAltered(f"{path} is altered: remove {folder}")
+        arrays[name] = (
+            torch.from_file(str(path), shared=False, size=about["length"], dtype=dtype)
+            if size
+            else torch.empty(0, dtype=dtype)
+        )
+    return arrays, found
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,63 @@
+"""How long a run will take, from runs like it or from rates that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from rbn.experiments.config import Config
+from rbn.experiments.paper.published import Result
+
+# Optimisation steps of an epoch with the configs' batch size and length.
+_EPOCHS = {"digits": 12, "mnist": 500, "pmnist": 500, "ptb": 790, "text8": 3906, "pydoc": 140}
+_EPOCHS |= {"cloze": 60, "cnn": 5900, "cnn-built": 1500}
+# Seconds of a step: two CPU cores; one H200.
+_SECONDS = {
+    "cpu": {
+        "digits": 0.08,
+        "mnist": 0.9,
+        "pmnist": 0.9,
+        "ptb": 3.0,
+        "text8": 40.0,
+        "pydoc": 0.1,
+        "cloze": 0.1,
+    },
+    "cuda": {"digits": 0.004, "mnist": 0.015, "pmnist": 0.015, "ptb": 0.006, "text8": 0.05},
+}
+_OTHERWISE = {"cpu": 1.0, "cuda": 0.02}
+_TESTING = {"cpu": 1.2, "cuda": 1.15}  # evaluations and the test come on top
+
+
+def steps_of(config: Config) -> int:
+    """Optimisation steps of a run, unless it stops early."""
+    return config.epochs * _EPOCHS.get(config.task, 1000)
+
+
+def seconds_of(config: Config, device: torch.device, results: Iterable[Result]) -> float:
+    """An estimate of a run's time.
+
+    Where a result of the same task, model and size was trained on the same kind of device, its rate
+    is taken.
+    """
+    on_gpu = device.type == "cuda"
+    for result in results:
+        same = result.task == config.task and result.model == config.model
+        same = same and result.config.get("hidden_size") == config.hidden_size
+        if same and bool(result.values.get("gpu")) == on_gpu:
+            rate = float(result.values["seconds"]) / max(1, int(result.values["steps"]))
+            return rate * steps_of(config)
+    rates = _SECONDS.get(device.type, {})
+    rate = rates.get(config.task, _OTHERWISE.get(device.type, 1.0))
+    return rate * steps_of(config) * _TESTING.get(device.type, 1.2)
+
+
+def spoken(seconds: float) -> str:
+    """A time in words."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"

@@ -1,0 +1,274 @@
+"""The paper's figures, made of what results there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rbn.experiments.paper.curves import paper_lines
+from rbn.experiments.paper.lines import Figure, Gathered, Line, Panel, read_csv
+from rbn.experiments.paper.numbers import NAMES
+from rbn.experiments.paper.places import Place, places
+from rbn.experiments.paper.plan import READERS, SWEEP
+from rbn.experiments.paper.published import Result, mean_curve, mean_line, read_results
+from rbn.experiments.paper.trained_runs import read_lengths, read_statistics
+
+COMPUTED = "figures"  # the folder of figures that need no training, inside the results'
+_STEPS, _BITS = "training steps", "bits per character"
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A folder of results, read once.
+
+    Attributes:
+        folder: where they are.
+        results: of all runs.
+        places: which of them stand for which of the paper's tasks.
+        quick: whether they are of embedded data, with which the paper's lines are not comparable.
+    """
+
+    folder: Path
+    results: tuple[Result, ...]
+    places: dict[str, Place]
+    quick: bool = False
+
+    @staticmethod
+    def of(folder: Path, quick: bool = False) -> Shelf:
+        """Read a folder of results."""
+        return Shelf(folder, tuple(read_results(folder)), places(quick), quick)
+
+    def paper(self, figure: str) -> dict[str, Line]:
+        """The paper's lines, where they may be compared."""
+        return {} if self.quick else paper_lines(figure)
+
+
+def figure(name: str, shelf: Shelf) -> Figure:
+    """One of the paper's figures, by its name."""
+    makers = {
+        "fig1a": _gradient_flow,
+        "fig1b": _derivative,
+        "fig2": _images,
+        "fig3a": _text,
+        "fig3b": _lengths,
+        "fig4a": _reader_small,
+        "fig4b": _reader_full,
+        "fig5": _stationarity,
+        "fig6": _sensitivity,
+    }
+    return makers[name](shelf)
+
+
+def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> Gathered:
+    """Validation curves of some models, with both kinds of statistics where there are two."""
+    found = Gathered()
+    for model in models:
+        group = place.best_group(shelf.results, model)
+        name = NAMES[model]
+        line = mean_curve(group, "valid_batch", name)
+        if line is None:
+            found.missing.append(f"{name} on {place.title}")
+            continue
+        other = mean_curve(group, "valid_population", name, "population statistics")
+        for each in (line, other):
+            if each is None or (each is other and each.y == line.y):
+                continue
+            found.lines.append(each)
+    return found
+
+
+def _images(shelf: Shelf) -> Figure:
+    panels, missing = [], []
+    for name in ("mnist", "pmnist"):
+        place = shelf.places[name]
+        found = _learning(shelf, place, ("lstm", "bn-lstm"))
+        lines = (*shelf.paper(f"fig2-{name}").values(), *found.lines)
+        missing += found.missing
+        label = "validation accuracy"
+        panels.append(Panel(place.title, _STEPS, label, lines, y_range=(0.0, 1.0)))
+    return Figure(
+        "fig2",
+        "Pixel by pixel MNIST, while training",
+        "Validation accuracy with the statistics of the minibatch, as in the paper; for the "
+        "BN-LSTM also with population statistics.",
+        tuple(panels),
+        tuple(missing),
+    )
+
+
+def _text(shelf: Shelf) -> Figure:
+    place = shelf.places["ptb"]
+    found = _learning(shelf, place, ("lstm", "bn-lstm"))
+    paper = shelf.paper("fig3a").values()
+    limits = None if shelf.quick else (1.4, 2.3)
+    panel = Panel(place.title, _STEPS, _BITS, (*paper, *found.lines), y_range=limits)
+    return Figure(
+        "fig3a",
+        "Penn Treebank, while training",
+        "Validation windows of the training length, in bits per character, with the statistics of "
+        "the minibatch as in the paper; for the BN-LSTM also with population statistics.",
+        (panel,),
+        tuple(found.missing),
+    )
+
+
+def _lengths(shelf: Shelf) -> Figure:
+    place = shelf.places["ptb"]
+    lines, missing, whole = list(shelf.paper("fig3b").values()), [], []
+    for model in ("lstm", "bn-lstm"):
+        measured, totals = [], []
+        for result in place.best_group(shelf.results, model):
+            path = result.path.with_name(f"lengths-{result.path.stem}.csv")
+            if path.exists():
+                found, total = read_lengths(path, model)
+                measured.append(found)
+                totals += [] if total is None else [total]
+        if not measured:
+            missing.append(f"{NAMES[model]}, measured on longer windows of {place.title}")
+        for same in zip(*measured, strict=True):
+            lines.append(mean_line(same))
+        if totals:
+            mean = sum(totals) / len(totals)
+            whole.append(f"{NAMES[model]} {mean:.3f}")
+    caption = "Test sequence cut into windows of growing length, in bits per character."
+    if whole:
+        caption += f" The whole sequence at once: {', '.join(whole)}."
+    panel = Panel(place.title, "characters of a window", _BITS, tuple(lines))
+    return Figure("fig3b", "Longer sequences than in training", caption, (panel,), tuple(missing))
+
+
+def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figure:
+    place = shelf.places[where]
+    found = _learning(shelf, place, models)
+    paper = [
+        replace(line, series=series.removesuffix(" valid"))
+        for series, line in shelf.paper(name).items()
+        if series.endswith(" valid")
+    ]
+    panel = Panel(place.title, _STEPS, "validation error", (*paper, *found.lines))
+    return Figure(
+        name,
+        f"The Attentive Reader, {place.title}",
+        "Error rate on the validation set, with the statistics of the minibatch.",
+        (panel,),
+        tuple(found.missing),
+    )
+
+
+def _reader_small(shelf: Shelf) -> Figure:
+    return _reader(shelf, "fig4a", "cnn", READERS)
+
+
+def _reader_full(shelf: Shelf) -> Figure:
+    return _reader(shelf, "fig4b", "cnn-full", ("lstm", "bn-e**"))
+
+
+def _stationarity(shelf: Shelf) -> Figure:
+    place = shelf.places["ptb"]
+    panels: list[Panel] = []
+    shown = ""
+    for result in place.best_group(shelf.results, "bn-lstm"):
+        path = result.path.with_name(f"statistics-{result.path.stem}.csv")
+        if path.exists():
+            for title, lines in read_statistics(path).items():
+                panels.append(Panel(title, "time step", "value", tuple(lines)))
+            shown = f" Seed {result.seed}."
+            break
+    missing = () if panels else (f"population statistics of a BN-LSTM on {place.title}",)
+    return Figure(
+        "fig5",
+        "Population statistics over time",
+        "Mean and variance of the recurrent term and of the cell at each time step; each line is a "
+        f"unit, chosen at random.{shown} The paper shows the same without numbers to compare with.",
+        tuple(panels),
+        missing,
+        many=True,
+    )
+
+
+def _sensitivity(shelf: Shelf) -> Figure:
+    paper = shelf.paper("fig6")
+    panels, missing = [], []
+    for name, of_paper in (("pmnist", "pMNIST"), ("ptb", "PTB")):
+        place = shelf.places[name]
+        own: dict[float, list[Result]] = {}
+        for result in shelf.results:
+            if result.task == place.tasks[0] and result.gamma_tag is not None:
+                own.setdefault(result.gamma_tag, []).append(result)
+        missing += [f"gamma {g:g} on {place.title}" for g in SWEEP if g not in own]
+        for part in ("train", "valid"):
+            lines = [
+                replace(line, series=series.rpartition(" ")[2])
+                for series, line in paper.items()
+                if series.startswith(f"{of_paper} {part} ")
+            ]
+            accuracies = part == "valid" and name == "pmnist"
+            for gamma, results in sorted(own.items()):
+                field = "train" if part == "train" else "valid_batch"
+                # The paper's axis is in nats; ours are recorded in bits.
+                factor = math.log(2) if field == "valid_batch" else 1.0
+                line = mean_curve(results, field, f"gamma={gamma:.2f}", "", factor)
+                if line is not None and not accuracies:
+                    lines.append(line)
+            note = "our runs record accuracy here, not this loss" if accuracies and own else ""
+            title = f"{place.title}, {'training' if part == 'train' else 'validation'}"
+            if lines or not accuracies:
+                panels.append(Panel(title, _STEPS, "nats", tuple(lines), note=note))
+    return Figure(
+        "fig6",
+        "Sensitivity to the initial gamma",
+        "Cross-entropy of BN-LSTMs that start from different gammas.",
+        tuple(panels),
+        tuple(missing),
+        many=True,
+    )
+
+
+def _computed(shelf: Shelf, name: str) -> dict[str, list[Line]]:
+    path = shelf.folder / COMPUTED / f"{name}.csv"
+    return read_csv(path) if path.exists() else {}
+
+
+def _gradient_flow(shelf: Shelf) -> Figure:
+    paper = tuple(shelf.paper("fig1a").values())
+    panels = []
+    for title, lines in (_computed(shelf, "fig1a") or {"": []}).items():
+        label = "norm of the gradient"
+        limits = None if shelf.quick else (1e-26, 1e2)
+        largest = max((max(line.y) for line in lines), default=0.0)
+        note = f"ours go up to {largest:.0e}" if limits and largest > limits[1] else ""
+        panels.append(Panel(title, "time step", label, (*paper, *lines), True, limits, note))
+    own = any(len(panel.lines) > len(paper) for panel in panels)
+    return Figure(
+        "fig1a",
+        "Gradient flow through a batch-normalized tanh RNN",
+        "Norm of the loss's gradient at the hidden states before training, for gamma from 0.1 to "
+        "1.0; read from right to left. Ours are geometric means over seeds; the paper's lines are "
+        "the same in all panels. The paper does not say how the recurrent weights start, nor "
+        "whether both terms are normalized together. With the identity of section 5.1 and both "
+        "terms together, as in the RNN of the authors' code, small gammas keep the gradient and "
+        "large ones make it vanish, as in the paper. With each term on its own, every unit is a "
+        "recurrence by itself, and how far the gradient fades at small gammas depends on seed and "
+        "rounding by many orders of magnitude. With orthogonal weights it vanishes for no gamma; "
+        "for large ones it explodes.",
+        tuple(panels),
+        () if own else ("our gradient norms",),
+        many=True,
+    )
+
+
+def _derivative(shelf: Shelf) -> Figure:
+    own = [line for lines in _computed(shelf, "fig1b").values() for line in lines]
+    label = "derivative of tanh"
+    lines = (*paper_lines("fig1b").values(), *own)
+    panel = Panel("", "standard deviation of the input", label, lines, y_range=(0.0, 1.0))
+    return Figure(
+        "fig1b",
+        "Derivative of tanh against the deviation of its input",
+        "Mean over inputs drawn from a normal distribution; the band goes from the first to the "
+        "third quartile.",
+        (panel,),
+        () if own else ("our derivatives",),
+    )

@@ -1,0 +1,57 @@
+"""A statement of the paper without a figure, and what came of it here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FOLDER = "findings"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One statement of the paper, and what came of it here.
+
+    Attributes:
+        name: the target of ``rbn reproduce``.
+        statement: the paper's.
+        setup: what was done.
+        columns: of the table.
+        rows: of the table, as text.
+        outcome: what the numbers say.
+        command: to do it again.
+        seconds: it took.
+        versions: of the software.
+    """
+
+    name: str
+    statement: str
+    setup: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    outcome: str
+    command: str
+    seconds: float = 0.0
+    versions: str = ""
+
+    def write(self, folder: Path) -> Path:
+        """Keep it next to the results."""
+        path = folder / FOLDER / f"{self.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        return path
+
+
+def read_findings(folder: Path) -> list[Finding]:
+    """Those that were made."""
+    found = []
+    for path in sorted((folder / FOLDER).glob("*.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values["columns"] = tuple(values["columns"])
+            values["rows"] = tuple(tuple(row) for row in values["rows"])
+            found.append(Finding(**values))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a finding: {error}") from error
+    return found

@@ -1,0 +1,131 @@
+"""Lines, panels and figures as numbers, before anything is drawn."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PAPER, OURS = "paper", "ours"
+_COLUMNS = ("panel", "series", "source", "x", "y", "low", "high")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a panel.
+
+    Attributes:
+        series: what it shows, such as ``BN-LSTM``; lines of one name have one colour.
+        source: ``paper`` or ``ours``.
+        x: from left to right.
+        y: as many.
+        low: the lower edge of a band around it, or nothing.
+        high: the upper edge.
+        detail: what sets it apart from another line of ours with the same name.
+    """
+
+    series: str
+    source: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    detail: str = ""
+
+    @property
+    def name(self) -> str:
+        """Series and detail, as in tables."""
+        return f"{self.series}, {self.detail}" if self.detail else self.series
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    log_y: bool = False
+    y_range: tuple[float, float] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of the paper.
+
+    Attributes:
+        name: such as ``fig3a``.
+        title: in a few words.
+        caption: in sentences.
+        panels: from left to right.
+        missing: what should be in it and is not there, a phrase each.
+        many: whether its lines are values of one quantity, coloured from dark to bright.
+    """
+
+    name: str
+    title: str
+    caption: str
+    panels: tuple[Panel, ...]
+    missing: tuple[str, ...] = ()
+    many: bool = False
+
+    @property
+    def has_ours(self) -> bool:
+        """Whether there is a line of ours in it."""
+        return any(line.source == OURS for panel in self.panels for line in panel.lines)
+
+
+@dataclass
+class Gathered:
+    """Lines collected for a panel, and what was not found."""
+
+    lines: list[Line] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def thinned(values: Sequence[float], most: int) -> list[int]:
+    """Indices of at most so many of the values, evenly spread, the first and last among them."""
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    return sorted({round(k * (count - 1) / (most - 1)) for k in range(most)})
+
+
+def write_csv(panels: Iterable[Panel], path: Path) -> None:
+    """Every point of every line, one in a row; lines of the paper in several panels once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(_COLUMNS)
+        seen: set[Line] = set()
+        for panel in panels:
+            for line in panel.lines:
+                if line.source == PAPER and line in seen:
+                    continue
+                seen.add(line)
+                for k, (x, y) in enumerate(zip(line.x, line.y, strict=True)):
+                    band = [f"{edge[k]:.6g}" if edge else "" for edge in (line.low, line.high)]
+                    row = (panel.title, line.name, line.source, f"{x:.8g}", f"{y:.6g}", *band)
+                    writer.writerow(row)
+
+
+def read_csv(path: Path) -> dict[str, list[Line]]:
+    """The lines of a file that `write_csv` wrote, by panel; details are part of the names."""
+    points: dict[tuple[str, str, str], list[list[float]]] = {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                key = (row["panel"], row["series"], row["source"])
+                numbers = [float(row[name]) for name in ("x", "y", "low", "high") if row[name]]
+                points.setdefault(key, []).append(numbers)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is not a file of lines: {error}") from error
+    panels: dict[str, list[Line]] = {}
+    for (panel, series, source), rows in points.items():
+        x, y, *band = (tuple(column) for column in zip(*rows, strict=True))
+        low, high = band or ((), ())
+        panels.setdefault(panel, []).append(Line(series, source, x, y, low, high))
+    return panels

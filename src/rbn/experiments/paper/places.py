@@ -1,0 +1,78 @@
+"""Where the results of each of the paper's tasks are found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rbn.experiments.paper.published import Result
+
+_PREFERRED = ("", "short", "full")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The results that stand for one of the paper's tasks.
+
+    Attributes:
+        title: of its panels and rows.
+        tasks: names of tasks, the first that has results counts.
+        tags: those that belong to it; None takes all but the sweep's.
+        whole: of questions, whether documents are whole or cut to four sentences.
+        stand_in: whether it is small embedded data in place of the paper's.
+    """
+
+    title: str
+    tasks: tuple[str, ...]
+    tags: tuple[str, ...] | None = None
+    whole: bool | None = None
+    stand_in: bool = False
+
+    def holds(self, result: Result) -> bool:
+        """Whether a result belongs here."""
+        if result.task not in self.tasks:
+            return False
+        if self.tags is not None and result.tag not in self.tags:
+            return False
+        if self.tags is None and result.gamma_tag is not None:
+            return False
+        sentences = result.config.get("data", {}).get("sentences")
+        return self.whole is None or self.whole == (sentences is None)
+
+    def groups(self, results: Iterable[Result], model: str) -> list[list[Result]]:
+        """A model's results, those of different seeds together, the paper's own settings first."""
+        found: dict[tuple[int, int, str], list[Result]] = {}
+        for result in results:
+            if result.model == model and self.holds(result):
+                known = result.tag in _PREFERRED
+                rank = _PREFERRED.index(result.tag) if known else len(_PREFERRED)
+                key = (self.tasks.index(result.task), rank, result.tag)
+                found.setdefault(key, []).append(result)
+        return [sorted(found[key], key=lambda r: r.seed) for key in sorted(found)]
+
+    def best_group(self, results: Iterable[Result], model: str) -> list[Result]:
+        """The results that a figure shows: of the settings nearest to the paper's."""
+        groups = self.groups(results, model)
+        return groups[0] if groups else []
+
+
+def places(quick: bool = False) -> dict[str, Place]:
+    """The places by the names of the paper's tasks; quick: on data that need no download."""
+    if quick:
+        return {
+            "mnist": Place("digits in order", ("digits",), ("quick",), stand_in=True),
+            "pmnist": Place("digits, permuted", ("digits",), ("quick-permuted",), stand_in=True),
+            "ptb": Place("Python's help", ("pydoc",), ("quick",), stand_in=True),
+            "text8": Place("Python's help, larger", ("pydoc",), ("quick-large",), stand_in=True),
+            "cnn": Place("made-up news", ("cloze",), ("quick",), stand_in=True),
+            "cnn-full": Place("made-up news", ("cloze",), ("quick",), stand_in=True),
+        }
+    questions = ("cnn", "cnn-built")
+    return {
+        "mnist": Place("MNIST in order", ("mnist",)),
+        "pmnist": Place("permuted MNIST", ("pmnist",)),
+        "ptb": Place("Penn Treebank", ("ptb",)),
+        "text8": Place("text8", ("text8",)),
+        "cnn": Place("CNN, four sentences", questions, whole=False),
+        "cnn-full": Place("CNN, whole documents", questions, whole=True),
+    }

@@ -1,0 +1,168 @@
+"""What each table and figure needs: runs, by settings and seed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rbn.experiments import config as configs
+from rbn.experiments.config import Config
+from rbn.experiments.paper.published import Result
+
+TABLE_TARGETS = ("table1", "table2", "table3", "table4")
+FIGURE_TARGETS = (
+    *("fig1a", "fig1b", "fig2", "fig3a", "fig3b"),
+    *("fig4a", "fig4b", "fig5", "fig6"),
+)
+FINDING_TARGETS = ("shared-stats", "small-gamma", "no-noise")
+TARGETS = (*TABLE_TARGETS, *FIGURE_TARGETS, *FINDING_TARGETS)
+RECIPES = ("short", "paper", "quick")
+SWEEP = (0.1, 0.3, 0.5, 0.7, 1.0)  # initial gammas of Figure 6
+QUESTIONS = "cnn-built"  # DeepMind's own questions are the task cnn
+READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
+ONE_SEED = ("fig3b", "fig5", "fig6")  # lines of one model each, as in the paper
+
+_BOTH = ("lstm", "bn-lstm")
+_QUICK_TEXT = ("epochs=1", "length=100", "evaluate_every=40")
+_QUICK = {
+    "mnist": ("digits", "digits", ("tag=quick", "epochs=8")),
+    "pmnist": ("digits", "digits", ("tag=quick-permuted", "epochs=8", "data.permuted=true")),
+    "ptb": ("pydoc", "pydoc", ("tag=quick", "hidden_size=48", *_QUICK_TEXT)),
+    "text8": ("pydoc", "pydoc", ("tag=quick-large", "hidden_size=64", *_QUICK_TEXT)),
+    "cnn": ("cloze", "cloze", ("tag=quick", "epochs=2", "evaluate_every=20")),
+    "cnn-full": ("cloze", "cloze", ("tag=quick", "epochs=2", "evaluate_every=20")),
+}
+_QUICK_SWEEP: dict[str, tuple[str, ...]] = {"pmnist": ("epochs=4",), "ptb": ()}
+# Figure 6 compares learning curves at a constant rate; its first part is enough for that.
+_SWEEP = {"pmnist": ("epochs=40",), "ptb": ("epochs=8", "patience=null")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs of one model with one set of settings; a seed makes it a run.
+
+    Attributes:
+        task: what is learned.
+        model: the recurrent layer or reader.
+        base: name of the config.
+        settings: changes to it, as ``key=value``.
+    """
+
+    task: str
+    model: str
+    base: str
+    settings: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """The same run by hand, less the seed."""
+        base = "" if self.base == self.task else f" --config {self.base}"
+        changes = "".join(f" --set {setting}" for setting in self.settings)
+        return f"rbn train {self.task} --model {shlex.quote(self.model)}{base}{changes}"
+
+    def config(self) -> Config:
+        """All settings, as ``rbn train`` puts them together."""
+        found = configs.read(configs.find(self.base))
+        chosen = configs.for_model(found, self.model)
+        settings = configs.from_mapping({"task": self.task, **chosen})
+        return configs.with_settings(settings, self.settings)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A job with a seed, and where its folder is."""
+
+    job: Job
+    config: Config
+    seed: int
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        """For lists and progress."""
+        return f"{self.config.task}, {self.config.name}, seed {self.seed}"
+
+    @property
+    def has_model(self) -> bool:
+        """Whether it was trained to the end here."""
+        return (self.folder / "final.safetensors").exists()
+
+    def result_in(self, results: Iterable[Result]) -> Result | None:
+        """Its published result, if there is one."""
+        wanted = (self.config.task, self.config.model, self.config.tag, self.seed)
+        for result in results:
+            if (result.task, result.model, result.tag, result.seed) == wanted:
+                return result
+        return None
+
+
+def jobs(target: str, recipe: str = "short") -> list[Job]:
+    """The runs that a target is made of; none for those that are computed without training."""
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {', '.join(TARGETS)} or all, got {target!r}")
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    wanted: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+        "table1": (("mnist", "pmnist"), _BOTH),
+        "fig2": (("mnist", "pmnist"), _BOTH),
+        "table2": (("ptb",), _BOTH),
+        "fig3a": (("ptb",), _BOTH),
+        "fig3b": (("ptb",), _BOTH),
+        "fig5": (("ptb",), ("bn-lstm",)),
+        "table3": (("text8",), _BOTH),
+        "table4": (("cnn-full",), ("lstm", "bn-e**")),
+        "fig4a": (("cnn",), READERS),
+        "fig4b": (("cnn-full",), ("lstm", "bn-e**")),
+    }
+    if target == "fig6":
+        return [_sweep_job(place, gamma, recipe) for place in ("pmnist", "ptb") for gamma in SWEEP]
+    tasks, models = wanted.get(target, ((), ()))
+    return [_job(place, model, recipe) for place in tasks for model in models]
+
+
+def _job(place: str, model: str, recipe: str) -> Job:
+    if recipe == "quick":
+        task, base, settings = _QUICK[place]
+        return Job(task, model, base, settings)
+    if place in ("cnn", "cnn-full"):
+        full = place == "cnn-full"
+        base = QUESTIONS + ("-full" if full else "")
+        return Job(QUESTIONS, model, base, ("tag=full",) if full else ())
+    short = f"{place}-short"
+    return Job(place, model, short if recipe == "short" and short in configs.names() else place)
+
+
+def _sweep_job(place: str, gamma: float, recipe: str) -> Job:
+    own = (f"tag=gamma-{gamma:g}", f"normalization.gamma={gamma:g}")
+    if recipe == "quick":
+        task, base, settings = _QUICK[place]
+        return Job(task, "bn-lstm", base, (*settings, *_QUICK_SWEEP[place], *own))
+    return Job(place, "bn-lstm", place, (*_SWEEP[place], *own))
+
+
+def needed(
+    targets: Iterable[str], recipe: str, seeds: int, folder: Path, precision: str | None = None
+) -> list[Run]:
+    """All runs of some targets, each once; of `ONE_SEED` the first seed alone.
+
+    Args:
+        targets: names.
+        recipe: ``short``, ``paper`` or ``quick``.
+        seeds: how many, from 1.
+        folder: where the runs' folders are.
+        precision: of all, instead of the config's.
+    """
+    found: dict[tuple[Job, int], Run] = {}
+    for target in targets:
+        one = target in ONE_SEED
+        for job in jobs(target, recipe):
+            if precision is not None:
+                changed = (*job.settings, f"precision={precision}")
+                job = Job(job.task, job.model, job.base, changed)
+            config = job.config()
+            for seed in range(1, 2 if one else seeds + 1):
+                place = folder / config.task / f"{config.name}-seed{seed}"
+                found.setdefault((job, seed), Run(job, config, seed, place))
+    return list(found.values())

@@ -1,0 +1,130 @@
+"""Published results, read again: ``TASK/MODEL[-TAG]-seedN.json`` and the learning curves."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rbn.experiments.paper.lines import OURS, Line
+
+_GAMMA = "gamma-"
+_NEEDED = ("task", "model", "tag", "seed", "test", "steps", "seconds", "config", "command")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run's result and its learning curve."""
+
+    path: Path
+    values: dict[str, Any]
+    curve: tuple[dict[str, float], ...]
+
+    @property
+    def task(self) -> str:
+        """What was learned."""
+        return str(self.values["task"])
+
+    @property
+    def model(self) -> str:
+        """The recurrent layer or reader."""
+        return str(self.values["model"])
+
+    @property
+    def tag(self) -> str:
+        """The variant."""
+        return str(self.values["tag"])
+
+    @property
+    def seed(self) -> int:
+        """Of weights and order."""
+        return int(self.values["seed"])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """All settings."""
+        found: dict[str, Any] = self.values["config"]
+        return found
+
+    @property
+    def gamma_tag(self) -> float | None:
+        """The initial gamma of a run of the sweep, None of any other run."""
+        if not self.tag.startswith(_GAMMA):
+            return None
+        try:
+            return float(self.tag.removeprefix(_GAMMA))
+        except ValueError:
+            return None
+
+    @property
+    def minutes(self) -> float:
+        """Wall time of training, evaluations included."""
+        return float(self.values["seconds"]) / 60
+
+
+def read_results(folder: Path) -> list[Result]:
+    """All results in a folder, in the order of their names."""
+    found = []
+    for path in sorted(folder.glob("*/*-seed*.json")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            for name in _NEEDED:
+                values[name]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not the result of a run: {error}") from error
+        found.append(Result(path, values, _curve(path.with_suffix(".csv"))))
+    return found
+
+
+def _curve(path: Path) -> tuple[dict[str, float], ...]:
+    if not path.exists():
+        return ()
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file)
+            return tuple({k: float(v) for k, v in row.items()} for row in rows)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a learning curve: {error}") from error
+
+
+def mean_curve(
+    results: Sequence[Result], field: str, series: str, detail: str = "", factor: float = 1.0
+) -> Line | None:
+    """One field of the learning curves, mean over the runs and range, at steps all of them have."""
+    curves = [{row["step"]: row[field] * factor for row in r.curve} for r in results if r.curve]
+    if not curves:
+        return None
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    columns = [[curve[step] for curve in curves] for step in steps]
+    band = len(curves) > 1
+    return Line(
+        series,
+        OURS,
+        tuple(steps),
+        tuple(sum(column) / len(column) for column in columns),
+        tuple(min(column) for column in columns) if band else (),
+        tuple(max(column) for column in columns) if band else (),
+        detail,
+    )
+
+
+def mean_line(lines: Sequence[Line]) -> Line:
+    """The mean and range of lines that share their x."""
+    first = lines[0]
+    if any(line.x != first.x for line in lines):
+        raise ValueError(f"the lines of {first.series} are not of the same points")
+    columns = list(zip(*(line.y for line in lines), strict=True))
+    if len(lines) == 1:
+        return first
+    return Line(
+        first.series,
+        first.source,
+        first.x,
+        tuple(sum(column) / len(column) for column in columns),
+        tuple(min(column) for column in columns),
+        tuple(max(column) for column in columns),
+        first.detail,
+    )

@@ -1,0 +1,177 @@
+"""The report: the paper's tables and figures with ours, as a page and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+from rbn.experiments.paper import curves, differences, tables
+from rbn.experiments.paper.document import (
+    Block,
+    Grid,
+    Heading,
+    Image,
+    Items,
+    Paragraph,
+    html_page,
+    markdown_page,
+)
+from rbn.experiments.paper.draw import draw
+from rbn.experiments.paper.figures import Shelf, figure
+from rbn.experiments.paper.finding import read_findings
+from rbn.experiments.paper.lines import Figure
+from rbn.experiments.paper.numbers import NAMES, TABLES
+from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS
+from rbn.experiments.paper.tables import Row
+
+TITLE = "Recurrent Batch Normalization: the paper's results and ours"
+
+
+def write_report(shelf: Shelf, folder: Path) -> list[Path]:
+    """Write ``index.html``, ``report.md`` and the figures; all that is not there is named."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = {n: tables.rows(t, shelf.places, shelf.results) for n, t in TABLES.items()}
+    figures = [figure(name, shelf) for name in FIGURE_TARGETS]
+    written = [path for each in figures if each.has_ours for path in draw(each, folder)]
+    blocks: list[Block] = [
+        *_summary(rows),
+        *_tables(rows),
+        *_figures(figures, folder),
+        *_findings(shelf),
+        *_differences(shelf),
+        *_missing(rows, figures, shelf),
+        *_machines(shelf),
+    ]
+    page, text = folder / "index.html", folder / "report.md"
+    page.write_text(html_page(TITLE, blocks), encoding="utf-8")
+    text.write_text(markdown_page(TITLE, blocks), encoding="utf-8")
+    return [page, text, *written]
+
+
+def _summary(rows: dict[str, list[Row]]) -> list[Block]:
+    sentences = []
+    for found in rows.values():
+        trained: dict[str, list[Row]] = {}
+        for row in found:
+            if row.results and row.entry.field == "test":
+                trained.setdefault(row.place.title, []).append(row)
+        for place, same in trained.items():
+            first = {row.entry.model: row for row in reversed(same)}
+            ours = ", ".join(f"{NAMES[m]} {first[m].ours}" for m in sorted(first, reverse=True))
+            paper = ", ".join(
+                f"{NAMES[m]} {first[m].entry.paper:g}" for m in sorted(first, reverse=True)
+            )
+            unit = same[0].table.unit
+            sentences.append(f"{place}, {unit}: {ours} (the paper: {paper}).")
+    if not sentences:
+        return [Paragraph("No run of the paper's tasks has been published yet.")]
+    return [
+        Paragraph(
+            "Cooijmans et al., Recurrent Batch Normalization (ICLR 2017, arXiv:1603.09025), done "
+            "again with rbn. Ours are means over seeds with their standard deviation, measured on "
+            "the test set with population statistics."
+        ),
+        Items(sentences),
+    ]
+
+
+def _tables(rows: dict[str, list[Row]]) -> list[Block]:
+    blocks: list[Block] = [Heading("Tables")]
+    for name, found in rows.items():
+        if not any(row.results for row in found):
+            continue
+        table = TABLES[name]
+        cells = [row.cells for row in found]
+        blocks.append(Grid(f"{_titled(name)}: {table.title}; {table.unit}", tables.COLUMNS, cells))
+        commands = dict.fromkeys(row.command for row in found if row.results)
+        blocks += [Paragraph("To do again:"), Items([_again(name, found), *commands], code=True)]
+    return blocks
+
+
+def _again(name: str, rows: Sequence[Row]) -> str:
+    """The command for a whole table, in the precision of the runs that are there."""
+    found = {str(r.config.get("precision")) for row in rows for r in row.results}
+    precision = f" --precision {found.pop()}" if len(found) == 1 and "32-true" not in found else ""
+    return f"rbn reproduce {name}{precision}"
+
+
+def _titled(name: str) -> str:
+    kind = "Table" if name.startswith("table") else "Figure"
+    return f"{kind} {name.removeprefix('table').removeprefix('fig')}"
+
+
+def _figures(figures: Sequence[Figure], folder: Path) -> list[Block]:
+    blocks: list[Block] = [
+        Heading("Figures"),
+        Paragraph(
+            "Solid lines are ours, dashed ones the paper's, read from its figures; a band spans "
+            "our seeds. The numbers of every line are in a CSV file of the figure's name."
+        ),
+    ]
+    for each in figures:
+        if each.has_ours:
+            caption = each.caption
+            if each.missing:
+                caption += f" Not there yet: {'; '.join(each.missing)}."
+            title = f"{_titled(each.name)}: {each.title}"
+            paths = folder / f"{each.name}.svg", folder / f"{each.name}.csv"
+            blocks.append(Image(*paths, title, caption, large=len(each.panels) > 1))
+    return blocks
+
+
+def _findings(shelf: Shelf) -> list[Block]:
+    found = read_findings(shelf.folder)
+    if not found:
+        return []
+    blocks: list[Block] = [Heading("Statements without a figure")]
+    for each in found:
+        blocks.append(Grid(each.statement, each.columns, each.rows))
+        facts = f"{each.setup} {each.outcome} ({each.command}; {each.seconds:.0f} s, "
+        blocks.append(Paragraph(f"{facts}{each.versions}.)"))
+    return blocks
+
+
+def _differences(shelf: Shelf) -> list[Block]:
+    own = [r for r in shelf.results if any(p.holds(r) for p in shelf.places.values())]
+    texts = [*differences.sentences(own), *differences.GENERAL]
+    return [Heading("What differs from the paper, and why"), Items(texts)]
+
+
+def _missing(rows: dict[str, list[Row]], figures: Sequence[Figure], shelf: Shelf) -> list[Block]:
+    texts = []
+    for name, found in rows.items():
+        absent = [row for row in found if not row.results]
+        if absent and name not in FIGURE_TARGETS:  # those are named below
+            of = ", ".join(
+                dict.fromkeys(f"{NAMES[row.entry.model]} on {row.place.title}" for row in absent)
+            )
+            texts.append(f"{_titled(name)}: {of}. rbn reproduce {name}")
+    for each in figures:
+        if each.missing and not each.has_ours:
+            few = "; ".join(each.missing[:4])
+            more = f" and {len(each.missing) - 4} more" if len(each.missing) > 4 else ""
+            texts.append(f"{_titled(each.name)}: {few}{more}. rbn reproduce {each.name}")
+    done = {finding.name for finding in read_findings(shelf.folder)}
+    texts += [f"The finding {n}. rbn reproduce {n}" for n in FINDING_TARGETS if n not in done]
+    texts.append(
+        "That noise in the initial state does as well as data-dependent initial states "
+        "(section 5.1) is not tested: the paper does not say which it tried."
+    )
+    return [Heading("What is not there yet"), Items(texts)]
+
+
+def _machines(shelf: Shelf) -> list[Block]:
+    groups: dict[tuple[str, str, str, str], list[float]] = {}
+    for result in shelf.results:
+        values = result.values
+        device = str(values.get("gpu") or "CPU")
+        facts = (device, str(values.get("versions")), str(values.get("commit")))
+        key = (*facts, str(values.get("date")))
+        groups.setdefault(key, []).append(result.minutes)
+    cells = [(*k, str(len(v)), f"{mean(v):.1f}") for k, v in groups.items()]
+    columns = ("device", "versions", "commit", "date", "runs", "minutes of a run, mean")
+    blocks: list[Block] = [Heading("Machines and versions")]
+    if cells:
+        blocks.append(Grid("Published runs", columns, cells))
+    return [*blocks, Paragraph(f"The paper's lines: {curves.source()}")]

@@ -1,0 +1,243 @@
+"""One command from the data to a table or figure: what is missing is trained, the rest reused."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rbn import data
+from rbn.data.errors import DataNotFound
+from rbn.experiments import results as published
+from rbn.experiments.fit import Fit, Watch
+from rbn.experiments.paper import finding, findings, gradients, plan
+from rbn.experiments.paper.estimate import seconds_of, spoken
+from rbn.experiments.paper.figures import COMPUTED
+from rbn.experiments.paper.lines import Panel, write_csv
+from rbn.experiments.paper.plan import Run
+from rbn.experiments.paper.published import Result, read_results
+from rbn.experiments.paper.trained_runs import (
+    keep_statistics,
+    lengths_path,
+    measure_lengths,
+    statistics_path,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_BATCH = 100  # sequences of Figure 1a
+_COMPUTED = {"fig1a": 40.0, "fig1b": 2.0}  # seconds, for one seed
+_FINDINGS = {"shared-stats": 30.0, "small-gamma": 40.0, "no-noise": 40.0}
+
+
+@dataclass
+class Reproduction:
+    """What is asked for, and how far it is.
+
+    Attributes:
+        targets: tables, figures and findings.
+        recipe: ``short``, ``paper`` or ``quick``.
+        seeds: runs of each model.
+        results: folder of published results.
+        runs: folder of training runs.
+        device: to train on.
+        root: where the data are.
+        precision: of all runs, instead of the configs'.
+        max_minutes: after which to save and stop.
+        notes: what could not be done, in sentences.
+    """
+
+    targets: Sequence[str]
+    recipe: str
+    seeds: int
+    results: Path
+    runs: Path
+    device: torch.device
+    root: Path | None = None
+    precision: str | None = None
+    max_minutes: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise ValueError(f"max-minutes must be positive, got {self.max_minutes}")
+        self._began = time.monotonic()
+
+    @property
+    def quick(self) -> bool:
+        """Whether embedded data stand in for the paper's."""
+        return self.recipe == "quick"
+
+    def _needed(self, targets: Sequence[str]) -> list[Run]:
+        return plan.needed(targets, self.recipe, self.seeds, self.runs, self.precision)
+
+    def to_measure(self) -> list[tuple[Run, str]]:
+        """Trained models that Figures 3b and 5 still have to look at."""
+        paths = {"fig3b": lengths_path, "fig5": statistics_path}
+        return [
+            (run, target)
+            for target, path in paths.items()
+            if target in self.targets
+            for run in self._needed([target])
+            if not path(self.results, run.config, run.seed).exists()
+        ]
+
+    def to_train(self) -> list[Run]:
+        """Runs that have no result, or whose model is needed and not here."""
+        known = read_results(self.results)
+        models = {run.folder for run, _ in self.to_measure() if not run.has_model}
+        return [
+            run
+            for run in self._needed(self.targets)
+            if run.result_in(known) is None or run.folder in models
+        ]
+
+    def to_compute(self) -> list[str]:
+        """Figures and findings without training runs that are not there yet."""
+        folders = {name: self.results / COMPUTED / f"{name}.csv" for name in _COMPUTED}
+        folders |= {n: self.results / finding.FOLDER / f"{n}.json" for n in _FINDINGS}
+        return [t for t in self.targets if t in folders and not folders[t].exists()]
+
+    def listing(self) -> tuple[list[tuple[str, str, str]], float]:
+        """What there is to do: run or work, state, estimate; and the seconds of all."""
+        known = read_results(self.results)
+        missing = {run.folder for run in self.to_train()}
+        rows, total = [], 0.0
+        for run in self._needed(self.targets):
+            if run.folder not in missing:
+                rows.append((run.title, "there", ""))
+                continue
+            seconds = self._seconds(run, known)
+            total += seconds
+            state = "to train" if run.result_in(known) is None else "to train again, for its model"
+            if (run.folder / "last.safetensors").exists():
+                state = "to go on with"
+            rows.append((run.title, state, spoken(seconds)))
+        for run, target in self.to_measure():
+            rows.append((f"{run.title}, for {target}", "to measure", ""))
+        for name in self.to_compute():
+            seconds = self._compute_seconds(name)
+            total += seconds
+            rows.append((name, "to compute", spoken(seconds)))
+        return rows, total
+
+    def _seconds(self, run: Run, known: list[Result]) -> float:
+        return seconds_of(run.config, self.device, known)
+
+    def _compute_seconds(self, name: str) -> float:
+        rate = (_COMPUTED | _FINDINGS)[name]
+        return rate / 4 if self.quick else rate * self.seeds
+
+    def _left(self) -> float | None:
+        """Minutes, or None where there is no limit."""
+        if self.max_minutes is None:
+            return None
+        return self.max_minutes - (time.monotonic() - self._began) / 60
+
+    def work(self, console: Console) -> bool:
+        """Do all of it. False when the time was over before the end."""
+        before = torch.get_num_threads()
+        if self.quick:  # so small that a second thread gains nothing, and loses on busy cores
+            torch.set_num_threads(1)
+        try:
+            return self._work(console)
+        finally:
+            torch.set_num_threads(before)
+
+    def _work(self, console: Console) -> bool:
+        todo, computing = self.to_train(), self.to_compute()
+        total = len(todo) + len(computing)
+        known = read_results(self.results)
+        seconds = [self._seconds(run, known) for run in todo]
+        seconds += [self._compute_seconds(name) for name in computing]
+        absent: set[str] = set()
+        for number, run in enumerate(todo):
+            left = self._left()
+            if left is not None and left <= 0:
+                return False
+            if run.config.task in absent:
+                continue
+            _headline(console, number, total, run.title, seconds)
+            try:
+                if not self._train(run, console, left):
+                    return False
+            except DataNotFound as error:
+                absent.add(run.config.task)
+                self.notes.append(f"{run.config.task} was left out: {error}")
+        for number, name in enumerate(computing, start=len(todo)):
+            left = self._left()
+            if left is not None and left <= 0:
+                return False
+            _headline(console, number, total, name, seconds)
+            self._compute(name)
+        return self._measure(console)
+
+    def _train(self, run: Run, console: Console, minutes: float | None) -> bool:
+        """Train one run to its end and publish it. False when the time is over."""
+        if not (run.folder / "result.json").exists() or not run.has_model:
+            fit = Fit([(run.folder, run.config, run.seed)], self.device, self.root, run.job.command)
+            with Watch(fit, console) as watch:
+                fit.train(max_minutes=minutes, watch=watch)
+            for sentence in fit.results(console):
+                console.print(sentence, soft_wrap=True, highlight=False)
+            if fit.diverged is not None:
+                self.notes.append(f"{run.title}: {fit.diverged}")
+            elif not fit.trainers[0].progress.finished:
+                return False
+        finished = (run.folder / "result.json").exists()
+        if finished and run.result_in(read_results(self.results)) is None:
+            published.publish(run.folder, self.results)
+        return True
+
+    def _compute(self, name: str) -> None:
+        if name in _FINDINGS:
+            findings.find(name, self.seeds, self.quick, self.results)
+            return
+        if name == "fig1b":
+            panels = [Panel("", "", "", (gradients.tanh_derivative(),))]
+        else:
+            panels = self._gradient_flow()
+        write_csv(panels, self.results / COMPUTED / f"{name}.csv")
+
+    def _gradient_flow(self) -> list[Panel]:
+        if self.quick:
+            return gradients.gradient_panels(data.digits().train.first(_BATCH), seeds=(1,))
+        try:
+            images = data.mnist(root=self.root)
+        except DataNotFound as error:
+            self.notes.append(f"fig1a was left out: {error}")
+            return []
+        seeds = range(1, self.seeds + 1)
+        return gradients.gradient_panels(images.train.first(_BATCH), seeds=seeds)
+
+    def _measure(self, console: Console) -> bool:
+        for run, target in self.to_measure():
+            left = self._left()
+            if left is not None and left <= 0:
+                return False
+            if not run.has_model:
+                continue  # its data are missing, or it diverged: there is a note
+            console.print(f"Measuring {run.title} for {target} ...", style="dim", soft_wrap=True)
+            if target == "fig5":
+                keep_statistics(run.folder, self.results)
+            else:
+                measure_lengths(run.folder, self.results, self.device, self.root)
+        return True
+
+
+def _headline(console: Console, number: int, total: int, title: str, seconds: list[float]) -> None:
+    """Where the whole is."""
+    console.print(
+        f"[{number + 1} of {total}] {title}: about {spoken(seconds[number])}, all that is left "
+        f"about {spoken(sum(seconds[number:]))}",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )

@@ -1,0 +1,102 @@
+"""The paper's tables with our numbers next to its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import mean, stdev
+
+from rbn.experiments.paper.estimate import spoken
+from rbn.experiments.paper.numbers import NAMES, Entry, Table
+from rbn.experiments.paper.places import Place
+from rbn.experiments.paper.published import Result
+
+COLUMNS = ("task", "model", "settings", "paper", "ours", "difference", "runs", "time of a run")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of the paper and ours of one set of settings.
+
+    Attributes:
+        entry: the paper's.
+        place: where ours are from.
+        table: which it belongs to.
+        results: of different seeds; none where nothing was trained.
+    """
+
+    entry: Entry
+    place: Place
+    table: Table
+    results: tuple[Result, ...]
+
+    @property
+    def values(self) -> list[float]:
+        """Of each seed, in the table's unit."""
+        return [self.table.shown(float(r.values[self.entry.field])) for r in self.results]
+
+    @property
+    def ours(self) -> str:
+        """Mean and standard deviation over the seeds."""
+        if not self.results:
+            return "not trained yet"
+        digits = self.table.digits
+        text = f"{mean(self.values):.{digits}f}"
+        spread = f" ± {stdev(self.values):.{digits}f}" if len(self.values) > 1 else ""
+        return text + spread
+
+    @property
+    def difference(self) -> str:
+        """Ours less the paper's."""
+        if not self.results or self.place.stand_in:
+            return ""
+        return f"{mean(self.values) - self.entry.paper:+.{self.table.digits}f}"
+
+    @property
+    def settings(self) -> str:
+        """The config's name."""
+        if not self.results:
+            return ""
+        first = self.results[0]
+        return f"{first.task}-{first.tag}" if first.tag else first.task
+
+    @property
+    def time(self) -> str:
+        """Mean wall time of a run, and on what."""
+        if not self.results:
+            return ""
+        seconds = mean(60 * result.minutes for result in self.results)
+        device = self.results[0].values.get("gpu") or "CPU"
+        together = int(self.results[0].values.get("together") or 1)
+        shared = f", {together} at once" if together > 1 else ""
+        return f"{spoken(seconds)} ({device}{shared})"
+
+    @property
+    def command(self) -> str:
+        """To do these runs again."""
+        if not self.results:
+            return ""
+        seeds = ",".join(str(result.seed) for result in self.results)
+        command = re.sub(r" --seeds? \S+", "", str(self.results[0].values["command"]))
+        return f"{command} --seeds {seeds}"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As text, one for each of `COLUMNS`."""
+        part = "" if self.entry.field == "test" else f", {self.entry.field}"
+        paper = "" if self.place.stand_in else f"{self.entry.paper:g}"
+        runs = str(len(self.results)) if self.results else ""
+        name = NAMES[self.entry.model]
+        title = self.place.title + part
+        return (title, name, self.settings, paper, self.ours, self.difference, runs, self.time)
+
+
+def rows(table: Table, places: dict[str, Place], results: Iterable[Result]) -> list[Row]:
+    """A table's rows; a model that was trained with several settings has several."""
+    found, known = [], list(results)
+    for entry in table.entries:
+        place = places[entry.place]
+        groups = place.groups(known, entry.model) or [[]]
+        found += [Row(entry, place, table, tuple(group)) for group in groups]
+    return found

@@ -1,0 +1,146 @@
+"""What figures 3b and 5 need of trained models, kept as files next to the results."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from rbn.experiments import runs, trained
+from rbn.experiments.config import Config
+from rbn.experiments.paper.lines import OURS, Line
+from rbn.experiments.paper.numbers import NAMES
+from rbn.experiments.tasks import NextSymbol, has_statistics
+from rbn.training import CheckpointError
+
+LENGTHS = tuple(range(100, 1001, 100))
+WHOLE = "whole"
+UNITS = 30  # curves of each statistic, as in the paper's Figure 5
+STATISTICS = {
+    "recurrent mean": ("stats_h_l0", "mean"),
+    "cell mean": ("stats_c_l0", "mean"),
+    "recurrent variance": ("stats_h_l0", "var"),
+    "cell variance": ("stats_c_l0", "var"),
+}
+
+
+def lengths_path(results: Path, config: Config, seed: int) -> Path:
+    """Where a run's errors on windows of growing length are kept."""
+    return results / config.task / f"lengths-{config.name}-seed{seed}.csv"
+
+
+def statistics_path(results: Path, config: Config, seed: int) -> Path:
+    """Where some of a run's population statistics are kept."""
+    return results / config.task / f"statistics-{config.name}-seed{seed}.csv"
+
+
+def measure_lengths(
+    run: Path,
+    results: Path,
+    device: torch.device,
+    root: Path | None = None,
+    lengths: tuple[int, ...] = LENGTHS,
+    on_point: Callable[[], None] | None = None,
+) -> Path:
+    """Figure 3b: bits per character of a trained run on test windows, and on the whole sequence.
+
+    Args:
+        run: folder with ``final.safetensors``.
+        results: folder of results.
+        device: to measure on.
+        root: where the data are.
+        lengths: characters of the windows.
+        on_point: called after every measurement.
+    """
+    config, seed = _finished(run)
+    loaded, task = trained.open_task(run, device, root)
+    if not isinstance(task, NextSymbol):
+        raise ValueError(f"{run} is a run on {loaded.task}: windows of any length are for texts")
+    kinds = ("population", "batch") if has_statistics(task.model) else ("population",)
+    rows: list[tuple[str, str, float]] = []
+    for kind in kinds:
+        for length in lengths:
+            value = trained.evaluate(task, "test", kind, str(length))
+            rows.append((str(length), kind, value))
+            if on_point:
+                on_point()
+    rows.append((WHOLE, "population", trained.evaluate(task, "test", "population", "full")))
+    path = lengths_path(results, config, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("length", "statistics", "bits"))
+        writer.writerows((length, kind, f"{value:.6f}") for length, kind, value in rows)
+    return path
+
+
+def read_lengths(path: Path, model: str) -> tuple[list[Line], float | None]:
+    """The lines of a file that `measure_lengths` wrote, and the error on the whole sequence."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    whole = None
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row["length"] == WHOLE:
+                    whole = float(row["bits"])
+                else:
+                    point = (float(row["length"]), float(row["bits"]))
+                    points.setdefault(row["statistics"], []).append(point)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} does not hold errors by length: {error}") from error
+    lines = []
+    for kind, found in points.items():
+        x, y = zip(*found, strict=True)
+        name = NAMES[model]
+        series = f"{name} {kind} statistics" if "batch" in points else name
+        lines.append(Line(series, OURS, x, y))
+    return lines, whole
+
+
+def keep_statistics(run: Path, results: Path) -> Path:
+    """Figure 5: population statistics of some units at every step, from a trained run."""
+    config, seed = _finished(run)
+    tensors, _ = trained.weights_of(run)
+    generator = torch.Generator().manual_seed(1)
+    columns: dict[str, list[float]] = {}
+    for title, (module, name) in STATISTICS.items():
+        key = next((k for k in tensors if k.endswith(f"{module}.{name}")), None)
+        if key is None:
+            raise ValueError(f"{run} holds a {config.model}, which has no population statistics")
+        values = tensors[key]  # [steps, features]
+        chosen = torch.randperm(values.shape[1], generator=generator)[:UNITS].sort().values
+        for unit in chosen.tolist():
+            columns[f"{title} {unit}"] = values[:, unit].tolist()
+    path = statistics_path(results, config, seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("step", *columns))
+        for step, row in enumerate(zip(*columns.values(), strict=True), start=1):
+            writer.writerow((step, *(f"{value:.5g}" for value in row)))
+    return path
+
+
+def read_statistics(path: Path) -> dict[str, list[Line]]:
+    """The lines of a file that `keep_statistics` wrote, by statistic."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    found: dict[str, list[Line]] = {title: [] for title in STATISTICS}
+    try:
+        x = tuple(float(row["step"]) for row in rows)
+        for column in rows[0]:
+            title, _, unit = column.rpartition(" ")
+            if title in found:
+                y = tuple(float(row[column]) for row in rows)
+                found[title].append(Line(f"unit {unit}", OURS, x, y))
+    except (IndexError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} does not hold population statistics: {error}") from error
+    return found
+
+
+def _finished(run: Path) -> tuple[Config, int]:
+    if not (run / "final.safetensors").exists():
+        raise CheckpointError(f"{run} is not finished: there is no final.safetensors in it")
+    return runs.opened(run)

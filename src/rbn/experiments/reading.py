@@ -1,0 +1,181 @@
+"""The reading tasks: answering questions about a document."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rbn.data.cloze import cloze
+from rbn.data.cnn import Batch, QuestionBatches, Reading, Vocabulary, load_questions
+from rbn.experiments.config import Config
+from rbn.experiments.tasks import Measured
+from rbn.models import AttentiveReader
+
+VOCABULARY = "vocabulary.json"
+_BATCHING = ("rename", "padding", "longest")
+
+
+class ReadingTask(Measured):
+    """Questions about documents; measured by the error rate, from 0 to 1, as in Figure 4.
+
+    Args:
+        model: the reader.
+        reading: the data, on the model's device.
+        batch_size: of training and of evaluation.
+        seed: of the draws and of the entities' names.
+        options: of `QuestionBatches`.
+    """
+
+    higher_is_better = False
+
+    def __init__(
+        self, model: AttentiveReader, reading: Reading, batch_size: int, seed: int, **options: Any
+    ) -> None:
+        self.model: nn.Module = model
+        self.reader = model
+        self.reading, self.batch_size = reading, batch_size
+        self.parts = {
+            part: QuestionBatches(
+                getattr(reading, part), reading.vocabulary, batch_size, seed=seed, **options
+            )
+            for part in ("train", "valid", "test")
+        }
+        self.batches = self.parts["train"]
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Minibatches that show as many questions as there are to train on."""
+        return self.batches.batches_per_epoch
+
+    @property
+    def items_per_step(self) -> int:
+        """Questions of a minibatch."""
+        return self.batches.batch_size
+
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        """Texts, lengths and answers of minibatch number `step`, as in `Batch`.
+
+        Its padded lengths are one of `self.batches.shapes`.
+        """
+        found = self.batches.batch(step)
+        return (*found.texts, found.answers)
+
+    def loss(
+        self,
+        document: Tensor,
+        question: Tensor,
+        document_lengths: Tensor,
+        question_lengths: Tensor,
+        answers: Tensor,
+    ) -> Tensor:
+        """Cross-entropy, in nats."""
+        logits, _ = self.model(document, question, document_lengths, question_lengths)
+        return F.cross_entropy(logits.float(), self.reader.classes(answers))
+
+    def measure(self, part: str) -> float:
+        """The part of the questions, from 0 to 1, that is answered wrongly."""
+        batches = self.parts[part]
+        right = torch.zeros((), dtype=torch.int64, device=batches.passages.answers.device)
+        for batch in batches.in_order():
+            logits, _ = self.model(*batch.texts)
+            right += (logits.argmax(dim=-1) == self.reader.classes(batch.answers)).sum()
+        return 1 - int(right) / len(batches.passages)
+
+    def population_batches(self, batch_size: int) -> Iterator[Batch]:
+        """The training questions once, for exact population statistics.
+
+        Batches of all lengths are mixed, so that the first few stand for all.
+        """
+        return self.batches.in_order(batch_size, mixed=True)
+
+    def save_vocabulary(self, folder: Path) -> None:
+        """Write the symbols into a run's folder: the model can be asked without the data then."""
+        vocabulary = self.reading.vocabulary
+        content = {"entities": vocabulary.entities, "words": vocabulary.words}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / VOCABULARY).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def forward(model: nn.Module, batch: Batch) -> object:
+        """Run the model on a batch, for `rbn.update_population_stats`."""
+        return model(*batch.texts)
+
+
+def load_reading(config: Config, root: Path | None = None) -> Reading:
+    """The questions of a config."""
+    options = {k: v for k, v in config.data.items() if k not in _BATCHING}
+    if config.task == "cloze":
+        sizes = options.pop("sizes", None)
+        return cloze(**options) if sizes is None else cloze(tuple(sizes), **options)
+    report = Reporter()
+    reading, facts = load_questions(config.task, root=root, progress=report, **options)
+    report.close()
+    for part, found in facts["parts"].items():
+        if found["malformed"]:
+            some = "; ".join(found["malformed"][:3])
+            print(
+                f"{len(found['malformed'])} {part} files are no questions and were skipped: {some}",
+                file=sys.stderr,
+            )
+    return reading
+
+
+def make_reader(
+    config: Config, vocabulary: Vocabulary, longest: tuple[int, int] | None = None
+) -> AttentiveReader:
+    """The model of a config.
+
+    Args:
+        config: what to make.
+        vocabulary: says which symbols there are.
+        longest: steps of the longest padded document and question, for population statistics; None
+            takes as many as a checkpoint has.
+    """
+    return AttentiveReader(
+        len(vocabulary),
+        vocabulary.entities,
+        vocabulary.first_entity,
+        config.hidden_size,
+        config.model,
+        max_document=longest and longest[0],
+        max_question=longest and longest[1],
+        **config.layer,
+        **config.normalization,
+    )
+
+
+def build_reading(config: Config, reading: Reading, seed: int, device: torch.device) -> ReadingTask:
+    """The task of a run on questions that lie on the device."""
+    batching = {k: v for k, v in config.data.items() if k in _BATCHING}
+    plan = QuestionBatches(reading.train, reading.vocabulary, config.batch_size, **batching)
+    longest = plan.document_shapes[-1], plan.question_shapes[-1]
+    model = make_reader(config, reading.vocabulary, longest)
+    return ReadingTask(model.to(device), reading, config.batch_size, seed, **batching)
+
+
+class Reporter:
+    """Tells on standard error how far preprocessing is, in tenths where that is no terminal."""
+
+    def __init__(self) -> None:
+        self.shown = -1
+
+    def __call__(self, done: int, total: int) -> None:
+        """Say that so many files of all are read."""
+        tenth = 10 * done // total
+        if not sys.stderr.isatty() and tenth == self.shown:
+            return
+        self.shown = tenth
+        end = "\r" if sys.stderr.isatty() else "\n"
+        print(f"read {done:,} of {total:,} question files", end=end, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """End the line."""
+        if self.shown >= 0 and sys.stderr.isatty():
+            print(file=sys.stderr)

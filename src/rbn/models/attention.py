@@ -1,0 +1,115 @@
+"""Additive attention, with or without batch normalization of its terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rbn.nn import init
+from rbn.nn.batch_norm_term import BatchNormTerm
+
+
+class TanhOfTerms(nn.Module):
+    r"""Two inputs in one hidden layer: :math:`\tanh(W_a a + W_b b + \mathrm{bias})`.
+
+    Normalized, each term has a BN of its own:
+    :math:`\tanh(\mathrm{BN}(W_a a; \gamma_a, 0) + \mathrm{BN}(W_b b; \gamma_b, 0) +
+    \mathrm{bias})`.
+
+    Args:
+        a_size: features of a.
+        b_size: features of b.
+        hidden_size: units H.
+        normalized: whether the terms are batch-normalized.
+        normalization: options of `BatchNormTerm`.
+    """
+
+    def __init__(
+        self,
+        a_size: int,
+        b_size: int,
+        hidden_size: int,
+        *,
+        normalized: bool,
+        normalization: dict[str, Any],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight_a = nn.Parameter(torch.empty(hidden_size, a_size, **made))
+        self.weight_b = nn.Parameter(torch.empty(hidden_size, b_size, **made))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, **made))
+        self.norm_a: BatchNormTerm | None = None
+        self.norm_b: BatchNormTerm | None = None
+        if normalized:
+            self.norm_a = BatchNormTerm(hidden_size, **normalization, **made)
+            self.norm_b = BatchNormTerm(hidden_size, **normalization, **made)
+        init.orthogonal_(self.weight_a)
+        init.orthogonal_(self.weight_b)
+
+    def forward(self, a: Tensor, b: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Join two inputs.
+
+        Args:
+            a: ``[T, B, a_size]``, or ``[B, a_size]``.
+            b: ``[B, b_size]``, the same for all T.
+            valid: unpadded positions of a, bool ``[T, B]``.
+
+        Returns:
+            ``[T, B, H]``, or ``[B, H]``.
+        """
+        term_a = nn.functional.linear(a, self.weight_a)
+        term_b = nn.functional.linear(b, self.weight_b)
+        if self.norm_a is not None and self.norm_b is not None:
+            term_a, term_b = self.norm_a(term_a, valid), self.norm_b(term_b)
+        return torch.tanh(term_a + term_b + self.bias)
+
+
+class AdditiveAttention(nn.Module):
+    r"""Where in a document a question looks.
+
+    .. math::
+        m_t &= \tanh(W_d d_t + W_q q + b) \\
+        s_t &\propto \exp(w^\top m_t), \quad t \text{ unpadded} \\
+        r &= \sum_t s_t d_t
+
+    Args:
+        document_size: features of d_t.
+        question_size: features of q.
+        hidden_size: units of m_t.
+        options: of `TanhOfTerms`.
+    """
+
+    def __init__(
+        self, document_size: int, question_size: int, hidden_size: int, **options: Any
+    ) -> None:
+        super().__init__()
+        self.match = TanhOfTerms(document_size, question_size, hidden_size, **options)
+        bias = self.match.bias
+        self.weight = nn.Parameter(torch.empty_like(bias))
+        bound = hidden_size**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(
+        self, document: Tensor, question: Tensor, valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Look a question up in a document.
+
+        Args:
+            document: ``[T, B, document_size]``; padded positions must be finite.
+            question: ``[B, question_size]``.
+            valid: unpadded positions of the document, bool ``[T, B]``; all by default.
+
+        Returns:
+            The weighted mean r ``[B, document_size]`` and the weights s ``[T, B]``, which are 0
+            where padded and sum to 1 over T.
+        """
+        scores = self.match(document, question, valid) @ self.weight
+        if valid is not None:
+            scores = scores.masked_fill(~valid, float("-inf"))
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = torch.softmax(scores, dim=0, dtype=wide).to(document.dtype)
+        return torch.einsum("tb,tbd->bd", weights, document), weights

@@ -1,0 +1,198 @@
+"""Answers to questions about a text: the model of the paper's section 5.4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rbn.models.attention import AdditiveAttention, TanhOfTerms
+from rbn.nn import LSTM, BatchNormLSTM, checks
+from rbn.ops.types import valid_steps
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a variant of the paper normalizes, and how it reads.
+
+    Attributes:
+        normalized: the encoders are batch-normalized LSTMs.
+        everywhere: so are the terms going into the tanh of attention and output.
+        input_stats: of the encoders' input term, ``"step"`` or ``"sequence"``.
+        bidirectional: texts are read backwards as well.
+    """
+
+    normalized: bool = True
+    everywhere: bool = True
+    input_stats: str = "step"
+    bidirectional: bool = False
+
+
+VARIANTS = {
+    "lstm": Variant(normalized=False, everywhere=False),
+    "bn-lstm": Variant(everywhere=False),
+    "bn-everywhere": Variant(),
+    "bn-e*": Variant(input_stats="sequence"),
+    "bn-e**": Variant(input_stats="sequence", bidirectional=True),
+}
+OUTPUTS = ("entities", "vocabulary")
+
+
+class AttentiveReader(nn.Module):
+    r"""The Attentive Reader of Hermann et al. (2015), in the variants of the paper.
+
+    With d_t the states of the document's encoder and q the final states of the question's:
+
+    .. math::
+        r &= \sum_t s_t d_t, \quad s_t \propto \exp(w^\top \tanh(W_d d_t + W_q q + b)) \\
+        g &= \tanh(W_r r + W_g q + b_g) \\
+        p(a) &\propto \exp(W_a g + b_a)
+
+    Symbols are numbers from 0 to vocabulary - 1; the entities are `entities` of them in a row.
+
+    Args:
+        vocabulary: number of symbols.
+        entities: number of symbols that stand for entities.
+        first_entity: the first of these.
+        hidden_size: units H of each encoder and direction, and of both tanh layers.
+        variant: ``"lstm"``; ``"bn-lstm"``, its LSTMs replaced by batch-normalized ones;
+            ``"bn-everywhere"``, with each term into a tanh of attention and output normalized as
+            well; ``"bn-e*"``, with sequencewise statistics of the encoders' input; ``"bn-e**"``,
+            and two directions, of which the second reverses the unpadded part alone.
+        embedding_size: of the symbols' vectors, shared by both encoders; H by default.
+        output: the answer is one of the ``"entities"``, or any symbol of the ``"vocabulary"``.
+        bidirectional: overrides the variant's.
+        dropout: on the vectors of the symbols and on g; the authors' script has 0.5.
+        gamma: start value of every scale.
+        eps: added to every variance.
+        momentum: weight of a new minibatch in running statistics.
+        padding: ``"exclude"``, or ``"include"`` for the authors' per-step statistics, which count
+            padded rows. The attention's never do.
+        max_document: steps to keep population statistics of; None grows with the data.
+        max_question: the same for questions.
+        initial_state: of the encoders, ``"learned"`` or ``"zeros"``.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        entities: int,
+        first_entity: int = 0,
+        hidden_size: int = 240,
+        variant: str = "bn-e**",
+        *,
+        embedding_size: int | None = None,
+        output: str = "entities",
+        bidirectional: bool | None = None,
+        dropout: float = 0.0,
+        gamma: float = 0.1,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        padding: str = "exclude",
+        max_document: int | None = None,
+        max_question: int | None = None,
+        initial_state: str = "learned",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kind = VARIANTS[checks.choice("variant", variant, tuple(VARIANTS))]
+        self.variant = variant
+        self.vocabulary = checks.positive_integer("vocabulary", vocabulary)
+        self.entities = checks.positive_integer("entities", entities)
+        if not 0 <= first_entity <= vocabulary - entities:
+            raise ValueError(
+                f"first_entity must be from 0 to {vocabulary - entities}, so that {entities} "
+                f"entities are among the {vocabulary} symbols, got {first_entity}"
+            )
+        self.first_entity = first_entity
+        self.hidden_size = checks.positive_integer("hidden_size", hidden_size)
+        self.output = checks.choice("output", output, OUTPUTS)
+        self.dropout = checks.probability("dropout", dropout)
+        both = kind.bidirectional if bidirectional is None else bidirectional
+        size = embedding_size or hidden_size
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        shared: dict[str, Any] = {"bidirectional": both, "initial_state": initial_state, **made}
+        normalization: dict[str, Any] = {"gamma": gamma, "eps": eps, "momentum": momentum}
+
+        def encoder(longest: int | None) -> nn.Module:
+            if not kind.normalized:
+                return LSTM(size, hidden_size, **shared)
+            return BatchNormLSTM(
+                size,
+                hidden_size,
+                max_length=longest,
+                input_stats=kind.input_stats,
+                padding=padding,
+                **normalization,
+                **shared,
+            )
+
+        self.embedding = nn.Embedding(vocabulary, size, **made)
+        self.document = encoder(max_document)
+        self.question = encoder(max_question)
+        width = hidden_size * (2 if both else 1)
+        terms: dict[str, Any] = {
+            "normalized": kind.everywhere,
+            "normalization": normalization,
+        } | made
+        self.attention = AdditiveAttention(width, width, hidden_size, **terms)
+        self.join = TanhOfTerms(width, width, hidden_size, **terms)
+        self.softmax = nn.Linear(
+            hidden_size, entities if output == "entities" else vocabulary, **made
+        )
+        nn.init.xavier_uniform_(self.embedding.weight)
+        nn.init.xavier_uniform_(self.softmax.weight)
+        nn.init.zeros_(self.softmax.bias)
+
+    def forward(
+        self,
+        document: Tensor,
+        question: Tensor,
+        document_lengths: Tensor | None = None,
+        question_lengths: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Score the answers to a batch of questions, each about its document.
+
+        Args:
+            document: symbols, integers ``[T, B]``; what padded positions hold does not matter, as
+                long as it is a symbol.
+            question: symbols, integers ``[S, B]``.
+            document_lengths: unpadded symbols of each document, integers ``[B]``, each at least 1;
+                T by default.
+            question_lengths: the same for the questions; S by default.
+
+        Returns:
+            Logits ``[B, entities]`` or ``[B, vocabulary]``, and the attention ``[T, B]`` over the
+            document, 0 where padded.
+        """
+        if document.dim() != 2 or question.dim() != 2 or document.shape[1] != question.shape[1]:
+            raise ValueError(
+                "document and question must be [T, B] and [S, B] of one batch size, got shapes "
+                f"{tuple(document.shape)} and {tuple(question.shape)}"
+            )
+        device, batch = document.device, document.shape[1]
+        document_lengths = checks.lengths(document_lengths, len(document), batch, device)
+        question_lengths = checks.lengths(question_lengths, len(question), batch, device)
+        states, _ = self.document(self._embed(document), lengths=document_lengths)
+        _, (final, _) = self.question(self._embed(question), lengths=question_lengths)
+        asked = torch.cat(list(final), dim=-1)  # [B, H * directions]
+        valid = valid_steps(document_lengths, len(document))
+        found, weights = self.attention(states, asked, valid)
+        joined = nn.functional.dropout(self.join(found, asked), self.dropout, self.training)
+        logits: Tensor = self.softmax(joined)
+        return logits, weights
+
+    def classes(self, answers: Tensor) -> Tensor:
+        """The class of each answer, int64: where its symbol stands among the logits."""
+        return answers.long() - (self.first_entity if self.output == "entities" else 0)
+
+    def symbols(self, classes: Tensor) -> Tensor:
+        """The symbol of each class, the other way round."""
+        return classes + (self.first_entity if self.output == "entities" else 0)
+
+    def _embed(self, symbols: Tensor) -> Tensor:
+        vectors = self.embedding(symbols.long())
+        return nn.functional.dropout(vectors, self.dropout, self.training)

@@ -1,0 +1,87 @@
+"""Batch normalization of one term outside of a recurrence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rbn.nn import checks
+from rbn.nn.statistics import PopulationStatistics
+
+
+class BatchNormTerm(nn.Module):
+    r""":math:`\mathrm{BN}(x; \gamma, 0)` over the unpadded positions of a minibatch.
+
+    One mean and one variance for each feature, whatever dimensions come before it. Has the
+    population statistics of the recurrent layers (one row of them), and so works in `eval()`, in
+    `rbn.batch_statistics` and with `rbn.update_population_stats`.
+
+    Args:
+        features: of the last dimension.
+        gamma: start value of the scale.
+        eps: added to the variance.
+        momentum: weight of a new minibatch in the running average; None averages all equally.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        gamma: float = 0.1,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.features = checks.positive_integer("features", features)
+        start = checks.not_negative("gamma", gamma)
+        self.eps = checks.not_negative("eps", eps)
+        momentum = None if momentum is None else checks.probability("momentum", momentum)
+        self.gamma = nn.Parameter(torch.full((features,), start, device=device, dtype=dtype))
+        self.stats = PopulationStatistics(features, 1, momentum, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Normalize a term.
+
+        Args:
+            x: ``[..., features]``.
+            valid: which positions count, bool ``[...]``; all by default. The others come out as
+                some finite value where x is finite.
+
+        Returns:
+            A tensor of x's shape and type.
+        """
+        if x.shape[-1] != self.features:
+            raise ValueError(
+                f"x must have {self.features} features in its last dimension, "
+                f"got shape {tuple(x.shape)}"
+            )
+        wide = x.to(self.stats.mean.dtype)
+        if self.stats.uses_batch:
+            mean, var = _moments(wide, valid)
+            if self.stats.records:
+                self.stats.update(mean.detach()[None], var.detach()[None])
+        else:
+            if not self.stats.estimated:
+                raise RuntimeError(
+                    "BatchNormTerm has no population statistics to evaluate with: train it, or "
+                    "call rbn.update_population_stats(model, batches), before eval()"
+                )
+            mean, var = self.stats.mean[0], self.stats.var[0]
+        return ((wide - mean) * (self.gamma * torch.rsqrt(var + self.eps))).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """The options, for ``print(module)``."""
+        return f"{self.features}, eps={self.eps}"
+
+
+def _moments(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of the valid positions, ``[features]`` each."""
+    rows = tuple(range(x.dim() - 1))
+    if valid is None:
+        return x.mean(rows), x.var(rows, correction=0)
+    keep = valid[..., None]
+    count = valid.sum().clamp(min=1)
+    mean = torch.where(keep, x, 0).sum(rows) / count
+    return mean, torch.where(keep, x - mean, 0).square().sum(rows) / count

@@ -1,0 +1,236 @@
+"""Preprocessing: once, in parallel, checked, resumed, and never silent about what it skips."""
+
+import pytest
+import torch
+
+from rbn.data.cloze import cloze_questions
+from rbn.data.cnn import load_questions, preprocess, shards, store
+from rbn.data.cnn.preprocess import PARTS, Choice, prepared
+from rbn.data.cnn.question import render
+from rbn.data.cnn.shards import Reduction
+from rbn.data.cnn.vocabulary import Vocabulary, normal
+from rbn.data.errors import DataAltered, DataNotFound
+
+SIZES = (30, 12, 8)
+
+
+@pytest.fixture
+def questions():
+    return dict(zip(PARTS, cloze_questions(SIZES), strict=True))
+
+
+@pytest.fixture
+def folder(tmp_path, questions):
+    """Question files in the layout of the archives."""
+    root = tmp_path / "data" / "cnn" / "questions"
+    for part, found in questions.items():
+        (root / PARTS[part]).mkdir(parents=True)
+        for k, question in enumerate(found):
+            (root / PARTS[part] / f"{k:04d}.question").write_text(render(question))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch):
+    monkeypatch.setattr(preprocess, "SHARD", 7)
+
+
+def decoded(reading, part):
+    found = getattr(reading, part)
+    return [
+        tuple(tuple(reading.vocabulary.decode(text)) for text in (d, q, [a]))
+        for d, q, a in map(found.example, range(len(found)))
+    ]
+
+
+def whole(**options):
+    return Choice(Reduction(sentences=None), **options)
+
+
+def test_files_in_numbers(folder, questions, tmp_path):
+    reading, facts = prepared(folder, tmp_path / "cache", whole(), processes=1)
+    for part, found in questions.items():
+        expected = [(q.document, q.question, (q.answer,)) for q in found]
+        assert decoded(reading, part) == expected
+        assert facts["parts"][part] == {
+            "questions": len(found),
+            "answerable": len(found),
+            "kept": len(found),
+            "malformed": [],
+        }
+    assert reading.vocabulary.entities == 12
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [whole().key]
+
+
+def test_several_processes_give_the_same(folder, tmp_path):
+    one, _ = prepared(folder, tmp_path / "one", Choice(), processes=1)
+    two, _ = prepared(folder, tmp_path / "two", Choice(), processes=2)
+    assert one.vocabulary == two.vocabulary
+    for part in PARTS:
+        for name in ("documents", "document_offsets", "questions", "answers"):
+            assert torch.equal(getattr(getattr(one, part), name), getattr(getattr(two, part), name))
+
+
+def test_the_cache_is_read_without_the_files_and_checked(folder, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    first, _ = prepared(folder, cache, Choice(), processes=1)
+    monkeypatch.setattr(shards, "make", None)  # nothing is made again
+    again, _ = prepared(folder, cache, Choice(), processes=1)
+    assert decoded(again, "valid") == decoded(first, "valid")
+    prepared(tmp_path / "gone", cache, Choice())
+    place = cache / Choice().key
+    path = place / "valid.documents.int32"
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataAltered, match=r"valid\.documents\.int32 is altered: remove"):
+        prepared(folder, cache, Choice())
+    path.write_bytes(content[:-4])
+    with pytest.raises(DataAltered, match="missing or truncated"):
+        prepared(folder, cache, Choice())
+    (place / "manifest.json").write_text("{")
+    with pytest.raises(DataAltered, match="damaged"):
+        prepared(folder, cache, Choice())
+
+
+def test_goes_on_after_a_kill(folder, tmp_path, monkeypatch):
+    made = []
+    real = shards.make
+
+    def dies(job):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(job)
+        return real(job)
+
+    monkeypatch.setattr(shards, "make", dies)
+    cache = tmp_path / "cache"
+    with pytest.raises(KeyboardInterrupt):
+        prepared(folder, cache, Choice(), processes=1)
+    again, told = [], []
+    monkeypatch.setattr(shards, "make", lambda job: again.append(job) or real(job))
+    reading, _ = prepared(
+        folder, cache, Choice(), processes=1, progress=lambda *now: told.append(now)
+    )
+    assert not set(made) & set(again)
+    assert sum(len(job.files) for job in (*made, *again)) == sum(SIZES)
+    assert told[-1] == (sum(SIZES), sum(SIZES))
+    monkeypatch.setattr(shards, "make", real)
+    plain, _ = prepared(folder, tmp_path / "other", Choice(), processes=1)
+    assert decoded(reading, "train") == decoded(plain, "train")
+
+
+def test_another_file_makes_the_cache_anew(folder, questions, tmp_path):
+    cache = tmp_path / "cache"
+    prepared(folder, cache, Choice(), processes=1)
+    (folder / "test" / "new.question").write_text(render(questions["train"][0]))
+    reading, _ = prepared(folder, cache, Choice(), processes=1)
+    assert len(reading.test) == SIZES[2] + 1
+
+
+def test_malformed_files_are_named_and_counted(folder, tmp_path):
+    (folder / "training" / "broken.question").write_text("no question")
+    (folder / "training" / "bytes.question").write_bytes(b"\xff\xfe")
+    (folder / "training" / "notes.txt").write_text("not looked at")
+    reading, facts = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+    assert len(reading.train) == SIZES[0]
+    found = facts["parts"]["train"]["malformed"]
+    assert [line.split(":")[0] for line in found] == ["broken.question", "bytes.question"]
+    assert facts["parts"]["valid"]["malformed"] == []
+
+
+def test_a_part_of_malformed_files_alone(folder, tmp_path):
+    for path in (folder / "test").iterdir():
+        path.write_text("nothing")
+    with pytest.raises(ValueError, match=r"no file of test is a question.*0000\.question: "):
+        prepared(folder, tmp_path / "cache", Choice(), processes=1)
+
+
+def test_sentences_and_counts_of_kept_answers(folder, tmp_path):
+    text = (
+        "url\n\n@entity5 slept . a dog barked . a cat sat . a cow ate . a hen ran . it rained ."
+        "\n\n@placeholder and the dog , cat , cow and hen\n\n@entity5\n"
+    )
+    (folder / "test" / "z.question").write_text(text)
+    reading, facts = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+    assert decoded(reading, "test")[-1][0][:3] == ("a", "@unknown", "@unknown")
+    assert len(decoded(reading, "test")[-1][0]) == 16
+    total = SIZES[2] + 1
+    assert facts["parts"]["test"]["answerable"] == total
+    assert facts["parts"]["test"]["kept"] < total
+
+
+def test_renumbered_entities(folder, questions, tmp_path):
+    choice = Choice(Reduction(sentences=None, renumber=True))
+    reading, _ = prepared(folder, tmp_path / "cache", choice, processes=1)
+    assert reading.vocabulary.entities == 3
+    document, _, answer = decoded(reading, "train")[0]
+    assert [t for t in document if t.startswith("@")] == ["@entity0", "@entity1", "@entity2"]
+    original = questions["train"][0]
+    assert document.index(answer[0]) == original.document.index(original.answer)
+
+
+def test_the_vocabulary(folder, tmp_path):
+    choice = whole(words=10)
+    reading, _ = prepared(folder, tmp_path / "cache", choice, processes=1)
+    assert len(reading.vocabulary.words) == 10
+    assert "." in reading.vocabulary.words[:2]
+    assert "@unknown" in decoded(reading, "train")[0][0]
+    counts = {"rare": 1, "often": 5, "also": 5, "@entity3": 9, "@number": 4}
+    vocabulary = Vocabulary.of(counts, 2, min_count=2)
+    assert vocabulary.words == ("also", "often")
+    assert vocabulary.symbols[:4] == ("@padding", "@unknown", "@number", "@placeholder")
+    assert vocabulary.encode(["@entity1", "often", "rare", "1,200"]) == [5, 7, 1, 2]
+    assert vocabulary.decode([5, 7]) == ["@entity1", "often"]
+
+
+@pytest.mark.parametrize("token", ["1", "2,000", "3.5", "$10", "21st", "10:30", "-5", "40m"])
+def test_numbers(token):
+    assert normal(token) == "@number"
+
+
+@pytest.mark.parametrize("token", ["a1", "g20", "one", ".", "@entity1", "-", "u2"])
+def test_no_numbers(token):
+    assert normal(token) == token
+
+
+def test_by_name(folder, tmp_path):
+    root = tmp_path / "data"
+    reading, _ = load_questions("cnn", root=root, processes=1, sentences=1)
+    assert len(reading.valid) == SIZES[1]
+    assert (root / "cnn" / "cache").is_dir()
+    load_questions("cnn", root=root, cache=tmp_path / "elsewhere", processes=1)
+    assert (tmp_path / "elsewhere").is_dir()
+    with pytest.raises(ValueError, match="unknown question set 'bbc': choose from cnn, dailymail"):
+        load_questions("bbc", root=root)
+    with pytest.raises(DataNotFound, match=r"dailymail is not in .*: download .* no checksum"):
+        load_questions("dailymail", root=root)
+    with pytest.raises(DataNotFound, match="make it with rbn data build-cloze --articles"):
+        load_questions("cnn-built", root=root)
+    (root / "cnn-built" / "questions").mkdir(parents=True)
+    with pytest.raises(DataNotFound, match="was not built to its end"):
+        load_questions("cnn-built", root=root)
+
+
+def test_a_missing_part(folder, tmp_path):
+    for path in (folder / "validation").iterdir():
+        path.unlink()
+    with pytest.raises(DataNotFound, match=r"there are no \.question files in .*validation"):
+        prepared(folder, tmp_path / "cache", Choice())
+    with pytest.raises(DataNotFound, match="there is no folder"):
+        prepared(tmp_path / "nowhere", tmp_path / "cache", Choice())
+
+
+def test_a_store_appears_whole_or_not_at_all(tmp_path):
+    writer = store.Writer(tmp_path / "a")
+    writer.append("numbers", torch.tensor([1, 2]))
+    assert store.facts(tmp_path / "a") is None
+    writer.append("numbers", torch.tensor([3]))
+    writer.append("none", torch.empty(0, dtype=torch.int32))
+    writer.finish({"of": "a test"})
+    arrays, facts = store.read(tmp_path / "a")
+    assert arrays["numbers"].tolist() == [1, 2, 3]
+    assert arrays["none"].dtype == torch.int32
+    assert facts == {"of": "a test"}
+    with pytest.raises(TypeError, match="int32 or int64"):
+        writer.append("numbers", torch.tensor([1.0]))

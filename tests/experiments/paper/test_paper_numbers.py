@@ -1,0 +1,142 @@
+"""The paper's lines and tables, published results, and what is made of them."""
+
+import math
+
+import pytest
+from made_up import publish
+
+from rbn.experiments.paper import curves, differences, tables
+from rbn.experiments.paper.figures import Shelf, figure
+from rbn.experiments.paper.lines import OURS, PAPER, Line, Panel, read_csv, thinned, write_csv
+from rbn.experiments.paper.numbers import TABLES
+from rbn.experiments.paper.plan import FIGURE_TARGETS
+from rbn.experiments.paper.published import mean_line, read_results
+
+
+@pytest.mark.parametrize("name", curves.FIGURES)
+def test_the_papers_lines(name):
+    lines = curves.paper_lines(name)
+    assert lines
+    for line in lines.values():
+        assert line.source == PAPER
+        assert 10 <= len(line.x) == len(line.y) <= 100
+        assert list(line.x) == sorted(line.x)
+        assert all(map(math.isfinite, line.y))
+
+
+def test_the_papers_lines_are_the_papers():
+    assert curves.paper_lines("fig3a")["BN-LSTM"].y[0] == pytest.approx(1.674, abs=1e-3)
+    assert curves.paper_lines("fig2-pmnist")["BN-LSTM"].x[-1] == 100_000
+    assert len(curves.paper_lines("fig1a")) == 10
+    assert "arXiv:1603.09025" in curves.source()
+    with pytest.raises(ValueError, match=r"figure must be one of .* got 'fig9'"):
+        curves.paper_lines("fig9")
+
+
+def test_thinned_keeps_both_ends():
+    assert thinned(range(1000), 5) == [0, 250, 500, 749, 999]
+    assert thinned(range(3), 5) == [0, 1, 2]
+
+
+def test_lines_come_back_from_a_file(tmp_path):
+    band = Line("a, b", OURS, (1.0, 2.0), (0.5, 0.25), (0.25, 0.125), (1.0, 0.5))
+    plain = Line("c", PAPER, (3.0,), (1e-20,))
+    write_csv([Panel("p", "x", "y", (band, plain))], tmp_path / "lines.csv")
+    assert read_csv(tmp_path / "lines.csv") == {"p": [band, plain]}
+    (tmp_path / "bad.csv").write_text("panel,series\np,s\n")
+    with pytest.raises(ValueError, match=r"bad\.csv is not a file of lines"):
+        read_csv(tmp_path / "bad.csv")
+
+
+def test_tables_have_mean_spread_and_difference(results):
+    shelf = Shelf.of(results)
+    lstm, bn = tables.rows(TABLES["table2"], shelf.places, shelf.results)
+    assert lstm.values == pytest.approx([1.39, 1.41])
+    assert lstm.cells[3:6] == ("1.38", "1.400 ± 0.014", "+0.020")
+    assert bn.cells[3:6] == ("1.32", "1.325 ± 0.007", "+0.005")
+    assert bn.command == "rbn train ptb --model bn-lstm --seeds 1,2"
+    assert bn.settings == "ptb-short"
+    absent = tables.rows(TABLES["table3"], shelf.places, shelf.results)
+    assert [row.cells[4] for row in absent] == ["not trained yet"] * 2
+
+
+def test_accuracies_and_error_rates(tmp_path):
+    publish(tmp_path, task="pmnist", model="bn-lstm", test=0.951)
+    publish(tmp_path, task="cnn-built", model="bn-e**", test=0.38, sentences=None, tag="full")
+    publish(tmp_path, task="cnn-built", model="bn-e**", test=0.45, sentences=4, tag="")
+    shelf = Shelf.of(tmp_path)
+    assert tables.rows(TABLES["table1"], shelf.places, shelf.results)[3].ours == "95.1"
+    errors = tables.rows(TABLES["table4"], shelf.places, shelf.results)
+    assert [row.ours for row in errors if row.results] == ["38.0", "38.0"]
+    small = tables.rows(TABLES["fig4a"], shelf.places, shelf.results)
+    assert [row.ours for row in small if row.results] == ["45.0"]
+
+
+def test_settings_of_several_kinds_have_rows_of_their_own(results):
+    publish(results, model="bn-lstm", tag="", test=1.32)
+    shelf = Shelf.of(results)
+    rows = tables.rows(TABLES["table2"], shelf.places, shelf.results)
+    assert [row.settings for row in rows] == ["ptb-short", "ptb", "ptb-short"]
+    found = figure("fig3a", shelf)
+    (line,) = [li for li in found.panels[0].lines if li.name == "BN-LSTM" and li.source == OURS]
+    assert not line.low  # of the one run with the paper's settings
+
+
+def test_curves_are_means_with_a_range(results):
+    publish(results, model="lstm", seed=2, values=(2.1, 1.7, 1.4, 1.3))
+    found = figure("fig3a", Shelf.of(results))
+    (line,) = [li for li in found.panels[0].lines if li.name == "LSTM" and li.source == OURS]
+    assert line.x == (100, 200, 300)
+    assert line.y == pytest.approx((2.0, 1.6, 1.4))
+    assert line.low == pytest.approx((1.9, 1.5, 1.4))
+    assert line.high == pytest.approx((2.1, 1.7, 1.4))
+    names = [li.name for li in found.panels[0].lines if li.source == OURS]
+    assert names == ["LSTM", "BN-LSTM", "BN-LSTM, population statistics"]
+    assert not found.missing
+
+
+@pytest.mark.parametrize("name", FIGURE_TARGETS)
+def test_what_is_missing_is_named(name, tmp_path):
+    found = figure(name, Shelf.of(tmp_path))
+    assert found.missing
+    assert not found.has_ours
+
+
+def test_the_sweep(results):
+    found = figure("fig6", Shelf.of(results))
+    valid = found.panels[3]
+    (line,) = [li for li in valid.lines if li.source == OURS]
+    assert line.series == "gamma=0.30"
+    assert line.y[0] == pytest.approx(1.9 * math.log(2))
+    assert "gamma 0.1 on Penn Treebank" in found.missing
+    assert "gamma 0.3 on Penn Treebank" not in found.missing
+
+
+def test_errors_of_readers(tmp_path):
+    publish(tmp_path, task="cnn", model="lstm", sentences=4, tag="", values=(0.8, 0.6))
+    found = figure("fig4a", Shelf.of(tmp_path))
+    (line,) = [li for li in found.panels[0].lines if li.source == OURS]
+    assert line.y == pytest.approx((0.8, 0.6))
+    assert "BN-e** on CNN, four sentences" in found.missing
+
+
+def test_differences_are_read_from_the_settings(results):
+    found = differences.sentences(read_results(results))
+    assert found == []
+    path = publish(results, seed=3)
+    path.write_text(path.read_text().replace('"clip": 1.0', '"clip": 5.0'))
+    (sentence,) = differences.sentences(read_results(results))
+    assert sentence == "ptb-short: clip is 5.0 instead of 1.0."
+
+
+def test_results_that_are_none(tmp_path):
+    (tmp_path / "ptb").mkdir()
+    (tmp_path / "ptb" / "lstm-seed1.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"lstm-seed1\.json is not the result of a run"):
+        read_results(tmp_path)
+
+
+def test_lines_of_different_points_have_no_mean():
+    lines = [Line("a", OURS, (1.0,), (1.0,)), Line("a", OURS, (2.0,), (1.0,))]
+    with pytest.raises(ValueError, match="not of the same points"):
+        mean_line(lines)

@@ -1,0 +1,172 @@
+"""``rbn report``: the page and the text, and what a browser makes of the page."""
+
+import base64
+import functools
+import http.server
+import json
+import re
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from made_up import fill, publish
+from typer.testing import CliRunner
+
+from rbn.cli.app import app
+from rbn.experiments.paper.document import Grid, Items, Paragraph, markdown_page
+from rbn.experiments.paper.draw import draw
+from rbn.experiments.paper.figures import Shelf, figure
+from rbn.experiments.paper.finding import Finding
+from rbn.experiments.paper.lines import read_csv
+
+ROOT = Path(__file__).parents[3]
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+CHECK = """<!DOCTYPE html><body><iframe style="border:0;width:390px;height:900px"></iframe>
+<pre></pre>
+<script>
+const frame = document.querySelector("iframe");
+frame.onload = () => {
+  const page = frame.contentDocument;
+  const images = [...page.images].map(i => [i.complete, i.naturalWidth, i.clientWidth]);
+  const wide = page.documentElement.scrollWidth;
+  document.querySelector("pre").textContent = JSON.stringify({images, wide});
+};
+frame.src = "index.html";
+</script></body>"""
+
+
+def write(results, out):
+    done = CliRunner().invoke(app, ["report", "--results", str(results), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = fill(tmp_path_factory.mktemp("report") / "results")
+    publish(folder, task="mnist", model="bn-lstm", test=0.985, values=(0.5, 0.9))
+    columns, rows = ("a", "b"), (("1", "x < y"),)
+    Finding("small-gamma", "S.", "D.", columns, rows, "O.", "c", 1.0, "v").write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(results):
+    out = results.with_name("report")
+    write(results, out)
+    return out
+
+
+def test_what_is_written(report):
+    page, text = (report / "index.html").read_text(), (report / "report.md").read_text()
+    for found in (page, text):
+        assert "1.325 ± 0.007" in found
+        assert "+0.005" in found
+        assert "98.5" in found
+        assert "rbn train ptb --model bn-lstm --seeds 1,2" in found
+        assert "LSTM on MNIST in order" in found  # not there yet
+    assert "x &lt; y" in page
+    assert len(re.findall(r"<img ", page)) == len(re.findall(r"!\[", text)) == 3
+    assert not re.search(r'(?:src|href)="(?!data:)', page)
+    pictures = re.findall(r"base64,([^\"]+)", page)
+    assert all(base64.b64decode(p).startswith(b"<?xml") for p in pictures)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        assert (report / link).exists()
+    for name in ("fig2", "fig3a", "fig6"):
+        lines = read_csv(report / f"{name}.csv")
+        assert {line.source for panel in lines.values() for line in panel} == {"paper", "ours"}
+        assert (report / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_numbers_give_the_same_files(results, report, tmp_path):
+    for path in draw(figure("fig3a", Shelf.of(results)), tmp_path):
+        assert path.read_bytes() == (report / path.name).read_bytes(), path.name
+
+
+def test_nothing_published(tmp_path):
+    (tmp_path / "results").mkdir()
+    write(tmp_path / "results", tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "No run of the paper's tasks has been published yet." in text
+    done = CliRunner().invoke(app, ["report", "--results", str(tmp_path / "none")])
+    assert done.exit_code == 2
+    assert "there is no folder" in done.output
+
+
+def test_a_figure_without_any_line_is_drawn(tmp_path):
+    paths = draw(figure("fig5", Shelf.of(tmp_path)), tmp_path / "out")
+    assert all(path.exists() for path in paths)
+
+
+def test_stars_and_bars_in_markdown():
+    blocks = [Paragraph("BN-e**"), Items(["a*b"]), Grid("c", ["x"], [["a|b"]])]
+    text = markdown_page("t", blocks)
+    assert "BN-e\\*\\*" in text
+    assert "- a\\*b" in text
+    assert "| a\\|b |" in text
+
+
+def test_the_committed_report_is_of_the_committed_results(tmp_path):
+    results, committed = ROOT / "results", ROOT / "docs" / "report"
+    if not committed.exists():
+        pytest.skip("the source distribution comes without docs")
+    write(results, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {path.name for path in committed.iterdir()}
+    assert (tmp_path / "report.md").read_text() == (committed / "report.md").read_text()
+    for path in tmp_path.glob("*.csv"):
+        assert path.read_text() == (committed / path.name).read_text(), path.name
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium to open the page with")
+@pytest.mark.parametrize("which", ["made up", "committed"])
+def test_in_a_browser(which, report, tmp_path):
+    """On a phone's width: every picture is there, nothing sticks out, no word on the console."""
+    folder = report if which == "made up" else ROOT / "docs" / "report"
+    if not folder.exists():
+        pytest.skip("the source distribution comes without docs")
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    shutil.copy(folder / "index.html", shown)
+    (shown / "check.html").write_text(CHECK)
+    handler = functools.partial(Quiet, directory=str(shown))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = subprocess.run(
+            [
+                *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu"),
+                *("--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}"),
+                *("--virtual-time-budget=8000", "--dump-dom"),
+                f"http://127.0.0.1:{server.server_port}/check.html",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        server.shutdown()
+    (found,) = re.findall(r"<pre>(\{.*\})</pre>", done.stdout)
+    values = json.loads(found)
+    assert values["wide"] <= 390
+    pictures = (folder / "index.html").read_text().count("<img ")
+    assert len(values["images"]) == pictures > 0
+    for complete, natural, wide in values["images"]:
+        assert complete
+        assert natural > 100
+        assert wide > 300  # beyond 390 it scrolls by itself
+    assert "CONSOLE" not in done.stderr
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        if self.path == "/favicon.ico":
+            self.send_response(204)
+            self.end_headers()
+        else:
+            super().do_GET()

@@ -1,0 +1,201 @@
+"""``rbn reproduce``: from embedded data to tables and figures, in pieces and again."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+pytest.importorskip("lightning")
+pytest.importorskip("sklearn")
+
+from made_up import publish
+
+from rbn.cli.app import app
+from rbn.data import Splits, digits
+from rbn.data.errors import DataNotFound
+from rbn.experiments import build
+from rbn.experiments.paper import findings, plan
+from rbn.experiments.paper.figures import Shelf, figure
+from rbn.experiments.paper.finding import read_findings
+from rbn.experiments.paper.reproduce import Reproduction
+from rbn.experiments.paper.trained_runs import keep_statistics, measure_lengths, read_lengths
+from rbn.training import CheckpointError
+
+CPU = torch.device("cpu")
+TEXT = ("epochs=1", "hidden_size=6", "length=40", "batch_size=200")
+READER = ("tag=quick", "epochs=1", "hidden_size=4", "data.sizes=[128,64,64]")
+TINY = {
+    "mnist": ("digits", "digits", ("tag=quick", "epochs=1", "hidden_size=6")),
+    "pmnist": ("digits", "digits", ("tag=quick-permuted", "epochs=1", "hidden_size=6")),
+    "ptb": ("pydoc", "pydoc", ("tag=quick", *TEXT)),
+    "text8": ("pydoc", "pydoc", ("tag=quick-large", *TEXT)),
+    "cnn": ("cloze", "cloze", READER),
+    "cnn-full": ("cloze", "cloze", READER),
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setattr(plan, "_QUICK", TINY)
+    monkeypatch.setattr(plan, "SWEEP", (0.1, 1.0))
+    monkeypatch.setattr(plan, "_QUICK_SWEEP", {"pmnist": (), "ptb": ()})
+    steps = dict.fromkeys(findings.QUICK_STEPS, 2)
+    monkeypatch.setattr(findings, "QUICK_STEPS", steps)
+    read = build.load
+
+    def shorter(config, *rest):
+        text = read(config, *rest)
+        if config.is_text:  # the whole test sequence is read a character at a time
+            short = {"train": text.train[:40_000], "test": text.test[:3000]}
+            return type(text)(valid=text.valid[:3000], symbols=text.symbols, **short)
+        return text if config.is_reading else few(text)
+
+    monkeypatch.setattr(build, "load", shorter)
+    monkeypatch.setattr(findings, "digits", lambda: few(digits()))
+    settings = findings._digits
+    monkeypatch.setattr(findings, "_digits", lambda *more: settings("hidden_size=8", *more))
+
+
+def few(splits):
+    return Splits(splits.train.first(200), splits.valid.first(100), splits.test.first(100))
+
+
+def invoke(folder, *arguments):
+    places = ["--results", folder / "results", "--runs", folder / "runs", "--out", folder / "out"]
+    command = ["reproduce", *arguments, *places, "--device", "cpu"]
+    return CliRunner().invoke(app, list(map(str, command)))
+
+
+def test_from_nothing_to_figures_and_again(tmp_path):
+    done = invoke(tmp_path, "fig3b", "--quick", "--max-minutes", "1e-9")
+    assert done.exit_code == 3, done.output
+    assert "out of time; the same command goes on from there" in done.output
+    assert not list(tmp_path.rglob("result.json"))
+    done = invoke(tmp_path, "fig3b", "--quick")
+    assert done.exit_code == 0, done.output
+    assert "[1 of 2] pydoc, lstm-quick, seed 1: about" in done.output
+    for kind in ("svg", "png", "csv"):
+        assert (tmp_path / "out" / f"fig3b.{kind}").stat().st_size > 500
+    path = tmp_path / "results" / "pydoc" / "lengths-bn-lstm-quick-seed1.csv"
+    lines, whole = read_lengths(path, "bn-lstm")
+    assert [line.series for line in lines] == [
+        "BN-LSTM population statistics",
+        "BN-LSTM batch statistics",
+    ]
+    assert lines[0].x == tuple(range(100, 1001, 100))
+    run = json.loads((tmp_path / "runs" / "pydoc" / "bn-lstm-quick-seed1/result.json").read_text())
+    assert whole == pytest.approx(run["test"], abs=1e-5)
+
+    done = invoke(tmp_path, "fig3b", "--quick", "--dry-run")
+    assert "0 of 2 to do" in done.output
+    done = invoke(tmp_path, "fig5", "--quick")  # the model is there: nothing is trained
+    assert done.exit_code == 0, done.output
+    assert "[1 of" not in done.output
+    statistics = figure("fig5", Shelf.of(tmp_path / "results", True))
+    assert [len(panel.lines) for panel in statistics.panels] == [24, 6, 24, 6]
+    assert len(statistics.panels[0].lines[0].x) == 39
+    done = invoke(tmp_path, "table2", "--quick")
+    assert done.exit_code == 0, done.output
+    assert "bits" not in done.output.split("table2")[0]
+    assert "table2: Penn Treebank, whole test sequence" in done.output
+
+
+def test_the_sweep_and_the_images(tmp_path):
+    for target in ("table1", "fig2", "fig6"):
+        done = invoke(tmp_path, target, "--quick")
+        assert done.exit_code == 0, done.output
+    shelf = Shelf.of(tmp_path / "results", True)
+    assert not figure("fig2", shelf).missing
+    panels = figure("fig6", shelf).panels
+    assert [len(panel.lines) for panel in panels] == [2, 2, 2]
+    command = "rbn train digits --model lstm --set tag=quick --set epochs=1 --set hidden_size=6"
+    result = json.loads((tmp_path / "results/digits/lstm-quick-seed1.json").read_text())
+    assert result["command"] == f"{command} --seed 1"
+
+
+def test_what_needs_no_training(tmp_path):
+    for target in ("fig1a", "fig1b", *findings.EXPERIMENTS):
+        done = invoke(tmp_path, target, "--quick")
+        assert done.exit_code == 0, done.output
+    found = {finding.name: finding for finding in read_findings(tmp_path / "results")}
+    assert set(found) == set(findings.EXPERIMENTS)
+    rows = found["no-noise"].rows
+    assert (rows[1][0], rows[1][1], rows[1][3]) == ("0", "nan", "0")  # explodes as written
+    assert "explodes, as the paper says" in found["no-noise"].outcome
+    shelf = Shelf.of(tmp_path / "results", True)
+    assert len(figure("fig1a", shelf).panels) == 3
+    assert not figure("fig1b", shelf).missing
+
+
+def test_readers(tmp_path):
+    for target in ("fig4a", "table4"):
+        done = invoke(tmp_path, target, "--quick")
+        assert done.exit_code == 0, done.output
+    shelf = Shelf.of(tmp_path / "results", True)
+    found = figure("fig4a", shelf)
+    assert not found.missing
+    assert {line.series for line in found.panels[0].lines} == {
+        *("LSTM", "BN-LSTM", "BN-everywhere", "BN-e*", "BN-e**")
+    }
+
+
+def test_data_that_are_missing_are_named_and_the_rest_is_done(tmp_path, monkeypatch):
+    read = build.load
+
+    def missing(config, *rest):
+        if config.task == "digits":
+            raise DataNotFound("the digits are not there")
+        return read(config, *rest)
+
+    monkeypatch.setattr(build, "load", missing)
+    done = invoke(tmp_path, "fig6", "--quick")
+    assert done.exit_code == 0, done.output
+    assert "digits was left out: the digits are not there" in done.output
+    assert len(list((tmp_path / "results").rglob("*.json"))) == 2
+
+
+def test_a_model_that_is_not_here_is_trained_for_its_figure(results, tmp_path):
+    asked = Reproduction(("fig5",), "short", 3, results, tmp_path / "runs", CPU)
+    rows, seconds = asked.listing()
+    assert rows[0][:2] == ("ptb, bn-lstm-short, seed 1", "to train again, for its model")
+    assert seconds > 0
+    (run,) = asked.to_train()
+    (run.folder).mkdir(parents=True)
+    (run.folder / "final.safetensors").touch()
+    assert asked.to_train() == []
+    assert asked.listing()[0] == [
+        ("ptb, bn-lstm-short, seed 1", "there", ""),
+        ("ptb, bn-lstm-short, seed 1, for fig5", "to measure", ""),
+    ]
+
+
+def test_dry_run_changes_nothing(tmp_path):
+    publish(tmp_path / "results")
+    done = invoke(tmp_path, "all", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert "to do, in about" in done.output
+    assert [p.name for p in tmp_path.iterdir()] == ["results"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["table9"], "target must be one of table1"),
+        (["table1", "--seeds", "0"], "seeds must be at least 1, got 0"),
+        (["table1", "--recipe", "long"], "recipe must be short or paper, got 'long'"),
+        (["table1", "--max-minutes", "0"], "max-minutes must be positive, got 0"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments, said, tmp_path):
+    done = invoke(tmp_path, *arguments)
+    assert done.exit_code == 2
+    assert said in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_runs_that_cannot_be_measured(tmp_path):
+    with pytest.raises(CheckpointError, match=r"is not finished: there is no final\.safetensors"):
+        measure_lengths(tmp_path, tmp_path, CPU)
+    with pytest.raises(CheckpointError, match="is not finished"):
+        keep_statistics(tmp_path, tmp_path)

@@ -1,0 +1,300 @@
+"""The reading tasks: configs, training on made-up news, the archive's files, questions asked."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import rbn
+from rbn.cli.app import app
+from rbn.data.cloze import cloze, cloze_questions
+from rbn.data.cnn.preprocess import PARTS
+from rbn.data.cnn.question import render
+from rbn.experiments import config as configs
+from rbn.experiments import results, runs
+from rbn.experiments.asking import Answer, ask
+from rbn.experiments.attention_page import highlighted, page
+from rbn.experiments.build import build, make_trainer
+from rbn.experiments.config import CONFIGS, READERS, READING, Config, from_mapping
+from rbn.experiments.reading import ReadingTask, make_reader
+
+CPU = torch.device("cpu")
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def small(variant="bn-e**", **settings):
+    data = {"sizes": [120, 40, 40], "facts": 2}
+    options = {"hidden_size": 6, "batch_size": 20, "population_batch": 60, "data": data}
+    return Config("cloze", variant, **{**options, **settings})
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS.glob("*.yaml") if p.name[0] == "c"], ids=str)
+def test_every_config_builds_its_readers(path):
+    reading = cloze((40, 10, 10))
+    for variant in READERS:
+        config = from_mapping(configs.for_model(configs.read(path), variant))
+        assert config.task in READING
+        reader = make_reader(config, reading.vocabulary)
+        assert reader.variant == variant
+
+
+def test_the_papers_numbers():
+    for name, hidden in (("cnn", 240), ("cnn-full", 120), ("cnn-built", 240)):
+        found = {
+            v: from_mapping(configs.for_model(configs.read(CONFIGS / f"{name}.yaml"), v))
+            for v in READERS
+        }
+        for variant, config in found.items():
+            sequencewise = variant in ("bn-e*", "bn-e**")
+            assert config.hidden_size == hidden
+            assert config.clip == 10
+            assert config.batch_size == (40 if sequencewise else 64)
+            assert config.optimizer == {"name": "adam", "lr": 8e-4 if sequencewise else 8e-5}
+        assert found["lstm"].data["sentences"] == (None if "full" in name else 4)
+
+
+def test_models_go_with_their_tasks():
+    with pytest.raises(ValueError, match="model must be one of lstm, bn-lstm, bn-everywhere"):
+        Config("cnn", "ln-lstm")
+    with pytest.raises(ValueError, match="model must be one of lstm, bn-lstm, ln-lstm"):
+        Config("ptb", "bn-e*")
+
+
+def test_a_task_for_the_trainer():
+    task = build(small(), 1, CPU)
+    assert (task.batches_per_epoch, task.items_per_step) == (6, 20)
+    loss = task.loss(*task.batch(0))
+    loss.backward()
+    assert torch.equal(task.loss(*task.batch(0)), loss)  # the batch depends on the step alone
+    document, question, *_ = task.batch(3)
+    assert (len(document), len(question)) in task.batches.shapes
+    for s in (3, 4):
+        task.loss(*task.batch(s))
+    task.model.eval()
+    found = task.evaluate()
+    assert set(found) == {"valid_batch", "valid_population"}
+    assert 0 <= found["valid_population"] <= 1
+    sizes = [len(b.answers) for b in task.population_batches(50)]
+    assert sum(sizes) == 120
+    assert max(sizes) <= 50
+
+
+def test_the_error_rate_is_that_of_the_examples_one_by_one():
+    task = build(small(), 1, CPU)
+    task.loss(*task.batch(0))
+    task.model.eval()
+    wrong = 0
+    with torch.no_grad():
+        for k in range(40):
+            document, question, answer = task.reading.valid.example(k)
+            logits, _ = task.model(torch.tensor(document)[:, None], torch.tensor(question)[:, None])
+            wrong += int(task.reader.symbols(logits.argmax(1))) != answer
+    assert task.measure("valid") == pytest.approx(wrong / 40)
+
+
+# Takes 5 to 20 seconds for each variant on an idle core.
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", READERS)
+def test_each_variant_learns(variant):
+    """From chance, a third of the answers, to over 90% of them."""
+    config = from_mapping(configs.for_model(configs.published("cloze"), variant))
+    torch.manual_seed(1)
+    task = build(config, 1, CPU)
+    optimizer = torch.optim.Adam(task.model.parameters(), lr=config.optimizer["lr"])
+
+    def accuracy():
+        results.exact_statistics(config, task)
+        return 1 - task.measure_with("valid", "population")
+
+    assert accuracy() < 0.45
+    for step in range(800):
+        loss = task.loss(*task.batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(task.model.parameters(), config.clip)
+        optimizer.step()
+        if step % 50 == 49 and loss < 0.5 and accuracy() > 0.92:
+            break
+    assert accuracy() > 0.9
+
+
+def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path):
+    config = small(epochs=2, layer={"dropout": 0.3})
+    whole = make_trainer(config, build(config, 1, CPU), tmp_path / "a")
+    whole.run()
+    first = make_trainer(config, build(config, 1, CPU), tmp_path / "b")
+    for _ in range(5):
+        first.advance()
+    with first.alone():
+        first.save()
+    second = make_trainer(config, build(config, 1, CPU), tmp_path / "b")
+    assert second.progress.step == 5
+    second.run()
+    for (name, a), b in zip(
+        whole.module.state_dict().items(), second.module.state_dict().values(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    assert whole.progress.best == second.progress.best
+
+
+def archive(root, sizes=(60, 20, 20)):
+    """Files in the archive's layout and format."""
+    for part, found in zip(PARTS, cloze_questions(sizes), strict=True):
+        folder = root / "cnn" / "questions" / PARTS[part]
+        folder.mkdir(parents=True)
+        for k, question in enumerate(found):
+            (folder / f"{k}.question").write_text(render(question))
+    return root
+
+
+TINY = ("hidden_size=6", "epochs=2", "evaluate_every=null", "layer.dropout=0.1")
+
+
+def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
+    root, out = archive(tmp_path / "data"), tmp_path / "run"
+    (root / "cnn" / "questions" / "test" / "bad.question").write_text("nothing")
+    settings = [word for setting in TINY for word in ("--set", setting)]
+    arguments = ["train", "cnn", "--variant", "bn-e**", "--config", "cnn-full", "--device", "cpu"]
+    result = call(*arguments, *settings, "--data-dir", root, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "1 test files are no questions and were skipped: bad.question: it must" in result.stderr
+    found = json.loads((out / "result.json").read_text())
+    assert found["metric"] == "error rate"
+    assert found["task"] == "cnn"
+    assert found["config"]["batch_size"] == 40
+    assert 0 <= found["test"] <= 1
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a few steps."""
+    folder = tmp_path_factory.mktemp("run")
+    config = small(epochs=1)
+    torch.manual_seed(0)
+    task = build(config, 1, CPU)
+    runs.start(folder, config, 1)
+    make_trainer(config, task, folder).run()
+    assert isinstance(task, ReadingTask)
+    return folder
+
+
+def test_asking(run, tmp_path):
+    question = cloze_questions((1, 0, 0), facts=2)[0][0]
+    file = tmp_path / "a.question"
+    file.write_text(render(question))
+    answer = ask(run, file, None)
+    assert len(answer.tokens) == len(question.document)
+    assert sum(answer.attention) == pytest.approx(1, abs=1e-5)
+    assert answer.right == question.entities[question.answer]
+    assert [c for _, c in answer.candidates] == sorted((c for _, c in answer.candidates))[::-1]
+    # The same in words, names and all.
+    text = tmp_path / "a.txt"
+    words = " ".join(question.document)
+    for symbol, name in question.entities.items():
+        words = words.replace(f"{symbol} ", f"{name.replace(' ', 'x')} ")
+    text.write_text(words)
+    asked = " ".join(question.question)
+    again = ask(run, text, asked)
+    assert again.attention == pytest.approx(answer.attention, rel=1e-4)
+
+
+def test_asking_on_the_command_line(run, tmp_path):
+    text, html = tmp_path / "a.txt", tmp_path / "a.html"
+    text.write_text("Then Ann Lee won the cup. It was <b>fine</b> & <script>x</script>. Bob slept.")
+    result = call(
+        "ask", run, "--document", text, "--question", "@placeholder won the cup", "--html", html
+    )
+    assert result.exit_code == 0, result.output
+    assert "Ann Lee won the cup" in " ".join(result.output.split())
+    assert "%" in result.output
+    shown = html.read_text()
+    assert "<script>" not in shown
+    assert "&lt;" in shown
+    assert shown.count("<mark") == shown.count("</mark>") > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "question", "sentence"),
+    [
+        ("Ann won .", "who won ?", "rbn: the question must have one @placeholder, it has 0\n"),
+        ("Ann won .", None, "rbn: a question is needed: --question '... @placeholder ...'\n"),
+        ("", "@placeholder won", "is empty\n"),
+        ("@entity1 " * 30, "@placeholder won", ""),
+        (" ".join(f"@entity{k}" for k in range(40)), "@placeholder won", "the model knows 12\n"),
+    ],
+)
+def test_what_cannot_be_asked(run, tmp_path, text, question, sentence):
+    file = tmp_path / "a.txt"
+    file.write_text(text)
+    extra = [] if question is None else ["--question", question]
+    result = call("ask", run, "--document", file, *extra)
+    assert result.exit_code == (2 if sentence else 0), result.output
+    if sentence:
+        assert result.output.endswith(sentence)
+        assert result.output.count("\n") == 1
+
+
+def test_asking_what_is_no_reader(tmp_path):
+    runs.start(tmp_path, Config("digits"), 1)
+    file = tmp_path / "a.txt"
+    file.write_text("word")
+    result = call("ask", tmp_path, "--document", file, "--question", "@placeholder")
+    assert result.exit_code == 2
+    assert result.output.endswith("is a run of digits, which has no questions\n")
+    result = call("ask", tmp_path / "none", "--document", file, "--question", "@placeholder")
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+
+
+def test_a_page_escapes_every_word():
+    bad = '<img src=x onerror="alert(1)">'
+    answer = Answer((bad, "b"), (0.25, 0.75), (bad, "@placeholder"), ((bad, 0.9),), bad)
+    shown = page(answer)
+    assert "<img" not in shown
+    assert shown.count("&lt;img src=x onerror=&quot;alert(1)&quot;&gt;") == 6
+    assert "rgba(255, 150, 0, 0.333)" in shown
+    text = highlighted(answer)
+    assert text.plain == f"{bad} b "
+    assert len(text.spans) == 2
+
+
+def test_build_and_count_on_the_command_line(tmp_path):
+    file = tmp_path / "articles.jsonl"
+    lines = [
+        {
+            "id": k,
+            "part": ("train", "validation", "test")[k % 3],
+            "article": f"Then Ann Lee met Bob{k} in Paris. Lee was glad to see the sea.",
+            "highlights": [f"Ann Lee was glad to meet Bob{k} at sea"],
+        }
+        for k in range(9)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "cnn-built"
+    result = call("data", "build-cloze", "--articles", file, "--out", out, "--processes", 1)
+    assert result.exit_code == 0, result.output
+    assert "question  @placeholder was glad to meet @entity" in result.output
+    assert "training            3          6" in result.output
+    result = call("data", "build-cloze", "--articles", file, "--out", out)
+    assert result.exit_code == 2
+    assert "is there already" in result.output
+    result = call("data", "questions", "cnn-built", "--data-dir", tmp_path, "--processes", 1)
+    assert result.exit_code == 0, result.output
+    assert "100.0%" in result.output
+    result = call("data", "questions", "cnn", "--data-dir", tmp_path)
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    result = call("data", "build-cloze", "--articles", file, "--out", out, "--processes", 0)
+    assert result.output == "rbn: processes must be at least 1, got 0\n"
+
+
+def test_statistics_are_exact_at_the_end():
+    config = small()
+    task = build(config, 1, CPU)
+    results.exact_statistics(config, task)
+    counts = [m.count for m in task.model.modules() if isinstance(m, rbn.PopulationStatistics)]
+    assert all(int(c.max()) == 2 for c in counts)

@@ -1,6 +1,7 @@
 """The host's side of the CUDA kernels: how the work is cut, what is compiled and kept."""
 
 import collections
+import contextlib
 import ctypes
 import types
 
@@ -10,7 +11,7 @@ from recurrence_cases import call, make_case
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, launch, nvrtc, plan, wide_lstm
+from rbn.ops.gpu import cuda_lstm, launch, nvrtc, plan, signature, small_lstm, wide_lstm
 from rbn.ops.gpu.input_moments import input_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -105,7 +106,105 @@ def test_which_layers_are_wide(monkeypatch):
     assert team("forward", half) is None
 
 
-@pytest.mark.parametrize("name", ["lstm_forward", "lstm_backward", "wide_forward", "wide_backward"])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("hidden", [2, 8, 10, 100, 128])
+@pytest.mark.parametrize("batch", [1, 8, 17, 100, 128])
+def test_a_small_cut_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
+    cut = small_lstm.cut_small(dtype, batch, hidden)
+    assert 8 * cut.warps >= batch
+    assert cut.blocks * small_lstm.UNITS >= hidden
+    assert cut.blocks <= 16
+    assert cut.threads <= 512
+    for direction in ("forward", "backward"):
+        assert cut.shared(direction) <= 227 * 1024
+        assert cut.shared(direction) % 8 == 0
+
+
+def test_layers_that_are_not_small():
+    for batch, hidden in ((129, 100), (100, 130), (100, 99)):
+        assert small_lstm.cut_small(torch.float32, batch, hidden) is None
+
+
+def test_small_kernels_are_off_by_default(monkeypatch):
+    """They have not been tried on a card yet."""
+    wx = types.SimpleNamespace(
+        shape=(1, 5, 100, 400), dtype=torch.float32, is_cuda=True, device=torch.device("cuda", 0)
+    )
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
+    monkeypatch.delenv("RBN_SMALL_KERNEL", raising=False)
+    assert small_lstm.choose(wx) is None
+    monkeypatch.setenv("RBN_SMALL_KERNEL", "0")
+    assert small_lstm.choose(wx) is None
+    monkeypatch.setenv("RBN_SMALL_KERNEL", "1")
+    assert small_lstm.choose(wx) == small_lstm.SmallCut(blocks=13, warps=13, half=False)
+    wx.is_cuda = False
+    assert small_lstm.choose(wx) is None
+
+
+def test_small_layers_side_by_side(monkeypatch):
+    """Clusters need not run at once, so any number of recurrences is taken as one of them is."""
+    card = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
+    monkeypatch.setattr(cuda_lstm, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
+    cuda_lstm._has_room.cache_clear()
+
+    def kind(recurrences, batch=100, hidden=100):
+        wx = types.SimpleNamespace(
+            shape=(recurrences, 5, batch, 4 * hidden),
+            dtype=torch.float32,
+            is_cuda=True,
+            device=torch.device("cuda", 0),
+        )
+        return cuda_lstm.kind(wx)
+
+    monkeypatch.setenv("RBN_SMALL_KERNEL", "1")
+    assert [kind(1), kind(2), kind(20)] == ["small"] * 3
+    assert kind(1, hidden=240) == "units of 8"
+    monkeypatch.delenv("RBN_SMALL_KERNEL")
+    assert [kind(1), kind(2), kind(20)] == ["units of 8", "units of 8", None]
+    cuda_lstm._has_room.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"), [({13: 7, 16: 6}, 13), ({13: 0, 16: 6}, 16), ({13: 0, 16: 0}, None)]
+)
+def test_the_size_of_a_cluster(monkeypatch, room, expected):
+    """The number of blocks, or the next power of two, or none."""
+    asked = []
+
+    def kernel(direction, cut, size, device, defines):
+        asked.append((direction, size))
+        return types.SimpleNamespace(at_once=size * room[size])
+
+    monkeypatch.setattr(small_lstm, "kernel", kernel)
+    monkeypatch.setattr(small_lstm, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    find = small_lstm.cluster_of.__wrapped__
+    cut = small_lstm.cut_small(torch.bfloat16, 100, 100)
+    assert find(cut, torch.bfloat16, 100, 0) == expected
+    assert asked[:2] == [("forward", 13), ("backward", 13)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert find(cut, torch.bfloat16, 100, 0) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(small_lstm, "shared_limit", lambda device: 99 * 1024)
+    assert find(cut, torch.bfloat16, 100, 0) is None
+
+
+def test_what_is_saved_has_room_for_pairs_of_rows():
+    for batch, rows in ((1, 2), (7, 8), (100, 100)):
+        assert signature.saved_rows(batch) == rows
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lstm_forward", "lstm_backward", "wide_forward", "wide_backward"),
+        *("small_forward", "small_backward"),
+    ],
+)
 def test_sources_are_whole(name):
     text = nvrtc.source(name)
     assert "#include" not in text
@@ -215,12 +314,19 @@ class Writer:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="addresses of the host's memory")
-def test_results_are_what_the_kernels_wrote(monkeypatch):
+@pytest.mark.parametrize("small", [False, True])
+def test_results_are_what_the_kernels_wrote(monkeypatch, small):
     """Of sizes that leave parts of one room unaligned; and arguments are copied where they are."""
     kernel = Writer(6)
     monkeypatch.setattr(cuda_lstm, "covers", lambda a: True)
     monkeypatch.setattr(cuda_lstm, "_has_room", lambda *sizes: True)
     monkeypatch.setattr(cuda_lstm, "_kernel", lambda *sizes: kernel)
+    if small:
+        monkeypatch.delattr(cuda_lstm, "_kernel")
+        cut = small_lstm.cut_small(torch.float32, 5, 6)
+        monkeypatch.setattr(small_lstm, "choose", lambda wx: cut)
+        monkeypatch.setattr(small_lstm, "cluster_of", lambda *sizes: cut.blocks)
+        monkeypatch.setattr(small_lstm, "kernel", lambda *sizes: kernel)
     monkeypatch.setattr(launch, "input_moments", collections.defaultdict(lambda: moments_of))
     case = make_case("bn_lstm", 3, 5, 6, dtype=torch.float32)
     leaves = {name: shifted(v).requires_grad_() for name, v in case.present().items()}
@@ -233,6 +339,10 @@ def test_results_are_what_the_kernels_wrote(monkeypatch):
         assert (found[name] == pattern).all(), name
     for name in ("wx", "weight", "bias", "gamma_x", "c0"):
         assert kernel.seen[name] % 16 == 0, name
+    # d(W_h h) lies in the room of W_h h: step 0 of the former behind step 0 of the latter, of which
+    # small kernels keep 6 rows of 8 units.
+    behind = kernel.seen["da"] - kernel.seen["wh"]
+    assert 4 * (6 * 4 * 8) <= behind < 4 * (3 * 6 * 4 * 8)
 
 
 def moments_of(*arguments, **flags):

@@ -18,6 +18,7 @@ import rbn
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops.gpu import cuda_lstm, launch, wide_lstm
+from rbn.ops.gpu.signature import Inputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -135,6 +136,97 @@ def test_a_wide_layer_gives_the_same_bits_every_time(calls):
             for name, value in one.items():
                 assert torch.equal(value, other[name]), name
     assert len(calls) == 202
+
+
+needs_clusters = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="there are clusters of blocks from Hopper on",
+)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The kernels for small layers are on; the directions in which they ran."""
+    monkeypatch.setenv("RBN_SMALL_KERNEL", "1")
+    found = []
+    run = cuda_lstm._run_small
+
+    def counted(direction, *args, **kwargs):
+        if run(direction, *args, **kwargs):
+            found.append(direction)
+            return True
+        return False
+
+    monkeypatch.setattr(cuda_lstm, "_run_small", counted)
+    return found
+
+
+@needs_clusters
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize(
+    ("op", "name", "shape"),
+    [
+        *(("bn_lstm", name, (4, 17, 50)) for name in OPTIONS),
+        *(
+            ("bn_lstm", "plain", shape)
+            for shape in [(5, 100, 100), (3, 128, 128), (6, 5, 6), (1, 16, 8), (3, 1, 2)]
+        ),
+        *(("lstm", name, (5, 40, 24)) for name in ("plain", "lengths")),
+    ],
+)
+def test_small_layers_against_the_reference(op, name, shape, dtype, calls, small):
+    test_against_the_reference(op, name, shape, dtype, calls)
+    assert small == ["forward", "backward"]
+
+
+@needs_clusters
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_small_layers_give_the_same_bits_every_time(dtype, calls, small):
+    test_the_same_bits_every_time((9, 100, 100), dtype, calls)
+    assert len(small) == 402
+
+
+@needs_clusters
+@pytest.mark.parametrize(
+    ("op", "of_h0", "of_gradients"),
+    [("bn_lstm", 1, 1e-20), ("bn_lstm", 1, 1e20), ("lstm", 1e6, 1), ("lstm", 1e-6, 1)],
+)
+def test_a_small_layer_with_numbers_of_any_size(op, of_h0, of_gradients, small):
+    """Float16's range does not show: what is multiplied is brought to it."""
+    case = make_case(op, 5, 20, 30, dtype=torch.float32, **calm(op))
+    case = case.with_tensors(h0=case.tensors["h0"] * of_h0)
+    case.cotangents = {name: v * of_gradients for name, v in case.cotangents.items()}
+    found = differentiate(case.on("cuda"), "gpu")
+    expected = differentiate(case.to(torch.float64), "reference")
+    assert_same(found[0], expected[0], 16 * UNITS[torch.float32])
+    for key, want in expected[1].items():
+        error = (found[1][key].double().cpu() - want).norm() / want.norm().clamp(min=1e-30)
+        assert error <= 8 * UNITS[torch.float32], f"gradient of {key}: {error:.2g}"
+    assert small == ["forward", "backward"]
+
+
+@needs_clusters
+def test_more_small_layers_than_fit_at_once(small):
+    R, T, B, H = 20, 30, 100, 100
+    torch.manual_seed(0)
+    wx, weight = torch.randn(R, T, B, 4 * H), torch.randn(R, 4 * H, H) * H**-0.5
+    state = torch.randn(2, R, B, H)
+
+    def run(pick):
+        tensors = (v[pick].cuda() for v in (wx, weight, state[0], state[1]))
+        x, w, h0, c0 = tensors
+        nothing = [None] * 5
+        options = (0.0, 0.0, "none", 0.0, "step", "exclude", False, True)
+        a = Inputs(x, w, *nothing, h0, c0, None, [], None, None, *options)
+        results = launch.forward(a)
+        return results, launch.backward(a, results, torch.ones_like(results.output), None, None)
+
+    together, gradients = run(slice(None))
+    for r in range(0, R, 7):
+        alone, gradient = run(slice(r, r + 1))
+        assert torch.equal(together.output[r], alone.output[0])
+        assert torch.equal(gradients.wx[r], gradient.wx[0])
+    assert len(small) == 8
 
 
 def test_arguments_that_begin_anywhere(calls):

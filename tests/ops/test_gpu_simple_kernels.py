@@ -112,7 +112,9 @@ def test_the_signature_of_the_public_function(op):
         found = inspect.signature(getattr(module, op)).parameters.values()
         return [(p.name, p.kind, p.default) for p in found]
 
-    assert parameters(importlib.import_module("rbn.ops.gpu")) == parameters(functional)
+    # Rows of several processes are the reference's affair.
+    expected = [p for p in parameters(functional) if p[0] != "group"]
+    assert parameters(importlib.import_module("rbn.ops.gpu")) == expected
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in OPTIONS[op]])

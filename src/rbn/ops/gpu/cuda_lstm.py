@@ -1,7 +1,7 @@
 """The LSTM through the kernels in CUDA C++, for the shapes and options they cover.
 
-Wide layers run those of `rbn.ops.gpu.wide_lstm`, everything else the Triton kernels of
-`rbn.ops.gpu.lstm_forward` and `lstm_backward`.
+Wide layers run those of `rbn.ops.gpu.wide_lstm`, small ones those of `rbn.ops.gpu.small_lstm`,
+everything else the Triton kernels of `rbn.ops.gpu.lstm_forward` and `lstm_backward`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import nvrtc, wide_lstm
+from rbn.ops.gpu import nvrtc, small_lstm, wide_lstm
 from rbn.ops.gpu.driver import Kernel, shared_limit, structure
 from rbn.ops.gpu.plan import tf32_allowed
 
@@ -149,7 +149,9 @@ def covers(a: Any) -> bool:
         return False
     plain = not (a.joint or a.include or a.pass_normalized_cell)
     zoned = a.mask_c is not None or a.mask_h is not None or a.rate_c or a.rate_h
-    return bool(plain and not zoned and (_fits(a.wx) or fits_wide(a.wx)))
+    if not plain or zoned:
+        return False
+    return bool(small_lstm.choose(a.wx) or _fits(a.wx) or fits_wide(a.wx))
 
 
 def _fits(wx: Tensor) -> bool:
@@ -179,12 +181,14 @@ def kind(wx: Tensor) -> str | None:
     """Which kernels take a layer of this size and type, if its options allow it."""
     if not _capable(wx.device.index or 0):
         return None
+    if small_lstm.choose(wx):
+        return "small"
     return "units of 8" if _fits(wx) else "wide" if fits_wide(wx) else None
 
 
 def meets_at_counter(direction: str, wx: Tensor) -> bool:
     """Whether the blocks meet at a counter; otherwise what they exchange must begin EMPTY."""
-    if not _fits(wx):
+    if small_lstm.choose(wx) or not _fits(wx):
         return True
     cut = (cut_forward if direction == "forward" else cut_backward)(
         wx.dtype, wx.shape[2], wx.shape[3] // 4
@@ -211,7 +215,8 @@ def _defines(call: Any, DOUTPUT: bool = False) -> tuple[Any, ...]:
 def _run(
     kernel: Kernel, blocks: int, call: Any, structure: Any, tensors: dict[str, Tensor], **rest: Any
 ) -> None:
-    if blocks * call.R > kernel.at_once:
+    # Clusters need not run at the same time.
+    if blocks * (1 if kernel.cluster else call.R) > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
     pointers, copies = [], []
     for name in structure.pointers:
@@ -242,9 +247,30 @@ def _run_wide(
         _run(kernel, cut.blocks, call, arguments, tensors, **sizes)
 
 
+def _run_small(
+    direction: str, call: Any, tensors: dict[str, Tensor], sizes: dict[str, Any], **more: Any
+) -> bool:
+    """Whether the kernel for small layers takes the call, and has been launched."""
+    wx = call.a.wx
+    cut = small_lstm.choose(wx)
+    if cut is None:
+        return False
+    device = wx.device.index or 0
+    cluster = small_lstm.cluster_of(cut, wx.dtype, call.H, device)
+    assert cluster is not None
+    log.debug("lstm %s in CUDA, small: %s, clusters of %d", direction, cut, cluster)
+    with torch.cuda.device_of(wx):
+        kernel = small_lstm.kernel(direction, cut, cluster, device, _defines(call, **more))
+        arguments = ForwardArguments if direction == "forward" else BackwardArguments
+        _run(kernel, cluster, call, arguments, tensors, **sizes)
+    return True
+
+
 def forward(call: Any, tensors: dict[str, Tensor], rows: list[int]) -> None:
     """Launch the forward kernel. tensors: by the names of its struct."""
     a = call.a
+    if _run_small("forward", call, tensors, _sizes(call, rows)):
+        return
     if not _fits(a.wx):
         _run_wide("forward", call, tensors, _sizes(call, rows))
         return
@@ -261,6 +287,8 @@ def forward(call: Any, tensors: dict[str, Tensor], rows: list[int]) -> None:
 def backward(call: Any, tensors: dict[str, Tensor], rows: list[int], has_doutput: bool) -> None:
     """Launch the backward kernel."""
     a = call.a
+    if _run_small("backward", call, tensors, _sizes(call, rows), DOUTPUT=has_doutput):
+        return
     if not _fits(a.wx):
         _run_wide("backward", call, tensors, _sizes(call, rows), DOUTPUT=has_doutput)
         return

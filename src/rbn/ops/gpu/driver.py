@@ -1,4 +1,4 @@
-"""The CUDA driver's calls that torch has no name for: load code, launch it cooperatively."""
+"""The CUDA driver's calls that torch has no name for: load code, launch it all at once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,24 @@ import torch
 
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_LIMIT = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_NON_PORTABLE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+_PORTABLE = 8  # blocks of a cluster
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
 @functools.lru_cache(maxsize=1)
@@ -37,11 +55,16 @@ def shared_limit(device: int) -> int:
 
 
 class Kernel:
-    """A function of a piece of machine code, loaded on the current device."""
+    """A function of a piece of machine code, loaded on the current device.
 
-    def __init__(self, code: bytes, name: str, threads: int, shared: int) -> None:
+    cluster: blocks that meet within a thread-block cluster only, or 0 if all blocks meet.
+    """
+
+    def __init__(self, code: bytes, name: str, threads: int, shared: int, cluster: int = 0) -> None:
         cuda = _driver()
-        self.threads, self.shared = threads, shared
+        self.threads, self.shared, self.cluster = threads, shared, cluster
+        sizes = (ctypes.c_uint * 16)(cluster, 1, 1)
+        self._attributes = ctypes.pointer(_Attribute(_CLUSTER, 0, sizes))
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(cuda.cuModuleLoadData(ctypes.byref(self._module), code), f"loading {name}")
         _check(
@@ -52,26 +75,57 @@ class Kernel:
             cuda.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared),
             f"{shared} bytes of shared memory for {name}",
         )
+        if cluster > _PORTABLE:
+            status = cuda.cuFuncSetAttribute(self._function, _NON_PORTABLE, 1)
+            _check(status, f"asking for a cluster of {cluster} blocks for {name}")
+        self.at_once = self._in_clusters() if cluster else self._blocks(name)
+
+    def _blocks(self, name: str) -> int:
+        """How many blocks fit on the card."""
         blocks = ctypes.c_int()
         _check(
-            cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                ctypes.byref(blocks), self._function, threads, ctypes.c_size_t(shared)
+            _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(blocks), self._function, self.threads, ctypes.c_size_t(self.shared)
             ),
             f"asking how many blocks of {name} fit",
         )
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        self.at_once = (
-            blocks.value * properties.multi_processor_count
-        )  # blocks that fit on the card
+        return blocks.value * int(properties.multi_processor_count)
+
+    def _in_clusters(self) -> int:
+        """The same in whole clusters; none where the card has no clusters of this size."""
+        count = ctypes.c_int()
+        config = self._config((self.cluster, 1), None)
+        status = _driver().cuOccupancyMaxActiveClusters(
+            ctypes.byref(count), self._function, ctypes.byref(config)
+        )
+        return 0 if status else count.value * self.cluster
+
+    def _config(self, grid: tuple[int, int], stream: int | None) -> _Config:
+        return _Config(
+            (ctypes.c_uint * 3)(*grid, 1),
+            (ctypes.c_uint * 3)(self.threads, 1, 1),
+            self.shared,
+            stream,
+            self._attributes,
+            1,
+        )
 
     def launch(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        """Run all blocks at the same time on torch's current stream, or raise."""
+        """Run the blocks on torch's current stream, all of a meeting at the same time, or raise."""
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         device = torch._C._cuda_getDevice()
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
-        status = _driver().cuLaunchCooperativeKernel(
-            self._function, *grid, 1, self.threads, 1, 1, self.shared, stream, parameters
-        )
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if self.cluster:
+            config = self._config(grid, stream)
+            status = _driver().cuLaunchKernelEx(
+                ctypes.byref(config), self._function, parameters, ctypes.c_void_p()
+            )
+        else:
+            sizes = (*grid, 1, self.threads, 1, 1, self.shared)
+            status = _driver().cuLaunchCooperativeKernel(
+                self._function, *sizes, ctypes.c_void_p(stream), parameters
+            )
         _check(status, "launching a recurrence")
 
 

@@ -108,16 +108,21 @@ def stride_of(hidden: int) -> int:
     return -(-hidden // 8) * 8
 
 
+def saved_rows(batch: int) -> int:
+    """Rows of what is saved: an even number, since some kernels keep them in pairs."""
+    return batch + batch % 2
+
+
 def saved_cells(a: Inputs) -> int:
     """How many numbers the cells take that a call keeps, or works with."""
     T, B, G = a.wx.shape[-3:]
-    return math.prod(a.lead) * (T + 1 if a.save else 1) * B * stride_of(G // 4)
+    return math.prod(a.lead) * (T + 1 if a.save else 1) * saved_rows(B) * stride_of(G // 4)
 
 
 def saved_products(a: Inputs) -> int:
     """How many numbers a call keeps of W_h h."""
     T, B, G = a.wx.shape[-3:]
-    return math.prod(a.lead) * T * B * 4 * stride_of(G // 4) if a.save else 0
+    return math.prod(a.lead) * T * saved_rows(B) * 4 * stride_of(G // 4) if a.save else 0
 
 
 def steps_of(room: Tensor, hidden: int) -> Tensor:

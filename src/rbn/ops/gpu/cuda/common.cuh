@@ -144,8 +144,8 @@ __device__ __forceinline__ void wait_for(const u32* counter, u32 arrivals) {
   __syncthreads();
 }
 
-// In half precision the approximate tanh is as good as what is kept of it.
-#if TYPE == 0
+// In half precision the approximate tanh is as good as what is kept of it. FAST: in float32, too.
+#if TYPE == 0 && !defined(FAST)
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 __device__ __forceinline__ float tanh_(float x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
 #else

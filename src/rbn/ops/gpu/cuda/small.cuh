@@ -1,0 +1,406 @@
+// For small layers, whose blocks form one thread-block cluster: what both kernels share.
+//
+// A block owns UNITS = 8 hidden units for all rows of the batch, a warp 8 rows of them, a thread one
+// unit (`own` = lane / 4) of two neighbouring rows (2 * `quad` = 2 * (lane % 4) and the next). That is how
+// the tensor core instruction leaves its sums if W_h is its left side (m16) and the rows are its
+// right side (n8): of the 16 rows of a sum a thread has two, which are two gates of its unit.
+//
+// The warps of equal number of all blocks exchange their rows through distributed shared memory, and
+// wait for nobody else: each has a barrier of its own (mbarrier) for each of two buffers. A buffer is
+// written again only by a block that has got, from the warp that reads it, the result of reading it.
+//
+// Products have 16-bit operands, also of a layer in float32: float16 has the 11 significant bits of
+// tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
+//
+// Named from outside besides those of common.cuh: MW (warps: 8 rows each), PLAIN (ordinary stores and
+// an arrival instead of stores that count themselves), HALF_SUMS (dh is exchanged in 16 bits), FAST (the
+// approximate tanh in float32, too), STRICT (see SCOPE).
+#define UNITS 8
+#define MT MW
+#define KS 1
+#define CHUNK 1
+#define REGISTERS 0
+#define BARRIER 1
+#include "common.cuh"
+
+#ifdef NO_WAIT  // blocks that run ahead would count too far
+#undef PLAIN
+#define PLAIN 1
+#endif
+#ifndef PLAIN
+#define PLAIN 0
+#endif
+#ifndef HALF_SUMS
+#define HALF_SUMS 0
+#endif
+
+typedef unsigned long long u64;
+
+// Whether sums over the batch are made in each step.
+#ifdef NO_SUM
+#define SUM_H 0
+#define SUM_C 0
+#else
+#define SUM_H (MODE_H == 1)
+#define SUM_C (MODE_C == 1)
+#endif
+#define PAIRS ((B + 1) / 2)  // of rows, in what is saved for the backward pass
+// The warp that adds up the sums of all, and the one that reads statistics from memory: of 13 warps, a
+// scheduler has four, numbers 0, 4, 8, 12, the other schedulers three, which have the time.
+#define ADDER (WARPS > 1 ? 1 : 0)
+#define HELPER (WARPS > 2 ? 2 : WARPS - 1)
+
+// One of two numbers, without a branch: those that the compiler would make keep the rows of a thread
+// from being computed side by side.
+__device__ __forceinline__ float pick(bool first, float x, float y) {
+  float v;
+  asm("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tselp.f32 %0, %1, %2, p;\n\t}" : "=f"(v) : "f"(x), "f"(y), "r"(u32(first)));
+  return v;
+}
+
+// Operands of products ------------------------------------------------------------------------------
+
+// Two numbers in 16 bits each, the first in the lower half.
+__device__ __forceinline__ u32 pack(float x, float y) {
+  u32 p;
+#if TYPE == 1
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(y), "f"(x));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(y), "f"(x));
+#endif
+  return p;
+}
+
+__device__ __forceinline__ void multiply16(float (&c)[4], uint4 a, u32 b0, u32 b1) {
+#if TYPE == 1
+#define SHAPE16 "m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+#define SHAPE16 "m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+  asm("mma.sync.aligned." SHAPE16 " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// An 8 x 8 matrix of 16-bit numbers, two neighbours of row lane / 4 in each thread, transposed.
+__device__ __forceinline__ u32 turn(u32 v) {
+  u32 out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
+  return out;
+}
+
+// The power of two that brings numbers of at most the size `top` (as bits) up to 2^15, and its inverse.
+__device__ __forceinline__ u32 exponent(u32 top) { return max(top >> 23, 15u); }
+__device__ __forceinline__ float scale_up(u32 top) { return __uint_as_float((268 - exponent(top)) << 23); }
+__device__ __forceinline__ float scale_down(u32 top) { return __uint_as_float((exponent(top) - 14) << 23); }
+
+__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7fffffffu; }
+
+// One that is not finite is left out: it must not make the others small.
+__device__ __forceinline__ u32 finite_size(float v) {
+  const u32 bits = size_of(v);
+  return bits < 0x7f800000u ? bits : 0;
+}
+
+// Two neighbours of a row of W as an operand.
+__device__ __forceinline__ u32 operand(const Element* p, float scale) {
+#if TYPE == 0
+  const float2 v = load2(p);
+  return pack(v.x * scale, v.y * scale);
+#else
+  return *reinterpret_cast<const u32*>(p);
+#endif
+}
+
+// Eight rows of a warp by the eight units of a block -----------------------------------------------
+
+struct Place {
+  int lane, warp, own, quad, unit, pair;  // unit: of the layer; pair: of rows
+  int row[2];                             // the rows that the thread owns
+  bool mine, in[2];                       // whether the unit, and those rows of it, exist
+  int line;      // the row that it reads from memory and writes to it in 16 bits, two units of it:
+  bool in_line;  // neighbours there are neighbouring units
+  int B;
+};
+
+__device__ __forceinline__ Place place_of(int B) {
+  Place at;
+  at.B = B;
+  at.lane = threadIdx.x & 31, at.warp = threadIdx.x >> 5;
+  at.own = at.lane >> 2, at.quad = at.lane & 3;
+  at.unit = blockIdx.x * UNITS + at.own;
+  at.pair = 4 * at.warp + at.quad;
+  at.mine = at.unit < H;
+  for (int e = 0; e < 2; e++) {
+    at.row[e] = 2 * at.pair + e;
+    at.in[e] = at.row[e] < B && at.mine;
+  }
+  at.line = 8 * at.warp + at.own;
+  at.in_line = at.line < B && int(blockIdx.x) * UNITS + 2 * at.quad < H;
+  return at;
+}
+
+// p: row 0 of the batch at the first unit of the block.
+__device__ __forceinline__ Pair load_tile(const Element* p, int stride, const Place& at) {
+#if TYPE == 0
+  Pair v = make_float2(0, 0);
+  if (at.in[0]) v.x = p[at.row[0] * stride + at.own];
+  if (at.in[1]) v.y = p[at.row[1] * stride + at.own];
+  return v;
+#else
+  return at.in_line ? *reinterpret_cast<const Pair*>(p + at.line * stride + 2 * at.quad) : 0u;
+#endif
+}
+
+__device__ __forceinline__ float2 turned(Pair v) {
+#if TYPE == 0
+  return v;
+#else
+  return widen(turn(v));
+#endif
+}
+
+// In 16 bits what is stored has been turned.
+__device__ __forceinline__ void store_line(Element* p, int stride, const Place& at, u32 v) {
+  if (at.in_line) *reinterpret_cast<u32*>(p + at.line * stride + 2 * at.quad) = v;
+}
+
+__device__ __forceinline__ void store_tile(Element* p, int stride, const Place& at, float x, float y) {
+#if TYPE == 0
+  if (at.in[0]) p[at.row[0] * stride + at.own] = x;
+  if (at.in[1]) p[at.row[1] * stride + at.own] = y;
+#else
+  store_line(p, stride, at, turn(pack(x, y)));
+#endif
+}
+
+// The cluster ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 address_of(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// An address of this block's shared memory, in block `rank`.
+__device__ __forceinline__ u32 in_block(u32 address, u32 rank) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The barrier expects `bytes` more in its present phase, which ends when they have come.
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+#if !PLAIN && !defined(NO_EXCHANGE)
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}"
+               ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void start_barriers(u32 barriers, int number, u32 bytes) {
+  for (int i = threadIdx.x; i < number; i += THREADS) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers + 8 * i), "r"(PLAIN ? BLOCKS : 1) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    expect(barriers + 8 * i, bytes);
+  }
+}
+
+// Acquiring for the cluster would empty the L1 cache each time, which shared memory does not go through.
+#ifdef STRICT
+#define SCOPE ".acquire.cluster"
+#else
+#define SCOPE ""
+#endif
+
+// With GUARD, for trials, who waited for a second or so waits no more.
+struct Waiting {
+  bool tired = false;
+  __device__ __forceinline__ void until(u32 barrier, u32 phase) {
+#if !defined(NO_WAIT) && !defined(NO_EXCHANGE)
+    u32 done;
+#ifdef GUARD
+    const i64 since = clock64();
+    if (tired) return;
+#endif
+    do {
+      asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity" SCOPE ".shared::cta.b64 p, [%1], %2;\n\t"
+                   "selp.u32 %0, 1, 0, p;\n\t}"
+                   : "=r"(done) : "r"(barrier), "r"(phase & 1) : "memory");
+#ifdef GUARD
+      if (!done && clock64() - since > (1ll << 31)) tired = done = true;
+#endif
+    } while (!done);
+#endif
+    __syncwarp();
+  }
+};
+
+// Stores into the shared memory of another block, if `there`. `barrier`, in it, counts the bytes as they
+// come.
+#if PLAIN
+#define STORE "@p st.shared::cluster"
+#define COUNTED ""
+#else
+#define STORE "@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+#define COUNTED ", [%1]"
+#endif
+#define IF_THERE "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t"
+
+__device__ __forceinline__ void send(bool there, u32 to, u32 barrier, uint4 v) {
+  asm volatile(IF_THERE STORE ".v4.b32 [%0], {%3, %4, %5, %6}" COUNTED ";\n\t}"
+               ::"r"(to), "r"(barrier), "r"(u32(there)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ void send(bool there, u32 to, u32 barrier, float2 v) {
+  asm volatile(IF_THERE STORE ".v2.f32 [%0], {%3, %4}" COUNTED ";\n\t}"
+               ::"r"(to), "r"(barrier), "r"(u32(there)), "f"(v.x), "f"(v.y) : "memory");
+}
+
+__device__ __forceinline__ void send(bool there, u32 to, u32 barrier, u32 v) {
+  asm volatile(IF_THERE STORE ".b32 [%0], %3" COUNTED ";\n\t}"
+               ::"r"(to), "r"(barrier), "r"(u32(there)), "r"(v) : "memory");
+}
+
+// After ordinary stores the warp says to every block that they are done. `barrier`: here.
+__device__ __forceinline__ void announce(u32 barrier, int lane) {
+#if PLAIN && !defined(NO_EXCHANGE) && !defined(NO_WAIT)
+  __syncwarp();
+  if (lane < BLOCKS)
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, lane)) : "memory");
+#endif
+}
+
+// Sums over the batch --------------------------------------------------------------------------------
+
+// Of N numbers for each gate, summed over the four threads of a unit: thread `quad` gets those of gate `quad`.
+template <int N>
+__device__ __forceinline__ void sum_gates(float (&out)[N], const float (&v)[N][4], int quad) {
+  const bool upper = quad & 2, odd = quad & 1;
+  float x[N], y[N];
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    x[n] = pick(upper, v[n][2], v[n][0]) + __shfl_xor_sync(~0u, pick(upper, v[n][0], v[n][2]), 2);
+    y[n] = pick(upper, v[n][3], v[n][1]) + __shfl_xor_sync(~0u, pick(upper, v[n][1], v[n][3]), 2);
+  }
+#pragma unroll
+  for (int n = 0; n < N; n++) out[n] = pick(odd, y[n], x[n]) + __shfl_xor_sync(~0u, pick(odd, x[n], y[n]), 1);
+}
+
+// Two numbers of a unit over its four threads, into `room` [WARPS][UNITS][2].
+__device__ __forceinline__ void sum_cells(float* room, float first, float second, const Place& at) {
+  const bool upper = at.quad & 2;
+  float sum = pick(upper, second, first) + __shfl_xor_sync(~0u, pick(upper, first, second), 2);
+  sum += __shfl_xor_sync(~0u, sum, 1);
+  if (!(at.quad & 1)) room[at.warp * 2 * UNITS + 2 * at.own + (at.quad >> 1)] = sum;
+}
+
+// room[index] of all warps, `pitch` apart, in a fixed order.
+__device__ __forceinline__ float2 add_warps2(const float2* room, int pitch) {
+  float2 sum[4] = {};
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) {
+    const float2 v = room[w * pitch];
+    sum[w % 4].x += v.x, sum[w % 4].y += v.y;
+  }
+  return make_float2((sum[0].x + sum[1].x) + (sum[2].x + sum[3].x), (sum[0].y + sum[1].y) + (sum[2].y + sum[3].y));
+}
+
+__device__ __forceinline__ float add_warps(const float* room, int pitch) {
+  float sum[4] = {};
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) sum[w % 4] += room[w * pitch];
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// The adder has written what the others wait for, and goes on.
+__device__ __forceinline__ void hand_out() {
+  if (WARPS > 1) asm volatile("barrier.cta.arrive.aligned 1, %0;" ::"n"(THREADS) : "memory");
+  __syncwarp();
+}
+
+__device__ __forceinline__ void take() { asm volatile("barrier.cta.sync.aligned 1, %0;" ::"n"(THREADS) : "memory"); }
+
+// Where two numbers of a gate of a unit lie, so that all four gates are two reads of 16 bytes, which the
+// units of a warp make without conflicts.
+__device__ __forceinline__ int slot(int unit, int gate) { return ((gate >> 1) * UNITS + unit) * 2 + (gate & 1); }
+
+__device__ __forceinline__ void read_slots(float2 (&v)[4], const float2* from, int unit) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const float4 two = *reinterpret_cast<const float4*>(from + slot(unit, 2 * half));
+    v[2 * half] = make_float2(two.x, two.y), v[2 * half + 1] = make_float2(two.z, two.w);
+  }
+}
+
+// What a step keeps, and reads ------------------------------------------------------------------------
+
+// For the backward pass: eight numbers of a thread side by side.
+__device__ __forceinline__ void store_eight(Element* p, const float (&v)[4][2]) {
+#if TYPE == 0
+  reinterpret_cast<float4*>(p)[0] = make_float4(v[0][0], v[0][1], v[1][0], v[1][1]);
+  reinterpret_cast<float4*>(p)[1] = make_float4(v[2][0], v[2][1], v[3][0], v[3][1]);
+#else
+  *reinterpret_cast<uint4*>(p) =
+      make_uint4(pack(v[0][0], v[0][1]), pack(v[1][0], v[1][1]), pack(v[2][0], v[2][1]), pack(v[3][0], v[3][1]));
+#endif
+}
+
+// What a step reads, on its way from memory: in shared memory, where it takes no registers. A thread
+// reads only what it asked for itself.
+#define PER (TYPE == 0 ? 2 : 1)      // words of two rows of a unit
+#define EIGHTH (TYPE == 0 ? 2 : 1)  // 16 bytes each, of what is saved
+#define WORDS (4 * EIGHTH + 2 + 5 * PER)
+
+// Nothing is read from where there is nothing: zeros come instead.
+template <int BYTES>
+__device__ __forceinline__ void fetch_async(u32 to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+               ::"r"(to), "l"(from), "n"(BYTES), "r"(there ? BYTES : 0) : "memory");
+}
+
+struct Ahead {
+  u32* room;  // [WORDS][THREADS]; first 16 bytes of each thread, then 8, then 4
+
+  __device__ __forceinline__ u32* words(int first, int width) const { return room + first * THREADS + width * threadIdx.x; }
+
+  __device__ __forceinline__ void ask_saved(const Element* wh, const float* cs, bool there) const {
+#pragma unroll
+    for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(4 * i, 4)), wh + i * VEC, there);
+    fetch_async<8>(address_of(words(4 * EIGHTH, 2)), cs, there);
+  }
+  // A tile, as the n-th of five: see load_tile.
+  __device__ __forceinline__ void ask_tile(int n, const Element* p, int stride, const Place& at) const {
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+      const bool there = TYPE == 0 ? at.in[i] : at.in_line;
+      const int offset = TYPE == 0 ? at.row[i] * stride + at.own : at.line * stride + 2 * at.quad;
+      fetch_async<4>(address_of(words(4 * EIGHTH + 2 + n * PER + i, 1)), p + offset, there);
+    }
+  }
+  __device__ __forceinline__ void wait() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+  __device__ __forceinline__ void saved(float (&v)[4][2]) const {
+#if TYPE == 0
+    const float4 low = *reinterpret_cast<const float4*>(words(0, 4)), high = *reinterpret_cast<const float4*>(words(4, 4));
+    v[0][0] = low.x, v[0][1] = low.y, v[1][0] = low.z, v[1][1] = low.w;
+    v[2][0] = high.x, v[2][1] = high.y, v[3][0] = high.z, v[3][1] = high.w;
+#else
+    const uint4 all = *reinterpret_cast<const uint4*>(words(0, 4));
+    const u32 p[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+      const float2 two = widen(p[q]);
+      v[q][0] = two.x, v[q][1] = two.y;
+    }
+#endif
+  }
+  __device__ __forceinline__ float2 cells() const { return *reinterpret_cast<const float2*>(words(4 * EIGHTH, 2)); }
+  __device__ __forceinline__ float2 tile(int n) const {
+    const u32* word = words(4 * EIGHTH + 2 + n * PER, 1);
+#if TYPE == 0
+    return make_float2(__uint_as_float(word[0]), __uint_as_float(word[THREADS]));
+#else
+    return turned(*word);
+#endif
+  }
+};

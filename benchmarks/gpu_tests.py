@@ -92,7 +92,8 @@ def run_tests(names, timeout, run):
     flags = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "--strict-markers"]
     if importlib.util.find_spec("pytest_timeout"):
         flags.append("--timeout=180")
-    return run(pytest_command(*flags, *names), timeout)
+    # Wide enough for the reasons of failures in the summary.
+    return run(pytest_command(*flags, *names), timeout, COLUMNS="400")
 
 
 def outcomes(names, logs):
@@ -151,8 +152,11 @@ def compare_demos(found):
 # All of it --------------------------------------------------------------------------------------
 
 
-def everything(workers, seconds, run=run, collect=collect, sanitizer=find_sanitizer):
-    """The summary. Nothing waits for anything else: the card is shared, which is a test too."""
+def everything(workers, seconds, run=run, collect=collect, sanitizer=find_sanitizer, keep=None):
+    """The summary. Nothing waits for anything else: the card is shared, which is a test too.
+
+    keep: called with what all processes of the tests wrote.
+    """
     os.environ.setdefault("RBN_TEST_SEED", str(secrets.randbelow(2**31)))
     began, names = time.monotonic(), collect()
     left = max(1.0, seconds - (time.monotonic() - began))
@@ -176,6 +180,8 @@ def everything(workers, seconds, run=run, collect=collect, sanitizer=find_saniti
         checks = {tool: pool.submit(check_tool, binary, tool, CASE, run, left) for tool in TOOLS}
         shards = [names[k::workers] for k in range(min(workers, len(names)))]
         logs = list(pool.map(lambda shard: run_tests(shard, left, run), shards))
+        if keep is not None:
+            keep("\n".join(log.output for log in logs))
         summary = outcomes(names, [log.output for log in logs])
         summary |= {
             "processes": len(shards),
@@ -209,6 +215,7 @@ def main():
     parser.add_argument("--minutes", type=float, default=20, help="stop what takes longer")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--log", type=Path, default=os.devnull, help="for what the tests write")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device; the tests marked gpu would all be skipped")
@@ -219,7 +226,7 @@ def main():
         f"Python {platform.python_version()}",
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit(),
-    } | everything(arguments.workers, 60 * arguments.minutes)
+    } | everything(arguments.workers, 60 * arguments.minutes, keep=arguments.log.write_text)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary, indent=2))

@@ -36,6 +36,7 @@ def test_loss_and_gradients_are_those_of_the_cpu(variant):
     assert abs(there.measure_with("valid", "population") - 0.5) <= 0.5
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("variant", READERS)
 def test_a_step_does_not_wait_for_the_device(variant):
     there = task(variant, "cuda")

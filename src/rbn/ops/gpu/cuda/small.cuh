@@ -270,6 +270,29 @@ __device__ __forceinline__ void announce(u32 barrier, int lane) {
 #endif
 }
 
+// With CLOCK, for trials, warps of blocks 0 and 5 write down when they pass the stages of the 32 steps from
+// number CLOCK on, [2][32][WARPS][16] into what is otherwise not used.
+#ifdef CLOCK
+struct Marks {
+  volatile u32* at;
+  __device__ __forceinline__ void begin(u32* room, int step) {
+    const int block = blockIdx.x == 0 ? 0 : 1;
+    const bool now = (blockIdx.x == 0 || blockIdx.x == 5) && threadIdx.x % 32 == 0 && step >= CLOCK && step < CLOCK + 32;
+    at = now ? room + ((block * 32 + step - CLOCK) * (THREADS / 32) + threadIdx.x / 32) * 16 : nullptr;
+  }
+  __device__ __forceinline__ void pass(int stage) const {
+    u32 when;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(when)::"memory");
+    if (at) at[stage] = when;
+  }
+};
+#define MARKS(room, step) Marks marks; marks.begin(room, step)
+#define MARK(stage) marks.pass(stage)
+#else
+#define MARKS(room, step)
+#define MARK(stage)
+#endif
+
 // Sums over the batch --------------------------------------------------------------------------------
 
 // Of N numbers for each gate, summed over the four threads of a unit: thread `quad` gets those of gate `quad`.

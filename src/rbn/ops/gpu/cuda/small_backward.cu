@@ -39,7 +39,7 @@ struct Backward {
   Element* da;             // [R, T, B, 4H]: d(W_h h)
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
-  u32* counter;  // not used
+  u32* counter;  // not used but by CLOCK
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -197,14 +197,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   for (int k = 0; k < p.T; k++) {
     const int t = p.T - 1 - k;
     const int now = k & 1;
+    MARKS(p.counter, k);
+    MARK(0);
     const bool valid[2] = {t < length[0], t < length[1]};
     const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
     const float4* statistics = reinterpret_cast<const float4*>(given + now * STATISTICS);
     ahead.wait();
+    MARK(1);
     put_given(reinterpret_cast<float4*>(given + now * STATISTICS));
     ask_given(t - 1);
     __syncthreads();
 
+    MARK(2);
     // The forward step again, which waits for nobody.
     float a_hat[4][2], x_hat[4][2], gate[4][2], c_hat[2], tanh_c[2], dh[2];
     ahead.saved(a_hat);
@@ -245,11 +249,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
     }
     ask_rows(t - 1);
 
+    MARK(3);
     // dh through W_h
     if (k > 0) {
       const u32 barrier = barriers + 8 * ((now ^ 1) * WARPS + warp);
       waiting.until(barrier, u32((k - 1) >> 1));
       if (lane == 0 && !waiting.tired) expect(barrier, BYTES);
+      MARK(4);
       const Share* from = shares + ((now ^ 1) * WARPS + warp) * REGION + lane;
       float2 sum[4] = {};
 #pragma unroll
@@ -276,7 +282,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
     float2 off_c = make_float2(0, 0);
     if (SUM_C) {
       sum_cells(room_c, v_c[0], v_c[1], at);
+      MARK(5);
       __syncthreads();
+      MARK(6);
       if (warp == ADDER) {
         const float2 s = add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
         if (quad == 0) total_c[own] = make_float2(s.x * inv, s.y * inv);
@@ -290,6 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
     }
 
+    MARK(7);
     // Equation 7
     float dpre[4][2], v[3][4] = {};
 #pragma unroll
@@ -318,7 +327,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
       sum_gates(sum, v, quad);
       store2(room + (warp * 32 + lane) * 2, sum[0], sum[1]);
       room_x[warp * 32 + lane] = sum[2];
+      MARK(8);
       __syncthreads();
+      MARK(9);
       if (warp == ADDER) {
         const float2 s = add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
         total_h[slot(own, quad)] = make_float2(s.x * inv, s.y * inv);
@@ -336,6 +347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
 #pragma unroll
         for (int q = 0; q < 4; q++) sum_v[n][q] += v[n][q];
     }
+    MARK(10);
     float2 off[4];
     float d[4][2];
     if (MODE_H == 1) read_slots(off, total_h, own);
@@ -391,6 +403,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
       announce(barriers + 8 * (now * WARPS + warp), lane);
     }
 
+    MARK(11);
     // What nobody waits for. da may lie over wh of later steps: the shares of step t + 1 were sent after
     // the first __syncthreads of that step, by when all warps of the block had its wh.
 #pragma unroll
@@ -415,6 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
         store_tile(p.dwx + here, GATES, at, dx[0], dx[1]);
       }
     }
+    MARK(12);
   }
 
 #pragma unroll

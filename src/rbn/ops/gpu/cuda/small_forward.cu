@@ -23,7 +23,7 @@ struct Forward {
   float *h_n, *c_n;    // [R, B, H]; h_n only where there are lengths
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
-  u32* counter;        // not used
+  u32* counter;        // not used but by CLOCK
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -210,6 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
 
   for (i64 t = 0; t < p.T; t++) {
     const int now = t & 1;
+    MARKS(p.counter, int(t));
+    MARK(0);
     const bool valid[2] = {t < length[0], t < length[1]};
     float2* statistics = reinterpret_cast<float2*>(given + now * STATISTICS);
     const float2* before = reinterpret_cast<const float2*>(given + (now ^ 1) * STATISTICS);  // of step t - 1
@@ -219,12 +221,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
     ask_input(t + 2);
     ask_given(t + 1);
 
+    MARK(1);
+
     // W_h h
     if (t > 0) {
       const u32 barrier = barriers + 8 * (now * WARPS + warp);
       waiting.until(barrier, u32((t - 1) >> 1));
       if (lane == 0 && !waiting.tired) expect(barrier, BYTES);
     }
+    MARK(2);
     float a[4][2] = {};
 #ifndef NO_GATHER
     {
@@ -258,6 +263,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
     unscale = 1.0f / WHOLE;
 #endif
 
+    MARK(3);
+
     // Equation 6
     if (SUM_H) {
       float v[2][4] = {}, sum[2];
@@ -274,7 +281,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
       sum_gates(sum, v, quad);
       store2(room + (warp * 32 + lane) * 2, sum[0], sum[1]);
     }
+    MARK(4);
     __syncthreads();
+    MARK(5);
     if (SUM_H && warp == ADDER) {
       const float2 v = add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
       const int here = slot(own, quad);
@@ -290,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
       take();
     }
 
+    MARK(6);
     float gate[4][2], cand[2];
     {
       float2 of_h[4];
@@ -325,7 +335,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
         v[1] += d * d;
       }
       sum_cells(room_c, v[0], v[1], at);
+      MARK(7);
       __syncthreads();
+      MARK(8);
       if (warp == ADDER) {
         const float2 s = add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
         const float off = s.x * inv, var = variance(s.y * inv, off), mean = inv > 0.0f ? shift + off : 0.0f;
@@ -339,6 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
         take();
       }
     }
+    MARK(9);
     if (MODE_C) of_c = statistics[64 + own];
     float h[2];
 #pragma unroll
@@ -367,6 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
     }
 #endif
 
+    MARK(10);
     // What nobody waits for.
 #if TYPE == 0
     store_tile(hs + (t + 1) * B * HS + rank * UNITS, HS, at, h[0], h[1]);
@@ -382,7 +396,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
 #pragma unroll
       for (int e = 0; e < 2; e++)
         if (valid[e]) p.h_n[(r * B + at.row[e]) * H + unit] = h[e];
+    MARK(11);
     if (t + 1 < p.T) prepare(t + 1);
+    MARK(12);
   }
 #pragma unroll
   for (int e = 0; e < 2; e++)

@@ -19,44 +19,49 @@ from rbn.ops.gpu import nvrtc
 from rbn.ops.gpu.driver import Kernel, shared_limit
 
 UNITS = 8
-_ROWS = 8  # of a warp
+_ROWS = 8  # of a tile
+_TILES = 2  # of a warp: what is done for each warp is done less often
 _LARGEST = 16  # blocks of a cluster, where the card allows more than the 8 that all allow
-_WARPS = 16
+_WARPS = 16  # with one tile each
 _OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
 
 
 @dataclass(frozen=True)
 class SmallCut:
-    """The blocks of a cluster that work, and the warps of a block."""
+    """The blocks of a cluster that work, a block's warps that own rows, and tiles of rows of a warp."""
 
     blocks: int
     warps: int
+    tiles: int
     half: bool
 
     @property
     def threads(self) -> int:
-        """Of a block."""
-        return 32 * self.warps
+        """Of a block: one warp more adds up what the others have."""
+        return 32 * (self.warps + 1)
 
     def shared(self, direction: str) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
         barriers = 2 * self.warps * 8
+        tiles = self.warps * self.tiles
         if direction == "forward":
-            hidden = 2 * self.warps * -(-self.blocks // 4) * 32 * 16
-            return hidden + 4 * (80 * self.warps + 2 * 144 + 128) + barriers
-        shares = 2 * self.warps * self.blocks * 32 * 8
-        ahead = 4 * (11 if self.half else 20) * self.threads
-        rest = 112 * self.warps + 2 * 160 + 128 + 112 + 160 + 160
+            hidden = 2 * tiles * -(-self.blocks // 4) * 32 * 16
+            return hidden + 4 * (80 * self.warps + 2 * 144 + 64) + barriers
+        shares = 2 * tiles * self.blocks * 32 * 8
+        ahead = 4 * (11 if self.half else 20) * 32 * tiles
+        rest = 112 * self.warps + 2 * 288 + 288
         return shares + ahead + 4 * rest + barriers
 
 
 @functools.lru_cache(maxsize=256)
 def cut_small(dtype: torch.dtype, batch: int, hidden: int) -> SmallCut | None:
     """The division of both kernels, or None where a cluster is too small."""
-    blocks, warps = -(-hidden // UNITS), -(-batch // _ROWS)
-    if hidden % 2 or blocks > _LARGEST or warps > _WARPS:
+    blocks, rows = -(-hidden // UNITS), -(-batch // _ROWS)
+    tiles = min(_TILES, rows)
+    warps = -(-rows // tiles)
+    if hidden % 2 or blocks > _LARGEST or warps > _WARPS // tiles:
         return None
-    return SmallCut(blocks, warps, dtype != torch.float32)
+    return SmallCut(blocks, warps, tiles, dtype != torch.float32)
 
 
 def enabled() -> bool:
@@ -113,5 +118,5 @@ def kernel(
     """The kernel for a division; `device` is the current one."""
     major, minor = torch.cuda.get_device_capability(device)
     name = f"small_{direction}"
-    code = nvrtc.compiled(name, dict(defines) | {"MW": cut.warps}, f"sm_{major}{minor}")
+    code = nvrtc.compiled(name, dict(defines) | {"MW": cut.warps, "RT": cut.tiles}, f"sm_{major}{minor}")
     return Kernel(code, name, cut.threads, cut.shared(direction), cluster)

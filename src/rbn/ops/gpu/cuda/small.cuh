@@ -1,9 +1,13 @@
 // For small layers, whose blocks form one thread-block cluster: what both kernels share.
 //
-// A block owns UNITS = 8 hidden units for all rows of the batch, a warp 8 rows of them, a thread one
-// unit (`own` = lane / 4) of two neighbouring rows (2 * `quad` = 2 * (lane % 4) and the next). That is how
-// the tensor core instruction leaves its sums if W_h is its left side (m16) and the rows are its
-// right side (n8): of the 16 rows of a sum a thread has two, which are two gates of its unit.
+// A block owns UNITS = 8 hidden units for all rows of the batch, a warp RT tiles of 8 rows of them, a thread
+// one unit (`own` = lane / 4) of two neighbouring rows of each tile (2 * `quad` = 2 * (lane % 4) and the
+// next). That is how the tensor core instruction leaves its sums if W_h is its left side (m16) and the rows
+// are its right side (n8): of the 16 rows of a sum a thread has two, which are two gates of its unit.
+//
+// One warp more, the last, owns no rows but the sums over the batch: it adds up those of the others,
+// makes what they multiply and add with, and reads and writes statistics. Its lane owns gate `quad` of unit
+// `own`. The others meet only it.
 //
 // The warps of equal number of all blocks exchange their rows through distributed shared memory, and
 // wait for nobody else: each has a barrier of its own (mbarrier) for each of two buffers. A buffer is
@@ -12,7 +16,7 @@
 // Products have 16-bit operands, also of a layer in float32: float16 has the 11 significant bits of
 // tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
 //
-// Named from outside besides those of common.cuh: MW (warps: 8 rows each), PLAIN (ordinary stores and
+// Named from outside besides those of common.cuh: MW (warps that own rows), RT, PLAIN (ordinary stores and
 // an arrival instead of stores that count themselves), HALF_SUMS (dh is exchanged in 16 bits), FAST (the
 // approximate tanh in float32, too), STRICT (see SCOPE).
 #define UNITS 8
@@ -22,6 +26,13 @@
 #define REGISTERS 0
 #define BARRIER 1
 #include "common.cuh"
+#undef THREADS
+#define WORKERS (32 * WARPS)  // threads that own rows
+#define THREADS (WORKERS + 32)
+#ifndef RT
+#define RT 2
+#endif
+#define ROW_TILES (WARPS * RT)
 
 #ifdef NO_WAIT  // blocks that run ahead would count too far
 #undef PLAIN
@@ -45,10 +56,6 @@ typedef unsigned long long u64;
 #define SUM_C (MODE_C == 1)
 #endif
 #define PAIRS ((B + 1) / 2)  // of rows, in what is saved for the backward pass
-// The warp that adds up the sums of all, and the one that reads statistics from memory: of 13 warps, a
-// scheduler has four, numbers 0, 4, 8, 12, the other schedulers three, which have the time.
-#define ADDER (WARPS > 1 ? 1 : 0)
-#define HELPER (WARPS > 2 ? 2 : WARPS - 1)
 
 // One of two numbers, without a branch: those that the compiler would make keep the rows of a thread
 // from being computed side by side.
@@ -82,6 +89,17 @@ __device__ __forceinline__ void multiply16(float (&c)[4], uint4 a, u32 b0, u32 b
                : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
+// The same with half the columns.
+__device__ __forceinline__ void multiply8(float (&c)[4], u32 a0, u32 a1, u32 b) {
+#if TYPE == 1
+#define SHAPE8 "m16n8k8.row.col.f32.bf16.bf16.f32"
+#else
+#define SHAPE8 "m16n8k8.row.col.f32.f16.f16.f32"
+#endif
+  asm("mma.sync.aligned." SHAPE8 " {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
+}
+
 // An 8 x 8 matrix of 16-bit numbers, two neighbours of row lane / 4 in each thread, transposed.
 __device__ __forceinline__ u32 turn(u32 v) {
   u32 out;
@@ -112,43 +130,73 @@ __device__ __forceinline__ u32 operand(const Element* p, float scale) {
 #endif
 }
 
-// Eight rows of a warp by the eight units of a block -----------------------------------------------
+// Nonlinearities ------------------------------------------------------------------------------------
+
+// Of a number that has been multiplied with pre(gate), which costs nothing where that is part of a factor.
+#if TYPE == 0 && !defined(FAST)
+__device__ __forceinline__ float pre(int gate) { return gate == 2 ? -2.8853900817779268f : -1.4426950408889634f; }
+__device__ __forceinline__ float sigmoid_of(float v) {
+  float y;
+  asm("{\n\t.reg .f32 e;\n\tex2.approx.ftz.f32 e, %1;\n\tadd.f32 e, e, 0f3F800000;\n\trcp.approx.ftz.f32 %0, e;\n\t}"
+      : "=f"(y) : "f"(v));
+  return y;
+}
+__device__ __forceinline__ float tanh_of(float v) { return fmaf(2.0f, sigmoid_of(v), -1.0f); }
+#else
+__device__ __forceinline__ float pre(int gate) { return gate == 2 ? 1.0f : 0.5f; }
+__device__ __forceinline__ float tanh_of(float v) { return tanh_(v); }
+__device__ __forceinline__ float sigmoid_of(float v) { return fmaf(0.5f, tanh_(v), 0.5f); }
+#endif
+
+__device__ __forceinline__ float gate_of(int gate, float v) { return gate == 2 ? tanh_of(v) : sigmoid_of(v); }
+
+__device__ __forceinline__ float rsqrt_(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The rows of a warp by the eight units of a block --------------------------------------------------
 
 struct Place {
-  int lane, warp, own, quad, unit, pair;  // unit: of the layer; pair: of rows
-  int row[2];                             // the rows that the thread owns
-  bool mine, in[2];                       // whether the unit, and those rows of it, exist
-  int line;      // the row that it reads from memory and writes to it in 16 bits, two units of it:
-  bool in_line;  // neighbours there are neighbouring units
+  int lane, warp, own, quad, unit, tile;  // unit: of the layer; tile: the warp's first
+  bool mine;                              // whether the unit exists
   int B;
+
+  __device__ __forceinline__ int row(int n, int e) const { return 8 * (tile + n) + 2 * quad + e; }
+  __device__ __forceinline__ bool in(int n, int e) const { return row(n, e) < B && mine; }
+  // In 16 bits it reads from memory and writes to it two units of another row: neighbours there are
+  // neighbouring units.
+  __device__ __forceinline__ int line(int n) const { return 8 * (tile + n) + own; }
+  __device__ __forceinline__ bool in_line(int n) const {
+    return line(n) < B && int(blockIdx.x) * UNITS + 2 * quad < H;
+  }
+  // What a thread reads and writes begins there, from row 0 at the block's first unit.
+  __device__ __forceinline__ i64 first(int stride) const {
+    return TYPE == 0 ? i64(row(0, 0)) * stride + own : i64(line(0)) * stride + 2 * quad;
+  }
 };
 
 __device__ __forceinline__ Place place_of(int B) {
   Place at;
   at.B = B;
-  at.lane = threadIdx.x & 31, at.warp = threadIdx.x >> 5;
+  at.lane = threadIdx.x & 31, at.warp = threadIdx.x >> 5, at.tile = at.warp * RT;
   at.own = at.lane >> 2, at.quad = at.lane & 3;
   at.unit = blockIdx.x * UNITS + at.own;
-  at.pair = 4 * at.warp + at.quad;
   at.mine = at.unit < H;
-  for (int e = 0; e < 2; e++) {
-    at.row[e] = 2 * at.pair + e;
-    at.in[e] = at.row[e] < B && at.mine;
-  }
-  at.line = 8 * at.warp + at.own;
-  at.in_line = at.line < B && int(blockIdx.x) * UNITS + 2 * at.quad < H;
   return at;
 }
 
-// p: row 0 of the batch at the first unit of the block.
-__device__ __forceinline__ Pair load_tile(const Element* p, int stride, const Place& at) {
+// p: where the thread begins.
+__device__ __forceinline__ Pair load_tile(const Element* p, int n, int stride, const Place& at) {
+  p += 8 * n * stride;
 #if TYPE == 0
   Pair v = make_float2(0, 0);
-  if (at.in[0]) v.x = p[at.row[0] * stride + at.own];
-  if (at.in[1]) v.y = p[at.row[1] * stride + at.own];
+  if (at.in(n, 0)) v.x = p[0];
+  if (at.in(n, 1)) v.y = p[stride];
   return v;
 #else
-  return at.in_line ? *reinterpret_cast<const Pair*>(p + at.line * stride + 2 * at.quad) : 0u;
+  return at.in_line(n) ? *reinterpret_cast<const Pair*>(p) : 0u;
 #endif
 }
 
@@ -161,16 +209,16 @@ __device__ __forceinline__ float2 turned(Pair v) {
 }
 
 // In 16 bits what is stored has been turned.
-__device__ __forceinline__ void store_line(Element* p, int stride, const Place& at, u32 v) {
-  if (at.in_line) *reinterpret_cast<u32*>(p + at.line * stride + 2 * at.quad) = v;
+__device__ __forceinline__ void store_line(Element* p, int n, int stride, const Place& at, u32 v) {
+  if (at.in_line(n)) *reinterpret_cast<u32*>(p + 8 * n * stride) = v;
 }
 
-__device__ __forceinline__ void store_tile(Element* p, int stride, const Place& at, float x, float y) {
+__device__ __forceinline__ void store_tile(Element* p, int n, int stride, const Place& at, float x, float y) {
 #if TYPE == 0
-  if (at.in[0]) p[at.row[0] * stride + at.own] = x;
-  if (at.in[1]) p[at.row[1] * stride + at.own] = y;
+  if (at.in(n, 0)) p[8 * n * stride] = x;
+  if (at.in(n, 1)) p[(8 * n + 1) * stride] = y;
 #else
-  store_line(p, stride, at, turn(pack(x, y)));
+  store_line(p, n, stride, at, turn(pack(x, y)));
 #endif
 }
 
@@ -271,7 +319,7 @@ __device__ __forceinline__ void announce(u32 barrier, int lane) {
 }
 
 // With CLOCK, for trials, warps of blocks 0 and 5 write down when they pass the stages of the 32 steps from
-// number CLOCK on, [2][32][WARPS][16] into what is otherwise not used.
+// number CLOCK on, [2][32][WARPS + 1][16] into what is otherwise not used.
 #ifdef CLOCK
 struct Marks {
   volatile u32* at;
@@ -335,13 +383,23 @@ __device__ __forceinline__ float add_warps(const float* room, int pitch) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// The adder has written what the others wait for, and goes on.
-__device__ __forceinline__ void hand_out() {
-  if (WARPS > 1) asm volatile("barrier.cta.arrive.aligned 1, %0;" ::"n"(THREADS) : "memory");
-  __syncwarp();
+// The warps with rows and the one that serves them: one side arrives, the other waits. Each of the
+// numbers is one of these meetings.
+#define SUMS_1 1
+#define TOTALS_1 2
+#define SUMS_2 3
+#define TOTALS_2 4
+#define TOTALS_3 5
+
+template <int NUMBER>
+__device__ __forceinline__ void done() {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
 }
 
-__device__ __forceinline__ void take() { asm volatile("barrier.cta.sync.aligned 1, %0;" ::"n"(THREADS) : "memory"); }
+template <int NUMBER>
+__device__ __forceinline__ void await() {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
+}
 
 // Where two numbers of a gate of a unit lie, so that all four gates are two reads of 16 bytes, which the
 // units of a warp make without conflicts.
@@ -382,33 +440,35 @@ __device__ __forceinline__ void fetch_async(u32 to, const void* from, bool there
 }
 
 struct Ahead {
-  u32* room;  // [WORDS][THREADS]; first 16 bytes of each thread, then 8, then 4
+  u32* room;  // [RT][WORDS][WORKERS]; first 16 bytes of each thread, then 8, then 4
 
-  __device__ __forceinline__ u32* words(int first, int width) const { return room + first * THREADS + width * threadIdx.x; }
-
-  __device__ __forceinline__ void ask_saved(const Element* wh, const float* cs, bool there) const {
-#pragma unroll
-    for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(4 * i, 4)), wh + i * VEC, there);
-    fetch_async<8>(address_of(words(4 * EIGHTH, 2)), cs, there);
+  __device__ __forceinline__ u32* words(int n, int first, int width) const {
+    return room + (n * WORDS + first) * WORKERS + width * threadIdx.x;
   }
-  // A tile, as the n-th of five: see load_tile.
-  __device__ __forceinline__ void ask_tile(int n, const Element* p, int stride, const Place& at) const {
+
+  __device__ __forceinline__ void ask_saved(int n, const Element* wh, const float* cs, bool there) const {
 #pragma unroll
-    for (int i = 0; i < PER; i++) {
-      const bool there = TYPE == 0 ? at.in[i] : at.in_line;
-      const int offset = TYPE == 0 ? at.row[i] * stride + at.own : at.line * stride + 2 * at.quad;
-      fetch_async<4>(address_of(words(4 * EIGHTH + 2 + n * PER + i, 1)), p + offset, there);
+    for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(n, 4 * i, 4)), wh + i * VEC, there);
+    fetch_async<8>(address_of(words(n, 4 * EIGHTH, 2)), cs, there);
+  }
+  // A tile, as the i-th of five: see load_tile.
+  __device__ __forceinline__ void ask_tile(int i, const Element* p, int n, int stride, const Place& at) const {
+#pragma unroll
+    for (int e = 0; e < PER; e++) {
+      const bool there = TYPE == 0 ? at.in(n, e) : at.in_line(n);
+      fetch_async<4>(address_of(words(n, 4 * EIGHTH + 2 + i * PER + e, 1)), p + (8 * n + e) * stride, there);
     }
   }
   __device__ __forceinline__ void wait() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-  __device__ __forceinline__ void saved(float (&v)[4][2]) const {
+  __device__ __forceinline__ void saved(int n, float (&v)[4][2]) const {
 #if TYPE == 0
-    const float4 low = *reinterpret_cast<const float4*>(words(0, 4)), high = *reinterpret_cast<const float4*>(words(4, 4));
+    const float4 low = *reinterpret_cast<const float4*>(words(n, 0, 4));
+    const float4 high = *reinterpret_cast<const float4*>(words(n, 4, 4));
     v[0][0] = low.x, v[0][1] = low.y, v[1][0] = low.z, v[1][1] = low.w;
     v[2][0] = high.x, v[2][1] = high.y, v[3][0] = high.z, v[3][1] = high.w;
 #else
-    const uint4 all = *reinterpret_cast<const uint4*>(words(0, 4));
+    const uint4 all = *reinterpret_cast<const uint4*>(words(n, 0, 4));
     const u32 p[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
     for (int q = 0; q < 4; q++) {
@@ -417,11 +477,13 @@ struct Ahead {
     }
 #endif
   }
-  __device__ __forceinline__ float2 cells() const { return *reinterpret_cast<const float2*>(words(4 * EIGHTH, 2)); }
-  __device__ __forceinline__ float2 tile(int n) const {
-    const u32* word = words(4 * EIGHTH + 2 + n * PER, 1);
+  __device__ __forceinline__ float2 cells(int n) const {
+    return *reinterpret_cast<const float2*>(words(n, 4 * EIGHTH, 2));
+  }
+  __device__ __forceinline__ float2 tile(int n, int i) const {
+    const u32* word = words(n, 4 * EIGHTH + 2 + i * PER, 1);
 #if TYPE == 0
-    return make_float2(__uint_as_float(word[0]), __uint_as_float(word[THREADS]));
+    return make_float2(__uint_as_float(word[0]), __uint_as_float(word[WORKERS]));
 #else
     return turned(*word);
 #endif

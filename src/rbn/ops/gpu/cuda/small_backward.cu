@@ -8,22 +8,16 @@
 
 #define TILES ((BLOCKS + 1) / 2)  // of 16 units of dh: those of two blocks
 #define SPLIT (MODE_H != 0)       // d(W_x x) is not d(W_h h)
-#if HALF_SUMS
-typedef u32 Share;
-#else
-typedef float2 Share;
-#endif
-#define SHARE int(sizeof(Share))         // of a thread: its unit and rows
-#define REGION (BLOCKS * 32)             // of shares: those for a warp, [block][thread]
-#define BYTES (REGION * SHARE)           // that a warp gets in a step
-#define ROOM (112 * WARPS)               // sums of warps: 64 and 32 of gates, 16 of cells
-#define STATISTICS 160                   // of the gates 128, of the cell 32
-#define CONSTANTS 128
+#define SHARE (RT * (HALF_SUMS ? 1 : 2))  // words of a thread: its unit and rows
+#define WIDE (SHARE > 4 ? 4 : SHARE)      // of them sent at once
+#define REGION (BLOCKS * 32 * SHARE)      // words of shares for a warp: [block][part][thread][WIDE]
+#define BYTES (REGION * 4)                // that a warp gets in a step
+#define ROOM (112 * WARPS)                // sums of warps: 64 and 32 of gates, 16 of cells
+#define TABLES 288  // what a step multiplies and adds with: 128 of gates, 32 of cells, 128 of given statistics
+#define TOTALS 288  // the same after sums over the batch: 128 of gates, 32 of cells, 128 of the input term
 #ifndef BATCH
-#define BATCH 4  // tiles multiplied side by side
+#define BATCH (RT > 1 ? 2 : 4)  // tiles multiplied side by side
 #endif
-#define TOTALS 112  // sums over the batch: 64 and 16 of gates and cells, 32 of the input term
-#define GIVEN 160   // statistics of a step on their way from memory, 5 for each lane of the helper
 
 struct Backward {
   const Element* wx;      // [R, T, B, 4H]
@@ -44,54 +38,153 @@ struct Backward {
   float eps;
 };
 
-__device__ __forceinline__ Share to_share(float x, float y) {
+struct Layout {
+  u32* shares;  // [2][WARPS][REGION]
+  Ahead ahead;
+  float *room, *room_x, *room_c;
+  float* given;  // [2][TABLES]
+  float4* totals;
+  u32 barriers;  // [2][WARPS]
+
+  __device__ __forceinline__ float4* table(int k) const { return reinterpret_cast<float4*>(given + (k & 1) * TABLES); }
+};
+
+// What a number x of a normalized term becomes, and its gradient g:
+//   gate:  a * table.x + ((x - table.y) * table.z + table.w), a: W_h h less its mean
+//   cell:  (c - table.x) * table.y + beta
+//   d(.):  g * totals.x + totals.y + (x less its mean) * totals.z
+// so that the warps with rows have nothing to compute that is the same for all rows.
+
+// The last warp: statistics, and sums over the batch.
+__device__ __forceinline__ void serve(const Backward& p, const Place& at, const Layout& in) {
+  const int own = at.own, quad = at.quad, here = quad * UNITS + own;
+  const i64 r = blockIdx.y, column = quad * H + at.unit;
+  const bool mine = at.mine;
+  const float scale = pick(quad == 2, pre(2), pre(0));
+  const float bias = BIAS && mine ? p.bias[r * GATES + column] : 0.0f;
+  const float g_x = MODE_X && mine ? p.gamma_x[r * GATES + column] : 1.0f;
+  const float g_h = MODE_H && mine ? p.gamma_h[r * GATES + column] : 0.0f;
+  const float g_c = MODE_C && mine ? p.gamma_c[r * H + at.unit] : 0.0f;
+  float vh = 0, mx = 0, vx = 0, mc = 0, vc = 0, inv = 1.0f / p.B;  // on their way from memory
+  float rh = 0, rx = 1, rc = 0, next_rh = 0, next_rx = 1, next_rc = 0;
+  float2 all_h = make_float2(0, 0), all_c = make_float2(0, 0);  // the sums over all steps so far
+  float all_x = 0.0f;
+
+  auto ask = [&](int t) {
+    if (!mine || t < 0) return;
+    auto row = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
+    if (MODE_H) vh = p.var_h[row(p.rows_h) * GATES + column];
+    if (MODE_X) mx = p.mean_x[row(p.rows_x) * GATES + column], vx = p.var_x[row(p.rows_x) * GATES + column];
+    if (MODE_C) mc = p.mean_c[row(p.rows_c) * H + at.unit], vc = p.var_c[row(p.rows_c) * H + at.unit];
+  };
+  auto put = [&](int k) {
+    float4* to = in.table(k);
+    if (MODE_H) {
+      next_rh = rsqrt_(vh + p.eps);
+      if (MODE_X) next_rx = rsqrt_(vx + p.eps);
+      to[here] = make_float4(next_rh * g_h * scale, mx, next_rx * g_x * scale, bias * scale);
+      if (!SUM_H) to[40 + here] = make_float4(slope<MODE_H>(next_rh, g_h, p.eps), next_rh, next_rx, next_rx * g_x);
+    }
+    if (MODE_C) {
+      next_rc = rsqrt_(vc + p.eps);
+      if (quad == 0) to[32 + own] = make_float4(mc, next_rc * g_c * pre(2), slope<MODE_C>(next_rc, g_c, p.eps), next_rc);
+    }
+    ask(p.T - 2 - k);
+  };
+  ask(p.T - 1);
+  put(0);
+  __syncthreads();
+  meet_cluster();
+
+  for (int k = 0; k < p.T; k++) {
+    MARKS(p.counter, k);
+    rh = next_rh, rx = next_rx, rc = next_rc;
+    if (LENGTHS) inv = p.inv_n[p.T - 1 - k];
+    if (!SUM_H && !SUM_C) __syncthreads();
+    if (SUM_C) {
+      MARK(5);
+      await<SUMS_1>();
+      MARK(6);
+      const float2 s = add_warps2(reinterpret_cast<float2*>(in.room_c) + own, UNITS);
+      const float f = slope<MODE_C>(rc, g_c, p.eps);
+      if (quad == 0) in.totals[32 + own] = make_float4(f, -(s.x * inv) * f, -(s.y * inv) * (rc * rc) * f, 0.0f);
+      if (!SUM_H) put(k + 1);
+      done<TOTALS_1>();
+      MARK(7);
+      all_c.x += s.x, all_c.y += s.y * rc;
+    }
+    if (SUM_C == SUM_H) put(k + 1);
+    if (SUM_H) {
+      MARK(8);
+      await<SUMS_2>();
+      MARK(9);
+      const float2 s = add_warps2(reinterpret_cast<float2*>(in.room) + at.lane, 32);
+      const float f = slope<MODE_H>(rh, g_h, p.eps), off = s.x * inv;
+      in.totals[here] = make_float4(f, -off * f, -(s.y * inv) * (rh * rh) * f, 0.0f);
+      if (!SUM_C) put(k + 1);
+      done<TOTALS_2>();
+      MARK(10);
+      all_h.x += s.x, all_h.y += s.y * rh;
+      const float sum_x = MODE_X ? add_warps(in.room_x + at.lane, 32) : 0.0f, fx = rx * g_x;
+      if (MODE_X == 1) in.totals[40 + here] = make_float4(fx, -off * fx, -(sum_x * inv) * (rx * rx) * fx, 0.0f);
+      if (MODE_X == 2) in.totals[40 + here] = make_float4(fx, 0.0f, 0.0f, 0.0f);
+      if (MODE_X) done<TOTALS_3>();
+      all_x += sum_x * rx;
+    }
+  }
+
+  __syncthreads();  // sums that were not made step by step are made here
+  const float2 s = SUM_H ? all_h : add_warps2(reinterpret_cast<float2*>(in.room) + at.lane, 32);
+  const float2 c = SUM_C ? all_c : add_warps2(reinterpret_cast<float2*>(in.room_c) + own, UNITS);
+  if (!mine) return;
+  p.dbias[r * GATES + column] = s.x;
+  if (MODE_H) p.dgamma_h[r * GATES + column] = s.y;
+  if (quad == 0) p.dbeta_c[r * H + at.unit] = c.x, p.dgamma_c[r * H + at.unit] = c.y;
+  if (MODE_H) p.dgamma_x[r * GATES + column] = SUM_H ? all_x : add_warps(in.room_x + at.lane, 32);
+}
+
+// A thread's share of dh for one block: RT tiles of two rows.
+__device__ __forceinline__ void send_share(bool there, u32 to, u32 barrier, const float (&v)[RT][2]) {
+  u32 words[SHARE];
+#pragma unroll
+  for (int n = 0; n < RT; n++) {
 #if HALF_SUMS
-  return pack(x, y);
+    words[n] = pack(v[n][0], v[n][1]);
 #else
-  return make_float2(x, y);
+    words[2 * n] = __float_as_uint(v[n][0]), words[2 * n + 1] = __float_as_uint(v[n][1]);
 #endif
+  }
+#pragma unroll
+  for (int i = 0; i < SHARE; i += WIDE) {
+    if (WIDE == 4)
+      send(there, to + i * 128, barrier, make_uint4(words[i], words[i + WIDE / 4], words[i + WIDE / 2], words[i + WIDE - 1]));
+    else if (WIDE == 2)
+      send(there, to, barrier, make_float2(__uint_as_float(words[0]), __uint_as_float(words[WIDE - 1])));
+    else
+      send(there, to, barrier, words[0]);
+  }
 }
 
-__device__ __forceinline__ float2 from_share(Share s) {
+__device__ __forceinline__ void add_share(float (&sum)[RT][2], const u32* from) {
+#pragma unroll
+  for (int n = 0; n < RT; n++) {
 #if HALF_SUMS && TYPE == 0
-  return make_float2(0, 0);  // float16 has not the range
+    const float2 v = make_float2(0, 0);  // float16 has not the range
 #elif HALF_SUMS
-  return widen(s);
+    const float2 v = widen(from[n / WIDE * 32 * WIDE + n % WIDE]);
 #else
-  return s;
+    const float2 v = *reinterpret_cast<const float2*>(from + 2 * n / WIDE * 32 * WIDE + 2 * n % WIDE);
 #endif
+    sum[n][0] += v.x, sum[n][1] += v.y;
+  }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Backward p) {
-  extern __shared__ uint4 shared[];
-  const u32 rank = blockIdx.x;
-  if (rank >= BLOCKS) return;  // where the cluster is larger than need be
-  const Place at = place_of(p.B);
-  Share* shares = reinterpret_cast<Share*>(shared);  // [2][WARPS][REGION]
-  const Ahead ahead = {reinterpret_cast<u32*>(shares + 2 * WARPS * REGION)};
-  float* room = reinterpret_cast<float*>(ahead.room + WORDS * THREADS);
-  float *room_x = room + 64 * WARPS, *room_c = room_x + 32 * WARPS;
-  float* given = room + ROOM;  // [2][STATISTICS]: rstd and slope of W_h h, mean and rstd of W_x x
-                               // [gate][unit]; mean, rstd, slope of the cell
-  float4* constants = reinterpret_cast<float4*>(given + 2 * STATISTICS);  // bias, gamma_x, gamma_h [gate][unit]
-  float* totals = given + 2 * STATISTICS + CONSTANTS;
-  float2 *total_h = reinterpret_cast<float2*>(totals), *total_c = total_h + 32;
-  float* total_x = totals + 80;  // [gate][unit]
-  float* running = totals + TOTALS;  // the sums over all steps so far: of lane's gate, of its unit
-  float2 *running_h = reinterpret_cast<float2*>(running) + at.lane, *running_c = running_h + 32;
-  float* running_x = running + 128 + at.lane;
-  float* asked = running + 160 + at.lane;
-  const u32 barriers = address_of(running + 160 + GIVEN);  // [2][WARPS]
-
-  const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad, unit = at.unit;
-  const i64 r = blockIdx.y, B = p.B;
-  // Where a step's numbers begin. Registers are scarce, so that no pointers are kept.
-  auto rows_before = [&](int t) { return (r * p.T + t) * B; };
-  auto gates_at = [&](int t, int q) { return rows_before(t) * GATES + q * H + rank * UNITS; };
-  const int saved = (rank * PAIRS + at.pair) * UNITS + own;
-  auto saved_at = [&](i64 step) { return step * (BLOCKS * PAIRS * UNITS) + saved; };
-  const bool kept = at.pair < PAIRS;
-  const int column = quad * H + unit;  // of lane's gate, for the adder and the helper
+// The others: their rows.
+__device__ __forceinline__ void work(const Backward& p, const Place& at, const Layout& in) {
+  const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad;
+  const i64 r = blockIdx.y, B = p.B, unit = at.unit;
+  const u32 rank = blockIdx.x, shared = address_of(in.shares);
+  const Ahead ahead = in.ahead;
 
   // The weights of the block's columns, k = 8 * gate + unit; each block begins with other units of dh.
   uint4 w[TILES][2];
@@ -127,220 +220,191 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
       }
   }
 
-  for (int i = threadIdx.x; i < 160 + GIVEN; i += THREADS) running[i] = 0.0f;
-  __syncthreads();  // before anything is asked for
-  if (warp == ADDER)
-    constants[quad * UNITS + own] = make_float4(BIAS && at.mine ? p.bias[r * GATES + column] : 0.0f,
-                                                MODE_X && at.mine ? p.gamma_x[r * GATES + column] : 0.0f,
-                                                MODE_H && at.mine ? p.gamma_h[r * GATES + column] : 0.0f, 0.0f);
-  const float g_c = MODE_C && at.mine ? p.gamma_c[r * H + unit] : 0.0f;
-  const float beta = BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f;
-
-  auto ask_given = [&](int t) {
-    if (warp != HELPER || t < 0) return;
-    auto row = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
-    auto ask = [&](int n, const float* from, i64 offset) {
-      fetch_async<4>(address_of(asked + 32 * n), from + (at.mine ? offset : 0), at.mine);
-    };
-    if (MODE_H) ask(0, p.var_h, row(p.rows_h) * GATES + column);
-    if (MODE_X) ask(1, p.mean_x, row(p.rows_x) * GATES + column), ask(2, p.var_x, row(p.rows_x) * GATES + column);
-    if (MODE_C) ask(3, p.mean_c, row(p.rows_c) * H + unit), ask(4, p.var_c, row(p.rows_c) * H + unit);
-  };
-  auto put_given = [&](float4* to) {
-    if (warp != HELPER) return;
-    const int here = quad * UNITS + own;
-    if (MODE_H) {
-      const float rh = rsqrtf(asked[0] + p.eps), mx = MODE_X ? asked[32] : 0.0f;
-      const float rx = MODE_X ? rsqrtf(asked[64] + p.eps) : 0.0f;
-      to[here] = make_float4(rh, slope<MODE_H>(rh, constants[here].z, p.eps), mx, rx);
-    }
-    if (MODE_C && quad == 0) {
-      const float rc = rsqrtf(asked[128] + p.eps);
-      to[32 + own] = make_float4(asked[96], rc, slope<MODE_C>(rc, g_c, p.eps), 0.0f);
-    }
-  };
+  // Where the thread's numbers of a step lie: of the one to ask for, of the one to write.
+  const i64 step_saved = BLOCKS * PAIRS * UNITS, saved = (rank * PAIRS + 4 * at.tile + quad) * UNITS + own;
+  const i64 last = (r + 1) * p.T - 1;
+  const float* cs = p.cs + ((last + r) * step_saved + saved) * 2;
+  const Element* wh = p.wh + (last * step_saved + saved) * 8;
+  i64 gates_asked = last * B * GATES + rank * UNITS + at.first(GATES), gates_now = gates_asked;
+  const Element* doutput = p.doutput + last * B * H + rank * UNITS + at.first(H);
+  bool kept[RT];
+#pragma unroll
+  for (int n = 0; n < RT; n++) kept[n] = at.row(n, 0) / 2 < PAIRS;
 
   // What a step takes from memory, asked for a step before it is needed.
-  auto ask_rows = [&](int t) {
-    if (t < 0) return;
-    ahead.ask_saved(p.wh + saved_at(r * p.T + t) * 8, p.cs + saved_at(r * (p.T + 1) + t) * 2, kept);
-    if (SPLIT)
+  auto ask_rows = [&]() {
 #pragma unroll
-      for (int q = 0; q < 4; q++) ahead.ask_tile(q, p.wx + gates_at(t, q), GATES, at);
-    if (DOUTPUT) ahead.ask_tile(4, p.doutput + rows_before(t) * H + rank * UNITS, H, at);
+    for (int n = 0; n < RT; n++) {
+      ahead.ask_saved(n, kept[n] ? wh + 256 * n : p.wh, kept[n] ? cs + 64 * n : p.cs, kept[n]);
+      if (SPLIT)
+#pragma unroll
+        for (int q = 0; q < 4; q++) ahead.ask_tile(q, p.wx + gates_asked + q * H, n, GATES, at);
+      if (DOUTPUT) ahead.ask_tile(4, doutput, n, H, at);
+    }
+    wh -= step_saved * 8, cs -= step_saved * 2, gates_asked -= B * GATES, doutput -= B * H;
   };
 
-  float c_t[2], dc[2], skip[2], sum_c[2] = {}, sum_v[3][4] = {};
-  int length[2];
+  const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
+  float c_t[RT][2], dc[RT][2], skip[RT][2], sum_c[2] = {}, sum_v[3][4] = {};
+  int length[RT][2];
+  auto valid = [&](int n, int e, int t) { return LENGTHS ? t < length[n][e] : at.in(n, e); };
 #pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const i64 here = (r * B + at.row[e]) * H + unit;
-    length[e] = !at.in[e] ? 0 : LENGTHS ? p.lengths[at.row[e]] : p.T;
-    skip[e] = at.in[e] ? p.dh[here] : 0.0f;
-    dc[e] = at.in[e] ? p.dc[here] : 0.0f;
-    c_t[e] = 0.0f;
+  for (int n = 0; n < RT; n++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const i64 here = (r * B + at.row(n, e)) * H + unit;
+      length[n][e] = LENGTHS && at.in(n, e) ? p.lengths[at.row(n, e)] : 0;
+      skip[n][e] = at.in(n, e) ? p.dh[here] : 0.0f;
+      dc[n][e] = at.in(n, e) ? p.dc[here] : 0.0f;
+      c_t[n][e] = 0.0f;
+    }
+    if (kept[n]) {
+      const float2 final = load2(cs + step_saved * 2 + 64 * n);
+      c_t[n][0] = final.x, c_t[n][1] = final.y;
+    }
   }
-  if (kept) {
-    const float2 last = load2(p.cs + saved_at(r * (p.T + 1) + p.T) * 2);
-    c_t[0] = last.x, c_t[1] = last.y;
-  }
-  ask_given(p.T - 1);
-  ask_rows(p.T - 1);
+  ask_rows();
 
-  const u32 into = ((warp * BLOCKS + rank) * 32 + lane) * SHARE;
-  const u32 barrier_at = barriers - address_of(shared) + 8 * warp;
-  start_barriers(barriers, 2 * WARPS, BYTES);
+  const u32 into = (warp * REGION + (rank * 32 * SHARE) + lane * WIDE) * 4;
+  const u32 barrier_at = in.barriers - shared + 8 * warp;
   __syncthreads();
   meet_cluster();
   Waiting waiting;
 
   for (int k = 0; k < p.T; k++) {
-    const int t = p.T - 1 - k;
-    const int now = k & 1;
     MARKS(p.counter, k);
     MARK(0);
-    const bool valid[2] = {t < length[0], t < length[1]};
-    const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
-    const float4* statistics = reinterpret_cast<const float4*>(given + now * STATISTICS);
+    const int t = p.T - 1 - k, now = k & 1;
+    const float4* table = in.table(k);
     ahead.wait();
     MARK(1);
-    put_given(reinterpret_cast<float4*>(given + now * STATISTICS));
-    ask_given(t - 1);
-    __syncthreads();
+    if (!SUM_H && !SUM_C) __syncthreads();
 
-    MARK(2);
-    // The forward step again, which waits for nobody.
-    float a_hat[4][2], x_hat[4][2], gate[4][2], c_hat[2], tanh_c[2], dh[2];
-    ahead.saved(a_hat);
+    // The forward step again, which waits for nobody: all that d(.) is multiplied with.
+    float a[RT][4][2], x[RT][4][2], gate[RT][4][2], cell[RT][2], dh[RT][2], through[RT][5][2], keep[RT][2];
+#pragma unroll
+    for (int n = 0; n < RT; n++) ahead.saved(n, a[n]);
 #pragma unroll
     for (int q = 0; q < 4; q++) {
-      const float4 s = MODE_H ? statistics[q * UNITS + own] : make_float4(0, 0, 0, 0);
-      const float4 b = constants[q * UNITS + own];
-      float2 vx = make_float2(0, 0);
-      if (SPLIT) vx = ahead.tile(q);
+      const float4 s = MODE_H ? table[q * UNITS + own] : make_float4(0, 0, 0, 0);
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float v = a_hat[q][e];
-        if (MODE_H) {
-          v = a_hat[q][e] = v * s.x;
-          v = v * b.z + b.x;
+      for (int n = 0; n < RT; n++) {
+        const float2 vx = SPLIT ? ahead.tile(n, q) : make_float2(0, 0);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          x[n][q][e] = e ? vx.y : vx.x;
+          if (LENGTHS) x[n][q][e] = pick(valid(n, e, t), x[n][q][e], 0.0f);
+          if (MODE_X) x[n][q][e] -= s.y;
+          gate[n][q][e] = gate_of(q, MODE_H ? a[n][q][e] * s.x + (x[n][q][e] * s.z + s.w) : a[n][q][e] * pre(q));
         }
-        x_hat[q][e] = 0.0f;
-        if (SPLIT) {
-          const float number = pick(valid[e], e ? vx.y : vx.x, 0.0f);
-          x_hat[q][e] = MODE_X ? (number - s.z) * s.w : number;
-          v += MODE_X ? x_hat[q][e] * b.y : number;
-        }
-        gate[q][e] = q == 2 ? tanh_(v) : sigmoid(v);
       }
     }
-    float4 of_c = make_float4(0, 0, 0, 0);
-    if (MODE_C) of_c = statistics[32 + own];
-    const float2 dy = DOUTPUT ? ahead.tile(4) : make_float2(0, 0);
-    const float2 cells = ahead.cells();
-    const float c_first[2] = {cells.x, cells.y};  // of step t - 1
+    const float4 of_c = MODE_C ? table[32 + own] : make_float4(0, pre(2), 1, 1);
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      c_hat[e] = MODE_C ? (c_t[e] - of_c.x) * of_c.y : c_t[e];
-      tanh_c[e] = tanh_((MODE_C ? c_hat[e] * g_c : c_hat[e]) + beta);
-      dh[e] = skip[e];
-      if (DOUTPUT) dh[e] += pick(valid[e], e ? dy.y : dy.x, 0.0f);
-      c_t[e] = c_first[e];
+    for (int n = 0; n < RT; n++) {
+      const float2 dy = DOUTPUT ? ahead.tile(n, 4) : make_float2(0, 0);
+      const float2 first = ahead.cells(n);  // of step t - 1
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        cell[n][e] = c_t[n][e] - of_c.x;
+        c_t[n][e] = e ? first.y : first.x;
+        const float th = tanh_of(cell[n][e] * of_c.y + beta);
+        const float i = gate[n][0][e], f = gate[n][1][e], g = gate[n][2][e], o = gate[n][3][e];
+        through[n][0][e] = g * (i - i * i);
+        through[n][1][e] = c_t[n][e] * (f - f * f);
+        through[n][2][e] = i - i * (g * g);
+        through[n][3][e] = th * (o - o * o);
+        through[n][4][e] = o - o * (th * th);
+        keep[n][e] = f;
+        dh[n][e] = skip[n][e];
+        const float y = e ? dy.y : dy.x;
+        if (DOUTPUT) dh[n][e] += LENGTHS ? pick(valid(n, e, t), y, 0.0f) : y;
+      }
     }
-    ask_rows(t - 1);
-
+#ifndef ASK_LATE
+    if (t > 0) ask_rows();
+#endif
     MARK(3);
+
     // dh through W_h
     if (k > 0) {
-      const u32 barrier = barriers + 8 * ((now ^ 1) * WARPS + warp);
+      const u32 barrier = in.barriers + 8 * ((now ^ 1) * WARPS + warp);
       waiting.until(barrier, u32((k - 1) >> 1));
       if (lane == 0 && !waiting.tired) expect(barrier, BYTES);
       MARK(4);
-      const Share* from = shares + ((now ^ 1) * WARPS + warp) * REGION + lane;
-      float2 sum[4] = {};
+      const u32* from = in.shares + ((now ^ 1) * WARPS + warp) * REGION + lane * WIDE;
+      float sum[2][RT][2] = {};
 #pragma unroll
-      for (int s = 0; s < BLOCKS; s++) {
-        const float2 v = from_share(from[32 * s]);
-        sum[s % 4].x += v.x, sum[s % 4].y += v.y;
-      }
-      dh[0] += (sum[0].x + sum[1].x) + (sum[2].x + sum[3].x);
-      dh[1] += (sum[0].y + sum[1].y) + (sum[2].y + sum[3].y);
+      for (int s = 0; s < BLOCKS; s++) add_share(sum[s % 2], from + s * 32 * SHARE);
+#pragma unroll
+      for (int i = 0; i < 2 * RT; i++) dh[i / 2][i % 2] += sum[0][i / 2][i % 2] + sum[1][i / 2][i % 2];
     }
 
     // Equation 8
-    float dc_hat[2], d_o[2], v_c[2] = {};
+    float dc_hat[RT][2], d_o[RT][2], v_c[2] = {};
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const float o = gate[3][e], th = tanh_c[e];
-      skip[e] = pick(valid[e], 0.0f, dh[e]);
-      dh[e] = pick(valid[e], dh[e], 0.0f);
-      d_o[e] = dh[e] * th * o * (1.0f - o);
-      dc_hat[e] = dh[e] * o * (1.0f - th * th);
-      v_c[0] += dc_hat[e];
-      v_c[1] += dc_hat[e] * c_hat[e];
-    }
-    float2 off_c = make_float2(0, 0);
-    if (SUM_C) {
-      sum_cells(room_c, v_c[0], v_c[1], at);
-      MARK(5);
-      __syncthreads();
-      MARK(6);
-      if (warp == ADDER) {
-        const float2 s = add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
-        if (quad == 0) total_c[own] = make_float2(s.x * inv, s.y * inv);
-        hand_out();
-        if (quad == 0) running_c->x += s.x, running_c->y += s.y;
-      } else {
-        take();
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const bool there = valid(n, e, t);
+        skip[n][e] = LENGTHS ? pick(there, 0.0f, dh[n][e]) : 0.0f;
+        dh[n][e] = pick(there, dh[n][e], 0.0f);
+        d_o[n][e] = dh[n][e] * through[n][3][e];
+        dc_hat[n][e] = dh[n][e] * through[n][4][e];
+        const float c = SUM_C ? cell[n][e] : cell[n][e] * of_c.w;
+        v_c[0] = n + e ? v_c[0] + dc_hat[n][e] : dc_hat[n][e];
+        v_c[1] = n + e ? v_c[1] + dc_hat[n][e] * c : dc_hat[n][e] * c;
       }
-      off_c = total_c[own];
+    float4 total_c = make_float4(of_c.z, 0, 0, 0);
+    if (SUM_C) {
+      sum_cells(in.room_c, v_c[0], v_c[1], at);
+      MARK(5);
+      done<SUMS_1>();
+#ifdef ASK_LATE
+      if (t > 0) ask_rows();
+#endif
+      MARK(6);
+      await<TOTALS_1>();
+      total_c = in.totals[32 + own];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
     }
-
     MARK(7);
+
     // Equation 7
-    float dpre[4][2], v[3][4] = {};
+    float dpre[RT][4][2], v[3][4];
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      float d = dc_hat[e];
-      if (MODE_C == 1) d -= off_c.x + c_hat[e] * off_c.y;
-      if (MODE_C) d *= of_c.z;
-      d = pick(valid[e], d + dc[e], 0.0f);
-      const float i = gate[0][e], f = gate[1][e], g = gate[2][e];
-      dpre[0][e] = d * g * i * (1.0f - i);
-      dpre[1][e] = d * c_first[e] * f * (1.0f - f);
-      dpre[2][e] = d * i * (1.0f - g * g);
-      dpre[3][e] = d_o[e];
-      dc[e] = pick(valid[e], d * f, dc[e]);
+    for (int n = 0; n < RT; n++)
 #pragma unroll
-      for (int q = 0; q < 4; q++) {
-        v[0][q] += dpre[q][e];
-        if (MODE_H) v[1][q] += dpre[q][e] * a_hat[q][e];
-        if (MODE_X) v[2][q] += dpre[q][e] * x_hat[q][e];
+      for (int e = 0; e < 2; e++) {
+        const bool there = valid(n, e, t);
+        float d = dc_hat[n][e] * total_c.x;
+        if (SUM_C) d += total_c.y + cell[n][e] * total_c.z;
+        d = pick(there, d + dc[n][e], 0.0f);
+#pragma unroll
+        for (int q = 0; q < 3; q++) dpre[n][q][e] = d * through[n][q][e];
+        dpre[n][3][e] = d_o[n][e];
+        dc[n][e] = LENGTHS ? pick(there, d * keep[n][e], dc[n][e]) : d * keep[n][e];
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+          const float g = dpre[n][q][e];
+          const float4 s = MODE_H && !SUM_H ? table[40 + q * UNITS + own] : make_float4(1, 1, 1, 1);
+          const float left = SUM_H ? a[n][q][e] : a[n][q][e] * s.y, right = SUM_H ? x[n][q][e] : x[n][q][e] * s.z;
+          v[0][q] = n + e ? v[0][q] + g : g;
+          v[1][q] = !MODE_H ? 0.0f : n + e ? v[1][q] + g * left : g * left;
+          v[2][q] = !MODE_X ? 0.0f : n + e ? v[2][q] + g * right : g * right;
+        }
       }
-    }
 
     // Equation 6
     if (SUM_H) {
       float sum[3];
       sum_gates(sum, v, quad);
-      store2(room + (warp * 32 + lane) * 2, sum[0], sum[1]);
-      room_x[warp * 32 + lane] = sum[2];
+      store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
+      if (MODE_X) in.room_x[warp * 32 + lane] = sum[2];
       MARK(8);
-      __syncthreads();
-      MARK(9);
-      if (warp == ADDER) {
-        const float2 s = add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
-        total_h[slot(own, quad)] = make_float2(s.x * inv, s.y * inv);
-        running_h->x += s.x, running_h->y += s.y;
-      }
-      if (warp == HELPER && MODE_X) {
-        const float s = add_warps(room_x + lane, 32);
-        total_x[quad * UNITS + own] = s * inv;
-        *running_x += s;
-      }
-      __syncthreads();
+      done<SUMS_2>();
+      await<TOTALS_2>();
     } else {
 #pragma unroll
       for (int n = 0; n < 3; n++)
@@ -348,44 +412,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
         for (int q = 0; q < 4; q++) sum_v[n][q] += v[n][q];
     }
     MARK(10);
-    float2 off[4];
-    float d[4][2];
-    if (MODE_H == 1) read_slots(off, total_h, own);
+    float d[RT][4][2];
 #pragma unroll
     for (int q = 0; q < 4; q++) {
-      const float factor = MODE_H ? statistics[q * UNITS + own].y : 1.0f;
+      float4 s = make_float4(1, 0, 0, 0);
+      if (MODE_H) s = SUM_H ? in.totals[q * UNITS + own] : table[40 + q * UNITS + own];
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        d[q][e] = dpre[q][e];
-        if (MODE_H == 1) d[q][e] -= off[q].x + a_hat[q][e] * off[q].y;
-        d[q][e] = pick(valid[e], d[q][e] * factor, 0.0f);
-      }
+      for (int n = 0; n < RT; n++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float g = dpre[n][q][e];
+          if (MODE_H) g *= s.x;
+          if (SUM_H) g += s.y + a[n][q][e] * s.z;
+          d[n][q][e] = pick(valid(n, e, t), g, 0.0f);
+        }
     }
 
     // The share of dh of all units, for step t - 1.
     float up = 1.0f, down = undo;
 #if TYPE == 0
-    u32 top = 0;
+    float largest = 0.0f;  // a NaN is left out
 #pragma unroll
-    for (int i = 0; i < 8; i++) top = max(top, finite_size(d[i / 2][i % 2]));
-    top = __reduce_max_sync(~0u, top);
+    for (int i = 0; i < 8 * RT; i++) largest = fmaxf(largest, fabsf(d[i / 8][i / 2 % 4][i % 2]));
+    u32 top = __reduce_max_sync(~0u, __float_as_uint(largest));
+    if (top >= 0x7f800000u) {  // and so is what is infinite
+      top = 0;
+#pragma unroll
+      for (int i = 0; i < 8 * RT; i++) top = max(top, finite_size(d[i / 8][i / 2 % 4][i % 2]));
+      top = __reduce_max_sync(~0u, top);
+    }
     up = scale_up(top), down *= scale_down(top);
 #endif
-    u32 line[4];
+    u32 line[RT][4];
 #pragma unroll
-    for (int q = 0; q < 4; q++) line[q] = turn(TYPE == 0 ? pack(d[q][0] * up, d[q][1] * up) : pack(d[q][0], d[q][1]));
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+        line[n][q] = turn(TYPE == 0 ? pack(d[n][q][0] * up, d[n][q][1] * up) : pack(d[n][q][0], d[n][q][1]));
     if (t > 0) {
-      const u32 buffer = into + now * WARPS * REGION * SHARE, barrier = barrier_at + now * WARPS * 8;
+      const u32 buffer = into + now * WARPS * BYTES, barrier = barrier_at + now * WARPS * 8;
       // Several tiles side by side, as many as there are registers for.
 #pragma unroll
       for (int first = 0; first < TILES; first += BATCH) {
-        float sum[BATCH][4] = {};
+        float sum[BATCH][RT][4] = {};
 #ifndef NO_GATHER
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
           for (int m = 0; m < BATCH; m++)
-            if (first + m < TILES) multiply16(sum[m], w[first + m][half], line[2 * half], line[2 * half + 1]);
+#pragma unroll
+            for (int n = 0; n < RT; n++)
+              if (first + m < TILES) multiply16(sum[m][n], w[first + m][half], line[n][2 * half], line[n][2 * half + 1]);
 #endif
 #ifndef NO_EXCHANGE
 #pragma unroll
@@ -394,70 +471,87 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
 #pragma unroll
             for (int half = 0; half < 2; half++) {
               const u32 rank_to = 2 * tile_of(first + m) + half;
-              const u32 there = in_block(address_of(shared), min(rank_to, u32(BLOCKS - 1)));
-              const float x = sum[m][2 * half] * down, y = sum[m][2 * half + 1] * down;
-              send(rank_to < BLOCKS, there + buffer, there + barrier, to_share(x, y));
+              const u32 there = in_block(shared, min(rank_to, u32(BLOCKS - 1)));
+              float share[RT][2];
+#pragma unroll
+              for (int n = 0; n < RT; n++)
+                share[n][0] = sum[m][n][2 * half] * down, share[n][1] = sum[m][n][2 * half + 1] * down;
+              send_share(rank_to < BLOCKS, there + buffer, there + barrier, share);
             }
 #endif
       }
-      announce(barriers + 8 * (now * WARPS + warp), lane);
+      announce(in.barriers + 8 * (now * WARPS + warp), lane);
     }
-
     MARK(11);
+
     // What nobody waits for. da may lie over wh of later steps: the shares of step t + 1 were sent after
-    // the first __syncthreads of that step, by when all warps of the block had its wh.
+    // all warps of the block had met in that step, by when they had its wh.
+    if (SUM_H && MODE_X) await<TOTALS_3>();
 #pragma unroll
     for (int q = 0; q < 4; q++) {
-      const i64 here = gates_at(t, q);
-#if TYPE == 0
-      store_tile(p.da + here, GATES, at, d[q][0], d[q][1]);
-#else
-      store_line(p.da + here, GATES, at, line[q]);
-#endif
-      if (SPLIT) {
-        const float4 s = statistics[q * UNITS + own];
-        const float gamma = constants[q * UNITS + own].y, total = MODE_X == 1 ? total_x[q * UNITS + own] : 0.0f;
-        float dx[2];
+      float4 s = make_float4(1, 0, 0, 0);
+      if (MODE_X) s = SUM_H ? in.totals[40 + q * UNITS + own] : table[40 + q * UNITS + own];
+      if (MODE_X && !SUM_H) s = make_float4(s.w, 0, 0, 0);
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          dx[e] = dpre[q][e];
-          if (MODE_X == 1) dx[e] -= off[q].x + x_hat[q][e] * total;
-          if (MODE_X) dx[e] *= s.w * gamma;
-          dx[e] = pick(valid[e], dx[e], 0.0f);
+      for (int n = 0; n < RT; n++) {
+#if TYPE == 0
+        store_tile(p.da + gates_now + q * H, n, GATES, at, d[n][q][0], d[n][q][1]);
+#else
+        store_line(p.da + gates_now + q * H, n, GATES, at, line[n][q]);
+#endif
+        if (SPLIT) {
+          float dx[2];
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            dx[e] = dpre[n][q][e];
+            if (MODE_X) dx[e] *= s.x;
+            if (MODE_X == 1) dx[e] += s.y + x[n][q][e] * s.z;
+            if (LENGTHS) dx[e] = pick(valid(n, e, t), dx[e], 0.0f);
+          }
+          store_tile(p.dwx + gates_now + q * H, n, GATES, at, dx[0], dx[1]);
         }
-        store_tile(p.dwx + here, GATES, at, dx[0], dx[1]);
       }
     }
+    gates_now -= B * GATES;
     MARK(12);
   }
 
 #pragma unroll
-  for (int e = 0; e < 2; e++) {
-    const i64 here = (r * B + at.row[e]) * H + unit;
-    if (!at.in[e]) continue;
-    p.dh[here] = skip[e];
-    p.dc[here] = dc[e];
-  }
-  // Sums that were not made step by step are made here.
-  __syncthreads();
+  for (int n = 0; n < RT; n++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const i64 here = (r * B + at.row(n, e)) * H + unit;
+      if (!at.in(n, e)) continue;
+      p.dh[here] = skip[n][e];
+      p.dc[here] = dc[n][e];
+    }
   if (!SUM_H) {
     float sum[3];
     sum_gates(sum, sum_v, quad);
-    store2(room + (warp * 32 + lane) * 2, sum[0], sum[1]);
-    room_x[warp * 32 + lane] = sum[2];
+    store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
+    in.room_x[warp * 32 + lane] = sum[2];
   }
-  if (!SUM_C) sum_cells(room_c, sum_c[0], sum_c[1], at);
+  if (!SUM_C) sum_cells(in.room_c, sum_c[0], sum_c[1], at);
   __syncthreads();
-  if (warp == ADDER) {
-    const float2 s = SUM_H ? *running_h : add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
-    const float2 c = SUM_C ? *running_c : add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
-    if (at.mine) {
-      p.dbias[r * GATES + column] = s.x;
-      if (MODE_H) p.dgamma_h[r * GATES + column] = s.y;
-      if (quad == 0) p.dbeta_c[r * H + unit] = c.x, p.dgamma_c[r * H + unit] = c.y;
-    }
-  }
-  if (warp == HELPER && MODE_H && at.mine)
-    p.dgamma_x[r * GATES + column] = SUM_H ? *running_x : add_warps(room_x + lane, 32);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Backward p) {
+  extern __shared__ uint4 shared[];
+  if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
+  Layout in;
+  in.shares = reinterpret_cast<u32*>(shared);
+  in.ahead.room = in.shares + 2 * WARPS * RT * 2 * BLOCKS * 32;
+  in.room = reinterpret_cast<float*>(in.ahead.room + RT * WORDS * WORKERS);
+  in.room_x = in.room + 64 * WARPS, in.room_c = in.room_x + 32 * WARPS;
+  in.given = in.room + ROOM;
+  in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);
+  in.barriers = address_of(in.given + 2 * TABLES + TOTALS);
+  const Place at = place_of(p.B);
+  start_barriers(in.barriers, 2 * WARPS, BYTES);
+  __syncthreads();
+  if (at.warp == WARPS)
+    serve(p, at, in);
+  else
+    work(p, at, in);
   meet_cluster();  // nobody leaves while its memory may still be written to
 }

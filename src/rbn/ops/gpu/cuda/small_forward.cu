@@ -1,13 +1,16 @@
 // The LSTM's forward pass for small layers: one cluster of blocks for each recurrence, all steps.
 #include "small.cuh"
 
-#define GROUPS ((BLOCKS + 3) / 4)  // of 32 columns of h: one block's units for each thread of a quad
-#define REGION (GROUPS * 32)       // of h: rows of a warp, in pieces of 16 bytes, [block][row]
-#define BYTES (BLOCKS * 128)       // that a warp gets in a step
-#define ROOM (80 * WARPS)
+#define GROUPS (BLOCKS / 4)  // of 32 columns of h: one block's units for each thread of a quad
+#define REST (BLOCKS % 4)    // blocks beyond them
+#define REGION ((BLOCKS + 3) / 4 * 32)  // of h: rows of a tile, in pieces of 16 bytes, [block][row]
+#define BYTES (RT * BLOCKS * 128)       // that a warp gets in a step
+#define SENDS ((BLOCKS + 3) / 4)        // four blocks at once
+#define ROOM (80 * WARPS)               // sums of warps: 64 of gates, 16 of cells
 #define STATISTICS 144  // of the input term 64, of W_h h 64, of the cell 16
-#define CONSTANTS 128   // bias 32; gamma_x and gamma_h 64; what undoes the scale of the weights 32
+#define CONSTANTS 64    // bias 32; what undoes the scale of the weights 32
 #define WHOLE 16384.0f  // what 1 is in the exchange of a layer in float32
+#define CHAINS (RT > 1 ? 1 : 2)  // sums of a tile that are made side by side
 
 struct Forward {
   const Element* wx;      // [R, T, B, 4H]
@@ -28,40 +31,104 @@ struct Forward {
   float eps;
 };
 
-// What the helper's lane brings for gate `quad` of unit `own`: the statistics of a step, read a step
-// before they are needed.
-struct Help {
-  float mx = 0, vx = 0, mh = 0, vh = 0, mc = 0, vc = 0;
+struct Layout {
+  uint4* hidden;       // [2][ROW_TILES][REGION]
+  float *room, *room_c;
+  float* given;        // [2][STATISTICS]: what to take away and what to multiply with
+  float* constants;
+  u32 barriers;        // [2][WARPS]
+
+  __device__ __forceinline__ float2* statistics(int t) const {
+    return reinterpret_cast<float2*>(given + (t & 1) * STATISTICS);
+  }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const Forward p) {
-  extern __shared__ uint4 shared[];
-  uint4* hidden = shared;  // [2][WARPS][REGION]
-  float* room = reinterpret_cast<float*>(hidden + 2 * WARPS * REGION);
-  float* room_c = room + 64 * WARPS;
-  float* given = room + ROOM;                 // [2][STATISTICS]
-  float* constants = given + 2 * STATISTICS;  // registers are scarce
-  float2* gammas = reinterpret_cast<float2*>(constants + 32);
-  const u32 barriers = address_of(constants + CONSTANTS);  // [2][WARPS]
+// What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
+__device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
 
-  const u32 rank = blockIdx.x;
-  if (rank >= BLOCKS) return;  // where the cluster is larger than need be
-  const Place at = place_of(p.B);
-  const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad, unit = at.unit;
-  const i64 r = blockIdx.y, B = p.B;
-  const Element* wx = p.wx + r * p.T * B * GATES + rank * UNITS;
-  Element* hs = p.hs + r * (p.T + 1) * B * HS;
-  const i64 saved = (rank * PAIRS + at.pair) * UNITS + own;
-  float* cs = p.cs + (r * (p.T + 1) * BLOCKS * PAIRS * UNITS + saved) * 2;
-  Element* wh = p.wh + (r * p.T * BLOCKS * PAIRS * UNITS + saved) * 8;
-  const bool saves = SAVE && at.pair < PAIRS;
-  const i64 step_saved = BLOCKS * PAIRS * UNITS;
-  const int column = quad * H + unit;  // of lane's gate, for the adder and the helper
+// The last warp: statistics.
+__device__ __forceinline__ void serve(const Forward& p, const Place& at, const Layout& in) {
+  const int own = at.own, quad = at.quad, here = slot(own, quad);
+  const i64 r = blockIdx.y, column = quad * H + at.unit;
+  const float scale = pick(quad == 2, scale_of(2), scale_of(0));
+  const float g_x = (MODE_X && at.mine ? p.gamma_x[r * GATES + column] : 0.0f) * scale;
+  const float g_h = (MODE_H && at.mine ? p.gamma_h[r * GATES + column] : 0.0f) * scale;
+  const float g_c = (MODE_C && at.mine ? p.gamma_c[r * H + at.unit] : 0.0f) * pre(2);
+  in.constants[4 * own + quad] = (BIAS && at.mine ? p.bias[r * GATES + column] : 0.0f) * scale;
+
+  // Statistics that are known, on their way from memory.
+  float mx = 0, vx = 0, mh = 0, vh = 0, mc = 0, vc = 0, inv = 1.0f / p.B;
+  auto ask = [&](int t) {
+    if (!at.mine || t >= p.T) return;
+    auto row_of = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
+    if (MODE_X) mx = p.mean_x[row_of(p.rows_x) * GATES + column], vx = p.var_x[row_of(p.rows_x) * GATES + column];
+    if (MODE_H == 2) mh = p.mean_h[row_of(p.rows_h) * GATES + column], vh = p.var_h[row_of(p.rows_h) * GATES + column];
+    if (MODE_C == 2) mc = p.mean_c[row_of(p.rows_c) * H + at.unit], vc = p.var_c[row_of(p.rows_c) * H + at.unit];
+  };
+  auto put = [&](int t) {
+    float2* to = in.statistics(t);
+    if (MODE_X) to[here] = make_float2(mx, rsqrt_(vx + p.eps) * g_x);
+    if (MODE_H == 2) to[32 + here] = make_float2(mh, rsqrt_(vh + p.eps) * g_h);
+    if (MODE_C == 2 && quad == 0) to[64 + own] = make_float2(mc, rsqrt_(vc + p.eps) * g_c);
+    ask(t + 1);
+  };
+  ask(0);
+  put(0);
+  __syncthreads();
+  meet_cluster();
+
+  i64 to_h = r * p.rows_h * GATES + column, to_c = r * p.rows_c * H + at.unit;
+  float shift_h = 0.0f, shift_c = 0.0f;  // near the mean, so that nothing cancels
+  for (int t = 0; t < p.T; t++) {
+    MARKS(p.counter, t);
+    float2* statistics = in.statistics(t);
+    if (LENGTHS) inv = p.inv_n[t];
+    if (SUM_H) {
+      MARK(4);
+      await<SUMS_1>();
+      MARK(5);
+      const float2 v = add_warps2(reinterpret_cast<float2*>(in.room) + at.lane, 32);
+      const float off = v.x * inv, var = variance(v.y * inv, off);
+      shift_h = pick(inv > 0.0f, shift_h + off, 0.0f);
+      statistics[32 + here] = make_float2(shift_h, rsqrt_(var + p.eps) * g_h);
+      if (!SUM_C) put(t + 1);
+      done<TOTALS_1>();
+      MARK(6);
+      if (at.mine) p.mean_h[to_h] = shift_h, p.var_h[to_h] = var;
+      to_h += GATES;
+      if (SUM_C) put(t + 1);
+    }
+    if (SUM_C) {
+      MARK(7);
+      await<SUMS_2>();
+      MARK(8);
+      const float2 v = add_warps2(reinterpret_cast<float2*>(in.room_c) + own, UNITS);
+      const float off = v.x * inv, var = variance(v.y * inv, off);
+      shift_c = pick(inv > 0.0f, shift_c + off, 0.0f);
+      if (quad == 0) statistics[64 + own] = make_float2(shift_c, rsqrt_(var + p.eps) * g_c);
+      if (!SUM_H) put(t + 1);
+      done<TOTALS_2>();
+      MARK(9);
+      if (quad == 0 && at.mine) p.mean_c[to_c] = shift_c, p.var_c[to_c] = var;
+      to_c += H;
+    }
+    if (!SUM_H && !SUM_C) {
+      put(t + 1);
+      __syncthreads();
+    }
+  }
+}
+
+// The others: their rows.
+__device__ __forceinline__ void work(const Forward& p, const Place& at, const Layout& in) {
+  const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad;
+  const i64 r = blockIdx.y, B = p.B, rank = blockIdx.x, unit = at.unit;
+  const u32 shared = address_of(in.hidden);
 
   // The weights of the unit: rows own and own + 8 of two sums are its gates.
-  uint4 w[GROUPS][2][2];
+  uint4 w[GROUPS + 1][2][2];
   {
-    const Element* weight = p.weight + r * GATES * H + i64(at.mine ? unit : 0) * H;
+    const Element* weight = p.weight + r * GATES * H + (at.mine ? unit : 0) * H;
     float up[4] = {1, 1, 1, 1};
 #if TYPE == 0
 #pragma unroll
@@ -72,336 +139,332 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
       top = max(top, __shfl_xor_sync(~0u, top, 1));
       top = max(top, __shfl_xor_sync(~0u, top, 2));
       up[q] = scale_up(top);
-      if (warp == ADDER && quad == 0) constants[96 + 4 * own + q] = scale_down(top);
+      if (warp == 0 && quad == 0) in.constants[32 + 4 * own + q] = scale_down(top) * (1.0f / WHOLE);
     }
 #endif
+    // Those of columns k to k + 3.
+    auto four = [&](int m, int k) {
+      u32 v[4];
 #pragma unroll
-    for (int i = 0; i < GROUPS; i++)
+      for (int n = 0; n < 4; n++) {
+        const int q = 2 * m + n % 2, column = k + n / 2 * 2;
+        v[n] = at.mine && column < H ? operand(weight + q * H * H + column, up[q]) : 0;
+      }
+      return make_uint4(v[0], v[1], v[2], v[3]);
+    };
+#pragma unroll
+    for (int i = 0; i <= GROUPS; i++)
 #pragma unroll
       for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          u32 v[4];
-#pragma unroll
-          for (int n = 0; n < 4; n++) {
-            const int q = 2 * m + n % 2, k = (4 * i + quad) * UNITS + 4 * half + n / 2 * 2;
-            v[n] = at.mine && k < H ? operand(weight + q * H * H + k, up[q]) : 0;
-          }
-          w[i][m][half] = make_uint4(v[0], v[1], v[2], v[3]);
+          int k = (4 * i + quad) * UNITS + 4 * half;
+          if (i == GROUPS && REST == 1) k = half ? H : 4 * i * UNITS + 2 * quad;
+          if (i == GROUPS && REST == 2) k = half ? H : 4 * i * UNITS + 4 * quad;
+          w[i][m][half] = four(m, k);
         }
   }
 
   // h0 of the warp's rows; the other buffer is empty, and stays so where there is no block.
+  const Element* h0 = p.hs + r * (p.T + 1) * B * HS;
 #if TYPE == 0
   u32 top = 0;
-  for (int i = lane; i < 8 * HS; i += 32)
-    if (8 * warp + i / HS < B) top = max(top, finite_size(hs[i64(8 * warp) * HS + i]));
+  for (int i = lane; i < 8 * RT * HS; i += 32)
+    if (8 * at.tile + i / HS < B) top = max(top, finite_size(h0[i64(8 * at.tile) * HS + i]));
   top = __reduce_max_sync(~0u, top);
   const float up_first = scale_up(top);
-  float unscale = scale_down(top);
+  float unscale = scale_down(top) * WHOLE;
 #else
   const float up_first = 1.0f;
 #endif
-  for (int i = lane; i < REGION; i += 32) {
-    const int row = 8 * warp + i % 8;
+  for (int i = lane; i < RT * REGION; i += 32) {
+    const int tile = at.tile + i / REGION, row = 8 * tile + i % 8, block = i % REGION / 8;
     uint4 v = make_uint4(0, 0, 0, 0);
-    if (row < B && i / 8 < BLOCKS) {
-      const Element* from = hs + i64(row) * HS + i / 8 * UNITS;
+    if (row < B && block < BLOCKS) {
+      const Element* from = h0 + i64(row) * HS + block * UNITS;
       v.x = operand(from, up_first), v.y = operand(from + 2, up_first);
       v.z = operand(from + 4, up_first), v.w = operand(from + 6, up_first);
     }
-    hidden[warp * REGION + i] = v;
-    hidden[(WARPS + warp) * REGION + i] = make_uint4(0, 0, 0, 0);
+    in.hidden[at.tile * REGION + i] = v;
+    in.hidden[(ROW_TILES + at.tile) * REGION + i] = make_uint4(0, 0, 0, 0);
   }
 
-  const float g_c = MODE_C && at.mine ? p.gamma_c[r * H + unit] : 0.0f;
-  const float beta = BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f;
-  if (warp == ADDER) {
-    constants[4 * own + quad] = BIAS && at.mine ? p.bias[r * GATES + column] : 0.0f;
-    gammas[slot(own, quad)] = make_float2(MODE_X && at.mine ? p.gamma_x[r * GATES + column] : 0.0f,
-                                          MODE_H && at.mine ? p.gamma_h[r * GATES + column] : 0.0f);
-  }
-  for (int i = threadIdx.x; i < 2 * STATISTICS; i += THREADS) given[i] = 0.0f;
-  Help help;
-  auto row_of = [&](i64 t, int rows) { return r * rows + (t < rows ? t : rows - 1); };
-  auto ask_input = [&](i64 t) {
-    if (!MODE_X || warp != HELPER || !at.mine || t >= p.T) return;
-    help.mx = p.mean_x[row_of(t, p.rows_x) * GATES + column];
-    help.vx = p.var_x[row_of(t, p.rows_x) * GATES + column];
-  };
-  auto ask_given = [&](i64 t) {
-    if (warp != HELPER || !at.mine || t >= p.T) return;
-    if (MODE_H == 2) {
-      help.mh = p.mean_h[row_of(t, p.rows_h) * GATES + column];
-      help.vh = p.var_h[row_of(t, p.rows_h) * GATES + column];
-    }
-    if (MODE_C == 2) {
-      help.mc = p.mean_c[row_of(t, p.rows_c) * H + unit];
-      help.vc = p.var_c[row_of(t, p.rows_c) * H + unit];
-    }
-  };
-  // A term is normalized by taking away the first number and multiplying with the second.
-  auto put_input = [&](i64 t) {
-    if (!MODE_X || warp != HELPER) return;
-    const int here = slot(own, quad);
-    reinterpret_cast<float2*>(given + (t & 1) * STATISTICS)[here] =
-        make_float2(help.mx, rsqrtf(help.vx + p.eps) * gammas[here].x);
-  };
-  auto put_given = [&](float2* to) {
-    if (warp != HELPER) return;
-    const int here = slot(own, quad);
-    if (MODE_H == 2) to[32 + here] = make_float2(help.mh, rsqrtf(help.vh + p.eps) * gammas[here].y);
-    if (MODE_C == 2 && quad == 0) to[64 + own] = make_float2(help.mc, rsqrtf(help.vc + p.eps) * g_c);
-  };
-
-  float c[2], x[4][2];
-  Pair raw[4];
-  int length[2];
+  // Where the thread's numbers of a step lie, and those of the next.
+  const i64 step_saved = BLOCKS * PAIRS * UNITS, saved = (rank * PAIRS + 4 * at.tile + quad) * UNITS + own;
+  const Element* wx = p.wx + r * p.T * B * GATES + rank * UNITS + at.first(GATES);
+  float* cs = p.cs + (r * (p.T + 1) * step_saved + saved) * 2;
+  Element* wh = p.wh + (r * p.T * step_saved + saved) * 8;
+  const int piece = lane & 7;
+  Element* hs = p.hs + (r * (p.T + 1) + 1) * B * HS + rank * UNITS +
+                (TYPE == 0 ? at.first(HS) : i64(8 * at.tile + piece) * HS);
+  const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
+  bool saves[RT];
+  int length[RT][2];
+  float c[RT][2], x[RT][4][2];
+  Pair raw[RT][4];
+  auto valid = [&](int n, int e, int t) { return LENGTHS ? t < length[n][e] : at.in(n, e); };
 #pragma unroll
-  for (int e = 0; e < 2; e++) {
-    length[e] = !at.in[e] ? 0 : LENGTHS ? p.lengths[at.row[e]] : p.T;
-    c[e] = at.in[e] ? p.c0[(r * B + at.row[e]) * H + unit] : 0.0f;
-  }
-  if (saves) store2(cs, c[0], c[1]);
-  auto ask_rows = [&](i64 t) {
-    if (t < p.T)
+  for (int n = 0; n < RT; n++) {
 #pragma unroll
-      for (int q = 0; q < 4; q++) raw[q] = load_tile(wx + t * B * GATES + q * H, GATES, at);
+    for (int e = 0; e < 2; e++) {
+      length[n][e] = LENGTHS && at.in(n, e) ? p.lengths[at.row(n, e)] : 0;
+      c[n][e] = at.in(n, e) ? p.c0[(r * B + at.row(n, e)) * H + unit] : 0.0f;
+    }
+    saves[n] = SAVE && at.row(n, 0) / 2 < PAIRS;
+    if (saves[n]) store2(cs + 64 * n, c[n][0], c[n][1]);
+  }
+  auto ask_rows = [&]() {
+#pragma unroll
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int q = 0; q < 4; q++) raw[n][q] = load_tile(wx + q * H, n, GATES, at);
+    wx += B * GATES;
   };
   // The input term of step t, which is at hand; then that of the next step is asked for.
-  auto prepare = [&](i64 t) {
+  auto prepare = [&](int t) {
     float2 of_x[4];
-    if (MODE_X) read_slots(of_x, reinterpret_cast<const float2*>(given + (t & 1) * STATISTICS), own);
-    const float4 b = reinterpret_cast<const float4*>(constants)[own];
+    if (MODE_X) read_slots(of_x, in.statistics(t), own);
+    const float4 b = reinterpret_cast<const float4*>(in.constants)[own];
     const float bias[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
-    for (int q = 0; q < 4; q++) {
-      const float2 v = turned(raw[q]);
+    for (int n = 0; n < RT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const float number = pick(t < length[e], e ? v.y : v.x, 0.0f);
-        x[q][e] = (MODE_X ? (number - of_x[q].x) * of_x[q].y : number) + bias[q];
+      for (int q = 0; q < 4; q++) {
+        const float2 v = turned(raw[n][q]);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float number = e ? v.y : v.x;
+          if (LENGTHS) number = pick(valid(n, e, t), number, 0.0f);
+          x[n][q][e] = MODE_X ? (number - of_x[q].x) * of_x[q].y + bias[q] : number * scale_of(q) + bias[q];
+        }
       }
-    }
-    ask_rows(t + 1);
+    if (t + 1 < p.T) ask_rows();
   };
-  ask_input(0);
-  ask_given(0);
-  ask_rows(0);
+  ask_rows();
 
   // Four rows' pieces of 16 bytes go to four blocks at once, each block begins with another.
-  const int piece = lane & 7;
-  u32 to[GROUPS];
+  u32 to[SENDS];
 #pragma unroll
-  for (int i = 0; i < GROUPS; i++) {
+  for (int i = 0; i < SENDS; i++) {
     const u32 nth = 4 * i + (lane >> 3);
-    to[i] = in_block(address_of(shared), nth < BLOCKS ? (nth + rank) % BLOCKS : rank);
+    to[i] = in_block(shared, nth < BLOCKS ? (nth + rank) % BLOCKS : rank);
   }
-  const u32 into = (warp * REGION + rank * 8 + piece) * 16, barrier_at = barriers - address_of(shared) + 8 * warp;
+  const u32 into = (at.tile * REGION + rank * 8 + piece) * 16, barrier_at = in.barriers - shared + 8 * warp;
 
-  start_barriers(barriers, 2 * WARPS, BYTES);
-  __syncthreads();
-  put_input(0);
-  ask_input(1);
   __syncthreads();
   prepare(0);
   meet_cluster();
   Waiting waiting;
 
-  for (i64 t = 0; t < p.T; t++) {
-    const int now = t & 1;
-    MARKS(p.counter, int(t));
+  for (int t = 0; t < p.T; t++) {
+    MARKS(p.counter, t);
     MARK(0);
-    const bool valid[2] = {t < length[0], t < length[1]};
-    float2* statistics = reinterpret_cast<float2*>(given + now * STATISTICS);
-    const float2* before = reinterpret_cast<const float2*>(given + (now ^ 1) * STATISTICS);  // of step t - 1
-    const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
-    put_input(t + 1);
-    put_given(statistics);
-    ask_input(t + 2);
-    ask_given(t + 1);
-
-    MARK(1);
+    const int now = t & 1;
+    const float2 *statistics = in.statistics(t), *before = in.statistics(t + 1);  // of step t - 1
 
     // W_h h
     if (t > 0) {
-      const u32 barrier = barriers + 8 * (now * WARPS + warp);
+      const u32 barrier = in.barriers + 8 * (now * WARPS + warp);
       waiting.until(barrier, u32((t - 1) >> 1));
       if (lane == 0 && !waiting.tired) expect(barrier, BYTES);
     }
     MARK(2);
-    float a[4][2] = {};
+    float a[RT][4][2] = {};
 #ifndef NO_GATHER
     {
-      const uint4* rows = hidden + (now * WARPS + warp) * REGION + quad * 8 + own;
-      float sums[2][2][4] = {};
-#if TYPE == 0
-      const float4 undo = reinterpret_cast<const float4*>(constants + 96)[own];
-      const float down[4] = {undo.x * unscale, undo.y * unscale, undo.z * unscale, undo.w * unscale};
-#endif
+      const uint4* rows = in.hidden + (now * ROW_TILES + at.tile) * REGION;
+      float sums[RT][2][CHAINS][4] = {};
 #pragma unroll
-      for (int i = 0; i < GROUPS; i++) {
-        const uint4 b = rows[32 * i];
+      for (int i = 0; i < GROUPS + (REST == 3); i++)
+#pragma unroll
+        for (int n = 0; n < RT; n++) {
+          const uint4 b = rows[n * REGION + 32 * i + quad * 8 + own];
+#pragma unroll
+          for (int m = 0; m < 2; m++) {
+            multiply16(sums[n][m][0], w[i][m][0], b.x, b.y);
+            multiply16(sums[n][m][CHAINS - 1], w[i][m][1], b.z, b.w);
+          }
+        }
+#pragma unroll
+      for (int n = 0; n < RT; n++) {
+        const u32* rest = reinterpret_cast<const u32*>(rows + n * REGION + 32 * GROUPS + own);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-          multiply16(sums[m][0], w[i][m][0], b.x, b.y);
-          multiply16(sums[m][1], w[i][m][1], b.z, b.w);
+          const uint4 v = w[GROUPS][m][0];
+          if (REST == 1) multiply8(sums[n][m][0], v.x, v.y, rest[quad]);
+          if (REST == 2) {
+            const u32* two = rest + 32 * (quad >> 1) + 2 * (quad & 1);
+            multiply16(sums[n][m][0], v, two[0], two[1]);
+          }
         }
       }
-#pragma unroll
-      for (int q = 0; q < 4; q++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          a[q][e] = sums[q / 2][0][q % 2 * 2 + e] + sums[q / 2][1][q % 2 * 2 + e];
 #if TYPE == 0
-          a[q][e] *= down[q];
+      const float4 undo = reinterpret_cast<const float4*>(in.constants + 32)[own];
+      const float down[4] = {undo.x * unscale, undo.y * unscale, undo.z * unscale, undo.w * unscale};
+      unscale = 1.0f;
 #endif
-        }
+#pragma unroll
+      for (int n = 0; n < RT; n++)
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            const float(&part)[CHAINS][4] = sums[n][q / 2];
+            a[n][q][e] = part[0][q % 2 * 2 + e];
+            if (CHAINS > 1) a[n][q][e] += part[CHAINS - 1][q % 2 * 2 + e];
+#if TYPE == 0
+            a[n][q][e] *= down[q];
+#endif
+          }
     }
 #endif
-#if TYPE == 0
-    unscale = 1.0f / WHOLE;
-#endif
-
     MARK(3);
 
     // Equation 6
     if (SUM_H) {
-      float v[2][4] = {}, sum[2];
-      float2 shift[4];  // near the mean, so that nothing cancels
+      float v[2][4], sum[2];
+      float2 shift[4];
       read_slots(shift, before + 32, own);
 #pragma unroll
       for (int q = 0; q < 4; q++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const float d = pick(valid[e], a[q][e] - shift[q].x, 0.0f);
-          v[0][q] += d;
-          v[1][q] += d * d;
+        for (int i = 0; i < 2 * RT; i++) {
+          const float d = pick(valid(i / 2, i % 2, t), a[i / 2][q][i % 2] - shift[q].x, 0.0f);
+          v[0][q] = i ? v[0][q] + d : d;
+          v[1][q] = i ? v[1][q] + d * d : d * d;
         }
       sum_gates(sum, v, quad);
-      store2(room + (warp * 32 + lane) * 2, sum[0], sum[1]);
+      store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
+      MARK(4);
+      done<SUMS_1>();
+      await<TOTALS_1>();
+      MARK(6);
     }
-    MARK(4);
-    __syncthreads();
-    MARK(5);
-    if (SUM_H && warp == ADDER) {
-      const float2 v = add_warps2(reinterpret_cast<float2*>(room) + lane, 32);
-      const int here = slot(own, quad);
-      const float off = v.x * inv, var = variance(v.y * inv, off);
-      const float mean = inv > 0.0f ? before[32 + here].x + off : 0.0f;
-      statistics[32 + here] = make_float2(mean, rsqrtf(var + p.eps) * gammas[here].y);
-      hand_out();
-      if (at.mine) {
-        p.mean_h[(r * p.rows_h + t) * GATES + column] = mean;
-        p.var_h[(r * p.rows_h + t) * GATES + column] = var;
-      }
-    } else if (SUM_H) {
-      take();
-    }
-
-    MARK(6);
-    float gate[4][2], cand[2];
-    {
-      float2 of_h[4];
-      if (MODE_H) read_slots(of_h, statistics + 32, own);
-#pragma unroll
-      for (int q = 0; q < 4; q++) {
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-          float v = a[q][e];
-          if (MODE_H) {
-            v = a[q][e] = v - of_h[q].x;
-            v *= of_h[q].y;
-          }
-          v += x[q][e];
-          if (!MODE_H) a[q][e] = v;
-          gate[q][e] = q == 2 ? tanh_(v) : sigmoid(v);
-        }
-      }
-    }
+    float gate[RT][4][2], cand[RT][2];
+    float2 of_h[4];
+    if (MODE_H) read_slots(of_h, statistics + 32, own);
+    auto open = [&](int n, int q, int e) {
+      float v = a[n][q][e];
+      if (MODE_H) v = a[n][q][e] = v - of_h[q].x;
+      v = (MODE_H ? v * of_h[q].y : v) + x[n][q][e];
+      if (!MODE_H) a[n][q][e] = v;
+      gate[n][q][e] = gate_of(q, MODE_H ? v : v * pre(q));
+    };
     // Equation 7
 #pragma unroll
-    for (int e = 0; e < 2; e++) cand[e] = gate[1][e] * c[e] + gate[0][e] * gate[2][e];
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int q = 0; q < 3; q++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) open(n, q, e);
+#pragma unroll
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) cand[n][e] = gate[n][1][e] * c[n][e] + gate[n][0][e] * gate[n][2][e];
 
     // Equation 8
-    float2 of_c = make_float2(0, 0);
     if (SUM_C) {
-      float v[2] = {};
+      float v[2];
       const float shift = before[64 + own].x;
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const float d = pick(valid[e], cand[e] - shift, 0.0f);
-        v[0] += d;
-        v[1] += d * d;
+      for (int i = 0; i < 2 * RT; i++) {
+        const float d = pick(valid(i / 2, i % 2, t), cand[i / 2][i % 2] - shift, 0.0f);
+        v[0] = i ? v[0] + d : d;
+        v[1] = i ? v[1] + d * d : d * d;
       }
-      sum_cells(room_c, v[0], v[1], at);
+      sum_cells(in.room_c, v[0], v[1], at);
       MARK(7);
-      __syncthreads();
+      done<SUMS_2>();
+    }
+#pragma unroll
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) open(n, 3, e);
+    if (SUM_C) {
       MARK(8);
-      if (warp == ADDER) {
-        const float2 s = add_warps2(reinterpret_cast<float2*>(room_c) + own, UNITS);
-        const float off = s.x * inv, var = variance(s.y * inv, off), mean = inv > 0.0f ? shift + off : 0.0f;
-        if (quad == 0) statistics[64 + own] = make_float2(mean, rsqrtf(var + p.eps) * g_c);
-        hand_out();
-        if (quad == 0 && at.mine) {
-          p.mean_c[(r * p.rows_c + t) * H + unit] = mean;
-          p.var_c[(r * p.rows_c + t) * H + unit] = var;
-        }
-      } else {
-        take();
-      }
+      await<TOTALS_2>();
     }
     MARK(9);
-    if (MODE_C) of_c = statistics[64 + own];
-    float h[2];
+    const float2 of_c = MODE_C ? statistics[64 + own] : make_float2(0, pre(2));
+    float h[RT][2];
+    u32 line[RT];
 #pragma unroll
-    for (int e = 0; e < 2; e++) {
-      const float v = MODE_C ? (cand[e] - of_c.x) * of_c.y : cand[e];
-      h[e] = pick(valid[e], gate[3][e] * tanh_(v + beta), 0.0f);
-      c[e] = pick(valid[e], cand[e], c[e]);
+    for (int n = 0; n < RT; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const bool there = valid(n, e, t);
+        h[n][e] = pick(there, gate[n][3][e] * tanh_of((cand[n][e] - of_c.x) * of_c.y + beta), 0.0f);
+        c[n][e] = LENGTHS ? pick(there, cand[n][e], c[n][e]) : cand[n][e];
+      }
+      const float whole = TYPE == 0 ? WHOLE : 1.0f;
+      line[n] = turn(pack(whole * h[n][0], whole * h[n][1]));
     }
 
     // To all blocks, this one too. A row's eight units are gathered from the quad that has them.
-#if TYPE == 0
-    const u32 line = turn(pack(WHOLE * h[0], WHOLE * h[1]));
-#else
-    const u32 line = turn(pack(h[0], h[1]));
-#endif
-    uint4 chunk;
-    chunk.x = __shfl_sync(~0u, line, 4 * piece), chunk.y = __shfl_sync(~0u, line, 4 * piece + 1);
-    chunk.z = __shfl_sync(~0u, line, 4 * piece + 2), chunk.w = __shfl_sync(~0u, line, 4 * piece + 3);
+    uint4 chunk[RT];
+    const u32 buffer = (now ^ 1) * ROW_TILES * REGION * 16, barrier = barrier_at + (now ^ 1) * WARPS * 8;
+#pragma unroll
+    for (int n = 0; n < RT; n++) {
+      chunk[n].x = __shfl_sync(~0u, line[n], 4 * piece), chunk[n].y = __shfl_sync(~0u, line[n], 4 * piece + 1);
+      chunk[n].z = __shfl_sync(~0u, line[n], 4 * piece + 2), chunk[n].w = __shfl_sync(~0u, line[n], 4 * piece + 3);
 #ifndef NO_EXCHANGE
-    if (t + 1 < p.T) {
-      const u32 buffer = (now ^ 1) * WARPS * REGION * 16, barrier = barrier_at + (now ^ 1) * WARPS * 8;
+      if (t + 1 < p.T)
 #pragma unroll
-      for (int i = 0; i < GROUPS; i++)
-        send(4 * i + (lane >> 3) < BLOCKS, to[i] + into + buffer, to[i] + barrier, chunk);
-      announce(barriers + 8 * ((now ^ 1) * WARPS + warp), lane);
-    }
+        for (int i = 0; i < SENDS; i++)
+          send(4 * i + (lane >> 3) < BLOCKS, to[i] + into + buffer + n * REGION * 16, to[i] + barrier, chunk[n]);
 #endif
-
+    }
+    if (t + 1 < p.T) announce(in.barriers + 8 * ((now ^ 1) * WARPS + warp), lane);
     MARK(10);
+
     // What nobody waits for.
-#if TYPE == 0
-    store_tile(hs + (t + 1) * B * HS + rank * UNITS, HS, at, h[0], h[1]);
-#else
-    if (lane < 8 && 8 * warp + piece < B)
-      *reinterpret_cast<uint4*>(hs + ((t + 1) * B + 8 * warp + piece) * HS + rank * UNITS) = chunk;
-#endif
-    if (saves) {
-      store_eight(wh + t * step_saved * 8, a);
-      store2(cs + (t + 1) * step_saved * 2, c[0], c[1]);
-    }
-    if (LENGTHS)
+    cs += step_saved * 2;
 #pragma unroll
-      for (int e = 0; e < 2; e++)
-        if (valid[e]) p.h_n[(r * B + at.row[e]) * H + unit] = h[e];
+    for (int n = 0; n < RT; n++) {
+#if TYPE == 0
+      store_tile(hs, n, HS, at, h[n][0], h[n][1]);
+#else
+      if (lane < 8 && 8 * (at.tile + n) + piece < B) *reinterpret_cast<uint4*>(hs + 8 * n * HS) = chunk[n];
+#endif
+      if (saves[n]) {
+        store_eight(wh + 256 * n, a[n]);
+        store2(cs + 64 * n, c[n][0], c[n][1]);
+      }
+      if (LENGTHS)
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+          if (valid(n, e, t)) p.h_n[(r * B + at.row(n, e)) * H + unit] = h[n][e];
+    }
+    wh += step_saved * 8, hs += B * HS;
     MARK(11);
+    if (!SUM_H && !SUM_C) __syncthreads();
     if (t + 1 < p.T) prepare(t + 1);
     MARK(12);
   }
 #pragma unroll
-  for (int e = 0; e < 2; e++)
-    if (at.in[e]) p.c_n[(r * B + at.row[e]) * H + unit] = c[e];
+  for (int n = 0; n < RT; n++)
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+      if (at.in(n, e)) p.c_n[(r * B + at.row(n, e)) * H + unit] = c[n][e];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const Forward p) {
+  extern __shared__ uint4 shared[];
+  if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
+  Layout in;
+  in.hidden = shared;
+  in.room = reinterpret_cast<float*>(in.hidden + 2 * ROW_TILES * REGION);
+  in.room_c = in.room + 64 * WARPS;
+  in.given = in.room + ROOM;
+  in.constants = in.given + 2 * STATISTICS;
+  in.barriers = address_of(in.constants + CONSTANTS);
+  const Place at = place_of(p.B);
+  for (int i = threadIdx.x; i < 2 * STATISTICS; i += THREADS) in.given[i] = 0.0f;
+  start_barriers(in.barriers, 2 * WARPS, BYTES);
+  __syncthreads();
+  if (at.warp == WARPS)
+    serve(p, at, in);
+  else
+    work(p, at, in);
   meet_cluster();  // nobody leaves while its memory may still be written to
 }

@@ -111,7 +111,7 @@ def test_which_layers_are_wide(monkeypatch):
 @pytest.mark.parametrize("batch", [1, 8, 17, 100, 128])
 def test_a_small_cut_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
     cut = small_lstm.cut_small(dtype, batch, hidden)
-    assert 8 * cut.warps >= batch
+    assert 8 * cut.tiles * cut.warps >= batch
     assert cut.blocks * small_lstm.UNITS >= hidden
     assert cut.blocks <= 16
     assert cut.threads <= 512
@@ -136,7 +136,7 @@ def test_small_kernels_are_off_by_default(monkeypatch):
     monkeypatch.setenv("RBN_SMALL_KERNEL", "0")
     assert small_lstm.choose(wx) is None
     monkeypatch.setenv("RBN_SMALL_KERNEL", "1")
-    assert small_lstm.choose(wx) == small_lstm.SmallCut(blocks=13, warps=13, half=False)
+    assert small_lstm.choose(wx) == small_lstm.SmallCut(blocks=13, warps=7, tiles=2, half=False)
     wx.is_cuda = False
     assert small_lstm.choose(wx) is None
 

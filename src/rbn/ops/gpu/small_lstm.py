@@ -28,7 +28,7 @@ _OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
 
 @dataclass(frozen=True)
 class SmallCut:
-    """The blocks of a cluster that work, a block's warps that own rows, and tiles of rows of a warp."""
+    """The blocks of a cluster that work, the warps of a block with rows, the tiles of each."""
 
     blocks: int
     warps: int
@@ -118,5 +118,6 @@ def kernel(
     """The kernel for a division; `device` is the current one."""
     major, minor = torch.cuda.get_device_capability(device)
     name = f"small_{direction}"
-    code = nvrtc.compiled(name, dict(defines) | {"MW": cut.warps, "RT": cut.tiles}, f"sm_{major}{minor}")
+    cuts = {"MW": cut.warps, "RT": cut.tiles}
+    code = nvrtc.compiled(name, dict(defines) | cuts, f"sm_{major}{minor}")
     return Kernel(code, name, cut.threads, cut.shared(direction), cluster)

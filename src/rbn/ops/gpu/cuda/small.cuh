@@ -65,6 +65,19 @@ __device__ __forceinline__ float pick(bool first, float x, float y) {
   return v;
 }
 
+// What is computed before a wait, not after it: the wait is given a number made of it, which is 0, but the
+// compiler does not know that, and would move what is needed only later behind the wait.
+struct Before {
+  u32 mixed = 0;
+  __device__ __forceinline__ void hold(float v) {
+#ifndef NO_HOLD
+    mixed ^= __float_as_uint(v);
+#endif
+  }
+  // steps: not negative.
+  __device__ __forceinline__ u32 zero(int steps) const { return mixed & (u32(steps) >> 31); }
+};
+
 // Operands of products ------------------------------------------------------------------------------
 
 // Two numbers in 16 bits each, the first in the lower half.

@@ -9,7 +9,7 @@
 #define TILES ((BLOCKS + 1) / 2)  // of 16 units of dh: those of two blocks
 #define SPLIT (MODE_H != 0)       // d(W_x x) is not d(W_h h)
 #define SHARE (RT * (HALF_SUMS ? 1 : 2))  // words of a thread: its unit and rows
-#define WIDE (SHARE > 4 ? 4 : SHARE)      // of them sent at once
+#define WIDE (SHARE % 4 == 0 ? 4 : SHARE % 2 == 0 ? 2 : 1)  // of them sent at once
 #define REGION (BLOCKS * 32 * SHARE)      // words of shares for a warp: [block][part][thread][WIDE]
 #define BYTES (REGION * 4)                // that a warp gets in a step
 #define ROOM (112 * WARPS)                // sums of warps: 64 and 32 of gates, 16 of cells
@@ -159,9 +159,9 @@ __device__ __forceinline__ void send_share(bool there, u32 to, u32 barrier, cons
     if (WIDE == 4)
       send(there, to + i * 128, barrier, make_uint4(words[i], words[i + WIDE / 4], words[i + WIDE / 2], words[i + WIDE - 1]));
     else if (WIDE == 2)
-      send(there, to, barrier, make_float2(__uint_as_float(words[0]), __uint_as_float(words[WIDE - 1])));
+      send(there, to + i * 128, barrier, make_float2(__uint_as_float(words[i]), __uint_as_float(words[i + WIDE - 1])));
     else
-      send(there, to, barrier, words[0]);
+      send(there, to + i * 128, barrier, words[i]);
   }
 }
 
@@ -282,6 +282,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 
     // The forward step again, which waits for nobody: all that d(.) is multiplied with.
     float a[RT][4][2], x[RT][4][2], gate[RT][4][2], cell[RT][2], dh[RT][2], through[RT][5][2], keep[RT][2];
+    Before before;
 #pragma unroll
     for (int n = 0; n < RT; n++) ahead.saved(n, a[n]);
 #pragma unroll
@@ -316,6 +317,8 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         through[n][3][e] = th * (o - o * o);
         through[n][4][e] = o - o * (th * th);
         keep[n][e] = f;
+#pragma unroll
+        for (int q = 0; q < 5; q++) before.hold(through[n][q][e]);
         dh[n][e] = skip[n][e];
         const float y = e ? dy.y : dy.x;
         if (DOUTPUT) dh[n][e] += LENGTHS ? pick(valid(n, e, t), y, 0.0f) : y;
@@ -329,7 +332,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     // dh through W_h
     if (k > 0) {
       const u32 barrier = in.barriers + 8 * ((now ^ 1) * WARPS + warp);
-      waiting.until(barrier, u32((k - 1) >> 1));
+      waiting.until(barrier + before.zero(p.T), u32((k - 1) >> 1));
       if (lane == 0 && !waiting.tired) expect(barrier, BYTES);
       MARK(4);
       const u32* from = in.shares + ((now ^ 1) * WARPS + warp) * REGION + lane * WIDE;
@@ -368,6 +371,9 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       total_c = in.totals[32 + own];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
+#ifdef ASK_LATE
+      if (t > 0) ask_rows();
+#endif
     }
     MARK(7);
 

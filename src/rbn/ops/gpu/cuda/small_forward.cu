@@ -407,13 +407,15 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     for (int n = 0; n < RT; n++) {
       chunk[n].x = __shfl_sync(~0u, line[n], 4 * piece), chunk[n].y = __shfl_sync(~0u, line[n], 4 * piece + 1);
       chunk[n].z = __shfl_sync(~0u, line[n], 4 * piece + 2), chunk[n].w = __shfl_sync(~0u, line[n], 4 * piece + 3);
+    }
 #ifndef NO_EXCHANGE
-      if (t + 1 < p.T)
+    if (t + 1 < p.T)
 #pragma unroll
-        for (int i = 0; i < SENDS; i++)
+      for (int i = 0; i < SENDS; i++)
+#pragma unroll
+        for (int n = 0; n < RT; n++)
           send(4 * i + (lane >> 3) < BLOCKS, to[i] + into + buffer + n * REGION * 16, to[i] + barrier, chunk[n]);
 #endif
-    }
     if (t + 1 < p.T) announce(in.barriers + 8 * ((now ^ 1) * WARPS + warp), lane);
     MARK(10);
 

@@ -25,8 +25,12 @@ _ROWS = 128
 TEAMS = {"forward": (1,), "backward": (8, 4)}
 _SIDE = {"forward": 64, "backward": 16}  # columns of the product for each block
 _PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block passes on in a step
-_SUMS = {"forward": 32, "backward": 48}  # numbers summed over the batch at once
-_GIVEN = {"forward": 288, "backward": 224}  # statistics of a step
+# float32 numbers beside the weights: sums of each warp, tables of a number for each column (80) or
+# unit (16), parameters.
+_NUMBERS = {
+    "forward": 8 * 144 + 4 * 80 + 2 * 16,
+    "backward": 8 * 192 + 9 * 80 + 5 * 16 + 3 * 64 + 16,
+}
 _DEPTH = 8
 
 
@@ -58,7 +62,7 @@ class WideCut:
     def shared(self) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
         slots = max(self.first, self.second)
-        return (slots + self.resident) * self.group + _rest(self.direction)
+        return (slots + self.resident) * self.group + 4 * _NUMBERS[self.direction]
 
     @property
     def passed(self) -> int:
@@ -74,11 +78,6 @@ class WideCut:
     def handed(self) -> int:
         """Bytes of sums that a block gets from the others of its team."""
         return (self.team - 1) * _SIDE[self.direction] * _ROWS * 4
-
-
-def _rest(direction: str) -> int:
-    warps, sums = _THREADS // 32, 4 * _SUMS[direction]
-    return 4 * (sums * (warps | 1) + sums + 12 * UNITS + _GIVEN[direction])
 
 
 def cut_wide(direction: str, hidden: int, team: int, limit: int) -> WideCut | None:

@@ -21,7 +21,8 @@
 // Each team begins at another place of its slice: all at the same would be after the same lines.
 //
 // Named from outside besides those of common.cuh: TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
-// for ahead). The including file defines SIDE and PASSED, the pieces that a thread passes on in a step.
+// for ahead). For trials: TAGGED (a team does not meet at a counter), NO_HOLD (below), CLOCK. The including file
+// defines SIDE and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #define MT 8
 #define MW 8
@@ -37,6 +38,10 @@
 
 static_assert(RESIDENT > 0 && SECOND <= FIRST, "the second groups come while a resident one is used");
 
+#ifndef TAGGED
+#define TAGGED 0
+#endif
+
 typedef unsigned long long u64;
 
 #define GRID ((H + UNITS * TEAM - 1) / (UNITS * TEAM) * TEAM)  // blocks of a recurrence
@@ -48,6 +53,47 @@ typedef unsigned long long u64;
 #define SENT (SIDE / 8 * THREADS)  // words of 16 bytes to each other block of the team
 #define STEP_PIECES (2 * SLICE * TEAM * THREADS)  // of what is passed in a step, with some that are zero
 #define SUBS ((H + 7) / 8)  // what is saved lies in groups of 8 units
+
+// Trials ------------------------------------------------------------------------------------------
+
+// With CLOCK warps of blocks 0 and 60 write down when they pass the stages of the 32 steps from number
+// CLOCK on, [2][32][WARPS][16], 256 bytes beyond the counter of the only recurrence.
+#ifdef CLOCK
+struct Marks {
+  volatile u32* at;
+  __device__ __forceinline__ void begin(u32* counter, int step) {
+    const bool here = (blockIdx.x == 0 || blockIdx.x == 60) && threadIdx.x % 32 == 0;
+    const bool now = here && step >= CLOCK && step < CLOCK + 32;
+    at = now ? counter + 64 + (((blockIdx.x != 0) * 32 + step - CLOCK) * WARPS + threadIdx.x / 32) * 16 : nullptr;
+  }
+  __device__ __forceinline__ void pass(int stage) const {
+    u32 when;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(when)::"memory");
+    if (at) at[stage] = when;
+  }
+};
+#define MARKS(counter, step) Marks marks; marks.begin(counter, step)
+#define MARK(stage) marks.pass(stage)
+#else
+#define MARKS(counter, step)
+#define MARK(stage)
+#endif
+
+// What is computed before a wait although it is needed after it: the compiler would move it there. So the
+// wait depends on it, by a number that is zero, which the compiler cannot know.
+struct Held {
+  u32 mixed = 0;
+  __device__ __forceinline__ void hold(float v) {
+#ifndef NO_HOLD
+    mixed ^= __float_as_uint(v);
+#endif
+  }
+  // steps: not negative.
+  __device__ __forceinline__ u32 zero(int steps) const { return mixed & (u32(steps) >> 31); }
+};
+
+// From here on the compiler takes these for numbers it has not seen: it keeps them, not what it made of them.
+__device__ __forceinline__ void anew(uint2& v) { asm volatile("" : "+r"(v.x), "+r"(v.y)); }
 
 // Four neighbouring units -------------------------------------------------------------------------
 
@@ -75,13 +121,19 @@ __device__ __forceinline__ void store4(float* p, const float (&v)[4]) {
   *reinterpret_cast<float4*>(p) = make_float4(v[0], v[1], v[2], v[3]);
 }
 
+// 16 bytes for another block, and from one.
+__device__ __forceinline__ void pass_word(uint4* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 peek_word(const uint4* p) { return peek(reinterpret_cast<const Element*>(p)); }
+
 // This thread's piece number `i` of a step, from two rows of four units. Blocks without a unit, which
 // fill up the last team, have none.
 __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 high) {
   if (blockIdx.x * UNITS >= H) return;
-  uint4* p = step + (blockIdx.x * PASSED + i) * THREADS + threadIdx.x;
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(low.x), "r"(high.x), "r"(low.y),
-               "r"(high.y) : "memory");
+  pass_word(step + (blockIdx.x * PASSED + i) * THREADS + threadIdx.x, make_uint4(low.x, high.x, low.y, high.y));
 }
 
 __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
@@ -159,8 +211,8 @@ __device__ __forceinline__ void refilled() {
 #define N2 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define N3 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
-// c = a piece of each thread times 16 columns of the weights, plus c unless it is the first. Runs on by itself: until it was
-// waited for, c and a must be left alone.
+// c = a piece of each thread times 16 columns of the weights, plus c unless it is the first. Runs on by
+// itself: until it was waited for, c and a must be left alone.
 __device__ __forceinline__ void multiply_wide(float (&c)[COLUMNS / 2], const uint4& a, u64 b, int more) {
 #define OPERANDS "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(more)
 #if TILES == 8
@@ -233,37 +285,91 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   await_products<0>();
 }
 
-// Hands each block of the team its columns of the sums, by way of `handed` [GRID, TEAM - 1, SENT]; leaves
-// in sums[0 .. SIDE / 2) all of this one's, added in the order of the ranks. Columns are ordered from the
-// block's own on: part s is for the block s ranks further. The team has met `times` times before.
-__device__ __forceinline__ void exchange(float (&sums)[COLUMNS / 2], uint4* handed, u32* counters, u32 times) {
+// The sums of a team, by way of `handed` [GRID, TEAM - 1, SENT]. Columns are ordered from the block's own
+// on: part s is for the block s ranks further, and for the thread that has the same number there. The team
+// has met `times` times before.
+//
+// TAGGED: that thread looks at the sums themselves. The least significant bit of each says whether it is this
+// meeting's or the one's before, which was read by then, since all blocks have met meanwhile. `handed` is
+// zero at first. It spares a meeting, but takes more registers than there are.
+#define PART (SIDE / 2)
+
+// One instruction for a word, which the compiler would not find.
+__device__ __forceinline__ u32 tagged(u32 word, u32 tag) {  // (word & ~1) | tag
+  asm("lop3.b32 %0, %0, %1, %2, 0xea;" : "+r"(word) : "n"(~1), "r"(tag));
+  return word;
+}
+__device__ __forceinline__ void differs(u32& wrong, const uint4& v, u32 tag) {  // wrong |= each ^ tag
+  asm("lop3.b32 %0, %0, %1, %5, 0xf6;\n"
+      "lop3.b32 %0, %0, %2, %5, 0xf6;\n"
+      "lop3.b32 %0, %0, %3, %5, 0xf6;\n"
+      "lop3.b32 %0, %0, %4, %5, 0xf6;"
+      : "+r"(wrong) : "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(tag));
+}
+
+__device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], uint4* handed, u32* counters, u32 times) {
 #ifdef NO_EXCHANGE
   return;
 #endif
   if (TEAM == 1) return;
-  constexpr int PART = SIDE / 2;
-  const u32 rank = rank_in_team(), first = blockIdx.x - rank;
+  const u32 rank = rank_in_team(), first = blockIdx.x - rank, tag = ~times & 1;
 #pragma unroll
   for (int s = 1; s < TEAM; s++) {
-    const u32 other = (rank + s) % TEAM;
+    uint4* to = handed + i64((first + (rank + s) % TEAM) * (TEAM - 1) + s - 1) * SENT + threadIdx.x;
 #pragma unroll
     for (int i = 0; i < PART / 4; i++) {
-      const float* v = sums + s * PART + 4 * i;
-      const u32 at = (s - 1) * SENT + i * THREADS + threadIdx.x;
-      reinterpret_cast<float4*>(handed)[(first + other) * (TEAM - 1) * SENT + at] = make_float4(v[0], v[1], v[2], v[3]);
+      u32 v[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        v[k] = __float_as_uint(sums[s * PART + 4 * i + k]);
+        if (TAGGED) v[k] = tagged(v[k], tag);
+      }
+      pass_word(to + i * THREADS, make_uint4(v[0], v[1], v[2], v[3]));
     }
   }
-  u32* counter = counters + first;
-  arrive(counter);
-  wait_for(counter, TEAM * (times + 1));
-  const uint4* come = handed + blockIdx.x * (TEAM - 1) * SENT;
+  if (!TAGGED) arrive(counters + first);
+}
+
+// Adds what the others handed over, in the order of the ranks, to sums[0 .. PART). nothing: zero.
+__device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const uint4* handed, const u32* counters,
+                                          u32 times, u32 nothing) {
+#ifdef NO_EXCHANGE
+  return;
+#endif
+  if (TEAM == 1) return;
+  const u32 tag = ~times & 1;
+  const uint4* come = handed + i64(blockIdx.x) * (TEAM - 1) * SENT + threadIdx.x + nothing;
+  if (!TAGGED) wait_for(counters + blockIdx.x - rank_in_team(), TEAM * (times + 1) + nothing);
+  uint4 v[TEAM][PART / 4];
+  u32 wrong;
+#ifdef GUARD
+  const i64 since = clock64();
+#endif
+  do {
+#pragma unroll
+    for (int s = 1; s < TEAM; s++)
+#pragma unroll
+      for (int i = 0; i < PART / 4; i++) v[s][i] = peek_word(come + (s - 1) * SENT + i * THREADS);
+    wrong = 0;
+#ifndef NO_WAIT
+    if (TAGGED)
+#pragma unroll
+      for (int s = 1; s < TEAM; s++)
+#pragma unroll
+        for (int i = 0; i < PART / 4; i++)
+          differs(wrong, v[s][i], tag);
+#endif
+#ifdef GUARD
+    if (clock64() - since > (1ll << 32)) break;
+#endif
+  } while (wrong & 1);
+  __syncwarp();
 #pragma unroll
   for (int s = 1; s < TEAM; s++)
 #pragma unroll
     for (int i = 0; i < PART / 4; i++) {
-      const uint4 v = fetch_piece(come + (s - 1) * SENT + i * THREADS + threadIdx.x);
-      sums[4 * i] += __uint_as_float(v.x), sums[4 * i + 1] += __uint_as_float(v.y);
-      sums[4 * i + 2] += __uint_as_float(v.z), sums[4 * i + 3] += __uint_as_float(v.w);
+      sums[4 * i] += __uint_as_float(v[s][i].x), sums[4 * i + 1] += __uint_as_float(v[s][i].y);
+      sums[4 * i + 2] += __uint_as_float(v[s][i].z), sums[4 * i + 3] += __uint_as_float(v[s][i].w);
     }
 }
 
@@ -273,3 +379,78 @@ __device__ __forceinline__ int unit_of(int n) {
   const int owner = (rank_in_team() + n / SIDE) % TEAM, block = blockIdx.x - rank_in_team() + owner;
   return block * UNITS + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;
 }
+
+// Sums over the batch, tables ------------------------------------------------------------------------
+
+// A number for each column of the block, [4 threads][4 gates][4 units]; each thread's part begins at another bank.
+#define LINE 20
+#define TABLE (4 * LINE)
+
+__device__ __forceinline__ int place_in_table(int gate, int unit) { return unit / 4 * LINE + gate * 4 + unit % 4; }
+
+__device__ __forceinline__ void read_table(float (&v)[4][4], const float* table) {
+#pragma unroll
+  for (int q = 0; q < 4; q++) load4(v[q], table + (threadIdx.x & 3) * LINE + 4 * q);
+}
+
+// Sums over the rows of a warp: a thread gets those of numbers NV / 8 * (lane / 4) + i of its units.
+template <int NV>
+__device__ __forceinline__ void fold_rows(float (&v)[NV]) {
+#ifdef NO_SUM
+  return;
+#endif
+  int n = NV;
+#pragma unroll
+  for (int mask = 16; mask >= 4; mask >>= 1) {
+    n /= 2;
+    const bool upper = threadIdx.x & mask;
+#pragma unroll
+    for (int i = 0; i < NV / 2; i++)
+      if (i < n) {
+        const float keep = upper ? v[i + n] : v[i], send = upper ? v[i] : v[i + n];
+        v[i] = keep + __shfl_xor_sync(~0u, send, mask);
+      }
+  }
+}
+
+// So a thread has two of 16 numbers, and puts them where its number is. Of the 64 that a warp has then:
+__device__ __forceinline__ int gate_at(int i) { return i >> 4 & 3; }
+__device__ __forceinline__ int unit_at(int i) { return 4 * (i >> 1 & 3) + 2 * (i >> 3 & 1) + (i & 1); }
+// And one of 8 numbers, 4 units twice:
+__device__ __forceinline__ int cell_at(int i) { return 4 * (i & 3) + (i >> 2 & 3); }
+
+// One number of each warp, in a fixed order.
+__device__ __forceinline__ float over_warps(const float* from, int pitch) {
+  float v[WARPS];
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) v[w] = from[w * pitch];
+#pragma unroll
+  for (int n = WARPS / 2; n > 0; n /= 2)
+#pragma unroll
+    for (int w = 0; w < n; w++) v[w] += v[w + n];
+  return v[0];
+}
+
+// Meetings of a block in two halves: some are only waited for, some only wait.
+#define SUMS_READY 1
+#define TOTALS_READY 2
+template <int WHICH>
+__device__ __forceinline__ void done() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
+}
+template <int WHICH>
+__device__ __forceinline__ void await() {
+  asm volatile("bar.sync %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
+}
+
+// Gates -------------------------------------------------------------------------------------------
+
+// What a gate's nonlinearity is given times this: a sigmoid is a tanh of half of it.
+__device__ __forceinline__ float pre(int gate) { return gate == 2 ? 1.0f : 0.5f; }
+__device__ __forceinline__ float gate_of(int gate, float v) {
+  const float y = tanh_(v);
+  return gate == 2 ? y : 0.5f * y + 0.5f;
+}
+
+// Zero where a row does not count.
+__device__ __forceinline__ uint2 masked(uint2 v, bool counts) { return counts ? v : make_uint2(0, 0); }

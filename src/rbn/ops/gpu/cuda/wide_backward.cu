@@ -5,12 +5,7 @@
 
 #define SPLIT (MODE_H != 0)  // d(W_x x) is not d(W_h h)
 
-// Statistics of a step: var_h; mean_x and var_x; mean_c and var_c. The variances become rstd.
-#define GIVEN_H (MODE_H ? 64 : 0)
-#define GIVEN_X (MODE_X ? 128 : 0)
-#define GIVEN_C (MODE_C ? 32 : 0)
-#define GIVEN (GIVEN_H + GIVEN_X + GIVEN_C)
-#define NUMBERS 48  // summed over the batch at once
+#define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
 
 struct Backward {
   const Element* wx;      // [R, T, B, 4H]
@@ -38,24 +33,23 @@ struct Backward {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Backward p) {
   extern __shared__ __align__(128) uint4 slots[];
   uint4* resident = slots + SLOTS * GROUP_WORDS;
-  float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);
-  float* total = room + 4 * NUMBERS * PADDED;
-  float* parameters = total + 4 * NUMBERS;
-  float* given = parameters + PARAMETERS;
+  float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
+  // Tables. For the gates: what W_h h and the input term are multiplied with, what is added to them.
+  float *open_h = room + WARPS * PITCH, *open_x = open_h + TABLE, *bias = open_x + TABLE;
+  // d(W_h h) is dpre times slope_h, plus W_h h times times_h, plus plus_h; so is d(W_x x).
+  float *slope_h = bias + TABLE, *times_h = slope_h + TABLE, *plus_h = times_h + TABLE;
+  float *slope_x = plus_h + TABLE, *times_x = slope_x + TABLE, *plus_x = times_x + TABLE;
+  // The same of the cell.
+  float *mean_of_c = plus_x + TABLE, *open_c = mean_of_c + UNITS, *slope_c = open_c + UNITS;
+  float *times_c = slope_c + UNITS, *plus_c = times_c + UNITS;
+  // Parameters, for the threads that have a column: [64] each, then one for each unit.
+  float *gamma_h = plus_c + UNITS, *gamma_x = gamma_h + 64, *bias_of = gamma_x + 64, *gamma_c = bias_of + 64;
 
-  const int tid = threadIdx.x, lane = tid & 31, quad = tid & 3;
-  const int row0 = (tid >> 5) * 16 + (lane >> 2);  // and row0 + 8
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
+  const int row0 = warp * 16 + (lane >> 2);  // and row0 + 8
   const int unit = blockIdx.x * UNITS + 4 * quad, sub = blockIdx.x * 2 + quad / 2;
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
-  const Element* wx = p.wx + r * p.T * B * GATES + unit;
-  const Element* wh = p.wh + (r * p.T * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2);
-  Element *da = p.da + r * p.T * B * GATES + unit, *dwx = p.dwx + r * p.T * B * GATES + unit;
-  const float* cs = p.cs + (r * (p.T + 1) * SUBS + sub) * B * 8 + 4 * (quad % 2);
-  const Element* doutput = p.doutput + r * p.T * B * H + unit;
-  const float *mean_x = p.mean_x + r * p.rows_x * GATES, *var_x = p.var_x + r * p.rows_x * GATES;
-  const float* var_h = p.var_h + r * p.rows_h * GATES;
-  const float *mean_c = p.mean_c + r * p.rows_c * H, *var_c = p.var_c + r * p.rows_c * H;
   uint4* passed = p.passed + r * 2 * STEP_PIECES;
   uint4* handed = p.handed + r * GRID * (TEAM - 1) * SENT;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
@@ -66,211 +60,328 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     return of < H && k < H ? load_raw4(weight + i64(of) * GATES + piece % 4 * H + k) : make_uint2(0, 0);
   });
   refill<FIRST>(slots, spilled);
-  load_parameters(parameters, p.bias, p.gamma_x, p.gamma_h, r);
 
-  float g_c[4] = {}, beta[4] = {}, sum_b[16] = {}, sum_beta[8] = {}, running_gates = 0, running_cell = 0;
-  if (mine) {
-    if (MODE_C) load4(g_c, p.gamma_c + r * H + unit);
-    if (BETA) load4(beta, p.beta_c + r * H + unit);
+  // Each column's sums are three threads': of dpre warps 0 and 1, times W_h h warps 2 and 3, times the
+  // input term warps 4 and 5. Those of the cell are warp 7's, in two halves.
+  const bool for_c = warp == 7, for_gates = warp < 6;
+  const int kind = for_c ? lane >> 4 : tid >> 6, number = tid & 63;
+  const int own_gate = gate_at(number), own = for_c ? cell_at(lane) : unit_at(number);
+  const int place = place_in_table(own_gate, own);
+  const bool has = (for_c || for_gates) && blockIdx.x * UNITS + own < H;
+  const int column = blockIdx.x * UNITS + own + (for_c ? 0 : own_gate * H);
+  float running = 0.0f, mean_x = 0.0f;
+  float next_mean = 0.0f, next_var_h = 0.0f, next_var = 0.0f;  // of h; of x or c
+  float to_total = 1.0f, to_term = 0.0f;                       // what a sum is multiplied with
+  if (tid < 64) {
+    gamma_h[tid] = has && MODE_H ? p.gamma_h[r * GATES + column] : 0.0f;
+    gamma_x[tid] = has && MODE_X ? p.gamma_x[r * GATES + column] : 0.0f;
+    bias_of[tid] = has && BIAS ? p.bias[r * GATES + column] : 0.0f;
   }
+  if (for_c && kind == 0) gamma_c[own] = has && MODE_C ? p.gamma_c[r * H + column] : 0.0f;
+  __syncthreads();
+  auto ask_statistics = [&](int t) {
+    if (!has) return;
+    auto at = [&](int rows, int features) { return (r * rows + (t < rows ? t : rows - 1)) * features + column; };
+    if (for_c) {
+      if (MODE_C) next_mean = p.mean_c[at(p.rows_c, H)], next_var = p.var_c[at(p.rows_c, H)];
+      return;
+    }
+    if (MODE_H && kind < 2) next_var_h = p.var_h[at(p.rows_h, GATES)];
+    if (MODE_X && kind != 1) next_var = p.var_x[at(p.rows_x, GATES)];
+    if (MODE_X && kind != 1) next_mean = p.mean_x[at(p.rows_x, GATES)];
+  };
+  // What was asked for, for the next step. Nobody reads these tables between two meetings of all blocks.
+  auto put_statistics = [&] {
+    const float rstd_h = rsqrtf(next_var_h + p.eps), rstd = rsqrtf(next_var + p.eps);
+    if (for_c) {
+      const float slope_of = slope<MODE_C>(rstd, gamma_c[own], p.eps);
+      to_total = kind ? rstd : 1.0f, to_term = kind ? slope_of * rstd : slope_of;
+      if (MODE_C && kind == 0) mean_of_c[own] = next_mean, open_c[own] = rstd * gamma_c[own], slope_c[own] = slope_of;
+    } else if (for_gates) {
+      const float slope_of = slope<MODE_H>(rstd_h, gamma_h[number], p.eps);
+      const float of_x = MODE_X ? rstd * gamma_x[number] : 1.0f;
+      to_total = kind == 0 ? 1.0f : kind == 1 ? rstd_h : rstd;
+      to_term = kind == 0 ? slope_of : kind == 1 ? slope_of * rstd_h : of_x;
+      if (kind == 0) {
+        open_h[place] = rstd_h * gamma_h[number] * pre(own_gate), slope_h[place] = slope_of;
+        open_x[place] = of_x * pre(own_gate);
+        bias[place] = (MODE_X ? bias_of[number] - next_mean * of_x : bias_of[number]) * pre(own_gate);
+      }
+      mean_x = next_mean;
+    }
+  };
+  float beta[4] = {}, sum_b[16] = {}, sum_beta[8] = {};
+  if (mine && BETA) load4(beta, p.beta_c + r * H + unit);
 
   float dc[2][4] = {}, skip[2][4] = {}, c_t[2][4] = {}, c_before[2][4] = {};
   uint2 raw_h[2][4] = {}, raw_x[2][4] = {}, dy[2] = {};
   int length[2];
   bool in[2];
+  // Of the last step; then they go back, step by step.
+  const i64 last = p.T - 1;
+  const Element* wh = p.wh + ((r * p.T + last) * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2) + row0 * 8;
+  const float* cs = p.cs + ((r * (p.T + 1) + p.T) * SUBS + sub) * B * 8 + 4 * (quad % 2) + row0 * 8;
+  const Element* doutput = p.doutput + ((r * p.T + last) * B + row0) * H + unit;
+  i64 at = ((r * p.T + last) * B + row0) * GATES + unit;  // in wx, dwx and da
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    const i64 row = row0 + 8 * j, at = (r * B + row) * H + unit;
+    const i64 row = row0 + 8 * j, of = (r * B + row) * H + unit;
     in[j] = row < B && mine;
     length[j] = p.T;
     if (LENGTHS) length[j] = in[j] ? p.lengths[row] : 0;
     if (!in[j]) continue;
-    load4(skip[j], p.dh + at);
-    load4(dc[j], p.dc + at);
-    load4(c_before[j], cs + (p.T * SUBS * B + row) * 8);
+    if (LENGTHS) load4(skip[j], p.dh + of);
+    load4(dc[j], p.dc + of);
+    load4(c_before[j], cs + 64 * j);
   }
 
   // What a step takes from memory, a step before it is needed.
-  Staged<GIVEN> staged;
-  auto load_step = [&](i64 t) {
-    staged.load([&](int i) {
-      if (i < GIVEN_H + GIVEN_X) {
-        const bool of_h = i < GIVEN_H;
-        const int column = column_of(i), rows = of_h ? p.rows_h : p.rows_x;
-        const float* from = of_h ? var_h : (i - GIVEN_H) / 64 ? var_x : mean_x;
-        return column < 0 ? 0.0f : from[(t < rows ? t : rows - 1) * GATES + column];
-      }
-      i -= GIVEN_H + GIVEN_X;
-      const int u = blockIdx.x * UNITS + i % 16;
-      return u < H ? (i / 16 ? var_c : mean_c)[(t < p.rows_c ? t : p.rows_c - 1) * H + u] : 0.0f;
-    });
+  auto ask_step = [&] {
+    cs -= SUBS * B * 8;
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      const i64 row = row0 + 8 * j;
 #pragma unroll
       for (int e = 0; e < 4; e++) c_t[j][e] = c_before[j][e];
       if (!in[j]) continue;
 #pragma unroll
       for (int q = 0; q < 4; q++) {
-        raw_h[j][q] = load_raw4(wh + ((t * SUBS * 4 + q) * B + row) * 8);
-        if (SPLIT) raw_x[j][q] = load_raw4(wx + (t * B + row) * GATES + q * H);
+        raw_h[j][q] = load_raw4(wh + (q * B + 8 * j) * 8);
+        if (SPLIT) raw_x[j][q] = load_raw4(p.wx + at + 8 * j * GATES + q * H);
       }
-      load4(c_before[j], cs + (t * SUBS * B + row) * 8);
-      if (DOUTPUT) dy[j] = load_raw4(doutput + (t * B + row) * H);
+      load4(c_before[j], cs + 64 * j);
+      if (DOUTPUT) dy[j] = load_raw4(doutput + 8 * j * H);
     }
+    wh -= SUBS * 4 * B * 8, doutput -= B * H;
   };
 
-  load_step(p.T - 1);
+  ask_statistics(p.T - 1);
+  ask_step();
+  put_statistics();
 
-  for (i64 t = p.T - 1; t >= 0; t--) {
-    const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
-    staged.put(given, p.eps, [](int i) {
-      if (i < GIVEN_H + GIVEN_X) return i < GIVEN_H || (i - GIVEN_H) / 64 == 1;
-      return (i - GIVEN_H - GIVEN_X) / 16 == 1;
-    });
+  float inv = 1.0f / p.B;
+  for (int t = p.T - 1; t >= 0; t--) {
+    MARKS(p.counter, t);
+    MARK(0);
+    if (LENGTHS) inv = p.inv_n[t];
+    const u32 times = u32(p.T - 1 - t);  // that the team has met before
 
-    // dh through W_h
+    // dh through W_h. After the last step there is none: a product with zeros, and one way through the code.
+    float sums[COLUMNS / 2];
+    refilled();
+    wait_for(p.counter + r, GRID * times);
+    MARK(1);
+    product(sums, passed + (t + 1) % 2 * STEP_PIECES, resident, slots, spilled);
+    MARK(2);
+    hand_over(sums, handed, p.meetings + r * GRID, times);
+    if (t > 0) ask_statistics(t - 1);
+    MARK(3);
+
+    // The forward step again, while the team meets: what dh, and what the gradient of the cell, is
+    // multiplied with. Before the product their numbers would not fit beside its own.
+    float c_less[2][4], f[2][4];
+    float k_cell[2][4], k_o[2][4], k_i[2][4], k_f[2][4], k_g[2][4];
+    bool counts[2];
+    Held held;
+    {
+      float of_h[4][4], of_x[4][4], b[4][4], mc[4] = {}, oc[4] = {};
+      if (MODE_H) {
+        read_table(of_h, open_h);
+        read_table(b, bias);
+        read_table(of_x, open_x);
+      }
+      if (MODE_C) load4(mc, mean_of_c + 4 * quad), load4(oc, open_c + 4 * quad);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        counts[j] = in[j] && t < length[j];
+        float gate[4][4];
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+          float a[4], x[4];
+          if (LENGTHS && !counts[j]) raw_x[j][q] = make_uint2(0, 0);
+          widen4(a, raw_h[j][q]);
+          widen4(x, raw_x[j][q]);
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            gate[q][e] = gate_of(q, SPLIT ? a[e] * of_h[q][e] + (x[e] * of_x[q][e] + b[q][e]) : a[e] * pre(q));
+          anew(raw_h[j][q]);
+          anew(raw_x[j][q]);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const float i = gate[0][e], g = gate[2][e], o = gate[3][e];
+          f[j][e] = gate[1][e];
+          c_less[j][e] = MODE_C ? c_t[j][e] - mc[e] : c_t[j][e];
+          const float th = tanh_((MODE_C ? c_less[j][e] * oc[e] : c_less[j][e]) + beta[e]);
+          k_cell[j][e] = o * (1.0f - th * th);
+          k_o[j][e] = th * o * (1.0f - o);
+          k_i[j][e] = g * i * (1.0f - i);
+          k_f[j][e] = c_before[j][e] * f[j][e] * (1.0f - f[j][e]);
+          k_g[j][e] = i * (1.0f - g * g);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          if (!counts[j]) k_cell[j][e] = k_o[j][e] = k_i[j][e] = k_f[j][e] = k_g[j][e] = 0.0f;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          held.hold(k_cell[j][e]), held.hold(k_o[j][e]), held.hold(k_i[j][e]);
+          held.hold(k_f[j][e]), held.hold(k_g[j][e]);
+        }
+      }
+    }
+    MARK(4);
     float dh[2][4];
 #pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) dh[j][e] = skip[j][e];
-    if (t < p.T - 1) {
-      refilled();
-      wait_for(p.counter + r, GRID * u32(p.T - 1 - t));
-      float sums[COLUMNS / 2];
-      product(sums, passed + (t + 1) % 2 * STEP_PIECES, resident, slots, spilled);
-      exchange(sums, handed, p.meetings + r * GRID, u32(p.T - 2 - t));
-#pragma unroll
-      for (int j = 0; j < 2; j++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) dh[j][e] += sums[e / 2 * 4 + 2 * j + e % 2];
-    } else {
-      __syncthreads();
-    }
-
-    // The forward step again. Its numbers would be too many to keep beside the product's.
-    float a_hat[2][4][4], x_hat[2][4][4], gate[2][4][4], c_hat[2][4], tanh_c[2][4], mc[4] = {}, rc[4] = {};
-    {
-      float rh[4][4], mx[4][4], rx[4][4], b[4][4], g_x[4][4], g_h[4][4];
-      if (MODE_H) {
-        read_gates(rh, given);
-        read_gates(b, parameters);
-        read_gates(g_h, parameters + 128);
-      }
-      if (MODE_X) {
-        read_gates(mx, given + GIVEN_H);
-        read_gates(rx, given + GIVEN_H + 64);
-        read_gates(g_x, parameters + 64);
-      }
-#pragma unroll
-      for (int q = 0; q < 4; q++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          widen4(a_hat[j][q], raw_h[j][q]);
-          if (SPLIT) widen4(x_hat[j][q], raw_x[j][q]);
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            if (SPLIT && LENGTHS && t >= length[j]) x_hat[j][q][e] = 0.0f;
-            float v = a_hat[j][q][e];
-            if (MODE_H) {
-              v = a_hat[j][q][e] = v * rh[q][e];
-              v = v * g_h[q][e] + b[q][e];
-            }
-            if (SPLIT) {
-              if (MODE_X) x_hat[j][q][e] = (x_hat[j][q][e] - mx[q][e]) * rx[q][e];
-              v += MODE_X ? x_hat[j][q][e] * g_x[q][e] : x_hat[j][q][e];
-            }
-            gate[j][q][e] = q == 2 ? tanh_(v) : sigmoid(v);
-          }
-        }
-    }
-    if (MODE_C) {
-      load4(mc, given + GIVEN_H + GIVEN_X + 4 * quad);
-      load4(rc, given + GIVEN_H + GIVEN_X + 16 + 4 * quad);
-    }
-
-    // Equation 8
-    float v_c[8] = {}, dc_hat[2][4];
-    bool valid[2];
-#pragma unroll
     for (int j = 0; j < 2; j++) {
-      valid[j] = in[j] && t < length[j];
-      float y[4];
+      float y[4] = {};
       if (DOUTPUT) widen4(y, dy[j]);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        if (DOUTPUT && valid[j]) dh[j][e] += y[e];
-        float v = c_t[j][e];
-        if (MODE_C) v = (v - mc[e]) * rc[e];
-        c_hat[j][e] = v;
-        tanh_c[j][e] = tanh_((MODE_C ? v * g_c[e] : v) + beta[e]);
-        const float o = gate[j][3][e], th = tanh_c[j][e];
-        dc_hat[j][e] = dh[j][e] * o * (1.0f - th * th);
-        gate[j][3][e] = dh[j][e] * th * o * (1.0f - o);  // from here on its gradient
-        if (valid[j]) {
-          v_c[e] += dc_hat[j][e];
-          v_c[4 + e] += dc_hat[j][e] * c_hat[j][e];
-        }
+        const float kept = LENGTHS ? skip[j][e] : 0.0f;
+        dh[j][e] = LENGTHS && !counts[j] ? kept : kept + y[e];
       }
     }
-    if (MODE_C) sum_rows(v_c, room, total, running_cell);
-    else
-#pragma unroll
-      for (int e = 0; e < 4; e++) sum_beta[e] += v_c[e];
-
-    // Equation 7
-    float dpre[2][4][4], v[48] = {};
+    take_over(sums, handed, p.meetings + r * GRID, times, held.zero(t));
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        float d = dc_hat[j][e];
-        if (MODE_C == 1) d -= (v_c[e] + c_hat[j][e] * v_c[4 + e]) * inv;
-        if (MODE_C) d *= slope<MODE_C>(rc[e], g_c[e], p.eps);
-        d += dc[j][e];
-        const float i = gate[j][0][e], f = gate[j][1][e], g = gate[j][2][e];
-        dpre[j][0][e] = d * g * i * (1.0f - i);
-        dpre[j][1][e] = d * c_before[j][e] * f * (1.0f - f);
-        dpre[j][2][e] = d * i * (1.0f - g * g);
-        dpre[j][3][e] = gate[j][3][e];
-        dc[j][e] = valid[j] ? d * f : dc[j][e];
-        skip[j][e] = valid[j] ? 0.0f : dh[j][e];
+      for (int e = 0; e < 4; e++) dh[j][e] += sums[e / 2 * 4 + 2 * j + e % 2];
+    if (!LENGTHS && t == p.T - 1)  // else they are in `skip`
 #pragma unroll
-        for (int q = 0; q < 4; q++) {
-          if (!valid[j]) dpre[j][q][e] = 0.0f;
-          v[q * 4 + e] += dpre[j][q][e];
-          if (MODE_H) v[16 + q * 4 + e] += dpre[j][q][e] * a_hat[j][q][e];
-          if (MODE_X) v[32 + q * 4 + e] += dpre[j][q][e] * x_hat[j][q][e];
-        }
+      for (int j = 0; j < 2; j++) {
+        float given[4] = {};
+        if (in[j]) load4(given, p.dh + (r * B + row0 + 8 * j) * H + unit);
+#pragma unroll
+        for (int e = 0; e < 4; e++) dh[j][e] += given[e];
       }
+    MARK(5);
+
+    // Equation 8
+    float a[2][4][4], x[2][4][4];
+    float dpre[2][4][4], d_cell[2][4], v[3][16] = {};
+    auto gather = [&](int q, int e) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float d = dpre[j][q][e];
+        v[0][q * 4 + e] += d;
+        if (MODE_H) v[1][q * 4 + e] += d * a[j][q][e];
+        if (MODE_X) v[2][q * 4 + e] += d * x[j][q][e];
+      }
+    };
+    auto output_gate = [&] {
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        widen4(a[i / 4][i % 4], raw_h[i / 4][i % 4]);
+        widen4(x[i / 4][i % 4], raw_x[i / 4][i % 4]);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        dpre[0][3][e] = dh[0][e] * k_o[0][e], dpre[1][3][e] = dh[1][e] * k_o[1][e];
+        gather(3, e);
+      }
+    };
+    float v_c[8];
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float d0 = d_cell[0][e] = dh[0][e] * k_cell[0][e], d1 = d_cell[1][e] = dh[1][e] * k_cell[1][e];
+      v_c[e] = d0 + d1;
+      v_c[4 + e] = d0 * c_less[0][e] + d1 * c_less[1][e];
+    }
+    if (MODE_C) {
+      fold_rows(v_c);
+      room[warp * 32 + lane] = v_c[0];
+      MARK(6);
+      if (for_c) {
+        await<SUMS_READY>();
+        const float total = over_warps(room + lane, 32) * to_total;
+        (kind ? times_c : plus_c)[own] = MODE_C == 1 ? -total * inv * to_term : 0.0f;
+        running += total;
+        done<TOTALS_READY>();
+      } else {
+        done<SUMS_READY>();
+      }
+      output_gate();
+      if (!for_c) await<TOTALS_READY>();
+      __syncwarp();
+    } else {
+      output_gate();
+#pragma unroll
+      for (int e = 0; e < 4; e++) sum_beta[e] += v_c[e];
+    }
+    MARK(7);
+
+    // Equation 7
+    {
+      float slope_of[4], times_of[4], plus_of[4];
+      if (MODE_C) {
+        load4(slope_of, slope_c + 4 * quad);
+        load4(times_of, times_c + 4 * quad);
+        load4(plus_of, plus_c + 4 * quad);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          float d = dc[j][e];
+          if (MODE_C) d += d_cell[j][e] * slope_of[e] + (c_less[j][e] * times_of[e] + plus_of[e]);
+          else d += d_cell[j][e];
+          dpre[j][0][e] = d * k_i[j][e];
+          dpre[j][1][e] = d * k_f[j][e];
+          dpre[j][2][e] = d * k_g[j][e];
+          dc[j][e] = !LENGTHS || counts[j] ? d * f[j][e] : dc[j][e];
+          if (LENGTHS) skip[j][e] = counts[j] ? 0.0f : dh[j][e];
+        }
+#pragma unroll
+      for (int i = 0; i < 12; i++) gather(i / 4, i % 4);
+    }
 
     // Equation 6
-    if (MODE_H) sum_rows(v, room, total, running_gates);
-    float factor[4][4], gamma[4][4];
     if (MODE_H) {
-      read_gates(factor, given);
-      read_gates(gamma, parameters + 128);
+#pragma unroll
+      for (int k = 0; k < (MODE_X ? 3 : 2); k++) {
+        fold_rows(v[k]);
+        store2(room + warp * PITCH + 64 * k + 2 * lane, v[k][0], v[k][1]);
+      }
+      MARK(8);
+      __syncthreads();
+      MARK(9);
+      if (for_gates && kind < 2) {
+        const float total = over_warps(room + tid, PITCH) * to_total;
+        running += total;
+        (kind ? times_h : plus_h)[place] = MODE_H == 1 ? -total * inv * to_term : 0.0f;
+      }
+      if (for_gates && kind == 2 && MODE_X) {
+        const float all = over_warps(room + number, PITCH), times = over_warps(room + tid, PITCH);
+        const float total = (times - mean_x * all) * to_total;
+        running += total;
+        const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
+        slope_x[place] = to_term, times_x[place] = factor;
+        plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
+      }
+      __syncthreads();
+      MARK(10);
     }
     uint2 packed[2][4];
 #pragma unroll
     for (int q = 0; q < 4; q++) {
+      float slope_of[4], times_of[4], plus_of[4];
+      if (MODE_H) {
+        load4(slope_of, slope_h + quad * LINE + 4 * q);
+        load4(times_of, times_h + quad * LINE + 4 * q);
+        load4(plus_of, plus_h + quad * LINE + 4 * q);
+      }
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         float d[4];
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          d[e] = dpre[j][q][e];
-          if (MODE_H == 1) d[e] -= (v[q * 4 + e] + a_hat[j][q][e] * v[16 + q * 4 + e]) * inv;
-          if (MODE_H) d[e] *= slope<MODE_H>(factor[q][e], gamma[q][e], p.eps);
-          if (!valid[j]) d[e] = 0.0f;
-        }
-        packed[j][q] = narrow4(d);
+        for (int e = 0; e < 4; e++)
+          d[e] = MODE_H ? dpre[j][q][e] * slope_of[e] + (a[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
+        packed[j][q] = masked(narrow4(d), counts[j]);
       }
       pass_on(passed + t % 2 * STEP_PIECES, q, packed[0][q], packed[1][q]);
     }
-
+    MARK(11);
     arrive(p.counter + r);
+    MARK(12);
 
     // What nobody waits for.
     if (t > 0) refill<FIRST>(slots, spilled);
@@ -278,51 +389,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     for (int j = 0; j < 2; j++)
 #pragma unroll
       for (int q = 0; q < 4; q++)
-        if (in[j]) store_raw4(da + (t * B + row0 + 8 * j) * GATES + q * H, packed[j][q]);
+        if (in[j]) store_raw4(p.da + at + 8 * j * GATES + q * H, packed[j][q]);
     if (!MODE_H)
 #pragma unroll
-      for (int i = 0; i < 16; i++) sum_b[i] += v[i];
-    if (MODE_X) {
-      read_gates(factor, given + GIVEN_H + 64);
-      read_gates(gamma, parameters + 64);
-    }
+      for (int i = 0; i < 16; i++) sum_b[i] += v[0][i];
     if (SPLIT)
 #pragma unroll
-      for (int j = 0; j < 2; j++)
+      for (int q = 0; q < 4; q++) {
+        float slope_of[4], times_of[4], plus_of[4];
+        load4(slope_of, slope_x + quad * LINE + 4 * q);
+        load4(times_of, times_x + quad * LINE + 4 * q);
+        load4(plus_of, plus_x + quad * LINE + 4 * q);
 #pragma unroll
-        for (int q = 0; q < 4; q++) {
+        for (int j = 0; j < 2; j++) {
           float d[4];
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            d[e] = dpre[j][q][e];
-            if (MODE_X == 1) d[e] -= (v[q * 4 + e] + x_hat[j][q][e] * v[32 + q * 4 + e]) * inv;
-            if (MODE_X) d[e] *= factor[q][e] * gamma[q][e];
-            if (!valid[j]) d[e] = 0.0f;
-          }
-          if (in[j]) store_narrow4(dwx + (t * B + row0 + 8 * j) * GATES + q * H, d);
+          for (int e = 0; e < 4; e++)
+            d[e] = MODE_X ? dpre[j][q][e] * slope_of[e] + (x[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
+          if (in[j]) store_raw4(p.dwx + at + 8 * j * GATES + q * H, masked(narrow4(d), counts[j]));
         }
+      }
+    at -= B * GATES;
+    MARK(13);
     if (t > 0) {
-      load_step(t - 1);
-      __syncthreads();  // the statistics of this step were read
+      ask_step();
+      put_statistics();
     }
+    MARK(14);
   }
 
 #pragma unroll
   for (int j = 0; j < 2; j++) {
-    const i64 at = (r * B + row0 + 8 * j) * H + unit;
+    const i64 of = (r * B + row0 + 8 * j) * H + unit;
     if (!in[j]) continue;
-    store4(p.dh + at, skip[j]);
-    store4(p.dc + at, dc[j]);
+    if (!LENGTHS) skip[j][0] = skip[j][1] = skip[j][2] = skip[j][3] = 0.0f;
+    store4(p.dh + of, skip[j]);
+    store4(p.dc + of, dc[j]);
   }
-  refilled();  // of a single step nothing was used
   // Sums that were not made step by step are made here.
   __syncthreads();
-  if (!MODE_H) sum_rows(sum_b, room, total, running_gates);
-  if (!MODE_C) sum_rows(sum_beta, room, total, running_cell);
-  const int of = blockIdx.x * UNITS + 4 * (tid & 3) + ((tid >> 2) & 3);
-  if (of < H && tid < 32) (tid < 16 ? p.dbeta_c : p.dgamma_c)[r * H + of] = running_cell;
-  if (of < H && tid < (MODE_H ? 192 : 64)) {
-    float* sums = tid < 64 ? p.dbias : tid < 128 ? p.dgamma_h : p.dgamma_x;
-    sums[r * GATES + ((tid >> 4) & 3) * H + of] = running_gates;
+  if (!MODE_H) {
+    fold_rows(sum_b);
+    store2(room + warp * PITCH + 2 * lane, sum_b[0], sum_b[1]);
+    __syncthreads();
+    if (tid < 64) running = over_warps(room + tid, PITCH);
+    __syncthreads();
   }
+  if (!MODE_C) {
+    fold_rows(sum_beta);
+    room[warp * 32 + lane] = sum_beta[0];
+    __syncthreads();
+    if (for_c) running = over_warps(room + lane, 32);
+  }
+  if (for_c && has) (kind ? p.dgamma_c : p.dbeta_c)[r * H + column] = running;
+  float* sums = kind == 0 ? p.dbias : kind == 1 ? p.dgamma_h : p.dgamma_x;
+  if (for_gates && has && (MODE_H || kind == 0)) sums[r * GATES + column] = running;
 }

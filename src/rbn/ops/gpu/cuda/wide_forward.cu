@@ -3,12 +3,10 @@
 #define PASSED 1
 #include "wide.cuh"
 
-// Statistics that are known before a step: those of the input term always.
-#define GIVEN_X (MODE_X ? 128 : 0)
-#define GIVEN_H (MODE_H == 2 ? 128 : 0)
-#define GIVEN_C (MODE_C == 2 ? 32 : 0)
-#define GIVEN (GIVEN_X + GIVEN_H + GIVEN_C)
-#define NUMBERS 32  // summed over the batch at once
+#define SUM_H (MODE_H == 1)  // statistics that are made here
+#define SUM_C (MODE_C == 1)
+#define SECOND_AT 80  // where a warp's 64 sums of squares begin: at other banks than the 64 sums
+#define PITCH (SECOND_AT + 64)  // numbers of a warp
 
 struct Forward {
   const Element* wx;      // [R, T, B, 4H]
@@ -33,26 +31,24 @@ struct Forward {
   float eps;
 };
 
+// What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
+__device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forward p) {
   extern __shared__ __align__(128) uint4 slots[];
   uint4* resident = slots + SLOTS * GROUP_WORDS;
-  float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);
-  float* total = room + 4 * NUMBERS * PADDED;
-  float* parameters = total + 4 * NUMBERS;
-  float* given = parameters + PARAMETERS;
+  float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
+  // Tables: what a column's W_h h is less, and times; its input term times, and plus; the same of a cell.
+  float *mean_of_h = room + WARPS * PITCH, *scale_of_h = mean_of_h + TABLE, *scale_of_x = scale_of_h + TABLE;
+  float *plus_x = scale_of_x + TABLE, *mean_of_c = plus_x + TABLE, *scale_of_c = mean_of_c + UNITS;
 
-  const int tid = threadIdx.x, lane = tid & 31, quad = tid & 3;
-  const int row0 = (tid >> 5) * 16 + (lane >> 2);  // and row0 + 8
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
+  const int row0 = warp * 16 + (lane >> 2);  // and row0 + 8
   const int unit = blockIdx.x * UNITS + 4 * quad, sub = blockIdx.x * 2 + quad / 2;
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
-  const Element* wx = p.wx + r * p.T * B * GATES + unit;
-  Element* hs = p.hs + r * (p.T + 1) * B * HS;
-  float* cs = p.cs + (r * (p.T + 1) * SUBS + sub) * B * 8 + 4 * (quad % 2);
-  Element* wh = p.wh + (r * p.T * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2);
-  const float *mean_x = p.mean_x + r * p.rows_x * GATES, *var_x = p.var_x + r * p.rows_x * GATES;
-  float *mean_h = p.mean_h + r * p.rows_h * GATES, *var_h = p.var_h + r * p.rows_h * GATES;
-  float *mean_c = p.mean_c + r * p.rows_c * H, *var_c = p.var_c + r * p.rows_c * H;
+  Element* hs = p.hs + r * (p.T + 1) * B * HS + i64(row0) * HS + unit;
+  float* cs = p.cs + (r * (p.T + 1) * SUBS + sub) * B * 8 + 4 * (quad % 2) + row0 * 8;
   uint4* passed = p.passed + r * 2 * STEP_PIECES;
   uint4* handed = p.handed + r * GRID * (TEAM - 1) * SENT;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
@@ -63,17 +59,49 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     return of < H && k < H ? load_raw4(weight + i64(n / 16 % 4 * H + of) * H + k) : make_uint2(0, 0);
   });
   refill<FIRST>(slots, spilled);
-  load_parameters(parameters, p.bias, p.gamma_x, p.gamma_h, r);
 
-  float g_c[4] = {}, beta[4] = {}, c[2][4] = {}, shift_h[4][4] = {}, shift_c[4] = {};
-  uint2 raw[2][4] = {};
-  uint2 h0[2] = {};
+  // Each column's statistics are one thread's: those of W_h h of warps 0 to 3, one for each gate, those of the
+  // input term of warps 4 and 5, those of the cell of warp 7.
+  const bool for_h = warp < 4, for_x = warp == 4 || warp == 5, for_c = warp == 7;
+  const bool owner = for_x || ((for_h || for_c) && lane < 16);
+  const int number = for_h ? warp * 16 + (lane & 15) : tid & 63;
+  const int own_gate = gate_at(number), own = for_c ? cell_at(lane) : unit_at(number);
+  const int place = place_in_table(own_gate, own);
+  const bool has = owner && blockIdx.x * UNITS + own < H;
+  const int column = blockIdx.x * UNITS + own + (for_c ? 0 : own_gate * H);
+  float gamma = 0.0f, bias = 0.0f, shift = 0.0f, given_mean = 0.0f, given_var = 0.0f;
+  const int features = for_c ? H : GATES, rows = for_h ? p.rows_h : for_c ? p.rows_c : p.rows_x;
+  const float* from_mean = (for_h ? p.mean_h : for_c ? p.mean_c : p.mean_x) + r * rows * features + column;
+  const float* from_var = (for_h ? p.var_h : for_c ? p.var_c : p.var_x) + r * rows * features + column;
+  const bool reads = has && ((for_h && MODE_H == 2) || (for_x && MODE_X) || (for_c && MODE_C == 2));
+  if (has && for_h && MODE_H) gamma = p.gamma_h[r * GATES + column] * scale_of(own_gate);
+  if (has && for_x && MODE_X) gamma = p.gamma_x[r * GATES + column] * scale_of(own_gate);
+  if (has && for_x && BIAS) bias = p.bias[r * GATES + column] * scale_of(own_gate);
+  if (has && for_c && MODE_C) gamma = p.gamma_c[r * H + column];
+  auto ask_given = [&](int t) {
+    if (!reads || t >= p.T) return;
+    const i64 at = i64(t < rows ? t : rows - 1) * features;
+    given_mean = from_mean[at], given_var = from_var[at];
+  };
+  auto put_given_x = [&] {
+    if (!for_x) return;
+    const float scale = MODE_X ? rsqrtf(given_var + p.eps) * gamma : scale_of(own_gate);
+    scale_of_x[place] = scale;
+    plus_x[place] = MODE_X ? bias - given_mean * scale : bias;
+  };
+  auto put_given_rest = [&] {
+    const float scale = rsqrtf(given_var + p.eps) * gamma;
+    if (MODE_H == 2 && for_h && owner) mean_of_h[place] = given_mean, scale_of_h[place] = scale;
+    if (MODE_C == 2 && for_c && owner) mean_of_c[own] = given_mean, scale_of_c[own] = scale;
+  };
+  float* to_mean = const_cast<float*>(from_mean);
+  float* to_var = const_cast<float*>(from_var);
+
+  float beta[4] = {}, c[2][4] = {}, shift_c[4] = {}, x[2][4][4];
+  uint2 raw[2][4] = {}, h0[2] = {};
   int length[2];
   bool in[2];
-  if (mine) {
-    if (MODE_C) load4(g_c, p.gamma_c + r * H + unit);
-    if (BETA) load4(beta, p.beta_c + r * H + unit);
-  }
+  if (mine && BETA) load4(beta, p.beta_c + r * H + unit);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const i64 row = row0 + 8 * j;
@@ -81,125 +109,134 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     length[j] = p.T;
     if (LENGTHS) length[j] = in[j] ? p.lengths[row] : 0;
     if (in[j]) load4(c[j], p.c0 + (r * B + row) * H + unit);
-    if (in[j]) h0[j] = load_raw4(hs + row * HS + unit);
-    if (SAVE && in[j]) store4(cs + row * 8, c[j]);
+    if (in[j]) h0[j] = load_raw4(hs + 8 * j * HS);
+    if (SAVE && in[j]) store4(cs + 64 * j, c[j]);
   }
   pass_on(passed, 0, h0[0], h0[1]);
   arrive(p.counter + r);
 
-  // What a step takes from memory, a step before it is needed.
-  Staged<GIVEN> staged;
-  auto load_step = [&](i64 t) {
-    staged.load([&](int i) {
-      if (i < GIVEN_X + GIVEN_H) {
-        const int column = column_of(i), kind = i / 64 % 2;
-        const bool of_x = i < GIVEN_X;
-        const int rows = of_x ? p.rows_x : p.rows_h;
-        const float* from = of_x ? (kind ? var_x : mean_x) : (kind ? var_h : mean_h);
-        return column < 0 ? 0.0f : from[(t < rows ? t : rows - 1) * GATES + column];
-      }
-      i -= GIVEN_X + GIVEN_H;
-      const int u = blockIdx.x * UNITS + i % 16;
-      return u < H ? (i / 16 ? var_c : mean_c)[(t < p.rows_c ? t : p.rows_c - 1) * H + u] : 0.0f;
-    });
+  // The input term: asked for a step before it is needed, normalized while the others are waited for.
+  const Element* wx = p.wx + (r * p.T * B + row0) * GATES + unit;
+  auto ask_rows = [&] {
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
       for (int q = 0; q < 4; q++)
-        if (in[j]) raw[j][q] = load_raw4(wx + (t * B + row0 + 8 * j) * GATES + q * H);
+        if (in[j]) raw[j][q] = load_raw4(wx + 8 * j * GATES + q * H);
+    wx += B * GATES;
   };
-  auto put_given = [&] {
-    staged.put(given, p.eps, [](int i) {
-      return i < GIVEN_X + GIVEN_H ? i / 64 % 2 == 1 : (i - GIVEN_X - GIVEN_H) / 16 == 1;
-    });
+  auto prepare = [&](int t) {
+    float scale[4][4], plus[4][4];
+    read_table(scale, scale_of_x);
+    read_table(plus, plus_x);
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        float v[4];
+        widen4(v, raw[j][q]);
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          if (LENGTHS && t >= length[j]) v[e] = 0.0f;
+          x[j][q][e] = v[e] * scale[q][e] + plus[q][e];
+        }
+      }
   };
+  for (int i = tid; i < TABLE; i += THREADS) mean_of_h[i] = scale_of_h[i] = 0.0f;
+  if (tid < UNITS) mean_of_c[tid] = scale_of_c[tid] = 0.0f;
+  ask_given(0);
+  ask_rows();
+  __syncthreads();
+  put_given_x();
+  put_given_rest();
+  ask_given(1);
+  __syncthreads();
+  prepare(0);
+  if (p.T > 1) ask_rows();
 
-  load_step(0);
-  put_given();
-
-  for (i64 t = 0; t < p.T; t++) {
-    const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
+  Element* wh = p.wh + (r * p.T * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2) + row0 * 8;
+  float inv = 1.0f / p.B;
+  for (int t = 0; t < p.T; t++) {
+    MARKS(p.counter, t);
+    MARK(0);
+    if (LENGTHS) inv = p.inv_n[t];
 
     // W_h h
     refilled();
     wait_for(p.counter + r, GRID * u32(t + 1));
+    MARK(1);
     float sums[COLUMNS / 2];
     product(sums, passed + t % 2 * STEP_PIECES, resident, slots, spilled);
-    exchange(sums, handed, p.meetings + r * GRID, u32(t));
+    MARK(2);
+    hand_over(sums, handed, p.meetings + r * GRID, u32(t));
+    take_over(sums, handed, p.meetings + r * GRID, u32(t), 0);
+    MARK(3);
     float a[2][4][4];
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
       for (int i = 0; i < 16; i++) a[j][i / 4][i % 4] = sums[i / 2 * 4 + 2 * j + i % 2];
+    const bool counts[2] = {in[0] && t < length[0], in[1] && t < length[1]};
 
     // Equation 6
-    float mean[4][4] = {}, rstd[4][4] = {};
-    if (MODE_H == 1) {
-      float v[32] = {};
+    if (SUM_H) {
+      float before[4][4], v[16], squares[16];
+      read_table(before, mean_of_h);
 #pragma unroll
-      for (int j = 0; j < 2; j++)
-        if (in[j] && t < length[j])
+      for (int i = 0; i < 32; i++)
+        if (!counts[i / 16]) a[i / 16][i / 4 % 4][i % 4] = before[i / 4 % 4][i % 4];
 #pragma unroll
-          for (int i = 0; i < 16; i++) {
-            const float d = a[j][i / 4][i % 4] - shift_h[i / 4][i % 4];
-            v[i] += d;
-            v[16 + i] += d * d;
-          }
-      sum_rows(v, room, total);
-#pragma unroll
-      for (int q = 0; q < 4; q++) {
-        float var[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const float off = v[q * 4 + e] * inv;
-          var[e] = variance(v[16 + q * 4 + e] * inv, off);
-          shift_h[q][e] = mean[q][e] = inv > 0.0f ? shift_h[q][e] + off : 0.0f;
-          rstd[q][e] = rsqrtf(var[e] + p.eps);
-        }
-        if (tid < 4 && mine) {
-          store4(mean_h + t * GATES + q * H + unit, mean[q]);
-          store4(var_h + t * GATES + q * H + unit, var);
-        }
+      for (int i = 0; i < 16; i++) {
+        const float d = a[0][i / 4][i % 4] - before[i / 4][i % 4], e = a[1][i / 4][i % 4] - before[i / 4][i % 4];
+        v[i] = d + e;
+        squares[i] = d * d + e * e;
       }
-    }
-    if (MODE_H == 2) {
-      read_gates(mean, given + GIVEN_X);
-      read_gates(rstd, given + GIVEN_X + 64);
-    }
-
-    // The input term, gate by gate
-    float b[4][4], g_h[4][4], offset[4][4], scale[4][4], g_x[4][4];
-    read_gates(b, parameters);
-    if (MODE_H) read_gates(g_h, parameters + 128);
-    if (MODE_X) {
-      read_gates(offset, given);
-      read_gates(scale, given + 64);
-      read_gates(g_x, parameters + 64);
-    }
-    float gate[2][4][4], cand[2][4];
-#pragma unroll
-    for (int q = 0; q < 4; q++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float x[4];
-        widen4(x, raw[j][q]);
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-          if (LENGTHS && t >= length[j]) x[e] = 0.0f;
-          x[e] = MODE_X ? (x[e] - offset[q][e]) * (scale[q][e] * g_x[q][e]) + b[q][e] : x[e] + b[q][e];
-          float v = a[j][q][e];
-          if (MODE_H) {
-            v = a[j][q][e] = v - mean[q][e];
-            v *= rstd[q][e] * g_h[q][e];
-          }
-          v += x[e];
-          if (!MODE_H) a[j][q][e] = v;
-          gate[j][q][e] = q == 2 ? tanh_(v) : sigmoid(v);
-        }
+      fold_rows(v);
+      fold_rows(squares);
+      store2(room + warp * PITCH + 2 * lane, v[0], v[1]);
+      store2(room + warp * PITCH + SECOND_AT + 2 * lane, squares[0], squares[1]);
+      MARK(4);
+      __syncthreads();
+      MARK(5);
+      float var = 0.0f;
+      if (for_h) {
+        const float sum = over_warps(room + (lane < 16 ? 0 : SECOND_AT) + number, PITCH);
+        const float square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
+        var = variance(square * inv, off);
+        shift = inv > 0.0f ? shift + off : 0.0f;
+        if (owner) mean_of_h[place] = shift, scale_of_h[place] = rsqrtf(var + p.eps) * gamma;
+      } else {
+        put_given_x();
+        if (for_x) ask_given(t + 2);
       }
-    if (t + 1 < p.T) load_step(t + 1);
+      __syncthreads();
+      MARK(6);
+      if (for_h && has) *to_mean = shift, *to_var = var;
+      if (for_h) to_mean += GATES, to_var += GATES;
+    } else {
+      put_given_x();
+      if (for_x) ask_given(t + 2);
+    }
 
     // Equation 7
+    float gate[2][4][4], cand[2][4], mean[4][4], scale[4][4];
+    if (MODE_H) {
+      read_table(mean, mean_of_h);
+      read_table(scale, scale_of_h);
+    }
+    auto open = [&](int q) {
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          float v = a[j][q][e];
+          if (MODE_H) v = a[j][q][e] = v - mean[q][e];
+          v = MODE_H ? v * scale[q][e] + x[j][q][e] : v + x[j][q][e];
+          if (!MODE_H) a[j][q][e] = v;
+          gate[j][q][e] = gate_of(q, MODE_H ? v : v * pre(q));
+        }
+    };
+    open(0), open(1), open(2);
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -207,66 +244,81 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
 
     // Equation 8
     float mc[4] = {}, rc[4] = {};
-    if (MODE_C == 1) {
-      float v[8] = {}, var[4];
+    if (SUM_C) {
+      float v[8] = {};
 #pragma unroll
       for (int j = 0; j < 2; j++)
-        if (in[j] && t < length[j])
+        if (counts[j])
 #pragma unroll
           for (int e = 0; e < 4; e++) {
             const float d = cand[j][e] - shift_c[e];
             v[e] += d;
             v[4 + e] += d * d;
           }
-      sum_rows(v, room, total);
+      fold_rows(v);
+      room[warp * 32 + lane] = v[0];
+      MARK(7);
+      if (for_c) {
+        await<SUMS_READY>();
+        const float sum = over_warps(room + lane, 32), square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
+        const float var = variance(square * inv, off);
+        shift = inv > 0.0f ? shift + off : 0.0f;
+        if (owner) mean_of_c[own] = shift, scale_of_c[own] = rsqrtf(var + p.eps) * gamma;
+        done<TOTALS_READY>();
+        if (has) *to_mean = shift, *to_var = var;
+        to_mean += H, to_var += H;
+        __syncwarp();
+      } else {
+        done<SUMS_READY>();
+      }
+    }
+    open(3);
+    if (SUM_C && !for_c) await<TOTALS_READY>();
+    MARK(8);
+    if (MODE_C) load4(mc, mean_of_c + 4 * quad), load4(rc, scale_of_c + 4 * quad);
+    if (SUM_C)
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const float off = v[e] * inv;
-        var[e] = variance(v[4 + e] * inv, off);
-        shift_c[e] = mc[e] = inv > 0.0f ? shift_c[e] + off : 0.0f;
-        rc[e] = rsqrtf(var[e] + p.eps);
-      }
-      if (tid < 4 && mine) {
-        store4(mean_c + t * H + unit, mc);
-        store4(var_c + t * H + unit, var);
-      }
-    }
-    if (MODE_C == 2) {
-      load4(mc, given + GIVEN_X + GIVEN_H + 4 * quad);
-      load4(rc, given + GIVEN_X + GIVEN_H + 16 + 4 * quad);
-    }
+      for (int e = 0; e < 4; e++) shift_c[e] = mc[e];
     float h[2][4];
+    uint2 packed[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      const bool valid = t < length[j];
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        float v = cand[j][e];
-        if (MODE_C) v = (v - mc[e]) * rc[e] * g_c[e];
-        h[j][e] = valid && in[j] ? gate[j][3][e] * tanh_(v + beta[e]) : 0.0f;
-        c[j][e] = valid ? cand[j][e] : c[j][e];
+        const float v = MODE_C ? (cand[j][e] - mc[e]) * rc[e] + beta[e] : cand[j][e] + beta[e];
+        h[j][e] = gate[j][3][e] * tanh_(v);
+        c[j][e] = !LENGTHS || t < length[j] ? cand[j][e] : c[j][e];
       }
+      packed[j] = masked(narrow4(h[j]), counts[j]);
     }
-    const uint2 packed[2] = {narrow4(h[0]), narrow4(h[1])};
     pass_on(passed + (t + 1) % 2 * STEP_PIECES, 0, packed[0], packed[1]);
+    MARK(9);
     arrive(p.counter + r);
+    MARK(10);
 
     // What nobody waits for.
-    if (t + 1 < p.T) {
-      refill<FIRST>(slots, spilled);
-      put_given();
-    }
+    hs += B * HS;
+    cs += SUBS * B * 8;
+    if (t + 1 < p.T) refill<FIRST>(slots, spilled);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-      const i64 row = row0 + 8 * j;
-      if (row < B && unit < HS) store_raw4(hs + ((t + 1) * B + row) * HS + unit, packed[j]);
+      if (row0 + 8 * j < B && unit < HS) store_raw4(hs + 8 * j * HS, packed[j]);
       if (SAVE && in[j]) {
 #pragma unroll
-        for (int q = 0; q < 4; q++) store_narrow4(wh + ((t * SUBS * 4 + q) * B + row) * 8, a[j][q]);
-        store4(cs + ((t + 1) * SUBS * B + row) * 8, c[j]);
+        for (int q = 0; q < 4; q++) store_narrow4(wh + (q * B + 8 * j) * 8, a[j][q]);
+        store4(cs + 64 * j, c[j]);
       }
-      if (LENGTHS && in[j] && t < length[j]) store4(p.h_n + (r * B + row) * H + unit, h[j]);
+      if (LENGTHS && counts[j]) store4(p.h_n + (r * B + row0 + 8 * j) * H + unit, h[j]);
     }
+    wh += SUBS * 4 * B * 8;
+    MARK(11);
+    if (t + 1 < p.T) {
+      put_given_rest();
+      if (!for_x) ask_given(t + 2);
+      prepare(t + 1);
+      if (t + 2 < p.T) ask_rows();
+    }
+    MARK(12);
   }
 #pragma unroll
   for (int j = 0; j < 2; j++)

@@ -29,9 +29,10 @@ _PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block pas
 # unit (16), parameters.
 _NUMBERS = {
     "forward": 8 * 144 + 4 * 80 + 2 * 16,
-    "backward": 8 * 192 + 9 * 80 + 5 * 16 + 3 * 64 + 16,
+    "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 16,
 }
 _DEPTH = 8
+_COUNTERS = 32  # room for those of a recurrence at which all blocks may meet, 128 bytes apart
 
 
 @dataclass(frozen=True)
@@ -140,5 +141,5 @@ def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
         "passed": raw(R * 2 * cut.passed).zero_(),
         "spilled": raw(max(1, R * cut.spilled)),
         "handed": raw(max(1, R * cut.blocks * cut.handed)),
-        "meetings": raw(R * cut.blocks * 4).zero_(),
+        "meetings": raw(R * (4 * cut.blocks + _COUNTERS * 128)).zero_(),
     }

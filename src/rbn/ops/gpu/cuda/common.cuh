@@ -120,27 +120,33 @@ __device__ __forceinline__ uint4 fetch(const Element* p) {
 
 // A meeting of all blocks of a recurrence, in two halves. With GUARD, for trials, whoever waited for two
 // seconds or so ends all waiting: a mistake gives wrong numbers, not a card that hangs.
-__device__ __forceinline__ void arrive(u32* counter) {
-  __syncthreads();
-  if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+__device__ __forceinline__ void announce(u32* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
-__device__ __forceinline__ void wait_for(const u32* counter, u32 arrivals) {
+__device__ __forceinline__ void wait_until(const u32* counter, u32 arrivals) {
 #ifdef NO_WAIT
   arrivals = 0;
 #endif
-  if (threadIdx.x == 0) {
-    u32 seen;
+  u32 seen;
 #ifdef GUARD
-    const i64 since = clock64();
+  const i64 since = clock64();
 #endif
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
 #ifdef GUARD
-      if (clock64() - since > (1ll << 32)) atomicExch(const_cast<u32*>(counter), 1u << 30);
+    if (clock64() - since > (1ll << 32)) atomicExch(const_cast<u32*>(counter), 1u << 30);
 #endif
-    } while (seen < arrivals);
-  }
+  } while (seen < arrivals);
+}
+
+__device__ __forceinline__ void arrive(u32* counter) {
+  __syncthreads();
+  if (threadIdx.x == 0) announce(counter);
+}
+
+__device__ __forceinline__ void wait_for(const u32* counter, u32 arrivals) {
+  if (threadIdx.x == 0) wait_until(counter, arrivals);
   __syncthreads();
 }
 

@@ -21,8 +21,9 @@
 // Each team begins at another place of its slice: all at the same would be after the same lines.
 //
 // Named from outside besides those of common.cuh: TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
-// for ahead). For trials: TAGGED (a team does not meet at a counter), NO_HOLD (below), CLOCK. The including file
-// defines SIDE and PASSED, the pieces that a thread passes on in a step.
+// for ahead). For trials: TAGGED (a team does not meet at a counter), WARPWISE (all blocks meet warp by warp),
+// SPREAD (counters at which they meet), NO_HOLD, CLOCK. The including file defines SIDE and PASSED, the
+// pieces that a thread passes on in a step.
 #define UNITS 16
 #define MT 8
 #define MW 8
@@ -40,6 +41,13 @@ static_assert(RESIDENT > 0 && SECOND <= FIRST, "the second groups come while a r
 
 #ifndef TAGGED
 #define TAGGED 0
+#endif
+
+#ifndef WARPWISE
+#define WARPWISE 0
+#endif
+#ifndef SPREAD
+#define SPREAD 1
 #endif
 
 typedef unsigned long long u64;
@@ -88,8 +96,7 @@ struct Held {
     mixed ^= __float_as_uint(v);
 #endif
   }
-  // steps: not negative.
-  __device__ __forceinline__ u32 zero(int steps) const { return mixed & (u32(steps) >> 31); }
+  __device__ __forceinline__ u32 zero(u32 nothing) const { return mixed & nothing; }
 };
 
 // From here on the compiler takes these for numbers it has not seen: it keeps them, not what it made of them.
@@ -139,6 +146,27 @@ __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 hig
 __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+// A meeting of all blocks of a recurrence. What a warp passes on is read by the same warp of the others, so that
+// each could meet those by itself (WARPWISE); then some other barrier of the block must keep its warps together.
+// counters: [WARPS][SPREAD], 128 bytes apart, zero.
+struct Meeting {
+  u32* counters;
+  __device__ __forceinline__ void arrive() const {
+    if (WARPWISE) __syncwarp();
+    else __syncthreads();
+    if (threadIdx.x % (WARPWISE ? 32 : THREADS) == 0)
+      announce(counters + ((WARPWISE ? threadIdx.x / 32 : 0) * SPREAD + blockIdx.x % SPREAD) * 32);
+  }
+  // Until all have arrived `times` times. Before it a barrier of the block was passed (WARPWISE).
+  __device__ __forceinline__ void wait(u32 times) const {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = (GRID + SPREAD - 1 - lane) / SPREAD;
+    if ((WARPWISE || warp == 0) && lane < SPREAD)
+      wait_until(counters + ((WARPWISE ? warp : 0) * SPREAD + lane) * 32, blocks * times);
+    if (WARPWISE) __syncwarp();
+    else __syncthreads();
+  }
+};
 
 // Weights -----------------------------------------------------------------------------------------
 
@@ -237,15 +265,23 @@ __device__ __forceinline__ void await_products() {
 
 __device__ __forceinline__ uint4 fetch_piece(const uint4* p) { return fetch(reinterpret_cast<const Element*>(p)); }
 
+// Where this thread's first piece of its block's slice lies, in what is passed on in a step.
+__device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
+  const uint4* slice = passed + rank_in_team() * 2 * SLICE * THREADS + threadIdx.x;
+  asm volatile("" : "+l"(slice));  // one register, not a sum of several in each address
+  return slice;
+}
+
 // sums = this block's slice of what was passed on in a step, times its weights. The slots hold the FIRST
-// groups, and a barrier was passed since refilled().
-__device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* step, const uint4* resident,
-                                        uint4* slots, const uint4* spilled) {
+// groups, and a barrier was passed since refilled(). begin: of the group to begin with, in the slice.
+//
+// nothing: zero, which the compiler cannot know. It would make all addresses before the first product, one after
+// the other; so each depends on what the group before it was given.
+__device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin,
+                                        const uint4* resident, uint4* slots, const uint4* spilled, u32 nothing) {
   const u64 layout = u64(COLUMNS) << 16 | u64(128 / 16) << 32;
   const u64 at_resident = layout | shared_address(resident) >> 4, at_slots = layout | shared_address(slots) >> 4;
-  const uint4* slice = step + rank_in_team() * 2 * SLICE * THREADS + threadIdx.x;
-  u32 at = beginning() * 2 * THREADS;
-  asm volatile("" : "+l"(slice));  // one register, not a sum of several in each address
+  u32 at = begin;
   uint4 a[DEPTH][2];
   auto ask = [&](int i) {
     const uint4* p = slice + at;
@@ -271,6 +307,7 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
     const bool stays = i >= FIRST && i < FIRST + RESIDENT;
     const int group = i < FIRST ? i : stays ? i - FIRST : i - FIRST - RESIDENT;
     const u64 b = (stays ? at_resident : at_slots) + group * GROUP_WORDS;
+    at |= a[i % DEPTH][0].x & nothing;
     begin_products();
     multiply_wide(sums, a[i % DEPTH][0], b, i > 0);
     multiply_wide(sums, a[i % DEPTH][1], b + 2 * COLUMNS, 1);

@@ -21,11 +21,11 @@ struct Backward {
   Element* da;             // [R, T, B, 4H]: d(W_h h)
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
-  u32* counter;    // [R], zero
+  u32* counter;    // not used but by CLOCK
   uint4* passed;   // [R, 2, STEP_PIECES]: d(W_h h) of the last two steps; zero
   uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   uint4* handed;   // [R, GRID, TEAM - 1, SENT]: sums for the team
-  u32* meetings;   // [R, GRID], zero: counters of the teams
+  u32* meetings;   // [R, GRID], zero: counters of the teams; then those at which all meet
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -36,12 +36,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
   // Tables. For the gates: what W_h h and the input term are multiplied with, what is added to them.
   float *open_h = room + WARPS * PITCH, *open_x = open_h + TABLE, *bias = open_x + TABLE;
-  // d(W_h h) is dpre times slope_h, plus W_h h times times_h, plus plus_h; so is d(W_x x).
-  float *slope_h = bias + TABLE, *times_h = slope_h + TABLE, *plus_h = times_h + TABLE;
+  // d(W_h h) is dpre times slope_h, plus W_h h times times_h, plus plus_h; so is d(W_x x). Slopes are there
+  // twice: those of the next step are written while some warps may still read.
+  float *slope_h = bias + TABLE, *times_h = slope_h + 2 * TABLE, *plus_h = times_h + TABLE;
   float *slope_x = plus_h + TABLE, *times_x = slope_x + TABLE, *plus_x = times_x + TABLE;
   // The same of the cell.
   float *mean_of_c = plus_x + TABLE, *open_c = mean_of_c + UNITS, *slope_c = open_c + UNITS;
-  float *times_c = slope_c + UNITS, *plus_c = times_c + UNITS;
+  float *times_c = slope_c + 2 * UNITS, *plus_c = times_c + UNITS;
   // Parameters, for the threads that have a column: [64] each, then one for each unit.
   float *gamma_h = plus_c + UNITS, *gamma_x = gamma_h + 64, *bias_of = gamma_x + 64, *gamma_c = bias_of + 64;
 
@@ -50,9 +51,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const int unit = blockIdx.x * UNITS + 4 * quad, sub = blockIdx.x * 2 + quad / 2;
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
+  const u32 nothing = u32(p.B) >> 31;
   uint4* passed = p.passed + r * 2 * STEP_PIECES;
   uint4* handed = p.handed + r * GRID * (TEAM - 1) * SENT;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
+  const uint4* slice = slice_of(passed);
+  u32 begin = beginning() * 2 * THREADS;
+  asm volatile("" : "+r"(begin));
+  const Meeting meeting = {p.meetings + gridDim.y * GRID + r * WARPS * SPREAD * 32};
 
   const Element* weight = p.weight + r * GATES * H;
   pack(resident, spilled, [&](int n, int piece, int u) {
@@ -90,20 +96,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     if (MODE_X && kind != 1) next_var = p.var_x[at(p.rows_x, GATES)];
     if (MODE_X && kind != 1) next_mean = p.mean_x[at(p.rows_x, GATES)];
   };
-  // What was asked for, for the next step. Nobody reads these tables between two meetings of all blocks.
-  auto put_statistics = [&] {
+  // What was asked for, for step t. Nobody reads these tables between passing on and the next product.
+  auto put_statistics = [&](int t) {
     const float rstd_h = rsqrtf(next_var_h + p.eps), rstd = rsqrtf(next_var + p.eps);
     if (for_c) {
       const float slope_of = slope<MODE_C>(rstd, gamma_c[own], p.eps);
       to_total = kind ? rstd : 1.0f, to_term = kind ? slope_of * rstd : slope_of;
-      if (MODE_C && kind == 0) mean_of_c[own] = next_mean, open_c[own] = rstd * gamma_c[own], slope_c[own] = slope_of;
+      if (MODE_C && kind == 0) {
+        mean_of_c[own] = next_mean, open_c[own] = rstd * gamma_c[own];
+        slope_c[t % 2 * UNITS + own] = slope_of;
+      }
     } else if (for_gates) {
       const float slope_of = slope<MODE_H>(rstd_h, gamma_h[number], p.eps);
       const float of_x = MODE_X ? rstd * gamma_x[number] : 1.0f;
       to_total = kind == 0 ? 1.0f : kind == 1 ? rstd_h : rstd;
       to_term = kind == 0 ? slope_of : kind == 1 ? slope_of * rstd_h : of_x;
       if (kind == 0) {
-        open_h[place] = rstd_h * gamma_h[number] * pre(own_gate), slope_h[place] = slope_of;
+        open_h[place] = rstd_h * gamma_h[number] * pre(own_gate), slope_h[t % 2 * TABLE + place] = slope_of;
         open_x[place] = of_x * pre(own_gate);
         bias[place] = (MODE_X ? bias_of[number] - next_mean * of_x : bias_of[number]) * pre(own_gate);
       }
@@ -156,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 
   ask_statistics(p.T - 1);
   ask_step();
-  put_statistics();
+  put_statistics(p.T - 1);
 
   float inv = 1.0f / p.B;
   for (int t = p.T - 1; t >= 0; t--) {
@@ -167,10 +176,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 
     // dh through W_h. After the last step there is none: a product with zeros, and one way through the code.
     float sums[COLUMNS / 2];
+    const uint4* from = slice + (t + 1) % 2 * STEP_PIECES;
+    asm volatile("" : "+l"(from));
     refilled();
-    wait_for(p.counter + r, GRID * times);
+    if (WARPWISE) __syncthreads();
+    meeting.wait(times);
     MARK(1);
-    product(sums, passed + (t + 1) % 2 * STEP_PIECES, resident, slots, spilled);
+    product(sums, from, begin, resident, slots, spilled, nothing);
     MARK(2);
     hand_over(sums, handed, p.meetings + r * GRID, times);
     if (t > 0) ask_statistics(t - 1);
@@ -240,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         dh[j][e] = LENGTHS && !counts[j] ? kept : kept + y[e];
       }
     }
-    take_over(sums, handed, p.meetings + r * GRID, times, held.zero(t));
+    take_over(sums, handed, p.meetings + r * GRID, times, held.zero(nothing));
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -313,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     {
       float slope_of[4], times_of[4], plus_of[4];
       if (MODE_C) {
-        load4(slope_of, slope_c + 4 * quad);
+        load4(slope_of, slope_c + t % 2 * UNITS + 4 * quad);
         load4(times_of, times_c + 4 * quad);
         load4(plus_of, plus_c + 4 * quad);
       }
@@ -365,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     for (int q = 0; q < 4; q++) {
       float slope_of[4], times_of[4], plus_of[4];
       if (MODE_H) {
-        load4(slope_of, slope_h + quad * LINE + 4 * q);
+        load4(slope_of, slope_h + t % 2 * TABLE + quad * LINE + 4 * q);
         load4(times_of, times_h + quad * LINE + 4 * q);
         load4(plus_of, plus_h + quad * LINE + 4 * q);
       }
@@ -380,7 +392,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       pass_on(passed + t % 2 * STEP_PIECES, q, packed[0][q], packed[1][q]);
     }
     MARK(11);
-    arrive(p.counter + r);
+    if (WARPWISE && !(MODE_H && MODE_C)) __syncthreads();
+    meeting.arrive();
     MARK(12);
 
     // What nobody waits for.
@@ -413,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     MARK(13);
     if (t > 0) {
       ask_step();
-      put_statistics();
+      put_statistics(t - 1);
     }
     MARK(14);
   }

@@ -22,11 +22,11 @@ struct Forward {
   float *h_n, *c_n;    // [R, B, H]; h_n only where there are lengths
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
-  u32* counter;        // [R], zero
+  u32* counter;        // not used but by CLOCK
   uint4* passed;       // [R, 2, STEP_PIECES]: h of the last two steps; zero
   uint4* spilled;      // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   uint4* handed;       // [R, GRID, TEAM - 1, SENT]: sums for the team
-  u32* meetings;       // [R, GRID], zero: counters of the teams
+  u32* meetings;       // [R, GRID], zero: counters of the teams; then those at which all meet
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -47,11 +47,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   const int unit = blockIdx.x * UNITS + 4 * quad, sub = blockIdx.x * 2 + quad / 2;
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
+  const u32 nothing = u32(p.B) >> 31;
   Element* hs = p.hs + r * (p.T + 1) * B * HS + i64(row0) * HS + unit;
   float* cs = p.cs + (r * (p.T + 1) * SUBS + sub) * B * 8 + 4 * (quad % 2) + row0 * 8;
   uint4* passed = p.passed + r * 2 * STEP_PIECES;
   uint4* handed = p.handed + r * GRID * (TEAM - 1) * SENT;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
+  const uint4* slice = slice_of(passed);
+  u32 begin = beginning() * 2 * THREADS;
+  asm volatile("" : "+r"(begin));
+  const Meeting meeting = {p.meetings + gridDim.y * GRID + r * WARPS * SPREAD * 32};
 
   const Element* weight = p.weight + r * GATES * H;
   pack(resident, spilled, [&](int n, int piece, int u) {
@@ -113,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     if (SAVE && in[j]) store4(cs + 64 * j, c[j]);
   }
   pass_on(passed, 0, h0[0], h0[1]);
-  arrive(p.counter + r);
+  meeting.arrive();
 
   // The input term: asked for a step before it is needed, normalized while the others are waited for.
   const Element* wx = p.wx + (r * p.T * B + row0) * GATES + unit;
@@ -162,11 +167,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     if (LENGTHS) inv = p.inv_n[t];
 
     // W_h h
+    const uint4* from = slice + t % 2 * STEP_PIECES;
+    asm volatile("" : "+l"(from));
     refilled();
-    wait_for(p.counter + r, GRID * u32(t + 1));
+    if (WARPWISE) __syncthreads();
+    meeting.wait(u32(t + 1));
     MARK(1);
     float sums[COLUMNS / 2];
-    product(sums, passed + t % 2 * STEP_PIECES, resident, slots, spilled);
+    product(sums, from, begin, resident, slots, spilled, nothing);
     MARK(2);
     hand_over(sums, handed, p.meetings + r * GRID, u32(t));
     take_over(sums, handed, p.meetings + r * GRID, u32(t), 0);
@@ -293,7 +301,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     }
     pass_on(passed + (t + 1) % 2 * STEP_PIECES, 0, packed[0], packed[1]);
     MARK(9);
-    arrive(p.counter + r);
+    if (WARPWISE && !(SUM_H && SUM_C)) __syncthreads();
+    meeting.arrive();
     MARK(10);
 
     // What nobody waits for.

@@ -145,7 +145,7 @@ def backward(
                 a.rate_h,
                 a.eps,
             ]
-            call.launch(lstm_backward, arguments, flags, plan.warps_backward)
+            call.launch(lstm_backward, arguments, flags, plan.warps_backward, plan.stages_backward)
 
     if a.sequence:
         _sequence_backward(call, r, dwx, *sums[:2])

@@ -270,7 +270,7 @@ class Trainer:
             good = norm.isfinite()
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.copy_(torch.where(good, parameter.grad, 0))
+                    parameter.grad.masked_fill_(~good, 0)
             self._skipped += ~good
             self._in_a_row.copy_(torch.where(good, 0, self._in_a_row + 1))
         good = value.isfinite() | (self._bad >= 0)

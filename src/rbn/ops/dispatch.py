@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rbn.ops import cpu, reference
-from rbn.ops.compiling import constant_result
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,7 +43,7 @@ def _load_gpu() -> Any | None:
         return None
 
 
-@constant_result
+@torch.compiler.assume_constant_result
 def _has_gpu_kernels(device: int | None) -> bool:
     """Whether there are kernels for this CUDA device, or at all for None."""
     global _gpu

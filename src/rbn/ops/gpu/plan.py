@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rbn.ops.compiling import constant_result
 from rbn.ops.gpu.driver import shared_limit
 
 # Elements of the tile of gates that a program holds in registers, at most.
@@ -49,13 +50,13 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def multiprocessors(device: int) -> int:
     """How many programs of a large kernel run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def shared_memory(device: int) -> int:
     """Bytes of shared memory that a program may have."""
     return shared_limit(device)

@@ -24,7 +24,7 @@ demo: install ## Run the demo (PERMUTED=1: on permuted pixels)
 	$(BIN)/rbn demo $(if $(filter 1,$(PERMUTED)),--permuted)
 
 test: lint ## Run the checks and all tests, with coverage
-	$(BIN)/python -m pytest -n auto --timeout=600 --cov=rbn --cov-fail-under=90
+	$(BIN)/python -m pytest -n auto --dist worksteal --timeout=600 --cov=rbn --cov-fail-under=90
 
 test-gpu: ## Run the GPU tests with $(PYTHON) as it is, without .venv (MINUTES=4: stop then; LOG=FILE)
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_tests.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(LOG),--log $(LOG))

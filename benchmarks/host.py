@@ -31,7 +31,7 @@ class _Kernel:
         pass
 
 
-class _Moments:
+class _Triton:
     def __getitem__(self, grid):
         return lambda *arguments, **flags: None
 
@@ -54,9 +54,9 @@ def _product(a, b):
 @contextlib.contextmanager
 def stand_ins():
     """The kernels in CUDA C++ take every call, and do nothing; nor do products."""
-    cuda_lstm, launch, together = (
+    cuda_lstm, launch, raised, together = (
         importlib.import_module(f"rbn.ops.gpu.{name}")
-        for name in ("cuda_lstm", "launch", "together")
+        for name in ("cuda_lstm", "launch", "raised", "together")
     )
     with contextlib.ExitStack() as stack:
         for target, name, value in (
@@ -64,7 +64,8 @@ def stand_ins():
             (cuda_lstm, "_has_room", lambda *sizes: True),
             (cuda_lstm, "_kernel", lambda *sizes: _Kernel()),
             (together, "pays", lambda wx, calls: True),
-            (launch, "input_moments", _Moments()),
+            (launch, "input_moments", _Triton()),
+            (raised, "raise_variances", _Triton()),
             (F, "linear", _Linear.apply),
             (torch, "matmul", _product),
             (torch, "addmm", lambda c, a, b: _product(a, b)),

@@ -67,6 +67,7 @@ import torch
 import rbn
 
 assert rbn.__file__.startswith(target), rbn.__file__
+assert "torch._dynamo" not in sys.modules  # the compiler takes as long as the rest of torch
 layer = rbn.BatchNormLSTM(3, 5)
 output, (h, c) = layer(torch.randn(4, 2, 3))
 assert output.shape == (4, 2, 5), output.shape

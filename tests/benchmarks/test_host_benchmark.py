@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 MOST = {
     (rbn.LSTM, 1): {"forward": 42, "forward and backward": 95, "inference": 42},
     (rbn.LSTM, 2): {"forward": 62, "forward and backward": 145, "inference": 62},
-    (rbn.BatchNormLSTM, 1): {"forward": 52, "forward and backward": 120, "inference": 62},
-    (rbn.BatchNormLSTM, 2): {"forward": 92, "forward and backward": 215, "inference": 115},
+    (rbn.BatchNormLSTM, 1): {"forward": 52, "forward and backward": 105, "inference": 62},
+    (rbn.BatchNormLSTM, 2): {"forward": 92, "forward and backward": 195, "inference": 115},
 }
 
 

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rbn.data import Windows
 from rbn.data.epochs import epoch_generator
@@ -85,15 +87,25 @@ def test_cut_is_the_same_on_every_machine() -> None:
     assert Windows(stream(60), 10, 1, seed=1).starts(2).tolist() == [29, 39, 9, 19, 49]
 
 
-def test_in_order_for_evaluation() -> None:
+def test_from_all_over_the_text_for_evaluation() -> None:
     windows = Windows(stream(57), 10, 3, shuffle=False)
     assert windows.batches_per_epoch == 2
     first, second = windows.batch(0, 0)[0], windows.batch(0, 1)[0]
-    assert first[0].tolist() == [0, 10, 20]
-    assert second[0].tolist() == [30, 40]
+    assert first[0].tolist() == [0, 20, 40]
+    assert second[0].tolist() == [10, 30]
     assert torch.equal(windows.batch(9, 1)[0], second)
     whole = Windows(stream(57), 57, 1, shuffle=False)
     assert whole.batch(0, 0)[1].flatten().tolist() == list(range(1, 57))
+
+
+@given(n=st.integers(20, 3000), batch_size=st.integers(1, 40))
+def test_every_window_once_in_batches_of_one_size(n: int, batch_size: int) -> None:
+    windows = Windows(stream(n), 10, batch_size, shuffle=False)
+    found = [windows.batch(0, k)[0][0] for k in range(windows.batches_per_epoch)]
+    assert sorted(torch.cat(found).tolist()) == list(range(0, n - 9, 10))
+    sizes = [len(batch) for batch in found]
+    assert max(sizes) <= batch_size
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_bytes_become_int64_on_the_streams_device() -> None:

@@ -71,6 +71,34 @@ def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, limi
         assert pieces * 16 * 256 <= cut.passed
 
 
+@pytest.mark.parametrize(
+    ("hidden", "itemsize", "stages"),
+    [(1056, 2, (3, 3)), (1058, 2, (1, 3)), (1055, 2, (1, 1)), (1058, 4, (1, 3)), (1056, 4, (3, 3))],
+)
+def test_rows_that_begin_anywhere_are_not_read_in_the_background(hidden, itemsize, stages):
+    found = plan.make_plan(1, 9, hidden, 132, itemsize, 227 * 1024)
+    assert (found.stages_forward, found.stages_backward) == stages
+
+
+@pytest.mark.parametrize("shared", [48, 64, 96, 163, 227])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("batch", [1, 64, 129, 400, 1000, 2000])
+@pytest.mark.parametrize("hidden", [1, 24, 40, 100, 1000])
+def test_the_tiles_of_triton_fit_the_card(shared, itemsize, batch, hidden):
+    found = plan.make_plan(1, batch, hidden, 132, itemsize, 1024 * shared)
+    rows = max(16, plan.power_of_two(batch))
+    if found is None:
+        # The smallest tile of four units does not fit, or the gates take too many registers.
+        assert (rows + 16) * 16 * itemsize > 1024 * shared or rows * 16 * -(-hidden // 528) > 2**15
+        return
+    for k, stages, columns in (
+        (found.k_forward, found.stages_forward, 4 * found.units),
+        (found.k_backward, found.stages_backward, found.units),
+    ):
+        assert k >= 16
+        assert stages * (rows + columns) * k * itemsize <= 1024 * shared
+
+
 def test_text8_is_cut_as_planned():
     limit = 227 * 1024
     forward = wide_lstm.cut_wide("forward", 2000, 1, limit)

@@ -301,6 +301,23 @@ def test_every_optimiser_goes_on(make, tmp_path):
     assert os.listdir(tmp_path / "whole") == os.listdir(tmp_path / "cut")
 
 
+def test_how_an_optimiser_computes_is_no_part_of_a_checkpoint(tmp_path):
+    """A run of a GPU, whose optimiser is fused and can be captured, goes on without one."""
+    task = Letters()
+    model = task.model
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    there = torch.optim.Adam(model.parameters(), 0.01)
+    there.step()
+    there.param_groups[0].update(capturable=True, fused=True)
+    tensors, facts = checkpoint.state_of(model, there)
+    here = torch.optim.Adam(model.parameters(), 0.02)
+    checkpoint.restore(model, here, tensors, facts)
+    group = here.param_groups[0]
+    assert (group["capturable"], group["fused"], group["lr"]) == (False, None, 0.01)
+    here.step()
+
+
 def test_runs_in_turns_give_the_numbers_of_each_alone(whole, tmp_path):
     for seed in (1, 2):
         trainer(tmp_path / f"alone{seed}", Letters(seed)).run()

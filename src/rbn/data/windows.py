@@ -16,9 +16,11 @@ class Windows:
     every epoch, such that over the epochs every character has its turn. Their number is the same
     in all epochs. Windows that do not fill a batch are left out, others in each epoch.
 
-    With ``shuffle=False``, for evaluation, the windows begin at the first character and come in
-    order, the same in every epoch; the last batch may be smaller, and the characters after the last
-    whole window are left out.
+    With ``shuffle=False``, for evaluation, the windows begin at the first character, the same in
+    every epoch, and the characters after the last whole window are left out. Batch k of n has
+    windows k, k + n, k + 2n, ...: from all over the text, like those of a shuffled batch, since
+    neighbours resemble each other more than the statistics of a batch should. The sizes of batches
+    differ by one at most.
 
     Args:
         stream: integers ``[n]``; batches are gathered on its device.
@@ -57,7 +59,7 @@ class Windows:
         self._starts = torch.empty(0)
 
     def starts(self, epoch: int) -> Tensor:
-        """Where the windows of an epoch begin, in their order: int64 ``[windows_per_epoch]``."""
+        """Where the windows of an epoch begin: int64 ``[windows_per_epoch]``."""
         if not self.shuffle:
             epoch = 0
         if epoch != self._epoch:
@@ -75,7 +77,8 @@ class Windows:
         first, end = batch_bounds(
             self.windows_per_epoch, self.batch_size, self.batches_per_epoch, epoch, k
         )
-        characters = self.stream[self.starts(epoch)[first:end] + self._within].to(torch.int64)
+        rows = slice(first, end) if self.shuffle else slice(k, None, self.batches_per_epoch)
+        characters = self.stream[self.starts(epoch)[rows] + self._within].to(torch.int64)
         return characters[:-1], characters[1:]
 
     def _cut(self, epoch: int) -> Tensor:

@@ -139,10 +139,12 @@ def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> tor
     """The optimiser of a config; `graph`: one whose step a CUDA graph may hold."""
     options = dict(config.optimizer)
     kind = _OPTIMIZERS[options.pop("name")]
+    device = next(model.parameters()).device
     if graph and kind is not torch.optim.SGD:
         options["capturable"] = True
+    if device.type == "cuda" and kind is torch.optim.Adam:
+        options.setdefault("fused", True)  # one pass over parameters and moments instead of ten
     if graph and config.decay_from < 1:
-        device = next(model.parameters()).device
         options["lr"] = torch.tensor(float(options["lr"]), device=device)
     optimizer: torch.optim.Optimizer = kind(model.parameters(), **options)
     return optimizer

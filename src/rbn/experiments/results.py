@@ -33,7 +33,7 @@ def exact_statistics(config: Config, task: Classification | NextSymbol | Reading
 def finish(
     config: Config, seed: int, trainer: Trainer, command: str, together: int = 1
 ) -> dict[str, Any]:
-    """Test the best model with exact statistics, in full precision.
+    """Test the best model with exact statistics, in the precision it was trained in.
 
     Writes ``result.json``, and the model with those statistics as ``final.safetensors``. Of several
     processes all must call it.
@@ -48,7 +48,6 @@ def finish(
     task, progress = trainer.task, trainer.progress
     assert isinstance(task, Classification | NextSymbol | ReadingTask)
     trainer.load_best()
-    task.model = trainer.module
     with trainer.alone():
         exact_statistics(config, task)
         figures = {

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rbn.ops import cpu, reference
+from rbn.ops.compiling import constant_result
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,7 +44,7 @@ def _load_gpu() -> Any | None:
         return None
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _has_gpu_kernels(device: int | None) -> bool:
     """Whether there are kernels for this CUDA device, or at all for None."""
     global _gpu

@@ -81,6 +81,10 @@ def _to_disk(path: Path) -> None:
 # What a training run consists of -----------------------------------------------------------------
 
 
+# How an optimiser computes, which depends on the device and not on the run.
+_OF_DEVICE = ("capturable", "foreach", "fused")
+
+
 def state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -119,7 +123,9 @@ def restore(
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = value
     groups = [
-        {k: tuple(v) if k == "betas" else v for k, v in group.items()} for group in facts["groups"]
+        {k: tuple(v) if k == "betas" else v for k, v in group.items()}
+        | {k: v for k, v in own.items() if k in _OF_DEVICE}
+        for group, own in zip(facts["groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     torch.set_rng_state(tensors["random.cpu"])

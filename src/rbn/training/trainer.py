@@ -118,7 +118,11 @@ class Trainer:
                 f"{type(task).__name__} has no row_dims, so its minibatches cannot be shared by "
                 f"{self.ranks.count} processes"
             )
-        task.model, self._wrapped = self.fabric.setup(task.model, optimizer)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):  # on which gradients are to be added up
+            task.model, self._wrapped = self.fabric.setup(task.model, optimizer)
         self.look_back = look_back or (1 if device.type == "cpu" else 100)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._first_rates = [float(rate) for rate in self._rates]
@@ -140,7 +144,6 @@ class Trainer:
         self._random = RandomState(device)
         self._seed = self.ranks.from_first(torch.initial_seed)
         self._share = 1.0  # of the rows of the present minibatch
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._step: Callable[..., Tensor] = self._optimise
         self._captures = graph
         if graph:
@@ -267,7 +270,7 @@ class Trainer:
             good = norm.isfinite()
             for parameter in self.module.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.copy_(torch.where(good, parameter.grad, 0))
+                    parameter.grad.masked_fill_(~good, 0)
             self._skipped += ~good
             self._in_a_row.copy_(torch.where(good, 0, self._in_a_row + 1))
         good = value.isfinite() | (self._bad >= 0)

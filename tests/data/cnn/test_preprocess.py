@@ -1,5 +1,7 @@
 """Preprocessing: once, in parallel, checked, resumed, and never silent about what it skips."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -200,6 +202,12 @@ def test_by_name(folder, tmp_path):
     assert len(reading.valid) == SIZES[1]
     assert (root / "cnn" / "cache").is_dir()
     load_questions("cnn", root=root, cache=tmp_path / "elsewhere", processes=1)
+    moved = tmp_path / "moved" / "cnn"  # to a machine that only trains
+    shutil.copytree(root / "cnn" / "cache", moved / "cache")
+    again, _ = load_questions("cnn", root=moved.parent, sentences=1)
+    assert torch.equal(again.train.documents, reading.train.documents)
+    with pytest.raises(DataNotFound, match="cnn is not in"):
+        load_questions("cnn", root=moved.parent, sentences=2)
     assert (tmp_path / "elsewhere").is_dir()
     with pytest.raises(ValueError, match="unknown question set 'bbc': choose from cnn, dailymail"):
         load_questions("bbc", root=root)

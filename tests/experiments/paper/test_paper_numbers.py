@@ -1,6 +1,7 @@
 """The paper's lines and tables, published results, and what is made of them."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from made_up import publish
@@ -56,6 +57,10 @@ def test_tables_have_mean_spread_and_difference(results):
     assert bn.cells[3:6] == ("1.32", "1.325 ± 0.007", "+0.005")
     assert bn.command == "rbn train ptb --model bn-lstm --seeds 1,2"
     assert bn.settings == "ptb-short"
+    assert (lstm.runs, bn.runs) == ("2", "2")
+    first, second = lstm.results
+    stopped = replace(first, values=first.values | {"diverged_at": 700})
+    assert replace(lstm, results=(stopped, second)).runs == "2, 1 diverged"
     absent = tables.rows(TABLES["table3"], shelf.places, shelf.results)
     assert [row.cells[4] for row in absent] == ["not trained yet"] * 2
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rbn.data.cnn import store
 from rbn.data.cnn.passages import Reading
 from rbn.data.cnn.preprocess import Choice, Progress, prepared
 from rbn.data.cnn.shards import Reduction
@@ -76,6 +77,8 @@ def load_questions(
 ) -> tuple[Reading, dict[str, Any]]:
     """A set of questions in numbers, and facts about it (see `prepared`).
 
+    The preprocessed arrays alone will do: a machine that only trains needs no question files.
+
     Args:
         name: ``cnn``, ``dailymail`` or ``cnn-built``.
         sentences: keep so many sentences of each document, those most relevant to the question;
@@ -95,12 +98,12 @@ def load_questions(
     folder = data_folder(root) / name
     choice = Choice(Reduction(sentences, renumber), min_count, words)
     files = folder / "questions"
-    if not files.is_dir():
+    place = folder / "cache" if cache is None else Path(cache).expanduser()
+    if not files.is_dir() and store.facts(place / choice.key) is None:
         how = found.how.format(folder=folder)
         raise DataNotFound(f"{name} is not in {folder}: {how}")
-    if found.built and not (folder / DONE).is_file():
+    if files.is_dir() and found.built and not (folder / DONE).is_file():
         raise DataNotFound(
             f"{files} was not built to its end: remove it, and {found.how.format(folder=folder)}"
         )
-    place = folder / "cache" if cache is None else Path(cache).expanduser()
     return prepared(files, place, choice, processes=processes, progress=progress)

@@ -13,8 +13,8 @@ _WHY = {
     "paper keeps it constant: a fixed, small number of steps then does what early stopping does "
     "in more",
     "patience": "evaluations without a better one before a run stops",
-    "precision": "bf16-mixed rounds the matrix products to bfloat16; parameters, statistics and "
-    "the test stay in float32",
+    "precision": "bf16-mixed rounds the factors of matrix products to bfloat16; parameters, "
+    "statistics and cells stay in float32",
     "epochs": "passes over the training data, at most",
     "evaluate_every": "steps between looks at the validation data",
 }
@@ -30,7 +30,7 @@ GENERAL = (
     "and orthogonal for the gates, as in the code. The permutation takes every pixel once, as the "
     "paper says; the code draws pixels with replacement. The configs mnist-code and pmnist-code "
     "are the code's.",
-    "A term that is constant over the minibatch passes no gradient on.",
+    "As long as all rows of a minibatch are alike, constant terms pass no gradient on.",
     "Figure 6: the paper's axis is labelled bits and is in nats, which ours is converted to.",
 )
 

@@ -62,6 +62,14 @@ class Row:
         return f"{first.task}-{first.tag}" if first.tag else first.task
 
     @property
+    def runs(self) -> str:
+        """How many, and how many of them diverged: those count with the best model before that."""
+        if not self.results:
+            return ""
+        diverged = sum(r.values.get("diverged_at") is not None for r in self.results)
+        return str(len(self.results)) + (f", {diverged} diverged" if diverged else "")
+
+    @property
     def time(self) -> str:
         """Mean wall time of a run, and on what."""
         if not self.results:
@@ -86,10 +94,12 @@ class Row:
         """As text, one for each of `COLUMNS`."""
         part = "" if self.entry.field == "test" else f", {self.entry.field}"
         paper = "" if self.place.stand_in else f"{self.entry.paper:g}"
-        runs = str(len(self.results)) if self.results else ""
         name = NAMES[self.entry.model]
         title = self.place.title + part
-        return (title, name, self.settings, paper, self.ours, self.difference, runs, self.time)
+        return (
+            *(title, name, self.settings, paper, self.ours, self.difference, self.runs),
+            self.time,
+        )
 
 
 def rows(table: Table, places: dict[str, Place], results: Iterable[Result]) -> list[Row]:

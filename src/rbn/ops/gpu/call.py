@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, device
-from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors, tf32_allowed
+from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors, shared_memory, tf32_allowed
 from rbn.ops.gpu.signature import Inputs
 from rbn.ops.types import valid_steps
 
@@ -24,14 +24,17 @@ def plan_for(wx: Tensor) -> Plan | None:
     B, G = wx.shape[-2:]
     where = (wx.device.index or 0) if wx.is_cuda else None
     if torch.compiler.is_compiling():  # which looks through caches, and says so
-        return make_plan(R, B, G // 4, None if where is None else multiprocessors(where))
-    return _plan(R, B, G // 4, where)
+        return _new_plan(R, B, G // 4, wx.itemsize, where)
+    return _plan(R, B, G // 4, wx.itemsize, where)
 
 
-@functools.lru_cache(maxsize=256)
-def _plan(recurrences: int, batch: int, hidden: int, where: int | None) -> Plan | None:
-    processors = None if where is None else multiprocessors(where)
-    return make_plan(recurrences, batch, hidden, processors)
+def _new_plan(R: int, B: int, H: int, itemsize: int, where: int | None) -> Plan | None:
+    if where is None:
+        return make_plan(R, B, H, None)
+    return make_plan(R, B, H, multiprocessors(where), itemsize, shared_memory(where))
+
+
+_plan = functools.lru_cache(maxsize=256)(_new_plan)
 
 
 class Call:
@@ -47,6 +50,8 @@ class Call:
     def __init__(self, given: Inputs) -> None:
         self.given, self.lead = given, given.lead
         wx = given.wx.contiguous()
+        if wx.data_ptr() % 16 and wx.is_cuda:  # views may begin anywhere, the kernels' rows do not
+            wx = wx.clone()
         self.wx = wx if self.lead else wx[None]
         self.a = a = given._replace(wx=self.wx)
         plan = plan_for(self.wx)
@@ -120,9 +125,11 @@ class Call:
             "inv_n": self.inv_n,
         }
 
-    def launch(self, kernel: Any, arguments: list[Any], flags: dict[str, Any], warps: int) -> None:
+    def launch(
+        self, kernel: Any, arguments: list[Any], flags: dict[str, Any], warps: int, stages: int
+    ) -> None:
         """Launch a Triton kernel once."""
-        options: dict[str, Any] = {"num_warps": warps}
+        options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
         if self.plan.persistent:
             options["launch_cooperative_grid"] = True
         grid = (self.plan.programs, self.R)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.alike import raised, steps_alike
 from rbn.ops.gpu import cuda_lstm
 from rbn.ops.gpu.call import VECTORS, Call, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
+from rbn.ops.gpu.raised import raised_variances
 from rbn.ops.gpu.signature import Grads, Inputs, Outputs
 from rbn.ops.types import valid_steps
 
@@ -98,10 +98,10 @@ def backward(
     moments = [call.full(p) for p in a.population] if a.population else list(r[3:9])
     if a.norm == "batch" and not a.population:
         var_x, var_c = (m if m.numel() else None for m in (moments[1], moments[5]))
-        before, after = steps_alike((a.h0, a.c0), given.wx, var_x, moments[3], var_c, a.eps)
-        moments[3] = raised(moments[3], before, a.eps)
-        if var_c is not None:
-            moments[5] = raised(var_c, after, a.eps)
+        states = (a.h0, a.c0)
+        moments[3], raised_c = raised_variances(states, given.wx, var_x, moments[3], var_c, a.eps)
+        if raised_c is not None:
+            moments[5] = raised_c
     barrier = torch.zeros(R, dtype=torch.int32, device=device)
     weight = a.weight_hh.to(dtype)
     transposed = weight.transpose(-2, -1).contiguous()
@@ -145,7 +145,7 @@ def backward(
                 a.rate_h,
                 a.eps,
             ]
-            call.launch(lstm_backward, arguments, flags, plan.warps_backward)
+            call.launch(lstm_backward, arguments, flags, plan.warps_backward, plan.stages_backward)
 
     if a.sequence:
         _sequence_backward(call, r, dwx, *sums[:2])

@@ -99,7 +99,7 @@ def forward(given: Inputs) -> Outputs:
             a.rate_h,
             a.eps,
         ]
-        call.launch(lstm_forward, arguments, flags, plan.warps_forward)
+        call.launch(lstm_forward, arguments, flags, plan.warps_forward, plan.stages_forward)
 
     return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new)
 

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from rbn.ops.compiling import constant_result
+from rbn.ops.gpu.driver import shared_limit
+
 # Elements of the tile of gates that a program holds in registers, at most.
 _TILE = 32768
 # Columns of h that are read at once while the weights stay on the chip, at most.
@@ -25,6 +28,8 @@ class Plan:
         k_backward: the same of d(W_h h).
         warps_forward: of a program.
         warps_backward: the same.
+        stages_forward: pieces of a product that are under way at once; 1 asks for one at a time.
+        stages_backward: the same.
         persistent: one launch for all steps; otherwise one for each.
     """
 
@@ -35,6 +40,8 @@ class Plan:
     k_backward: int
     warps_forward: int
     warps_backward: int
+    stages_forward: int
+    stages_backward: int
     persistent: bool
 
 
@@ -43,10 +50,16 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def multiprocessors(device: int) -> int:
     """How many programs of a large kernel run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@constant_result
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory that a program may have."""
+    return shared_limit(device)
 
 
 def tf32_allowed() -> bool:
@@ -58,10 +71,28 @@ def tf32_allowed() -> bool:
         return bool(rnn.fp32_precision == "tf32")
 
 
-def make_plan(recurrences: int, batch: int, hidden: int, processors: int | None) -> Plan | None:
+def _stages(pitch: int, tile: int, shared: int | None) -> int:
+    """How many pieces of a product are asked for ahead.
+
+    pitch: bytes from one row of what the programs exchange to the next. Of rows that do not begin
+    at multiples of 16 bytes, pieces are copied in the background through the L1 cache, which may
+    hold what was there a step ago; so those are read one by one, past it. tile: bytes of a piece.
+    """
+    return 3 if pitch % 16 == 0 and (shared is None or 3 * tile <= shared) else 1
+
+
+def make_plan(
+    recurrences: int,
+    batch: int,
+    hidden: int,
+    processors: int | None,
+    itemsize: int = 4,
+    shared: int | None = None,
+) -> Plan | None:
     """The plan for R recurrences of ``[B, H]``, or None where the batch is too large for a tile.
 
-    processors: programs that can run at the same time; None launches step by step.
+    processors: programs that can run at the same time; None launches step by step. itemsize: bytes
+    of a number of h. shared: bytes of shared memory that a program may have; None: any number.
     """
     rows = max(16, power_of_two(batch))
     units = 4
@@ -69,17 +100,32 @@ def make_plan(recurrences: int, batch: int, hidden: int, processors: int | None)
         units *= 2
     if rows * 4 * units > _TILE:
         return None
-    programs = -(-hidden // units)
-    persistent = processors is not None and programs * recurrences <= processors
+
+    def fitted(k: int, columns: int, pitch: int) -> tuple[int, int]:
+        """How many columns a product takes at once, and how many such pieces are under way."""
+        tile = (rows + columns) * itemsize
+        while shared is not None and tile * k > shared and k > 16:
+            k //= 2
+        return k, _stages(pitch, tile * k, shared)
+
+    if shared is not None and (rows + 4 * units) * itemsize * 16 > shared:
+        return None
     k = max(16, power_of_two(hidden))
+    k_forward, stages_forward = fitted(k if k <= _RESIDENT else 64, 4 * units, hidden * itemsize)
+    k_backward, stages_backward = fitted(
+        128 if hidden >= 32 else max(16, power_of_two(4 * hidden)), units, 4 * hidden * itemsize
+    )
+    programs = -(-hidden // units)
     wide = rows * units >= 2048
     return Plan(
         rows=rows,
         units=units,
         programs=programs,
-        k_forward=k if k <= _RESIDENT else 64,
-        k_backward=128 if hidden >= 32 else max(16, power_of_two(4 * hidden)),
+        k_forward=k_forward,
+        k_backward=k_backward,
         warps_forward=8 if wide else 4,
         warps_backward=8 if wide else 4,
-        persistent=persistent,
+        stages_forward=stages_forward,
+        stages_backward=stages_backward,
+        persistent=processors is not None and programs * recurrences <= processors,
     )

@@ -1,0 +1,48 @@
+"""The host's part of `CONSTANT` in one launch, see `rbn.ops.alike`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbn.ops.alike import raised, steps_alike
+from rbn.ops.gpu.raise_variances import raise_variances
+from rbn.ops.types import CONSTANT
+
+_BLOCK = 1024
+_PROGRAMS = 128  # each of them looks for the first step that differs, so not too many
+
+
+def raised_variances(
+    states: tuple[Tensor, Tensor],
+    wx: Tensor,
+    var_x: Tensor | None,
+    var_h: Tensor,
+    var_c: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Variances ``[..., T, F]`` for the backward kernels, from those of the forward pass.
+
+    states: ``[..., B, H]`` each. wx: ``[..., T, B, 4H]``. var_x: over a sequence ``[..., 1, 4H]``;
+    None, like var_c, for absent terms.
+    """
+    T, B, G = wx.shape[-3:]
+    by_input = var_x is None or (var_c is None and var_x.shape[-2] != T)
+    if by_input or max(T * G, B * G // 4) >= 2**31:  # rare, and the kernel does not know it
+        before, after = steps_alike(states, wx, var_x, var_h, var_c, eps)
+        return raised(var_h, before, eps), None if var_c is None else raised(var_c, after, eps)
+    look = [state.stride(-2) != 0 for state in states]  # or all rows are one
+    h0, c0 = (s.contiguous() if seen else var_h for s, seen in zip(states, look, strict=True))
+    new_h, new_c = torch.empty_like(var_h), None if var_c is None else torch.empty_like(var_c)
+    grid = (min(_PROGRAMS, -(-T * G // _BLOCK)), var_h.numel() // (T * G))
+    with torch.cuda.device_of(var_h):
+        raise_variances[grid](
+            *(h0, c0, var_x, var_h, var_h if var_c is None else var_c),
+            *(new_h, new_h if new_c is None else new_c),
+            *(T, B, G // 4, CONSTANT * eps, 2 * CONSTANT * eps),
+            LOOK_H=look[0],
+            LOOK_C=look[1],
+            CELL=var_c is not None,
+            BLOCK=_BLOCK,
+        )
+    return new_h, new_c

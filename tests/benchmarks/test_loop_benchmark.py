@@ -1,0 +1,25 @@
+"""The benchmark of the training loop, in small and without a GPU."""
+
+import csv
+import sys
+
+import pytest
+
+
+def test_a_row_for_each_model(bench, tmp_path, monkeypatch):
+    small = ["hidden_size=8", "batch_size=4", "length=6"]
+    sets = [word for setting in small for word in ("--set", setting)]
+    out = tmp_path / "loop.csv"
+    words = ["loop.py", "--device", "cpu", "--precision", "32-true", "--repeats", "2"]
+    monkeypatch.setattr(sys, "argv", [*words, *sets, "--out", str(out)])
+    bench("loop").main()
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert [(row["task"], row["model"]) for row in rows] == [
+        (task, model) for task in ("ptb", "text8") for model in ("lstm", "bn-lstm")
+    ]
+    for row in rows:
+        assert row["hidden_size"] == "8"
+        layer, step = float(row["layer_ms"]), float(row["step_ms"])
+        assert step > 0 < layer
+        # Both were rounded to a thousandth of a millisecond before they are divided here.
+        assert float(row["overhead"]) == pytest.approx(step / layer - 1, abs=0.02)

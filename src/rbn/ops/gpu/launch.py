@@ -11,7 +11,7 @@ import logging
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import cuda_lstm
+from rbn.ops.gpu import cuda_lstm, small_lstm
 from rbn.ops.gpu.call import BATCH, Call, plan_for, rows_of
 from rbn.ops.gpu.gradients import backward, room_for_gradients
 from rbn.ops.gpu.input_moments import input_moments
@@ -37,7 +37,7 @@ def forward(given: Inputs) -> Outputs:
     call = Call(given)
     a, R, T, B, H, wx, plan = call.a, call.R, call.T, call.B, call.H, call.wx, call.plan
     dtype, device = wx.dtype, wx.device
-    stride = stride_of(H)
+    stride = _stride(call)
     hs = wx.new_empty(*call.lead, T + 1, B, stride)
     first = hs.select(-3, 0)
     if stride == H:
@@ -102,6 +102,12 @@ def forward(given: Inputs) -> Outputs:
         call.launch(lstm_forward, arguments, flags, plan.warps_forward, plan.stages_forward)
 
     return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new)
+
+
+def _stride(call: Call) -> int:
+    """Elements from one row of h to the next: kernels that read h from memory need those of 16 bytes."""
+    small = call.in_cuda and small_lstm.choose(call.wx) is not None
+    return call.H if small else stride_of(call.H)
 
 
 def _outputs(

@@ -42,12 +42,14 @@ class SmallCut:
 
     def shared(self, direction: str) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
-        barriers = 2 * self.warps * 8
+        barriers = 2 * self.warps * 8  # of which trials use all
         tiles = self.warps * self.tiles
         if direction == "forward":
-            hidden = 2 * tiles * -(-self.blocks // 4) * 32 * 16
+            sources = -(-self.blocks // 4) * 4
+            hidden = 2 * 16 * (sources * (8 * tiles + 2) + 8 * tiles)
             return hidden + 4 * (80 * self.warps + 2 * 144 + 64) + barriers
-        shares = 2 * tiles * self.blocks * 32 * 8
+        factors = 0 if self.half else 4 * self.warps
+        shares = 2 * 2 * 4 * self.blocks * (32 * tiles + factors)
         ahead = 4 * (11 if self.half else 20) * 32 * tiles
         rest = 112 * self.warps + 2 * 288 + 288
         return shares + ahead + 4 * rest + barriers

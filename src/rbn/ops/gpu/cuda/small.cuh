@@ -9,16 +9,18 @@
 // makes what they multiply and add with, and reads and writes statistics. Its lane owns gate `quad` of unit
 // `own`. The others meet only it.
 //
-// The warps of equal number of all blocks exchange their rows through distributed shared memory, and
-// wait for nobody else: each has a barrier of its own (mbarrier) for each of two buffers. A buffer is
-// written again only by a block that has got, from the warp that reads it, the result of reading it.
+// The blocks exchange h, and shares of dh, through distributed shared memory. What a block has for
+// another it gathers in its own shared memory first, and the last warp has it copied (cp.async.bulk),
+// which takes nothing from the other warps: stores into other blocks would hold up all that goes to
+// memory after them. A barrier (mbarrier) for each of two buffers counts what comes. A buffer, and what it is
+// copied from, is written again only after what the others made of it has come.
 //
 // Products have 16-bit operands, also of a layer in float32: float16 has the 11 significant bits of
 // tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
 //
-// Named from outside besides those of common.cuh: MW (warps that own rows), RT, PLAIN (ordinary stores and
-// an arrival instead of stores that count themselves), HALF_SUMS (dh is exchanged in 16 bits), FAST (the
-// approximate tanh in float32, too), STRICT (see SCOPE).
+// Named from outside besides those of common.cuh: MW (warps that own rows), RT, and for trials ALONE (each
+// warp has its rows copied itself, and waits only for those of the others), STORES (stores into the other
+// blocks instead of copies), FAST (the approximate tanh in float32, too), STRICT (see SCOPE).
 #define UNITS 8
 #define MT MW
 #define KS 1
@@ -34,18 +36,14 @@
 #endif
 #define ROW_TILES (WARPS * RT)
 
-#ifdef NO_WAIT  // blocks that run ahead would count too far
-#undef PLAIN
-#define PLAIN 1
+#ifndef ALONE
+#define ALONE 0
 #endif
-#ifndef PLAIN
-#define PLAIN 0
+#ifndef STORES
+#define STORES 0
 #endif
-#ifndef HALF_SUMS
-#define HALF_SUMS 0
-#endif
-
-typedef unsigned long long u64;
+#define GROUPED (!ALONE && !STORES)         // the last warp has all copied at once
+#define COUNTERS (ALONE ? WARPS : 1)  // barriers of a buffer
 
 // Whether sums over the batch are made in each step.
 #ifdef NO_SUM
@@ -89,6 +87,16 @@ __device__ __forceinline__ u32 pack(float x, float y) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(y), "f"(x));
 #endif
   return p;
+}
+
+__device__ __forceinline__ float2 unpack(u32 p) {
+  float2 v;
+#if TYPE == 1
+  v = make_float2(__uint_as_float(p << 16), __uint_as_float(p & 0xffff0000u));
+#else
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(v.x), "=f"(v.y) : "r"(p));
+#endif
+  return v;
 }
 
 __device__ __forceinline__ void multiply16(float (&c)[4], uint4 a, u32 b0, u32 b1) {
@@ -246,24 +254,24 @@ __device__ __forceinline__ u32 in_block(u32 address, u32 rank) {
   return there;
 }
 
+// Each block begins with another.
+__device__ __forceinline__ u32 other(u32 i) { return blockIdx.x + i < BLOCKS ? blockIdx.x + i : blockIdx.x + i - BLOCKS; }
+
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // The barrier expects `bytes` more in its present phase, which ends when they have come.
 __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-#if !PLAIN && !defined(NO_EXCHANGE)
+#ifndef NO_EXCHANGE
   asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}"
                ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
 
-__device__ __forceinline__ void start_barriers(u32 barriers, int number, u32 bytes) {
-  for (int i = threadIdx.x; i < number; i += THREADS) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barriers + 8 * i), "r"(PLAIN ? BLOCKS : 1) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    expect(barriers + 8 * i, bytes);
-  }
+__device__ __forceinline__ void start_barrier(u32 barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
 // Acquiring for the cluster would empty the L1 cache each time, which shared memory does not go through.
@@ -277,7 +285,7 @@ __device__ __forceinline__ void start_barriers(u32 barriers, int number, u32 byt
 struct Waiting {
   bool tired = false;
   __device__ __forceinline__ void until(u32 barrier, u32 phase) {
-#if !defined(NO_WAIT) && !defined(NO_EXCHANGE)
+#ifndef NO_EXCHANGE
     u32 done;
 #ifdef GUARD
     const i64 since = clock64();
@@ -296,40 +304,42 @@ struct Waiting {
   }
 };
 
-// Stores into the shared memory of another block, if `there`. `barrier`, in it, counts the bytes as they
-// come.
-#if PLAIN
-#define STORE "@p st.shared::cluster"
-#define COUNTED ""
-#else
-#define STORE "@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
-#define COUNTED ", [%1]"
-#endif
-#define IF_THERE "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t"
+// True in one thread of the warp, which the compiler knows to be one.
+__device__ __forceinline__ bool elected() {
+  u32 first;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(first));
+  return first;
+}
+
+// What the thread has written to shared memory, and read from it, comes before copies that are asked for
+// after a meeting of threads.
+__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Copies into the shared memory of another block, multiples of 16 bytes. `barrier`, in it, counts them as
+// they come.
+__device__ __forceinline__ void copy_to(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+#if STORES
+// Stores that are counted in the same way, if `there`.
+#define STORE "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
 
 __device__ __forceinline__ void send(bool there, u32 to, u32 barrier, uint4 v) {
-  asm volatile(IF_THERE STORE ".v4.b32 [%0], {%3, %4, %5, %6}" COUNTED ";\n\t}"
+  asm volatile(STORE ".v4.b32 [%0], {%3, %4, %5, %6}, [%1];\n\t}"
                ::"r"(to), "r"(barrier), "r"(u32(there)), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-__device__ __forceinline__ void send(bool there, u32 to, u32 barrier, float2 v) {
-  asm volatile(IF_THERE STORE ".v2.f32 [%0], {%3, %4}" COUNTED ";\n\t}"
-               ::"r"(to), "r"(barrier), "r"(u32(there)), "f"(v.x), "f"(v.y) : "memory");
+__device__ __forceinline__ void send(bool there, u32 to, u32 barrier, uint2 v) {
+  asm volatile(STORE ".v2.b32 [%0], {%3, %4}, [%1];\n\t}"
+               ::"r"(to), "r"(barrier), "r"(u32(there)), "r"(v.x), "r"(v.y) : "memory");
 }
 
 __device__ __forceinline__ void send(bool there, u32 to, u32 barrier, u32 v) {
-  asm volatile(IF_THERE STORE ".b32 [%0], %3" COUNTED ";\n\t}"
-               ::"r"(to), "r"(barrier), "r"(u32(there)), "r"(v) : "memory");
+  asm volatile(STORE ".b32 [%0], %3, [%1];\n\t}" ::"r"(to), "r"(barrier), "r"(u32(there)), "r"(v) : "memory");
 }
-
-// After ordinary stores the warp says to every block that they are done. `barrier`: here.
-__device__ __forceinline__ void announce(u32 barrier, int lane) {
-#if PLAIN && !defined(NO_EXCHANGE) && !defined(NO_WAIT)
-  __syncwarp();
-  if (lane < BLOCKS)
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, lane)) : "memory");
 #endif
-}
 
 // With CLOCK, for trials, warps of blocks 0 and 5 write down when they pass the stages of the 32 steps from
 // number CLOCK on, [2][32][WARPS + 1][16] into what is otherwise not used.
@@ -403,6 +413,7 @@ __device__ __forceinline__ float add_warps(const float* room, int pitch) {
 #define SUMS_2 3
 #define TOTALS_2 4
 #define TOTALS_3 5
+#define GATHERED 6
 
 template <int NUMBER>
 __device__ __forceinline__ void done() {

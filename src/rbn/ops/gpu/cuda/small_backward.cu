@@ -3,21 +3,23 @@
 //
 // A block multiplies its own d(W_h h), 32 columns, with its rows of W_h: its share of dh of all units. It
 // sends each block the share of that block's units, which adds up what it gets. So BLOCKS x 8 units
-// come to a block in a step, not d(W_h h) of all BLOCKS x 32 columns.
+// come to a block in a step, not d(W_h h) of all BLOCKS x 32 columns. A share is rounded to 16 bits, as the
+// numbers were that it is a sum of products of; in float32 a power of two comes with it.
 #include "small.cuh"
 
 #define TILES ((BLOCKS + 1) / 2)  // of 16 units of dh: those of two blocks
 #define SPLIT (MODE_H != 0)       // d(W_x x) is not d(W_h h)
-#define SHARE (RT * (HALF_SUMS ? 1 : 2))  // words of a thread: its unit and rows
-#define WIDE (SHARE % 4 == 0 ? 4 : SHARE % 2 == 0 ? 2 : 1)  // of them sent at once
-#define REGION (BLOCKS * 32 * SHARE)      // words of shares for a warp: [block][part][thread][WIDE]
-#define BYTES (REGION * 4)                // that a warp gets in a step
+#define PIECE (32 * RT + (TYPE == 0 ? 4 : 0))  // words of shares of a warp's rows for a block: [thread][RT], a factor
+#define SOURCE (WARPS * PIECE)                 // of all rows
 #define ROOM (112 * WARPS)                // sums of warps: 64 and 32 of gates, 16 of cells
 #define TABLES 288  // what a step multiplies and adds with: 128 of gates, 32 of cells, 128 of given statistics
 #define TOTALS 288  // the same after sums over the batch: 128 of gates, 32 of cells, 128 of the input term
 #ifndef BATCH
 #define BATCH (RT > 1 ? 2 : 4)  // tiles multiplied side by side
 #endif
+
+// A sum of 32 products of numbers below 2^16 is brought to float16's range by this division.
+#define WHOLE 4194304.0f
 
 struct Backward {
   const Element* wx;      // [R, T, B, 4H]
@@ -39,15 +41,26 @@ struct Backward {
 };
 
 struct Layout {
-  u32* shares;  // [2][WARPS][REGION]
+  u32* shares;    // [2][BLOCKS][SOURCE]: from all blocks
+  u32* gathered;  // the same, for all blocks
   Ahead ahead;
   float *room, *room_x, *room_c;
   float* given;  // [2][TABLES]
   float4* totals;
-  u32 barriers;  // [2][WARPS]
+  u32 barriers;  // [2][COUNTERS]
 
   __device__ __forceinline__ float4* table(int k) const { return reinterpret_cast<float4*>(given + (k & 1) * TABLES); }
 };
+
+#define COMING (4 * BLOCKS * (ALONE ? PIECE : SOURCE))  // bytes that come to the rows of a warp, or of all, in a step
+
+// The shares that a warp has for a block, or all have, go to it.
+__device__ __forceinline__ void hand_out(const Layout& in, int buffer, int warp, u32 rank) {
+  const u32 row = ALONE ? warp * PIECE : 0;
+  copy_to(in_block(address_of(in.shares + (buffer * BLOCKS + blockIdx.x) * SOURCE + row), rank),
+          address_of(in.gathered + (buffer * BLOCKS + rank) * SOURCE + row), COMING / BLOCKS,
+          in_block(in.barriers + 8 * (buffer * COUNTERS + (ALONE ? warp : 0)), rank));
+}
 
 // What a number x of a normalized term becomes, and its gradient g:
 //   gate:  a * table.x + ((x - table.y) * table.z + table.w), a: W_h h less its mean
@@ -131,6 +144,15 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       if (MODE_X) done<TOTALS_3>();
       all_x += sum_x * rx;
     }
+#ifndef NO_EXCHANGE
+    if (GROUPED && k + 1 < p.T) {
+      await<GATHERED>();
+      if (elected()) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) hand_out(in, k & 1, 0, other(i));
+      }
+    }
+#endif
   }
 
   __syncthreads();  // sums that were not made step by step are made here
@@ -143,53 +165,52 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
   if (MODE_H) p.dgamma_x[r * GATES + column] = SUM_H ? all_x : add_warps(in.room_x + at.lane, 32);
 }
 
-// A thread's share of dh for one block: RT tiles of two rows.
-__device__ __forceinline__ void send_share(bool there, u32 to, u32 barrier, const float (&v)[RT][2]) {
-  u32 words[SHARE];
-#pragma unroll
-  for (int n = 0; n < RT; n++) {
-#if HALF_SUMS
-    words[n] = pack(v[n][0], v[n][1]);
-#else
-    words[2 * n] = __float_as_uint(v[n][0]), words[2 * n + 1] = __float_as_uint(v[n][1]);
-#endif
-  }
-#pragma unroll
-  for (int i = 0; i < SHARE; i += WIDE) {
-    if (WIDE == 4)
-      send(there, to + i * 128, barrier, make_uint4(words[i], words[i + WIDE / 4], words[i + WIDE / 2], words[i + WIDE - 1]));
-    else if (WIDE == 2)
-      send(there, to + i * 128, barrier, make_float2(__uint_as_float(words[i]), __uint_as_float(words[i + WIDE - 1])));
-    else
-      send(there, to + i * 128, barrier, words[i]);
-  }
-}
+// A thread's share of dh for one block: its unit, two rows of each tile.
+struct Share {
+  u32 words[RT];
 
-__device__ __forceinline__ void add_share(float (&sum)[RT][2], const u32* from) {
-#pragma unroll
-  for (int n = 0; n < RT; n++) {
-#if HALF_SUMS && TYPE == 0
-    const float2 v = make_float2(0, 0);  // float16 has not the range
-#elif HALF_SUMS
-    const float2 v = widen(from[n / WIDE * 32 * WIDE + n % WIDE]);
-#else
-    const float2 v = *reinterpret_cast<const float2*>(from + 2 * n / WIDE * 32 * WIDE + 2 * n % WIDE);
-#endif
-    sum[n][0] += v.x, sum[n][1] += v.y;
+  __device__ __forceinline__ void put(u32* to) const {
+    if (RT == 4)
+      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1 % RT], words[2 % RT], words[3 % RT]);
+    else if (RT == 2)
+      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1 % RT]);
+    else
+      for (int n = 0; n < RT; n++) to[n] = words[n];
   }
-}
+  __device__ __forceinline__ void get(const u32* from) {
+    if (RT == 4) {
+      const uint4 v = *reinterpret_cast<const uint4*>(from);
+      words[0] = v.x, words[1 % RT] = v.y, words[2 % RT] = v.z, words[3 % RT] = v.w;
+    } else if (RT == 2) {
+      const uint2 v = *reinterpret_cast<const uint2*>(from);
+      words[0] = v.x, words[1 % RT] = v.y;
+    } else {
+      for (int n = 0; n < RT; n++) words[n] = from[n];
+    }
+  }
+#if STORES
+  __device__ __forceinline__ void send_to(bool there, u32 to, u32 barrier) const {
+    if (RT == 4)
+      send(there, to, barrier, make_uint4(words[0], words[1 % RT], words[2 % RT], words[3 % RT]));
+    else if (RT == 2)
+      send(there, to, barrier, make_uint2(words[0], words[1 % RT]));
+    else
+      for (int n = 0; n < RT; n++) send(there, to + 4 * n, barrier, words[n]);
+  }
+#endif
+};
 
 // The others: their rows.
 __device__ __forceinline__ void work(const Backward& p, const Place& at, const Layout& in) {
   const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad;
   const i64 r = blockIdx.y, B = p.B, unit = at.unit;
-  const u32 rank = blockIdx.x, shared = address_of(in.shares);
+  const u32 rank = blockIdx.x;
   const Ahead ahead = in.ahead;
 
-  // The weights of the block's columns, k = 8 * gate + unit; each block begins with other units of dh.
+  // The weights of the block's columns, k = 8 * gate + unit. With stores each block begins with other units of dh.
   uint4 w[TILES][2];
   float undo = 1.0f;
-  const u32 start = rank % TILES;
+  const u32 start = STORES ? rank % TILES : 0;
   auto tile_of = [&](u32 m) { return m + start < TILES ? m + start : m + start - TILES; };
   {
     const Element* weight = p.weight + r * GATES * H + rank * UNITS + 2 * quad;
@@ -204,7 +225,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
           top = max(top, max(size_of(v.x), size_of(v.y)));
         }
     top = __reduce_max_sync(~0u, top);
-    up = scale_up(top), undo = scale_down(top);
+    up = scale_up(top), undo = scale_down(top) * WHOLE;
 #endif
 #pragma unroll
     for (int m = 0; m < TILES; m++)
@@ -265,8 +286,10 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   }
   ask_rows();
 
-  const u32 into = (warp * REGION + (rank * 32 * SHARE) + lane * WIDE) * 4;
-  const u32 barrier_at = in.barriers - shared + 8 * warp;
+#if STORES
+  const u32 shared = address_of(in.shares), into = (rank * SOURCE + warp * PIECE) * 4;
+  const u32 barrier_at = in.barriers - shared + (ALONE ? 8 * warp : 0);
+#endif
   __syncthreads();
   meet_cluster();
   Waiting waiting;
@@ -331,14 +354,24 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 
     // dh through W_h
     if (k > 0) {
-      const u32 barrier = in.barriers + 8 * ((now ^ 1) * WARPS + warp);
+      const u32 barrier = in.barriers + 8 * ((now ^ 1) * COUNTERS + (ALONE ? warp : 0));
       waiting.until(barrier + before.zero(p.T), u32((k - 1) >> 1));
-      if (lane == 0 && !waiting.tired) expect(barrier, BYTES);
+      if (lane == 0 && (ALONE || warp == 0) && !waiting.tired) expect(barrier, COMING);
       MARK(4);
-      const u32* from = in.shares + ((now ^ 1) * WARPS + warp) * REGION + lane * WIDE;
+      const u32* from = in.shares + (now ^ 1) * BLOCKS * SOURCE + warp * PIECE;
       float sum[2][RT][2] = {};
 #pragma unroll
-      for (int s = 0; s < BLOCKS; s++) add_share(sum[s % 2], from + s * 32 * SHARE);
+      for (int s = 0; s < BLOCKS; s++) {
+        Share share;
+        share.get(from + s * SOURCE + RT * lane);
+        const float factor = TYPE == 0 ? __uint_as_float(from[s * SOURCE + 32 * RT]) : 1.0f;
+#pragma unroll
+        for (int n = 0; n < RT; n++) {
+          const float2 v = unpack(share.words[n]);
+          sum[s % 2][n][0] = TYPE == 0 ? fmaf(v.x, factor, sum[s % 2][n][0]) : sum[s % 2][n][0] + v.x;
+          sum[s % 2][n][1] = TYPE == 0 ? fmaf(v.y, factor, sum[s % 2][n][1]) : sum[s % 2][n][1] + v.y;
+        }
+      }
 #pragma unroll
       for (int i = 0; i < 2 * RT; i++) dh[i / 2][i % 2] += sum[0][i / 2][i % 2] + sum[1][i / 2][i % 2];
     }
@@ -435,7 +468,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     }
 
     // The share of dh of all units, for step t - 1.
-    float up = 1.0f, down = undo;
+    float up = 1.0f;
 #if TYPE == 0
     float largest = 0.0f;  // a NaN is left out
 #pragma unroll
@@ -447,7 +480,8 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       for (int i = 0; i < 8 * RT; i++) top = max(top, finite_size(d[i / 8][i / 2 % 4][i % 2]));
       top = __reduce_max_sync(~0u, top);
     }
-    up = scale_up(top), down *= scale_down(top);
+    up = scale_up(top);
+    const u32 factor = __float_as_uint(undo * scale_down(top));
 #endif
     u32 line[RT][4];
 #pragma unroll
@@ -456,7 +490,10 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       for (int q = 0; q < 4; q++)
         line[n][q] = turn(TYPE == 0 ? pack(d[n][q][0] * up, d[n][q][1] * up) : pack(d[n][q][0], d[n][q][1]));
     if (t > 0) {
-      const u32 buffer = into + now * WARPS * BYTES, barrier = barrier_at + now * WARPS * 8;
+#if STORES
+      const u32 buffer = into + now * BLOCKS * SOURCE * 4, barrier = barrier_at + now * COUNTERS * 8;
+#endif
+      u32* gathered = in.gathered + now * BLOCKS * SOURCE + warp * PIECE;
       // Several tiles side by side, as many as there are registers for.
 #pragma unroll
       for (int first = 0; first < TILES; first += BATCH) {
@@ -476,17 +513,40 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
           if (first + m < TILES)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
+              const float part = TYPE == 0 ? 1.0f / WHOLE : 1.0f;
               const u32 rank_to = 2 * tile_of(first + m) + half;
-              const u32 there = in_block(shared, min(rank_to, u32(BLOCKS - 1)));
-              float share[RT][2];
+              Share share;
 #pragma unroll
-              for (int n = 0; n < RT; n++)
-                share[n][0] = sum[m][n][2 * half] * down, share[n][1] = sum[m][n][2 * half + 1] * down;
-              send_share(rank_to < BLOCKS, there + buffer, there + barrier, share);
+              for (int n = 0; n < RT; n++) share.words[n] = pack(sum[m][n][2 * half] * part, sum[m][n][2 * half + 1] * part);
+#if STORES
+              const u32 there = in_block(shared, min(rank_to, u32(BLOCKS - 1)));
+              share.send_to(rank_to < BLOCKS, there + buffer + 4 * RT * lane, there + barrier);
+#else
+              if (rank_to < BLOCKS) share.put(gathered + rank_to * SOURCE + RT * lane);
+#endif
             }
 #endif
       }
-      announce(in.barriers + 8 * (now * WARPS + warp), lane);
+#ifndef NO_EXCHANGE
+#if STORES && TYPE == 0
+      const u32 there = in_block(shared, min(lane, BLOCKS - 1));
+      send(lane < BLOCKS, there + buffer + 128 * RT, there + barrier, make_uint4(factor, 0, 0, 0));
+#elif TYPE == 0
+      if (lane < BLOCKS) gathered[lane * SOURCE + 32 * RT] = factor;
+#endif
+#if !STORES
+      before_copies();
+#endif
+#if !STORES && ALONE
+      __syncwarp();
+      if (elected()) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) hand_out(in, now, warp, other(i));
+      }
+#elif !STORES
+      done<GATHERED>();
+#endif
+#endif
     }
     MARK(11);
 
@@ -546,14 +606,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
   Layout in;
   in.shares = reinterpret_cast<u32*>(shared);
-  in.ahead.room = in.shares + 2 * WARPS * RT * 2 * BLOCKS * 32;
+  in.gathered = in.shares + 2 * BLOCKS * SOURCE;
+  in.ahead.room = in.gathered + 2 * BLOCKS * SOURCE;
   in.room = reinterpret_cast<float*>(in.ahead.room + RT * WORDS * WORKERS);
   in.room_x = in.room + 64 * WARPS, in.room_c = in.room_x + 32 * WARPS;
   in.given = in.room + ROOM;
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);
   in.barriers = address_of(in.given + 2 * TABLES + TOTALS);
   const Place at = place_of(p.B);
-  start_barriers(in.barriers, 2 * WARPS, BYTES);
+  for (int i = threadIdx.x; i < 2 * COUNTERS; i += THREADS) {
+    start_barrier(in.barriers + 8 * i);
+    expect(in.barriers + 8 * i, COMING);
+  }
   __syncthreads();
   if (at.warp == WARPS)
     serve(p, at, in);

@@ -3,9 +3,9 @@
 
 #define GROUPS (BLOCKS / 4)  // of 32 columns of h: one block's units for each thread of a quad
 #define REST (BLOCKS % 4)    // blocks beyond them
-#define REGION ((BLOCKS + 3) / 4 * 32)  // of h: rows of a tile, in pieces of 16 bytes, [block][row]
-#define BYTES (RT * BLOCKS * 128)       // that a warp gets in a step
-#define SENDS ((BLOCKS + 3) / 4)        // four blocks at once
+#define SOURCES ((BLOCKS + 3) / 4 * 4)
+#define SOURCE (8 * ROW_TILES + 2)  // pieces of 16 bytes from one block: of each row; two so that reads have no conflicts
+#define SENDS (SOURCES / 4)         // stores go to four blocks at once
 #define ROOM (80 * WARPS)               // sums of warps: 64 of gates, 16 of cells
 #define STATISTICS 144  // of the input term 64, of W_h h 64, of the cell 16
 #define CONSTANTS 64    // bias 32; what undoes the scale of the weights 32
@@ -18,7 +18,7 @@ struct Forward {
   const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
   const float *mean_x, *var_x;              // [R, rows_x, 4H]
   float *mean_h, *var_h, *mean_c, *var_c;  // [R, rows, features]: read if given, else written
-  Element* hs;         // [R, T + 1, B, HS]; hs[:, 0] is h0
+  Element* hs;         // [R, T + 1, B, H]; hs[:, 0] is h0
   float* cs;           // [R, T + 1, BLOCKS, PAIRS, UNITS, 2 rows], for the backward pass
   Element* wh;         // [R, T, BLOCKS, PAIRS, UNITS, 4, 2 rows], likewise: W_h h less its mean, or
                        // without a norm the gates before their nonlinearities
@@ -32,16 +32,30 @@ struct Forward {
 };
 
 struct Layout {
-  uint4* hidden;       // [2][ROW_TILES][REGION]
+  uint4* hidden;       // [2][SOURCES][SOURCE]
+  uint4* gathered;     // [2][8 * ROW_TILES]: this block's, for the others
   float *room, *room_c;
   float* given;        // [2][STATISTICS]: what to take away and what to multiply with
   float* constants;
-  u32 barriers;        // [2][WARPS]
+  u32 barriers;        // [2][COUNTERS]
 
   __device__ __forceinline__ float2* statistics(int t) const {
     return reinterpret_cast<float2*>(given + (t & 1) * STATISTICS);
   }
 };
+
+// Bytes that come to the rows of a warp, or of all, in a step.
+__device__ __forceinline__ u32 coming(int B, int warp) {
+  return 16 * BLOCKS * (ALONE ? min(8 * RT, B - 8 * RT * warp) : B);
+}
+
+// h of the rows of a warp, or of all, goes to a block; `buffer`: of both sides.
+__device__ __forceinline__ void hand_out(const Layout& in, int buffer, int B, int warp, u32 rank) {
+  const u32 row = ALONE ? 8 * RT * warp : 0, rows = coming(B, warp) / (16 * BLOCKS);
+  const u32 to = address_of(in.hidden) + ((buffer * SOURCES + blockIdx.x) * SOURCE + row) * 16;
+  copy_to(in_block(to, rank), address_of(in.gathered) + (buffer * 8 * ROW_TILES + row) * 16, rows * 16,
+          in_block(in.barriers + 8 * (buffer * COUNTERS + (ALONE ? warp : 0)), rank));
+}
 
 // What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
@@ -78,7 +92,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
   meet_cluster();
 
   i64 to_h = r * p.rows_h * GATES + column, to_c = r * p.rows_c * H + at.unit;
-  float shift_h = 0.0f, shift_c = 0.0f;  // near the mean, so that nothing cancels
+  float shift_h = 0.0f, shift_c = 0.0f, var_c = 0.0f;  // the shifts: near the mean, so that nothing cancels
   for (int t = 0; t < p.T; t++) {
     MARKS(p.counter, t);
     float2* statistics = in.statistics(t);
@@ -109,13 +123,21 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       if (!SUM_H) put(t + 1);
       done<TOTALS_2>();
       MARK(9);
-      if (quad == 0 && at.mine) p.mean_c[to_c] = shift_c, p.var_c[to_c] = var;
-      to_c += H;
+      var_c = var;
     }
-    if (!SUM_H && !SUM_C) {
-      put(t + 1);
-      __syncthreads();
+    if (!SUM_H && !SUM_C) put(t + 1);
+#ifndef NO_EXCHANGE
+    if (GROUPED && t + 1 < p.T) {
+      await<GATHERED>();
+      if (elected()) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) hand_out(in, (t + 1) & 1, p.B, 0, other(i));
+      }
     }
+#endif
+    if (SUM_C && quad == 0 && at.mine) p.mean_c[to_c] = shift_c, p.var_c[to_c] = var_c;
+    to_c += H;
+    if (!SUM_H && !SUM_C) __syncthreads();
   }
 }
 
@@ -123,7 +145,6 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
 __device__ __forceinline__ void work(const Forward& p, const Place& at, const Layout& in) {
   const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad;
   const i64 r = blockIdx.y, B = p.B, rank = blockIdx.x, unit = at.unit;
-  const u32 shared = address_of(in.hidden);
 
   // The weights of the unit: rows own and own + 8 of two sums are its gates.
   uint4 w[GROUPS + 1][2][2];
@@ -166,27 +187,27 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   }
 
   // h0 of the warp's rows; the other buffer is empty, and stays so where there is no block.
-  const Element* h0 = p.hs + r * (p.T + 1) * B * HS;
+  const Element* h0 = p.hs + r * (p.T + 1) * B * H;
 #if TYPE == 0
   u32 top = 0;
-  for (int i = lane; i < 8 * RT * HS; i += 32)
-    if (8 * at.tile + i / HS < B) top = max(top, finite_size(h0[i64(8 * at.tile) * HS + i]));
+  for (int i = lane; i < 8 * RT * H; i += 32)
+    if (8 * at.tile + i / H < B) top = max(top, finite_size(h0[i64(8 * at.tile) * H + i]));
   top = __reduce_max_sync(~0u, top);
   const float up_first = scale_up(top);
   float unscale = scale_down(top) * WHOLE;
 #else
   const float up_first = 1.0f;
 #endif
-  for (int i = lane; i < RT * REGION; i += 32) {
-    const int tile = at.tile + i / REGION, row = 8 * tile + i % 8, block = i % REGION / 8;
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (row < B && block < BLOCKS) {
-      const Element* from = h0 + i64(row) * HS + block * UNITS;
-      v.x = operand(from, up_first), v.y = operand(from + 2, up_first);
-      v.z = operand(from + 4, up_first), v.w = operand(from + 6, up_first);
+  for (int i = lane; i < 8 * RT * SOURCES; i += 32) {
+    const int row = 8 * at.tile + i % (8 * RT), block = i / (8 * RT);
+    u32 v[4];
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      const int column = block * UNITS + 2 * n;
+      v[n] = row < B && column < H ? operand(h0 + i64(row) * H + column, up_first) : 0;
     }
-    in.hidden[at.tile * REGION + i] = v;
-    in.hidden[(ROW_TILES + at.tile) * REGION + i] = make_uint4(0, 0, 0, 0);
+    in.hidden[block * SOURCE + row] = make_uint4(v[0], v[1], v[2], v[3]);
+    in.hidden[(SOURCES + block) * SOURCE + row] = make_uint4(0, 0, 0, 0);
   }
 
   // Where the thread's numbers of a step lie, and those of the next.
@@ -194,9 +215,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   const Element* wx = p.wx + r * p.T * B * GATES + rank * UNITS + at.first(GATES);
   float* cs = p.cs + (r * (p.T + 1) * step_saved + saved) * 2;
   Element* wh = p.wh + (r * p.T * step_saved + saved) * 8;
-  const int piece = lane & 7;
-  Element* hs = p.hs + (r * (p.T + 1) + 1) * B * HS + rank * UNITS +
-                (TYPE == 0 ? at.first(HS) : i64(8 * at.tile + piece) * HS);
+  Element* hs = p.hs + (r * (p.T + 1) + 1) * B * H + rank * UNITS + at.first(H);
   const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
   bool saves[RT];
   int length[RT][2];
@@ -242,14 +261,19 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   };
   ask_rows();
 
+#if STORES
   // Four rows' pieces of 16 bytes go to four blocks at once, each block begins with another.
+  const int piece = lane & 7;
+  const u32 shared = address_of(in.hidden);
   u32 to[SENDS];
 #pragma unroll
   for (int i = 0; i < SENDS; i++) {
     const u32 nth = 4 * i + (lane >> 3);
     to[i] = in_block(shared, nth < BLOCKS ? (nth + rank) % BLOCKS : rank);
   }
-  const u32 into = (at.tile * REGION + rank * 8 + piece) * 16, barrier_at = in.barriers - shared + 8 * warp;
+  const u32 into = (rank * SOURCE + 8 * at.tile + piece) * 16;
+  const u32 barrier_at = in.barriers - shared + (ALONE ? 8 * warp : 0);
+#endif
 
   __syncthreads();
   prepare(0);
@@ -264,21 +288,21 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 
     // W_h h
     if (t > 0) {
-      const u32 barrier = in.barriers + 8 * (now * WARPS + warp);
+      const u32 barrier = in.barriers + 8 * (now * COUNTERS + (ALONE ? warp : 0));
       waiting.until(barrier, u32((t - 1) >> 1));
-      if (lane == 0 && !waiting.tired) expect(barrier, BYTES);
+      if (lane == 0 && (ALONE || warp == 0) && !waiting.tired) expect(barrier, coming(p.B, warp));
     }
     MARK(2);
     float a[RT][4][2] = {};
 #ifndef NO_GATHER
     {
-      const uint4* rows = in.hidden + (now * ROW_TILES + at.tile) * REGION;
+      const uint4* rows = in.hidden + now * SOURCES * SOURCE + 8 * at.tile + own;
       float sums[RT][2][CHAINS][4] = {};
 #pragma unroll
       for (int i = 0; i < GROUPS + (REST == 3); i++)
 #pragma unroll
         for (int n = 0; n < RT; n++) {
-          const uint4 b = rows[n * REGION + 32 * i + quad * 8 + own];
+          const uint4 b = rows[8 * n + (4 * i + quad) * SOURCE];
 #pragma unroll
           for (int m = 0; m < 2; m++) {
             multiply16(sums[n][m][0], w[i][m][0], b.x, b.y);
@@ -287,13 +311,13 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         }
 #pragma unroll
       for (int n = 0; n < RT; n++) {
-        const u32* rest = reinterpret_cast<const u32*>(rows + n * REGION + 32 * GROUPS + own);
+        const u32* rest = reinterpret_cast<const u32*>(rows + 8 * n + 4 * GROUPS * SOURCE);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
           const uint4 v = w[GROUPS][m][0];
           if (REST == 1) multiply8(sums[n][m][0], v.x, v.y, rest[quad]);
           if (REST == 2) {
-            const u32* two = rest + 32 * (quad >> 1) + 2 * (quad & 1);
+            const u32* two = rest + 4 * SOURCE * (quad >> 1) + 2 * (quad & 1);
             multiply16(sums[n][m][0], v, two[0], two[1]);
           }
         }
@@ -400,23 +424,39 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       line[n] = turn(pack(whole * h[n][0], whole * h[n][1]));
     }
 
-    // To all blocks, this one too. A row's eight units are gathered from the quad that has them.
-    uint4 chunk[RT];
-    const u32 buffer = (now ^ 1) * ROW_TILES * REGION * 16, barrier = barrier_at + (now ^ 1) * WARPS * 8;
-#pragma unroll
-    for (int n = 0; n < RT; n++) {
-      chunk[n].x = __shfl_sync(~0u, line[n], 4 * piece), chunk[n].y = __shfl_sync(~0u, line[n], 4 * piece + 1);
-      chunk[n].z = __shfl_sync(~0u, line[n], 4 * piece + 2), chunk[n].w = __shfl_sync(~0u, line[n], 4 * piece + 3);
-    }
+    // To all blocks, this one too.
 #ifndef NO_EXCHANGE
-    if (t + 1 < p.T)
+    if (t + 1 < p.T) {
+#if STORES
+      // A row's eight units are gathered from the quad that has them.
+      const u32 buffer = (now ^ 1) * SOURCES * SOURCE * 16, barrier = barrier_at + (now ^ 1) * COUNTERS * 8;
 #pragma unroll
-      for (int i = 0; i < SENDS; i++)
+      for (int n = 0; n < RT; n++) {
+        uint4 chunk;
+        chunk.x = __shfl_sync(~0u, line[n], 4 * piece), chunk.y = __shfl_sync(~0u, line[n], 4 * piece + 1);
+        chunk.z = __shfl_sync(~0u, line[n], 4 * piece + 2), chunk.w = __shfl_sync(~0u, line[n], 4 * piece + 3);
 #pragma unroll
-        for (int n = 0; n < RT; n++)
-          send(4 * i + (lane >> 3) < BLOCKS, to[i] + into + buffer + n * REGION * 16, to[i] + barrier, chunk[n]);
+        for (int i = 0; i < SENDS; i++)
+          send(4 * i + (lane >> 3) < BLOCKS && 8 * (at.tile + n) + piece < B, to[i] + into + buffer + 128 * n,
+               to[i] + barrier, chunk);
+      }
+#else
+      u32* gathered = reinterpret_cast<u32*>(in.gathered + ((now ^ 1) * ROW_TILES + at.tile) * 8) + lane;
+#pragma unroll
+      for (int n = 0; n < RT; n++) gathered[32 * n] = line[n];
+      before_copies();
+#if ALONE
+      __syncwarp();
+      if (elected()) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS; i++) hand_out(in, now ^ 1, p.B, warp, other(i));
+      }
+#else
+      done<GATHERED>();
 #endif
-    if (t + 1 < p.T) announce(in.barriers + 8 * ((now ^ 1) * WARPS + warp), lane);
+#endif
+    }
+#endif
     MARK(10);
 
     // What nobody waits for.
@@ -424,9 +464,9 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 #pragma unroll
     for (int n = 0; n < RT; n++) {
 #if TYPE == 0
-      store_tile(hs, n, HS, at, h[n][0], h[n][1]);
+      store_tile(hs, n, H, at, h[n][0], h[n][1]);
 #else
-      if (lane < 8 && 8 * (at.tile + n) + piece < B) *reinterpret_cast<uint4*>(hs + 8 * n * HS) = chunk[n];
+      store_line(hs, n, H, at, line[n]);
 #endif
       if (saves[n]) {
         store_eight(wh + 256 * n, a[n]);
@@ -437,7 +477,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         for (int e = 0; e < 2; e++)
           if (valid(n, e, t)) p.h_n[(r * B + at.row(n, e)) * H + unit] = h[n][e];
     }
-    wh += step_saved * 8, hs += B * HS;
+    wh += step_saved * 8, hs += B * H;
     MARK(11);
     if (!SUM_H && !SUM_C) __syncthreads();
     if (t + 1 < p.T) prepare(t + 1);
@@ -455,14 +495,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
   if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
   Layout in;
   in.hidden = shared;
-  in.room = reinterpret_cast<float*>(in.hidden + 2 * ROW_TILES * REGION);
+  in.gathered = in.hidden + 2 * SOURCES * SOURCE;
+  in.room = reinterpret_cast<float*>(in.gathered + 2 * 8 * ROW_TILES);
   in.room_c = in.room + 64 * WARPS;
   in.given = in.room + ROOM;
   in.constants = in.given + 2 * STATISTICS;
   in.barriers = address_of(in.constants + CONSTANTS);
   const Place at = place_of(p.B);
   for (int i = threadIdx.x; i < 2 * STATISTICS; i += THREADS) in.given[i] = 0.0f;
-  start_barriers(in.barriers, 2 * WARPS, BYTES);
+  for (int i = threadIdx.x; i < 2 * COUNTERS; i += THREADS) {
+    start_barrier(in.barriers + 8 * i);
+    expect(in.barriers + 8 * i, coming(p.B, i % COUNTERS));
+  }
   __syncthreads();
   if (at.warp == WARPS)
     serve(p, at, in);

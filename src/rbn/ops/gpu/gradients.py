@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import cuda_lstm
+from rbn.ops.gpu import cuda_lstm, small_lstm
 from rbn.ops.gpu.call import VECTORS, Call, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.raised import raised_variances
@@ -151,7 +151,9 @@ def backward(
         _sequence_backward(call, r, dwx, *sums[:2])
     if not call.lead:
         da, dwx = da[0], dwx[0]
-    dweight, dh0 = _through_weight(call, da, weight, r.hidden if r.hidden.numel() else r.output)
+    hidden = r.hidden if r.hidden.numel() else r.output
+    apart = shared or not (call.in_cuda and small_lstm.choose(wx))
+    dweight, dh0 = _through_weight(call, da, weight, hidden, apart)
     if a.lengths is not None or call.zoned:  # else every row goes through every product
         dh0 = dh + dh0.to(torch.float32)
     return Grads(
@@ -172,9 +174,12 @@ def _copied(call: Call, grad: Tensor | None) -> Tensor:
 
 
 def _through_weight(
-    call: Call, da: Tensor, weight: Tensor, hidden: Tensor
+    call: Call, da: Tensor, weight: Tensor, hidden: Tensor, apart: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of W_h and, as far as it goes through the product, of h0."""
+    """The gradients of W_h and, as far as it goes through the product, of h0.
+
+    apart: whether the columns of da are gate by gate, as the rows of W_h are, or unit by unit.
+    """
     first = da.select(-3, 0)
     dweight = torch.matmul(first.transpose(-2, -1), call.a.h0.to(da.dtype))
     if call.T > 1:
@@ -182,6 +187,9 @@ def _through_weight(
         before = hidden.narrow(-3, 0, call.T - 1).flatten(-3, -2)
         add = torch.baddbmm if call.lead else torch.addmm
         dweight = add(dweight, rest, before)
+    if not apart:
+        dweight = dweight.unflatten(-2, (call.H, 4)).transpose(-3, -2).flatten(-3, -2)
+        first = first.unflatten(-1, (call.H, 4)).transpose(-2, -1).flatten(-2)
     return dweight, torch.matmul(first, weight)
 
 

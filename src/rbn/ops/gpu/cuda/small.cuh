@@ -450,6 +450,15 @@ __device__ __forceinline__ void store_eight(Element* p, const float (&v)[4][2]) 
 #endif
 }
 
+// The gates of a row, side by side.
+__device__ __forceinline__ void store_gates(Element* p, const float (&v)[4][2], int e) {
+#if TYPE == 0
+  *reinterpret_cast<float4*>(p) = make_float4(v[0][e], v[1][e], v[2][e], v[3][e]);
+#else
+  *reinterpret_cast<uint2*>(p) = make_uint2(pack(v[0][e], v[1][e]), pack(v[2][e], v[3][e]));
+#endif
+}
+
 // What a step reads, on its way from memory: in shared memory, where it takes no registers. A thread
 // reads only what it asked for itself.
 #define PER (TYPE == 0 ? 2 : 1)      // words of two rows of a unit

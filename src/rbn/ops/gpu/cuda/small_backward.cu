@@ -32,7 +32,7 @@ struct Backward {
   const float* inv_n;  // [T]
   const Element* doutput;  // [R, T, B, H]
   float *dh, *dc;          // [R, B, H]: those of h_n and c_n; then what skips W_h, and dc0
-  Element* da;             // [R, T, B, 4H]: d(W_h h)
+  Element* da;             // d(W_h h): [R, T, B, H, 4] if SPLIT, for fewer stores, else [R, T, B, 4H]
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
   u32* counter;  // not used but by CLOCK
@@ -247,6 +247,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   const float* cs = p.cs + ((last + r) * step_saved + saved) * 2;
   const Element* wh = p.wh + (last * step_saved + saved) * 8;
   i64 gates_asked = last * B * GATES + rank * UNITS + at.first(GATES), gates_now = gates_asked;
+  Element* da = p.da + last * B * GATES + i64(at.row(0, 0)) * GATES + 4 * unit;  // if SPLIT
   const Element* doutput = p.doutput + last * B * H + rank * UNITS + at.first(H);
   bool kept[RT];
 #pragma unroll
@@ -552,6 +553,11 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 
     // What nobody waits for. da may lie over wh of later steps: the shares of step t + 1 were sent after
     // all warps of the block had met in that step, by when they had its wh.
+    if (SPLIT)
+#pragma unroll
+      for (int i = 0; i < 2 * RT; i++)
+        if (at.in(i / 2, i % 2)) store_gates(da + (8 * (i / 2) + i % 2) * GATES, d[i / 2], i % 2);
+    da -= B * GATES;
     if (SUM_H && MODE_X) await<TOTALS_3>();
 #pragma unroll
     for (int q = 0; q < 4; q++) {
@@ -560,12 +566,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       if (MODE_X && !SUM_H) s = make_float4(s.w, 0, 0, 0);
 #pragma unroll
       for (int n = 0; n < RT; n++) {
+        if (!SPLIT) {
 #if TYPE == 0
-        store_tile(p.da + gates_now + q * H, n, GATES, at, d[n][q][0], d[n][q][1]);
+          store_tile(p.da + gates_now + q * H, n, GATES, at, d[n][q][0], d[n][q][1]);
 #else
-        store_line(p.da + gates_now + q * H, n, GATES, at, line[n][q]);
+          store_line(p.da + gates_now + q * H, n, GATES, at, line[n][q]);
 #endif
-        if (SPLIT) {
+        } else {
           float dx[2];
 #pragma unroll
           for (int e = 0; e < 2; e++) {

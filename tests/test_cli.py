@@ -144,3 +144,19 @@ def test_interrupted_while_training(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert errors.splitlines() == ["rbn: stopped before the end"]
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_interrupt_during_an_import_ends_like_any_other(tmp_path: Path) -> None:
+    """Python makes a class by exec(), and remembers an interrupt that came out of one."""
+    (tmp_path / "interrupted.py").write_text(
+        "import sys, rbn.cli, rbn.cli.app\n"
+        "def app():\n"
+        "    try:\n"
+        "        exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt:\n"
+        "        sys.exit(130)\n"
+        "rbn.cli.app.app = app\n"
+        "rbn.cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, timeout=300)
+    assert done.returncode == 130

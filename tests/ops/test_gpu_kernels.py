@@ -87,6 +87,7 @@ def compare(case, dtype=torch.float32, tolerances=TOLERANCES[torch.float32]):
     assert_same(found[1], expected[1], gradients)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("op", "name"),
     [("bn_lstm", name) for name in OPTIONS] + [("lstm", name) for name in PLAIN],
@@ -101,6 +102,7 @@ def test_shapes(op, shape):
     compare(make_case(op, *shape, fresh_seed(), **calm(op)))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
 @settings(max_examples=8 if torch.cuda.is_available() else 25)  # a compilation each
 @given(data=st.data())
@@ -108,6 +110,7 @@ def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", OPS)
 def test_half_precision(op, dtype):

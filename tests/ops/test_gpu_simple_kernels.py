@@ -116,6 +116,7 @@ def test_the_signature_of_the_public_function(op):
     assert parameters(importlib.import_module("rbn.ops.gpu")) == parameters(functional)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op in OPS for name in OPTIONS[op]])
 def test_every_option(op, name):
     compare(make_case(op, 5, 3, 6, **calm(op), **OPTIONS[op][name]))
@@ -148,6 +149,7 @@ def test_sums_over_many_rows():
     compare(make_case("ln_lstm", 5, 30, 3, lengths="random", **calm("ln_lstm")))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
 @settings(max_examples=25)
 @given(data=st.data())
@@ -155,6 +157,7 @@ def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("options", [{}, {"zoneout": ("mask", 0.3), "lengths": [6, 3, 1] * 3}])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", OPS)

@@ -133,6 +133,8 @@ def main():
             endless = ["epochs=100000", "evaluate_every=100000"]
             settings = [f"precision={arguments.precision}", *endless, *arguments.set]
             config = configs.with_settings(configs.from_mapping(found), settings)
+            if config.task not in SYMBOLS:
+                parser.error(f"{config_name} is no config of {' or '.join(SYMBOLS)}")
             rows.append(measure(config, device, arguments.repeats, arguments.profile) | where)
             print(rows[-1], flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

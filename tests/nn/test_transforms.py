@@ -67,7 +67,10 @@ def test_a_compiled_evaluation_without_statistics_is_refused():
 @pytest.mark.parametrize("backend", rbn.backends())
 def test_autocast(layer_class, backend):
     torch.manual_seed(0)
-    layer = layer_class(3, 4, num_layers=2, bidirectional=True)
+    # Four features may well be next to equal, and their normalization then enlarges any rounding a
+    # hundredfold; this eps keeps it to a few times.
+    calm = {"eps": 0.1} if layer_class is rbn.LayerNormLSTM else {}
+    layer = layer_class(3, 4, num_layers=2, bidirectional=True, **calm)
     x = torch.randn(5, 6, 3)
     expected, _ = layer(x)
     with rbn.backend(backend), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -76,7 +79,7 @@ def test_autocast(layer_class, backend):
     assert y.dtype == again.dtype == torch.bfloat16
     assert all(s.dtype == torch.bfloat16 for s in (hx if isinstance(hx, tuple) else (hx,)))
     # bfloat16 has 8 bits: the layer's rounded inputs and weights move its outputs about as much
-    torch.testing.assert_close(y.float(), expected, rtol=0, atol=0.1)
+    torch.testing.assert_close(y.float(), expected, rtol=0, atol=0.02 if calm else 0.1)
     y.float().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
     if layer_class in (rbn.BatchNormLSTM, rbn.BatchNormRNN):

@@ -50,7 +50,9 @@ def test_compiled_whole(layer_class, compiler):
 
 
 def test_compiled_with_regularisation():
-    layer = rbn.BatchNormLSTM(3, 4, 2, dropout=0.5, zoneout=(0.2, 0.1), hidden_noise=0.1)
+    layer = rbn.BatchNormLSTM(
+        3, 4, 2, dropout=0.5, zoneout=(0.2, 0.1), hidden_noise=0.1, weight_dropout=0.3
+    )
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     a, b = compiled(torch.randn(5, 6, 3))[0], compiled(torch.randn(5, 6, 3))[0]
     assert a.isfinite().all()

@@ -23,6 +23,8 @@ from rbn.experiments.results import commit
 from rbn.training import make_fabric
 
 RESULTS = Path(__file__).parent / "results" / "loop.csv"
+GROUP = 20  # calls timed together on a GPU
+WARM_UP = 5  # calls before, in which kernels are compiled and graphs captured
 SYMBOLS = {"ptb": 50, "text8": 27}
 COLUMNS = (
     *("task", "model", "precision", "batch_size", "length", "hidden_size", "layer_ms", "step_ms"),
@@ -45,15 +47,20 @@ def make_task(config, device):
 
 
 def median_ms(function, repeats, device):
-    """Milliseconds of a call, the median of some."""
+    """Milliseconds of a call, the median of some groups.
+
+    The calls of a group follow each other as in training: the host does not wait for the device.
+    """
+    group = GROUP if device.type == "cuda" else 1
     samples = []
-    for k in range(repeats + 5):
+    for k in range(repeats + 1):
         began = time.perf_counter()
-        function()
+        for _ in range(max(group, WARM_UP) if k == 0 else group):
+            function()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if k >= 5:  # the first ones warm up, and capture graphs
-            samples.append(1000 * (time.perf_counter() - began))
+        if k > 0:
+            samples.append(1000 * (time.perf_counter() - began) / group)
     return statistics.median(samples)
 
 
@@ -133,6 +140,8 @@ def main():
             endless = ["epochs=100000", "evaluate_every=100000"]
             settings = [f"precision={arguments.precision}", *endless, *arguments.set]
             config = configs.with_settings(configs.from_mapping(found), settings)
+            if config.task not in SYMBOLS:
+                parser.error(f"{config_name} is no config of {' or '.join(SYMBOLS)}")
             rows.append(measure(config, device, arguments.repeats, arguments.profile) | where)
             print(rows[-1], flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

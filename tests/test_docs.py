@@ -73,15 +73,17 @@ def test_every_link_leads_somewhere(page):
 
 
 @pytest.mark.parametrize("model", ["lstm", "bn-lstm"])
-def test_the_published_numbers_are_those_of_the_files(model):
+@pytest.mark.parametrize(("task", "factor", "digits"), [("ptb", 1, 3), ("pmnist", 100, 1)])
+def test_the_published_numbers_are_those_of_the_files(task, factor, digits, model):
     found = [
-        json.loads(path.read_text())["test"]
-        for path in sorted((ROOT / "results/ptb").glob(f"{model}-short-seed*.json"))
+        factor * json.loads(path.read_text())["test"]
+        for path in sorted((ROOT / "results" / task).glob(f"{model}-short-seed*.json"))
     ]
     assert len(found) == 3
-    mean = sum(found) / 3
-    said = f"{mean:.3f} ({min(found):.3f} to {max(found):.3f})"
-    assert said in (ROOT / "docs/experiments.md").read_text()
+    mean, least, most = (f"{x:.{digits}f}" for x in (sum(found) / 3, min(found), max(found)))
+    said = re.escape(f"{mean} ({least} to {most}; 3")
+    assert re.search(rf"\b{said}\b", (ROOT / "docs/experiments.md").read_text())
+    assert f" {mean} " in (ROOT / "README.md").read_text()
 
 
 def test_the_times_of_two_processes_are_those_of_the_file():

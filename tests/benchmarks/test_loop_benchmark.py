@@ -20,6 +20,14 @@ def test_a_row_for_each_model(bench, tmp_path, monkeypatch):
     for row in rows:
         assert row["hidden_size"] == "8"
         layer, step = float(row["layer_ms"]), float(row["step_ms"])
-        assert step > 0 < layer
+        assert layer > 0
+        assert step > 0
         # Both were rounded to a thousandth of a millisecond before they are divided here.
         assert float(row["overhead"]) == pytest.approx(step / layer - 1, abs=0.02)
+
+
+def test_a_config_that_is_no_text(bench, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["loop.py", "--device", "cpu", "--configs", "mnist"])
+    with pytest.raises(SystemExit):
+        bench("loop").main()
+    assert "mnist is no config of ptb or text8" in capsys.readouterr().err

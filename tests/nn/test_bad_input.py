@@ -19,6 +19,7 @@ LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
         ({"bias": 1}, TypeError, "bias must be True or False, got 1"),
         ({"batch_first": "yes"}, TypeError, "batch_first must be True or False, got 'yes'"),
         ({"dropout": 1.5}, ValueError, "dropout must lie between 0 and 1, got 1.5"),
+        ({"weight_dropout": -0.1}, ValueError, "weight_dropout must lie between 0 and 1, got -0.1"),
         ({"initial_state": "ones"}, ValueError, "initial_state must be one of 'learned', 'zeros'"),
         ({"hidden_noise": -0.1}, ValueError, "hidden_noise must not be negative, got -0.1"),
     ],

@@ -6,7 +6,6 @@ from torch.func import functional_call
 
 import rbn
 
-# Stacks and directions are the same code for all classes: bn-lstm-stack has both at once.
 CASES = {
     "bn-lstm": (rbn.BatchNormLSTM, {}, False, "train"),
     "bn-lstm-lengths": (rbn.BatchNormLSTM, {}, True, "train"),
@@ -18,9 +17,9 @@ CASES = {
     "bn-lstm-joint": (rbn.BatchNormLSTM, {"ablations": ["joint_terms"]}, False, "train"),
     "bn-lstm-passed": (rbn.BatchNormLSTM, {"ablations": ["pass_normalized_cell"]}, False, "train"),
     "bn-lstm-raw": (rbn.BatchNormLSTM, {"ablations": ["raw_output"]}, False, "train"),
-    "lstm": (rbn.LSTM, {"bidirectional": True}, True, "train"),
-    "ln-lstm": (rbn.LayerNormLSTM, {"bidirectional": True}, True, "train"),
-    "bn-rnn-tanh": (rbn.BatchNormRNN, {"num_layers": 2}, True, "train"),
+    "lstm": (rbn.LSTM, {"num_layers": 2, "bidirectional": True}, True, "train"),
+    "ln-lstm": (rbn.LayerNormLSTM, {"num_layers": 2, "bidirectional": True}, True, "train"),
+    "bn-rnn-tanh": (rbn.BatchNormRNN, {"num_layers": 2, "bidirectional": True}, True, "train"),
     "bn-rnn-relu": (rbn.BatchNormRNN, {"nonlinearity": "relu"}, True, "train"),
 }
 

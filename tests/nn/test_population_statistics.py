@@ -68,7 +68,9 @@ def test_update_population_stats_is_the_plain_average(layer_class):
 
 
 def test_update_population_stats_leaves_everything_else_alone():
-    layer = rbn.BatchNormLSTM(3, 4, 2, dropout=0.5, zoneout=(0.3, 0.2), hidden_noise=0.1)
+    layer = rbn.BatchNormLSTM(
+        3, 4, 2, dropout=0.5, zoneout=(0.3, 0.2), hidden_noise=0.1, weight_dropout=0.4
+    )
     model = torch.nn.Sequential(torch.nn.Dropout(), layer).eval()
     layer.train()
     modes = [m.training for m in model.modules()]
@@ -98,7 +100,9 @@ def test_update_population_stats_takes_any_call():
 
 def test_update_population_stats_without_noise_matches_the_evaluated_model():
     """train_mode=False: with one batch, evaluation repeats the estimate's own forward pass."""
-    layer = rbn.BatchNormLSTM(3, 4, 2, dropout=0.5, zoneout=(0.3, 0.2), hidden_noise=0.1)
+    layer = rbn.BatchNormLSTM(
+        3, 4, 2, dropout=0.5, zoneout=(0.3, 0.2), hidden_noise=0.1, weight_dropout=0.4
+    )
     x = torch.randn(5, 6, 3)
     update_population_stats(layer, [x], train_mode=False)
     layer.eval()

@@ -66,6 +66,43 @@ def test_zoneout_of_the_simple_rnn():
 
 
 @pytest.mark.parametrize("layer_class", [*LSTMS, rbn.BatchNormRNN])
+def test_weight_dropout_leaves_out_the_same_weights_in_all_steps(layer_class):
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 3, dtype=torch.float64)
+    layer = layer_class(3, 50, bidirectional=True, weight_dropout=0.3, dtype=torch.float64)
+    plain = layer_class(3, 50, bidirectional=True, dtype=torch.float64)
+    torch.manual_seed(1)
+    output, _ = layer(x)
+    torch.manual_seed(1)
+    masks = {}
+    for name in ("weight_hh_l0", "weight_hh_l0_reverse"):
+        masks[name] = torch.nn.functional.dropout(torch.ones_like(getattr(layer, name)), 0.3)
+    # 2500 and more draws: 0.03 is more than 3 standard deviations, and the seed is fixed.
+    assert abs((masks["weight_hh_l0"] == 0).double().mean().item() - 0.3) < 0.03
+    assert not torch.equal(masks["weight_hh_l0"], masks["weight_hh_l0_reverse"])
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    for name, mask in masks.items():
+        getattr(plain, name).data.mul_(mask)
+    torch.testing.assert_close(output, plain(x)[0])
+    output.square().sum().backward()
+    for name, mask in masks.items():
+        assert (getattr(layer, name).grad[mask == 0] == 0).all()
+        assert (getattr(layer, name).grad[mask != 0] != 0).all()
+
+
+@pytest.mark.parametrize("layer_class", [*LSTMS, rbn.BatchNormRNN])
+def test_weight_dropout_is_gone_in_evaluation(layer_class):
+    x = torch.randn(4, 6, 3)
+    layer = layer_class(3, 5, weight_dropout=0.5)
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    layer.eval()
+    plain = layer_class(3, 5).eval()
+    plain.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x)[0], plain(x)[0])
+    assert "weight_dropout=0.5" in repr(layer)
+
+
+@pytest.mark.parametrize("layer_class", [*LSTMS, rbn.BatchNormRNN])
 def test_noise_in_the_initial_state(layer_class):
     layer = layer_class(1, 4, hidden_noise=0.1)
     x = torch.zeros(1, 500, 1)  # constant over the batch, as the upper pixels of an image

@@ -32,10 +32,7 @@ def test_compiled_whole(layer_class, compiler):
     twin = layer_class(3, 4, bidirectional=True, dtype=torch.float64)
     twin.load_state_dict(layer.state_dict())
     compiled = torch.compile(layer, fullgraph=True, backend=compiler)
-    calls = [(4, None), (6, None), (6, torch.tensor([6, 2, 3, 6, 1]))]
-    if (layer_class, compiler) != (rbn.BatchNormLSTM, "aot_eager"):
-        del calls[1]  # each is a compilation: for the others both changes come at once
-    for steps, lengths in calls:
+    for steps, lengths in ((4, None), (6, None), (6, torch.tensor([6, 2, 3, 6, 1]))):
         x = torch.randn(steps, 5, 3, dtype=torch.float64)
         y, _ = compiled(x, lengths=lengths)
         expected, _ = twin(x, lengths=lengths)
@@ -53,7 +50,9 @@ def test_compiled_whole(layer_class, compiler):
 
 
 def test_compiled_with_regularisation():
-    layer = rbn.BatchNormLSTM(3, 4, 2, dropout=0.5, zoneout=(0.2, 0.1), hidden_noise=0.1)
+    layer = rbn.BatchNormLSTM(
+        3, 4, 2, dropout=0.5, zoneout=(0.2, 0.1), hidden_noise=0.1, weight_dropout=0.3
+    )
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     a, b = compiled(torch.randn(5, 6, 3))[0], compiled(torch.randn(5, 6, 3))[0]
     assert a.isfinite().all()
@@ -70,8 +69,11 @@ def test_a_compiled_evaluation_without_statistics_is_refused():
 @pytest.mark.parametrize("backend", rbn.backends())
 def test_autocast(layer_class, backend):
     torch.manual_seed(0)
-    layer = layer_class(3, 4, num_layers=2, bidirectional=True)
-    x = torch.randn(3, 6, 3)
+    # Four features may well be next to equal, and their normalization then enlarges any rounding a
+    # hundredfold; this eps keeps it to a few times.
+    calm = {"eps": 0.1} if layer_class is rbn.LayerNormLSTM else {}
+    layer = layer_class(3, 4, num_layers=2, bidirectional=True, **calm)
+    x = torch.randn(5, 6, 3)
     expected, _ = layer(x)
     with rbn.backend(backend), torch.autocast("cpu", dtype=torch.bfloat16):
         y, hx = layer(x)
@@ -79,7 +81,7 @@ def test_autocast(layer_class, backend):
     assert y.dtype == again.dtype == torch.bfloat16
     assert all(s.dtype == torch.bfloat16 for s in (hx if isinstance(hx, tuple) else (hx,)))
     # bfloat16 has 8 bits: the layer's rounded inputs and weights move its outputs about as much
-    torch.testing.assert_close(y.float(), expected, rtol=0, atol=0.1)
+    torch.testing.assert_close(y.float(), expected, rtol=0, atol=0.02 if calm else 0.1)
     y.float().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
     if layer_class in (rbn.BatchNormLSTM, rbn.BatchNormRNN):

@@ -11,7 +11,7 @@ from recurrence_cases import call, make_case
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, launch, nvrtc, plan, signature, small_lstm, wide_lstm
+from rbn.ops.gpu import cuda_lstm, gradients, launch, nvrtc, plan, signature, small_lstm, wide_lstm
 from rbn.ops.gpu.input_moments import input_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -153,18 +153,15 @@ def test_layers_that_are_not_small():
         assert small_lstm.cut_small(torch.float32, batch, hidden) is None
 
 
-def test_small_kernels_are_off_by_default(monkeypatch):
-    """They have not been tried on a card yet."""
+def test_small_kernels_run_where_a_cluster_finds_room(monkeypatch):
     wx = types.SimpleNamespace(
         shape=(1, 5, 100, 400), dtype=torch.float32, is_cuda=True, device=torch.device("cuda", 0)
     )
     monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
-    monkeypatch.delenv("RBN_SMALL_KERNEL", raising=False)
-    assert small_lstm.choose(wx) is None
-    monkeypatch.setenv("RBN_SMALL_KERNEL", "0")
-    assert small_lstm.choose(wx) is None
-    monkeypatch.setenv("RBN_SMALL_KERNEL", "1")
     assert small_lstm.choose(wx) == small_lstm.SmallCut(blocks=13, warps=7, tiles=2, half=False)
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: None)
+    assert small_lstm.choose(wx) is None
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
     wx.is_cuda = False
     assert small_lstm.choose(wx) is None
 
@@ -187,10 +184,9 @@ def test_small_layers_side_by_side(monkeypatch):
         )
         return cuda_lstm.kind(wx)
 
-    monkeypatch.setenv("RBN_SMALL_KERNEL", "1")
     assert [kind(1), kind(2), kind(20)] == ["small"] * 3
     assert kind(1, hidden=240) == "units of 8"
-    monkeypatch.delenv("RBN_SMALL_KERNEL")
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: None)
     assert [kind(1), kind(2), kind(20)] == ["units of 8", "units of 8", None]
     cuda_lstm._has_room.cache_clear()
 
@@ -219,6 +215,34 @@ def test_the_size_of_a_cluster(monkeypatch, room, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(small_lstm, "shared_limit", lambda device: 99 * 1024)
     assert find(cut, torch.bfloat16, 100, 0) is None
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
+    """Kernels for small layers write the gates of a unit side by side."""
+    T, B, H = 3, 4, 5
+    da, weight = torch.randn(*lead, T, B, 4, H), torch.randn(*lead, 4 * H, H)
+    hidden, h0 = torch.randn(*lead, T, B, H), torch.randn(*lead, B, H)
+    given = types.SimpleNamespace(a=types.SimpleNamespace(h0=h0), T=T, H=H, lead=lead)
+    turned = da.transpose(-2, -1).flatten(-2)
+    expected = gradients._through_weight(given, da.flatten(-2), weight, hidden, apart=True)
+    found = gradients._through_weight(given, turned, weight, hidden, apart=False)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("batch", "hidden"), [(100, 100), (5, 6), (17, 50)])
+def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hidden, monkeypatch):
+    wx = torch.empty(1, 3, batch, 4 * hidden, dtype=dtype)
+    monkeypatch.setattr(small_lstm, "choose", lambda wx: object())
+    given = types.SimpleNamespace(lead=(), T=3, B=batch, H=hidden, wx=wx, in_cuda=True)
+    stride = launch._stride(given)
+    assert stride == hidden
+    room = launch._room_for_states(given, stride)
+    assert room.shape == (4, batch, hidden)
+    assert room[1].data_ptr() % 16 == 0
+    assert room.data_ptr() % (2 * room.itemsize) == 0  # the kernel reads h0 in pairs
 
 
 def test_what_is_saved_has_room_for_pairs_of_rows():

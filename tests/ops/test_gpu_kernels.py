@@ -38,21 +38,20 @@ from rbn.ops.gpu import cuda_lstm, gradients, signature
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 OPS = ("bn_lstm", "lstm")
-# A first step, one in between and a last one: more of them only take the interpreter more time.
 OPTIONS = {
     "plain": {},
-    "lengths": {"lengths": [3, 1, 2]},
-    "padding counted": {"lengths": [2, 3, 1], "padding": "include"},
-    "sequencewise": {"input_stats": "sequence", "lengths": [3, 2, 1]},
+    "lengths": {"lengths": [5, 1, 3]},
+    "padding counted": {"lengths": [2, 5, 1], "padding": "include"},
+    "sequencewise": {"input_stats": "sequence", "lengths": [5, 4, 1]},
     "sequencewise, padding counted": {
         "input_stats": "sequence",
-        "lengths": [3, 2, 1],
+        "lengths": [5, 4, 1],
         "padding": "include",
     },
-    "population": {"population": (2, 5, 3)},
+    "population": {"population": (2, 7, 5)},
     "zoneout masks": {"zoneout": ("mask", "mask")},
     "zoneout rates": {"zoneout": (0.2, 0.3)},
-    "zoneout and lengths": {"zoneout": ("mask", 0.3), "lengths": [1, 3, 2]},
+    "zoneout and lengths": {"zoneout": ("mask", 0.3), "lengths": [2, 5, 3]},
     "joint": {"absent": ("gamma_x", "bias")},
     "raw output": {"absent": ("gamma_c", "beta_c")},
     "passed on": {"pass_normalized_cell": True},
@@ -88,33 +87,36 @@ def compare(case, dtype=torch.float32, tolerances=TOLERANCES[torch.float32]):
     assert_same(found[1], expected[1], gradients)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("op", "name"),
     [("bn_lstm", name) for name in OPTIONS] + [("lstm", name) for name in PLAIN],
 )
 def test_every_option(op, name):
-    compare(make_case(op, 3, 3, 6, fresh_seed(), **calm(op), **OPTIONS[name]))
+    compare(make_case(op, 5, 3, 6, fresh_seed(), **calm(op), **OPTIONS[name]))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 3), (2, 17, 5), (2, 5, 33), (2, 3, 70)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 3), (3, 17, 5), (4, 5, 33), (2, 3, 70)])
 @pytest.mark.parametrize("op", OPS)
 def test_shapes(op, shape):
     compare(make_case(op, *shape, fresh_seed(), **calm(op)))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=8)  # a compilation each on a GPU, seconds each in the interpreter
+@settings(max_examples=8 if torch.cuda.is_available() else 25)  # a compilation each
 @given(data=st.data())
 def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", OPS)
 def test_half_precision(op, dtype):
     """Products of rounded values; states and statistics in float32."""
     unit = torch.finfo(dtype).eps
-    compare(make_case(op, 3, 9, 7, fresh_seed(), **calm(op)), dtype, (4 * unit, 16 * unit))
+    compare(make_case(op, 6, 9, 7, fresh_seed(), **calm(op)), dtype, (4 * unit, 16 * unit))
 
 
 # The interpreter knows no tf32, and what it makes of the 16-bit types differs in nothing but how
@@ -131,7 +133,7 @@ if torch.cuda.is_available():
 )
 def test_every_option_in_every_precision(op, name, precision):
     unit = 2**-7 if precision == "bf16" else 2**-10
-    case = make_case(op, 3, 3, 6, fresh_seed(), **calm(op), **OPTIONS[name])
+    case = make_case(op, 5, 3, 6, fresh_seed(), **calm(op), **OPTIONS[name])
     with products(tf32=precision == "tf32"):
         compare(case, ROUNDED[precision], (4 * unit, 16 * unit))
 
@@ -165,12 +167,12 @@ def test_nothing_is_kept_without_a_gradient(op):
     assert_same(found, call(case.to(torch.float64), "reference"), TOLERANCES[torch.float32][0])
 
 
-@pytest.mark.parametrize("options", [{}, {"lengths": [2, 1, 2, 2], "padding": "include"}])
+@pytest.mark.parametrize("options", [{}, {"lengths": [4, 1, 2, 2], "padding": "include"}])
 def test_the_operator(options, monkeypatch):
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
     # With 8 units and an even batch the saved buffers have no unwritten room, which would differ
     # from call to call.
-    case = make_case("bn_lstm", 2, 4, 8, dtype=torch.float32, **calm("bn_lstm"), **options)
+    case = make_case("bn_lstm", 4, 4, 8, dtype=torch.float32, **calm("bn_lstm"), **options)
     leaves = {name: v.requires_grad_() for name, v in case.on(DEVICE).present().items()}
     gpu, found = importlib.import_module("rbn.ops.gpu"), []
     run = gpu.lstm_op

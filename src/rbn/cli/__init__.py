@@ -14,4 +14,9 @@ def main() -> None:
         sys.exit(2)
     from rbn.cli.app import app
 
-    app()
+    try:
+        app()
+    finally:
+        # After an interrupt inside of exec(), as when an import makes a dataclass, `python -m` ends
+        # by the signal even though it was handled. The next exec() takes that mark away.
+        exec("")

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
+from rbn.cli.common import stop
 from rbn.data.cnn.sets import SETS
 from rbn.data.download import Progress
 from rbn.data.errors import DataAltered, DataNotFound
@@ -62,9 +63,9 @@ def get(names: Names, data_dir: DataDir = None) -> None:
             with _progress_bar() as progress:
                 paths = get_files(data.name, data_dir, progress)
         except KeyboardInterrupt:
-            _stop("stopped before the end; the same command goes on from there", 130)
+            stop("stopped before the end; the same command goes on from there", 130)
         except (DataNotFound, DataAltered, OSError) as error:
-            _stop(str(error), 1)
+            stop(str(error), 1)
         for path in paths:
             typer.echo(f"got {path}")
         if not paths:
@@ -91,7 +92,7 @@ def verify(
         wrong += not state.startswith("right")
         typer.echo(state)
     if wrong:
-        _stop(f"{wrong} missing or wrong", 1)
+        stop(f"{wrong} missing or wrong", 1)
 
 
 def _state(source: Source, folder: Path) -> str:
@@ -109,11 +110,11 @@ def _chosen(names: list[str]) -> list[DataSet]:
     for name in names:
         if name in SETS:
             folder = data_folder() / name
-            _stop(f"{name} goes into {folder}: {SETS[name].how.format(folder=folder)}", 2)
+            stop(f"{name} goes into {folder}: {SETS[name].how.format(folder=folder)}", 2)
     try:
         return [data_set(name) for name in names]
     except ValueError as error:
-        _stop(str(error), 2)
+        stop(str(error), 2)
 
 
 def _where(data: DataSet, root: Path | None) -> str:
@@ -155,9 +156,3 @@ def _progress_bar() -> Iterator[Progress]:
             bars.update(tasks[name], completed=done)
 
         yield progress
-
-
-def _stop(reason: str, code: int) -> NoReturn:
-    """One sentence instead of a traceback."""
-    typer.echo(f"rbn: {reason}", err=True)
-    raise typer.Exit(code)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
+
+from rbn.cli.common import stop
 
 Articles = Annotated[
     Path,
@@ -27,13 +29,13 @@ def build_cloze(articles: Articles, out: Target, processes: Processes = None) ->
     from rbn.data.errors import DataAltered
 
     if processes is not None and processes < 1:
-        _stop(f"processes must be at least 1, got {processes}", 2)
+        stop(f"processes must be at least 1, got {processes}", 2)
     try:
         built = build(articles, out, processes=processes, progress=_say)
     except (DataAltered, OSError, ValueError) as error:
-        _stop(str(error), 2)
+        stop(str(error), 2)
     except KeyboardInterrupt:
-        _stop(f"stopped before the end: remove {out / 'questions'} and begin again", 130)
+        stop(f"stopped before the end: remove {out / 'questions'} and begin again", 130)
     _end_line()
     for question in built.sample:
         typer.echo(f"\n{question.url}\n  ... {' '.join(question.document[:60])} ...")
@@ -80,9 +82,9 @@ def questions(
             report.close()
             skipped = [line for part in facts["parts"].values() for line in part["malformed"]]
     except (OSError, ValueError) as error:
-        _stop(str(error), 2)
+        stop(str(error), 2)
     except KeyboardInterrupt:
-        _stop("stopped before the end; the same command goes on from there", 130)
+        stop("stopped before the end; the same command goes on from there", 130)
     vocabulary = reading.vocabulary
     typer.echo(f"{name}: {len(vocabulary):,} symbols, {vocabulary.entities} of them entities")
     typer.echo(
@@ -127,7 +129,7 @@ def ask(
         if html is not None:
             html.write_text(attention_page.page(answer), encoding="utf-8")
     except (CheckpointError, ImportError, OSError, ValueError) as error:
-        _stop(str(error), 2)
+        stop(str(error), 2)
     console = Console(highlight=False)
     console.print(attention_page.highlighted(answer))
     console.print(f"\n{' '.join(answer.question)}", markup=False)
@@ -150,8 +152,3 @@ def _say(what: str, done: int) -> None:
 def _end_line() -> None:
     if sys.stderr.isatty():
         print(file=sys.stderr)
-
-
-def _stop(reason: str, code: int) -> NoReturn:
-    typer.echo(f"rbn: {reason}", err=True)
-    raise typer.Exit(code)

@@ -30,6 +30,11 @@ def has_statistics(model: nn.Module) -> bool:
     return any(isinstance(module, PopulationStatistics) for module in model.modules())
 
 
+def draws_noise(model: nn.Module) -> bool:
+    """Whether initial states are noisy while training."""
+    return any(getattr(module, "hidden_noise", 0) > 0 for module in model.modules())
+
+
 class Measured(abc.ABC):
     """A task that is measured with minibatch statistics and with population statistics.
 
@@ -78,10 +83,17 @@ class Measured(abc.ABC):
 
     @torch.no_grad()
     def estimate_population(self, batch_size: int, count: int | None = None) -> None:
-        """Population statistics at the model as it is, of all training data or some minibatches."""
+        """Population statistics at the model as it is, of all training data or some minibatches.
+
+        Without dropout and zoneout, as it is evaluated. But with the noise that in-order MNIST has
+        in its initial states: while all images are alike, that noise is all there is to normalize,
+        and the first images to differ would be many deviations away without it.
+        """
         batches = Ranks.here().share(itertools.islice(self.population_batches(batch_size), count))
         with own_statistics(self.model):
-            update_population_stats(self.model, batches, forward=self.forward)
+            update_population_stats(
+                self.model, batches, forward=self.forward, train_mode=draws_noise(self.model)
+            )
 
     @torch.no_grad()
     def measure_with(self, part: str, statistics: str) -> float:

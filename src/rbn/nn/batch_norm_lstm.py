@@ -44,7 +44,7 @@ class _BatchNormLSTM(BatchNormalized):
     ) -> dict[str, Any]:
         return {
             "wx": wx,
-            "weight_hh": getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            "weight_hh": self._recurrent_weight(suffix, wx.dtype),
             "bias": self._parameter(f"bias{suffix}"),
             "gamma_x": self._parameter(f"gamma_x{suffix}"),
             "gamma_h": self._parameter(f"gamma_h{suffix}"),
@@ -99,6 +99,8 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
         hidden_noise: standard deviation of Gaussian noise on the initial hidden state in training.
         zoneout: rates (cell, hidden) of Krueger et al. (2016).
+        weight_dropout: share of W_h that is missing in a training call, drawn anew for each call,
+            one for all its steps (Merity et al., 2018); the other weights grow to make up.
         ablations: of the paper and its code, any of ``"shared_stats"`` (population statistics
             averaged over time), ``"joint_terms"`` (one normalization of W_h h + W_x x by gamma_h),
             ``"pass_normalized_cell"`` (the next step continues from BN(c_t)) and ``"raw_output"``
@@ -135,6 +137,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         initial_state: str = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
+        weight_dropout: float = 0.0,
         ablations: Iterable[str] = (),
         sync_stats: bool = False,
         device: torch.device | str | None = None,
@@ -151,6 +154,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
             initial_state=initial_state,
             hidden_noise=hidden_noise,
             zoneout=zoneout,
+            weight_dropout=weight_dropout,
         )
         self._set_normalization(
             max_length, gamma, eps, momentum, input_stats, padding, ablations, sync_stats

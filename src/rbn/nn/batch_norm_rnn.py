@@ -32,7 +32,7 @@ class _BatchNormRNN(BatchNormalized):
     ) -> dict[str, Any]:
         return {
             "wx": wx,
-            "weight_hh": getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            "weight_hh": self._recurrent_weight(suffix, wx.dtype),
             "bias": self._parameter(f"bias{suffix}"),
             "gamma_x": self._parameter(f"gamma_x{suffix}"),
             "gamma_h": self._parameter(f"gamma_h{suffix}"),
@@ -66,6 +66,8 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         max_length, gamma, eps, momentum, input_stats, padding, initial_state, hidden_noise,
             sync_stats: as in `BatchNormLSTM`.
         zoneout: rate of Krueger et al. (2016) for the hidden state.
+        weight_dropout: share of W_h that is missing in a training call, drawn anew for each call,
+            one for all its steps (Merity et al., 2018); the other weights grow to make up.
         ablations: ``"shared_stats"``, as in `BatchNormLSTM`.
 
     Parameters, for each layer k: ``weight_ih_lk [H, I]``, ``weight_hh_lk [H, H]``, ``bias_lk [H]``,
@@ -92,6 +94,7 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         initial_state: str = "learned",
         hidden_noise: float = 0.0,
         zoneout: float = 0.0,
+        weight_dropout: float = 0.0,
         ablations: Iterable[str] = (),
         sync_stats: bool = False,
         device: torch.device | str | None = None,
@@ -108,6 +111,7 @@ class BatchNormRNN(_BatchNormRNN, Layers):
             initial_state=initial_state,
             hidden_noise=hidden_noise,
             zoneout=zoneout,
+            weight_dropout=weight_dropout,
         )
         self._set_nonlinearity(nonlinearity)
         self._set_normalization(

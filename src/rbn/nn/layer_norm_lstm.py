@@ -40,7 +40,7 @@ class _LayerNormLSTM(Recurrence):
     ) -> dict[str, Any]:
         return {
             "wx": wx,
-            "weight_hh": getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            "weight_hh": self._recurrent_weight(suffix, wx.dtype),
             "bias": self._parameter(f"bias{suffix}"),
             "gamma_x": self._parameter(f"gamma_x{suffix}"),
             "gamma_h": self._parameter(f"gamma_h{suffix}"),
@@ -75,6 +75,8 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
         initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
         hidden_noise: standard deviation of Gaussian noise on the initial hidden state in training.
         zoneout: rates (cell, hidden) of Krueger et al. (2016).
+        weight_dropout: share of W_h that is missing in a training call, drawn anew for each call,
+            one for all its steps (Merity et al., 2018); the other weights grow to make up.
 
     Parameters are named and shaped as in `BatchNormLSTM`.
     """
@@ -94,6 +96,7 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
         initial_state: str = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
+        weight_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -108,6 +111,7 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
             initial_state=initial_state,
             hidden_noise=hidden_noise,
             zoneout=zoneout,
+            weight_dropout=weight_dropout,
         )
         self._set_normalization(gamma, eps)
         self._build(device, dtype)

@@ -27,7 +27,7 @@ class _LSTM(Recurrence):
     ) -> dict[str, Any]:
         return {
             "wx": wx,
-            "weight_hh": getattr(self, f"weight_hh{suffix}").to(wx.dtype),
+            "weight_hh": self._recurrent_weight(suffix, wx.dtype),
             "bias": self._parameter(f"bias{suffix}"),
             "beta_c": self._parameter(f"beta_c{suffix}"),
             "h0": states[0],
@@ -65,6 +65,7 @@ class LSTM(_LSTM, LSTMLayers):
         initial_state: str = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
+        weight_dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -79,6 +80,7 @@ class LSTM(_LSTM, LSTMLayers):
             initial_state=initial_state,
             hidden_noise=hidden_noise,
             zoneout=zoneout,
+            weight_dropout=weight_dropout,
         )
         self.cell_bias = boolean("cell_bias", cell_bias)
         self._build(device, dtype)

@@ -160,6 +160,11 @@ class Recurrence(nn.Module, abc.ABC):
         shape = (*wx.shape[:2], self.hidden_size)
         return torch.rand(shape, device=wx.device) < rate
 
+    def _recurrent_weight(self, suffix: str, dtype: torch.dtype) -> Tensor:
+        """W_h of one layer and direction as it is in this call."""
+        weight: Tensor = getattr(self, f"weight_hh{suffix}")
+        return weight.to(dtype)
+
     # Types --------------------------------------------------------------------------------------
 
     def _weight(self) -> Tensor:
@@ -211,6 +216,7 @@ class Layers(Recurrence):
         batch_first: bool,
         dropout: float,
         bidirectional: bool,
+        weight_dropout: float,
         **options: Any,
     ) -> None:
         """Check the options. The subclass calls `_build` when it has checked its own."""
@@ -221,6 +227,7 @@ class Layers(Recurrence):
         self.dropout = checks.probability("dropout", dropout)
         self.bidirectional = checks.boolean("bidirectional", bidirectional)
         self.directions = 2 if bidirectional else 1
+        self.weight_dropout = checks.probability("weight_dropout", weight_dropout)
 
     def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """Make all parameters and start them."""
@@ -247,7 +254,14 @@ class Layers(Recurrence):
             text += f", dropout={self.dropout}"
         if self.bidirectional:
             text += ", bidirectional=True"
+        if self.weight_dropout:
+            text += f", weight_dropout={self.weight_dropout}"
         return text
+
+    def _recurrent_weight(self, suffix: str, dtype: torch.dtype) -> Tensor:
+        """With `weight_dropout`, other weights are missing in each call, the same for all steps."""
+        weight = super()._recurrent_weight(suffix, dtype)
+        return F.dropout(weight, self.weight_dropout, self.training and self.weight_dropout > 0)
 
     def forward(
         self,

@@ -121,8 +121,12 @@ class Trainer:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):  # on which gradients are to be added up
+        with torch.cuda.stream(self._stream):
+            # What adds a gradient up stays with the stream it was made on, and is kept by DDP,
+            # which Fabric sets up on another stream. So it is made first, on ours.
+            kept = [p.view_as(p).grad_fn for p in task.model.parameters() if p.requires_grad]
             task.model, self._wrapped = self.fabric.setup(task.model, optimizer)
+        del kept
         self.look_back = look_back or (1 if device.type == "cpu" else 100)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._first_rates = [float(rate) for rate in self._rates]

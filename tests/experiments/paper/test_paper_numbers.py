@@ -65,6 +65,16 @@ def test_tables_have_mean_spread_and_difference(results):
     assert [row.cells[4] for row in absent] == ["not trained yet"] * 2
 
 
+def test_a_figure_says_where_a_run_diverged(tmp_path):
+    publish(tmp_path, task="pmnist", test=0.9, values=(0.5, 0.8, 0.9))
+    assert "diverged" not in figure("fig2", Shelf.of(tmp_path)).caption
+    publish(tmp_path, task="pmnist", seed=2, test=0.8, values=(0.6, 0.8), diverged_at=250)
+    found = figure("fig2", Shelf.of(tmp_path))
+    assert found.caption.endswith("one of its runs diverged: LSTM on permuted MNIST.")
+    (ours,) = (line for line in found.panels[1].lines if line.source == OURS)
+    assert ours.x == (100.0, 200.0)
+
+
 def test_accuracies_and_error_rates(tmp_path):
     publish(tmp_path, task="pmnist", model="bn-lstm", test=0.951)
     publish(tmp_path, task="cnn-built", model="bn-e**", test=0.38, sentences=None, tag="full")

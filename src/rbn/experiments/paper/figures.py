@@ -71,6 +71,8 @@ def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> Gathered:
         if line is None:
             found.missing.append(f"{name} on {place.title}")
             continue
+        if any(result.values.get("diverged_at") is not None for result in group):
+            found.diverged.append(f"{name} on {place.title}")
         other = mean_curve(group, "valid_population", name, "population statistics")
         for each in (line, other):
             if each is None or (each is other and each.y == line.y):
@@ -80,19 +82,25 @@ def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> Gathered:
 
 
 def _images(shelf: Shelf) -> Figure:
-    panels, missing = [], []
+    panels, missing, diverged = [], [], []
     for name in ("mnist", "pmnist"):
         place = shelf.places[name]
         found = _learning(shelf, place, ("lstm", "bn-lstm"))
         lines = (*shelf.paper(f"fig2-{name}").values(), *found.lines)
         missing += found.missing
+        diverged += found.diverged
         label = "validation accuracy"
         panels.append(Panel(place.title, _STEPS, label, lines, y_range=(0.0, 1.0)))
+    caption = (
+        "Validation accuracy with the statistics of the minibatch, as in the paper; for the "
+        "BN-LSTM also with population statistics."
+    )
+    if diverged:
+        caption += f" A line ends where one of its runs diverged: {', '.join(diverged)}."
     return Figure(
         "fig2",
         "Pixel by pixel MNIST, while training",
-        "Validation accuracy with the statistics of the minibatch, as in the paper; for the "
-        "BN-LSTM also with population statistics.",
+        caption,
         tuple(panels),
         tuple(missing),
     )

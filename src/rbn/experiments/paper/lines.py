@@ -80,10 +80,11 @@ class Figure:
 
 @dataclass
 class Gathered:
-    """Lines collected for a panel, and what was not found."""
+    """Lines collected for a panel, what was not found, and which have a run that diverged."""
 
     lines: list[Line] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:

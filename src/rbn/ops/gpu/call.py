@@ -37,6 +37,14 @@ def _new_plan(R: int, B: int, H: int, itemsize: int, where: int | None) -> Plan 
 _plan = functools.lru_cache(maxsize=256)(_new_plan)
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """The same at an address that is a multiple of 16, which views need not begin at.
+
+    Kernels, cuBLAS's too, read others in other pieces, and so might add in another order.
+    """
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
+
+
 class Call:
     """Sizes, modes and arguments, in the form that the kernels take.
 
@@ -49,9 +57,7 @@ class Call:
 
     def __init__(self, given: Inputs) -> None:
         self.given, self.lead = given, given.lead
-        wx = given.wx.contiguous()
-        if wx.data_ptr() % 16 and wx.is_cuda:  # views may begin anywhere, the kernels' rows do not
-            wx = wx.clone()
+        wx = aligned(given.wx.contiguous())
         self.wx = wx if self.lead else wx[None]
         self.a = a = given._replace(wx=self.wx)
         plan = plan_for(self.wx)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, small_lstm
-from rbn.ops.gpu.call import VECTORS, Call, rows_of
+from rbn.ops.gpu.call import VECTORS, Call, aligned, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.raised import raised_variances
 from rbn.ops.gpu.signature import Grads, Inputs, Outputs
@@ -103,7 +103,7 @@ def backward(
         if raised_c is not None:
             moments[5] = raised_c
     barrier = torch.zeros(R, dtype=torch.int32, device=device)
-    weight = a.weight_hh.to(dtype)
+    weight = aligned(a.weight_hh.to(dtype))
     transposed = weight.transpose(-2, -1).contiguous()
     dy = call.empty if doutput is None else doutput.contiguous()
     if call.in_cuda:
@@ -181,7 +181,7 @@ def _through_weight(
     apart: whether the columns of da are gate by gate, as the rows of W_h are, or unit by unit.
     """
     first = da.select(-3, 0)
-    dweight = torch.matmul(first.transpose(-2, -1), call.a.h0.to(da.dtype))
+    dweight = torch.matmul(first.transpose(-2, -1), aligned(call.a.h0.to(da.dtype)))
     if call.T > 1:
         rest = da.narrow(-3, 1, call.T - 1).flatten(-3, -2).transpose(-2, -1)
         before = hidden.narrow(-3, 0, call.T - 1).flatten(-3, -2)

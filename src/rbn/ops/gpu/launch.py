@@ -7,6 +7,7 @@ run side by side; every tensor carries them as its first dimension. One alone ne
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def forward(given: Inputs) -> Outputs:
     a, R, T, B, H, wx, plan = call.a, call.R, call.T, call.B, call.H, call.wx, call.plan
     dtype, device = wx.dtype, wx.device
     stride = _stride(call)
-    hs = wx.new_empty(*call.lead, T + 1, B, stride)
+    hs = _room_for_states(call, stride)
     first = hs.select(-3, 0)
     if stride == H:
         first.copy_(a.h0)
@@ -105,9 +106,19 @@ def forward(given: Inputs) -> Outputs:
 
 
 def _stride(call: Call) -> int:
-    """Elements from one row of h to the next: kernels that read h from memory need those of 16 bytes."""
+    """Elements from one row of h to the next; rows that kernels read begin at 16 bytes."""
     small = call.in_cuda and small_lstm.choose(call.wx) is not None
     return call.H if small else stride_of(call.H)
+
+
+def _room_for_states(call: Call, stride: int) -> Tensor:
+    """``[R, T + 1, B, stride]``; step 1, the output's first, is at a multiple of 16 bytes."""
+    shape = (*call.lead, call.T + 1, call.B, stride)
+    skip = -call.B * stride % 8
+    if not skip:
+        return call.wx.new_empty(shape)
+    size = math.prod(shape)
+    return call.wx.new_empty(skip + size).narrow(0, skip, size).view(shape)
 
 
 def _outputs(

@@ -8,7 +8,6 @@ nothing of each other: there may be any number of recurrences, and they need not
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +65,9 @@ def cut_small(dtype: torch.dtype, batch: int, hidden: int) -> SmallCut | None:
     return SmallCut(blocks, warps, tiles, dtype != torch.float32)
 
 
-def enabled() -> bool:
-    """Whether the kernels may run: they are off until they have been tried on a card.
-
-    RBN_SMALL_KERNEL=1 turns them on. A forward pass and its backward pass must agree about it.
-    """
-    return os.environ.get("RBN_SMALL_KERNEL") == "1"
-
-
 def choose(wx: Tensor) -> SmallCut | None:
     """The division for an input term ``[R, T, B, 4H]``; None where the kernels do not take it."""
-    if not enabled() or not wx.is_cuda:
+    if not wx.is_cuda:
         return None
     _, _, B, G = wx.shape
     cut = cut_small(wx.dtype, B, G // 4)

@@ -41,7 +41,7 @@ class SmallCut:
 
     def shared(self, direction: str) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
-        barriers = 2 * self.warps * 8  # of which trials use all
+        barriers = 2 * 8 * max(self.warps, 4)  # one for each warp in trials
         tiles = self.warps * self.tiles
         if direction == "forward":
             sources = -(-self.blocks // 4) * 4

@@ -13,14 +13,15 @@
 // another it gathers in its own shared memory first, and the last warp has it copied (cp.async.bulk),
 // which takes nothing from the other warps: stores into other blocks would hold up all that goes to
 // memory after them. A barrier (mbarrier) for each of two buffers counts what comes. A buffer, and what it is
-// copied from, is written again only after what the others made of it has come.
+// copied from, is written again only after what the others made of it has come. What comes from block
+// rank - i lies at place i, and is the i-th that it sends.
 //
 // Products have 16-bit operands, also of a layer in float32: float16 has the 11 significant bits of
 // tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
 //
 // Named from outside besides those of common.cuh: MW (warps that own rows), RT, and for trials ALONE (each
 // warp has its rows copied itself, and waits only for those of the others), STORES (stores into the other
-// blocks instead of copies), FAST (the approximate tanh in float32, too), STRICT (see SCOPE).
+// blocks instead of copies), PIECEWISE (what comes is used four blocks at a time), FAST (the approximate tanh in float32, too), STRICT (see SCOPE).
 #define UNITS 8
 #define MT MW
 #define KS 1
@@ -42,8 +43,12 @@
 #ifndef STORES
 #define STORES 0
 #endif
+#ifdef NO_GATHER  // which asks for nothing piece by piece
+#undef PIECEWISE
+#define PIECEWISE 0
+#endif
 #define GROUPED (!ALONE && !STORES)         // the last warp has all copied at once
-#define COUNTERS (ALONE ? WARPS : 1)  // barriers of a buffer
+#define COUNTERS (ALONE ? WARPS : PIECEWISE ? (BLOCKS + 3) / 4 : 1)  // barriers of a buffer
 
 // Whether sums over the batch are made in each step.
 #ifdef NO_SUM
@@ -254,8 +259,12 @@ __device__ __forceinline__ u32 in_block(u32 address, u32 rank) {
   return there;
 }
 
-// Each block begins with another.
-__device__ __forceinline__ u32 other(u32 i) { return blockIdx.x + i < BLOCKS ? blockIdx.x + i : blockIdx.x + i - BLOCKS; }
+// The i-th block that this one sends to, and the i-th that it hears from; both begin with itself.
+__device__ __forceinline__ u32 receiver(u32 i) { return blockIdx.x + i < BLOCKS ? blockIdx.x + i : blockIdx.x + i - BLOCKS; }
+__device__ __forceinline__ u32 sender(u32 i) { return blockIdx.x >= i ? blockIdx.x - i : blockIdx.x - i + BLOCKS; }
+
+// Which barrier of a buffer counts what a warp has for the i-th.
+__device__ __forceinline__ u32 counter_of(int warp, int i) { return ALONE ? warp : PIECEWISE ? i / 4 : 0; }
 
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -5,6 +5,9 @@
 // sends each block the share of that block's units, which adds up what it gets. So BLOCKS x 8 units
 // come to a block in a step, not d(W_h h) of all BLOCKS x 32 columns. A share is rounded to 16 bits, as the
 // numbers were that it is a sum of products of; in float32 a power of two comes with it.
+#ifndef PIECEWISE
+#define PIECEWISE 0
+#endif
 #include "small.cuh"
 
 #define TILES ((BLOCKS + 1) / 2)  // of 16 units of dh: those of two blocks
@@ -52,14 +55,22 @@ struct Layout {
   __device__ __forceinline__ float4* table(int k) const { return reinterpret_cast<float4*>(given + (k & 1) * TABLES); }
 };
 
-#define COMING (4 * BLOCKS * (ALONE ? PIECE : SOURCE))  // bytes that come to the rows of a warp, or of all, in a step
+// Bytes that come from a block to the rows of a warp, or to all, in a step; and those that a barrier counts.
+#define COMING (4 * (ALONE ? PIECE : SOURCE))
+__device__ __forceinline__ u32 counted(int counter) {
+  return COMING * (PIECEWISE && !ALONE ? min(4, BLOCKS - 4 * counter) : BLOCKS);
+}
 
-// The shares that a warp has for a block, or all have, go to it.
-__device__ __forceinline__ void hand_out(const Layout& in, int buffer, int warp, u32 rank) {
+// The shares that a warp has, or all have, go to their blocks.
+__device__ __forceinline__ void hand_out(const Layout& in, int buffer, int warp) {
   const u32 row = ALONE ? warp * PIECE : 0;
-  copy_to(in_block(address_of(in.shares + (buffer * BLOCKS + blockIdx.x) * SOURCE + row), rank),
-          address_of(in.gathered + (buffer * BLOCKS + rank) * SOURCE + row), COMING / BLOCKS,
-          in_block(in.barriers + 8 * (buffer * COUNTERS + (ALONE ? warp : 0)), rank));
+#pragma unroll
+  for (int i = 0; i < BLOCKS; i++) {
+    const u32 to = address_of(in.shares + (buffer * BLOCKS + i) * SOURCE + row);
+    const u32 from = address_of(in.gathered + (buffer * BLOCKS + receiver(i)) * SOURCE + row);
+    const u32 barrier = in.barriers + 8 * (buffer * COUNTERS + counter_of(warp, i));
+    copy_to(in_block(to, receiver(i)), from, COMING, in_block(barrier, receiver(i)));
+  }
 }
 
 // What a number x of a normalized term becomes, and its gradient g:
@@ -147,10 +158,8 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
 #ifndef NO_EXCHANGE
     if (GROUPED && k + 1 < p.T) {
       await<GATHERED>();
-      if (elected()) {
-#pragma unroll
-        for (int i = 0; i < BLOCKS; i++) hand_out(in, k & 1, 0, other(i));
-      }
+      if (elected()) hand_out(in, k & 1, 0);
+      MARK(11);
     }
 #endif
   }
@@ -288,8 +297,8 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   ask_rows();
 
 #if STORES
-  const u32 shared = address_of(in.shares), into = (rank * SOURCE + warp * PIECE) * 4;
-  const u32 barrier_at = in.barriers - shared + (ALONE ? 8 * warp : 0);
+  const u32 shared = address_of(in.shares), into = warp * PIECE * 4, barrier_at = in.barriers - shared;
+  auto place_at = [&](u32 to) { return to >= rank ? to - rank : to - rank + BLOCKS; };  // this block's, there
 #endif
   __syncthreads();
   meet_cluster();
@@ -355,14 +364,18 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 
     // dh through W_h
     if (k > 0) {
-      const u32 barrier = in.barriers + 8 * ((now ^ 1) * COUNTERS + (ALONE ? warp : 0));
-      waiting.until(barrier + before.zero(p.T), u32((k - 1) >> 1));
-      if (lane == 0 && (ALONE || warp == 0) && !waiting.tired) expect(barrier, COMING);
+      auto wait_for_shares = [&](int counter, u32 none) {
+        const u32 barrier = in.barriers + 8 * ((now ^ 1) * COUNTERS + counter);
+        waiting.until(barrier + none, u32((k - 1) >> 1));
+        if (lane == 0 && (ALONE || warp == 0) && !waiting.tired) expect(barrier, counted(counter));
+      };
+      wait_for_shares(counter_of(warp, 0), before.zero(p.T));
       MARK(4);
       const u32* from = in.shares + (now ^ 1) * BLOCKS * SOURCE + warp * PIECE;
       float sum[2][RT][2] = {};
 #pragma unroll
       for (int s = 0; s < BLOCKS; s++) {
+        if (PIECEWISE && !ALONE && s && s % 4 == 0) wait_for_shares(s / 4, 0);
         Share share;
         share.get(from + s * SOURCE + RT * lane);
         const float factor = TYPE == 0 ? __uint_as_float(from[s * SOURCE + 32 * RT]) : 1.0f;
@@ -520,8 +533,9 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
               for (int n = 0; n < RT; n++) share.words[n] = pack(sum[m][n][2 * half] * part, sum[m][n][2 * half + 1] * part);
 #if STORES
-              const u32 there = in_block(shared, min(rank_to, u32(BLOCKS - 1)));
-              share.send_to(rank_to < BLOCKS, there + buffer + 4 * RT * lane, there + barrier);
+              const u32 there = in_block(shared, min(rank_to, u32(BLOCKS - 1))), place = place_at(rank_to);
+              share.send_to(rank_to < BLOCKS, there + buffer + place * SOURCE * 4 + 4 * RT * lane,
+                            there + barrier + 8 * counter_of(warp, place));
 #else
               if (rank_to < BLOCKS) share.put(gathered + rank_to * SOURCE + RT * lane);
 #endif
@@ -530,8 +544,9 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       }
 #ifndef NO_EXCHANGE
 #if STORES && TYPE == 0
-      const u32 there = in_block(shared, min(lane, BLOCKS - 1));
-      send(lane < BLOCKS, there + buffer + 128 * RT, there + barrier, make_uint4(factor, 0, 0, 0));
+      const u32 there = in_block(shared, min(lane, BLOCKS - 1)), place = place_at(lane);
+      send(lane < BLOCKS, there + buffer + place * SOURCE * 4 + 128 * RT, there + barrier + 8 * counter_of(warp, place),
+           make_uint4(factor, 0, 0, 0));
 #elif TYPE == 0
       if (lane < BLOCKS) gathered[lane * SOURCE + 32 * RT] = factor;
 #endif
@@ -540,10 +555,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #endif
 #if !STORES && ALONE
       __syncwarp();
-      if (elected()) {
-#pragma unroll
-        for (int i = 0; i < BLOCKS; i++) hand_out(in, now, warp, other(i));
-      }
+      if (elected()) hand_out(in, now, warp);
 #elif !STORES
       done<GATHERED>();
 #endif
@@ -623,7 +635,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   const Place at = place_of(p.B);
   for (int i = threadIdx.x; i < 2 * COUNTERS; i += THREADS) {
     start_barrier(in.barriers + 8 * i);
-    expect(in.barriers + 8 * i, COMING);
+    expect(in.barriers + 8 * i, counted(i % COUNTERS));
   }
   __syncthreads();
   if (at.warp == WARPS)

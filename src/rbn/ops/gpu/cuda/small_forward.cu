@@ -1,4 +1,7 @@
 // The LSTM's forward pass for small layers: one cluster of blocks for each recurrence, all steps.
+#ifndef PIECEWISE
+#define PIECEWISE 1
+#endif
 #include "small.cuh"
 
 #define GROUPS (BLOCKS / 4)  // of 32 columns of h: one block's units for each thread of a quad
@@ -44,17 +47,21 @@ struct Layout {
   }
 };
 
-// Bytes that come to the rows of a warp, or of all, in a step.
-__device__ __forceinline__ u32 coming(int B, int warp) {
-  return 16 * BLOCKS * (ALONE ? min(8 * RT, B - 8 * RT * warp) : B);
+// Bytes that come from a block to the rows of a warp, or to all, in a step; and those that a barrier counts.
+__device__ __forceinline__ u32 coming(int B, int warp) { return 16 * (ALONE ? min(8 * RT, B - 8 * RT * warp) : B); }
+__device__ __forceinline__ u32 counted(int B, int counter) {
+  return coming(B, counter) * (PIECEWISE && !ALONE ? min(4, BLOCKS - 4 * counter) : BLOCKS);
 }
 
-// h of the rows of a warp, or of all, goes to a block; `buffer`: of both sides.
-__device__ __forceinline__ void hand_out(const Layout& in, int buffer, int B, int warp, u32 rank) {
-  const u32 row = ALONE ? 8 * RT * warp : 0, rows = coming(B, warp) / (16 * BLOCKS);
-  const u32 to = address_of(in.hidden) + ((buffer * SOURCES + blockIdx.x) * SOURCE + row) * 16;
-  copy_to(in_block(to, rank), address_of(in.gathered) + (buffer * 8 * ROW_TILES + row) * 16, rows * 16,
-          in_block(in.barriers + 8 * (buffer * COUNTERS + (ALONE ? warp : 0)), rank));
+// h of the rows of a warp, or of all, goes to all blocks, this one too; `buffer`: of both sides.
+__device__ __forceinline__ void hand_out(const Layout& in, int buffer, int B, int warp) {
+  const u32 row = ALONE ? 8 * RT * warp : 0, from = address_of(in.gathered) + (buffer * 8 * ROW_TILES + row) * 16;
+#pragma unroll
+  for (int i = 0; i < BLOCKS; i++) {
+    const u32 to = address_of(in.hidden) + ((buffer * SOURCES + i) * SOURCE + row) * 16;
+    const u32 barrier = in.barriers + 8 * (buffer * COUNTERS + counter_of(warp, i));
+    copy_to(in_block(to, receiver(i)), from, coming(B, warp), in_block(barrier, receiver(i)));
+  }
 }
 
 // What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
@@ -129,10 +136,8 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
 #ifndef NO_EXCHANGE
     if (GROUPED && t + 1 < p.T) {
       await<GATHERED>();
-      if (elected()) {
-#pragma unroll
-        for (int i = 0; i < BLOCKS; i++) hand_out(in, (t + 1) & 1, p.B, 0, other(i));
-      }
+      if (elected()) hand_out(in, (t + 1) & 1, p.B, 0);
+      MARK(10);
     }
 #endif
     if (SUM_C && quad == 0 && at.mine) p.mean_c[to_c] = shift_c, p.var_c[to_c] = var_c;
@@ -179,10 +184,10 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       for (int m = 0; m < 2; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          int k = (4 * i + quad) * UNITS + 4 * half;
-          if (i == GROUPS && REST == 1) k = half ? H : 4 * i * UNITS + 2 * quad;
-          if (i == GROUPS && REST == 2) k = half ? H : 4 * i * UNITS + 4 * quad;
-          w[i][m][half] = four(m, k);
+          int place = 4 * i + quad, k = 4 * half;
+          if (i == GROUPS && REST == 1) place = half ? BLOCKS : 4 * i, k = 2 * quad;
+          if (i == GROUPS && REST == 2) place = half ? BLOCKS : 4 * i + (quad >> 1), k = 4 * (quad & 1);
+          w[i][m][half] = four(m, place < BLOCKS ? sender(place) * UNITS + k : H);
         }
   }
 
@@ -199,15 +204,15 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   const float up_first = 1.0f;
 #endif
   for (int i = lane; i < 8 * RT * SOURCES; i += 32) {
-    const int row = 8 * at.tile + i % (8 * RT), block = i / (8 * RT);
+    const int row = 8 * at.tile + i % (8 * RT), place = i / (8 * RT);
     u32 v[4];
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-      const int column = block * UNITS + 2 * n;
+      const int column = place < BLOCKS ? sender(place) * UNITS + 2 * n : H;
       v[n] = row < B && column < H ? operand(h0 + i64(row) * H + column, up_first) : 0;
     }
-    in.hidden[block * SOURCE + row] = make_uint4(v[0], v[1], v[2], v[3]);
-    in.hidden[(SOURCES + block) * SOURCE + row] = make_uint4(0, 0, 0, 0);
+    in.hidden[place * SOURCE + row] = make_uint4(v[0], v[1], v[2], v[3]);
+    in.hidden[(SOURCES + place) * SOURCE + row] = make_uint4(0, 0, 0, 0);
   }
 
   // Where the thread's numbers of a step lie, and those of the next.
@@ -271,8 +276,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     const u32 nth = 4 * i + (lane >> 3);
     to[i] = in_block(shared, nth < BLOCKS ? (nth + rank) % BLOCKS : rank);
   }
-  const u32 into = (rank * SOURCE + 8 * at.tile + piece) * 16;
-  const u32 barrier_at = in.barriers - shared + (ALONE ? 8 * warp : 0);
+  const u32 into = ((lane >> 3) * SOURCE + 8 * at.tile + piece) * 16, barrier_at = in.barriers - shared;
 #endif
 
   __syncthreads();
@@ -286,12 +290,13 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     const int now = t & 1;
     const float2 *statistics = in.statistics(t), *before = in.statistics(t + 1);  // of step t - 1
 
-    // W_h h
-    if (t > 0) {
-      const u32 barrier = in.barriers + 8 * (now * COUNTERS + (ALONE ? warp : 0));
+    // W_h h. In step 0 there is nothing to wait for, and a barrier says so of the phase before its first.
+    auto wait_for_h = [&](int counter) {
+      const u32 barrier = in.barriers + 8 * (now * COUNTERS + counter);
       waiting.until(barrier, u32((t - 1) >> 1));
-      if (lane == 0 && (ALONE || warp == 0) && !waiting.tired) expect(barrier, coming(p.B, warp));
-    }
+      if (lane == 0 && (ALONE || warp == 0) && !waiting.tired) expect(barrier, counted(p.B, counter));
+    };
+    wait_for_h(counter_of(warp, 0));
     MARK(2);
     float a[RT][4][2] = {};
 #ifndef NO_GATHER
@@ -299,7 +304,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       const uint4* rows = in.hidden + now * SOURCES * SOURCE + 8 * at.tile + own;
       float sums[RT][2][CHAINS][4] = {};
 #pragma unroll
-      for (int i = 0; i < GROUPS + (REST == 3); i++)
+      for (int i = 0; i < GROUPS + (REST == 3); i++) {
+        if (PIECEWISE && !ALONE && i) wait_for_h(i);
 #pragma unroll
         for (int n = 0; n < RT; n++) {
           const uint4 b = rows[8 * n + (4 * i + quad) * SOURCE];
@@ -309,6 +315,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
             multiply16(sums[n][m][CHAINS - 1], w[i][m][1], b.z, b.w);
           }
         }
+      }
+      if (PIECEWISE && !ALONE && GROUPS && REST % 3) wait_for_h(GROUPS);
 #pragma unroll
       for (int n = 0; n < RT; n++) {
         const u32* rest = reinterpret_cast<const u32*>(rows + 8 * n + 4 * GROUPS * SOURCE);
@@ -437,8 +445,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         chunk.z = __shfl_sync(~0u, line[n], 4 * piece + 2), chunk.w = __shfl_sync(~0u, line[n], 4 * piece + 3);
 #pragma unroll
         for (int i = 0; i < SENDS; i++)
-          send(4 * i + (lane >> 3) < BLOCKS && 8 * (at.tile + n) + piece < B, to[i] + into + buffer + 128 * n,
-               to[i] + barrier, chunk);
+          send(4 * i + (lane >> 3) < BLOCKS && 8 * (at.tile + n) + piece < B,
+               to[i] + into + buffer + 4 * i * SOURCE * 16 + 128 * n, to[i] + barrier + 8 * counter_of(warp, 4 * i), chunk);
       }
 #else
       u32* gathered = reinterpret_cast<u32*>(in.gathered + ((now ^ 1) * ROW_TILES + at.tile) * 8) + lane;
@@ -447,10 +455,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       before_copies();
 #if ALONE
       __syncwarp();
-      if (elected()) {
-#pragma unroll
-        for (int i = 0; i < BLOCKS; i++) hand_out(in, now ^ 1, p.B, warp, other(i));
-      }
+      if (elected()) hand_out(in, now ^ 1, p.B, warp);
 #else
       done<GATHERED>();
 #endif
@@ -505,7 +510,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
   for (int i = threadIdx.x; i < 2 * STATISTICS; i += THREADS) in.given[i] = 0.0f;
   for (int i = threadIdx.x; i < 2 * COUNTERS; i += THREADS) {
     start_barrier(in.barriers + 8 * i);
-    expect(in.barriers + 8 * i, coming(p.B, i % COUNTERS));
+    if (i >= COUNTERS) expect(in.barriers + 8 * i, counted(p.B, i % COUNTERS));  // those of step 1
   }
   __syncthreads();
   if (at.warp == WARPS)

@@ -21,8 +21,9 @@
 #define BATCH (RT > 1 ? 2 : 4)  // tiles multiplied side by side
 #endif
 
-// A sum of 32 products of numbers below 2^16 is brought to float16's range by this division.
-#define WHOLE 4194304.0f
+// In float32 d(W_h h) is brought below 2^7 and W_h below 2^3, so that a sum of 32 products is in float16's range.
+#define LESS_D (1.0f / 512)
+#define LESS_W (1.0f / 8192)
 
 struct Backward {
   const Element* wx;      // [R, T, B, 4H]
@@ -45,7 +46,7 @@ struct Backward {
 
 struct Layout {
   u32* shares;    // [2][BLOCKS][SOURCE]: from all blocks
-  u32* gathered;  // the same, for all blocks
+  u32* gathered;  // the same, for those that it sends to
   Ahead ahead;
   float *room, *room_x, *room_c;
   float* given;  // [2][TABLES]
@@ -67,7 +68,7 @@ __device__ __forceinline__ void hand_out(const Layout& in, int buffer, int warp)
 #pragma unroll
   for (int i = 0; i < BLOCKS; i++) {
     const u32 to = address_of(in.shares + (buffer * BLOCKS + i) * SOURCE + row);
-    const u32 from = address_of(in.gathered + (buffer * BLOCKS + receiver(i)) * SOURCE + row);
+    const u32 from = address_of(in.gathered + (buffer * BLOCKS + i) * SOURCE + row);
     const u32 barrier = in.barriers + 8 * (buffer * COUNTERS + counter_of(warp, i));
     copy_to(in_block(to, receiver(i)), from, COMING, in_block(barrier, receiver(i)));
   }
@@ -216,11 +217,9 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   const u32 rank = blockIdx.x;
   const Ahead ahead = in.ahead;
 
-  // The weights of the block's columns, k = 8 * gate + unit. With stores each block begins with other units of dh.
+  // The weights of the block's columns, k = 8 * gate + unit, for the units of those that it sends to.
   uint4 w[TILES][2];
   float undo = 1.0f;
-  const u32 start = STORES ? rank % TILES : 0;
-  auto tile_of = [&](u32 m) { return m + start < TILES ? m + start : m + start - TILES; };
   {
     const Element* weight = p.weight + r * GATES * H + rank * UNITS + 2 * quad;
     const bool there = rank * UNITS + 2 * quad < H;
@@ -234,7 +233,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
           top = max(top, max(size_of(v.x), size_of(v.y)));
         }
     top = __reduce_max_sync(~0u, top);
-    up = scale_up(top), undo = scale_down(top) * WHOLE;
+    up = scale_up(top) * LESS_W, undo = scale_down(top) / (LESS_W * LESS_D);
 #endif
 #pragma unroll
     for (int m = 0; m < TILES; m++)
@@ -243,7 +242,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         u32 v[4];
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-          const int u = 16 * tile_of(m) + 8 * (n % 2) + own, q = 2 * half + n / 2;
+          const int i = 2 * m + n % 2, q = 2 * half + n / 2, u = i < BLOCKS ? receiver(i) * UNITS + own : H;
           v[n] = there && u < H ? operand(weight + i64(u) * GATES + q * H, up) : 0;
         }
         w[m][half] = make_uint4(v[0], v[1], v[2], v[3]);
@@ -298,7 +297,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 
 #if STORES
   const u32 shared = address_of(in.shares), into = warp * PIECE * 4, barrier_at = in.barriers - shared;
-  auto place_at = [&](u32 to) { return to >= rank ? to - rank : to - rank + BLOCKS; };  // this block's, there
 #endif
   __syncthreads();
   meet_cluster();
@@ -494,7 +492,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       for (int i = 0; i < 8 * RT; i++) top = max(top, finite_size(d[i / 8][i / 2 % 4][i % 2]));
       top = __reduce_max_sync(~0u, top);
     }
-    up = scale_up(top);
+    up = scale_up(top) * LESS_D;
     const u32 factor = __float_as_uint(undo * scale_down(top));
 #endif
     u32 line[RT][4];
@@ -527,25 +525,24 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
           if (first + m < TILES)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-              const float part = TYPE == 0 ? 1.0f / WHOLE : 1.0f;
-              const u32 rank_to = 2 * tile_of(first + m) + half;
+              const int i = 2 * (first + m) + half;  // whom it is for
               Share share;
 #pragma unroll
-              for (int n = 0; n < RT; n++) share.words[n] = pack(sum[m][n][2 * half] * part, sum[m][n][2 * half + 1] * part);
+              for (int n = 0; n < RT; n++) share.words[n] = pack(sum[m][n][2 * half], sum[m][n][2 * half + 1]);
 #if STORES
-              const u32 there = in_block(shared, min(rank_to, u32(BLOCKS - 1))), place = place_at(rank_to);
-              share.send_to(rank_to < BLOCKS, there + buffer + place * SOURCE * 4 + 4 * RT * lane,
-                            there + barrier + 8 * counter_of(warp, place));
+              const u32 there = in_block(shared, receiver(min(i, BLOCKS - 1)));
+              share.send_to(i < BLOCKS, there + buffer + i * SOURCE * 4 + 4 * RT * lane,
+                            there + barrier + 8 * counter_of(warp, i));
 #else
-              if (rank_to < BLOCKS) share.put(gathered + rank_to * SOURCE + RT * lane);
+              if (i < BLOCKS) share.put(gathered + i * SOURCE + RT * lane);
 #endif
             }
 #endif
       }
 #ifndef NO_EXCHANGE
 #if STORES && TYPE == 0
-      const u32 there = in_block(shared, min(lane, BLOCKS - 1)), place = place_at(lane);
-      send(lane < BLOCKS, there + buffer + place * SOURCE * 4 + 128 * RT, there + barrier + 8 * counter_of(warp, place),
+      const u32 there = in_block(shared, receiver(min(lane, BLOCKS - 1)));
+      send(lane < BLOCKS, there + buffer + lane * SOURCE * 4 + 128 * RT, there + barrier + 8 * counter_of(warp, lane),
            make_uint4(factor, 0, 0, 0));
 #elif TYPE == 0
       if (lane < BLOCKS) gathered[lane * SOURCE + 32 * RT] = factor;

@@ -279,6 +279,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   const u32 into = ((lane >> 3) * SOURCE + 8 * at.tile + piece) * 16, barrier_at = in.barriers - shared;
 #endif
 
+  before_copies();
   __syncthreads();
   prepare(0);
   meet_cluster();

@@ -19,28 +19,32 @@ TYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def kernels():
-    """A training and an inference call through every kernel: CUDA C++, for wide layers, Triton.
+    """A training and an inference call through every kernel, of CUDA C++ (three) and Triton.
 
     The result is compared with the reference's, loosely: what is looked for is looked for by the
     sanitizer.
     """
-    from rbn.ops.gpu import cuda_lstm
+    from rbn.ops.gpu import cuda_lstm, small_lstm
 
-    hopper = torch.cuda.get_device_capability() == (9, 0)
+    capability = torch.cuda.get_device_capability()
+    in_memory = (small_lstm, "choose", lambda wx: None)
     paths = {
-        "cuda": {},
-        "wide": {"_fits": lambda wx: False},
-        "triton": {"covers": lambda a: False},
+        "small": [],
+        "cuda": [in_memory],
+        "wide": [in_memory, (cuda_lstm, "_fits", lambda wx: False)],
+        "triton": [(cuda_lstm, "covers", lambda a: False)],
     }
     done = []
     for path, patches in paths.items():
         for precision, dtype in TYPES.items():
-            if path == "wide" and (precision == "tf32" or not hopper):
+            if path == "wide" and (precision == "tf32" or capability != (9, 0)):
+                continue
+            if path == "small" and capability < (9, 0):
                 continue
             for make in (rbn.LSTM, rbn.BatchNormLSTM):
                 with contextlib.ExitStack() as stack:
-                    for name, value in patches.items():
-                        stack.enter_context(mock.patch.object(cuda_lstm, name, value))
+                    for patch in patches:
+                        stack.enter_context(mock.patch.object(*patch))
                     compare(make(3, 24).to("cuda", dtype))
                 done.append(f"{path} {precision} {make.__name__}")
     print(json.dumps({"ran": done}))

@@ -119,7 +119,7 @@ def test_a_launch_without_room_fails_and_the_next_one_works():
         kernels.append((kernel, grid, arguments))
         launch(kernel, grid, arguments)
 
-    case = make_case("bn_lstm", 4, 20, 64, fresh_seed(), dtype=torch.bfloat16).on("cuda")
+    case = make_case("bn_lstm", 4, 20, 240, fresh_seed(), dtype=torch.bfloat16).on("cuda")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_lstm.Kernel, "launch", noted)
         before = call(case, "gpu")

@@ -21,7 +21,8 @@
 //
 // Named from outside besides those of common.cuh: MW (warps that own rows), RT, and for trials ALONE (each
 // warp has its rows copied itself, and waits only for those of the others), STORES (stores into the other
-// blocks instead of copies), PIECEWISE (what comes is used four blocks at a time), FAST (the approximate tanh in float32, too), STRICT (see SCOPE).
+// blocks instead of copies), PIECEWISE (what comes is used four blocks at a time), FAST (the
+// approximate tanh in float32, too), SPIN (ask again and again instead of being woken), NO_HOLD (see Before).
 #define UNITS 8
 #define MT MW
 #define KS 1
@@ -283,11 +284,10 @@ __device__ __forceinline__ void start_barrier(u32 barrier) {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Acquiring for the cluster would empty the L1 cache each time, which shared memory does not go through.
-#ifdef STRICT
-#define SCOPE ".acquire.cluster"
+#ifdef SPIN
+#define ASK "mbarrier.test_wait.parity.shared::cta.b64"
 #else
-#define SCOPE ""
+#define ASK "mbarrier.try_wait.parity.shared::cta.b64"
 #endif
 
 // With GUARD, for trials, who waited for a second or so waits no more.
@@ -301,7 +301,7 @@ struct Waiting {
     if (tired) return;
 #endif
     do {
-      asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity" SCOPE ".shared::cta.b64 p, [%1], %2;\n\t"
+      asm volatile("{\n\t.reg .pred p;\n\t" ASK " p, [%1], %2;\n\t"
                    "selp.u32 %0, 1, 0, p;\n\t}"
                    : "=r"(done) : "r"(barrier), "r"(phase & 1) : "memory");
 #ifdef GUARD

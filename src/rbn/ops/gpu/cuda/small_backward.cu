@@ -355,9 +355,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         if (DOUTPUT) dh[n][e] += LENGTHS ? pick(valid(n, e, t), y, 0.0f) : y;
       }
     }
-#ifndef ASK_LATE
     if (t > 0) ask_rows();
-#endif
     MARK(3);
 
     // dh through W_h
@@ -408,17 +406,11 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       sum_cells(in.room_c, v_c[0], v_c[1], at);
       MARK(5);
       done<SUMS_1>();
-#ifdef ASK_LATE
-      if (t > 0) ask_rows();
-#endif
       MARK(6);
       await<TOTALS_1>();
       total_c = in.totals[32 + own];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
-#ifdef ASK_LATE
-      if (t > 0) ask_rows();
-#endif
     }
     MARK(7);
 

@@ -131,6 +131,8 @@ def build(
     else:
         model = SequenceClassifier(recurrent_layer(config, 1), CLASSES, config.dropout)
         task = Classification(model.to(device), found, config.batch_size, seed)
+    if not isinstance(task, ReadingTask):  # whose batches must be many, to have all lengths
+        task.population_batch = config.population_batch
     task.metric = f"valid_{config.select}"
     return task
 

@@ -44,6 +44,8 @@ class Measured(abc.ABC):
     Attributes:
         estimate: minibatches behind the population statistics of an evaluation; None takes the
             running averages.
+        population_batch: rows of the batches that these are cut into, which should be those of the
+            final statistics: small ones understate a variance. None: the training minibatches'.
         metric: ``"valid_batch"`` or ``"valid_population"``, which of them names the best model.
         row_dims: along which dimension of each tensor of a minibatch its rows lie.
     """
@@ -51,6 +53,7 @@ class Measured(abc.ABC):
     model: nn.Module
     batch_size: int
     estimate: int | None = ESTIMATE
+    population_batch: int | None = None
     row_dims: tuple[int, ...]
     metric = "valid_population"
     forward: Callable[[nn.Module, Any], object] | None = None  # on one of `population_batches`
@@ -76,8 +79,9 @@ class Measured(abc.ABC):
         found = {"valid_batch": self.measure_with("valid", "batch")}
         if self.estimate is None:
             return found | {"valid_population": self.measure_with("valid", "population")}
+        size = self.population_batch or self.batch_size
         with kept_statistics(self.model):
-            self.estimate_population(self.batch_size, self.estimate)
+            self.estimate_population(size, math.ceil(self.estimate * self.batch_size / size))
             found["valid_population"] = self.measure_with("valid", "population")
         return found
 

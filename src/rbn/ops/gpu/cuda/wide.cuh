@@ -2,9 +2,9 @@
 //
 // A block owns UNITS = 16 hidden units for all rows of the batch. TEAM blocks make the product for the
 // units of all of them together: each multiplies its own slice of the columns of h, or of d(W_h h),
-// with the weights of all the team's units, and they hand each other the sums through L2. So a block
+// with the weights of all the team's units, and they hand each other the sums (wide_team.cuh). So a block
 // reads a TEAM-th of what comes from the others, and its weights, SIDE columns for each block of the
-// team, are as many as if it read all.
+// team, are as many as if it read all. It has to: L2 gives all blocks together 5120 bytes a cycle, 41 each.
 //
 // A warp takes 16 rows, a warpgroup's tensor core instruction 64 rows and 16 columns: one gate, or h, of
 // the 16 units of a block. What blocks pass to each other lies as the instruction wants it, 16 bytes for
@@ -17,13 +17,14 @@
 //   FIRST groups     read again in each step, while the others are waited for, into slots
 //   RESIDENT groups  stay
 //   SECOND groups    read again in each step, while the resident ones are used, into the same slots
+//   LAST groups      the rest of the RESIDENT ones, where sums come into the slots afterwards
 //
 // Each team begins at another place of its slice: all at the same would be after the same lines.
 //
-// Named from outside besides those of common.cuh: TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
-// for ahead). For trials: TAGGED (a team does not meet at a counter), WARPWISE (all blocks meet warp by warp),
-// SPREAD (counters at which they meet), NO_HOLD, CLOCK. The including file defines SIDE and PASSED, the
-// pieces that a thread passes on in a step.
+// Named from outside besides those of common.cuh: TEAM, CLUSTER (whether a team is a thread-block cluster),
+// FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For trials: PLAIN (wide_team.cuh), EARLY (the
+// gradients are stored before the next product, not during it), NO_HOLD, CLOCK. The including file defines SIDE
+// and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #define MT 8
 #define MW 8
@@ -37,18 +38,14 @@
 #error "the weights in float32 would not fit"
 #endif
 
-static_assert(RESIDENT > 0 && SECOND <= FIRST, "the second groups come while a resident one is used");
+#ifndef CLUSTER
+#define CLUSTER 0
+#endif
+#define LAST (CLUSTER ? RESIDENT / 2 : 0)
+#define MIDDLE (RESIDENT - LAST)  // of the resident groups, those before the second ones
 
-#ifndef TAGGED
-#define TAGGED 0
-#endif
-
-#ifndef WARPWISE
-#define WARPWISE 0
-#endif
-#ifndef SPREAD
-#define SPREAD 1
-#endif
+static_assert(MIDDLE > 0 && SECOND <= FIRST, "the second groups come while a resident one is used");
+static_assert(!CLUSTER || LAST > 0, "the slots are free before the product ends");
 
 typedef unsigned long long u64;
 
@@ -57,8 +54,9 @@ typedef unsigned long long u64;
 #define TILES (COLUMNS / 8)                // a thread has 4 sums of each
 #define SLICE (FIRST + RESIDENT + SECOND)  // groups that a block multiplies
 #define GROUP_WORDS (COLUMNS * 4)          // of 16 bytes
-#define SLOTS (FIRST > SECOND ? FIRST : SECOND)
 #define SENT (SIDE / 8 * THREADS)  // words of 16 bytes to each other block of the team
+#define COME (CLUSTER ? (TEAM - 1) * SENT : 0)  // words that come into the slots
+#define SLOT_WORDS (FIRST * GROUP_WORDS > COME ? FIRST * GROUP_WORDS : COME)
 #define STEP_PIECES (2 * SLICE * TEAM * THREADS)  // of what is passed in a step, with some that are zero
 #define SUBS ((H + 7) / 8)  // what is saved lies in groups of 8 units
 
@@ -115,7 +113,10 @@ __device__ __forceinline__ uint2 narrow4(const float (&v)[4]) {
 
 __device__ __forceinline__ uint2 load_raw4(const Element* p) { return *reinterpret_cast<const uint2*>(p); }
 
-__device__ __forceinline__ void store_raw4(Element* p, uint2 v) { *reinterpret_cast<uint2*>(p) = v; }
+// One store of 8 bytes: the compiler may make two of 4, and a row's 32 bytes would come in parts.
+__device__ __forceinline__ void store_raw4(Element* p, uint2 v) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
 
 __device__ __forceinline__ void store_narrow4(Element* p, const float (&v)[4]) { store_raw4(p, narrow4(v)); }
 
@@ -147,27 +148,6 @@ __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// A meeting of all blocks of a recurrence. What a warp passes on is read by the same warp of the others, so that
-// each could meet those by itself (WARPWISE); then some other barrier of the block must keep its warps together.
-// counters: [WARPS][SPREAD], 128 bytes apart, zero.
-struct Meeting {
-  u32* counters;
-  __device__ __forceinline__ void arrive() const {
-    if (WARPWISE) __syncwarp();
-    else __syncthreads();
-    if (threadIdx.x % (WARPWISE ? 32 : THREADS) == 0)
-      announce(counters + ((WARPWISE ? threadIdx.x / 32 : 0) * SPREAD + blockIdx.x % SPREAD) * 32);
-  }
-  // Until all have arrived `times` times. Before it a barrier of the block was passed (WARPWISE).
-  __device__ __forceinline__ void wait(u32 times) const {
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = (GRID + SPREAD - 1 - lane) / SPREAD;
-    if ((WARPWISE || warp == 0) && lane < SPREAD)
-      wait_until(counters + ((WARPWISE ? warp : 0) * SPREAD + lane) * 32, blocks * times);
-    if (WARPWISE) __syncwarp();
-    else __syncthreads();
-  }
-};
-
 // Weights -----------------------------------------------------------------------------------------
 
 // What threads wrote to shared memory is for the tensor cores to read, after the next barrier.
@@ -184,6 +164,12 @@ __device__ __forceinline__ int piece_of(int i) {
   return 2 * (rank_in_team() * SLICE + (at < SLICE ? at : at - SLICE));
 }
 
+// Whether group i, in the order of processing, is resident; and which one of those, or of the others, it is.
+__device__ __forceinline__ bool stays(int i) { return i >= FIRST && (i < FIRST + MIDDLE || i >= FIRST + MIDDLE + SECOND); }
+__device__ __forceinline__ int place_of(int i) {
+  return i < FIRST ? i : i < FIRST + MIDDLE ? i - FIRST : i < FIRST + MIDDLE + SECOND ? i - MIDDLE : i - FIRST - SECOND;
+}
+
 // This block's weights: the resident ones into shared memory, the others into `spilled`, as the tensor
 // cores take them (8 columns of 16 bytes are 128 bytes in a row). four(n, piece, u): the weights of
 // column n of the product for units u to u + 3 of a piece.
@@ -191,9 +177,7 @@ template <class Four>
 __device__ __forceinline__ void pack(uint4* resident, uint4* spilled, Four four) {
   for (int i = threadIdx.x; i < SLICE * COLUMNS; i += THREADS) {
     const int group = i / COLUMNS, n = i % COLUMNS, piece = piece_of(group);
-    uint4* to = group < FIRST              ? spilled + group * GROUP_WORDS
-                : group < FIRST + RESIDENT ? resident + (group - FIRST) * GROUP_WORDS
-                                           : spilled + (group - RESIDENT) * GROUP_WORDS;
+    uint4* to = (stays(group) ? resident : spilled) + place_of(group) * GROUP_WORDS;
 #pragma unroll
     for (int s = 0; s < 2; s++) {
       uint2 v[4];
@@ -274,11 +258,13 @@ __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
 
 // sums = this block's slice of what was passed on in a step, times its weights. The slots hold the FIRST
 // groups, and a barrier was passed since refilled(). begin: of the group to begin with, in the slice.
+// freed(): the slots are not needed any more; other(i): something else to do, beside group i.
 //
 // nothing: zero, which the compiler cannot know. It would make all addresses before the first product, one after
 // the other; so each depends on what the group before it was given.
-__device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin,
-                                        const uint4* resident, uint4* slots, const uint4* spilled, u32 nothing) {
+template <class Freed, class Other>
+__device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin, const uint4* resident,
+                                        uint4* slots, const uint4* spilled, u32 nothing, Freed freed, Other other) {
   const u64 layout = u64(COLUMNS) << 16 | u64(128 / 16) << 32;
   const u64 at_resident = layout | shared_address(resident) >> 4, at_slots = layout | shared_address(slots) >> 4;
   u32 at = begin;
@@ -294,19 +280,21 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
 #ifdef NO_GATHER
 #pragma unroll
   for (int i = 0; i < COLUMNS / 2; i++) sums[i] = 0.0f;
+  freed();
+#pragma unroll
+  for (int i = 0; i < SLICE; i++) other(i);
   return;
 #endif
 #pragma unroll
   for (int i = 0; i < DEPTH - 1 && i < SLICE; i++) ask(i);
 #pragma unroll
   for (int i = 0; i < SLICE; i++) {
-    if (SECOND && i == FIRST + RESIDENT) {
+    if (SECOND && i == FIRST + MIDDLE) {
       refilled();
       __syncthreads();
     }
-    const bool stays = i >= FIRST && i < FIRST + RESIDENT;
-    const int group = i < FIRST ? i : stays ? i - FIRST : i - FIRST - RESIDENT;
-    const u64 b = (stays ? at_resident : at_slots) + group * GROUP_WORDS;
+    const int second = i < FIRST || stays(i) ? 0 : FIRST;  // they begin at the first slot again
+    const u64 b = (stays(i) ? at_resident : at_slots) + (place_of(i) - second) * GROUP_WORDS;
     at |= a[i % DEPTH][0].x & nothing;
     begin_products();
     multiply_wide(sums, a[i % DEPTH][0], b, i > 0);
@@ -318,96 +306,10 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
       __syncthreads();  // the first groups were used
       refill<SECOND>(slots, spilled + FIRST * GROUP_WORDS);
     }
+    if (CLUSTER && i == FIRST + MIDDLE + SECOND) freed();
+    other(i);
   }
   await_products<0>();
-}
-
-// The sums of a team, by way of `handed` [GRID, TEAM - 1, SENT]. Columns are ordered from the block's own
-// on: part s is for the block s ranks further, and for the thread that has the same number there. The team
-// has met `times` times before.
-//
-// TAGGED: that thread looks at the sums themselves. The least significant bit of each says whether it is this
-// meeting's or the one's before, which was read by then, since all blocks have met meanwhile. `handed` is
-// zero at first. It spares a meeting, but takes more registers than there are.
-#define PART (SIDE / 2)
-
-// One instruction for a word, which the compiler would not find.
-__device__ __forceinline__ u32 tagged(u32 word, u32 tag) {  // (word & ~1) | tag
-  asm("lop3.b32 %0, %0, %1, %2, 0xea;" : "+r"(word) : "n"(~1), "r"(tag));
-  return word;
-}
-__device__ __forceinline__ void differs(u32& wrong, const uint4& v, u32 tag) {  // wrong |= each ^ tag
-  asm("lop3.b32 %0, %0, %1, %5, 0xf6;\n"
-      "lop3.b32 %0, %0, %2, %5, 0xf6;\n"
-      "lop3.b32 %0, %0, %3, %5, 0xf6;\n"
-      "lop3.b32 %0, %0, %4, %5, 0xf6;"
-      : "+r"(wrong) : "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(tag));
-}
-
-__device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], uint4* handed, u32* counters, u32 times) {
-#ifdef NO_EXCHANGE
-  return;
-#endif
-  if (TEAM == 1) return;
-  const u32 rank = rank_in_team(), first = blockIdx.x - rank, tag = ~times & 1;
-#pragma unroll
-  for (int s = 1; s < TEAM; s++) {
-    uint4* to = handed + i64((first + (rank + s) % TEAM) * (TEAM - 1) + s - 1) * SENT + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < PART / 4; i++) {
-      u32 v[4];
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        v[k] = __float_as_uint(sums[s * PART + 4 * i + k]);
-        if (TAGGED) v[k] = tagged(v[k], tag);
-      }
-      pass_word(to + i * THREADS, make_uint4(v[0], v[1], v[2], v[3]));
-    }
-  }
-  if (!TAGGED) arrive(counters + first);
-}
-
-// Adds what the others handed over, in the order of the ranks, to sums[0 .. PART). nothing: zero.
-__device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const uint4* handed, const u32* counters,
-                                          u32 times, u32 nothing) {
-#ifdef NO_EXCHANGE
-  return;
-#endif
-  if (TEAM == 1) return;
-  const u32 tag = ~times & 1;
-  const uint4* come = handed + i64(blockIdx.x) * (TEAM - 1) * SENT + threadIdx.x + nothing;
-  if (!TAGGED) wait_for(counters + blockIdx.x - rank_in_team(), TEAM * (times + 1) + nothing);
-  uint4 v[TEAM][PART / 4];
-  u32 wrong;
-#ifdef GUARD
-  const i64 since = clock64();
-#endif
-  do {
-#pragma unroll
-    for (int s = 1; s < TEAM; s++)
-#pragma unroll
-      for (int i = 0; i < PART / 4; i++) v[s][i] = peek_word(come + (s - 1) * SENT + i * THREADS);
-    wrong = 0;
-#ifndef NO_WAIT
-    if (TAGGED)
-#pragma unroll
-      for (int s = 1; s < TEAM; s++)
-#pragma unroll
-        for (int i = 0; i < PART / 4; i++)
-          differs(wrong, v[s][i], tag);
-#endif
-#ifdef GUARD
-    if (clock64() - since > (1ll << 32)) break;
-#endif
-  } while (wrong & 1);
-  __syncwarp();
-#pragma unroll
-  for (int s = 1; s < TEAM; s++)
-#pragma unroll
-    for (int i = 0; i < PART / 4; i++) {
-      sums[4 * i] += __uint_as_float(v[s][i].x), sums[4 * i + 1] += __uint_as_float(v[s][i].y);
-      sums[4 * i + 2] += __uint_as_float(v[s][i].z), sums[4 * i + 3] += __uint_as_float(v[s][i].w);
-    }
 }
 
 // The unit of column n of the product, where a thread has columns 2 t and 2 t + 1 of each tile: so that

@@ -22,8 +22,9 @@
 // Each team begins at another place of its slice: all at the same would be after the same lines.
 //
 // Named from outside besides those of common.cuh: TEAM, CLUSTER (whether a team is a thread-block cluster),
-// FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For trials: PLAIN (wide_team.cuh), EARLY (the
-// gradients are stored before the next product, not during it), NO_HOLD, CLOCK. The including file defines SIDE
+// FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For trials: PLAIN (wide_team.cuh), STAGGER, EARLY (the
+// gradients are stored before the next product, not during it), NO_SAVE (they are not), NO_FETCH (zeros are
+// multiplied), NO_HOLD, CLOCK. The including file defines SIDE
 // and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #define MT 8
@@ -42,6 +43,11 @@
 #define CLUSTER 0
 #endif
 #define LAST (CLUSTER ? RESIDENT / 2 : 0)
+#ifndef STAGGER
+#define STAGGER 4
+#endif
+// Before the first warpgroup needs the second groups, which come when the other has left the first ones.
+#define AHEAD (STAGGER < FIRST + MIDDLE ? STAGGER : FIRST + MIDDLE - 1)
 #define MIDDLE (RESIDENT - LAST)  // of the resident groups, those before the second ones
 
 static_assert(MIDDLE > 0 && SECOND <= FIRST, "the second groups come while a resident one is used");
@@ -148,12 +154,87 @@ __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
+// Meetings ----------------------------------------------------------------------------------------
+
+// Who multiplies a slice waits for the blocks whose pieces it is made of, at a counter of the slice: [TEAM],
+// 128 bytes apart, zero. The sums of a team come from all slices. So whoever has them knows that all blocks have
+// passed on, and are done with what they read before: it may be written over.
+#define PIECES (2 * SLICE)  // of a slice
+#define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that have units, and pass on pieces of theirs
+
+__device__ __forceinline__ void arrive_at_slices(u32* counters) {
+  __syncthreads();
+  if (threadIdx.x != 0 || blockIdx.x >= OWNERS) return;
+  const u32 first = blockIdx.x * PASSED / PIECES, last = (blockIdx.x * PASSED + PASSED - 1) / PIECES;
+  announce(counters + first * 32);
+  if (PIECES % PASSED && last != first) announce(counters + last * 32);
+}
+
+// Until all its blocks have arrived `times` times.
+__device__ __forceinline__ void wait_for_slice(const u32* counters, u32 times) {
+  const u32 first = rank_in_team() * PIECES / PASSED, end = (rank_in_team() * PIECES + PIECES - 1) / PASSED + 1;
+  const u32 blocks = first < OWNERS ? min(end, u32(OWNERS)) - first : 0;
+  wait_for(counters + rank_in_team() * 32, blocks * times);
+}
+
+// Barriers ----------------------------------------------------------------------------------------
+
+// Meetings of a block in two halves: some are only waited for, some only wait.
+#define SUMS_READY 1
+#define TOTALS_READY 2
+#define FIRST_USED 3
+#define UNDER_WAY 4
+#define HALVES 5  // and 6
+template <int WHICH>
+__device__ __forceinline__ void done() {
+  asm volatile("bar.arrive %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
+}
+template <int WHICH>
+__device__ __forceinline__ void await() {
+  asm volatile("bar.sync %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
+}
+
+// All threads of this warpgroup.
+__device__ __forceinline__ void meet_half() {
+  asm volatile("bar.sync %0, 128;" ::"r"(HALVES + threadIdx.x / 128) : "memory");
+}
+
+// Barriers in shared memory that count arrivals and bytes, phase by phase.
+__device__ __forceinline__ void start_barrier(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// The barrier expects `bytes` in its present phase, which ends when they have come.
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}"
+               ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void await_phase(u32 barrier, u32 phase) {
+  u32 done = 1;
+#ifdef GUARD
+  const i64 since = clock64();
+#endif
+#ifndef NO_WAIT
+  do {
+    asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+                 "selp.u32 %0, 1, 0, p;\n\t}"
+                 : "=r"(done) : "r"(barrier), "r"(phase & 1) : "memory");
+#ifdef GUARD
+    if (clock64() - since > (1ll << 31)) break;
+#endif
+  } while (!done);
+#endif
+  __syncwarp();
+}
+
 // Weights -----------------------------------------------------------------------------------------
 
-// What threads wrote to shared memory is for the tensor cores to read, after the next barrier.
-__device__ __forceinline__ void for_tensor_cores() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+// What threads wrote is for the tensor cores and the copies below to read, after the next barrier.
+__device__ __forceinline__ void for_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Copies come into slots that sums were stored to.
+__device__ __forceinline__ void after_sums() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The place in the slice at which this block begins, in groups.
 __device__ __forceinline__ int beginning() { return int(blockIdx.x / TEAM * SLICE / (GRID / TEAM)); }
@@ -168,6 +249,12 @@ __device__ __forceinline__ int piece_of(int i) {
 __device__ __forceinline__ bool stays(int i) { return i >= FIRST && (i < FIRST + MIDDLE || i >= FIRST + MIDDLE + SECOND); }
 __device__ __forceinline__ int place_of(int i) {
   return i < FIRST ? i : i < FIRST + MIDDLE ? i - FIRST : i < FIRST + MIDDLE + SECOND ? i - MIDDLE : i - FIRST - SECOND;
+}
+
+// 16 bytes times something, by nobody's hand. The barrier counts them as they come.
+__device__ __forceinline__ void copy_bulk(u32 to, const uint4* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // This block's weights: the resident ones into shared memory, the others into `spilled`, as the tensor
@@ -187,27 +274,47 @@ __device__ __forceinline__ void pack(uint4* resident, uint4* spilled, Four four)
       to[(2 * s + 1) * COLUMNS + n] = make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
     }
   }
-  for_tensor_cores();
+  for_copies();
   __syncthreads();
 }
 
-// Asks for COUNT groups of the spilled weights.
-template <int COUNT>
-__device__ __forceinline__ void refill(uint4* slots, const uint4* spilled) {
-  const u32 to = shared_address(slots);
-#pragma unroll
-  for (int k = 0; k < (COUNT * GROUP_WORDS + THREADS - 1) / THREADS; k++) {
-    const int i = k * THREADS + threadIdx.x;
-    if (GROUP_WORDS % THREADS == 0 || i < COUNT * GROUP_WORDS)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + 16 * i), "l"(spilled + i) : "memory");
-  }
-}
+// The weights that do not stay come by copies that need no thread: one asks, those who multiply wait for the
+// barrier. Through threads they would need a fence, which waits for all that was asked for, in the midst of a product.
+#define ASKING 6  // a warp that has little else to do
 
-// They are there, once a barrier was passed.
-__device__ __forceinline__ void refilled() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  for_tensor_cores();
-}
+struct Refill {
+  uint4* slots;
+  const uint4* spilled;
+  u32 barriers;  // for the first groups, for the second ones
+
+  __device__ __forceinline__ void copy(const uint4* from, int groups, u32 barrier) const {
+    expect(barrier, groups * GROUP_WORDS * 16);
+    for (int i = 0; i < groups; i++)
+      copy_bulk(shared_address(slots + i * GROUP_WORDS), from + i * GROUP_WORDS, GROUP_WORDS * 16, barrier);
+  }
+  // All threads left the slots, and a barrier was passed.
+  __device__ __forceinline__ void ask_first() const {
+    if (FIRST && threadIdx.x == ASKING * 32) {
+      after_sums();
+      copy(spilled, FIRST, barriers);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void ask_second() const {
+    if (threadIdx.x / 32 == ASKING) {
+      await<FIRST_USED>();
+      if (threadIdx.x % 32 == 0) copy(spilled + FIRST * GROUP_WORDS, SECOND, barriers + 8);
+    } else {
+      done<FIRST_USED>();
+    }
+    __syncwarp();
+  }
+  // `step`: counted from 0.
+  __device__ __forceinline__ void await_first(u32 step) const {
+    if (FIRST) await_phase(barriers, step);
+  }
+  __device__ __forceinline__ void await_second(u32 step) const { await_phase(barriers + 8, step); }
+};
 
 // Products ----------------------------------------------------------------------------------------
 
@@ -247,7 +354,12 @@ __device__ __forceinline__ void await_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-__device__ __forceinline__ uint4 fetch_piece(const uint4* p) { return fetch(reinterpret_cast<const Element*>(p)); }
+__device__ __forceinline__ uint4 fetch_piece(const uint4* p) {
+#ifdef NO_FETCH
+  return make_uint4(0, 0, 0, 0);
+#endif
+  return fetch(reinterpret_cast<const Element*>(p));
+}
 
 // Where this thread's first piece of its block's slice lies, in what is passed on in a step.
 __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
@@ -256,17 +368,20 @@ __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
   return slice;
 }
 
-// sums = this block's slice of what was passed on in a step, times its weights. The slots hold the FIRST
-// groups, and a barrier was passed since refilled(). begin: of the group to begin with, in the slice.
+// sums = this block's slice of what was passed on in a step, times its weights. The FIRST groups were asked for.
+// begin: of the group to begin with, in the slice. step: counted from 0.
 // freed(): the slots are not needed any more; other(i): something else to do, beside group i.
+//
+// The first warpgroup is STAGGER groups ahead of the second one, so that it hands over its sums, and does what
+// follows, while the tensor cores work for the second.
 //
 // nothing: zero, which the compiler cannot know. It would make all addresses before the first product, one after
 // the other; so each depends on what the group before it was given.
 template <class Freed, class Other>
 __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin, const uint4* resident,
-                                        uint4* slots, const uint4* spilled, u32 nothing, Freed freed, Other other) {
+                                        const Refill& refill, u32 step, u32 nothing, Freed freed, Other other) {
   const u64 layout = u64(COLUMNS) << 16 | u64(128 / 16) << 32;
-  const u64 at_resident = layout | shared_address(resident) >> 4, at_slots = layout | shared_address(slots) >> 4;
+  const u64 at_resident = layout | shared_address(resident) >> 4, at_slots = layout | shared_address(refill.slots) >> 4;
   u32 at = begin;
   uint4 a[DEPTH][2];
   auto ask = [&](int i) {
@@ -278,6 +393,7 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
     __syncwarp();  // or the compiler would ask later, when it thinks that is early enough
   };
 #ifdef NO_GATHER
+  refill.await_first(step);
 #pragma unroll
   for (int i = 0; i < COLUMNS / 2; i++) sums[i] = 0.0f;
   freed();
@@ -289,10 +405,9 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   for (int i = 0; i < DEPTH - 1 && i < SLICE; i++) ask(i);
 #pragma unroll
   for (int i = 0; i < SLICE; i++) {
-    if (SECOND && i == FIRST + MIDDLE) {
-      refilled();
-      __syncthreads();
-    }
+    if (i == 0) refill.await_first(step);
+    if (AHEAD && i == 0 && threadIdx.x >= 128) await<UNDER_WAY>();
+    if (SECOND && i == FIRST + MIDDLE) refill.await_second(step);
     const int second = i < FIRST || stays(i) ? 0 : FIRST;  // they begin at the first slot again
     const u64 b = (stays(i) ? at_resident : at_slots) + (place_of(i) - second) * GROUP_WORDS;
     at |= a[i % DEPTH][0].x & nothing;
@@ -302,10 +417,8 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
     commit_products();
     await_products<1>();  // all but this group's
     if (i + DEPTH - 1 < SLICE) ask(i + DEPTH - 1);
-    if (SECOND && i == FIRST) {
-      __syncthreads();  // the first groups were used
-      refill<SECOND>(slots, spilled + FIRST * GROUP_WORDS);
-    }
+    if (AHEAD && i == AHEAD && threadIdx.x < 128) done<UNDER_WAY>();
+    if (SECOND && i == FIRST) refill.ask_second();
     if (CLUSTER && i == FIRST + MIDDLE + SECOND) freed();
     other(i);
   }
@@ -368,18 +481,6 @@ __device__ __forceinline__ float over_warps(const float* from, int pitch) {
 #pragma unroll
     for (int w = 0; w < n; w++) v[w] += v[w + n];
   return v[0];
-}
-
-// Meetings of a block in two halves: some are only waited for, some only wait.
-#define SUMS_READY 1
-#define TOTALS_READY 2
-template <int WHICH>
-__device__ __forceinline__ void done() {
-  asm volatile("bar.arrive %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
-}
-template <int WHICH>
-__device__ __forceinline__ void await() {
-  asm volatile("bar.sync %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
 }
 
 // Gates -------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ struct Backward {
   uint4* passed;   // [R, 2, STEP_PIECES]: d(W_h h) of the last two steps; zero
   uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   uint4* handed;   // [R, GRID, TEAM - 1, SENT]: sums for the team
-  u32* meetings;   // [R, GRID], zero: counters of the teams; then those at which all meet
+  u32* meetings;   // [R, GRID, 2], zero: counters of the teams; then those of the slices
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -64,8 +64,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * THREADS;
   asm volatile("" : "+r"(begin));
-  u32* meeting = p.meetings + gridDim.y * GRID + r * 32;  // of all blocks
-  const Team team = {p.handed + r * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID, slots, shared_address(barriers)};
+  u32* meeting = p.meetings + gridDim.y * GRID * 2 + r * TEAM * 32;  // of all blocks
+  const Team team = {p.handed + r * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
+  const Refill refill = {slots, spilled, team.barriers + 8 * (WARPS + 1)};
+  if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
   start_team(team);
 
   const Element* weight = p.weight + r * GATES * H;
@@ -73,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     const int of = unit_of(n), k = piece / 4 * UNITS + u;
     return of < H && k < H ? load_raw4(weight + i64(of) * GATES + piece % 4 * H + k) : make_uint2(0, 0);
   });
-  refill<FIRST>(slots, spilled);
+  refill.ask_first();
 
   // Each column's sums are three threads': of dpre warps 0 and 1, times W_h h warps 2 and 3, times the
   // input term warps 4 and 5. Those of the cell are warp 7's, in two halves.
@@ -158,6 +160,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   auto save = [&](int k, i64 of) {
     const int j = k / 4 % 2, q = k % 4;
     Element* to = (k < 8 ? p.da : p.dwx) + of + 8 * j * GATES + q * H;
+#ifdef NO_SAVE
+    return;
+#endif
     if (in[j]) store_raw4(to, kept[SPLIT ? k / 8 : 0][j][q]);
   };
 
@@ -195,10 +200,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     float sums[COLUMNS / 2];
     const uint4* from = slice + (t + 1) % 2 * STEP_PIECES;
     asm volatile("" : "+l"(from));
-    refilled();
-    wait_for(meeting, GRID * times);
+    wait_for_slice(meeting, times);
     MARK(1);
-    product(sums, from, begin, resident, slots, spilled, nothing, [&] { free_slots(team); }, [&](int i) {
+    product(sums, from, begin, resident, refill, times, nothing, [&] { free_slots(team); }, [&](int i) {
 #pragma unroll
       for (int k = 0; k < STORES; k++)
         if (!EARLY && k * SLICE / STORES == i && t < p.T - 1) save(k, at + B * GATES);
@@ -411,11 +415,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       pass_on(passed + t % 2 * STEP_PIECES, q, kept[0][0][q], kept[0][1][q]);
     }
     MARK(11);
-    arrive(meeting);
+    arrive_at_slices(meeting);
     MARK(12);
 
     // What nobody waits for.
-    if (t > 0) refill<FIRST>(slots, spilled);
+    if (t > 0) refill.ask_first();
     if (!MODE_H)
 #pragma unroll
       for (int i = 0; i < 16; i++) sum_b[i] += v[0][i];

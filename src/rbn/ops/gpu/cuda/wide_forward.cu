@@ -27,7 +27,7 @@ struct Forward {
   uint4* passed;       // [R, 2, STEP_PIECES]: h of the last two steps; zero
   uint4* spilled;      // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   uint4* handed;       // [R, GRID, TEAM - 1, SENT]: sums for the team
-  u32* meetings;       // [R, GRID], zero: counters of the teams; then those at which all meet
+  u32* meetings;       // [R, GRID, 2], zero: counters of the teams; then those of the slices
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -57,8 +57,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * THREADS;
   asm volatile("" : "+r"(begin));
-  u32* meeting = p.meetings + gridDim.y * GRID + r * 32;  // of all blocks
-  const Team team = {p.handed + r * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID, slots, shared_address(barriers)};
+  u32* meeting = p.meetings + gridDim.y * GRID * 2 + r * TEAM * 32;  // of all blocks
+  const Team team = {p.handed + r * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
+  const Refill refill = {slots, spilled, team.barriers + 8 * (WARPS + 1)};
+  if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
   start_team(team);
 
   const Element* weight = p.weight + r * GATES * H;
@@ -66,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     const int of = unit_of(n), k = piece * UNITS + u;
     return of < H && k < H ? load_raw4(weight + i64(n / 16 % 4 * H + of) * H + k) : make_uint2(0, 0);
   });
-  refill<FIRST>(slots, spilled);
+  refill.ask_first();
 
   // Each column's statistics are one thread's: those of W_h h of warps 0 to 3, one for each gate, those of the
   // input term of warps 4 and 5, those of the cell of warp 7.
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     if (SAVE && in[j]) store4(cs + 64 * j, c[j]);
   }
   pass_on(passed, 0, h0[0], h0[1]);
-  arrive(meeting);
+  arrive_at_slices(meeting);
 
   // The input term: asked for a step before it is needed, normalized while the others are waited for.
   const Element* wx = p.wx + (r * p.T * B + row0) * GATES + unit;
@@ -172,11 +174,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     // W_h h
     const uint4* from = slice + t % 2 * STEP_PIECES;
     asm volatile("" : "+l"(from));
-    refilled();
-    wait_for(meeting, GRID * u32(t + 1));
+    wait_for_slice(meeting, u32(t + 1));
     MARK(1);
     float sums[COLUMNS / 2];
-    product(sums, from, begin, resident, slots, spilled, nothing, [&] { free_slots(team); }, [](int) {});
+    product(sums, from, begin, resident, refill, u32(t), nothing, [&] { free_slots(team); }, [](int) {});
     MARK(2);
     hand_over(sums, team, u32(t));
     take_over(sums, team, u32(t), 0);
@@ -303,13 +304,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     }
     pass_on(passed + (t + 1) % 2 * STEP_PIECES, 0, packed[0], packed[1]);
     MARK(9);
-    arrive(meeting);
+    arrive_at_slices(meeting);
     MARK(10);
 
     // What nobody waits for.
     hs += B * HS;
     cs += SUBS * B * 8;
-    if (t + 1 < p.T) refill<FIRST>(slots, spilled);
+    if (t + 1 < p.T) refill.ask_first();
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       if (row0 + 8 * j < B && unit < HS) store_raw4(hs + 8 * j * HS, packed[j]);

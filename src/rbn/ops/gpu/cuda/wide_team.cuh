@@ -7,7 +7,7 @@
 // (mbarrier) of its own counts the bytes as they come. PLAIN, for trials: ordinary stores and an arrival
 // instead of stores that count themselves.
 //
-// Otherwise through L2, `handed` [GRID, TEAM - 1, SENT], and the team meets at a counter.
+// Otherwise through L2, `handed` [GRID, TEAM - 1, SENT], and the same warpgroups of a team meet at a counter.
 #define PART (SIDE / 2)
 #if defined(NO_WAIT) && !defined(PLAIN)  // blocks that run ahead would count too far
 #define PLAIN 1
@@ -18,7 +18,7 @@
 
 struct Team {
   uint4* handed;
-  u32* counters;
+  u32* counters;  // [GRID, 2]
   const uint4* slots;
   u32 barriers;  // WARPS for what comes, one for whether the others' slots are free
 };
@@ -34,37 +34,12 @@ __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void start_barrier(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// The barrier expects `bytes` in its present phase, which ends when they have come.
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}"
-               ::"r"(barrier), "r"(bytes) : "memory");
-}
-
+// That this warp's stores are done (PLAIN); and that it is done with reading, which takes no fence.
 __device__ __forceinline__ void arrive_there(u32 barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-
-__device__ __forceinline__ void await_phase(u32 barrier, u32 phase) {
-  u32 done = 1;
-#ifdef GUARD
-  const i64 since = clock64();
-#endif
-#ifndef NO_WAIT
-  do {
-    asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-                 "selp.u32 %0, 1, 0, p;\n\t}"
-                 : "=r"(done) : "r"(barrier), "r"(phase & 1) : "memory");
-#ifdef GUARD
-    if (clock64() - since > (1ll << 31)) break;
-#endif
-  } while (!done);
-#endif
-  __syncwarp();
+__device__ __forceinline__ void left_there(u32 barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void send(u32 to, u32 barrier, uint4 v) {
@@ -96,7 +71,7 @@ __device__ __forceinline__ void start_team(const Team& team) {
 __device__ __forceinline__ void free_slots(const Team& team) {
   const u32 lane = threadIdx.x % 32;
   if (CLUSTER && lane < TEAM - 1)
-    arrive_there(in_block(team.barriers + 8 * WARPS, (rank_in_team() + 1 + lane) % TEAM));
+    left_there(in_block(team.barriers + 8 * WARPS, (rank_in_team() + 1 + lane) % TEAM));
   __syncwarp();
 }
 
@@ -126,7 +101,10 @@ __device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], cons
       else pass_word(to + i * THREADS, word);
     }
   }
-  if (!CLUSTER) arrive(team.counters + first);
+  if (!CLUSTER) {
+    meet_half();
+    if (threadIdx.x % 128 == 0) announce(team.counters + 2 * first + threadIdx.x / 128);
+  }
   if (CLUSTER && PLAIN) {
     const u32 lane = threadIdx.x % 32;
     __syncwarp();
@@ -147,13 +125,15 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const Team
     await_phase(barrier, times + nothing);
     if (!PLAIN && threadIdx.x % 32 == 0) expect(barrier, WARP_BYTES);
   } else {
-    wait_for(team.counters + blockIdx.x - rank_in_team(), TEAM * (times + 1) + nothing);
+    const u32* counter = team.counters + 2 * (blockIdx.x - rank_in_team()) + threadIdx.x / 128;
+    if (threadIdx.x % 128 == 0) wait_until(counter, TEAM * (times + 1) + nothing);
+    meet_half();
   }
   auto add = [&](int i, const uint4& v) {
     sums[4 * i] += __uint_as_float(v.x), sums[4 * i + 1] += __uint_as_float(v.y);
     sums[4 * i + 2] += __uint_as_float(v.z), sums[4 * i + 3] += __uint_as_float(v.w);
   };
-  constexpr int AT_ONCE = CLUSTER ? 2 : TEAM - 1;  // registers are scarce, L2 is far
+  constexpr int AT_ONCE = CLUSTER || TEAM == 1 ? 2 : TEAM - 1;  // registers are scarce, L2 is far
 #pragma unroll
   for (int s = 0; s < TEAM - 1; s += AT_ONCE) {
     uint4 v[AT_ONCE][PART / 4];

@@ -108,6 +108,7 @@ class Kernel:
         """The same in whole clusters; none where the card has no clusters of this size."""
         count = ctypes.c_int()
         config = self._config((self.cluster, 1), None)
+        config.count = 1  # whether all meet does not matter here
         status = _driver().cuOccupancyMaxActiveClusters(
             ctypes.byref(count), self._function, ctypes.byref(config)
         )

@@ -222,7 +222,7 @@ __device__ __forceinline__ void await_phase(u32 barrier, u32 phase) {
                  "selp.u32 %0, 1, 0, p;\n\t}"
                  : "=r"(done) : "r"(barrier), "r"(phase & 1) : "memory");
 #ifdef GUARD
-    if (clock64() - since > (1ll << 31)) break;
+    if (clock64() - since > (1ll << 27)) break;
 #endif
   } while (!done);
 #endif

@@ -205,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     product(sums, from, begin, resident, refill, times, nothing, [&] { free_slots(team); }, [&](int i) {
 #pragma unroll
       for (int k = 0; k < STORES; k++)
-        if (!EARLY && k * SLICE / STORES == i && t < p.T - 1) save(k, at + B * GATES);
+        // In the first three quarters: handing over waits until they are done.
+        if (!EARLY && k * (3 * SLICE / 4) / STORES == i && t < p.T - 1) save(k, at + B * GATES);
     });
     MARK(2);
     hand_over(sums, team, times);

@@ -146,7 +146,8 @@ def test_teams_are_clusters_where_the_card_has_room(monkeypatch, room, expected)
     """126 blocks in clusters of 2, or 125 blocks without."""
     limit, used = 227 * 1024, []
     cuts = tuple(
-        wide_lstm.cut_wide("forward", 2000, n, limit, cluster) for n, cluster in ((2, True), (1, False))
+        wide_lstm.cut_wide("forward", 2000, n, limit, cluster)
+        for n, cluster in ((2, True), (1, False))
     )
     wx = torch.empty(1, 1, 2, 8000, dtype=torch.bfloat16)
     kernels = {cut: types.SimpleNamespace(at_once=room if cut.cluster else 132) for cut in cuts}

@@ -158,7 +158,8 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta
 
 // Who multiplies a slice waits for the blocks whose pieces it is made of, at a counter of the slice: [TEAM],
 // 128 bytes apart, zero. The sums of a team come from all slices. So whoever has them knows that all blocks have
-// passed on, and are done with what they read before: it may be written over.
+// passed on, and are done with what they read before: it may be written over. Sums that are handed over through L2
+// are written over before that, so a block also waits for the rest of its team: for the slices it passes on to.
 #define PIECES (2 * SLICE)  // of a slice
 #define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that have units, and pass on pieces of theirs
 
@@ -170,11 +171,16 @@ __device__ __forceinline__ void arrive_at_slices(u32* counters) {
   if (PIECES % PASSED && last != first) announce(counters + last * 32);
 }
 
-// Until all its blocks have arrived `times` times.
-__device__ __forceinline__ void wait_for_slice(const u32* counters, u32 times) {
-  const u32 first = rank_in_team() * PIECES / PASSED, end = (rank_in_team() * PIECES + PIECES - 1) / PASSED + 1;
-  const u32 blocks = first < OWNERS ? min(end, u32(OWNERS)) - first : 0;
-  wait_for(counters + rank_in_team() * 32, blocks * times);
+// Until all blocks of those slices have arrived `times` times.
+__device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) {
+  const u32 lane = threadIdx.x, rank = rank_in_team(), team = blockIdx.x - rank;
+  const bool of_team = !CLUSTER && lane >= team * PASSED / PIECES && lane <= ((team + TEAM) * PASSED - 1) / PIECES;
+  if (lane < TEAM && (lane == rank || of_team)) {
+    const u32 first = lane * PIECES / PASSED, end = (lane * PIECES + PIECES - 1) / PASSED + 1;
+    const u32 blocks = first < OWNERS ? min(end, u32(OWNERS)) - first : 0;
+    wait_until(counters + lane * 32, blocks * times);
+  }
+  __syncthreads();
 }
 
 // Barriers ----------------------------------------------------------------------------------------

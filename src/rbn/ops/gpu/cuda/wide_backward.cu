@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     float sums[COLUMNS / 2];
     const uint4* from = slice + (t + 1) % 2 * STEP_PIECES;
     asm volatile("" : "+l"(from));
-    wait_for_slice(meeting, times);
+    wait_for_slices(meeting, times);
     MARK(1);
     product(sums, from, begin, resident, refill, times, nothing, [&] { free_slots(team); }, [&](int i) {
 #pragma unroll

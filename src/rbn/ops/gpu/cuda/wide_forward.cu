@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     // W_h h
     const uint4* from = slice + t % 2 * STEP_PIECES;
     asm volatile("" : "+l"(from));
-    wait_for_slice(meeting, u32(t + 1));
+    wait_for_slices(meeting, u32(t + 1));
     MARK(1);
     float sums[COLUMNS / 2];
     product(sums, from, begin, resident, refill, u32(t), nothing, [&] { free_slots(team); }, [](int) {});

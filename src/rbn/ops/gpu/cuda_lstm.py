@@ -238,8 +238,10 @@ def _run_wide(
     direction: str, call: Any, tensors: dict[str, Tensor], sizes: dict[str, Any], **more: Any
 ) -> None:
     device, defines = call.wx.device.index or 0, _defines(call, **more)
+    cuts = wide_lstm.cuts(direction, call.wx)
+    assert cuts
     with torch.cuda.device_of(call.wx):
-        for cut in wide_lstm.cuts(direction, call.wx):
+        for cut in cuts:  # the last needs no clusters
             kernel = wide_lstm.kernel(cut, device, defines)
             if not cut.cluster or call.R * cut.blocks <= kernel.at_once:
                 break

@@ -301,7 +301,7 @@ struct Refill {
   // All threads left the slots, and a barrier was passed.
   __device__ __forceinline__ void ask_first() const {
     if (FIRST && threadIdx.x == ASKING * 32) {
-      after_sums();
+      if (CLUSTER) after_sums();
       copy(spilled, FIRST, barriers);
     }
     __syncwarp();

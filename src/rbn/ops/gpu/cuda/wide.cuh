@@ -42,10 +42,11 @@
 #ifndef CLUSTER
 #define CLUSTER 0
 #endif
-#define LAST (CLUSTER ? RESIDENT / 2 : 0)
 #ifndef STAGGER
 #define STAGGER 4
 #endif
+// Few: the later the second groups are needed, the less they compete with what is multiplied.
+#define LAST (!CLUSTER ? 0 : RESIDENT / 2 < STAGGER + 4 ? RESIDENT / 2 : STAGGER + 4)
 // Before the first warpgroup needs the second groups, which come when the other has left the first ones.
 #define AHEAD (STAGGER < FIRST + MIDDLE ? STAGGER : FIRST + MIDDLE - 1)
 #define MIDDLE (RESIDENT - LAST)  // of the resident groups, those before the second ones

@@ -56,13 +56,15 @@ def test_a_card_with_less_shared_memory():
 @pytest.mark.parametrize("hidden", [4, 52, 240, 1060, 2000, 2112])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, limit):
-    for team in wide_lstm.TEAMS[direction]:
-        cut = wide_lstm.cut_wide(direction, hidden, team, limit)
-        if cut is None:  # not even by reading everything twice
-            assert limit < 227 * 1024
+    for team, cluster in [*((n, False) for n in wide_lstm.TEAMS[direction]), (2, True), (8, True)]:
+        cut = wide_lstm.cut_wide(direction, hidden, team, limit, cluster)
+        if cut is None:  # not even by reading everything twice; or sums would come into weights
+            assert limit < 227 * 1024 or cluster
             continue
         assert cut.shared <= limit
-        assert cut.resident > 0
+        assert cut.resident > cluster
+        rest = cut.shared - cut.resident * cut.group
+        assert not cluster or rest >= cut.handed + 4 * wide_lstm._NUMBERS[direction]
         assert cut.blocks % team == 0
         assert cut.blocks * wide_lstm.UNITS >= hidden
         assert cut.second <= cut.first  # the slots are as many as the first need
@@ -102,8 +104,10 @@ def test_the_tiles_of_triton_fit_the_card(shared, itemsize, batch, hidden):
 def test_text8_is_cut_as_planned():
     limit = 227 * 1024
     forward = wide_lstm.cut_wide("forward", 2000, 1, limit)
+    clusters = wide_lstm.cut_wide("forward", 2000, 2, limit, cluster=True)
     backward = wide_lstm.cut_wide("backward", 2000, 8, limit)
     assert (forward.blocks, forward.first, forward.resident, forward.second) == (125, 8, 47, 8)
+    assert (clusters.blocks, clusters.first, clusters.resident, clusters.second) == (126, 5, 22, 5)
     assert (backward.blocks, backward.first, backward.resident, backward.second) == (128, 5, 22, 5)
 
 
@@ -114,24 +118,47 @@ def test_which_layers_are_wide(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 227 * 1024)
 
-    def team(direction, wx):
-        wide_lstm._choose.cache_clear()
-        cut = wide_lstm.choose(direction, wx)
-        wide_lstm._choose.cache_clear()
-        return cut and cut.team
+    def teams(direction, wx):
+        wide_lstm._cuts.cache_clear()
+        cuts = wide_lstm.cuts(direction, wx)
+        wide_lstm._cuts.cache_clear()
+        return [(cut.team, cut.cluster) for cut in cuts]
 
     half = torch.empty(1, 1, 128, 8000, dtype=torch.bfloat16)
-    assert team("forward", half) == 1
-    assert team("backward", half) == 8
-    assert team("backward", half.new_empty(1, 1, 128, 4 * 2112)) == 4  # 8 would need 136 blocks
-    assert team("forward", half.float()) is None
-    assert team("forward", half.expand(2, 1, 128, 8000)) is None
-    assert team("forward", half[..., : 4 * 1998]) is None
-    assert team("forward", half.new_empty(1, 1, 129, 8000)) is None
+    assert teams("forward", half) == [(2, True), (1, False)]
+    assert teams("backward", half) == [(8, False)]
+    # 8 would need 136 blocks
+    assert teams("backward", half.new_empty(1, 1, 128, 4 * 2112)) == [(4, False)]
+    assert not teams("forward", half.float())
+    assert not teams("forward", half.expand(2, 1, 128, 8000))
+    assert not teams("forward", half[..., : 4 * 1998])
+    assert not teams("forward", half.new_empty(1, 1, 129, 8000))
+    card.multi_processor_count = 125
+    assert teams("forward", half) == [(1, False)]
     card.multi_processor_count = 124
-    assert team("forward", half) is None
+    assert not teams("forward", half)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert team("forward", half) is None
+    assert not teams("forward", half)
+
+
+@pytest.mark.parametrize(("room", "expected"), [(132, 2), (124, 0)])
+def test_teams_are_clusters_where_the_card_has_room(monkeypatch, room, expected):
+    """126 blocks in clusters of 2, or 125 blocks without."""
+    limit, used = 227 * 1024, []
+    cuts = tuple(
+        wide_lstm.cut_wide("forward", 2000, n, limit, cluster)
+        for n, cluster in ((2, True), (1, False))
+    )
+    wx = torch.empty(1, 1, 2, 8000, dtype=torch.bfloat16)
+    kernels = {cut: types.SimpleNamespace(at_once=room if cut.cluster else 132) for cut in cuts}
+    monkeypatch.setattr(wide_lstm, "cuts", lambda direction, wx: cuts)
+    monkeypatch.setattr(wide_lstm, "kernel", lambda cut, device, defines: kernels[cut])
+    monkeypatch.setattr(wide_lstm, "rooms", lambda cut, wx: {})
+    monkeypatch.setattr(cuda_lstm, "_defines", lambda call: ())
+    monkeypatch.setattr(cuda_lstm, "_run", lambda *args, **sizes: used.append(args[:2]))
+    cuda_lstm._run_wide("forward", types.SimpleNamespace(wx=wx, R=1), {}, {})
+    cut = cuts[0 if expected else 1]
+    assert used == [(kernels[cut], cut.blocks)]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -350,7 +377,7 @@ def test_tf32_follows_the_setting_for_recurrent_networks():
 class Writer:
     """A kernel's stand-in: fills some of its results, and keeps the addresses it was given."""
 
-    at_once, cluster = 1000, 0
+    at_once, cluster, together = 1000, 0, True
 
     def __init__(self, hidden):
         self.hidden, self.seen = hidden, {}

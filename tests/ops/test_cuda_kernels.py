@@ -111,20 +111,24 @@ def test_wide_layers_against_the_reference(op, name, shape, dtype, calls):
 
 
 @needs_hopper
-@pytest.mark.parametrize("teams", [(1, 8), (2, 4)])
+@pytest.mark.parametrize(
+    ("teams", "clusters", "hidden", "limit"),
+    [((1, 8), False, 232, 36), ((2, 4), False, 232, 36), ((2, 8), True, 1060, 110)],
+)
 @pytest.mark.usefixtures("wide")
-def test_weights_that_do_not_fit(teams, monkeypatch, calls):
+def test_weights_that_do_not_fit(teams, clusters, hidden, limit, monkeypatch, calls):
     """Most of them are read again in each step, as in a layer of 2000 units."""
-    limit = 36 * 1024
-    monkeypatch.setattr(wide_lstm, "TEAMS", {"forward": teams[:1], "backward": teams[1:]})
-    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: limit)
-    wide_lstm._choose.cache_clear()
+    both = {"forward": teams[:1], "backward": teams[1:]}
+    monkeypatch.setattr(wide_lstm, "TEAMS", both)
+    monkeypatch.setattr(wide_lstm, "CLUSTERS", both if clusters else dict.fromkeys(both, ()))
+    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: limit * 1024)
+    wide_lstm._cuts.cache_clear()
     for direction, team in zip(("forward", "backward"), teams, strict=True):
-        assert wide_lstm.cut_wide(direction, 232, team, limit).second > 0
+        assert wide_lstm.cut_wide(direction, hidden, team, limit * 1024, clusters).second > 0
     try:
-        test_against_the_reference("bn_lstm", "lengths", (5, 100, 232), torch.bfloat16, calls)
+        test_against_the_reference("bn_lstm", "lengths", (5, 100, hidden), torch.bfloat16, calls)
     finally:
-        wide_lstm._choose.cache_clear()
+        wide_lstm._cuts.cache_clear()
 
 
 @needs_hopper

@@ -174,7 +174,7 @@ def _has_room(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, dev
 
 def fits_wide(wx: Tensor) -> bool:
     """Whether it has room for blocks of 16 units, though not for those of 8."""
-    return not _fits(wx) and all(wide_lstm.choose(d, wx) for d in ("forward", "backward"))
+    return not _fits(wx) and all(wide_lstm.cuts(d, wx) for d in ("forward", "backward"))
 
 
 def kind(wx: Tensor) -> str | None:
@@ -215,8 +215,8 @@ def _defines(call: Any, DOUTPUT: bool = False) -> tuple[Any, ...]:
 def _run(
     kernel: Kernel, blocks: int, call: Any, structure: Any, tensors: dict[str, Tensor], **rest: Any
 ) -> None:
-    # Clusters need not run at the same time.
-    if blocks * (1 if kernel.cluster else call.R) > kernel.at_once:
+    # Clusters that do not meet need not run at the same time.
+    if blocks * (call.R if kernel.together else 1) > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
     pointers, copies = [], []
     for name in structure.pointers:
@@ -237,11 +237,15 @@ def _sizes(call: Any, rows: list[int]) -> dict[str, Any]:
 def _run_wide(
     direction: str, call: Any, tensors: dict[str, Tensor], sizes: dict[str, Any], **more: Any
 ) -> None:
-    cut = wide_lstm.choose(direction, call.wx)
-    assert cut is not None
-    log.debug("lstm %s in CUDA, wide: %s", direction, cut)
+    device, defines = call.wx.device.index or 0, _defines(call, **more)
+    cuts = wide_lstm.cuts(direction, call.wx)
+    assert cuts
     with torch.cuda.device_of(call.wx):
-        kernel = wide_lstm.kernel(cut, call.wx.device.index or 0, _defines(call, **more))
+        for cut in cuts:  # the last needs no clusters
+            kernel = wide_lstm.kernel(cut, device, defines)
+            if not cut.cluster or call.R * cut.blocks <= kernel.at_once:
+                break
+        log.debug("lstm %s in CUDA, wide: %s", direction, cut)
         tensors = tensors | wide_lstm.rooms(cut, call.wx)
         arguments = WideForwardArguments if direction == "forward" else WideBackwardArguments
         _run(kernel, cut.blocks, call, arguments, tensors, **sizes)

@@ -12,6 +12,7 @@ _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_LIMIT = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _NON_PORTABLE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE = 8  # blocks of a cluster
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 
 
@@ -57,14 +58,25 @@ def shared_limit(device: int) -> int:
 class Kernel:
     """A function of a piece of machine code, loaded on the current device.
 
-    cluster: blocks that meet within a thread-block cluster only, or 0 if all blocks meet.
+    cluster: blocks of a thread-block cluster, or 0 for none.
+    together: whether all blocks of a launch meet, not only those of a cluster.
     """
 
-    def __init__(self, code: bytes, name: str, threads: int, shared: int, cluster: int = 0) -> None:
+    def __init__(
+        self,
+        code: bytes,
+        name: str,
+        threads: int,
+        shared: int,
+        cluster: int = 0,
+        together: bool = False,
+    ) -> None:
         cuda = _driver()
         self.threads, self.shared, self.cluster = threads, shared, cluster
-        sizes = (ctypes.c_uint * 16)(cluster, 1, 1)
-        self._attributes = ctypes.pointer(_Attribute(_CLUSTER, 0, sizes))
+        self.together = together or not cluster
+        self._attributes = (_Attribute * 2)()
+        self._attributes[0] = _Attribute(_CLUSTER, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
+        self._attributes[1] = _Attribute(_COOPERATIVE, 0, (ctypes.c_uint * 16)(1))
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(cuda.cuModuleLoadData(ctypes.byref(self._module), code), f"loading {name}")
         _check(
@@ -96,6 +108,7 @@ class Kernel:
         """The same in whole clusters; none where the card has no clusters of this size."""
         count = ctypes.c_int()
         config = self._config((self.cluster, 1), None)
+        config.count = 1  # whether all meet does not matter here
         status = _driver().cuOccupancyMaxActiveClusters(
             ctypes.byref(count), self._function, ctypes.byref(config)
         )
@@ -108,7 +121,7 @@ class Kernel:
             self.shared,
             stream,
             self._attributes,
-            1,
+            2 if self.together else 1,
         )
 
     def launch(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:

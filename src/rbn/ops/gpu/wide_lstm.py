@@ -21,18 +21,19 @@ _THREADS = 256
 _ROWS = 128
 
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
-# hand to each other grow.
-TEAMS = {"forward": (1,), "backward": (8, 4)}
+# hand to each other grow. CLUSTERS are teams that hand them over through distributed shared memory,
+# where the card has room for so many: an H200 has it for 66 clusters of 2, 30 of 4, 15 of 8.
+CLUSTERS: dict[str, tuple[int, ...]] = {"forward": (2,), "backward": ()}
+TEAMS: dict[str, tuple[int, ...]] = {"forward": (1,), "backward": (8, 4)}
 _SIDE = {"forward": 64, "backward": 16}  # columns of the product for each block
 _PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block passes on in a step
 # float32 numbers beside the weights: sums of each warp, tables of a number for each column (80) or
-# unit (16), parameters.
+# unit (16), parameters, 11 barriers.
 _NUMBERS = {
-    "forward": 8 * 144 + 4 * 80 + 2 * 16,
-    "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 16,
+    "forward": 8 * 144 + 4 * 80 + 2 * 16 + 22,
+    "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 16 + 22,
 }
-_DEPTH = 8
-_COUNTERS = 32  # room for those of a recurrence at which all blocks may meet, 128 bytes apart
+_DEPTH = {"forward": 8, "backward": 6}  # groups asked for ahead; registers are scarce
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class WideCut:
     first: int
     resident: int
     second: int
+    cluster: bool = False
 
     @property
     def slice(self) -> int:
@@ -62,8 +64,8 @@ class WideCut:
     @property
     def shared(self) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
-        slots = max(self.first, self.second)
-        return (slots + self.resident) * self.group + 4 * _NUMBERS[self.direction]
+        slots = max(self.first * self.group, self.handed if self.cluster else 0)
+        return slots + self.resident * self.group + 4 * _NUMBERS[self.direction]
 
     @property
     def passed(self) -> int:
@@ -81,41 +83,51 @@ class WideCut:
         return (self.team - 1) * _SIDE[self.direction] * _ROWS * 4
 
 
-def cut_wide(direction: str, hidden: int, team: int, limit: int) -> WideCut | None:
+def cut_wide(
+    direction: str, hidden: int, team: int, limit: int, cluster: bool = False
+) -> WideCut | None:
     """The division with the fewest slots that fits into `limit` bytes, or None."""
     blocks = -(-hidden // UNITS)
     grid = -(-blocks // team) * team
     groups = -(-blocks * _PASSED[direction] // (2 * team))
     for slots in range(groups + 1):
-        empty = WideCut(direction, grid, team, slots, 0, slots)
+        empty = WideCut(direction, grid, team, slots, 0, slots, cluster)
         resident = min(groups, (limit - empty.shared) // empty.group)
-        if resident < 1:  # the second groups are asked for while a resident one is used
+        # The second groups are asked for while a resident one is used; sums come into the slots
+        # while another one is.
+        if resident < 1 + cluster:
             return None
         again = groups - resident
         if again <= 2 * slots:
             first = min(slots, again)
-            return WideCut(direction, grid, team, first, resident, again - first)
+            return WideCut(direction, grid, team, first, resident, again - first, cluster)
     return None
 
 
-def choose(direction: str, wx: Tensor) -> WideCut | None:
-    """The division for an input term ``[R, T, B, 4H]``; None where the kernels do not take it."""
+def cuts(direction: str, wx: Tensor) -> tuple[WideCut, ...]:
+    """The divisions for an input term ``[R, T, B, 4H]``, the best first; none if there is none.
+
+    The last needs no clusters: whether the card has room for those of a kernel is known only when
+    it is compiled.
+    """
     R, _, B, G = wx.shape
     if wx.dtype == torch.float32 or G % 16 or B > _ROWS:
-        return None
-    return _choose(direction, R, G // 4, wx.device.index or 0)
+        return ()
+    return _cuts(direction, R, G // 4, wx.device.index or 0)
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(direction: str, recurrences: int, hidden: int, device: int) -> WideCut | None:
+def _cuts(direction: str, recurrences: int, hidden: int, device: int) -> tuple[WideCut, ...]:
     if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
-        return None
+        return ()
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    for team in TEAMS[direction]:
-        cut = cut_wide(direction, hidden, team, shared_limit(device))
-        if cut and recurrences * cut.blocks <= processors:
-            return cut
-    return None
+
+    def fitting(teams: tuple[int, ...], cluster: bool) -> list[WideCut]:
+        found = (cut_wide(direction, hidden, n, shared_limit(device), cluster) for n in teams)
+        return [cut for cut in found if cut and recurrences * cut.blocks <= processors]
+
+    plain = fitting(TEAMS[direction], False)[:1]
+    return (*fitting(CLUSTERS[direction], True), *plain) if plain else ()
 
 
 @functools.lru_cache(maxsize=256)
@@ -126,10 +138,13 @@ def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
         "FIRST": cut.first,
         "RESIDENT": cut.resident,
         "SECOND": cut.second,
-        "DEPTH": _DEPTH,
+        "DEPTH": _DEPTH[cut.direction],
+        "CLUSTER": cut.cluster,
     }
     name = f"wide_{cut.direction}"
-    return Kernel(nvrtc.compiled(name, named, "sm_90a"), name, _THREADS, cut.shared)
+    code = nvrtc.compiled(name, named, "sm_90a")
+    cluster = cut.team if cut.cluster else 0
+    return Kernel(code, name, _THREADS, cut.shared, cluster, together=True)
 
 
 def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
@@ -140,6 +155,6 @@ def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
     return {
         "passed": raw(R * 2 * cut.passed).zero_(),
         "spilled": raw(max(1, R * cut.spilled)),
-        "handed": raw(max(1, R * cut.blocks * cut.handed)),
-        "meetings": raw(R * (4 * cut.blocks + _COUNTERS * 128)).zero_(),
+        "handed": raw(1 if cut.cluster else max(1, R * cut.blocks * cut.handed)),
+        "meetings": raw(R * (8 * cut.blocks + 128 * cut.team)).zero_(),
     }

@@ -2,8 +2,14 @@
 #define SIDE 16  // columns of a block: its units
 #define PASSED 4
 #include "wide.cuh"
+#include "wide_team.cuh"
 
 #define SPLIT (MODE_H != 0)  // d(W_x x) is not d(W_h h)
+
+#define STORES (SPLIT ? 16 : 8)
+#ifndef EARLY
+#define EARLY 0
+#endif
 
 #define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
 
@@ -25,14 +31,14 @@ struct Backward {
   uint4* passed;   // [R, 2, STEP_PIECES]: d(W_h h) of the last two steps; zero
   uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   uint4* handed;   // [R, GRID, TEAM - 1, SENT]: sums for the team
-  u32* meetings;   // [R, GRID], zero: counters of the teams; then those at which all meet
+  u32* meetings;   // [R, GRID, 2], zero: counters of the teams; then those of the slices
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Backward p) {
   extern __shared__ __align__(128) uint4 slots[];
-  uint4* resident = slots + SLOTS * GROUP_WORDS;
+  uint4* resident = slots + SLOT_WORDS;
   float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
   // Tables. For the gates: what W_h h and the input term are multiplied with, what is added to them.
   float *open_h = room + WARPS * PITCH, *open_x = open_h + TABLE, *bias = open_x + TABLE;
@@ -45,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   float *times_c = slope_c + 2 * UNITS, *plus_c = times_c + UNITS;
   // Parameters, for the threads that have a column: [64] each, then one for each unit.
   float *gamma_h = plus_c + UNITS, *gamma_x = gamma_h + 64, *bias_of = gamma_x + 64, *gamma_c = bias_of + 64;
+  float* barriers = gamma_c + UNITS;
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
   const int row0 = warp * 16 + (lane >> 2);  // and row0 + 8
@@ -53,19 +60,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const i64 r = blockIdx.y, B = p.B;
   const u32 nothing = u32(p.B) >> 31;
   uint4* passed = p.passed + r * 2 * STEP_PIECES;
-  uint4* handed = p.handed + r * GRID * (TEAM - 1) * SENT;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * THREADS;
   asm volatile("" : "+r"(begin));
-  const Meeting meeting = {p.meetings + gridDim.y * GRID + r * WARPS * SPREAD * 32};
+  u32* meeting = p.meetings + gridDim.y * GRID * 2 + r * TEAM * 32;  // of all blocks
+  const Team team = {p.handed + r * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
+  const Refill refill = {slots, spilled, team.barriers + 8 * (WARPS + 1)};
+  if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
+  start_team(team);
 
   const Element* weight = p.weight + r * GATES * H;
   pack(resident, spilled, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece / 4 * UNITS + u;
     return of < H && k < H ? load_raw4(weight + i64(of) * GATES + piece % 4 * H + k) : make_uint2(0, 0);
   });
-  refill<FIRST>(slots, spilled);
+  refill.ask_first();
 
   // Each column's sums are three threads': of dpre warps 0 and 1, times W_h h warps 2 and 3, times the
   // input term warps 4 and 5. Those of the cell are warp 7's, in two halves.
@@ -144,6 +154,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     load4(c_before[j], cs + 64 * j);
   }
 
+  // d(W_h h) and d(W_x x) of a step, stored one by one beside the next product: all at once they keep the loads
+  // behind them waiting, and those the product.
+  uint2 kept[1 + SPLIT][2][4] = {};
+  auto save = [&](int k, i64 of) {
+    const int j = k / 4 % 2, q = k % 4;
+    Element* to = (k < 8 ? p.da : p.dwx) + of + 8 * j * GATES + q * H;
+#ifdef NO_SAVE
+    return;
+#endif
+    if (in[j]) store_raw4(to, kept[SPLIT ? k / 8 : 0][j][q]);
+  };
+
   // What a step takes from memory, a step before it is needed.
   auto ask_step = [&] {
     cs -= SUBS * B * 8;
@@ -178,13 +200,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     float sums[COLUMNS / 2];
     const uint4* from = slice + (t + 1) % 2 * STEP_PIECES;
     asm volatile("" : "+l"(from));
-    refilled();
-    if (WARPWISE) __syncthreads();
-    meeting.wait(times);
+    wait_for_slices(meeting, times);
     MARK(1);
-    product(sums, from, begin, resident, slots, spilled, nothing);
+    product(sums, from, begin, resident, refill, times, nothing, [&] { free_slots(team); }, [&](int i) {
+#pragma unroll
+      for (int k = 0; k < STORES; k++)
+        // In the first three quarters: handing over waits until they are done.
+        if (!EARLY && k * (3 * SLICE / 4) / STORES == i && t < p.T - 1) save(k, at + B * GATES);
+    });
     MARK(2);
-    hand_over(sums, handed, p.meetings + r * GRID, times);
+    hand_over(sums, team, times);
     if (t > 0) ask_statistics(t - 1);
     MARK(3);
 
@@ -252,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         dh[j][e] = LENGTHS && !counts[j] ? kept : kept + y[e];
       }
     }
-    take_over(sums, handed, p.meetings + r * GRID, times, held.zero(nothing));
+    take_over(sums, team, times, held.zero(nothing));
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -372,7 +397,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       __syncthreads();
       MARK(10);
     }
-    uint2 packed[2][4];
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       float slope_of[4], times_of[4], plus_of[4];
@@ -387,22 +411,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 #pragma unroll
         for (int e = 0; e < 4; e++)
           d[e] = MODE_H ? dpre[j][q][e] * slope_of[e] + (a[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
-        packed[j][q] = masked(narrow4(d), counts[j]);
+        kept[0][j][q] = masked(narrow4(d), counts[j]);
       }
-      pass_on(passed + t % 2 * STEP_PIECES, q, packed[0][q], packed[1][q]);
+      pass_on(passed + t % 2 * STEP_PIECES, q, kept[0][0][q], kept[0][1][q]);
     }
     MARK(11);
-    if (WARPWISE && !(MODE_H && MODE_C)) __syncthreads();
-    meeting.arrive();
+    arrive_at_slices(meeting);
     MARK(12);
 
     // What nobody waits for.
-    if (t > 0) refill<FIRST>(slots, spilled);
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-      for (int q = 0; q < 4; q++)
-        if (in[j]) store_raw4(p.da + at + 8 * j * GATES + q * H, packed[j][q]);
+    if (t > 0) refill.ask_first();
     if (!MODE_H)
 #pragma unroll
       for (int i = 0; i < 16; i++) sum_b[i] += v[0][i];
@@ -419,9 +437,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 #pragma unroll
           for (int e = 0; e < 4; e++)
             d[e] = MODE_X ? dpre[j][q][e] * slope_of[e] + (x[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
-          if (in[j]) store_raw4(p.dwx + at + 8 * j * GATES + q * H, masked(narrow4(d), counts[j]));
+          kept[SPLIT][j][q] = masked(narrow4(d), counts[j]);
         }
       }
+    if (EARLY)
+#pragma unroll
+      for (int k = 0; k < STORES; k++) save(k, at);
     at -= B * GATES;
     MARK(13);
     if (t > 0) {
@@ -439,6 +460,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     store4(p.dh + of, skip[j]);
     store4(p.dc + of, dc[j]);
   }
+  if (!EARLY)
+#pragma unroll
+    for (int k = 0; k < STORES; k++) save(k, at + B * GATES);
+  end_team();
   // Sums that were not made step by step are made here.
   __syncthreads();
   if (!MODE_H) {

@@ -2,6 +2,7 @@
 #define SIDE 64  // columns of a block: 16 units, their gates i, f, g, o
 #define PASSED 1
 #include "wide.cuh"
+#include "wide_team.cuh"
 
 #define SUM_H (MODE_H == 1)  // statistics that are made here
 #define SUM_C (MODE_C == 1)
@@ -26,7 +27,7 @@ struct Forward {
   uint4* passed;       // [R, 2, STEP_PIECES]: h of the last two steps; zero
   uint4* spilled;      // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   uint4* handed;       // [R, GRID, TEAM - 1, SENT]: sums for the team
-  u32* meetings;       // [R, GRID], zero: counters of the teams; then those at which all meet
+  u32* meetings;       // [R, GRID, 2], zero: counters of the teams; then those of the slices
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -36,11 +37,12 @@ __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forward p) {
   extern __shared__ __align__(128) uint4 slots[];
-  uint4* resident = slots + SLOTS * GROUP_WORDS;
+  uint4* resident = slots + SLOT_WORDS;
   float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
   // Tables: what a column's W_h h is less, and times; its input term times, and plus; the same of a cell.
   float *mean_of_h = room + WARPS * PITCH, *scale_of_h = mean_of_h + TABLE, *scale_of_x = scale_of_h + TABLE;
   float *plus_x = scale_of_x + TABLE, *mean_of_c = plus_x + TABLE, *scale_of_c = mean_of_c + UNITS;
+  float* barriers = scale_of_c + UNITS;
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
   const int row0 = warp * 16 + (lane >> 2);  // and row0 + 8
@@ -51,19 +53,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   Element* hs = p.hs + r * (p.T + 1) * B * HS + i64(row0) * HS + unit;
   float* cs = p.cs + (r * (p.T + 1) * SUBS + sub) * B * 8 + 4 * (quad % 2) + row0 * 8;
   uint4* passed = p.passed + r * 2 * STEP_PIECES;
-  uint4* handed = p.handed + r * GRID * (TEAM - 1) * SENT;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * THREADS;
   asm volatile("" : "+r"(begin));
-  const Meeting meeting = {p.meetings + gridDim.y * GRID + r * WARPS * SPREAD * 32};
+  u32* meeting = p.meetings + gridDim.y * GRID * 2 + r * TEAM * 32;  // of all blocks
+  const Team team = {p.handed + r * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
+  const Refill refill = {slots, spilled, team.barriers + 8 * (WARPS + 1)};
+  if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
+  start_team(team);
 
   const Element* weight = p.weight + r * GATES * H;
   pack(resident, spilled, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece * UNITS + u;
     return of < H && k < H ? load_raw4(weight + i64(n / 16 % 4 * H + of) * H + k) : make_uint2(0, 0);
   });
-  refill<FIRST>(slots, spilled);
+  refill.ask_first();
 
   // Each column's statistics are one thread's: those of W_h h of warps 0 to 3, one for each gate, those of the
   // input term of warps 4 and 5, those of the cell of warp 7.
@@ -118,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     if (SAVE && in[j]) store4(cs + 64 * j, c[j]);
   }
   pass_on(passed, 0, h0[0], h0[1]);
-  meeting.arrive();
+  arrive_at_slices(meeting);
 
   // The input term: asked for a step before it is needed, normalized while the others are waited for.
   const Element* wx = p.wx + (r * p.T * B + row0) * GATES + unit;
@@ -169,15 +174,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     // W_h h
     const uint4* from = slice + t % 2 * STEP_PIECES;
     asm volatile("" : "+l"(from));
-    refilled();
-    if (WARPWISE) __syncthreads();
-    meeting.wait(u32(t + 1));
+    wait_for_slices(meeting, u32(t + 1));
     MARK(1);
     float sums[COLUMNS / 2];
-    product(sums, from, begin, resident, slots, spilled, nothing);
+    product(sums, from, begin, resident, refill, u32(t), nothing, [&] { free_slots(team); }, [](int) {});
     MARK(2);
-    hand_over(sums, handed, p.meetings + r * GRID, u32(t));
-    take_over(sums, handed, p.meetings + r * GRID, u32(t), 0);
+    hand_over(sums, team, u32(t));
+    take_over(sums, team, u32(t), 0);
     MARK(3);
     float a[2][4][4];
 #pragma unroll
@@ -301,14 +304,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     }
     pass_on(passed + (t + 1) % 2 * STEP_PIECES, 0, packed[0], packed[1]);
     MARK(9);
-    if (WARPWISE && !(SUM_H && SUM_C)) __syncthreads();
-    meeting.arrive();
+    arrive_at_slices(meeting);
     MARK(10);
 
     // What nobody waits for.
     hs += B * HS;
     cs += SUBS * B * 8;
-    if (t + 1 < p.T) refill<FIRST>(slots, spilled);
+    if (t + 1 < p.T) refill.ask_first();
 #pragma unroll
     for (int j = 0; j < 2; j++) {
       if (row0 + 8 * j < B && unit < HS) store_raw4(hs + 8 * j * HS, packed[j]);
@@ -332,4 +334,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
 #pragma unroll
   for (int j = 0; j < 2; j++)
     if (in[j]) store4(p.c_n + (r * B + row0 + 8 * j) * H + unit, c[j]);
+  end_team();
 }

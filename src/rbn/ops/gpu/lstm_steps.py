@@ -18,7 +18,9 @@ from rbn.ops.gpu.lstm_step_forward import lstm_step
 from rbn.ops.gpu.plan import power_of_two, tf32_allowed
 from rbn.ops.gpu.stepwise import factor, product
 
-_TILE = 2048  # elements of a gate that a program works on at once, at most
+# Elements of a gate that a program works on at once: rather no more than the first number, which
+# 8 warps hold with registers to spare, and never more than the second.
+_TILE, _LARGEST = 1024, 2048
 _PROGRAMS = 66  # at least, if that leaves each 4 units: half of the multiprocessors of an H200
 
 
@@ -28,11 +30,10 @@ def tile_of(batch: int, hidden: int, itemsize: int) -> tuple[int, int]:
     Units are at most so many that a row of them is a sector of 32 bytes. There are fewer of them
     where the batch would not fit into one tile, or few programs would run.
     """
-    rows, units = power_of_two(batch), 32 // itemsize
+    rows, units = power_of_two(batch), min(32 // itemsize, power_of_two(hidden))
     while units > 4 and (rows * units > _TILE or -(-hidden // units) < _PROGRAMS):
         units //= 2
-    units = min(units, power_of_two(hidden))
-    return min(rows, max(1, _TILE // units)), units
+    return min(rows, _LARGEST // units), units
 
 
 @contextlib.contextmanager
@@ -86,7 +87,7 @@ class _Steps:
             "ROWS": rows,
             "UNITS": units,
             "SINGLE": self.single,
-            "num_warps": 8 if rows * units > _TILE // 2 else 4,
+            "num_warps": 8 if rows * units >= _TILE else 4,
             "num_stages": 1,
         }
         # A kernel's argument that is an integer would be compiled in.

@@ -67,7 +67,9 @@ def _through(d, hat, first, second, factor, counts, MODE: tl.constexpr):
 @triton.jit
 def _add(base, at, ok, value):
     """To what is there."""
-    tl.store(base + at, tl.load(base + at, mask=ok, other=0.0) + value, mask=ok)
+    total = tl.load(base + at, mask=ok, other=0.0) + value
+    tl.debug_barrier()  # whichever threads read it
+    tl.store(base + at, total, mask=ok)
 
 
 @triton.jit

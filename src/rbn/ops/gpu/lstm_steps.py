@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu.call import Call, rows_of
+from rbn.ops.gpu.call import Call, aligned, rows_of
 from rbn.ops.gpu.lstm_step_backward import lstm_step_backward
 from rbn.ops.gpu.lstm_step_forward import lstm_step
 from rbn.ops.gpu.plan import power_of_two, tf32_allowed
@@ -108,6 +108,12 @@ class _Steps:
         return call.empty if self.single else call.empty.new_empty(planes, call.B, call.H)
 
 
+def _weights(call: Call) -> Tensor:
+    """W_h ``[R, 4H, H]`` as a factor of products."""
+    weight = factor(call.a.weight_hh, call.wx).contiguous()
+    return aligned(weight).view(call.R, 4 * call.H, call.H)
+
+
 def forward(
     call: Call, moments: list[Tensor], hs: Tensor, cs: Tensor, kept: Tensor, h_n: Tensor
 ) -> None:
@@ -119,7 +125,7 @@ def forward(
     """
     a, T, B, H = call.a, call.T, call.B, call.H
     hs, cs = hs.view(call.R, T + 1, B, -1), cs.view(call.R, -1, B, H)
-    weights = factor(a.weight_hh, call.wx).reshape(call.R, 4 * H, H)
+    weights = _weights(call)
     wh = call.empty.new_empty(B, 4 * H)
     with torch.cuda.device_of(call.wx), multiplied_as_by_cudnn():
         for r in range(call.R):
@@ -153,8 +159,8 @@ def backward(
     dh and dc ``[R, B, H]``, which become what reaches the first states other than by the product;
     da and dwx ``[R, T, B, 4H]``. sums: of the vectors' gradients, zero at first.
     """
-    a, T, B, H = call.a, call.T, call.B, call.H
-    weights = factor(a.weight_hh, call.wx).reshape(call.R, 4 * H, H)
+    T, B, H = call.T, call.B, call.H
+    weights = _weights(call)
     cells = cs.narrow(0, 0, call.R * (T + 1) * B * H).view(call.R, -1)
     kept = kept.narrow(0, 0, call.wx.numel()).view_as(call.wx)
     with torch.cuda.device_of(call.wx), multiplied_as_by_cudnn():

@@ -18,9 +18,11 @@ from rbn.ops.gpu.lstm_step_forward import lstm_step
 from rbn.ops.gpu.plan import power_of_two, tf32_allowed
 from rbn.ops.gpu.stepwise import factor, product
 
-# Elements of a gate that a program works on at once: rather no more than the first number, which
-# 8 warps hold with registers to spare, and never more than the second.
+# Elements of a gate that a program works on at once: rather no more than the first number, so that
+# a multiprocessor has room for two programs, and never more than the second.
 _TILE, _LARGEST = 1024, 2048
+# Warps for so many elements; backward a thread's registers are few for 8 of them twice.
+_WARPS = {"forward": 8, "backward": 4}
 _PROGRAMS = 66  # at least, if that leaves each 4 units: half of the multiprocessors of an H200
 
 
@@ -71,7 +73,7 @@ def multiplied_as_by_cudnn() -> Iterator[None]:
 class _Steps:
     """What both directions need of one of the call's recurrences."""
 
-    def __init__(self, call: Call, r: int, moments: list[Tensor]) -> None:
+    def __init__(self, direction: str, call: Call, r: int, moments: list[Tensor]) -> None:
         self.call, self.r = call, r
         self.wx = call.wx[r]
         self.vectors = [self.part(v) for v in call.vectors()]
@@ -79,6 +81,7 @@ class _Steps:
         self.moments = [self.part(m) if m.numel() else call.empty for m in moments]
         self.rows = rows_of(moments)
         rows, units = tile_of(call.B, call.H, call.wx.itemsize)
+        warps = 4 if rows * units < _TILE else _WARPS[direction] if rows * units == _TILE else 8
         self.grid = (-(-call.H // units),)
         self.single = rows >= call.B
         self.flags = {
@@ -87,7 +90,7 @@ class _Steps:
             "ROWS": rows,
             "UNITS": units,
             "SINGLE": self.single,
-            "num_warps": 8 if rows * units >= _TILE else 4,
+            "num_warps": warps,
             "num_stages": 1,
         }
         # A kernel's argument that is an integer would be compiled in.
@@ -129,7 +132,7 @@ def forward(
     wh = call.empty.new_empty(B, 4 * H)
     with torch.cuda.device_of(call.wx), multiplied_as_by_cudnn():
         for r in range(call.R):
-            own = _Steps(call, r, moments)
+            own = _Steps("forward", call, r, moments)
             of_steps = kept.narrow(0, 0, call.wx.numel()).view_as(call.wx)[r] if a.save else kept
             tensors = [wh, own.wx, *own.vectors, *own.moments, hs[r], cs[r], of_steps]
             tensors += [own.part(h_n), call.lengths, *own.masks, own.room(2)]
@@ -165,7 +168,7 @@ def backward(
     kept = kept.narrow(0, 0, call.wx.numel()).view_as(call.wx)
     with torch.cuda.device_of(call.wx), multiplied_as_by_cudnn():
         for r in range(call.R):
-            own = _Steps(call, r, moments)
+            own = _Steps("backward", call, r, moments)
             through = torch.zeros(B, H, dtype=torch.float32, device=call.wx.device)
             tensors = [own.wx, *own.vectors, *own.moments[:2], *own.moments[3:], cells[r], kept[r]]
             tensors += [call.lengths, call.inv_n, *own.masks]

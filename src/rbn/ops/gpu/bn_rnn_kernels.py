@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rbn.ops.gpu.device import BATCH, MASK, NONE, RATE, load, slope, tanh, unpadded
+from rbn.ops.gpu.device import BATCH, MASK, NONE, RATE, by_zoneout, load, slope, tanh, unpadded
 
 
 @triton.jit(do_not_specialize=["t", "B", "row_x", "row_h"])
@@ -200,15 +200,7 @@ def bn_rnn_step_backward(
         dh_t = load(dh, at, ok) + load(through, at, ok)
         if HAS_DOUTPUT:
             dh_t += load(doutput, step * H + at, valid)
-        skip = tl.zeros((ROWS, UNITS), tl.float32)
-        d = dh_t
-        if ZONE_H == MASK:
-            stays = tl.load(mask_h + step * H + at, mask=ok, other=0) != 0
-            skip = tl.where(stays, dh_t, 0.0)
-            d = tl.where(stays, 0.0, dh_t)
-        if ZONE_H == RATE:
-            skip = rate_h * dh_t
-            d = (1.0 - rate_h) * dh_t
+        skip, d = by_zoneout(dh_t, mask_h, step * H + at, ok, rate_h, ZONE_H)
         if LENGTHS:
             skip = tl.where(valid, skip, dh_t)
             d = tl.where(valid, d, 0.0)

@@ -69,6 +69,21 @@ def unpadded(lengths, rows, t, B, LENGTHS: tl.constexpr):
 
 
 @triton.jit
+def by_zoneout(d, mask, at, ok, rate, ZONE: tl.constexpr):
+    """What of a state's gradient goes past the step, and what goes through it."""
+    past = tl.zeros_like(d)
+    new = d
+    if ZONE == MASK:
+        stays = tl.load(mask + at, mask=ok, other=0) != 0
+        past = tl.where(stays, d, 0.0)
+        new = tl.where(stays, 0.0, d)
+    if ZONE == RATE:
+        past = rate * d
+        new = (1.0 - rate) * d
+    return past, new
+
+
+@triton.jit
 def split_gates(p, ROWS: tl.constexpr, UNITS: tl.constexpr):
     """Columns ``[ROWS, 4 * UNITS]``, gate by gate, as i, f, g, o ``[ROWS, UNITS]`` each."""
     q = tl.permute(tl.reshape(p, (ROWS, 4, UNITS)), (0, 2, 1))

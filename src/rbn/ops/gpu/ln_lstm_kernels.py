@@ -10,7 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rbn.ops.gpu.device import MASK, NONE, RATE, load, load_gates, sigmoid, store_gates, tanh
+from rbn.ops.gpu.device import (
+    MASK,
+    NONE,
+    RATE,
+    by_zoneout,
+    load,
+    load_gates,
+    sigmoid,
+    store_gates,
+    tanh,
+)
 
 # What is kept of a row's statistics.
 MEAN_X = tl.constexpr(0)
@@ -273,24 +283,8 @@ def ln_lstm_step_backward(
     if HAS_DOUTPUT:
         dh_t += tl.load(doutput + at_step, mask=valid, other=0.0).to(tl.float32)
     dc_t = tl.load(dc + at_row, mask=ok, other=0.0)
-    dh_skip = tl.zeros((ROWS, UNITS), tl.float32)
-    dc_skip = tl.zeros((ROWS, UNITS), tl.float32)
-    dh_new = dh_t
-    dc_new = dc_t
-    if ZONE_H == MASK:
-        stays = tl.load(mask_h + at_step, mask=ok, other=0) != 0
-        dh_skip = tl.where(stays, dh_t, 0.0)
-        dh_new = tl.where(stays, 0.0, dh_t)
-    if ZONE_H == RATE:
-        dh_skip = rate_h * dh_t
-        dh_new = (1.0 - rate_h) * dh_t
-    if ZONE_C == MASK:
-        stays = tl.load(mask_c + at_step, mask=ok, other=0) != 0
-        dc_skip = tl.where(stays, dc_t, 0.0)
-        dc_new = tl.where(stays, 0.0, dc_t)
-    if ZONE_C == RATE:
-        dc_skip = rate_c * dc_t
-        dc_new = (1.0 - rate_c) * dc_t
+    dh_skip, dh_new = by_zoneout(dh_t, mask_h, at_step, ok, rate_h, ZONE_H)
+    dc_skip, dc_new = by_zoneout(dc_t, mask_c, at_step, ok, rate_c, ZONE_C)
     if LENGTHS:
         dh_skip = tl.where(valid, dh_skip, dh_t)
         dc_skip = tl.where(valid, dc_skip, dc_t)

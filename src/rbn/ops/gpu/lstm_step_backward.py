@@ -10,10 +10,8 @@ import triton
 import triton.language as tl
 
 from rbn.ops.gpu.device import (
-    BATCH,
-    MASK,
     NONE,
-    RATE,
+    by_zoneout,
     load,
     load_gates,
     sigmoid,
@@ -24,61 +22,7 @@ from rbn.ops.gpu.device import (
     tanh,
     unpadded,
 )
-
-
-@triton.jit
-def _rstds(var, at, inside, eps, H: tl.constexpr):
-    """``1 / sqrt(var + eps)`` of the four gates."""
-    i, f, g, o = load_gates(var, at, inside, H)
-    return tl.rsqrt(i + eps), tl.rsqrt(f + eps), tl.rsqrt(g + eps), tl.rsqrt(o + eps)
-
-
-@triton.jit
-def _scaled(base, at, ok, s_i, s_f, s_g, s_o, H: tl.constexpr):
-    """The normalized recurrent term from what was kept of it."""
-    i, f, g, o = load_gates(base, at, ok, H)
-    return i * s_i[None, :], f * s_f[None, :], g * s_g[None, :], o * s_o[None, :]
-
-
-@triton.jit
-def _normalized(
-    base, at, ok, read, m_i, m_f, m_g, m_o, s_i, s_f, s_g, s_o, H: tl.constexpr
-):  # fmt: skip
-    """The normalized input term; what is not to be read counts as zero."""
-    i, f, g, o = load_gates(base, at, read, H)
-    i = tl.where(ok, i - m_i[None, :], 0.0) * s_i[None, :]
-    f = tl.where(ok, f - m_f[None, :], 0.0) * s_f[None, :]
-    g = tl.where(ok, g - m_g[None, :], 0.0) * s_g[None, :]
-    o = tl.where(ok, o - m_o[None, :], 0.0) * s_o[None, :]
-    return i, f, g, o
-
-
-@triton.jit
-def _through(d, hat, first, second, factor, counts, MODE: tl.constexpr):
-    """The gradient of a term from that of its normalized and scaled values.
-
-    first, second: means of the latter, and of its product with the normalized values.
-    """
-    if MODE == BATCH:
-        d = tl.where(counts, d - first[None, :] - hat * second[None, :], 0.0)
-    return d * factor[None, :]
-
-
-@triton.jit
-def _add(base, at, ok, value):
-    """To what is there."""
-    total = tl.load(base + at, mask=ok, other=0.0) + value
-    tl.debug_barrier()  # whichever threads read it
-    tl.store(base + at, total, mask=ok)
-
-
-@triton.jit
-def _add_gates(base, i, f, g, o, at, ok, H: tl.constexpr):
-    """The same for four parts."""
-    _add(base, at, ok, i)
-    _add(base + H, at, ok, f)
-    _add(base + 2 * H, at, ok, g)
-    _add(base + 3 * H, at, ok, o)
+from rbn.ops.gpu.lstm_step_parts import add, add_gates, back, normalized, rstds, scaled
 
 
 @triton.jit(do_not_specialize=["t", "B", "row_x", "row_h", "row_c"])
@@ -167,7 +111,7 @@ def lstm_step_backward(
     if NORM != NONE:
         of_h = tl.cast(row_h, tl.int64) * GATES + units
         g_i, g_f, g_g, g_o = load_gates(gamma_h, units, inside, H)
-        r_i, r_f, r_g, r_o = _rstds(var_h, of_h, inside, eps, H)
+        r_i, r_f, r_g, r_o = rstds(var_h, of_h, inside, eps, H)
     gx_i, gx_f, gx_g, gx_o = none, none, none, none
     mx_i, mx_f, mx_g, mx_o = none, none, none, none
     rx_i, rx_f, rx_g, rx_o = none, none, none, none
@@ -175,7 +119,7 @@ def lstm_step_backward(
         of_x = tl.cast(row_x, tl.int64) * GATES + units
         gx_i, gx_f, gx_g, gx_o = load_gates(gamma_x, units, inside, H)
         mx_i, mx_f, mx_g, mx_o = load_gates(mean_x, of_x, inside, H)
-        rx_i, rx_f, rx_g, rx_o = _rstds(var_x, of_x, inside, eps, H)
+        rx_i, rx_f, rx_g, rx_o = rstds(var_x, of_x, inside, eps, H)
     g_c, m_c, r_c, beta = none, none, none, none
     if CELL != NONE:
         of_c = tl.cast(row_c, tl.int64) * H + units
@@ -201,7 +145,7 @@ def lstm_step_backward(
         if NORM == NONE:
             p_i, p_f, p_g, p_o = load_gates(kept + tile * GATES, at_gates, ok, H)
         else:
-            a_i, a_f, a_g, a_o = _scaled(
+            a_i, a_f, a_g, a_o = scaled(
                 kept + tile * GATES, at_gates, ok, r_i, r_f, r_g, r_o, H
             )  # fmt: skip
             p_i = a_i * g_i[None, :] + b_i[None, :]
@@ -209,7 +153,7 @@ def lstm_step_backward(
             p_g = a_g * g_g[None, :] + b_g[None, :]
             p_o = a_o * g_o[None, :] + b_o[None, :]
         if SPLIT:
-            x_i, x_f, x_g, x_o = _normalized(
+            x_i, x_f, x_g, x_o = normalized(
                 wx + tile * GATES, at_gates, ok, counts,
                 mx_i, mx_f, mx_g, mx_o, rx_i, rx_f, rx_g, rx_o, H,
             )  # fmt: skip
@@ -236,24 +180,8 @@ def lstm_step_backward(
         dc_t = load(dc + before * H, at, ok)
         if HAS_DOUTPUT:
             dh_t += load(doutput + tile * H, at, valid)
-        dh_skip = zero
-        dc_skip = zero
-        dh_new = dh_t
-        dcand = dc_t
-        if ZONE_H == MASK:
-            stays = tl.load(mask_h + tile * H + at, mask=ok, other=0) != 0
-            dh_skip = tl.where(stays, dh_t, 0.0)
-            dh_new = tl.where(stays, 0.0, dh_t)
-        if ZONE_H == RATE:
-            dh_skip = rate_h * dh_t
-            dh_new = (1.0 - rate_h) * dh_t
-        if ZONE_C == MASK:
-            stays = tl.load(mask_c + tile * H + at, mask=ok, other=0) != 0
-            dc_skip = tl.where(stays, dc_t, 0.0)
-            dcand = tl.where(stays, 0.0, dc_t)
-        if ZONE_C == RATE:
-            dc_skip = rate_c * dc_t
-            dcand = (1.0 - rate_c) * dc_t
+        dh_skip, dh_new = by_zoneout(dh_t, mask_h + tile * H, at, ok, rate_h, ZONE_H)
+        dc_skip, dcand = by_zoneout(dc_t, mask_c + tile * H, at, ok, rate_c, ZONE_C)
         if LENGTHS:
             dh_skip = tl.where(valid, dh_skip, dh_t)
             dc_skip = tl.where(valid, dc_skip, dc_t)
@@ -283,9 +211,9 @@ def lstm_step_backward(
             tl.store(more + plane, c_hat, mask=ok)
             tl.store(more + 2 * plane, dcand, mask=ok)
             tl.store(more + 3 * plane, forget, mask=ok)
-    _add(dbeta_c, units, inside, first_c)
+    add(dbeta_c, units, inside, first_c)
     if CELL != NONE:
-        _add(dgamma_c, units, inside, second_c)
+        add(dgamma_c, units, inside, second_c)
 
     # Equation 7
     slope_c = slope(r_c, g_c, eps, CELL)
@@ -312,7 +240,7 @@ def lstm_step_backward(
         if CELL == NONE:
             dcand += dcell
         else:
-            dcand += _through(dcell, c_hat, first_c, second_c, slope_c, counts, CELL)
+            dcand += back(dcell, c_hat, first_c, second_c, slope_c, counts, CELL)
         d_i = tl.where(counts, d_i * dcand, 0.0)
         d_f = tl.where(counts, d_f * dcand, 0.0)
         d_g = tl.where(counts, d_g * dcand, 0.0)
@@ -324,7 +252,7 @@ def lstm_step_backward(
         first_o += s_o
         if NORM != NONE:
             if not SINGLE:
-                a_i, a_f, a_g, a_o = _scaled(
+                a_i, a_f, a_g, a_o = scaled(
                     kept + tile * GATES, at_gates, ok, r_i, r_f, r_g, r_o, H
                 )  # fmt: skip
             s_i, s_f, s_g, s_o = sum_four(d_i * a_i, d_f * a_f, d_g * a_g, d_o * a_o, FUSED)
@@ -334,7 +262,7 @@ def lstm_step_backward(
             of_o += s_o
         if SPLIT:
             if not SINGLE:
-                x_i, x_f, x_g, x_o = _normalized(
+                x_i, x_f, x_g, x_o = normalized(
                     wx + tile * GATES, at_gates, ok, counts,
                     mx_i, mx_f, mx_g, mx_o, rx_i, rx_f, rx_g, rx_o, H,
                 )  # fmt: skip
@@ -347,11 +275,11 @@ def lstm_step_backward(
         tl.store(dc + before * H + at, dcand * forget + dc_skip, mask=ok)
         if not SINGLE:
             store_gates(room + before * GATES, d_i, d_f, d_g, d_o, at_gates, ok, H)
-    _add_gates(dbias, first_i, first_f, first_g, first_o, units, inside, H)
+    add_gates(dbias, first_i, first_f, first_g, first_o, units, inside, H)
     if NORM != NONE:
-        _add_gates(dgamma_h, of_i, of_f, of_g, of_o, units, inside, H)
+        add_gates(dgamma_h, of_i, of_f, of_g, of_o, units, inside, H)
     if SPLIT:
-        _add_gates(dgamma_x, by_i, by_f, by_g, by_o, units, inside, H)
+        add_gates(dgamma_x, by_i, by_f, by_g, by_o, units, inside, H)
 
     # Equation 6
     first_i *= scale
@@ -378,22 +306,22 @@ def lstm_step_backward(
         e_i, e_f, e_g, e_o = d_i, d_f, d_g, d_o
         if NORM != NONE:
             if not SINGLE:
-                a_i, a_f, a_g, a_o = _scaled(
+                a_i, a_f, a_g, a_o = scaled(
                     kept + tile * GATES, at_gates, ok, r_i, r_f, r_g, r_o, H
                 )  # fmt: skip
-            e_i = _through(d_i, a_i, first_i, of_i, slope(r_i, g_i, eps, NORM), counts, NORM)
-            e_f = _through(d_f, a_f, first_f, of_f, slope(r_f, g_f, eps, NORM), counts, NORM)
-            e_g = _through(d_g, a_g, first_g, of_g, slope(r_g, g_g, eps, NORM), counts, NORM)
-            e_o = _through(d_o, a_o, first_o, of_o, slope(r_o, g_o, eps, NORM), counts, NORM)
+            e_i = back(d_i, a_i, first_i, of_i, slope(r_i, g_i, eps, NORM), counts, NORM)
+            e_f = back(d_f, a_f, first_f, of_f, slope(r_f, g_f, eps, NORM), counts, NORM)
+            e_g = back(d_g, a_g, first_g, of_g, slope(r_g, g_g, eps, NORM), counts, NORM)
+            e_o = back(d_o, a_o, first_o, of_o, slope(r_o, g_o, eps, NORM), counts, NORM)
         store_gates(da + tile * GATES, e_i, e_f, e_g, e_o, at_gates, ok, H)
         if SPLIT:
             if not SINGLE:
-                x_i, x_f, x_g, x_o = _normalized(
+                x_i, x_f, x_g, x_o = normalized(
                     wx + tile * GATES, at_gates, ok, counts,
                     mx_i, mx_f, mx_g, mx_o, rx_i, rx_f, rx_g, rx_o, H,
                 )  # fmt: skip
-            e_i = _through(d_i, x_i, first_i, by_i, rx_i * gx_i, counts, X)
-            e_f = _through(d_f, x_f, first_f, by_f, rx_f * gx_f, counts, X)
-            e_g = _through(d_g, x_g, first_g, by_g, rx_g * gx_g, counts, X)
-            e_o = _through(d_o, x_o, first_o, by_o, rx_o * gx_o, counts, X)
+            e_i = back(d_i, x_i, first_i, by_i, rx_i * gx_i, counts, X)
+            e_f = back(d_f, x_f, first_f, by_f, rx_f * gx_f, counts, X)
+            e_g = back(d_g, x_g, first_g, by_g, rx_g * gx_g, counts, X)
+            e_o = back(d_o, x_o, first_o, by_o, rx_o * gx_o, counts, X)
             store_gates(dwx + tile * GATES, e_i, e_f, e_g, e_o, at_gates, ok, H)

@@ -1,10 +1,9 @@
-"""The Triton kernels against the reference: on a GPU, or on the CPU by Triton's interpreter.
+"""The persistent Triton kernels against the reference: on a GPU, or by Triton's interpreter.
 
 The interpreter runs the programs of a launch one after another, so the host launches each step by
 itself; all but the barrier between the steps is the code that runs on the card.
 """
 
-import contextlib
 import copy
 import importlib
 import types
@@ -25,7 +24,6 @@ from recurrence_cases import (
     differentiate,
     fresh_seed,
     make_case,
-    poisoned_memory,
     shared,
 )
 
@@ -33,65 +31,25 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, gradients, signature
+from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, compare, products
+
+from rbn.ops.gpu import gradients, paths, signature
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 OPS = ("bn_lstm", "lstm")
-OPTIONS = {
-    "plain": {},
-    "lengths": {"lengths": [5, 1, 3]},
-    "padding counted": {"lengths": [2, 5, 1], "padding": "include"},
-    "sequencewise": {"input_stats": "sequence", "lengths": [5, 4, 1]},
-    "sequencewise, padding counted": {
-        "input_stats": "sequence",
-        "lengths": [5, 4, 1],
-        "padding": "include",
-    },
-    "population": {"population": (2, 7, 5)},
-    "zoneout masks": {"zoneout": ("mask", "mask")},
-    "zoneout rates": {"zoneout": (0.2, 0.3)},
-    "zoneout and lengths": {"zoneout": ("mask", 0.3), "lengths": [2, 5, 3]},
-    "joint": {"absent": ("gamma_x", "bias")},
-    "raw output": {"absent": ("gamma_c", "beta_c")},
-    "passed on": {"pass_normalized_cell": True},
-}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PLAIN = ("plain", "lengths", "zoneout masks", "zoneout rates", "zoneout and lengths")
-
-
-@contextlib.contextmanager
-def products(tf32):
-    """Products of float32 in tf32, or as they are."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = tf32
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _triton():
-    """The Triton kernels run even where those in CUDA C++ would, with exact products."""
-    with mock.patch.object(cuda_lstm, "covers", return_value=False), products(tf32=False):
+    """The persistent Triton kernels run whatever else would, with exact products."""
+    persistent = mock.patch.object(paths, "choose", return_value=paths.PERSISTENT)
+    with persistent, products(tf32=False):
         yield
 
 
-def compare(case, dtype=torch.float32, tolerances=TOLERANCES[torch.float32]):
-    """Results and gradients in float32 beside those of the reference in float64."""
-    case = case.to(dtype)
-    with poisoned_memory():
-        found = differentiate(case.on(DEVICE), "gpu")
-    expected = differentiate(case.to(torch.float64), "reference")
-    results, gradients = tolerances
-    assert_same(found[0], expected[0], results)
-    assert_same(found[1], expected[1], gradients)
-
-
 @pytest.mark.no_cover
-@pytest.mark.parametrize(
-    ("op", "name"),
-    [("bn_lstm", name) for name in OPTIONS] + [("lstm", name) for name in PLAIN],
-)
+@pytest.mark.parametrize(("op", "name"), EVERY_OPTION)
 def test_every_option(op, name):
     compare(make_case(op, 5, 3, 6, fresh_seed(), **calm(op), **OPTIONS[name]))
 
@@ -127,10 +85,7 @@ if torch.cuda.is_available():
 
 
 @pytest.mark.parametrize("precision", ROUNDED)
-@pytest.mark.parametrize(
-    ("op", "name"),
-    [("bn_lstm", name) for name in OPTIONS] + [("lstm", name) for name in PLAIN],
-)
+@pytest.mark.parametrize(("op", "name"), EVERY_OPTION)
 def test_every_option_in_every_precision(op, name, precision):
     unit = 2**-7 if precision == "bf16" else 2**-10
     case = make_case(op, 5, 3, 6, fresh_seed(), **calm(op), **OPTIONS[name])

@@ -261,7 +261,7 @@ def test_a_graph_of_inference(layer_class):
         ((3, 9, 16), torch.bfloat16, "in CUDA"),
         ((3, 9, 17), torch.bfloat16, "one persistent kernel"),
         ((3, 9, 16), torch.float64, "the reference runs"),
-        ((3, 5000, 4), torch.float32, "the reference runs"),
+        ((3, 5000, 4), torch.float32, "a product and a kernel for each step"),
     ],
 )
 def test_the_log_says_which_kernel_runs(shape, dtype, words, caplog):
@@ -274,7 +274,10 @@ def test_the_log_says_which_kernel_runs(shape, dtype, words, caplog):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of Triton's interpreter")
 @pytest.mark.parametrize(
     ("dtype", "words"),
-    [(torch.float32, "one kernel for each step"), (torch.float64, "the reference runs")],
+    [
+        (torch.float32, "a product and a kernel for each step"),
+        (torch.float64, "the reference runs"),
+    ],
 )
 def test_the_log_says_what_the_interpreter_runs(dtype, words, caplog):
     case = make_case("bn_lstm", 1, 2, 3, dtype=dtype, **calm("bn_lstm"))

@@ -32,6 +32,8 @@ from rbn.ops import functional
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
+from gpu_cases import DEVICE
+
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 OPS = ("ln_lstm", "bn_rnn")
@@ -66,7 +68,6 @@ BATCH = {
     },
 }
 OPTIONS = {"ln_lstm": ROWS, "bn_rnn": ROWS | BATCH}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True, scope="module")

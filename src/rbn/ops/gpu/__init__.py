@@ -1,8 +1,9 @@
 """The recurrences on the GPU. Same signatures as `rbn.ops.reference`.
 
-The batch-normalized and the plain LSTM are persistent kernels; the layer-normalized LSTM and the
-batch-normalized RNN are a matrix product and a kernel for each step. What the kernels do not cover
-(float64, batches too large for a tile of the persistent ones) runs the reference.
+The batch-normalized and the plain LSTM are persistent kernels or, where those have no room for the
+batch or the layer, a matrix product and a kernel for each step. The layer-normalized LSTM and the
+batch-normalized RNN always are the latter. What the kernels do not cover (float64, layer-normalized
+rows that are too long) runs the reference.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from rbn.ops import reference
 from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
-from rbn.ops.gpu.launch import plan_for
 from rbn.ops.gpu.library import lstm_op
 from rbn.ops.gpu.ln_lstm_steps import LARGEST
 from rbn.ops.gpu.steps_library import bn_rnn_op, ln_lstm_op
@@ -49,7 +49,8 @@ def bn_lstm(
 ) -> tuple[Tensor, Tensor, Tensor, Statistics]:
     """See `rbn.ops.bn_lstm`."""
     tensors = (wx, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c, h0, c0)
-    if not _covered(wx):
+    if wx.dtype == torch.float64:
+        _log_reference(wx)
         return reference.bn_lstm(
             *tensors,
             lengths=lengths,
@@ -80,7 +81,8 @@ def lstm(
     zoneout_h: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rbn.ops.lstm`."""
-    if not _covered(wx):
+    if wx.dtype == torch.float64:
+        _log_reference(wx)
         return reference.lstm(
             wx,
             weight_hh,
@@ -163,14 +165,6 @@ def bn_rnn(
         *tensors, lengths, given, mask_h, rate_h, *options, needs_grad(tensors)
     )
     return output, h_n, Statistics(*(v if v.numel() else None for v in rest[:4]))
-
-
-def _covered(wx: Tensor) -> bool:
-    """Whether the persistent kernels take a call with this input term ``[T, B, 4H]``."""
-    if wx.dtype == torch.float64 or plan_for(wx) is None:
-        _log_reference(wx)
-        return False
-    return True
 
 
 def _log_reference(wx: Tensor) -> None:

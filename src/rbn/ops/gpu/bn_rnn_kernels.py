@@ -10,22 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rbn.ops.gpu.device import BATCH, MASK, NONE, RATE, slope, tanh
-
-
-@triton.jit
-def _load(base, at, ok):
-    """A tile in float32, zero where it is not ok."""
-    return tl.load(base + at, mask=ok, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _unpadded(lengths, rows, t, B, LENGTHS: tl.constexpr):
-    """Which of these rows of the batch are not padding at step t, ``[ROWS, 1]``."""
-    ok = rows < B
-    if LENGTHS:
-        ok = ok & (t < tl.load(lengths + rows, mask=ok, other=0))
-    return ok[:, None]
+from rbn.ops.gpu.device import BATCH, MASK, NONE, RATE, by_zoneout, load, slope, tanh, unpadded
 
 
 @triton.jit(do_not_specialize=["t", "B", "row_x", "row_h"])
@@ -79,10 +64,10 @@ def bn_rnn_step(
         for first in range(0, B, ROWS):
             rows = first + tl.arange(0, ROWS)
             at = rows.to(tl.int64)[:, None] * H + units[None, :]
-            counts = _unpadded(lengths, rows, t, B, EXCLUDE) & inside[None, :]
-            m_h += tl.sum(_load(wh, at, counts), 0)
+            counts = unpadded(lengths, rows, t, B, EXCLUDE) & inside[None, :]
+            m_h += tl.sum(load(wh, at, counts), 0)
             if X == BATCH:
-                m_x += tl.sum(_load(wx, step * H + at, counts), 0)
+                m_x += tl.sum(load(wx, step * H + at, counts), 0)
         m_h *= scale
         m_x *= scale
         v_h = tl.zeros((UNITS,), tl.float32)
@@ -90,11 +75,11 @@ def bn_rnn_step(
         for first in range(0, B, ROWS):
             rows = first + tl.arange(0, ROWS)
             at = rows.to(tl.int64)[:, None] * H + units[None, :]
-            counts = _unpadded(lengths, rows, t, B, EXCLUDE) & inside[None, :]
-            d = tl.where(counts, _load(wh, at, counts) - m_h[None, :], 0.0)
+            counts = unpadded(lengths, rows, t, B, EXCLUDE) & inside[None, :]
+            d = tl.where(counts, load(wh, at, counts) - m_h[None, :], 0.0)
             v_h += tl.sum(d * d, 0)
             if X == BATCH:
-                d = tl.where(counts, _load(wx, step * H + at, counts) - m_x[None, :], 0.0)
+                d = tl.where(counts, load(wx, step * H + at, counts) - m_x[None, :], 0.0)
                 v_x += tl.sum(d * d, 0)
         v_h *= scale
         v_x *= scale
@@ -119,17 +104,17 @@ def bn_rnn_step(
         rows = first + tl.arange(0, ROWS)
         at = rows.to(tl.int64)[:, None] * H + units[None, :]
         ok = (rows < B)[:, None] & inside[None, :]
-        valid = _unpadded(lengths, rows, t, B, LENGTHS) & inside[None, :]
+        valid = unpadded(lengths, rows, t, B, LENGTHS) & inside[None, :]
         # What does not count is read as zeros: NaN would spread.
         read = valid if EXCLUDE else ok
-        a = tl.where(read, _load(wh, at, read) - m_h[None, :], 0.0)
-        x = tl.where(read, _load(wx, step * H + at, read) - m_x[None, :], 0.0)
+        a = tl.where(read, load(wh, at, read) - m_h[None, :], 0.0)
+        x = tl.where(read, load(wx, step * H + at, read) - m_x[None, :], 0.0)
         pre = (a * rstd_h[None, :]) * scale_h[None, :] + b[None, :]
         pre += (x * rstd_x[None, :]) * scale_x[None, :]
         h_t = tl.where(pre <= 0.0, 0.0, pre) if RELU else tanh(pre)  # a NaN stays one
 
         if ZONE_H != NONE or INCLUDE:
-            h = _load(hs, step * H + at, ok)
+            h = load(hs, step * H + at, ok)
             if ZONE_H == MASK:
                 h_t = tl.where(tl.load(mask_h + step * H + at, mask=ok, other=0) != 0, h, h_t)
             if ZONE_H == RATE:
@@ -204,26 +189,18 @@ def bn_rnn_step_backward(
         rows = first + tl.arange(0, ROWS)
         at = rows.to(tl.int64)[:, None] * H + units[None, :]
         ok = (rows < B)[:, None] & inside[None, :]
-        valid = _unpadded(lengths, rows, t, B, LENGTHS) & inside[None, :]
-        a_hat = _load(centered, step * H + at, ok) * rstd_h[None, :]
+        valid = unpadded(lengths, rows, t, B, LENGTHS) & inside[None, :]
+        a_hat = load(centered, step * H + at, ok) * rstd_h[None, :]
         read = valid if EXCLUDE else ok
-        x = tl.where(read, _load(wx, step * H + at, read) - m_x[None, :], 0.0)
+        x = tl.where(read, load(wx, step * H + at, read) - m_x[None, :], 0.0)
         x_hat = x * rstd_x[None, :]
         pre = a_hat * scale_h[None, :] + b[None, :]
         pre += x_hat * scale_x[None, :]
 
-        dh_t = _load(dh, at, ok) + _load(through, at, ok)
+        dh_t = load(dh, at, ok) + load(through, at, ok)
         if HAS_DOUTPUT:
-            dh_t += _load(doutput, step * H + at, valid)
-        skip = tl.zeros((ROWS, UNITS), tl.float32)
-        d = dh_t
-        if ZONE_H == MASK:
-            stays = tl.load(mask_h + step * H + at, mask=ok, other=0) != 0
-            skip = tl.where(stays, dh_t, 0.0)
-            d = tl.where(stays, 0.0, dh_t)
-        if ZONE_H == RATE:
-            skip = rate_h * dh_t
-            d = (1.0 - rate_h) * dh_t
+            dh_t += load(doutput, step * H + at, valid)
+        skip, d = by_zoneout(dh_t, mask_h, step * H + at, ok, rate_h, ZONE_H)
         if LENGTHS:
             skip = tl.where(valid, skip, dh_t)
             d = tl.where(valid, d, 0.0)
@@ -255,15 +232,15 @@ def bn_rnn_step_backward(
         rows = first + tl.arange(0, ROWS)
         at = rows.to(tl.int64)[:, None] * H + units[None, :]
         ok = (rows < B)[:, None] & inside[None, :]
-        counts = _unpadded(lengths, rows, t, B, EXCLUDE) & inside[None, :]
-        d = _load(dpre, at, ok)
+        counts = unpadded(lengths, rows, t, B, EXCLUDE) & inside[None, :]
+        d = load(dpre, at, ok)
         d_h = d
         d_x = d
         if NORM == BATCH:
-            a_hat = _load(centered, step * H + at, ok) * rstd_h[None, :]
+            a_hat = load(centered, step * H + at, ok) * rstd_h[None, :]
             d_h = tl.where(counts, d - first_sum[None, :] - a_hat * of_a[None, :], 0.0)
         if X == BATCH:
-            x_hat = (_load(wx, step * H + at, counts) - m_x[None, :]) * rstd_x[None, :]
+            x_hat = (load(wx, step * H + at, counts) - m_x[None, :]) * rstd_x[None, :]
             d_x = tl.where(counts, d - first_sum[None, :] - x_hat * of_input[None, :], 0.0)
         d_h *= slope_h[None, :]
         d_x *= slope_x[None, :]

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import cuda_lstm, device
-from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors, shared_memory, tf32_allowed
+from rbn.ops.gpu import device, paths
+from rbn.ops.gpu.plan import Plan, tf32_allowed
 from rbn.ops.gpu.signature import Inputs
+from rbn.ops.gpu.stepwise import zone
 from rbn.ops.types import valid_steps
 
 VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 NONE, BATCH, GIVEN = device.NONE.value, device.BATCH.value, device.GIVEN.value
-
-
-def plan_for(wx: Tensor) -> Plan | None:
-    """How to run over an input term ``[R, T, B, 4H]``, or ``[T, B, 4H]`` for one recurrence."""
-    R = wx.shape[0] if wx.dim() == 4 else 1
-    B, G = wx.shape[-2:]
-    where = (wx.device.index or 0) if wx.is_cuda else None
-    if torch.compiler.is_compiling():  # which looks through caches, and says so
-        return _new_plan(R, B, G // 4, wx.itemsize, where)
-    return _plan(R, B, G // 4, wx.itemsize, where)
-
-
-def _new_plan(R: int, B: int, H: int, itemsize: int, where: int | None) -> Plan | None:
-    if where is None:
-        return make_plan(R, B, H, None)
-    return make_plan(R, B, H, multiprocessors(where), itemsize, shared_memory(where))
-
-
-_plan = functools.lru_cache(maxsize=256)(_new_plan)
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -60,12 +41,10 @@ class Call:
         wx = aligned(given.wx.contiguous())
         self.wx = wx if self.lead else wx[None]
         self.a = a = given._replace(wx=self.wx)
-        plan = plan_for(self.wx)
-        assert plan is not None
-        self.plan: Plan = plan
         self.R, self.T, self.B, G = self.wx.shape
         self.H = G // 4
-        self.in_cuda = cuda_lstm.covers(a)
+        self.path = paths.choose(a)
+        self.in_cuda = self.path == paths.CUDA
         self.empty = wx.new_empty(1, dtype=torch.float32)
         term = GIVEN if a.population else BATCH
         normalized = a.norm == "batch"
@@ -82,6 +61,13 @@ class Call:
             assert valid is not None
             n = valid.sum(1)
             self.inv_n = torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
+
+    @property
+    def plan(self) -> Plan:
+        """How a persistent kernel runs."""
+        plan = paths.plan_for(self.wx)
+        assert plan is not None
+        return plan
 
     @property
     def zoned(self) -> bool:
@@ -140,24 +126,30 @@ class Call:
             options["launch_cooperative_grid"] = True
         grid = (self.plan.programs, self.R)
         with torch.cuda.device_of(self.wx):
-            kernel[grid](*arguments, **self.flags, **self._more_flags(), **flags, **options)
+            kernel[grid](*arguments, **self.flags, **self._persistent_options(), **flags, **options)
 
-    def _more_flags(self) -> dict[str, Any]:
-        a, plan = self.a, self.plan
+    def options(self) -> dict[str, Any]:
+        """What every Triton kernel of the LSTM is told besides `flags`."""
+        a = self.a
         return {
+            "H": self.H,
             "JOINT": a.joint,
             "PASS": a.pass_normalized_cell,
             "HAS_BIAS": a.bias is not None,
             "HAS_BETA": a.beta_c is not None,
             "LENGTHS": a.lengths is not None,
             "INCLUDE": a.include,
-            "ZONE_C": _zone(a.mask_c, a.rate_c),
-            "ZONE_H": _zone(a.mask_h, a.rate_h),
-            "PERSIST": plan.persistent,
+            "ZONE_C": zone(a.mask_c, a.rate_c),
+            "ZONE_H": zone(a.mask_h, a.rate_h),
             "FUSED": a.wx.is_cuda,
+        }
+
+    def _persistent_options(self) -> dict[str, Any]:
+        plan = self.plan
+        return self.options() | {
+            "PERSIST": plan.persistent,
             "PRECISION": "tf32" if tf32_allowed() else "ieee",
-            "WIDEN": not _has_product(a.wx),
-            "H": self.H,
+            "WIDEN": not _has_product(self.wx),
             "ROWS": plan.rows,
             "UNITS": plan.units,
             "PROGRAMS": plan.programs,
@@ -169,12 +161,6 @@ def _has_product(wx: Tensor) -> bool:
     if not wx.is_cuda:
         return False  # the interpreter
     return wx.dtype != torch.bfloat16 or torch.cuda.get_device_capability(wx.device) >= (8, 0)
-
-
-def _zone(mask: Tensor | None, rate: float) -> int:
-    if mask is not None:
-        return int(device.MASK.value)
-    return int(device.RATE.value) if rate else 0
 
 
 def rows_of(moments: list[Tensor]) -> list[int]:

@@ -12,6 +12,8 @@ GIVEN = tl.constexpr(2)
 
 # Variances below this part of the square that was subtracted are what rounding left of it.
 ROUNDING = tl.constexpr(2e-6)
+# The same where a mean of the rows themselves was subtracted, which is right to a few roundings.
+LAST_BITS = tl.constexpr(2e-13)
 # As in rbn.ops.types, which says why.
 CONSTANT = tl.constexpr(5e-6)
 
@@ -30,6 +32,55 @@ def sigmoid(x):
 def tanh(x):
     """Hyperbolic tangent, to an absolute error of one rounding."""
     return 2.0 * sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def load(base, at, ok):
+    """Values in float32, zero where they are not ok."""
+    return tl.load(base + at, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_gates(base, at, ok, H: tl.constexpr):
+    """The four parts of rows ``[4H]`` in float32."""
+    i = load(base, at, ok)
+    f = load(base + H, at, ok)
+    g = load(base + 2 * H, at, ok)
+    o = load(base + 3 * H, at, ok)
+    return i, f, g, o
+
+
+@triton.jit
+def store_gates(base, i, f, g, o, at, ok, H: tl.constexpr):
+    """Write rows ``[4H]`` from their four parts."""
+    tl.store(base + at, i.to(base.dtype.element_ty), mask=ok)
+    tl.store(base + H + at, f.to(base.dtype.element_ty), mask=ok)
+    tl.store(base + 2 * H + at, g.to(base.dtype.element_ty), mask=ok)
+    tl.store(base + 3 * H + at, o.to(base.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def unpadded(lengths, rows, t, B, LENGTHS: tl.constexpr):
+    """Which of these rows of the batch are not padding at step t, ``[ROWS, 1]``."""
+    ok = rows < B
+    if LENGTHS:
+        ok = ok & (t < tl.load(lengths + rows, mask=ok, other=0))
+    return ok[:, None]
+
+
+@triton.jit
+def by_zoneout(d, mask, at, ok, rate, ZONE: tl.constexpr):
+    """What of a state's gradient goes past the step, and what goes through it."""
+    past = tl.zeros_like(d)
+    new = d
+    if ZONE == MASK:
+        stays = tl.load(mask + at, mask=ok, other=0) != 0
+        past = tl.where(stays, d, 0.0)
+        new = tl.where(stays, 0.0, d)
+    if ZONE == RATE:
+        past = rate * d
+        new = (1.0 - rate) * d
+    return past, new
 
 
 @triton.jit
@@ -85,6 +136,51 @@ def centered_moments(x, rows, inv_n):
     mean = tl.sum(tl.where(rows, x, 0.0), 0) * inv_n
     d = tl.where(rows, x - mean[None, :], 0.0)
     return mean, tl.sum(d * d, 0) * inv_n
+
+
+@triton.jit
+def rows_counted(first, B, counts, ROWS: tl.constexpr, SOME: tl.constexpr):
+    """How many rows of the tile from row `first` on count: all of the batch's, or only SOME."""
+    n = tl.minimum(B - first, ROWS).to(tl.float32)
+    if SOME:
+        n = tl.sum(tl.sum(counts.to(tl.float32), 1), 0)
+    return n
+
+
+@triton.jit
+def merged(mean, squares, n, tile_mean, tile_squares, tile_n):
+    """Mean, and squares about it, of n rows and those of a further tile; nothing cancels.
+
+    After Chan, Golub and LeVeque (1979). With n = 0 they are the tile's, to the last bit.
+    """
+    share = tile_n / tl.maximum(n + tile_n, 1.0)
+    off = tile_mean - mean
+    return mean + off * share, squares + tile_squares + off * off * (n * share)
+
+
+@triton.jit
+def variance(squares, n, mean):
+    """Of n rows whose squares about their mean add up to `squares`; 0 where rounding made them."""
+    var = squares / tl.maximum(n, 1.0)
+    return tl.where(var <= LAST_BITS * mean * mean, 0.0, var)  # but a NaN stays one
+
+
+@triton.jit
+def _add_fours(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def sum_four(i, f, g, o, FUSED: tl.constexpr):
+    """Sums over the rows of four tiles, in one reduction where FUSED."""
+    if FUSED:
+        i, f, g, o = tl.reduce((i, f, g, o), 0, _add_fours)
+    else:
+        i = tl.sum(i, 0)
+        f = tl.sum(f, 0)
+        g = tl.sum(g, 0)
+        o = tl.sum(o, 0)
+    return i, f, g, o
 
 
 @triton.jit

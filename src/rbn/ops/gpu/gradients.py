@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import cuda_lstm, small_lstm
+from rbn.ops.gpu import cuda_lstm, lstm_steps, paths, small_lstm
 from rbn.ops.gpu.call import VECTORS, Call, aligned, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.raised import raised_variances
 from rbn.ops.gpu.signature import Grads, Inputs, Outputs
 from rbn.ops.types import valid_steps
+
+log = logging.getLogger("rbn.ops.gpu")
 
 
 def room_for_gradients(a: Inputs) -> int:
@@ -82,8 +85,9 @@ def backward(
     consume: whether what the forward pass saved may be overwritten, as nobody will need it again.
     """
     call = Call(given)
-    a, R, T, B, H, wx, plan = call.a, call.R, call.T, call.B, call.H, call.wx, call.plan
+    a, R, T, B, H, wx = call.a, call.R, call.T, call.B, call.H, call.wx
     dtype, device = wx.dtype, wx.device
+    log.debug("lstm backward R=%d T=%d B=%d H=%d %s: %s", R, T, B, H, dtype, call.path)
 
     if dh_n is None and dc_n is None:
         dh, dc = torch.zeros(2, *call.lead, B, H, dtype=torch.float32, device=device).unbind()
@@ -104,17 +108,21 @@ def backward(
             moments[5] = raised_c
     barrier = torch.zeros(R, dtype=torch.int32, device=device)
     weight = aligned(a.weight_hh.to(dtype))
-    transposed = weight.transpose(-2, -1).contiguous()
     dy = call.empty if doutput is None else doutput.contiguous()
     if call.in_cuda:
         if polled:  # it begins empty, so it has a room of its own
             da.view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
         names = ("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c")
+        transposed = weight.transpose(-2, -1).contiguous()
         tensors = call.named(transposed, moments) | dict(zip(names, sums, strict=True))
         tensors |= {"cs": r.cs, "wh": r.wh, "doutput": dy, "dh": dh, "dc": dc, "da": da, "dwx": dwx}
         tensors["counter"] = barrier
         cuda_lstm.backward(call, tensors, rows_of(moments), doutput is not None)
+    elif call.path == paths.STEPS:
+        given_dy = None if doutput is None else dy
+        lstm_steps.backward(call, moments, r.cs, r.wh, given_dy, dh, dc, da, dwx, sums)
     else:
+        plan, transposed = call.plan, weight.transpose(-2, -1).contiguous()
         flags = {"K": plan.k_backward, "HAS_DOUTPUT": doutput is not None}
         vectors, masks = call.vectors(), call.masks()
         pieces = [(T - 1, T)] if plan.persistent else [(t, 1) for t in range(T - 1, -1, -1)]

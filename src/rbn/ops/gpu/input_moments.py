@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rbn.ops.gpu.device import centered_moments
+from rbn.ops.gpu.device import centered_moments, load, merged, rows_counted, unpadded
 
 
 @triton.jit
@@ -14,7 +14,6 @@ def input_moments(
     mean,  # [R, T, F] float32
     var,
     lengths,  # [B] int32
-    inv_n,  # [T] float32
     T,
     B,
     F: tl.constexpr,
@@ -27,13 +26,17 @@ def input_moments(
     t = step % T
     rows = tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    counts = (rows < B)[:, None]
-    scale = 1.0 / B
-    if LENGTHS:
-        counts = counts & (t < tl.load(lengths + rows, mask=rows < B, other=0))[:, None]
-        scale = tl.load(inv_n + t)
-    at = step * B * F + rows[:, None] * F + columns[None, :]
-    x = tl.load(wx + at, mask=counts & (columns < F)[None, :], other=0.0).to(tl.float32)
-    m, v = centered_moments(x, counts, scale)
-    tl.store(mean + step * F + columns, m, mask=columns < F)
-    tl.store(var + step * F + columns, v, mask=columns < F)
+    inside = columns < F
+    at = rows[:, None] * F + columns[None, :]
+    m = tl.zeros((COLUMNS,), tl.float32)
+    squares = tl.zeros((COLUMNS,), tl.float32)
+    n = tl.zeros((), tl.float32)
+    for first in range(0, B, ROWS):
+        counts = unpadded(lengths, first + rows, t, B, LENGTHS)
+        tile_n = rows_counted(first, B, counts, ROWS, LENGTHS)
+        x = load(wx + (step * B + first) * F, at, counts & inside[None, :])
+        tile_m, tile_squares = centered_moments(x, counts, 1.0 / tl.maximum(tile_n, 1.0))
+        m, squares = merged(m, squares, n, tile_m, tile_squares * tile_n, tile_n)
+        n += tile_n
+    tl.store(mean + step * F + columns, m, mask=inside)
+    tl.store(var + step * F + columns, squares / tl.maximum(n, 1.0), mask=inside)

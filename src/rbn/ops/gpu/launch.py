@@ -12,11 +12,13 @@ import math
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import cuda_lstm, small_lstm
-from rbn.ops.gpu.call import BATCH, Call, plan_for, rows_of
+from rbn.ops.gpu import cuda_lstm, lstm_steps, paths, small_lstm
+from rbn.ops.gpu.call import BATCH, Call, rows_of
 from rbn.ops.gpu.gradients import backward, room_for_gradients
 from rbn.ops.gpu.input_moments import input_moments
 from rbn.ops.gpu.lstm_forward import lstm_forward
+from rbn.ops.gpu.paths import plan_for
+from rbn.ops.gpu.plan import power_of_two
 from rbn.ops.gpu.signature import (
     Inputs,
     Outputs,
@@ -36,9 +38,10 @@ log = logging.getLogger("rbn.ops.gpu")
 def forward(given: Inputs) -> Outputs:
     """Run the recurrence over all steps."""
     call = Call(given)
-    a, R, T, B, H, wx, plan = call.a, call.R, call.T, call.B, call.H, call.wx, call.plan
+    a, R, T, B, H, wx = call.a, call.R, call.T, call.B, call.H, call.wx
     dtype, device = wx.dtype, wx.device
     stride = _stride(call)
+    log.debug("lstm forward R=%d T=%d B=%d H=%d %s: %s", R, T, B, H, dtype, call.path)
     hs = _room_for_states(call, stride)
     first = hs.select(-3, 0)
     if stride == H:
@@ -58,21 +61,25 @@ def forward(given: Inputs) -> Outputs:
         _sequence_moments(wx, call.lengths if a.lengths is not None else None, new)
     moments = [call.full(p) for p in a.population] if a.population else new
     barrier = torch.zeros(R, dtype=torch.int32, device=device)
-    weight = a.weight_hh.to(dtype).contiguous()
     if call.in_cuda:
         if not cuda_lstm.meets_at_counter("forward", wx):
             exchanged = hs.narrow(-3, 1, T)
             exchanged.view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
         if call.x == BATCH:
             _input_moments(call, new)
+        weight = a.weight_hh.to(dtype).contiguous()
         tensors = call.named(weight, moments) | {"hs": hs, "cs": cs, "wh": wh, "h_n": h_n}
         tensors |= {"c_n": c_n, "c0": call.full(a.c0), "counter": barrier}
         cuda_lstm.forward(call, tensors, rows_of(moments))
         return _outputs(call, hs, cs, wh, h_n, c_n, new)
     natural = cs.narrow(0, 0, R * (T + 1 if a.save else 1) * B * H).view(*call.lead, -1, B, H)
     natural.select(-3, 0).copy_(a.c0)
-    path = "one persistent kernel" if plan.persistent else "one kernel for each step"
-    log.debug("lstm forward R=%d T=%d B=%d H=%d %s: %s", R, T, B, H, dtype, path)
+    if call.path == paths.STEPS:
+        if call.x == BATCH:
+            _input_moments(call, new)
+        lstm_steps.forward(call, moments, hs, natural, wh, h_n)
+        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new)
+    plan, weight = call.plan, a.weight_hh.to(dtype).contiguous()
     flags = {"HS": stride, "K": plan.k_forward, "SAVE": a.save}
     vectors, masks = call.vectors(), call.masks()
     pieces = [(0, T)] if plan.persistent else [(t, 1) for t in range(T)]
@@ -153,17 +160,17 @@ def _input_moments(call: Call, new: list[Tensor]) -> None:
     """Mean and var of the input term of every step, into new[0] and new[1]."""
     columns = 64
     grid = (call.R * call.T, -(-4 * call.H // columns))
-    flags = {"F": 4 * call.H, "ROWS": call.plan.rows, "COLUMNS": columns}
+    rows = min(128, max(16, power_of_two(call.B)))
+    flags = {"F": 4 * call.H, "ROWS": rows, "COLUMNS": columns}
     with torch.cuda.device_of(call.wx):
         input_moments[grid](
             call.wx,
             *new[:2],
             call.lengths,
-            call.inv_n,
             call.T,
             call.B,
             **flags,
-            LENGTHS=call.a.lengths is not None,
+            LENGTHS=call.a.lengths is not None and not call.a.include,
         )
 
 

@@ -10,7 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rbn.ops.gpu.device import MASK, NONE, RATE, sigmoid, tanh
+from rbn.ops.gpu.device import (
+    MASK,
+    NONE,
+    RATE,
+    by_zoneout,
+    load,
+    load_gates,
+    sigmoid,
+    store_gates,
+    tanh,
+)
 
 # What is kept of a row's statistics.
 MEAN_X = tl.constexpr(0)
@@ -19,31 +29,6 @@ RSTD_H = tl.constexpr(2)
 MEAN_C = tl.constexpr(3)
 RSTD_C = tl.constexpr(4)
 KEPT = tl.constexpr(5)
-
-
-@triton.jit
-def _load(base, at, ok):
-    """Values in float32, zero where they are not ok."""
-    return tl.load(base + at, mask=ok, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _load_gates(base, at, ok, H: tl.constexpr):
-    """The four parts of rows ``[4H]``."""
-    i = tl.load(base + at, mask=ok, other=0.0).to(tl.float32)
-    f = tl.load(base + H + at, mask=ok, other=0.0).to(tl.float32)
-    g = tl.load(base + 2 * H + at, mask=ok, other=0.0).to(tl.float32)
-    o = tl.load(base + 3 * H + at, mask=ok, other=0.0).to(tl.float32)
-    return i, f, g, o
-
-
-@triton.jit
-def _store_gates(base, i, f, g, o, at, ok, H: tl.constexpr):
-    """Write rows ``[4H]`` from their four parts."""
-    tl.store(base + at, i.to(base.dtype.element_ty), mask=ok)
-    tl.store(base + H + at, f.to(base.dtype.element_ty), mask=ok)
-    tl.store(base + 2 * H + at, g.to(base.dtype.element_ty), mask=ok)
-    tl.store(base + 3 * H + at, o.to(base.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -88,13 +73,13 @@ def _gates(
     H: tl.constexpr,
 ):
     """The gates after their nonlinearities, from both centered terms."""
-    i, f, g, o = _load_gates(bias, units, inside, H)
-    h_i, h_f, h_g, h_o = _load_gates(gamma_h, units, inside, H)
+    i, f, g, o = load_gates(bias, units, inside, H)
+    h_i, h_f, h_g, h_o = load_gates(gamma_h, units, inside, H)
     i += a_i * rstd_h * h_i
     f += a_f * rstd_h * h_f
     g += a_g * rstd_h * h_g
     o += a_o * rstd_h * h_o
-    h_i, h_f, h_g, h_o = _load_gates(gamma_x, units, inside, H)
+    h_i, h_f, h_g, h_o = load_gates(gamma_x, units, inside, H)
     i += x_i * rstd_x * h_i
     f += x_f * rstd_x * h_f
     g += x_g * rstd_x * h_g
@@ -108,7 +93,7 @@ def _through_norm(di, df, dg, do, i, f, g, o, rstd, gamma, units, inside, H: tl.
 
     i, f, g, o: the term less its mean.
     """
-    s_i, s_f, s_g, s_o = _load_gates(gamma, units, inside, H)
+    s_i, s_f, s_g, s_o = load_gates(gamma, units, inside, H)
     di *= s_i
     df *= s_f
     dg *= s_g
@@ -167,11 +152,11 @@ def ln_lstm_step(
     at_step = before * H + at_row
     at_gates = (before + row) * 4 * H + units
 
-    a_i, a_f, a_g, a_o = _load_gates(wh, row * 4 * H + units, ok, H)
+    a_i, a_f, a_g, a_o = load_gates(wh, row * 4 * H + units, ok, H)
     a_i, a_f, a_g, a_o = _less(a_i, a_f, a_g, a_o, _mean(a_i + a_f + a_g + a_o, 4 * H), ok)
     rstd_h = _rstd(a_i * a_i + a_f * a_f + a_g * a_g + a_o * a_o, eps, 4 * H)
     # Padding is read as zeros, whatever it holds: NaN would spread.
-    x_i, x_f, x_g, x_o = _load_gates(wx, at_gates, valid, H)
+    x_i, x_f, x_g, x_o = load_gates(wx, at_gates, valid, H)
     mean_x = _mean(x_i + x_f + x_g + x_o, 4 * H)
     x_i, x_f, x_g, x_o = _less(x_i, x_f, x_g, x_o, mean_x, ok)
     rstd_x = _rstd(x_i * x_i + x_f * x_f + x_g * x_g + x_o * x_o, eps, 4 * H)
@@ -183,12 +168,12 @@ def ln_lstm_step(
 
     if SAVE:
         cs += before * H
-    c = _load(cs, at_row, ok)
+    c = load(cs, at_row, ok)
     c_t = f * c + i * g
     mean_c = _mean(tl.where(ok, c_t, 0.0), H)
     c_hat = tl.where(ok, c_t - mean_c, 0.0)
     rstd_c = _rstd(c_hat * c_hat, eps, H)
-    c_hat = c_hat * rstd_c * _load(gamma_c, units, inside) + _load(beta_c, units, inside)
+    c_hat = c_hat * rstd_c * load(gamma_c, units, inside) + load(beta_c, units, inside)
     h_t = o * tanh(c_hat)
 
     if ZONE_C == MASK:
@@ -196,7 +181,7 @@ def ln_lstm_step(
     if ZONE_C == RATE:
         c_t = rate_c * c + (1.0 - rate_c) * c_t
     if ZONE_H != NONE:
-        h = _load(hs, at_step, ok)
+        h = load(hs, at_step, ok)
         if ZONE_H == MASK:
             h_t = tl.where(tl.load(mask_h + at_step, mask=ok, other=0) != 0, h, h_t)
         if ZONE_H == RATE:
@@ -213,7 +198,7 @@ def ln_lstm_step(
     if LENGTHS:
         tl.store(h_n + at_row, h_t, mask=valid)
     if SAVE:
-        _store_gates(centered, a_i, a_f, a_g, a_o, at_gates, ok, H)
+        store_gates(centered, a_i, a_f, a_g, a_o, at_gates, ok, H)
         kept = moments + (before + row) * KEPT
         tl.store(kept + MEAN_X, mean_x, mask=in_batch)
         tl.store(kept + RSTD_X, rstd_x, mask=in_batch)
@@ -277,45 +262,29 @@ def ln_lstm_step_backward(
     rstd_c = tl.load(kept + RSTD_C, mask=in_batch, other=0.0)
     mean_x = tl.load(kept + MEAN_X, mask=in_batch, other=0.0)
     mean_c = tl.load(kept + MEAN_C, mask=in_batch, other=0.0)
-    a_i, a_f, a_g, a_o = _load_gates(centered, at_gates, ok, H)
-    x_i, x_f, x_g, x_o = _load_gates(wx, at_gates, valid, H)
+    a_i, a_f, a_g, a_o = load_gates(centered, at_gates, ok, H)
+    x_i, x_f, x_g, x_o = load_gates(wx, at_gates, valid, H)
     x_i, x_f, x_g, x_o = _less(x_i, x_f, x_g, x_o, mean_x, ok)
     i, f, g, o = _gates(
         a_i, a_f, a_g, a_o, rstd_h, gamma_h,
         x_i, x_f, x_g, x_o, rstd_x, gamma_x,
         bias, units, inside, H,
     )  # fmt: skip
-    c = _load(cs, at_step, ok)
+    c = load(cs, at_step, ok)
     c_t = f * c + i * g
     if ZONE_C == NONE:
-        c_t = _load(cs + tl.cast(B, tl.int64) * H, at_step, ok)  # as it was, before any rounding
+        c_t = load(cs + tl.cast(B, tl.int64) * H, at_step, ok)  # as it was, before any rounding
     c_hat = tl.where(ok, c_t - mean_c, 0.0) * rstd_c
-    scale_c = _load(gamma_c, units, inside)
-    tanh_c = tanh(c_hat * scale_c + _load(beta_c, units, inside))
+    scale_c = load(gamma_c, units, inside)
+    tanh_c = tanh(c_hat * scale_c + load(beta_c, units, inside))
 
     # Zoneout and padding: what goes past the step, and what goes through it.
     dh_t = tl.load(dh + at_row, mask=ok, other=0.0) + tl.load(through + at_row, mask=ok, other=0.0)
     if HAS_DOUTPUT:
         dh_t += tl.load(doutput + at_step, mask=valid, other=0.0).to(tl.float32)
     dc_t = tl.load(dc + at_row, mask=ok, other=0.0)
-    dh_skip = tl.zeros((ROWS, UNITS), tl.float32)
-    dc_skip = tl.zeros((ROWS, UNITS), tl.float32)
-    dh_new = dh_t
-    dc_new = dc_t
-    if ZONE_H == MASK:
-        stays = tl.load(mask_h + at_step, mask=ok, other=0) != 0
-        dh_skip = tl.where(stays, dh_t, 0.0)
-        dh_new = tl.where(stays, 0.0, dh_t)
-    if ZONE_H == RATE:
-        dh_skip = rate_h * dh_t
-        dh_new = (1.0 - rate_h) * dh_t
-    if ZONE_C == MASK:
-        stays = tl.load(mask_c + at_step, mask=ok, other=0) != 0
-        dc_skip = tl.where(stays, dc_t, 0.0)
-        dc_new = tl.where(stays, 0.0, dc_t)
-    if ZONE_C == RATE:
-        dc_skip = rate_c * dc_t
-        dc_new = (1.0 - rate_c) * dc_t
+    dh_skip, dh_new = by_zoneout(dh_t, mask_h, at_step, ok, rate_h, ZONE_H)
+    dc_skip, dc_new = by_zoneout(dc_t, mask_c, at_step, ok, rate_c, ZONE_C)
     if LENGTHS:
         dh_skip = tl.where(valid, dh_skip, dh_t)
         dc_skip = tl.where(valid, dc_skip, dc_t)
@@ -342,13 +311,13 @@ def ln_lstm_step_backward(
     tl.store(dc + at_row, dc_t, mask=ok)
     tl.store(dgamma_c + at_row, sum_gamma, mask=ok)
     tl.store(dbeta_c + at_row, sum_beta, mask=ok)
-    _store_gates(dpre, di, df, dg, do, at_gates, ok, H)
+    store_gates(dpre, di, df, dg, do, at_gates, ok, H)
 
     # The normalization of the recurrent term.
     di, df, dg, do = _through_norm(
         di, df, dg, do, a_i, a_f, a_g, a_o, rstd_h, gamma_h, units, inside, H
     )
-    _store_gates(da, di, df, dg, do, at_gates, ok, H)
+    store_gates(da, di, df, dg, do, at_gates, ok, H)
 
 
 @triton.jit(do_not_specialize=["B", "N"])
@@ -377,12 +346,12 @@ def ln_input_backward(
     mean = tl.load(moments + row * KEPT + MEAN_X, mask=counts, other=0.0)
     rstd = tl.load(moments + row * KEPT + RSTD_X, mask=counts, other=0.0)
     at = row * 4 * H + units
-    i, f, g, o = _load_gates(wx, at, valid, H)
+    i, f, g, o = load_gates(wx, at, valid, H)
     i, f, g, o = _less(i, f, g, o, mean, ok)
-    di, df, dg, do = _load_gates(dwx, at, ok, H)
+    di, df, dg, do = load_gates(dwx, at, ok, H)
     di, df, dg, do = _through_norm(di, df, dg, do, i, f, g, o, rstd, gamma_x, units, inside, H)
     tl.debug_barrier()  # every thread has read what is now overwritten
-    _store_gates(dwx, di, df, dg, do, at, ok, H)
+    store_gates(dwx, di, df, dg, do, at, ok, H)
 
 
 @triton.jit(do_not_specialize=["B", "N", "share"])

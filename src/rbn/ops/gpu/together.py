@@ -16,8 +16,8 @@ from rbn.ops.checks import (
     constant_statistics,
 )
 from rbn.ops.gpu import cuda_lstm
-from rbn.ops.gpu.call import plan_for
 from rbn.ops.gpu.library import lstm_op
+from rbn.ops.gpu.paths import is_streamed, plan_for
 from rbn.ops.types import Statistics
 
 _TENSORS = ("wx", "weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0")
@@ -97,7 +97,7 @@ def pays(wx: Tensor, calls: int) -> bool:
     if one is None or all_ is None or not all_.persistent:
         return False
     kind = cuda_lstm.kind(wx[None])
-    return kind is None or cuda_lstm.kind(several) == kind
+    return not is_streamed(wx) if kind is None else cuda_lstm.kind(several) == kind
 
 
 def _stacked(calls: Sequence[dict[str, Any]], name: str) -> Any:

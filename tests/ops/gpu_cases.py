@@ -1,0 +1,77 @@
+"""What the tests of the GPU's LSTM share: every option, and a comparison with the reference."""
+
+import contextlib
+
+import torch
+import triton.language as tl
+from recurrence_cases import TOLERANCES, assert_same, differentiate, poisoned_memory
+from triton.runtime import interpreter
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPTIONS = {
+    "plain": {},
+    "lengths": {"lengths": [5, 1, 3]},
+    "padding counted": {"lengths": [2, 5, 1], "padding": "include"},
+    "sequencewise": {"input_stats": "sequence", "lengths": [5, 4, 1]},
+    "sequencewise, padding counted": {
+        "input_stats": "sequence",
+        "lengths": [5, 4, 1],
+        "padding": "include",
+    },
+    "population": {"population": (2, 7, 5)},
+    "zoneout masks": {"zoneout": ("mask", "mask")},
+    "zoneout rates": {"zoneout": (0.2, 0.3)},
+    "zoneout and lengths": {"zoneout": ("mask", 0.3), "lengths": [2, 5, 3]},
+    "joint": {"absent": ("gamma_x", "bias")},
+    "raw output": {"absent": ("gamma_c", "beta_c")},
+    "passed on": {"pass_normalized_cell": True},
+}
+PLAIN = ("plain", "lengths", "zoneout masks", "zoneout rates", "zoneout and lengths")
+EVERY_OPTION = [("bn_lstm", name) for name in OPTIONS] + [("lstm", name) for name in PLAIN]
+
+
+@contextlib.contextmanager
+def products(tf32):
+    """Products of float32 in tf32, or as they are."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    yield
+    torch.backends.cudnn.allow_tf32 = before
+
+
+def compare(case, dtype=torch.float32, tolerances=TOLERANCES[torch.float32]):
+    """Results and gradients in a type beside those of the reference in float64."""
+    case = case.to(dtype)
+    with poisoned_memory():
+        found = differentiate(case.on(DEVICE), "gpu")
+    expected = differentiate(case.to(torch.float64), "reference")
+    results, gradients = tolerances
+    assert_same(found[0], expected[0], results)
+    assert_same(found[1], expected[1], gradients)
+
+
+def _prepare_once():
+    """Triton's interpreter makes its language ready once in a launch, not at every call in it.
+
+    At each call of a function inside a kernel it does so again, which takes half of all its time.
+    """
+    prepare, launch, ready = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def once(function):
+        languages = frozenset(
+            id(v) for v in function.__globals__.values() if v is tl or v is tl.core
+        )
+        if languages in ready:
+            return None
+        ready.add(languages)
+        return prepare(function)
+
+    def anew(executor, *arguments, **options):
+        ready.clear()
+        return launch(executor, *arguments, **options)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, anew
+
+
+if DEVICE == "cpu":
+    _prepare_once()

@@ -1,0 +1,263 @@
+"""The LSTM that the host runs step by step, a product and a kernel each, against the reference.
+
+On a GPU, or on the CPU by Triton's interpreter: the same code but for the matrix products.
+"""
+
+import copy
+import importlib
+import logging
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recurrence_cases import (
+    CALM,
+    TOLERANCES,
+    assert_same,
+    call,
+    calm,
+    cases,
+    constant_beginning,
+    differentiate,
+    fresh_seed,
+    make_case,
+    shared,
+)
+
+import rbn
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, compare, products
+
+from rbn.ops.gpu import gradients, lstm_steps, paths
+
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+beyond_the_batch = pytest.mark.filterwarnings(  # rows that only fill a tile
+    "ignore:overflow encountered in exp"
+)
+OPS = ("bn_lstm", "lstm")
+# Tiles that hold a small batch, and tiles that do not: of 2 rows, with 8 units or with fewer.
+TILES = {"one tile": (1024, 2048, 1), "several": (1024, 16, 1), "more programs": (1024, 8, 99)}
+
+
+def tiles(name):
+    """Cut the batch and the layer so."""
+    sizes = zip(("_TILE", "_LARGEST", "_PROGRAMS"), TILES[name], strict=True)
+    return mock.patch.multiple(lstm_steps, **dict(sizes))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _steps():
+    """Step by step whatever else would run, with exact products."""
+    chosen = mock.patch.object(paths, "choose", return_value=paths.STEPS)
+    with chosen, products(tf32=False):
+        yield
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("name", ["one tile", "several"])
+@pytest.mark.parametrize(("op", "option"), EVERY_OPTION)
+def test_every_option(op, option, name):
+    with tiles(name):
+        compare(make_case(op, 5, 3, 6, fresh_seed(), **calm(op), **OPTIONS[option]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((1, 1, 1), "one tile"),
+        ((2, 1, 3), "one tile"),
+        ((1, 2, 2), "several"),
+        ((2, 17, 5), "several"),
+        ((2, 3, 9), "more programs"),
+        ((2, 3, 33), "one tile"),
+    ],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_shapes(op, shape, name):
+    with tiles(name):
+        compare(make_case(op, *shape, fresh_seed(), **calm(op)))
+
+
+def test_a_batch_beyond_the_tile_as_it_is():
+    """Rows are gone over 512 at a time, with 4 units; for the means of the input 128 at a time."""
+    case = make_case("bn_lstm", 2, 515, 3, fresh_seed(), lengths="random", **calm("bn_lstm"))
+    assert lstm_steps.tile_of(515, 3, 4) == (512, 4)
+    compare(case)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=7)  # on a GPU a compilation each
+@given(data=st.data())
+def test_random_calls(op, data):
+    with tiles(data.draw(st.sampled_from(list(TILES)))):
+        compare(data.draw(cases(op, eps=(CALM,))))
+
+
+# The interpreter knows no tf32, and what it makes of the 16-bit types differs in nothing but how
+# they round. One rounding for the values that are kept, some for those that add up over the steps.
+UNITS = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [("bn_lstm", {}), ("bn_lstm", {"zoneout": ("mask", 0.3), "lengths": [3, 2, 1]}), ("lstm", {})],
+)
+def test_half_precision(op, dtype, options):
+    case = make_case(op, 3, 3, 7, fresh_seed(), **calm(op), **options)
+    with tiles("several"):
+        compare(case, dtype, (4 * UNITS[dtype], 16 * UNITS[dtype]))
+
+
+@beyond_the_batch
+@pytest.mark.parametrize("name", ["one tile", "several"])
+def test_rounding_is_not_enlarged_by_constant_steps(name):
+    case = constant_beginning("bn_lstm", 2, 4, 6, 5).to(torch.float32)
+    with tiles(name):
+        _, found = differentiate(case.on(DEVICE), "gpu")
+    _, expected = differentiate(case.to(torch.float64), "reference")
+    assert_same(shared(found), shared(expected), 2e-3)  # as on the CPU
+    assert found["h0"].abs().max() == 0
+
+
+@beyond_the_batch
+@pytest.mark.parametrize("name", ["one tile", "several"])
+def test_a_mean_far_from_zero_takes_nothing_from_the_variance(name):
+    """Terms of 1000 whose rows differ by 1: sums of squares would lose the variance in float32."""
+    case = make_case("bn_lstm", 2, 5, 3, **calm("bn_lstm"))
+    far = case.with_tensors(wx=case.tensors["wx"] + 1000.0).to(torch.float32)
+    with tiles(name):
+        found = call(far.on(DEVICE), "gpu")
+    expected = call(far.to(torch.float64), "reference")
+    # wx itself is right to 1000 * 2**-24, which a standard deviation near 1 does not enlarge.
+    for key in ("var_x", "mean_h", "var_h", "output"):
+        torch.testing.assert_close(found[key].cpu().double(), expected[key], rtol=1e-3, atol=1e-4)
+
+
+@beyond_the_batch
+def test_rows_alike_have_no_variance_at_all():
+    """However large their value, which a mean meets to the last bits only."""
+    case = make_case("bn_lstm", 1, 5, 3, dtype=torch.float32, absent=("gamma_x",))
+    row = torch.tensor(1e4 / 3)
+    same = {n: row.expand_as(case.tensors[n]).clone() for n in ("wx", "h0", "c0")}
+    found = call(case.with_tensors(**same).on(DEVICE), "gpu")
+    assert found["var_h"].eq(0).all()
+    assert found["var_c"].eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["one tile", "several"])
+def test_a_nan_is_seen(name):
+    case = make_case("bn_lstm", 3, 4, 5, dtype=torch.float32)
+    wx = case.tensors["wx"].clone()
+    wx[1, 2, 0] = float("nan")
+    with tiles(name):
+        found = call(case.with_tensors(wx=wx).on(DEVICE), "gpu")
+    expected = call(case.with_tensors(wx=wx), "reference")
+    for key in ("output", "h_n", "c_n", "var_x", "var_h", "var_c"):
+        assert torch.equal(found[key].cpu().isnan(), expected[key].isnan()), key
+
+
+@pytest.mark.parametrize("name", ["one tile", "several"])
+def test_nothing_is_kept_without_a_gradient(name):
+    """One cell for all steps, which a step reads and writes."""
+    options = {"zoneout": (0.3, "mask"), "lengths": [4, 1, 2]}
+    case = make_case("bn_lstm", 4, 3, 5, dtype=torch.float32, **calm("bn_lstm"), **options)
+    with tiles(name), torch.no_grad():
+        found = call(case.on(DEVICE), "gpu")
+    assert_same(found, call(case.to(torch.float64), "reference"), TOLERANCES[torch.float32][0])
+
+
+@pytest.mark.parametrize("population", [None, (2, 1, 4)])
+def test_several_recurrences_one_after_another(population):
+    """With the numbers of each alone, whatever the operator is given at once."""
+    options = calm("bn_lstm") | {"population": population, "zoneout": ("mask", 0.0)}
+    made = [make_case("bn_lstm", 2, 3, 5, seed, **options).to(torch.float32) for seed in (0, 1)]
+    made = [case.on(DEVICE) for case in made]
+    with tiles("several"):
+        alone = [differentiate(case, "gpu") for case in made]
+        leaves = [
+            torch.stack([case.tensors[name] for case in made]).requires_grad_()
+            for name in made[0].tensors
+        ]
+        given_ = [case.options.get("population", ()) for case in made]
+        stacked = [torch.stack(values) for values in zip(*given_, strict=True)]
+        mask = torch.stack([case.options["zoneout_c"] for case in made])
+        rest = (stacked, mask, None, 0.0, 0.0, "batch", CALM, "step", "exclude", False, True)
+        results = importlib.import_module("rbn.ops.gpu").lstm_op(*leaves, None, *rest)
+        names = ("output", "h_n", "c_n")
+        cotangents = [torch.stack([case.cotangents[name] for case in made]) for name in names]
+        grads = torch.autograd.grad(results[:3], leaves, cotangents)
+    for r, (found, gradients_) in enumerate(alone):
+        for name, value in zip(names, results, strict=False):
+            assert torch.equal(value[r], found[name]), name
+        for name, grad in zip(gradients_, grads, strict=True):
+            torch.testing.assert_close(grad[r], gradients_[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_same_bits_from_a_graph_that_is_kept(monkeypatch):
+    """The last backward pass overwrites what was saved, those before it do not."""
+    case = make_case("bn_lstm", 3, 3, 6, fresh_seed(), dtype=torch.float32, **calm("bn_lstm"))
+    case = case.on(DEVICE)
+    leaves = {name: v.requires_grad_() for name, v in case.present().items()}
+    rooms = []
+    consumed = gradients._consumed
+    monkeypatch.setattr(
+        gradients, "_consumed", lambda *args: rooms.append(consumed(*args)) or rooms[-1]
+    )
+    with tiles("several"):
+        output = call(case.with_tensors(**leaves), "gpu")["output"]
+
+        def differentiate_again(**options):
+            cotangent = case.cotangents["output"]
+            return torch.autograd.grad(output, list(leaves.values()), cotangent, **options)
+
+        kept, last = differentiate_again(retain_graph=True), differentiate_again()
+    assert [room is not None for room in rooms] == [True]
+    for name, one, other in zip(leaves, kept, last, strict=True):
+        assert torch.equal(one, other), name
+
+
+def test_the_operator(monkeypatch):
+    """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
+    # With 8 units the saved buffers have no unwritten room, which would differ from call to call.
+    options = calm("bn_lstm") | {"lengths": [2, 1, 2], "padding": "include"}
+    case = make_case("bn_lstm", 2, 3, 8, dtype=torch.float32, **options)
+    leaves = {name: v.requires_grad_() for name, v in case.on(DEVICE).present().items()}
+    gpu, found = importlib.import_module("rbn.ops.gpu"), []
+    run = gpu.lstm_op
+    monkeypatch.setattr(gpu, "lstm_op", lambda *args: found.append(args) or run(*args))
+    call(case.on(DEVICE).with_tensors(**leaves), "gpu")
+    (args,) = found
+    # A compiled call may differ from this one in the last bits.
+    torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, args, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer_class", [rbn.LSTM, rbn.BatchNormLSTM])
+def test_compiled_as_one_graph_under_autocast(layer_class):
+    torch.manual_seed(0)
+    layer = layer_class(3, 6).to(DEVICE)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(2, 5, 3, device=DEVICE)
+
+    def loss(module, x):
+        with rbn.backend("gpu"), torch.autocast(DEVICE, dtype=torch.bfloat16):
+            return module(x)[0].float().square().mean()
+
+    torch.compile(loss, fullgraph=True, backend="aot_eager")(layer, x).backward()
+    loss(twin, x).backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, twin.get_parameter(name).grad)
+
+
+def test_the_log_names_both_directions(caplog):
+    case = make_case("lstm", 1, 2, 3, dtype=torch.float32).on(DEVICE)
+    with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
+        differentiate(case, "gpu")
+    for way in ("forward", "backward"):
+        assert f"lstm {way} R=1 T=1 B=2 H=3 torch.float32: {paths.STEPS}" in caplog.text

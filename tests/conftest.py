@@ -1,5 +1,6 @@
 import os
 import secrets
+import signal
 
 import torch
 from hypothesis import settings
@@ -13,6 +14,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # What is random on a GPU is so anew in each run; said at its beginning, to be had again.
 os.environ.setdefault("RBN_TEST_SEED", str(secrets.randbelow(2**31)))
+
+# A shell that starts the tests in the background has Ctrl-C ignored, here and in what they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
 torch.set_num_threads(1)

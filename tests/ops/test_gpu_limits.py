@@ -135,7 +135,7 @@ def test_no_room_is_said_before_anything_starts():
     """The same without a card: the host knows how many blocks fit."""
 
     class Full:
-        at_once, cluster = 7, 0
+        at_once, cluster, together = 7, 0, True
 
         def launch(self, grid, arguments):
             raise AssertionError("must not be launched")

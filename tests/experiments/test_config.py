@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rbn.experiments import config as configs
-from rbn.experiments.build import recurrent_layer
+from rbn.experiments.build import check, recurrent_layer
 from rbn.experiments.config import (
     MODELS,
     READING,
@@ -69,8 +69,8 @@ def test_settings_from_the_command_line():
     ("text", "value"), [("1e-3", 0.001), ("-2E+3", -2000.0), ("1.5e3", 1500.0), ("1e", "1e")]
 )
 def test_numbers_are_what_they_look_like(text, value, tmp_path):
-    config = with_settings(Config("ptb"), [f"optimizer.lr={text}"])
-    assert (config.optimizer["lr"], type(config.optimizer["lr"])) == (value, type(value))
+    config = with_settings(Config("ptb"), [f"layer.some={text}"])  # which takes anything
+    assert (config.layer["some"], type(config.layer["some"])) == (value, type(value))
     (tmp_path / "mine.yaml").write_text(f"decay_from: {text}\n")
     assert configs.read(tmp_path / "mine.yaml") == {"decay_from": value}
 
@@ -89,11 +89,29 @@ def test_numbers_are_what_they_look_like(text, value, tmp_path):
         (["model=irnn"], "model irnn classifies sequences; ptb is a text"),
         (["dropout=1"], "dropout must be at least 0 and below 1, got 1"),
         (["start=zeros"], "start must be one of"),
+        (["dropout=much"], "dropout must be a number, got 'much'"),
+        (["clip=yes"], "clip must be a number, got True"),
+        (["average=abc"], "average must be a number, got 'abc'"),
+        (["decay_from=null"], "decay_from must be a number, got None"),
+        (["optimizer.lr=abc"], r"optimizer\.lr must be a number, got 'abc'"),
+        (["evaluate_every=abc"], "evaluate_every must be a whole number of at least 1, got 'abc'"),
+        (["patience=0"], "patience must be a whole number of at least 1, got 0"),
+        (["valid_windows=1.5"], "valid_windows must be a whole number of at least 1, got 1.5"),
+        (["layer=3"], "layer must be settings by name, got 3"),
+        (["optimizer=adam"], "optimizer must be settings by name, got 'adam'"),
     ],
 )
 def test_mistakes_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         with_settings(Config("ptb"), settings)
+
+
+@pytest.mark.parametrize("model", ["rnn", "irnn"])
+def test_torchs_own_network_takes_no_options_of_ours(model):
+    config = Config("digits", model, layer={"hidden_noise": 0.1, "weight_dropout": 0.1})
+    with pytest.raises(ValueError, match=f"{model} is torch.nn.RNN, which has no weight_dropout"):
+        check(config)
+    check(Config("digits", model, layer={"hidden_noise": 0.1}))
 
 
 def test_files(tmp_path):

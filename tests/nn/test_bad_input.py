@@ -20,6 +20,8 @@ LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
         ({"batch_first": "yes"}, TypeError, "batch_first must be True or False, got 'yes'"),
         ({"dropout": 1.5}, ValueError, "dropout must lie between 0 and 1, got 1.5"),
         ({"weight_dropout": -0.1}, ValueError, "weight_dropout must lie between 0 and 1, got -0.1"),
+        ({"weight_dropout": "abc"}, TypeError, "weight_dropout must be a number, got 'abc'"),
+        ({"hidden_noise": True}, TypeError, "hidden_noise must be a number, got True"),
         ({"initial_state": "ones"}, ValueError, "initial_state must be one of 'learned', 'zeros'"),
         ({"hidden_noise": -0.1}, ValueError, "hidden_noise must not be negative, got -0.1"),
     ],

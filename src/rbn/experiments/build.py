@@ -42,6 +42,10 @@ def recurrent_layer(config: Config, input_size: int) -> nn.Module:
     """The layer of a config, started as it says."""
     options: dict[str, Any] = dict(config.layer)
     if config.model in ("rnn", "irnn"):
+        # Noise in the initial state is among the settings of some tasks; this model does without.
+        absent = sorted(set(options) - {"hidden_noise"})
+        if absent:
+            raise ValueError(f"model {config.model} is torch.nn.RNN, which has no {absent[0]}")
         kind = "relu" if config.model == "irnn" else "tanh"
         layer: nn.Module = nn.RNN(input_size, config.hidden_size, nonlinearity=kind)
         if config.model == "irnn":  # Le et al. (2015)

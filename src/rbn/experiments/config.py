@@ -74,6 +74,7 @@ class Config:
     population_batch: int = 1000
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         models = READERS if self.is_reading else MODELS
         choices: dict[str, tuple[str, ...]]
         choices = {"task": TASKS, "model": models, "start": STARTS}
@@ -82,10 +83,6 @@ class Config:
             value = getattr(self, name)
             if value not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {value!r}")
-        for name in ("hidden_size", "batch_size", "length", "epochs", "population_batch"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.optimizer.get("name") not in ("adam", "rmsprop", "sgd"):
             raise ValueError(
                 f"optimizer must be adam, rmsprop or sgd, got {self.optimizer.get('name')!r}"
@@ -96,6 +93,27 @@ class Config:
             raise ValueError("a reader's dropout is set as layer.dropout")
         if self.is_text and self.model in ("rnn", "irnn"):
             raise ValueError(f"model {self.model} classifies sequences; {self.task} is a text")
+
+    def _check_kinds(self) -> None:
+        """Refuse words where numbers belong, and the like, which a file or a user may well have."""
+        for name in ("layer", "normalization", "data", "optimizer"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{name} must be settings by name, got {value!r}")
+        sizes = ("hidden_size", "batch_size", "length", "epochs", "population_batch")
+        for name in (*sizes, "evaluate_every", "patience", "valid_windows"):
+            value = getattr(self, name)
+            if value is None and name not in sizes:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        numbers = {"decay_from": self.decay_from, "dropout": self.dropout}
+        numbers["optimizer.lr"] = self.optimizer.get("lr", 0)
+        numbers["clip"] = 0 if self.clip is None else self.clip
+        numbers["average"] = 0 if self.average is None else self.average
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{name} must be a number, got {value!r}")
 
     @property
     def is_text(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -31,18 +32,27 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
-def not_negative(name: str, value: float) -> float:
+def number(name: str, value: Any) -> float:
+    """Any number, of Python or numpy."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def not_negative(name: str, value: Any) -> float:
     """A finite number of at least 0."""
-    if not 0 <= value < float("inf"):
+    found = number(name, value)
+    if not 0 <= found < float("inf"):
         raise ValueError(f"{name} must not be negative, got {value}")
-    return float(value)
+    return found
 
 
-def probability(name: str, value: float) -> float:
+def probability(name: str, value: Any) -> float:
     """A number from 0 to 1."""
-    if not 0 <= value <= 1:
+    found = number(name, value)
+    if not 0 <= found <= 1:
         raise ValueError(f"{name} must lie between 0 and 1, got {value}")
-    return float(value)
+    return found
 
 
 def choice(name: str, value: Any, options: Sequence[str]) -> str:

@@ -94,7 +94,7 @@ class LSTM(_LSTM, LSTMLayers):
         """The same network as a `torch.nn.LSTM`.
 
         Refused where that has no counterpart: a cell bias or a learned initial state that is not
-        zero, or zoneout.
+        zero, or zoneout. What only training has, noise and `weight_dropout`, is left behind.
         """
         if any(self.zoneout):
             raise ValueError(f"torch.nn.LSTM has no zoneout, and this layer has {self.zoneout}")

@@ -261,7 +261,9 @@ class Layers(Recurrence):
     def _recurrent_weight(self, suffix: str, dtype: torch.dtype) -> Tensor:
         """With `weight_dropout`, other weights are missing in each call, the same for all steps."""
         weight = super()._recurrent_weight(suffix, dtype)
-        return F.dropout(weight, self.weight_dropout, self.training and self.weight_dropout > 0)
+        if self.training and self.weight_dropout > 0:
+            return F.dropout(weight, self.weight_dropout)
+        return weight
 
     def forward(
         self,

@@ -139,7 +139,7 @@ def test_a_config_lies_beside_its_sweep(make, tmp_path):
         ({"space": {"layer.foo": [1]}}, "layer.foo=1 does not fit: .*'foo'"),
         ({"space": {"depth": [1]}}, "there is no setting 'depth'"),
         ({"space": {"model": ["gru"]}}, "model='gru' does not fit: model must be one of"),
-        ({"space": {"patience": [0]}}, "patience must be at least 1, got 0"),
+        ({"space": {"patience": [0]}}, "patience must be a whole number of at least 1, got 0"),
         ({"space": {"epochs": [3]}}, "epochs is both set and in the space"),
         ({"space": {"optimizer.lr": {"low": 1, "high": 2}}}, "is a range; a grid needs a list"),
         ({"sampler": "cma"}, "sampler must be one of grid, random, tpe, got 'cma'"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from rbn.ops.alike import raised, steps_alike
 from rbn.ops.gpu import bn_rnn_kernels as kernels
 from rbn.ops.gpu import device
+from rbn.ops.gpu.repeated import Repeated
 from rbn.ops.gpu.stepwise import Call, factor, power_of_two, product, weight_gradient, zone
 
 log = logging.getLogger("rbn.ops.gpu")
@@ -147,12 +148,11 @@ def forward(a: Inputs) -> Outputs:
     wh = call.new(B, H)
     tensors = [wh, wx, *call.vectors, *moments, hs, centered]
     tensors += [h_n, call.lengths, call.inv_n, call.mask_h]
+    step = Repeated(kernels.bn_rnn_step, call.grid, tensors, call.flags | {"SAVE": a.save})
     with torch.cuda.device_of(wx):
-        for t in range(T):
-            product(hs[t], weight, out=wh)
-            kernels.bn_rnn_step[call.grid](
-                *tensors, t, B, *_rows(moments, t), *call.numbers, **call.flags, SAVE=a.save
-            )
+        for t, h in enumerate(hs[:T].unbind()):
+            product(h, weight, out=wh)
+            step(t, B, *_rows(moments, t), *call.numbers)
     output = hidden = hs[1:]
     if a.include:
         assert call.valid is not None
@@ -180,12 +180,12 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     tensors += [call.empty if doutput is None else doutput.contiguous()]
     tensors += [through, dh, call.new(B, H), da, dwx, sums]
     flags = call.flags | {"HAS_DOUTPUT": doutput is not None}
+    step = Repeated(kernels.bn_rnn_step_backward, call.grid, tensors, flags)
+    steps = da.unbind()
     with torch.cuda.device_of(wx):
         for t in range(T - 1, -1, -1):
-            kernels.bn_rnn_step_backward[call.grid](
-                *tensors, t, B, T, *_rows(moments, t), *call.numbers, **flags
-            )
-            product(da[t], weight, out=through)
+            step(t, B, T, *_rows(moments, t), *call.numbers)
+            product(steps[t], weight, out=through)
     dbias, dgamma_x, dgamma_h = (s.sum(0) for s in sums)  # each in memory of its own
     if a.sequence:
         _sequence_backward(call, r, dwx, dbias, dgamma_x)

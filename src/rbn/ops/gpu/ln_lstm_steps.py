@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import ln_lstm_kernels as kernels
+from rbn.ops.gpu.repeated import Repeated
 from rbn.ops.gpu.stepwise import Call, factor, power_of_two, product, weight_gradient, zone
 
 log = logging.getLogger("rbn.ops.gpu")
@@ -133,12 +134,11 @@ def forward(a: Inputs) -> Outputs:
     weight = factor(a.weight_hh, wx).t()
     wh = call.new(B, 4 * H)
     tensors = [wh, wx, *call.vectors, hs, cs, centered, moments, h_n, call.lengths, *call.masks]
+    step = Repeated(kernels.ln_lstm_step, call.grid(B), tensors, call.flags | {"SAVE": a.save})
     with torch.cuda.device_of(wx):
-        for t in range(T):
-            product(hs[t], weight, out=wh)
-            kernels.ln_lstm_step[call.grid(B)](
-                *tensors, t, B, *call.rates, float(a.eps), **call.flags, SAVE=a.save
-            )
+        for t, h in enumerate(hs[:T].unbind()):
+            product(h, weight, out=wh)
+            step(t, B, *call.rates, float(a.eps))
     return Outputs(
         output=hs[1:],
         h_n=hs[T].clone() if a.lengths is None else h_n.to(wx.dtype),
@@ -164,10 +164,12 @@ def backward(
     tensors += [call.empty if doutput is None else doutput.contiguous()]
     tensors += [through, dh, dc, da, dwx, dgamma_c, dbeta_c]
     flags = call.flags | {"HAS_DOUTPUT": doutput is not None}
+    step = Repeated(kernels.ln_lstm_step_backward, call.grid(B), tensors, flags)
+    steps = da.unbind()
     with torch.cuda.device_of(wx):
         for t in range(T - 1, -1, -1):
-            kernels.ln_lstm_step_backward[call.grid(B)](*tensors, t, B, *call.rates, **flags)
-            product(da[t], weight, out=through)
+            step(t, B, *call.rates)
+            product(steps[t], weight, out=through)
     dbias, dgamma_x, dgamma_h = _parameter_sums(call, r, dwx)
     _input_backward(call, r, dwx)
     return Grads(

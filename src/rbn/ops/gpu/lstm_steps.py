@@ -16,6 +16,7 @@ from rbn.ops.gpu.call import Call, aligned, rows_of
 from rbn.ops.gpu.lstm_step_backward import lstm_step_backward
 from rbn.ops.gpu.lstm_step_forward import lstm_step
 from rbn.ops.gpu.plan import power_of_two, tf32_allowed
+from rbn.ops.gpu.repeated import Repeated
 from rbn.ops.gpu.stepwise import factor, product
 
 # Elements of a gate that a program works on at once: rather no more than the first number, so that
@@ -138,10 +139,11 @@ def forward(
             tensors += [own.part(h_n), call.lengths, *own.masks, own.room(2)]
             flags = own.flags | {"HS": hs.shape[-1], "SAVE": a.save}
             del flags["X"]  # its statistics are known
+            step = Repeated(lstm_step, own.grid, tensors, flags)
             weight, cell = weights[r].t(), B * H if a.save else 0
             for t, h in enumerate(hs[r, :T].narrow(-1, 0, H).unbind()):
                 product(h, weight, out=wh)
-                lstm_step[own.grid](*tensors, t, B, *own.at(t), cell, *own.numbers, **flags)
+                step(t, B, *own.at(t), cell, *own.numbers)
 
 
 def backward(
@@ -178,8 +180,9 @@ def backward(
             tensors += [s.narrow(0, r * n, n) for s, n in zip(sums, widths, strict=True)]
             tensors.append(own.room(8))
             flags = own.flags | {"HAS_DOUTPUT": doutput is not None}
+            step = Repeated(lstm_step_backward, own.grid, tensors, flags)
             steps = da[r].unbind()
             for t in range(T - 1, -1, -1):
-                lstm_step_backward[own.grid](*tensors, t, B, *own.at(t), *own.numbers, **flags)
+                step(t, B, *own.at(t), *own.numbers)
                 if t > 0:
                     product(steps[t], weights[r], out=through)

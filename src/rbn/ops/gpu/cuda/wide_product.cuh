@@ -132,6 +132,12 @@ __device__ __forceinline__ uint4 fetch_piece(const uint4* p) {
   return fetch(reinterpret_cast<const Element*>(p));
 }
 
+// Where weights lie, and how, as the instruction takes it. Of an address it has 18 bits: above them is the block's
+// rank in its cluster, which would be taken for a part of the distance of columns.
+__device__ __forceinline__ u64 described(const uint4* weights) {
+  return u64(COLUMNS) << 16 | u64(128 / 16) << 32 | (shared_address(weights) & 0x3ffff) >> 4;
+}
+
 // Where this thread's first piece of its block's slice lies, in what is passed on in a step.
 __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
   const uint4* slice = passed + rank_in_team() * 2 * SLICE * THREADS + threadIdx.x;
@@ -151,8 +157,7 @@ __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
 template <class Freed, class Other>
 __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin, const uint4* resident,
                                         const Refill& refill, u32 step, u32 nothing, Freed freed, Other other) {
-  const u64 layout = u64(COLUMNS) << 16 | u64(128 / 16) << 32;
-  const u64 at_resident = layout | shared_address(resident) >> 4, at_slots = layout | shared_address(refill.slots) >> 4;
+  const u64 at_resident = described(resident), at_slots = described(refill.slots);
   u32 at = begin;
   uint4 a[DEPTH][2];
   auto ask = [&](int i) {

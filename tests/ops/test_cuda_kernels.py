@@ -1,6 +1,7 @@
 """The kernels in CUDA C++ and how PyTorch gets along with them, on a card."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, launch, small_lstm, wide_lstm
+from rbn.ops.gpu import cuda_lstm, driver, launch, nvrtc, small_lstm, wide_lstm
 from rbn.ops.gpu.signature import Inputs
 
 pytestmark = [
@@ -305,6 +306,14 @@ def test_nan_shows():
         output, *_ = rbn.ops.bn_lstm(*case.tensors.values())
     assert output[1:].isnan().any()
     assert not output[0].isnan().any()
+
+
+def test_a_thread_that_has_used_no_cuda_loads_code():
+    """It is in no context, and torch puts it into one only with the first work it gives."""
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    code = nvrtc.compile_source('extern "C" __global__ void nothing() {}', "nothing", {}, arch)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(driver.Kernel, code, "nothing", 32, 0).result().at_once > 0
 
 
 def train_step(layer, x):

@@ -23,9 +23,9 @@
 //
 // Named from outside besides those of common.cuh: TEAM, CLUSTER (whether a team is a thread-block cluster),
 // FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For trials: PLAIN (wide_team.cuh), STAGGER, EARLY (the
-// gradients are stored before the next product, not during it), NO_SAVE (they are not), NO_FETCH (zeros are
-// multiplied), NO_HOLD, CLOCK. The including file defines SIDE
-// and PASSED, the pieces that a thread passes on in a step.
+// gradients are stored before the next product, not during it), LATE_X (sums for the gradient of the input term are
+// made while the others are waited for), TAGGED, NO_SAVE (gradients are not stored), NO_FETCH (zeros are
+// multiplied), NO_HOLD, CLOCK. The including file defines SIDE and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #define MT 8
 #define MW 8

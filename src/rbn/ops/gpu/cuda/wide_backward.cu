@@ -10,6 +10,9 @@
 #ifndef EARLY
 #define EARLY 0
 #endif
+#ifndef LATE_X
+#define LATE_X 0
+#endif
 
 #define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
 
@@ -301,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         const float d = dpre[j][q][e];
         v[0][q * 4 + e] += d;
         if (MODE_H) v[1][q * 4 + e] += d * a[j][q][e];
-        if (MODE_X) v[2][q * 4 + e] += d * x[j][q][e];
+        if (MODE_X && !LATE_X) v[2][q * 4 + e] += d * x[j][q][e];
       }
     };
     auto output_gate = [&] {
@@ -372,9 +375,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     }
 
     // Equation 6
+    auto totals_of_x = [&] {
+      if (!MODE_X || !for_gates || kind != 2) return;
+      const float all = over_warps(room + number, PITCH), times = over_warps(room + tid, PITCH);
+      const float total = (times - mean_x * all) * to_total;
+      running += total;
+      const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
+      slope_x[place] = to_term, times_x[place] = factor;
+      plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
+    };
     if (MODE_H) {
 #pragma unroll
-      for (int k = 0; k < (MODE_X ? 3 : 2); k++) {
+      for (int k = 0; k < (MODE_X && !LATE_X ? 3 : 2); k++) {
         fold_rows(v[k]);
         store2(room + warp * PITCH + 64 * k + 2 * lane, v[k][0], v[k][1]);
       }
@@ -386,14 +398,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         running += total;
         (kind ? times_h : plus_h)[place] = MODE_H == 1 ? -total * inv * to_term : 0.0f;
       }
-      if (for_gates && kind == 2 && MODE_X) {
-        const float all = over_warps(room + number, PITCH), times = over_warps(room + tid, PITCH);
-        const float total = (times - mean_x * all) * to_total;
-        running += total;
-        const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
-        slope_x[place] = to_term, times_x[place] = factor;
-        plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
-      }
+      if (!LATE_X) totals_of_x();
       __syncthreads();
       MARK(10);
     }
@@ -424,6 +429,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     if (!MODE_H)
 #pragma unroll
       for (int i = 0; i < 16; i++) sum_b[i] += v[0][i];
+    if (LATE_X && MODE_H && MODE_X) {
+#pragma unroll
+      for (int i = 0; i < 16; i++)
+        v[2][i] = dpre[0][i / 4][i % 4] * x[0][i / 4][i % 4] + dpre[1][i / 4][i % 4] * x[1][i / 4][i % 4];
+      fold_rows(v[2]);
+      store2(room + warp * PITCH + 128 + 2 * lane, v[2][0], v[2][1]);
+      __syncthreads();
+      totals_of_x();
+      __syncthreads();
+    }
     if (SPLIT)
 #pragma unroll
       for (int q = 0; q < 4; q++) {

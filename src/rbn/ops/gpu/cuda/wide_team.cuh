@@ -7,13 +7,18 @@
 // (mbarrier) of its own counts the bytes as they come. PLAIN, for trials: ordinary stores and an arrival
 // instead of stores that count themselves.
 //
-// Otherwise through L2, `handed` [GRID, TEAM - 1, SENT], and the same warpgroups of a team meet at a counter.
+// Otherwise through L2, `handed` [GRID, TEAM - 1, SENT], and the same warpgroups of a team meet at a counter. TAGGED:
+// they do not meet. The last bit of a sum says whether it is this step's: it is set in every other one, from the
+// first on, `handed` being zero before. A thread looks until all its sums say so.
 #define PART (SIDE / 2)
 #if defined(NO_WAIT) && !defined(PLAIN)  // blocks that run ahead would count too far
 #define PLAIN 1
 #endif
 #ifndef PLAIN
 #define PLAIN 0
+#endif
+#ifndef TAGGED
+#define TAGGED 0
 #endif
 
 struct Team {
@@ -50,6 +55,18 @@ __device__ __forceinline__ void send(u32 to, u32 barrier, uint4 v) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];"
                ::"r"(to), "r"(barrier), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 #endif
+}
+
+// Words of sums that say of which step they are, and whether they are of this one.
+__device__ __forceinline__ uint4 tagged(uint4 v, u32 times) {
+  const u32 tag = ~times & 1;
+  return make_uint4(v.x & ~1u | tag, v.y & ~1u | tag, v.z & ~1u | tag, v.w & ~1u | tag);
+}
+__device__ __forceinline__ bool of_step(uint4 v, u32 times) {
+#ifdef NO_WAIT
+  return true;
+#endif
+  return (times & 1 ? v.x | v.y | v.z | v.w : ~(v.x & v.y & v.z & v.w)) % 2 == 0;
 }
 
 #define WARP_BYTES (COME * 16 / WARPS)
@@ -96,12 +113,13 @@ __device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], cons
 #pragma unroll
     for (int i = 0; i < PART / 4; i++) {
       const float* v = sums + s * PART + 4 * i;
-      const uint4 word = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+      uint4 word = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+      if (TAGGED && !CLUSTER) word = tagged(word, times);
       if (CLUSTER) send(there + i * THREADS * 16, barrier, word);
       else pass_word(to + i * THREADS, word);
     }
   }
-  if (!CLUSTER) {
+  if (!CLUSTER && !TAGGED) {
     meet_half();
     if (threadIdx.x % 128 == 0) announce(team.counters + 2 * first + threadIdx.x / 128);
   }
@@ -124,7 +142,7 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const Team
   if (CLUSTER) {
     await_phase(barrier, times + nothing);
     if (!PLAIN && threadIdx.x % 32 == 0) expect(barrier, WARP_BYTES);
-  } else {
+  } else if (!TAGGED) {
     const u32* counter = team.counters + 2 * (blockIdx.x - rank_in_team()) + threadIdx.x / 128;
     if (threadIdx.x % 128 == 0) wait_until(counter, TEAM * (times + 1) + nothing);
     meet_half();
@@ -141,6 +159,24 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const Team
     for (int k = 0; k < AT_ONCE * PART / 4; k++) {
       const int from = s + k / (PART / 4), i = k % (PART / 4);
       if (from < TEAM - 1) v[k / (PART / 4)][i] = CLUSTER ? come[from * SENT + i * THREADS] : peek_word(come + from * SENT + i * THREADS);
+    }
+    // Those that are not there yet are asked for again, all at once.
+#ifdef GUARD
+    const i64 since = clock64();
+#endif
+    for (bool again = TAGGED && !CLUSTER; again;) {
+      again = false;
+#ifdef GUARD
+      if (clock64() - since > (1ll << 27)) break;
+#endif
+#pragma unroll
+      for (int k = 0; k < AT_ONCE * PART / 4; k++) {
+        const int from = s + k / (PART / 4), i = k % (PART / 4);
+        if (from < TEAM - 1 && !of_step(v[k / (PART / 4)][i], times)) {
+          v[k / (PART / 4)][i] = peek_word(come + from * SENT + i * THREADS);
+          again = true;
+        }
+      }
     }
     __syncwarp();
 #pragma unroll

@@ -31,7 +31,7 @@ struct Backward {
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
   u32* counter;    // not used but by CLOCK
-  uint4* passed;   // [R, 2, STEP_PIECES]: d(W_h h) of the last two steps; zero
+  uint4* passed;   // [R, BUFFERS, STEP_PIECES]: d(W_h h) of the last steps; zero, with SEEN all but the first empty
   uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   uint4* handed;   // [R, GRID, TEAM - 1, SENT]: sums for the team
   u32* meetings;   // [R, GRID, 2], zero: counters of the teams; then those of the slices
@@ -62,13 +62,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
   const u32 nothing = u32(p.B) >> 31;
-  uint4* passed = p.passed + r * 2 * STEP_PIECES;
+  uint4* passed = p.passed + r * BUFFERS * STEP_PIECES;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * THREADS;
   asm volatile("" : "+r"(begin));
   u32* meeting = p.meetings + gridDim.y * GRID * 2 + r * TEAM * 32;  // of all blocks
-  const Team team = {p.handed + r * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
+  const Team team = {p.handed + r * (1 + SEEN) * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
   const Refill refill = {slots, spilled, team.barriers + 8 * (WARPS + 1)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
   start_team(team);
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 
     // dh through W_h. After the last step there is none: a product with zeros, and one way through the code.
     float sums[COLUMNS / 2];
-    const uint4* from = slice + (t + 1) % 2 * STEP_PIECES;
+    const uint4* from = slice + times % BUFFERS * STEP_PIECES;
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, times);
     MARK(1);
@@ -281,6 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       }
     }
     take_over(sums, team, times, held.zero(nothing));
+    make_empty(passed + (times + 3) % BUFFERS * STEP_PIECES);
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -418,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
           d[e] = MODE_H ? dpre[j][q][e] * slope_of[e] + (a[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
         kept[0][j][q] = masked(narrow4(d), counts[j]);
       }
-      pass_on(passed + t % 2 * STEP_PIECES, q, kept[0][0][q], kept[0][1][q]);
+      pass_on(passed + (times + 1) % BUFFERS * STEP_PIECES, q, kept[0][0][q], kept[0][1][q]);
     }
     MARK(11);
     arrive_at_slices(meeting);

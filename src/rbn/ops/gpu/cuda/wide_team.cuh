@@ -9,16 +9,14 @@
 //
 // Otherwise through L2, `handed` [GRID, TEAM - 1, SENT], and the same warpgroups of a team meet at a counter. TAGGED:
 // they do not meet. The last bit of a sum says whether it is this step's: it is set in every other one, from the
-// first on, `handed` being zero before. A thread looks until all its sums say so.
+// first on, `handed` being zero before. A thread looks until all its sums say so. With SEEN they are handed over to
+// two places in turn: the others may still read those of the step before.
 #define PART (SIDE / 2)
 #if defined(NO_WAIT) && !defined(PLAIN)  // blocks that run ahead would count too far
 #define PLAIN 1
 #endif
 #ifndef PLAIN
 #define PLAIN 0
-#endif
-#ifndef TAGGED
-#define TAGGED 0
 #endif
 
 struct Team {
@@ -59,14 +57,18 @@ __device__ __forceinline__ void send(u32 to, u32 barrier, uint4 v) {
 
 // Words of sums that say of which step they are, and whether they are of this one.
 __device__ __forceinline__ uint4 tagged(uint4 v, u32 times) {
-  const u32 tag = ~times & 1;
+  const u32 tag = ~(times >> SEEN) & 1;
   return make_uint4(v.x & ~1u | tag, v.y & ~1u | tag, v.z & ~1u | tag, v.w & ~1u | tag);
 }
 __device__ __forceinline__ bool of_step(uint4 v, u32 times) {
 #ifdef NO_WAIT
   return true;
 #endif
-  return (times & 1 ? v.x | v.y | v.z | v.w : ~(v.x & v.y & v.z & v.w)) % 2 == 0;
+  return (times >> SEEN & 1 ? v.x | v.y | v.z | v.w : ~(v.x & v.y & v.z & v.w)) % 2 == 0;
+}
+
+__device__ __forceinline__ uint4* handed_in(const Team& team, u32 times) {
+  return team.handed + (SEEN ? i64(times & 1) * GRID * (TEAM - 1) * SENT : 0);
 }
 
 #define WARP_BYTES (COME * 16 / WARPS)
@@ -103,7 +105,7 @@ __device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], cons
 #pragma unroll
   for (int s = 1; s < TEAM; s++) {
     const u32 other = (rank + s) % TEAM;
-    uint4* to = team.handed + i64((first + other) * (TEAM - 1) + s - 1) * SENT + threadIdx.x;
+    uint4* to = handed_in(team, times) + i64((first + other) * (TEAM - 1) + s - 1) * SENT + threadIdx.x;
     u32 there = 0, barrier = 0;
     if (CLUSTER) {
       there = in_block(shared_address(team.slots), other);
@@ -137,7 +139,7 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const Team
 #endif
   if (TEAM == 1) return;
   const u32 barrier = team.barriers + 8 * (threadIdx.x / 32);
-  const uint4* come = CLUSTER ? team.slots : team.handed + i64(blockIdx.x) * (TEAM - 1) * SENT;
+  const uint4* come = CLUSTER ? team.slots : handed_in(team, times) + i64(blockIdx.x) * (TEAM - 1) * SENT;
   come += threadIdx.x + nothing;
   if (CLUSTER) {
     await_phase(barrier, times + nothing);

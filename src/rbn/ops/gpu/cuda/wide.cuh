@@ -175,15 +175,21 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta
 // are written over before that, so a block also waits for the rest of its team: for the slices it passes on to.
 //
 // SEEN, for trials: nobody waits at a counter. Each thread looks at the pieces themselves, of which there are those
-// of four steps. Whoever has the sums of a step empties its own of the step before, for the third one after this
-// step. It was fenced off a step before that one's begin to be looked for, by a fence after those passed on then, so
-// that they are seen as empty; that takes no time that others wait for.
+// of four steps. Whoever has the sums of a step empties its own of the step before, passes on, and then fences: who
+// reads what is passed on in the next step, and fences, too, finds those empty that are next to come there.
+// NO_FENCE: without, for which there is a whole step.
 #define PIECES (2 * SLICE)  // of a slice
 #define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that have units, and pass on pieces of theirs
 
+__device__ __forceinline__ void fence_passed() {
+#ifndef NO_FENCE
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void arrive_at_slices(u32* counters) {
   __syncthreads();
-  if (SEEN) __threadfence();
+  if (SEEN) fence_passed();
   if (SEEN || threadIdx.x != 0 || blockIdx.x >= OWNERS) return;
   const u32 first = blockIdx.x * PASSED / PIECES, last = (blockIdx.x * PASSED + PASSED - 1) / PIECES;
   announce(counters + first * 32);

@@ -18,7 +18,7 @@
 
 struct Backward {
   const Element* wx;      // [R, T, B, 4H]
-  const Element* weight;  // [R, H, 4H], transposed
+  const Element* weight;  // [R, 4H, H]
   const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
   const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
   const float* cs;     // [R, T + 1, SUBS, B, 8]
@@ -76,7 +76,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const Element* weight = p.weight + r * GATES * H;
   pack(resident, spilled, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece / 4 * UNITS + u;
-    return of < H && k < H ? load_raw4(weight + i64(of) * GATES + piece % 4 * H + k) : make_uint2(0, 0);
+    if (of >= H || k >= H) return make_uint2(0, 0);
+    const Element* from = weight + i64(piece % 4 * H + k) * H + of;
+    u32 v[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) v[e] = from[e * H];
+    return make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);
   });
   refill.ask_first();
 

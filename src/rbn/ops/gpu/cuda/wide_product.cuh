@@ -179,7 +179,7 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
       a[i % DEPTH][0] = peek_word(p);
       a[i % DEPTH][1] = peek_word(p + THREADS);
 #ifdef GUARD
-      if (clock64() - since > (1ll << 27)) break;
+      if (clock64() - since > (1ll << 22)) break;
 #endif
     }
   };

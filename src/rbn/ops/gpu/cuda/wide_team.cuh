@@ -169,7 +169,7 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const Team
     for (bool again = TAGGED && !CLUSTER; again;) {
       again = false;
 #ifdef GUARD
-      if (clock64() - since > (1ll << 27)) break;
+      if (clock64() - since > (1ll << 22)) break;
 #endif
 #pragma unroll
       for (int k = 0; k < AT_ONCE * PART / 4; k++) {

@@ -133,6 +133,15 @@ def test_weights_that_do_not_fit(teams, clusters, hidden, limit, monkeypatch, ca
 
 
 @needs_hopper
+@pytest.mark.parametrize("ways", [{"SEEN": 1, "LATE_X": 1}, {"TAGGED": 1}])
+@pytest.mark.parametrize("shape", [(9, 17, 76), (6, 128, 2000)])  # more steps than are kept
+@pytest.mark.usefixtures("wide")
+def test_other_ways_to_wait(ways, shape, monkeypatch, calls):
+    monkeypatch.setattr(wide_lstm, "WAYS", {"forward": ways, "backward": ways})
+    test_against_the_reference("bn_lstm", "lengths", shape, torch.bfloat16, calls)
+
+
+@needs_hopper
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_wide_layer(dtype, calls):
     test_against_the_reference("bn_lstm", "plain", (3, 128, 2000), dtype, calls)

@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     const Element* from = weight + i64(piece % 4 * H + k) * H + of;
     u32 v[4];
 #pragma unroll
-    for (int e = 0; e < 4; e++) v[e] = from[e * H];
+    for (int e = 0; e < 4; e++) v[e] = __ldg(from + e * H);
     return make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);
   });
   refill.ask_first();

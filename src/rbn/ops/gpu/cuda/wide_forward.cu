@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   const Element* weight = p.weight + r * GATES * H;
   pack(resident, spilled, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece * UNITS + u;
-    return of < H && k < H ? load_raw4(weight + i64(n / 16 % 4 * H + of) * H + k) : make_uint2(0, 0);
+    if (of >= H || k >= H) return make_uint2(0, 0);
+    return __ldg(reinterpret_cast<const uint2*>(weight + i64(n / 16 % 4 * H + of) * H + k));
   });
   refill.ask_first();
 

@@ -30,9 +30,10 @@ __device__ __forceinline__ void copy_bulk(u32 to, const uint4* from, u32 bytes, 
 
 // This block's weights: the resident ones into shared memory, the others into `spilled`, as the tensor
 // cores take them (8 columns of 16 bytes are 128 bytes in a row). four(n, piece, u): the weights of
-// column n of the product for units u to u + 3 of a piece.
+// column n of the product for units u to u + 3 of a piece, by loads that need not wait for stores before them.
 template <class Four>
 __device__ __forceinline__ void pack(uint4* resident, uint4* spilled, Four four) {
+#pragma unroll 2
   for (int i = threadIdx.x; i < SLICE * COLUMNS; i += THREADS) {
     const int group = i / COLUMNS, n = i % COLUMNS, piece = piece_of(group);
     uint4* to = (stays(group) ? resident : spilled) + place_of(group) * GROUP_WORDS;

@@ -136,14 +136,14 @@ def _cuts(direction: str, recurrences: int, hidden: int, device: int) -> tuple[W
 @functools.lru_cache(maxsize=256)
 def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
     """The kernel for a division; `device` is the current one."""
-    named = dict(defines) | {
+    named = {
         "TEAM": cut.team,
         "FIRST": cut.first,
         "RESIDENT": cut.resident,
         "SECOND": cut.second,
         "DEPTH": _DEPTH[cut.direction],
         "CLUSTER": cut.cluster,
-    }
+    } | dict(defines)
     name = f"wide_{cut.direction}"
     code = nvrtc.compiled(name, named, "sm_90a")
     cluster = cut.team if cut.cluster else 0

@@ -141,6 +141,27 @@ def test_which_layers_are_wide(monkeypatch):
     assert not teams("forward", half)
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_blocks_look_at_begins_empty(monkeypatch, direction):
+    """All pieces that a block passes on, in four steps; in two, and zero, where counters count."""
+    wx = torch.empty(2, 1, 3, 4 * 72, dtype=torch.bfloat16)
+    cut = wide_lstm.cut_wide(direction, 72, 2, 227 * 1024)
+    plain = wide_lstm.rooms(cut, wx)
+    assert plain["passed"].shape == (2, 2, cut.passed)
+    assert not plain["passed"].any()
+    monkeypatch.setattr(wide_lstm, "WAYS", {direction: {"SEEN": 1}})
+    found = wide_lstm.rooms(cut, wx)
+    assert found["handed"].numel() == 2 * plain["handed"].numel()
+    assert not found["handed"].any()
+    pieces = found["passed"].view(2, 4, -1, 256 * 16)
+    given = 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
+    assert pieces.shape[2] >= given  # more where they fill up a slice
+    assert not pieces[:, :, given:].any()
+    first = int(direction == "backward")  # zero is what comes through W_h after the last step
+    assert (pieces[:, first:, :given] == 0xFF).all()
+    assert not pieces[:, :first].any()
+
+
 @pytest.mark.parametrize(("room", "expected"), [(132, 2), (124, 0)])
 def test_teams_are_clusters_where_the_card_has_room(monkeypatch, room, expected):
     """126 blocks in clusters of 2, or 125 blocks without."""

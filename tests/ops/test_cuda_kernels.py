@@ -1,6 +1,7 @@
 """The kernels in CUDA C++ and how PyTorch gets along with them, on a card."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, launch, small_lstm, wide_lstm
+from rbn.ops.gpu import cuda_lstm, driver, launch, nvrtc, small_lstm, wide_lstm
 from rbn.ops.gpu.signature import Inputs
 
 pytestmark = [
@@ -129,6 +130,15 @@ def test_weights_that_do_not_fit(teams, clusters, hidden, limit, monkeypatch, ca
         test_against_the_reference("bn_lstm", "lengths", (5, 100, hidden), torch.bfloat16, calls)
     finally:
         wide_lstm._cuts.cache_clear()
+
+
+@needs_hopper
+@pytest.mark.parametrize("ways", [{"SEEN": 1, "LATE_X": 1}, {"TAGGED": 1}])
+@pytest.mark.parametrize("shape", [(9, 17, 76), (6, 128, 2000)])  # more steps than are kept
+@pytest.mark.usefixtures("wide")
+def test_other_ways_to_wait(ways, shape, monkeypatch, calls):
+    monkeypatch.setattr(wide_lstm, "WAYS", {"forward": ways, "backward": ways})
+    test_against_the_reference("bn_lstm", "lengths", shape, torch.bfloat16, calls)
 
 
 @needs_hopper
@@ -305,6 +315,14 @@ def test_nan_shows():
         output, *_ = rbn.ops.bn_lstm(*case.tensors.values())
     assert output[1:].isnan().any()
     assert not output[0].isnan().any()
+
+
+def test_a_thread_that_has_used_no_cuda_loads_code():
+    """It is in no context, and torch puts it into one only with the first work it gives."""
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    code = nvrtc.compile_source('extern "C" __global__ void nothing() {}', "nothing", {}, arch)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(driver.Kernel, code, "nothing", 32, 0).result().at_once > 0
 
 
 def train_step(layer, x):

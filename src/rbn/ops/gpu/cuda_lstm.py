@@ -237,7 +237,8 @@ def _sizes(call: Any, rows: list[int]) -> dict[str, Any]:
 def _run_wide(
     direction: str, call: Any, tensors: dict[str, Tensor], sizes: dict[str, Any], **more: Any
 ) -> None:
-    device, defines = call.wx.device.index or 0, _defines(call, **more)
+    defines = (*_defines(call, **more), *wide_lstm.WAYS[direction].items())
+    device = call.wx.device.index or 0
     cuts = wide_lstm.cuts(direction, call.wx)
     assert cuts
     with torch.cuda.device_of(call.wx):
@@ -289,12 +290,14 @@ def forward(call: Any, tensors: dict[str, Tensor], rows: list[int]) -> None:
 
 
 def backward(call: Any, tensors: dict[str, Tensor], rows: list[int], has_doutput: bool) -> None:
-    """Launch the backward kernel."""
-    a = call.a
-    if _run_small("backward", call, tensors, _sizes(call, rows), DOUTPUT=has_doutput):
-        return
-    if not _fits(a.wx):
+    """Launch the backward kernel. tensors: by the names of its struct, W_h as it is."""
+    a, weight = call.a, tensors["weight"]
+    if not small_lstm.choose(a.wx) and not _fits(a.wx):
+        tensors = tensors | {"weight": weight.contiguous()}
         _run_wide("backward", call, tensors, _sizes(call, rows), DOUTPUT=has_doutput)
+        return
+    tensors = tensors | {"weight": weight.transpose(-2, -1).contiguous()}
+    if _run_small("backward", call, tensors, _sizes(call, rows), DOUTPUT=has_doutput):
         return
     cut = cut_backward(a.wx.dtype, call.B, call.H)
     assert cut is not None

@@ -55,6 +55,19 @@ def shared_limit(device: int) -> int:
     return found.value
 
 
+def _enter() -> None:
+    """Into the context of torch's current device: a thread that has used no CUDA yet is in none."""
+    cuda, context, handle = _driver(), ctypes.c_void_p(), ctypes.c_int()
+    _check(cuda.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
+    if context.value is not None:
+        return
+    device = torch.cuda.current_device()
+    _check(cuda.cuDeviceGet(ctypes.byref(handle), device), f"finding device {device}")
+    status = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+    _check(status, f"asking for the context of device {device}")
+    _check(cuda.cuCtxSetCurrent(context), f"entering the context of device {device}")
+
+
 class Kernel:
     """A function of a piece of machine code, loaded on the current device.
 
@@ -72,6 +85,7 @@ class Kernel:
         together: bool = False,
     ) -> None:
         cuda = _driver()
+        _enter()
         self.threads, self.shared, self.cluster = threads, shared, cluster
         self.together = together or not cluster
         self._attributes = (_Attribute * 2)()

@@ -113,8 +113,7 @@ def backward(
         if polled:  # it begins empty, so it has a room of its own
             da.view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
         names = ("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c")
-        transposed = weight.transpose(-2, -1).contiguous()
-        tensors = call.named(transposed, moments) | dict(zip(names, sums, strict=True))
+        tensors = call.named(weight, moments) | dict(zip(names, sums, strict=True))
         tensors |= {"cs": r.cs, "wh": r.wh, "doutput": dy, "dh": dh, "dc": dc, "da": da, "dwx": dwx}
         tensors["counter"] = barrier
         cuda_lstm.backward(call, tensors, rows_of(moments), doutput is not None)

@@ -25,6 +25,9 @@ _ROWS = 128
 # where the card has room for so many: an H200 has it for 66 clusters of 2, 30 of 4, 15 of 8.
 CLUSTERS: dict[str, tuple[int, ...]] = {"forward": (2,), "backward": ()}
 TEAMS: dict[str, tuple[int, ...]] = {"forward": (1,), "backward": (8, 4)}
+# Names for the compiler, such as SEEN and TAGGED: how the blocks wait for each other. See
+# cuda/wide.cuh. None has been measured yet.
+WAYS: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
 _SIDE = {"forward": 64, "backward": 16}  # columns of the product for each block
 _PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block passes on in a step
 # float32 numbers beside the weights: sums of each warp, tables of a number for each column (80) or
@@ -133,14 +136,14 @@ def _cuts(direction: str, recurrences: int, hidden: int, device: int) -> tuple[W
 @functools.lru_cache(maxsize=256)
 def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
     """The kernel for a division; `device` is the current one."""
-    named = dict(defines) | {
+    named = {
         "TEAM": cut.team,
         "FIRST": cut.first,
         "RESIDENT": cut.resident,
         "SECOND": cut.second,
         "DEPTH": _DEPTH[cut.direction],
         "CLUSTER": cut.cluster,
-    }
+    } | dict(defines)
     name = f"wide_{cut.direction}"
     code = nvrtc.compiled(name, named, "sm_90a")
     cluster = cut.team if cut.cluster else 0
@@ -149,12 +152,19 @@ def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
 
 def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
     """Memory that the kernel works with, by the names of its struct."""
-    R = wx.shape[0]
+    R, hidden = wx.shape[0], wx.shape[3] // 4
     raw = functools.partial(wx.new_empty, dtype=torch.uint8)
+    ways = WAYS[cut.direction]
+    seen, tagged = ways.get("SEEN", 0), ways.get("SEEN", 0) or ways.get("TAGGED", 0)
     # Pieces beyond the last unit are multiplied, too, with zero.
+    passed = raw(R, 4 if seen else 2, cut.passed).zero_()
+    if seen:  # those that were not written yet; after the last step d(W_h h) is zero
+        owned = -(-hidden // UNITS) * _PASSED[cut.direction] * 16 * _THREADS
+        passed[:, int(cut.direction == "backward") :, :owned] = 0xFF
+    handed = raw(1 if cut.cluster else max(1, (1 + seen) * R * cut.blocks * cut.handed))
     return {
-        "passed": raw(R * 2 * cut.passed).zero_(),
+        "passed": passed,
         "spilled": raw(max(1, R * cut.spilled)),
-        "handed": raw(1 if cut.cluster else max(1, R * cut.blocks * cut.handed)),
+        "handed": handed.zero_() if tagged else handed,
         "meetings": raw(R * (8 * cut.blocks + 128 * cut.team)).zero_(),
     }

@@ -10,12 +10,15 @@
 #ifndef EARLY
 #define EARLY 0
 #endif
+#ifndef LATE_X
+#define LATE_X 0
+#endif
 
 #define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
 
 struct Backward {
   const Element* wx;      // [R, T, B, 4H]
-  const Element* weight;  // [R, H, 4H], transposed
+  const Element* weight;  // [R, 4H, H]
   const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
   const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
   const float* cs;     // [R, T + 1, SUBS, B, 8]
@@ -28,7 +31,7 @@ struct Backward {
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
   u32* counter;    // not used but by CLOCK
-  uint4* passed;   // [R, 2, STEP_PIECES]: d(W_h h) of the last two steps; zero
+  uint4* passed;   // [R, BUFFERS, STEP_PIECES]: d(W_h h) of the last steps; zero, with SEEN all but the first empty
   uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   uint4* handed;   // [R, GRID, TEAM - 1, SENT]: sums for the team
   u32* meetings;   // [R, GRID, 2], zero: counters of the teams; then those of the slices
@@ -59,13 +62,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
   const u32 nothing = u32(p.B) >> 31;
-  uint4* passed = p.passed + r * 2 * STEP_PIECES;
+  uint4* passed = p.passed + r * BUFFERS * STEP_PIECES;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * THREADS;
   asm volatile("" : "+r"(begin));
   u32* meeting = p.meetings + gridDim.y * GRID * 2 + r * TEAM * 32;  // of all blocks
-  const Team team = {p.handed + r * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
+  const Team team = {p.handed + r * (1 + SEEN) * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
   const Refill refill = {slots, spilled, team.barriers + 8 * (WARPS + 1)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
   start_team(team);
@@ -73,7 +76,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const Element* weight = p.weight + r * GATES * H;
   pack(resident, spilled, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece / 4 * UNITS + u;
-    return of < H && k < H ? load_raw4(weight + i64(of) * GATES + piece % 4 * H + k) : make_uint2(0, 0);
+    if (of >= H || k >= H) return make_uint2(0, 0);
+    const Element* from = weight + i64(piece % 4 * H + k) * H + of;
+    u32 v[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) v[e] = __ldg(from + e * H);
+    return make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);
   });
   refill.ask_first();
 
@@ -198,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 
     // dh through W_h. After the last step there is none: a product with zeros, and one way through the code.
     float sums[COLUMNS / 2];
-    const uint4* from = slice + (t + 1) % 2 * STEP_PIECES;
+    const uint4* from = slice + times % BUFFERS * STEP_PIECES;
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, times);
     MARK(1);
@@ -278,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       }
     }
     take_over(sums, team, times, held.zero(nothing));
+    make_empty(passed + (times + 3) % BUFFERS * STEP_PIECES);
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -301,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         const float d = dpre[j][q][e];
         v[0][q * 4 + e] += d;
         if (MODE_H) v[1][q * 4 + e] += d * a[j][q][e];
-        if (MODE_X) v[2][q * 4 + e] += d * x[j][q][e];
+        if (MODE_X && !LATE_X) v[2][q * 4 + e] += d * x[j][q][e];
       }
     };
     auto output_gate = [&] {
@@ -372,9 +381,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     }
 
     // Equation 6
+    auto totals_of_x = [&] {
+      if (!MODE_X || !for_gates || kind != 2) return;
+      const float all = over_warps(room + number, PITCH), times = over_warps(room + tid, PITCH);
+      const float total = (times - mean_x * all) * to_total;
+      running += total;
+      const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
+      slope_x[place] = to_term, times_x[place] = factor;
+      plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
+    };
     if (MODE_H) {
 #pragma unroll
-      for (int k = 0; k < (MODE_X ? 3 : 2); k++) {
+      for (int k = 0; k < (MODE_X && !LATE_X ? 3 : 2); k++) {
         fold_rows(v[k]);
         store2(room + warp * PITCH + 64 * k + 2 * lane, v[k][0], v[k][1]);
       }
@@ -386,14 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         running += total;
         (kind ? times_h : plus_h)[place] = MODE_H == 1 ? -total * inv * to_term : 0.0f;
       }
-      if (for_gates && kind == 2 && MODE_X) {
-        const float all = over_warps(room + number, PITCH), times = over_warps(room + tid, PITCH);
-        const float total = (times - mean_x * all) * to_total;
-        running += total;
-        const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
-        slope_x[place] = to_term, times_x[place] = factor;
-        plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
-      }
+      if (!LATE_X) totals_of_x();
       __syncthreads();
       MARK(10);
     }
@@ -413,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
           d[e] = MODE_H ? dpre[j][q][e] * slope_of[e] + (a[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
         kept[0][j][q] = masked(narrow4(d), counts[j]);
       }
-      pass_on(passed + t % 2 * STEP_PIECES, q, kept[0][0][q], kept[0][1][q]);
+      pass_on(passed + (times + 1) % BUFFERS * STEP_PIECES, q, kept[0][0][q], kept[0][1][q]);
     }
     MARK(11);
     arrive_at_slices(meeting);
@@ -424,6 +435,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     if (!MODE_H)
 #pragma unroll
       for (int i = 0; i < 16; i++) sum_b[i] += v[0][i];
+    if (LATE_X && MODE_H && MODE_X) {
+#pragma unroll
+      for (int i = 0; i < 16; i++)
+        v[2][i] = dpre[0][i / 4][i % 4] * x[0][i / 4][i % 4] + dpre[1][i / 4][i % 4] * x[1][i / 4][i % 4];
+      fold_rows(v[2]);
+      store2(room + warp * PITCH + 128 + 2 * lane, v[2][0], v[2][1]);
+      __syncthreads();
+      totals_of_x();
+      __syncthreads();
+    }
     if (SPLIT)
 #pragma unroll
       for (int q = 0; q < 4; q++) {

@@ -24,7 +24,7 @@ struct Forward {
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
   u32* counter;        // not used but by CLOCK
-  uint4* passed;       // [R, 2, STEP_PIECES]: h of the last two steps; zero
+  uint4* passed;       // [R, BUFFERS, STEP_PIECES]: h of the last steps; zero, with SEEN empty
   uint4* spilled;      // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   uint4* handed;       // [R, GRID, TEAM - 1, SENT]: sums for the team
   u32* meetings;       // [R, GRID, 2], zero: counters of the teams; then those of the slices
@@ -52,13 +52,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   const u32 nothing = u32(p.B) >> 31;
   Element* hs = p.hs + r * (p.T + 1) * B * HS + i64(row0) * HS + unit;
   float* cs = p.cs + (r * (p.T + 1) * SUBS + sub) * B * 8 + 4 * (quad % 2) + row0 * 8;
-  uint4* passed = p.passed + r * 2 * STEP_PIECES;
+  uint4* passed = p.passed + r * BUFFERS * STEP_PIECES;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * THREADS;
   asm volatile("" : "+r"(begin));
   u32* meeting = p.meetings + gridDim.y * GRID * 2 + r * TEAM * 32;  // of all blocks
-  const Team team = {p.handed + r * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
+  const Team team = {p.handed + r * (1 + SEEN) * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
   const Refill refill = {slots, spilled, team.barriers + 8 * (WARPS + 1)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
   start_team(team);
@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   const Element* weight = p.weight + r * GATES * H;
   pack(resident, spilled, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece * UNITS + u;
-    return of < H && k < H ? load_raw4(weight + i64(n / 16 % 4 * H + of) * H + k) : make_uint2(0, 0);
+    if (of >= H || k >= H) return make_uint2(0, 0);
+    return __ldg(reinterpret_cast<const uint2*>(weight + i64(n / 16 % 4 * H + of) * H + k));
   });
   refill.ask_first();
 
@@ -172,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     if (LENGTHS) inv = p.inv_n[t];
 
     // W_h h
-    const uint4* from = slice + t % 2 * STEP_PIECES;
+    const uint4* from = slice + t % BUFFERS * STEP_PIECES;
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, u32(t + 1));
     MARK(1);
@@ -181,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     MARK(2);
     hand_over(sums, team, u32(t));
     take_over(sums, team, u32(t), 0);
+    make_empty(passed + (t + 3) % BUFFERS * STEP_PIECES);
     MARK(3);
     float a[2][4][4];
 #pragma unroll
@@ -302,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       }
       packed[j] = masked(narrow4(h[j]), counts[j]);
     }
-    pass_on(passed + (t + 1) % 2 * STEP_PIECES, 0, packed[0], packed[1]);
+    pass_on(passed + (t + 1) % BUFFERS * STEP_PIECES, 0, packed[0], packed[1]);
     MARK(9);
     arrive_at_slices(meeting);
     MARK(10);

@@ -30,9 +30,10 @@ __device__ __forceinline__ void copy_bulk(u32 to, const uint4* from, u32 bytes, 
 
 // This block's weights: the resident ones into shared memory, the others into `spilled`, as the tensor
 // cores take them (8 columns of 16 bytes are 128 bytes in a row). four(n, piece, u): the weights of
-// column n of the product for units u to u + 3 of a piece.
+// column n of the product for units u to u + 3 of a piece, by loads that need not wait for stores before them.
 template <class Four>
 __device__ __forceinline__ void pack(uint4* resident, uint4* spilled, Four four) {
+#pragma unroll 2
   for (int i = threadIdx.x; i < SLICE * COLUMNS; i += THREADS) {
     const int group = i / COLUMNS, n = i % COLUMNS, piece = piece_of(group);
     uint4* to = (stays(group) ? resident : spilled) + place_of(group) * GROUP_WORDS;
@@ -132,6 +133,12 @@ __device__ __forceinline__ uint4 fetch_piece(const uint4* p) {
   return fetch(reinterpret_cast<const Element*>(p));
 }
 
+// Where weights lie, and how, as the instruction takes it. Of an address it has 18 bits: above them is the block's
+// rank in its cluster, which would be taken for a part of the distance of columns.
+__device__ __forceinline__ u64 described(const uint4* weights) {
+  return u64(COLUMNS) << 16 | u64(128 / 16) << 32 | (shared_address(weights) & 0x3ffff) >> 4;
+}
+
 // Where this thread's first piece of its block's slice lies, in what is passed on in a step.
 __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
   const uint4* slice = passed + rank_in_team() * 2 * SLICE * THREADS + threadIdx.x;
@@ -146,15 +153,37 @@ __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
 // The first warpgroup is STAGGER groups ahead of the second one, so that it hands over its sums, and does what
 // follows, while the tensor cores work for the second.
 //
+// SEEN: the first group is looked for until it is there, and then the others are asked for.
+//
 // nothing: zero, which the compiler cannot know. It would make all addresses before the first product, one after
 // the other; so each depends on what the group before it was given.
+#if defined(NO_WAIT) || defined(NO_FETCH)
+#define SEEN_HERE 0
+#else
+#define SEEN_HERE SEEN
+#endif
 template <class Freed, class Other>
 __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin, const uint4* resident,
                                         const Refill& refill, u32 step, u32 nothing, Freed freed, Other other) {
-  const u64 layout = u64(COLUMNS) << 16 | u64(128 / 16) << 32;
-  const u64 at_resident = layout | shared_address(resident) >> 4, at_slots = layout | shared_address(refill.slots) >> 4;
+  const u64 at_resident = described(resident), at_slots = described(refill.slots);
   u32 at = begin;
   uint4 a[DEPTH][2];
+  // Until group i, of which pieces may have been asked for too early, is there.
+  auto see = [&](int i) {
+    auto missing_any = [&] { return __any_sync(~0u, missing(a[i % DEPTH][0]) || missing(a[i % DEPTH][1])); };
+#ifdef GUARD
+    const i64 since = clock64();
+#endif
+    while (missing_any()) {
+      const u32 place = begin + i * 2 * THREADS, end = SLICE * 2 * THREADS;
+      const uint4* p = slice + (place < end ? place : place - end);
+      a[i % DEPTH][0] = peek_word(p);
+      a[i % DEPTH][1] = peek_word(p + THREADS);
+#ifdef GUARD
+      if (clock64() - since > (1ll << 22)) break;
+#endif
+    }
+  };
   auto ask = [&](int i) {
     const uint4* p = slice + at;
     a[i % DEPTH][0] = fetch_piece(p);
@@ -173,10 +202,14 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   return;
 #endif
 #pragma unroll
-  for (int i = 0; i < DEPTH - 1 && i < SLICE; i++) ask(i);
+  for (int i = 0; i < DEPTH - 1 && i < SLICE; i++) {
+    ask(i);
+    if (SEEN_HERE && i == 0) see(0);
+  }
 #pragma unroll
   for (int i = 0; i < SLICE; i++) {
     if (i == 0) refill.await_first(step);
+    if (SEEN_HERE && i > 0) see(i);
     if (AHEAD && i == 0 && threadIdx.x >= 128) await<UNDER_WAY>();
     if (SECOND && i == FIRST + MIDDLE) refill.await_second(step);
     const int second = i < FIRST || stays(i) ? 0 : FIRST;  // they begin at the first slot again

@@ -7,7 +7,10 @@
 // (mbarrier) of its own counts the bytes as they come. PLAIN, for trials: ordinary stores and an arrival
 // instead of stores that count themselves.
 //
-// Otherwise through L2, `handed` [GRID, TEAM - 1, SENT], and the same warpgroups of a team meet at a counter.
+// Otherwise through L2, `handed` [GRID, TEAM - 1, SENT], and the same warpgroups of a team meet at a counter. TAGGED:
+// they do not meet. The last bit of a sum says whether it is this step's: it is set in every other one, from the
+// first on, `handed` being zero before. A thread looks until all its sums say so. With SEEN they are handed over to
+// two places in turn: the others may still read those of the step before.
 #define PART (SIDE / 2)
 #if defined(NO_WAIT) && !defined(PLAIN)  // blocks that run ahead would count too far
 #define PLAIN 1
@@ -52,6 +55,22 @@ __device__ __forceinline__ void send(u32 to, u32 barrier, uint4 v) {
 #endif
 }
 
+// Words of sums that say of which step they are, and whether they are of this one.
+__device__ __forceinline__ uint4 tagged(uint4 v, u32 times) {
+  const u32 tag = ~(times >> SEEN) & 1;
+  return make_uint4(v.x & ~1u | tag, v.y & ~1u | tag, v.z & ~1u | tag, v.w & ~1u | tag);
+}
+__device__ __forceinline__ bool of_step(uint4 v, u32 times) {
+#ifdef NO_WAIT
+  return true;
+#endif
+  return (times >> SEEN & 1 ? v.x | v.y | v.z | v.w : ~(v.x & v.y & v.z & v.w)) % 2 == 0;
+}
+
+__device__ __forceinline__ uint4* handed_in(const Team& team, u32 times) {
+  return team.handed + (SEEN ? i64(times & 1) * GRID * (TEAM - 1) * SENT : 0);
+}
+
 #define WARP_BYTES (COME * 16 / WARPS)
 
 // Before the first step; all blocks of the cluster are there afterwards.
@@ -86,7 +105,7 @@ __device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], cons
 #pragma unroll
   for (int s = 1; s < TEAM; s++) {
     const u32 other = (rank + s) % TEAM;
-    uint4* to = team.handed + i64((first + other) * (TEAM - 1) + s - 1) * SENT + threadIdx.x;
+    uint4* to = handed_in(team, times) + i64((first + other) * (TEAM - 1) + s - 1) * SENT + threadIdx.x;
     u32 there = 0, barrier = 0;
     if (CLUSTER) {
       there = in_block(shared_address(team.slots), other);
@@ -96,12 +115,13 @@ __device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], cons
 #pragma unroll
     for (int i = 0; i < PART / 4; i++) {
       const float* v = sums + s * PART + 4 * i;
-      const uint4 word = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+      uint4 word = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
+      if (TAGGED && !CLUSTER) word = tagged(word, times);
       if (CLUSTER) send(there + i * THREADS * 16, barrier, word);
       else pass_word(to + i * THREADS, word);
     }
   }
-  if (!CLUSTER) {
+  if (!CLUSTER && !TAGGED) {
     meet_half();
     if (threadIdx.x % 128 == 0) announce(team.counters + 2 * first + threadIdx.x / 128);
   }
@@ -119,12 +139,12 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const Team
 #endif
   if (TEAM == 1) return;
   const u32 barrier = team.barriers + 8 * (threadIdx.x / 32);
-  const uint4* come = CLUSTER ? team.slots : team.handed + i64(blockIdx.x) * (TEAM - 1) * SENT;
+  const uint4* come = CLUSTER ? team.slots : handed_in(team, times) + i64(blockIdx.x) * (TEAM - 1) * SENT;
   come += threadIdx.x + nothing;
   if (CLUSTER) {
     await_phase(barrier, times + nothing);
     if (!PLAIN && threadIdx.x % 32 == 0) expect(barrier, WARP_BYTES);
-  } else {
+  } else if (!TAGGED) {
     const u32* counter = team.counters + 2 * (blockIdx.x - rank_in_team()) + threadIdx.x / 128;
     if (threadIdx.x % 128 == 0) wait_until(counter, TEAM * (times + 1) + nothing);
     meet_half();
@@ -141,6 +161,24 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const Team
     for (int k = 0; k < AT_ONCE * PART / 4; k++) {
       const int from = s + k / (PART / 4), i = k % (PART / 4);
       if (from < TEAM - 1) v[k / (PART / 4)][i] = CLUSTER ? come[from * SENT + i * THREADS] : peek_word(come + from * SENT + i * THREADS);
+    }
+    // Those that are not there yet are asked for again, all at once.
+#ifdef GUARD
+    const i64 since = clock64();
+#endif
+    for (bool again = TAGGED && !CLUSTER; again;) {
+      again = false;
+#ifdef GUARD
+      if (clock64() - since > (1ll << 22)) break;
+#endif
+#pragma unroll
+      for (int k = 0; k < AT_ONCE * PART / 4; k++) {
+        const int from = s + k / (PART / 4), i = k % (PART / 4);
+        if (from < TEAM - 1 && !of_step(v[k / (PART / 4)][i], times)) {
+          v[k / (PART / 4)][i] = peek_word(come + from * SENT + i * THREADS);
+          again = true;
+        }
+      }
     }
     __syncwarp();
 #pragma unroll

@@ -9,20 +9,22 @@
 // makes what they multiply and add with, and reads and writes statistics. Its lane owns gate `quad` of unit
 // `own`. The others meet only it.
 //
-// The blocks exchange h, and shares of dh, through distributed shared memory. What a block has for
-// another it gathers in its own shared memory first, and the last warp has it copied (cp.async.bulk),
-// which takes nothing from the other warps: stores into other blocks would hold up all that goes to
-// memory after them. A barrier (mbarrier) for each of two buffers counts what comes. A buffer, and what it is
-// copied from, is written again only after what the others made of it has come. What comes from block
-// rank - i lies at place i, and is the i-th that it sends.
+// The blocks exchange h, and shares of dh, through distributed shared memory, by stores that count
+// themselves at a barrier of the receiver (st.async, mbarrier), of which each of two buffers has one. A buffer is
+// written again only after what the others made of it has come. What comes from block rank - i lies at place i,
+// and is the i-th that it sends. A warp needs only its own rows, so what a block has for itself no
+// barrier need count: the warp that made it uses it.
+//
+// What leaves the block is held up by what left before it, and so is all that a warp reads after that, be it
+// from the block's own memory. So what a step leaves behind is written in the next one (SPREAD), in parts,
+// where the warps wait for the sums over the batch or compute.
 //
 // Products have 16-bit operands, also of a layer in float32: float16 has the 11 significant bits of
 // tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
 //
-// Named from outside besides those of common.cuh: MW (warps that own rows), RT, and for trials ALONE (each
-// warp has its rows copied itself, and waits only for those of the others), STORES (stores into the other
-// blocks instead of copies), PIECEWISE (what comes is used four blocks at a time), FAST (the
-// approximate tanh in float32, too), SPIN (ask again and again instead of being woken), NO_HOLD (see Before).
+// Named from outside besides those of common.cuh: MW (warps that own rows), RT, and for trials SPREAD=0 (what a step
+// leaves behind is written at its end), EXACT (not the approximate tanh in float32), COPIES (forward: the
+// block's h is gathered, and the last warp has it copied to the others).
 #define UNITS 8
 #define MT MW
 #define KS 1
@@ -38,18 +40,9 @@
 #endif
 #define ROW_TILES (WARPS * RT)
 
-#ifndef ALONE
-#define ALONE 0
+#ifndef SPREAD
+#define SPREAD 1
 #endif
-#ifndef STORES
-#define STORES 0
-#endif
-#ifdef NO_GATHER  // which asks for nothing piece by piece
-#undef PIECEWISE
-#define PIECEWISE 0
-#endif
-#define GROUPED (!ALONE && !STORES)         // the last warp has all copied at once
-#define COUNTERS (ALONE ? WARPS : PIECEWISE ? (BLOCKS + 3) / 4 : 1)  // barriers of a buffer
 
 // Whether sums over the batch are made in each step.
 #ifdef NO_SUM
@@ -68,19 +61,6 @@ __device__ __forceinline__ float pick(bool first, float x, float y) {
   asm("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tselp.f32 %0, %1, %2, p;\n\t}" : "=f"(v) : "f"(x), "f"(y), "r"(u32(first)));
   return v;
 }
-
-// What is computed before a wait, not after it: the wait is given a number made of it, which is 0, but the
-// compiler does not know that, and would move what is needed only later behind the wait.
-struct Before {
-  u32 mixed = 0;
-  __device__ __forceinline__ void hold(float v) {
-#ifndef NO_HOLD
-    mixed ^= __float_as_uint(v);
-#endif
-  }
-  // steps: not negative.
-  __device__ __forceinline__ u32 zero(int steps) const { return mixed & (u32(steps) >> 31); }
-};
 
 // Operands of products ------------------------------------------------------------------------------
 
@@ -160,7 +140,9 @@ __device__ __forceinline__ u32 operand(const Element* p, float scale) {
 // Nonlinearities ------------------------------------------------------------------------------------
 
 // Of a number that has been multiplied with pre(gate), which costs nothing where that is part of a factor.
-#if TYPE == 0 && !defined(FAST)
+// The approximate tanh is right to 2^-11 of its value: as the numbers in half precision are, and the
+// products of a layer in float32.
+#if TYPE == 0 && defined(EXACT)
 __device__ __forceinline__ float pre(int gate) { return gate == 2 ? -2.8853900817779268f : -1.4426950408889634f; }
 __device__ __forceinline__ float sigmoid_of(float v) {
   float y;
@@ -171,8 +153,12 @@ __device__ __forceinline__ float sigmoid_of(float v) {
 __device__ __forceinline__ float tanh_of(float v) { return fmaf(2.0f, sigmoid_of(v), -1.0f); }
 #else
 __device__ __forceinline__ float pre(int gate) { return gate == 2 ? 1.0f : 0.5f; }
-__device__ __forceinline__ float tanh_of(float v) { return tanh_(v); }
-__device__ __forceinline__ float sigmoid_of(float v) { return fmaf(0.5f, tanh_(v), 0.5f); }
+__device__ __forceinline__ float tanh_of(float v) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(v));
+  return y;
+}
+__device__ __forceinline__ float sigmoid_of(float v) { return fmaf(0.5f, tanh_of(v), 0.5f); }
 #endif
 
 __device__ __forceinline__ float gate_of(int gate, float v) { return gate == 2 ? tanh_of(v) : sigmoid_of(v); }
@@ -264,9 +250,6 @@ __device__ __forceinline__ u32 in_block(u32 address, u32 rank) {
 __device__ __forceinline__ u32 receiver(u32 i) { return blockIdx.x + i < BLOCKS ? blockIdx.x + i : blockIdx.x + i - BLOCKS; }
 __device__ __forceinline__ u32 sender(u32 i) { return blockIdx.x >= i ? blockIdx.x - i : blockIdx.x - i + BLOCKS; }
 
-// Which barrier of a buffer counts what a warp has for the i-th.
-__device__ __forceinline__ u32 counter_of(int warp, int i) { return ALONE ? warp : PIECEWISE ? i / 4 : 0; }
-
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -284,12 +267,6 @@ __device__ __forceinline__ void start_barrier(u32 barrier) {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-#ifdef SPIN
-#define ASK "mbarrier.test_wait.parity.shared::cta.b64"
-#else
-#define ASK "mbarrier.try_wait.parity.shared::cta.b64"
-#endif
-
 // With GUARD, for trials, who waited for a second or so waits no more.
 struct Waiting {
   bool tired = false;
@@ -301,7 +278,7 @@ struct Waiting {
     if (tired) return;
 #endif
     do {
-      asm volatile("{\n\t.reg .pred p;\n\t" ASK " p, [%1], %2;\n\t"
+      asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
                    "selp.u32 %0, 1, 0, p;\n\t}"
                    : "=r"(done) : "r"(barrier), "r"(phase & 1) : "memory");
 #ifdef GUARD
@@ -313,26 +290,7 @@ struct Waiting {
   }
 };
 
-// True in one thread of the warp, which the compiler knows to be one.
-__device__ __forceinline__ bool elected() {
-  u32 first;
-  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(first));
-  return first;
-}
-
-// What the thread has written to shared memory, and read from it, comes before copies that are asked for
-// after a meeting of threads.
-__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Copies into the shared memory of another block, multiples of 16 bytes. `barrier`, in it, counts them as
-// they come.
-__device__ __forceinline__ void copy_to(u32 to, u32 from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-#if STORES
-// Stores that are counted in the same way, if `there`.
+// Stores into the shared memory of another block, if `there`. `barrier`, in it, counts their bytes.
 #define STORE "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
 
 __device__ __forceinline__ void send(bool there, u32 to, u32 barrier, uint4 v) {
@@ -348,7 +306,6 @@ __device__ __forceinline__ void send(bool there, u32 to, u32 barrier, uint2 v) {
 __device__ __forceinline__ void send(bool there, u32 to, u32 barrier, u32 v) {
   asm volatile(STORE ".b32 [%0], %3, [%1];\n\t}" ::"r"(to), "r"(barrier), "r"(u32(there)), "r"(v) : "memory");
 }
-#endif
 
 // With CLOCK, for trials, warps of blocks 0 and 5 write down when they pass the stages of the 32 steps from
 // number CLOCK on, [2][32][WARPS + 1][16] into what is otherwise not used.
@@ -416,13 +373,14 @@ __device__ __forceinline__ float add_warps(const float* room, int pitch) {
 }
 
 // The warps with rows and the one that serves them: one side arrives, the other waits. Each of the
-// numbers is one of these meetings.
+// numbers is one of these meetings. To the first two TOTALS both come, since the others are there already and
+// wait: racecheck does not see what is written before an arrival that ends such a wait.
 #define SUMS_1 1
 #define TOTALS_1 2
 #define SUMS_2 3
 #define TOTALS_2 4
 #define TOTALS_3 5
-#define GATHERED 6
+#define GATHERED 6  // with COPIES
 
 template <int NUMBER>
 __device__ __forceinline__ void done() {
@@ -448,30 +406,49 @@ __device__ __forceinline__ void read_slots(float2 (&v)[4], const float2* from, i
 
 // What a step keeps, and reads ------------------------------------------------------------------------
 
-// For the backward pass: eight numbers of a thread side by side.
-__device__ __forceinline__ void store_eight(Element* p, const float (&v)[4][2]) {
-#if TYPE == 0
-  reinterpret_cast<float4*>(p)[0] = make_float4(v[0][0], v[0][1], v[1][0], v[1][1]);
-  reinterpret_cast<float4*>(p)[1] = make_float4(v[2][0], v[2][1], v[3][0], v[3][1]);
-#else
-  *reinterpret_cast<uint4*>(p) =
-      make_uint4(pack(v[0][0], v[0][1]), pack(v[1][0], v[1][1]), pack(v[2][0], v[2][1]), pack(v[3][0], v[3][1]));
-#endif
-}
+// For the backward pass: eight numbers of a thread, 16 bytes side by side. In float32 those of two gates
+// of all units of a pair of rows come first, so that sectors are written whole.
+#define EIGHTH (TYPE == 0 ? 2 : 1)  // 16 bytes each
+#define EIGHT_STEP (4 * UNITS)      // numbers from the first to the second
 
-// The gates of a row, side by side.
-__device__ __forceinline__ void store_gates(Element* p, const float (&v)[4][2], int e) {
+struct Eight {
+  uint4 part[EIGHTH];
+
+  __device__ __forceinline__ void take(const float (&v)[4][2]) {
 #if TYPE == 0
-  *reinterpret_cast<float4*>(p) = make_float4(v[0][e], v[1][e], v[2][e], v[3][e]);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      part[i] = make_uint4(__float_as_uint(v[2 * i][0]), __float_as_uint(v[2 * i][1]), __float_as_uint(v[2 * i + 1][0]),
+                           __float_as_uint(v[2 * i + 1][1]));
 #else
-  *reinterpret_cast<uint2*>(p) = make_uint2(pack(v[0][e], v[1][e]), pack(v[2][e], v[3][e]));
+    part[0] = make_uint4(pack(v[0][0], v[0][1]), pack(v[1][0], v[1][1]), pack(v[2][0], v[2][1]), pack(v[3][0], v[3][1]));
 #endif
-}
+  }
+  __device__ __forceinline__ void give(float (&v)[4][2]) const {
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+#if TYPE == 0
+      const uint4 four = part[q / 2];
+      v[q][0] = __uint_as_float(q % 2 ? four.z : four.x), v[q][1] = __uint_as_float(q % 2 ? four.w : four.y);
+#else
+      const uint4 four = part[0];
+      const float2 two = widen(q == 0 ? four.x : q == 1 ? four.y : q == 2 ? four.z : four.w);
+      v[q][0] = two.x, v[q][1] = two.y;
+#endif
+    }
+  }
+  __device__ __forceinline__ void store(Element* p) const {
+#pragma unroll
+    for (int i = 0; i < EIGHTH; i++) *reinterpret_cast<uint4*>(p + i * EIGHT_STEP) = part[i];
+  }
+};
+
+// Where the eight of a pair of rows begin for unit `own`; pair: the number of the pair.
+__device__ __forceinline__ i64 eight_at(i64 pair, int own) { return pair * 8 * UNITS + own * (8 / EIGHTH); }
 
 // What a step reads, on its way from memory: in shared memory, where it takes no registers. A thread
 // reads only what it asked for itself.
 #define PER (TYPE == 0 ? 2 : 1)      // words of two rows of a unit
-#define EIGHTH (TYPE == 0 ? 2 : 1)  // 16 bytes each, of what is saved
 #define WORDS (4 * EIGHTH + 2 + 5 * PER)
 
 // Nothing is read from where there is nothing: zeros come instead.
@@ -490,7 +467,7 @@ struct Ahead {
 
   __device__ __forceinline__ void ask_saved(int n, const Element* wh, const float* cs, bool there) const {
 #pragma unroll
-    for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(n, 4 * i, 4)), wh + i * VEC, there);
+    for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(n, 4 * i, 4)), wh + i * EIGHT_STEP, there);
     fetch_async<8>(address_of(words(n, 4 * EIGHTH, 2)), cs, there);
   }
   // A tile, as the i-th of five: see load_tile.
@@ -504,20 +481,10 @@ struct Ahead {
   __device__ __forceinline__ void wait() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
   __device__ __forceinline__ void saved(int n, float (&v)[4][2]) const {
-#if TYPE == 0
-    const float4 low = *reinterpret_cast<const float4*>(words(n, 0, 4));
-    const float4 high = *reinterpret_cast<const float4*>(words(n, 4, 4));
-    v[0][0] = low.x, v[0][1] = low.y, v[1][0] = low.z, v[1][1] = low.w;
-    v[2][0] = high.x, v[2][1] = high.y, v[3][0] = high.z, v[3][1] = high.w;
-#else
-    const uint4 all = *reinterpret_cast<const uint4*>(words(n, 0, 4));
-    const u32 p[4] = {all.x, all.y, all.z, all.w};
+    Eight all;
 #pragma unroll
-    for (int q = 0; q < 4; q++) {
-      const float2 two = widen(p[q]);
-      v[q][0] = two.x, v[q][1] = two.y;
-    }
-#endif
+    for (int i = 0; i < EIGHTH; i++) all.part[i] = *reinterpret_cast<const uint4*>(words(n, 4 * i, 4));
+    all.give(v);
   }
   __device__ __forceinline__ float2 cells(int n) const {
     return *reinterpret_cast<const float2*>(words(n, 4 * EIGHTH, 2));

@@ -22,9 +22,10 @@
 // Products have 16-bit operands, also of a layer in float32: float16 has the 11 significant bits of
 // tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
 //
-// Named from outside besides those of common.cuh: MW (warps that own rows), RT, and for trials SPREAD=0 (what a step
-// leaves behind is written at its end), EXACT (not the approximate tanh in float32), COPIES (forward: the
-// block's h is gathered, and the last warp has it copied to the others).
+// Named from outside besides those of common.cuh: MW (warps that own rows), RT, and for trials SPREAD (when what a step
+// leaves behind is written: 0 at its end, 1 as above, 2 all of it before the warps wait for the other blocks),
+// EXACT (not the approximate tanh in float32), COPIES (forward: the block's h is gathered, and the last warp
+// has it copied to the others).
 #define UNITS 8
 #define MT MW
 #define KS 1
@@ -39,10 +40,6 @@
 #define RT 2
 #endif
 #define ROW_TILES (WARPS * RT)
-
-#ifndef SPREAD
-#define SPREAD 1
-#endif
 
 // Whether sums over the batch are made in each step.
 #ifdef NO_SUM

@@ -5,6 +5,9 @@
 // sends each block the share of that block's units, which adds up what it gets. So BLOCKS x 8 units
 // come to a block in a step, not d(W_h h) of all BLOCKS x 32 columns. A share is rounded to 16 bits, as the
 // numbers were that it is a sum of products of; in float32 a power of two comes with it.
+#ifndef SPREAD
+#define SPREAD 1
+#endif
 #include "small.cuh"
 
 #define TILES ((BLOCKS + 1) / 2)  // of 16 units of dh: those of two blocks
@@ -355,9 +358,15 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       }
     }
     if (t > 0) ask_rows();
-    if (SPREAD && k > 0)
+    if (SPREAD && k > 0) {
 #pragma unroll
-      for (int n = 0; n < RT; n++) keep_units(n);
+      for (int n = 0; n < RT; n++) {
+        keep_units(n);
+        if (SPREAD == 2) keep_gates(n);
+      }
+      da -= B * GATES;
+      if (SPREAD == 2) gates_late -= B * GATES;
+    }
     MARK(3);
 
     // dh through W_h
@@ -408,13 +417,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       sum_cells(in.room_c, v_c[0], v_c[1], at);
       MARK(5);
       done<SUMS_1>();
-      if (SPREAD && k > 0) keep_gates(0);
+      if (SPREAD == 1 && k > 0) keep_gates(0);
       MARK(6);
       await<TOTALS_1>();
       total_c = in.totals[32 + own];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
-      if (SPREAD && k > 0) keep_gates(0);
+      if (SPREAD == 1 && k > 0) keep_gates(0);
     }
     MARK(7);
 
@@ -457,10 +466,10 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
         for (int q = 0; q < 4; q++) sum_v[n][q] += v[n][q];
     }
-    if (SPREAD && k > 0) {
+    if (SPREAD == 1 && k > 0) {
 #pragma unroll
       for (int n = 1; n < RT; n++) keep_gates(n);
-      da -= B * GATES, gates_late -= B * GATES;
+      gates_late -= B * GATES;
     }
     if (SUM_H) await<TOTALS_2>();
     MARK(10);

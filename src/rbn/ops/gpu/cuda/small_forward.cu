@@ -1,4 +1,7 @@
 // The LSTM's forward pass for small layers: one cluster of blocks for each recurrence, all steps.
+#ifndef SPREAD
+#define SPREAD 1
+#endif
 #include "small.cuh"
 
 #ifndef COPIES
@@ -405,14 +408,15 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
       MARK(4);
       done<SUMS_1>();
-      if (SPREAD && t > 0) keep(0, RT / 2);
+      if (SPREAD == 1 && t > 0) keep(0, RT / 2);
       await<TOTALS_1>();
       MARK(6);
     }
     float gate[RT][4][2], cand[RT][2];
     float2 of_h[4];
     if (MODE_H) read_slots(of_h, statistics + 32, own);
-    if (SPREAD && t > 0) keep(SUM_H ? RT / 2 : 0, RT);
+    const float shift_c = SUM_C ? before[64 + own].x : 0.0f;
+    if (SPREAD == 1 && t > 0) keep(SUM_H ? RT / 2 : 0, RT);
     auto open = [&](int n, int q, int e) {
       float v = a[n][q][e];
       if (MODE_H) v = a[n][q][e] = v - of_h[q].x;
@@ -435,10 +439,9 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     // Equation 8
     if (SUM_C) {
       float v[2];
-      const float shift = before[64 + own].x;
 #pragma unroll
       for (int i = 0; i < 2 * RT; i++) {
-        const float d = pick(valid(i / 2, i % 2, t), cand[i / 2][i % 2] - shift, 0.0f);
+        const float d = pick(valid(i / 2, i % 2, t), cand[i / 2][i % 2] - shift_c, 0.0f);
         v[0] = i ? v[0] + d : d;
         v[1] = i ? v[1] + d * d : d * d;
       }
@@ -446,11 +449,17 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       MARK(7);
       done<SUMS_2>();
     }
-    if (SPREAD && t > 0) keep(RT, RT + 1);
+    if (SPREAD == 1 && t > 0) keep(RT, RT + 1);
+    u32 mixed = 0;
 #pragma unroll
     for (int n = 0; n < RT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) open(n, 3, e);
+      for (int e = 0; e < 2; e++) {
+        open(n, 3, e);
+        mixed ^= __float_as_uint(gate[n][3][e]);
+      }
+    // A store that is never made, as T is not negative, but needs them: else they were computed after the wait.
+    if (SUM_C && (mixed & (u32(p.T) >> 31))) in.room_c[0] = 0.0f;
     if (SUM_C) {
       MARK(8);
       await<TOTALS_2>();
@@ -510,13 +519,14 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         for (int e = 0; e < 2; e++)
           if (valid(n, e, t)) p.h_n[(r * B + at.row(n, e)) * H + unit] = h[n][e];
     }
-    if (!SPREAD) keep(0, RT + 1);
+    if (SPREAD == 0) keep(0, RT + 1);
     MARK(11);
     if (!SUM_H && !SUM_C) __syncthreads();
     if (t + 1 < p.T) prepare(t + 1);
+    if (SPREAD == 2) keep(0, RT + 1);
     MARK(12);
   }
-  if (SPREAD) keep(0, RT + 1);
+  if (SPREAD == 1) keep(0, RT + 1);
 #pragma unroll
   for (int n = 0; n < RT; n++)
 #pragma unroll

@@ -49,7 +49,8 @@ class SmallCut:
             return hidden + 4 * (80 * self.warps + 2 * 144 + 64) + barriers
         factors = 0 if self.half else 4 * self.warps
         shares = 2 * 4 * self.blocks * (32 * tiles + factors)
-        ahead_and_late = 4 * (11 + 8 if self.half else 20 + 16) * 32 * tiles
+        sheets = 9 * (32 if self.half else 80)  # what is read and written row by row
+        ahead_and_late = 4 * (32 * (6 + 4 if self.half else 10 + 8) + sheets) * tiles
         rest = 112 * self.warps + 2 * 288 + 288
         return shares + ahead_and_late + 4 * rest + barriers
 

@@ -443,10 +443,50 @@ struct Eight {
 // Where the eight of a pair of rows begin for unit `own`; pair: the number of the pair.
 __device__ __forceinline__ i64 eight_at(i64 pair, int own) { return pair * 8 * UNITS + own * (8 / EIGHTH); }
 
-// What a step reads, on its way from memory: in shared memory, where it takes no registers. A thread
-// reads only what it asked for itself.
-#define PER (TYPE == 0 ? 2 : 1)      // words of two rows of a unit
-#define WORDS (4 * EIGHTH + 2 + 5 * PER)
+// Rows of a warp by the block's units, as they lie in memory: in shared memory each row begins `row_at` words
+// from the first, in float32 such that neither rows nor units conflict. Lanes move pieces as large as memory's
+// order allows, several to a row, and another lane may read them.
+#define PIECE_BYTES (TYPE == 0 ? (H % 4 ? 8 : 16) : H % 4 ? 4 : H % 8 ? 8 : 16)
+#define PIECE_WORDS (PIECE_BYTES / 4)
+#define PIECE_UNITS (PIECE_BYTES / (TYPE == 0 ? 4 : 2))
+#define ROW_PIECES (UNITS / PIECE_UNITS)
+#define SHEET (RT * (TYPE == 0 ? 80 : 32))  // words
+
+__device__ __forceinline__ int row_at(int row) { return TYPE == 0 ? 8 * (row + row / 4) : 4 * row; }
+
+// For each piece that the lane moves: where it lies in a sheet, its row and first unit, whether there is such a one.
+template <class Move>
+__device__ __forceinline__ void each_piece(const Place& at, Move move) {
+#pragma unroll
+  for (int first = 0; first < 8 * RT * ROW_PIECES; first += 32) {
+    const int i = first + at.lane, row = i / ROW_PIECES, piece = i % ROW_PIECES;
+    const bool there = row < 8 * RT && 8 * at.tile + row < at.B && int(blockIdx.x) * UNITS + piece * PIECE_UNITS < H;
+    if (8 * RT * ROW_PIECES >= 32 || row < 8 * RT) move(row_at(row) + piece * PIECE_WORDS, row, piece * PIECE_UNITS, there);
+  }
+}
+
+// Two rows of the thread's unit.
+__device__ __forceinline__ float2 from_sheet(const u32* sheet, int n, const Place& at) {
+#if TYPE == 0
+  const int row = 8 * n + 2 * at.quad;
+  return make_float2(__uint_as_float(sheet[row_at(row) + at.own]), __uint_as_float(sheet[row_at(row + 1) + at.own]));
+#else
+  return turned(sheet[32 * n + at.lane]);
+#endif
+}
+
+__device__ __forceinline__ void to_sheet(u32* sheet, int n, const Place& at, float x, float y) {
+#if TYPE == 0
+  const int row = 8 * n + 2 * at.quad;
+  sheet[row_at(row) + at.own] = __float_as_uint(x), sheet[row_at(row + 1) + at.own] = __float_as_uint(y);
+#else
+  sheet[32 * n + at.lane] = turn(pack(x, y));
+#endif
+}
+
+// What a step reads, on its way from memory: in shared memory, where it takes no registers.
+#define SAVED (4 * EIGHTH + 2)                              // words of a thread, of what the forward pass saved
+#define AHEAD (RT * SAVED * WORKERS + 5 * SHEET * WARPS)  // words of all
 
 // Nothing is read from where there is nothing: zeros come instead.
 template <int BYTES>
@@ -456,10 +496,13 @@ __device__ __forceinline__ void fetch_async(u32 to, const void* from, bool there
 }
 
 struct Ahead {
-  u32* room;  // [RT][WORDS][WORKERS]; first 16 bytes of each thread, then 8, then 4
+  u32* room;  // [RT][SAVED][WORKERS], first 16 bytes of each thread, then 8; [WARPS][5][SHEET]
 
   __device__ __forceinline__ u32* words(int n, int first, int width) const {
-    return room + (n * WORDS + first) * WORKERS + width * threadIdx.x;
+    return room + (n * SAVED + first) * WORKERS + width * threadIdx.x;
+  }
+  __device__ __forceinline__ u32* sheet(int i, const Place& at) const {
+    return room + RT * SAVED * WORKERS + (at.warp * 5 + i) * SHEET;
   }
 
   __device__ __forceinline__ void ask_saved(int n, const Element* wh, const float* cs, bool there) const {
@@ -467,15 +510,17 @@ struct Ahead {
     for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(n, 4 * i, 4)), wh + i * EIGHT_STEP, there);
     fetch_async<8>(address_of(words(n, 4 * EIGHTH, 2)), cs, there);
   }
-  // A tile, as the i-th of five: see load_tile.
-  __device__ __forceinline__ void ask_tile(int i, const Element* p, int n, int stride, const Place& at) const {
-#pragma unroll
-    for (int e = 0; e < PER; e++) {
-      const bool there = TYPE == 0 ? at.in(n, e) : at.in_line(n);
-      fetch_async<4>(address_of(words(n, 4 * EIGHTH + 2 + i * PER + e, 1)), p + (8 * n + e) * stride, there);
-    }
+  // p: the warp's first row at the block's first unit.
+  __device__ __forceinline__ void ask_sheet(int i, const Element* p, int stride, const Place& at) const {
+    u32* to = sheet(i, at);
+    each_piece(at, [&](int word, int row, int unit, bool there) {
+      fetch_async<PIECE_BYTES>(address_of(to + word), there ? p + row * stride + unit : p, there);
+    });
   }
-  __device__ __forceinline__ void wait() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
+  __device__ __forceinline__ void wait() const {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
+  }
 
   __device__ __forceinline__ void saved(int n, float (&v)[4][2]) const {
     Eight all;
@@ -485,13 +530,5 @@ struct Ahead {
   }
   __device__ __forceinline__ float2 cells(int n) const {
     return *reinterpret_cast<const float2*>(words(n, 4 * EIGHTH, 2));
-  }
-  __device__ __forceinline__ float2 tile(int n, int i) const {
-    const u32* word = words(n, 4 * EIGHTH + 2 + i * PER, 1);
-#if TYPE == 0
-    return make_float2(__uint_as_float(word[0]), __uint_as_float(word[WORKERS]));
-#else
-    return turned(*word);
-#endif
   }
 };

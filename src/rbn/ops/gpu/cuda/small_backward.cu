@@ -18,7 +18,7 @@
 #define TABLES 288  // what a step multiplies and adds with: 128 of gates, 32 of cells, 128 of given statistics
 #define TOTALS 288  // the same after sums over the batch: 128 of gates, 32 of cells, 128 of the input term
 #define BATCH (RT > 1 ? 2 : 4)  // tiles multiplied side by side
-#define LATE (2 * EIGHTH)       // 16 bytes each, of a tile's gradients that a step leaves behind
+#define LATE (RT * 4 * EIGHTH * WORKERS + 4 * SHEET * WARPS)  // words of gradients that a step leaves behind
 
 // In float32 d(W_h h) is brought below 2^7 and W_h below 2^3, so that a sum of 32 products is in float16's range.
 #define LESS_D (1.0f / 512)
@@ -46,7 +46,7 @@ struct Backward {
 struct Layout {
   u32* shares;    // [2][BLOCKS][SOURCE]: from all blocks
   Ahead ahead;
-  uint4* late;  // [RT][LATE][WORKERS]
+  u32* late;  // [RT][EIGHTH][WORKERS][4]; [WARPS][4][SHEET]
   float *room, *room_x, *room_c;
   float* given;  // [2][TABLES]
   float4* totals;
@@ -151,6 +151,17 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
   if (MODE_H) p.dgamma_x[r * GATES + column] = SUM_H ? all_x : add_warps(in.room_x + at.lane, 32);
 }
 
+// From shared memory to memory.
+template <int WORDS>
+__device__ __forceinline__ void move_words(Element* to, const u32* from) {
+  if (WORDS == 4)
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+  else if (WORDS == 2)
+    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
+  else
+    *reinterpret_cast<u32*>(to) = *from;
+}
+
 // A thread's share of dh for one block: its unit, two rows of each tile.
 struct Share {
   u32 words[RT];
@@ -220,9 +231,9 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   const i64 last = (r + 1) * p.T - 1;
   const float* cs = p.cs + ((last + r) * step_saved + pair * UNITS + own) * 2;
   const Element* wh = p.wh + last * step_saved * 8 + eight_at(pair, own);
-  i64 gates_asked = last * B * GATES + rank * UNITS + at.first(GATES), gates_late = gates_asked;
+  i64 gates_asked = (last * B + 8 * at.tile) * GATES + rank * UNITS, gates_late = gates_asked;
   Element* da = p.da + last * B * GATES + i64(at.row(0, 0)) * GATES + 4 * unit;  // if SPLIT
-  const Element* doutput = p.doutput + last * B * H + rank * UNITS + at.first(H);
+  const Element* doutput = p.doutput + (last * B + 8 * at.tile) * H + rank * UNITS;
   bool kept[RT];
 #pragma unroll
   for (int n = 0; n < RT; n++) kept[n] = at.row(n, 0) / 2 < PAIRS;
@@ -230,13 +241,11 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   // What a step takes from memory, asked for a step before it is needed.
   auto ask_rows = [&]() {
 #pragma unroll
-    for (int n = 0; n < RT; n++) {
-      ahead.ask_saved(n, kept[n] ? wh + 256 * n : p.wh, kept[n] ? cs + 64 * n : p.cs, kept[n]);
-      if (SPLIT)
+    for (int n = 0; n < RT; n++) ahead.ask_saved(n, kept[n] ? wh + 256 * n : p.wh, kept[n] ? cs + 64 * n : p.cs, kept[n]);
+    if (SPLIT)
 #pragma unroll
-        for (int q = 0; q < 4; q++) ahead.ask_tile(q, p.wx + gates_asked + q * H, n, GATES, at);
-      if (DOUTPUT) ahead.ask_tile(4, doutput, n, H, at);
-    }
+      for (int q = 0; q < 4; q++) ahead.ask_sheet(q, p.wx + gates_asked + q * H, GATES, at);
+    if (DOUTPUT) ahead.ask_sheet(4, doutput, H, at);
     wh -= step_saved * 8, cs -= step_saved * 2, gates_asked -= B * GATES, doutput -= B * H;
   };
 
@@ -264,18 +273,12 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   const u32 shared = address_of(in.shares), into = warp * PIECE * 4 + 4 * RT * lane, barrier_at = in.barriers - shared;
   float to_itself[RT][2] = {};
 
-  // What a step leaves behind, which nobody waits for, lies in shared memory until it is written; a thread reads
-  // only what it put there itself. First d(W_h h) of each tile unit by unit, if SPLIT, then gate by gate
-  // d(W_x x), or the one that is both. d(W_h h) may lie over W_h h of later steps: of those all blocks
-  // have read it, or they could not have sent the shares that d(W_h h) of this step is made with.
-  auto slot_of = [&](int n, int i) { return in.late + (n * LATE + i) * WORKERS + threadIdx.x; };
-  auto leave = [&](int n, const Eight& units, const Eight& gates) {
-#pragma unroll
-    for (int i = 0; i < EIGHTH; i++) {
-      if (SPLIT) *slot_of(n, i) = units.part[i];
-      *slot_of(n, EIGHTH + i) = gates.part[i];
-    }
-  };
+  // What a step leaves behind, which nobody waits for, lies in shared memory until it is written: d(W_h h) unit
+  // by unit, if SPLIT, as the thread has it, then gate by gate d(W_x x), or the one that is both. d(W_h h) may
+  // lie over W_h h of later steps: of those all blocks have read it, or they could not have sent the shares
+  // that d(W_h h) of this step is made with.
+  auto slot_of = [&](int n, int i) { return reinterpret_cast<uint4*>(in.late) + (n * EIGHTH + i) * WORKERS + threadIdx.x; };
+  auto sheet_of = [&](int q) { return in.late + RT * 4 * EIGHTH * WORKERS + (warp * 4 + q) * SHEET; };
   auto keep_units = [&](int n) {
     if (!SPLIT) return;
 #pragma unroll
@@ -289,19 +292,23 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #endif
     }
   };
-  auto keep_gates = [&](int n) {
-    Element* to = (SPLIT ? p.dwx : p.da) + gates_late;
+  auto keep_gates = [&](int first, int last) {
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < EIGHTH; i++) {
-      const uint4 v = *slot_of(n, EIGHTH + i);
-#if TYPE == 0
-      store_tile(to + 2 * i * H, n, GATES, at, __uint_as_float(v.x), __uint_as_float(v.y));
-      store_tile(to + (2 * i + 1) * H, n, GATES, at, __uint_as_float(v.z), __uint_as_float(v.w));
-#else
-      store_line(to, n, GATES, at, v.x), store_line(to + H, n, GATES, at, v.y);
-      store_line(to + 2 * H, n, GATES, at, v.z), store_line(to + 3 * H, n, GATES, at, v.w);
-#endif
+    for (int q = 0; q < 4; q++) {
+      if (q < first || q >= last) continue;
+      Element* to = (SPLIT ? p.dwx : p.da) + gates_late + q * H;
+      const u32* from = sheet_of(q);
+      each_piece(at, [&](int word, int row, int unit, bool there) {
+        if (there) move_words<PIECE_WORDS>(to + row * GATES + unit, from + word);
+      });
     }
+  };
+  auto keep_all = [&]() {
+#pragma unroll
+    for (int n = 0; n < RT; n++) keep_units(n);
+    keep_gates(0, 4);
+    da -= B * GATES, gates_late -= B * GATES;
   };
   __syncthreads();
   meet_cluster();
@@ -325,7 +332,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       const float4 s = MODE_H ? table[q * UNITS + own] : make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int n = 0; n < RT; n++) {
-        const float2 vx = SPLIT ? ahead.tile(n, q) : make_float2(0, 0);
+        const float2 vx = SPLIT ? from_sheet(ahead.sheet(q, at), n, at) : make_float2(0, 0);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           x[n][q][e] = e ? vx.y : vx.x;
@@ -338,7 +345,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     const float4 of_c = MODE_C ? table[32 + own] : make_float4(0, pre(2), 1, 1);
 #pragma unroll
     for (int n = 0; n < RT; n++) {
-      const float2 dy = DOUTPUT ? ahead.tile(n, 4) : make_float2(0, 0);
+      const float2 dy = DOUTPUT ? from_sheet(ahead.sheet(4, at), n, at) : make_float2(0, 0);
       const float2 first = ahead.cells(n);  // of step t - 1
 #pragma unroll
       for (int e = 0; e < 2; e++) {
@@ -357,15 +364,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         if (DOUTPUT) dh[n][e] += LENGTHS ? pick(valid(n, e, t), y, 0.0f) : y;
       }
     }
+    __syncwarp();
     if (t > 0) ask_rows();
-    if (SPREAD && k > 0) {
+    if (SPREAD == 2 && k > 0) keep_all();
+    if (SPREAD == 1 && k > 0) {
 #pragma unroll
-      for (int n = 0; n < RT; n++) {
-        keep_units(n);
-        if (SPREAD == 2) keep_gates(n);
-      }
+      for (int n = 0; n < RT; n++) keep_units(n);
       da -= B * GATES;
-      if (SPREAD == 2) gates_late -= B * GATES;
     }
     MARK(3);
 
@@ -417,13 +422,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       sum_cells(in.room_c, v_c[0], v_c[1], at);
       MARK(5);
       done<SUMS_1>();
-      if (SPREAD == 1 && k > 0) keep_gates(0);
+      if (SPREAD == 1 && k > 0) keep_gates(0, 2);
       MARK(6);
       await<TOTALS_1>();
       total_c = in.totals[32 + own];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
-      if (SPREAD == 1 && k > 0) keep_gates(0);
+      if (SPREAD == 1 && k > 0) keep_gates(0, 2);
     }
     MARK(7);
 
@@ -466,11 +471,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
         for (int q = 0; q < 4; q++) sum_v[n][q] += v[n][q];
     }
-    if (SPREAD == 1 && k > 0) {
-#pragma unroll
-      for (int n = 1; n < RT; n++) keep_gates(n);
-      gates_late -= B * GATES;
-    }
+    if (SPREAD == 1 && k > 0) keep_gates(2, 4), gates_late -= B * GATES;
     if (SUM_H) await<TOTALS_2>();
     MARK(10);
     float d[RT][4][2];
@@ -558,47 +559,43 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 
     // What it leaves behind.
     if (SUM_H && MODE_X) await<TOTALS_3>();
-    float dx[RT][4][2];
+    __syncwarp();
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       float4 s = make_float4(1, 0, 0, 0);
       if (SPLIT && MODE_X) s = SUM_H ? in.totals[40 + q * UNITS + own] : table[40 + q * UNITS + own];
       if (SPLIT && MODE_X && !SUM_H) s = make_float4(s.w, 0, 0, 0);
 #pragma unroll
-      for (int n = 0; n < RT; n++)
+      for (int n = 0; n < RT; n++) {
+        float dx[2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          float& g = dx[n][q][e];
-          g = SPLIT ? dpre[n][q][e] : d[n][q][e];
-          if (SPLIT && MODE_X) g *= s.x;
-          if (SPLIT && MODE_X == 1) g += s.y + x[n][q][e] * s.z;
-          if (SPLIT && LENGTHS) g = pick(valid(n, e, t), g, 0.0f);
+          dx[e] = SPLIT ? dpre[n][q][e] : d[n][q][e];
+          if (SPLIT && MODE_X) dx[e] *= s.x;
+          if (SPLIT && MODE_X == 1) dx[e] += s.y + x[n][q][e] * s.z;
+          if (SPLIT && LENGTHS) dx[e] = pick(valid(n, e, t), dx[e], 0.0f);
         }
+        to_sheet(sheet_of(q), n, at, dx[0], dx[1]);
+      }
     }
+    if (SPLIT)
 #pragma unroll
-    for (int n = 0; n < RT; n++) {
-      Eight units, gates;
-      gates.take(dx[n]);
+      for (int n = 0; n < RT; n++) {
 #if TYPE == 0
 #pragma unroll
-      for (int e = 0; e < 2; e++)
-        units.part[e] = make_uint4(__float_as_uint(d[n][0][e]), __float_as_uint(d[n][1][e]), __float_as_uint(d[n][2][e]),
-                                   __float_as_uint(d[n][3][e]));
+        for (int e = 0; e < 2; e++)
+          *slot_of(n, e) = make_uint4(__float_as_uint(d[n][0][e]), __float_as_uint(d[n][1][e]), __float_as_uint(d[n][2][e]),
+                                      __float_as_uint(d[n][3][e]));
 #else
-      units.part[0] = make_uint4(pack(d[n][0][0], d[n][1][0]), pack(d[n][2][0], d[n][3][0]), pack(d[n][0][1], d[n][1][1]),
-                                 pack(d[n][2][1], d[n][3][1]));
-      gates.part[0] = make_uint4(turn(gates.part[0].x), turn(gates.part[0].y), turn(gates.part[0].z), turn(gates.part[0].w));
+        *slot_of(n, 0) = make_uint4(pack(d[n][0][0], d[n][1][0]), pack(d[n][2][0], d[n][3][0]),
+                                    pack(d[n][0][1], d[n][1][1]), pack(d[n][2][1], d[n][3][1]));
 #endif
-      leave(n, units, gates);
-      if (!SPREAD) keep_units(n), keep_gates(n);
-    }
-    if (!SPREAD) da -= B * GATES, gates_late -= B * GATES;
+      }
+    if (SPREAD == 0) keep_all();
     MARK(12);
   }
 
-  if (SPREAD)
-#pragma unroll
-    for (int n = 0; n < RT; n++) keep_units(n), keep_gates(n);
+  if (SPREAD) keep_all();
 #pragma unroll
   for (int n = 0; n < RT; n++)
 #pragma unroll
@@ -624,8 +621,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   Layout in;
   in.shares = reinterpret_cast<u32*>(shared);
   in.ahead.room = in.shares + 2 * BLOCKS * SOURCE;
-  in.late = reinterpret_cast<uint4*>(in.ahead.room + RT * WORDS * WORKERS);
-  in.room = reinterpret_cast<float*>(in.late + RT * LATE * WORKERS);
+  in.late = in.ahead.room + AHEAD;
+  in.room = reinterpret_cast<float*>(in.late + LATE);
   in.room_x = in.room + 64 * WARPS, in.room_c = in.room_x + 32 * WARPS;
   in.given = in.room + ROOM;
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);

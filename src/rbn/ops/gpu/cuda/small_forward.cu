@@ -1,6 +1,6 @@
 // The LSTM's forward pass for small layers: one cluster of blocks for each recurrence, all steps.
-#ifndef SPREAD
-#define SPREAD 1
+#ifndef SPREAD  // with 8 warps there are not registers enough to keep in float32 what the last step left behind
+#define SPREAD (TYPE == 0 && MW > 7 ? 2 : 1)
 #endif
 #include "small.cuh"
 

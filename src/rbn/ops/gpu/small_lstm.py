@@ -43,14 +43,14 @@ class SmallCut:
         """Bytes of shared memory, as the kernels lay it out."""
         barriers = 2 * 8
         tiles = self.warps * self.tiles
+        sheet = (32 if self.half else 80) * tiles  # what is read or written row by row, of one gate
         if direction == "forward":
             sources = -(-self.blocks // 4) * 4
             hidden = 2 * 16 * (sources * (8 * tiles + 2) + 8 * tiles)
-            return hidden + 4 * (80 * self.warps + 2 * 144 + 64) + barriers
+            return hidden + 4 * (80 * self.warps + 2 * 144 + 64 + 5 * sheet) + barriers
         factors = 0 if self.half else 4 * self.warps
         shares = 2 * 4 * self.blocks * (32 * tiles + factors)
-        sheets = 9 * (32 if self.half else 80)  # what is read and written row by row
-        ahead_and_late = 4 * (32 * (6 + 4 if self.half else 10 + 8) + sheets) * tiles
+        ahead_and_late = 4 * (32 * (6 + 4 if self.half else 10 + 8) * tiles + 9 * sheet)
         rest = 112 * self.warps + 2 * 288 + 288
         return shares + ahead_and_late + 4 * rest + barriers
 

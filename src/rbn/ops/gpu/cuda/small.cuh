@@ -175,16 +175,6 @@ struct Place {
 
   __device__ __forceinline__ int row(int n, int e) const { return 8 * (tile + n) + 2 * quad + e; }
   __device__ __forceinline__ bool in(int n, int e) const { return row(n, e) < B && mine; }
-  // In 16 bits it reads from memory and writes to it two units of another row: neighbours there are
-  // neighbouring units.
-  __device__ __forceinline__ int line(int n) const { return 8 * (tile + n) + own; }
-  __device__ __forceinline__ bool in_line(int n) const {
-    return line(n) < B && int(blockIdx.x) * UNITS + 2 * quad < H;
-  }
-  // What a thread reads and writes begins there, from row 0 at the block's first unit.
-  __device__ __forceinline__ i64 first(int stride) const {
-    return TYPE == 0 ? i64(row(0, 0)) * stride + own : i64(line(0)) * stride + 2 * quad;
-  }
 };
 
 __device__ __forceinline__ Place place_of(int B) {
@@ -197,40 +187,8 @@ __device__ __forceinline__ Place place_of(int B) {
   return at;
 }
 
-// p: where the thread begins.
-__device__ __forceinline__ Pair load_tile(const Element* p, int n, int stride, const Place& at) {
-  p += 8 * n * stride;
-#if TYPE == 0
-  Pair v = make_float2(0, 0);
-  if (at.in(n, 0)) v.x = p[0];
-  if (at.in(n, 1)) v.y = p[stride];
-  return v;
-#else
-  return at.in_line(n) ? *reinterpret_cast<const Pair*>(p) : 0u;
-#endif
-}
-
-__device__ __forceinline__ float2 turned(Pair v) {
-#if TYPE == 0
-  return v;
-#else
-  return widen(turn(v));
-#endif
-}
-
-// In 16 bits what is stored has been turned.
-__device__ __forceinline__ void store_line(Element* p, int n, int stride, const Place& at, u32 v) {
-  if (at.in_line(n)) *reinterpret_cast<u32*>(p + 8 * n * stride) = v;
-}
-
-__device__ __forceinline__ void store_tile(Element* p, int n, int stride, const Place& at, float x, float y) {
-#if TYPE == 0
-  if (at.in(n, 0)) p[8 * n * stride] = x;
-  if (at.in(n, 1)) p[(8 * n + 1) * stride] = y;
-#else
-  store_line(p, n, stride, at, turn(pack(x, y)));
-#endif
-}
+// Two units of a row in 16 bits, of the whole warp, to two rows of a unit.
+__device__ __forceinline__ float2 turned(u32 v) { return unpack(turn(v)); }
 
 // The cluster ---------------------------------------------------------------------------------------
 
@@ -484,10 +442,6 @@ __device__ __forceinline__ void to_sheet(u32* sheet, int n, const Place& at, flo
 #endif
 }
 
-// What a step reads, on its way from memory: in shared memory, where it takes no registers.
-#define SAVED (4 * EIGHTH + 2)                              // words of a thread, of what the forward pass saved
-#define AHEAD (RT * SAVED * WORKERS + 5 * SHEET * WARPS)  // words of all
-
 // Nothing is read from where there is nothing: zeros come instead.
 template <int BYTES>
 __device__ __forceinline__ void fetch_async(u32 to, const void* from, bool there) {
@@ -495,40 +449,29 @@ __device__ __forceinline__ void fetch_async(u32 to, const void* from, bool there
                ::"r"(to), "l"(from), "n"(BYTES), "r"(there ? BYTES : 0) : "memory");
 }
 
-struct Ahead {
-  u32* room;  // [RT][SAVED][WORKERS], first 16 bytes of each thread, then 8; [WARPS][5][SHEET]
+// What the warp asked for is there, for all its lanes.
+__device__ __forceinline__ void fetched() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+}
 
-  __device__ __forceinline__ u32* words(int n, int first, int width) const {
-    return room + (n * SAVED + first) * WORKERS + width * threadIdx.x;
-  }
-  __device__ __forceinline__ u32* sheet(int i, const Place& at) const {
-    return room + RT * SAVED * WORKERS + (at.warp * 5 + i) * SHEET;
-  }
+// From memory to a sheet and back; p: the warp's first row at the block's first unit. The lanes of the warp meet
+// before either.
+__device__ __forceinline__ void ask_sheet(u32* sheet, const Element* p, int stride, const Place& at) {
+  each_piece(at, [&](int word, int row, int unit, bool there) {
+    fetch_async<PIECE_BYTES>(address_of(sheet + word), there ? p + row * stride + unit : p, there);
+  });
+}
 
-  __device__ __forceinline__ void ask_saved(int n, const Element* wh, const float* cs, bool there) const {
-#pragma unroll
-    for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(n, 4 * i, 4)), wh + i * EIGHT_STEP, there);
-    fetch_async<8>(address_of(words(n, 4 * EIGHTH, 2)), cs, there);
-  }
-  // p: the warp's first row at the block's first unit.
-  __device__ __forceinline__ void ask_sheet(int i, const Element* p, int stride, const Place& at) const {
-    u32* to = sheet(i, at);
-    each_piece(at, [&](int word, int row, int unit, bool there) {
-      fetch_async<PIECE_BYTES>(address_of(to + word), there ? p + row * stride + unit : p, there);
-    });
-  }
-  __device__ __forceinline__ void wait() const {
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncwarp();
-  }
-
-  __device__ __forceinline__ void saved(int n, float (&v)[4][2]) const {
-    Eight all;
-#pragma unroll
-    for (int i = 0; i < EIGHTH; i++) all.part[i] = *reinterpret_cast<const uint4*>(words(n, 4 * i, 4));
-    all.give(v);
-  }
-  __device__ __forceinline__ float2 cells(int n) const {
-    return *reinterpret_cast<const float2*>(words(n, 4 * EIGHTH, 2));
-  }
-};
+__device__ __forceinline__ void keep_sheet(Element* p, int stride, const u32* sheet, const Place& at) {
+  each_piece(at, [&](int word, int row, int unit, bool there) {
+    Element* to = p + row * stride + unit;
+    if (!there) return;
+    if (PIECE_BYTES == 16)
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(sheet + word);
+    else if (PIECE_BYTES == 8)
+      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(sheet + word);
+    else
+      *reinterpret_cast<u32*>(to) = sheet[word];
+  });
+}

@@ -43,6 +43,37 @@ struct Backward {
   float eps;
 };
 
+// What a step reads, on its way from memory: in shared memory, where it takes no registers.
+#define SAVED (4 * EIGHTH + 2)                              // words of a thread, of what the forward pass saved
+#define AHEAD (RT * SAVED * WORKERS + 5 * SHEET * WARPS)  // words of all
+
+struct Ahead {
+  u32* room;  // [RT][SAVED][WORKERS], first 16 bytes of each thread, then 8; [WARPS][5][SHEET]
+
+  __device__ __forceinline__ u32* words(int n, int first, int width) const {
+    return room + (n * SAVED + first) * WORKERS + width * threadIdx.x;
+  }
+  __device__ __forceinline__ u32* sheet(int i, const Place& at) const {
+    return room + RT * SAVED * WORKERS + (at.warp * 5 + i) * SHEET;
+  }
+
+  __device__ __forceinline__ void ask_saved(int n, const Element* wh, const float* cs, bool there) const {
+#pragma unroll
+    for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(n, 4 * i, 4)), wh + i * EIGHT_STEP, there);
+    fetch_async<8>(address_of(words(n, 4 * EIGHTH, 2)), cs, there);
+  }
+
+  __device__ __forceinline__ void saved(int n, float (&v)[4][2]) const {
+    Eight all;
+#pragma unroll
+    for (int i = 0; i < EIGHTH; i++) all.part[i] = *reinterpret_cast<const uint4*>(words(n, 4 * i, 4));
+    all.give(v);
+  }
+  __device__ __forceinline__ float2 cells(int n) const {
+    return *reinterpret_cast<const float2*>(words(n, 4 * EIGHTH, 2));
+  }
+};
+
 struct Layout {
   u32* shares;    // [2][BLOCKS][SOURCE]: from all blocks
   Ahead ahead;
@@ -151,17 +182,6 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
   if (MODE_H) p.dgamma_x[r * GATES + column] = SUM_H ? all_x : add_warps(in.room_x + at.lane, 32);
 }
 
-// From shared memory to memory.
-template <int WORDS>
-__device__ __forceinline__ void move_words(Element* to, const u32* from) {
-  if (WORDS == 4)
-    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-  else if (WORDS == 2)
-    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
-  else
-    *reinterpret_cast<u32*>(to) = *from;
-}
-
 // A thread's share of dh for one block: its unit, two rows of each tile.
 struct Share {
   u32 words[RT];
@@ -244,8 +264,8 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     for (int n = 0; n < RT; n++) ahead.ask_saved(n, kept[n] ? wh + 256 * n : p.wh, kept[n] ? cs + 64 * n : p.cs, kept[n]);
     if (SPLIT)
 #pragma unroll
-      for (int q = 0; q < 4; q++) ahead.ask_sheet(q, p.wx + gates_asked + q * H, GATES, at);
-    if (DOUTPUT) ahead.ask_sheet(4, doutput, H, at);
+      for (int q = 0; q < 4; q++) ask_sheet(ahead.sheet(q, at), p.wx + gates_asked + q * H, GATES, at);
+    if (DOUTPUT) ask_sheet(ahead.sheet(4, at), doutput, H, at);
     wh -= step_saved * 8, cs -= step_saved * 2, gates_asked -= B * GATES, doutput -= B * H;
   };
 
@@ -297,11 +317,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       if (q < first || q >= last) continue;
-      Element* to = (SPLIT ? p.dwx : p.da) + gates_late + q * H;
-      const u32* from = sheet_of(q);
-      each_piece(at, [&](int word, int row, int unit, bool there) {
-        if (there) move_words<PIECE_WORDS>(to + row * GATES + unit, from + word);
-      });
+      keep_sheet((SPLIT ? p.dwx : p.da) + gates_late + q * H, GATES, sheet_of(q), at);
     }
   };
   auto keep_all = [&]() {
@@ -319,7 +335,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     MARK(0);
     const int t = p.T - 1 - k, now = k & 1;
     const float4* table = in.table(k);
-    ahead.wait();
+    fetched();
     MARK(1);
     if (!SUM_H && !SUM_C) __syncthreads();
 

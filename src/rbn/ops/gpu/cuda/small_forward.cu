@@ -1,6 +1,6 @@
 // The LSTM's forward pass for small layers: one cluster of blocks for each recurrence, all steps.
-#ifndef SPREAD  // with 8 warps there are not registers enough to keep in float32 what the last step left behind
-#define SPREAD (TYPE == 0 && MW > 7 ? 2 : 1)
+#ifndef SPREAD
+#define SPREAD 1
 #endif
 #include "small.cuh"
 
@@ -44,6 +44,7 @@ struct Layout {
   float *room, *room_c;
   float* given;        // [2][STATISTICS]: what to take away and what to multiply with
   float* constants;
+  u32* sheets;         // [WARPS][5][SHEET]: the input term's gates, h
   u32 barriers;        // [2]
 
   __device__ __forceinline__ float2* statistics(int t) const {
@@ -238,15 +239,15 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 
   // Where the thread's numbers of a step lie, and those of the next.
   const i64 step_saved = BLOCKS * PAIRS * UNITS, pair = rank * PAIRS + 4 * at.tile + quad;
-  const Element* wx = p.wx + r * p.T * B * GATES + rank * UNITS + at.first(GATES);
+  const Element* wx = p.wx + (r * p.T * B + 8 * at.tile) * GATES + rank * UNITS;
   float* cs = p.cs + (r * (p.T + 1) * step_saved + pair * UNITS + own) * 2;
   Element* wh = p.wh + r * p.T * step_saved * 8 + eight_at(pair, own);
-  Element* hs = p.hs + (r * (p.T + 1) + 1) * B * H + rank * UNITS + at.first(H);
+  Element* hs = p.hs + ((r * (p.T + 1) + 1) * B + 8 * at.tile) * H + rank * UNITS;
   const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
   bool saves[RT];
   int length[RT][2];
   float c[RT][2], x[RT][4][2];
-  Pair raw[RT][4];
+  auto sheet_of = [&](int i) { return in.sheets + (warp * 5 + i) * SHEET; };
   auto valid = [&](int n, int e, int t) { return LENGTHS ? t < length[n][e] : at.in(n, e); };
 #pragma unroll
   for (int n = 0; n < RT; n++) {
@@ -260,13 +261,12 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   }
   auto ask_rows = [&]() {
 #pragma unroll
-    for (int n = 0; n < RT; n++)
-#pragma unroll
-      for (int q = 0; q < 4; q++) raw[n][q] = load_tile(wx + q * H, n, GATES, at);
+    for (int q = 0; q < 4; q++) ask_sheet(sheet_of(q), wx + q * H, GATES, at);
     wx += B * GATES;
   };
-  // The input term of step t, which is at hand; then that of the next step is asked for.
+  // The input term of step t, asked for a step ago; then that of the next step is asked for.
   auto prepare = [&](int t) {
+    fetched();
     float2 of_x[4];
     if (MODE_X) read_slots(of_x, in.statistics(t), own);
     const float4 b = reinterpret_cast<const float4*>(in.constants)[own];
@@ -275,7 +275,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     for (int n = 0; n < RT; n++)
 #pragma unroll
       for (int q = 0; q < 4; q++) {
-        const float2 v = turned(raw[n][q]);
+        const float2 v = from_sheet(sheet_of(q), n, at);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float number = e ? v.y : v.x;
@@ -283,6 +283,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
           x[n][q][e] = MODE_X ? (number - of_x[q].x) * of_x[q].y + bias[q] : number * scale_of(q) + bias[q];
         }
       }
+    __syncwarp();
     if (t + 1 < p.T) ask_rows();
   };
   ask_rows();
@@ -299,21 +300,17 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 
   // What a step leaves behind, which nobody waits for: the cells are those of c until the next ones take their place.
   Eight late[RT];
-  float late_h[RT][2];
-  u32 late_line[RT];
-  auto keep = [&](int first, int last) {  // parts: the products of each tile, then everything else
+  // Parts: the products of each tile, then everything else. In 16 bits the second half of the products is so
+  // little that it goes with the rest. `after`: 0, but made of what is to be read before.
+  auto keep = [&](int first, int last, u32 after = 0) {
 #pragma unroll
     for (int n = 0; n < RT; n++) {
-      if (first <= n && n < last && saves[n]) late[n].store(wh + 256 * n);
-      if (last <= RT) continue;
-#if TYPE == 0
-      store_tile(hs, n, H, at, late_h[n][0], late_h[n][1]);
-#else
-      store_line(hs, n, H, at, late_line[n]);
-#endif
-      if (saves[n]) store2(cs + step_saved * 2 + 64 * n, c[n][0], c[n][1]);
+      if (first <= n && n < last && saves[n]) late[n].store(wh + 256 * n + after);
+      if (last > RT && saves[n]) store2(cs + step_saved * 2 + 64 * n, c[n][0], c[n][1]);
     }
-    if (last > RT) wh += step_saved * 8, hs += B * H, cs += step_saved * 2;
+    if (last <= RT) return;
+    keep_sheet(hs, H, sheet_of(4), at);
+    wh += step_saved * 8, hs += B * H, cs += step_saved * 2;
   };
 
 #if COPIES
@@ -413,10 +410,12 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       MARK(6);
     }
     float gate[RT][4][2], cand[RT][2];
-    float2 of_h[4];
+    float2 of_h[4] = {};
     if (MODE_H) read_slots(of_h, statistics + 32, own);
     const float shift_c = SUM_C ? before[64 + own].x : 0.0f;
-    if (SPREAD == 1 && t > 0) keep(SUM_H ? RT / 2 : 0, RT);
+    // T is not negative, but the compiler does not know that; it would read after the stores.
+    const u32 never = u32(p.T) >> 31, seen = __float_as_uint(of_h[3].y) ^ __float_as_uint(of_h[0].y) ^ __float_as_uint(shift_c);
+    if (SPREAD == 1 && TYPE == 0 && t > 0) keep(SUM_H ? RT / 2 : 0, RT, MODE_H ? seen & never : 0);
     auto open = [&](int n, int q, int e) {
       float v = a[n][q][e];
       if (MODE_H) v = a[n][q][e] = v - of_h[q].x;
@@ -449,7 +448,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       MARK(7);
       done<SUMS_2>();
     }
-    if (SPREAD == 1 && t > 0) keep(RT, RT + 1);
+    if (SPREAD == 1 && t > 0) keep(TYPE == 0 ? RT : SUM_H ? RT / 2 : 0, RT + 1);
     u32 mixed = 0;
 #pragma unroll
     for (int n = 0; n < RT; n++)
@@ -458,8 +457,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         open(n, 3, e);
         mixed ^= __float_as_uint(gate[n][3][e]);
       }
-    // A store that is never made, as T is not negative, but needs them: else they were computed after the wait.
-    if (SUM_C && (mixed & (u32(p.T) >> 31))) in.room_c[0] = 0.0f;
+    // A store that is never made, but needs them: else they were computed after the wait.
+    if (SUM_C && (mixed & never)) in.room_c[0] = 0.0f;
     if (SUM_C) {
       MARK(8);
       await<TOTALS_2>();
@@ -510,15 +509,17 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 #endif
     MARK(10);
 
+    __syncwarp();  // all lanes have read what is written over
 #pragma unroll
     for (int n = 0; n < RT; n++) {
       late[n].take(a[n]);
-      late_h[n][0] = h[n][0], late_h[n][1] = h[n][1], late_line[n] = line[n];
+      to_sheet(sheet_of(4), n, at, h[n][0], h[n][1]);
       if (LENGTHS)
 #pragma unroll
         for (int e = 0; e < 2; e++)
           if (valid(n, e, t)) p.h_n[(r * B + at.row(n, e)) * H + unit] = h[n][e];
     }
+    __syncwarp();
     if (SPREAD == 0) keep(0, RT + 1);
     MARK(11);
     if (!SUM_H && !SUM_C) __syncthreads();
@@ -544,7 +545,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
   in.room_c = in.room + 64 * WARPS;
   in.given = in.room + ROOM;
   in.constants = in.given + 2 * STATISTICS;
-  in.barriers = address_of(in.constants + CONSTANTS);
+  in.sheets = reinterpret_cast<u32*>(in.constants + CONSTANTS);
+  in.barriers = address_of(in.sheets + 5 * SHEET * WARPS);
   const Place at = place_of(p.B);
   for (int i = threadIdx.x; i < 2 * STATISTICS; i += THREADS) in.given[i] = 0.0f;
   if (threadIdx.x == 0)

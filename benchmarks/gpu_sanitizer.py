@@ -53,7 +53,7 @@ def check_tool(binary, tool, script, run, timeout):
     found = {"outcome": outcome, "words": "; ".join(summary), "seconds": done.seconds}
     if outcome in ("errors", "failed", "stopped"):
         marked = [line for line in done.output.splitlines() if line.startswith("=====")]
-        # Whose call it was says nothing of a kernel, and there are dozens of such lines to an error.
+        # Whose call it was says nothing of a kernel, and an error has dozens of such lines.
         marked = [line for line in marked if "Host Frame" not in line and line.strip("= ")]
         found["log"] = (marked or done.output.splitlines())[:80]
     return found

@@ -163,9 +163,7 @@ def backward(
         da, dwx = da[0], dwx[0]
     hidden = r.hidden if r.hidden.numel() else r.output
     apart = shared or not (call.in_cuda and small_lstm.choose(wx))
-    # In tf32 where the kernels' products were; else it follows PyTorch's own switch.
-    as_kernels = dtype == torch.float32 and wx.is_cuda and tf32_allowed()
-    with lstm_steps.multiplied_as_by_cudnn() if as_kernels else contextlib.nullcontext():
+    with _multiplied_as_by_kernels(wx):
         dweight, dh0 = _through_weight(call, da, weight, hidden, apart)
     if a.lengths is not None or call.zoned:  # else every row goes through every product
         dh0 = dh + dh0.to(torch.float32)
@@ -184,6 +182,13 @@ def _copied(call: Call, grad: Tensor | None) -> Tensor:
     if grad is None:
         return torch.zeros(*call.lead, call.B, call.H, **full)
     return grad.to(copy=True, memory_format=torch.contiguous_format, **full)
+
+
+def _multiplied_as_by_kernels(wx: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Products of float32 are in tf32 where the kernels' were; else as PyTorch's own switch says."""
+    if wx.is_cuda and wx.dtype == torch.float32 and tf32_allowed():
+        return lstm_steps.multiplied_as_by_cudnn()
+    return contextlib.nullcontext()
 
 
 def _through_weight(

@@ -185,7 +185,7 @@ def _copied(call: Call, grad: Tensor | None) -> Tensor:
 
 
 def _multiplied_as_by_kernels(wx: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Products of float32 are in tf32 where the kernels' were; else as PyTorch's own switch says."""
+    """Products of float32 are in tf32 where the kernels' were; else as PyTorch's switch says."""
     if wx.is_cuda and wx.dtype == torch.float32 and tf32_allowed():
         return lstm_steps.multiplied_as_by_cudnn()
     return contextlib.nullcontext()

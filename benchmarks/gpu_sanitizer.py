@@ -36,7 +36,7 @@ def check_tool(binary, tool, script, run, timeout):
     """The outcome of one tool: clean, errors, absent, stopped, or failed, with its own words."""
     if binary is None:
         return {"outcome": "absent", "words": "no compute-sanitizer was found"}
-    command = [binary, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
+    command = [binary, "--tool", tool, "--error-exitcode", "9", "--print-limit", "60"]
     # Each tensor its own allocation, so that a read beyond one is seen.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
     done = run([*command, sys.executable, str(script), "kernels"], timeout, **alone)
@@ -53,5 +53,7 @@ def check_tool(binary, tool, script, run, timeout):
     found = {"outcome": outcome, "words": "; ".join(summary), "seconds": done.seconds}
     if outcome in ("errors", "failed", "stopped"):
         marked = [line for line in done.output.splitlines() if line.startswith("=====")]
-        found["log"] = (marked or done.output.splitlines())[:40]
+        # Whose call it was says nothing of a kernel, and an error has dozens of such lines.
+        marked = [line for line in marked if "Host Frame" not in line and line.strip("= ")]
+        found["log"] = (marked or done.output.splitlines())[:80]
     return found

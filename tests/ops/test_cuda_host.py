@@ -261,7 +261,7 @@ def test_the_size_of_a_cluster(monkeypatch, room, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert find(cut, torch.bfloat16, 100, 0) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(small_lstm, "shared_limit", lambda device: 99 * 1024)
+    monkeypatch.setattr(small_lstm, "shared_limit", lambda device: cut.shared("backward") - 1)
     assert find(cut, torch.bfloat16, 100, 0) is None
 
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import products
 
-from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
+from rbn.ops.gpu import cuda_lstm, gradients, lstm_steps, paths
 from rbn.ops.gpu.plan import make_plan
 
 
@@ -63,6 +63,24 @@ def test_products_follow_the_switch_of_cudnn(tf32, level):
             assert matmul.allow_tf32 == tf32
         assert matmul.allow_tf32 == outside
         assert torch.get_float32_matmul_precision() == level
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("level", ["highest", "high"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_the_weights_is_multiplied_as_the_kernels_do(tf32, level, dtype):
+    """In tf32 if cuDNN's switch allows it, whatever PyTorch's says; if not, as that says."""
+    matmul = torch.backends.cuda.matmul
+    before = torch.get_float32_matmul_precision()
+    wx = types.SimpleNamespace(is_cuda=True, dtype=dtype)
+    try:
+        torch.set_float32_matmul_precision(level)
+        outside = matmul.allow_tf32
+        with products(tf32), gradients._multiplied_as_by_kernels(wx):
+            assert matmul.allow_tf32 == (outside or (tf32 and dtype == torch.float32))
+        assert matmul.allow_tf32 == outside
     finally:
         torch.set_float32_matmul_precision(before)
 

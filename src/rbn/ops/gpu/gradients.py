@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths, small_lstm
 from rbn.ops.gpu.call import VECTORS, Call, aligned, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
+from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.gpu.raised import raised_variances
 from rbn.ops.gpu.signature import Grads, Inputs, Outputs
 from rbn.ops.types import valid_steps
@@ -160,7 +162,8 @@ def backward(
         da, dwx = da[0], dwx[0]
     hidden = r.hidden if r.hidden.numel() else r.output
     apart = shared or not (call.in_cuda and small_lstm.choose(wx))
-    dweight, dh0 = _through_weight(call, da, weight, hidden, apart)
+    with _multiplied_as_by_kernels(wx):
+        dweight, dh0 = _through_weight(call, da, weight, hidden, apart)
     if a.lengths is not None or call.zoned:  # else every row goes through every product
         dh0 = dh + dh0.to(torch.float32)
     return Grads(
@@ -178,6 +181,13 @@ def _copied(call: Call, grad: Tensor | None) -> Tensor:
     if grad is None:
         return torch.zeros(*call.lead, call.B, call.H, **full)
     return grad.to(copy=True, memory_format=torch.contiguous_format, **full)
+
+
+def _multiplied_as_by_kernels(wx: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Products of float32 are in tf32 where the kernels' were; else as PyTorch's switch says."""
+    if wx.is_cuda and wx.dtype == torch.float32 and tf32_allowed():
+        return lstm_steps.multiplied_as_by_cudnn()
+    return contextlib.nullcontext()
 
 
 def _through_weight(

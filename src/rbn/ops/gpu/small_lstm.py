@@ -41,17 +41,18 @@ class SmallCut:
 
     def shared(self, direction: str) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
-        barriers = 2 * 8 * max(self.warps, 4)  # one for each warp in trials
+        barriers = 2 * 8
         tiles = self.warps * self.tiles
+        sheet = (32 if self.half else 80) * tiles  # what is read or written row by row, of one gate
         if direction == "forward":
             sources = -(-self.blocks // 4) * 4
             hidden = 2 * 16 * (sources * (8 * tiles + 2) + 8 * tiles)
-            return hidden + 4 * (80 * self.warps + 2 * 144 + 64) + barriers
+            return hidden + 4 * (80 * self.warps + 2 * 144 + 64 + 5 * sheet) + barriers
         factors = 0 if self.half else 4 * self.warps
-        shares = 2 * 2 * 4 * self.blocks * (32 * tiles + factors)
-        ahead = 4 * (11 if self.half else 20) * 32 * tiles
+        shares = 2 * 4 * self.blocks * (32 * tiles + factors)
+        ahead_and_late = 4 * (32 * (6 + 4 if self.half else 10 + 8) * tiles + 9 * sheet)
         rest = 112 * self.warps + 2 * 288 + 288
-        return shares + ahead + 4 * rest + barriers
+        return shares + ahead_and_late + 4 * rest + barriers
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,20 +9,23 @@
 // makes what they multiply and add with, and reads and writes statistics. Its lane owns gate `quad` of unit
 // `own`. The others meet only it.
 //
-// The blocks exchange h, and shares of dh, through distributed shared memory. What a block has for
-// another it gathers in its own shared memory first, and the last warp has it copied (cp.async.bulk),
-// which takes nothing from the other warps: stores into other blocks would hold up all that goes to
-// memory after them. A barrier (mbarrier) for each of two buffers counts what comes. A buffer, and what it is
-// copied from, is written again only after what the others made of it has come. What comes from block
-// rank - i lies at place i, and is the i-th that it sends.
+// The blocks exchange h, and shares of dh, through distributed shared memory, by stores that count
+// themselves at a barrier of the receiver (st.async, mbarrier), of which each of two buffers has one. A buffer is
+// written again only after what the others made of it has come. What comes from block rank - i lies at place i,
+// and is the i-th that it sends. A warp needs only its own rows, so what a block has for itself no
+// barrier need count: the warp that made it uses it.
+//
+// What leaves the block is held up by what left before it, and so is all that a warp reads after that, be it
+// from the block's own memory. So what a step leaves behind is written in the next one (SPREAD), in parts,
+// where the warps wait for the sums over the batch or compute.
 //
 // Products have 16-bit operands, also of a layer in float32: float16 has the 11 significant bits of
 // tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
 //
-// Named from outside besides those of common.cuh: MW (warps that own rows), RT, and for trials ALONE (each
-// warp has its rows copied itself, and waits only for those of the others), STORES (stores into the other
-// blocks instead of copies), PIECEWISE (what comes is used four blocks at a time), FAST (the
-// approximate tanh in float32, too), SPIN (ask again and again instead of being woken), NO_HOLD (see Before).
+// Named from outside besides those of common.cuh: MW (warps that own rows), RT, and for trials SPREAD (when what a step
+// leaves behind is written: 0 at its end, 1 as above, 2 all of it before the warps wait for the other blocks),
+// EXACT (not the approximate tanh in float32), COPIES (forward: the block's h is gathered, and the last warp
+// has it copied to the others).
 #define UNITS 8
 #define MT MW
 #define KS 1
@@ -37,19 +40,6 @@
 #define RT 2
 #endif
 #define ROW_TILES (WARPS * RT)
-
-#ifndef ALONE
-#define ALONE 0
-#endif
-#ifndef STORES
-#define STORES 0
-#endif
-#ifdef NO_GATHER  // which asks for nothing piece by piece
-#undef PIECEWISE
-#define PIECEWISE 0
-#endif
-#define GROUPED (!ALONE && !STORES)         // the last warp has all copied at once
-#define COUNTERS (ALONE ? WARPS : PIECEWISE ? (BLOCKS + 3) / 4 : 1)  // barriers of a buffer
 
 // Whether sums over the batch are made in each step.
 #ifdef NO_SUM
@@ -68,19 +58,6 @@ __device__ __forceinline__ float pick(bool first, float x, float y) {
   asm("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tselp.f32 %0, %1, %2, p;\n\t}" : "=f"(v) : "f"(x), "f"(y), "r"(u32(first)));
   return v;
 }
-
-// What is computed before a wait, not after it: the wait is given a number made of it, which is 0, but the
-// compiler does not know that, and would move what is needed only later behind the wait.
-struct Before {
-  u32 mixed = 0;
-  __device__ __forceinline__ void hold(float v) {
-#ifndef NO_HOLD
-    mixed ^= __float_as_uint(v);
-#endif
-  }
-  // steps: not negative.
-  __device__ __forceinline__ u32 zero(int steps) const { return mixed & (u32(steps) >> 31); }
-};
 
 // Operands of products ------------------------------------------------------------------------------
 
@@ -160,7 +137,9 @@ __device__ __forceinline__ u32 operand(const Element* p, float scale) {
 // Nonlinearities ------------------------------------------------------------------------------------
 
 // Of a number that has been multiplied with pre(gate), which costs nothing where that is part of a factor.
-#if TYPE == 0 && !defined(FAST)
+// The approximate tanh is right to 2^-11 of its value: as the numbers in half precision are, and the
+// products of a layer in float32.
+#if TYPE == 0 && defined(EXACT)
 __device__ __forceinline__ float pre(int gate) { return gate == 2 ? -2.8853900817779268f : -1.4426950408889634f; }
 __device__ __forceinline__ float sigmoid_of(float v) {
   float y;
@@ -171,8 +150,12 @@ __device__ __forceinline__ float sigmoid_of(float v) {
 __device__ __forceinline__ float tanh_of(float v) { return fmaf(2.0f, sigmoid_of(v), -1.0f); }
 #else
 __device__ __forceinline__ float pre(int gate) { return gate == 2 ? 1.0f : 0.5f; }
-__device__ __forceinline__ float tanh_of(float v) { return tanh_(v); }
-__device__ __forceinline__ float sigmoid_of(float v) { return fmaf(0.5f, tanh_(v), 0.5f); }
+__device__ __forceinline__ float tanh_of(float v) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(v));
+  return y;
+}
+__device__ __forceinline__ float sigmoid_of(float v) { return fmaf(0.5f, tanh_of(v), 0.5f); }
 #endif
 
 __device__ __forceinline__ float gate_of(int gate, float v) { return gate == 2 ? tanh_of(v) : sigmoid_of(v); }
@@ -192,16 +175,6 @@ struct Place {
 
   __device__ __forceinline__ int row(int n, int e) const { return 8 * (tile + n) + 2 * quad + e; }
   __device__ __forceinline__ bool in(int n, int e) const { return row(n, e) < B && mine; }
-  // In 16 bits it reads from memory and writes to it two units of another row: neighbours there are
-  // neighbouring units.
-  __device__ __forceinline__ int line(int n) const { return 8 * (tile + n) + own; }
-  __device__ __forceinline__ bool in_line(int n) const {
-    return line(n) < B && int(blockIdx.x) * UNITS + 2 * quad < H;
-  }
-  // What a thread reads and writes begins there, from row 0 at the block's first unit.
-  __device__ __forceinline__ i64 first(int stride) const {
-    return TYPE == 0 ? i64(row(0, 0)) * stride + own : i64(line(0)) * stride + 2 * quad;
-  }
 };
 
 __device__ __forceinline__ Place place_of(int B) {
@@ -214,40 +187,8 @@ __device__ __forceinline__ Place place_of(int B) {
   return at;
 }
 
-// p: where the thread begins.
-__device__ __forceinline__ Pair load_tile(const Element* p, int n, int stride, const Place& at) {
-  p += 8 * n * stride;
-#if TYPE == 0
-  Pair v = make_float2(0, 0);
-  if (at.in(n, 0)) v.x = p[0];
-  if (at.in(n, 1)) v.y = p[stride];
-  return v;
-#else
-  return at.in_line(n) ? *reinterpret_cast<const Pair*>(p) : 0u;
-#endif
-}
-
-__device__ __forceinline__ float2 turned(Pair v) {
-#if TYPE == 0
-  return v;
-#else
-  return widen(turn(v));
-#endif
-}
-
-// In 16 bits what is stored has been turned.
-__device__ __forceinline__ void store_line(Element* p, int n, int stride, const Place& at, u32 v) {
-  if (at.in_line(n)) *reinterpret_cast<u32*>(p + 8 * n * stride) = v;
-}
-
-__device__ __forceinline__ void store_tile(Element* p, int n, int stride, const Place& at, float x, float y) {
-#if TYPE == 0
-  if (at.in(n, 0)) p[8 * n * stride] = x;
-  if (at.in(n, 1)) p[(8 * n + 1) * stride] = y;
-#else
-  store_line(p, n, stride, at, turn(pack(x, y)));
-#endif
-}
+// Two units of a row in 16 bits, of the whole warp, to two rows of a unit.
+__device__ __forceinline__ float2 turned(u32 v) { return unpack(turn(v)); }
 
 // The cluster ---------------------------------------------------------------------------------------
 
@@ -263,9 +204,6 @@ __device__ __forceinline__ u32 in_block(u32 address, u32 rank) {
 // The i-th block that this one sends to, and the i-th that it hears from; both begin with itself.
 __device__ __forceinline__ u32 receiver(u32 i) { return blockIdx.x + i < BLOCKS ? blockIdx.x + i : blockIdx.x + i - BLOCKS; }
 __device__ __forceinline__ u32 sender(u32 i) { return blockIdx.x >= i ? blockIdx.x - i : blockIdx.x - i + BLOCKS; }
-
-// Which barrier of a buffer counts what a warp has for the i-th.
-__device__ __forceinline__ u32 counter_of(int warp, int i) { return ALONE ? warp : PIECEWISE ? i / 4 : 0; }
 
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -284,12 +222,6 @@ __device__ __forceinline__ void start_barrier(u32 barrier) {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-#ifdef SPIN
-#define ASK "mbarrier.test_wait.parity.shared::cta.b64"
-#else
-#define ASK "mbarrier.try_wait.parity.shared::cta.b64"
-#endif
-
 // With GUARD, for trials, who waited for a second or so waits no more.
 struct Waiting {
   bool tired = false;
@@ -301,7 +233,7 @@ struct Waiting {
     if (tired) return;
 #endif
     do {
-      asm volatile("{\n\t.reg .pred p;\n\t" ASK " p, [%1], %2;\n\t"
+      asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
                    "selp.u32 %0, 1, 0, p;\n\t}"
                    : "=r"(done) : "r"(barrier), "r"(phase & 1) : "memory");
 #ifdef GUARD
@@ -313,26 +245,7 @@ struct Waiting {
   }
 };
 
-// True in one thread of the warp, which the compiler knows to be one.
-__device__ __forceinline__ bool elected() {
-  u32 first;
-  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(first));
-  return first;
-}
-
-// What the thread has written to shared memory, and read from it, comes before copies that are asked for
-// after a meeting of threads.
-__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Copies into the shared memory of another block, multiples of 16 bytes. `barrier`, in it, counts them as
-// they come.
-__device__ __forceinline__ void copy_to(u32 to, u32 from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-#if STORES
-// Stores that are counted in the same way, if `there`.
+// Stores into the shared memory of another block, if `there`. `barrier`, in it, counts their bytes.
 #define STORE "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
 
 __device__ __forceinline__ void send(bool there, u32 to, u32 barrier, uint4 v) {
@@ -348,7 +261,6 @@ __device__ __forceinline__ void send(bool there, u32 to, u32 barrier, uint2 v) {
 __device__ __forceinline__ void send(bool there, u32 to, u32 barrier, u32 v) {
   asm volatile(STORE ".b32 [%0], %3, [%1];\n\t}" ::"r"(to), "r"(barrier), "r"(u32(there)), "r"(v) : "memory");
 }
-#endif
 
 // With CLOCK, for trials, warps of blocks 0 and 5 write down when they pass the stages of the 32 steps from
 // number CLOCK on, [2][32][WARPS + 1][16] into what is otherwise not used.
@@ -416,13 +328,14 @@ __device__ __forceinline__ float add_warps(const float* room, int pitch) {
 }
 
 // The warps with rows and the one that serves them: one side arrives, the other waits. Each of the
-// numbers is one of these meetings.
+// numbers is one of these meetings. To the first two TOTALS both come, since the others are there already and
+// wait: racecheck does not see what is written before an arrival that ends such a wait.
 #define SUMS_1 1
 #define TOTALS_1 2
 #define SUMS_2 3
 #define TOTALS_2 4
 #define TOTALS_3 5
-#define GATHERED 6
+#define GATHERED 6  // with COPIES
 
 template <int NUMBER>
 __device__ __forceinline__ void done() {
@@ -448,31 +361,86 @@ __device__ __forceinline__ void read_slots(float2 (&v)[4], const float2* from, i
 
 // What a step keeps, and reads ------------------------------------------------------------------------
 
-// For the backward pass: eight numbers of a thread side by side.
-__device__ __forceinline__ void store_eight(Element* p, const float (&v)[4][2]) {
+// For the backward pass: eight numbers of a thread, 16 bytes side by side. In float32 those of two gates
+// of all units of a pair of rows come first, so that sectors are written whole.
+#define EIGHTH (TYPE == 0 ? 2 : 1)  // 16 bytes each
+#define EIGHT_STEP (4 * UNITS)      // numbers from the first to the second
+
+struct Eight {
+  uint4 part[EIGHTH];
+
+  __device__ __forceinline__ void take(const float (&v)[4][2]) {
 #if TYPE == 0
-  reinterpret_cast<float4*>(p)[0] = make_float4(v[0][0], v[0][1], v[1][0], v[1][1]);
-  reinterpret_cast<float4*>(p)[1] = make_float4(v[2][0], v[2][1], v[3][0], v[3][1]);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      part[i] = make_uint4(__float_as_uint(v[2 * i][0]), __float_as_uint(v[2 * i][1]), __float_as_uint(v[2 * i + 1][0]),
+                           __float_as_uint(v[2 * i + 1][1]));
 #else
-  *reinterpret_cast<uint4*>(p) =
-      make_uint4(pack(v[0][0], v[0][1]), pack(v[1][0], v[1][1]), pack(v[2][0], v[2][1]), pack(v[3][0], v[3][1]));
+    part[0] = make_uint4(pack(v[0][0], v[0][1]), pack(v[1][0], v[1][1]), pack(v[2][0], v[2][1]), pack(v[3][0], v[3][1]));
+#endif
+  }
+  __device__ __forceinline__ void give(float (&v)[4][2]) const {
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+#if TYPE == 0
+      const uint4 four = part[q / 2];
+      v[q][0] = __uint_as_float(q % 2 ? four.z : four.x), v[q][1] = __uint_as_float(q % 2 ? four.w : four.y);
+#else
+      const uint4 four = part[0];
+      const float2 two = widen(q == 0 ? four.x : q == 1 ? four.y : q == 2 ? four.z : four.w);
+      v[q][0] = two.x, v[q][1] = two.y;
+#endif
+    }
+  }
+  __device__ __forceinline__ void store(Element* p) const {
+#pragma unroll
+    for (int i = 0; i < EIGHTH; i++) *reinterpret_cast<uint4*>(p + i * EIGHT_STEP) = part[i];
+  }
+};
+
+// Where the eight of a pair of rows begin for unit `own`; pair: the number of the pair.
+__device__ __forceinline__ i64 eight_at(i64 pair, int own) { return pair * 8 * UNITS + own * (8 / EIGHTH); }
+
+// Rows of a warp by the block's units, as they lie in memory: in shared memory each row begins `row_at` words
+// from the first, in float32 such that neither rows nor units conflict. Lanes move pieces as large as memory's
+// order allows, several to a row, and another lane may read them.
+#define PIECE_BYTES (TYPE == 0 ? (H % 4 ? 8 : 16) : H % 4 ? 4 : H % 8 ? 8 : 16)
+#define PIECE_WORDS (PIECE_BYTES / 4)
+#define PIECE_UNITS (PIECE_BYTES / (TYPE == 0 ? 4 : 2))
+#define ROW_PIECES (UNITS / PIECE_UNITS)
+#define SHEET (RT * (TYPE == 0 ? 80 : 32))  // words
+
+__device__ __forceinline__ int row_at(int row) { return TYPE == 0 ? 8 * (row + row / 4) : 4 * row; }
+
+// For each piece that the lane moves: where it lies in a sheet, its row and first unit, whether there is such a one.
+template <class Move>
+__device__ __forceinline__ void each_piece(const Place& at, Move move) {
+#pragma unroll
+  for (int first = 0; first < 8 * RT * ROW_PIECES; first += 32) {
+    const int i = first + at.lane, row = i / ROW_PIECES, piece = i % ROW_PIECES;
+    const bool there = row < 8 * RT && 8 * at.tile + row < at.B && int(blockIdx.x) * UNITS + piece * PIECE_UNITS < H;
+    if (8 * RT * ROW_PIECES >= 32 || row < 8 * RT) move(row_at(row) + piece * PIECE_WORDS, row, piece * PIECE_UNITS, there);
+  }
+}
+
+// Two rows of the thread's unit.
+__device__ __forceinline__ float2 from_sheet(const u32* sheet, int n, const Place& at) {
+#if TYPE == 0
+  const int row = 8 * n + 2 * at.quad;
+  return make_float2(__uint_as_float(sheet[row_at(row) + at.own]), __uint_as_float(sheet[row_at(row + 1) + at.own]));
+#else
+  return turned(sheet[32 * n + at.lane]);
 #endif
 }
 
-// The gates of a row, side by side.
-__device__ __forceinline__ void store_gates(Element* p, const float (&v)[4][2], int e) {
+__device__ __forceinline__ void to_sheet(u32* sheet, int n, const Place& at, float x, float y) {
 #if TYPE == 0
-  *reinterpret_cast<float4*>(p) = make_float4(v[0][e], v[1][e], v[2][e], v[3][e]);
+  const int row = 8 * n + 2 * at.quad;
+  sheet[row_at(row) + at.own] = __float_as_uint(x), sheet[row_at(row + 1) + at.own] = __float_as_uint(y);
 #else
-  *reinterpret_cast<uint2*>(p) = make_uint2(pack(v[0][e], v[1][e]), pack(v[2][e], v[3][e]));
+  sheet[32 * n + at.lane] = turn(pack(x, y));
 #endif
 }
-
-// What a step reads, on its way from memory: in shared memory, where it takes no registers. A thread
-// reads only what it asked for itself.
-#define PER (TYPE == 0 ? 2 : 1)      // words of two rows of a unit
-#define EIGHTH (TYPE == 0 ? 2 : 1)  // 16 bytes each, of what is saved
-#define WORDS (4 * EIGHTH + 2 + 5 * PER)
 
 // Nothing is read from where there is nothing: zeros come instead.
 template <int BYTES>
@@ -481,53 +449,29 @@ __device__ __forceinline__ void fetch_async(u32 to, const void* from, bool there
                ::"r"(to), "l"(from), "n"(BYTES), "r"(there ? BYTES : 0) : "memory");
 }
 
-struct Ahead {
-  u32* room;  // [RT][WORDS][WORKERS]; first 16 bytes of each thread, then 8, then 4
+// What the warp asked for is there, for all its lanes.
+__device__ __forceinline__ void fetched() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+}
 
-  __device__ __forceinline__ u32* words(int n, int first, int width) const {
-    return room + (n * WORDS + first) * WORKERS + width * threadIdx.x;
-  }
+// From memory to a sheet and back; p: the warp's first row at the block's first unit. The lanes of the warp meet
+// before either.
+__device__ __forceinline__ void ask_sheet(u32* sheet, const Element* p, int stride, const Place& at) {
+  each_piece(at, [&](int word, int row, int unit, bool there) {
+    fetch_async<PIECE_BYTES>(address_of(sheet + word), there ? p + row * stride + unit : p, there);
+  });
+}
 
-  __device__ __forceinline__ void ask_saved(int n, const Element* wh, const float* cs, bool there) const {
-#pragma unroll
-    for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(n, 4 * i, 4)), wh + i * VEC, there);
-    fetch_async<8>(address_of(words(n, 4 * EIGHTH, 2)), cs, there);
-  }
-  // A tile, as the i-th of five: see load_tile.
-  __device__ __forceinline__ void ask_tile(int i, const Element* p, int n, int stride, const Place& at) const {
-#pragma unroll
-    for (int e = 0; e < PER; e++) {
-      const bool there = TYPE == 0 ? at.in(n, e) : at.in_line(n);
-      fetch_async<4>(address_of(words(n, 4 * EIGHTH + 2 + i * PER + e, 1)), p + (8 * n + e) * stride, there);
-    }
-  }
-  __device__ __forceinline__ void wait() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-  __device__ __forceinline__ void saved(int n, float (&v)[4][2]) const {
-#if TYPE == 0
-    const float4 low = *reinterpret_cast<const float4*>(words(n, 0, 4));
-    const float4 high = *reinterpret_cast<const float4*>(words(n, 4, 4));
-    v[0][0] = low.x, v[0][1] = low.y, v[1][0] = low.z, v[1][1] = low.w;
-    v[2][0] = high.x, v[2][1] = high.y, v[3][0] = high.z, v[3][1] = high.w;
-#else
-    const uint4 all = *reinterpret_cast<const uint4*>(words(n, 0, 4));
-    const u32 p[4] = {all.x, all.y, all.z, all.w};
-#pragma unroll
-    for (int q = 0; q < 4; q++) {
-      const float2 two = widen(p[q]);
-      v[q][0] = two.x, v[q][1] = two.y;
-    }
-#endif
-  }
-  __device__ __forceinline__ float2 cells(int n) const {
-    return *reinterpret_cast<const float2*>(words(n, 4 * EIGHTH, 2));
-  }
-  __device__ __forceinline__ float2 tile(int n, int i) const {
-    const u32* word = words(n, 4 * EIGHTH + 2 + i * PER, 1);
-#if TYPE == 0
-    return make_float2(__uint_as_float(word[0]), __uint_as_float(word[WORKERS]));
-#else
-    return turned(*word);
-#endif
-  }
-};
+__device__ __forceinline__ void keep_sheet(Element* p, int stride, const u32* sheet, const Place& at) {
+  each_piece(at, [&](int word, int row, int unit, bool there) {
+    Element* to = p + row * stride + unit;
+    if (!there) return;
+    if (PIECE_BYTES == 16)
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(sheet + word);
+    else if (PIECE_BYTES == 8)
+      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(sheet + word);
+    else
+      *reinterpret_cast<u32*>(to) = sheet[word];
+  });
+}

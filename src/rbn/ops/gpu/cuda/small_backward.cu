@@ -5,8 +5,8 @@
 // sends each block the share of that block's units, which adds up what it gets. So BLOCKS x 8 units
 // come to a block in a step, not d(W_h h) of all BLOCKS x 32 columns. A share is rounded to 16 bits, as the
 // numbers were that it is a sum of products of; in float32 a power of two comes with it.
-#ifndef PIECEWISE
-#define PIECEWISE 0
+#ifndef SPREAD
+#define SPREAD 1
 #endif
 #include "small.cuh"
 
@@ -17,9 +17,8 @@
 #define ROOM (112 * WARPS)                // sums of warps: 64 and 32 of gates, 16 of cells
 #define TABLES 288  // what a step multiplies and adds with: 128 of gates, 32 of cells, 128 of given statistics
 #define TOTALS 288  // the same after sums over the batch: 128 of gates, 32 of cells, 128 of the input term
-#ifndef BATCH
 #define BATCH (RT > 1 ? 2 : 4)  // tiles multiplied side by side
-#endif
+#define LATE (RT * 4 * EIGHTH * WORKERS + 4 * SHEET * WARPS)  // words of gradients that a step leaves behind
 
 // In float32 d(W_h h) is brought below 2^7 and W_h below 2^3, so that a sum of 32 products is in float16's range.
 #define LESS_D (1.0f / 512)
@@ -44,35 +43,50 @@ struct Backward {
   float eps;
 };
 
+// What a step reads, on its way from memory: in shared memory, where it takes no registers.
+#define SAVED (4 * EIGHTH + 2)                              // words of a thread, of what the forward pass saved
+#define AHEAD (RT * SAVED * WORKERS + 5 * SHEET * WARPS)  // words of all
+
+struct Ahead {
+  u32* room;  // [RT][SAVED][WORKERS], first 16 bytes of each thread, then 8; [WARPS][5][SHEET]
+
+  __device__ __forceinline__ u32* words(int n, int first, int width) const {
+    return room + (n * SAVED + first) * WORKERS + width * threadIdx.x;
+  }
+  __device__ __forceinline__ u32* sheet(int i, const Place& at) const {
+    return room + RT * SAVED * WORKERS + (at.warp * 5 + i) * SHEET;
+  }
+
+  __device__ __forceinline__ void ask_saved(int n, const Element* wh, const float* cs, bool there) const {
+#pragma unroll
+    for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(n, 4 * i, 4)), wh + i * EIGHT_STEP, there);
+    fetch_async<8>(address_of(words(n, 4 * EIGHTH, 2)), cs, there);
+  }
+
+  __device__ __forceinline__ void saved(int n, float (&v)[4][2]) const {
+    Eight all;
+#pragma unroll
+    for (int i = 0; i < EIGHTH; i++) all.part[i] = *reinterpret_cast<const uint4*>(words(n, 4 * i, 4));
+    all.give(v);
+  }
+  __device__ __forceinline__ float2 cells(int n) const {
+    return *reinterpret_cast<const float2*>(words(n, 4 * EIGHTH, 2));
+  }
+};
+
 struct Layout {
   u32* shares;    // [2][BLOCKS][SOURCE]: from all blocks
-  u32* gathered;  // the same, for those that it sends to
   Ahead ahead;
+  u32* late;  // [RT][EIGHTH][WORKERS][4]; [WARPS][4][SHEET]
   float *room, *room_x, *room_c;
   float* given;  // [2][TABLES]
   float4* totals;
-  u32 barriers;  // [2][COUNTERS]
+  u32 barriers;  // [2]
 
   __device__ __forceinline__ float4* table(int k) const { return reinterpret_cast<float4*>(given + (k & 1) * TABLES); }
 };
 
-// Bytes that come from a block to the rows of a warp, or to all, in a step; and those that a barrier counts.
-#define COMING (4 * (ALONE ? PIECE : SOURCE))
-__device__ __forceinline__ u32 counted(int counter) {
-  return COMING * (PIECEWISE && !ALONE ? min(4, BLOCKS - 4 * counter) : BLOCKS);
-}
-
-// The shares that a warp has, or all have, go to their blocks.
-__device__ __forceinline__ void hand_out(const Layout& in, int buffer, int warp) {
-  const u32 row = ALONE ? warp * PIECE : 0;
-#pragma unroll
-  for (int i = 0; i < BLOCKS; i++) {
-    const u32 to = address_of(in.shares + (buffer * BLOCKS + i) * SOURCE + row);
-    const u32 from = address_of(in.gathered + (buffer * BLOCKS + i) * SOURCE + row);
-    const u32 barrier = in.barriers + 8 * (buffer * COUNTERS + counter_of(warp, i));
-    copy_to(in_block(to, receiver(i)), from, COMING, in_block(barrier, receiver(i)));
-  }
-}
+#define COUNTED (4 * SOURCE * (BLOCKS - 1))  // bytes that come from all other blocks in a step
 
 // What a number x of a normalized term becomes, and its gradient g:
 //   gate:  a * table.x + ((x - table.y) * table.z + table.w), a: W_h h less its mean
@@ -134,7 +148,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       const float f = slope<MODE_C>(rc, g_c, p.eps);
       if (quad == 0) in.totals[32 + own] = make_float4(f, -(s.x * inv) * f, -(s.y * inv) * (rc * rc) * f, 0.0f);
       if (!SUM_H) put(k + 1);
-      done<TOTALS_1>();
+      await<TOTALS_1>();
       MARK(7);
       all_c.x += s.x, all_c.y += s.y * rc;
     }
@@ -147,7 +161,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       const float f = slope<MODE_H>(rh, g_h, p.eps), off = s.x * inv;
       in.totals[here] = make_float4(f, -off * f, -(s.y * inv) * (rh * rh) * f, 0.0f);
       if (!SUM_C) put(k + 1);
-      done<TOTALS_2>();
+      await<TOTALS_2>();
       MARK(10);
       all_h.x += s.x, all_h.y += s.y * rh;
       const float sum_x = MODE_X ? add_warps(in.room_x + at.lane, 32) : 0.0f, fx = rx * g_x;
@@ -156,13 +170,6 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       if (MODE_X) done<TOTALS_3>();
       all_x += sum_x * rx;
     }
-#ifndef NO_EXCHANGE
-    if (GROUPED && k + 1 < p.T) {
-      await<GATHERED>();
-      if (elected()) hand_out(in, k & 1, 0);
-      MARK(11);
-    }
-#endif
   }
 
   __syncthreads();  // sums that were not made step by step are made here
@@ -179,14 +186,6 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
 struct Share {
   u32 words[RT];
 
-  __device__ __forceinline__ void put(u32* to) const {
-    if (RT == 4)
-      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1 % RT], words[2 % RT], words[3 % RT]);
-    else if (RT == 2)
-      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1 % RT]);
-    else
-      for (int n = 0; n < RT; n++) to[n] = words[n];
-  }
   __device__ __forceinline__ void get(const u32* from) {
     if (RT == 4) {
       const uint4 v = *reinterpret_cast<const uint4*>(from);
@@ -198,16 +197,14 @@ struct Share {
       for (int n = 0; n < RT; n++) words[n] = from[n];
     }
   }
-#if STORES
-  __device__ __forceinline__ void send_to(bool there, u32 to, u32 barrier) const {
+  __device__ __forceinline__ void send_to(u32 to, u32 barrier) const {
     if (RT == 4)
-      send(there, to, barrier, make_uint4(words[0], words[1 % RT], words[2 % RT], words[3 % RT]));
+      send(true, to, barrier, make_uint4(words[0], words[1 % RT], words[2 % RT], words[3 % RT]));
     else if (RT == 2)
-      send(there, to, barrier, make_uint2(words[0], words[1 % RT]));
+      send(true, to, barrier, make_uint2(words[0], words[1 % RT]));
     else
-      for (int n = 0; n < RT; n++) send(there, to + 4 * n, barrier, words[n]);
+      for (int n = 0; n < RT; n++) send(true, to + 4 * n, barrier, words[n]);
   }
-#endif
 };
 
 // The others: their rows.
@@ -250,13 +247,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   }
 
   // Where the thread's numbers of a step lie: of the one to ask for, of the one to write.
-  const i64 step_saved = BLOCKS * PAIRS * UNITS, saved = (rank * PAIRS + 4 * at.tile + quad) * UNITS + own;
+  const i64 step_saved = BLOCKS * PAIRS * UNITS, pair = i64(rank) * PAIRS + 4 * at.tile + quad;
   const i64 last = (r + 1) * p.T - 1;
-  const float* cs = p.cs + ((last + r) * step_saved + saved) * 2;
-  const Element* wh = p.wh + (last * step_saved + saved) * 8;
-  i64 gates_asked = last * B * GATES + rank * UNITS + at.first(GATES), gates_now = gates_asked;
+  const float* cs = p.cs + ((last + r) * step_saved + pair * UNITS + own) * 2;
+  const Element* wh = p.wh + last * step_saved * 8 + eight_at(pair, own);
+  i64 gates_asked = (last * B + 8 * at.tile) * GATES + rank * UNITS, gates_late = gates_asked;
   Element* da = p.da + last * B * GATES + i64(at.row(0, 0)) * GATES + 4 * unit;  // if SPLIT
-  const Element* doutput = p.doutput + last * B * H + rank * UNITS + at.first(H);
+  const Element* doutput = p.doutput + (last * B + 8 * at.tile) * H + rank * UNITS;
   bool kept[RT];
 #pragma unroll
   for (int n = 0; n < RT; n++) kept[n] = at.row(n, 0) / 2 < PAIRS;
@@ -264,13 +261,11 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   // What a step takes from memory, asked for a step before it is needed.
   auto ask_rows = [&]() {
 #pragma unroll
-    for (int n = 0; n < RT; n++) {
-      ahead.ask_saved(n, kept[n] ? wh + 256 * n : p.wh, kept[n] ? cs + 64 * n : p.cs, kept[n]);
-      if (SPLIT)
+    for (int n = 0; n < RT; n++) ahead.ask_saved(n, kept[n] ? wh + 256 * n : p.wh, kept[n] ? cs + 64 * n : p.cs, kept[n]);
+    if (SPLIT)
 #pragma unroll
-        for (int q = 0; q < 4; q++) ahead.ask_tile(q, p.wx + gates_asked + q * H, n, GATES, at);
-      if (DOUTPUT) ahead.ask_tile(4, doutput, n, H, at);
-    }
+      for (int q = 0; q < 4; q++) ask_sheet(ahead.sheet(q, at), p.wx + gates_asked + q * H, GATES, at);
+    if (DOUTPUT) ask_sheet(ahead.sheet(4, at), doutput, H, at);
     wh -= step_saved * 8, cs -= step_saved * 2, gates_asked -= B * GATES, doutput -= B * H;
   };
 
@@ -295,9 +290,42 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   }
   ask_rows();
 
-#if STORES
-  const u32 shared = address_of(in.shares), into = warp * PIECE * 4, barrier_at = in.barriers - shared;
+  const u32 shared = address_of(in.shares), into = warp * PIECE * 4 + 4 * RT * lane, barrier_at = in.barriers - shared;
+  float to_itself[RT][2] = {};
+
+  // What a step leaves behind, which nobody waits for, lies in shared memory until it is written: d(W_h h) unit
+  // by unit, if SPLIT, as the thread has it, then gate by gate d(W_x x), or the one that is both. d(W_h h) may
+  // lie over W_h h of later steps: of those all blocks have read it, or they could not have sent the shares
+  // that d(W_h h) of this step is made with.
+  auto slot_of = [&](int n, int i) { return reinterpret_cast<uint4*>(in.late) + (n * EIGHTH + i) * WORKERS + threadIdx.x; };
+  auto sheet_of = [&](int q) { return in.late + RT * 4 * EIGHTH * WORKERS + (warp * 4 + q) * SHEET; };
+  auto keep_units = [&](int n) {
+    if (!SPLIT) return;
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      if (!at.in(n, e)) continue;
+      Element* to = da + (8 * n + e) * GATES;
+#if TYPE == 0
+      *reinterpret_cast<uint4*>(to) = *slot_of(n, e);
+#else
+      *reinterpret_cast<uint2*>(to) = reinterpret_cast<const uint2*>(slot_of(n, 0))[e];
 #endif
+    }
+  };
+  auto keep_gates = [&](int first, int last) {
+    __syncwarp();
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+      if (q < first || q >= last) continue;
+      keep_sheet((SPLIT ? p.dwx : p.da) + gates_late + q * H, GATES, sheet_of(q), at);
+    }
+  };
+  auto keep_all = [&]() {
+#pragma unroll
+    for (int n = 0; n < RT; n++) keep_units(n);
+    keep_gates(0, 4);
+    da -= B * GATES, gates_late -= B * GATES;
+  };
   __syncthreads();
   meet_cluster();
   Waiting waiting;
@@ -307,13 +335,12 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     MARK(0);
     const int t = p.T - 1 - k, now = k & 1;
     const float4* table = in.table(k);
-    ahead.wait();
+    fetched();
     MARK(1);
     if (!SUM_H && !SUM_C) __syncthreads();
 
     // The forward step again, which waits for nobody: all that d(.) is multiplied with.
-    float a[RT][4][2], x[RT][4][2], gate[RT][4][2], cell[RT][2], dh[RT][2], through[RT][5][2], keep[RT][2];
-    Before before;
+    float a[RT][4][2], x[RT][4][2], gate[RT][4][2], cell[RT][2], dh[RT][2], through[RT][5][2], forgot[RT][2];
 #pragma unroll
     for (int n = 0; n < RT; n++) ahead.saved(n, a[n]);
 #pragma unroll
@@ -321,7 +348,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       const float4 s = MODE_H ? table[q * UNITS + own] : make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int n = 0; n < RT; n++) {
-        const float2 vx = SPLIT ? ahead.tile(n, q) : make_float2(0, 0);
+        const float2 vx = SPLIT ? from_sheet(ahead.sheet(q, at), n, at) : make_float2(0, 0);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           x[n][q][e] = e ? vx.y : vx.x;
@@ -334,7 +361,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     const float4 of_c = MODE_C ? table[32 + own] : make_float4(0, pre(2), 1, 1);
 #pragma unroll
     for (int n = 0; n < RT; n++) {
-      const float2 dy = DOUTPUT ? ahead.tile(n, 4) : make_float2(0, 0);
+      const float2 dy = DOUTPUT ? from_sheet(ahead.sheet(4, at), n, at) : make_float2(0, 0);
       const float2 first = ahead.cells(n);  // of step t - 1
 #pragma unroll
       for (int e = 0; e < 2; e++) {
@@ -347,31 +374,34 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         through[n][2][e] = i - i * (g * g);
         through[n][3][e] = th * (o - o * o);
         through[n][4][e] = o - o * (th * th);
-        keep[n][e] = f;
-#pragma unroll
-        for (int q = 0; q < 5; q++) before.hold(through[n][q][e]);
+        forgot[n][e] = f;
         dh[n][e] = skip[n][e];
         const float y = e ? dy.y : dy.x;
         if (DOUTPUT) dh[n][e] += LENGTHS ? pick(valid(n, e, t), y, 0.0f) : y;
       }
     }
+    __syncwarp();
     if (t > 0) ask_rows();
+    if (SPREAD == 2 && k > 0) keep_all();
+    if (SPREAD == 1 && k > 0) {
+#pragma unroll
+      for (int n = 0; n < RT; n++) keep_units(n);
+      da -= B * GATES;
+    }
     MARK(3);
 
     // dh through W_h
     if (k > 0) {
-      auto wait_for_shares = [&](int counter, u32 none) {
-        const u32 barrier = in.barriers + 8 * ((now ^ 1) * COUNTERS + counter);
-        waiting.until(barrier + none, u32((k - 1) >> 1));
-        if (lane == 0 && (ALONE || warp == 0) && !waiting.tired) expect(barrier, counted(counter));
-      };
-      wait_for_shares(counter_of(warp, 0), before.zero(p.T));
+      if (BLOCKS > 1) {
+        const u32 barrier = in.barriers + 8 * (now ^ 1);
+        waiting.until(barrier, u32((k - 1) >> 1));
+        if (threadIdx.x == 0 && !waiting.tired) expect(barrier, COUNTED);
+      }
       MARK(4);
       const u32* from = in.shares + (now ^ 1) * BLOCKS * SOURCE + warp * PIECE;
       float sum[2][RT][2] = {};
 #pragma unroll
-      for (int s = 0; s < BLOCKS; s++) {
-        if (PIECEWISE && !ALONE && s && s % 4 == 0) wait_for_shares(s / 4, 0);
+      for (int s = 1; s < BLOCKS; s++) {
         Share share;
         share.get(from + s * SOURCE + RT * lane);
         const float factor = TYPE == 0 ? __uint_as_float(from[s * SOURCE + 32 * RT]) : 1.0f;
@@ -382,6 +412,8 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
           sum[s % 2][n][1] = TYPE == 0 ? fmaf(v.y, factor, sum[s % 2][n][1]) : sum[s % 2][n][1] + v.y;
         }
       }
+#pragma unroll
+      for (int i = 0; i < 2 * RT; i++) dh[i / 2][i % 2] += to_itself[i / 2][i % 2];
 #pragma unroll
       for (int i = 0; i < 2 * RT; i++) dh[i / 2][i % 2] += sum[0][i / 2][i % 2] + sum[1][i / 2][i % 2];
     }
@@ -406,11 +438,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       sum_cells(in.room_c, v_c[0], v_c[1], at);
       MARK(5);
       done<SUMS_1>();
+      if (SPREAD == 1 && k > 0) keep_gates(0, 2);
       MARK(6);
       await<TOTALS_1>();
       total_c = in.totals[32 + own];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
+      if (SPREAD == 1 && k > 0) keep_gates(0, 2);
     }
     MARK(7);
 
@@ -427,7 +461,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
         for (int q = 0; q < 3; q++) dpre[n][q][e] = d * through[n][q][e];
         dpre[n][3][e] = d_o[n][e];
-        dc[n][e] = LENGTHS ? pick(there, d * keep[n][e], dc[n][e]) : d * keep[n][e];
+        dc[n][e] = LENGTHS ? pick(there, d * forgot[n][e], dc[n][e]) : d * forgot[n][e];
 #pragma unroll
         for (int q = 0; q < 4; q++) {
           const float g = dpre[n][q][e];
@@ -447,13 +481,14 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       if (MODE_X) in.room_x[warp * 32 + lane] = sum[2];
       MARK(8);
       done<SUMS_2>();
-      await<TOTALS_2>();
     } else {
 #pragma unroll
       for (int n = 0; n < 3; n++)
 #pragma unroll
         for (int q = 0; q < 4; q++) sum_v[n][q] += v[n][q];
     }
+    if (SPREAD == 1 && k > 0) keep_gates(2, 4), gates_late -= B * GATES;
+    if (SUM_H) await<TOTALS_2>();
     MARK(10);
     float d[RT][4][2];
 #pragma unroll
@@ -473,7 +508,9 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 
     // The share of dh of all units, for step t - 1.
     float up = 1.0f;
-#if TYPE == 0
+#if TYPE != 0
+    const float factor = 1.0f;
+#else
     float largest = 0.0f;  // a NaN is left out
 #pragma unroll
     for (int i = 0; i < 8 * RT; i++) largest = fmaxf(largest, fabsf(d[i / 8][i / 2 % 4][i % 2]));
@@ -485,7 +522,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       top = __reduce_max_sync(~0u, top);
     }
     up = scale_up(top) * LESS_D;
-    const u32 factor = __float_as_uint(undo * scale_down(top));
+    const float factor = undo * scale_down(top);
 #endif
     u32 line[RT][4];
 #pragma unroll
@@ -494,10 +531,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       for (int q = 0; q < 4; q++)
         line[n][q] = turn(TYPE == 0 ? pack(d[n][q][0] * up, d[n][q][1] * up) : pack(d[n][q][0], d[n][q][1]));
     if (t > 0) {
-#if STORES
-      const u32 buffer = into + now * BLOCKS * SOURCE * 4, barrier = barrier_at + now * COUNTERS * 8;
-#endif
-      u32* gathered = in.gathered + now * BLOCKS * SOURCE + warp * PIECE;
+      const u32 buffer = into + now * BLOCKS * SOURCE * 4, barrier = barrier_at + now * 8;
       // Several tiles side by side, as many as there are registers for.
 #pragma unroll
       for (int first = 0; first < TILES; first += BATCH) {
@@ -511,85 +545,73 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
             for (int n = 0; n < RT; n++)
               if (first + m < TILES) multiply16(sum[m][n], w[first + m][half], line[n][2 * half], line[n][2 * half + 1]);
 #endif
-#ifndef NO_EXCHANGE
 #pragma unroll
         for (int m = 0; m < BATCH; m++)
           if (first + m < TILES)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
               const int i = 2 * (first + m) + half;  // whom it is for
+              if (i == 0)
+#pragma unroll
+                for (int n = 0; n < RT; n++)
+#pragma unroll
+                  for (int e = 0; e < 2; e++) to_itself[n][e] = TYPE == 0 ? sum[m][n][e] * factor : sum[m][n][e];
+#ifndef NO_EXCHANGE
               Share share;
 #pragma unroll
               for (int n = 0; n < RT; n++) share.words[n] = pack(sum[m][n][2 * half], sum[m][n][2 * half + 1]);
-#if STORES
-              const u32 there = in_block(shared, receiver(min(i, BLOCKS - 1)));
-              share.send_to(i < BLOCKS, there + buffer + i * SOURCE * 4 + 4 * RT * lane,
-                            there + barrier + 8 * counter_of(warp, i));
-#else
-              if (i < BLOCKS) share.put(gathered + i * SOURCE + RT * lane);
+              const u32 there = in_block(shared, receiver(i < BLOCKS ? i : 0));
+              if (0 < i && i < BLOCKS) share.send_to(there + buffer + i * SOURCE * 4, there + barrier);
 #endif
             }
-#endif
       }
-#ifndef NO_EXCHANGE
-#if STORES && TYPE == 0
+#if TYPE == 0 && !defined(NO_EXCHANGE)
       const u32 there = in_block(shared, receiver(min(lane, BLOCKS - 1)));
-      send(lane < BLOCKS, there + buffer + lane * SOURCE * 4 + 128 * RT, there + barrier + 8 * counter_of(warp, lane),
-           make_uint4(factor, 0, 0, 0));
-#elif TYPE == 0
-      if (lane < BLOCKS) gathered[lane * SOURCE + 32 * RT] = factor;
-#endif
-#if !STORES
-      before_copies();
-#endif
-#if !STORES && ALONE
-      __syncwarp();
-      if (elected()) hand_out(in, now, warp);
-#elif !STORES
-      done<GATHERED>();
-#endif
+      send(0 < lane && lane < BLOCKS, there + buffer + lane * SOURCE * 4 + 4 * RT * (32 - lane), there + barrier,
+           make_uint4(__float_as_uint(factor), 0, 0, 0));
 #endif
     }
     MARK(11);
 
-    // What nobody waits for. da may lie over wh of later steps: the shares of step t + 1 were sent after
-    // all warps of the block had met in that step, by when they had its wh.
-    if (SPLIT)
-#pragma unroll
-      for (int i = 0; i < 2 * RT; i++)
-        if (at.in(i / 2, i % 2)) store_gates(da + (8 * (i / 2) + i % 2) * GATES, d[i / 2], i % 2);
-    da -= B * GATES;
+    // What it leaves behind.
     if (SUM_H && MODE_X) await<TOTALS_3>();
+    __syncwarp();
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       float4 s = make_float4(1, 0, 0, 0);
-      if (MODE_X) s = SUM_H ? in.totals[40 + q * UNITS + own] : table[40 + q * UNITS + own];
-      if (MODE_X && !SUM_H) s = make_float4(s.w, 0, 0, 0);
+      if (SPLIT && MODE_X) s = SUM_H ? in.totals[40 + q * UNITS + own] : table[40 + q * UNITS + own];
+      if (SPLIT && MODE_X && !SUM_H) s = make_float4(s.w, 0, 0, 0);
 #pragma unroll
       for (int n = 0; n < RT; n++) {
-        if (!SPLIT) {
-#if TYPE == 0
-          store_tile(p.da + gates_now + q * H, n, GATES, at, d[n][q][0], d[n][q][1]);
-#else
-          store_line(p.da + gates_now + q * H, n, GATES, at, line[n][q]);
-#endif
-        } else {
-          float dx[2];
+        float dx[2];
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            dx[e] = dpre[n][q][e];
-            if (MODE_X) dx[e] *= s.x;
-            if (MODE_X == 1) dx[e] += s.y + x[n][q][e] * s.z;
-            if (LENGTHS) dx[e] = pick(valid(n, e, t), dx[e], 0.0f);
-          }
-          store_tile(p.dwx + gates_now + q * H, n, GATES, at, dx[0], dx[1]);
+        for (int e = 0; e < 2; e++) {
+          dx[e] = SPLIT ? dpre[n][q][e] : d[n][q][e];
+          if (SPLIT && MODE_X) dx[e] *= s.x;
+          if (SPLIT && MODE_X == 1) dx[e] += s.y + x[n][q][e] * s.z;
+          if (SPLIT && LENGTHS) dx[e] = pick(valid(n, e, t), dx[e], 0.0f);
         }
+        to_sheet(sheet_of(q), n, at, dx[0], dx[1]);
       }
     }
-    gates_now -= B * GATES;
+    if (SPLIT)
+#pragma unroll
+      for (int n = 0; n < RT; n++) {
+#if TYPE == 0
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+          *slot_of(n, e) = make_uint4(__float_as_uint(d[n][0][e]), __float_as_uint(d[n][1][e]), __float_as_uint(d[n][2][e]),
+                                      __float_as_uint(d[n][3][e]));
+#else
+        *slot_of(n, 0) = make_uint4(pack(d[n][0][0], d[n][1][0]), pack(d[n][2][0], d[n][3][0]),
+                                    pack(d[n][0][1], d[n][1][1]), pack(d[n][2][1], d[n][3][1]));
+#endif
+      }
+    if (SPREAD == 0) keep_all();
     MARK(12);
   }
 
+  if (SPREAD) keep_all();
 #pragma unroll
   for (int n = 0; n < RT; n++)
 #pragma unroll
@@ -614,19 +636,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
   Layout in;
   in.shares = reinterpret_cast<u32*>(shared);
-  in.gathered = in.shares + 2 * BLOCKS * SOURCE;
-  in.ahead.room = in.gathered + 2 * BLOCKS * SOURCE;
-  in.room = reinterpret_cast<float*>(in.ahead.room + RT * WORDS * WORKERS);
+  in.ahead.room = in.shares + 2 * BLOCKS * SOURCE;
+  in.late = in.ahead.room + AHEAD;
+  in.room = reinterpret_cast<float*>(in.late + LATE);
   in.room_x = in.room + 64 * WARPS, in.room_c = in.room_x + 32 * WARPS;
   in.given = in.room + ROOM;
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);
   in.barriers = address_of(in.given + 2 * TABLES + TOTALS);
   const Place at = place_of(p.B);
-  for (int i = threadIdx.x; i < 2 * COUNTERS; i += THREADS) {
-    start_barrier(in.barriers + 8 * i);
-    expect(in.barriers + 8 * i, counted(i % COUNTERS));
-  }
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i);
   __syncthreads();
+  if (threadIdx.x == 0 && BLOCKS > 1)
+    for (int i = 0; i < 2; i++) expect(in.barriers + 8 * i, COUNTED);
   if (at.warp == WARPS)
     serve(p, at, in);
   else

@@ -1,14 +1,18 @@
 // The LSTM's forward pass for small layers: one cluster of blocks for each recurrence, all steps.
-#ifndef PIECEWISE
-#define PIECEWISE 1
+#ifndef SPREAD
+#define SPREAD 1
 #endif
 #include "small.cuh"
+
+#ifndef COPIES
+#define COPIES 0
+#endif
 
 #define GROUPS (BLOCKS / 4)  // of 32 columns of h: one block's units for each thread of a quad
 #define REST (BLOCKS % 4)    // blocks beyond them
 #define SOURCES ((BLOCKS + 3) / 4 * 4)
 #define SOURCE (8 * ROW_TILES + 2)  // pieces of 16 bytes from one block: of each row; two so that reads have no conflicts
-#define SENDS (SOURCES / 4)         // stores go to four blocks at once
+#define SENDS ((BLOCKS + 2) / 4)      // stores go to four of the other blocks at once
 #define ROOM (80 * WARPS)               // sums of warps: 64 of gates, 16 of cells
 #define STATISTICS 144  // of the input term 64, of W_h h 64, of the cell 16
 #define CONSTANTS 64    // bias 32; what undoes the scale of the weights 32
@@ -36,33 +40,51 @@ struct Forward {
 
 struct Layout {
   uint4* hidden;       // [2][SOURCES][SOURCE]
-  uint4* gathered;     // [2][8 * ROW_TILES]: this block's, for the others
+  uint4* gathered;     // [2][8 * ROW_TILES]: this block's, with COPIES
   float *room, *room_c;
   float* given;        // [2][STATISTICS]: what to take away and what to multiply with
   float* constants;
-  u32 barriers;        // [2][COUNTERS]
+  u32* sheets;         // [WARPS][5][SHEET]: the input term's gates, h
+  u32 barriers;        // [2]
 
   __device__ __forceinline__ float2* statistics(int t) const {
     return reinterpret_cast<float2*>(given + (t & 1) * STATISTICS);
   }
 };
 
-// Bytes that come from a block to the rows of a warp, or to all, in a step; and those that a barrier counts.
-__device__ __forceinline__ u32 coming(int B, int warp) { return 16 * (ALONE ? min(8 * RT, B - 8 * RT * warp) : B); }
-__device__ __forceinline__ u32 counted(int B, int counter) {
-  return coming(B, counter) * (PIECEWISE && !ALONE ? min(4, BLOCKS - 4 * counter) : BLOCKS);
+// Bytes that come from one other block in a step, and from all.
+__device__ __forceinline__ u32 coming(int B) { return 16 * B; }
+__device__ __forceinline__ u32 counted(int B) { return coming(B) * (BLOCKS - 1); }
+
+#if COPIES
+// True in one thread of the warp, which the compiler knows to be one.
+__device__ __forceinline__ bool elected() {
+  u32 first;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(first));
+  return first;
 }
 
-// h of the rows of a warp, or of all, goes to all blocks, this one too; `buffer`: of both sides.
-__device__ __forceinline__ void hand_out(const Layout& in, int buffer, int B, int warp) {
-  const u32 row = ALONE ? 8 * RT * warp : 0, from = address_of(in.gathered) + (buffer * 8 * ROW_TILES + row) * 16;
+// What the thread has written to shared memory, and read from it, comes before copies that are asked for
+// after a meeting of threads.
+__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Copies into the shared memory of another block, multiples of 16 bytes. `barrier`, in it, counts them as
+// they come.
+__device__ __forceinline__ void copy_to(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// h of all rows goes to all other blocks; `buffer`: of both sides.
+__device__ __forceinline__ void hand_out(const Layout& in, int buffer, int B) {
+  const u32 from = address_of(in.gathered) + buffer * 8 * ROW_TILES * 16;
 #pragma unroll
-  for (int i = 0; i < BLOCKS; i++) {
-    const u32 to = address_of(in.hidden) + ((buffer * SOURCES + i) * SOURCE + row) * 16;
-    const u32 barrier = in.barriers + 8 * (buffer * COUNTERS + counter_of(warp, i));
-    copy_to(in_block(to, receiver(i)), from, coming(B, warp), in_block(barrier, receiver(i)));
+  for (int i = 1; i < BLOCKS; i++) {
+    const u32 to = address_of(in.hidden) + (buffer * SOURCES + i) * SOURCE * 16;
+    copy_to(in_block(to, receiver(i)), from, coming(B), in_block(in.barriers + 8 * buffer, receiver(i)));
   }
 }
+#endif
 
 // What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
@@ -113,7 +135,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       shift_h = pick(inv > 0.0f, shift_h + off, 0.0f);
       statistics[32 + here] = make_float2(shift_h, rsqrt_(var + p.eps) * g_h);
       if (!SUM_C) put(t + 1);
-      done<TOTALS_1>();
+      await<TOTALS_1>();
       MARK(6);
       if (at.mine) p.mean_h[to_h] = shift_h, p.var_h[to_h] = var;
       to_h += GATES;
@@ -128,15 +150,15 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       shift_c = pick(inv > 0.0f, shift_c + off, 0.0f);
       if (quad == 0) statistics[64 + own] = make_float2(shift_c, rsqrt_(var + p.eps) * g_c);
       if (!SUM_H) put(t + 1);
-      done<TOTALS_2>();
+      await<TOTALS_2>();
       MARK(9);
       var_c = var;
     }
     if (!SUM_H && !SUM_C) put(t + 1);
-#ifndef NO_EXCHANGE
-    if (GROUPED && t + 1 < p.T) {
+#if COPIES && !defined(NO_EXCHANGE)
+    if (t + 1 < p.T) {
       await<GATHERED>();
-      if (elected()) hand_out(in, (t + 1) & 1, p.B, 0);
+      if (elected()) hand_out(in, (t + 1) & 1, p.B);
       MARK(10);
     }
 #endif
@@ -216,16 +238,16 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   }
 
   // Where the thread's numbers of a step lie, and those of the next.
-  const i64 step_saved = BLOCKS * PAIRS * UNITS, saved = (rank * PAIRS + 4 * at.tile + quad) * UNITS + own;
-  const Element* wx = p.wx + r * p.T * B * GATES + rank * UNITS + at.first(GATES);
-  float* cs = p.cs + (r * (p.T + 1) * step_saved + saved) * 2;
-  Element* wh = p.wh + (r * p.T * step_saved + saved) * 8;
-  Element* hs = p.hs + (r * (p.T + 1) + 1) * B * H + rank * UNITS + at.first(H);
+  const i64 step_saved = BLOCKS * PAIRS * UNITS, pair = rank * PAIRS + 4 * at.tile + quad;
+  const Element* wx = p.wx + (r * p.T * B + 8 * at.tile) * GATES + rank * UNITS;
+  float* cs = p.cs + (r * (p.T + 1) * step_saved + pair * UNITS + own) * 2;
+  Element* wh = p.wh + r * p.T * step_saved * 8 + eight_at(pair, own);
+  Element* hs = p.hs + ((r * (p.T + 1) + 1) * B + 8 * at.tile) * H + rank * UNITS;
   const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
   bool saves[RT];
   int length[RT][2];
   float c[RT][2], x[RT][4][2];
-  Pair raw[RT][4];
+  auto sheet_of = [&](int i) { return in.sheets + (warp * 5 + i) * SHEET; };
   auto valid = [&](int n, int e, int t) { return LENGTHS ? t < length[n][e] : at.in(n, e); };
 #pragma unroll
   for (int n = 0; n < RT; n++) {
@@ -239,13 +261,12 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   }
   auto ask_rows = [&]() {
 #pragma unroll
-    for (int n = 0; n < RT; n++)
-#pragma unroll
-      for (int q = 0; q < 4; q++) raw[n][q] = load_tile(wx + q * H, n, GATES, at);
+    for (int q = 0; q < 4; q++) ask_sheet(sheet_of(q), wx + q * H, GATES, at);
     wx += B * GATES;
   };
-  // The input term of step t, which is at hand; then that of the next step is asked for.
+  // The input term of step t, asked for a step ago; then that of the next step is asked for.
   auto prepare = [&](int t) {
+    fetched();
     float2 of_x[4];
     if (MODE_X) read_slots(of_x, in.statistics(t), own);
     const float4 b = reinterpret_cast<const float4*>(in.constants)[own];
@@ -254,7 +275,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     for (int n = 0; n < RT; n++)
 #pragma unroll
       for (int q = 0; q < 4; q++) {
-        const float2 v = turned(raw[n][q]);
+        const float2 v = from_sheet(sheet_of(q), n, at);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float number = e ? v.y : v.x;
@@ -262,24 +283,39 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
           x[n][q][e] = MODE_X ? (number - of_x[q].x) * of_x[q].y + bias[q] : number * scale_of(q) + bias[q];
         }
       }
+    __syncwarp();
     if (t + 1 < p.T) ask_rows();
   };
   ask_rows();
 
-#if STORES
-  // Four rows' pieces of 16 bytes go to four blocks at once, each block begins with another.
+#if !COPIES
+  // Eight rows' pieces of 16 bytes go to four blocks at once, each block begins with its neighbour.
   const int piece = lane & 7;
-  const u32 shared = address_of(in.hidden);
-  u32 to[SENDS];
+  const u32 shared = address_of(in.hidden), first_place = 1 + (lane >> 3);
+  u32 to[SENDS > 0 ? SENDS : 1];
 #pragma unroll
-  for (int i = 0; i < SENDS; i++) {
-    const u32 nth = 4 * i + (lane >> 3);
-    to[i] = in_block(shared, nth < BLOCKS ? (nth + rank) % BLOCKS : rank);
-  }
-  const u32 into = ((lane >> 3) * SOURCE + 8 * at.tile + piece) * 16, barrier_at = in.barriers - shared;
+  for (int i = 0; i < SENDS; i++) to[i] = in_block(shared, receiver(4 * i + first_place < BLOCKS ? 4 * i + first_place : 0));
+  const u32 into = (first_place * SOURCE + 8 * at.tile + piece) * 16, barrier_at = in.barriers - shared;
 #endif
 
+  // What a step leaves behind, which nobody waits for: the cells are those of c until the next ones take their place.
+  Eight late[RT];
+  // Parts: the products of each tile, then everything else. In 16 bits the second half of the products is so
+  // little that it goes with the rest. `after`: 0, but made of what is to be read before.
+  auto keep = [&](int first, int last, u32 after = 0) {
+#pragma unroll
+    for (int n = 0; n < RT; n++) {
+      if (first <= n && n < last && saves[n]) late[n].store(wh + 256 * n + after);
+      if (last > RT && saves[n]) store2(cs + step_saved * 2 + 64 * n, c[n][0], c[n][1]);
+    }
+    if (last <= RT) return;
+    keep_sheet(hs, H, sheet_of(4), at);
+    wh += step_saved * 8, hs += B * H, cs += step_saved * 2;
+  };
+
+#if COPIES
   before_copies();
+#endif
   __syncthreads();
   prepare(0);
   meet_cluster();
@@ -292,12 +328,13 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     const float2 *statistics = in.statistics(t), *before = in.statistics(t + 1);  // of step t - 1
 
     // W_h h. In step 0 there is nothing to wait for, and a barrier says so of the phase before its first.
-    auto wait_for_h = [&](int counter) {
-      const u32 barrier = in.barriers + 8 * (now * COUNTERS + counter);
+    if (BLOCKS > 1) {
+      const u32 barrier = in.barriers + 8 * now;
       waiting.until(barrier, u32((t - 1) >> 1));
-      if (lane == 0 && (ALONE || warp == 0) && !waiting.tired) expect(barrier, counted(p.B, counter));
-    };
-    wait_for_h(counter_of(warp, 0));
+      if (threadIdx.x == 0 && !waiting.tired) expect(barrier, counted(p.B));
+    } else {
+      __syncwarp();
+    }
     MARK(2);
     float a[RT][4][2] = {};
 #ifndef NO_GATHER
@@ -306,7 +343,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       float sums[RT][2][CHAINS][4] = {};
 #pragma unroll
       for (int i = 0; i < GROUPS + (REST == 3); i++) {
-        if (PIECEWISE && !ALONE && i) wait_for_h(i);
 #pragma unroll
         for (int n = 0; n < RT; n++) {
           const uint4 b = rows[8 * n + (4 * i + quad) * SOURCE];
@@ -317,7 +353,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
           }
         }
       }
-      if (PIECEWISE && !ALONE && GROUPS && REST % 3) wait_for_h(GROUPS);
 #pragma unroll
       for (int n = 0; n < RT; n++) {
         const u32* rest = reinterpret_cast<const u32*>(rows + 8 * n + 4 * GROUPS * SOURCE);
@@ -370,12 +405,17 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
       MARK(4);
       done<SUMS_1>();
+      if (SPREAD == 1 && t > 0) keep(0, RT / 2);
       await<TOTALS_1>();
       MARK(6);
     }
     float gate[RT][4][2], cand[RT][2];
-    float2 of_h[4];
+    float2 of_h[4] = {};
     if (MODE_H) read_slots(of_h, statistics + 32, own);
+    const float shift_c = SUM_C ? before[64 + own].x : 0.0f;
+    // T is not negative, but the compiler does not know that; it would read after the stores.
+    const u32 never = u32(p.T) >> 31, seen = __float_as_uint(of_h[3].y) ^ __float_as_uint(of_h[0].y) ^ __float_as_uint(shift_c);
+    if (SPREAD == 1 && TYPE == 0 && t > 0) keep(SUM_H ? RT / 2 : 0, RT, MODE_H ? seen & never : 0);
     auto open = [&](int n, int q, int e) {
       float v = a[n][q][e];
       if (MODE_H) v = a[n][q][e] = v - of_h[q].x;
@@ -398,10 +438,9 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     // Equation 8
     if (SUM_C) {
       float v[2];
-      const float shift = before[64 + own].x;
 #pragma unroll
       for (int i = 0; i < 2 * RT; i++) {
-        const float d = pick(valid(i / 2, i % 2, t), cand[i / 2][i % 2] - shift, 0.0f);
+        const float d = pick(valid(i / 2, i % 2, t), cand[i / 2][i % 2] - shift_c, 0.0f);
         v[0] = i ? v[0] + d : d;
         v[1] = i ? v[1] + d * d : d * d;
       }
@@ -409,10 +448,17 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       MARK(7);
       done<SUMS_2>();
     }
+    if (SPREAD == 1 && t > 0) keep(TYPE == 0 ? RT : SUM_H ? RT / 2 : 0, RT + 1);
+    u32 mixed = 0;
 #pragma unroll
     for (int n = 0; n < RT; n++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) open(n, 3, e);
+      for (int e = 0; e < 2; e++) {
+        open(n, 3, e);
+        mixed ^= __float_as_uint(gate[n][3][e]);
+      }
+    // A store that is never made, but needs them: else they were computed after the wait.
+    if (SUM_C && (mixed & never)) in.room_c[0] = 0.0f;
     if (SUM_C) {
       MARK(8);
       await<TOTALS_2>();
@@ -436,9 +482,18 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     // To all blocks, this one too.
 #ifndef NO_EXCHANGE
     if (t + 1 < p.T) {
-#if STORES
+      u32* mine = reinterpret_cast<u32*>(in.hidden + (now ^ 1) * SOURCES * SOURCE + 8 * at.tile) + lane;
+#pragma unroll
+      for (int n = 0; n < RT; n++) mine[32 * n] = line[n];
+#if COPIES
+      u32* gathered = reinterpret_cast<u32*>(in.gathered + ((now ^ 1) * ROW_TILES + at.tile) * 8) + lane;
+#pragma unroll
+      for (int n = 0; n < RT; n++) gathered[32 * n] = line[n];
+      before_copies();
+      done<GATHERED>();
+#else
       // A row's eight units are gathered from the quad that has them.
-      const u32 buffer = (now ^ 1) * SOURCES * SOURCE * 16, barrier = barrier_at + (now ^ 1) * COUNTERS * 8;
+      const u32 buffer = (now ^ 1) * SOURCES * SOURCE * 16, barrier = barrier_at + (now ^ 1) * 8;
 #pragma unroll
       for (int n = 0; n < RT; n++) {
         uint4 chunk;
@@ -446,49 +501,33 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         chunk.z = __shfl_sync(~0u, line[n], 4 * piece + 2), chunk.w = __shfl_sync(~0u, line[n], 4 * piece + 3);
 #pragma unroll
         for (int i = 0; i < SENDS; i++)
-          send(4 * i + (lane >> 3) < BLOCKS && 8 * (at.tile + n) + piece < B,
-               to[i] + into + buffer + 4 * i * SOURCE * 16 + 128 * n, to[i] + barrier + 8 * counter_of(warp, 4 * i), chunk);
+          send(4 * i + first_place < BLOCKS && 8 * (at.tile + n) + piece < B,
+               to[i] + into + buffer + 4 * i * SOURCE * 16 + 128 * n, to[i] + barrier, chunk);
       }
-#else
-      u32* gathered = reinterpret_cast<u32*>(in.gathered + ((now ^ 1) * ROW_TILES + at.tile) * 8) + lane;
-#pragma unroll
-      for (int n = 0; n < RT; n++) gathered[32 * n] = line[n];
-      before_copies();
-#if ALONE
-      __syncwarp();
-      if (elected()) hand_out(in, now ^ 1, p.B, warp);
-#else
-      done<GATHERED>();
-#endif
 #endif
     }
 #endif
     MARK(10);
 
-    // What nobody waits for.
-    cs += step_saved * 2;
+    __syncwarp();  // all lanes have read what is written over
 #pragma unroll
     for (int n = 0; n < RT; n++) {
-#if TYPE == 0
-      store_tile(hs, n, H, at, h[n][0], h[n][1]);
-#else
-      store_line(hs, n, H, at, line[n]);
-#endif
-      if (saves[n]) {
-        store_eight(wh + 256 * n, a[n]);
-        store2(cs + 64 * n, c[n][0], c[n][1]);
-      }
+      late[n].take(a[n]);
+      to_sheet(sheet_of(4), n, at, h[n][0], h[n][1]);
       if (LENGTHS)
 #pragma unroll
         for (int e = 0; e < 2; e++)
           if (valid(n, e, t)) p.h_n[(r * B + at.row(n, e)) * H + unit] = h[n][e];
     }
-    wh += step_saved * 8, hs += B * H;
+    __syncwarp();
+    if (SPREAD == 0) keep(0, RT + 1);
     MARK(11);
     if (!SUM_H && !SUM_C) __syncthreads();
     if (t + 1 < p.T) prepare(t + 1);
+    if (SPREAD == 2) keep(0, RT + 1);
     MARK(12);
   }
+  if (SPREAD == 1) keep(0, RT + 1);
 #pragma unroll
   for (int n = 0; n < RT; n++)
 #pragma unroll
@@ -506,14 +545,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
   in.room_c = in.room + 64 * WARPS;
   in.given = in.room + ROOM;
   in.constants = in.given + 2 * STATISTICS;
-  in.barriers = address_of(in.constants + CONSTANTS);
+  in.sheets = reinterpret_cast<u32*>(in.constants + CONSTANTS);
+  in.barriers = address_of(in.sheets + 5 * SHEET * WARPS);
   const Place at = place_of(p.B);
   for (int i = threadIdx.x; i < 2 * STATISTICS; i += THREADS) in.given[i] = 0.0f;
-  for (int i = threadIdx.x; i < 2 * COUNTERS; i += THREADS) {
-    start_barrier(in.barriers + 8 * i);
-    if (i >= COUNTERS) expect(in.barriers + 8 * i, counted(p.B, i % COUNTERS));  // those of step 1
-  }
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i);
   __syncthreads();
+  if (threadIdx.x == 0 && BLOCKS > 1) expect(in.barriers + 8, counted(p.B));  // in step 1
   if (at.warp == WARPS)
     serve(p, at, in);
   else

@@ -17,6 +17,7 @@ from rbn.experiments.asking import Answer, ask
 from rbn.experiments.attention_page import highlighted, page
 from rbn.experiments.build import build, make_trainer
 from rbn.experiments.config import CONFIGS, READERS, READING, Config, from_mapping
+from rbn.experiments.paper.counted import read_counts
 from rbn.experiments.reading import ReadingTask, make_reader
 
 CPU = torch.device("cpu")
@@ -282,9 +283,14 @@ def test_build_and_count_on_the_command_line(tmp_path):
     result = call("data", "build-cloze", "--articles", file, "--out", out)
     assert result.exit_code == 2
     assert "is there already" in result.output
-    result = call("data", "questions", "cnn-built", "--data-dir", tmp_path, "--processes", 1)
+    command = ("data", "questions", "cnn-built", "--data-dir", tmp_path, "--processes", 1)
+    result = call(*command, "--out", tmp_path / "cnn-built" / "questions.json")
     assert result.exit_code == 0, result.output
     assert "100.0%" in result.output
+    counts, _ = read_counts(tmp_path)
+    assert [(c.part, c.questions, c.ceiling) for c in counts] == [
+        *(("train", 6, 1.0), ("valid", 6, 1.0), ("test", 6, 1.0)),
+    ]
     result = call("data", "questions", "cnn", "--data-dir", tmp_path)
     assert result.exit_code == 2
     assert result.output.count("\n") == 1

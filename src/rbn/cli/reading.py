@@ -56,6 +56,9 @@ def questions(
     min_count: Annotated[int, typer.Option(help="Rarer words become @unknown.")] = 1,
     data_dir: DataDir = None,
     processes: Processes = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file for ceiling and baselines, for the report.")
+    ] = None,
 ) -> None:
     """Sizes, lengths, the ceiling and the baselines of a set of questions.
 
@@ -63,9 +66,11 @@ def questions(
     """
     from rbn.data.cloze import cloze
     from rbn.data.cnn import QuestionBatches, baselines, load_questions
+    from rbn.experiments.paper.counted import Counted, write_counts
     from rbn.experiments.reading import Reporter
 
     skipped: list[str] = []
+    counts: list[Counted] = []
     try:
         if name == "cloze":
             reading = cloze()
@@ -98,12 +103,16 @@ def questions(
         if part == "train":
             padding = f"{QuestionBatches(found, vocabulary, 64).padding_share:.1%}"
         values = baselines(found, vocabulary)
+        counts.append(Counted(name, sentences or None, part, len(found), **values))
         words = f"{lengths.mean():.1f}, {lengths.median():.0f}, {lengths.max():.0f}"
         typer.echo(
             f"{part:<6} {len(found):>9,}  {words:>38}  {asked.mean():>14.1f}  "
             f"{padding:>7}  {values['ceiling']:>7.1%}  "
             f"{values['frequent']:>13.1%}  {values['frequent_unasked']:>15.1%}"
         )
+    if out is not None:
+        command = f"rbn data questions {name} --sentences {sentences} --min-count {min_count}"
+        write_counts(counts, command, out)
     if skipped:
         typer.echo(f"{len(skipped):,} files are no questions and were skipped")
         for line in skipped[:10]:

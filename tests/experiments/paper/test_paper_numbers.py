@@ -7,6 +7,7 @@ import pytest
 from made_up import publish
 
 from rbn.experiments.paper import curves, differences, tables
+from rbn.experiments.paper.counted import Counted, read_counts, write_counts
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.lines import OURS, PAPER, Line, Panel, read_csv, thinned, write_csv
 from rbn.experiments.paper.numbers import TABLES
@@ -85,6 +86,10 @@ def test_accuracies_and_error_rates(tmp_path):
     assert [row.ours for row in errors if row.results] == ["38.0", "38.0"]
     small = tables.rows(TABLES["fig4a"], shelf.places, shelf.results)
     assert [row.ours for row in small if row.results] == ["45.0"]
+    # Questions that were made go by their task's name and are not held against the paper's.
+    assert small[-1].cells[0] == "cnn-built, four sentences, valid"
+    assert (small[-1].cells[3], small[-1].difference) == ("43.9", "other data")
+    assert small[0].cells[0] == "CNN, four sentences, valid"
 
 
 def test_settings_of_several_kinds_have_rows_of_their_own(results):
@@ -130,9 +135,37 @@ def test_the_sweep(results):
 def test_errors_of_readers(tmp_path):
     publish(tmp_path, task="cnn", model="lstm", sentences=4, tag="", values=(0.8, 0.6))
     found = figure("fig4a", Shelf.of(tmp_path))
-    (line,) = [li for li in found.panels[0].lines if li.source == OURS]
+    losses, errors = found.panels
+    (line,) = losses.lines
+    assert line.y == pytest.approx((2.0, 1.0))
+    (line,) = [li for li in errors.lines if li.source == OURS]
     assert line.y == pytest.approx((0.8, 0.6))
+    assert errors.log_x
+    assert min(x for li in errors.lines for x in li.x) > 0
     assert "BN-e** on CNN, four sentences" in found.missing
+    assert "made from articles" not in found.caption
+
+
+def test_errors_on_other_questions_than_the_papers(tmp_path):
+    publish(tmp_path, task="cnn-built", model="lstm", sentences=4, tag="")
+    found = figure("fig4a", Shelf.of(tmp_path))
+    assert found.title == "The Attentive Reader, cnn-built, four sentences"
+    assert "Ours is cnn-built, questions made from articles" in found.caption
+
+
+def test_counts_come_back_from_a_file(tmp_path):
+    counts = [
+        Counted("cnn-built", 4, "valid", 1200, 0.85, 0.2, 0.347),
+        Counted("cnn-built", None, "test", 7, 1.0, 0.25, 0.5),
+    ]
+    write_counts(counts, "rbn data questions cnn-built", tmp_path / "cnn-built" / "questions.json")
+    assert read_counts(tmp_path) == (counts, ["rbn data questions cnn-built"])
+    assert counts[0].cells[1:4] == ("4 sentences", "valid", "1,200")
+    assert counts[0].cells[4:] == ("15.0", "80.0", "65.3")
+    assert counts[1].cells[1] == "whole documents"
+    (tmp_path / "cnn-built" / "questions-2.json").write_text('{"parts": [{}], "command": ""}')
+    with pytest.raises(ValueError, match=r"questions-2\.json does not hold counts"):
+        read_counts(tmp_path)
 
 
 def test_differences_are_read_from_the_settings(results):

@@ -107,6 +107,8 @@ def _draw_panel(axes: Any, panel: Panel, colours: dict[str, Any], many: bool) ->
     axes.set_title(panel.title, fontsize=10)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
+    if panel.log_x:
+        axes.set_xscale("log")
     if panel.log_y:
         axes.set_yscale("log")
     if panel.y_range:

@@ -155,14 +155,41 @@ def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figur
         for series, line in shelf.paper(name).items()
         if series.endswith(" valid")
     ]
-    panel = Panel(place.title, _STEPS, "validation error", (*paper, *found.lines))
+    # The paper's runs are far longer than ours: on a logarithmic axis both can be seen.
+    lines = [_after_start(line) for line in (*paper, *found.lines)]
+    groups = {model: place.best_group(shelf.results, model) for model in models}
+    shown = [result for group in groups.values() for result in group]
+    trained = (mean_curve(group, "train", NAMES[model]) for model, group in groups.items())
+    losses = tuple(line for line in trained if line is not None)
+    title = place.title_of(shown)
+    panels = [Panel(f"{title}: validation", _STEPS, "error rate", tuple(lines), log_x=True)]
+    if losses:
+        panels.insert(0, Panel(f"{title}: training", _STEPS, "cross-entropy, nats", losses))
+    caption = (
+        "Left: the loss on the training questions since the last look, ours alone. Right: the "
+        "error rate on the validation set, with the statistics of the minibatch."
+    )
+    if not place.is_papers(shown) and not place.stand_in:
+        caption += (
+            f" Ours is {shown[0].task}, questions made from articles by rbn data build-cloze, the "
+            "paper's is CNN, whose archive was not at hand: the order of the variants may be "
+            "compared, the values not."
+        )
     return Figure(
         name,
-        f"The Attentive Reader, {place.title}",
-        "Error rate on the validation set, with the statistics of the minibatch.",
-        (panel,),
+        f"The Attentive Reader, {title}",
+        caption,
+        tuple(panels),
         tuple(found.missing),
     )
+
+
+def _after_start(line: Line) -> Line:
+    """A line without its points at step 0, which a logarithmic axis does not have."""
+    kept = [k for k, x in enumerate(line.x) if x > 0]
+    columns = (line.x, line.y, line.low, line.high)
+    x, y, low, high = (tuple(c[k] for k in kept) if c else () for c in columns)
+    return replace(line, x=x, y=y, low=low, high=high)
 
 
 def _reader_small(shelf: Shelf) -> Figure:

@@ -50,6 +50,7 @@ class Panel:
     log_y: bool = False
     y_range: tuple[float, float] | None = None
     note: str = ""
+    log_x: bool = False
 
 
 @dataclass(frozen=True)

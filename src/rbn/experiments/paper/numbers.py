@@ -97,7 +97,7 @@ TABLES = {
         ),
         Table(
             "table4",
-            "CNN questions on whole documents",
+            "questions on whole documents",
             "error rate, %",
             True,
             1,
@@ -108,7 +108,7 @@ TABLES = {
         ),
         Table(
             "fig4a",
-            "CNN questions on four sentences, lowest validation error (section 5.4)",
+            "questions on four sentences, lowest validation error (section 5.4)",
             "error rate, %",
             True,
             1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rbn.experiments.paper.published import Result
@@ -16,7 +16,8 @@ class Place:
 
     Attributes:
         title: of its panels and rows.
-        tasks: names of tasks, the first that has results counts.
+        tasks: names of tasks, the first that has results counts. Those after the first are not the
+            paper's own task and go by their names.
         tags: those that belong to it; None takes all but the sweep's.
         whole: of questions, whether documents are whole or cut to four sentences.
         stand_in: whether it is small embedded data in place of the paper's.
@@ -38,6 +39,17 @@ class Place:
             return False
         sentences = result.config.get("data", {}).get("sentences")
         return self.whole is None or self.whole == (sentences is None)
+
+    def title_of(self, results: Sequence[Result]) -> str:
+        """The title where these results are shown, which names a task that is not the paper's."""
+        if not results or self.is_papers(results):
+            return self.title
+        _, _, rest = self.title.partition(", ")
+        return f"{results[0].task}, {rest}"
+
+    def is_papers(self, results: Sequence[Result]) -> bool:
+        """Whether results are of the very task of the paper, so that numbers may be compared."""
+        return not self.stand_in and all(r.task == self.tasks[0] for r in results)
 
     def groups(self, results: Iterable[Result], model: str) -> list[list[Result]]:
         """A model's results, those of different seeds together, the paper's own settings first."""

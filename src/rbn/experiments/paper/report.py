@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
-from rbn.experiments.paper import curves, differences, tables
+from rbn.experiments.paper import counted, curves, differences, tables
 from rbn.experiments.paper.document import (
     Block,
     Grid,
@@ -37,6 +37,7 @@ def write_report(shelf: Shelf, folder: Path) -> list[Path]:
     blocks: list[Block] = [
         *_summary(rows),
         *_tables(rows),
+        *_counted(shelf),
         *_figures(figures, folder),
         *_findings(shelf),
         *_differences(shelf),
@@ -55,7 +56,7 @@ def _summary(rows: dict[str, list[Row]]) -> list[Block]:
         trained: dict[str, list[Row]] = {}
         for row in found:
             if row.results and row.entry.field == "test":
-                trained.setdefault(row.place.title, []).append(row)
+                trained.setdefault(row.place.title_of(row.results), []).append(row)
         for place, same in trained.items():
             first = {row.entry.model: row for row in reversed(same)}
             ours = ", ".join(f"{NAMES[m]} {first[m].ours}" for m in sorted(first, reverse=True))
@@ -88,6 +89,24 @@ def _tables(rows: dict[str, list[Row]]) -> list[Block]:
         commands = dict.fromkeys(row.command for row in found if row.results)
         blocks += [Paragraph("To do again:"), Items([_again(name, found), *commands], code=True)]
     return blocks
+
+
+def _counted(shelf: Shelf) -> list[Block]:
+    """What the readers' error rates are to be compared with."""
+    counts, commands = counted.read_counts(shelf.folder)
+    if not counts:
+        return []
+    title = "Questions answered without reading; error rate, %"
+    note = (
+        "Of equally frequent entities the first is taken. No reader of the text can err less often "
+        "than the answer is not in it; the paper's four sentences lack it in 43% of its questions."
+    )
+    return [
+        Grid(title, counted.COLUMNS, [each.cells for each in counts]),
+        Paragraph(note),
+        Paragraph("To do again:"),
+        Items(commands, code=True),
+    ]
 
 
 def _again(name: str, rows: Sequence[Row]) -> str:

@@ -48,9 +48,11 @@ class Row:
 
     @property
     def difference(self) -> str:
-        """Ours less the paper's."""
+        """Ours less the paper's, where both are of the same data."""
         if not self.results or self.place.stand_in:
             return ""
+        if not self.place.is_papers(self.results):
+            return "other data"
         return f"{mean(self.values) - self.entry.paper:+.{self.table.digits}f}"
 
     @property
@@ -95,7 +97,7 @@ class Row:
         part = "" if self.entry.field == "test" else f", {self.entry.field}"
         paper = "" if self.place.stand_in else f"{self.entry.paper:g}"
         name = NAMES[self.entry.model]
-        title = self.place.title + part
+        title = self.place.title_of(self.results) + part
         return (
             *(title, name, self.settings, paper, self.ours, self.difference, self.runs),
             self.time,

@@ -56,15 +56,13 @@ def test_a_card_with_less_shared_memory():
 @pytest.mark.parametrize("hidden", [4, 52, 240, 1060, 2000, 2112])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, limit):
-    for team, cluster in [*((n, False) for n in wide_lstm.TEAMS[direction]), (2, True), (8, True)]:
-        cut = wide_lstm.cut_wide(direction, hidden, team, limit, cluster)
-        if cut is None:  # not even by reading everything twice; or sums would come into weights
-            assert limit < 227 * 1024 or cluster
+    for team in wide_lstm.TEAMS[direction]:
+        cut = wide_lstm.cut_wide(direction, hidden, team, limit)
+        if cut is None:  # not even by reading everything twice
+            assert limit < 227 * 1024
             continue
         assert cut.shared <= limit
-        assert cut.resident > cluster
-        rest = cut.shared - cut.resident * cut.group
-        assert not cluster or rest >= cut.handed + 4 * wide_lstm._NUMBERS[direction]
+        assert cut.resident > 0
         assert cut.blocks % team == 0
         assert cut.blocks * wide_lstm.UNITS >= hidden
         assert cut.second <= cut.first  # the slots are as many as the first need
@@ -104,10 +102,8 @@ def test_the_tiles_of_triton_fit_the_card(shared, itemsize, batch, hidden):
 def test_text8_is_cut_as_planned():
     limit = 227 * 1024
     forward = wide_lstm.cut_wide("forward", 2000, 1, limit)
-    clusters = wide_lstm.cut_wide("forward", 2000, 2, limit, cluster=True)
     backward = wide_lstm.cut_wide("backward", 2000, 8, limit)
     assert (forward.blocks, forward.first, forward.resident, forward.second) == (125, 8, 47, 8)
-    assert (clusters.blocks, clusters.first, clusters.resident, clusters.second) == (126, 5, 22, 5)
     assert (backward.blocks, backward.first, backward.resident, backward.second) == (128, 5, 22, 5)
 
 
@@ -118,68 +114,40 @@ def test_which_layers_are_wide(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 227 * 1024)
 
-    def teams(direction, wx):
-        wide_lstm._cuts.cache_clear()
-        cuts = wide_lstm.cuts(direction, wx)
-        wide_lstm._cuts.cache_clear()
-        return [(cut.team, cut.cluster) for cut in cuts]
+    def team(direction, wx):
+        wide_lstm._choose.cache_clear()
+        cut = wide_lstm.choose(direction, wx)
+        wide_lstm._choose.cache_clear()
+        return cut and cut.team
 
     half = torch.empty(1, 1, 128, 8000, dtype=torch.bfloat16)
-    assert teams("forward", half) == [(2, True), (1, False)]
-    assert teams("backward", half) == [(8, False)]
+    assert team("forward", half) == 1
+    assert team("backward", half) == 8
     # 8 would need 136 blocks
-    assert teams("backward", half.new_empty(1, 1, 128, 4 * 2112)) == [(4, False)]
-    assert not teams("forward", half.float())
-    assert not teams("forward", half.expand(2, 1, 128, 8000))
-    assert not teams("forward", half[..., : 4 * 1998])
-    assert not teams("forward", half.new_empty(1, 1, 129, 8000))
+    assert team("backward", half.new_empty(1, 1, 128, 4 * 2112)) == 4
+    assert not team("forward", half.float())
+    assert not team("forward", half.expand(2, 1, 128, 8000))
+    assert not team("forward", half[..., : 4 * 1998])
+    assert not team("forward", half.new_empty(1, 1, 129, 8000))
     card.multi_processor_count = 125
-    assert teams("forward", half) == [(1, False)]
+    assert team("forward", half) == 1
     card.multi_processor_count = 124
-    assert not teams("forward", half)
+    assert not team("forward", half)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not teams("forward", half)
+    assert not team("forward", half)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_what_blocks_look_at_begins_empty(monkeypatch, direction):
-    """All pieces that a block passes on, in four steps; in two, and zero, where counters count."""
+def test_what_blocks_look_at_begins_at_zero(direction):
+    """Pieces beyond the last unit, counters, and the sums, whose last bit says when they came."""
     wx = torch.empty(2, 1, 3, 4 * 72, dtype=torch.bfloat16)
-    cut = wide_lstm.cut_wide(direction, 72, 2, 227 * 1024)
-    plain = wide_lstm.rooms(cut, wx)
-    assert plain["passed"].shape == (2, 2, cut.passed)
-    assert not plain["passed"].any()
-    monkeypatch.setattr(wide_lstm, "WAYS", {direction: {"SEEN": 1}})
+    cut = wide_lstm.cut_wide(direction, 72, wide_lstm.TEAMS[direction][0], 227 * 1024)
     found = wide_lstm.rooms(cut, wx)
-    assert found["handed"].numel() == 2 * plain["handed"].numel()
-    assert not found["handed"].any()
-    pieces = found["passed"].view(2, 4, -1, 256 * 16)
-    given = 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
-    assert pieces.shape[2] >= given  # more where they fill up a slice
-    assert not pieces[:, :, given:].any()
-    first = int(direction == "backward")  # zero is what comes through W_h after the last step
-    assert (pieces[:, first:, :given] == 0xFF).all()
-    assert not pieces[:, :first].any()
-
-
-@pytest.mark.parametrize(("room", "expected"), [(132, 2), (124, 0)])
-def test_teams_are_clusters_where_the_card_has_room(monkeypatch, room, expected):
-    """126 blocks in clusters of 2, or 125 blocks without."""
-    limit, used = 227 * 1024, []
-    cuts = tuple(
-        wide_lstm.cut_wide("forward", 2000, n, limit, cluster)
-        for n, cluster in ((2, True), (1, False))
-    )
-    wx = torch.empty(1, 1, 2, 8000, dtype=torch.bfloat16)
-    kernels = {cut: types.SimpleNamespace(at_once=room if cut.cluster else 132) for cut in cuts}
-    monkeypatch.setattr(wide_lstm, "cuts", lambda direction, wx: cuts)
-    monkeypatch.setattr(wide_lstm, "kernel", lambda cut, device, defines: kernels[cut])
-    monkeypatch.setattr(wide_lstm, "rooms", lambda cut, wx: {})
-    monkeypatch.setattr(cuda_lstm, "_defines", lambda call: ())
-    monkeypatch.setattr(cuda_lstm, "_run", lambda *args, **sizes: used.append(args[:2]))
-    cuda_lstm._run_wide("forward", types.SimpleNamespace(wx=wx, R=1), {}, {})
-    cut = cuts[0 if expected else 1]
-    assert used == [(kernels[cut], cut.blocks)]
+    pieces = found["passed"].view(2, 2, -1, 256 * 16)  # of two recurrences, for two steps
+    assert pieces.shape[2] >= 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
+    looked_at = ["passed", "meetings", *(["handed"] if direction == "backward" else [])]
+    assert set(found) == {"spilled", *looked_at}
+    assert not any(found[name].any() for name in looked_at)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

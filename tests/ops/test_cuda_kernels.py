@@ -112,33 +112,20 @@ def test_wide_layers_against_the_reference(op, name, shape, dtype, calls):
 
 
 @needs_hopper
-@pytest.mark.parametrize(
-    ("teams", "clusters", "hidden", "limit"),
-    [((1, 8), False, 232, 36), ((2, 4), False, 232, 36), ((2, 8), True, 1060, 110)],
-)
+@pytest.mark.parametrize("team", [8, 4])
 @pytest.mark.usefixtures("wide")
-def test_weights_that_do_not_fit(teams, clusters, hidden, limit, monkeypatch, calls):
+def test_weights_that_do_not_fit(team, monkeypatch, calls):
     """Most of them are read again in each step, as in a layer of 2000 units."""
-    both = {"forward": teams[:1], "backward": teams[1:]}
-    monkeypatch.setattr(wide_lstm, "TEAMS", both)
-    monkeypatch.setattr(wide_lstm, "CLUSTERS", both if clusters else dict.fromkeys(both, ()))
-    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: limit * 1024)
-    wide_lstm._cuts.cache_clear()
-    for direction, team in zip(("forward", "backward"), teams, strict=True):
-        assert wide_lstm.cut_wide(direction, hidden, team, limit * 1024, clusters).second > 0
+    limit, teams = 36 * 1024, {"forward": (1,), "backward": (team,)}
+    monkeypatch.setattr(wide_lstm, "TEAMS", teams)
+    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: limit)
+    wide_lstm._choose.cache_clear()
+    for direction in teams:
+        assert wide_lstm.cut_wide(direction, 232, *teams[direction], limit).second > 0
     try:
-        test_against_the_reference("bn_lstm", "lengths", (5, 100, hidden), torch.bfloat16, calls)
+        test_against_the_reference("bn_lstm", "lengths", (5, 100, 232), torch.bfloat16, calls)
     finally:
-        wide_lstm._cuts.cache_clear()
-
-
-@needs_hopper
-@pytest.mark.parametrize("ways", [{"SEEN": 1, "LATE_X": 1}, {"TAGGED": 1}])
-@pytest.mark.parametrize("shape", [(9, 17, 76), (6, 128, 2000)])  # more steps than are kept
-@pytest.mark.usefixtures("wide")
-def test_other_ways_to_wait(ways, shape, monkeypatch, calls):
-    monkeypatch.setattr(wide_lstm, "WAYS", {"forward": ways, "backward": ways})
-    test_against_the_reference("bn_lstm", "lengths", shape, torch.bfloat16, calls)
+        wide_lstm._choose.cache_clear()
 
 
 @needs_hopper

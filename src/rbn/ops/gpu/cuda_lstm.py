@@ -46,14 +46,14 @@ def _members(pointers: tuple[str, ...]) -> list[tuple[str, Any]]:
     ]
 
 
-_WIDE = ("passed", "spilled", "handed", "meetings")
+_WIDE = ("passed", "spilled", "meetings")
 ForwardArguments = structure("Forward", [*_members(_FORWARD), ("eps", ctypes.c_float)])
 BackwardArguments = structure("Backward", [*_members(_BACKWARD), ("eps", ctypes.c_float)])
 WideForwardArguments = structure(
     "WideForward", [*_members((*_FORWARD, *_WIDE)), ("eps", ctypes.c_float)]
 )
 WideBackwardArguments = structure(
-    "WideBackward", [*_members((*_BACKWARD, *_WIDE)), ("eps", ctypes.c_float)]
+    "WideBackward", [*_members((*_BACKWARD, *_WIDE, "handed")), ("eps", ctypes.c_float)]
 )
 
 
@@ -174,7 +174,7 @@ def _has_room(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, dev
 
 def fits_wide(wx: Tensor) -> bool:
     """Whether it has room for blocks of 16 units, though not for those of 8."""
-    return not _fits(wx) and all(wide_lstm.cuts(d, wx) for d in ("forward", "backward"))
+    return not _fits(wx) and all(wide_lstm.choose(d, wx) for d in ("forward", "backward"))
 
 
 def kind(wx: Tensor) -> str | None:
@@ -237,16 +237,11 @@ def _sizes(call: Any, rows: list[int]) -> dict[str, Any]:
 def _run_wide(
     direction: str, call: Any, tensors: dict[str, Tensor], sizes: dict[str, Any], **more: Any
 ) -> None:
-    defines = (*_defines(call, **more), *wide_lstm.WAYS[direction].items())
-    device = call.wx.device.index or 0
-    cuts = wide_lstm.cuts(direction, call.wx)
-    assert cuts
+    cut = wide_lstm.choose(direction, call.wx)
+    assert cut is not None
+    log.debug("lstm %s in CUDA, wide: %s", direction, cut)
     with torch.cuda.device_of(call.wx):
-        for cut in cuts:  # the last needs no clusters
-            kernel = wide_lstm.kernel(cut, device, defines)
-            if not cut.cluster or call.R * cut.blocks <= kernel.at_once:
-                break
-        log.debug("lstm %s in CUDA, wide: %s", direction, cut)
+        kernel = wide_lstm.kernel(cut, call.wx.device.index or 0, _defines(call, **more))
         tensors = tensors | wide_lstm.rooms(cut, call.wx)
         arguments = WideForwardArguments if direction == "forward" else WideBackwardArguments
         _run(kernel, cut.blocks, call, arguments, tensors, **sizes)

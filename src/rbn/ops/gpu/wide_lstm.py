@@ -21,20 +21,15 @@ _THREADS = 256
 _ROWS = 128
 
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
-# hand to each other grow. CLUSTERS are teams that hand them over through distributed shared memory,
-# where the card has room for so many: an H200 has it for 66 clusters of 2, 30 of 4, 15 of 8.
-CLUSTERS: dict[str, tuple[int, ...]] = {"forward": (2,), "backward": ()}
+# hand to each other grow.
 TEAMS: dict[str, tuple[int, ...]] = {"forward": (1,), "backward": (8, 4)}
-# Names for the compiler, such as SEEN and TAGGED: how the blocks wait for each other. See
-# cuda/wide.cuh. None has been measured yet.
-WAYS: dict[str, dict[str, int]] = {"forward": {}, "backward": {}}
 _SIDE = {"forward": 64, "backward": 16}  # columns of the product for each block
 _PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block passes on in a step
 # float32 numbers beside the weights: sums of each warp, tables of a number for each column (80) or
-# unit (16), parameters, 11 barriers.
+# unit (16), parameters, 2 barriers.
 _NUMBERS = {
-    "forward": 8 * 144 + 4 * 80 + 2 * 16 + 22,
-    "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 16 + 22,
+    "forward": 8 * 144 + 4 * 80 + 2 * 16 + 4,
+    "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 16 + 4,
 }
 _DEPTH = {"forward": 8, "backward": 6}  # groups asked for ahead; registers are scarce
 
@@ -52,7 +47,6 @@ class WideCut:
     first: int
     resident: int
     second: int
-    cluster: bool = False
 
     @property
     def slice(self) -> int:
@@ -67,8 +61,7 @@ class WideCut:
     @property
     def shared(self) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
-        slots = max(self.first * self.group, self.handed if self.cluster else 0)
-        return slots + self.resident * self.group + 4 * _NUMBERS[self.direction]
+        return (self.first + self.resident) * self.group + 4 * _NUMBERS[self.direction]
 
     @property
     def passed(self) -> int:
@@ -86,51 +79,38 @@ class WideCut:
         return (self.team - 1) * _SIDE[self.direction] * _ROWS * 4
 
 
-def cut_wide(
-    direction: str, hidden: int, team: int, limit: int, cluster: bool = False
-) -> WideCut | None:
+def cut_wide(direction: str, hidden: int, team: int, limit: int) -> WideCut | None:
     """The division with the fewest slots that fits into `limit` bytes, or None."""
     blocks = -(-hidden // UNITS)
     grid = -(-blocks // team) * team
     groups = -(-blocks * _PASSED[direction] // (2 * team))
     for slots in range(groups + 1):
-        empty = WideCut(direction, grid, team, slots, 0, slots, cluster)
+        empty = WideCut(direction, grid, team, slots, 0, slots)
         resident = min(groups, (limit - empty.shared) // empty.group)
-        # The second groups are asked for while a resident one is used; sums come into the slots
-        # while another one is.
-        if resident < 1 + cluster:
+        if resident < 1:  # the second groups are asked for while a resident one is used
             return None
         again = groups - resident
         if again <= 2 * slots:
             first = min(slots, again)
-            return WideCut(direction, grid, team, first, resident, again - first, cluster)
+            return WideCut(direction, grid, team, first, resident, again - first)
     return None
 
 
-def cuts(direction: str, wx: Tensor) -> tuple[WideCut, ...]:
-    """The divisions for an input term ``[R, T, B, 4H]``, the best first; none if there is none.
-
-    The last needs no clusters: whether the card has room for those of a kernel is known only when
-    it is compiled.
-    """
+def choose(direction: str, wx: Tensor) -> WideCut | None:
+    """The best division for an input term ``[R, T, B, 4H]``, or None."""
     R, _, B, G = wx.shape
     if wx.dtype == torch.float32 or G % 16 or B > _ROWS:
-        return ()
-    return _cuts(direction, R, G // 4, wx.device.index or 0)
+        return None
+    return _choose(direction, R, G // 4, wx.device.index or 0)
 
 
 @functools.lru_cache(maxsize=256)
-def _cuts(direction: str, recurrences: int, hidden: int, device: int) -> tuple[WideCut, ...]:
+def _choose(direction: str, recurrences: int, hidden: int, device: int) -> WideCut | None:
     if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
-        return ()
+        return None
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-
-    def fitting(teams: tuple[int, ...], cluster: bool) -> list[WideCut]:
-        found = (cut_wide(direction, hidden, n, shared_limit(device), cluster) for n in teams)
-        return [cut for cut in found if cut and recurrences * cut.blocks <= processors]
-
-    plain = fitting(TEAMS[direction], False)[:1]
-    return (*fitting(CLUSTERS[direction], True), *plain) if plain else ()
+    found = (cut_wide(direction, hidden, n, shared_limit(device)) for n in TEAMS[direction])
+    return next((cut for cut in found if cut and recurrences * cut.blocks <= processors), None)
 
 
 @functools.lru_cache(maxsize=256)
@@ -142,29 +122,22 @@ def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
         "RESIDENT": cut.resident,
         "SECOND": cut.second,
         "DEPTH": _DEPTH[cut.direction],
-        "CLUSTER": cut.cluster,
     } | dict(defines)
     name = f"wide_{cut.direction}"
     code = nvrtc.compiled(name, named, "sm_90a")
-    cluster = cut.team if cut.cluster else 0
-    return Kernel(code, name, _THREADS, cut.shared, cluster, together=True)
+    return Kernel(code, name, _THREADS, cut.shared, together=True)
 
 
 def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
     """Memory that the kernel works with, by the names of its struct."""
-    R, hidden = wx.shape[0], wx.shape[3] // 4
+    R = wx.shape[0]
     raw = functools.partial(wx.new_empty, dtype=torch.uint8)
-    ways = WAYS[cut.direction]
-    seen, tagged = ways.get("SEEN", 0), ways.get("SEEN", 0) or ways.get("TAGGED", 0)
-    # Pieces beyond the last unit are multiplied, too, with zero.
-    passed = raw(R, 4 if seen else 2, cut.passed).zero_()
-    if seen:  # those that were not written yet; after the last step d(W_h h) is zero
-        owned = -(-hidden // UNITS) * _PASSED[cut.direction] * 16 * _THREADS
-        passed[:, int(cut.direction == "backward") :, :owned] = 0xFF
-    handed = raw(1 if cut.cluster else max(1, (1 + seen) * R * cut.blocks * cut.handed))
-    return {
-        "passed": passed,
+    found = {
+        # Zero is multiplied beyond the last unit, and instead of d(W_h h) after the last step.
+        "passed": raw(R, 2, cut.passed).zero_(),
         "spilled": raw(max(1, R * cut.spilled)),
-        "handed": handed.zero_() if tagged else handed,
-        "meetings": raw(R * (8 * cut.blocks + 128 * cut.team)).zero_(),
+        "meetings": raw(R * 128 * cut.team).zero_(),
     }
+    if cut.direction == "backward":
+        found["handed"] = raw(max(1, R * cut.blocks * cut.handed)).zero_()
+    return found

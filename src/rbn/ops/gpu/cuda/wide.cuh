@@ -17,15 +17,12 @@
 //   FIRST groups     read again in each step, while the others are waited for, into slots
 //   RESIDENT groups  stay
 //   SECOND groups    read again in each step, while the resident ones are used, into the same slots
-//   LAST groups      the rest of the RESIDENT ones, where sums come into the slots afterwards
 //
 // Each team begins at another place of its slice: all at the same would be after the same lines.
 //
-// Named from outside besides those of common.cuh: TEAM, CLUSTER (whether a team is a thread-block cluster),
-// FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For trials: PLAIN (wide_team.cuh), STAGGER, EARLY (the
-// gradients are stored before the next product, not during it), LATE_X (sums for the gradient of the input term are
-// made while the others are waited for), TAGGED, SEEN, NO_SAVE (gradients are not stored), NO_FETCH (zeros are
-// multiplied), NO_HOLD, CLOCK. The including file defines SIDE and PASSED, the pieces that a thread passes on in a step.
+// Named from outside besides those of common.cuh: TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For
+// trials: STAGGER, NO_FETCH (zeros are multiplied), CLOCK. The including file defines SIDE and PASSED, the pieces that
+// a thread passes on in a step.
 #define UNITS 16
 #define MT 8
 #define MW 8
@@ -39,20 +36,13 @@
 #error "the weights in float32 would not fit"
 #endif
 
-#ifndef CLUSTER
-#define CLUSTER 0
-#endif
 #ifndef STAGGER
 #define STAGGER 4
 #endif
-// Few: the later the second groups are needed, the less they compete with what is multiplied.
-#define LAST (!CLUSTER ? 0 : RESIDENT / 2 < STAGGER + 4 ? RESIDENT / 2 : STAGGER + 4)
 // Before the first warpgroup needs the second groups, which come when the other has left the first ones.
-#define AHEAD (STAGGER < FIRST + MIDDLE ? STAGGER : FIRST + MIDDLE - 1)
-#define MIDDLE (RESIDENT - LAST)  // of the resident groups, those before the second ones
+#define AHEAD (STAGGER < FIRST + RESIDENT ? STAGGER : FIRST + RESIDENT - 1)
 
-static_assert(MIDDLE > 0 && SECOND <= FIRST, "the second groups come while a resident one is used");
-static_assert(!CLUSTER || LAST > 0, "the slots are free before the product ends");
+static_assert(RESIDENT > 0 && SECOND <= FIRST, "the second groups come while a resident one is used");
 
 typedef unsigned long long u64;
 
@@ -61,16 +51,7 @@ typedef unsigned long long u64;
 #define TILES (COLUMNS / 8)                // a thread has 4 sums of each
 #define SLICE (FIRST + RESIDENT + SECOND)  // groups that a block multiplies
 #define GROUP_WORDS (COLUMNS * 4)          // of 16 bytes
-#define SENT (SIDE / 8 * THREADS)  // words of 16 bytes to each other block of the team
-#define COME (CLUSTER ? (TEAM - 1) * SENT : 0)  // words that come into the slots
-#define SLOT_WORDS (FIRST * GROUP_WORDS > COME ? FIRST * GROUP_WORDS : COME)
-#ifndef SEEN
-#define SEEN 0
-#endif
-#ifndef TAGGED
-#define TAGGED SEEN
-#endif
-#define BUFFERS (SEEN ? 4 : 2)  // of what is passed on
+#define BUFFERS 2  // of what is passed on
 #define STEP_PIECES (2 * SLICE * TEAM * THREADS)  // of what is passed in a step, with some that are zero
 #define SUBS ((H + 7) / 8)  // what is saved lies in groups of 8 units
 
@@ -104,9 +85,7 @@ struct Marks {
 struct Held {
   u32 mixed = 0;
   __device__ __forceinline__ void hold(float v) {
-#ifndef NO_HOLD
     mixed ^= __float_as_uint(v);
-#endif
   }
   __device__ __forceinline__ u32 zero(u32 nothing) const { return mixed & nothing; }
 };
@@ -151,15 +130,10 @@ __device__ __forceinline__ void pass_word(uint4* p, uint4 v) {
 
 __device__ __forceinline__ uint4 peek_word(const uint4* p) { return peek(reinterpret_cast<const Element*>(p)); }
 
-// With SEEN, a word that is EMPTY was not written yet.
-__device__ __forceinline__ u32 never_empty(u32 v) { return v == EMPTY ? 0x7fff7fffu : v; }
-__device__ __forceinline__ uint2 never_empty(uint2 v) { return make_uint2(never_empty(v.x), never_empty(v.y)); }
-
 // This thread's piece number `i` of a step, from two rows of four units. Blocks without a unit, which
 // fill up the last team, have none.
 __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 high) {
   if (blockIdx.x * UNITS >= H) return;
-  if (SEEN) low = never_empty(low), high = never_empty(high);
   pass_word(step + (blockIdx.x * PASSED + i) * THREADS + threadIdx.x, make_uint4(low.x, high.x, low.y, high.y));
 }
 
@@ -171,44 +145,24 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta
 
 // Who multiplies a slice waits for the blocks whose pieces it is made of, at a counter of the slice: [TEAM],
 // 128 bytes apart, zero. The sums of a team come from all slices. So whoever has them knows that all blocks have
-// passed on, and are done with what they read before: it may be written over. Sums that are handed over through L2
-// are written over before that, so a block also waits for the rest of its team: for the slices it passes on to.
-//
-// SEEN, for trials: nobody waits at a counter. Each thread looks at the pieces themselves, of which there are those
-// of four steps. Whoever has the sums of a step empties its own of the step before, passes on, and then fences: who
-// reads what is passed on in the next step, and fences, too, finds those empty that are next to come there.
-// NO_FENCE: without, for which there is a whole step.
+// passed on, and are done with what they read before: it may be written over. The sums themselves are written over
+// before that, so a block also waits for the rest of its team: for the slices it passes on to.
 #define PIECES (2 * SLICE)  // of a slice
 #define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that have units, and pass on pieces of theirs
 
-__device__ __forceinline__ void fence_passed() {
-#ifndef NO_FENCE
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void arrive_at_slices(u32* counters) {
   __syncthreads();
-  if (SEEN) fence_passed();
-  if (SEEN || threadIdx.x != 0 || blockIdx.x >= OWNERS) return;
+  if (threadIdx.x != 0 || blockIdx.x >= OWNERS) return;
   const u32 first = blockIdx.x * PASSED / PIECES, last = (blockIdx.x * PASSED + PASSED - 1) / PIECES;
   announce(counters + first * 32);
   if (PIECES % PASSED && last != first) announce(counters + last * 32);
 }
 
-// Of the step before the one whose sums this block has.
-__device__ __forceinline__ void make_empty(uint4* step) {
-  if (!SEEN || blockIdx.x * UNITS >= H) return;
-#pragma unroll
-  for (int i = 0; i < PASSED; i++)
-    pass_word(step + (blockIdx.x * PASSED + i) * THREADS + threadIdx.x, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
-}
-
 // Until all blocks of those slices have arrived `times` times.
 __device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) {
   const u32 lane = threadIdx.x, rank = rank_in_team(), team = blockIdx.x - rank;
-  const bool of_team = !CLUSTER && lane >= team * PASSED / PIECES && lane <= ((team + TEAM) * PASSED - 1) / PIECES;
-  if (!SEEN && lane < TEAM && (lane == rank || of_team)) {
+  const bool of_team = lane >= team * PASSED / PIECES && lane <= ((team + TEAM) * PASSED - 1) / PIECES;
+  if (lane < TEAM && (lane == rank || of_team)) {
     const u32 first = lane * PIECES / PASSED, end = (lane * PIECES + PIECES - 1) / PASSED + 1;
     const u32 blocks = first < OWNERS ? min(end, u32(OWNERS)) - first : 0;
     wait_until(counters + lane * 32, blocks * times);
@@ -223,7 +177,6 @@ __device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) 
 #define TOTALS_READY 2
 #define FIRST_USED 3
 #define UNDER_WAY 4
-#define HALVES 5  // and 6
 template <int WHICH>
 __device__ __forceinline__ void done() {
   asm volatile("bar.arrive %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
@@ -231,11 +184,6 @@ __device__ __forceinline__ void done() {
 template <int WHICH>
 __device__ __forceinline__ void await() {
   asm volatile("bar.sync %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
-}
-
-// All threads of this warpgroup.
-__device__ __forceinline__ void meet_half() {
-  asm volatile("bar.sync %0, 128;" ::"r"(HALVES + threadIdx.x / 128) : "memory");
 }
 
 // Barriers in shared memory that count arrivals and bytes, phase by phase.

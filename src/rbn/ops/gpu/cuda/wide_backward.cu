@@ -7,13 +7,6 @@
 #define SPLIT (MODE_H != 0)  // d(W_x x) is not d(W_h h)
 
 #define STORES (SPLIT ? 16 : 8)
-#ifndef EARLY
-#define EARLY 0
-#endif
-#ifndef LATE_X
-#define LATE_X 0
-#endif
-
 #define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
 
 struct Backward {
@@ -31,17 +24,17 @@ struct Backward {
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
   u32* counter;    // not used but by CLOCK
-  uint4* passed;   // [R, BUFFERS, STEP_PIECES]: d(W_h h) of the last steps; zero, with SEEN all but the first empty
+  uint4* passed;   // [R, BUFFERS, STEP_PIECES], zero: d(W_h h) of the last steps
   uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
-  uint4* handed;   // [R, GRID, TEAM - 1, SENT]: sums for the team
-  u32* meetings;   // [R, GRID, 2], zero: counters of the teams; then those of the slices
+  u32* meetings;   // [R, TEAM, 32], zero: counters of the slices
+  uint4* handed;   // [R, GRID, TEAM - 1, SENT], zero: sums for the team
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Backward p) {
   extern __shared__ __align__(128) uint4 slots[];
-  uint4* resident = slots + SLOT_WORDS;
+  uint4* resident = slots + FIRST * GROUP_WORDS;
   float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
   // Tables. For the gates: what W_h h and the input term are multiplied with, what is added to them.
   float *open_h = room + WARPS * PITCH, *open_x = open_h + TABLE, *bias = open_x + TABLE;
@@ -67,11 +60,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * THREADS;
   asm volatile("" : "+r"(begin));
-  u32* meeting = p.meetings + gridDim.y * GRID * 2 + r * TEAM * 32;  // of all blocks
-  const Team team = {p.handed + r * (1 + SEEN) * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
-  const Refill refill = {slots, spilled, team.barriers + 8 * (WARPS + 1)};
+  u32* meeting = p.meetings + r * TEAM * 32;
+  uint4* handed = p.handed + r * GRID * (TEAM - 1) * SENT;
+  const Refill refill = {slots, spilled, shared_address(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
-  start_team(team);
 
   const Element* weight = p.weight + r * GATES * H;
   pack(resident, spilled, [&](int n, int piece, int u) {
@@ -168,9 +160,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   auto save = [&](int k, i64 of) {
     const int j = k / 4 % 2, q = k % 4;
     Element* to = (k < 8 ? p.da : p.dwx) + of + 8 * j * GATES + q * H;
-#ifdef NO_SAVE
-    return;
-#endif
     if (in[j]) store_raw4(to, kept[SPLIT ? k / 8 : 0][j][q]);
   };
 
@@ -210,14 +199,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, times);
     MARK(1);
-    product(sums, from, begin, resident, refill, times, nothing, [&] { free_slots(team); }, [&](int i) {
+    product(sums, from, begin, resident, refill, times, nothing, [&](int i) {
 #pragma unroll
       for (int k = 0; k < STORES; k++)
         // In the first three quarters: handing over waits until they are done.
-        if (!EARLY && k * (3 * SLICE / 4) / STORES == i && t < p.T - 1) save(k, at + B * GATES);
+        if (k * (3 * SLICE / 4) / STORES == i && t < p.T - 1) save(k, at + B * GATES);
     });
     MARK(2);
-    hand_over(sums, team, times);
+    hand_over(sums, handed, times);
     if (t > 0) ask_statistics(t - 1);
     MARK(3);
 
@@ -285,8 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         dh[j][e] = LENGTHS && !counts[j] ? kept : kept + y[e];
       }
     }
-    take_over(sums, team, times, held.zero(nothing));
-    make_empty(passed + (times + 3) % BUFFERS * STEP_PIECES);
+    take_over(sums, handed, times, held.zero(nothing));
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -310,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         const float d = dpre[j][q][e];
         v[0][q * 4 + e] += d;
         if (MODE_H) v[1][q * 4 + e] += d * a[j][q][e];
-        if (MODE_X && !LATE_X) v[2][q * 4 + e] += d * x[j][q][e];
+        if (MODE_X) v[2][q * 4 + e] += d * x[j][q][e];
       }
     };
     auto output_gate = [&] {
@@ -381,18 +369,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     }
 
     // Equation 6
-    auto totals_of_x = [&] {
-      if (!MODE_X || !for_gates || kind != 2) return;
-      const float all = over_warps(room + number, PITCH), times = over_warps(room + tid, PITCH);
-      const float total = (times - mean_x * all) * to_total;
-      running += total;
-      const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
-      slope_x[place] = to_term, times_x[place] = factor;
-      plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
-    };
     if (MODE_H) {
 #pragma unroll
-      for (int k = 0; k < (MODE_X && !LATE_X ? 3 : 2); k++) {
+      for (int k = 0; k < (MODE_X ? 3 : 2); k++) {
         fold_rows(v[k]);
         store2(room + warp * PITCH + 64 * k + 2 * lane, v[k][0], v[k][1]);
       }
@@ -404,7 +383,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         running += total;
         (kind ? times_h : plus_h)[place] = MODE_H == 1 ? -total * inv * to_term : 0.0f;
       }
-      if (!LATE_X) totals_of_x();
+      if (MODE_X && for_gates && kind == 2) {
+        const float all = over_warps(room + number, PITCH), times = over_warps(room + tid, PITCH);
+        const float total = (times - mean_x * all) * to_total;
+        running += total;
+        const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
+        slope_x[place] = to_term, times_x[place] = factor;
+        plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
+      }
       __syncthreads();
       MARK(10);
     }
@@ -435,16 +421,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     if (!MODE_H)
 #pragma unroll
       for (int i = 0; i < 16; i++) sum_b[i] += v[0][i];
-    if (LATE_X && MODE_H && MODE_X) {
-#pragma unroll
-      for (int i = 0; i < 16; i++)
-        v[2][i] = dpre[0][i / 4][i % 4] * x[0][i / 4][i % 4] + dpre[1][i / 4][i % 4] * x[1][i / 4][i % 4];
-      fold_rows(v[2]);
-      store2(room + warp * PITCH + 128 + 2 * lane, v[2][0], v[2][1]);
-      __syncthreads();
-      totals_of_x();
-      __syncthreads();
-    }
     if (SPLIT)
 #pragma unroll
       for (int q = 0; q < 4; q++) {
@@ -461,9 +437,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
           kept[SPLIT][j][q] = masked(narrow4(d), counts[j]);
         }
       }
-    if (EARLY)
-#pragma unroll
-      for (int k = 0; k < STORES; k++) save(k, at);
     at -= B * GATES;
     MARK(13);
     if (t > 0) {
@@ -481,10 +454,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     store4(p.dh + of, skip[j]);
     store4(p.dc + of, dc[j]);
   }
-  if (!EARLY)
 #pragma unroll
-    for (int k = 0; k < STORES; k++) save(k, at + B * GATES);
-  end_team();
+  for (int k = 0; k < STORES; k++) save(k, at + B * GATES);
   // Sums that were not made step by step are made here.
   __syncthreads();
   if (!MODE_H) {

@@ -2,7 +2,8 @@
 #define SIDE 64  // columns of a block: 16 units, their gates i, f, g, o
 #define PASSED 1
 #include "wide.cuh"
-#include "wide_team.cuh"
+
+static_assert(TEAM == 1, "h of all blocks is little enough for each to read");
 
 #define SUM_H (MODE_H == 1)  // statistics that are made here
 #define SUM_C (MODE_C == 1)
@@ -24,10 +25,9 @@ struct Forward {
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
   u32* counter;        // not used but by CLOCK
-  uint4* passed;       // [R, BUFFERS, STEP_PIECES]: h of the last steps; zero, with SEEN empty
+  uint4* passed;       // [R, BUFFERS, STEP_PIECES], zero: h of the last steps
   uint4* spilled;      // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
-  uint4* handed;       // [R, GRID, TEAM - 1, SENT]: sums for the team
-  u32* meetings;       // [R, GRID, 2], zero: counters of the teams; then those of the slices
+  u32* meetings;       // [R, TEAM, 32], zero: counters
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -37,7 +37,7 @@ __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forward p) {
   extern __shared__ __align__(128) uint4 slots[];
-  uint4* resident = slots + SLOT_WORDS;
+  uint4* resident = slots + FIRST * GROUP_WORDS;
   float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
   // Tables: what a column's W_h h is less, and times; its input term times, and plus; the same of a cell.
   float *mean_of_h = room + WARPS * PITCH, *scale_of_h = mean_of_h + TABLE, *scale_of_x = scale_of_h + TABLE;
@@ -57,11 +57,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * THREADS;
   asm volatile("" : "+r"(begin));
-  u32* meeting = p.meetings + gridDim.y * GRID * 2 + r * TEAM * 32;  // of all blocks
-  const Team team = {p.handed + r * (1 + SEEN) * GRID * (TEAM - 1) * SENT, p.meetings + r * GRID * 2, slots, shared_address(barriers)};
-  const Refill refill = {slots, spilled, team.barriers + 8 * (WARPS + 1)};
+  u32* meeting = p.meetings + r * TEAM * 32;
+  const Refill refill = {slots, spilled, shared_address(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
-  start_team(team);
 
   const Element* weight = p.weight + r * GATES * H;
   pack(resident, spilled, [&](int n, int piece, int u) {
@@ -178,12 +176,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     wait_for_slices(meeting, u32(t + 1));
     MARK(1);
     float sums[COLUMNS / 2];
-    product(sums, from, begin, resident, refill, u32(t), nothing, [&] { free_slots(team); }, [](int) {});
+    product(sums, from, begin, resident, refill, u32(t), nothing, [](int) {});
     MARK(2);
-    hand_over(sums, team, u32(t));
-    take_over(sums, team, u32(t), 0);
-    make_empty(passed + (t + 3) % BUFFERS * STEP_PIECES);
-    MARK(3);
     float a[2][4][4];
 #pragma unroll
     for (int j = 0; j < 2; j++)
@@ -208,9 +202,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       fold_rows(squares);
       store2(room + warp * PITCH + 2 * lane, v[0], v[1]);
       store2(room + warp * PITCH + SECOND_AT + 2 * lane, squares[0], squares[1]);
-      MARK(4);
+      MARK(3);
       __syncthreads();
-      MARK(5);
+      MARK(4);
       float var = 0.0f;
       if (for_h) {
         const float sum = over_warps(room + (lane < 16 ? 0 : SECOND_AT) + number, PITCH);
@@ -223,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
         if (for_x) ask_given(t + 2);
       }
       __syncthreads();
-      MARK(6);
+      MARK(5);
       if (for_h && has) *to_mean = shift, *to_var = var;
       if (for_h) to_mean += GATES, to_var += GATES;
     } else {
@@ -270,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
           }
       fold_rows(v);
       room[warp * 32 + lane] = v[0];
-      MARK(7);
+      MARK(6);
       if (for_c) {
         await<SUMS_READY>();
         const float sum = over_warps(room + lane, 32), square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
@@ -287,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     }
     open(3);
     if (SUM_C && !for_c) await<TOTALS_READY>();
-    MARK(8);
+    MARK(7);
     if (MODE_C) load4(mc, mean_of_c + 4 * quad), load4(rc, scale_of_c + 4 * quad);
     if (SUM_C)
 #pragma unroll
@@ -305,9 +299,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       packed[j] = masked(narrow4(h[j]), counts[j]);
     }
     pass_on(passed + (t + 1) % BUFFERS * STEP_PIECES, 0, packed[0], packed[1]);
-    MARK(9);
+    MARK(8);
     arrive_at_slices(meeting);
-    MARK(10);
+    MARK(9);
 
     // What nobody waits for.
     hs += B * HS;
@@ -324,17 +318,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       if (LENGTHS && counts[j]) store4(p.h_n + (r * B + row0 + 8 * j) * H + unit, h[j]);
     }
     wh += SUBS * 4 * B * 8;
-    MARK(11);
+    MARK(10);
     if (t + 1 < p.T) {
       put_given_rest();
       if (!for_x) ask_given(t + 2);
       prepare(t + 1);
       if (t + 2 < p.T) ask_rows();
     }
-    MARK(12);
+    MARK(11);
   }
 #pragma unroll
   for (int j = 0; j < 2; j++)
     if (in[j]) store4(p.c_n + (r * B + row0 + 8 * j) * H + unit, c[j]);
-  end_team();
 }

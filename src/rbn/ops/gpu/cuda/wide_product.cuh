@@ -4,8 +4,6 @@
 
 // What threads wrote is for the tensor cores and the copies below to read, after the next barrier.
 __device__ __forceinline__ void for_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// Copies come into slots that sums were stored to.
-__device__ __forceinline__ void after_sums() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The place in the slice at which this block begins, in groups.
 __device__ __forceinline__ int beginning() { return int(blockIdx.x / TEAM * SLICE / (GRID / TEAM)); }
@@ -17,10 +15,8 @@ __device__ __forceinline__ int piece_of(int i) {
 }
 
 // Whether group i, in the order of processing, is resident; and which one of those, or of the others, it is.
-__device__ __forceinline__ bool stays(int i) { return i >= FIRST && (i < FIRST + MIDDLE || i >= FIRST + MIDDLE + SECOND); }
-__device__ __forceinline__ int place_of(int i) {
-  return i < FIRST ? i : i < FIRST + MIDDLE ? i - FIRST : i < FIRST + MIDDLE + SECOND ? i - MIDDLE : i - FIRST - SECOND;
-}
+__device__ __forceinline__ bool stays(int i) { return i >= FIRST && i < FIRST + RESIDENT; }
+__device__ __forceinline__ int place_of(int i) { return i < FIRST ? i : stays(i) ? i - FIRST : i - RESIDENT; }
 
 // 16 bytes times something, by nobody's hand. The barrier counts them as they come.
 __device__ __forceinline__ void copy_bulk(u32 to, const uint4* from, u32 bytes, u32 barrier) {
@@ -66,10 +62,7 @@ struct Refill {
   }
   // All threads left the slots, and a barrier was passed.
   __device__ __forceinline__ void ask_first() const {
-    if (FIRST && threadIdx.x == ASKING * 32) {
-      if (CLUSTER) after_sums();
-      copy(spilled, FIRST, barriers);
-    }
+    if (FIRST && threadIdx.x == ASKING * 32) copy(spilled, FIRST, barriers);
     __syncwarp();
   }
   __device__ __forceinline__ void ask_second() const {
@@ -133,10 +126,9 @@ __device__ __forceinline__ uint4 fetch_piece(const uint4* p) {
   return fetch(reinterpret_cast<const Element*>(p));
 }
 
-// Where weights lie, and how, as the instruction takes it. Of an address it has 18 bits: above them is the block's
-// rank in its cluster, which would be taken for a part of the distance of columns.
+// Where weights lie, and how, as the instruction takes it.
 __device__ __forceinline__ u64 described(const uint4* weights) {
-  return u64(COLUMNS) << 16 | u64(128 / 16) << 32 | (shared_address(weights) & 0x3ffff) >> 4;
+  return u64(COLUMNS) << 16 | u64(128 / 16) << 32 | shared_address(weights) >> 4;
 }
 
 // Where this thread's first piece of its block's slice lies, in what is passed on in a step.
@@ -148,42 +140,19 @@ __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
 
 // sums = this block's slice of what was passed on in a step, times its weights. The FIRST groups were asked for.
 // begin: of the group to begin with, in the slice. step: counted from 0.
-// freed(): the slots are not needed any more; other(i): something else to do, beside group i.
+// other(i): something else to do, beside group i.
 //
 // The first warpgroup is STAGGER groups ahead of the second one, so that it hands over its sums, and does what
 // follows, while the tensor cores work for the second.
 //
-// SEEN: the first group is looked for until it is there, and then the others are asked for.
-//
 // nothing: zero, which the compiler cannot know. It would make all addresses before the first product, one after
 // the other; so each depends on what the group before it was given.
-#if defined(NO_WAIT) || defined(NO_FETCH)
-#define SEEN_HERE 0
-#else
-#define SEEN_HERE SEEN
-#endif
-template <class Freed, class Other>
+template <class Other>
 __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin, const uint4* resident,
-                                        const Refill& refill, u32 step, u32 nothing, Freed freed, Other other) {
+                                        const Refill& refill, u32 step, u32 nothing, Other other) {
   const u64 at_resident = described(resident), at_slots = described(refill.slots);
   u32 at = begin;
   uint4 a[DEPTH][2];
-  // Until group i, of which pieces may have been asked for too early, is there.
-  auto see = [&](int i) {
-    auto missing_any = [&] { return __any_sync(~0u, missing(a[i % DEPTH][0]) || missing(a[i % DEPTH][1])); };
-#ifdef GUARD
-    const i64 since = clock64();
-#endif
-    while (missing_any()) {
-      const u32 place = begin + i * 2 * THREADS, end = SLICE * 2 * THREADS;
-      const uint4* p = slice + (place < end ? place : place - end);
-      a[i % DEPTH][0] = peek_word(p);
-      a[i % DEPTH][1] = peek_word(p + THREADS);
-#ifdef GUARD
-      if (clock64() - since > (1ll << 22)) break;
-#endif
-    }
-  };
   auto ask = [&](int i) {
     const uint4* p = slice + at;
     a[i % DEPTH][0] = fetch_piece(p);
@@ -196,22 +165,17 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   refill.await_first(step);
 #pragma unroll
   for (int i = 0; i < COLUMNS / 2; i++) sums[i] = 0.0f;
-  freed();
 #pragma unroll
   for (int i = 0; i < SLICE; i++) other(i);
   return;
 #endif
 #pragma unroll
-  for (int i = 0; i < DEPTH - 1 && i < SLICE; i++) {
-    ask(i);
-    if (SEEN_HERE && i == 0) see(0);
-  }
+  for (int i = 0; i < DEPTH - 1 && i < SLICE; i++) ask(i);
 #pragma unroll
   for (int i = 0; i < SLICE; i++) {
     if (i == 0) refill.await_first(step);
-    if (SEEN_HERE && i > 0) see(i);
     if (AHEAD && i == 0 && threadIdx.x >= 128) await<UNDER_WAY>();
-    if (SECOND && i == FIRST + MIDDLE) refill.await_second(step);
+    if (SECOND && i == FIRST + RESIDENT) refill.await_second(step);
     const int second = i < FIRST || stays(i) ? 0 : FIRST;  // they begin at the first slot again
     const u64 b = (stays(i) ? at_resident : at_slots) + (place_of(i) - second) * GROUP_WORDS;
     at |= a[i % DEPTH][0].x & nothing;
@@ -223,7 +187,6 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
     if (i + DEPTH - 1 < SLICE) ask(i + DEPTH - 1);
     if (AHEAD && i == AHEAD && threadIdx.x < 128) done<UNDER_WAY>();
     if (SECOND && i == FIRST) refill.ask_second();
-    if (CLUSTER && i == FIRST + MIDDLE + SECOND) freed();
     other(i);
   }
   await_products<0>();

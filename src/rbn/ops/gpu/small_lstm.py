@@ -46,7 +46,7 @@ class SmallCut:
         sheet = (32 if self.half else 80) * tiles  # what is read or written row by row, of one gate
         if direction == "forward":
             sources = -(-self.blocks // 4) * 4
-            hidden = 2 * 16 * (sources * (8 * tiles + 2) + 8 * tiles)
+            hidden = 2 * 16 * sources * (8 * tiles + 2)
             return hidden + 4 * (80 * self.warps + 2 * 144 + 64 + 5 * sheet) + barriers
         factors = 0 if self.half else 4 * self.warps
         shares = 2 * 4 * self.blocks * (32 * tiles + factors)

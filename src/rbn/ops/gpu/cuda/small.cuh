@@ -16,16 +16,13 @@
 // barrier need count: the warp that made it uses it.
 //
 // What leaves the block is held up by what left before it, and so is all that a warp reads after that, be it
-// from the block's own memory. So what a step leaves behind is written in the next one (SPREAD), in parts,
+// from the block's own memory. So what a step leaves behind is written in the next one, in parts,
 // where the warps wait for the sums over the batch or compute.
 //
 // Products have 16-bit operands, also of a layer in float32: float16 has the 11 significant bits of
 // tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
 //
-// Named from outside besides those of common.cuh: MW (warps that own rows), RT, and for trials SPREAD (when what a step
-// leaves behind is written: 0 at its end, 1 as above, 2 all of it before the warps wait for the other blocks),
-// EXACT (not the approximate tanh in float32), COPIES (forward: the block's h is gathered, and the last warp
-// has it copied to the others).
+// Named from outside besides those of common.cuh: MW (warps that own rows), RT.
 #define UNITS 8
 #define MT MW
 #define KS 1
@@ -139,16 +136,6 @@ __device__ __forceinline__ u32 operand(const Element* p, float scale) {
 // Of a number that has been multiplied with pre(gate), which costs nothing where that is part of a factor.
 // The approximate tanh is right to 2^-11 of its value: as the numbers in half precision are, and the
 // products of a layer in float32.
-#if TYPE == 0 && defined(EXACT)
-__device__ __forceinline__ float pre(int gate) { return gate == 2 ? -2.8853900817779268f : -1.4426950408889634f; }
-__device__ __forceinline__ float sigmoid_of(float v) {
-  float y;
-  asm("{\n\t.reg .f32 e;\n\tex2.approx.ftz.f32 e, %1;\n\tadd.f32 e, e, 0f3F800000;\n\trcp.approx.ftz.f32 %0, e;\n\t}"
-      : "=f"(y) : "f"(v));
-  return y;
-}
-__device__ __forceinline__ float tanh_of(float v) { return fmaf(2.0f, sigmoid_of(v), -1.0f); }
-#else
 __device__ __forceinline__ float pre(int gate) { return gate == 2 ? 1.0f : 0.5f; }
 __device__ __forceinline__ float tanh_of(float v) {
   float y;
@@ -156,7 +143,6 @@ __device__ __forceinline__ float tanh_of(float v) {
   return y;
 }
 __device__ __forceinline__ float sigmoid_of(float v) { return fmaf(0.5f, tanh_of(v), 0.5f); }
-#endif
 
 __device__ __forceinline__ float gate_of(int gate, float v) { return gate == 2 ? tanh_of(v) : sigmoid_of(v); }
 
@@ -335,7 +321,6 @@ __device__ __forceinline__ float add_warps(const float* room, int pitch) {
 #define SUMS_2 3
 #define TOTALS_2 4
 #define TOTALS_3 5
-#define GATHERED 6  // with COPIES
 
 template <int NUMBER>
 __device__ __forceinline__ void done() {

@@ -5,9 +5,6 @@
 // sends each block the share of that block's units, which adds up what it gets. So BLOCKS x 8 units
 // come to a block in a step, not d(W_h h) of all BLOCKS x 32 columns. A share is rounded to 16 bits, as the
 // numbers were that it is a sum of products of; in float32 a power of two comes with it.
-#ifndef SPREAD
-#define SPREAD 1
-#endif
 #include "small.cuh"
 
 #define TILES ((BLOCKS + 1) / 2)  // of 16 units of dh: those of two blocks
@@ -382,8 +379,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     }
     __syncwarp();
     if (t > 0) ask_rows();
-    if (SPREAD == 2 && k > 0) keep_all();
-    if (SPREAD == 1 && k > 0) {
+    if (k > 0) {
 #pragma unroll
       for (int n = 0; n < RT; n++) keep_units(n);
       da -= B * GATES;
@@ -438,13 +434,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       sum_cells(in.room_c, v_c[0], v_c[1], at);
       MARK(5);
       done<SUMS_1>();
-      if (SPREAD == 1 && k > 0) keep_gates(0, 2);
+      if (k > 0) keep_gates(0, 2);
       MARK(6);
       await<TOTALS_1>();
       total_c = in.totals[32 + own];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
-      if (SPREAD == 1 && k > 0) keep_gates(0, 2);
+      if (k > 0) keep_gates(0, 2);
     }
     MARK(7);
 
@@ -487,7 +483,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
         for (int q = 0; q < 4; q++) sum_v[n][q] += v[n][q];
     }
-    if (SPREAD == 1 && k > 0) keep_gates(2, 4), gates_late -= B * GATES;
+    if (k > 0) keep_gates(2, 4), gates_late -= B * GATES;
     if (SUM_H) await<TOTALS_2>();
     MARK(10);
     float d[RT][4][2];
@@ -607,11 +603,10 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
                                     pack(d[n][0][1], d[n][1][1]), pack(d[n][2][1], d[n][3][1]));
 #endif
       }
-    if (SPREAD == 0) keep_all();
     MARK(12);
   }
 
-  if (SPREAD) keep_all();
+  keep_all();
 #pragma unroll
   for (int n = 0; n < RT; n++)
 #pragma unroll

@@ -1,12 +1,5 @@
 // The LSTM's forward pass for small layers: one cluster of blocks for each recurrence, all steps.
-#ifndef SPREAD
-#define SPREAD 1
-#endif
 #include "small.cuh"
-
-#ifndef COPIES
-#define COPIES 0
-#endif
 
 #define GROUPS (BLOCKS / 4)  // of 32 columns of h: one block's units for each thread of a quad
 #define REST (BLOCKS % 4)    // blocks beyond them
@@ -40,7 +33,6 @@ struct Forward {
 
 struct Layout {
   uint4* hidden;       // [2][SOURCES][SOURCE]
-  uint4* gathered;     // [2][8 * ROW_TILES]: this block's, with COPIES
   float *room, *room_c;
   float* given;        // [2][STATISTICS]: what to take away and what to multiply with
   float* constants;
@@ -52,39 +44,8 @@ struct Layout {
   }
 };
 
-// Bytes that come from one other block in a step, and from all.
-__device__ __forceinline__ u32 coming(int B) { return 16 * B; }
-__device__ __forceinline__ u32 counted(int B) { return coming(B) * (BLOCKS - 1); }
-
-#if COPIES
-// True in one thread of the warp, which the compiler knows to be one.
-__device__ __forceinline__ bool elected() {
-  u32 first;
-  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(first));
-  return first;
-}
-
-// What the thread has written to shared memory, and read from it, comes before copies that are asked for
-// after a meeting of threads.
-__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Copies into the shared memory of another block, multiples of 16 bytes. `barrier`, in it, counts them as
-// they come.
-__device__ __forceinline__ void copy_to(u32 to, u32 from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "r"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-// h of all rows goes to all other blocks; `buffer`: of both sides.
-__device__ __forceinline__ void hand_out(const Layout& in, int buffer, int B) {
-  const u32 from = address_of(in.gathered) + buffer * 8 * ROW_TILES * 16;
-#pragma unroll
-  for (int i = 1; i < BLOCKS; i++) {
-    const u32 to = address_of(in.hidden) + (buffer * SOURCES + i) * SOURCE * 16;
-    copy_to(in_block(to, receiver(i)), from, coming(B), in_block(in.barriers + 8 * buffer, receiver(i)));
-  }
-}
-#endif
+// Bytes that come from all other blocks in a step.
+__device__ __forceinline__ u32 counted(int B) { return 16 * B * (BLOCKS - 1); }
 
 // What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
@@ -155,13 +116,6 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       var_c = var;
     }
     if (!SUM_H && !SUM_C) put(t + 1);
-#if COPIES && !defined(NO_EXCHANGE)
-    if (t + 1 < p.T) {
-      await<GATHERED>();
-      if (elected()) hand_out(in, (t + 1) & 1, p.B);
-      MARK(10);
-    }
-#endif
     if (SUM_C && quad == 0 && at.mine) p.mean_c[to_c] = shift_c, p.var_c[to_c] = var_c;
     to_c += H;
     if (!SUM_H && !SUM_C) __syncthreads();
@@ -288,7 +242,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   };
   ask_rows();
 
-#if !COPIES
   // Eight rows' pieces of 16 bytes go to four blocks at once, each block begins with its neighbour.
   const int piece = lane & 7;
   const u32 shared = address_of(in.hidden), first_place = 1 + (lane >> 3);
@@ -296,7 +249,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 #pragma unroll
   for (int i = 0; i < SENDS; i++) to[i] = in_block(shared, receiver(4 * i + first_place < BLOCKS ? 4 * i + first_place : 0));
   const u32 into = (first_place * SOURCE + 8 * at.tile + piece) * 16, barrier_at = in.barriers - shared;
-#endif
 
   // What a step leaves behind, which nobody waits for: the cells are those of c until the next ones take their place.
   Eight late[RT];
@@ -313,9 +265,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     wh += step_saved * 8, hs += B * H, cs += step_saved * 2;
   };
 
-#if COPIES
-  before_copies();
-#endif
   __syncthreads();
   prepare(0);
   meet_cluster();
@@ -405,7 +354,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
       MARK(4);
       done<SUMS_1>();
-      if (SPREAD == 1 && t > 0) keep(0, RT / 2);
+      if (t > 0) keep(0, RT / 2);
       await<TOTALS_1>();
       MARK(6);
     }
@@ -415,7 +364,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     const float shift_c = SUM_C ? before[64 + own].x : 0.0f;
     // T is not negative, but the compiler does not know that; it would read after the stores.
     const u32 never = u32(p.T) >> 31, seen = __float_as_uint(of_h[3].y) ^ __float_as_uint(of_h[0].y) ^ __float_as_uint(shift_c);
-    if (SPREAD == 1 && TYPE == 0 && t > 0) keep(SUM_H ? RT / 2 : 0, RT, MODE_H ? seen & never : 0);
+    if (TYPE == 0 && t > 0) keep(SUM_H ? RT / 2 : 0, RT, MODE_H ? seen & never : 0);
     auto open = [&](int n, int q, int e) {
       float v = a[n][q][e];
       if (MODE_H) v = a[n][q][e] = v - of_h[q].x;
@@ -448,7 +397,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       MARK(7);
       done<SUMS_2>();
     }
-    if (SPREAD == 1 && t > 0) keep(TYPE == 0 ? RT : SUM_H ? RT / 2 : 0, RT + 1);
+    if (t > 0) keep(TYPE == 0 ? RT : SUM_H ? RT / 2 : 0, RT + 1);
     u32 mixed = 0;
 #pragma unroll
     for (int n = 0; n < RT; n++)
@@ -485,13 +434,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       u32* mine = reinterpret_cast<u32*>(in.hidden + (now ^ 1) * SOURCES * SOURCE + 8 * at.tile) + lane;
 #pragma unroll
       for (int n = 0; n < RT; n++) mine[32 * n] = line[n];
-#if COPIES
-      u32* gathered = reinterpret_cast<u32*>(in.gathered + ((now ^ 1) * ROW_TILES + at.tile) * 8) + lane;
-#pragma unroll
-      for (int n = 0; n < RT; n++) gathered[32 * n] = line[n];
-      before_copies();
-      done<GATHERED>();
-#else
       // A row's eight units are gathered from the quad that has them.
       const u32 buffer = (now ^ 1) * SOURCES * SOURCE * 16, barrier = barrier_at + (now ^ 1) * 8;
 #pragma unroll
@@ -504,7 +446,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
           send(4 * i + first_place < BLOCKS && 8 * (at.tile + n) + piece < B,
                to[i] + into + buffer + 4 * i * SOURCE * 16 + 128 * n, to[i] + barrier, chunk);
       }
-#endif
     }
 #endif
     MARK(10);
@@ -520,14 +461,12 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
           if (valid(n, e, t)) p.h_n[(r * B + at.row(n, e)) * H + unit] = h[n][e];
     }
     __syncwarp();
-    if (SPREAD == 0) keep(0, RT + 1);
     MARK(11);
     if (!SUM_H && !SUM_C) __syncthreads();
     if (t + 1 < p.T) prepare(t + 1);
-    if (SPREAD == 2) keep(0, RT + 1);
     MARK(12);
   }
-  if (SPREAD == 1) keep(0, RT + 1);
+  keep(0, RT + 1);
 #pragma unroll
   for (int n = 0; n < RT; n++)
 #pragma unroll
@@ -540,8 +479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
   if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
   Layout in;
   in.hidden = shared;
-  in.gathered = in.hidden + 2 * SOURCES * SOURCE;
-  in.room = reinterpret_cast<float*>(in.gathered + 2 * 8 * ROW_TILES);
+  in.room = reinterpret_cast<float*>(in.hidden + 2 * SOURCES * SOURCE);
   in.room_c = in.room + 64 * WARPS;
   in.given = in.room + ROOM;
   in.constants = in.given + 2 * STATISTICS;

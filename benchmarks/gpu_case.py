@@ -1,6 +1,6 @@
 """Short pieces of work for gpu_tests.py, each in a process of its own.
 
-gpu_case.py kernels                  every kernel once on small layers, for compute-sanitizer
+gpu_case.py kernels FAMILY           each kernel once on small layers, for compute-sanitizer
 gpu_case.py first T B I H TYPE       seconds of the first training step, with nothing compiled yet
 gpu_case.py demo DEVICE MODEL SEED   the test accuracy of one of the digits demo's models
 """
@@ -12,41 +12,46 @@ import time
 from unittest import mock
 
 import torch
+from gpu_sanitizer import FAMILIES
 
 import rbn
 
 TYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def kernels():
-    """A training and an inference call through every kernel, of CUDA C++ (three) and Triton.
+def kernels(family):
+    """A training and an inference call through every kernel of a family.
 
+    small, cuda and wide are in CUDA C++, triton is the LSTM in one launch, steps is step by step.
     The result is compared with the reference's, loosely: what is looked for is looked for by the
     sanitizer.
     """
-    from rbn.ops.gpu import cuda_lstm, small_lstm
+    from rbn.ops.gpu import cuda_lstm, paths, small_lstm
 
     capability = torch.cuda.get_device_capability()
     in_memory = (small_lstm, "choose", lambda wx: None)
-    paths = {
+    patches = {
         "small": [],
         "cuda": [in_memory],
         "wide": [in_memory, (cuda_lstm, "_fits", lambda wx: False)],
         "triton": [(cuda_lstm, "covers", lambda a: False)],
-    }
+        "steps": [(paths, "choose", lambda a: paths.STEPS)],
+    }[family]
+    types, layers = dict(TYPES), [rbn.LSTM, rbn.BatchNormLSTM]
+    if family == "steps":
+        layers += [rbn.LayerNormLSTM, rbn.BatchNormRNN]
+    if family == "wide":
+        types.pop("tf32")
+    if (family == "wide" and capability != (9, 0)) or (family == "small" and capability < (9, 0)):
+        types = {}
     done = []
-    for path, patches in paths.items():
-        for precision, dtype in TYPES.items():
-            if path == "wide" and (precision == "tf32" or capability != (9, 0)):
-                continue
-            if path == "small" and capability < (9, 0):
-                continue
-            for make in (rbn.LSTM, rbn.BatchNormLSTM):
-                with contextlib.ExitStack() as stack:
-                    for patch in patches:
-                        stack.enter_context(mock.patch.object(*patch))
-                    compare(make(3, 24).to("cuda", dtype))
-                done.append(f"{path} {precision} {make.__name__}")
+    for precision, dtype in types.items():
+        for make in layers:
+            with contextlib.ExitStack() as stack:
+                for patch in patches:
+                    stack.enter_context(mock.patch.object(*patch))
+                compare(make(3, 24).to("cuda", dtype))
+            done.append(f"{precision} {make.__name__}")
     print(json.dumps({"ran": done}))
 
 
@@ -92,7 +97,8 @@ def demo(device, model, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     work = parser.add_subparsers(dest="work", required=True)
-    work.add_parser("kernels")
+    one = work.add_parser("kernels")
+    one.add_argument("family", choices=FAMILIES)
     one = work.add_parser("first")
     for name in "TBIH":
         one.add_argument(name, type=int)

@@ -9,16 +9,18 @@ AXES = {"H": "units (T 100, batch 64)", "B": "batch (T 100, H 256)", "T": "steps
 
 
 def draw(rows, path):
-    """The paper's shapes as speed against cuDNN, and the sweeps as milliseconds."""
+    """The paper's shapes as speed against cuDNN, and the sweeps, if any, as milliseconds."""
     from matplotlib.figure import Figure
 
     if not rows:
         return
-    figure = Figure(figsize=(11, 7.5), dpi=130, layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=(1.1, 1))
+    swept = any(row["shape"] in SWEEPS for row in rows)
+    figure = Figure(figsize=(11, 7.5 if swept else 4), dpi=130, layout="constrained")
+    above, *below = figure.subfigures(1 + swept, 1, squeeze=False)[:, 0]
     _speed(above.subplots(), rows)
-    for letter, axes in zip(AXES, below.subplots(1, 3), strict=True):
-        _sweep(axes, rows, letter)
+    for part in below:
+        for letter, axes in zip(AXES, part.subplots(1, 3), strict=True):
+            _sweep(axes, rows, letter)
     figure.suptitle(f"Batch-normalized LSTM, forward and backward, {rows[0]['gpu']}")
     figure.savefig(path, format="png")
 

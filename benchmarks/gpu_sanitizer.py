@@ -1,15 +1,26 @@
-"""compute-sanitizer: where it is, and what it says of a script."""
+"""compute-sanitizer: where it is, and what it says of the kernels, one family at a time."""
 
 import glob
+import json
 import re
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
 
 TOOLS = ("memcheck", "racecheck")
+FAMILIES = ("small", "cuda", "wide", "triton", "steps")
+AT_ONCE = 3
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
+_MOST = 2000  # reports that are printed
+_ACCESS = r"(Read|Write) access at (.+)\+(0x[0-9a-f]+)"
+_RACE = re.compile(
+    rf"(Error|Warning): (?:\([^)]*\) )?Race reported between {_ACCESS}.*\n((?:=+ +and .*\n?)+)"
+)
+_OTHER = re.compile(rf"and {_ACCESS}.*\[(\d+) hazards\]")
 
 
 def find_sanitizer():
@@ -32,28 +43,92 @@ def find_sanitizer():
     return None
 
 
-def check_tool(binary, tool, script, run, timeout):
-    """The outcome of one tool: clean, errors, absent, stopped, or failed, with its own words."""
+def version(binary, run):
+    """Which compute-sanitizer it is: what it takes for a race has changed between versions."""
+    if binary is None:
+        return "absent"
+    words = run([binary, "--version"], 60).output
+    found = re.search(r"[Vv]ersion (\S+)", words)
+    return found[1] if found else words.strip()[-80:]
+
+
+def races(output):
+    """What racecheck reported: kernel, places in its machine code, hazards and launches in all.
+
+    output: what it printed. A place that was reported of several launches is listed once.
+    """
+    found = {}
+    for severity, access, kernel, at, others in _RACE.findall(output):
+        with_, hazards = [], 0
+        for other_access, _, other_at, count in _OTHER.findall(others):
+            with_.append(f"{other_access.lower()} {other_at}")
+            hazards += int(count)
+        one = {
+            "kernel": kernel,
+            "severity": severity.lower(),
+            "between": f"{access.lower()} {at}",
+            "and": ", ".join(sorted(with_)),
+        }
+        same = found.setdefault(tuple(one.values()), one | {"hazards": 0, "launches": 0})
+        same["hazards"] += hazards
+        same["launches"] += 1
+    return list(found.values())
+
+
+def check_tool(binary, tool, family, script, run, timeout):
+    """The outcome of one tool on the kernels of one family, with its own words.
+
+    clean, errors, absent (the tool), not run (the kernels are not for this card), stopped, failed.
+    """
     if binary is None:
         return {"outcome": "absent", "words": "no compute-sanitizer was found"}
-    command = [binary, "--tool", tool, "--error-exitcode", "9", "--print-limit", "60"]
+    command = [binary, "--tool", tool, "--error-exitcode", "9", "--print-limit", str(_MOST)]
     # Each tensor its own allocation, so that a read beyond one is seen.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
-    done = run([*command, sys.executable, str(script), "kernels"], timeout, **alone)
+    done = run([*command, sys.executable, str(script), "kernels", family], timeout, **alone)
     summary = _SUMMARY.findall(done.output)
-    ran = '"ran"' in done.output
+    ran = re.search(r'^{"ran": .*}$', done.output, re.M)
     if done.rc is None:
         outcome = "stopped"
     elif done.rc == 0 and ran and summary:
-        outcome = "clean"
+        outcome = "clean" if json.loads(ran[0])["ran"] else "not run"
     elif done.rc == 9 and summary:
         outcome = "errors"
     else:
         outcome = "failed"
     found = {"outcome": outcome, "words": "; ".join(summary), "seconds": done.seconds}
-    if outcome in ("errors", "failed", "stopped"):
+    if outcome == "errors" and tool == "racecheck":
+        found["races"] = races(done.output)
+    elif outcome in ("errors", "failed", "stopped"):
         marked = [line for line in done.output.splitlines() if line.startswith("=====")]
         # Whose call it was says nothing of a kernel, and an error has dozens of such lines.
         marked = [line for line in marked if "Host Frame" not in line and line.strip("= ")]
         found["log"] = (marked or done.output.splitlines())[:80]
     return found
+
+
+def check_all(binary, script, run, timeout, pool):
+    """Start all tools on all families; gives back what waits for them: outcomes by family.
+
+    A few at a time: while a kernel is looked at, the card's other users wait.
+    """
+    end, turn = time.monotonic() + timeout, threading.Semaphore(AT_ONCE)
+
+    def check(tool, family):
+        with turn:
+            left = max(1.0, end - time.monotonic())
+            return check_tool(binary, tool, family, script, run, left)
+
+    jobs = {
+        family: {tool: pool.submit(check, tool, family) for tool in TOOLS} for family in FAMILIES
+    }
+    return lambda: {
+        "version": version(binary, run),
+        **{f: {tool: job.result() for tool, job in tools.items()} for f, tools in jobs.items()},
+    }
+
+
+def clean(found):
+    """Whether no tool found anything. found: what `check_all` gave."""
+    outcomes = [one["outcome"] for family in FAMILIES for one in found[family].values()]
+    return all(outcome in ("clean", "absent", "not run") for outcome in outcomes)

@@ -1,8 +1,9 @@
 """Runs everything that only a GPU can prove, and writes down what came of it.
 
 The tests marked gpu, in several processes that share the card; compute-sanitizer's memcheck and
-racecheck on every kernel; the seconds of a first call with nothing compiled; the digits demo on the
-GPU beside the CPU. Writes benchmarks/results/gpu-tests.json and ends with 1 where anything failed.
+racecheck on each family of kernels; the seconds of a first call with nothing compiled; the digits
+demo on the GPU beside the CPU. Writes benchmarks/results/gpu-tests.json and ends with 1 where
+anything failed.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import platform
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gpu_sanitizer import TOOLS, check_tool, find_sanitizer
+from gpu_sanitizer import check_all, clean, find_sanitizer
 
 from rbn.experiments.results import commit
 
@@ -45,18 +47,27 @@ class Done:
 
 
 def run(command, timeout, **environment):
-    """Run a command from the repository's root, stdout and stderr together."""
+    """Run a command from the repository's root, stdout and stderr together.
+
+    What it started goes with it when its time is over: compute-sanitizer's program, left behind,
+    would keep the card busy.
+    """
     began = time.monotonic()
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             rc = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             rc = None
         log.seek(0)
@@ -177,7 +188,7 @@ def everything(workers, seconds, run=run, collect=collect, sanitizer=find_saniti
             for model in MODELS
             for seed in SEEDS
         }
-        checks = {tool: pool.submit(check_tool, binary, tool, CASE, run, left) for tool in TOOLS}
+        checked = check_all(binary, CASE, run, left, pool)
         shards = [names[k::workers] for k in range(min(workers, len(names)))]
         logs = list(pool.map(lambda shard: run_tests(shard, left, run), shards))
         if keep is not None:
@@ -186,7 +197,7 @@ def everything(workers, seconds, run=run, collect=collect, sanitizer=find_saniti
         summary |= {
             "processes": len(shards),
             "seed": int(os.environ["RBN_TEST_SEED"]),
-            "compute_sanitizer": {tool: job.result() for tool, job in checks.items()},
+            "compute_sanitizer": checked(),
             "first_call": {name: last_json(job.result()) for name, job in first.items()},
         }
         trained = {}
@@ -200,11 +211,10 @@ def everything(workers, seconds, run=run, collect=collect, sanitizer=find_saniti
 
 def passed(summary):
     """Whether nothing failed. A sanitizer that is not there is said, and is no failure."""
-    sanitizer = [v["outcome"] for v in summary["compute_sanitizer"].values()]
     return (
         not summary["failed"]
         and not summary["unfinished"]
-        and all(outcome in ("clean", "absent") for outcome in sanitizer)
+        and clean(summary["compute_sanitizer"])
         and summary["digits_demo"]["same"]
         and not any("error" in one for one in summary["first_call"].values())
     )

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,19 @@ def test_a_process_is_stopped_at_its_time(tests):
     assert tests.last_json(done) == {"error": "stopped at its time"}
 
 
+def test_what_a_stopped_process_started_is_stopped_too(tests, tmp_path):
+    """Such as the program that compute-sanitizer runs."""
+    beat = f"""import time
+for n in range(600):
+    open({str(tmp_path / "beat")!r}, "w").write(str(n))
+    time.sleep(0.1)"""
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {beat!r}])"
+    assert tests.run([sys.executable, "-c", script], 3).rc is None
+    last = (tmp_path / "beat").read_text()
+    time.sleep(0.5)
+    assert (tmp_path / "beat").read_text() == last
+
+
 def test_what_a_case_prints(tests):
     assert tests.last_json(tests.Done(0, 'words\n{"seconds": 2}\n', 3.0)) == {"seconds": 2}
     found = tests.last_json(tests.Done(1, "a\nOops: no card\n", 3.0))
@@ -93,7 +107,8 @@ def test_the_demo_is_judged_by_its_standard_error(tests):
 @pytest.mark.parametrize(
     ("rc", "output", "outcome"),
     [
-        (0, '{"ran": []}\n===== ERROR SUMMARY: 0 errors', "clean"),
+        (0, '{"ran": ["bf16 LSTM"]}\n===== ERROR SUMMARY: 0 errors', "clean"),
+        (0, '{"ran": []}\n===== ERROR SUMMARY: 0 errors', "not run"),
         (0, "===== ERROR SUMMARY: 0 errors", "failed"),  # nothing ran
         (9, "===== Invalid read\n===== ERROR SUMMARY: 2 errors", "errors"),
         (1, "Device not supported", "failed"),
@@ -108,11 +123,12 @@ def test_the_sanitizers_words(bench, tests, rc, output, outcome):
         return tests.Done(rc, output, 1.0)
 
     check = bench("gpu_sanitizer").check_tool
-    found = check("/x/compute-sanitizer", "memcheck", "case.py", run, 9)
+    found = check("/x/compute-sanitizer", "memcheck", "small", "case.py", run, 9)
     assert found["outcome"] == outcome
-    assert ("log" in found) == (outcome != "clean")
+    assert ("log" in found) == (outcome not in ("clean", "not run"))
     ((command, environment),) = commands
     assert command[:3] == ["/x/compute-sanitizer", "--tool", "memcheck"]
+    assert command[-3:] == ["case.py", "kernels", "small"]
     assert environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
@@ -121,10 +137,55 @@ def test_an_absent_sanitizer_is_said(bench, monkeypatch):
     monkeypatch.setattr(sanitizer.shutil, "which", lambda name: None)
     monkeypatch.setattr(sanitizer.glob, "glob", lambda pattern, recursive: [])
     assert sanitizer.find_sanitizer() is None
-    assert sanitizer.check_tool(None, "racecheck", "case.py", None, 9)["outcome"] == "absent"
+    found = sanitizer.check_tool(None, "racecheck", "small", "case.py", None, 9)
+    assert found["outcome"] == "absent"
+    assert sanitizer.version(None, None) == "absent"
 
 
-def test_everything_in_one_summary(tests):
+RACES = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at small_forward+0x6250
+=========     and Read access at small_forward+0x3b10 [256 hazards]
+=========     and Read access at small_forward+0x3b00 [128 hazards]
+=========
+========= Warning: (Warp Level Programming) Race reported between \
+Read access at void f<(int)2>(float *)+0x44f0 in f.cu:3
+=========     and Write access at void f<(int)2>(float *)+0x6630 in f.cu:9 [64 hazards]
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame:  [0x1] in libcuda.so.1
+========= Error: Race reported between Write access at small_forward+0x6250
+=========     and Read access at small_forward+0x3b00 [32 hazards]
+=========     and Read access at small_forward+0x3b10 [16 hazards]
+========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)
+"""
+
+
+def test_races_are_listed_once_with_their_places(bench, tests):
+    sanitizer = bench("gpu_sanitizer")
+    found = sanitizer.check_tool(
+        "x", "racecheck", "small", "case.py", lambda *_: tests.Done(9, RACES, 1.0), 9
+    )
+    assert found["words"] == "3 hazards displayed (2 errors, 1 warning)"
+    assert found["races"] == [
+        {
+            "kernel": "small_forward",
+            "severity": "error",
+            "between": "write 0x6250",
+            "and": "read 0x3b00, read 0x3b10",
+            "hazards": 432,
+            "launches": 2,
+        },
+        {
+            "kernel": "void f<(int)2>(float *)",
+            "severity": "warning",
+            "between": "read 0x44f0",
+            "and": "write 0x6630",
+            "hazards": 64,
+            "launches": 1,
+        },
+    ]
+
+
+def test_everything_in_one_summary(bench, tests):
     """With processes that answer at once."""
     seen = []
 
@@ -141,7 +202,10 @@ def test_everything_in_one_summary(tests):
     summary = tests.everything(3, 60, run, lambda: NAMES, lambda: None)
     assert summary["passed"] == summary["tests"] == 5
     assert summary["processes"] == 3
-    assert summary["compute_sanitizer"]["memcheck"]["outcome"] == "absent"
+    families = bench("gpu_sanitizer").FAMILIES
+    absent = summary["compute_sanitizer"]
+    assert absent["version"] == "absent"
+    assert {absent[f][tool]["outcome"] for f in families for tool in absent[f]} == {"absent"}
     assert summary["first_call"]["ptb, bf16"] == {"seconds": 2.5}
     assert summary["digits_demo"]["same"]
     assert tests.passed(summary)
@@ -150,7 +214,7 @@ def test_everything_in_one_summary(tests):
     for wrong in (
         {"failed": ["x"]},
         {"unfinished": ["x"]},
-        {"compute_sanitizer": {"memcheck": {"outcome": "errors"}}},
+        {"compute_sanitizer": absent | {"wide": {"racecheck": {"outcome": "errors"}}}},
         {"digits_demo": {"same": False}},
         {"first_call": {"ptb": {"error": "exit 1"}}},
     ):
@@ -165,6 +229,8 @@ def test_the_case_for_the_sanitizer(bench):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with rbn.backend("gpu"):
         case.compare(rbn.BatchNormLSTM(3, 4).to(device))
+        case.compare(rbn.LayerNormLSTM(3, 4).to(device))
+        case.compare(rbn.BatchNormRNN(3, 4).to(device))
 
     class Wrong(rbn.LSTM):
         def forward(self, *args, **options):

@@ -39,6 +39,28 @@ def test_the_same_numbers_as_on_the_cpu(layer_class, padded):
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("features", [1, 3, 8, 9, 27])
+def test_rows_of_the_input_that_are_no_multiple_of_16_bytes(features, dtype):
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(features, 8, dtype=torch.float64)
+    twin = copy.deepcopy(layer).to("cuda", dtype)
+    x = torch.randn(6, 33, features, dtype=torch.float64).to(dtype).double()
+    ours, theirs = x.to("cuda", dtype).requires_grad_(), x.requires_grad_()
+    expected, found = layer(theirs)[0], twin(ours)[0]
+    assert found.dtype == dtype
+    expected.square().sum().backward()
+    found.float().square().sum().backward()
+    # Some tens of roundings in `dtype` lie between the two; gradients are compared as vectors.
+    unit = torch.finfo(dtype).eps
+    assert (found.double().cpu() - expected).abs().max() < 16 * unit
+    pairs = [(ours.grad, theirs.grad)]
+    pairs += [(twin.get_parameter(n).grad, p.grad) for n, p in layer.named_parameters()]
+    for one, other in pairs:
+        assert one.shape == other.shape
+        assert (one.double().cpu() - other).norm() < 32 * unit * max(1.0, other.norm().item())
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_no_call_makes_the_host_wait(layer_class):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -228,9 +229,18 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         place = changed
         for part in path:
             if not isinstance(place.get(part), dict):
-                raise ValueError(f"there is no setting {key!r}")
+                raise _unknown(key, asdict(config))
             place = place[part]
         if not path and last not in changed:
-            raise ValueError(f"there is no setting {key!r}")
+            raise _unknown(key, asdict(config))
         place[last] = value
     return from_mapping(changed)
+
+
+def _unknown(key: str, settings: Mapping[str, Any]) -> ValueError:
+    """What to say of a setting that is not there, with those it may be meant for."""
+    inner = [f"{a}.{b}" for a, v in settings.items() if isinstance(v, dict) for b in v]
+    near = [name for name in inner if name.endswith(f".{key}")]
+    near = near or difflib.get_close_matches(key, [*settings, *inner], 1)
+    instead = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(settings)}"
+    return ValueError(f"there is no setting {key!r}{instead}")

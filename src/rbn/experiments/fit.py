@@ -238,6 +238,8 @@ class Watch:
 
         def on_record(record: dict[str, float]) -> None:
             text = f"validation {record['valid_batch']:.4f}, {record['valid_population']:.4f}"
+            if "valid_batch_nats" in record:
+                text += f", {record['valid_batch_nats']:.4f} nats"
             self._bars.update(line, valid=text)
 
         trainer.on_step, trainer.on_record = on_step, on_record

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from rbn.data.cloze import cloze
 from rbn.data.cnn import Batch, QuestionBatches, Reading, Vocabulary, load_questions
 from rbn.experiments.config import Config
-from rbn.experiments.tasks import Measured
+from rbn.experiments.measured import Measured, Measurement
+from rbn.experiments.tasks import right_and_nats
 from rbn.models import AttentiveReader
 from rbn.training import Ranks
 
@@ -81,15 +82,17 @@ class ReadingTask(Measured):
         logits, _ = self.model(document, question, document_lengths, question_lengths)
         return F.cross_entropy(logits.float(), self.reader.classes(answers))
 
-    def measure(self, part: str) -> float:
-        """The part of the questions, from 0 to 1, that is answered wrongly."""
+    def measure(self, part: str) -> Measurement:
+        """The part of the questions, from 0 to 1, that is answered wrongly; the cross-entropy."""
         batches = self.parts[part]
-        right = torch.zeros((), dtype=torch.int64, device=batches.passages.answers.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=batches.passages.answers.device)
         ranks = Ranks.here()
         for batch in ranks.share(batches.in_order()):
             logits, _ = self.model(*batch.texts)
-            right += (logits.argmax(dim=-1) == self.reader.classes(batch.answers)).sum()
-        return 1 - ranks.total(int(right))[0] / len(batches.passages)
+            sums += right_and_nats(logits, self.reader.classes(batch.answers))
+        right, nats = ranks.total(*sums.tolist())
+        count = len(batches.passages)
+        return Measurement(1 - right / count, nats / count)
 
     def population_batches(self, batch_size: int) -> Iterator[Batch]:
         """The training questions once, for exact population statistics.

@@ -16,11 +16,13 @@ import torch
 
 import rbn
 from rbn.experiments.config import Config
+from rbn.experiments.measured import has_statistics
 from rbn.experiments.reading import ReadingTask
-from rbn.experiments.tasks import Classification, NextSymbol, has_statistics
+from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.training import Trainer, checkpoint
 
 CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
+NATS = ("valid_batch_nats", "valid_population_nats")  # where the figure is not the cross-entropy
 
 
 @torch.no_grad()
@@ -109,11 +111,12 @@ def publish(run: Path, to: Path) -> Path:
     target: Path = to / result["task"] / f"{model}{tag}-seed{result['seed']}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    columns = [*CURVE, *(name for name in NATS if any(name in record for record in records))]
     with target.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, CURVE, extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(map(_rounded, map(json.loads, lines)))
+        writer.writerows(map(_rounded, records))
     return target
 
 

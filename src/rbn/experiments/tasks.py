@@ -2,115 +2,27 @@
 
 from __future__ import annotations
 
-import abc
-import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rbn.data import Minibatches, Split, Splits, Text, Windows
-from rbn.nn import (
-    PopulationStatistics,
-    batch_statistics,
-    kept_statistics,
-    own_statistics,
-    update_population_stats,
-)
+from rbn.experiments.measured import Measured, Measurement
 from rbn.training import Ranks
 
-ESTIMATE = 50  # minibatches behind the population statistics of a look at the validation data
 
+def right_and_nats(logits: Tensor, classes: Tensor) -> Tensor:
+    """How many are answered rightly, and the sum of the cross-entropies, ``[2]``.
 
-def has_statistics(model: nn.Module) -> bool:
-    """Whether a model normalizes over batches."""
-    return any(isinstance(module, PopulationStatistics) for module in model.modules())
-
-
-def draws_noise(model: nn.Module) -> bool:
-    """Whether initial states are noisy while training."""
-    return any(getattr(module, "hidden_noise", 0) > 0 for module in model.modules())
-
-
-class Measured(abc.ABC):
-    """A task that is measured with minibatch statistics and with population statistics.
-
-    Of several processes that train together each measures and estimates with some of the
-    minibatches, whole ones, so that the figures are those of one process.
-
-    Attributes:
-        estimate: minibatches behind the population statistics of an evaluation; None takes the
-            running averages.
-        population_batch: rows of the batches that these are cut into, which should be those of the
-            final statistics: small ones understate a variance. None: the training minibatches'.
-        metric: ``"valid_batch"`` or ``"valid_population"``, which of them names the best model.
-        row_dims: along which dimension of each tensor of a minibatch its rows lie.
+    Args:
+        logits: ``[B, classes]``.
+        classes: the right ones, ``[B]``.
     """
-
-    model: nn.Module
-    batch_size: int
-    estimate: int | None = ESTIMATE
-    population_batch: int | None = None
-    row_dims: tuple[int, ...]
-    metric = "valid_population"
-    forward: Callable[[nn.Module, Any], object] | None = None  # on one of `population_batches`
-
-    @abc.abstractmethod
-    def measure(self, part: str) -> float:
-        """The figure on one part of the data, with the statistics that the model uses now."""
-
-    @abc.abstractmethod
-    def population_batches(self, batch_size: int) -> Iterator[Any]:
-        """The training inputs once, for exact population statistics."""
-
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """The validation figure with both kinds of statistics; once where there are none.
-
-        While the model moves, the running averages lag behind it. So the population statistics are
-        estimated from a few minibatches at the model as it is; the running ones stay as they are.
-        """
-        if not has_statistics(self.model):
-            value = self.measure_with("valid", "population")
-            return {"valid_batch": value, "valid_population": value}
-        found = {"valid_batch": self.measure_with("valid", "batch")}
-        if self.estimate is None:
-            return found | {"valid_population": self.measure_with("valid", "population")}
-        size = self.population_batch or self.batch_size
-        with kept_statistics(self.model):
-            self.estimate_population(size, math.ceil(self.estimate * self.batch_size / size))
-            found["valid_population"] = self.measure_with("valid", "population")
-        return found
-
-    @torch.no_grad()
-    def estimate_population(self, batch_size: int, count: int | None = None) -> None:
-        """Population statistics at the model as it is, of all training data or some minibatches.
-
-        Without dropout and zoneout, as it is evaluated. But with the noise that in-order MNIST has
-        in its initial states: while all images are alike, that noise is all there is to normalize,
-        and the first images to differ would be many deviations away without it.
-        """
-        batches = Ranks.here().share(itertools.islice(self.population_batches(batch_size), count))
-        with own_statistics(self.model):
-            update_population_stats(
-                self.model, batches, forward=self.forward, train_mode=draws_noise(self.model)
-            )
-
-    @torch.no_grad()
-    def measure_with(self, part: str, statistics: str) -> float:
-        """The figure on one part, with ``"batch"`` or ``"population"`` statistics."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            if statistics == "batch" and has_statistics(self.model):
-                with batch_statistics(self.model):
-                    return self.measure(part)
-            return self.measure(part)
-        finally:
-            self.model.train(was_training)
+    right = (logits.argmax(dim=-1) == classes).sum()
+    return torch.stack((right, F.cross_entropy(logits.float(), classes, reduction="sum")))
 
 
 class Classification(Measured):
@@ -148,19 +60,20 @@ class Classification(Measured):
         """Cross-entropy, in nats."""
         return F.cross_entropy(self.model(inputs).float(), labels)
 
-    def measure(self, part: str) -> float:
-        """Accuracy."""
+    def measure(self, part: str) -> Measurement:
+        """Accuracy, and the cross-entropy beside it."""
         split: Split = getattr(self.splits, part)
         size = len(split)
-        right = torch.zeros((), dtype=torch.int64, device=split.labels.device)
+        # Both in one tensor, which comes to the host at once.
+        sums = torch.zeros(2, dtype=torch.float64, device=split.labels.device)
         # As equal in size as can be: minibatch statistics of a small rest would say little.
         pieces = torch.arange(size).tensor_split(math.ceil(size / self.batches.batch_size))
         ranks = Ranks.here()
         for rows in ranks.share(pieces):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
-            predicted = self.model(split.inputs[:, piece]).argmax(dim=-1)
-            right += (predicted == split.labels[piece]).sum()
-        return ranks.total(int(right))[0] / size
+            sums += right_and_nats(self.model(split.inputs[:, piece]), split.labels[piece])
+        right, nats = ranks.total(*sums.tolist())
+        return Measurement(right / size, nats / size)
 
     def population_batches(self, batch_size: int) -> Iterator[Tensor]:
         """The training inputs once, for exact population statistics."""
@@ -217,7 +130,7 @@ class NextSymbol(Measured):
         logits, _ = self.model(symbols)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
 
-    def measure(self, part: str, length: int | None = None) -> float:
+    def measure(self, part: str, length: int | None = None) -> Measurement:
         """Bits per character of a part's windows, of the training length by default."""
         stream: Tensor = getattr(self.text, part)
         length = self.length if length is None else length
@@ -231,7 +144,7 @@ class NextSymbol(Measured):
             nats += self.loss(symbols, targets, "sum")
             count += targets.numel()
         total, characters = ranks.total(float(nats), count)
-        return total / characters / math.log(2)
+        return Measurement(total / characters / math.log(2))
 
     @torch.no_grad()
     def measure_whole(self, part: str, piece: int = 10_000) -> float:

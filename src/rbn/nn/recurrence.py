@@ -27,6 +27,20 @@ INITIAL_STATES = ("learned", "zeros")
 States = tuple[Tensor, ...]
 
 
+def _input_product(input: Tensor, weight: Tensor) -> Tensor:
+    """``input @ weight.T``, ``[..., I]`` and ``[G, I]``.
+
+    In half precision on a GPU with zeros up to a multiple of 8 columns: for rows that are no
+    multiple of 16 bytes cuBLAS has slow kernels only, forward and backward. With one or two
+    columns the zeros would cost more.
+    """
+    columns = input.shape[-1]
+    half = input.is_cuda and input.dtype in (torch.float16, torch.bfloat16)
+    if half and columns > 2 and columns % 8:
+        input, weight = (F.pad(x, (0, -columns % 8)) for x in (input, weight))
+    return F.linear(input, weight)
+
+
 class Recurrence(nn.Module, abc.ABC):
     """One kind of recurrent network: its parameters and how a layer of it runs."""
 
@@ -123,7 +137,7 @@ class Recurrence(nn.Module, abc.ABC):
             weight = getattr(self, f"weight_ih{suffix}")
             # W_x x_t for every t; for a one-hot x_t that is a column of W_x.
             if input.is_floating_point():
-                wx = F.linear(input, weight.to(input.dtype))
+                wx = _input_product(input, weight.to(input.dtype))
             else:
                 wx = F.embedding(input[..., 0], self._autocast(weight).t().contiguous())
             batch = input.shape[1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from rbn.experiments.paper.lines import OURS, PAPER, Figure, Line, Panel, write_csv
+from rbn.experiments.paper.svg import compact
 
 # From the Okabe-Ito palette, which colour-blind readers can tell apart.
 COLOURS = {
@@ -62,7 +64,9 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
             axes.set_axis_off()
         _legend(picture, figure, colours, round(15 * width))
         svg, png = folder / f"{figure.name}.svg", folder / f"{figure.name}.png"
-        picture.savefig(svg, metadata={"Date": None})
+        drawn = io.StringIO()
+        picture.savefig(drawn, format="svg", metadata={"Date": None})
+        svg.write_text(compact(drawn.getvalue()), encoding="utf-8")
         picture.savefig(png, metadata={"Software": None})
     table = folder / f"{figure.name}.csv"
     write_csv(figure.panels, table)

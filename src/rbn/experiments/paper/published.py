@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rbn.experiments.paper.lines import OURS, Line
+from rbn.experiments.results import CURVE, NATS
 
 _GAMMA = "gamma-"
 _NEEDED = ("task", "model", "tag", "seed", "test", "steps", "seconds", "config", "command")
@@ -85,7 +86,14 @@ def _curve(path: Path) -> tuple[dict[str, float], ...]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.DictReader(file)
-            return tuple({k: float(v) for k, v in row.items()} for row in rows)
+            absent = [name for name in CURVE if name not in (rows.fieldnames or ())]
+            if absent:
+                raise ValueError(f"it has no column {', '.join(absent)}")
+            return tuple(
+                # A run that went on with a newer version lacks them in its first rows.
+                {k: float(v) for k, v in row.items() if v or k not in NATS}
+                for row in rows
+            )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a learning curve: {error}") from error
 
@@ -93,8 +101,12 @@ def _curve(path: Path) -> tuple[dict[str, float], ...]:
 def mean_curve(
     results: Sequence[Result], field: str, series: str, detail: str = "", factor: float = 1.0
 ) -> Line | None:
-    """One field of the learning curves, mean over the runs and range, at steps all of them have."""
-    curves = [{row["step"]: row[field] * factor for row in r.curve} for r in results if r.curve]
+    """One field of the learning curves, mean over the runs and range, at steps all of them have.
+
+    Of runs that have it: those published before it was recorded are left out.
+    """
+    found = ([row for row in result.curve if field in row] for result in results)
+    curves = [{row["step"]: row[field] * factor for row in rows} for rows in found if rows]
     if not curves:
         return None
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))

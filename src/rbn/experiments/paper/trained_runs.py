@@ -10,9 +10,10 @@ import torch
 
 from rbn.experiments import runs, trained
 from rbn.experiments.config import Config
+from rbn.experiments.measured import has_statistics
 from rbn.experiments.paper.lines import OURS, Line
 from rbn.experiments.paper.numbers import NAMES
-from rbn.experiments.tasks import NextSymbol, has_statistics
+from rbn.experiments.tasks import NextSymbol
 from rbn.training import CheckpointError
 
 LENGTHS = tuple(range(100, 1001, 100))

@@ -28,10 +28,11 @@ _PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block pas
 # float32 numbers beside the weights: sums of each warp, tables of a number for each column (80) or
 # unit (16), parameters, 2 barriers.
 _NUMBERS = {
-    "forward": 8 * 144 + 4 * 80 + 2 * 16 + 4,
-    "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 16 + 4,
+    "forward": 8 * 144 + 4 * 80 + 3 * 16 + 4,
+    "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 2 * 16 + 4,
 }
-_DEPTH = {"forward": 8, "backward": 6}  # groups asked for ahead; registers are scarce
+_DEPTH = 8  # groups asked for ahead; registers are scarce
+_PARTS = 4  # groups are a multiple of it: the places, or twice those, at which a slice may begin
 
 
 @dataclass(frozen=True)
@@ -76,18 +77,18 @@ class WideCut:
     @property
     def handed(self) -> int:
         """Bytes of sums that a block gets from the others of its team."""
-        return (self.team - 1) * _SIDE[self.direction] * _ROWS * 4
+        return (self.team - 1) * _SIDE[self.direction] * _ROWS * 2
 
 
 def cut_wide(direction: str, hidden: int, team: int, limit: int) -> WideCut | None:
     """The division with the fewest slots that fits into `limit` bytes, or None."""
     blocks = -(-hidden // UNITS)
     grid = -(-blocks // team) * team
-    groups = -(-blocks * _PASSED[direction] // (2 * team))
+    groups = -(-blocks * _PASSED[direction] // (2 * team * _PARTS)) * _PARTS
     for slots in range(groups + 1):
         empty = WideCut(direction, grid, team, slots, 0, slots)
         resident = min(groups, (limit - empty.shared) // empty.group)
-        if resident < 1:  # the second groups are asked for while a resident one is used
+        if resident < 3:  # the second groups are asked for while two resident ones are used
             return None
         again = groups - resident
         if again <= 2 * slots:
@@ -121,7 +122,7 @@ def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
         "FIRST": cut.first,
         "RESIDENT": cut.resident,
         "SECOND": cut.second,
-        "DEPTH": _DEPTH[cut.direction],
+        "DEPTH": _DEPTH,
     } | dict(defines)
     name = f"wide_{cut.direction}"
     code = nvrtc.compiled(name, named, "sm_90a")

@@ -313,14 +313,11 @@ __device__ __forceinline__ float add_warps(const float* room, int pitch) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// The warps with rows and the one that serves them: one side arrives, the other waits. Each of the
-// numbers is one of these meetings. To the first two TOTALS both come, since the others are there already and
-// wait: racecheck does not see what is written before an arrival that ends such a wait.
+// The warps with rows and the one that serves them. They bring it sums, arrive at one of these barriers and go on;
+// it waits there. What it makes of the sums they get after a meeting of all threads (__syncthreads): that it waits
+// there, too, costs nothing, since it has nothing to do until the next sums come.
 #define SUMS_1 1
-#define TOTALS_1 2
-#define SUMS_2 3
-#define TOTALS_2 4
-#define TOTALS_3 5
+#define SUMS_2 2
 
 template <int NUMBER>
 __device__ __forceinline__ void done() {

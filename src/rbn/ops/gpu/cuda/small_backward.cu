@@ -145,7 +145,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       const float f = slope<MODE_C>(rc, g_c, p.eps);
       if (quad == 0) in.totals[32 + own] = make_float4(f, -(s.x * inv) * f, -(s.y * inv) * (rc * rc) * f, 0.0f);
       if (!SUM_H) put(k + 1);
-      await<TOTALS_1>();
+      __syncthreads();
       MARK(7);
       all_c.x += s.x, all_c.y += s.y * rc;
     }
@@ -158,13 +158,13 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       const float f = slope<MODE_H>(rh, g_h, p.eps), off = s.x * inv;
       in.totals[here] = make_float4(f, -off * f, -(s.y * inv) * (rh * rh) * f, 0.0f);
       if (!SUM_C) put(k + 1);
-      await<TOTALS_2>();
+      __syncthreads();
       MARK(10);
       all_h.x += s.x, all_h.y += s.y * rh;
       const float sum_x = MODE_X ? add_warps(in.room_x + at.lane, 32) : 0.0f, fx = rx * g_x;
       if (MODE_X == 1) in.totals[40 + here] = make_float4(fx, -off * fx, -(sum_x * inv) * (rx * rx) * fx, 0.0f);
       if (MODE_X == 2) in.totals[40 + here] = make_float4(fx, 0.0f, 0.0f, 0.0f);
-      if (MODE_X) done<TOTALS_3>();
+      if (MODE_X) __syncthreads();
       all_x += sum_x * rx;
     }
   }
@@ -436,7 +436,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       done<SUMS_1>();
       if (k > 0) keep_gates(0, 2);
       MARK(6);
-      await<TOTALS_1>();
+      __syncthreads();
       total_c = in.totals[32 + own];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
@@ -484,7 +484,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         for (int q = 0; q < 4; q++) sum_v[n][q] += v[n][q];
     }
     if (k > 0) keep_gates(2, 4), gates_late -= B * GATES;
-    if (SUM_H) await<TOTALS_2>();
+    if (SUM_H) __syncthreads();
     MARK(10);
     float d[RT][4][2];
 #pragma unroll
@@ -570,7 +570,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     MARK(11);
 
     // What it leaves behind.
-    if (SUM_H && MODE_X) await<TOTALS_3>();
+    if (SUM_H && MODE_X) __syncthreads();
     __syncwarp();
 #pragma unroll
     for (int q = 0; q < 4; q++) {

@@ -96,7 +96,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       shift_h = pick(inv > 0.0f, shift_h + off, 0.0f);
       statistics[32 + here] = make_float2(shift_h, rsqrt_(var + p.eps) * g_h);
       if (!SUM_C) put(t + 1);
-      await<TOTALS_1>();
+      __syncthreads();
       MARK(6);
       if (at.mine) p.mean_h[to_h] = shift_h, p.var_h[to_h] = var;
       to_h += GATES;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       shift_c = pick(inv > 0.0f, shift_c + off, 0.0f);
       if (quad == 0) statistics[64 + own] = make_float2(shift_c, rsqrt_(var + p.eps) * g_c);
       if (!SUM_H) put(t + 1);
-      await<TOTALS_2>();
+      __syncthreads();
       MARK(9);
       var_c = var;
     }
@@ -355,7 +355,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       MARK(4);
       done<SUMS_1>();
       if (t > 0) keep(0, RT / 2);
-      await<TOTALS_1>();
+      __syncthreads();
       MARK(6);
     }
     float gate[RT][4][2], cand[RT][2];
@@ -410,7 +410,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     if (SUM_C && (mixed & never)) in.room_c[0] = 0.0f;
     if (SUM_C) {
       MARK(8);
-      await<TOTALS_2>();
+      __syncthreads();
     }
     MARK(9);
     const float2 of_c = MODE_C ? statistics[64 + own] : make_float2(0, pre(2));

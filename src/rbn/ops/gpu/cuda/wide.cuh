@@ -20,6 +20,9 @@
 //
 // Each team begins at another place of its slice: all at the same would be after the same lines.
 //
+// Nothing leaves a block between passing on and the next product that could wait, be it a request: the counter and
+// the looks at it would queue behind it. What is saved, and the next step's data, go beside the product.
+//
 // Named from outside besides those of common.cuh: TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For
 // trials: STAGGER, NO_FETCH (zeros are multiplied), CLOCK. The including file defines SIDE and PASSED, the pieces that
 // a thread passes on in a step.
@@ -39,10 +42,14 @@
 #ifndef STAGGER
 #define STAGGER 4
 #endif
-// Before the first warpgroup needs the second groups, which come when the other has left the first ones.
-#define AHEAD (STAGGER < FIRST + RESIDENT ? STAGGER : FIRST + RESIDENT - 1)
+// Groups that are asked for, and multiplied, together: the hardware has few counters for loads, and waiting for one
+// is waiting for all that were given it. So there is one for each of a few batches.
+#define BATCH 2
 
-static_assert(RESIDENT > 0 && SECOND <= FIRST, "the second groups come while a resident one is used");
+// Before the first warpgroup needs the second groups, which come when the other has left the first ones.
+#define AHEAD (STAGGER <= FIRST + RESIDENT - BATCH ? STAGGER : FIRST + RESIDENT - BATCH)
+
+static_assert(RESIDENT >= 2 * BATCH - 1 && SECOND <= FIRST, "the second groups come while a resident one is used");
 
 typedef unsigned long long u64;
 
@@ -93,6 +100,12 @@ struct Held {
 // From here on the compiler takes these for numbers it has not seen: it keeps them, not what it made of them.
 __device__ __forceinline__ void anew(uint2& v) { asm volatile("" : "+r"(v.x), "+r"(v.y)); }
 
+// The same number, from here on: what is made of it is not made before, to lie in a register.
+__device__ __forceinline__ u32 anew(u32 v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // Four neighbouring units -------------------------------------------------------------------------
 
 __device__ __forceinline__ void widen4(float (&v)[4], uint2 p) {
@@ -106,13 +119,6 @@ __device__ __forceinline__ uint2 narrow4(const float (&v)[4]) {
 
 __device__ __forceinline__ uint2 load_raw4(const Element* p) { return *reinterpret_cast<const uint2*>(p); }
 
-// One store of 8 bytes: the compiler may make two of 4, and a row's 32 bytes would come in parts.
-__device__ __forceinline__ void store_raw4(Element* p, uint2 v) {
-  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
-}
-
-__device__ __forceinline__ void store_narrow4(Element* p, const float (&v)[4]) { store_raw4(p, narrow4(v)); }
-
 __device__ __forceinline__ void load4(float (&v)[4], const float* p) {
   const float4 four = *reinterpret_cast<const float4*>(p);
   v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
@@ -122,13 +128,11 @@ __device__ __forceinline__ void store4(float* p, const float (&v)[4]) {
   *reinterpret_cast<float4*>(p) = make_float4(v[0], v[1], v[2], v[3]);
 }
 
-// 16 bytes for another block, and from one.
+// 16 bytes for other blocks.
 __device__ __forceinline__ void pass_word(uint4* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-
-__device__ __forceinline__ uint4 peek_word(const uint4* p) { return peek(reinterpret_cast<const Element*>(p)); }
 
 // This thread's piece number `i` of a step, from two rows of four units. Blocks without a unit, which
 // fill up the last team, have none.
@@ -143,29 +147,33 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta
 
 // Meetings ----------------------------------------------------------------------------------------
 
-// Who multiplies a slice waits for the blocks whose pieces it is made of, at a counter of the slice: [TEAM],
-// 128 bytes apart, zero. The sums of a team come from all slices. So whoever has them knows that all blocks have
+// Who multiplies a slice waits for the blocks whose pieces it is made of, at a counter of the slice:
+// [TEAM], 128 bytes apart, zero. The sums of a team come from all slices. So whoever has them knows that all blocks have
 // passed on, and are done with what they read before: it may be written over. The sums themselves are written over
 // before that, so a block also waits for the rest of its team: for the slices it passes on to.
 #define PIECES (2 * SLICE)  // of a slice
 #define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that have units, and pass on pieces of theirs
 
+__device__ __forceinline__ u32 counter_of(u32 slice) { return slice * 32; }
+
 __device__ __forceinline__ void arrive_at_slices(u32* counters) {
   __syncthreads();
-  if (threadIdx.x != 0 || blockIdx.x >= OWNERS) return;
-  const u32 first = blockIdx.x * PASSED / PIECES, last = (blockIdx.x * PASSED + PASSED - 1) / PIECES;
-  announce(counters + first * 32);
-  if (PIECES % PASSED && last != first) announce(counters + last * 32);
+  if (threadIdx.x == 0 && blockIdx.x < OWNERS) {
+    const u32 first = blockIdx.x * PASSED / PIECES, last = (blockIdx.x * PASSED + PASSED - 1) / PIECES;
+    announce(counters + counter_of(first));
+    if (PIECES % PASSED && last != first) announce(counters + counter_of(last));
+  }
+  __syncwarp();
 }
 
 // Until all blocks of those slices have arrived `times` times.
 __device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) {
-  const u32 lane = threadIdx.x, rank = rank_in_team(), team = blockIdx.x - rank;
-  const bool of_team = lane >= team * PASSED / PIECES && lane <= ((team + TEAM) * PASSED - 1) / PIECES;
-  if (lane < TEAM && (lane == rank || of_team)) {
-    const u32 first = lane * PIECES / PASSED, end = (lane * PIECES + PIECES - 1) / PASSED + 1;
+  const u32 slice = threadIdx.x, rank = rank_in_team(), team = blockIdx.x - rank;
+  const bool of_team = slice >= team * PASSED / PIECES && slice <= ((team + TEAM) * PASSED - 1) / PIECES;
+  if (slice < TEAM && (slice == rank || of_team)) {
+    const u32 first = slice * PIECES / PASSED, end = (slice * PIECES + PIECES - 1) / PASSED + 1;
     const u32 blocks = first < OWNERS ? min(end, u32(OWNERS)) - first : 0;
-    wait_until(counters + lane * 32, blocks * times);
+    wait_until(counters + counter_of(slice), blocks * times);
   }
   __syncthreads();
 }

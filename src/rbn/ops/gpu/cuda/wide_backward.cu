@@ -7,6 +7,7 @@
 #define SPLIT (MODE_H != 0)  // d(W_x x) is not d(W_h h)
 
 #define STORES (SPLIT ? 16 : 8)
+#define ASKED 10
 #define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
 
 struct Backward {
@@ -27,7 +28,7 @@ struct Backward {
   uint4* passed;   // [R, BUFFERS, STEP_PIECES], zero: d(W_h h) of the last steps
   uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   u32* meetings;   // [R, TEAM, 32], zero: counters of the slices
-  uint4* handed;   // [R, GRID, TEAM - 1, SENT], zero: sums for the team
+  uint4* handed;   // [R, GRID, TEAM - 1, THREADS], zero: sums for the team
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   float *times_c = slope_c + 2 * UNITS, *plus_c = times_c + UNITS;
   // Parameters, for the threads that have a column: [64] each, then one for each unit.
   float *gamma_h = plus_c + UNITS, *gamma_x = gamma_h + 64, *bias_of = gamma_x + 64, *gamma_c = bias_of + 64;
-  float* barriers = gamma_c + UNITS;
+  float *beta_of = gamma_c + UNITS, *barriers = beta_of + UNITS;
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
   const int row0 = warp * 16 + (lane >> 2);  // and row0 + 8
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   u32 begin = beginning() * 2 * THREADS;
   asm volatile("" : "+r"(begin));
   u32* meeting = p.meetings + r * TEAM * 32;
-  uint4* handed = p.handed + r * GRID * (TEAM - 1) * SENT;
+  uint4* handed = p.handed + r * GRID * (TEAM - 1) * THREADS;
   const Refill refill = {slots, spilled, shared_address(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
 
@@ -94,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     bias_of[tid] = has && BIAS ? p.bias[r * GATES + column] : 0.0f;
   }
   if (for_c && kind == 0) gamma_c[own] = has && MODE_C ? p.gamma_c[r * H + column] : 0.0f;
+  if (for_c && kind == 0) beta_of[own] = has && BETA ? p.beta_c[r * H + column] : 0.0f;
   __syncthreads();
   auto ask_statistics = [&](int t) {
     if (!has) return;
@@ -129,8 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       mean_x = next_mean;
     }
   };
-  float beta[4] = {}, sum_b[16] = {}, sum_beta[8] = {};
-  if (mine && BETA) load4(beta, p.beta_c + r * H + unit);
+  float sum_b[16] = {}, sum_beta[8] = {};
 
   float dc[2][4] = {}, skip[2][4] = {}, c_t[2][4] = {}, c_before[2][4] = {};
   uint2 raw_h[2][4] = {}, raw_x[2][4] = {}, dy[2] = {};
@@ -157,33 +158,56 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   // d(W_h h) and d(W_x x) of a step, stored one by one beside the next product: all at once they keep the loads
   // behind them waiting, and those the product.
   uint2 kept[1 + SPLIT][2][4] = {};
-  auto save = [&](int k, i64 of) {
+  auto save = [&](int k, i64 of, bool on) {
     const int j = k / 4 % 2, q = k % 4;
     Element* to = (k < 8 ? p.da : p.dwx) + of + 8 * j * GATES + q * H;
-    if (in[j]) store_raw4(to, kept[SPLIT ? k / 8 : 0][j][q]);
+    store_here(to, kept[SPLIT ? k / 8 : 0][j][q], on && in[j]);
   };
 
-  // What a step takes from memory, a step before it is needed.
-  auto ask_step = [&] {
+  // What a step takes from memory, in ASKED parts, and the way to the next one's.
+  auto ask = [&](int k) {
+    const int j = k / 5, q = k % 5;
+    if (q < 4) {
+      raw_h[j][q] = load_here(wh + (q * anew(p.B) + 8 * j) * 8, in[j]);
+      if (SPLIT) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
+    } else {
+      load_here4(c_before[j], cs + 64 * j, in[j]);
+      if (DOUTPUT) dy[j] = load_here(doutput + 8 * j * H, in[j]);
+    }
+  };
+  auto next_cell = [&] {
     cs -= SUBS * B * 8;
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-#pragma unroll
-      for (int e = 0; e < 4; e++) c_t[j][e] = c_before[j][e];
-      if (!in[j]) continue;
-#pragma unroll
-      for (int q = 0; q < 4; q++) {
-        raw_h[j][q] = load_raw4(wh + (q * B + 8 * j) * 8);
-        if (SPLIT) raw_x[j][q] = load_raw4(p.wx + at + 8 * j * GATES + q * H);
-      }
-      load4(c_before[j], cs + 64 * j);
-      if (DOUTPUT) dy[j] = load_raw4(doutput + 8 * j * H);
+    for (int i = 0; i < 8; i++) c_t[i / 4][i % 4] = c_before[i / 4][i % 4];
+  };
+  // The same into L2, before that.
+  auto bring_step = [&] {
+    const int row = tid % 128, subs = min(2, SUBS - int(blockIdx.x) * 2);
+    if (tid == 0 && subs > 0) {
+      bring_row(wh - (4 * (quad % 2) + row0 * 8), subs * 4 * B * 16);
+      bring_row(cs - SUBS * B * 8 - (4 * (quad % 2) + row0 * 8), subs * B * 32);
     }
-    wh -= SUBS * 4 * B * 8, doutput -= B * H;
+    if (row < B && blockIdx.x * UNITS < H) {
+      const Element* from = p.wx + at + i64(row - row0) * GATES - 4 * quad + tid / 128 * 2 * H;
+      if (SPLIT) bring(from), bring(from + H);
+      if (DOUTPUT && tid < 128) bring(doutput + i64(row - row0) * H - 4 * quad);
+    }
+    __syncwarp();
+  };
+  // Beside group i of the product of step t: the gradients of the step after it are stored, then the data asked for.
+  auto beside = [&](int i, int t) {
+    if (i == 0) bring_step();
+#pragma unroll
+    for (int k = 0; k < STORES; k++)
+      if (k * (SLICE / 2) / STORES == i) save(k, at + B * GATES, t < p.T - 1);
+    if (i == SLICE / 2) next_cell();
+#pragma unroll
+    for (int k = 0; k < ASKED; k++)
+      if (SLICE / 2 + k * (SLICE / 4) / ASKED == i) ask(k);
+    __syncwarp();
   };
 
   ask_statistics(p.T - 1);
-  ask_step();
   put_statistics(p.T - 1);
 
   float inv = 1.0f / p.B;
@@ -199,12 +223,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, times);
     MARK(1);
-    product(sums, from, begin, resident, refill, times, nothing, [&](int i) {
-#pragma unroll
-      for (int k = 0; k < STORES; k++)
-        // In the first three quarters: handing over waits until they are done.
-        if (k * (3 * SLICE / 4) / STORES == i && t < p.T - 1) save(k, at + B * GATES);
-    });
+    product(sums, from, begin, resident, refill, times, [&](int i) { beside(i, t); });
+    wh -= SUBS * 4 * B * 8, doutput -= B * H;
     MARK(2);
     hand_over(sums, handed, times);
     if (t > 0) ask_statistics(t - 1);
@@ -217,7 +237,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     bool counts[2];
     Held held;
     {
-      float of_h[4][4], of_x[4][4], b[4][4], mc[4] = {}, oc[4] = {};
+      float of_h[4][4], of_x[4][4], b[4][4], mc[4] = {}, oc[4] = {}, beta[4];
+      load4(beta, beta_of + 4 * quad);
       if (MODE_H) {
         read_table(of_h, open_h);
         read_table(b, bias);
@@ -439,10 +460,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       }
     at -= B * GATES;
     MARK(13);
-    if (t > 0) {
-      ask_step();
-      put_statistics(t - 1);
-    }
+    if (t > 0) put_statistics(t - 1);
     MARK(14);
   }
 
@@ -455,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     store4(p.dc + of, dc[j]);
   }
 #pragma unroll
-  for (int k = 0; k < STORES; k++) save(k, at + B * GATES);
+  for (int k = 0; k < STORES; k++) save(k, at + B * GATES, true);
   // Sums that were not made step by step are made here.
   __syncthreads();
   if (!MODE_H) {

@@ -42,14 +42,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   // Tables: what a column's W_h h is less, and times; its input term times, and plus; the same of a cell.
   float *mean_of_h = room + WARPS * PITCH, *scale_of_h = mean_of_h + TABLE, *scale_of_x = scale_of_h + TABLE;
   float *plus_x = scale_of_x + TABLE, *mean_of_c = plus_x + TABLE, *scale_of_c = mean_of_c + UNITS;
-  float* barriers = scale_of_c + UNITS;
+  float *beta_of = scale_of_c + UNITS, *barriers = beta_of + UNITS;
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
   const int row0 = warp * 16 + (lane >> 2);  // and row0 + 8
   const int unit = blockIdx.x * UNITS + 4 * quad, sub = blockIdx.x * 2 + quad / 2;
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
-  const u32 nothing = u32(p.B) >> 31;
   Element* hs = p.hs + r * (p.T + 1) * B * HS + i64(row0) * HS + unit;
   float* cs = p.cs + (r * (p.T + 1) * SUBS + sub) * B * 8 + 4 * (quad % 2) + row0 * 8;
   uint4* passed = p.passed + r * BUFFERS * STEP_PIECES;
@@ -80,8 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   const int column = blockIdx.x * UNITS + own + (for_c ? 0 : own_gate * H);
   float gamma = 0.0f, bias = 0.0f, shift = 0.0f, given_mean = 0.0f, given_var = 0.0f;
   const int features = for_c ? H : GATES, rows = for_h ? p.rows_h : for_c ? p.rows_c : p.rows_x;
-  const float* from_mean = (for_h ? p.mean_h : for_c ? p.mean_c : p.mean_x) + r * rows * features + column;
-  const float* from_var = (for_h ? p.var_h : for_c ? p.var_c : p.var_x) + r * rows * features + column;
+  const i64 statistic = r * rows * features + column;  // of the first step
   const bool reads = has && ((for_h && MODE_H == 2) || (for_x && MODE_X) || (for_c && MODE_C == 2));
   if (has && for_h && MODE_H) gamma = p.gamma_h[r * GATES + column] * scale_of(own_gate);
   if (has && for_x && MODE_X) gamma = p.gamma_x[r * GATES + column] * scale_of(own_gate);
@@ -89,8 +87,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   if (has && for_c && MODE_C) gamma = p.gamma_c[r * H + column];
   auto ask_given = [&](int t) {
     if (!reads || t >= p.T) return;
-    const i64 at = i64(t < rows ? t : rows - 1) * features;
-    given_mean = from_mean[at], given_var = from_var[at];
+    const i64 at = statistic + i64(t < rows ? t : rows - 1) * features;
+    given_mean = (for_h ? p.mean_h : for_c ? p.mean_c : p.mean_x)[at];
+    given_var = (for_h ? p.var_h : for_c ? p.var_c : p.var_x)[at];
   };
   auto put_given_x = [&] {
     if (!for_x) return;
@@ -103,14 +102,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     if (MODE_H == 2 && for_h && owner) mean_of_h[place] = given_mean, scale_of_h[place] = scale;
     if (MODE_C == 2 && for_c && owner) mean_of_c[own] = given_mean, scale_of_c[own] = scale;
   };
-  float* to_mean = const_cast<float*>(from_mean);
-  float* to_var = const_cast<float*>(from_var);
+  auto keep = [&](int t, float mean, float var) {
+    const i64 at = statistic + i64(t) * features;
+    if (!has) return;
+    (for_h ? p.mean_h : p.mean_c)[at] = mean;
+    (for_h ? p.var_h : p.var_c)[at] = var;
+  };
 
-  float beta[4] = {}, c[2][4] = {}, shift_c[4] = {}, x[2][4][4];
+  float c[2][4] = {}, x[2][4][4];
   uint2 raw[2][4] = {}, h0[2] = {};
   int length[2];
   bool in[2];
-  if (mine && BETA) load4(beta, p.beta_c + r * H + unit);
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const i64 row = row0 + 8 * j;
@@ -124,15 +126,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   pass_on(passed, 0, h0[0], h0[1]);
   arrive_at_slices(meeting);
 
-  // The input term: asked for a step before it is needed, normalized while the others are waited for.
+  // The input term: asked for beside the product of the step before, normalized while the others are waited for.
   const Element* wx = p.wx + (r * p.T * B + row0) * GATES + unit;
-  auto ask_rows = [&] {
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-      for (int q = 0; q < 4; q++)
-        if (in[j]) raw[j][q] = load_raw4(wx + 8 * j * GATES + q * H);
-    wx += B * GATES;
+  auto bring_rows = [&] {  // 16 units of a row and gate are a sector or two
+    const int row = tid % 128;
+    const Element* from = wx + i64(row - row0) * GATES - 4 * quad + tid / 128 * 2 * H;
+    if (row < B) bring(from), bring(from + H);
   };
   auto prepare = [&](int t) {
     float scale[4][4], plus[4][4];
@@ -151,19 +150,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
         }
       }
   };
-  for (int i = tid; i < TABLE; i += THREADS) mean_of_h[i] = scale_of_h[i] = 0.0f;
-  if (tid < UNITS) mean_of_c[tid] = scale_of_c[tid] = 0.0f;
+  for (int i = tid; i < TABLE; i += THREADS) {
+    mean_of_h[i] = scale_of_h[i] = 0.0f;
+  }
+  if (tid < UNITS) {
+    const int of = blockIdx.x * UNITS + tid;
+    mean_of_c[tid] = scale_of_c[tid] = 0.0f;
+    beta_of[tid] = BETA && of < H ? p.beta_c[r * H + of] : 0.0f;
+  }
   ask_given(0);
-  ask_rows();
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (in[i / 4]) raw[i / 4][i % 4] = load_raw4(wx + 8 * (i / 4) * GATES + i % 4 * H);
+  wx += B * GATES;
   __syncthreads();
   put_given_x();
   put_given_rest();
   ask_given(1);
   __syncthreads();
   prepare(0);
-  if (p.T > 1) ask_rows();
 
-  Element* wh = p.wh + (r * p.T * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2) + row0 * 8;
+  // What a step leaves behind; these go to where the last one's is.
+  Element* wh = p.wh + ((r * p.T - 1) * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2) + row0 * 8;
+  uint2 packed[2] = {}, kept[2][4] = {};
+  auto save = [&](int k, bool on) {
+    const int j = k % 2, q = k / 2;
+    if (q == 4) store_here(hs + 8 * j * HS, packed[j], on && row0 + 8 * j < p.B && unit < HS);
+    else if (SAVE && q < 4) store_here(wh + (q * anew(p.B) + 8 * j) * 8, kept[j][q], on && in[j]);
+    else if (SAVE) store_here4(cs + 64 * j, c[j], on && in[j]);
+  };
+  // Beside group i of the product of step t: of the last step, then for the next one.
+  auto beside = [&](int i, int t) {
+    const bool next = t + 1 < p.T;
+    if (i == 0 && next) bring_rows();
+#pragma unroll
+    for (int k = 0; k < 12; k++)
+      if (k * (SLICE / 2) / 12 == i) save(k, t > 0);
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+      if (SLICE / 2 + k * (SLICE / 4) / 8 == i)
+        raw[k % 2][k / 2] = load_here(wx + 8 * (k % 2) * GATES + k / 2 * H, next && in[k % 2]);
+    __syncwarp();
+  };
   float inv = 1.0f / p.B;
   for (int t = 0; t < p.T; t++) {
     MARKS(p.counter, t);
@@ -176,8 +204,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     wait_for_slices(meeting, u32(t + 1));
     MARK(1);
     float sums[COLUMNS / 2];
-    product(sums, from, begin, resident, refill, u32(t), nothing, [](int) {});
+    product(sums, from, begin, resident, refill, u32(t), [&](int i) { beside(i, t); });
     MARK(2);
+    wx += B * GATES;
+    MARK(3);
     float a[2][4][4];
 #pragma unroll
     for (int j = 0; j < 2; j++)
@@ -202,9 +232,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       fold_rows(squares);
       store2(room + warp * PITCH + 2 * lane, v[0], v[1]);
       store2(room + warp * PITCH + SECOND_AT + 2 * lane, squares[0], squares[1]);
-      MARK(3);
-      __syncthreads();
       MARK(4);
+      __syncthreads();
+      MARK(5);
       float var = 0.0f;
       if (for_h) {
         const float sum = over_warps(room + (lane < 16 ? 0 : SECOND_AT) + number, PITCH);
@@ -217,9 +247,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
         if (for_x) ask_given(t + 2);
       }
       __syncthreads();
-      MARK(5);
-      if (for_h && has) *to_mean = shift, *to_var = var;
-      if (for_h) to_mean += GATES, to_var += GATES;
+      MARK(6);
+      if (for_h) keep(t, shift, var);
     } else {
       put_given_x();
       if (for_x) ask_given(t + 2);
@@ -252,19 +281,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     // Equation 8
     float mc[4] = {}, rc[4] = {};
     if (SUM_C) {
-      float v[8] = {};
+      float v[8] = {}, before[4];
+      load4(before, mean_of_c + 4 * quad);
 #pragma unroll
       for (int j = 0; j < 2; j++)
         if (counts[j])
 #pragma unroll
           for (int e = 0; e < 4; e++) {
-            const float d = cand[j][e] - shift_c[e];
+            const float d = cand[j][e] - before[e];
             v[e] += d;
             v[4 + e] += d * d;
           }
       fold_rows(v);
       room[warp * 32 + lane] = v[0];
-      MARK(6);
+      MARK(7);
       if (for_c) {
         await<SUMS_READY>();
         const float sum = over_warps(room + lane, 32), square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
@@ -272,8 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
         shift = inv > 0.0f ? shift + off : 0.0f;
         if (owner) mean_of_c[own] = shift, scale_of_c[own] = rsqrtf(var + p.eps) * gamma;
         done<TOTALS_READY>();
-        if (has) *to_mean = shift, *to_var = var;
-        to_mean += H, to_var += H;
+        keep(t, shift, var);
         __syncwarp();
       } else {
         done<SUMS_READY>();
@@ -281,13 +310,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     }
     open(3);
     if (SUM_C && !for_c) await<TOTALS_READY>();
-    MARK(7);
+    MARK(8);
     if (MODE_C) load4(mc, mean_of_c + 4 * quad), load4(rc, scale_of_c + 4 * quad);
-    if (SUM_C)
-#pragma unroll
-      for (int e = 0; e < 4; e++) shift_c[e] = mc[e];
-    float h[2][4];
-    uint2 packed[2];
+    float h[2][4], beta[4];
+    load4(beta, beta_of + 4 * quad);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
 #pragma unroll
@@ -299,34 +325,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       packed[j] = masked(narrow4(h[j]), counts[j]);
     }
     pass_on(passed + (t + 1) % BUFFERS * STEP_PIECES, 0, packed[0], packed[1]);
-    MARK(8);
-    arrive_at_slices(meeting);
     MARK(9);
+    arrive_at_slices(meeting);
+    MARK(10);
 
     // What nobody waits for.
     hs += B * HS;
     cs += SUBS * B * 8;
+    wh += SUBS * 4 * B * 8;
     if (t + 1 < p.T) refill.ask_first();
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      if (row0 + 8 * j < B && unit < HS) store_raw4(hs + 8 * j * HS, packed[j]);
-      if (SAVE && in[j]) {
+    for (int i = 0; i < 8; i++) kept[i / 4][i % 4] = narrow4(a[i / 4][i % 4]);
 #pragma unroll
-        for (int q = 0; q < 4; q++) store_narrow4(wh + (q * B + 8 * j) * 8, a[j][q]);
-        store4(cs + 64 * j, c[j]);
-      }
+    for (int j = 0; j < 2; j++)
       if (LENGTHS && counts[j]) store4(p.h_n + (r * B + row0 + 8 * j) * H + unit, h[j]);
-    }
-    wh += SUBS * 4 * B * 8;
-    MARK(10);
+    MARK(11);
     if (t + 1 < p.T) {
       put_given_rest();
       if (!for_x) ask_given(t + 2);
       prepare(t + 1);
-      if (t + 2 < p.T) ask_rows();
     }
-    MARK(11);
+    MARK(12);
   }
+#pragma unroll
+  for (int k = 0; k < 12; k++) save(k, true);
 #pragma unroll
   for (int j = 0; j < 2; j++)
     if (in[j]) store4(p.c_n + (r * B + row0 + 8 * j) * H + unit, c[j]);

@@ -5,8 +5,17 @@
 // What threads wrote is for the tensor cores and the copies below to read, after the next barrier.
 __device__ __forceinline__ void for_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// The place in the slice at which this block begins, in groups.
-__device__ __forceinline__ int beginning() { return int(blockIdx.x / TEAM * SLICE / (GRID / TEAM)); }
+// The place in the slice at which this block begins, in groups: that of one of its parts. So the addresses of what is
+// multiplied are those of the parts, which stay in their registers, and constants. Were they made anew for each group,
+// the loads would need the few counters of the hardware for their addresses, one would be left for their data, and
+// waiting for a group would be waiting for all.
+#define PARTS (TEAM > 2 ? 2 : 4)
+#define PART_GROUPS (SLICE / PARTS)
+static_assert(SLICE % PARTS == 0, "all parts have as many groups");
+__device__ __forceinline__ int beginning() {
+  const u32 team = blockIdx.x / TEAM, teams = GRID / TEAM;
+  return int(team * PARTS / teams * PART_GROUPS);
+}
 
 // The first of the two pieces of group i, in the order of processing.
 __device__ __forceinline__ int piece_of(int i) {
@@ -22,6 +31,34 @@ __device__ __forceinline__ int place_of(int i) { return i < FIRST ? i : stays(i)
 __device__ __forceinline__ void copy_bulk(u32 to, const uint4* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// Into L2, before it is loaded: bytes in a row, a multiple of 16, by nobody's hand; and the sector of an address.
+__device__ __forceinline__ void bring_row(const void* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bring(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }
+
+// Loads and stores that stay where they are written, beside the product, if `on`; else the loads give zeros. Without
+// branches: between those the compiler shares out the hardware's counters for loads, and it has few.
+__device__ __forceinline__ uint2 load_here(const Element* p, bool on) {
+  uint2 v;
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\t@p ld.global.v2.u32 {%0, %1}, [%2];\n\t}"
+               : "=&r"(v.x), "=&r"(v.y) : "l"(p), "r"(u32(on)) : "memory");
+  return v;
+}
+__device__ __forceinline__ void load_here4(float (&v)[4], const float* p, bool on) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\tmov.f32 %0, 0f00000000;\n\tmov.f32 %1, 0f00000000;\n\t"
+               "mov.f32 %2, 0f00000000;\n\tmov.f32 %3, 0f00000000;\n\t@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n\t}"
+               : "=&f"(v[0]), "=&f"(v[1]), "=&f"(v[2]), "=&f"(v[3]) : "l"(p), "r"(u32(on)) : "memory");
+}
+__device__ __forceinline__ void store_here(Element* p, uint2 v, bool on) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p st.global.v2.u32 [%0], {%1, %2};\n\t}"
+               ::"l"(p), "r"(v.x), "r"(v.y), "r"(u32(on)) : "memory");
+}
+__device__ __forceinline__ void store_here4(float* p, const float (&v)[4], bool on) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p st.global.v4.f32 [%0], {%1, %2, %3, %4};\n\t}"
+               ::"l"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(u32(on)) : "memory");
 }
 
 // This block's weights: the resident ones into shared memory, the others into `spilled`, as the tensor
@@ -119,17 +156,34 @@ __device__ __forceinline__ void await_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
+// A piece, OFFSET bytes further.
+template <int OFFSET>
 __device__ __forceinline__ uint4 fetch_piece(const uint4* p) {
 #ifdef NO_FETCH
   return make_uint4(0, 0, 0, 0);
 #endif
-  return fetch(reinterpret_cast<const Element*>(p));
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "n"(OFFSET) : "memory");
+  return v;
 }
 
-// Where weights lie, and how, as the instruction takes it.
-__device__ __forceinline__ u64 described(const uint4* weights) {
-  return u64(COLUMNS) << 16 | u64(128 / 16) << 32 | shared_address(weights) >> 4;
+// run(number) for all numbers from I to END, which are constants for the compiler.
+template <int I> struct Number { static constexpr int value = I; };
+template <int I, int END, class Run>
+__device__ __forceinline__ void for_each(const Run& run) {
+  if constexpr (I < END) {
+    run(Number<I>());
+    for_each<I + 1, END>(run);
+  }
 }
+
+// Where weights lie, and how, as the instruction takes it. Of an address it has 18 bits: above them is the block's
+// rank in its cluster, which would be taken for a part of the distance of columns.
+__device__ __forceinline__ u32 described(const uint4* weights) {
+  return COLUMNS << 16 | (shared_address(weights) & 0x3ffff) >> 4;
+}
+__device__ __forceinline__ u64 with_rest(u32 description) { return u64(128 / 16) << 32 | description; }
 
 // Where this thread's first piece of its block's slice lies, in what is passed on in a step.
 __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
@@ -139,26 +193,36 @@ __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
 }
 
 // sums = this block's slice of what was passed on in a step, times its weights. The FIRST groups were asked for.
-// begin: of the group to begin with, in the slice. step: counted from 0.
-// other(i): something else to do, beside group i.
+// begin: of the group to begin with, in the slice. step: counted from 0. other(i): something else to do, beside group i.
 //
 // The first warpgroup is STAGGER groups ahead of the second one, so that it hands over its sums, and does what
 // follows, while the tensor cores work for the second.
-//
-// nothing: zero, which the compiler cannot know. It would make all addresses before the first product, one after
-// the other; so each depends on what the group before it was given.
+static_assert(DEPTH % BATCH == 0 && SLICE % BATCH == 0 && DEPTH > BATCH, "whole batches");
 template <class Other>
 __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin, const uint4* resident,
-                                        const Refill& refill, u32 step, u32 nothing, Other other) {
-  const u64 at_resident = described(resident), at_slots = described(refill.slots);
-  u32 at = begin;
+                                        const Refill& refill, u32 step, Other other) {
+  const u32 at_resident = described(resident), at_slots = described(refill.slots);
   uint4 a[DEPTH][2];
-  auto ask = [&](int i) {
-    const uint4* p = slice + at;
-    a[i % DEPTH][0] = fetch_piece(p);
-    a[i % DEPTH][1] = fetch_piece(p + THREADS);
-    at = at == (SLICE - 1) * 2 * THREADS ? 0 : at + 2 * THREADS;
-    asm volatile("" : "+r"(at));  // as a known sequence it would take a register for each member
+  auto weights_of = [&](int i) {
+    const int second = i < FIRST || stays(i) ? 0 : FIRST;  // they begin at the first slot again
+    return with_rest(anew(stays(i) ? at_resident : at_slots) + (place_of(i) - second) * GROUP_WORDS);
+  };
+  const uint4* parts[PARTS];  // where the parts of the slice begin, in the order of processing
+#pragma unroll
+  for (int k = 0; k < PARTS; k++) {
+    const u32 place = begin + k * PART_GROUPS * 2 * THREADS;
+    parts[k] = slice + (place < SLICE * 2 * THREADS ? place : place - SLICE * 2 * THREADS);
+    asm volatile("" : "+l"(parts[k]));
+  }
+  auto ask = [&](auto number) {
+    constexpr int i = decltype(number)::value;
+    if constexpr (i >= SLICE) {
+      return;
+    } else {
+      constexpr int offset = i % PART_GROUPS * 2 * THREADS * 16;
+      a[i % DEPTH][0] = fetch_piece<offset>(parts[i / PART_GROUPS]);
+      a[i % DEPTH][1] = fetch_piece<offset + THREADS * 16>(parts[i / PART_GROUPS]);
+    }
     __syncwarp();  // or the compiler would ask later, when it thinks that is early enough
   };
 #ifdef NO_GATHER
@@ -169,27 +233,30 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   for (int i = 0; i < SLICE; i++) other(i);
   return;
 #endif
-#pragma unroll
-  for (int i = 0; i < DEPTH - 1 && i < SLICE; i++) ask(i);
-#pragma unroll
-  for (int i = 0; i < SLICE; i++) {
-    if (i == 0) refill.await_first(step);
-    if (AHEAD && i == 0 && threadIdx.x >= 128) await<UNDER_WAY>();
-    if (SECOND && i == FIRST + RESIDENT) refill.await_second(step);
-    const int second = i < FIRST || stays(i) ? 0 : FIRST;  // they begin at the first slot again
-    const u64 b = (stays(i) ? at_resident : at_slots) + (place_of(i) - second) * GROUP_WORDS;
-    at |= a[i % DEPTH][0].x & nothing;
+  for_each<0, DEPTH - BATCH>(ask);
+  for_each<0, SLICE / BATCH>([&](auto number) {
+    constexpr int first = decltype(number)::value * BATCH, next = first + BATCH;
+    if (first == 0) refill.await_first(step);
+    if (AHEAD && first == 0 && threadIdx.x >= 128) await<UNDER_WAY>();
+    if (SECOND && first <= FIRST + RESIDENT && FIRST + RESIDENT < next) refill.await_second(step);
     begin_products();
-    multiply_wide(sums, a[i % DEPTH][0], b, i > 0);
-    multiply_wide(sums, a[i % DEPTH][1], b + 2 * COLUMNS, 1);
+#pragma unroll
+    for (int i = first; i < next; i++) {
+      const u64 b = weights_of(i);
+      multiply_wide(sums, a[i % DEPTH][0], b, i > 0);
+      multiply_wide(sums, a[i % DEPTH][1], b + 2 * COLUMNS, 1);
+    }
     commit_products();
-    await_products<1>();  // all but this group's
-    if (i + DEPTH - 1 < SLICE) ask(i + DEPTH - 1);
-    if (AHEAD && i == AHEAD && threadIdx.x < 128) done<UNDER_WAY>();
-    if (SECOND && i == FIRST) refill.ask_second();
-    other(i);
-  }
+    await_products<1>();  // all but this batch's
+    for_each<first + DEPTH - BATCH, next + DEPTH - BATCH>(ask);
+    if (AHEAD && first <= AHEAD && AHEAD < next && threadIdx.x < 128) done<UNDER_WAY>();
+    if (SECOND && first >= FIRST && first < FIRST + BATCH) refill.ask_second();
+#pragma unroll
+    for (int i = first; i < next; i++) other(i);
+  });
   await_products<0>();
+#pragma unroll
+  for (int k = 0; k < PARTS; k++) asm volatile("" ::"l"(parts[k]));  // until here
 }
 
 // The unit of column n of the product, where a thread has columns 2 t and 2 t + 1 of each tile: so that

@@ -1,22 +1,45 @@
 // How the blocks of a team hand each other their sums. Columns are ordered from the block's own on: part s is
 // for the block s ranks further, and for the thread that has the same number there.
 //
-// They go through L2, `handed` [GRID, TEAM - 1, SENT], and nobody meets for it. The last bit of a sum says whether it
-// is this step's: it is set in every other one, from the first on, `handed` being zero before. A thread looks until
-// all its sums say so, and adds them in the order of the ranks before its own.
-#define PART (SIDE / 2)
-#define SENT (SIDE / 8 * THREADS)  // words of 16 bytes to each other block of the team
+// They go through L2, `handed` [GRID, TEAM - 1, THREADS], and nobody meets for it. All that a thread has for another
+// one is a word of 16 bytes, in 16 bits each, stored and loaded as one number: its parts do not come one by one. Its
+// last bit says whether it is this step's: it is set in every other one, from the first on, `handed` being zero
+// before. A thread looks until all its words say so, and adds them in the order of the ranks before its own.
+#define PART (SIDE / 2)  // sums of a thread for each block
 
-// Words of sums that say of which step they are, and whether they are of this one.
-__device__ __forceinline__ uint4 tagged(uint4 v, u32 times) {
-  const u32 tag = ~times & 1;
-  return make_uint4(v.x & ~1u | tag, v.y & ~1u | tag, v.z & ~1u | tag, v.w & ~1u | tag);
+static_assert(PART == 8, "a word for each other block");
+
+__device__ __forceinline__ uint4 word_of(const float* v, u32 times) {
+  const u32 first = narrow(make_float2(v[0], v[1]));
+  return make_uint4(first & ~1u | ~times & 1, narrow(make_float2(v[2], v[3])), narrow(make_float2(v[4], v[5])),
+                    narrow(make_float2(v[6], v[7])));
 }
+
 __device__ __forceinline__ bool of_step(uint4 v, u32 times) {
 #ifdef NO_WAIT
   return true;
 #endif
-  return (times & 1 ? v.x | v.y | v.z | v.w : ~(v.x & v.y & v.z & v.w)) % 2 == 0;
+  return ((v.x ^ times) & 1) != 0;
+}
+
+__device__ __forceinline__ void add_word(float* to, uint4 v) {
+  const float2 a = widen(v.x), b = widen(v.y), c = widen(v.z), d = widen(v.w);
+  to[0] += a.x, to[1] += a.y, to[2] += b.x, to[3] += b.y;
+  to[4] += c.x, to[5] += c.y, to[6] += d.x, to[7] += d.y;
+}
+
+__device__ __forceinline__ void hand_word(uint4* p, uint4 v) {
+  asm volatile("{\n\t.reg .b64 low, high;\n\t.reg .b128 all;\n\tmov.b64 low, {%1, %2};\n\tmov.b64 high, {%3, %4};\n\t"
+               "mov.b128 all, {low, high};\n\tst.relaxed.gpu.global.b128 [%0], all;\n\t}"
+               ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ uint4 look_at_word(const uint4* p) {
+  uint4 v;
+  asm volatile("{\n\t.reg .b64 low, high;\n\t.reg .b128 all;\n\tld.relaxed.gpu.global.b128 all, [%4];\n\t"
+               "mov.b128 {low, high}, all;\n\tmov.b64 {%0, %1}, low;\n\tmov.b64 {%2, %3}, high;\n\t}"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
 }
 
 // times: that sums were handed over before.
@@ -24,18 +47,9 @@ __device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], uint
 #ifdef NO_EXCHANGE
   return;
 #endif
-  const u32 rank = rank_in_team(), first = blockIdx.x - rank;
+  uint4* to = handed + i64(blockIdx.x) * (TEAM - 1) * THREADS + threadIdx.x;
 #pragma unroll
-  for (int s = 1; s < TEAM; s++) {
-    const u32 other = (rank + s) % TEAM;
-    uint4* to = handed + i64((first + other) * (TEAM - 1) + s - 1) * SENT + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < PART / 4; i++) {
-      const float* v = sums + s * PART + 4 * i;
-      const uint4 word = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
-      pass_word(to + i * THREADS, tagged(word, times));
-    }
-  }
+  for (int s = 1; s < TEAM; s++) hand_word(to + (s - 1) * THREADS, word_of(sums + s * PART, times));
 }
 
 // Adds what the others handed over to sums[0 .. PART). nothing: zero.
@@ -43,12 +57,15 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const uint
 #ifdef NO_EXCHANGE
   return;
 #endif
-  const uint4* come = handed + i64(blockIdx.x) * (TEAM - 1) * SENT + threadIdx.x + nothing;
-  constexpr int WORDS = (TEAM - 1) * PART / 4;
-  auto at = [&](int k) { return come + k / (PART / 4) * SENT + k % (PART / 4) * THREADS; };
-  uint4 v[WORDS];
+  const u32 rank = rank_in_team(), first = blockIdx.x - rank;
+  const uint4* come = handed + threadIdx.x + nothing;
+  auto at = [&](int s) {
+    const u32 block = first + (rank + TEAM - s) % TEAM;
+    return come + (block * (TEAM - 1) + s - 1) * THREADS;
+  };
+  uint4 v[TEAM];
 #pragma unroll
-  for (int k = 0; k < WORDS; k++) v[k] = peek_word(at(k));
+  for (int s = 1; s < TEAM; s++) v[s] = look_at_word(at(s));
   // Those that are not there yet are asked for again, all at once.
 #ifdef GUARD
   const i64 since = clock64();
@@ -59,14 +76,10 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const uint
     if (clock64() - since > (1ll << 22)) break;
 #endif
 #pragma unroll
-    for (int k = 0; k < WORDS; k++)
-      if (!of_step(v[k], times)) v[k] = peek_word(at(k)), again = true;
+    for (int s = 1; s < TEAM; s++)
+      if (!of_step(v[s], times)) v[s] = look_at_word(at(s)), again = true;
   }
   __syncwarp();
 #pragma unroll
-  for (int k = 0; k < WORDS; k++) {
-    float* to = sums + k % (PART / 4) * 4;
-    to[0] += __uint_as_float(v[k].x), to[1] += __uint_as_float(v[k].y);
-    to[2] += __uint_as_float(v[k].z), to[3] += __uint_as_float(v[k].w);
-  }
+  for (int s = 1; s < TEAM; s++) add_word(sums, v[s]);
 }

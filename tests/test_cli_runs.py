@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from rbn.cli.app import app
 from rbn.experiments import config as configs
-from rbn.experiments import trained
+from rbn.experiments import results, trained
 from rbn.experiments.config import from_mapping
+from rbn.experiments.paper import published
 from rbn.training import checkpoint
 
 TEXT = ["--set", "epochs=1", "--set", "hidden_size=16", "--set", "batch_size=64"]
@@ -158,10 +159,38 @@ def test_publishing(digits_runs, tmp_path):
     with target.with_suffix(".csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["12", "24"]
-    assert rows[0].keys() == {"step", "seconds", "train", "valid_batch", "valid_population"}
+    first = ["step", "seconds", "train", "valid_batch", "valid_population"]
+    assert list(rows[0]) == [*first, "valid_batch_nats", "valid_population_nats"]
+    lines = (digits_runs / "bn-lstm-seed1" / "metrics.jsonl").read_text().splitlines()
+    for row, record in zip(rows, map(json.loads, lines), strict=True):
+        for name in list(row)[2:]:
+            assert float(row[name]) == pytest.approx(record[name], abs=5e-7)  # 6 decimals
     done = invoke("publish", tmp_path)
     assert done.exit_code == 2
     assert "has no result" in done.output
+
+
+def test_a_text_is_published_without_a_second_loss(text_run, tmp_path):
+    done = invoke("publish", text_run, "--to", tmp_path)
+    assert done.exit_code == 0, done.output
+    (table,) = tmp_path.rglob("*.csv")
+    assert table.read_text().splitlines()[0] == "step,seconds,train,valid_batch,valid_population"
+
+
+def test_a_run_that_an_older_version_began_is_published(digits_runs, tmp_path):
+    """Its first evaluations are without the loss: their cells are empty, and it can be read."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("result.json", "metrics.jsonl"):
+        (run / name).write_bytes((digits_runs / "bn-lstm-seed1" / name).read_bytes())
+    first, second = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    old = {k: v for k, v in first.items() if not k.endswith("_nats")}
+    (run / "metrics.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(second)}\n")
+    results.publish(run, tmp_path / "to")
+    (found,) = published.read_results(tmp_path / "to")
+    assert found.curve[0].keys() == set(results.CURVE)
+    line = published.mean_curve([found], "valid_batch_nats", "")
+    assert (line.x, line.y) == ((24.0,), pytest.approx((second["valid_batch_nats"],), abs=5e-7))
 
 
 def test_curves_for_tensorboard(text_run):

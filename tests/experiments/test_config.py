@@ -78,7 +78,9 @@ def test_numbers_are_what_they_look_like(text, value, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["lr=0.1"], "there is no setting 'lr'"),
+        (["lr=0.1"], r"there is no setting 'lr'; did you mean optimizer\.lr\?"),
+        (["hiden_size=5"], r"there is no setting 'hiden_size'; did you mean hidden_size\?"),
+        (["xyz=5"], "there is no setting 'xyz'; there are task, model, tag, hidden_size, "),
         (["optimizer.name.x=1"], r"there is no setting 'optimizer\.name\.x'"),
         (["epochs"], "key=value, got 'epochs'"),
         (["epochs=0"], "epochs must be a whole number of at least 1, got 0"),

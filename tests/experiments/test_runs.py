@@ -85,6 +85,39 @@ def test_accuracy():
     assert sum(x.shape[1] for x in task.population_batches(10)) == 25
 
 
+def test_the_cross_entropy_beside_the_accuracy():
+    """25 sequences are cut into 9, 8 and 8, each normalized by its own statistics."""
+    torch.manual_seed(0)
+    split = Split(torch.randn(3, 25, 1), torch.randint(10, (25,)))
+    model = SequenceClassifier(rbn.BatchNormLSTM(1, 4), 10)
+    with torch.no_grad():
+        model(split.inputs)  # running statistics
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        task = Classification(model, Splits(split, split, split), 10, 0)
+        task.estimate = None  # so that these are the population statistics
+        found = task.evaluate()
+        cuts = zip(split.inputs.split([9, 8, 8], 1), split.labels.split([9, 8, 8]), strict=True)
+        population = F.cross_entropy(model.eval()(split.inputs), split.labels)
+        with rbn.batch_statistics(model):
+            batch = sum(F.cross_entropy(model(x), y, reduction="sum") for x, y in cuts) / 25
+    # The same float32 outputs, but other sums of them: a few times 6e-8.
+    assert found["valid_batch_nats"] == pytest.approx(float(batch), rel=1e-6)
+    assert found["valid_population_nats"] == pytest.approx(float(population), rel=1e-6)
+    assert found["valid_batch_nats"] != found["valid_population_nats"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_one_pass_gives_accuracy_and_cross_entropy():
+    split = Split(torch.randn(3, 25, 1), torch.randint(10, (25,)))
+    model = SequenceClassifier(rbn.LSTM(1, 4), 10)
+    task = Classification(model, Splits(split, split, split), 10, 0)
+    passes = []
+    model.register_forward_hook(lambda *_: passes.append(1))
+    found = task.evaluate()
+    assert len(passes) == 3  # 25 sequences, at most 10 at once
+    assert found["valid_batch_nats"] == found["valid_population_nats"]
+
+
 @pytest.mark.parametrize("task", ["digits", "pydoc", "mnist", "pmnist", "ptb", "text8"])
 @pytest.mark.parametrize("model", ["bn-lstm", "lstm"])
 def test_two_steps(task, model):

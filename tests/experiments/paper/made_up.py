@@ -7,9 +7,17 @@ from rbn.experiments.config import Config
 
 
 def publish(
-    folder, task="ptb", model="lstm", tag="short", seed=1, test=1.4, values=(1.9, 1.5, 1.4), **more
+    folder,
+    task="ptb",
+    model="lstm",
+    tag="short",
+    seed=1,
+    test=1.4,
+    values=(1.9, 1.5, 1.4),
+    nats=None,
+    **more,
 ):
-    """A result and a learning curve, as `rbn publish` writes them."""
+    """A result and a learning curve, as `rbn publish` writes them; `nats`: the losses beside."""
     base = configs.published(task) if task in configs.TASKS else {"task": task}
     reader = {"data": {"sentences": more.pop("sentences")}} if "sentences" in more else {}
     config = json.loads(Config(**{**configs.published("ptb"), "task": "ptb"}).to_json())
@@ -37,9 +45,11 @@ def publish(
     }
     path.write_text(json.dumps(result))
     lines = ["step,seconds,train,valid_batch,valid_population"]
+    lines[0] += ",valid_batch_nats,valid_population_nats" if nats else ""
     for k, value in enumerate(values, 1):
         population = value if model == "lstm" else value - 0.05
         lines.append(f"{100 * k},{k},{2 / k},{value},{population}")
+        lines[-1] += f",{nats[k - 1]},{nats[k - 1] + 0.1}" if nats else ""
     path.with_suffix(".csv").write_text("\n".join(lines) + "\n")
     return path
 

@@ -132,6 +132,29 @@ def test_the_sweep(results):
     assert "gamma 0.3 on Penn Treebank" not in found.missing
 
 
+def test_the_sweep_on_images(tmp_path):
+    """The loss where it was recorded; curves published before that are read, and named."""
+    runs = {"task": "pmnist", "model": "bn-lstm", "test": 0.9, "values": (0.5, 0.8, 0.9)}
+    publish(tmp_path, tag="gamma-0.1", nats=(1.5, 0.7, 0.3), **runs)
+    publish(tmp_path, tag="gamma-0.3", **runs)
+    shelf = Shelf.of(tmp_path)
+    train, valid = figure("fig6", shelf).panels[:2]
+    assert [li.series for li in train.lines if li.source == OURS] == ["gamma=0.10", "gamma=0.30"]
+    assert train.note == ""
+    (line,) = [li for li in valid.lines if li.source == OURS]
+    assert (line.series, line.y) == ("gamma=0.10", (1.5, 0.7, 0.3))
+    assert valid.title == "permuted MNIST, validation"
+    assert len([li for li in valid.lines if li.source == PAPER]) == 5
+    assert valid.note == "no loss recorded for gamma 0.3"
+
+
+def test_a_curve_without_one_of_its_columns_is_refused(tmp_path):
+    table = publish(tmp_path).with_suffix(".csv")
+    table.write_text(table.read_text().replace("valid_batch", "else"))
+    with pytest.raises(ValueError, match=r"is not a learning curve: it has no column valid_batch"):
+        read_results(tmp_path)
+
+
 def test_errors_of_readers(tmp_path):
     publish(tmp_path, task="cnn", model="lstm", sentences=4, tag="", values=(0.8, 0.6))
     found = figure("fig4a", Shelf.of(tmp_path))

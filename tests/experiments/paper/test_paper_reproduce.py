@@ -18,6 +18,7 @@ from rbn.experiments import build
 from rbn.experiments.paper import findings, initial_states, plan
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import read_findings
+from rbn.experiments.paper.lines import read_csv
 from rbn.experiments.paper.reproduce import Reproduction
 from rbn.experiments.paper.trained_runs import keep_statistics, measure_lengths, read_lengths
 from rbn.training import CheckpointError
@@ -109,7 +110,12 @@ def test_the_sweep_and_the_images(tmp_path):
     shelf = Shelf.of(tmp_path / "results", True)
     assert not figure("fig2", shelf).missing
     panels = figure("fig6", shelf).panels
-    assert [len(panel.lines) for panel in panels] == [2, 2, 2]
+    assert [len(panel.lines) for panel in panels] == [2, 2, 2, 2]
+    table = read_csv(tmp_path / "out" / "fig6.csv")
+    title = "digits, permuted, validation"
+    assert [line.series for line in table[title]] == ["gamma=0.10", "gamma=1.00"]
+    for line in table[title]:  # of ten classes; chance is ln 10
+        assert all(1 < y < 4 for y in line.y)
     command = "rbn train digits --model lstm --set tag=quick --set epochs=1 --set hidden_size=6"
     result = json.loads((tmp_path / "results/digits/lstm-quick-seed1.json").read_text())
     assert result["command"] == f"{command} --seed 1"

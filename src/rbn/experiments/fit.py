@@ -76,7 +76,8 @@ class Fit:
         wanted: folder, settings and seed of each.
         device: of all; of several processes, of this one.
         root: where the data are; ``RBN_DATA`` by default.
-        command: with which they could be done again, less the seed; by default a short one.
+        command: with which they could be done again, less the seed: of all, or of each; by default
+            a short one.
         loaded: data that others have loaded on this device, and where these leave theirs.
         world: where this process stands among several; alone by default.
     """
@@ -86,13 +87,18 @@ class Fit:
         wanted: Sequence[Wanted],
         device: torch.device,
         root: Path | None = None,
-        command: str | None = None,
+        command: str | Sequence[str] | None = None,
         loaded: dict[str, build.Loaded] | None = None,
         world: World | None = None,
     ) -> None:
         for folder, config, seed in wanted:
             runs.check_free(folder, config, seed)
-        self.wanted, self.device, self.root, self.command = list(wanted), device, root, command
+        self.wanted, self.device, self.root = list(wanted), device, root
+        self.commands: list[str | None] = (
+            [command] * len(self.wanted)
+            if command is None or isinstance(command, str)
+            else list(command)
+        )
         self.loaded = {} if loaded is None else loaded
         self.world = world
         self.trainers: list[Trainer] = []
@@ -109,7 +115,7 @@ class Fit:
 
         graph: whether steps are CUDA graphs; None: on a GPU, where the precision allows it.
         """
-        for folder, config, seed in self.wanted:
+        for (folder, config, seed), command in zip(self.wanted, self.commands, strict=True):
             fabric = make_fabric(self.device, config.precision, self.world)
             ranks = Ranks.here()
             try:
@@ -118,7 +124,7 @@ class Fit:
                 task = build.build(config, seed, self.device, loaded=loaded)
             except TypeError as error:  # an option that the layer or the data set does not have
                 raise ValueError(f"the settings do not fit: {error}") from error
-            ranks.from_first(partial(runs.start, folder, config, seed, self.command))
+            ranks.from_first(partial(runs.start, folder, config, seed, command))
             captured = self.device.type == "cuda" and config.precision != "16-mixed"
             captured = captured and ranks.count == 1
             trainer = build.make_trainer(

@@ -103,6 +103,45 @@ def test_from_nothing_to_figures_and_again(tmp_path):
     assert "table2: Penn Treebank, whole test sequence" in done.output
 
 
+def made(targets, device, folder, seeds=3):
+    places = (folder / "results", folder / "runs")
+    return Reproduction(targets, "short", seeds, *places, torch.device(device))
+
+
+def test_small_layers_of_a_task_are_trained_at_once_on_a_gpu(tmp_path):
+    work = made(("table1", "fig6", "table2"), "cuda", tmp_path)
+    groups = work._groups(work.to_train())
+    sizes = [(group[0].config.task, len(group)) for group in groups]
+    permuted = [("pmnist", 6), ("pmnist", 2)]  # of the table, of the figure
+    assert sizes == [("mnist", 6), *permuted, *[("ptb", 1)] * 8]
+    assert all(len({run.config.task for run in group}) == 1 for group in groups)
+    alone = made(("table1",), "cpu", tmp_path)
+    assert [len(group) for group in alone._groups(alone.to_train())] == [1] * 12
+    assert work.listing()[1] < sum(work._seconds([run], []) for run in work.to_train())
+
+
+def test_runs_at_once_are_those_one_by_one(tmp_path, monkeypatch):
+    for name in ("alone", "at_once"):
+        if name == "at_once":
+            monkeypatch.setattr(Reproduction, "_groups", lambda self, todo: [todo])
+        done = invoke(tmp_path / name, "table1", "--quick")
+        assert done.exit_code == 0, done.output
+    assert "[1 of 1] digits, lstm-quick, seed 1; digits, bn-lstm-quick, seed 1;" in done.output
+    names = sorted(path.name for path in (tmp_path / "alone/results/digits").glob("*.json"))
+    assert len(names) == 4
+    for name in names:
+        alone, at_once = (
+            json.loads((tmp_path / way / "results/digits" / name).read_text())
+            for way in ("alone", "at_once")
+        )
+        assert [alone[key] for key in ("together", "test", "command")] == [
+            1,
+            at_once["test"],
+            at_once["command"],
+        ]
+        assert at_once["together"] == 4
+
+
 def test_the_sweep_and_the_images(tmp_path):
     for target in ("table1", "fig2", "fig6"):
         done = invoke(tmp_path, target, "--quick")

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _BATCH = 100  # sequences of Figure 1a
+_SMALL = 128  # units up to which a layer leaves most of a GPU idle
+_AT_ONCE = 6  # runs of such layers that a GPU trains in turns
 _COMPUTED = {"fig1a": 40.0, "fig1b": 2.0}  # seconds, for one seed
 _FINDINGS = {"shared-stats": 30.0, "small-gamma": 40.0, "no-noise": 40.0, "data-start": 180.0}
 
@@ -109,13 +111,13 @@ class Reproduction:
         """What there is to do: run or work, state, estimate; and the seconds of all."""
         known = read_results(self.results)
         missing = {run.folder for run in self.to_train()}
-        rows, total = [], 0.0
+        total = sum(self._seconds(group, known) for group in self._groups(self.to_train()))
+        rows = []
         for run in self._needed(self.targets):
             if run.folder not in missing:
                 rows.append((run.title, "there", ""))
                 continue
-            seconds = self._seconds(run, known)
-            total += seconds
+            seconds = self._seconds([run], known)
             state = "to train" if run.result_in(known) is None else "to train again, for its model"
             if (run.folder / "last.safetensors").exists():
                 state = "to go on with"
@@ -128,8 +130,8 @@ class Reproduction:
             rows.append((name, "to compute", spoken(seconds)))
         return rows, total
 
-    def _seconds(self, run: Run, known: list[Result]) -> float:
-        return seconds_of(run.config, self.device, known)
+    def _seconds(self, group: Sequence[Run], known: list[Result]) -> float:
+        return max(seconds_of(run.config, self.device, known) for run in group)
 
     def _compute_seconds(self, name: str) -> float:
         rate = (_COMPUTED | _FINDINGS)[name]
@@ -152,49 +154,71 @@ class Reproduction:
             torch.set_num_threads(before)
 
     def _work(self, console: Console) -> bool:
-        todo, computing = self.to_train(), self.to_compute()
-        total = len(todo) + len(computing)
+        groups, computing = self._groups(self.to_train()), self.to_compute()
         known = read_results(self.results)
-        seconds = [self._seconds(run, known) for run in todo]
+        seconds = [self._seconds(group, known) for group in groups]
         seconds += [self._compute_seconds(name) for name in computing]
         absent: set[str] = set()
-        for number, run in enumerate(todo):
+        for number, group in enumerate(groups):
             left = self._left()
             if left is not None and left <= 0:
                 return False
-            if run.config.task in absent:
+            task = group[0].config.task
+            if task in absent:
                 continue
-            _headline(console, number, total, run.title, seconds)
+            _headline(console, number, "; ".join(run.title for run in group), seconds)
             try:
-                if not self._train(run, console, left):
+                if not self._train(group, console, left):
                     return False
             except DataNotFound as error:
-                absent.add(run.config.task)
-                self.notes.append(f"{run.config.task} was left out: {error}")
-        for number, name in enumerate(computing, start=len(todo)):
+                absent.add(task)
+                self.notes.append(f"{task} was left out: {error}")
+        for number, name in enumerate(computing, start=len(groups)):
             left = self._left()
             if left is not None and left <= 0:
                 return False
-            _headline(console, number, total, name, seconds)
+            _headline(console, number, name, seconds)
             self._compute(name)
         return self._measure(console)
 
-    def _train(self, run: Run, console: Console, minutes: float | None) -> bool:
-        """Train one run to its end and publish it. False when the time is over."""
-        if not (run.folder / "result.json").exists() or not run.has_model:
-            fit = Fit([(run.folder, run.config, run.seed)], self.device, self.root, run.job.command)
+    def _groups(self, todo: Sequence[Run]) -> list[list[Run]]:
+        """Runs that are trained at once: on a GPU some of a task with small layers, else one."""
+        groups: list[list[Run]] = []
+        before = None
+        for run in todo:
+            small = self.device.type == "cuda" and run.config.hidden_size <= _SMALL
+            kind = run.config.task if small else None
+            if kind is not None and kind == before and len(groups[-1]) < _AT_ONCE:
+                groups[-1].append(run)
+            else:
+                groups.append([run])
+            before = kind
+        return groups
+
+    def _train(self, group: Sequence[Run], console: Console, minutes: float | None) -> bool:
+        """Train runs to their end and publish them. False when the time is over."""
+        todo = [r for r in group if not ((r.folder / "result.json").exists() and r.has_model)]
+        in_time = True
+        if todo:
+            wanted = [(run.folder, run.config, run.seed) for run in todo]
+            fit = Fit(wanted, self.device, self.root, [run.job.command for run in todo])
             with Watch(fit, console) as watch:
                 fit.train(max_minutes=minutes, watch=watch)
             for sentence in fit.results(console):
                 console.print(sentence, soft_wrap=True, highlight=False)
-            if fit.diverged is not None:
-                self.notes.append(f"{run.title}: {fit.diverged}")
-            elif not fit.trainers[0].progress.finished:
-                return False
-        finished = (run.folder / "result.json").exists()
-        if finished and run.result_in(read_results(self.results)) is None:
-            published.publish(run.folder, self.results)
-        return True
+            for run, trainer in zip(todo, fit.trainers, strict=True):
+                if trainer.progress.diverged_at is not None:
+                    self.notes.append(
+                        f"{run.title}: training diverged at step {trainer.progress.diverged_at}. "
+                        f"The model when it was noticed is in {run.folder / 'diverged.safetensors'}"
+                    )
+                elif not trainer.progress.finished:
+                    in_time = False
+        for run in group:
+            finished = (run.folder / "result.json").exists()
+            if finished and run.result_in(read_results(self.results)) is None:
+                published.publish(run.folder, self.results)
+        return in_time
 
     def _compute(self, name: str) -> None:
         if name in _FINDINGS:
@@ -232,11 +256,11 @@ class Reproduction:
         return True
 
 
-def _headline(console: Console, number: int, total: int, title: str, seconds: list[float]) -> None:
+def _headline(console: Console, number: int, title: str, seconds: list[float]) -> None:
     """Where the whole is."""
     console.print(
-        f"[{number + 1} of {total}] {title}: about {spoken(seconds[number])}, all that is left "
-        f"about {spoken(sum(seconds[number:]))}",
+        f"[{number + 1} of {len(seconds)}] {title}: about {spoken(seconds[number])}, all that is "
+        f"left about {spoken(sum(seconds[number:]))}",
         soft_wrap=True,
         highlight=False,
         markup=False,

@@ -1,11 +1,14 @@
 """The `rbn` command."""
 
+import importlib.machinery
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -160,3 +163,52 @@ def test_an_interrupt_during_an_import_ends_like_any_other(tmp_path: Path) -> No
     )
     done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, timeout=300)
     assert done.returncode == 130
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to another process")
+def test_an_interrupt_waits_until_an_extension_is_loaded(tmp_path: Path) -> None:
+    """An extension in C++ may not survive it."""
+    (tmp_path / "loading.py").write_text(
+        "import signal, sys, time\n"
+        "from rbn.cli import interrupt\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may have it ignored
+        "interrupt.wait_for_extensions()\n"
+        "def load():\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    print('loaded', flush=True)\n"
+        "interrupt._LOADING = (load.__code__,)\n"
+        "try:\n"
+        "    load()\n"
+        "    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', flush=True)\n"
+        "try:\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('again')\n"
+    )
+    command = [sys.executable, "loading.py"]
+    done = subprocess.run(command, cwd=tmp_path, timeout=300, capture_output=True, text=True)
+    assert done.stdout.split() == ["loaded", "interrupted", "again"], done.stderr
+    assert done.returncode == 0
+
+
+def test_an_extension_is_loaded_by_these_functions() -> None:
+    from rbn.cli import interrupt
+
+    seen = []
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        seen.append(frame.f_code)
+
+    before = sys.getprofile()
+    spec = importlib.util.find_spec("_elementtree")
+    assert spec is not None
+    if not isinstance(spec.loader, importlib.machinery.ExtensionFileLoader):
+        pytest.skip("this Python has all of the standard library's extensions built in")
+    sys.setprofile(look)
+    try:
+        importlib.util.module_from_spec(spec)
+    finally:
+        sys.setprofile(before)
+    assert set(interrupt._LOADING) & set(seen)

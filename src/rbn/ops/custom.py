@@ -95,13 +95,19 @@ class Operator:
 
     consuming: what runs in the place of `backward_op` where nobody will need again what the forward
         pass saved, and it may be overwritten; by default the same.
+    direct: what runs in the place of `op` in eager mode; by default the same function.
     """
 
     def __init__(
-        self, op: Any, backward_op: Any, formula: Formula, consuming: Any | None = None
+        self,
+        op: Any,
+        backward_op: Any,
+        formula: Formula,
+        consuming: Any | None = None,
+        direct: Any | None = None,
     ) -> None:
         self.op = op
-        forward, backward = op._init_fn, backward_op._init_fn
+        forward, backward = direct or op._init_fn, backward_op._init_fn
 
         def op_backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
             found = formula.gradients(ctx, grad_outputs, backward_op)

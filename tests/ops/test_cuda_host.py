@@ -254,7 +254,7 @@ def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
 def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hidden, monkeypatch):
     wx = torch.empty(1, 3, batch, 4 * hidden, dtype=dtype)
     monkeypatch.setattr(small_lstm, "choose", lambda wx: object())
-    given = types.SimpleNamespace(lead=(), T=3, B=batch, H=hidden, wx=wx, in_cuda=True)
+    given = types.SimpleNamespace(lead=(), T=3, B=batch, H=hidden, flat=wx[0])
     stride = launch._stride(given)
     assert stride == hidden
     room = launch._room_for_states(given, stride)
@@ -371,7 +371,10 @@ class Writer:
     def __init__(self, hidden):
         self.hidden, self.seen = hidden, {}
 
-    def launch(self, grid, arguments):
+    def launch(self, grid, packed):
+        both = (cuda_lstm.ForwardArguments, cuda_lstm.BackwardArguments)
+        (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
+        arguments = struct.from_buffer_copy(packed)
         self.seen |= {name: getattr(arguments, name) for name in arguments.pointers}
         states, steps = arguments.B * self.hidden, 4 * arguments.T * arguments.B * self.hidden
         numbers = {"c_n": states, "dc": states, "da": steps, "dwx": steps}

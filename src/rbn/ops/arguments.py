@@ -21,9 +21,9 @@ def zoneout_arguments(
     z_c: Tensor | float, z_h: Tensor | float
 ) -> tuple[Tensor | None, Tensor | None, float, float]:
     """The masks and the rates, as the operator takes them."""
-    masks = [z if isinstance(z, Tensor) else None for z in (z_c, z_h)]
-    rates = [0.0 if isinstance(z, Tensor) else z for z in (z_c, z_h)]
-    return masks[0], masks[1], rates[0], rates[1]
+    mask_c, rate_c = (None, z_c) if isinstance(z_c, (float, int)) else (z_c, 0.0)
+    mask_h, rate_h = (None, z_h) if isinstance(z_h, (float, int)) else (z_h, 0.0)
+    return mask_c, mask_h, rate_c, rate_h
 
 
 def population_list(population: Statistics | None, like: Tensor) -> list[Tensor]:

@@ -72,10 +72,10 @@ def check_sequence_lengths(lengths: Tensor | None, wx: Tensor) -> None:
 
 def check_masks(wx: Tensor, hidden: int, **masks: Tensor | float) -> None:
     """Refuse zoneout masks that are not bool ``[T, B, H]``."""
-    shape = (*wx.shape[:2], hidden)
     for name, mask in masks.items():
-        if not isinstance(mask, Tensor):
+        if isinstance(mask, (float, int)):  # sooner found than what is a Tensor
             continue
+        shape = (*wx.shape[:2], hidden)
         _check_device(name, mask, wx)
         if mask.dtype != torch.bool or tuple(mask.shape) != shape:
             raise ValueError(
@@ -111,5 +111,7 @@ def constant_statistics(
                 )
             _check_device(f"population.{name}", value, wx)
             rows = value.shape[0]
-            found[name] = value.detach().to(compute_dtype(wx.dtype))
+            dtype = compute_dtype(wx.dtype)
+            value = value.detach() if value.requires_grad else value
+            found[name] = value if value.dtype == dtype else value.to(dtype)
     return Statistics(**found)

@@ -17,6 +17,7 @@ from rbn.ops.types import valid_steps
 
 VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
+FAR = 32  # numbers between results and counters: no line of the cache has both
 NONE, BATCH, GIVEN = device.NONE.value, device.BATCH.value, device.GIVEN.value
 
 
@@ -154,7 +155,7 @@ class Call:
 
     def addresses(self, weight: Tensor) -> dict[str, int]:
         """Of what both kernels are given, by the names they use; not of what is absent."""
-        found = {"wx": self.flat.data_ptr(), "weight": self.address(weight)}
+        found = {"wx": self.address(self.flat), "weight": self.address(weight)}
         given = self._vectors()
         joined, sizes = self._joined(given)
         if joined is None:

@@ -220,9 +220,7 @@ def _run(
     kernel.launch((blocks, call.R), packed)
 
 
-def _run_wide(
-    direction: str, call: Any, at: dict[str, int], rows: list[int], **more: Any
-) -> None:
+def _run_wide(direction: str, call: Any, at: dict[str, int], rows: list[int], **more: Any) -> None:
     cut = wide_lstm.choose(direction, call.flat)
     assert cut is not None
     log.debug("lstm %s in CUDA, wide: %s", direction, cut)
@@ -234,9 +232,7 @@ def _run_wide(
         _run(kernel, cut.blocks, call, arguments, at, rows)
 
 
-def _run_small(
-    direction: str, call: Any, at: dict[str, int], rows: list[int], **more: Any
-) -> bool:
+def _run_small(direction: str, call: Any, at: dict[str, int], rows: list[int], **more: Any) -> bool:
     """Whether the kernel for small layers takes the call, and has been launched."""
     wx = call.flat
     cut = small_lstm.choose(wx)

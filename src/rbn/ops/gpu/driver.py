@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def shared_limit(device: int) -> int:
     return found.value
 
 
-def _enter() -> None:
+def enter() -> None:
     """Into the context of torch's current device: a thread that has used no CUDA yet is in none."""
     cuda, context, handle = _driver(), ctypes.c_void_p(), ctypes.c_int()
     _check(cuda.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
@@ -67,6 +68,41 @@ def _enter() -> None:
     status = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
     _check(status, f"asking for the context of device {device}")
     _check(cuda.cuCtxSetCurrent(context), f"entering the context of device {device}")
+
+
+def parameter_sizes(function: int) -> list[int] | None:
+    """Bytes of each parameter of a loaded kernel; None where the driver is too old to say."""
+    ask = getattr(_driver(), "cuFuncGetParamInfo", None)
+    if ask is None:
+        return None
+    handle, offset, size = ctypes.c_void_p(function), ctypes.c_size_t(), ctypes.c_size_t()
+    found: list[int] = []
+    where = ctypes.byref(offset), ctypes.byref(size)
+    while ask(handle, ctypes.c_size_t(len(found)), *where) == 0:  # until there is none
+        found.append(size.value)
+    return found
+
+
+def starter(
+    function: int,
+    grid: tuple[int, ...],
+    threads: int,
+    shared: int,
+    stream: int,
+    parameters: ctypes.Array[Any],
+) -> Callable[[], None]:
+    """What launches a loaded kernel, each time with what lies where `parameters` point to."""
+    where = ctypes.c_void_p(stream), parameters, ctypes.c_void_p()
+    start = functools.partial(
+        _driver().cuLaunchKernel, ctypes.c_void_p(function), *grid, threads, 1, 1, shared, *where
+    )
+
+    def run() -> None:
+        status = start()
+        if status:
+            _check(status, "launching a step")
+
+    return run
 
 
 class Kernel:
@@ -86,7 +122,7 @@ class Kernel:
         together: bool = False,
     ) -> None:
         cuda = _driver()
-        _enter()
+        enter()
         self.threads, self.shared, self.cluster = threads, shared, cluster
         self.together = together or not cluster
         self._attributes = (_Attribute * 2)()

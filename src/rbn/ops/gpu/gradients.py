@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths, small_lstm
-from rbn.ops.gpu.call import VECTORS, Call, aligned, rows_of
+from rbn.ops.gpu.call import FAR, VECTORS, Call, aligned, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.gpu.raised import raised_variances
@@ -19,12 +18,6 @@ from rbn.ops.gpu.signature import Grads, Inputs, Outputs
 from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
-
-
-def room_for_gradients(a: Inputs) -> int:
-    """Numbers beyond those of W_h h that let d(W_h h) take the same room, see `_consumed`."""
-    B, G = a.wx.shape[-2:]
-    return B * G + 8 if a.save and math.prod(a.lead) == 1 else 0
 
 
 def _consumed(call: Call, wh: Tensor) -> Tensor | None:
@@ -77,7 +70,7 @@ class _Sums:
         if len(types) == 1 and whole.dtype not in types:  # rounded all at once
             whole = whole.to(next(iter(types)))
         found = {}
-        parts = whole.split(self.sizes)
+        parts = whole.split_with_sizes(self.sizes)
         for name, parameter, part in zip(VECTORS, given, parts, strict=True):
             if parameter is None:
                 found[name] = whole.new_empty(0)
@@ -159,33 +152,27 @@ def _in_cuda(
     sums: _Sums,
 ) -> tuple[Tensor, Tensor]:
     """One launch. Gives what of the gradients of h0 and c0 does not go through W_h."""
+    wx = call.flat
     at = call.addresses(cuda_lstm.backward_weight(call, weight))
     at |= call.moments_at(moments)
     at |= sums.at()
-    dh, dc, counter = _room_for_last(call, last)
-    at["dh"], at["dc"], at["counter"] = dh.data_ptr(), dc.data_ptr(), counter.data_ptr()
+    n, device = call.R * call.B * call.H, wx.device
+    if last[0] is None and last[1] is None:
+        zeros = torch.zeros(2 * n + FAR + call.R, dtype=torch.float32, device=device)
+        at["dh"] = begin = zeros.data_ptr()
+        at["dc"], at["counter"] = begin + 4 * n, begin + 4 * (2 * n + FAR)
+    else:
+        dh, dc = (_copied(call, grad) for grad in last)
+        counter = torch.zeros(call.R, dtype=torch.int32, device=device)
+        at["dh"], at["dc"], at["counter"] = dh.data_ptr(), dc.data_ptr(), counter.data_ptr()
     at["cs"], at["wh"] = r.cs.data_ptr(), r.wh.data_ptr()
     at["da"], at["dwx"] = da.data_ptr(), dwx.data_ptr()
     if doutput is not None:
         at["doutput"] = call.address(doutput.contiguous())
     cuda_lstm.backward(call, at, rows_of(moments), doutput is not None)
-    return dh, dc
-
-
-def _room_for_last(
-    call: Call, last: tuple[Tensor | None, Tensor | None]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the last states in float32, to be written to, and R counters at zero."""
     if last[0] is None and last[1] is None:
-        n = call.R * call.B * call.H
-        far = n + 32  # counters have a line of the cache to themselves
-        zeros = torch.zeros(n + far + call.R, dtype=torch.float32, device=call.flat.device)
-        dh, dc, counter = zeros.split([n, far, call.R])
-        dc = dc.narrow(0, 0, n)
-        shape = (*call.lead, call.B, call.H)
-        return dh.view(shape), dc.view(shape), counter
-    counter = torch.zeros(call.R, dtype=torch.int32, device=call.flat.device)
-    return _copied(call, last[0]), _copied(call, last[1]), counter
+        dh, dc = zeros.narrow(0, 0, 2 * n).view(2, *call.lead, call.B, call.H).unbind()
+    return dh, dc
 
 
 def _in_triton(
@@ -202,11 +189,12 @@ def _in_triton(
     """The same in one launch, or one for each step."""
     a, T, B, wx = call.a, call.T, call.B, call.wx
     da, dwx = da.view(wx.shape), dwx.view(wx.shape)
-    dh, dc, barrier = _room_for_last(call, last)
+    dh, dc = (_copied(call, grad) for grad in last)
     if call.path == paths.STEPS:
         dy = None if doutput is None else doutput.contiguous()
         lstm_steps.backward(call, moments, r.cs, r.wh, dy, dh, dc, da, dwx, sums.parts())
         return dh, dc
+    barrier = torch.zeros(call.R, dtype=torch.int32, device=wx.device)
     plan, transposed = call.plan, weight.transpose(-2, -1).contiguous()
     flags = {"K": plan.k_backward, "HAS_DOUTPUT": doutput is not None}
     vectors, masks = call.vectors(), call.masks()
@@ -228,7 +216,7 @@ def _in_triton(
             da,
             dwx,
             *sums.parts(),
-            barrier.view(torch.int32),
+            barrier,
             first,
             steps,
             T,

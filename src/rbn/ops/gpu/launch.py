@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths, small_lstm
-from rbn.ops.gpu.call import BATCH, MOMENTS, Call, rows_of
-from rbn.ops.gpu.gradients import backward, room_for_gradients
+from rbn.ops.gpu.call import BATCH, FAR, MOMENTS, Call, rows_of
+from rbn.ops.gpu.gradients import backward
 from rbn.ops.gpu.input_moments import input_moments
 from rbn.ops.gpu.lstm_forward import lstm_forward
 from rbn.ops.gpu.paths import plan_for
@@ -25,8 +25,7 @@ from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.gpu.signature import (
     Inputs,
     Outputs,
-    saved_cells,
-    saved_products,
+    saved_sizes,
     statistics_shapes,
     steps_of,
     stride_of,
@@ -53,24 +52,24 @@ def forward(given: Inputs, apart: bool = False) -> Outputs:
 
 def _in_cuda(call: Call, apart: bool) -> Outputs:
     """One launch, and as little as possible before it: the card may be waiting."""
-    a, T, H, wx = call.a, call.T, call.H, call.flat
+    a, H, wx = call.a, call.H, call.flat
     dtype, device, full = wx.dtype, wx.device, torch.float32
     stride = _stride(call)
     counts, looks = cuda_lstm.meeting("forward", wx)
     hs = _room_for_states(call, stride, looks)
     _begin(call, hs, stride)
-    products = saved_products(a)
-    cs = torch.empty(saved_cells(a), dtype=full, device=device)
-    wh = torch.empty(products + room_for_gradients(a), dtype=dtype, device=device)
-    c_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
+    cells, products, beyond = saved_sizes(wx.shape, a.save)
+    cs = torch.empty(cells, dtype=full, device=device)
+    wh = torch.empty(products + beyond, dtype=dtype, device=device)
+    # The last cells, and behind them, where the blocks need them, counters.
+    states, new_room = call.R * call.B * H, torch.zeros if counts else torch.empty
+    c_n = new_room(states + FAR + call.R, dtype=full, device=device)
     at = call.addresses(a.weight_hh.to(dtype).contiguous())
     at["hs"], at["cs"], at["wh"] = hs.data_ptr(), cs.data_ptr(), wh.data_ptr()
     at["c_n"], at["c0"] = c_n.data_ptr(), call.address(call.full(a.c0))
-    if counts:
-        counter = torch.zeros(call.R, dtype=torch.int32, device=device)
-        at["counter"] = counter.data_ptr()
+    at["counter"] = at["c_n"] + 4 * (states + FAR)
     if a.lengths is not None:
-        h_n = torch.empty_like(c_n)
+        h_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
         at["h_n"] = h_n.data_ptr()
     new = _Moments(call, apart)
     if a.population:
@@ -87,20 +86,35 @@ def _in_cuda(call: Call, apart: bool) -> Outputs:
     cuda_lstm.forward(call, at, rows)
 
     # The kernel runs; all else can wait.
-    if wh.shape[0] != products:
+    if beyond:
         wh = wh.narrow(0, 0, products)
     output = steps_of(hs, H)
     if stride != H:
         output = output.contiguous()
     last = output.select(-3, -1).clone() if a.lengths is None else h_n.to(dtype)
+    c_n = c_n.as_strided((*call.lead, call.B, H), (call.B * H, H, 1)[-last.dim() :])
     if dtype != full:
         c_n = c_n.to(dtype)
     saved = (wh, cs if a.save else cs.new_empty(0), wh.new_empty(0))
     return Outputs._make((output, last, c_n, *new.parts(), *saved))
 
 
-@functools.lru_cache(maxsize=256)
-def _cut_moments(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[int], list[Any], int]:
+def _cuts(a: Inputs) -> tuple[list[int], list[Any], int]:
+    """`_cut_moments` of a call, found again by what its shapes follow from."""
+    absent = (a.gamma_x is None, a.gamma_c is None)
+    key = (a.wx.shape, a.norm, bool(a.population), absent, a.input_stats)
+    found = _CUTS.get(key)
+    if found is None:
+        if len(_CUTS) >= 256:
+            _CUTS.clear()
+        found = _CUTS[key] = _cut_moments(statistics_shapes(a))
+    return found
+
+
+_CUTS: dict[Any, tuple[list[int], list[Any], int]] = {}
+
+
+def _cut_moments(shapes: list[tuple[int, ...]]) -> tuple[list[int], list[Any], int]:
     """Of statistics of these shapes, each as mean and var, in one piece.
 
     The rows of each; where every part begins, with its shape and strides; the size of all. A part
@@ -124,7 +138,7 @@ class _Moments:
     """
 
     def __init__(self, call: Call, apart: bool) -> None:
-        self.rows, self._cuts, size = _cut_moments(tuple(statistics_shapes(call.a)))
+        self.rows, self._cuts, size = _cuts(call.a)
         self._parts: list[Tensor] = []
         new = functools.partial(torch.empty, dtype=torch.float32, device=call.flat.device)
         if apart:
@@ -153,8 +167,9 @@ def _in_triton(call: Call) -> Outputs:
     stride = stride_of(H)
     hs = _room_for_states(call, stride)
     _begin(call, hs, stride)
-    cs = torch.empty(saved_cells(a), dtype=torch.float32, device=device)
-    wh = wx.new_empty(saved_products(a) + room_for_gradients(a)).narrow(0, 0, saved_products(a))
+    cells, products, beyond = saved_sizes(call.flat.shape, a.save)
+    cs = torch.empty(cells, dtype=torch.float32, device=device)
+    wh = wx.new_empty(products + beyond).narrow(0, 0, products)
     h_n = torch.empty(*call.lead, B, H, dtype=torch.float32, device=device)
     new = _Moments(call, apart=True)
     if a.sequence:

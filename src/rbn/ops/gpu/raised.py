@@ -28,8 +28,9 @@ def raised_variances(
     None, like var_c, for absent terms.
     """
     T, B, G = wx.shape[-3:]
-    by_input = var_x is None or (var_c is None and var_x.shape[-2] != T)
-    if by_input or max(T * G, B * G // 4) >= 2**31:  # rare, and the kernel does not know it
+    by_input = var_x is not None and var_c is None and var_x.shape[-2] != T
+    large = max(T * G, B * G // 4) >= 2**31
+    if var_x is None or by_input or large:  # rare, and the kernel does not know it
         before, after = steps_alike(states, wx, var_x, var_h, var_c, eps)
         return raised(var_h, before, eps), None if var_c is None else raised(var_c, after, eps)
     look = [state.stride(-2) != 0 for state in states]  # or all rows are one

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.alike import steps_alike
-from rbn.ops.types import Statistics
+from rbn.ops.types import Statistics, is_mask
 
 
 def needs_grad(weights: tuple[Tensor | None, ...]) -> bool:
@@ -21,8 +21,8 @@ def zoneout_arguments(
     z_c: Tensor | float, z_h: Tensor | float
 ) -> tuple[Tensor | None, Tensor | None, float, float]:
     """The masks and the rates, as the operator takes them."""
-    mask_c, rate_c = (None, z_c) if isinstance(z_c, (float, int)) else (z_c, 0.0)
-    mask_h, rate_h = (None, z_h) if isinstance(z_h, (float, int)) else (z_h, 0.0)
+    mask_c, rate_c = (z_c, 0.0) if is_mask(z_c) else (None, z_c)
+    mask_h, rate_h = (z_h, 0.0) if is_mask(z_h) else (None, z_h)
     return mask_c, mask_h, rate_c, rate_h
 
 

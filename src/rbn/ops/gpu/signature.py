@@ -92,8 +92,7 @@ class Grads(NamedTuple):
     c0: Tensor
 
 
-@functools.lru_cache(maxsize=256)
-def saved_sizes(shape: tuple[int, ...], save: bool) -> tuple[int, int, int]:
+def _sizes(shape: tuple[int, ...], save: bool) -> tuple[int, int, int]:
     """`saved_cells`, `saved_products`, `beyond_products` for an input term of that shape."""
     *lead, T, B, G = shape
     R, rows, stride = math.prod(lead), saved_rows(B), stride_of(G // 4)
@@ -101,6 +100,9 @@ def saved_sizes(shape: tuple[int, ...], save: bool) -> tuple[int, int, int]:
     if not save:
         return cells, 0, 0
     return cells, R * T * rows * 4 * stride, B * G + 8 if R == 1 else 0
+
+
+saved_sizes = functools.lru_cache(maxsize=256)(_sizes)  # of real sizes, not a compiler's
 
 
 def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
@@ -127,17 +129,17 @@ def saved_rows(batch: int) -> int:
 
 def saved_cells(a: Inputs) -> int:
     """How many numbers the cells take that a call keeps, or works with."""
-    return saved_sizes(a.wx.shape, a.save)[0]
+    return _sizes(a.wx.shape, a.save)[0]
 
 
 def saved_products(a: Inputs) -> int:
     """How many numbers a call keeps of W_h h."""
-    return saved_sizes(a.wx.shape, a.save)[1]
+    return _sizes(a.wx.shape, a.save)[1]
 
 
 def beyond_products(a: Inputs) -> int:
     """How many more there is room for, that d(W_h h) can take the same, see `gradients`."""
-    return saved_sizes(a.wx.shape, a.save)[2]
+    return _sizes(a.wx.shape, a.save)[2]
 
 
 def steps_of(room: Tensor, hidden: int) -> Tensor:

@@ -404,6 +404,7 @@ def test_results_are_what_the_kernels_wrote(monkeypatch, small):
     results = call(case.with_tensors(**leaves), "gpu")
     pattern = torch.tensor([0x3F3F3F3F], dtype=torch.int32).view(torch.float32)
     assert (results["c_n"] == pattern).all()
+    assert not any(results[name]._is_view() for name in ("h_n", "c_n"))
     grads = torch.autograd.grad(results["output"].sum(), list(leaves.values()))
     found = dict(zip(leaves, grads, strict=True))
     for name in ("wx", "bias", "beta_c", "c0"):

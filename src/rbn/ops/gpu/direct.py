@@ -40,6 +40,8 @@ def kinds_of(found: Any, names: Sequence[str]) -> list[str | None] | None:
     metadata, function = getattr(found, "metadata", None), getattr(found, "function", None)
     if not isinstance(signature, dict) or metadata is None or not isinstance(function, int):
         return None
+    if torch.version.hip is not None:
+        return None
     if any(getattr(metadata, name, None) for name in _SPECIAL):
         return None
     if getattr(metadata, "num_ctas", 1) != 1:

@@ -93,8 +93,7 @@ def _in_cuda(call: Call, apart: bool) -> Outputs:
         output = output.contiguous()
     last = output.select(-3, -1).clone() if a.lengths is None else h_n.to(dtype)
     c_n = c_n.as_strided((*call.lead, call.B, H), (call.B * H, H, 1)[-last.dim() :])
-    if dtype != full:
-        c_n = c_n.to(dtype)
+    c_n = c_n.to(dtype, copy=True)  # no view, which users could not change in place
     saved = (wh, cs if a.save else cs.new_empty(0), wh.new_empty(0))
     return Outputs._make((output, last, c_n, *new.parts(), *saved))
 

@@ -236,6 +236,39 @@ def test_the_size_of_a_cluster(monkeypatch, room, expected):
 
 
 @pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("options", [{}, {"gamma_c": None}, {"input_stats": "sequence"}])
+def test_statistics_are_parts_of_one_piece(lead, options):
+    """Each begins at a multiple of 16 bytes, where the kernel was told, and they do not overlap."""
+    T, B, H = 3, 5, 6
+    fields = dict.fromkeys(signature.Inputs._fields) | {
+        "wx": torch.empty(*lead, T, B, 4 * H),
+        "gamma_x": torch.empty(4 * H),
+        "gamma_c": torch.empty(H),
+        "population": [],
+        "norm": "batch",
+        "input_stats": "step",
+    }
+    a = signature.Inputs(**fields | options)
+    given = types.SimpleNamespace(a=a, flat=a.wx)
+    for apart in (False, True):
+        moments = launch._Moments(given, apart)
+        parts = moments.parts()
+        rooms = {part.untyped_storage().data_ptr() for part in parts if part.numel()}
+        assert (len(rooms) > 1) == apart
+        expected = [shape for shape in signature.statistics_shapes(a) for _ in range(2)]
+        assert [tuple(part.shape) for part in parts] == expected
+        assert moments.rows == [shape[-2] if len(shape) > 1 else 0 for shape in expected[::2]]
+        present = [(part, at) for part, at in zip(parts, moments.at.values(), strict=True)]
+        present = [(part, at) for part, at in present if part.numel()]
+        for k, (part, at) in enumerate(present):
+            assert part.is_contiguous()
+            assert part.data_ptr() == at
+            assert at % 16 == 0
+            part.fill_(k)
+        assert all((part == k).all() for k, (part, _) in enumerate(present))
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
 def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
     """Kernels for small layers write the gates of a unit side by side."""
     T, B, H = 3, 4, 5

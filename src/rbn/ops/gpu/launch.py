@@ -6,7 +6,6 @@ run side by side; every tensor carries them as its first dimension. One alone ne
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 from typing import Any
@@ -139,12 +138,12 @@ class _Moments:
     def __init__(self, call: Call, apart: bool) -> None:
         self.rows, self._cuts, size = _cuts(call.a)
         self._parts: list[Tensor] = []
-        new = functools.partial(torch.empty, dtype=torch.float32, device=call.flat.device)
+        full, device = torch.float32, call.flat.device
         if apart:
-            self._parts = [new(shape) for _, shape, _ in self._cuts]
+            self._parts = [torch.empty(cut[1], dtype=full, device=device) for cut in self._cuts]
             addresses = [part.data_ptr() for part in self._parts]
         else:
-            self._whole = new(size if size else (6, 0))
+            self._whole = torch.empty(size if size else (6, 0), dtype=full, device=device)
             first = self._whole.data_ptr()
             addresses = [first + 4 * begin for begin, _, _ in self._cuts]
         self.at = dict(zip(MOMENTS, addresses, strict=True))

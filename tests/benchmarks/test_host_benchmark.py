@@ -10,10 +10,10 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 # As counted with torch 2.13, and room for what another version may do differently. More than that
 # is time that a small layer waits for the host.
 MOST = {
-    (rbn.LSTM, 1): {"forward": 42, "forward and backward": 95, "inference": 42},
-    (rbn.LSTM, 2): {"forward": 62, "forward and backward": 145, "inference": 62},
-    (rbn.BatchNormLSTM, 1): {"forward": 52, "forward and backward": 105, "inference": 62},
-    (rbn.BatchNormLSTM, 2): {"forward": 92, "forward and backward": 195, "inference": 115},
+    (rbn.LSTM, 1): {"forward": 28, "forward and backward": 74, "inference": 28},
+    (rbn.LSTM, 2): {"forward": 46, "forward and backward": 125, "inference": 47},
+    (rbn.BatchNormLSTM, 1): {"forward": 37, "forward and backward": 85, "inference": 28},
+    (rbn.BatchNormLSTM, 2): {"forward": 69, "forward and backward": 167, "inference": 60},
 }
 
 

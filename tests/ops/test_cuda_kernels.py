@@ -1,6 +1,7 @@
 """The kernels in CUDA C++ and how PyTorch gets along with them, on a card."""
 
 import copy
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -250,6 +251,64 @@ def test_arguments_that_begin_anywhere(calls):
     for one, other in zip(expected, found, strict=True):
         for name, value in one.items():
             assert torch.equal(value, other[name]), name
+
+
+def test_arguments_in_any_order_of_memory(calls):
+    """Kernels are given addresses: of copies, where the numbers do not lie as they read them."""
+    case = make_case("bn_lstm", 4, 17, 50, dtype=torch.bfloat16, **calm("bn_lstm")).on("cuda")
+    rows = {name: case.tensors[name][:1].expand(17, 50) for name in ("h0", "c0")}
+    case = case.with_tensors(**{name: value.contiguous() for name, value in rows.items()})
+    expected = differentiate(case, "gpu")
+
+    def turned(value):
+        return value.transpose(0, 1).contiguous().transpose(0, 1)
+
+    def spread(value):
+        return value.new_empty(3 * len(value))[::3].copy_(value)
+
+    changed = {name: turned(case.tensors[name]) for name in ("wx", "weight_hh")} | rows
+    names = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
+    changed |= {name: spread(case.tensors[name]) for name in names}
+    cotangents = {name: turned(value) for name, value in case.cotangents.items()}
+    found = differentiate(
+        dataclasses.replace(case.with_tensors(**changed), cotangents=cotangents), "gpu"
+    )
+    assert len(calls) == 4
+    for one, other in zip(expected, found, strict=True):
+        for name, value in one.items():
+            # The products that make these read W_h and h0 as they lie.
+            if one is expected[1] and name in ("weight_hh", "h0"):
+                error = (value - other[name]).float().norm()
+                assert error <= 4 * UNITS[torch.bfloat16] * value.float().norm(), name
+            else:
+                assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize("shape", [(5, 16, 24), (5, 64, 240), (4, 37, 1000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_call_returned_stays(shape, dtype):
+    """Whatever memory later calls are given: nothing that is returned was handed back too soon."""
+    case = make_case("bn_lstm", *shape, dtype=dtype, **calm("bn_lstm")).on("cuda")
+    with poisoned_memory():
+        found = differentiate(case, "gpu")
+        kept = [{name: v.clone() for name, v in part.items() if v is not None} for part in found]
+        for seed in range(1, 9):
+            differentiate(make_case("bn_lstm", *shape, seed, dtype=dtype).on("cuda"), "gpu")
+    for part, copies in zip(found, kept, strict=True):
+        for name, value in copies.items():
+            assert torch.equal(value, part[name]), name
+
+
+def test_results_of_the_operator_share_no_memory():
+    """As PyTorch's compiler takes for granted; called directly, statistics are parts of one."""
+    case = make_case("bn_lstm", 4, 16, 24, dtype=torch.float32).on("cuda")
+    args = (*case.tensors.values(), None, [], None, None, 0.0, 0.0)
+    args += ("batch", 1e-5, "step", "exclude", False, True)
+    found = torch.ops.rbn.gpu_lstm(*args)
+    places = [value.untyped_storage().data_ptr() for value in found if value.numel()]
+    assert len(set(places)) == len(places)
+    for one, other in zip(found[:9], launch.forward(Inputs(*args))[:9], strict=True):
+        assert torch.equal(one, other)
 
 
 def test_two_steps_in_triton(monkeypatch, calls):

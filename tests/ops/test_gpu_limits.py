@@ -142,7 +142,7 @@ def test_no_room_is_said_before_anything_starts():
 
     two = type("Call", (), {"R": 2, "T": 1, "B": 1})()
     with pytest.raises(RuntimeError, match="no room for all blocks of the recurrence at once"):
-        cuda_lstm._run(Full(), 4, two, cuda_lstm.ForwardArguments, {})
+        cuda_lstm._run(Full(), 4, two, cuda_lstm.ForwardArguments, {}, [1, 1, 1])
 
 
 ALONE = """

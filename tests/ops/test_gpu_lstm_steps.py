@@ -32,13 +32,15 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, compare, products
 
-from rbn.ops.gpu import gradients, lstm_steps, paths
+from rbn.ops.gpu import direct, gradients, lstm_steps, paths
+from rbn.ops.gpu.repeated import Repeated
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 beyond_the_batch = pytest.mark.filterwarnings(  # rows that only fill a tile
     "ignore:overflow encountered in exp"
 )
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 OPS = ("bn_lstm", "lstm")
 # Tiles that hold a small batch, and tiles that do not: of 2 rows, with 8 units or with fewer.
 TILES = {"one tile": (1024, 2048, 1), "several": (1024, 16, 1), "more programs": (1024, 8, 99)}
@@ -221,6 +223,68 @@ def test_the_same_bits_from_a_graph_that_is_kept(monkeypatch):
     assert [room is not None for room in rooms] == [True]
     for name, one, other in zip(leaves, kept, last, strict=True):
         assert torch.equal(one, other), name
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", ["bn_lstm", "lstm", "ln_lstm", "bn_rnn"])
+def test_steps_launched_by_the_driver_or_by_triton(op, dtype, monkeypatch):
+    """The same bits, whoever launches them, also from the second call on."""
+    case = make_case(op, 6, 33, 40, fresh_seed(), dtype=dtype, **calm(op)).on(DEVICE)
+    launchers, launcher = [], direct.launcher
+
+    def counted(*args):
+        launchers.append(launcher(*args))
+        return launchers[-1]
+
+    monkeypatch.setattr(direct, "launcher", counted)
+    found = [differentiate(case, "gpu") for _ in range(2)]
+    assert len(launchers) == 4
+    assert None not in launchers
+    monkeypatch.setattr(direct, "launcher", lambda *args: None)
+    found.append(differentiate(case, "gpu"))
+
+    def plainly(step, *numbers):
+        step._kernel[step._grid](*step._tensors, *numbers, **step._flags)
+
+    monkeypatch.setattr(Repeated, "__call__", plainly)
+    found.append(differentiate(case, "gpu"))
+    for other in found[1:]:
+        for one, values in zip(found[0], other, strict=True):
+            for name, value in one.items():
+                assert value is None or torch.equal(value, values[name]), name
+
+
+@needs_cuda
+@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN])
+def test_a_graph_of_steps(layer_class):
+    """Captured steps are those of a call, and run again with what is then in memory."""
+    torch.manual_seed(0)
+    layer = layer_class(8, 40).cuda()
+    x = torch.randn(5, 32, 8, device="cuda")
+
+    def step(layer, x):
+        layer.zero_grad(set_to_none=False)
+        output = layer(x)[0]
+        output.square().mean().backward()
+        return output
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(layer, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    twin = copy.deepcopy(layer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step(layer, x)
+    for _ in range(2):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(output, step(twin, x))
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
 
 
 def test_the_operator(monkeypatch):

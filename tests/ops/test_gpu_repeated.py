@@ -1,13 +1,16 @@
 """Launches of a compiled kernel again, with other numbers."""
 
+import ctypes
+import types
+
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
 
-from rbn.ops.gpu import repeated
-from rbn.ops.gpu.repeated import Repeated
+from rbn.ops.gpu import direct, driver, repeated
+from rbn.ops.gpu.repeated import Repeated, launch_kept
 
 
 class Compiled:
@@ -51,6 +54,27 @@ def test_triton_looks_at_the_first_launch_alone(takes_all, monkeypatch):
     rest = (8, True) if takes_all else ()
     addresses = (a.data_ptr(), b.data_ptr())
     assert kernel.compiled.calls == [((7, 1, 1), (*addresses, t, 0.5, *rest)) for t in (1, 2)]
+    Repeated(kernel, (7,), [b, a], flags)(0, 0.5)  # not in a call of the same kind either
+    assert len(kernel.calls) == 1
+    assert kernel.compiled.calls[2][1][:3] == (*addresses[::-1], 0)
+
+
+@pytest.mark.parametrize("other", ["type", "alignment", "flag", "integer"])
+def test_triton_looks_at_what_it_may_compile_for(other):
+    kernel = Kernel(Compiled())
+    room = torch.zeros(8)
+    tensors, flags, t = [room[:4], room[4:]], {"SAVE": True, "UNITS": 8}, 2
+    Repeated(kernel, (7,), tensors, flags)(t, 0.5)
+    if other == "type":
+        tensors = [room[:4], room[4:].to(torch.bfloat16)]
+    elif other == "alignment":
+        tensors = [room[:4], room[3:]]
+    elif other == "flag":
+        flags = flags | {"UNITS": 4}
+    else:
+        t = 2**31
+    Repeated(kernel, (7,), tensors, flags)(t, 0.5)
+    assert len(kernel.calls) == 2
 
 
 def test_the_interpreter_compiles_nothing():
@@ -59,3 +83,152 @@ def test_the_interpreter_compiles_nothing():
     step(0, 0.5)
     step(1, 0.5)
     assert [call[1][2] for call in kernel.calls] == [0, 1]
+
+
+class Driver:
+    """The CUDA driver: how large the parameters of a kernel are, and what it was launched with."""
+
+    def __init__(self, sizes):
+        self.sizes, self.launches = sizes, []
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = 1
+        return 0
+
+    def cuFuncGetParamInfo(self, function, at, offset, size):
+        if at.value >= len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[at.value]
+        return 0
+
+    def cuLaunchKernel(self, function, *rest):
+        *sizes, stream, places, _ = rest
+        of_size = {4: ctypes.c_int32, 8: ctypes.c_int64}
+        found = zip(self.sizes, places, strict=False)
+        values = [of_size[size].from_address(place).value for size, place in found]
+        self.launches.append((function.value, sizes, stream.value, values))
+        return 0
+
+
+class Loaded(Compiled):
+    """What Triton gives for a launch, with all that the driver needs to launch it."""
+
+    def __init__(self, **metadata):
+        super().__init__()
+        names = ("a", "b", "t", "rate", "UNITS", "SAVE")
+        kinds = ("*fp32", "*fp32", "i32", "fp32", "constexpr", "constexpr")
+        self.src = types.SimpleNamespace(signature=dict(zip(names, kinds, strict=True)))
+        self.function = 2**40 + 1
+        plain = {"num_warps": 4, "shared": 64, "num_ctas": 1, "launch_pdl": False}
+        self.metadata = types.SimpleNamespace(**plain, **metadata)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize("scratch", [0, 1, 2])  # pointers that versions of Triton add
+def test_the_driver_launches_the_other_steps(scratch, monkeypatch):
+    cuda = Driver([8, 8, 4, 4, *[8] * scratch])
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    kernel = Kernel(Loaded())
+    a, b = torch.ones(3), torch.ones(4)
+    for _ in range(2):
+        step = Repeated(kernel, (7,), [a, b], {"SAVE": True, "UNITS": 8, "num_warps": 4})
+        for t in range(3):
+            step(t, 0.5)
+    assert len(kernel.calls) == 1
+    assert not kernel.compiled.calls
+    half = 0x3F000000  # 0.5
+    values = [[a.data_ptr(), b.data_ptr(), t, half, *[0] * scratch] for t in (1, 2, 0, 1, 2)]
+    sizes = [7, 1, 1, 128, 1, 1, 64]
+    assert cuda.launches == [(2**40 + 1, sizes, 77, found) for found in values]
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize(
+    "what", ["old driver", "sizes", "more parameters", "scratch", "hook", "compiled in"]
+)
+def test_other_launches_are_left_to_triton(what, monkeypatch):
+    cuda = Driver([8, 8, 4, 8] if what == "sizes" else [8, 8, 4, 4])
+    kernel = Kernel(Loaded(global_scratch_size=8 if what == "scratch" else 0))
+    if what == "more parameters":
+        cuda.sizes += [8, 8, 8]
+    if what == "old driver":
+        cuda.cuFuncGetParamInfo = None
+    if what == "hook":
+        monkeypatch.setattr(direct, "_hooked", lambda found: True)
+    if what == "compiled in":
+        kernel.compiled.src.signature["t"] = "constexpr"
+        cuda.sizes = [8, 8, 4]
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    step = Repeated(kernel, (7,), [torch.ones(3)] * 2, {"SAVE": True, "UNITS": 8})
+    for t in range(3):
+        step(t, 0.5)
+    assert len(kernel.compiled.calls) == 2
+    assert not cuda.launches
+
+
+def test_a_failed_launch_raises(monkeypatch, stream):
+    cuda = Driver([8, 8, 4, 4])
+    cuda.cuGetErrorString = lambda status, words: 0
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    step = Repeated(Kernel(Loaded()), (7,), [torch.ones(3)] * 2, {"SAVE": True, "UNITS": 8})
+    step(0, 0.5)
+    cuda.cuLaunchKernel = lambda *arguments: 1
+    step = Repeated(Kernel(Loaded()), (7,), [torch.ones(3)] * 2, {"SAVE": True, "UNITS": 8})
+    step(0, 0.5)
+    with pytest.raises(RuntimeError, match="launching a step: "):
+        step(1, 0.5)
+
+
+def test_whoever_hooks_into_launches_is_heard(monkeypatch):
+    import triton
+
+    hooks = types.SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+    monkeypatch.setattr(triton, "knobs", types.SimpleNamespace(runtime=hooks), raising=False)
+    assert not direct._hooked(None)
+    hooks.launch_enter_hook = types.SimpleNamespace(calls=[])
+    assert not direct._hooked(None)
+    hooks.launch_enter_hook.calls.append(print)
+    assert direct._hooked(None)
+    hooks.launch_enter_hook = print  # of other versions
+    assert direct._hooked(None)
+    monkeypatch.delattr(triton, "knobs")
+    assert not direct._hooked(Compiled())
+    monkeypatch.setattr(Compiled, "launch_exit_hook", print, raising=False)
+    assert direct._hooked(Compiled())
+
+
+def test_one_launch_of_many_calls():
+    """Triton looks again only where something other than addresses differs, or some are odd."""
+    kernel = Kernel(Compiled())
+    room, asked = torch.zeros(16), []
+
+    def launch(first, rate=0.5, units=8):
+        tensors = [room[first : first + 2], room[8:]]
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+
+        def ask():
+            asked.append(first)
+            return tensors
+
+        flags = {"UNITS": units, "SAVE": True}
+        launch_kept(kernel, (3, 2), addresses, ask, (5, rate), flags, (torch.float32,), room)
+
+    launch(0)
+    launch(4)
+    assert asked == [0]
+    ((grid, arguments),) = kernel.compiled.calls
+    assert grid == (3, 2, 1)
+    rest = (8, True) if repeated._TAKES_ALL else ()
+    assert arguments == (room[4:].data_ptr(), room[8:].data_ptr(), 5, 0.5, *rest)
+    launch(1)  # not at a multiple of 16 bytes
+    launch(0, rate=0.25)
+    launch(0, units=4)
+    assert asked == [0, 1, 0, 0]
+    launch(4, units=4)
+    assert len(asked) == 4

@@ -81,7 +81,7 @@ class BatchNormalized(Recurrence):
         return [m for m in self._modules.values() if isinstance(m, PopulationStatistics)]
 
     def _statistics(self, term: str, suffix: str) -> PopulationStatistics:
-        return cast(PopulationStatistics, getattr(self, f"stats_{term}{suffix}"))
+        return cast(PopulationStatistics, self._modules[f"stats_{term}{suffix}"])
 
     def _check_ready(self, batch: int) -> None:
         statistics = self._all_statistics()
@@ -94,7 +94,7 @@ class BatchNormalized(Recurrence):
             checks.single_row(type(self).__name__)
 
     def _group(self) -> ProcessGroup | None:
-        return self._all_statistics()[0].group
+        return self._all_statistics()[0].group if self.sync_stats else None
 
     def _ignores_padding(self) -> bool:
         return self.padding == "exclude" or not any(s.uses_batch for s in self._all_statistics())

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from rbn.ops.types import check_lengths
 
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
 
 def positive_integer(name: str, value: Any) -> int:
     """A whole number of at least 1."""
@@ -87,8 +89,7 @@ def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: boo
 
 def is_symbols(input: Any) -> bool:
     """Whether an input holds the numbers of symbols, which stand for one-hot vectors."""
-    kinds = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-    return isinstance(input, Tensor) and input.dtype in kinds and input.dim() in (1, 2)
+    return isinstance(input, Tensor) and input.dtype in _INTEGERS and input.dim() in (1, 2)
 
 
 def symbols(input: Tensor, input_size: int, weight: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
     if value is None:
         return None
     value = torch.as_tensor(value)
-    if value.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
+    if value.dtype not in _INTEGERS:
         raise TypeError(f"lengths must be integers, got {value.dtype}")
     if tuple(value.shape) != (batch,):
         raise ValueError(

@@ -88,8 +88,15 @@ class Recurrence(nn.Module, abc.ABC):
 
     def _parameter(self, name: str) -> Tensor | None:
         """A parameter, if there is one of that name."""
-        parameter: Tensor | None = getattr(self, name, None)
-        return parameter
+        parameter: Tensor | None = self._parameters.get(name)
+        # One that is computed, say by `torch.nn.utils.parametrize`, is an attribute alone.
+        return getattr(self, name, None) if parameter is None else parameter
+
+    def _own(self, name: str) -> Tensor:
+        """A parameter that there is."""
+        parameter = self._parameters.get(name)
+        found: Tensor = getattr(self, name) if parameter is None else parameter
+        return found
 
     def reset_parameters(self) -> None:
         """Start as the paper's models do: orthogonal weights, forget bias 1, all else 0."""
@@ -134,10 +141,11 @@ class Recurrence(nn.Module, abc.ABC):
         calls: list[dict[str, Any]] = []
         empty: list[tuple[Tensor, States]] = []
         for suffix, input, given in directions:
-            weight = getattr(self, f"weight_ih{suffix}")
+            weight = self._own(f"weight_ih{suffix}")
             # W_x x_t for every t; for a one-hot x_t that is a column of W_x.
             if input.is_floating_point():
-                wx = _input_product(input, weight.to(input.dtype))
+                same = weight.dtype == input.dtype
+                wx = _input_product(input, weight if same else weight.to(input.dtype))
             else:
                 wx = F.embedding(input[..., 0], self._autocast(weight).t().contiguous())
             batch = input.shape[1]
@@ -158,7 +166,7 @@ class Recurrence(nn.Module, abc.ABC):
         """The learned or zero initial states, ``[B, H]``, with noise on h0 while training."""
         shape = (batch, self.hidden_size)
         if self.initial_state == "learned":
-            states = [getattr(self, state + suffix).expand(shape) for state in self.states]
+            states = [self._own(state + suffix).expand(shape) for state in self.states]
         else:
             states = [like.new_zeros(shape) for _ in self.states]
         if self.training and self.hidden_noise > 0:
@@ -176,8 +184,8 @@ class Recurrence(nn.Module, abc.ABC):
 
     def _recurrent_weight(self, suffix: str, dtype: torch.dtype) -> Tensor:
         """W_h of one layer and direction as it is in this call."""
-        weight: Tensor = getattr(self, f"weight_hh{suffix}")
-        return weight.to(dtype)
+        weight = self._own(f"weight_hh{suffix}")
+        return weight if weight.dtype == dtype else weight.to(dtype)
 
     # Types --------------------------------------------------------------------------------------
 
@@ -311,7 +319,9 @@ class Layers(Recurrence):
         if checks.is_symbols(input):
             input = checks.symbols(input, self.input_size, self._weight())
         else:
-            checks.sequence_input(input, self.input_size, self._weight(), self._under_autocast())
+            weight = self._weight()
+            autocast = torch.is_autocast_enabled(weight.device.type)
+            checks.sequence_input(input, self.input_size, weight, autocast)
         if input.dim() == 2:
             if lengths is not None:
                 raise ValueError("lengths needs a batched input, got one without a batch")

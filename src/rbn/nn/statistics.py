@@ -130,7 +130,8 @@ class PopulationStatistics(nn.Module):
         """
         start = min(start, self.count.shape[0] - 1)
         if not self.shared and min(start + steps, self.count.shape[0]) <= self._surely_seen:
-            mean, var = self.mean[start : start + steps], self.var[start : start + steps]
+            stop = min(start + steps, self.count.shape[0])
+            mean, var = _part(self.mean, start, stop), _part(self.var, start, stop)
             # What a backward pass will need must not change until then.
             return (mean.clone(), var.clone()) if torch.is_grad_enabled() else (mean, var)
         seen = self.count > 0
@@ -227,9 +228,13 @@ def update_all(updates: list[Update]) -> None:
         torch._foreach_add_([_part(s.count, i, j) for s, _, _, i, j in often], 1)
         torch._foreach_lerp_(
             [_part(rows, i, j) for s, _, _, i, j in often for rows in (s.mean, s.var)],
-            [v.to(s.mean.dtype) for s, mean, var, _, _ in often for v in (mean, var)],
+            [_as(v, s.mean.dtype) for s, mean, var, _, _ in often for v in (mean, var)],
             often[0][0].momentum or 0.0,
         )
+
+
+def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value if value.dtype == dtype else value.to(dtype)
 
 
 def _part(rows: Tensor, start: int, stop: int) -> Tensor:

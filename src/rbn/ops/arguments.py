@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.alike import steps_alike
-from rbn.ops.types import Statistics
+from rbn.ops.types import Statistics, is_mask
 
 
 def needs_grad(weights: tuple[Tensor | None, ...]) -> bool:
@@ -21,9 +21,9 @@ def zoneout_arguments(
     z_c: Tensor | float, z_h: Tensor | float
 ) -> tuple[Tensor | None, Tensor | None, float, float]:
     """The masks and the rates, as the operator takes them."""
-    masks = [z if isinstance(z, Tensor) else None for z in (z_c, z_h)]
-    rates = [0.0 if isinstance(z, Tensor) else z for z in (z_c, z_h)]
-    return masks[0], masks[1], rates[0], rates[1]
+    mask_c, rate_c = (z_c, 0.0) if is_mask(z_c) else (None, z_c)
+    mask_h, rate_h = (z_h, 0.0) if is_mask(z_h) else (None, z_h)
+    return mask_c, mask_h, rate_c, rate_h
 
 
 def population_list(population: Statistics | None, like: Tensor) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.types import Statistics, check_lengths, compute_dtype
+from rbn.ops.types import Statistics, check_lengths, compute_dtype, is_mask
 
 
 def check_shapes(
@@ -72,10 +72,10 @@ def check_sequence_lengths(lengths: Tensor | None, wx: Tensor) -> None:
 
 def check_masks(wx: Tensor, hidden: int, **masks: Tensor | float) -> None:
     """Refuse zoneout masks that are not bool ``[T, B, H]``."""
-    shape = (*wx.shape[:2], hidden)
     for name, mask in masks.items():
-        if not isinstance(mask, Tensor):
+        if not is_mask(mask):
             continue
+        shape = (*wx.shape[:2], hidden)
         _check_device(name, mask, wx)
         if mask.dtype != torch.bool or tuple(mask.shape) != shape:
             raise ValueError(
@@ -111,5 +111,7 @@ def constant_statistics(
                 )
             _check_device(f"population.{name}", value, wx)
             rows = value.shape[0]
-            found[name] = value.detach().to(compute_dtype(wx.dtype))
+            dtype = compute_dtype(wx.dtype)
+            value = value.detach() if value.requires_grad else value
+            found[name] = value if value.dtype == dtype else value.to(dtype)
     return Statistics(**found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -52,19 +52,19 @@ class Formula:
         names: tuple[str, ...] = inputs._fields
         self.results, self.list_at = results, names.index("population")
         self.grads_at = [names.index(name) for name in grads]
+        hints = get_type_hints(inputs)
+        self.tensors_at = [k for k, n in enumerate(names) if hints[n] in (Tensor, Tensor | None)]
 
     def keep(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Save everything for the backward pass."""
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[self.results :])
         tensors: list[Tensor] = []
-        plain: list[Any] = []
-        for value in inputs:
-            if isinstance(value, Tensor):
-                tensors.append(value)
-                plain.append(_SAVED)
-            else:
-                plain.append(value)
+        plain = list(inputs)
+        for at in self.tensors_at:
+            if plain[at] is not None:
+                tensors.append(plain[at])
+                plain[at] = _SAVED
         population = inputs[self.list_at]
         ctx.save_for_backward(*tensors, *population, *output)
         ctx.plain, ctx.counts = plain, (len(tensors), len(population))
@@ -77,7 +77,10 @@ class Formula:
         n, m = ctx.counts
         saved = ctx.saved_tensors
         tensors = iter(saved[:n])
-        args = [next(tensors) if value is _SAVED else value for value in ctx.plain]
+        args = list(ctx.plain)
+        for at in self.tensors_at:
+            if args[at] is not None:
+                args[at] = next(tensors)
         args[self.list_at] = list(saved[n : n + m])
         found = backward(*grad_outputs[: self.results], list(saved[n + m :]), *args)
         gradients: list[Any] = [None] * len(args)
@@ -95,13 +98,19 @@ class Operator:
 
     consuming: what runs in the place of `backward_op` where nobody will need again what the forward
         pass saved, and it may be overwritten; by default the same.
+    direct: what runs in the place of `op` in eager mode; by default the same function.
     """
 
     def __init__(
-        self, op: Any, backward_op: Any, formula: Formula, consuming: Any | None = None
+        self,
+        op: Any,
+        backward_op: Any,
+        formula: Formula,
+        consuming: Any | None = None,
+        direct: Any | None = None,
     ) -> None:
         self.op = op
-        forward, backward = op._init_fn, backward_op._init_fn
+        forward, backward = direct or op._init_fn, backward_op._init_fn
 
         def op_backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
             found = formula.gradients(ctx, grad_outputs, backward_op)
@@ -133,6 +142,8 @@ class Operator:
                 return tuple(formula.gradients(ctx, grad_outputs, run))
 
         self.function, self.forward = Function, forward
+        # Without what Python does first for transforms of `torch.func`, under which nobody calls.
+        self._apply = super(torch.autograd.Function, Function).apply
 
     def __call__(self, *args: Any) -> Any:
         """The outputs, the first of them differentiable."""
@@ -140,7 +151,7 @@ class Operator:
             return self.op(*args)
         if not torch.is_grad_enabled():
             return self.forward(*args)
-        return self.function.apply(*args)  # type: ignore[no-untyped-call]
+        return self._apply(*args)  # type: ignore[no-untyped-call]
 
 
 def _graph_is_kept() -> bool:

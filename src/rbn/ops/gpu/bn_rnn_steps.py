@@ -15,7 +15,7 @@ from rbn.ops.alike import raised, steps_alike
 from rbn.ops.gpu import bn_rnn_kernels as kernels
 from rbn.ops.gpu import device
 from rbn.ops.gpu.repeated import Repeated
-from rbn.ops.gpu.stepwise import Call, factor, power_of_two, product, weight_gradient, zone
+from rbn.ops.gpu.stepwise import Call, factor, power_of_two, products, weight_gradient, zone
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -150,8 +150,9 @@ def forward(a: Inputs) -> Outputs:
     tensors += [h_n, call.lengths, call.inv_n, call.mask_h]
     step = Repeated(kernels.bn_rnn_step, call.grid, tensors, call.flags | {"SAVE": a.save})
     with torch.cuda.device_of(wx):
+        multiply = products(hs, weight, wh)
         for t, h in enumerate(hs[:T].unbind()):
-            product(h, weight, out=wh)
+            multiply(h)
             step(t, B, *_rows(moments, t), *call.numbers)
     output = hidden = hs[1:]
     if a.include:
@@ -183,9 +184,10 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     step = Repeated(kernels.bn_rnn_step_backward, call.grid, tensors, flags)
     steps = da.unbind()
     with torch.cuda.device_of(wx):
+        multiply = products(da, weight, through)
         for t in range(T - 1, -1, -1):
             step(t, B, T, *_rows(moments, t), *call.numbers)
-            product(steps[t], weight, out=through)
+            multiply(steps[t])
     dbias, dgamma_x, dgamma_h = (s.sum(0) for s in sums)  # each in memory of its own
     if a.sequence:
         _sequence_backward(call, r, dwx, dbias, dgamma_x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from rbn.ops.types import valid_steps
 
 VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
+FAR = 32  # numbers between results and counters: no line of the cache has both
 NONE, BATCH, GIVEN = device.NONE.value, device.BATCH.value, device.GIVEN.value
 
 
@@ -30,22 +33,21 @@ class Call:
     """Sizes, modes and arguments, in the form that the kernels take.
 
     Attributes:
-        given: the operator's arguments as they came.
-        lead: ``(R,)``, or nothing where they have no leading dimension.
-        a: the same with an input term ``[R, T, B, 4H]`` in any case. Of all else the kernels see
-            the memory alone, which a dimension of one does not change.
+        a: the operator's arguments as they came.
+        flat: the input term, contiguous, in the shape that it came in.
+        lead: ``(R,)``, or nothing where the arguments have no leading dimension.
+        kept: what kernels were given the addresses of, and nobody else may hold.
     """
 
-    def __init__(self, given: Inputs) -> None:
-        self.given, self.lead = given, given.lead
-        wx = aligned(given.wx.contiguous())
-        self.wx = wx if self.lead else wx[None]
-        self.a = a = given._replace(wx=self.wx)
-        self.R, self.T, self.B, G = self.wx.shape
-        self.H = G // 4
+    def __init__(self, a: Inputs) -> None:
+        self.a = a
+        self.flat = aligned(a.wx.contiguous())
+        *lead, self.T, self.B, G = self.flat.shape
+        self.lead = tuple(lead)
+        self.R, self.H = lead[0] if lead else 1, G // 4
         self.path = paths.choose(a)
         self.in_cuda = self.path == paths.CUDA
-        self.empty = wx.new_empty(1, dtype=torch.float32)
+        self.kept: list[Tensor] = []
         term = GIVEN if a.population else BATCH
         normalized = a.norm == "batch"
         self.x = NONE if not normalized or a.joint else GIVEN if a.sequence else term
@@ -54,13 +56,37 @@ class Call:
             "NORM": term if normalized else NONE,
             "CELL": term if normalized and a.gamma_c is not None else NONE,
         }
-        self.lengths = self.inv_n = self.empty
-        if a.lengths is not None:
-            self.lengths = a.lengths.to(device=wx.device, dtype=torch.int32)
-            valid = valid_steps(self.lengths, self.T)
-            assert valid is not None
-            n = valid.sum(1)
-            self.inv_n = torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
+
+    @functools.cached_property
+    def wx(self) -> Tensor:
+        """The input term ``[R, T, B, 4H]`` in any case.
+
+        Of all else the kernels see the memory alone, which a dimension of one does not change.
+        """
+        return self.flat if self.lead else self.flat[None]
+
+    @functools.cached_property
+    def empty(self) -> Tensor:
+        """Something in the place of a tensor that a kernel does not look at."""
+        return self.flat.new_empty(1, dtype=torch.float32)
+
+    @functools.cached_property
+    def lengths(self) -> Tensor:
+        """Of each row, int32; anything where all are the same."""
+        lengths = self.a.lengths
+        if lengths is None:
+            return self.empty
+        return lengths.to(device=self.flat.device, dtype=torch.int32)
+
+    @functools.cached_property
+    def inv_n(self) -> Tensor:
+        """1 / rows that count in each step, 0 where there are none; like `lengths`."""
+        if self.a.lengths is None:
+            return self.empty
+        valid = valid_steps(self.lengths, self.T)
+        assert valid is not None
+        n = valid.sum(1)
+        return torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
 
     @property
     def plan(self) -> Plan:
@@ -85,18 +111,26 @@ class Call:
 
     def vectors(self) -> list[Tensor]:
         """The parameters `VECTORS` in float32; rounded ones are widened all at once."""
+        given = self._vectors()
+        joined, sizes = self._joined(given)
+        if joined is None:
+            return [self.full(v) for v in given]
+        parts = iter(joined.split(sizes))
+        return [self.empty if v is None else next(parts) for v in given]
+
+    def _vectors(self) -> tuple[Tensor | None, ...]:
         a = self.a
-        given = (a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)
+        return a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c
+
+    def _joined(self, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, list[int]]:
+        """Those that are there, widened, in one tensor, with their sizes; None if they need not."""
         present = [v for v in given if v is not None]
-        if len(present) < 2 or any(v.dtype != present[0].dtype for v in present):
-            return [self.full(v) for v in given]
-        if present[0].dtype == torch.float32:
-            return [self.full(v) for v in given]
+        types = {v.dtype for v in present}
+        if len(present) < 2 or len(types) > 1 or torch.float32 in types:
+            return None, []
         # Each begins at a multiple of 16 bytes: those of 4H come first.
         flat = [v.reshape(-1) for v in present] if self.lead else present
-        joined = torch.cat(flat).to(torch.float32)
-        parts = iter(joined.split([v.numel() for v in present]))
-        return [self.empty if v is None else next(parts) for v in given]
+        return torch.cat(flat).to(torch.float32), [v.numel() for v in flat]
 
     def masks(self) -> list[Tensor]:
         """Zoneout masks as bytes."""
@@ -105,17 +139,47 @@ class Call:
             for m in (self.a.mask_c, self.a.mask_h)
         ]
 
-    def named(self, weight: Tensor, moments: list[Tensor]) -> dict[str, Tensor]:
-        """What both kernels in CUDA C++ take, by the names they use."""
-        present = [m if m.numel() else self.empty for m in moments]
-        return {
-            "wx": self.wx,
-            "weight": weight,
-            **dict(zip(VECTORS, self.vectors(), strict=True)),
-            **dict(zip(MOMENTS, present, strict=True)),
-            "lengths": self.lengths,
-            "inv_n": self.inv_n,
-        }
+    # For the kernels in CUDA C++, which take addresses.
+
+    def address(self, tensor: Tensor) -> int:
+        """Of an argument; those of a caller may begin anywhere, and kernels read 16 bytes at once.
+
+        The tensor is held as long as this call.
+        """
+        at = tensor.data_ptr()
+        if at % 16:
+            tensor = tensor.clone()
+            at = tensor.data_ptr()
+        self.kept.append(tensor)
+        return at
+
+    def addresses(self, weight: Tensor) -> dict[str, int]:
+        """Of what both kernels are given, by the names they use; not of what is absent."""
+        found = {"wx": self.address(self.flat), "weight": self.address(weight)}
+        given = self._vectors()
+        joined, sizes = self._joined(given)
+        if joined is None:
+            for name, value in zip(VECTORS, given, strict=True):
+                if value is not None:
+                    found[name] = self.address(self.full(value))
+        else:
+            self.kept.append(joined)
+            begin, first, present = joined.data_ptr(), 0, iter(sizes)
+            for name, value in zip(VECTORS, given, strict=True):
+                if value is None:
+                    continue
+                size = next(present)
+                at = begin + 4 * first
+                found[name] = at if at % 16 == 0 else self.address(joined.narrow(0, first, size))
+                first += size
+        if self.a.lengths is not None:
+            found["lengths"], found["inv_n"] = map(self.address, (self.lengths, self.inv_n))
+        return found
+
+    def moments_at(self, moments: Sequence[Tensor]) -> dict[str, int]:
+        """The addresses of statistics, like `addresses`."""
+        pairs = zip(MOMENTS, moments, strict=True)
+        return {name: self.address(m) for name, m in pairs if m.numel()}
 
     def launch(
         self, kernel: Any, arguments: list[Any], flags: dict[str, Any], warps: int, stages: int
@@ -163,6 +227,6 @@ def _has_product(wx: Tensor) -> bool:
     return wx.dtype != torch.bfloat16 or torch.cuda.get_device_capability(wx.device) >= (8, 0)
 
 
-def rows_of(moments: list[Tensor]) -> list[int]:
+def rows_of(moments: Sequence[Tensor]) -> list[int]:
     """The number of rows of the terms x, h and c."""
     return [m.shape[-2] if m.numel() else 0 for m in moments[0::2]]

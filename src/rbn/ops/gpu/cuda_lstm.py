@@ -36,9 +36,6 @@ _BACKWARD = (
     *("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c", "counter"),
 )
 
-# What may be the caller's. Everything else is made here, and some of it written to.
-_GIVEN = {*_COMMON, "c0", "lengths", "inv_n", "doutput"}
-
 
 def _members(pointers: tuple[str, ...]) -> list[tuple[str, Any]]:
     return [(name, ctypes.c_void_p) for name in pointers] + [
@@ -156,8 +153,8 @@ def covers(a: Any) -> bool:
 
 def _fits(wx: Tensor) -> bool:
     """Whether the card has room for all blocks of 8 units at once."""
-    R, _, B, G = wx.shape
-    return _has_room(wx.dtype, R, B, G // 4, wx.device.index or 0)
+    *lead, _, B, G = wx.shape
+    return _has_room(wx.dtype, lead[0] if lead else 1, B, G // 4, wx.device.index or 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -186,14 +183,14 @@ def kind(wx: Tensor) -> str | None:
     return "units of 8" if _fits(wx) else "wide" if fits_wide(wx) else None
 
 
-def meets_at_counter(direction: str, wx: Tensor) -> bool:
-    """Whether the blocks meet at a counter; otherwise what they exchange must begin EMPTY."""
+def meeting(direction: str, wx: Tensor) -> tuple[bool, bool]:
+    """Whether the blocks count at `counter`; whether what they exchange must begin EMPTY."""
     if small_lstm.choose(wx) or not _fits(wx):
-        return True
-    cut = (cut_forward if direction == "forward" else cut_backward)(
-        wx.dtype, wx.shape[2], wx.shape[3] // 4
-    )
-    return cut is not None and cut.barrier
+        return False, False
+    B, G = wx.shape[-2:]
+    cut = (cut_forward if direction == "forward" else cut_backward)(wx.dtype, B, G // 4)
+    assert cut is not None
+    return cut.barrier, not cut.barrier
 
 
 def _defines(call: Any, DOUTPUT: bool = False) -> tuple[Any, ...]:
@@ -213,45 +210,31 @@ def _defines(call: Any, DOUTPUT: bool = False) -> tuple[Any, ...]:
 
 
 def _run(
-    kernel: Kernel, blocks: int, call: Any, structure: Any, tensors: dict[str, Tensor], **rest: Any
+    kernel: Kernel, blocks: int, call: Any, structure: Any, at: dict[str, int], rows: list[int]
 ) -> None:
     # Clusters that do not meet need not run at the same time.
     if blocks * (call.R if kernel.together else 1) > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
-    pointers, copies = [], []
-    for name in structure.pointers:
-        tensor = tensors[name]
-        at = tensor.data_ptr()
-        if at % 16 and name in _GIVEN:  # views of the caller may begin anywhere
-            copies.append(tensor.clone())
-            at = copies[-1].data_ptr()
-        pointers.append(at)
-    kernel.launch((blocks, call.R), structure(*pointers, T=call.T, B=call.B, **rest))
+    pointers = [at.get(name, 0) for name in structure.pointers]
+    packed = structure.packed(*pointers, call.T, call.B, *rows, call.a.eps)
+    kernel.launch((blocks, call.R), packed)
 
 
-def _sizes(call: Any, rows: list[int]) -> dict[str, Any]:
-    names = ("rows_x", "rows_h", "rows_c")
-    return dict(zip(names, rows, strict=True), eps=call.a.eps)
-
-
-def _run_wide(
-    direction: str, call: Any, tensors: dict[str, Tensor], sizes: dict[str, Any], **more: Any
-) -> None:
-    cut = wide_lstm.choose(direction, call.wx)
+def _run_wide(direction: str, call: Any, at: dict[str, int], rows: list[int], **more: Any) -> None:
+    cut = wide_lstm.choose(direction, call.flat)
     assert cut is not None
     log.debug("lstm %s in CUDA, wide: %s", direction, cut)
-    with torch.cuda.device_of(call.wx):
-        kernel = wide_lstm.kernel(cut, call.wx.device.index or 0, _defines(call, **more))
-        tensors = tensors | wide_lstm.rooms(cut, call.wx)
+    with torch.cuda.device_of(call.flat):
+        kernel = wide_lstm.kernel(cut, call.flat.device.index or 0, _defines(call, **more))
+        rooms = wide_lstm.rooms(cut, call.flat)  # held until the launch
+        at = at | {name: room.data_ptr() for name, room in rooms.items()}
         arguments = WideForwardArguments if direction == "forward" else WideBackwardArguments
-        _run(kernel, cut.blocks, call, arguments, tensors, **sizes)
+        _run(kernel, cut.blocks, call, arguments, at, rows)
 
 
-def _run_small(
-    direction: str, call: Any, tensors: dict[str, Tensor], sizes: dict[str, Any], **more: Any
-) -> bool:
+def _run_small(direction: str, call: Any, at: dict[str, int], rows: list[int], **more: Any) -> bool:
     """Whether the kernel for small layers takes the call, and has been launched."""
-    wx = call.a.wx
+    wx = call.flat
     cut = small_lstm.choose(wx)
     if cut is None:
         return False
@@ -262,44 +245,54 @@ def _run_small(
     with torch.cuda.device_of(wx):
         kernel = small_lstm.kernel(direction, cut, cluster, device, _defines(call, **more))
         arguments = ForwardArguments if direction == "forward" else BackwardArguments
-        _run(kernel, cluster, call, arguments, tensors, **sizes)
+        _run(kernel, cluster, call, arguments, at, rows)
     return True
 
 
-def forward(call: Any, tensors: dict[str, Tensor], rows: list[int]) -> None:
-    """Launch the forward kernel. tensors: by the names of its struct."""
-    a = call.a
-    if _run_small("forward", call, tensors, _sizes(call, rows)):
+def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
+    """Launch the forward kernel.
+
+    at: addresses by the names of its struct; absent ones are not looked at. rows: of the statistics
+    of x, h and c.
+    """
+    wx = call.flat
+    if _run_small("forward", call, at, rows):
         return
-    if not _fits(a.wx):
-        _run_wide("forward", call, tensors, _sizes(call, rows))
+    if not _fits(wx):
+        _run_wide("forward", call, at, rows)
         return
-    cut = cut_forward(a.wx.dtype, call.B, call.H)
+    cut = cut_forward(wx.dtype, call.B, call.H)
     assert cut is not None
-    blocks = -(-call.H // (16 if a.wx.dtype == torch.float32 else 32))
+    blocks = -(-call.H // (16 if wx.dtype == torch.float32 else 32))
     shared = cut.shared(blocks, 4, 40, 64)
     log.debug("lstm forward in CUDA: %s", cut)
-    with torch.cuda.device_of(a.wx):
-        kernel = _kernel("lstm_forward", cut, a.wx.device.index or 0, shared, _defines(call))
-        _run(kernel, -(-call.H // _UNITS), call, ForwardArguments, tensors, **_sizes(call, rows))
+    with torch.cuda.device_of(wx):
+        kernel = _kernel("lstm_forward", cut, wx.device.index or 0, shared, _defines(call))
+        _run(kernel, -(-call.H // _UNITS), call, ForwardArguments, at, rows)
 
 
-def backward(call: Any, tensors: dict[str, Tensor], rows: list[int], has_doutput: bool) -> None:
-    """Launch the backward kernel. tensors: by the names of its struct, W_h as it is."""
-    a, weight = call.a, tensors["weight"]
-    if not small_lstm.choose(a.wx) and not _fits(a.wx):
-        tensors = tensors | {"weight": weight.contiguous()}
-        _run_wide("backward", call, tensors, _sizes(call, rows), DOUTPUT=has_doutput)
+def backward_weight(call: Any, weight: Tensor) -> Tensor:
+    """W_h as the backward kernel takes it."""
+    wx = call.flat
+    if not small_lstm.choose(wx) and not _fits(wx):
+        return weight.contiguous()
+    return weight.transpose(-2, -1).contiguous()
+
+
+def backward(call: Any, at: dict[str, int], rows: list[int], has_doutput: bool) -> None:
+    """Launch the backward kernel, with W_h as `backward_weight` gives it; see `forward`."""
+    wx = call.flat
+    if _run_small("backward", call, at, rows, DOUTPUT=has_doutput):
         return
-    tensors = tensors | {"weight": weight.transpose(-2, -1).contiguous()}
-    if _run_small("backward", call, tensors, _sizes(call, rows), DOUTPUT=has_doutput):
+    if not _fits(wx):
+        _run_wide("backward", call, at, rows, DOUTPUT=has_doutput)
         return
-    cut = cut_backward(a.wx.dtype, call.B, call.H)
+    cut = cut_backward(wx.dtype, call.B, call.H)
     assert cut is not None
-    blocks = -(-4 * call.H // (16 if a.wx.dtype == torch.float32 else 32))
+    blocks = -(-4 * call.H // (16 if wx.dtype == torch.float32 else 32))
     shared = cut.shared(blocks, 1, 8, 96)
     defines = _defines(call, DOUTPUT=has_doutput)
     log.debug("lstm backward in CUDA: %s", cut)
-    with torch.cuda.device_of(a.wx):
-        kernel = _kernel("lstm_backward", cut, a.wx.device.index or 0, shared, defines)
-        _run(kernel, -(-call.H // _UNITS), call, BackwardArguments, tensors, **_sizes(call, rows))
+    with torch.cuda.device_of(wx):
+        kernel = _kernel("lstm_backward", cut, wx.device.index or 0, shared, defines)
+        _run(kernel, -(-call.H // _UNITS), call, BackwardArguments, at, rows)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ def shared_limit(device: int) -> int:
     return found.value
 
 
-def _enter() -> None:
+def enter() -> None:
     """Into the context of torch's current device: a thread that has used no CUDA yet is in none."""
     cuda, context, handle = _driver(), ctypes.c_void_p(), ctypes.c_int()
     _check(cuda.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
@@ -66,6 +68,41 @@ def _enter() -> None:
     status = cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
     _check(status, f"asking for the context of device {device}")
     _check(cuda.cuCtxSetCurrent(context), f"entering the context of device {device}")
+
+
+def parameter_sizes(function: int) -> list[int] | None:
+    """Bytes of each parameter of a loaded kernel; None where the driver is too old to say."""
+    ask = getattr(_driver(), "cuFuncGetParamInfo", None)
+    if ask is None:
+        return None
+    handle, offset, size = ctypes.c_void_p(function), ctypes.c_size_t(), ctypes.c_size_t()
+    found: list[int] = []
+    where = ctypes.byref(offset), ctypes.byref(size)
+    while ask(handle, ctypes.c_size_t(len(found)), *where) == 0:  # until there is none
+        found.append(size.value)
+    return found
+
+
+def starter(
+    function: int,
+    grid: tuple[int, ...],
+    threads: int,
+    shared: int,
+    stream: int,
+    parameters: ctypes.Array[Any],
+) -> Callable[[], None]:
+    """What launches a loaded kernel, each time with what lies where `parameters` point to."""
+    where = ctypes.c_void_p(stream), parameters, ctypes.c_void_p()
+    start = functools.partial(
+        _driver().cuLaunchKernel, ctypes.c_void_p(function), *grid, threads, 1, 1, shared, *where
+    )
+
+    def run() -> None:
+        status = start()
+        if status:
+            _check(status, "launching a step")
+
+    return run
 
 
 class Kernel:
@@ -85,12 +122,13 @@ class Kernel:
         together: bool = False,
     ) -> None:
         cuda = _driver()
-        _enter()
+        enter()
         self.threads, self.shared, self.cluster = threads, shared, cluster
         self.together = together or not cluster
         self._attributes = (_Attribute * 2)()
         self._attributes[0] = _Attribute(_CLUSTER, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
         self._attributes[1] = _Attribute(_COOPERATIVE, 0, (ctypes.c_uint * 16)(1))
+        self._configs: dict[tuple[int, int], bytes] = {}  # of launches in clusters
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(cuda.cuModuleLoadData(ctypes.byref(self._module), code), f"loading {name}")
         _check(
@@ -138,25 +176,43 @@ class Kernel:
             2 if self.together else 1,
         )
 
-    def launch(self, grid: tuple[int, int], arguments: ctypes.Structure) -> None:
-        """Run the blocks on torch's current stream, all of a meeting at the same time, or raise."""
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        device = torch._C._cuda_getDevice()
-        stream = torch._C._cuda_getCurrentRawStream(device)
+    def launch(self, grid: tuple[int, int], arguments: bytes | ctypes.Structure) -> None:
+        """Run the blocks on torch's current stream, all of a meeting at the same time, or raise.
+
+        arguments: the struct that the kernel takes; the driver copies it.
+        """
+        parameters = _Parameters(bytes(arguments))
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         if self.cluster:
-            config = self._config(grid, stream)
+            config = self._configs.get(grid)
+            if config is None:
+                config = self._configs[grid] = bytes(self._config(grid, None))
+            own = _Config.from_buffer_copy(config)  # other threads may launch at the same time
+            own.stream = stream
             status = _driver().cuLaunchKernelEx(
-                ctypes.byref(config), self._function, parameters, ctypes.c_void_p()
+                ctypes.byref(own), self._function, parameters, _NOTHING
             )
         else:
             sizes = (*grid, 1, self.threads, 1, 1, self.shared)
             status = _driver().cuLaunchCooperativeKernel(
                 self._function, *sizes, ctypes.c_void_p(stream), parameters
             )
-        _check(status, "launching a recurrence")
+        if status:
+            _check(status, "launching a recurrence")
 
 
-def structure(name: str, fields: list[tuple[str, Any]]) -> type[ctypes.Structure]:
-    """A C struct of the given members; its `pointers` are the names of those that are."""
+_Parameters = ctypes.c_char_p * 1
+_NOTHING = ctypes.c_void_p()
+_LETTERS = {ctypes.c_void_p: "P", ctypes.c_int: "i", ctypes.c_float: "f"}
+
+
+def structure(name: str, fields: list[tuple[str, Any]]) -> Any:
+    """A C struct of the given members; its `pointers` are the names of those that are.
+
+    Its `packed` makes the bytes of one from all values in their order, several times as fast as
+    an object of it is made.
+    """
     pointers = tuple(member for member, kind in fields if kind is ctypes.c_void_p)
-    return type(name, (ctypes.Structure,), {"_fields_": fields, "pointers": pointers})
+    packed = struct.Struct("".join(_LETTERS[kind] for _, kind in fields) + "0P").pack
+    members = {"_fields_": fields, "pointers": pointers, "packed": staticmethod(packed)}
+    return type(name, (ctypes.Structure,), members)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths, small_lstm
-from rbn.ops.gpu.call import VECTORS, Call, aligned, rows_of
+from rbn.ops.gpu.call import FAR, VECTORS, Call, aligned, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.gpu.raised import raised_variances
@@ -19,12 +18,6 @@ from rbn.ops.gpu.signature import Grads, Inputs, Outputs
 from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
-
-
-def room_for_gradients(a: Inputs) -> int:
-    """Numbers beyond those of W_h h that let d(W_h h) take the same room, see `_consumed`."""
-    B, G = a.wx.shape[-2:]
-    return B * G + 8 if a.save and math.prod(a.lead) == 1 else 0
 
 
 def _consumed(call: Call, wh: Tensor) -> Tensor | None:
@@ -35,43 +28,59 @@ def _consumed(call: Call, wh: Tensor) -> Tensor | None:
     after t: every block has read that before any block can have what it needs for step t.
     """
     numbers = wh.untyped_storage().nbytes() // wh.element_size()
-    size = call.wx.numel()
+    size = call.flat.numel()
     begin = (numbers - size) // 8 * 8  # a multiple of 16 bytes
     if call.R > 1 or wh.storage_offset() or begin < wh.numel() + call.B * 4 * call.H - size:
         return None
-    return wh.as_strided(call.wx.shape, call.wx.stride(), begin)
+    return wh.as_strided(call.flat.shape, call.flat.stride(), begin)
 
 
-def _sums(call: Call) -> tuple[Tensor, list[Tensor]]:
-    """Room for the gradients of `VECTORS`, float32, in one piece and as its parts.
+class _Sums:
+    """Room for the gradients of `VECTORS`, float32, in one piece.
 
     A part begins at a multiple of 16 bytes, which the kernels ask for.
     """
-    n = call.R * call.H
-    padded = -(-n // 4) * 4
-    new = torch.empty if call.in_cuda else torch.zeros
-    whole = new(12 * n + 2 * padded, dtype=torch.float32, device=call.wx.device)
-    parts = whole.split([4 * n] * 3 + [padded] * 2)
-    return whole, list(parts)
 
+    def __init__(self, call: Call) -> None:
+        n = call.R * call.H
+        padded = -(-n // 4) * 4
+        self.sizes = [4 * n] * 3 + [padded] * 2
+        new = torch.empty if call.in_cuda else torch.zeros
+        self.whole = new(12 * n + 2 * padded, dtype=torch.float32, device=call.flat.device)
 
-def _vector_gradients(call: Call, whole: Tensor, parts: list[Tensor]) -> dict[str, Tensor]:
-    """The parts in the types and shapes of the parameters; empty where there is none."""
-    given: list[Tensor | None] = [getattr(call.given, name) for name in VECTORS]
-    types = {v.dtype for v in given if v is not None}
-    if len(types) == 1 and types != {torch.float32}:  # rounded all at once
-        parts = list(whole.to(next(iter(types))).split([len(p) for p in parts]))
-    found = {}
-    for name, parameter, part in zip(VECTORS, given, parts, strict=True):
-        if parameter is None:
-            found[name] = call.empty.new_empty(0)
-            continue
-        if part.numel() != parameter.numel():
-            part = part.narrow(0, 0, parameter.numel())
-        if part.dtype != parameter.dtype:
-            part = part.to(parameter.dtype)
-        found[name] = part.view(parameter.shape) if call.lead else part
-    return found
+    def parts(self) -> list[Tensor]:
+        return list(self.whole.split(self.sizes))
+
+    def at(self) -> dict[str, int]:
+        """The addresses of the parts, by the kernels' names of them."""
+        begin, n, padded = self.whole.data_ptr(), 4 * self.sizes[0], 4 * self.sizes[-1]
+        return {
+            "dbias": begin,
+            "dgamma_x": begin + n,
+            "dgamma_h": begin + 2 * n,
+            "dgamma_c": begin + 3 * n,
+            "dbeta_c": begin + 3 * n + padded,
+        }
+
+    def gradients(self, call: Call) -> dict[str, Tensor]:
+        """The parts in the types and shapes of the parameters; empty where there is none."""
+        a, whole = call.a, self.whole
+        given = (a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)
+        types = {v.dtype for v in given if v is not None}
+        if len(types) == 1 and whole.dtype not in types:  # rounded all at once
+            whole = whole.to(next(iter(types)))
+        found = {}
+        parts = whole.split_with_sizes(self.sizes)
+        for name, parameter, part in zip(VECTORS, given, parts, strict=True):
+            if parameter is None:
+                found[name] = whole.new_empty(0)
+                continue
+            if part.shape[0] != parameter.numel():
+                part = part.narrow(0, 0, parameter.numel())
+            if part.dtype != parameter.dtype:
+                part = part.to(parameter.dtype)
+            found[name] = part.view(parameter.shape) if call.lead else part
+        return found
 
 
 def backward(
@@ -87,79 +96,35 @@ def backward(
     consume: whether what the forward pass saved may be overwritten, as nobody will need it again.
     """
     call = Call(given)
-    a, R, T, B, H, wx = call.a, call.R, call.T, call.B, call.H, call.wx
-    dtype, device = wx.dtype, wx.device
-    log.debug("lstm backward R=%d T=%d B=%d H=%d %s: %s", R, T, B, H, dtype, call.path)
-
-    if dh_n is None and dc_n is None:
-        dh, dc = torch.zeros(2, *call.lead, B, H, dtype=torch.float32, device=device).unbind()
-    else:
-        dh, dc = (_copied(call, grad) for grad in (dh_n, dc_n))
-    polled = call.in_cuda and not cuda_lstm.meets_at_counter("backward", wx)
-    room = _consumed(call, r.wh) if consume and not polled else None
-    da = torch.empty_like(wx) if room is None else room
+    a, wx = call.a, call.flat
+    log.debug(
+        "lstm backward R=%d T=%d B=%d H=%d %s: %s",
+        *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
+    )
+    looks = call.in_cuda and cuda_lstm.meeting("backward", wx)[1]
+    da = _consumed(call, r.wh) if consume and not looks else None
+    if looks:  # it begins EMPTY, so it has a room of its own
+        bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
+        da = torch.full(wx.shape, -1, dtype=bits, device=wx.device).view(wx.dtype)
+    elif da is None:
+        da = torch.empty_like(wx)
     shared = a.norm == "none" or a.joint  # the gradient of both terms is one
     dwx = da if shared else torch.empty_like(wx)
-    whole, sums = _sums(call)
+    sums = _Sums(call)
     moments = [call.full(p) for p in a.population] if a.population else list(r[3:9])
     if a.norm == "batch" and not a.population:
         var_x, var_c = (m if m.numel() else None for m in (moments[1], moments[5]))
         states = (a.h0, a.c0)
-        moments[3], raised_c = raised_variances(states, given.wx, var_x, moments[3], var_c, a.eps)
+        moments[3], raised_c = raised_variances(states, a.wx, var_x, moments[3], var_c, a.eps)
         if raised_c is not None:
             moments[5] = raised_c
-    barrier = torch.zeros(R, dtype=torch.int32, device=device)
-    weight = aligned(a.weight_hh.to(dtype))
-    dy = call.empty if doutput is None else doutput.contiguous()
-    if call.in_cuda:
-        if polled:  # it begins empty, so it has a room of its own
-            da.view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
-        names = ("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c")
-        tensors = call.named(weight, moments) | dict(zip(names, sums, strict=True))
-        tensors |= {"cs": r.cs, "wh": r.wh, "doutput": dy, "dh": dh, "dc": dc, "da": da, "dwx": dwx}
-        tensors["counter"] = barrier
-        cuda_lstm.backward(call, tensors, rows_of(moments), doutput is not None)
-    elif call.path == paths.STEPS:
-        given_dy = None if doutput is None else dy
-        lstm_steps.backward(call, moments, r.cs, r.wh, given_dy, dh, dc, da, dwx, sums)
-    else:
-        plan, transposed = call.plan, weight.transpose(-2, -1).contiguous()
-        flags = {"K": plan.k_backward, "HAS_DOUTPUT": doutput is not None}
-        vectors, masks = call.vectors(), call.masks()
-        pieces = [(T - 1, T)] if plan.persistent else [(t, 1) for t in range(T - 1, -1, -1)]
-        for last, steps in pieces:
-            arguments = [
-                wx,
-                transposed,
-                *vectors,
-                *(m if m.numel() else call.empty for m in (*moments[:2], *moments[3:])),
-                r.cs,
-                r.wh,
-                call.lengths,
-                call.inv_n,
-                *masks,
-                dy,
-                dh,
-                dc,
-                da,
-                dwx,
-                *sums,
-                barrier,
-                last,
-                steps,
-                T,
-                B,
-                *rows_of(moments),
-                a.rate_c,
-                a.rate_h,
-                a.eps,
-            ]
-            call.launch(lstm_backward, arguments, flags, plan.warps_backward, plan.stages_backward)
+    weight = a.weight_hh if a.weight_hh.dtype == wx.dtype else a.weight_hh.to(wx.dtype)
+    weight = aligned(weight)
+    run = _in_cuda if call.in_cuda else _in_triton
+    dh, dc = run(call, r, moments, weight, doutput, (dh_n, dc_n), da, dwx, sums)
 
     if a.sequence:
-        _sequence_backward(call, r, dwx, *sums[:2])
-    if not call.lead:
-        da, dwx = da[0], dwx[0]
+        _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
     hidden = r.hidden if r.hidden.numel() else r.output
     apart = shared or not (call.in_cuda and small_lstm.choose(wx))
     with _multiplied_as_by_kernels(wx):
@@ -171,13 +136,103 @@ def backward(
         weight_hh=dweight.to(a.weight_hh.dtype),
         h0=dh0.to(a.h0.dtype),
         c0=dc.to(a.c0.dtype),
-        **_vector_gradients(call, whole, sums),
+        **sums.gradients(call),
     )
+
+
+def _in_cuda(
+    call: Call,
+    r: Outputs,
+    moments: list[Tensor],
+    weight: Tensor,
+    doutput: Tensor | None,
+    last: tuple[Tensor | None, Tensor | None],
+    da: Tensor,
+    dwx: Tensor,
+    sums: _Sums,
+) -> tuple[Tensor, Tensor]:
+    """One launch. Gives what of the gradients of h0 and c0 does not go through W_h."""
+    wx = call.flat
+    at = call.addresses(cuda_lstm.backward_weight(call, weight))
+    at |= call.moments_at(moments)
+    at |= sums.at()
+    n, device = call.R * call.B * call.H, wx.device
+    if last[0] is None and last[1] is None:
+        zeros = torch.zeros(2 * n + FAR + call.R, dtype=torch.float32, device=device)
+        at["dh"] = begin = zeros.data_ptr()
+        at["dc"], at["counter"] = begin + 4 * n, begin + 4 * (2 * n + FAR)
+    else:
+        dh, dc = (_copied(call, grad) for grad in last)
+        counter = torch.zeros(call.R, dtype=torch.int32, device=device)
+        at["dh"], at["dc"], at["counter"] = dh.data_ptr(), dc.data_ptr(), counter.data_ptr()
+    at["cs"], at["wh"] = r.cs.data_ptr(), r.wh.data_ptr()
+    at["da"], at["dwx"] = da.data_ptr(), dwx.data_ptr()
+    if doutput is not None:
+        at["doutput"] = call.address(doutput.contiguous())
+    cuda_lstm.backward(call, at, rows_of(moments), doutput is not None)
+    if last[0] is None and last[1] is None:
+        dh, dc = zeros.narrow(0, 0, 2 * n).view(2, *call.lead, call.B, call.H).unbind()
+    return dh, dc
+
+
+def _in_triton(
+    call: Call,
+    r: Outputs,
+    moments: list[Tensor],
+    weight: Tensor,
+    doutput: Tensor | None,
+    last: tuple[Tensor | None, Tensor | None],
+    da: Tensor,
+    dwx: Tensor,
+    sums: _Sums,
+) -> tuple[Tensor, Tensor]:
+    """The same in one launch, or one for each step."""
+    a, T, B, wx = call.a, call.T, call.B, call.wx
+    da, dwx = da.view(wx.shape), dwx.view(wx.shape)
+    dh, dc = (_copied(call, grad) for grad in last)
+    if call.path == paths.STEPS:
+        dy = None if doutput is None else doutput.contiguous()
+        lstm_steps.backward(call, moments, r.cs, r.wh, dy, dh, dc, da, dwx, sums.parts())
+        return dh, dc
+    barrier = torch.zeros(call.R, dtype=torch.int32, device=wx.device)
+    plan, transposed = call.plan, weight.transpose(-2, -1).contiguous()
+    flags = {"K": plan.k_backward, "HAS_DOUTPUT": doutput is not None}
+    vectors, masks = call.vectors(), call.masks()
+    pieces = [(T - 1, T)] if plan.persistent else [(t, 1) for t in range(T - 1, -1, -1)]
+    for first, steps in pieces:
+        arguments = [
+            wx,
+            transposed,
+            *vectors,
+            *(m if m.numel() else call.empty for m in (*moments[:2], *moments[3:])),
+            r.cs,
+            r.wh,
+            call.lengths,
+            call.inv_n,
+            *masks,
+            call.empty if doutput is None else doutput.contiguous(),
+            dh,
+            dc,
+            da,
+            dwx,
+            *sums.parts(),
+            barrier,
+            first,
+            steps,
+            T,
+            B,
+            *rows_of(moments),
+            a.rate_c,
+            a.rate_h,
+            a.eps,
+        ]
+        call.launch(lstm_backward, arguments, flags, plan.warps_backward, plan.stages_backward)
+    return dh, dc
 
 
 def _copied(call: Call, grad: Tensor | None) -> Tensor:
     """The gradient of a last state in float32, to be written to."""
-    full: dict[str, Any] = {"dtype": torch.float32, "device": call.wx.device}
+    full: dict[str, Any] = {"dtype": torch.float32, "device": call.flat.device}
     if grad is None:
         return torch.zeros(*call.lead, call.B, call.H, **full)
     return grad.to(copy=True, memory_format=torch.contiguous_format, **full)

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths, small_lstm
-from rbn.ops.gpu.call import BATCH, Call, rows_of
-from rbn.ops.gpu.gradients import backward, room_for_gradients
+from rbn.ops.gpu.call import BATCH, FAR, MOMENTS, Call, rows_of
+from rbn.ops.gpu.gradients import backward
 from rbn.ops.gpu.input_moments import input_moments
 from rbn.ops.gpu.lstm_forward import lstm_forward
 from rbn.ops.gpu.paths import plan_for
 from rbn.ops.gpu.plan import power_of_two
+from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.gpu.signature import (
     Inputs,
     Outputs,
-    saved_cells,
-    saved_products,
+    saved_sizes,
     statistics_shapes,
     steps_of,
     stride_of,
@@ -35,50 +36,151 @@ __all__ = ["backward", "forward", "plan_for"]
 log = logging.getLogger("rbn.ops.gpu")
 
 
-def forward(given: Inputs) -> Outputs:
-    """Run the recurrence over all steps."""
+def forward(given: Inputs, apart: bool = False) -> Outputs:
+    """Run the recurrence over all steps.
+
+    apart: whether no two results may share memory.
+    """
     call = Call(given)
+    log.debug(
+        "lstm forward R=%d T=%d B=%d H=%d %s: %s",
+        *(call.R, call.T, call.B, call.H, call.flat.dtype, call.path),
+    )
+    return _in_cuda(call, apart) if call.in_cuda else _in_triton(call)
+
+
+def _in_cuda(call: Call, apart: bool) -> Outputs:
+    """One launch, and as little as possible before it: the card may be waiting."""
+    a, H, wx = call.a, call.H, call.flat
+    dtype, device, full = wx.dtype, wx.device, torch.float32
+    stride = _stride(call)
+    counts, looks = cuda_lstm.meeting("forward", wx)
+    hs = _room_for_states(call, stride, looks)
+    _begin(call, hs, stride)
+    cells, products, beyond = saved_sizes(wx.shape, a.save)
+    cs = torch.empty(cells, dtype=full, device=device)
+    wh = torch.empty(products + beyond, dtype=dtype, device=device)
+    # The last cells, and behind them, where the blocks need them, counters.
+    states, new_room = call.R * call.B * H, torch.zeros if counts else torch.empty
+    c_n = new_room(states + FAR + call.R, dtype=full, device=device)
+    at = call.addresses(a.weight_hh.to(dtype).contiguous())
+    at["hs"], at["cs"], at["wh"] = hs.data_ptr(), cs.data_ptr(), wh.data_ptr()
+    at["c_n"], at["c0"] = c_n.data_ptr(), call.address(call.full(a.c0))
+    at["counter"] = at["c_n"] + 4 * (states + FAR)
+    if a.lengths is not None:
+        h_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
+        at["h_n"] = h_n.data_ptr()
+    new = _Moments(call, apart)
+    if a.population:
+        moments = [call.full(p) for p in a.population]
+        at |= call.moments_at(moments)
+        rows = rows_of(moments)
+    else:
+        at |= new.at
+        rows = new.rows
+    if a.sequence:
+        _sequence_moments(call.wx, call.lengths if a.lengths is not None else None, new.parts())
+    elif call.x == BATCH:
+        _input_moments(call, new)
+    cuda_lstm.forward(call, at, rows)
+
+    # The kernel runs; all else can wait.
+    if beyond:
+        wh = wh.narrow(0, 0, products)
+    output = steps_of(hs, H)
+    if stride != H:
+        output = output.contiguous()
+    last = output.select(-3, -1).clone() if a.lengths is None else h_n.to(dtype)
+    c_n = c_n.as_strided((*call.lead, call.B, H), (call.B * H, H, 1)[-last.dim() :])
+    c_n = c_n.to(dtype, copy=True)  # no view, which users could not change in place
+    saved = (wh, cs if a.save else cs.new_empty(0), wh.new_empty(0))
+    return Outputs._make((output, last, c_n, *new.parts(), *saved))
+
+
+def _cuts(a: Inputs) -> tuple[list[int], list[Any], int]:
+    """`_cut_moments` of a call, found again by what its shapes follow from."""
+    absent = (a.gamma_x is None, a.gamma_c is None)
+    key = (a.wx.shape, a.norm, bool(a.population), absent, a.input_stats)
+    found = _CUTS.get(key)
+    if found is None:
+        if len(_CUTS) >= 256:
+            _CUTS.clear()
+        found = _CUTS[key] = _cut_moments(statistics_shapes(a))
+    return found
+
+
+_CUTS: dict[Any, tuple[list[int], list[Any], int]] = {}
+
+
+def _cut_moments(shapes: list[tuple[int, ...]]) -> tuple[list[int], list[Any], int]:
+    """Of statistics of these shapes, each as mean and var, in one piece.
+
+    The rows of each; where every part begins, with its shape and strides; the size of all. A part
+    begins at a multiple of 16 bytes.
+    """
+    parts, begin = [], 0
+    for shape in shapes:
+        strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
+        for _ in range(2):
+            parts.append((begin, shape, strides))
+            begin += -(-math.prod(shape) // 4) * 4
+    return [shape[-2] if len(shape) > 1 else 0 for shape in shapes], parts, begin
+
+
+class _Moments:
+    """Room for the minibatch's statistics, in one piece that is cut up when there is time.
+
+    Attributes:
+        at: the address of each, by the names of `MOMENTS`.
+        rows: those of the terms x, h and c.
+    """
+
+    def __init__(self, call: Call, apart: bool) -> None:
+        self.rows, self._cuts, size = _cuts(call.a)
+        self._parts: list[Tensor] = []
+        full, device = torch.float32, call.flat.device
+        if apart:
+            self._parts = [torch.empty(cut[1], dtype=full, device=device) for cut in self._cuts]
+            addresses = [part.data_ptr() for part in self._parts]
+        else:
+            self._whole = torch.empty(size if size else (6, 0), dtype=full, device=device)
+            first = self._whole.data_ptr()
+            addresses = [first + 4 * begin for begin, _, _ in self._cuts]
+        self.at = dict(zip(MOMENTS, addresses, strict=True))
+
+    def parts(self) -> list[Tensor]:
+        """Mean and var of the terms x, h and c."""
+        if not self._parts and self._whole.dim() > 1:
+            self._parts = list(self._whole.unbind())
+        elif not self._parts:
+            cut = self._whole.as_strided
+            self._parts = [cut(shape, strides, begin) for begin, shape, strides in self._cuts]
+        return self._parts
+
+
+def _in_triton(call: Call) -> Outputs:
+    """One launch, or one for each step."""
     a, R, T, B, H, wx = call.a, call.R, call.T, call.B, call.H, call.wx
     dtype, device = wx.dtype, wx.device
-    stride = _stride(call)
-    log.debug("lstm forward R=%d T=%d B=%d H=%d %s: %s", R, T, B, H, dtype, call.path)
+    stride = stride_of(H)
     hs = _room_for_states(call, stride)
-    first = hs.select(-3, 0)
-    if stride == H:
-        first.copy_(a.h0)
-    else:
-        first.narrow(-1, 0, H).copy_(a.h0)
-        first.narrow(-1, H, stride - H).zero_()
-    cs = torch.empty(saved_cells(a), dtype=torch.float32, device=device)
-    wh = wx.new_empty(saved_products(a) + room_for_gradients(a)).narrow(0, 0, saved_products(a))
-    h_n, c_n = (torch.empty(*call.lead, B, H, dtype=torch.float32, device=device) for _ in range(2))
-    new = [
-        torch.empty(shape, dtype=torch.float32, device=device)
-        for shape in statistics_shapes(given)
-        for _ in range(2)
-    ]
+    _begin(call, hs, stride)
+    cells, products, beyond = saved_sizes(call.flat.shape, a.save)
+    cs = torch.empty(cells, dtype=torch.float32, device=device)
+    wh = wx.new_empty(products + beyond).narrow(0, 0, products)
+    h_n = torch.empty(*call.lead, B, H, dtype=torch.float32, device=device)
+    new = _Moments(call, apart=True)
     if a.sequence:
-        _sequence_moments(wx, call.lengths if a.lengths is not None else None, new)
-    moments = [call.full(p) for p in a.population] if a.population else new
-    barrier = torch.zeros(R, dtype=torch.int32, device=device)
-    if call.in_cuda:
-        if not cuda_lstm.meets_at_counter("forward", wx):
-            exchanged = hs.narrow(-3, 1, T)
-            exchanged.view(torch.int16 if dtype != torch.float32 else torch.int32).fill_(-1)
-        if call.x == BATCH:
-            _input_moments(call, new)
-        weight = a.weight_hh.to(dtype).contiguous()
-        tensors = call.named(weight, moments) | {"hs": hs, "cs": cs, "wh": wh, "h_n": h_n}
-        tensors |= {"c_n": c_n, "c0": call.full(a.c0), "counter": barrier}
-        cuda_lstm.forward(call, tensors, rows_of(moments))
-        return _outputs(call, hs, cs, wh, h_n, c_n, new)
+        _sequence_moments(wx, call.lengths if a.lengths is not None else None, new.parts())
+    moments = [call.full(p) for p in a.population] if a.population else new.parts()
     natural = cs.narrow(0, 0, R * (T + 1 if a.save else 1) * B * H).view(*call.lead, -1, B, H)
     natural.select(-3, 0).copy_(a.c0)
     if call.path == paths.STEPS:
         if call.x == BATCH:
             _input_moments(call, new)
         lstm_steps.forward(call, moments, hs, natural, wh, h_n)
-        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new)
+        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts())
+    barrier = torch.zeros(R, dtype=torch.int32, device=device)
     plan, weight = call.plan, a.weight_hh.to(dtype).contiguous()
     flags = {"HS": stride, "K": plan.k_forward, "SAVE": a.save}
     vectors, masks = call.vectors(), call.masks()
@@ -109,23 +211,40 @@ def forward(given: Inputs) -> Outputs:
         ]
         call.launch(lstm_forward, arguments, flags, plan.warps_forward, plan.stages_forward)
 
-    return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new)
+    return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts())
 
 
 def _stride(call: Call) -> int:
     """Elements from one row of h to the next; rows that kernels read begin at 16 bytes."""
-    small = call.in_cuda and small_lstm.choose(call.wx) is not None
-    return call.H if small else stride_of(call.H)
+    return call.H if small_lstm.choose(call.flat) is not None else stride_of(call.H)
 
 
-def _room_for_states(call: Call, stride: int) -> Tensor:
-    """``[R, T + 1, B, stride]``; step 1, the output's first, is at a multiple of 16 bytes."""
+def _room_for_states(call: Call, stride: int, empty: bool = False) -> Tensor:
+    """``[R, T + 1, B, stride]``; step 1, the output's first, is at a multiple of 16 bytes.
+
+    empty: whether it holds the pattern that kernels know as EMPTY.
+    """
     shape = (*call.lead, call.T + 1, call.B, stride)
+    dtype = call.flat.dtype
     skip = -call.B * stride % 8
-    if not skip:
-        return call.wx.new_empty(shape)
     size = math.prod(shape)
-    return call.wx.new_empty(skip + size).narrow(0, skip, size).view(shape)
+    whole = (skip + size,) if skip else shape
+    if empty:
+        bits = torch.int16 if dtype != torch.float32 else torch.int32
+        room = torch.full(whole, -1, dtype=bits, device=call.flat.device).view(dtype)
+    else:
+        room = torch.empty(whole, dtype=dtype, device=call.flat.device)
+    return room.narrow(0, skip, size).view(shape) if skip else room
+
+
+def _begin(call: Call, hs: Tensor, stride: int) -> None:
+    """h0 into the room of the states."""
+    first = hs.select(-3, 0)
+    if stride == call.H:
+        first.copy_(call.a.h0)
+    else:
+        first.narrow(-1, 0, call.H).copy_(call.a.h0)
+        first.narrow(-1, call.H, stride - call.H).zero_()
 
 
 def _outputs(
@@ -156,22 +275,28 @@ def _outputs(
     return Outputs._make([output, last, c_n.to(dtype, copy=True), *new, *saved])
 
 
-def _input_moments(call: Call, new: list[Tensor]) -> None:
-    """Mean and var of the input term of every step, into new[0] and new[1]."""
+def _input_moments(call: Call, new: _Moments) -> None:
+    """Mean and var of the input term of every step, into the first two of `new`."""
+    a, T, B = call.a, call.T, call.B
     columns = 128  # of a program: 64 take a fifth longer at 128 rows, and so do 256
-    grid = (call.R * call.T, -(-4 * call.H // columns))
-    rows = min(128, max(16, power_of_two(call.B)))
-    flags = {"F": 4 * call.H, "ROWS": rows, "COLUMNS": columns}
-    with torch.cuda.device_of(call.wx):
-        input_moments[grid](
-            call.wx,
-            *new[:2],
-            call.lengths,
-            call.T,
-            call.B,
-            **flags,
-            LENGTHS=call.a.lengths is not None and not call.a.include,
-        )
+    padded = a.lengths is not None and not a.include
+    flags = {
+        "F": 4 * call.H,
+        "ROWS": min(128, max(16, power_of_two(B))),
+        "COLUMNS": columns,
+        "LENGTHS": padded,
+    }
+    lengths = call.lengths if padded else call.flat  # not looked at
+    launch_kept(
+        input_moments,
+        (call.R * T, -(-4 * call.H // columns)),
+        (call.flat.data_ptr(), new.at["mean_x"], new.at["var_x"], lengths.data_ptr()),
+        lambda: [call.flat, *new.parts()[:2], lengths],
+        (T, B),
+        flags,
+        (call.flat.dtype,),
+        call.flat,
+    )
 
 
 def _sequence_moments(wx: Tensor, lengths: Tensor | None, new: list[Tensor]) -> None:

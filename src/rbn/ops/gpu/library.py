@@ -26,8 +26,13 @@ _ARGS = (
     schema=f"({_ARGS}) -> {results(len(signature.Outputs._fields))}",
 )
 def _lstm(*args: Any) -> tuple[Tensor, ...]:
-    """`rbn.ops.gpu.launch.forward` as an operator."""
-    return tuple(launch.forward(signature.Inputs(*args)))
+    """`rbn.ops.gpu.launch.forward` as an operator, whose results may not share memory."""
+    return tuple(launch.forward(signature.Inputs(*args), apart=True))
+
+
+def _forward(*args: Any) -> tuple[Tensor, ...]:
+    """The same called directly."""
+    return launch.forward(signature.Inputs._make(args))
 
 
 @_lstm.register_fake
@@ -119,4 +124,5 @@ lstm_op = Operator(
     _lstm_backward,
     Formula(signature.Inputs, signature.Grads._fields, results=3),
     _consuming,
+    _forward,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rbn.ops.gpu import ln_lstm_kernels as kernels
 from rbn.ops.gpu.repeated import Repeated
-from rbn.ops.gpu.stepwise import Call, factor, power_of_two, product, weight_gradient, zone
+from rbn.ops.gpu.stepwise import Call, factor, power_of_two, products, weight_gradient, zone
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -136,8 +136,9 @@ def forward(a: Inputs) -> Outputs:
     tensors = [wh, wx, *call.vectors, hs, cs, centered, moments, h_n, call.lengths, *call.masks]
     step = Repeated(kernels.ln_lstm_step, call.grid(B), tensors, call.flags | {"SAVE": a.save})
     with torch.cuda.device_of(wx):
+        multiply = products(hs, weight, wh)
         for t, h in enumerate(hs[:T].unbind()):
-            product(h, weight, out=wh)
+            multiply(h)
             step(t, B, *call.rates, float(a.eps))
     return Outputs(
         output=hs[1:],
@@ -167,9 +168,10 @@ def backward(
     step = Repeated(kernels.ln_lstm_step_backward, call.grid(B), tensors, flags)
     steps = da.unbind()
     with torch.cuda.device_of(wx):
+        multiply = products(da, weight, through)
         for t in range(T - 1, -1, -1):
             step(t, B, *call.rates)
-            product(steps[t], weight, out=through)
+            multiply(steps[t])
     dbias, dgamma_x, dgamma_h = _parameter_sums(call, r, dwx)
     _input_backward(call, r, dwx)
     return Grads(

@@ -17,7 +17,7 @@ from rbn.ops.gpu.lstm_step_backward import lstm_step_backward
 from rbn.ops.gpu.lstm_step_forward import lstm_step
 from rbn.ops.gpu.plan import power_of_two, tf32_allowed
 from rbn.ops.gpu.repeated import Repeated
-from rbn.ops.gpu.stepwise import factor, product
+from rbn.ops.gpu.stepwise import factor, products
 
 # Elements of a gate that a program works on at once: rather no more than the first number, so that
 # a multiprocessor has room for two programs, and never more than the second.
@@ -102,9 +102,11 @@ class _Steps:
         call = self.call
         return value if value is call.empty or not call.lead else value.view(call.R, -1)[self.r]
 
-    def at(self, t: int) -> list[int]:
-        """Which rows of the statistics of x, h and c step t uses."""
-        return [max(0, min(t, rows - 1)) for rows in self.rows]
+    def rows_at(self) -> list[tuple[int, ...]]:
+        """Which rows of the statistics of x, h and c each step uses."""
+        steps = range(self.call.T)
+        last = [max(0, rows - 1) for rows in self.rows]
+        return list(zip(*([min(t, n) for t in steps] for n in last), strict=True))
 
     def room(self, planes: int) -> Tensor:
         """Memory to work in, which one tile does without."""
@@ -140,10 +142,11 @@ def forward(
             flags = own.flags | {"HS": hs.shape[-1], "SAVE": a.save}
             del flags["X"]  # its statistics are known
             step = Repeated(lstm_step, own.grid, tensors, flags)
-            weight, cell = weights[r].t(), B * H if a.save else 0
+            multiply = products(hs, weights[r].t(), wh)
+            cell, rows, numbers = B * H if a.save else 0, own.rows_at(), own.numbers
             for t, h in enumerate(hs[r, :T].narrow(-1, 0, H).unbind()):
-                product(h, weight, out=wh)
-                step(t, B, *own.at(t), cell, *own.numbers)
+                multiply(h)
+                step(t, B, *rows[t], cell, *numbers)
 
 
 def backward(
@@ -181,8 +184,9 @@ def backward(
             tensors.append(own.room(8))
             flags = own.flags | {"HAS_DOUTPUT": doutput is not None}
             step = Repeated(lstm_step_backward, own.grid, tensors, flags)
-            steps = da[r].unbind()
+            multiply = products(da, weights[r], through)
+            steps, rows, numbers = da[r].unbind(), own.rows_at(), own.numbers
             for t in range(T - 1, -1, -1):
-                step(t, B, *own.at(t), *own.numbers)
+                step(t, B, *rows[t], *numbers)
                 if t > 0:
-                    product(steps[t], weights[r], out=through)
+                    multiply(steps[t])

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rbn.ops.alike import raised, steps_alike
 from rbn.ops.gpu.raise_variances import raise_variances
+from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.types import CONSTANT
 
 _BLOCK = 1024
@@ -27,22 +28,24 @@ def raised_variances(
     None, like var_c, for absent terms.
     """
     T, B, G = wx.shape[-3:]
-    by_input = var_x is None or (var_c is None and var_x.shape[-2] != T)
-    if by_input or max(T * G, B * G // 4) >= 2**31:  # rare, and the kernel does not know it
+    by_input = var_x is not None and var_c is None and var_x.shape[-2] != T
+    large = max(T * G, B * G // 4) >= 2**31
+    if var_x is None or by_input or large:  # rare, and the kernel does not know it
         before, after = steps_alike(states, wx, var_x, var_h, var_c, eps)
         return raised(var_h, before, eps), None if var_c is None else raised(var_c, after, eps)
     look = [state.stride(-2) != 0 for state in states]  # or all rows are one
     h0, c0 = (s.contiguous() if seen else var_h for s, seen in zip(states, look, strict=True))
     new_h, new_c = torch.empty_like(var_h), None if var_c is None else torch.empty_like(var_c)
-    grid = (min(_PROGRAMS, -(-T * G // _BLOCK)), var_h.numel() // (T * G))
-    with torch.cuda.device_of(var_h):
-        raise_variances[grid](
-            *(h0, c0, var_x, var_h, var_h if var_c is None else var_c),
-            *(new_h, new_h if new_c is None else new_c),
-            *(T, B, G // 4, CONSTANT * eps, 2 * CONSTANT * eps),
-            LOOK_H=look[0],
-            LOOK_C=look[1],
-            CELL=var_c is not None,
-            BLOCK=_BLOCK,
-        )
+    cell = (var_h, new_h) if var_c is None or new_c is None else (var_c, new_c)
+    tensors = (h0, c0, var_x, var_h, cell[0], new_h, cell[1])
+    launch_kept(
+        raise_variances,
+        (min(_PROGRAMS, -(-T * G // _BLOCK)), var_h.numel() // (T * G)),
+        tuple(tensor.data_ptr() for tensor in tensors),
+        lambda: tensors,
+        (T, B, G // 4, CONSTANT * eps, 2 * CONSTANT * eps),
+        {"LOOK_H": look[0], "LOOK_C": look[1], "CELL": var_c is not None, "BLOCK": _BLOCK},
+        (h0.dtype, c0.dtype),
+        var_h,
+    )
     return new_h, new_c

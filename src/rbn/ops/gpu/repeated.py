@@ -1,23 +1,39 @@
-"""Launches of one Triton kernel for every step of a recurrence, at little cost for the host."""
+"""Launches of a Triton kernel like one before, at little cost for the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
+
+from rbn.ops.gpu import direct
 
 # Before, what Triton compiled was called without its compile-time arguments.
 _TAKES_ALL = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 3)
 
 
+def _as_triton(
+    kernel: Any, found: Any, grid: tuple[int, ...], count: int, flags: dict[str, Any]
+) -> tuple[Callable[..., object], list[Any]]:
+    """What launches a compiled kernel, and what it takes behind its `count` arguments."""
+    names = kernel.arg_names[count:]
+    return found[(*grid, 1, 1)[:3]], [flags[name] for name in names] if _TAKES_ALL else []
+
+
+def _is_compiled(found: Any) -> bool:
+    return hasattr(found, "packed_metadata")  # the interpreter gives nothing
+
+
 class Repeated:
-    """A kernel that is launched again and again, with the same tensors and other numbers.
+    """A kernel that is launched again and again, with the same tensors and other integers.
 
     Triton looks at every argument of a launch, to find or compile the kernel that fits: with some
-    fifty of them, several times as long as a small kernel runs. Here it does so once. The other
-    launches call what it found, with addresses for tensors.
+    fifty of them, several times as long as a small kernel runs. Here it does so once for all calls
+    with tensors of the same types. The other launches are the driver's (`rbn.ops.gpu.direct`), or
+    call what Triton found, with addresses for tensors.
 
     Args:
         kernel: takes tensors, then numbers, then `flags`. It must not be compiled for values of
@@ -33,18 +49,90 @@ class Repeated:
         self._kernel, self._grid, self._flags = kernel, grid, flags
         self._tensors = list(tensors)
         self._again: Callable[..., object] | None = None
-        self._addresses: list[int] = []
-        self._rest: list[Any] = []
 
     def __call__(self, *numbers: float) -> None:
-        """Launch with these numbers, whose types are the same each time."""
+        """Launch with these numbers, whose types, and values but of integers, stay the same.
+
+        The tensors' device is the current one, and it and its stream are the same each time.
+        """
         if self._again is not None:
-            self._again(*self._addresses, *numbers, *self._rest)
+            self._again(*numbers)
             return
-        found = self._kernel[self._grid](*self._tensors, *numbers, **self._flags)
-        if not hasattr(found, "packed_metadata"):  # the interpreter's: nothing was compiled
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        key = self._key(addresses, numbers)
+        known = _COMPILED.get(key)
+        if known is None:
+            found = self._kernel[self._grid](*self._tensors, *numbers, **self._flags)
+            if not _is_compiled(found):
+                return
+            names = self._kernel.arg_names[: len(addresses) + len(numbers)]
+            if len(_COMPILED) >= _MOST:  # of layers long gone, probably
+                _COMPILED.clear()
+            # The kernel is held, so that its id stays its own.
+            _COMPILED[key] = found, direct.kinds_of(found, names), self._kernel
+            self._again = self._launcher(*_COMPILED[key][:2], addresses, numbers)
+        else:
+            self._again = self._launcher(*known[:2], addresses, numbers)
+            self._again(*numbers)
+
+    def _key(self, addresses: list[int], numbers: tuple[float, ...]) -> tuple[Any, ...]:
+        """All that Triton may compile for, and more."""
+        types = tuple(tensor.dtype for tensor in self._tensors)
+        unaligned = tuple(at % 16 != 0 for at in addresses)
+        values = tuple(_kind(n) for n in numbers)
+        device = self._tensors[0].device
+        return id(self._kernel), device, types, unaligned, values, tuple(self._flags.items())
+
+    def _launcher(
+        self, found: Any, kinds: Any, addresses: list[int], numbers: tuple[float, ...]
+    ) -> Callable[..., object]:
+        values = (*addresses, *numbers)
+        launch = None if kinds is None else direct.launcher(found, kinds, self._grid, values)
+        if launch is not None:
+            return launch
+        again, rest = _as_triton(self._kernel, found, self._grid, len(values), self._flags)
+        return lambda *numbers: again(*addresses, *numbers, *rest)
+
+
+def _kind(number: float) -> Any:
+    """What of a number Triton may compile for."""
+    if isinstance(number, float):
+        return float
+    return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
+
+
+_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+_KEPT: dict[tuple[Any, ...], tuple[Callable[..., object], list[Any], Any]] = {}
+_MOST = 1024
+
+
+def launch_kept(
+    kernel: Any,
+    grid: tuple[int, int],
+    addresses: tuple[int, ...],
+    tensors: Callable[[], Sequence[Tensor]],
+    numbers: tuple[float, ...],
+    flags: dict[str, Any],
+    types: tuple[torch.dtype, ...],
+    like: Tensor,
+) -> None:
+    """Launch a kernel that Triton looks at once for all calls that differ in addresses alone.
+
+    addresses: of what `tensors` gives, which is asked for it only where Triton is to look.
+    numbers, flags: as in `Repeated`, but for all of them the kernel may be compiled.
+    types: of the tensors, as far as they may differ between calls. like: any on their device.
+    """
+    key = (id(kernel), grid, numbers, *flags.values(), *types, like.device)
+    kept = _KEPT.get(key)
+    # For others, and only those, the kernel is compiled differently.
+    aligned = not any(at % 16 for at in addresses)
+    with torch.cuda.device_of(like):
+        if kept is not None and aligned:
+            kept[0](*addresses, *numbers, *kept[1])
             return
-        names = self._kernel.arg_names[len(self._tensors) + len(numbers) :]
-        self._rest = [self._flags[name] for name in names] if _TAKES_ALL else []
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._again = found[(*self._grid, 1, 1)[:3]]
+        found = kernel[grid](*tensors(), *numbers, **flags)
+    if aligned and _is_compiled(found):
+        if len(_KEPT) >= _MOST:
+            _KEPT.clear()
+        count = len(addresses) + len(numbers)
+        _KEPT[key] = *_as_triton(kernel, found, grid, count, flags), kernel

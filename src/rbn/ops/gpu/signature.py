@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -91,6 +92,19 @@ class Grads(NamedTuple):
     c0: Tensor
 
 
+def _sizes(shape: tuple[int, ...], save: bool) -> tuple[int, int, int]:
+    """`saved_cells`, `saved_products`, `beyond_products` for an input term of that shape."""
+    *lead, T, B, G = shape
+    R, rows, stride = math.prod(lead), saved_rows(B), stride_of(G // 4)
+    cells = R * (T + 1 if save else 1) * rows * stride
+    if not save:
+        return cells, 0, 0
+    return cells, R * T * rows * 4 * stride, B * G + 8 if R == 1 else 0
+
+
+saved_sizes = functools.lru_cache(maxsize=256)(_sizes)  # of real sizes, not a compiler's
+
+
 def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
     """The shapes of mean and var of the terms x, h and c, ``(0,)`` where there is none."""
     T, _, G = a.wx.shape[-3:]
@@ -115,14 +129,17 @@ def saved_rows(batch: int) -> int:
 
 def saved_cells(a: Inputs) -> int:
     """How many numbers the cells take that a call keeps, or works with."""
-    T, B, G = a.wx.shape[-3:]
-    return math.prod(a.lead) * (T + 1 if a.save else 1) * saved_rows(B) * stride_of(G // 4)
+    return _sizes(a.wx.shape, a.save)[0]
 
 
 def saved_products(a: Inputs) -> int:
     """How many numbers a call keeps of W_h h."""
-    T, B, G = a.wx.shape[-3:]
-    return math.prod(a.lead) * T * saved_rows(B) * 4 * stride_of(G // 4) if a.save else 0
+    return _sizes(a.wx.shape, a.save)[1]
+
+
+def beyond_products(a: Inputs) -> int:
+    """How many more there is room for, that d(W_h h) can take the same, see `gradients`."""
+    return _sizes(a.wx.shape, a.save)[2]
 
 
 def steps_of(room: Tensor, hidden: int) -> Tensor:

@@ -67,10 +67,10 @@ def cut_small(dtype: torch.dtype, batch: int, hidden: int) -> SmallCut | None:
 
 
 def choose(wx: Tensor) -> SmallCut | None:
-    """The division for an input term ``[R, T, B, 4H]``; None where the kernels do not take it."""
+    """The division for an input term ``[..., T, B, 4H]``; None where the kernels do not take it."""
     if not wx.is_cuda:
         return None
-    _, _, B, G = wx.shape
+    B, G = wx.shape[-2:]
     cut = cut_small(wx.dtype, B, G // 4)
     if cut is None or cluster_of(cut, wx.dtype, G // 4, wx.device.index or 0) is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,16 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         found: Tensor = multiply(a, b, out_dtype=torch.float32, out=out)
         return found
     return torch.mm(a.to(torch.float32), b.to(torch.float32), out=out)
+
+
+def products(like: Tensor, b: Tensor, out: Tensor) -> Callable[[Tensor], object]:
+    """`product` into the same place for each step: of a factor of the type of `like`, and b."""
+    multiply: Any = torch.mm
+    if b.dtype != torch.float32 and _sums_in_full(b.dtype, b.device):
+        return lambda a: multiply(a, b, out_dtype=torch.float32, out=out)
+    if like.dtype == b.dtype == torch.float32:
+        return lambda a: multiply(a, b, out=out)
+    return lambda a: product(a, b, out=out)
 
 
 @functools.lru_cache(maxsize=16)

@@ -96,7 +96,7 @@ def pays(wx: Tensor, calls: int) -> bool:
     one, all_ = plan_for(wx), plan_for(several)
     if one is None or all_ is None or not all_.persistent:
         return False
-    kind = cuda_lstm.kind(wx[None])
+    kind = cuda_lstm.kind(wx)
     return not is_streamed(wx) if kind is None else cuda_lstm.kind(several) == kind
 
 

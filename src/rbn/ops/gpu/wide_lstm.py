@@ -98,11 +98,11 @@ def cut_wide(direction: str, hidden: int, team: int, limit: int) -> WideCut | No
 
 
 def choose(direction: str, wx: Tensor) -> WideCut | None:
-    """The best division for an input term ``[R, T, B, 4H]``, or None."""
-    R, _, B, G = wx.shape
+    """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
+    *lead, _, B, G = wx.shape
     if wx.dtype == torch.float32 or G % 16 or B > _ROWS:
         return None
-    return _choose(direction, R, G // 4, wx.device.index or 0)
+    return _choose(direction, lead[0] if lead else 1, G // 4, wx.device.index or 0)
 
 
 @functools.lru_cache(maxsize=256)
@@ -131,14 +131,12 @@ def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
 
 def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
     """Memory that the kernel works with, by the names of its struct."""
-    R = wx.shape[0]
-    raw = functools.partial(wx.new_empty, dtype=torch.uint8)
-    found = {
-        # Zero is multiplied beyond the last unit, and instead of d(W_h h) after the last step.
-        "passed": raw(R, 2, cut.passed).zero_(),
-        "spilled": raw(max(1, R * cut.spilled)),
-        "meetings": raw(R * 128 * cut.team).zero_(),
-    }
+    R = wx.shape[0] if wx.dim() == 4 else 1
+    raw = functools.partial(torch.empty, dtype=torch.uint8, device=wx.device)
+    # Zero is multiplied beyond the last unit, and instead of d(W_h h) after the last step; counters
+    # begin at zero, and sums, whose last bit says when they came. All are multiples of 16 bytes.
+    zeros = {"passed": 2 * R * cut.passed, "meetings": R * 128 * cut.team}
     if cut.direction == "backward":
-        found["handed"] = raw(max(1, R * cut.blocks * cut.handed)).zero_()
-    return found
+        zeros["handed"] = R * cut.blocks * cut.handed
+    parts = raw(sum(zeros.values())).zero_().split(list(zeros.values()))
+    return dict(zip(zeros, parts, strict=True)) | {"spilled": raw(max(1, R * cut.spilled))}

@@ -7,7 +7,8 @@
 // team, are as many as if it read all. It has to: L2 gives all blocks together 5120 bytes a cycle, 41 each.
 //
 // A warp takes 16 rows, a warpgroup's tensor core instruction 64 rows and 16 columns: one gate, or h, of
-// the 16 units of a block. What blocks pass to each other lies as the instruction wants it, 16 bytes for
+// the 16 units of a block. Of batches up to 64 rows (MT = 4) the first warpgroup takes all. The second one then
+// has no rows: it does not multiply, and is there for statistics and for the weights that come again. What blocks pass to each other lies as the instruction wants it, 16 bytes for
 // each thread ("piece"): two rows, 8 apart, and four neighbouring units, which is what a thread owns. So
 // it writes one piece, and the same thread of every other block reads it, straight from L2 into the
 // registers of the instruction.
@@ -23,13 +24,15 @@
 // Nothing leaves a block between passing on and the next product that could wait, be it a request: the counter and
 // the looks at it would queue behind it. What is saved, and the next step's data, go beside the product.
 //
-// Named from outside besides those of common.cuh: TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For
+// Named from outside besides those of common.cuh: MT (8, or 4), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For
 // trials: STAGGER, NO_FETCH (zeros are multiplied), CLOCK. The including file defines SIDE and PASSED, the pieces that
 // a thread passes on in a step.
 #define UNITS 16
+#ifndef MT
 #define MT 8
-#define MW 8
-#define KS 1
+#endif
+#define MW MT
+#define KS (8 / MT)  // only so that there are 8 warps
 #define CHUNK 1
 #define REGISTERS 0
 #define BARRIER 1
@@ -40,7 +43,7 @@
 #endif
 
 #ifndef STAGGER
-#define STAGGER 4
+#define STAGGER (MT == WARPS ? 4 : 0)
 #endif
 // Groups that are asked for, and multiplied, together: the hardware has few counters for loads, and waiting for one
 // is waiting for all that were given it. So there is one for each of a few batches.
@@ -59,7 +62,8 @@ typedef unsigned long long u64;
 #define SLICE (FIRST + RESIDENT + SECOND)  // groups that a block multiplies
 #define GROUP_WORDS (COLUMNS * 4)          // of 16 bytes
 #define BUFFERS 2  // of what is passed on
-#define STEP_PIECES (2 * SLICE * TEAM * THREADS)  // of what is passed in a step, with some that are zero
+#define HOLDERS (32 * MT)  // threads that have rows, and multiply
+#define STEP_PIECES (2 * SLICE * TEAM * HOLDERS)  // of what is passed in a step, with some that are zero
 #define SUBS ((H + 7) / 8)  // what is saved lies in groups of 8 units
 
 // Trials ------------------------------------------------------------------------------------------
@@ -134,11 +138,14 @@ __device__ __forceinline__ void pass_word(uint4* p, uint4 v) {
                : "memory");
 }
 
+// Whether a thread has rows: its warpgroup does or does not.
+__device__ __forceinline__ bool has_rows() { return HOLDERS == THREADS || threadIdx.x < HOLDERS; }
+
 // This thread's piece number `i` of a step, from two rows of four units. Blocks without a unit, which
 // fill up the last team, have none.
 __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 high) {
   if (blockIdx.x * UNITS >= H) return;
-  pass_word(step + (blockIdx.x * PASSED + i) * THREADS + threadIdx.x, make_uint4(low.x, high.x, low.y, high.y));
+  pass_word(step + (blockIdx.x * PASSED + i) * HOLDERS + threadIdx.x, make_uint4(low.x, high.x, low.y, high.y));
 }
 
 __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
@@ -265,13 +272,13 @@ __device__ __forceinline__ int unit_at(int i) { return 4 * (i >> 1 & 3) + 2 * (i
 // And one of 8 numbers, 4 units twice:
 __device__ __forceinline__ int cell_at(int i) { return 4 * (i & 3) + (i >> 2 & 3); }
 
-// One number of each warp, in a fixed order.
+// One number of each warp that has rows, in a fixed order.
 __device__ __forceinline__ float over_warps(const float* from, int pitch) {
-  float v[WARPS];
+  float v[MT];
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) v[w] = from[w * pitch];
+  for (int w = 0; w < MT; w++) v[w] = from[w * pitch];
 #pragma unroll
-  for (int n = WARPS / 2; n > 0; n /= 2)
+  for (int n = MT / 2; n > 0; n /= 2)
 #pragma unroll
     for (int w = 0; w < n; w++) v[w] += v[w + n];
   return v[0];

@@ -173,8 +173,10 @@ def _has_room(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, dev
 
 
 def fits_wide(wx: Tensor) -> bool:
-    """Whether it has room for blocks of 16 units, though not for those of 8."""
-    return not _fits(wx) and all(wide_lstm.choose(d, wx) for d in ("forward", "backward"))
+    """Whether blocks of 16 units take it: there is no room for those of 8, or these are better."""
+    if _fits(wx):
+        return wide_lstm.preferred(wx)
+    return all(wide_lstm.choose(d, wx) for d in ("forward", "backward"))
 
 
 def kind(wx: Tensor) -> str | None:
@@ -183,12 +185,12 @@ def kind(wx: Tensor) -> str | None:
         return None
     if small_lstm.choose(wx):
         return "small"
-    return "units of 8" if _fits(wx) else "wide" if fits_wide(wx) else None
+    return "wide" if fits_wide(wx) else "units of 8" if _fits(wx) else None
 
 
 def meets_at_counter(direction: str, wx: Tensor) -> bool:
     """Whether the blocks meet at a counter; otherwise what they exchange must begin EMPTY."""
-    if small_lstm.choose(wx) or not _fits(wx):
+    if small_lstm.choose(wx) or fits_wide(wx):
         return True
     cut = (cut_forward if direction == "forward" else cut_backward)(
         wx.dtype, wx.shape[2], wx.shape[3] // 4
@@ -271,7 +273,7 @@ def forward(call: Any, tensors: dict[str, Tensor], rows: list[int]) -> None:
     a = call.a
     if _run_small("forward", call, tensors, _sizes(call, rows)):
         return
-    if not _fits(a.wx):
+    if fits_wide(a.wx):
         _run_wide("forward", call, tensors, _sizes(call, rows))
         return
     cut = cut_forward(a.wx.dtype, call.B, call.H)
@@ -287,7 +289,7 @@ def forward(call: Any, tensors: dict[str, Tensor], rows: list[int]) -> None:
 def backward(call: Any, tensors: dict[str, Tensor], rows: list[int], has_doutput: bool) -> None:
     """Launch the backward kernel. tensors: by the names of its struct, W_h as it is."""
     a, weight = call.a, tensors["weight"]
-    if not small_lstm.choose(a.wx) and not _fits(a.wx):
+    if not small_lstm.choose(a.wx) and fits_wide(a.wx):
         tensors = tensors | {"weight": weight.contiguous()}
         _run_wide("backward", call, tensors, _sizes(call, rows), DOUTPUT=has_doutput)
         return

@@ -8,10 +8,11 @@
 //
 // A warp takes 16 rows, a warpgroup's tensor core instruction 64 rows and 16 columns: one gate, or h, of
 // the 16 units of a block. Of batches up to 64 rows (MT = 4) the first warpgroup takes all. The second one then
-// has no rows: it does not multiply, and is there for statistics and for the weights that come again. What blocks pass to each other lies as the instruction wants it, 16 bytes for
-// each thread ("piece"): two rows, 8 apart, and four neighbouring units, which is what a thread owns. So
-// it writes one piece, and the same thread of every other block reads it, straight from L2 into the
-// registers of the instruction.
+// has no rows: it does not multiply, and is there for statistics and for the weights that come again.
+//
+// What blocks pass to each other lies as the instruction wants it, 16 bytes for each thread ("piece"): two
+// rows, 8 apart, and four neighbouring units, which is what a thread owns. So it writes one piece, and the
+// same thread of every other block reads it, straight from L2 into the registers of the instruction.
 //
 // The weights lie in shared memory, in groups of two pieces' columns, in the order of processing:
 //
@@ -24,9 +25,9 @@
 // Nothing leaves a block between passing on and the next product that could wait, be it a request: the counter and
 // the looks at it would queue behind it. What is saved, and the next step's data, go beside the product.
 //
-// Named from outside besides those of common.cuh: MT (8, or 4), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For
-// trials: STAGGER, NO_FETCH (zeros are multiplied), CLOCK. The including file defines SIDE and PASSED, the pieces that
-// a thread passes on in a step.
+// Named from outside besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
+// for ahead). For trials: STAGGER, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK. The including file defines SIDE and
+// PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #ifndef MT
 #define MT 8
@@ -49,8 +50,15 @@
 // is waiting for all that were given it. So there is one for each of a few batches.
 #define BATCH 2
 
-// Before the first warpgroup needs the second groups, which come when the other has left the first ones.
-#define AHEAD (STAGGER <= FIRST + RESIDENT - BATCH ? STAGGER : FIRST + RESIDENT - BATCH)
+// At barriers all wait, also who is only waited for: slower, but racecheck takes nothing else for an order.
+#ifndef ALL_WAIT
+#define ALL_WAIT 0
+#endif
+
+// Before the first warpgroup needs the second groups, which come when the other has left the first ones. Where all
+// wait, it must let the other begin before it waits until that has left them.
+#define LATEST (ALL_WAIT && SECOND ? FIRST : FIRST + RESIDENT - BATCH)
+#define AHEAD (STAGGER <= LATEST ? STAGGER : LATEST)
 
 static_assert(RESIDENT >= 2 * BATCH - 1 && SECOND <= FIRST, "the second groups come while a resident one is used");
 
@@ -193,12 +201,13 @@ __device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) 
 #define FIRST_USED 3
 #define UNDER_WAY 4
 template <int WHICH>
-__device__ __forceinline__ void done() {
-  asm volatile("bar.arrive %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
-}
-template <int WHICH>
 __device__ __forceinline__ void await() {
   asm volatile("bar.sync %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
+}
+template <int WHICH>
+__device__ __forceinline__ void done() {
+  if (ALL_WAIT) await<WHICH>();
+  else asm volatile("bar.arrive %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
 }
 
 // Barriers in shared memory that count arrivals and bytes, phase by phase.

@@ -26,8 +26,8 @@
 // the looks at it would queue behind it. What is saved, and the next step's data, go beside the product.
 //
 // Named from outside besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
-// for ahead). For trials: STAGGER, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK. The including file defines SIDE and
-// PASSED, the pieces that a thread passes on in a step.
+// for ahead). For trials: STAGGER, MEETING, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK. The including file defines
+// SIDE and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #ifndef MT
 #define MT 8
@@ -166,6 +166,12 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta
 // [TEAM], 128 bytes apart, zero. The sums of a team come from all slices. So whoever has them knows that all blocks have
 // passed on, and are done with what they read before: it may be written over. The sums themselves are written over
 // before that, so a block also waits for the rest of its team: for the slices it passes on to.
+//
+// One warp announces and looks for its block, where there is one without rows that one: a fence keeps a warp waiting
+// until all that it stored is there, and the others have something to do meanwhile.
+#ifndef MEETING
+#define MEETING (MT == WARPS ? 0 : 6)
+#endif
 #define PIECES (2 * SLICE)  // of a slice
 #define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that have units, and pass on pieces of theirs
 
@@ -173,7 +179,7 @@ __device__ __forceinline__ u32 counter_of(u32 slice) { return slice * 32; }
 
 __device__ __forceinline__ void arrive_at_slices(u32* counters) {
   __syncthreads();
-  if (threadIdx.x == 0 && blockIdx.x < OWNERS) {
+  if (threadIdx.x == MEETING * 32 && blockIdx.x < OWNERS) {
     const u32 first = blockIdx.x * PASSED / PIECES, last = (blockIdx.x * PASSED + PASSED - 1) / PIECES;
     announce(counters + counter_of(first));
     if (PIECES % PASSED && last != first) announce(counters + counter_of(last));
@@ -183,7 +189,7 @@ __device__ __forceinline__ void arrive_at_slices(u32* counters) {
 
 // Until all blocks of those slices have arrived `times` times.
 __device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) {
-  const u32 slice = threadIdx.x, rank = rank_in_team(), team = blockIdx.x - rank;
+  const u32 slice = threadIdx.x - MEETING * 32, rank = rank_in_team(), team = blockIdx.x - rank;
   const bool of_team = slice >= team * PASSED / PIECES && slice <= ((team + TEAM) * PASSED - 1) / PIECES;
   if (slice < TEAM && (slice == rank || of_team)) {
     const u32 first = slice * PIECES / PASSED, end = (slice * PIECES + PIECES - 1) / PASSED + 1;

@@ -150,9 +150,9 @@ __device__ __forceinline__ void pass_word(uint4* p, uint4 v) {
 __device__ __forceinline__ bool has_rows() { return HOLDERS == THREADS || threadIdx.x < HOLDERS; }
 
 // This thread's piece number `i` of a step, from two rows of four units. Blocks without a unit, which
-// fill up the last team, have none.
+// fill up the last team, and threads without rows have none.
 __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 high) {
-  if (blockIdx.x * UNITS >= H) return;
+  if (blockIdx.x * UNITS >= H || !has_rows()) return;
   pass_word(step + (blockIdx.x * PASSED + i) * HOLDERS + threadIdx.x, make_uint4(low.x, high.x, low.y, high.y));
 }
 

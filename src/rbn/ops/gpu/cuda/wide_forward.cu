@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     if (in[j]) h0[j] = load_raw4(hs + 8 * j * HS);
     if (SAVE && in[j]) store4(cs + 64 * j, c[j]);
   }
-  if (has_rows()) pass_on(passed, 0, h0[0], h0[1]);
+  pass_on(passed, 0, h0[0], h0[1]);
   arrive_at_slices(meeting);
 
   // The input term: asked for beside the product of the step before, normalized while the others are waited for.
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   };
   float inv = 1.0f / p.B;
   // Who has no rows is at the meetings below, too, and does its share there.
-  if (!has_rows()) {
+  if constexpr (HOLDERS < THREADS) if (!has_rows()) {
     for (int t = 0; t < p.T; t++) {
       if (LENGTHS) inv = p.inv_n[t];
       wait_for_slices(meeting, u32(t + 1));

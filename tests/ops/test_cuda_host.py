@@ -53,11 +53,12 @@ def test_a_card_with_less_shared_memory():
 
 
 @pytest.mark.parametrize("limit", [110 * 1024, 227 * 1024])
+@pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("hidden", [4, 52, 240, 1060, 2000, 2112])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, limit):
+def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows, limit):
     for team in wide_lstm.TEAMS[direction]:
-        cut = wide_lstm.cut_wide(direction, hidden, team, limit)
+        cut = wide_lstm.cut_wide(direction, hidden, team, limit, rows)
         if cut is None:  # not even by reading everything twice
             assert limit < 227 * 1024
             continue
@@ -69,7 +70,7 @@ def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, limi
         assert cut.second <= cut.first  # the slots are as many as the first need
         pieces = -(-hidden // wide_lstm.UNITS) * (1 if direction == "forward" else 4)
         assert 2 * cut.slice * team >= pieces
-        assert pieces * 16 * 256 <= cut.passed
+        assert pieces * 16 * 2 * rows <= cut.passed
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,46 @@ def test_text8_is_cut_as_planned():
     assert (backward.blocks, backward.first, backward.resident, backward.second) == (128, 5, 22, 5)
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    card = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    caches = (wide_lstm._choose, cuda_lstm._has_room)
+    for module in (wide_lstm, cuda_lstm):
+        monkeypatch.setattr(module, "shared_limit", lambda device: 227 * 1024)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("hopper")
+def test_which_layers_are_preferably_wide(monkeypatch):
+    monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
+
+    def kind(batch, hidden, recurrences=1, dtype=torch.bfloat16):
+        wx = torch.empty(recurrences, 1, batch, 4 * hidden, dtype=dtype)
+        rows = {cut.rows for d in wide_lstm.TEAMS if (cut := wide_lstm.choose(d, wx))}
+        assert len(rows) <= 1
+        return (cuda_lstm.kind(wx), *rows)
+
+    assert wide_lstm.PREFERRED == {}
+    assert kind(64, 1000) == ("units of 8", 128)
+    assert kind(64, 2000) == ("wide", 128)
+    monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1000})
+    assert kind(64, 1000) == kind(1, 2000) == ("wide", 64)
+    assert kind(64, 1000, recurrences=2) == ("wide", 64)  # 128 blocks backward
+    assert kind(64, 996) == kind(65, 1000) == ("units of 8", 128)
+    assert kind(65, 2000) == ("wide", 128)
+    assert kind(64, 1002) == kind(64, 1000, dtype=torch.float32) == ("units of 8",)
+    assert cuda_lstm.meeting("forward", torch.empty(1, 1, 64, 4000).bfloat16()) == (False, False)
+    monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1000, 128: 500})
+    assert kind(64, 1000) == ("wide", 64)
+    assert kind(64, 500) == kind(65, 1000) == ("wide", 128)
+
+
 def test_which_layers_are_wide(monkeypatch):
     """Hopper, half precision, a multiple of four units, and room for all blocks at once."""
     card = types.SimpleNamespace(multi_processor_count=132)
@@ -139,14 +180,18 @@ def test_which_layers_are_wide(monkeypatch):
     assert not team("forward", half)
 
 
+@pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_what_blocks_look_at_begins_at_zero(direction):
+def test_what_blocks_look_at_begins_at_zero(direction, rows):
     """Pieces beyond the last unit, counters, and the sums, whose last bit says when they came."""
     wx = torch.empty(2, 1, 3, 4 * 72, dtype=torch.bfloat16)
-    cut = wide_lstm.cut_wide(direction, 72, wide_lstm.TEAMS[direction][0], 227 * 1024)
+    team = wide_lstm.TEAMS[direction][0]
+    cut = wide_lstm.cut_wide(direction, 72, team, 227 * 1024, rows)
     found = wide_lstm.rooms(cut, wx)
-    pieces = found["passed"].view(2, 2, -1, 256 * 16)  # of two recurrences, for two steps
+    pieces = found["passed"].view(2, 2, -1, 2 * rows * 16)  # of two recurrences, for two steps
     assert pieces.shape[2] >= 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
+    if direction == "backward":  # 8 blocks, from 7 others each a word of 16 bytes for every thread
+        assert found["handed"].numel() == 2 * 8 * 7 * 2 * rows * 16
     looked_at = ["passed", "meetings", *(["handed"] if direction == "backward" else [])]
     assert set(found) == {"spilled", *looked_at}
     assert not any(found[name].any() for name in looked_at)

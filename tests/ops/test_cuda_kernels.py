@@ -112,10 +112,55 @@ def test_wide_layers_against_the_reference(op, name, shape, dtype, calls):
     test_against_the_reference(op, name, shape, dtype, calls)
 
 
+@pytest.fixture
+def rows_64(monkeypatch, wide):
+    """Batches up to 64 rows, of any layer, run the kernels for wide ones with blocks of 64 rows."""
+    monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1})
+
+
 @needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("op", "name", "shape"),
+    [
+        *(("bn_lstm", name, (4, 17, 52)) for name in OPTIONS),
+        *(("bn_lstm", "plain", shape) for shape in [(7, 64, 1000), (3, 64, 512), (1, 16, 8)]),
+        *(("bn_lstm", "lengths", shape) for shape in [(5, 37, 1000), (4, 1, 2000)]),
+        *(("lstm", name, (5, 40, 24)) for name in ("plain", "lengths")),
+    ],
+)
+@pytest.mark.usefixtures("rows_64")
+def test_blocks_of_64_rows_against_the_reference(op, name, shape, dtype, calls):
+    test_against_the_reference(op, name, shape, dtype, calls)
+
+
+@needs_hopper
+@pytest.mark.parametrize("batch", [100, 64])
+@pytest.mark.usefixtures("rows_64")
+def test_barriers_at_which_all_wait(batch, monkeypatch, calls):
+    """They are for racecheck, and with weights that come again there are most of them."""
+    defines = cuda_lstm._defines
+    more = (("ALL_WAIT", 1),)
+    monkeypatch.setattr(cuda_lstm, "_defines", lambda *args, **kw: defines(*args, **kw) + more)
+    test_weights_that_do_not_fit(8, batch, monkeypatch, calls)
+
+
+@needs_hopper
+@pytest.mark.usefixtures("rows_64")
+def test_two_recurrences_in_blocks_of_64_rows():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(20, 500, bidirectional=True).to("cuda", torch.bfloat16)
+    x = torch.randn(5, 33, 20, device="cuda", dtype=torch.bfloat16)
+    found = layer(x)[0]
+    expected = copy.deepcopy(layer).double()(x.double())[0]
+    assert (found - expected).abs().max() <= 16 * UNITS[torch.bfloat16]
+
+
+@needs_hopper
+@pytest.mark.parametrize("batch", [100, 64])
 @pytest.mark.parametrize("team", [8, 4])
-@pytest.mark.usefixtures("wide")
-def test_weights_that_do_not_fit(team, monkeypatch, calls):
+@pytest.mark.usefixtures("rows_64")
+def test_weights_that_do_not_fit(team, batch, monkeypatch, calls):
     """Most of them are read again in each step, as in a layer of 2000 units."""
     limit, teams = 62 * 1024, {"forward": (1,), "backward": (team,)}
     monkeypatch.setattr(wide_lstm, "TEAMS", teams)
@@ -124,7 +169,7 @@ def test_weights_that_do_not_fit(team, monkeypatch, calls):
     for direction in teams:
         assert wide_lstm.cut_wide(direction, 488, *teams[direction], limit).second > 0
     try:
-        test_against_the_reference("bn_lstm", "lengths", (5, 100, 488), torch.bfloat16, calls)
+        test_against_the_reference("bn_lstm", "lengths", (5, batch, 488), torch.bfloat16, calls)
     finally:
         wide_lstm._choose.cache_clear()
 

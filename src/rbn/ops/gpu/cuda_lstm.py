@@ -170,8 +170,10 @@ def _has_room(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, dev
 
 
 def fits_wide(wx: Tensor) -> bool:
-    """Whether it has room for blocks of 16 units, though not for those of 8."""
-    return not _fits(wx) and all(wide_lstm.choose(d, wx) for d in ("forward", "backward"))
+    """Whether blocks of 16 units take it: there is no room for those of 8, or these are better."""
+    if _fits(wx):
+        return wide_lstm.preferred(wx)
+    return all(wide_lstm.choose(d, wx) for d in ("forward", "backward"))
 
 
 def kind(wx: Tensor) -> str | None:
@@ -180,12 +182,12 @@ def kind(wx: Tensor) -> str | None:
         return None
     if small_lstm.choose(wx):
         return "small"
-    return "units of 8" if _fits(wx) else "wide" if fits_wide(wx) else None
+    return "wide" if fits_wide(wx) else "units of 8" if _fits(wx) else None
 
 
 def meeting(direction: str, wx: Tensor) -> tuple[bool, bool]:
     """Whether the blocks count at `counter`; whether what they exchange must begin EMPTY."""
-    if small_lstm.choose(wx) or not _fits(wx):
+    if small_lstm.choose(wx) or fits_wide(wx):
         return False, False
     B, G = wx.shape[-2:]
     cut = (cut_forward if direction == "forward" else cut_backward)(wx.dtype, B, G // 4)
@@ -258,7 +260,7 @@ def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
     wx = call.flat
     if _run_small("forward", call, at, rows):
         return
-    if not _fits(wx):
+    if fits_wide(wx):
         _run_wide("forward", call, at, rows)
         return
     cut = cut_forward(wx.dtype, call.B, call.H)
@@ -274,7 +276,7 @@ def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
 def backward_weight(call: Any, weight: Tensor) -> Tensor:
     """W_h as the backward kernel takes it."""
     wx = call.flat
-    if not small_lstm.choose(wx) and not _fits(wx):
+    if not small_lstm.choose(wx) and fits_wide(wx):
         return weight.contiguous()
     return weight.transpose(-2, -1).contiguous()
 
@@ -284,7 +286,7 @@ def backward(call: Any, at: dict[str, int], rows: list[int], has_doutput: bool) 
     wx = call.flat
     if _run_small("backward", call, at, rows, DOUTPUT=has_doutput):
         return
-    if not _fits(wx):
+    if fits_wide(wx):
         _run_wide("backward", call, at, rows, DOUTPUT=has_doutput)
         return
     cut = cut_backward(wx.dtype, call.B, call.H)

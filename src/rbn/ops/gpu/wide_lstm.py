@@ -20,6 +20,10 @@ UNITS = 16
 _THREADS = 256
 _ROWS = 128
 
+# Rows of a block (64, or as many as `_ROWS`) and from how many units on such blocks are taken where
+# those of 8 units would do, too. Blocks of 64 rows are taken only where they are named here.
+PREFERRED: dict[int, int] = {}
+
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
 # hand to each other grow.
 TEAMS: dict[str, tuple[int, ...]] = {"forward": (1,), "backward": (8, 4)}
@@ -48,6 +52,7 @@ class WideCut:
     first: int
     resident: int
     second: int
+    rows: int = _ROWS
 
     @property
     def slice(self) -> int:
@@ -67,7 +72,7 @@ class WideCut:
     @property
     def passed(self) -> int:
         """Bytes that the blocks pass to each other in a step."""
-        return 2 * self.slice * self.team * 16 * _THREADS
+        return 2 * self.slice * self.team * 16 * 2 * self.rows
 
     @property
     def spilled(self) -> int:
@@ -77,24 +82,37 @@ class WideCut:
     @property
     def handed(self) -> int:
         """Bytes of sums that a block gets from the others of its team."""
-        return (self.team - 1) * _SIDE[self.direction] * _ROWS * 2
+        return (self.team - 1) * _SIDE[self.direction] * self.rows * 2
 
 
-def cut_wide(direction: str, hidden: int, team: int, limit: int) -> WideCut | None:
+def cut_wide(
+    direction: str, hidden: int, team: int, limit: int, rows: int = _ROWS
+) -> WideCut | None:
     """The division with the fewest slots that fits into `limit` bytes, or None."""
     blocks = -(-hidden // UNITS)
     grid = -(-blocks // team) * team
     groups = -(-blocks * _PASSED[direction] // (2 * team * _PARTS)) * _PARTS
     for slots in range(groups + 1):
-        empty = WideCut(direction, grid, team, slots, 0, slots)
+        empty = WideCut(direction, grid, team, slots, 0, slots, rows)
         resident = min(groups, (limit - empty.shared) // empty.group)
         if resident < 3:  # the second groups are asked for while two resident ones are used
             return None
         again = groups - resident
         if again <= 2 * slots:
             first = min(slots, again)
-            return WideCut(direction, grid, team, first, resident, again - first)
+            return WideCut(direction, grid, team, first, resident, again - first, rows)
     return None
+
+
+def _preferred_rows(batch: int, hidden: int) -> int | None:
+    found = (n for n, least in sorted(PREFERRED.items()) if batch <= n and hidden >= least)
+    return next(found, None)
+
+
+def preferred(wx: Tensor) -> bool:
+    """Whether an input term (see `choose`) comes here though blocks of 8 units would do."""
+    *_, B, G = wx.shape
+    return _preferred_rows(B, G // 4) is not None and all(choose(d, wx) for d in TEAMS)
 
 
 def choose(direction: str, wx: Tensor) -> WideCut | None:
@@ -102,15 +120,19 @@ def choose(direction: str, wx: Tensor) -> WideCut | None:
     *lead, _, B, G = wx.shape
     if wx.dtype == torch.float32 or G % 16 or B > _ROWS:
         return None
-    return _choose(direction, lead[0] if lead else 1, G // 4, wx.device.index or 0)
+    rows = _preferred_rows(B, G // 4) or _ROWS
+    return _choose(direction, lead[0] if lead else 1, G // 4, rows, wx.device.index or 0)
 
 
 @functools.lru_cache(maxsize=256)
-def _choose(direction: str, recurrences: int, hidden: int, device: int) -> WideCut | None:
+def _choose(
+    direction: str, recurrences: int, hidden: int, rows: int, device: int
+) -> WideCut | None:
     if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
         return None
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    found = (cut_wide(direction, hidden, n, shared_limit(device)) for n in TEAMS[direction])
+    limit = shared_limit(device)
+    found = (cut_wide(direction, hidden, n, limit, rows) for n in TEAMS[direction])
     return next((cut for cut in found if cut and recurrences * cut.blocks <= processors), None)
 
 
@@ -118,6 +140,7 @@ def _choose(direction: str, recurrences: int, hidden: int, device: int) -> WideC
 def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
     """The kernel for a division; `device` is the current one."""
     named = {
+        "MT": cut.rows // 16,
         "TEAM": cut.team,
         "FIRST": cut.first,
         "RESIDENT": cut.resident,

@@ -7,10 +7,12 @@
 // team, are as many as if it read all. It has to: L2 gives all blocks together 5120 bytes a cycle, 41 each.
 //
 // A warp takes 16 rows, a warpgroup's tensor core instruction 64 rows and 16 columns: one gate, or h, of
-// the 16 units of a block. What blocks pass to each other lies as the instruction wants it, 16 bytes for
-// each thread ("piece"): two rows, 8 apart, and four neighbouring units, which is what a thread owns. So
-// it writes one piece, and the same thread of every other block reads it, straight from L2 into the
-// registers of the instruction.
+// the 16 units of a block. Of batches up to 64 rows (MT = 4) the first warpgroup takes all. The second one then
+// has no rows: it does not multiply, and is there for statistics and for the weights that come again.
+//
+// What blocks pass to each other lies as the instruction wants it, 16 bytes for each thread ("piece"): two
+// rows, 8 apart, and four neighbouring units, which is what a thread owns. So it writes one piece, and the
+// same thread of every other block reads it, straight from L2 into the registers of the instruction.
 //
 // The weights lie in shared memory, in groups of two pieces' columns, in the order of processing:
 //
@@ -23,13 +25,15 @@
 // Nothing leaves a block between passing on and the next product that could wait, be it a request: the counter and
 // the looks at it would queue behind it. What is saved, and the next step's data, go beside the product.
 //
-// Named from outside besides those of common.cuh: TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked for ahead). For
-// trials: STAGGER, NO_FETCH (zeros are multiplied), CLOCK. The including file defines SIDE and PASSED, the pieces that
-// a thread passes on in a step.
+// Named from outside besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
+// for ahead). For trials: STAGGER, MEETING, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK. The including file defines
+// SIDE and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
+#ifndef MT
 #define MT 8
-#define MW 8
-#define KS 1
+#endif
+#define MW MT
+#define KS (8 / MT)  // only so that there are 8 warps
 #define CHUNK 1
 #define REGISTERS 0
 #define BARRIER 1
@@ -40,14 +44,21 @@
 #endif
 
 #ifndef STAGGER
-#define STAGGER 4
+#define STAGGER (MT == WARPS ? 4 : 0)
 #endif
 // Groups that are asked for, and multiplied, together: the hardware has few counters for loads, and waiting for one
 // is waiting for all that were given it. So there is one for each of a few batches.
 #define BATCH 2
 
-// Before the first warpgroup needs the second groups, which come when the other has left the first ones.
-#define AHEAD (STAGGER <= FIRST + RESIDENT - BATCH ? STAGGER : FIRST + RESIDENT - BATCH)
+// At barriers all wait, also who is only waited for: slower, but racecheck takes nothing else for an order.
+#ifndef ALL_WAIT
+#define ALL_WAIT 0
+#endif
+
+// Before the first warpgroup needs the second groups, which come when the other has left the first ones. Where all
+// wait, it must let the other begin before it waits until that has left them.
+#define LATEST (ALL_WAIT && SECOND ? FIRST : FIRST + RESIDENT - BATCH)
+#define AHEAD (STAGGER <= LATEST ? STAGGER : LATEST)
 
 static_assert(RESIDENT >= 2 * BATCH - 1 && SECOND <= FIRST, "the second groups come while a resident one is used");
 
@@ -59,7 +70,8 @@ typedef unsigned long long u64;
 #define SLICE (FIRST + RESIDENT + SECOND)  // groups that a block multiplies
 #define GROUP_WORDS (COLUMNS * 4)          // of 16 bytes
 #define BUFFERS 2  // of what is passed on
-#define STEP_PIECES (2 * SLICE * TEAM * THREADS)  // of what is passed in a step, with some that are zero
+#define HOLDERS (32 * MT)  // threads that have rows, and multiply
+#define STEP_PIECES (2 * SLICE * TEAM * HOLDERS)  // of what is passed in a step, with some that are zero
 #define SUBS ((H + 7) / 8)  // what is saved lies in groups of 8 units
 
 // Trials ------------------------------------------------------------------------------------------
@@ -134,11 +146,14 @@ __device__ __forceinline__ void pass_word(uint4* p, uint4 v) {
                : "memory");
 }
 
+// Whether a thread has rows: its warpgroup does or does not.
+__device__ __forceinline__ bool has_rows() { return HOLDERS == THREADS || threadIdx.x < HOLDERS; }
+
 // This thread's piece number `i` of a step, from two rows of four units. Blocks without a unit, which
-// fill up the last team, have none.
+// fill up the last team, and threads without rows have none.
 __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 high) {
-  if (blockIdx.x * UNITS >= H) return;
-  pass_word(step + (blockIdx.x * PASSED + i) * THREADS + threadIdx.x, make_uint4(low.x, high.x, low.y, high.y));
+  if (blockIdx.x * UNITS >= H || !has_rows()) return;
+  pass_word(step + (blockIdx.x * PASSED + i) * HOLDERS + threadIdx.x, make_uint4(low.x, high.x, low.y, high.y));
 }
 
 __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
@@ -151,6 +166,12 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta
 // [TEAM], 128 bytes apart, zero. The sums of a team come from all slices. So whoever has them knows that all blocks have
 // passed on, and are done with what they read before: it may be written over. The sums themselves are written over
 // before that, so a block also waits for the rest of its team: for the slices it passes on to.
+//
+// One warp announces and looks for its block, where there is one without rows that one: a fence keeps a warp waiting
+// until all that it stored is there, and the others have something to do meanwhile.
+#ifndef MEETING
+#define MEETING (MT == WARPS ? 0 : 6)
+#endif
 #define PIECES (2 * SLICE)  // of a slice
 #define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that have units, and pass on pieces of theirs
 
@@ -158,7 +179,7 @@ __device__ __forceinline__ u32 counter_of(u32 slice) { return slice * 32; }
 
 __device__ __forceinline__ void arrive_at_slices(u32* counters) {
   __syncthreads();
-  if (threadIdx.x == 0 && blockIdx.x < OWNERS) {
+  if (threadIdx.x == MEETING * 32 && blockIdx.x < OWNERS) {
     const u32 first = blockIdx.x * PASSED / PIECES, last = (blockIdx.x * PASSED + PASSED - 1) / PIECES;
     announce(counters + counter_of(first));
     if (PIECES % PASSED && last != first) announce(counters + counter_of(last));
@@ -168,7 +189,7 @@ __device__ __forceinline__ void arrive_at_slices(u32* counters) {
 
 // Until all blocks of those slices have arrived `times` times.
 __device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) {
-  const u32 slice = threadIdx.x, rank = rank_in_team(), team = blockIdx.x - rank;
+  const u32 slice = threadIdx.x - MEETING * 32, rank = rank_in_team(), team = blockIdx.x - rank;
   const bool of_team = slice >= team * PASSED / PIECES && slice <= ((team + TEAM) * PASSED - 1) / PIECES;
   if (slice < TEAM && (slice == rank || of_team)) {
     const u32 first = slice * PIECES / PASSED, end = (slice * PIECES + PIECES - 1) / PASSED + 1;
@@ -186,12 +207,13 @@ __device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) 
 #define FIRST_USED 3
 #define UNDER_WAY 4
 template <int WHICH>
-__device__ __forceinline__ void done() {
-  asm volatile("bar.arrive %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
-}
-template <int WHICH>
 __device__ __forceinline__ void await() {
   asm volatile("bar.sync %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
+}
+template <int WHICH>
+__device__ __forceinline__ void done() {
+  if (ALL_WAIT) await<WHICH>();
+  else asm volatile("bar.arrive %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
 }
 
 // Barriers in shared memory that count arrivals and bytes, phase by phase.
@@ -265,13 +287,13 @@ __device__ __forceinline__ int unit_at(int i) { return 4 * (i >> 1 & 3) + 2 * (i
 // And one of 8 numbers, 4 units twice:
 __device__ __forceinline__ int cell_at(int i) { return 4 * (i & 3) + (i >> 2 & 3); }
 
-// One number of each warp, in a fixed order.
+// One number of each warp that has rows, in a fixed order.
 __device__ __forceinline__ float over_warps(const float* from, int pitch) {
-  float v[WARPS];
+  float v[MT];
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) v[w] = from[w * pitch];
+  for (int w = 0; w < MT; w++) v[w] = from[w * pitch];
 #pragma unroll
-  for (int n = WARPS / 2; n > 0; n /= 2)
+  for (int n = MT / 2; n > 0; n /= 2)
 #pragma unroll
     for (int w = 0; w < n; w++) v[w] += v[w + n];
   return v[0];

@@ -28,7 +28,7 @@ struct Backward {
   uint4* passed;   // [R, BUFFERS, STEP_PIECES], zero: d(W_h h) of the last steps
   uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   u32* meetings;   // [R, TEAM, 32], zero: counters of the slices
-  uint4* handed;   // [R, GRID, TEAM - 1, THREADS], zero: sums for the team
+  uint4* handed;   // [R, GRID, TEAM - 1, HOLDERS], zero: sums for the team
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -59,10 +59,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   uint4* passed = p.passed + r * BUFFERS * STEP_PIECES;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
-  u32 begin = beginning() * 2 * THREADS;
+  u32 begin = beginning() * 2 * HOLDERS;
   asm volatile("" : "+r"(begin));
   u32* meeting = p.meetings + r * TEAM * 32;
-  uint4* handed = p.handed + r * GRID * (TEAM - 1) * THREADS;
+  uint4* handed = p.handed + r * GRID * (TEAM - 1) * HOLDERS;
   const Refill refill = {slots, spilled, shared_address(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
 
@@ -182,15 +182,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   };
   // The same into L2, before that.
   auto bring_step = [&] {
-    const int row = tid % 128, subs = min(2, SUBS - int(blockIdx.x) * 2);
+    const int row = tid % ROWS, subs = min(2, SUBS - int(blockIdx.x) * 2);
     if (tid == 0 && subs > 0) {
       bring_row(wh - (4 * (quad % 2) + row0 * 8), subs * 4 * B * 16);
       bring_row(cs - SUBS * B * 8 - (4 * (quad % 2) + row0 * 8), subs * B * 32);
     }
     if (row < B && blockIdx.x * UNITS < H) {
-      const Element* from = p.wx + at + i64(row - row0) * GATES - 4 * quad + tid / 128 * 2 * H;
+      const Element* from = p.wx + at + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
       if (SPLIT) bring(from), bring(from + H);
-      if (DOUTPUT && tid < 128) bring(doutput + i64(row - row0) * H - 4 * quad);
+      if (DOUTPUT && tid < ROWS) bring(doutput + i64(row - row0) * H - 4 * quad);
     }
     __syncwarp();
   };
@@ -211,7 +211,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   put_statistics(p.T - 1);
 
   float inv = 1.0f / p.B;
-  for (int t = p.T - 1; t >= 0; t--) {
+  auto total_of_cell = [&] {
+    await<SUMS_READY>();
+    const float total = over_warps(room + lane, 32) * to_total;
+    (kind ? times_c : plus_c)[own] = MODE_C == 1 ? -total * inv * to_term : 0.0f;
+    running += total;
+    done<TOTALS_READY>();
+  };
+  auto totals_of_gates = [&] {
+    if (for_gates && kind < 2) {
+      const float total = over_warps(room + tid, PITCH) * to_total;
+      running += total;
+      (kind ? times_h : plus_h)[place] = MODE_H == 1 ? -total * inv * to_term : 0.0f;
+    }
+    if (MODE_X && for_gates && kind == 2) {
+      const float all = over_warps(room + number, PITCH), times = over_warps(room + tid, PITCH);
+      const float total = (times - mean_x * all) * to_total;
+      running += total;
+      const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
+      slope_x[place] = to_term, times_x[place] = factor;
+      plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
+    }
+  };
+  // Who has no rows is at the meetings below, too, and does its share there.
+  for (int t = p.T - 1; t >= 0 && !has_rows(); t--) {
+    if (LENGTHS) inv = p.inv_n[t];
+    wait_for_slices(meeting, u32(p.T - 1 - t));
+    if (SECOND) refill.ask_second();
+    if (t > 0) ask_statistics(t - 1);
+    if (MODE_C && for_c) total_of_cell();
+    else if (MODE_C) done<SUMS_READY>(), await<TOTALS_READY>();
+    if (MODE_H) {
+      __syncthreads();
+      totals_of_gates();
+      __syncthreads();
+    }
+    arrive_at_slices(meeting);
+    if (t > 0) refill.ask_first(), put_statistics(t - 1);
+  }
+  for (int t = p.T - 1; t >= 0 && has_rows(); t--) {
     MARKS(p.counter, t);
     MARK(0);
     if (LENGTHS) inv = p.inv_n[t];
@@ -345,15 +383,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       fold_rows(v_c);
       room[warp * 32 + lane] = v_c[0];
       MARK(6);
-      if (for_c) {
-        await<SUMS_READY>();
-        const float total = over_warps(room + lane, 32) * to_total;
-        (kind ? times_c : plus_c)[own] = MODE_C == 1 ? -total * inv * to_term : 0.0f;
-        running += total;
-        done<TOTALS_READY>();
-      } else {
-        done<SUMS_READY>();
-      }
+      if (for_c) total_of_cell();
+      else done<SUMS_READY>();
       output_gate();
       if (!for_c) await<TOTALS_READY>();
       __syncwarp();
@@ -399,19 +430,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       MARK(8);
       __syncthreads();
       MARK(9);
-      if (for_gates && kind < 2) {
-        const float total = over_warps(room + tid, PITCH) * to_total;
-        running += total;
-        (kind ? times_h : plus_h)[place] = MODE_H == 1 ? -total * inv * to_term : 0.0f;
-      }
-      if (MODE_X && for_gates && kind == 2) {
-        const float all = over_warps(room + number, PITCH), times = over_warps(room + tid, PITCH);
-        const float total = (times - mean_x * all) * to_total;
-        running += total;
-        const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
-        slope_x[place] = to_term, times_x[place] = factor;
-        plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
-      }
+      totals_of_gates();
       __syncthreads();
       MARK(10);
     }

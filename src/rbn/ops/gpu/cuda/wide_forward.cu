@@ -35,6 +35,14 @@ struct Forward {
 // What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
 
+// The variance of a column from the sums of all warps around `shift`, which lanes 0 to 15 have, and the squares of
+// lanes 16 to 31; shift becomes the mean.
+__device__ __forceinline__ float moments(const float* from, int pitch, float inv, float& shift) {
+  const float sum = over_warps(from, pitch), square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
+  shift = inv > 0.0f ? shift + off : 0.0f;
+  return variance(square * inv, off);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forward p) {
   extern __shared__ __align__(128) uint4 slots[];
   uint4* resident = slots + FIRST * GROUP_WORDS;
@@ -54,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   uint4* passed = p.passed + r * BUFFERS * STEP_PIECES;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
-  u32 begin = beginning() * 2 * THREADS;
+  u32 begin = beginning() * 2 * HOLDERS;
   asm volatile("" : "+r"(begin));
   u32* meeting = p.meetings + r * TEAM * 32;
   const Refill refill = {slots, spilled, shared_address(barriers)};
@@ -129,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   // The input term: asked for beside the product of the step before, normalized while the others are waited for.
   const Element* wx = p.wx + (r * p.T * B + row0) * GATES + unit;
   auto bring_rows = [&] {  // 16 units of a row and gate are a sector or two
-    const int row = tid % 128;
-    const Element* from = wx + i64(row - row0) * GATES - 4 * quad + tid / 128 * 2 * H;
+    const int row = tid % ROWS;
+    const Element* from = wx + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
     if (row < B) bring(from), bring(from + H);
   };
   auto prepare = [&](int t) {
@@ -193,6 +201,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     __syncwarp();
   };
   float inv = 1.0f / p.B;
+  // Who has no rows is at the meetings below, too, and does its share there.
+  if constexpr (HOLDERS < THREADS) if (!has_rows()) {
+    for (int t = 0; t < p.T; t++) {
+      if (LENGTHS) inv = p.inv_n[t];
+      wait_for_slices(meeting, u32(t + 1));
+      if (SECOND) refill.ask_second();
+      if (SUM_H) __syncthreads();
+      put_given_x();
+      if (for_x) ask_given(t + 2);
+      if (SUM_H) __syncthreads();
+      if (SUM_C && for_c) {
+        await<SUMS_READY>();
+        const float var = moments(room + lane, 32, inv, shift);
+        if (owner) mean_of_c[own] = shift, scale_of_c[own] = rsqrtf(var + p.eps) * gamma;
+        done<TOTALS_READY>();
+        keep(t, shift, var);
+      } else if (SUM_C) {
+        done<SUMS_READY>();
+        await<TOTALS_READY>();
+      }
+      arrive_at_slices(meeting);
+      if (t + 1 == p.T) continue;
+      refill.ask_first();
+      put_given_rest();
+      if (!for_x) ask_given(t + 2);
+    }
+    return;
+  }
   for (int t = 0; t < p.T; t++) {
     MARKS(p.counter, t);
     MARK(0);
@@ -237,10 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       MARK(5);
       float var = 0.0f;
       if (for_h) {
-        const float sum = over_warps(room + (lane < 16 ? 0 : SECOND_AT) + number, PITCH);
-        const float square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
-        var = variance(square * inv, off);
-        shift = inv > 0.0f ? shift + off : 0.0f;
+        var = moments(room + (lane < 16 ? 0 : SECOND_AT) + number, PITCH, inv, shift);
         if (owner) mean_of_h[place] = shift, scale_of_h[place] = rsqrtf(var + p.eps) * gamma;
       } else {
         put_given_x();
@@ -297,9 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       MARK(7);
       if (for_c) {
         await<SUMS_READY>();
-        const float sum = over_warps(room + lane, 32), square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
-        const float var = variance(square * inv, off);
-        shift = inv > 0.0f ? shift + off : 0.0f;
+        const float var = moments(room + lane, 32, inv, shift);
         if (owner) mean_of_c[own] = shift, scale_of_c[own] = rsqrtf(var + p.eps) * gamma;
         done<TOTALS_READY>();
         keep(t, shift, var);

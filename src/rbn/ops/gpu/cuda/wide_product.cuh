@@ -187,7 +187,7 @@ __device__ __forceinline__ u64 with_rest(u32 description) { return u64(128 / 16)
 
 // Where this thread's first piece of its block's slice lies, in what is passed on in a step.
 __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
-  const uint4* slice = passed + rank_in_team() * 2 * SLICE * THREADS + threadIdx.x;
+  const uint4* slice = passed + rank_in_team() * 2 * SLICE * HOLDERS + threadIdx.x;
   asm volatile("" : "+l"(slice));  // one register, not a sum of several in each address
   return slice;
 }
@@ -210,8 +210,8 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   const uint4* parts[PARTS];  // where the parts of the slice begin, in the order of processing
 #pragma unroll
   for (int k = 0; k < PARTS; k++) {
-    const u32 place = begin + k * PART_GROUPS * 2 * THREADS;
-    parts[k] = slice + (place < SLICE * 2 * THREADS ? place : place - SLICE * 2 * THREADS);
+    const u32 place = begin + k * PART_GROUPS * 2 * HOLDERS;
+    parts[k] = slice + (place < SLICE * 2 * HOLDERS ? place : place - SLICE * 2 * HOLDERS);
     asm volatile("" : "+l"(parts[k]));
   }
   auto ask = [&](auto number) {
@@ -219,9 +219,9 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
     if constexpr (i >= SLICE) {
       return;
     } else {
-      constexpr int offset = i % PART_GROUPS * 2 * THREADS * 16;
+      constexpr int offset = i % PART_GROUPS * 2 * HOLDERS * 16;
       a[i % DEPTH][0] = fetch_piece<offset>(parts[i / PART_GROUPS]);
-      a[i % DEPTH][1] = fetch_piece<offset + THREADS * 16>(parts[i / PART_GROUPS]);
+      a[i % DEPTH][1] = fetch_piece<offset + HOLDERS * 16>(parts[i / PART_GROUPS]);
     }
     __syncwarp();  // or the compiler would ask later, when it thinks that is early enough
   };

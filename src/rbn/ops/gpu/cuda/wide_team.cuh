@@ -1,7 +1,7 @@
 // How the blocks of a team hand each other their sums. Columns are ordered from the block's own on: part s is
 // for the block s ranks further, and for the thread that has the same number there.
 //
-// They go through L2, `handed` [GRID, TEAM - 1, THREADS], and nobody meets for it. All that a thread has for another
+// They go through L2, `handed` [GRID, TEAM - 1, HOLDERS], and nobody meets for it. All that a thread has for another
 // one is a word of 16 bytes, in 16 bits each, stored and loaded as one number: its parts do not come one by one. Its
 // last bit says whether it is this step's: it is set in every other one, from the first on, `handed` being zero
 // before. A thread looks until all its words say so, and adds them in the order of the ranks before its own.
@@ -47,9 +47,9 @@ __device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], uint
 #ifdef NO_EXCHANGE
   return;
 #endif
-  uint4* to = handed + i64(blockIdx.x) * (TEAM - 1) * THREADS + threadIdx.x;
+  uint4* to = handed + i64(blockIdx.x) * (TEAM - 1) * HOLDERS + threadIdx.x;
 #pragma unroll
-  for (int s = 1; s < TEAM; s++) hand_word(to + (s - 1) * THREADS, word_of(sums + s * PART, times));
+  for (int s = 1; s < TEAM; s++) hand_word(to + (s - 1) * HOLDERS, word_of(sums + s * PART, times));
 }
 
 // Adds what the others handed over to sums[0 .. PART). nothing: zero.
@@ -61,7 +61,7 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const uint
   const uint4* come = handed + threadIdx.x + nothing;
   auto at = [&](int s) {
     const u32 block = first + (rank + TEAM - s) % TEAM;
-    return come + (block * (TEAM - 1) + s - 1) * THREADS;
+    return come + (block * (TEAM - 1) + s - 1) * HOLDERS;
   };
   uint4 v[TEAM];
 #pragma unroll

@@ -64,7 +64,7 @@ class SmallCut:
         factors = 0 if self.half else 4 * self.warps
         shares = 2 * 4 * self.blocks * (32 * tiles + factors)
         ahead_and_late = 4 * (32 * (6 + 4 if self.half else 10 + 8) * tiles + 9 * sheet)
-        lines = 0 if self.units == UNITS else 128 * tiles
+        lines = 0 if self.units == UNITS else 128 * tiles + factors // 4
         rest = 112 * self.warps + 3 * 36 * self.units + lines
         return shares + ahead_and_late + 4 * rest + barriers
 
@@ -84,9 +84,9 @@ def cut_small(dtype: torch.dtype, batch: int, hidden: int) -> SmallCut | None:
 def cut_sixteen(dtype: torch.dtype, batch: int, hidden: int) -> SmallCut | None:
     """The same with 16 units in a block, for which the registers of a warp limit the batch."""
     blocks, tiles = -(-hidden // _TWICE), -(-batch // (_ROWS * _ROW_WARPS))
-    if hidden % 2 or not 1 < blocks <= _LARGEST or tiles > _TILES or dtype == torch.float32:
+    if hidden % 2 or not 1 < blocks <= _LARGEST or tiles > _TILES:
         return None
-    return SmallCut(blocks, 2 * _ROW_WARPS, tiles, half=True, units=_TWICE)
+    return SmallCut(blocks, 2 * _ROW_WARPS, tiles, dtype != torch.float32, _TWICE)
 
 
 def choose(wx: Tensor) -> SmallCut | None:

@@ -33,6 +33,7 @@
 #define ALL_WAIT 0
 #endif
 #define HALVES (UNITS / 8)
+#define FIRST(half) (HALVES > 1 ? 8 * (half) : 0)  // unit of a half, in the block
 #define EIGHTS ((H + 7) / 8)  // of the layer's units, in what is saved for the backward pass
 #define MT MW
 #define KS HALVES
@@ -185,8 +186,8 @@ __device__ __forceinline__ Place place_of(int B) {
   Place at;
   at.B = B;
   at.lane = threadIdx.x & 31, at.warp = threadIdx.x >> 5;
-  at.half = HALVES > 1 && at.warp < WARPS ? at.warp / MW : 0, at.tile = (at.warp - at.half * MW) * RT;
-  at.own = at.lane >> 2, at.quad = at.lane & 3, at.within = 8 * at.half + at.own;
+  at.half = HALVES > 1 && at.warp < WARPS ? at.warp / MW : 0, at.tile = HALVES > 1 ? at.warp % MW * RT : at.warp * RT;
+  at.own = at.lane >> 2, at.quad = at.lane & 3, at.within = FIRST(at.half) + at.own;
   at.unit = blockIdx.x * UNITS + at.within;
   at.mine = at.unit < H;
   return at;
@@ -446,7 +447,7 @@ __device__ __forceinline__ void each_piece(const Place& at, Move move) {
 #pragma unroll
   for (int first = 0; first < 8 * RT * ROW_PIECES; first += 32) {
     const int i = first + at.lane, row = i / ROW_PIECES, piece = i % ROW_PIECES;
-    const bool there = row < 8 * RT && 8 * at.tile + row < at.B && int(blockIdx.x) * UNITS + 8 * at.half + piece * PIECE_UNITS < H;
+    const bool there = row < 8 * RT && 8 * at.tile + row < at.B && int(blockIdx.x) * UNITS + piece * PIECE_UNITS < H - FIRST(at.half);
     if (8 * RT * ROW_PIECES >= 32 || row < 8 * RT) move(row_at(row) + piece * PIECE_WORDS, row, piece * PIECE_UNITS, there);
   }
 }

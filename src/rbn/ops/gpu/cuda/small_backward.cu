@@ -26,11 +26,13 @@
 #define OF_X (5 * UNITS)  // from here of given statistics, or after sums over the batch of the input term
 #define TABLES (36 * UNITS)
 #define LINES (HALVES > 1 ? ROW_TILES * HALVES * 128 : 0)  // words of d(W_h h) in 16 bits
+#define PARTS (TYPE == 0 ? HALVES : 1)  // of a sum: in float32 the halves have powers of two of their own
 #define BATCH (RT > 1 ? 2 : 4)  // tiles multiplied side by side
 #define LATE (RT * 4 * EIGHTH * WORKERS + 4 * SHEET * WARPS)  // words of gradients that a step leaves behind
 
-// In float32 d(W_h h) is brought below 2^7 and W_h below 2^3, so that a sum of 32 products is in float16's range.
-#define LESS_D (1.0f / 512)
+// In float32 d(W_h h) is brought below 2^7 and W_h below 2^3, so that a sum of 32 products is in float16's range;
+// of 64 products, below 2^6.
+#define LESS_D (1.0f / (512 * HALVES))
 #define LESS_W (1.0f / 8192)
 
 struct Backward {
@@ -90,7 +92,8 @@ struct Layout {
   float *room, *room_x, *room_c;
   float* given;  // [2][TABLES]
   float4* totals;
-  uint4* lines;  // [ROW_TILES][HALVES][32]: d(W_h h) as an operand, all gates
+  uint4* lines;    // [ROW_TILES][HALVES][32]: d(W_h h) as an operand, all gates
+  u32* exponents;  // [WARPS]: of its power of two, in float32
   u32 barriers;  // [2]
 
   __device__ __forceinline__ float4* table(int k) const { return reinterpret_cast<float4*>(given + (k & 1) * TABLES); }
@@ -270,13 +273,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   float undo = 1.0f;
   {
     const Element* weight = p.weight + r * GATES * H + rank * UNITS + 2 * quad;
-    auto there = [&](int s) { return rank * UNITS + 8 * s + 2 * quad < H; };
+    const bool there[] = {rank * UNITS + 2 * quad < H, rank * UNITS + 8 + 2 * quad < H};
     float up = 1.0f;
 #if TYPE == 0
     u32 top = 0;
 #pragma unroll
     for (int s = 0; s < HALVES; s++)
-      if (there(s))
+      if (there[s])
         for (int u = own; u < H; u += 8)
           for (int q = 0; q < 4; q++) {
             const float2 v = load2(weight + i64(u) * GATES + q * H + 8 * s);
@@ -294,20 +297,20 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         for (int n = 0; n < 4; n++) {
           const int s = half / 2, q = half % 2 * 2 + n / 2, i = HALVES > 1 ? warp + WARPS * m : 2 * m + n % 2;
           const int u = i < BLOCKS ? receiver(i) * UNITS + own + (HALVES > 1 ? 8 * (n % 2) : 0) : H;
-          v[n] = there(s) && u < H ? operand(weight + i64(u) * GATES + q * H + 8 * s, up) : 0;
+          v[n] = there[s] && u < H ? operand(weight + i64(u) * GATES + q * H + FIRST(s), up) : 0;
         }
         w[m][half] = make_uint4(v[0], v[1], v[2], v[3]);
       }
   }
 
   // Where the thread's numbers of a step lie: of the one to ask for, of the one to write.
-  const i64 step_saved = EIGHTS * PAIRS * 8, pair = i64(rank * HALVES + at.half) * PAIRS + 4 * at.tile + quad;
+  const i64 step_saved = EIGHTS * PAIRS * 8, pair = i64(HALVES > 1 ? rank * HALVES + at.half : rank) * PAIRS + 4 * at.tile + quad;
   const i64 last = (r + 1) * p.T - 1;
   const float* cs = p.cs + ((last + r) * step_saved + pair * 8 + own) * 2;
   const Element* wh = p.wh + last * step_saved * 8 + eight_at(pair, own);
-  i64 gates_asked = (last * B + 8 * at.tile) * GATES + rank * UNITS + 8 * at.half, gates_late = gates_asked;
+  i64 gates_asked = (last * B + 8 * at.tile) * GATES + rank * UNITS + FIRST(at.half), gates_late = gates_asked;
   Element* da = p.da + last * B * GATES + i64(at.row(0, 0)) * GATES + 4 * unit;  // if SPLIT
-  const Element* doutput = p.doutput + (last * B + 8 * at.tile) * H + rank * UNITS + 8 * at.half;
+  const Element* doutput = p.doutput + (last * B + 8 * at.tile) * H + rank * UNITS + FIRST(at.half);
   bool kept[RT];
 #pragma unroll
   for (int n = 0; n < RT; n++) kept[n] = at.row(n, 0) / 2 < PAIRS && (HALVES == 1 || at.unit - own < H);
@@ -593,14 +596,28 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
       for (int n = 0; n < RT; n++)
         in.lines[((at.tile + n) * HALVES + at.half) * 32 + lane] = make_uint4(line[n][0], line[n][1], line[n][2], line[n][3]);
+#if TYPE == 0
+      if (lane == 0) in.exponents[warp] = exponent(top);
+#endif
       meet_workers();
       // All are read before the first is sent: what leaves the block would hold them up.
       uint4 lines[ROW_TILES][HALVES];
 #pragma unroll
       for (int i = 0; i < ROW_TILES * HALVES; i++) lines[i / HALVES][i % HALVES] = in.lines[i * 32 + lane];
+#if TYPE == 0
+      // What brings the numbers of each half to the larger of their powers of two; the lane sends those of some rows.
+      float down[MW][HALVES];
+#pragma unroll
+      for (int i = 0; i < MW; i++) {
+        const u32 one = in.exponents[i], other = in.exponents[MW + i], most = max(one, other);
+        down[i][0] = most - one < 127 ? __uint_as_float((127 - (most - one)) << 23) : 0.0f;
+        down[i][1] = most - other < 127 ? __uint_as_float((127 - (most - other)) << 23) : 0.0f;
+      }
+      const u32 most = max(in.exponents[lane % MW], in.exponents[MW + lane % MW]);
+#endif
 #pragma unroll
       for (int first = 0; first < MW; first++) {
-        float sum[TILES][RT][4] = {};
+        float sums[PARTS][TILES][RT][4] = {};
 #ifndef NO_GATHER
 #pragma unroll
         for (int s = 0; s < HALVES; s++)
@@ -611,8 +628,16 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
               for (int n = 0; n < RT; n++) {
                 const uint4 v = lines[first * RT + n][s];
-                multiply16(sum[m][n], w[m][2 * s + half], half ? v.z : v.x, half ? v.w : v.y);
+                multiply16(sums[s % PARTS][m][n], w[m][2 * s + half], half ? v.z : v.x, half ? v.w : v.y);
               }
+#endif
+        float(&sum)[TILES][RT][4] = sums[0];
+#if TYPE == 0
+#pragma unroll
+        for (int i = 0; i < TILES * RT * 4; i++) {
+          const int m = i / (4 * RT), n = i / 4 % RT, j = i % 4;
+          sum[m][n][j] = sum[m][n][j] * down[first][0] + sums[PARTS - 1][m][n][j] * down[first][1];
+        }
 #endif
 #ifndef NO_EXCHANGE
         // To the warps with these rows, of both halves.
@@ -631,6 +656,16 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
           }
 #endif
       }
+#if TYPE == 0 && !defined(NO_EXCHANGE)
+      {  // The powers: a lane for each block and warp there.
+        const int m = lane / WARPS, to = lane % WARPS;
+        const u32 i = warp + WARPS * m, from = (now * BLOCKS + i) * SOURCE + to * PIECE + 32 * RT;
+        const uint4 power = make_uint4(__float_as_uint(undo * __uint_as_float((most - 14) << 23)), 0, 0, 0);
+        const u32 block = in_block(shared, receiver(i < BLOCKS ? i : 0));
+        if (m < TILES && i == 0) *reinterpret_cast<uint4*>(in.shares + from) = power;
+        send(m < TILES && 0 < i && i < BLOCKS, block + 4 * from, block + barrier_at + now * 8, power);
+      }
+#endif
       // What it has for itself is the first warp's.
       if (warp == 0 && BLOCKS > 1) {
         __syncwarp();
@@ -751,7 +786,8 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) small_backward(const B
   in.given = in.room + ROOM;
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);
   in.lines = reinterpret_cast<uint4*>(in.given + 3 * TABLES);
-  in.barriers = address_of(in.given + 3 * TABLES + LINES);
+  in.exponents = reinterpret_cast<u32*>(in.given + 3 * TABLES + LINES);
+  in.barriers = address_of(in.exponents + (HALVES > 1 && TYPE == 0 ? WARPS : 0));
   const Place at = place_of(p.B);
   if (threadIdx.x == 0)
     for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i, HALVES * ARRIVALS);

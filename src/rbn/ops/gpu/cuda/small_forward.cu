@@ -173,7 +173,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       top = max(top, __shfl_xor_sync(~0u, top, 1));
       top = max(top, __shfl_xor_sync(~0u, top, 2));
       up[q] = scale_up(top);
-      if (at.tile == 0 && quad == 0) in.constants[4 * UNITS + 4 * within + q] = scale_down(top) * (1.0f / WHOLE);
+      if ((HALVES > 1 ? at.tile : warp) == 0 && quad == 0) in.constants[4 * UNITS + 4 * within + q] = scale_down(top) * (1.0f / WHOLE);
     }
 #endif
     // Those of columns k to k + 3.
@@ -225,10 +225,10 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 
   // Where the thread's numbers of a step lie, and those of the next.
   const i64 step_saved = EIGHTS * PAIRS * 8, pair = (rank * HALVES + at.half) * PAIRS + 4 * at.tile + quad;
-  const Element* wx = p.wx + (r * p.T * B + 8 * at.tile) * GATES + rank * UNITS + 8 * at.half;
+  const Element* wx = p.wx + (r * p.T * B + 8 * at.tile) * GATES + rank * UNITS + FIRST(at.half);
   float* cs = p.cs + (r * (p.T + 1) * step_saved + pair * 8 + own) * 2;
   Element* wh = p.wh + r * p.T * step_saved * 8 + eight_at(pair, own);
-  Element* hs = p.hs + ((r * (p.T + 1) + 1) * B + 8 * at.tile) * H + rank * UNITS + 8 * at.half;
+  Element* hs = p.hs + ((r * (p.T + 1) + 1) * B + 8 * at.tile) * H + rank * UNITS + FIRST(at.half);
   const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
   bool saves[RT];
   int length[RT][2];

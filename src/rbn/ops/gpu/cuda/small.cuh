@@ -24,6 +24,8 @@
 // tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
 //
 // Named from outside besides those of common.cuh: MW (warps that together own all rows), RT, UNITS (8 or 16).
+// STAGGERED: half of the warps send first what the other blocks need and do then what is left of the step, the others
+// the other way round, so that stores to other blocks, of which there are enough for both, do not hold up all of them.
 // ALL_WAIT: nobody only arrives at a barrier, and all lanes of a warp arrive at those in shared memory, which is what
 // racecheck understands.
 #ifndef UNITS
@@ -31,6 +33,9 @@
 #endif
 #ifndef ALL_WAIT
 #define ALL_WAIT 0
+#endif
+#ifndef STAGGERED
+#define STAGGERED 0
 #endif
 #define HALVES (UNITS / 8)
 #define FIRST(half) (HALVES > 1 ? 8 * (half) : 0)  // unit of a half, in the block

@@ -18,6 +18,7 @@
 #else
 #define TILES ((BLOCKS + 1) / 2)  // those of two blocks
 #endif
+#define EARLY (HALVES > 1 || STAGGERED)
 #define SPLIT (MODE_H != 0)       // d(W_x x) is not d(W_h h)
 #define PIECE (32 * RT + (TYPE == 0 ? 4 : 0))  // words of shares of a warp's rows for a block: [thread][RT], a factor
 #define SOURCE (WARPS * PIECE)                 // of all rows
@@ -214,8 +215,10 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
         all_x[s] += sum_x * rx[s];
       }
     }
-    if (HALVES > 1 && k + 1 < p.T) let_workers_meet();
-    if (SUM_H && MODE_X) __syncthreads();
+    if (SUM_H && MODE_X)
+      __syncthreads();
+    else if (HALVES > 1)
+      let_workers_meet();
   }
 
   __syncthreads();  // sums that were not made step by step are made here
@@ -348,6 +351,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   ask_rows();
 
   const u32 shared = address_of(in.shares), into = warp * PIECE * 4 + 4 * RT * lane, barrier_at = in.barriers - shared;
+  const bool later = STAGGERED && warp >= (WARPS + 1) / 2;
   float to_itself[RT][2] = {};
 #if HALVES > 1
   u32 there[TILES];
@@ -592,14 +596,22 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       for (int q = 0; q < 4; q++)
         line[n][q] = turn(TYPE == 0 ? pack(d[n][q][0] * up, d[n][q][1] * up) : pack(d[n][q][0], d[n][q][1]));
 #if HALVES > 1
-    if (t > 0) {
 #pragma unroll
-      for (int n = 0; n < RT; n++)
-        in.lines[((at.tile + n) * HALVES + at.half) * 32 + lane] = make_uint4(line[n][0], line[n][1], line[n][2], line[n][3]);
+    for (int n = 0; n < RT; n++)
+      in.lines[((at.tile + n) * HALVES + at.half) * 32 + lane] = make_uint4(line[n][0], line[n][1], line[n][2], line[n][3]);
 #if TYPE == 0
-      if (lane == 0) in.exponents[warp] = exponent(top);
+    if (lane == 0) in.exponents[warp] = exponent(top);
 #endif
+#endif
+    // The totals of the input term are there; if EARLY, before they are needed.
+    if (EARLY && SUM_H && MODE_X)
+      __syncthreads();
+    else if (HALVES > 1)
       meet_workers();
+
+    auto pass = [&]() {
+      if (t == 0) return;
+#if HALVES > 1
       // All are read before the first is sent: what leaves the block would hold them up.
       uint4 lines[ROW_TILES][HALVES];
 #pragma unroll
@@ -671,9 +683,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         __syncwarp();
         if (EXPECTS) expect(in.barriers + now * 8, 0);
       }
-    }
 #else
-    if (t > 0) {
       const u32 buffer = into + now * BLOCKS * SOURCE * 4, barrier = barrier_at + now * 8;
       // Several tiles side by side, as many as there are registers for.
 #pragma unroll
@@ -713,12 +723,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       send(0 < lane && lane < BLOCKS, there + buffer + lane * SOURCE * 4 + 4 * RT * (32 - lane), there + barrier,
            make_uint4(__float_as_uint(factor), 0, 0, 0));
 #endif
-    }
 #endif
+    };
+    if (!later) pass();
     MARK(11);
 
     // What it leaves behind.
-    if (SUM_H && MODE_X) __syncthreads();
+    if (!EARLY && SUM_H && MODE_X) __syncthreads();
     __syncwarp();
 #pragma unroll
     for (int q = 0; q < 4; q++) {
@@ -751,6 +762,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
                                     pack(d[n][0][1], d[n][1][1]), pack(d[n][2][1], d[n][3][1]));
 #endif
       }
+    if (later) pass();
     MARK(12);
   }
 

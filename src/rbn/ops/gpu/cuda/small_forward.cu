@@ -297,6 +297,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     wh += step_saved * 8, hs += B * H, cs += step_saved * 2;
   };
 
+  const bool later = STAGGERED && warp >= (WARPS + 1) / 2;
+
   __syncthreads();
   prepare(0);
   meet_cluster();
@@ -462,8 +464,9 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     }
 
     // To all blocks, this one too.
+    auto pass = [&]() {
 #ifndef NO_EXCHANGE
-    if (t + 1 < p.T) {
+      if (t + 1 >= p.T) return;
       u32* mine = reinterpret_cast<u32*>(in.hidden + ((now ^ 1) * SOURCES + at.half) * SOURCE + 8 * at.tile) + lane;
 #pragma unroll
       for (int n = 0; n < RT; n++) mine[32 * n] = line[n];
@@ -479,8 +482,9 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
           send(4 * i + first_place < BLOCKS && 8 * (at.tile + n) + piece < B,
                to[i] + into + buffer + 4 * i * HALVES * SOURCE * 16 + 128 * n, to[i] + barrier, chunk);
       }
-    }
 #endif
+    };
+    if (!later) pass();
     MARK(10);
 
     __syncwarp();  // all lanes have read what is written over
@@ -497,6 +501,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     MARK(11);
     if (!SUM_H && !SUM_C) __syncthreads();
     if (t + 1 < p.T) prepare(t + 1);
+    if (later) pass();
     MARK(12);
   }
   keep(0, RT + 1);

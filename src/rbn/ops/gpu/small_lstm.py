@@ -28,6 +28,8 @@ _ROW_WARPS = 4  # of such a block for each 8 of its units
 # Types in which layers run with 16 units in a block. None until it is measured: else those of up to
 # 256 units run the kernels whose blocks meet in memory.
 SIXTEEN: tuple[torch.dtype, ...] = ()
+# What else the kernels are compiled with: STAGGERED, ALL_WAIT, those that leave stages out.
+SWITCHES: dict[str, int] = {}
 _OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
 
 
@@ -142,5 +144,5 @@ def kernel(
     arch = f"sm_{major}{minor}"
     if cut.units > UNITS:  # warps that give registers to others are of Hopper
         cuts, arch = cuts | {"UNITS": cut.units}, arch + "a"
-    code = nvrtc.compiled(name, dict(defines) | cuts, arch)
+    code = nvrtc.compiled(name, dict(defines) | cuts | SWITCHES, arch)
     return Kernel(code, name, cut.threads, cut.shared(direction), cluster)

@@ -39,6 +39,13 @@
 #endif
 #define HALVES (UNITS / 8)
 #define FIRST(half) (HALVES > 1 ? 8 * (half) : 0)  // unit of a half, in the block
+// For the last warp, which has units of both. Where there is one, s is a constant from the beginning: then blocks of 8
+// units are compiled as if there were no others.
+#if HALVES > 1
+#define EACH_HALF _Pragma("unroll") for (int s = 0; s < HALVES; s++)
+#else
+#define EACH_HALF if (constexpr int s = 0; true)
+#endif
 #define EIGHTS ((H + 7) / 8)  // of the layer's units, in what is saved for the backward pass
 #define MT MW
 #define KS HALVES

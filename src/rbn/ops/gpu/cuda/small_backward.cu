@@ -115,8 +115,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
   const float scale = pick(quad == 2, pre(2), pre(0));
   auto here = [&](int s) { return first + 8 * s; };
   float bias[HALVES], g_x[HALVES], g_h[HALVES], g_c[HALVES];
-#pragma unroll
-  for (int s = 0; s < HALVES; s++) {
+  EACH_HALF {
     const bool mine = at.has(s);
     bias[s] = BIAS && mine ? p.bias[r * GATES + column + 8 * s] : 0.0f;
     g_x[s] = MODE_X && mine ? p.gamma_x[r * GATES + column + 8 * s] : 1.0f;
@@ -127,25 +126,22 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
   float inv = 1.0f / p.B, rh[HALVES] = {}, rx[HALVES], rc[HALVES] = {}, next_rh[HALVES] = {}, next_rx[HALVES], next_rc[HALVES] = {};
   float2 all_h[HALVES] = {}, all_c[HALVES] = {};  // the sums over all steps so far
   float all_x[HALVES] = {};
-#pragma unroll
-  for (int s = 0; s < HALVES; s++) rx[s] = next_rx[s] = 1.0f;
+  EACH_HALF rx[s] = next_rx[s] = 1.0f;
 
   auto ask = [&](int t) {
     if (!at.mine || t < 0) return;
     auto row = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
-#pragma unroll
-    for (int s = 0; s < HALVES; s++) {
-      if (s && !at.has(s)) continue;
-      const i64 gate = column + 8 * s, unit = at.unit + 8 * s;
-      if (MODE_H) vh[s] = p.var_h[row(p.rows_h) * GATES + gate];
-      if (MODE_X) mx[s] = p.mean_x[row(p.rows_x) * GATES + gate], vx[s] = p.var_x[row(p.rows_x) * GATES + gate];
-      if (MODE_C) mc[s] = p.mean_c[row(p.rows_c) * H + unit], vc[s] = p.var_c[row(p.rows_c) * H + unit];
+    EACH_HALF {
+      if (s == 0 || at.has(s)) {
+        if (MODE_H) vh[s] = p.var_h[row(p.rows_h) * GATES + column + 8 * s];
+        if (MODE_X) mx[s] = p.mean_x[row(p.rows_x) * GATES + column + 8 * s], vx[s] = p.var_x[row(p.rows_x) * GATES + column + 8 * s];
+        if (MODE_C) mc[s] = p.mean_c[row(p.rows_c) * H + at.unit + 8 * s], vc[s] = p.var_c[row(p.rows_c) * H + at.unit + 8 * s];
+      }
     }
   };
   auto put = [&](int k) {
     float4* to = in.table(k);
-#pragma unroll
-    for (int s = 0; s < HALVES; s++) {
+    EACH_HALF {
       if (MODE_H) {
         next_rh[s] = rsqrt_(vh[s] + p.eps);
         if (MODE_X) next_rx[s] = rsqrt_(vx[s] + p.eps);
@@ -168,8 +164,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
 
   for (int k = 0; k < p.T; k++) {
     MARKS(p.counter, k);
-#pragma unroll
-    for (int s = 0; s < HALVES; s++) rh[s] = next_rh[s], rx[s] = next_rx[s], rc[s] = next_rc[s];
+    EACH_HALF rh[s] = next_rh[s], rx[s] = next_rx[s], rc[s] = next_rc[s];
     if (LENGTHS) inv = p.inv_n[p.T - 1 - k];
     if (!SUM_H && !SUM_C) __syncthreads();
     if (SUM_C) {
@@ -177,8 +172,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       await<SUMS_1>();
       MARK(6);
       float2 sum[HALVES];
-#pragma unroll
-      for (int s = 0; s < HALVES; s++) {
+      EACH_HALF {
         sum[s] = add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
         const float f = slope<MODE_C>(rc[s], g_c[s], p.eps);
         if (quad == 0)
@@ -187,8 +181,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       if (!SUM_H) put(k + 1);
       __syncthreads();
       MARK(7);
-#pragma unroll
-      for (int s = 0; s < HALVES; s++) all_c[s].x += sum[s].x, all_c[s].y += sum[s].y * rc[s];
+      EACH_HALF all_c[s].x += sum[s].x, all_c[s].y += sum[s].y * rc[s];
     }
     if (SUM_C == SUM_H) put(k + 1);
     if (SUM_H) {
@@ -196,42 +189,39 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       await<SUMS_2>();
       MARK(9);
       float2 sum[HALVES];
-#pragma unroll
-      for (int s = 0; s < HALVES; s++) {
+      float off[HALVES], sum_x[HALVES];
+      EACH_HALF {
         sum[s] = add_warps2(reinterpret_cast<float2*>(in.room) + s * MW * 32 + at.lane, 32);
         const float f = slope<MODE_H>(rh[s], g_h[s], p.eps);
-        in.totals[here(s)] = make_float4(f, -(sum[s].x * inv) * f, -(sum[s].y * inv) * (rh[s] * rh[s]) * f, 0.0f);
+        off[s] = sum[s].x * inv;
+        in.totals[here(s)] = make_float4(f, -off[s] * f, -(sum[s].y * inv) * (rh[s] * rh[s]) * f, 0.0f);
       }
       if (!SUM_C) put(k + 1);
       __syncthreads();
       MARK(10);
-#pragma unroll
-      for (int s = 0; s < HALVES; s++) {
+      EACH_HALF {
         all_h[s].x += sum[s].x, all_h[s].y += sum[s].y * rh[s];
-        const float sum_x = MODE_X ? add_warps(in.room_x + s * MW * 32 + at.lane, 32) : 0.0f, fx = rx[s] * g_x[s];
+        sum_x[s] = MODE_X ? add_warps(in.room_x + s * MW * 32 + at.lane, 32) : 0.0f;
+        const float fx = rx[s] * g_x[s];
         if (MODE_X == 1)
-          in.totals[OF_X + here(s)] = make_float4(fx, -(sum[s].x * inv) * fx, -(sum_x * inv) * (rx[s] * rx[s]) * fx, 0.0f);
+          in.totals[OF_X + here(s)] = make_float4(fx, -off[s] * fx, -(sum_x[s] * inv) * (rx[s] * rx[s]) * fx, 0.0f);
         if (MODE_X == 2) in.totals[OF_X + here(s)] = make_float4(fx, 0.0f, 0.0f, 0.0f);
-        all_x[s] += sum_x * rx[s];
       }
+      if (MODE_X) __syncthreads();
+      EACH_HALF all_x[s] += sum_x[s] * rx[s];
     }
-    if (SUM_H && MODE_X)
-      __syncthreads();
-    else if (HALVES > 1)
-      let_workers_meet();
+    if (HALVES > 1 && !(SUM_H && MODE_X)) let_workers_meet();
   }
 
   __syncthreads();  // sums that were not made step by step are made here
-#pragma unroll
-  for (int s = 0; s < HALVES; s++) {
+  EACH_HALF {
     const float2 sum = SUM_H ? all_h[s] : add_warps2(reinterpret_cast<float2*>(in.room) + s * MW * 32 + at.lane, 32);
     const float2 c = SUM_C ? all_c[s] : add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
-    if (!at.has(s)) continue;
-    const i64 gate = r * GATES + column + 8 * s, unit = r * H + at.unit + 8 * s;
-    p.dbias[gate] = sum.x;
-    if (MODE_H) p.dgamma_h[gate] = sum.y;
-    if (quad == 0) p.dbeta_c[unit] = c.x, p.dgamma_c[unit] = c.y;
-    if (MODE_H) p.dgamma_x[gate] = SUM_H ? all_x[s] : add_warps(in.room_x + s * MW * 32 + at.lane, 32);
+    if (!at.has(s)) return;  // of later halves there is nothing either
+    p.dbias[r * GATES + column + 8 * s] = sum.x;
+    if (MODE_H) p.dgamma_h[r * GATES + column + 8 * s] = sum.y;
+    if (quad == 0) p.dbeta_c[r * H + at.unit + 8 * s] = c.x, p.dgamma_c[r * H + at.unit + 8 * s] = c.y;
+    if (MODE_H) p.dgamma_x[r * GATES + column + 8 * s] = SUM_H ? all_x[s] : add_warps(in.room_x + s * MW * 32 + at.lane, 32);
   }
 }
 
@@ -280,8 +270,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     float up = 1.0f;
 #if TYPE == 0
     u32 top = 0;
-#pragma unroll
-    for (int s = 0; s < HALVES; s++)
+    EACH_HALF
       if (there[s])
         for (int u = own; u < H; u += 8)
           for (int q = 0; q < 4; q++) {
@@ -610,7 +599,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       meet_workers();
 
     auto pass = [&]() {
-      if (t == 0) return;
 #if HALVES > 1
       // All are read before the first is sent: what leaves the block would hold them up.
       uint4 lines[ROW_TILES][HALVES];
@@ -725,7 +713,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #endif
 #endif
     };
-    if (!later) pass();
+    if (t > 0 && !later) pass();
     MARK(11);
 
     // What it leaves behind.
@@ -762,7 +750,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
                                     pack(d[n][0][1], d[n][1][1]), pack(d[n][2][1], d[n][3][1]));
 #endif
       }
-    if (later) pass();
+    if (t > 0 && later) pass();
     MARK(12);
   }
 

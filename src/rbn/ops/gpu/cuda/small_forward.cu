@@ -61,8 +61,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
   const float scale = pick(quad == 2, scale_of(2), scale_of(0));
   auto here = [&](int s) { return first + 16 * s; };
   float g_x[HALVES], g_h[HALVES], g_c[HALVES];
-#pragma unroll
-  for (int s = 0; s < HALVES; s++) {
+  EACH_HALF {
     const bool mine = at.has(s);
     g_x[s] = (MODE_X && mine ? p.gamma_x[r * GATES + column + 8 * s] : 0.0f) * scale;
     g_h[s] = (MODE_H && mine ? p.gamma_h[r * GATES + column + 8 * s] : 0.0f) * scale;
@@ -75,19 +74,18 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
   auto ask = [&](int t) {
     if (!at.mine || t >= p.T) return;
     auto row_of = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
-#pragma unroll
-    for (int s = 0; s < HALVES; s++) {
-      if (s && !at.has(s)) continue;
-      const i64 gate = column + 8 * s, unit = at.unit + 8 * s;
-      if (MODE_X) mx[s] = p.mean_x[row_of(p.rows_x) * GATES + gate], vx[s] = p.var_x[row_of(p.rows_x) * GATES + gate];
-      if (MODE_H == 2) mh[s] = p.mean_h[row_of(p.rows_h) * GATES + gate], vh[s] = p.var_h[row_of(p.rows_h) * GATES + gate];
-      if (MODE_C == 2) mc[s] = p.mean_c[row_of(p.rows_c) * H + unit], vc[s] = p.var_c[row_of(p.rows_c) * H + unit];
+    EACH_HALF {
+      if (s == 0 || at.has(s)) {
+        const i64 gate = column + 8 * s, unit = at.unit + 8 * s;
+        if (MODE_X) mx[s] = p.mean_x[row_of(p.rows_x) * GATES + gate], vx[s] = p.var_x[row_of(p.rows_x) * GATES + gate];
+        if (MODE_H == 2) mh[s] = p.mean_h[row_of(p.rows_h) * GATES + gate], vh[s] = p.var_h[row_of(p.rows_h) * GATES + gate];
+        if (MODE_C == 2) mc[s] = p.mean_c[row_of(p.rows_c) * H + unit], vc[s] = p.var_c[row_of(p.rows_c) * H + unit];
+      }
     }
   };
   auto put = [&](int t) {
     float2* to = in.statistics(t);
-#pragma unroll
-    for (int s = 0; s < HALVES; s++) {
+    EACH_HALF {
       if (MODE_X) to[here(s)] = make_float2(mx[s], rsqrt_(vx[s] + p.eps) * g_x[s]);
       if (MODE_H == 2) to[OF_H + here(s)] = make_float2(mh[s], rsqrt_(vh[s] + p.eps) * g_h[s]);
       if (MODE_C == 2 && quad == 0) to[OF_C + own + 8 * s] = make_float2(mc[s], rsqrt_(vc[s] + p.eps) * g_c[s]);
@@ -111,8 +109,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       await<SUMS_1>();
       MARK(5);
       float var_h[HALVES];
-#pragma unroll
-      for (int s = 0; s < HALVES; s++) {
+      EACH_HALF {
         const float2 v = add_warps2(reinterpret_cast<float2*>(in.room) + s * MW * 32 + at.lane, 32);
         const float off = v.x * inv, var = variance(v.y * inv, off);
         shift_h[s] = pick(inv > 0.0f, shift_h[s] + off, 0.0f);
@@ -122,8 +119,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       if (!SUM_C) put(t + 1);
       __syncthreads();
       MARK(6);
-#pragma unroll
-      for (int s = 0; s < HALVES; s++)
+      EACH_HALF
         if (at.has(s)) p.mean_h[to_h + 8 * s] = shift_h[s], p.var_h[to_h + 8 * s] = var_h[s];
       to_h += GATES;
       if (SUM_C) put(t + 1);
@@ -132,8 +128,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       MARK(7);
       await<SUMS_2>();
       MARK(8);
-#pragma unroll
-      for (int s = 0; s < HALVES; s++) {
+      EACH_HALF {
         const float2 v = add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
         const float off = v.x * inv, var = variance(v.y * inv, off);
         shift_c[s] = pick(inv > 0.0f, shift_c[s] + off, 0.0f);
@@ -145,8 +140,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       MARK(9);
     }
     if (!SUM_H && !SUM_C) put(t + 1);
-#pragma unroll
-    for (int s = 0; s < HALVES; s++)
+    EACH_HALF
       if (SUM_C && quad == 0 && at.has(s)) p.mean_c[to_c + 8 * s] = shift_c[s], p.var_c[to_c + 8 * s] = var_c[s];
     to_c += H;
     if (!SUM_H && !SUM_C) __syncthreads();

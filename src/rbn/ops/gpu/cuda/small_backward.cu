@@ -8,9 +8,7 @@
 //
 // Blocks of 16 units have 64 columns. Their warps share the work by the blocks it is for, not by rows: a warp
 // multiplies d(W_h h) of all rows, which lies in shared memory for that, with weights that take few registers.
-#ifndef WORKER_REGISTERS
 #define WORKER_REGISTERS 208
-#endif
 #include "small.cuh"
 
 #if HALVES > 1

@@ -216,6 +216,63 @@ def test_layers_that_are_not_small():
         assert small_lstm.cut_small(torch.float32, batch, hidden) is None
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("hidden", [130, 240, 250, 256])
+@pytest.mark.parametrize("batch", [1, 32, 37, 64])
+def test_a_cut_of_16_units_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
+    cut = small_lstm.cut_sixteen(dtype, batch, hidden)
+    assert 8 * cut.tiles * cut.row_warps >= batch
+    assert (cut.units, cut.row_warps, cut.warps) == (16, 4, 8)
+    assert cut.blocks * cut.units >= hidden
+    assert cut.blocks <= 16
+    assert cut.threads == 384  # all warpgroups are whole: some give registers to others
+    for direction in ("forward", "backward"):
+        assert cut.shared(direction) <= 227 * 1024
+        assert cut.shared(direction) % 16 == 0
+
+
+def test_layers_that_are_too_large_for_16_units():
+    for batch, hidden in ((65, 240), (64, 258), (64, 131), (64, 16)):
+        assert small_lstm.cut_sixteen(torch.bfloat16, batch, hidden) is None
+
+
+def test_blocks_of_16_units_run_in_the_types_that_ask_for_them(monkeypatch):
+    wx = types.SimpleNamespace(
+        shape=(1, 5, 64, 960), dtype=torch.float16, is_cuda=True, device=torch.device("cuda", 0)
+    )
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 15)
+    assert small_lstm.choose(wx) is None
+    monkeypatch.setattr(small_lstm, "SIXTEEN", (torch.float16,))
+    assert small_lstm.choose(wx) == small_lstm.SmallCut(15, 8, 2, half=True, units=16)
+    wx.shape = (1, 5, 100, 400)
+    assert small_lstm.choose(wx).units == 8
+    wx.shape, wx.dtype = (1, 5, 64, 960), torch.bfloat16
+    assert small_lstm.choose(wx) is None
+
+
+@pytest.mark.parametrize(("hidden", "expected"), [(100, "sm_90"), (240, "sm_90a")])
+def test_how_small_kernels_are_compiled(monkeypatch, hidden, expected):
+    """Warps of blocks of 16 units give each other registers, as only Hopper's own code can."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "compiled", lambda *args: asked.append(args))
+    monkeypatch.setattr(small_lstm, "Kernel", lambda *args: args)
+    monkeypatch.setattr(small_lstm, "SWITCHES", {"ALL_WAIT": 1})
+    sizes = (torch.float16, 64, hidden)
+    cut = small_lstm.cut_small(*sizes) or small_lstm.cut_sixteen(*sizes)
+    small_lstm.kernel.__wrapped__("forward", cut, cut.blocks, 0, (("H", hidden),))
+    defines = {"H": hidden, "MW": 4, "RT": 2, "ALL_WAIT": 1}
+    if hidden > 128:
+        defines["UNITS"] = 16
+    assert asked == [("small_forward", defines, expected)]
+
+
+def test_blocks_of_16_units_are_for_hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    cut = small_lstm.cut_sixteen(torch.float16, 64, 240)
+    assert small_lstm.cluster_of.__wrapped__(cut, torch.float16, 240, 0) is None
+
+
 def test_small_kernels_run_where_a_cluster_finds_room(monkeypatch):
     wx = types.SimpleNamespace(
         shape=(1, 5, 100, 400), dtype=torch.float32, is_cuda=True, device=torch.device("cuda", 0)
@@ -356,7 +413,8 @@ def test_what_is_saved_has_room_for_pairs_of_rows():
 def test_sources_are_whole(name):
     text = nvrtc.source(name)
     assert "#include" not in text
-    assert f'extern "C" __global__ void __launch_bounds__(THREADS, 1) {name}(' in text
+    threads = "LAUNCHED" if name.startswith("small") else "THREADS"
+    assert f'extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(' in text
 
 
 def test_compiled_code_is_kept(tmp_path, monkeypatch):

@@ -239,14 +239,29 @@ def test_small_layers_give_the_same_bits_every_time(dtype, calls, small):
     assert len(small) == 402
 
 
+@pytest.fixture
+def sixteen(monkeypatch, small):
+    """Layers of more than 128 units run in one cluster, too."""
+    monkeypatch.setattr(small_lstm, "SIXTEEN", tuple(UNITS))
+    return small
+
+
 @needs_clusters
 @pytest.mark.parametrize(
-    ("op", "of_h0", "of_gradients"),
-    [("bn_lstm", 1, 1e-20), ("bn_lstm", 1, 1e20), ("lstm", 1e6, 1), ("lstm", 1e-6, 1)],
+    ("op", "of_h0", "of_gradients", "hidden"),
+    [
+        *(("bn_lstm", 1, size, 30) for size in (1e-20, 1e20)),
+        *(("lstm", size, 1, 30) for size in (1e6, 1e-6)),
+        # Of more units some gate is near 0 where h0 is large, by less than a product's error.
+        *(
+            pytest.param(*sizes, 150, marks=needs_hopper)
+            for sizes in [("bn_lstm", 1, 1e-20), ("bn_lstm", 1, 1e20), ("lstm", 1e-6, 1)]
+        ),
+    ],
 )
-def test_a_small_layer_with_numbers_of_any_size(op, of_h0, of_gradients, small):
+def test_a_small_layer_with_numbers_of_any_size(op, of_h0, of_gradients, hidden, sixteen):
     """Float16's range does not show: what is multiplied is brought to it."""
-    case = make_case(op, 5, 20, 30, dtype=torch.float32, **calm(op))
+    case = make_case(op, 5, 20, hidden, dtype=torch.float32, **calm(op))
     case = case.with_tensors(h0=case.tensors["h0"] * of_h0)
     case.cotangents = {name: v * of_gradients for name, v in case.cotangents.items()}
     found = differentiate(case.on("cuda"), "gpu")
@@ -255,12 +270,60 @@ def test_a_small_layer_with_numbers_of_any_size(op, of_h0, of_gradients, small):
     for key, want in expected[1].items():
         error = (found[1][key].double().cpu() - want).norm() / want.norm().clamp(min=1e-30)
         assert error <= 8 * UNITS[torch.float32], f"gradient of {key}: {error:.2g}"
-    assert small == ["forward", "backward"]
+    assert sixteen == ["forward", "backward"]
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize(
+    ("op", "name", "shape"),
+    [
+        *(("bn_lstm", name, (4, 37, 136)) for name in OPTIONS),
+        *(
+            ("bn_lstm", "plain", shape)
+            for shape in [(7, 64, 240), (7, 37, 250), (3, 1, 256), (1, 64, 130)]
+        ),
+        *(("lstm", name, (5, 40, 250)) for name in ("plain", "lengths")),
+    ],
+)
+def test_blocks_of_16_units_against_the_reference(op, name, shape, dtype, calls, sixteen):
+    test_against_the_reference(op, name, shape, dtype, calls)
+    assert sixteen == ["forward", "backward"]
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_16_units_give_the_same_bits_every_time(dtype, calls, sixteen):
+    test_the_same_bits_every_time((9, 64, 240), dtype, calls)
+    assert len(sixteen) == 402
+
+
+@pytest.fixture
+def switched(monkeypatch):
+    """Small kernels compiled with other switches, of which none is left behind."""
+
+    def switch(**switches):
+        monkeypatch.setattr(small_lstm, "SWITCHES", switches)
+        small_lstm.kernel.cache_clear()
+
+    yield switch
+    small_lstm.kernel.cache_clear()
+
+
+@needs_hopper
+@pytest.mark.parametrize("hidden", [100, 240])
+@pytest.mark.parametrize("name", ["STAGGERED", "ALL_WAIT"])
+@pytest.mark.parametrize("dtype", UNITS)
+def test_switches_of_small_kernels(hidden, name, dtype, calls, sixteen, switched):
+    switched(**{name: 1})
+    test_against_the_reference("bn_lstm", "plain", (7, 64, hidden), dtype, calls)
+    assert sixteen == ["forward", "backward"]
 
 
 @needs_clusters
-def test_more_small_layers_than_fit_at_once(small):
-    R, T, B, H = 20, 30, 100, 100
+@pytest.mark.parametrize(("B", "H"), [(100, 100), pytest.param(64, 240, marks=needs_hopper)])
+def test_more_small_layers_than_fit_at_once(B, H, sixteen):
+    R, T = 20, 30
     torch.manual_seed(0)
     wx, weight = torch.randn(R, T, B, 4 * H), torch.randn(R, 4 * H, H) * H**-0.5
     state = torch.randn(2, R, B, H)
@@ -279,7 +342,7 @@ def test_more_small_layers_than_fit_at_once(small):
         alone, gradient = run(slice(r, r + 1))
         assert torch.equal(together.output[r], alone.output[0])
         assert torch.equal(gradients.wx[r], gradient.wx[0])
-    assert len(small) == 8
+    assert len(sixteen) == 8
 
 
 def test_arguments_that_begin_anywhere(calls):

@@ -4,6 +4,7 @@
 // one unit (`own` = lane / 4) of two neighbouring rows of each tile (2 * `quad` = 2 * (lane % 4) and the
 // next). That is how the tensor core instruction leaves its sums if W_h is its left side (m16) and the rows
 // are its right side (n8): of the 16 rows of a sum a thread has two, which are two gates of its unit.
+// Of UNITS = 16 a warp has one half: MW warps have the first 8 units, MW more the others, each all rows.
 //
 // One warp more, the last, owns no rows but the sums over the batch: it adds up those of the others,
 // makes what they multiply and add with, and reads and writes statistics. Its lane owns gate `quad` of unit
@@ -12,7 +13,7 @@
 // The blocks exchange h, and shares of dh, through distributed shared memory, by stores that count
 // themselves at a barrier of the receiver (st.async, mbarrier), of which each of two buffers has one. A buffer is
 // written again only after what the others made of it has come. What comes from block rank - i lies at place i,
-// and is the i-th that it sends. A warp needs only its own rows, so what a block has for itself no
+// and is the i-th that it sends. A warp needs only its own rows, so what a block of 8 units has for itself no
 // barrier need count: the warp that made it uses it.
 //
 // What leaves the block is held up by what left before it, and so is all that a warp reads after that, be it
@@ -22,10 +23,32 @@
 // Products have 16-bit operands, also of a layer in float32: float16 has the 11 significant bits of
 // tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
 //
-// Named from outside besides those of common.cuh: MW (warps that own rows), RT.
+// Named from outside besides those of common.cuh: MW (warps that together own all rows), RT, UNITS (8 or 16).
+// STAGGERED: half of the warps send first what the other blocks need and do then what is left of the step, the others
+// the other way round, so that stores to other blocks, of which there are enough for both, do not hold up all of them.
+// ALL_WAIT: nobody only arrives at a barrier, and all lanes of a warp arrive at those in shared memory, which is what
+// racecheck understands.
+#ifndef UNITS
 #define UNITS 8
+#endif
+#ifndef ALL_WAIT
+#define ALL_WAIT 0
+#endif
+#ifndef STAGGERED
+#define STAGGERED 0
+#endif
+#define HALVES (UNITS / 8)
+#define FIRST(half) (HALVES > 1 ? 8 * (half) : 0)  // unit of a half, in the block
+// For the last warp, which has units of both. Where there is one, s is a constant from the beginning: then blocks of 8
+// units are compiled as if there were no others.
+#if HALVES > 1
+#define EACH_HALF _Pragma("unroll") for (int s = 0; s < HALVES; s++)
+#else
+#define EACH_HALF if (constexpr int s = 0; true)
+#endif
+#define EIGHTS ((H + 7) / 8)  // of the layer's units, in what is saved for the backward pass
 #define MT MW
-#define KS 1
+#define KS HALVES
 #define CHUNK 1
 #define REGISTERS 0
 #define BARRIER 1
@@ -33,10 +56,15 @@
 #undef THREADS
 #define WORKERS (32 * WARPS)  // threads that own rows
 #define THREADS (WORKERS + 32)
+// A multiprocessor's registers are those of four parts, each with every fourth warp. Blocks of 16 units have 8 warps with
+// rows, which take most of them; that they may, the last warp and three more, which only that is for, give theirs away.
+// WORKER_REGISTERS is named by each kernel.
+#define LAUNCHED (HALVES > 1 ? WORKERS + 128 : THREADS)
+#define SERVER_REGISTERS (3 * 168 - 2 * WORKER_REGISTERS)
 #ifndef RT
 #define RT 2
 #endif
-#define ROW_TILES (WARPS * RT)
+#define ROW_TILES (MW * RT)
 
 // Whether sums over the batch are made in each step.
 #ifdef NO_SUM
@@ -152,23 +180,27 @@ __device__ __forceinline__ float rsqrt_(float x) {
   return y;
 }
 
-// The rows of a warp by the eight units of a block --------------------------------------------------
+// The rows of a warp by its eight units ---------------------------------------------------------------
 
 struct Place {
-  int lane, warp, own, quad, unit, tile;  // unit: of the layer; tile: the warp's first
-  bool mine;                              // whether the unit exists
+  int lane, warp, own, quad, tile;  // tile: the warp's first
+  int half, unit, within;           // of the block's units; the thread's unit, and which of the block's it is
+  bool mine;                        // whether the unit exists
   int B;
 
   __device__ __forceinline__ int row(int n, int e) const { return 8 * (tile + n) + 2 * quad + e; }
   __device__ __forceinline__ bool in(int n, int e) const { return row(n, e) < B && mine; }
+  // For the last warp: whether the unit of this half exists.
+  __device__ __forceinline__ bool has(int s) const { return s ? unit + 8 * s < H : mine; }
 };
 
 __device__ __forceinline__ Place place_of(int B) {
   Place at;
   at.B = B;
-  at.lane = threadIdx.x & 31, at.warp = threadIdx.x >> 5, at.tile = at.warp * RT;
-  at.own = at.lane >> 2, at.quad = at.lane & 3;
-  at.unit = blockIdx.x * UNITS + at.own;
+  at.lane = threadIdx.x & 31, at.warp = threadIdx.x >> 5;
+  at.half = HALVES > 1 && at.warp < WARPS ? at.warp / MW : 0, at.tile = HALVES > 1 ? at.warp % MW * RT : at.warp * RT;
+  at.own = at.lane >> 2, at.quad = at.lane & 3, at.within = FIRST(at.half) + at.own;
+  at.unit = blockIdx.x * UNITS + at.within;
   at.mine = at.unit < H;
   return at;
 }
@@ -203,8 +235,13 @@ __device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
 #endif
 }
 
-__device__ __forceinline__ void start_barrier(u32 barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+// Who says what a barrier expects, and how much: one thread, or with ALL_WAIT all lanes of its warp.
+#define ARRIVALS (ALL_WAIT ? 32 : 1)
+#define EXPECTS (ALL_WAIT ? threadIdx.x < 32 : threadIdx.x == 0)
+#define EXPECTED(bytes) (ALL_WAIT && threadIdx.x ? 0 : (bytes))
+
+__device__ __forceinline__ void start_barrier(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
@@ -271,6 +308,18 @@ struct Marks {
 #define MARK(stage)
 #endif
 
+// Registers of the warps with rows, and of the others. Four warps each do it together.
+__device__ __forceinline__ void take_registers() {
+#if HALVES > 1
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
+#endif
+}
+__device__ __forceinline__ void give_registers() {
+#if HALVES > 1
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SERVER_REGISTERS));
+#endif
+}
+
 // Sums over the batch --------------------------------------------------------------------------------
 
 // Of N numbers for each gate, summed over the four threads of a unit: thread `quad` gets those of gate `quad`.
@@ -287,19 +336,19 @@ __device__ __forceinline__ void sum_gates(float (&out)[N], const float (&v)[N][4
   for (int n = 0; n < N; n++) out[n] = pick(odd, y[n], x[n]) + __shfl_xor_sync(~0u, pick(odd, x[n], y[n]), 1);
 }
 
-// Two numbers of a unit over its four threads, into `room` [WARPS][UNITS][2].
+// Two numbers of a unit over its four threads, into `room` [WARPS][8][2].
 __device__ __forceinline__ void sum_cells(float* room, float first, float second, const Place& at) {
   const bool upper = at.quad & 2;
   float sum = pick(upper, second, first) + __shfl_xor_sync(~0u, pick(upper, first, second), 2);
   sum += __shfl_xor_sync(~0u, sum, 1);
-  if (!(at.quad & 1)) room[at.warp * 2 * UNITS + 2 * at.own + (at.quad >> 1)] = sum;
+  if (!(at.quad & 1)) room[at.warp * 16 + 2 * at.own + (at.quad >> 1)] = sum;
 }
 
-// room[index] of all warps, `pitch` apart, in a fixed order.
+// room[index] of all warps of a half, `pitch` apart, in a fixed order.
 __device__ __forceinline__ float2 add_warps2(const float2* room, int pitch) {
   float2 sum[4] = {};
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) {
+  for (int w = 0; w < MW; w++) {
     const float2 v = room[w * pitch];
     sum[w % 4].x += v.x, sum[w % 4].y += v.y;
   }
@@ -309,7 +358,7 @@ __device__ __forceinline__ float2 add_warps2(const float2* room, int pitch) {
 __device__ __forceinline__ float add_warps(const float* room, int pitch) {
   float sum[4] = {};
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) sum[w % 4] += room[w * pitch];
+  for (int w = 0; w < MW; w++) sum[w % 4] += room[w * pitch];
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
@@ -319,14 +368,24 @@ __device__ __forceinline__ float add_warps(const float* room, int pitch) {
 #define SUMS_1 1
 #define SUMS_2 2
 
-template <int NUMBER>
-__device__ __forceinline__ void done() {
-  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
+template <int NUMBER, int COUNT = THREADS>
+__device__ __forceinline__ void await() {
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(NUMBER), "n"(COUNT) : "memory");
 }
 
 template <int NUMBER>
-__device__ __forceinline__ void await() {
-  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
+__device__ __forceinline__ void done() {
+#if ALL_WAIT
+  await<NUMBER>();
+#else
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"n"(NUMBER), "n"(THREADS) : "memory");
+#endif
+}
+
+// Those with rows meet, where a warp needs what that of the other half has.
+__device__ __forceinline__ void meet_workers() { await<3, ALL_WAIT ? THREADS : WORKERS>(); }
+__device__ __forceinline__ void let_workers_meet() {
+  if (ALL_WAIT) meet_workers();
 }
 
 // Where two numbers of a gate of a unit lie, so that all four gates are two reads of 16 bytes, which the
@@ -346,7 +405,7 @@ __device__ __forceinline__ void read_slots(float2 (&v)[4], const float2* from, i
 // For the backward pass: eight numbers of a thread, 16 bytes side by side. In float32 those of two gates
 // of all units of a pair of rows come first, so that sectors are written whole.
 #define EIGHTH (TYPE == 0 ? 2 : 1)  // 16 bytes each
-#define EIGHT_STEP (4 * UNITS)      // numbers from the first to the second
+#define EIGHT_STEP 32               // numbers from the first to the second
 
 struct Eight {
   uint4 part[EIGHTH];
@@ -381,15 +440,15 @@ struct Eight {
 };
 
 // Where the eight of a pair of rows begin for unit `own`; pair: the number of the pair.
-__device__ __forceinline__ i64 eight_at(i64 pair, int own) { return pair * 8 * UNITS + own * (8 / EIGHTH); }
+__device__ __forceinline__ i64 eight_at(i64 pair, int own) { return pair * 64 + own * (8 / EIGHTH); }
 
-// Rows of a warp by the block's units, as they lie in memory: in shared memory each row begins `row_at` words
+// Rows of a warp by its units, as they lie in memory: in shared memory each row begins `row_at` words
 // from the first, in float32 such that neither rows nor units conflict. Lanes move pieces as large as memory's
 // order allows, several to a row, and another lane may read them.
 #define PIECE_BYTES (TYPE == 0 ? (H % 4 ? 8 : 16) : H % 4 ? 4 : H % 8 ? 8 : 16)
 #define PIECE_WORDS (PIECE_BYTES / 4)
 #define PIECE_UNITS (PIECE_BYTES / (TYPE == 0 ? 4 : 2))
-#define ROW_PIECES (UNITS / PIECE_UNITS)
+#define ROW_PIECES (8 / PIECE_UNITS)
 #define SHEET (RT * (TYPE == 0 ? 80 : 32))  // words
 
 __device__ __forceinline__ int row_at(int row) { return TYPE == 0 ? 8 * (row + row / 4) : 4 * row; }
@@ -400,7 +459,7 @@ __device__ __forceinline__ void each_piece(const Place& at, Move move) {
 #pragma unroll
   for (int first = 0; first < 8 * RT * ROW_PIECES; first += 32) {
     const int i = first + at.lane, row = i / ROW_PIECES, piece = i % ROW_PIECES;
-    const bool there = row < 8 * RT && 8 * at.tile + row < at.B && int(blockIdx.x) * UNITS + piece * PIECE_UNITS < H;
+    const bool there = row < 8 * RT && 8 * at.tile + row < at.B && int(blockIdx.x) * UNITS + piece * PIECE_UNITS < H - FIRST(at.half);
     if (8 * RT * ROW_PIECES >= 32 || row < 8 * RT) move(row_at(row) + piece * PIECE_WORDS, row, piece * PIECE_UNITS, there);
   }
 }
@@ -437,7 +496,7 @@ __device__ __forceinline__ void fetched() {
   __syncwarp();
 }
 
-// From memory to a sheet and back; p: the warp's first row at the block's first unit. The lanes of the warp meet
+// From memory to a sheet and back; p: the warp's first row at its first unit. The lanes of the warp meet
 // before either.
 __device__ __forceinline__ void ask_sheet(u32* sheet, const Element* p, int stride, const Place& at) {
   each_piece(at, [&](int word, int row, int unit, bool there) {

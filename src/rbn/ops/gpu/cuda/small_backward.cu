@@ -5,20 +5,33 @@
 // sends each block the share of that block's units, which adds up what it gets. So BLOCKS x 8 units
 // come to a block in a step, not d(W_h h) of all BLOCKS x 32 columns. A share is rounded to 16 bits, as the
 // numbers were that it is a sum of products of; in float32 a power of two comes with it.
+//
+// Blocks of 16 units have 64 columns. Their warps share the work by the blocks it is for, not by rows: a warp
+// multiplies d(W_h h) of all rows, which lies in shared memory for that, with weights that take few registers.
+#define WORKER_REGISTERS 208
 #include "small.cuh"
 
-#define TILES ((BLOCKS + 1) / 2)  // of 16 units of dh: those of two blocks
+#if HALVES > 1
+#define TILES ((BLOCKS + WARPS - 1) / WARPS)  // of 16 units of dh: those of a block
+#else
+#define TILES ((BLOCKS + 1) / 2)  // those of two blocks
+#endif
+#define EARLY (HALVES > 1 || STAGGERED)
 #define SPLIT (MODE_H != 0)       // d(W_x x) is not d(W_h h)
 #define PIECE (32 * RT + (TYPE == 0 ? 4 : 0))  // words of shares of a warp's rows for a block: [thread][RT], a factor
 #define SOURCE (WARPS * PIECE)                 // of all rows
 #define ROOM (112 * WARPS)                // sums of warps: 64 and 32 of gates, 16 of cells
-#define TABLES 288  // what a step multiplies and adds with: 128 of gates, 32 of cells, 128 of given statistics
-#define TOTALS 288  // the same after sums over the batch: 128 of gates, 32 of cells, 128 of the input term
+#define OF_C (4 * UNITS)  // what a step multiplies and adds with, four numbers each: of gates, from here of cells,
+#define OF_X (5 * UNITS)  // from here of given statistics, or after sums over the batch of the input term
+#define TABLES (36 * UNITS)
+#define LINES (HALVES > 1 ? ROW_TILES * HALVES * 128 : 0)  // words of d(W_h h) in 16 bits
+#define PARTS (TYPE == 0 ? HALVES : 1)  // of a sum: in float32 the halves have powers of two of their own
 #define BATCH (RT > 1 ? 2 : 4)  // tiles multiplied side by side
 #define LATE (RT * 4 * EIGHTH * WORKERS + 4 * SHEET * WARPS)  // words of gradients that a step leaves behind
 
-// In float32 d(W_h h) is brought below 2^7 and W_h below 2^3, so that a sum of 32 products is in float16's range.
-#define LESS_D (1.0f / 512)
+// In float32 d(W_h h) is brought below 2^7 and W_h below 2^3, so that a sum of 32 products is in float16's range;
+// of 64 products, below 2^6.
+#define LESS_D (1.0f / (512 * HALVES))
 #define LESS_W (1.0f / 8192)
 
 struct Backward {
@@ -78,6 +91,8 @@ struct Layout {
   float *room, *room_x, *room_c;
   float* given;  // [2][TABLES]
   float4* totals;
+  uint4* lines;    // [ROW_TILES][HALVES][32]: d(W_h h) as an operand, all gates
+  u32* exponents;  // [WARPS]: of its power of two, in float32
   u32 barriers;  // [2]
 
   __device__ __forceinline__ float4* table(int k) const { return reinterpret_cast<float4*>(given + (k & 1) * TABLES); }
@@ -91,39 +106,52 @@ struct Layout {
 //   d(.):  g * totals.x + totals.y + (x less its mean) * totals.z
 // so that the warps with rows have nothing to compute that is the same for all rows.
 
-// The last warp: statistics, and sums over the batch.
+// The last warp: statistics, and sums over the batch. Its lane has a gate of a unit of each half.
 __device__ __forceinline__ void serve(const Backward& p, const Place& at, const Layout& in) {
-  const int own = at.own, quad = at.quad, here = quad * UNITS + own;
+  const int own = at.own, quad = at.quad, first = quad * UNITS + own;
   const i64 r = blockIdx.y, column = quad * H + at.unit;
-  const bool mine = at.mine;
   const float scale = pick(quad == 2, pre(2), pre(0));
-  const float bias = BIAS && mine ? p.bias[r * GATES + column] : 0.0f;
-  const float g_x = MODE_X && mine ? p.gamma_x[r * GATES + column] : 1.0f;
-  const float g_h = MODE_H && mine ? p.gamma_h[r * GATES + column] : 0.0f;
-  const float g_c = MODE_C && mine ? p.gamma_c[r * H + at.unit] : 0.0f;
-  float vh = 0, mx = 0, vx = 0, mc = 0, vc = 0, inv = 1.0f / p.B;  // on their way from memory
-  float rh = 0, rx = 1, rc = 0, next_rh = 0, next_rx = 1, next_rc = 0;
-  float2 all_h = make_float2(0, 0), all_c = make_float2(0, 0);  // the sums over all steps so far
-  float all_x = 0.0f;
+  auto here = [&](int s) { return first + 8 * s; };
+  float bias[HALVES], g_x[HALVES], g_h[HALVES], g_c[HALVES];
+  EACH_HALF {
+    const bool mine = at.has(s);
+    bias[s] = BIAS && mine ? p.bias[r * GATES + column + 8 * s] : 0.0f;
+    g_x[s] = MODE_X && mine ? p.gamma_x[r * GATES + column + 8 * s] : 1.0f;
+    g_h[s] = MODE_H && mine ? p.gamma_h[r * GATES + column + 8 * s] : 0.0f;
+    g_c[s] = MODE_C && mine ? p.gamma_c[r * H + at.unit + 8 * s] : 0.0f;
+  }
+  float vh[HALVES] = {}, mx[HALVES] = {}, vx[HALVES] = {}, mc[HALVES] = {}, vc[HALVES] = {};  // on their way from memory
+  float inv = 1.0f / p.B, rh[HALVES] = {}, rx[HALVES], rc[HALVES] = {}, next_rh[HALVES] = {}, next_rx[HALVES], next_rc[HALVES] = {};
+  float2 all_h[HALVES] = {}, all_c[HALVES] = {};  // the sums over all steps so far
+  float all_x[HALVES] = {};
+  EACH_HALF rx[s] = next_rx[s] = 1.0f;
 
   auto ask = [&](int t) {
-    if (!mine || t < 0) return;
+    if (!at.mine || t < 0) return;
     auto row = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
-    if (MODE_H) vh = p.var_h[row(p.rows_h) * GATES + column];
-    if (MODE_X) mx = p.mean_x[row(p.rows_x) * GATES + column], vx = p.var_x[row(p.rows_x) * GATES + column];
-    if (MODE_C) mc = p.mean_c[row(p.rows_c) * H + at.unit], vc = p.var_c[row(p.rows_c) * H + at.unit];
+    EACH_HALF {
+      if (s == 0 || at.has(s)) {
+        if (MODE_H) vh[s] = p.var_h[row(p.rows_h) * GATES + column + 8 * s];
+        if (MODE_X) mx[s] = p.mean_x[row(p.rows_x) * GATES + column + 8 * s], vx[s] = p.var_x[row(p.rows_x) * GATES + column + 8 * s];
+        if (MODE_C) mc[s] = p.mean_c[row(p.rows_c) * H + at.unit + 8 * s], vc[s] = p.var_c[row(p.rows_c) * H + at.unit + 8 * s];
+      }
+    }
   };
   auto put = [&](int k) {
     float4* to = in.table(k);
-    if (MODE_H) {
-      next_rh = rsqrt_(vh + p.eps);
-      if (MODE_X) next_rx = rsqrt_(vx + p.eps);
-      to[here] = make_float4(next_rh * g_h * scale, mx, next_rx * g_x * scale, bias * scale);
-      if (!SUM_H) to[40 + here] = make_float4(slope<MODE_H>(next_rh, g_h, p.eps), next_rh, next_rx, next_rx * g_x);
-    }
-    if (MODE_C) {
-      next_rc = rsqrt_(vc + p.eps);
-      if (quad == 0) to[32 + own] = make_float4(mc, next_rc * g_c * pre(2), slope<MODE_C>(next_rc, g_c, p.eps), next_rc);
+    EACH_HALF {
+      if (MODE_H) {
+        next_rh[s] = rsqrt_(vh[s] + p.eps);
+        if (MODE_X) next_rx[s] = rsqrt_(vx[s] + p.eps);
+        to[here(s)] = make_float4(next_rh[s] * g_h[s] * scale, mx[s], next_rx[s] * g_x[s] * scale, bias[s] * scale);
+        if (!SUM_H)
+          to[OF_X + here(s)] = make_float4(slope<MODE_H>(next_rh[s], g_h[s], p.eps), next_rh[s], next_rx[s], next_rx[s] * g_x[s]);
+      }
+      if (MODE_C) {
+        next_rc[s] = rsqrt_(vc[s] + p.eps);
+        if (quad == 0)
+          to[OF_C + own + 8 * s] = make_float4(mc[s], next_rc[s] * g_c[s] * pre(2), slope<MODE_C>(next_rc[s], g_c[s], p.eps), next_rc[s]);
+      }
     }
     ask(p.T - 2 - k);
   };
@@ -134,49 +162,65 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
 
   for (int k = 0; k < p.T; k++) {
     MARKS(p.counter, k);
-    rh = next_rh, rx = next_rx, rc = next_rc;
+    EACH_HALF rh[s] = next_rh[s], rx[s] = next_rx[s], rc[s] = next_rc[s];
     if (LENGTHS) inv = p.inv_n[p.T - 1 - k];
     if (!SUM_H && !SUM_C) __syncthreads();
     if (SUM_C) {
       MARK(5);
       await<SUMS_1>();
       MARK(6);
-      const float2 s = add_warps2(reinterpret_cast<float2*>(in.room_c) + own, UNITS);
-      const float f = slope<MODE_C>(rc, g_c, p.eps);
-      if (quad == 0) in.totals[32 + own] = make_float4(f, -(s.x * inv) * f, -(s.y * inv) * (rc * rc) * f, 0.0f);
+      float2 sum[HALVES];
+      EACH_HALF {
+        sum[s] = add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
+        const float f = slope<MODE_C>(rc[s], g_c[s], p.eps);
+        if (quad == 0)
+          in.totals[OF_C + own + 8 * s] = make_float4(f, -(sum[s].x * inv) * f, -(sum[s].y * inv) * (rc[s] * rc[s]) * f, 0.0f);
+      }
       if (!SUM_H) put(k + 1);
       __syncthreads();
       MARK(7);
-      all_c.x += s.x, all_c.y += s.y * rc;
+      EACH_HALF all_c[s].x += sum[s].x, all_c[s].y += sum[s].y * rc[s];
     }
     if (SUM_C == SUM_H) put(k + 1);
     if (SUM_H) {
       MARK(8);
       await<SUMS_2>();
       MARK(9);
-      const float2 s = add_warps2(reinterpret_cast<float2*>(in.room) + at.lane, 32);
-      const float f = slope<MODE_H>(rh, g_h, p.eps), off = s.x * inv;
-      in.totals[here] = make_float4(f, -off * f, -(s.y * inv) * (rh * rh) * f, 0.0f);
+      float2 sum[HALVES];
+      float off[HALVES], sum_x[HALVES];
+      EACH_HALF {
+        sum[s] = add_warps2(reinterpret_cast<float2*>(in.room) + s * MW * 32 + at.lane, 32);
+        const float f = slope<MODE_H>(rh[s], g_h[s], p.eps);
+        off[s] = sum[s].x * inv;
+        in.totals[here(s)] = make_float4(f, -off[s] * f, -(sum[s].y * inv) * (rh[s] * rh[s]) * f, 0.0f);
+      }
       if (!SUM_C) put(k + 1);
       __syncthreads();
       MARK(10);
-      all_h.x += s.x, all_h.y += s.y * rh;
-      const float sum_x = MODE_X ? add_warps(in.room_x + at.lane, 32) : 0.0f, fx = rx * g_x;
-      if (MODE_X == 1) in.totals[40 + here] = make_float4(fx, -off * fx, -(sum_x * inv) * (rx * rx) * fx, 0.0f);
-      if (MODE_X == 2) in.totals[40 + here] = make_float4(fx, 0.0f, 0.0f, 0.0f);
+      EACH_HALF {
+        all_h[s].x += sum[s].x, all_h[s].y += sum[s].y * rh[s];
+        sum_x[s] = MODE_X ? add_warps(in.room_x + s * MW * 32 + at.lane, 32) : 0.0f;
+        const float fx = rx[s] * g_x[s];
+        if (MODE_X == 1)
+          in.totals[OF_X + here(s)] = make_float4(fx, -off[s] * fx, -(sum_x[s] * inv) * (rx[s] * rx[s]) * fx, 0.0f);
+        if (MODE_X == 2) in.totals[OF_X + here(s)] = make_float4(fx, 0.0f, 0.0f, 0.0f);
+      }
       if (MODE_X) __syncthreads();
-      all_x += sum_x * rx;
+      EACH_HALF all_x[s] += sum_x[s] * rx[s];
     }
+    if (HALVES > 1 && !(SUM_H && MODE_X)) let_workers_meet();
   }
 
   __syncthreads();  // sums that were not made step by step are made here
-  const float2 s = SUM_H ? all_h : add_warps2(reinterpret_cast<float2*>(in.room) + at.lane, 32);
-  const float2 c = SUM_C ? all_c : add_warps2(reinterpret_cast<float2*>(in.room_c) + own, UNITS);
-  if (!mine) return;
-  p.dbias[r * GATES + column] = s.x;
-  if (MODE_H) p.dgamma_h[r * GATES + column] = s.y;
-  if (quad == 0) p.dbeta_c[r * H + at.unit] = c.x, p.dgamma_c[r * H + at.unit] = c.y;
-  if (MODE_H) p.dgamma_x[r * GATES + column] = SUM_H ? all_x : add_warps(in.room_x + at.lane, 32);
+  EACH_HALF {
+    const float2 sum = SUM_H ? all_h[s] : add_warps2(reinterpret_cast<float2*>(in.room) + s * MW * 32 + at.lane, 32);
+    const float2 c = SUM_C ? all_c[s] : add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
+    if (!at.has(s)) return;  // of later halves there is nothing either
+    p.dbias[r * GATES + column + 8 * s] = sum.x;
+    if (MODE_H) p.dgamma_h[r * GATES + column + 8 * s] = sum.y;
+    if (quad == 0) p.dbeta_c[r * H + at.unit + 8 * s] = c.x, p.dgamma_c[r * H + at.unit + 8 * s] = c.y;
+    if (MODE_H) p.dgamma_x[r * GATES + column + 8 * s] = SUM_H ? all_x[s] : add_warps(in.room_x + s * MW * 32 + at.lane, 32);
+  }
 }
 
 // A thread's share of dh for one block: its unit, two rows of each tile.
@@ -194,6 +238,10 @@ struct Share {
       for (int n = 0; n < RT; n++) words[n] = from[n];
     }
   }
+  __device__ __forceinline__ void put(u32* to) const {
+#pragma unroll
+    for (int n = 0; n < RT; n++) to[n] = words[n];
+  }
   __device__ __forceinline__ void send_to(u32 to, u32 barrier) const {
     if (RT == 4)
       send(true, to, barrier, make_uint4(words[0], words[1 % RT], words[2 % RT], words[3 % RT]));
@@ -206,54 +254,56 @@ struct Share {
 
 // The others: their rows.
 __device__ __forceinline__ void work(const Backward& p, const Place& at, const Layout& in) {
-  const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad;
+  const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad, within = at.within;
   const i64 r = blockIdx.y, B = p.B, unit = at.unit;
   const u32 rank = blockIdx.x;
   const Ahead ahead = in.ahead;
 
   // The weights of the block's columns, k = 8 * gate + unit, for the units of those that it sends to.
-  uint4 w[TILES][2];
+  uint4 w[TILES][2 * HALVES];
   float undo = 1.0f;
   {
     const Element* weight = p.weight + r * GATES * H + rank * UNITS + 2 * quad;
-    const bool there = rank * UNITS + 2 * quad < H;
+    const bool there[] = {rank * UNITS + 2 * quad < H, rank * UNITS + 8 + 2 * quad < H};
     float up = 1.0f;
 #if TYPE == 0
     u32 top = 0;
-    if (there)
-      for (int u = own; u < H; u += 8)
-        for (int q = 0; q < 4; q++) {
-          const float2 v = load2(weight + i64(u) * GATES + q * H);
-          top = max(top, max(size_of(v.x), size_of(v.y)));
-        }
+    EACH_HALF
+      if (there[s])
+        for (int u = own; u < H; u += 8)
+          for (int q = 0; q < 4; q++) {
+            const float2 v = load2(weight + i64(u) * GATES + q * H + 8 * s);
+            top = max(top, max(size_of(v.x), size_of(v.y)));
+          }
     top = __reduce_max_sync(~0u, top);
     up = scale_up(top) * LESS_W, undo = scale_down(top) / (LESS_W * LESS_D);
 #endif
 #pragma unroll
     for (int m = 0; m < TILES; m++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
+      for (int half = 0; half < 2 * HALVES; half++) {
         u32 v[4];
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-          const int i = 2 * m + n % 2, q = 2 * half + n / 2, u = i < BLOCKS ? receiver(i) * UNITS + own : H;
-          v[n] = there && u < H ? operand(weight + i64(u) * GATES + q * H, up) : 0;
+          const int s = half / 2, q = half % 2 * 2 + n / 2, i = HALVES > 1 ? warp + WARPS * m : 2 * m + n % 2;
+          const int u = i < BLOCKS ? receiver(i) * UNITS + own + (HALVES > 1 ? 8 * (n % 2) : 0) : H;
+          v[n] = there[s] && u < H ? operand(weight + i64(u) * GATES + q * H + FIRST(s), up) : 0;
         }
         w[m][half] = make_uint4(v[0], v[1], v[2], v[3]);
       }
   }
 
   // Where the thread's numbers of a step lie: of the one to ask for, of the one to write.
-  const i64 step_saved = BLOCKS * PAIRS * UNITS, pair = i64(rank) * PAIRS + 4 * at.tile + quad;
+  const i64 step_saved = EIGHTS * PAIRS * 8, pair = i64(HALVES > 1 ? rank * HALVES + at.half : rank) * PAIRS + 4 * at.tile + quad;
   const i64 last = (r + 1) * p.T - 1;
-  const float* cs = p.cs + ((last + r) * step_saved + pair * UNITS + own) * 2;
+  const float* cs = p.cs + ((last + r) * step_saved + pair * 8 + own) * 2;
   const Element* wh = p.wh + last * step_saved * 8 + eight_at(pair, own);
-  i64 gates_asked = (last * B + 8 * at.tile) * GATES + rank * UNITS, gates_late = gates_asked;
+  i64 gates_asked = (last * B + 8 * at.tile) * GATES + rank * UNITS + FIRST(at.half), gates_late = gates_asked;
   Element* da = p.da + last * B * GATES + i64(at.row(0, 0)) * GATES + 4 * unit;  // if SPLIT
-  const Element* doutput = p.doutput + (last * B + 8 * at.tile) * H + rank * UNITS;
+  const Element* doutput = p.doutput + (last * B + 8 * at.tile) * H + rank * UNITS + FIRST(at.half);
   bool kept[RT];
 #pragma unroll
-  for (int n = 0; n < RT; n++) kept[n] = at.row(n, 0) / 2 < PAIRS;
+  for (int n = 0; n < RT; n++) kept[n] = at.row(n, 0) / 2 < PAIRS && (HALVES == 1 || at.unit - own < H);
 
   // What a step takes from memory, asked for a step before it is needed.
   auto ask_rows = [&]() {
@@ -288,7 +338,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   ask_rows();
 
   const u32 shared = address_of(in.shares), into = warp * PIECE * 4 + 4 * RT * lane, barrier_at = in.barriers - shared;
+  const bool later = STAGGERED && warp >= (WARPS + 1) / 2;
   float to_itself[RT][2] = {};
+#if HALVES > 1
+  u32 there[TILES];
+#pragma unroll
+  for (int m = 0; m < TILES; m++) there[m] = in_block(shared, receiver(warp + WARPS * m < BLOCKS ? warp + WARPS * m : 0));
+#endif
 
   // What a step leaves behind, which nobody waits for, lies in shared memory until it is written: d(W_h h) unit
   // by unit, if SPLIT, as the thread has it, then gate by gate d(W_x x), or the one that is both. d(W_h h) may
@@ -342,7 +398,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     for (int n = 0; n < RT; n++) ahead.saved(n, a[n]);
 #pragma unroll
     for (int q = 0; q < 4; q++) {
-      const float4 s = MODE_H ? table[q * UNITS + own] : make_float4(0, 0, 0, 0);
+      const float4 s = MODE_H ? table[q * UNITS + within] : make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int n = 0; n < RT; n++) {
         const float2 vx = SPLIT ? from_sheet(ahead.sheet(q, at), n, at) : make_float2(0, 0);
@@ -355,7 +411,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         }
       }
     }
-    const float4 of_c = MODE_C ? table[32 + own] : make_float4(0, pre(2), 1, 1);
+    const float4 of_c = MODE_C ? table[OF_C + within] : make_float4(0, pre(2), 1, 1);
 #pragma unroll
     for (int n = 0; n < RT; n++) {
       const float2 dy = DOUTPUT ? from_sheet(ahead.sheet(4, at), n, at) : make_float2(0, 0);
@@ -391,13 +447,13 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       if (BLOCKS > 1) {
         const u32 barrier = in.barriers + 8 * (now ^ 1);
         waiting.until(barrier, u32((k - 1) >> 1));
-        if (threadIdx.x == 0 && !waiting.tired) expect(barrier, COUNTED);
+        if (EXPECTS && !waiting.tired) expect(barrier, EXPECTED(COUNTED));
       }
       MARK(4);
       const u32* from = in.shares + (now ^ 1) * BLOCKS * SOURCE + warp * PIECE;
       float sum[2][RT][2] = {};
 #pragma unroll
-      for (int s = 1; s < BLOCKS; s++) {
+      for (int s = HALVES > 1 ? 0 : 1; s < BLOCKS; s++) {
         Share share;
         share.get(from + s * SOURCE + RT * lane);
         const float factor = TYPE == 0 ? __uint_as_float(from[s * SOURCE + 32 * RT]) : 1.0f;
@@ -437,7 +493,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       if (k > 0) keep_gates(0, 2);
       MARK(6);
       __syncthreads();
-      total_c = in.totals[32 + own];
+      total_c = in.totals[OF_C + within];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
       if (k > 0) keep_gates(0, 2);
@@ -461,7 +517,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
         for (int q = 0; q < 4; q++) {
           const float g = dpre[n][q][e];
-          const float4 s = MODE_H && !SUM_H ? table[40 + q * UNITS + own] : make_float4(1, 1, 1, 1);
+          const float4 s = MODE_H && !SUM_H ? table[OF_X + q * UNITS + within] : make_float4(1, 1, 1, 1);
           const float left = SUM_H ? a[n][q][e] : a[n][q][e] * s.y, right = SUM_H ? x[n][q][e] : x[n][q][e] * s.z;
           v[0][q] = n + e ? v[0][q] + g : g;
           v[1][q] = !MODE_H ? 0.0f : n + e ? v[1][q] + g * left : g * left;
@@ -490,7 +546,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       float4 s = make_float4(1, 0, 0, 0);
-      if (MODE_H) s = SUM_H ? in.totals[q * UNITS + own] : table[40 + q * UNITS + own];
+      if (MODE_H) s = SUM_H ? in.totals[q * UNITS + within] : table[OF_X + q * UNITS + within];
 #pragma unroll
       for (int n = 0; n < RT; n++)
 #pragma unroll
@@ -526,7 +582,94 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
       for (int q = 0; q < 4; q++)
         line[n][q] = turn(TYPE == 0 ? pack(d[n][q][0] * up, d[n][q][1] * up) : pack(d[n][q][0], d[n][q][1]));
-    if (t > 0) {
+#if HALVES > 1
+#pragma unroll
+    for (int n = 0; n < RT; n++)
+      in.lines[((at.tile + n) * HALVES + at.half) * 32 + lane] = make_uint4(line[n][0], line[n][1], line[n][2], line[n][3]);
+#if TYPE == 0
+    if (lane == 0) in.exponents[warp] = exponent(top);
+#endif
+#endif
+    // The totals of the input term are there; if EARLY, before they are needed.
+    if (EARLY && SUM_H && MODE_X)
+      __syncthreads();
+    else if (HALVES > 1)
+      meet_workers();
+
+    auto pass = [&]() {
+#if HALVES > 1
+      // All are read before the first is sent: what leaves the block would hold them up.
+      uint4 lines[ROW_TILES][HALVES];
+#pragma unroll
+      for (int i = 0; i < ROW_TILES * HALVES; i++) lines[i / HALVES][i % HALVES] = in.lines[i * 32 + lane];
+#if TYPE == 0
+      // What brings the numbers of each half to the larger of their powers of two; the lane sends those of some rows.
+      float down[MW][HALVES];
+#pragma unroll
+      for (int i = 0; i < MW; i++) {
+        const u32 one = in.exponents[i], other = in.exponents[MW + i], most = max(one, other);
+        down[i][0] = most - one < 127 ? __uint_as_float((127 - (most - one)) << 23) : 0.0f;
+        down[i][1] = most - other < 127 ? __uint_as_float((127 - (most - other)) << 23) : 0.0f;
+      }
+      const u32 most = max(in.exponents[lane % MW], in.exponents[MW + lane % MW]);
+#endif
+#pragma unroll
+      for (int first = 0; first < MW; first++) {
+        float sums[PARTS][TILES][RT][4] = {};
+#ifndef NO_GATHER
+#pragma unroll
+        for (int s = 0; s < HALVES; s++)
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+#pragma unroll
+            for (int m = 0; m < TILES; m++)
+#pragma unroll
+              for (int n = 0; n < RT; n++) {
+                const uint4 v = lines[first * RT + n][s];
+                multiply16(sums[s % PARTS][m][n], w[m][2 * s + half], half ? v.z : v.x, half ? v.w : v.y);
+              }
+#endif
+        float(&sum)[TILES][RT][4] = sums[0];
+#if TYPE == 0
+#pragma unroll
+        for (int i = 0; i < TILES * RT * 4; i++) {
+          const int m = i / (4 * RT), n = i / 4 % RT, j = i % 4;
+          sum[m][n][j] = sum[m][n][j] * down[first][0] + sums[PARTS - 1][m][n][j] * down[first][1];
+        }
+#endif
+#ifndef NO_EXCHANGE
+        // To the warps with these rows, of both halves.
+#pragma unroll
+        for (int m = 0; m < TILES; m++)
+#pragma unroll
+          for (int half = 0; half < HALVES; half++) {
+            const u32 i = warp + WARPS * m, from = (now * BLOCKS + i) * SOURCE + (half * MW + first) * PIECE + RT * lane;
+            Share share;
+#pragma unroll
+            for (int n = 0; n < RT; n++) share.words[n] = pack(sum[m][n][2 * half], sum[m][n][2 * half + 1]);
+            if (i == 0)
+              share.put(in.shares + from);
+            else if (i < BLOCKS)
+              share.send_to(there[m] + 4 * from, there[m] + barrier_at + now * 8);
+          }
+#endif
+      }
+#if TYPE == 0 && !defined(NO_EXCHANGE)
+      {  // The powers: a lane for each block and warp there.
+        const int m = lane / WARPS, to = lane % WARPS;
+        const u32 i = warp + WARPS * m, from = (now * BLOCKS + i) * SOURCE + to * PIECE + 32 * RT;
+        const uint4 power = make_uint4(__float_as_uint(undo * __uint_as_float((most - 14) << 23)), 0, 0, 0);
+        const u32 block = in_block(shared, receiver(i < BLOCKS ? i : 0));
+        if (m < TILES && i == 0) *reinterpret_cast<uint4*>(in.shares + from) = power;
+        send(m < TILES && 0 < i && i < BLOCKS, block + 4 * from, block + barrier_at + now * 8, power);
+      }
+#endif
+      // What it has for itself is the first warp's.
+      if (warp == 0 && BLOCKS > 1) {
+        __syncwarp();
+        if (EXPECTS) expect(in.barriers + now * 8, 0);
+      }
+#else
       const u32 buffer = into + now * BLOCKS * SOURCE * 4, barrier = barrier_at + now * 8;
       // Several tiles side by side, as many as there are registers for.
 #pragma unroll
@@ -566,16 +709,18 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       send(0 < lane && lane < BLOCKS, there + buffer + lane * SOURCE * 4 + 4 * RT * (32 - lane), there + barrier,
            make_uint4(__float_as_uint(factor), 0, 0, 0));
 #endif
-    }
+#endif
+    };
+    if (t > 0 && !later) pass();
     MARK(11);
 
     // What it leaves behind.
-    if (SUM_H && MODE_X) __syncthreads();
+    if (!EARLY && SUM_H && MODE_X) __syncthreads();
     __syncwarp();
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       float4 s = make_float4(1, 0, 0, 0);
-      if (SPLIT && MODE_X) s = SUM_H ? in.totals[40 + q * UNITS + own] : table[40 + q * UNITS + own];
+      if (SPLIT && MODE_X) s = SUM_H ? in.totals[OF_X + q * UNITS + within] : table[OF_X + q * UNITS + within];
       if (SPLIT && MODE_X && !SUM_H) s = make_float4(s.w, 0, 0, 0);
 #pragma unroll
       for (int n = 0; n < RT; n++) {
@@ -603,6 +748,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
                                     pack(d[n][0][1], d[n][1][1]), pack(d[n][2][1], d[n][3][1]));
 #endif
       }
+    if (t > 0 && later) pass();
     MARK(12);
   }
 
@@ -626,7 +772,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Backward p) {
+extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) small_backward(const Backward p) {
   extern __shared__ uint4 shared[];
   if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
   Layout in;
@@ -637,16 +783,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_backward(const Ba
   in.room_x = in.room + 64 * WARPS, in.room_c = in.room_x + 32 * WARPS;
   in.given = in.room + ROOM;
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);
-  in.barriers = address_of(in.given + 2 * TABLES + TOTALS);
+  in.lines = reinterpret_cast<uint4*>(in.given + 3 * TABLES);
+  in.exponents = reinterpret_cast<u32*>(in.given + 3 * TABLES + LINES);
+  in.barriers = address_of(in.exponents + (HALVES > 1 && TYPE == 0 ? WARPS : 0));
   const Place at = place_of(p.B);
   if (threadIdx.x == 0)
-    for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i);
+    for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i, HALVES * ARRIVALS);
   __syncthreads();
-  if (threadIdx.x == 0 && BLOCKS > 1)
-    for (int i = 0; i < 2; i++) expect(in.barriers + 8 * i, COUNTED);
-  if (at.warp == WARPS)
+  if (EXPECTS && BLOCKS > 1)
+    for (int i = 0; i < 2; i++) expect(in.barriers + 8 * i, EXPECTED(COUNTED));
+  if (HALVES > 1 ? at.warp >= WARPS : at.warp == WARPS) {
+    give_registers();
+    if (HALVES > 1 && at.warp > WARPS) return;
     serve(p, at, in);
-  else
+  } else {
+    take_registers();
     work(p, at, in);
+  }
   meet_cluster();  // nobody leaves while its memory may still be written to
 }

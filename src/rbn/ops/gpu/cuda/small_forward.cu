@@ -1,14 +1,18 @@
 // The LSTM's forward pass for small layers: one cluster of blocks for each recurrence, all steps.
+#define WORKER_REGISTERS 232
 #include "small.cuh"
 
-#define GROUPS (BLOCKS / 4)  // of 32 columns of h: one block's units for each thread of a quad
-#define REST (BLOCKS % 4)    // blocks beyond them
-#define SOURCES ((BLOCKS + 3) / 4 * 4)
-#define SOURCE (8 * ROW_TILES + 2)  // pieces of 16 bytes from one block: of each row; two so that reads have no conflicts
+#define PLACES (BLOCKS * HALVES)  // of 8 units: the halves of a block side by side
+#define GROUPS (PLACES / 4)       // of 32 columns of h: those of a place for each thread of a quad
+#define REST (PLACES % 4)         // places beyond them
+#define SOURCES ((PLACES + 3) / 4 * 4)
+#define SOURCE (8 * ROW_TILES + 2)  // pieces of 16 bytes of a place: of each row; two so that reads have no conflicts
 #define SENDS ((BLOCKS + 2) / 4)      // stores go to four of the other blocks at once
 #define ROOM (80 * WARPS)               // sums of warps: 64 of gates, 16 of cells
-#define STATISTICS 144  // of the input term 64, of W_h h 64, of the cell 16
-#define CONSTANTS 64    // bias 32; what undoes the scale of the weights 32
+#define OF_H (4 * UNITS)   // what a step subtracts and multiplies with, in pairs: of the input term, from here of W_h h,
+#define OF_C (8 * UNITS)   // from here of the cell
+#define STATISTICS (18 * UNITS)
+#define CONSTANTS (8 * UNITS)  // bias; what undoes the scale of the weights
 #define WHOLE 16384.0f  // what 1 is in the exchange of a layer in float32
 #define CHAINS (RT > 1 ? 1 : 2)  // sums of a tile that are made side by side
 
@@ -19,8 +23,8 @@ struct Forward {
   const float *mean_x, *var_x;              // [R, rows_x, 4H]
   float *mean_h, *var_h, *mean_c, *var_c;  // [R, rows, features]: read if given, else written
   Element* hs;         // [R, T + 1, B, H]; hs[:, 0] is h0
-  float* cs;           // [R, T + 1, BLOCKS, PAIRS, UNITS, 2 rows], for the backward pass
-  Element* wh;         // [R, T, BLOCKS, PAIRS, UNITS, 4, 2 rows], likewise: W_h h less its mean, or
+  float* cs;           // [R, T + 1, EIGHTS, PAIRS, 8, 2 rows], for the backward pass
+  Element* wh;         // [R, T, EIGHTS, PAIRS, 8, 4, 2 rows], likewise: W_h h less its mean, or
                        // without a norm the gates before their nonlinearities
   const float* c0;     // [R, B, H]
   float *h_n, *c_n;    // [R, B, H]; h_n only where there are lengths
@@ -45,35 +49,47 @@ struct Layout {
 };
 
 // Bytes that come from all other blocks in a step.
-__device__ __forceinline__ u32 counted(int B) { return 16 * B * (BLOCKS - 1); }
+__device__ __forceinline__ u32 counted(int B) { return 16 * B * (BLOCKS - 1) * HALVES; }
 
 // What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
 
-// The last warp: statistics.
+// The last warp: statistics. Its lane has a gate of a unit of each half.
 __device__ __forceinline__ void serve(const Forward& p, const Place& at, const Layout& in) {
-  const int own = at.own, quad = at.quad, here = slot(own, quad);
+  const int own = at.own, quad = at.quad, first = slot(own, quad);
   const i64 r = blockIdx.y, column = quad * H + at.unit;
   const float scale = pick(quad == 2, scale_of(2), scale_of(0));
-  const float g_x = (MODE_X && at.mine ? p.gamma_x[r * GATES + column] : 0.0f) * scale;
-  const float g_h = (MODE_H && at.mine ? p.gamma_h[r * GATES + column] : 0.0f) * scale;
-  const float g_c = (MODE_C && at.mine ? p.gamma_c[r * H + at.unit] : 0.0f) * pre(2);
-  in.constants[4 * own + quad] = (BIAS && at.mine ? p.bias[r * GATES + column] : 0.0f) * scale;
+  auto here = [&](int s) { return first + 16 * s; };
+  float g_x[HALVES], g_h[HALVES], g_c[HALVES];
+  EACH_HALF {
+    const bool mine = at.has(s);
+    g_x[s] = (MODE_X && mine ? p.gamma_x[r * GATES + column + 8 * s] : 0.0f) * scale;
+    g_h[s] = (MODE_H && mine ? p.gamma_h[r * GATES + column + 8 * s] : 0.0f) * scale;
+    g_c[s] = (MODE_C && mine ? p.gamma_c[r * H + at.unit + 8 * s] : 0.0f) * pre(2);
+    in.constants[4 * (own + 8 * s) + quad] = (BIAS && mine ? p.bias[r * GATES + column + 8 * s] : 0.0f) * scale;
+  }
 
   // Statistics that are known, on their way from memory.
-  float mx = 0, vx = 0, mh = 0, vh = 0, mc = 0, vc = 0, inv = 1.0f / p.B;
+  float mx[HALVES] = {}, vx[HALVES] = {}, mh[HALVES] = {}, vh[HALVES] = {}, mc[HALVES] = {}, vc[HALVES] = {}, inv = 1.0f / p.B;
   auto ask = [&](int t) {
     if (!at.mine || t >= p.T) return;
     auto row_of = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
-    if (MODE_X) mx = p.mean_x[row_of(p.rows_x) * GATES + column], vx = p.var_x[row_of(p.rows_x) * GATES + column];
-    if (MODE_H == 2) mh = p.mean_h[row_of(p.rows_h) * GATES + column], vh = p.var_h[row_of(p.rows_h) * GATES + column];
-    if (MODE_C == 2) mc = p.mean_c[row_of(p.rows_c) * H + at.unit], vc = p.var_c[row_of(p.rows_c) * H + at.unit];
+    EACH_HALF {
+      if (s == 0 || at.has(s)) {
+        const i64 gate = column + 8 * s, unit = at.unit + 8 * s;
+        if (MODE_X) mx[s] = p.mean_x[row_of(p.rows_x) * GATES + gate], vx[s] = p.var_x[row_of(p.rows_x) * GATES + gate];
+        if (MODE_H == 2) mh[s] = p.mean_h[row_of(p.rows_h) * GATES + gate], vh[s] = p.var_h[row_of(p.rows_h) * GATES + gate];
+        if (MODE_C == 2) mc[s] = p.mean_c[row_of(p.rows_c) * H + unit], vc[s] = p.var_c[row_of(p.rows_c) * H + unit];
+      }
+    }
   };
   auto put = [&](int t) {
     float2* to = in.statistics(t);
-    if (MODE_X) to[here] = make_float2(mx, rsqrt_(vx + p.eps) * g_x);
-    if (MODE_H == 2) to[32 + here] = make_float2(mh, rsqrt_(vh + p.eps) * g_h);
-    if (MODE_C == 2 && quad == 0) to[64 + own] = make_float2(mc, rsqrt_(vc + p.eps) * g_c);
+    EACH_HALF {
+      if (MODE_X) to[here(s)] = make_float2(mx[s], rsqrt_(vx[s] + p.eps) * g_x[s]);
+      if (MODE_H == 2) to[OF_H + here(s)] = make_float2(mh[s], rsqrt_(vh[s] + p.eps) * g_h[s]);
+      if (MODE_C == 2 && quad == 0) to[OF_C + own + 8 * s] = make_float2(mc[s], rsqrt_(vc[s] + p.eps) * g_c[s]);
+    }
     ask(t + 1);
   };
   ask(0);
@@ -82,23 +98,29 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
   meet_cluster();
 
   i64 to_h = r * p.rows_h * GATES + column, to_c = r * p.rows_c * H + at.unit;
-  float shift_h = 0.0f, shift_c = 0.0f, var_c = 0.0f;  // the shifts: near the mean, so that nothing cancels
+  float shift_h[HALVES] = {}, shift_c[HALVES] = {}, var_c[HALVES] = {};  // the shifts: near the mean, so that nothing cancels
   for (int t = 0; t < p.T; t++) {
     MARKS(p.counter, t);
     float2* statistics = in.statistics(t);
     if (LENGTHS) inv = p.inv_n[t];
+    if (HALVES > 1) let_workers_meet();
     if (SUM_H) {
       MARK(4);
       await<SUMS_1>();
       MARK(5);
-      const float2 v = add_warps2(reinterpret_cast<float2*>(in.room) + at.lane, 32);
-      const float off = v.x * inv, var = variance(v.y * inv, off);
-      shift_h = pick(inv > 0.0f, shift_h + off, 0.0f);
-      statistics[32 + here] = make_float2(shift_h, rsqrt_(var + p.eps) * g_h);
+      float var_h[HALVES];
+      EACH_HALF {
+        const float2 v = add_warps2(reinterpret_cast<float2*>(in.room) + s * MW * 32 + at.lane, 32);
+        const float off = v.x * inv, var = variance(v.y * inv, off);
+        shift_h[s] = pick(inv > 0.0f, shift_h[s] + off, 0.0f);
+        statistics[OF_H + here(s)] = make_float2(shift_h[s], rsqrt_(var + p.eps) * g_h[s]);
+        var_h[s] = var;
+      }
       if (!SUM_C) put(t + 1);
       __syncthreads();
       MARK(6);
-      if (at.mine) p.mean_h[to_h] = shift_h, p.var_h[to_h] = var;
+      EACH_HALF
+        if (at.has(s)) p.mean_h[to_h + 8 * s] = shift_h[s], p.var_h[to_h + 8 * s] = var_h[s];
       to_h += GATES;
       if (SUM_C) put(t + 1);
     }
@@ -106,17 +128,20 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       MARK(7);
       await<SUMS_2>();
       MARK(8);
-      const float2 v = add_warps2(reinterpret_cast<float2*>(in.room_c) + own, UNITS);
-      const float off = v.x * inv, var = variance(v.y * inv, off);
-      shift_c = pick(inv > 0.0f, shift_c + off, 0.0f);
-      if (quad == 0) statistics[64 + own] = make_float2(shift_c, rsqrt_(var + p.eps) * g_c);
+      EACH_HALF {
+        const float2 v = add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
+        const float off = v.x * inv, var = variance(v.y * inv, off);
+        shift_c[s] = pick(inv > 0.0f, shift_c[s] + off, 0.0f);
+        if (quad == 0) statistics[OF_C + own + 8 * s] = make_float2(shift_c[s], rsqrt_(var + p.eps) * g_c[s]);
+        var_c[s] = var;
+      }
       if (!SUM_H) put(t + 1);
       __syncthreads();
       MARK(9);
-      var_c = var;
     }
     if (!SUM_H && !SUM_C) put(t + 1);
-    if (SUM_C && quad == 0 && at.mine) p.mean_c[to_c] = shift_c, p.var_c[to_c] = var_c;
+    EACH_HALF
+      if (SUM_C && quad == 0 && at.has(s)) p.mean_c[to_c + 8 * s] = shift_c[s], p.var_c[to_c + 8 * s] = var_c[s];
     to_c += H;
     if (!SUM_H && !SUM_C) __syncthreads();
   }
@@ -124,11 +149,12 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
 
 // The others: their rows.
 __device__ __forceinline__ void work(const Forward& p, const Place& at, const Layout& in) {
-  const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad;
+  const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad, within = at.within;
   const i64 r = blockIdx.y, B = p.B, rank = blockIdx.x, unit = at.unit;
 
   // The weights of the unit: rows own and own + 8 of two sums are its gates.
   uint4 w[GROUPS + 1][2][2];
+  auto column_of = [&](int place, int k) { return place < PLACES ? sender(place / HALVES) * UNITS + 8 * (place % HALVES) + k : H; };
   {
     const Element* weight = p.weight + r * GATES * H + (at.mine ? unit : 0) * H;
     float up[4] = {1, 1, 1, 1};
@@ -141,7 +167,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       top = max(top, __shfl_xor_sync(~0u, top, 1));
       top = max(top, __shfl_xor_sync(~0u, top, 2));
       up[q] = scale_up(top);
-      if (warp == 0 && quad == 0) in.constants[32 + 4 * own + q] = scale_down(top) * (1.0f / WHOLE);
+      if ((HALVES > 1 ? at.tile : warp) == 0 && quad == 0) in.constants[4 * UNITS + 4 * within + q] = scale_down(top) * (1.0f / WHOLE);
     }
 #endif
     // Those of columns k to k + 3.
@@ -161,9 +187,9 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           int place = 4 * i + quad, k = 4 * half;
-          if (i == GROUPS && REST == 1) place = half ? BLOCKS : 4 * i, k = 2 * quad;
-          if (i == GROUPS && REST == 2) place = half ? BLOCKS : 4 * i + (quad >> 1), k = 4 * (quad & 1);
-          w[i][m][half] = four(m, place < BLOCKS ? sender(place) * UNITS + k : H);
+          if (i == GROUPS && REST == 1) place = half ? PLACES : 4 * i, k = 2 * quad;
+          if (i == GROUPS && REST == 2) place = half ? PLACES : 4 * i + (quad >> 1), k = 4 * (quad & 1);
+          w[i][m][half] = four(m, column_of(place, k));
         }
   }
 
@@ -179,12 +205,12 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 #else
   const float up_first = 1.0f;
 #endif
-  for (int i = lane; i < 8 * RT * SOURCES; i += 32) {
-    const int row = 8 * at.tile + i % (8 * RT), place = i / (8 * RT);
+  for (int i = lane; i < 8 * RT * SOURCES / HALVES; i += 32) {
+    const int row = 8 * at.tile + i % (8 * RT), place = i / (8 * RT) * HALVES + at.half;
     u32 v[4];
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-      const int column = place < BLOCKS ? sender(place) * UNITS + 2 * n : H;
+      const int column = column_of(place, 2 * n);
       v[n] = row < B && column < H ? operand(h0 + i64(row) * H + column, up_first) : 0;
     }
     in.hidden[place * SOURCE + row] = make_uint4(v[0], v[1], v[2], v[3]);
@@ -192,11 +218,11 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   }
 
   // Where the thread's numbers of a step lie, and those of the next.
-  const i64 step_saved = BLOCKS * PAIRS * UNITS, pair = rank * PAIRS + 4 * at.tile + quad;
-  const Element* wx = p.wx + (r * p.T * B + 8 * at.tile) * GATES + rank * UNITS;
-  float* cs = p.cs + (r * (p.T + 1) * step_saved + pair * UNITS + own) * 2;
+  const i64 step_saved = EIGHTS * PAIRS * 8, pair = (rank * HALVES + at.half) * PAIRS + 4 * at.tile + quad;
+  const Element* wx = p.wx + (r * p.T * B + 8 * at.tile) * GATES + rank * UNITS + FIRST(at.half);
+  float* cs = p.cs + (r * (p.T + 1) * step_saved + pair * 8 + own) * 2;
   Element* wh = p.wh + r * p.T * step_saved * 8 + eight_at(pair, own);
-  Element* hs = p.hs + ((r * (p.T + 1) + 1) * B + 8 * at.tile) * H + rank * UNITS;
+  Element* hs = p.hs + ((r * (p.T + 1) + 1) * B + 8 * at.tile) * H + rank * UNITS + FIRST(at.half);
   const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
   bool saves[RT];
   int length[RT][2];
@@ -210,7 +236,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       length[n][e] = LENGTHS && at.in(n, e) ? p.lengths[at.row(n, e)] : 0;
       c[n][e] = at.in(n, e) ? p.c0[(r * B + at.row(n, e)) * H + unit] : 0.0f;
     }
-    saves[n] = SAVE && at.row(n, 0) / 2 < PAIRS;
+    saves[n] = SAVE && at.row(n, 0) / 2 < PAIRS && (HALVES == 1 || unit - own < H);
     if (saves[n]) store2(cs + 64 * n, c[n][0], c[n][1]);
   }
   auto ask_rows = [&]() {
@@ -222,8 +248,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   auto prepare = [&](int t) {
     fetched();
     float2 of_x[4];
-    if (MODE_X) read_slots(of_x, in.statistics(t), own);
-    const float4 b = reinterpret_cast<const float4*>(in.constants)[own];
+    if (MODE_X) read_slots(of_x, in.statistics(t), within);
+    const float4 b = reinterpret_cast<const float4*>(in.constants)[within];
     const float bias[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
     for (int n = 0; n < RT; n++)
@@ -248,7 +274,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   u32 to[SENDS > 0 ? SENDS : 1];
 #pragma unroll
   for (int i = 0; i < SENDS; i++) to[i] = in_block(shared, receiver(4 * i + first_place < BLOCKS ? 4 * i + first_place : 0));
-  const u32 into = (first_place * SOURCE + 8 * at.tile + piece) * 16, barrier_at = in.barriers - shared;
+  const u32 into = ((first_place * HALVES + at.half) * SOURCE + 8 * at.tile + piece) * 16, barrier_at = in.barriers - shared;
 
   // What a step leaves behind, which nobody waits for: the cells are those of c until the next ones take their place.
   Eight late[RT];
@@ -265,6 +291,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     wh += step_saved * 8, hs += B * H, cs += step_saved * 2;
   };
 
+  const bool later = STAGGERED && warp >= (WARPS + 1) / 2;
+
   __syncthreads();
   prepare(0);
   meet_cluster();
@@ -277,10 +305,11 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     const float2 *statistics = in.statistics(t), *before = in.statistics(t + 1);  // of step t - 1
 
     // W_h h. In step 0 there is nothing to wait for, and a barrier says so of the phase before its first.
+    if (HALVES > 1) meet_workers();  // the warp of the other half has written its part of these rows
     if (BLOCKS > 1) {
       const u32 barrier = in.barriers + 8 * now;
       waiting.until(barrier, u32((t - 1) >> 1));
-      if (threadIdx.x == 0 && !waiting.tired) expect(barrier, counted(p.B));
+      if (EXPECTS && !waiting.tired) expect(barrier, EXPECTED(counted(p.B)));
     } else {
       __syncwarp();
     }
@@ -316,7 +345,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         }
       }
 #if TYPE == 0
-      const float4 undo = reinterpret_cast<const float4*>(in.constants + 32)[own];
+      const float4 undo = reinterpret_cast<const float4*>(in.constants + 4 * UNITS)[within];
       const float down[4] = {undo.x * unscale, undo.y * unscale, undo.z * unscale, undo.w * unscale};
       unscale = 1.0f;
 #endif
@@ -341,7 +370,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     if (SUM_H) {
       float v[2][4], sum[2];
       float2 shift[4];
-      read_slots(shift, before + 32, own);
+      read_slots(shift, before + OF_H, within);
 #pragma unroll
       for (int q = 0; q < 4; q++)
 #pragma unroll
@@ -360,8 +389,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     }
     float gate[RT][4][2], cand[RT][2];
     float2 of_h[4] = {};
-    if (MODE_H) read_slots(of_h, statistics + 32, own);
-    const float shift_c = SUM_C ? before[64 + own].x : 0.0f;
+    if (MODE_H) read_slots(of_h, statistics + OF_H, within);
+    const float shift_c = SUM_C ? before[OF_C + within].x : 0.0f;
     // T is not negative, but the compiler does not know that; it would read after the stores.
     const u32 never = u32(p.T) >> 31, seen = __float_as_uint(of_h[3].y) ^ __float_as_uint(of_h[0].y) ^ __float_as_uint(shift_c);
     if (TYPE == 0 && t > 0) keep(SUM_H ? RT / 2 : 0, RT, MODE_H ? seen & never : 0);
@@ -413,7 +442,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       __syncthreads();
     }
     MARK(9);
-    const float2 of_c = MODE_C ? statistics[64 + own] : make_float2(0, pre(2));
+    const float2 of_c = MODE_C ? statistics[OF_C + within] : make_float2(0, pre(2));
     float h[RT][2];
     u32 line[RT];
 #pragma unroll
@@ -429,9 +458,10 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     }
 
     // To all blocks, this one too.
+    auto pass = [&]() {
 #ifndef NO_EXCHANGE
-    if (t + 1 < p.T) {
-      u32* mine = reinterpret_cast<u32*>(in.hidden + (now ^ 1) * SOURCES * SOURCE + 8 * at.tile) + lane;
+      if (t + 1 >= p.T) return;
+      u32* mine = reinterpret_cast<u32*>(in.hidden + ((now ^ 1) * SOURCES + at.half) * SOURCE + 8 * at.tile) + lane;
 #pragma unroll
       for (int n = 0; n < RT; n++) mine[32 * n] = line[n];
       // A row's eight units are gathered from the quad that has them.
@@ -444,10 +474,11 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 #pragma unroll
         for (int i = 0; i < SENDS; i++)
           send(4 * i + first_place < BLOCKS && 8 * (at.tile + n) + piece < B,
-               to[i] + into + buffer + 4 * i * SOURCE * 16 + 128 * n, to[i] + barrier, chunk);
+               to[i] + into + buffer + 4 * i * HALVES * SOURCE * 16 + 128 * n, to[i] + barrier, chunk);
       }
-    }
 #endif
+    };
+    if (!later) pass();
     MARK(10);
 
     __syncwarp();  // all lanes have read what is written over
@@ -464,6 +495,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     MARK(11);
     if (!SUM_H && !SUM_C) __syncthreads();
     if (t + 1 < p.T) prepare(t + 1);
+    if (later) pass();
     MARK(12);
   }
   keep(0, RT + 1);
@@ -474,7 +506,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       if (at.in(n, e)) p.c_n[(r * B + at.row(n, e)) * H + unit] = c[n][e];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const Forward p) {
+extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) small_forward(const Forward p) {
   extern __shared__ uint4 shared[];
   if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
   Layout in;
@@ -488,12 +520,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) small_forward(const For
   const Place at = place_of(p.B);
   for (int i = threadIdx.x; i < 2 * STATISTICS; i += THREADS) in.given[i] = 0.0f;
   if (threadIdx.x == 0)
-    for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i);
+    for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i, ARRIVALS);
   __syncthreads();
-  if (threadIdx.x == 0 && BLOCKS > 1) expect(in.barriers + 8, counted(p.B));  // in step 1
-  if (at.warp == WARPS)
+  if (EXPECTS && BLOCKS > 1) expect(in.barriers + 8, EXPECTED(counted(p.B)));  // in step 1
+  if (HALVES > 1 ? at.warp >= WARPS : at.warp == WARPS) {
+    give_registers();
+    if (HALVES > 1 && at.warp > WARPS) return;
     serve(p, at, in);
-  else
+  } else {
+    take_registers();
     work(p, at, in);
+  }
   meet_cluster();  // nobody leaves while its memory may still be written to
 }

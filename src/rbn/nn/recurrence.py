@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import rbn.ops as ops
 from rbn.nn import checks, init
+from rbn.ops.functional import from_one_feature, takes_features
 from rbn.ops.types import valid_steps
 
 if TYPE_CHECKING:
@@ -139,13 +140,19 @@ class Recurrence(nn.Module, abc.ABC):
         directions: for each one the suffix of its parameters, its input and the given states.
         """
         calls: list[dict[str, Any]] = []
+        whole = self._group() is None and all(
+            x.is_floating_point() and takes_features(self.op, x) for _, x, _ in directions
+        )
+        weights: list[Tensor] = []
         empty: list[tuple[Tensor, States]] = []
         for suffix, input, given in directions:
             weight = self._own(f"weight_ih{suffix}")
             # W_x x_t for every t; for a one-hot x_t that is a column of W_x.
             if input.is_floating_point():
-                same = weight.dtype == input.dtype
-                wx = _input_product(input, weight if same else weight.to(input.dtype))
+                own = weight if weight.dtype == input.dtype else weight.to(input.dtype)
+                weights.append(own)
+                # Of its shape and type, where it may not be needed.
+                wx = input.expand(-1, -1, len(own)) if whole else _input_product(input, own)
             else:
                 wx = F.embedding(input[..., 0], self._autocast(weight).t().contiguous())
             batch = input.shape[1]
@@ -156,7 +163,12 @@ class Recurrence(nn.Module, abc.ABC):
                 calls.append(self._call(suffix, wx, states, lengths, start))
         if empty:
             return empty
-        found = ops.side_by_side(self.op, calls)
+        found = from_one_feature(self.op, calls, weights) if whole else None
+        if found is None:
+            if whole:
+                for call, (_, input, _), weight in zip(calls, directions, weights, strict=True):
+                    call["wx"] = _input_product(input, weight)
+            found = ops.side_by_side(self.op, calls)
         return [
             self._results(suffix, results, lengths, start)
             for (suffix, _, _), results in zip(directions, found, strict=True)

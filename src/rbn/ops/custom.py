@@ -28,6 +28,29 @@ def _no_double_backward(op: str) -> Any:
     return backward
 
 
+class _Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.op = op
+        return tuple(tensor.clone() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        _no_double_backward(ctx.op)(ctx, *grads)
+
+
+def without_second_derivative(op: str, backward: Any) -> Any:
+    """A backward function, see `Formula.gradients`, whose results refuse to be differentiated."""
+
+    def run(*given: Any) -> Any:
+        with torch.no_grad():
+            found = tuple(backward(*given))
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        return _Undifferentiable.apply(op, len(found), *found, *tensors)  # type: ignore[no-untyped-call]
+
+    return run
+
+
 def like_inputs(a: Any, fields: Sequence[str]) -> tuple[Tensor, ...]:
     """Fresh tensors of the shape of each differentiable input, empty where it is absent."""
     values = (getattr(a, name) for name in fields)
@@ -124,6 +147,24 @@ class Operator:
         name = op._opoverload._schema.name.split("::")[1]
         backward_op.register_autograd(_no_double_backward(name))
 
+        self._direct = Direct(formula, forward, backward, consuming or backward, backward_op)
+
+    def __call__(self, *args: Any) -> Any:
+        """The outputs, the first of them differentiable."""
+        return self.op(*args) if is_traced(args[0]) else self._direct(*args)
+
+
+class Direct:
+    """A pair of functions as an `autograd.Function`, which tracers do not see.
+
+    forward: takes what `formula` says. backward: see `Formula.gradients`. consuming: the same where
+        nobody will need again what was kept. in_graph: the same where gradients are to be
+        differentiated, too.
+    """
+
+    def __init__(
+        self, formula: Formula, forward: Any, backward: Any, consuming: Any, in_graph: Any
+    ) -> None:
         class Function(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -136,19 +177,17 @@ class Operator:
                 if torch.is_grad_enabled():
                     # With create_graph the operator says, if asked, that there is no second
                     # derivative.
-                    run = backward_op
+                    run = in_graph
                 else:
-                    run = consuming if consuming and not _graph_is_kept() else backward
+                    run = backward if _graph_is_kept() else consuming
                 return tuple(formula.gradients(ctx, grad_outputs, run))
 
-        self.function, self.forward = Function, forward
+        self.forward = forward
         # Without what Python does first for transforms of `torch.func`, under which nobody calls.
         self._apply = super(torch.autograd.Function, Function).apply
 
     def __call__(self, *args: Any) -> Any:
         """The outputs, the first of them differentiable."""
-        if _is_traced(args[0]):
-            return self.op(*args)
         if not torch.is_grad_enabled():
             return self.forward(*args)
         return self._apply(*args)  # type: ignore[no-untyped-call]
@@ -160,7 +199,7 @@ def _graph_is_kept() -> bool:
     return True if asked is None else bool(asked())
 
 
-def _is_traced(tensor: Tensor) -> bool:
+def is_traced(tensor: Tensor) -> bool:
     """Whether someone watches the operators that run, or tensors are not what they seem."""
     return (
         torch.compiler.is_compiling()

@@ -114,6 +114,27 @@ def run_together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ..
     return found
 
 
+def may_take_feature(op: str, x: Tensor) -> bool:
+    """Whether `run_from_one_feature` may take inputs ``[T, B, 1]``."""
+    if torch.compiler.is_compiling() or select(op, x) is not getattr(_gpu, op, None):
+        return False
+    return bool(_gpu.may_take(op, x))
+
+
+def run_from_one_feature(
+    op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
+) -> list[tuple[Any, ...]] | None:
+    """The results of calls without their input terms; None where those must be made."""
+    device = calls[0]["wx"].device.type
+    found: list[tuple[Any, ...]] | None
+    if not torch.is_autocast_enabled(device):
+        found = _gpu.from_one_feature(op, calls, weights)
+        return found
+    with torch.autocast(device, enabled=False):
+        found = _gpu.from_one_feature(op, calls, weights)
+    return found
+
+
 def _under_torch_func() -> bool:
     """Whether a transform of `torch.func` or forward-mode differentiation is going on.
 

@@ -17,7 +17,7 @@ from rbn.ops.checks import (
     check_shapes,
     constant_statistics,
 )
-from rbn.ops.dispatch import run, run_together
+from rbn.ops.dispatch import may_take_feature, run, run_from_one_feature, run_together
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
 if TYPE_CHECKING:
@@ -284,3 +284,28 @@ def side_by_side(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ..
         raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
     found = run_together(op, calls) if len(calls) > 1 else None
     return [_OPS[op](**call) for call in calls] if found is None else found
+
+
+def takes_features(op: str, x: Tensor) -> bool:
+    """Whether `from_one_feature` may take an input ``[T, B, F]``: it has one feature, for example.
+
+    Nothing is made for that yet; `from_one_feature` may still decline.
+    """
+    return op in _OPS and x.shape[-1] == 1 and may_take_feature(op, x)
+
+
+def from_one_feature(
+    op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
+) -> list[tuple[Any, ...]] | None:
+    """`side_by_side` of inputs that `takes_features`, whose input terms need not be made.
+
+    Args:
+        op: the name of the recurrence.
+        calls: the arguments of each call by name. In the place of the input term is the input,
+            expanded to the shape of it.
+        weights: W_x ``[4H, 1]`` for each call, in the type of the input.
+
+    Returns:
+        What the recurrence returns for each call; None where the input terms have to be made.
+    """
+    return run_from_one_feature(op, calls, weights)

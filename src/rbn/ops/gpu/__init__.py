@@ -18,11 +18,12 @@ from rbn.ops import reference
 from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
 from rbn.ops.gpu.library import lstm_op
 from rbn.ops.gpu.ln_lstm_steps import LARGEST
+from rbn.ops.gpu.one_feature import from_one_feature, may_take
 from rbn.ops.gpu.steps_library import bn_rnn_op, ln_lstm_op
 from rbn.ops.gpu.together import together
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
-__all__ = ["bn_lstm", "bn_rnn", "ln_lstm", "lstm", "together"]
+__all__ = ["bn_lstm", "bn_rnn", "from_one_feature", "ln_lstm", "lstm", "may_take", "together"]
 
 log = logging.getLogger("rbn.ops.gpu")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import device, paths
+from rbn.ops.gpu import device, paths, small_lstm
 from rbn.ops.gpu.plan import Plan, tf32_allowed
 from rbn.ops.gpu.signature import Inputs
 from rbn.ops.gpu.stepwise import zone
@@ -36,12 +36,15 @@ class Call:
         a: the operator's arguments as they came.
         flat: the input term, contiguous, in the shape that it came in.
         lead: ``(R,)``, or nothing where the arguments have no leading dimension.
+        w: for inputs of one feature what the input term is that feature times of, ``[R, 4H]``; the
+            input term is then the feature itself, as many times as there are columns, and never
+            made.
         kept: what kernels were given the addresses of, and nobody else may hold.
     """
 
-    def __init__(self, a: Inputs) -> None:
-        self.a = a
-        self.flat = aligned(a.wx.contiguous())
+    def __init__(self, a: Inputs, w: Tensor | None = None) -> None:
+        self.a, self.w = a, w
+        self.flat = aligned(a.wx.contiguous()) if w is None else a.wx
         *lead, self.T, self.B, G = self.flat.shape
         self.lead = tuple(lead)
         self.R, self.H = lead[0] if lead else 1, G // 4
@@ -50,7 +53,9 @@ class Call:
         self.kept: list[Tensor] = []
         term = GIVEN if a.population else BATCH
         normalized = a.norm == "batch"
-        self.x = NONE if not normalized or a.joint else GIVEN if a.sequence else term
+        # Sequencewise statistics are given to kernels that do not know where they come from.
+        given = a.sequence and w is None
+        self.x = NONE if not normalized or a.joint else GIVEN if given else term
         self.flags: dict[str, int] = {
             "X": self.x,
             "NORM": term if normalized else NONE,
@@ -155,7 +160,11 @@ class Call:
 
     def addresses(self, weight: Tensor) -> dict[str, int]:
         """Of what both kernels are given, by the names they use; not of what is absent."""
-        found = {"wx": self.address(self.flat), "weight": self.address(weight)}
+        found = {"weight": self.address(weight)}
+        if self.w is None:
+            found["wx"] = self.address(self.flat)
+        else:
+            found["w"] = self.address(self.full(self.w))
         given = self._vectors()
         joined, sizes = self._joined(given)
         if joined is None:
@@ -175,6 +184,19 @@ class Call:
         if self.a.lengths is not None:
             found["lengths"], found["inv_n"] = map(self.address, (self.lengths, self.inv_n))
         return found
+
+    @functools.cached_property
+    def input_rows(self) -> int:
+        """Numbers that a step of inputs of one feature takes."""
+        cut = small_lstm.choose(self.flat)
+        assert cut is not None
+        return cut.rows
+
+    def inputs_at(self, inputs: Tensor) -> dict[str, int]:
+        """The addresses of inputs of one feature, and of variances, which come behind them."""
+        at = inputs.data_ptr()
+        behind = at + 4 * self.R * self.T * self.input_rows
+        return {"wx": at, "var_x": behind} if self.x == BATCH else {"wx": at}
 
     def moments_at(self, moments: Sequence[Tensor]) -> dict[str, int]:
         """The addresses of statistics, like `addresses`."""

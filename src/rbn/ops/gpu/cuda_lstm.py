@@ -43,6 +43,12 @@ def _members(pointers: tuple[str, ...]) -> list[tuple[str, Any]]:
     ]
 
 
+OneForwardArguments = structure(
+    "OneForward", [*_members((*_FORWARD, "w")), ("eps", ctypes.c_float)]
+)
+OneBackwardArguments = structure(
+    "OneBackward", [*_members((*_BACKWARD, "w")), ("eps", ctypes.c_float)]
+)
 _WIDE = ("passed", "spilled", "meetings")
 ForwardArguments = structure("Forward", [*_members(_FORWARD), ("eps", ctypes.c_float)])
 BackwardArguments = structure("Backward", [*_members(_BACKWARD), ("eps", ctypes.c_float)])
@@ -144,11 +150,16 @@ def covers(a: Any) -> bool:
         return False
     if a.wx.dtype == torch.float32 and not tf32_allowed():
         return False
-    plain = not (a.joint or a.include or a.pass_normalized_cell)
-    zoned = a.mask_c is not None or a.mask_h is not None or a.rate_c or a.rate_h
-    if not plain or zoned:
+    if not takes_options(a):
         return False
     return bool(small_lstm.choose(a.wx) or _fits(a.wx) or fits_wide(a.wx))
+
+
+def takes_options(a: Any) -> bool:
+    """Whether the kernels have all that this call asks for, of whatever size it is."""
+    plain = not (a.joint or a.include or a.pass_normalized_cell)
+    zoned = a.mask_c is not None or a.mask_h is not None or a.rate_c or a.rate_h
+    return plain and not zoned
 
 
 def _fits(wx: Tensor) -> bool:
@@ -208,6 +219,7 @@ def _defines(call: Any, DOUTPUT: bool = False) -> tuple[Any, ...]:
         ("BETA", int(a.beta_c is not None)),
         ("SAVE", int(a.save)),
         ("DOUTPUT", int(DOUTPUT)),
+        *([("SCALAR", 1)] if call.w is not None else []),
     )
 
 
@@ -246,7 +258,10 @@ def _run_small(direction: str, call: Any, at: dict[str, int], rows: list[int], *
     log.debug("lstm %s in CUDA, small: %s, clusters of %d", direction, cut, cluster)
     with torch.cuda.device_of(wx):
         kernel = small_lstm.kernel(direction, cut, cluster, device, _defines(call, **more))
-        arguments = ForwardArguments if direction == "forward" else BackwardArguments
+        if call.w is None:
+            arguments = ForwardArguments if direction == "forward" else BackwardArguments
+        else:
+            arguments = OneForwardArguments if direction == "forward" else OneBackwardArguments
         _run(kernel, cluster, call, arguments, at, rows)
     return True
 

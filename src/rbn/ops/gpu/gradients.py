@@ -32,11 +32,12 @@ def _consumed(call: Call, wh: Tensor) -> Tensor | None:
     begin = (numbers - size) // 8 * 8  # a multiple of 16 bytes
     if call.R > 1 or wh.storage_offset() or begin < wh.numel() + call.B * 4 * call.H - size:
         return None
-    return wh.as_strided(call.flat.shape, call.flat.stride(), begin)
+    strides = (size, call.B * 4 * call.H, 4 * call.H, 1)
+    return wh.as_strided(call.flat.shape, strides[-call.flat.dim() :], begin)
 
 
 class _Sums:
-    """Room for the gradients of `VECTORS`, float32, in one piece.
+    """Room for the gradients of `VECTORS`, and of w where there is one, float32, in one piece.
 
     A part begins at a multiple of 16 bytes, which the kernels ask for.
     """
@@ -45,33 +46,42 @@ class _Sums:
         n = call.R * call.H
         padded = -(-n // 4) * 4
         self.sizes = [4 * n] * 3 + [padded] * 2
+        if call.w is not None:
+            self.sizes.append(4 * n)
         new = torch.empty if call.in_cuda else torch.zeros
-        self.whole = new(12 * n + 2 * padded, dtype=torch.float32, device=call.flat.device)
+        self.whole = new(sum(self.sizes), dtype=torch.float32, device=call.flat.device)
 
     def parts(self) -> list[Tensor]:
         return list(self.whole.split(self.sizes))
 
     def at(self) -> dict[str, int]:
         """The addresses of the parts, by the kernels' names of them."""
-        begin, n, padded = self.whole.data_ptr(), 4 * self.sizes[0], 4 * self.sizes[-1]
-        return {
+        begin, n, padded = self.whole.data_ptr(), 4 * self.sizes[0], 4 * self.sizes[3]
+        found = {
             "dbias": begin,
             "dgamma_x": begin + n,
             "dgamma_h": begin + 2 * n,
             "dgamma_c": begin + 3 * n,
             "dbeta_c": begin + 3 * n + padded,
         }
+        if len(self.sizes) > len(found):
+            found["dwx"] = begin + 3 * n + 2 * padded
+        return found
 
     def gradients(self, call: Call) -> dict[str, Tensor]:
         """The parts in the types and shapes of the parameters; empty where there is none."""
         a, whole = call.a, self.whole
-        given = (a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)
+        given = [a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c]
+        names = list(VECTORS)
+        if call.w is not None:
+            given.append(call.w)
+            names.append("wx")
         types = {v.dtype for v in given if v is not None}
         if len(types) == 1 and whole.dtype not in types:  # rounded all at once
             whole = whole.to(next(iter(types)))
         found = {}
         parts = whole.split_with_sizes(self.sizes)
-        for name, parameter, part in zip(VECTORS, given, parts, strict=True):
+        for name, parameter, part in zip(names, given, parts, strict=True):
             if parameter is None:
                 found[name] = whole.new_empty(0)
                 continue
@@ -90,12 +100,16 @@ def backward(
     dh_n: Tensor | None,
     dc_n: Tensor | None,
     consume: bool = False,
+    w: Tensor | None = None,
+    inputs: Tensor | None = None,
 ) -> Grads:
     """The gradients of all differentiable inputs, from those of the three results.
 
     consume: whether what the forward pass saved may be overwritten, as nobody will need it again.
+    w, inputs: for inputs of one feature, see `Call`, and as the forward pass has given them. The
+        gradient that is named after the input term is then that of w.
     """
-    call = Call(given)
+    call = Call(given, w)
     a, wx = call.a, call.flat
     log.debug(
         "lstm backward R=%d T=%d B=%d H=%d %s: %s",
@@ -107,9 +121,9 @@ def backward(
         bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
         da = torch.full(wx.shape, -1, dtype=bits, device=wx.device).view(wx.dtype)
     elif da is None:
-        da = torch.empty_like(wx)
+        da = wx.new_empty(wx.shape)
     shared = a.norm == "none" or a.joint  # the gradient of both terms is one
-    dwx = da if shared else torch.empty_like(wx)
+    dwx = None if w is not None else da if shared else torch.empty_like(wx)
     sums = _Sums(call)
     moments = [call.full(p) for p in a.population] if a.population else list(r[3:9])
     if a.norm == "batch" and not a.population:
@@ -120,10 +134,14 @@ def backward(
             moments[5] = raised_c
     weight = a.weight_hh if a.weight_hh.dtype == wx.dtype else a.weight_hh.to(wx.dtype)
     weight = aligned(weight)
-    run = _in_cuda if call.in_cuda else _in_triton
-    dh, dc = run(call, r, moments, weight, doutput, (dh_n, dc_n), da, dwx, sums)
+    last = (dh_n, dc_n)
+    if call.in_cuda:
+        dh, dc = _in_cuda(call, r, moments, weight, doutput, last, da, dwx, sums, inputs)
+    else:
+        assert dwx is not None
+        dh, dc = _in_triton(call, r, moments, weight, doutput, last, da, dwx, sums)
 
-    if a.sequence:
+    if a.sequence and dwx is not None:
         _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
     hidden = r.hidden if r.hidden.numel() else r.output
     apart = shared or not (call.in_cuda and small_lstm.choose(wx))
@@ -131,12 +149,14 @@ def backward(
         dweight, dh0 = _through_weight(call, da, weight, hidden, apart)
     if a.lengths is not None or call.zoned:  # else every row goes through every product
         dh0 = dh + dh0.to(torch.float32)
+    vectors = sums.gradients(call)
+    if dwx is not None:
+        vectors["wx"] = dwx
     return Grads(
-        wx=dwx,
         weight_hh=dweight.to(a.weight_hh.dtype),
         h0=dh0.to(a.h0.dtype),
         c0=dc.to(a.c0.dtype),
-        **sums.gradients(call),
+        **vectors,
     )
 
 
@@ -148,8 +168,9 @@ def _in_cuda(
     doutput: Tensor | None,
     last: tuple[Tensor | None, Tensor | None],
     da: Tensor,
-    dwx: Tensor,
+    dwx: Tensor | None,
     sums: _Sums,
+    inputs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """One launch. Gives what of the gradients of h0 and c0 does not go through W_h."""
     wx = call.flat
@@ -166,7 +187,11 @@ def _in_cuda(
         counter = torch.zeros(call.R, dtype=torch.int32, device=device)
         at["dh"], at["dc"], at["counter"] = dh.data_ptr(), dc.data_ptr(), counter.data_ptr()
     at["cs"], at["wh"] = r.cs.data_ptr(), r.wh.data_ptr()
-    at["da"], at["dwx"] = da.data_ptr(), dwx.data_ptr()
+    at["da"] = da.data_ptr()
+    if dwx is not None:
+        at["dwx"] = dwx.data_ptr()
+    if inputs is not None:
+        at |= call.inputs_at(inputs)
     if doutput is not None:
         at["doutput"] = call.address(doutput.contiguous())
     cuda_lstm.backward(call, at, rows_of(moments), doutput is not None)

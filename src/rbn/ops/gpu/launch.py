@@ -16,7 +16,7 @@ from torch import Tensor
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths, small_lstm
 from rbn.ops.gpu.call import BATCH, FAR, MOMENTS, Call, rows_of
 from rbn.ops.gpu.gradients import backward
-from rbn.ops.gpu.input_moments import input_moments
+from rbn.ops.gpu.input_moments import feature_moments, input_moments
 from rbn.ops.gpu.lstm_forward import lstm_forward
 from rbn.ops.gpu.paths import plan_for
 from rbn.ops.gpu.plan import power_of_two
@@ -31,7 +31,7 @@ from rbn.ops.gpu.signature import (
 )
 from rbn.ops.types import valid_steps
 
-__all__ = ["backward", "forward", "plan_for"]
+__all__ = ["backward", "forward", "forward_of_one_feature", "plan_for"]
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -46,10 +46,25 @@ def forward(given: Inputs, apart: bool = False) -> Outputs:
         "lstm forward R=%d T=%d B=%d H=%d %s: %s",
         *(call.R, call.T, call.B, call.H, call.flat.dtype, call.path),
     )
-    return _in_cuda(call, apart) if call.in_cuda else _in_triton(call)
+    return _in_cuda(call, apart)[0] if call.in_cuda else _in_triton(call)
 
 
-def _in_cuda(call: Call, apart: bool) -> Outputs:
+def forward_of_one_feature(w: Tensor, given: Inputs) -> tuple[Tensor, ...]:
+    """The same for inputs of one feature, see `Call`, through the kernels for small layers.
+
+    Returns one tensor more: the inputs as the kernels take them.
+    """
+    call = Call(given, w)
+    log.debug(
+        "lstm forward R=%d T=%d B=%d H=%d %s: one feature",
+        *(call.R, call.T, call.B, call.H, call.flat.dtype),
+    )
+    found, inputs = _in_cuda(call, apart=False)
+    assert inputs is not None
+    return *found, inputs
+
+
+def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     """One launch, and as little as possible before it: the card may be waiting."""
     a, H, wx = call.a, call.H, call.flat
     dtype, device, full = wx.dtype, wx.device, torch.float32
@@ -78,7 +93,11 @@ def _in_cuda(call: Call, apart: bool) -> Outputs:
     else:
         at |= new.at
         rows = new.rows
-    if a.sequence:
+    inputs: Tensor | None = None
+    if call.w is not None:
+        inputs = _inputs_of_one_feature(call, new, at["w"])
+        at |= call.inputs_at(inputs)
+    elif a.sequence:
         _sequence_moments(call.wx, call.lengths if a.lengths is not None else None, new.parts())
     elif call.x == BATCH:
         _input_moments(call, new)
@@ -94,7 +113,7 @@ def _in_cuda(call: Call, apart: bool) -> Outputs:
     c_n = c_n.as_strided((*call.lead, call.B, H), (call.B * H, H, 1)[-last.dim() :])
     c_n = c_n.to(dtype, copy=True)  # no view, which users could not change in place
     saved = (wh, cs if a.save else cs.new_empty(0), wh.new_empty(0))
-    return Outputs._make((output, last, c_n, *new.parts(), *saved))
+    return Outputs._make((output, last, c_n, *new.parts(), *saved)), inputs
 
 
 def _cuts(a: Inputs) -> tuple[list[int], list[Any], int]:
@@ -297,6 +316,64 @@ def _input_moments(call: Call, new: _Moments) -> None:
         (call.flat.dtype,),
         call.flat,
     )
+
+
+def _inputs_of_one_feature(call: Call, new: _Moments, w: int) -> Tensor:
+    """Inputs as the kernels take them, with their variances behind.
+
+    The minibatch's statistics of the input term go into the first two of `new`. w: the address of
+    `call.w` in float32.
+    """
+    a, R, T, B, G = call.a, call.R, call.T, call.B, 4 * call.H
+    x = a.wx.select(-1, 0)
+    S, rows = call.input_rows, new.rows[0] if call.x == BATCH else 0
+    size = R * T * S
+    room = torch.empty(size + R * rows, dtype=torch.float32, device=x.device)
+    if a.sequence:
+        x = _sequence_centered(call, x, room.narrow(0, size, R), new)
+    batch, padded = call.x == BATCH and not a.sequence, a.lengths is not None
+    addresses = [x.data_ptr(), w, room.data_ptr()]
+    addresses += [new.at["mean_x"], new.at["var_x"]] if batch else addresses[2:] * 2
+    lengths = call.lengths if padded else room  # not looked at
+    addresses.append(lengths.data_ptr())
+
+    def tensors() -> list[Tensor]:
+        assert call.w is not None
+        return [x, call.full(call.w), room, *(new.parts()[:2] if batch else [room] * 2), lengths]
+
+    launch_kept(
+        feature_moments,
+        (R * T, 1),
+        tuple(addresses),
+        tensors,
+        (T, B, x.stride(0) if call.lead else 0, *x.stride()[-2:], size),
+        {
+            "F": G,
+            "S": S,
+            "ROWS": power_of_two(S),
+            "COLUMNS": power_of_two(G),
+            "BATCH": batch,
+            "LENGTHS": padded,
+        },
+        (x.dtype,),
+        room,
+    )
+    return room
+
+
+def _sequence_centered(call: Call, x: Tensor, var: Tensor, new: _Moments) -> Tensor:
+    """X ``[..., T, B]`` less its mean over all unpadded positions; the variance into `var`."""
+    assert call.w is not None
+    whole = x.to(torch.float32).reshape(call.R, call.T, call.B, 1)
+    moments = list(whole.new_empty(2, call.R, 1))
+    _sequence_moments(whole, call.lengths if call.a.lengths is not None else None, moments)
+    mean, found = moments
+    var.copy_(found.view(-1))
+    w = call.full(call.w).view(call.R, -1)
+    for part, value in zip(new.parts()[:2], (mean * w, found * w.square()), strict=True):
+        part.copy_(value.view_as(part))
+    centered: Tensor = whole.squeeze(-1) - mean[:, :, None]
+    return centered
 
 
 def _sequence_moments(wx: Tensor, lengths: Tensor | None, new: list[Tensor]) -> None:

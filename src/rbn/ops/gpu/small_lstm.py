@@ -28,6 +28,9 @@ _ROW_WARPS = 4  # of such a block for each 8 of its units
 # Types in which layers run with 16 units in a block. None until it is measured: else those of up to
 # 256 units run the kernels whose blocks meet in memory.
 SIXTEEN: tuple[torch.dtype, ...] = ()
+# Whether inputs of one feature go into the kernels as they are (SCALAR), not as the input term.
+# Not until it is measured.
+ONE_FEATURE = False
 # What else the kernels are compiled with: STAGGERED, ALL_WAIT, those that leave stages out.
 SWITCHES: dict[str, int] = {}
 _OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
@@ -47,6 +50,11 @@ class SmallCut:
     def row_warps(self) -> int:
         """Those that together have all rows, of 8 units."""
         return self.warps * UNITS // self.units
+
+    @property
+    def rows(self) -> int:
+        """Of the batch, with those that tiles have beyond it."""
+        return _ROWS * self.row_warps * self.tiles
 
     @property
     def threads(self) -> int:

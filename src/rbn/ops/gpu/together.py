@@ -39,6 +39,21 @@ def together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] 
     """
     if op not in ("bn_lstm", "lstm") or not pays(calls[0]["wx"], len(calls)):
         return None
+    found = joined(op, calls, _TENSORS)
+    if found is None:
+        return None
+    tensors, rest = found
+    return parted(op, lstm_op(*tensors, *rest, needs_grad(tensors)), len(calls))
+
+
+def joined(
+    op: str, calls: Sequence[dict[str, Any]], names: Sequence[str]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """The tensors of these names, and all that the operator takes behind tensors but `save`.
+
+    None where the calls differ, or have an option that the kernels have not. The tensors of several
+    have a leading dimension.
+    """
     empty = dict.fromkeys((*_TENSORS, "population")) | dict.fromkeys(_ZONEOUT, 0.0) | _OPTIONS
     if any(call[name] is not None for call in calls for name in call.keys() - empty.keys()):
         return None  # an option that the kernels do not have
@@ -50,7 +65,7 @@ def together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] 
         H = check_shapes(call["wx"], 4, **{name: call[name] for name in _TENSORS[1:]})
         check_sequence_lengths(call["lengths"], call["wx"])
         check_masks(call["wx"], H, **{name: call[name] for name in _ZONEOUT})
-    tensors = tuple(_stacked(calls, name) for name in _TENSORS)
+    tensors = tuple(_stacked(calls, name) for name in names)
     zoneout = zoneout_arguments(*(_stacked(calls, name) for name in _ZONEOUT))
     options: tuple[Any, ...] = ("none", 0.0, "step", "exclude", False)
     population: list[Tensor] = []
@@ -58,14 +73,20 @@ def together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] 
         names = ("eps", "input_stats", "padding", "pass_normalized_cell")
         options = ("batch", *(first[name] for name in names))
         given = zip(*map(_population, calls), strict=True)
-        population = [torch.stack(values) for values in given]
-    output, h_n, c_n, *rest = lstm_op(
-        *tensors, first["lengths"], population, *zoneout, *options, needs_grad(tensors)
-    )
-    results = zip(output.unbind(), h_n.unbind(), c_n.unbind(), strict=True)
+        population = [values[0] if len(calls) == 1 else torch.stack(values) for values in given]
+    return tensors, (first["lengths"], population, *zoneout, *options)
+
+
+def parted(op: str, found: Sequence[Tensor], count: int) -> list[tuple[Any, ...]]:
+    """The results of each of `count` calls that were made in one."""
+    if count == 1:
+        if op == "lstm":
+            return [tuple(found[:3])]
+        return [(*found[:3], Statistics(*(m if m.numel() else None for m in found[3:9])))]
+    results = zip(*(value.unbind() for value in found[:3]), strict=True)
     if op == "lstm":
         return list(results)
-    moments = [m.unbind() if m.numel() else [None] * len(calls) for m in rest[:6]]
+    moments = [m.unbind() if m.numel() else [None] * count for m in found[3:9]]
     statistics = (Statistics(*values) for values in zip(*moments, strict=True))
     return [(*found, s) for found, s in zip(results, statistics, strict=True)]
 
@@ -101,8 +122,8 @@ def pays(wx: Tensor, calls: int) -> bool:
 
 
 def _stacked(calls: Sequence[dict[str, Any]], name: str) -> Any:
-    """The tensors of that name with a leading dimension; what is none as it is."""
-    if isinstance(calls[0][name], Tensor):
+    """The tensors of that name with a leading dimension; what is none, or one, as it is."""
+    if isinstance(calls[0][name], Tensor) and len(calls) > 1:
         return torch.stack([call[name] for call in calls])
     return calls[0][name]
 

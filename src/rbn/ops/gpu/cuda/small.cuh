@@ -26,10 +26,17 @@
 // Named from outside besides those of common.cuh: MW (warps that together own all rows), RT, UNITS (8 or 16).
 // STAGGERED: half of the warps send first what the other blocks need and do then what is left of the step, the others
 // the other way round, so that stores to other blocks, of which there are enough for both, do not hold up all of them.
+// SCALAR: the input has one feature, so that the input term is x times a vector w. What is read of it in a step is a number
+// for each row, float32, less its mean where statistics are the minibatch's (MODE_X = 1, also those of all steps together).
+// Its variance is w^2 times that of x. If v is the latter and r = 1 / sqrt(w^2 v + eps), the term becomes gamma w r x, and
+// d(w) of a step is gamma eps r^3 sum(x d(.)): all but the share of eps goes with the normalization. So no d(W_x x) is kept.
 // ALL_WAIT: nobody only arrives at a barrier, and all lanes of a warp arrive at those in shared memory, which is what
 // racecheck understands.
 #ifndef UNITS
 #define UNITS 8
+#endif
+#ifndef SCALAR
+#define SCALAR 0
 #endif
 #ifndef ALL_WAIT
 #define ALL_WAIT 0
@@ -65,6 +72,12 @@
 #define RT 2
 #endif
 #define ROW_TILES (MW * RT)
+#define X_ROWS (8 * ROW_TILES)  // of x in a step, if SCALAR: those beyond the batch, and padded ones, are zeros
+#if SCALAR
+typedef float Input;
+#else
+typedef Element Input;
+#endif
 
 // Whether sums over the batch are made in each step.
 #ifdef NO_SUM

@@ -18,6 +18,16 @@
 #endif
 #define EARLY (HALVES > 1 || STAGGERED)
 #define SPLIT (MODE_H != 0)       // d(W_x x) is not d(W_h h)
+#define KEEPS_GATES (!(SPLIT && SCALAR))  // something is written gate by gate: d(W_x x), or the one that is both
+#if SCALAR
+#define GATES_TO p.da
+#else
+#define GATES_TO (SPLIT ? p.dwx : p.da)
+#endif
+#define MEETS_X (SUM_H && MODE_X && !(SCALAR && SUM_C))  // the warps meet once more, for the totals of the input term
+#define X_GATES (SCALAR ? 1 : 4)                         // for which a thread has numbers of the input
+#define SUMS_X (MODE_X || SCALAR)                        // sums are made with the input, too
+#define SUMS (SCALAR && MODE_X == 2 ? 4 : 3)             // of each gate
 #define PIECE (32 * RT + (TYPE == 0 ? 4 : 0))  // words of shares of a warp's rows for a block: [thread][RT], a factor
 #define SOURCE (WARPS * PIECE)                 // of all rows
 #define ROOM (112 * WARPS)                // sums of warps: 64 and 32 of gates, 16 of cells
@@ -35,7 +45,7 @@
 #define LESS_W (1.0f / 8192)
 
 struct Backward {
-  const Element* wx;      // [R, T, B, 4H]
+  const Input* wx;        // [R, T, B, 4H]; if SCALAR x, as in the forward kernel, and so is var_x
   const Element* weight;  // [R, H, 4H], transposed
   const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
   const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
@@ -46,9 +56,16 @@ struct Backward {
   const Element* doutput;  // [R, T, B, H]
   float *dh, *dc;          // [R, B, H]: those of h_n and c_n; then what skips W_h, and dc0
   Element* da;             // d(W_h h): [R, T, B, H, 4] if SPLIT, for fewer stores, else [R, T, B, 4H]
+#if SCALAR
+  float* dwx;              // d(w): [R, 4H]
+#else
   Element* dwx;            // [R, T, B, 4H]
+#endif
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
   u32* counter;  // not used but by CLOCK
+#if SCALAR
+  const float* w;  // [R, 4H]
+#endif
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -89,6 +106,7 @@ struct Layout {
   Ahead ahead;
   u32* late;  // [RT][EIGHTH][WORKERS][4]; [WARPS][4][SHEET]
   float *room, *room_x, *room_c;
+  float* room_w;  // [WARPS][4 * SHEET]: where nothing is kept, one sum more
   float* given;  // [2][TABLES]
   float4* totals;
   uint4* lines;    // [ROW_TILES][HALVES][32]: d(W_h h) as an operand, all gates
@@ -101,7 +119,7 @@ struct Layout {
 #define COUNTED (4 * SOURCE * (BLOCKS - 1))  // bytes that come from all other blocks in a step
 
 // What a number x of a normalized term becomes, and its gradient g:
-//   gate:  a * table.x + ((x - table.y) * table.z + table.w), a: W_h h less its mean
+//   gate:  a * table.x + ((x - table.y) * table.z + table.w), a: W_h h less its mean; if SCALAR table.y is left out
 //   cell:  (c - table.x) * table.y + beta
 //   d(.):  g * totals.x + totals.y + (x less its mean) * totals.z
 // so that the warps with rows have nothing to compute that is the same for all rows.
@@ -126,13 +144,19 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
   float all_x[HALVES] = {};
   EACH_HALF rx[s] = next_rx[s] = 1.0f;
 
+#if SCALAR
+  float w[HALVES], all_w[HALVES] = {};  // sums of r^3
+  EACH_HALF w[s] = at.has(s) ? p.w[r * GATES + column + 8 * s] : 0.0f;
+#endif
+
   auto ask = [&](int t) {
     if (!at.mine || t < 0) return;
     auto row = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
     EACH_HALF {
       if (s == 0 || at.has(s)) {
         if (MODE_H) vh[s] = p.var_h[row(p.rows_h) * GATES + column + 8 * s];
-        if (MODE_X) mx[s] = p.mean_x[row(p.rows_x) * GATES + column + 8 * s], vx[s] = p.var_x[row(p.rows_x) * GATES + column + 8 * s];
+        if (SCALAR && MODE_X == 1) vx[s] = p.var_x[row(p.rows_x)];
+        else if (MODE_X) mx[s] = p.mean_x[row(p.rows_x) * GATES + column + 8 * s], vx[s] = p.var_x[row(p.rows_x) * GATES + column + 8 * s];
         if (MODE_C) mc[s] = p.mean_c[row(p.rows_c) * H + at.unit + 8 * s], vc[s] = p.var_c[row(p.rows_c) * H + at.unit + 8 * s];
       }
     }
@@ -142,10 +166,18 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
     EACH_HALF {
       if (MODE_H) {
         next_rh[s] = rsqrt_(vh[s] + p.eps);
+#if SCALAR
+        if (MODE_X) next_rx[s] = rsqrt_((MODE_X == 1 ? w[s] * w[s] * vx[s] : vx[s]) + p.eps);
+        const float factor = next_rx[s] * g_x[s] * scale;
+        to[here(s)] = make_float4(next_rh[s] * g_h[s] * scale, 0.0f, w[s] * factor, bias[s] * scale - mx[s] * factor);
+        if (!SUM_H)
+          to[OF_X + here(s)] = make_float4(slope<MODE_H>(next_rh[s], g_h[s], p.eps), next_rh[s], next_rx[s], mx[s] * next_rx[s]);
+#else
         if (MODE_X) next_rx[s] = rsqrt_(vx[s] + p.eps);
         to[here(s)] = make_float4(next_rh[s] * g_h[s] * scale, mx[s], next_rx[s] * g_x[s] * scale, bias[s] * scale);
         if (!SUM_H)
           to[OF_X + here(s)] = make_float4(slope<MODE_H>(next_rh[s], g_h[s], p.eps), next_rh[s], next_rx[s], next_rx[s] * g_x[s]);
+#endif
       }
       if (MODE_C) {
         next_rc[s] = rsqrt_(vc[s] + p.eps);
@@ -200,15 +232,19 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       EACH_HALF {
         all_h[s].x += sum[s].x, all_h[s].y += sum[s].y * rh[s];
         sum_x[s] = MODE_X ? add_warps(in.room_x + s * MW * 32 + at.lane, 32) : 0.0f;
+#if SCALAR
+        all_w[s] += sum_x[s] * (rx[s] * rx[s] * rx[s]);
+#else
         const float fx = rx[s] * g_x[s];
         if (MODE_X == 1)
           in.totals[OF_X + here(s)] = make_float4(fx, -off[s] * fx, -(sum_x[s] * inv) * (rx[s] * rx[s]) * fx, 0.0f);
         if (MODE_X == 2) in.totals[OF_X + here(s)] = make_float4(fx, 0.0f, 0.0f, 0.0f);
+#endif
       }
-      if (MODE_X) __syncthreads();
+      if (MEETS_X) __syncthreads();
       EACH_HALF all_x[s] += sum_x[s] * rx[s];
     }
-    if (HALVES > 1 && !(SUM_H && MODE_X)) let_workers_meet();
+    if (HALVES > 1 && !MEETS_X) let_workers_meet();
   }
 
   __syncthreads();  // sums that were not made step by step are made here
@@ -219,7 +255,15 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
     p.dbias[r * GATES + column + 8 * s] = sum.x;
     if (MODE_H) p.dgamma_h[r * GATES + column + 8 * s] = sum.y;
     if (quad == 0) p.dbeta_c[r * H + at.unit + 8 * s] = c.x, p.dgamma_c[r * H + at.unit + 8 * s] = c.y;
+#if SCALAR
+    // Of the minibatch's statistics as said above; of given ones x is what it is, and sums are of x / std, and of mean / std.
+    const float of_x = SUM_H ? all_x[s] : add_warps(in.room_x + s * MW * 32 + at.lane, 32);
+    const float of_mean = SUMS > 3 ? add_warps(in.room_w + s * MW * 4 * SHEET + at.lane, 4 * SHEET) : 0.0f;
+    if (MODE_X) p.dgamma_x[r * GATES + column + 8 * s] = w[s] * of_x - of_mean;
+    p.dwx[r * GATES + column + 8 * s] = MODE_X == 1 ? g_x[s] * p.eps * all_w[s] : MODE_X ? g_x[s] * of_x : of_x;
+#else
     if (MODE_H) p.dgamma_x[r * GATES + column + 8 * s] = SUM_H ? all_x[s] : add_warps(in.room_x + s * MW * 32 + at.lane, 32);
+#endif
   }
 }
 
@@ -299,6 +343,9 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   const float* cs = p.cs + ((last + r) * step_saved + pair * 8 + own) * 2;
   const Element* wh = p.wh + last * step_saved * 8 + eight_at(pair, own);
   i64 gates_asked = (last * B + 8 * at.tile) * GATES + rank * UNITS + FIRST(at.half), gates_late = gates_asked;
+#if SCALAR
+  const Input* asked = p.wx + last * X_ROWS + 8 * at.tile;
+#endif
   Element* da = p.da + last * B * GATES + i64(at.row(0, 0)) * GATES + 4 * unit;  // if SPLIT
   const Element* doutput = p.doutput + (last * B + 8 * at.tile) * H + rank * UNITS + FIRST(at.half);
   bool kept[RT];
@@ -309,15 +356,20 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   auto ask_rows = [&]() {
 #pragma unroll
     for (int n = 0; n < RT; n++) ahead.ask_saved(n, kept[n] ? wh + 256 * n : p.wh, kept[n] ? cs + 64 * n : p.cs, kept[n]);
+#if SCALAR
+    if (lane < 2 * RT) fetch_async<16>(address_of(ahead.sheet(0, at) + 4 * lane), asked + 4 * lane, true);
+    asked -= X_ROWS;
+#else
     if (SPLIT)
 #pragma unroll
       for (int q = 0; q < 4; q++) ask_sheet(ahead.sheet(q, at), p.wx + gates_asked + q * H, GATES, at);
+#endif
     if (DOUTPUT) ask_sheet(ahead.sheet(4, at), doutput, H, at);
     wh -= step_saved * 8, cs -= step_saved * 2, gates_asked -= B * GATES, doutput -= B * H;
   };
 
   const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
-  float c_t[RT][2], dc[RT][2], skip[RT][2], sum_c[2] = {}, sum_v[3][4] = {};
+  float c_t[RT][2], dc[RT][2], skip[RT][2], sum_c[2] = {}, sum_v[SUMS][4] = {};
   int length[RT][2];
   auto valid = [&](int n, int e, int t) { return LENGTHS ? t < length[n][e] : at.in(n, e); };
 #pragma unroll
@@ -366,11 +418,12 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     }
   };
   auto keep_gates = [&](int first, int last) {
+    if (!KEEPS_GATES) return;
     __syncwarp();
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       if (q < first || q >= last) continue;
-      keep_sheet((SPLIT ? p.dwx : p.da) + gates_late + q * H, GATES, sheet_of(q), at);
+      keep_sheet(GATES_TO + gates_late + q * H, GATES, sheet_of(q), at);
     }
   };
   auto keep_all = [&]() {
@@ -393,7 +446,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     if (!SUM_H && !SUM_C) __syncthreads();
 
     // The forward step again, which waits for nobody: all that d(.) is multiplied with.
-    float a[RT][4][2], x[RT][4][2], gate[RT][4][2], cell[RT][2], dh[RT][2], through[RT][5][2], forgot[RT][2];
+    float a[RT][4][2], x[RT][X_GATES][2], gate[RT][4][2], cell[RT][2], dh[RT][2], through[RT][5][2], forgot[RT][2];
 #pragma unroll
     for (int n = 0; n < RT; n++) ahead.saved(n, a[n]);
 #pragma unroll
@@ -401,13 +454,22 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       const float4 s = MODE_H ? table[q * UNITS + within] : make_float4(0, 0, 0, 0);
 #pragma unroll
       for (int n = 0; n < RT; n++) {
+#if SCALAR
+        if (q == 0) {
+          const float2 two = *reinterpret_cast<const float2*>(ahead.sheet(0, at) + 8 * n + 2 * quad);
+          x[n][0][0] = two.x, x[n][0][1] = two.y;
+        }
+#else
         const float2 vx = SPLIT ? from_sheet(ahead.sheet(q, at), n, at) : make_float2(0, 0);
+#endif
 #pragma unroll
         for (int e = 0; e < 2; e++) {
+#if !SCALAR
           x[n][q][e] = e ? vx.y : vx.x;
           if (LENGTHS) x[n][q][e] = pick(valid(n, e, t), x[n][q][e], 0.0f);
           if (MODE_X) x[n][q][e] -= s.y;
-          gate[n][q][e] = gate_of(q, MODE_H ? a[n][q][e] * s.x + (x[n][q][e] * s.z + s.w) : a[n][q][e] * pre(q));
+#endif
+          gate[n][q][e] = gate_of(q, MODE_H ? a[n][q][e] * s.x + (x[n][q % X_GATES][e] * s.z + s.w) : a[n][q][e] * pre(q));
         }
       }
     }
@@ -501,7 +563,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     MARK(7);
 
     // Equation 7
-    float dpre[RT][4][2], v[3][4];
+    float dpre[RT][4][2], v[SUMS][4];
 #pragma unroll
     for (int n = 0; n < RT; n++)
 #pragma unroll
@@ -518,16 +580,17 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         for (int q = 0; q < 4; q++) {
           const float g = dpre[n][q][e];
           const float4 s = MODE_H && !SUM_H ? table[OF_X + q * UNITS + within] : make_float4(1, 1, 1, 1);
-          const float left = SUM_H ? a[n][q][e] : a[n][q][e] * s.y, right = SUM_H ? x[n][q][e] : x[n][q][e] * s.z;
+          const float left = SUM_H ? a[n][q][e] : a[n][q][e] * s.y, right = SUM_H ? x[n][q % X_GATES][e] : x[n][q % X_GATES][e] * s.z;
           v[0][q] = n + e ? v[0][q] + g : g;
           v[1][q] = !MODE_H ? 0.0f : n + e ? v[1][q] + g * left : g * left;
-          v[2][q] = !MODE_X ? 0.0f : n + e ? v[2][q] + g * right : g * right;
+          v[2][q] = !SUMS_X ? 0.0f : n + e ? v[2][q] + g * right : g * right;
+          if (SUMS > 3) v[SUMS - 1][q] = n + e ? v[SUMS - 1][q] + g * s.w : g * s.w;
         }
       }
 
     // Equation 6
     if (SUM_H) {
-      float sum[3];
+      float sum[SUMS];
       sum_gates(sum, v, quad);
       store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
       if (MODE_X) in.room_x[warp * 32 + lane] = sum[2];
@@ -535,7 +598,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       done<SUMS_2>();
     } else {
 #pragma unroll
-      for (int n = 0; n < 3; n++)
+      for (int n = 0; n < SUMS; n++)
 #pragma unroll
         for (int q = 0; q < 4; q++) sum_v[n][q] += v[n][q];
     }
@@ -591,7 +654,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #endif
 #endif
     // The totals of the input term are there; if EARLY, before they are needed.
-    if (EARLY && SUM_H && MODE_X)
+    if (EARLY && MEETS_X)
       __syncthreads();
     else if (HALVES > 1)
       meet_workers();
@@ -715,8 +778,9 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     MARK(11);
 
     // What it leaves behind.
-    if (!EARLY && SUM_H && MODE_X) __syncthreads();
+    if (!EARLY && MEETS_X) __syncthreads();
     __syncwarp();
+#if KEEPS_GATES
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       float4 s = make_float4(1, 0, 0, 0);
@@ -735,6 +799,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         to_sheet(sheet_of(q), n, at, dx[0], dx[1]);
       }
     }
+#endif
     if (SPLIT)
 #pragma unroll
       for (int n = 0; n < RT; n++) {
@@ -763,10 +828,11 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       p.dc[here] = dc[n][e];
     }
   if (!SUM_H) {
-    float sum[3];
+    float sum[SUMS];
     sum_gates(sum, sum_v, quad);
     store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
     in.room_x[warp * 32 + lane] = sum[2];
+    if (SUMS > 3) in.room_w[warp * 4 * SHEET + lane] = sum[SUMS - 1];
   }
   if (!SUM_C) sum_cells(in.room_c, sum_c[0], sum_c[1], at);
   __syncthreads();
@@ -780,6 +846,7 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) small_backward(const B
   in.ahead.room = in.shares + 2 * BLOCKS * SOURCE;
   in.late = in.ahead.room + AHEAD;
   in.room = reinterpret_cast<float*>(in.late + LATE);
+  in.room_w = reinterpret_cast<float*>(in.late + RT * 4 * EIGHTH * WORKERS);
   in.room_x = in.room + 64 * WARPS, in.room_c = in.room_x + 32 * WARPS;
   in.given = in.room + ROOM;
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);

@@ -17,10 +17,10 @@
 #define CHAINS (RT > 1 ? 1 : 2)  // sums of a tile that are made side by side
 
 struct Forward {
-  const Element* wx;      // [R, T, B, 4H]
+  const Input* wx;        // [R, T, B, 4H]; if SCALAR x [R, T, X_ROWS]
   const Element* weight;  // [R, 4H, H]
   const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
-  const float *mean_x, *var_x;              // [R, rows_x, 4H]
+  const float *mean_x, *var_x;              // [R, rows_x, 4H]; of x, if SCALAR and the minibatch's, var_x [R, rows_x]
   float *mean_h, *var_h, *mean_c, *var_c;  // [R, rows, features]: read if given, else written
   Element* hs;         // [R, T + 1, B, H]; hs[:, 0] is h0
   float* cs;           // [R, T + 1, EIGHTS, PAIRS, 8, 2 rows], for the backward pass
@@ -31,6 +31,9 @@ struct Forward {
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
   u32* counter;        // not used but by CLOCK
+#if SCALAR
+  const float* w;      // [R, 4H]
+#endif
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -61,6 +64,13 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
   const float scale = pick(quad == 2, scale_of(2), scale_of(0));
   auto here = [&](int s) { return first + 16 * s; };
   float g_x[HALVES], g_h[HALVES], g_c[HALVES];
+#if SCALAR
+  float w[HALVES], bias[HALVES];
+  EACH_HALF {
+    w[s] = at.has(s) ? p.w[r * GATES + column + 8 * s] : 0.0f;
+    bias[s] = (BIAS && at.has(s) ? p.bias[r * GATES + column + 8 * s] : 0.0f) * scale;
+  }
+#endif
   EACH_HALF {
     const bool mine = at.has(s);
     g_x[s] = (MODE_X && mine ? p.gamma_x[r * GATES + column + 8 * s] : 0.0f) * scale;
@@ -77,7 +87,8 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
     EACH_HALF {
       if (s == 0 || at.has(s)) {
         const i64 gate = column + 8 * s, unit = at.unit + 8 * s;
-        if (MODE_X) mx[s] = p.mean_x[row_of(p.rows_x) * GATES + gate], vx[s] = p.var_x[row_of(p.rows_x) * GATES + gate];
+        if (SCALAR && MODE_X == 1) vx[s] = p.var_x[row_of(p.rows_x)];
+        else if (MODE_X) mx[s] = p.mean_x[row_of(p.rows_x) * GATES + gate], vx[s] = p.var_x[row_of(p.rows_x) * GATES + gate];
         if (MODE_H == 2) mh[s] = p.mean_h[row_of(p.rows_h) * GATES + gate], vh[s] = p.var_h[row_of(p.rows_h) * GATES + gate];
         if (MODE_C == 2) mc[s] = p.mean_c[row_of(p.rows_c) * H + unit], vc[s] = p.var_c[row_of(p.rows_c) * H + unit];
       }
@@ -86,7 +97,16 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
   auto put = [&](int t) {
     float2* to = in.statistics(t);
     EACH_HALF {
+#if SCALAR
+      if (MODE_X) {
+        const float factor = rsqrt_((MODE_X == 1 ? w[s] * w[s] * vx[s] : vx[s]) + p.eps) * g_x[s];
+        to[here(s)] = make_float2(MODE_X == 1 ? bias[s] : bias[s] - mx[s] * factor, w[s] * factor);
+      } else {
+        to[here(s)] = make_float2(bias[s], w[s] * scale);
+      }
+#else
       if (MODE_X) to[here(s)] = make_float2(mx[s], rsqrt_(vx[s] + p.eps) * g_x[s]);
+#endif
       if (MODE_H == 2) to[OF_H + here(s)] = make_float2(mh[s], rsqrt_(vh[s] + p.eps) * g_h[s]);
       if (MODE_C == 2 && quad == 0) to[OF_C + own + 8 * s] = make_float2(mc[s], rsqrt_(vc[s] + p.eps) * g_c[s]);
     }
@@ -219,7 +239,11 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 
   // Where the thread's numbers of a step lie, and those of the next.
   const i64 step_saved = EIGHTS * PAIRS * 8, pair = (rank * HALVES + at.half) * PAIRS + 4 * at.tile + quad;
-  const Element* wx = p.wx + (r * p.T * B + 8 * at.tile) * GATES + rank * UNITS + FIRST(at.half);
+#if SCALAR
+  const Input* wx = p.wx + r * p.T * X_ROWS + at.row(0, 0);
+#else
+  const Input* wx = p.wx + (r * p.T * B + 8 * at.tile) * GATES + rank * UNITS + FIRST(at.half);
+#endif
   float* cs = p.cs + (r * (p.T + 1) * step_saved + pair * 8 + own) * 2;
   Element* wh = p.wh + r * p.T * step_saved * 8 + eight_at(pair, own);
   Element* hs = p.hs + ((r * (p.T + 1) + 1) * B + 8 * at.tile) * H + rank * UNITS + FIRST(at.half);
@@ -239,6 +263,26 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     saves[n] = SAVE && at.row(n, 0) / 2 < PAIRS && (HALVES == 1 || unit - own < H);
     if (saves[n]) store2(cs + 64 * n, c[n][0], c[n][1]);
   }
+#if SCALAR
+  // Two rows of each tile, and what a step multiplies and adds with: read before h is sent, which would hold it up.
+  float2 inputs[RT], of_x[4];
+  auto ask_rows = [&]() {
+#pragma unroll
+    for (int n = 0; n < RT; n++) inputs[n] = load2(wx + 8 * n);
+    wx += X_ROWS;
+  };
+  auto look = [&](int t) { read_slots(of_x, in.statistics(t), within); };
+  auto prepare = [&](int t) {
+#pragma unroll
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) x[n][q][e] = (e ? inputs[n].y : inputs[n].x) * of_x[q].y + of_x[q].x;
+    if (t + 1 < p.T) ask_rows();
+  };
+#else
+  auto look = [](int) {};
   auto ask_rows = [&]() {
 #pragma unroll
     for (int q = 0; q < 4; q++) ask_sheet(sheet_of(q), wx + q * H, GATES, at);
@@ -266,6 +310,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     __syncwarp();
     if (t + 1 < p.T) ask_rows();
   };
+#endif
   ask_rows();
 
   // Eight rows' pieces of 16 bytes go to four blocks at once, each block begins with its neighbour.
@@ -294,6 +339,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   const bool later = STAGGERED && warp >= (WARPS + 1) / 2;
 
   __syncthreads();
+  look(0);
   prepare(0);
   meet_cluster();
   Waiting waiting;
@@ -443,6 +489,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     }
     MARK(9);
     const float2 of_c = MODE_C ? statistics[OF_C + within] : make_float2(0, pre(2));
+    if (SUM_H || SUM_C) look(t + 1);
     float h[RT][2];
     u32 line[RT];
 #pragma unroll
@@ -493,7 +540,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     }
     __syncwarp();
     MARK(11);
-    if (!SUM_H && !SUM_C) __syncthreads();
+    if (!SUM_H && !SUM_C) __syncthreads(), look(t + 1);
     if (t + 1 < p.T) prepare(t + 1);
     if (later) pass();
     MARK(12);

@@ -36,9 +36,8 @@ class Call:
         a: the operator's arguments as they came.
         flat: the input term, contiguous, in the shape that it came in.
         lead: ``(R,)``, or nothing where the arguments have no leading dimension.
-        w: for inputs of one feature what the input term is that feature times of, ``[R, 4H]``; the
-            input term is then the feature itself, as many times as there are columns, and never
-            made.
+        w: of inputs of one feature W_x, ``[R, 4H, 1]``. In the place of the input term is then the
+            feature, as many times as that has columns, and the input term is never made.
         kept: what kernels were given the addresses of, and nobody else may hold.
     """
 

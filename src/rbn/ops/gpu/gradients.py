@@ -89,7 +89,7 @@ class _Sums:
                 part = part.narrow(0, 0, parameter.numel())
             if part.dtype != parameter.dtype:
                 part = part.to(parameter.dtype)
-            found[name] = part.view(parameter.shape) if call.lead else part
+            found[name] = part.view(parameter.shape) if parameter.dim() > 1 else part
         return found
 
 

@@ -325,12 +325,12 @@ def _inputs_of_one_feature(call: Call, new: _Moments, w: int) -> Tensor:
     `call.w` in float32.
     """
     a, R, T, B, G = call.a, call.R, call.T, call.B, 4 * call.H
-    x = a.wx.select(-1, 0)
+    x = a.wx  # of which all columns are one
     S, rows = call.input_rows, new.rows[0] if call.x == BATCH else 0
     size = R * T * S
     room = torch.empty(size + R * rows, dtype=torch.float32, device=x.device)
     if a.sequence:
-        x = _sequence_centered(call, x, room.narrow(0, size, R), new)
+        x = _sequence_centered(call, room.narrow(0, size, R), new)
     batch, padded = call.x == BATCH and not a.sequence, a.lengths is not None
     addresses = [x.data_ptr(), w, room.data_ptr()]
     addresses += [new.at["mean_x"], new.at["var_x"]] if batch else addresses[2:] * 2
@@ -346,7 +346,7 @@ def _inputs_of_one_feature(call: Call, new: _Moments, w: int) -> Tensor:
         (R * T, 1),
         tuple(addresses),
         tensors,
-        (T, B, x.stride(0) if call.lead else 0, *x.stride()[-2:], size),
+        (T, B, x.stride(0) if call.lead else 0, *x.stride()[-3:-1], size),
         {
             "F": G,
             "S": S,
@@ -361,10 +361,10 @@ def _inputs_of_one_feature(call: Call, new: _Moments, w: int) -> Tensor:
     return room
 
 
-def _sequence_centered(call: Call, x: Tensor, var: Tensor, new: _Moments) -> Tensor:
-    """X ``[..., T, B]`` less its mean over all unpadded positions; the variance into `var`."""
+def _sequence_centered(call: Call, var: Tensor, new: _Moments) -> Tensor:
+    """X ``[R, T, B, 1]`` less its mean over all unpadded positions; the variance into `var`."""
     assert call.w is not None
-    whole = x.to(torch.float32).reshape(call.R, call.T, call.B, 1)
+    whole = call.wx.narrow(-1, 0, 1).to(torch.float32)
     moments = list(whole.new_empty(2, call.R, 1))
     _sequence_moments(whole, call.lengths if call.a.lengths is not None else None, moments)
     mean, found = moments
@@ -372,7 +372,7 @@ def _sequence_centered(call: Call, x: Tensor, var: Tensor, new: _Moments) -> Ten
     w = call.full(call.w).view(call.R, -1)
     for part, value in zip(new.parts()[:2], (mean * w, found * w.square()), strict=True):
         part.copy_(value.view_as(part))
-    centered: Tensor = whole.squeeze(-1) - mean[:, :, None]
+    centered: Tensor = whole - mean[:, None, None]
     return centered
 
 

@@ -52,10 +52,10 @@ def from_one_feature(
     if op == "bn_lstm" and (first["gamma_x"] is None or first["gamma_c"] is None):
         return None
     if len(calls) == 1:
-        wx, w = first["wx"], weights[0].squeeze(-1)
+        wx, w = first["wx"], weights[0]
     else:
         x = torch.stack([call["wx"][..., :1] for call in calls])
-        wx, w = x.expand(-1, -1, -1, first["wx"].shape[-1]), torch.cat(list(weights), 1).t()
+        wx, w = x.expand(-1, -1, -1, first["wx"].shape[-1]), torch.stack(list(weights))
     found = joined(op, calls, _TENSORS)
     if found is None:
         return None

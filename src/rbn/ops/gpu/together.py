@@ -29,6 +29,9 @@ _OPTIONS: dict[str, Any] = {
     "padding": "exclude",
     "pass_normalized_cell": False,
 }
+_EMPTY: dict[str, Any] = (
+    dict.fromkeys((*_TENSORS, "population")) | dict.fromkeys(_ZONEOUT, 0.0) | _OPTIONS
+)
 
 
 def together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] | None:
@@ -54,10 +57,9 @@ def joined(
     None where the calls differ, or have an option that the kernels have not. The tensors of several
     have a leading dimension.
     """
-    empty = dict.fromkeys((*_TENSORS, "population")) | dict.fromkeys(_ZONEOUT, 0.0) | _OPTIONS
-    if any(call[name] is not None for call in calls for name in call.keys() - empty.keys()):
+    if any(call[name] is not None for call in calls for name in call.keys() - _EMPTY.keys()):
         return None  # an option that the kernels do not have
-    calls = [empty | call for call in calls]
+    calls = [_EMPTY | call for call in calls]
     first = calls[0]
     if not all(_alike(first, call) for call in calls[1:]):
         return None

@@ -351,7 +351,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     const float2 *statistics = in.statistics(t), *before = in.statistics(t + 1);  // of step t - 1
 
     // W_h h. In step 0 there is nothing to wait for, and a barrier says so of the phase before its first.
-    if (HALVES > 1) meet_workers();  // the warp of the other half has written its part of these rows
     if (BLOCKS > 1) {
       const u32 barrier = in.barriers + 8 * now;
       waiting.until(barrier, u32((t - 1) >> 1));
@@ -359,6 +358,9 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     } else {
       __syncwarp();
     }
+    // The warp of the other half has written its part of these rows. And none still waits for what came: one without rows
+    // could miss it, since the others, and with them other blocks, might go on without it.
+    if (HALVES > 1) meet_workers();
     MARK(2);
     float a[RT][4][2] = {};
 #ifndef NO_GATHER

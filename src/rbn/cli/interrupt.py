@@ -28,9 +28,17 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
     here = frame
     while here is not None:
         if here.f_code in _LOADING:
-            again = threading.Timer(_LATER, signal.raise_signal, (number,))
+            again = threading.Timer(_LATER, _send, (number,))
             again.daemon = True
             again.start()
             return
         here = here.f_back
     raise KeyboardInterrupt
+
+
+def _send(number: int) -> None:
+    """To the main thread, which may be waiting for something."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+    else:
+        signal.raise_signal(number)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from rbn.nn.statistics import PopulationStatistics
+
+class Estimate(Protocol):
+    """Means and variances of steps ``[S, features]``, from `count` minibatches each ``[S]``."""
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+    estimated: bool
+
+    def grow(self, rows: int) -> None:
+        """Make room for that many steps."""
 
 
 def all_processes() -> ProcessGroup | None:
@@ -22,7 +32,7 @@ def all_processes() -> ProcessGroup | None:
     return dist.group.WORLD
 
 
-def average(statistics: list[PopulationStatistics], group: ProcessGroup, spread: bool) -> None:
+def average(statistics: Sequence[Estimate], group: ProcessGroup, spread: bool) -> None:
     """Average estimates over processes, each weighted with the minibatches behind it.
 
     spread: processes will go on to average minibatches in, each its own. So each takes its share of

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.alike import steps_alike
-from rbn.ops.types import Statistics, is_mask
+from rbn.ops.types import Statistics
 
 
 def needs_grad(weights: tuple[Tensor | None, ...]) -> bool:
@@ -21,8 +21,10 @@ def zoneout_arguments(
     z_c: Tensor | float, z_h: Tensor | float
 ) -> tuple[Tensor | None, Tensor | None, float, float]:
     """The masks and the rates, as the operator takes them."""
-    mask_c, rate_c = (z_c, 0.0) if is_mask(z_c) else (None, z_c)
-    mask_h, rate_h = (z_h, 0.0) if is_mask(z_h) else (None, z_h)
+    if isinstance(z_c, float) and isinstance(z_h, float):  # it takes longer to see no Tensor
+        return None, None, z_c, z_h
+    mask_c, rate_c = (z_c, 0.0) if isinstance(z_c, Tensor) else (None, z_c)
+    mask_h, rate_h = (z_h, 0.0) if isinstance(z_h, Tensor) else (None, z_h)
     return mask_c, mask_h, rate_c, rate_h
 
 

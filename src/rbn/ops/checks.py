@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.types import Statistics, check_lengths, compute_dtype, is_mask
+from rbn.ops.types import Statistics, check_lengths, compute_dtype
 
 
 def check_shapes(
@@ -73,7 +73,7 @@ def check_sequence_lengths(lengths: Tensor | None, wx: Tensor) -> None:
 def check_masks(wx: Tensor, hidden: int, **masks: Tensor | float) -> None:
     """Refuse zoneout masks that are not bool ``[T, B, H]``."""
     for name, mask in masks.items():
-        if not is_mask(mask):
+        if isinstance(mask, float) or not isinstance(mask, Tensor):
             continue
         shape = (*wx.shape[:2], hidden)
         _check_device(name, mask, wx)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 InputStats = Literal["step", "sequence"]
 Padding = Literal["exclude", "include"]
@@ -44,12 +41,6 @@ class Statistics(NamedTuple):
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which statistics, states and sums are held for inputs of type `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def is_mask(zoneout: Tensor | float) -> TypeIs[Tensor]:
-    """Whether zoneout is given as a mask, not as a rate."""
-    # What is no Tensor at all takes Python longest to see.
-    return not isinstance(zoneout, (float, int)) and isinstance(zoneout, Tensor)
 
 
 def valid_steps(lengths: Tensor | None, steps: int) -> Tensor | None:

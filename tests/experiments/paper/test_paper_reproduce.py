@@ -15,12 +15,14 @@ from rbn.cli.app import app
 from rbn.data import Splits, digits
 from rbn.data.errors import DataNotFound
 from rbn.experiments import build
+from rbn.experiments.measured import has_statistics
 from rbn.experiments.paper import findings, initial_states, plan
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import read_findings
 from rbn.experiments.paper.lines import read_csv
 from rbn.experiments.paper.reproduce import Reproduction
 from rbn.experiments.paper.trained_runs import keep_statistics, measure_lengths, read_lengths
+from rbn.experiments.tasks import Classification
 from rbn.training import CheckpointError
 
 CPU = torch.device("cpu")
@@ -140,6 +142,24 @@ def test_runs_at_once_are_those_one_by_one(tmp_path, monkeypatch):
             at_once["command"],
         ]
         assert at_once["together"] == 4
+
+
+def test_one_of_several_diverges(tmp_path, monkeypatch):
+    """The others are trained to their end, and what happened is said."""
+    loss = Classification.loss
+
+    def spoilt(task, *batch):
+        return loss(task, *batch) * (1 if has_statistics(task.model) else torch.nan)
+
+    monkeypatch.setattr(Classification, "loss", spoilt)
+    monkeypatch.setattr(Reproduction, "_groups", lambda self, todo: [todo])
+    done = invoke(tmp_path, "table1", "--quick")
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.output.split())
+    assert "digits, lstm-quick, seed 1: training diverged at step" in said
+    assert "bn-lstm-quick, seed 1: training diverged" not in said
+    assert (tmp_path / "runs/digits/lstm-quick-seed1/diverged.safetensors").exists()
+    assert (tmp_path / "results/digits/bn-lstm-quick-seed1.json").exists()
 
 
 def test_the_sweep_and_the_images(tmp_path):

@@ -207,10 +207,12 @@ class Reproduction:
             for sentence in fit.results(console):
                 console.print(sentence, soft_wrap=True, highlight=False)
             for run, trainer in zip(todo, fit.trainers, strict=True):
-                if trainer.progress.diverged_at is not None:
+                step = trainer.progress.diverged_at
+                if step is not None:
+                    model = run.folder / "diverged.safetensors"
                     self.notes.append(
-                        f"{run.title}: training diverged at step {trainer.progress.diverged_at}. "
-                        f"The model when it was noticed is in {run.folder / 'diverged.safetensors'}"
+                        f"{run.title}: training diverged at step {step}. The model when it was "
+                        f"noticed is in {model}."
                     )
                 elif not trainer.progress.finished:
                     in_time = False

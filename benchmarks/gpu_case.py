@@ -1,8 +1,8 @@
 """Short pieces of work for gpu_tests.py, each in a process of its own.
 
-gpu_case.py kernels FAMILY           each kernel once on small layers, for compute-sanitizer
-gpu_case.py first T B I H TYPE       seconds of the first training step, with nothing compiled yet
-gpu_case.py demo DEVICE MODEL SEED   the test accuracy of one of the digits demo's models
+gpu_case.py kernels FAMILY [--all-wait]  each kernel once on small layers, for compute-sanitizer
+gpu_case.py first T B I H TYPE           seconds of the first training step, nothing compiled yet
+gpu_case.py demo DEVICE MODEL SEED       the test accuracy of one of the digits demo's models
 """
 
 import argparse
@@ -19,14 +19,20 @@ import rbn
 TYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def kernels(family):
+def kernels(family, all_wait):
     """A training and an inference call through every kernel of a family.
 
     small, cuda and wide are in CUDA C++, triton is the LSTM in one launch, steps is step by step.
     The result is compared with the reference's, loosely: what is looked for is looked for by the
     sanitizer.
+
+    all_wait: compile those in CUDA C++ with barriers at which all wait.
     """
-    from rbn.ops.gpu import cuda_lstm, paths, small_lstm
+    from rbn.ops.gpu import cuda_lstm, nvrtc, paths, small_lstm, wide_lstm
+
+    compiled = nvrtc.compiled
+    if all_wait:
+        nvrtc.compiled = lambda name, defines, arch: compiled(name, defines | {"ALL_WAIT": 1}, arch)
 
     capability = torch.cuda.get_device_capability()
     in_memory = (small_lstm, "choose", lambda wx: None)
@@ -52,13 +58,20 @@ def kernels(family):
                     stack.enter_context(mock.patch.object(*patch))
                 compare(make(3, 24).to("cuda", dtype))
             done.append(f"{precision} {make.__name__}")
+    more = {"small": {"one feature": (1, 24), "16 units": (3, 136)}, "wide": {"64 rows": (3, 24)}}
+    for name, sizes in more.get(family, {}).items() if types else ():
+        with mock.patch.object(wide_lstm, "PREFERRED", {64: 1}), contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(mock.patch.object(*patch))
+            compare(rbn.BatchNormLSTM(*sizes).to("cuda", torch.bfloat16))
+        done.append(f"bf16 BatchNormLSTM, {name}")
     print(json.dumps({"ran": done}))
 
 
 def compare(layer):
     like = next(layer.parameters())
     torch.manual_seed(0)
-    x = torch.randn(3, 20, 3).to(like)
+    x = torch.randn(3, 20, layer.input_size).to(like)
     lengths = torch.randint(1, 4, (20,), device=like.device)
     for given in (None, lengths):
         layer.train()
@@ -99,6 +112,7 @@ def main():
     work = parser.add_subparsers(dest="work", required=True)
     one = work.add_parser("kernels")
     one.add_argument("family", choices=FAMILIES)
+    one.add_argument("--all-wait", action="store_true")
     one = work.add_parser("first")
     for name in "TBIH":
         one.add_argument(name, type=int)

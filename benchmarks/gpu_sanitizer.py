@@ -85,7 +85,10 @@ def check_tool(binary, tool, family, script, run, timeout):
     command = [binary, "--tool", tool, "--error-exitcode", "9", "--print-limit", str(_MOST)]
     # Each tensor its own allocation, so that a read beyond one is seen.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
-    done = run([*command, sys.executable, str(script), "kernels", family], timeout, **alone)
+    case = [sys.executable, str(script), "kernels", family]
+    # Racecheck takes barriers at which only some wait for none.
+    case += ["--all-wait"] if tool == "racecheck" else []
+    done = run([*command, *case], timeout, **alone)
     summary = _SUMMARY.findall(done.output)
     ran = re.search(r'^{"ran": .*}$', done.output, re.M)
     if done.rc is None:

@@ -161,9 +161,14 @@ Read access at void f<(int)2>(float *)+0x44f0 in f.cu:3
 
 def test_races_are_listed_once_with_their_places(bench, tests):
     sanitizer = bench("gpu_sanitizer")
-    found = sanitizer.check_tool(
-        "x", "racecheck", "small", "case.py", lambda *_: tests.Done(9, RACES, 1.0), 9
-    )
+    commands = []
+
+    def run(command, timeout):
+        commands.append(command)
+        return tests.Done(9, RACES, 1.0)
+
+    found = sanitizer.check_tool("x", "racecheck", "small", "case.py", run, 9)
+    assert commands[0][-3:] == ["kernels", "small", "--all-wait"]
     assert found["words"] == "3 hazards displayed (2 errors, 1 warning)"
     assert found["races"] == [
         {

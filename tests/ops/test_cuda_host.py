@@ -135,7 +135,10 @@ def test_which_layers_are_preferably_wide(monkeypatch):
         assert len(rows) <= 1
         return (cuda_lstm.kind(wx), *rows)
 
-    assert wide_lstm.PREFERRED == {}
+    assert kind(64, 1000) == kind(64, 2000) == ("wide", 64)  # Penn Treebank's layer
+    assert kind(128, 2000) == ("wide", 128)  # text8's
+    assert kind(64, 240) == ("units of 8", 128)
+    monkeypatch.setattr(wide_lstm, "PREFERRED", {})
     assert kind(64, 1000) == ("units of 8", 128)
     assert kind(64, 2000) == ("wide", 128)
     monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1000})
@@ -241,7 +244,9 @@ def test_blocks_of_16_units_run_in_the_types_that_ask_for_them(monkeypatch):
         shape=(1, 5, 64, 960), dtype=torch.float16, is_cuda=True, device=torch.device("cuda", 0)
     )
     monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 15)
-    assert small_lstm.choose(wx) is None
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        wx.dtype = dtype
+        assert small_lstm.choose(wx).units == 16
     monkeypatch.setattr(small_lstm, "SIXTEEN", (torch.float16,))
     assert small_lstm.choose(wx) == small_lstm.SmallCut(15, 8, 2, half=True, units=16)
     wx.shape = (1, 5, 100, 400)
@@ -263,7 +268,7 @@ def test_how_small_kernels_are_compiled(monkeypatch, hidden, expected):
     small_lstm.kernel.__wrapped__("forward", cut, cut.blocks, 0, (("H", hidden),))
     defines = {"H": hidden, "MW": 4, "RT": 2, "ALL_WAIT": 1}
     if hidden > 128:
-        defines["UNITS"] = 16
+        defines |= {"UNITS": 16, "STAGGERED": 1}
     assert asked == [("small_forward", defines, expected)]
 
 

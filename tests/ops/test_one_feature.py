@@ -187,11 +187,6 @@ def test_no_rows():
     assert rbn.LSTM(1, 6)(torch.randn(3, 0, 1))[0].shape == (3, 0, 6)
 
 
-def test_it_is_off():
-    """Until it is measured."""
-    assert small_lstm.ONE_FEATURE is False
-
-
 class Card:
     """A kernel's stand-in: keeps what it is given of the input, and writes a pattern."""
 

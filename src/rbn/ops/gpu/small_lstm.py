@@ -25,13 +25,12 @@ _LARGEST = 16  # blocks of a cluster, where the card allows more than the 8 that
 _WARPS = 16  # with one tile each
 _TWICE = 2 * UNITS  # units of a block where the cluster would be too large
 _ROW_WARPS = 4  # of such a block for each 8 of its units
-# Types in which layers run with 16 units in a block. None until it is measured: else those of up to
-# 256 units run the kernels whose blocks meet in memory.
-SIXTEEN: tuple[torch.dtype, ...] = ()
+# Types in which layers of up to 256 units run with 16 units in a block, not in the kernels whose
+# blocks meet in memory.
+SIXTEEN: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 # Whether inputs of one feature go into the kernels as they are (SCALAR), not as the input term.
-# Not until it is measured.
-ONE_FEATURE = False
-# What else the kernels are compiled with: STAGGERED, ALL_WAIT, those that leave stages out.
+ONE_FEATURE = True
+# What else the kernels are compiled with: ALL_WAIT, STAGGERED, those that leave stages out.
 SWITCHES: dict[str, int] = {}
 _OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
 
@@ -151,6 +150,6 @@ def kernel(
     cuts = {"MW": cut.row_warps, "RT": cut.tiles}
     arch = f"sm_{major}{minor}"
     if cut.units > UNITS:  # warps that give registers to others are of Hopper
-        cuts, arch = cuts | {"UNITS": cut.units}, arch + "a"
+        cuts, arch = cuts | {"UNITS": cut.units, "STAGGERED": 1}, arch + "a"
     code = nvrtc.compiled(name, dict(defines) | cuts | SWITCHES, arch)
     return Kernel(code, name, cut.threads, cut.shared(direction), cluster)

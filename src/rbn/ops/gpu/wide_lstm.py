@@ -22,7 +22,7 @@ _ROWS = 128
 
 # Rows of a block (64, or as many as `_ROWS`) and from how many units on such blocks are taken where
 # those of 8 units would do, too. Blocks of 64 rows are taken only where they are named here.
-PREFERRED: dict[int, int] = {}
+PREFERRED: dict[int, int] = {64: 512, 128: 1000}
 
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
 # hand to each other grow.

@@ -53,7 +53,7 @@ def run(command, timeout, **environment):
     would keep the card busy.
     """
     began = time.monotonic()
-    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT / "src"), str(CASE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
@@ -101,6 +101,7 @@ def collect():
 def run_tests(names, timeout, run):
     """Some of the tests, in a process of their own; a line for each as soon as it is over."""
     flags = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "--strict-markers"]
+    flags += ["-p", "gpu_report"]
     if importlib.util.find_spec("pytest_timeout"):
         flags.append("--timeout=180")
     # Wide enough for the reasons of failures in the summary.

@@ -1,6 +1,8 @@
 """What runs the GPU tests: how it reads their outcomes, without a GPU."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -244,3 +246,23 @@ def test_the_case_for_the_sanitizer(bench):
 
     with pytest.raises(AssertionError, match="the output is off by"):
         case.compare(Wrong(3, 4).to(device))
+
+
+def test_failures_are_told_at_once(tmp_path):
+    """Also where the process does not come to its summary."""
+    file = tmp_path / "test_it.py"
+    file.write_text(
+        "def test_a():\n    assert 1 == 2, 'why'\ndef test_b():\n    import os; os._exit(3)"
+    )
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "-p", "gpu_report", file]
+    folder = str(Path(__file__).parents[2] / "benchmarks")
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": folder},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 3
+    assert "test_it.py::test_a FAILED" in done.stdout
+    assert "| E   AssertionError: why" in done.stdout

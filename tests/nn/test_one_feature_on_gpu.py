@@ -182,13 +182,17 @@ def test_the_same_bits_every_time(dtype, ran):
 
 
 def test_the_same_as_with_an_input_term(ran, monkeypatch):
-    """At the layer's own eps; what is exact for both is W_h's gradient, say, to float32's bits."""
-    layer, _ = make(rbn.BatchNormLSTM, 100, torch.float32)
+    """Where no variance is tiny: there both are off by what it makes of tf32's rounding."""
+    layer, _ = make(rbn.BatchNormLSTM, 100, torch.float32, eps=0.1)
     x = digits(30, 100, torch.float32).cuda()
     ours = training_step(layer, x)
     monkeypatch.setattr(small_lstm, "ONE_FEATURE", False)
     theirs = training_step(layer, x)
     assert [one for _, one in ran] == [True, True, False, False]
+    assert_alike(layer, ours, theirs)
+
+
+def assert_alike(layer, ours, theirs):
     for (name, _), one, other in zip(layer.named_parameters(), ours, theirs, strict=True):
         assert (one - other).norm() <= 2**-9 * other.norm().clamp(min=1e-3), name
 
@@ -254,12 +258,10 @@ def test_gradients_of_the_input(ran):
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice
 def test_compiled(ran):
-    layer, _ = make(rbn.BatchNormLSTM, 64, torch.float32, max_length=12)
+    layer, _ = make(rbn.BatchNormLSTM, 64, torch.float32, eps=0.1, max_length=12)
     twin = copy.deepcopy(layer)
     x = torch.randn(12, 32, 1, device="cuda")
     torch.compile(lambda v: layer(v)[0].square().mean(), fullgraph=True)(x).backward()
     assert not any(one for _, one in ran)
     twin(x)[0].square().mean().backward()
-    for name, parameter in layer.named_parameters():
-        other = twin.get_parameter(name).grad
-        assert (parameter.grad - other).norm() <= 2**-9 * other.norm().clamp(min=1e-3), name
+    assert_alike(layer, *([p.grad for p in each.parameters()] for each in (layer, twin)))

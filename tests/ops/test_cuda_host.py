@@ -137,6 +137,10 @@ def test_which_layers_are_preferably_wide(monkeypatch):
 
     assert kind(64, 1000) == kind(64, 2000) == ("wide", 64)  # Penn Treebank's layer
     assert kind(128, 2000) == ("wide", 128)  # text8's
+    assert kind(33, 264) == ("wide", 64)
+    assert kind(65, 264) == ("wide", 128)
+    assert kind(32, 264) == kind(1, 1000) == ("units of 8", 64)  # few rows
+    assert kind(1, 2000) == ("wide", 64)  # no other has room
     assert kind(64, 240) == ("units of 8", 128)
     monkeypatch.setattr(wide_lstm, "PREFERRED", {})
     assert kind(64, 1000) == ("units of 8", 128)

@@ -21,8 +21,10 @@ _THREADS = 256
 _ROWS = 128
 
 # Rows of a block (64, or as many as `_ROWS`) and from how many units on such blocks are taken where
-# those of 8 units would do, too. Blocks of 64 rows are taken only where they are named here.
-PREFERRED: dict[int, int] = {64: 512, 128: 1000}
+# those of 8 units would do, too, for more than `_FEW` rows. Blocks of 64 rows are taken only where
+# they are named here.
+PREFERRED: dict[int, int] = {64: 264, 128: 264}
+_FEW = 32
 
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
 # hand to each other grow.
@@ -112,7 +114,8 @@ def _preferred_rows(batch: int, hidden: int) -> int | None:
 def preferred(wx: Tensor) -> bool:
     """Whether an input term (see `choose`) comes here though blocks of 8 units would do."""
     *_, B, G = wx.shape
-    return _preferred_rows(B, G // 4) is not None and all(choose(d, wx) for d in TEAMS)
+    wanted = B > _FEW and _preferred_rows(B, G // 4) is not None
+    return wanted and all(choose(d, wx) for d in TEAMS)
 
 
 def choose(direction: str, wx: Tensor) -> WideCut | None:

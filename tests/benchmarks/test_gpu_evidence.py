@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -265,4 +266,4 @@ def test_failures_are_told_at_once(tmp_path):
     )
     assert done.returncode == 3
     assert "test_it.py::test_a FAILED" in done.stdout
-    assert "| E   AssertionError: why" in done.stdout
+    assert re.search(r"^\| E +AssertionError: why", done.stdout, re.M)

@@ -44,7 +44,7 @@ def ran(monkeypatch):
         return False
 
     monkeypatch.setattr(cuda_lstm, "_run_small", counted)
-    monkeypatch.setattr(small_lstm, "ONE_FEATURE", True)
+    monkeypatch.setattr(small_lstm, "ONE_FEATURE", tuple(UNITS))
     return found
 
 
@@ -186,7 +186,7 @@ def test_the_same_as_with_an_input_term(ran, monkeypatch):
     layer, _ = make(rbn.BatchNormLSTM, 100, torch.float32, eps=0.1)
     x = digits(30, 100, torch.float32).cuda()
     ours = training_step(layer, x)
-    monkeypatch.setattr(small_lstm, "ONE_FEATURE", False)
+    monkeypatch.setattr(small_lstm, "ONE_FEATURE", ())
     theirs = training_step(layer, x)
     assert [one for _, one in ran] == [True, True, False, False]
     assert_alike(layer, ours, theirs)

@@ -62,6 +62,9 @@ def test_inputs_as_kernels_take_them(batch, padded, dtype):
     torch.testing.assert_close(var.double(), v[..., None] * w[:, None].double().square(), **close)
 
 
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class Taken(Exception):
     """The kernels are called without an input term."""
 
@@ -77,7 +80,7 @@ def small_enough(wx):
 @pytest.fixture
 def stand_ins(monkeypatch):
     """The kernels for small layers take what they would take on a card."""
-    monkeypatch.setattr(small_lstm, "ONE_FEATURE", True)
+    monkeypatch.setattr(small_lstm, "ONE_FEATURE", TYPES)
     monkeypatch.setattr(cuda_lstm, "covers", cuda_lstm.takes_options)
     monkeypatch.setattr(small_lstm, "choose", small_enough)
     with rbn.backend("gpu"):
@@ -176,9 +179,18 @@ def test_more_calls_whose_input_term_is_made(monkeypatch):
     for watching in (TorchDispatchMode(), rbn.backend("reference")):
         with pytest.raises(Made), watching:
             layer(x)
-    monkeypatch.setattr(small_lstm, "ONE_FEATURE", False)
+    monkeypatch.setattr(small_lstm, "ONE_FEATURE", ())
     with pytest.raises(Made):
         layer(x)
+
+
+@on_the_host
+@pytest.mark.usefixtures("which")
+@pytest.mark.parametrize("dtype", TYPES)
+def test_types_are_asked_for_by_name(dtype, monkeypatch):
+    monkeypatch.setattr(small_lstm, "ONE_FEATURE", (torch.float32,))
+    with pytest.raises(Taken if dtype == torch.float32 else Made):
+        rbn.BatchNormLSTM(1, 6).to(dtype)(torch.randn(3, 5, 1, dtype=dtype))
 
 
 @on_the_host

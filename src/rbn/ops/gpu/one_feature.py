@@ -27,10 +27,9 @@ _Inputs: Any = NamedTuple("_Inputs", [("w", Tensor), *get_type_hints(Inputs).ite
 def may_take(op: str, x: Tensor) -> bool:
     """Whether inputs ``[T, B, 1]`` may be taken as they are, as far as they themselves say."""
     return (
-        small_lstm.ONE_FEATURE
+        x.dtype in small_lstm.ONE_FEATURE
         and op in ("bn_lstm", "lstm")
         and x.numel() > 0
-        and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and not (x.requires_grad and torch.is_grad_enabled())
         and not is_traced(x)
     )

@@ -26,8 +26,9 @@
 // the looks at it would queue behind it. What is saved, and the next step's data, go beside the product.
 //
 // Named from outside besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
-// for ahead). For trials: STAGGER, MEETING, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK. The including file defines
-// SIDE and PASSED, the pieces that a thread passes on in a step.
+// for ahead), ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For trials: STAGGER,
+// MEETING, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK. The including file defines SIDE and PASSED, the pieces that
+// a thread passes on in a step.
 #define UNITS 16
 #ifndef MT
 #define MT 8
@@ -42,6 +43,14 @@
 #if TYPE == 0
 #error "the weights in float32 would not fit"
 #endif
+
+#ifndef ZONE_C
+#define ZONE_C 0
+#endif
+#ifndef ZONE_H
+#define ZONE_H 0
+#endif
+#define MASKS ((ZONE_C == 1) + (ZONE_H == 1))
 
 #ifndef STAGGER
 #define STAGGER (MT == WARPS ? 4 : 0)
@@ -306,6 +315,15 @@ __device__ __forceinline__ float pre(int gate) { return gate == 2 ? 1.0f : 0.5f;
 __device__ __forceinline__ float gate_of(int gate, float v) {
   const float y = tanh_(v);
   return gate == 2 ? y : 0.5f * y + 0.5f;
+}
+
+// Zoneout: the old number where the mask says so, whose bytes for four neighbouring units are `mask`, else the new one;
+// by a rate, what is to be expected of it. The result's gradient in the place of the one, and 0 in that of the other,
+// gives the gradient of the one.
+template <int ZONE>
+__device__ __forceinline__ float zoned(u32 mask, int e, float rate, float old, float fresh) {
+  if (ZONE == 1) return mask >> 8 * e & 0xff ? old : fresh;
+  return ZONE == 2 ? rate * old + (1.0f - rate) * fresh : fresh;
 }
 
 // Zero where a row does not count.

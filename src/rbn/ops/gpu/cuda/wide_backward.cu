@@ -6,8 +6,10 @@
 
 #define SPLIT (MODE_H != 0)  // d(W_x x) is not d(W_h h)
 
+#define SKIPS (LENGTHS || ZONE_H)  // some of dh goes past the step
+
 #define STORES (SPLIT ? 16 : 8)
-#define ASKED 10
+#define ASKED (10 + 2 * MASKS)
 #define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
 
 struct Backward {
@@ -30,7 +32,8 @@ struct Backward {
   u32* meetings;   // [R, TEAM, 32], zero: counters of the slices
   uint4* handed;   // [R, GRID, TEAM - 1, HOLDERS], zero: sums for the team
   int T, B, rows_x, rows_h, rows_c;
-  float eps;
+  float eps, rate_c, rate_h;
+  const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Backward p) {
@@ -135,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 
   float dc[2][4] = {}, skip[2][4] = {}, c_t[2][4] = {}, c_before[2][4] = {};
   uint2 raw_h[2][4] = {}, raw_x[2][4] = {}, dy[2] = {};
+  u32 zone_c[2] = {}, zone_h[2] = {};
   int length[2];
   bool in[2];
   // Of the last step; then they go back, step by step.
@@ -150,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     length[j] = p.T;
     if (LENGTHS) length[j] = in[j] ? p.lengths[row] : 0;
     if (!in[j]) continue;
-    if (LENGTHS) load4(skip[j], p.dh + of);
+    if (SKIPS) load4(skip[j], p.dh + of);
     load4(dc[j], p.dc + of);
     load4(c_before[j], cs + 64 * j);
   }
@@ -165,9 +169,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   };
 
   // What a step takes from memory, in ASKED parts, and the way to the next one's.
+  auto zone_at = [&] { return (at - unit >> 2) + unit; };  // in the masks
   auto ask = [&](int k) {
-    const int j = k / 5, q = k % 5;
-    if (q < 4) {
+    const int j = k < 10 ? k / 5 : k % 2, q = k % 5;
+    if (k >= 10) {
+      if (ZONE_C == 1 && k < 12) zone_c[j] = load_mask(p.mask_c + zone_at() + 8 * j * H, in[j]);
+      else zone_h[j] = load_mask(p.mask_h + zone_at() + 8 * j * H, in[j]);
+    } else if (q < 4) {
       raw_h[j][q] = load_here(wh + (q * anew(p.B) + 8 * j) * 8, in[j]);
       if (SPLIT) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
     } else {
@@ -191,6 +199,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       const Element* from = p.wx + at + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
       if (SPLIT) bring(from), bring(from + H);
       if (DOUTPUT && tid < ROWS) bring(doutput + i64(row - row0) * H - 4 * quad);
+      const i64 of_masks = zone_at() + i64(row - row0) * H - 4 * quad;
+      if (ZONE_C == 1 && tid < ROWS) bring(p.mask_c + of_masks);
+      if (ZONE_H == 1 && tid >= ROWS) bring(p.mask_h + of_masks);
     }
     __syncwarp();
   };
@@ -303,10 +314,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         for (int e = 0; e < 4; e++) {
           const float i = gate[0][e], g = gate[2][e], o = gate[3][e];
           f[j][e] = gate[1][e];
-          c_less[j][e] = MODE_C ? c_t[j][e] - mc[e] : c_t[j][e];
+          // What was kept of a zoned cell is not what the output was made of.
+          const float cell = ZONE_C ? f[j][e] * c_before[j][e] + i * g : c_t[j][e];
+          c_less[j][e] = MODE_C ? cell - mc[e] : cell;
           const float th = tanh_((MODE_C ? c_less[j][e] * oc[e] : c_less[j][e]) + beta[e]);
-          k_cell[j][e] = o * (1.0f - th * th);
-          k_o[j][e] = th * o * (1.0f - o);
+          k_cell[j][e] = zoned<ZONE_H>(zone_h[j], e, p.rate_h, 0.0f, o * (1.0f - th * th));
+          k_o[j][e] = zoned<ZONE_H>(zone_h[j], e, p.rate_h, 0.0f, th * o * (1.0f - o));
           k_i[j][e] = g * i * (1.0f - i);
           k_f[j][e] = c_before[j][e] * f[j][e] * (1.0f - f[j][e]);
           k_g[j][e] = i * (1.0f - g * g);
@@ -329,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       if (DOUTPUT) widen4(y, dy[j]);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
-        const float kept = LENGTHS ? skip[j][e] : 0.0f;
+        const float kept = SKIPS ? skip[j][e] : 0.0f;
         dh[j][e] = LENGTHS && !counts[j] ? kept : kept + y[e];
       }
     }
@@ -338,7 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     for (int j = 0; j < 2; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) dh[j][e] += sums[e / 2 * 4 + 2 * j + e % 2];
-    if (!LENGTHS && t == p.T - 1)  // else they are in `skip`
+    if (!SKIPS && t == p.T - 1)  // else they are in `skip`
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         float given[4] = {};
@@ -407,14 +420,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       for (int j = 0; j < 2; j++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-          float d = dc[j][e];
+          float d = zoned<ZONE_C>(zone_c[j], e, p.rate_c, 0.0f, dc[j][e]);
           if (MODE_C) d += d_cell[j][e] * slope_of[e] + (c_less[j][e] * times_of[e] + plus_of[e]);
           else d += d_cell[j][e];
           dpre[j][0][e] = d * k_i[j][e];
           dpre[j][1][e] = d * k_f[j][e];
           dpre[j][2][e] = d * k_g[j][e];
-          dc[j][e] = !LENGTHS || counts[j] ? d * f[j][e] : dc[j][e];
-          if (LENGTHS) skip[j][e] = counts[j] ? 0.0f : dh[j][e];
+          float before = d * f[j][e];  // the gradient of the cell before
+          if (ZONE_C) before += zoned<ZONE_C>(zone_c[j], e, p.rate_c, dc[j][e], 0.0f);
+          dc[j][e] = !LENGTHS || counts[j] ? before : dc[j][e];
+          const float past = zoned<ZONE_H>(zone_h[j], e, p.rate_h, dh[j][e], 0.0f);
+          if (SKIPS) skip[j][e] = !LENGTHS || counts[j] ? past : dh[j][e];
         }
 #pragma unroll
       for (int i = 0; i < 12; i++) gather(i / 4, i % 4);
@@ -487,7 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   for (int j = 0; j < 2; j++) {
     const i64 of = (r * B + row0 + 8 * j) * H + unit;
     if (!in[j]) continue;
-    if (!LENGTHS) skip[j][0] = skip[j][1] = skip[j][2] = skip[j][3] = 0.0f;
+    if (!SKIPS) skip[j][0] = skip[j][1] = skip[j][2] = skip[j][3] = 0.0f;
     store4(p.dh + of, skip[j]);
     store4(p.dc + of, dc[j]);
   }

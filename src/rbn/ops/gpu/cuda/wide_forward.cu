@@ -9,6 +9,7 @@ static_assert(TEAM == 1, "h of all blocks is little enough for each to read");
 #define SUM_C (MODE_C == 1)
 #define SECOND_AT 80  // where a warp's 64 sums of squares begin: at other banks than the 64 sums
 #define PITCH (SECOND_AT + 64)  // numbers of a warp
+#define ASKED (8 + 2 * MASKS)  // loads of a thread beside a product
 
 struct Forward {
   const Element* wx;      // [R, T, B, 4H]
@@ -29,7 +30,8 @@ struct Forward {
   uint4* spilled;      // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   u32* meetings;       // [R, TEAM, 32], zero: counters
   int T, B, rows_x, rows_h, rows_c;
-  float eps;
+  float eps, rate_c, rate_h;
+  const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
 };
 
 // What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
@@ -141,6 +143,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     const Element* from = wx + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
     if (row < B) bring(from), bring(from + H);
   };
+  // Zoneout masks, four units of a row: into L2 a step ahead, from there beside the product of their own step.
+  u32 zone_c[2] = {}, zone_h[2] = {};
+  auto zone_at = [&](int t) { return ((r * p.T + t) * B + row0) * H + unit; };
+  auto bring_masks = [&](int t) {
+    const int row = tid % ROWS;
+    const i64 from = zone_at(t) + i64(row - row0) * H - 4 * quad;
+    if (ZONE_C == 1 && row < B && tid < ROWS) bring(p.mask_c + from);
+    if (ZONE_H == 1 && row < B && tid >= ROWS) bring(p.mask_h + from);
+  };
+  auto ask_mask = [&](int k, int t) {
+    const int j = k % 2;
+    if (ZONE_C == 1 && k < 2) zone_c[j] = load_mask(p.mask_c + zone_at(t) + 8 * j * H, in[j]);
+    else zone_h[j] = load_mask(p.mask_h + zone_at(t) + 8 * j * H, in[j]);
+  };
   auto prepare = [&](int t) {
     float scale[4][4], plus[4][4];
     read_table(scale, scale_of_x);
@@ -181,6 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   // What a step leaves behind; these go to where the last one's is.
   Element* wh = p.wh + ((r * p.T - 1) * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2) + row0 * 8;
   uint2 packed[2] = {}, kept[2][4] = {};
+  if (ZONE_H) packed[0] = h0[0], packed[1] = h0[1];  // the last h, which is also what units keep
   auto save = [&](int k, bool on) {
     const int j = k % 2, q = k / 2;
     if (q == 4) store_here(hs + 8 * j * HS, packed[j], on && row0 + 8 * j < p.B && unit < HS);
@@ -191,13 +208,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   auto beside = [&](int i, int t) {
     const bool next = t + 1 < p.T;
     if (i == 0 && next) bring_rows();
+    if (MASKS && i == 0 && next) bring_masks(t + 1);
 #pragma unroll
     for (int k = 0; k < 12; k++)
       if (k * (SLICE / 2) / 12 == i) save(k, t > 0);
 #pragma unroll
-    for (int k = 0; k < 8; k++)
-      if (SLICE / 2 + k * (SLICE / 4) / 8 == i)
-        raw[k % 2][k / 2] = load_here(wx + 8 * (k % 2) * GATES + k / 2 * H, next && in[k % 2]);
+    for (int k = 0; k < ASKED; k++)
+      if (SLICE / 2 + k * (SLICE / 4) / ASKED == i) {
+        if (k < 8) raw[k % 2][k / 2] = load_here(wx + 8 * (k % 2) * GATES + k / 2 * H, next && in[k % 2]);
+        else ask_mask(k - 8, t);
+      }
     __syncwarp();
   };
   float inv = 1.0f / p.B;
@@ -347,11 +367,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     load4(beta, beta_of + 4 * quad);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
+      float before[4] = {};
+      if (ZONE_H) widen4(before, packed[j]);
 #pragma unroll
       for (int e = 0; e < 4; e++) {
         const float v = MODE_C ? (cand[j][e] - mc[e]) * rc[e] + beta[e] : cand[j][e] + beta[e];
-        h[j][e] = gate[j][3][e] * tanh_(v);
-        c[j][e] = !LENGTHS || t < length[j] ? cand[j][e] : c[j][e];
+        h[j][e] = zoned<ZONE_H>(zone_h[j], e, p.rate_h, before[e], gate[j][3][e] * tanh_(v));
+        const float cell = zoned<ZONE_C>(zone_c[j], e, p.rate_c, c[j][e], cand[j][e]);
+        c[j][e] = !LENGTHS || t < length[j] ? cell : c[j][e];
       }
       packed[j] = masked(narrow4(h[j]), counts[j]);
     }

@@ -47,6 +47,12 @@ __device__ __forceinline__ uint2 load_here(const Element* p, bool on) {
                : "=&r"(v.x), "=&r"(v.y) : "l"(p), "r"(u32(on)) : "memory");
   return v;
 }
+__device__ __forceinline__ u32 load_mask(const unsigned char* p, bool on) {
+  u32 v;
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.u32 %0, 0;\n\t@p ld.global.u32 %0, [%1];\n\t}"
+               : "=&r"(v) : "l"(p), "r"(u32(on)) : "memory");
+  return v;
+}
 __device__ __forceinline__ void load_here4(float (&v)[4], const float* p, bool on) {
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\tmov.f32 %0, 0f00000000;\n\tmov.f32 %1, 0f00000000;\n\t"
                "mov.f32 %2, 0f00000000;\n\tmov.f32 %3, 0f00000000;\n\t@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n\t}"

@@ -99,12 +99,6 @@ class Call:
         assert plan is not None
         return plan
 
-    @property
-    def zoned(self) -> bool:
-        """Whether units keep their value."""
-        a = self.a
-        return a.mask_c is not None or a.mask_h is not None or bool(a.rate_c or a.rate_h)
-
     def full(self, value: Tensor | None) -> Tensor:
         """In float32 and contiguous; anything where it is absent."""
         if value is None:
@@ -182,6 +176,9 @@ class Call:
                 first += size
         if self.a.lengths is not None:
             found["lengths"], found["inv_n"] = map(self.address, (self.lengths, self.inv_n))
+        for name, mask in (("mask_c", self.a.mask_c), ("mask_h", self.a.mask_h)):
+            if mask is not None:
+                found[name] = self.address(mask.contiguous())
         return found
 
     @functools.cached_property

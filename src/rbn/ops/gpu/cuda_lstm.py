@@ -1,7 +1,8 @@
 """The LSTM through the kernels in CUDA C++, for the shapes and options they cover.
 
-Wide layers run those of `rbn.ops.gpu.wide_lstm`, small ones those of `rbn.ops.gpu.small_lstm`,
-everything else the Triton kernels of `rbn.ops.gpu.lstm_forward` and `lstm_backward`.
+Wide layers run those of `rbn.ops.gpu.wide_lstm`, as do zoned ones of any size that those take,
+small ones those of `rbn.ops.gpu.small_lstm`, everything else the Triton kernels of
+`rbn.ops.gpu.lstm_forward` and `lstm_backward`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from rbn.ops.gpu import nvrtc, small_lstm, wide_lstm
 from rbn.ops.gpu.driver import Kernel, shared_limit, structure
 from rbn.ops.gpu.plan import tf32_allowed
+from rbn.ops.gpu.signature import Inputs
+from rbn.ops.gpu.stepwise import zone
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -50,13 +53,18 @@ OneBackwardArguments = structure(
     "OneBackward", [*_members((*_BACKWARD, "w")), ("eps", ctypes.c_float)]
 )
 _WIDE = ("passed", "spilled", "meetings")
+_ZONEOUT = (
+    *((name, ctypes.c_float) for name in ("rate_c", "rate_h")),
+    *((name, ctypes.c_void_p) for name in ("mask_c", "mask_h")),
+)
 ForwardArguments = structure("Forward", [*_members(_FORWARD), ("eps", ctypes.c_float)])
 BackwardArguments = structure("Backward", [*_members(_BACKWARD), ("eps", ctypes.c_float)])
 WideForwardArguments = structure(
-    "WideForward", [*_members((*_FORWARD, *_WIDE)), ("eps", ctypes.c_float)]
+    "WideForward", [*_members((*_FORWARD, *_WIDE)), ("eps", ctypes.c_float), *_ZONEOUT]
 )
 WideBackwardArguments = structure(
-    "WideBackward", [*_members((*_BACKWARD, *_WIDE, "handed")), ("eps", ctypes.c_float)]
+    "WideBackward",
+    [*_members((*_BACKWARD, *_WIDE, "handed")), ("eps", ctypes.c_float), *_ZONEOUT],
 )
 
 
@@ -152,14 +160,27 @@ def covers(a: Any) -> bool:
         return False
     if not takes_options(a):
         return False
-    return bool(small_lstm.choose(a.wx) or _fits(a.wx) or fits_wide(a.wx))
+    return bool(a.zoned or small_lstm.choose(a.wx) or _fits(a.wx) or fits_wide(a.wx))
 
 
-def takes_options(a: Any) -> bool:
-    """Whether the kernels have all that this call asks for, of whatever size it is."""
-    plain = not (a.joint or a.include or a.pass_normalized_cell)
-    zoned = a.mask_c is not None or a.mask_h is not None or a.rate_c or a.rate_h
-    return plain and not zoned
+def takes_options(a: Inputs) -> bool:
+    """Whether the kernels have all that this call asks for.
+
+    Zoneout only those for wide layers have, which then run whatever they take.
+    """
+    if a.joint or a.include or a.pass_normalized_cell:
+        return False
+    return not a.zoned or (wide_lstm.ZONED and wide_lstm.takes(a.wx))
+
+
+def small_cut(a: Inputs) -> small_lstm.SmallCut | None:
+    """The division of the kernels for small layers, where they run a call."""
+    return None if a.zoned else small_lstm.choose(a.wx)
+
+
+def _is_wide(a: Inputs) -> bool:
+    """Whether the kernels for wide layers run a call that those for small ones do not."""
+    return a.zoned or fits_wide(a.wx)
 
 
 def _fits(wx: Tensor) -> bool:
@@ -184,7 +205,7 @@ def fits_wide(wx: Tensor) -> bool:
     """Whether blocks of 16 units take it: there is no room for those of 8, or these are better."""
     if _fits(wx):
         return wide_lstm.preferred(wx)
-    return all(wide_lstm.choose(d, wx) for d in ("forward", "backward"))
+    return wide_lstm.takes(wx)
 
 
 def kind(wx: Tensor) -> str | None:
@@ -196,12 +217,12 @@ def kind(wx: Tensor) -> str | None:
     return "wide" if fits_wide(wx) else "units of 8" if _fits(wx) else None
 
 
-def meeting(direction: str, wx: Tensor) -> tuple[bool, bool]:
+def meeting(direction: str, a: Inputs) -> tuple[bool, bool]:
     """Whether the blocks count at `counter`; whether what they exchange must begin EMPTY."""
-    if small_lstm.choose(wx) or fits_wide(wx):
+    if small_cut(a) or _is_wide(a):
         return False, False
-    B, G = wx.shape[-2:]
-    cut = (cut_forward if direction == "forward" else cut_backward)(wx.dtype, B, G // 4)
+    B, G = a.wx.shape[-2:]
+    cut = (cut_forward if direction == "forward" else cut_backward)(a.wx.dtype, B, G // 4)
     assert cut is not None
     return cut.barrier, not cut.barrier
 
@@ -220,17 +241,25 @@ def _defines(call: Any, DOUTPUT: bool = False) -> tuple[Any, ...]:
         ("SAVE", int(a.save)),
         ("DOUTPUT", int(DOUTPUT)),
         *([("SCALAR", 1)] if call.w is not None else []),
+        *([("ZONE_C", zone(a.mask_c, a.rate_c))] if a.zoned else []),
+        *([("ZONE_H", zone(a.mask_h, a.rate_h))] if a.zoned else []),
     )
 
 
 def _run(
-    kernel: Kernel, blocks: int, call: Any, structure: Any, at: dict[str, int], rows: list[int]
+    kernel: Kernel,
+    blocks: int,
+    call: Any,
+    structure: Any,
+    at: dict[str, int],
+    rows: list[int],
+    *more: float,
 ) -> None:
     # Clusters that do not meet need not run at the same time.
     if blocks * (call.R if kernel.together else 1) > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
     pointers = [at.get(name, 0) for name in structure.pointers]
-    packed = structure.packed(*pointers, call.T, call.B, *rows, call.a.eps)
+    packed = structure.packed(*pointers, call.T, call.B, *rows, call.a.eps, *more)
     kernel.launch((blocks, call.R), packed)
 
 
@@ -243,13 +272,14 @@ def _run_wide(direction: str, call: Any, at: dict[str, int], rows: list[int], **
         rooms = wide_lstm.rooms(cut, call.flat)  # held until the launch
         at = at | {name: room.data_ptr() for name, room in rooms.items()}
         arguments = WideForwardArguments if direction == "forward" else WideBackwardArguments
-        _run(kernel, cut.blocks, call, arguments, at, rows)
+        masks = (at.get(name, 0) for name in ("mask_c", "mask_h"))
+        _run(kernel, cut.blocks, call, arguments, at, rows, call.a.rate_c, call.a.rate_h, *masks)
 
 
 def _run_small(direction: str, call: Any, at: dict[str, int], rows: list[int], **more: Any) -> bool:
     """Whether the kernel for small layers takes the call, and has been launched."""
     wx = call.flat
-    cut = small_lstm.choose(wx)
+    cut = small_cut(call.a)
     if cut is None:
         return False
     device = wx.device.index or 0
@@ -275,7 +305,7 @@ def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
     wx = call.flat
     if _run_small("forward", call, at, rows):
         return
-    if fits_wide(wx):
+    if _is_wide(call.a):
         _run_wide("forward", call, at, rows)
         return
     cut = cut_forward(wx.dtype, call.B, call.H)
@@ -290,8 +320,7 @@ def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
 
 def backward_weight(call: Any, weight: Tensor) -> Tensor:
     """W_h as the backward kernel takes it."""
-    wx = call.flat
-    if not small_lstm.choose(wx) and fits_wide(wx):
+    if not small_cut(call.a) and _is_wide(call.a):
         return weight.contiguous()
     return weight.transpose(-2, -1).contiguous()
 
@@ -301,7 +330,7 @@ def backward(call: Any, at: dict[str, int], rows: list[int], has_doutput: bool) 
     wx = call.flat
     if _run_small("backward", call, at, rows, DOUTPUT=has_doutput):
         return
-    if fits_wide(wx):
+    if _is_wide(call.a):
         _run_wide("backward", call, at, rows, DOUTPUT=has_doutput)
         return
     cut = cut_backward(wx.dtype, call.B, call.H)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -207,12 +208,13 @@ _LETTERS = {ctypes.c_void_p: "P", ctypes.c_int: "i", ctypes.c_float: "f"}
 
 
 def structure(name: str, fields: list[tuple[str, Any]]) -> Any:
-    """A C struct of the given members; its `pointers` are the names of those that are.
+    """A C struct of the given members; its `pointers` are the names of those it begins with.
 
     Its `packed` makes the bytes of one from all values in their order, several times as fast as
     an object of it is made.
     """
-    pointers = tuple(member for member, kind in fields if kind is ctypes.c_void_p)
+    leading = itertools.takewhile(lambda field: field[1] is ctypes.c_void_p, fields)
+    pointers = tuple(member for member, _ in leading)
     packed = struct.Struct("".join(_LETTERS[kind] for _, kind in fields) + "0P").pack
     members = {"_fields_": fields, "pointers": pointers, "packed": staticmethod(packed)}
     return type(name, (ctypes.Structure,), members)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import cuda_lstm, lstm_steps, paths, small_lstm
+from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
 from rbn.ops.gpu.call import FAR, VECTORS, Call, aligned, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.plan import tf32_allowed
@@ -115,7 +115,7 @@ def backward(
         "lstm backward R=%d T=%d B=%d H=%d %s: %s",
         *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
     )
-    looks = call.in_cuda and cuda_lstm.meeting("backward", wx)[1]
+    looks = call.in_cuda and cuda_lstm.meeting("backward", a)[1]
     da = _consumed(call, r.wh) if consume and not looks else None
     if looks:  # it begins EMPTY, so it has a room of its own
         bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
@@ -144,10 +144,10 @@ def backward(
     if a.sequence and dwx is not None:
         _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
     hidden = r.hidden if r.hidden.numel() else r.output
-    apart = shared or not (call.in_cuda and small_lstm.choose(wx))
+    apart = shared or not (call.in_cuda and cuda_lstm.small_cut(a))
     with _multiplied_as_by_kernels(wx):
         dweight, dh0 = _through_weight(call, da, weight, hidden, apart)
-    if a.lengths is not None or call.zoned:  # else every row goes through every product
+    if a.lengths is not None or a.zoned:  # else every row goes through every product
         dh0 = dh + dh0.to(torch.float32)
     vectors = sums.gradients(call)
     if dwx is not None:

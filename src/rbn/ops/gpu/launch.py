@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import cuda_lstm, lstm_steps, paths, small_lstm
+from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
 from rbn.ops.gpu.call import BATCH, FAR, MOMENTS, Call, rows_of
 from rbn.ops.gpu.gradients import backward
 from rbn.ops.gpu.input_moments import feature_moments, input_moments
@@ -69,7 +69,7 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     a, H, wx = call.a, call.H, call.flat
     dtype, device, full = wx.dtype, wx.device, torch.float32
     stride = _stride(call)
-    counts, looks = cuda_lstm.meeting("forward", wx)
+    counts, looks = cuda_lstm.meeting("forward", a)
     hs = _room_for_states(call, stride, looks)
     _begin(call, hs, stride)
     cells, products, beyond = saved_sizes(wx.shape, a.save)
@@ -235,7 +235,7 @@ def _in_triton(call: Call) -> Outputs:
 
 def _stride(call: Call) -> int:
     """Elements from one row of h to the next; rows that kernels read begin at 16 bytes."""
-    return call.H if small_lstm.choose(call.flat) is not None else stride_of(call.H)
+    return call.H if cuda_lstm.small_cut(call.a) is not None else stride_of(call.H)
 
 
 def _room_for_states(call: Call, stride: int, empty: bool = False) -> Tensor:

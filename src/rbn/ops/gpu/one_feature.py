@@ -60,7 +60,7 @@ def from_one_feature(
         return None
     tensors, rest = found
     a = Inputs._make((wx, *tensors, *rest, needs_grad((w, *tensors))))
-    if paths.choose(a) != paths.CUDA:
+    if a.zoned or paths.choose(a) != paths.CUDA:
         return None
     return parted(op, _one_feature(w, *a), len(calls))
 

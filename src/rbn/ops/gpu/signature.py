@@ -54,6 +54,12 @@ class Inputs(NamedTuple):
         return batch and not self.joint and self.input_stats == "sequence"
 
     @property
+    def zoned(self) -> bool:
+        """Whether units keep their value."""
+        masked = self.mask_c is not None or self.mask_h is not None
+        return masked or bool(self.rate_c or self.rate_h)
+
+    @property
     def include(self) -> bool:
         """Whether padded rows count in the statistics."""
         batch = self.norm == "batch" and not self.population

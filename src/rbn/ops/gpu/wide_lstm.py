@@ -26,6 +26,9 @@ _ROWS = 128
 PREFERRED: dict[int, int] = {64: 264, 128: 264}
 _FEW = 32
 
+# Whether zoned calls run here. They have not been on a card yet.
+ZONED = False
+
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
 # hand to each other grow.
 TEAMS: dict[str, tuple[int, ...]] = {"forward": (1,), "backward": (8, 4)}
@@ -115,7 +118,12 @@ def preferred(wx: Tensor) -> bool:
     """Whether an input term (see `choose`) comes here though blocks of 8 units would do."""
     *_, B, G = wx.shape
     wanted = B > _FEW and _preferred_rows(B, G // 4) is not None
-    return wanted and all(choose(d, wx) for d in TEAMS)
+    return wanted and takes(wx)
+
+
+def takes(wx: Tensor) -> bool:
+    """Whether both kernels take an input term (see `choose`)."""
+    return all(choose(d, wx) for d in TEAMS)
 
 
 def choose(direction: str, wx: Tensor) -> WideCut | None:

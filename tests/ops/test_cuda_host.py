@@ -151,10 +151,57 @@ def test_which_layers_are_preferably_wide(monkeypatch):
     assert kind(64, 996) == kind(65, 1000) == ("units of 8", 128)
     assert kind(65, 2000) == ("wide", 128)
     assert kind(64, 1002) == kind(64, 1000, dtype=torch.float32) == ("units of 8",)
-    assert cuda_lstm.meeting("forward", torch.empty(1, 1, 64, 4000).bfloat16()) == (False, False)
+    a = types.SimpleNamespace(wx=torch.empty(1, 1, 64, 4000).bfloat16(), zoned=False)
+    assert cuda_lstm.meeting("forward", a) == (False, False)
     monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1000, 128: 500})
     assert kind(64, 1000) == ("wide", 64)
     assert kind(64, 500) == kind(65, 1000) == ("wide", 128)
+
+
+def test_zoned_calls_do_not_run_wide_yet():
+    """The kernels have not been on a card with zoneout."""
+    assert not wide_lstm.ZONED
+
+
+def zoned_call(batch, hidden, dtype=torch.bfloat16, **options):
+    """What the choice of kernels looks at, of one that is on a card."""
+    wx = types.SimpleNamespace(
+        shape=(5, batch, 4 * hidden), dtype=dtype, is_cuda=True, device=torch.device("cuda", 0)
+    )
+    fields = dict.fromkeys(signature.Inputs._fields) | {"wx": wx, "population": [], "norm": "none"}
+    return signature.Inputs(**fields | {"rate_c": 0.0, "rate_h": 0.0} | options)
+
+
+MASK = torch.zeros(5, 1, 1, dtype=torch.bool)
+ZONEOUT = [{"mask_c": MASK}, {"mask_h": MASK}, {"rate_c": 0.5}, {"rate_h": 0.05}]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("zoneout", ZONEOUT)
+def test_which_zoned_calls_run_wide(zoneout, monkeypatch):
+    monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
+
+    def runs(*sizes, **options):
+        a = zoned_call(*sizes, **zoneout | options)
+        assert a.zoned
+        assert cuda_lstm.small_cut(a) is None
+        if not cuda_lstm.covers(a):
+            return False
+        assert not any(cuda_lstm.meeting("forward", a) + cuda_lstm.meeting("backward", a))
+        return True
+
+    sizes = ((64, 1000), (128, 2000), (100, 100), (16, 512), (64, 240))
+    assert not any(runs(*size) for size in sizes)
+    monkeypatch.setattr(wide_lstm, "ZONED", True)
+    # Also where small layers or few rows have other kernels, without zoneout.
+    assert all(runs(*size) for size in sizes)
+    assert cuda_lstm.small_cut(zoned_call(100, 100)) is not None
+    assert not runs(64, 1000, dtype=torch.float32)
+    assert not runs(64, 1002)
+    assert not runs(129, 1000)
+    assert not runs(64, 1000, pass_normalized_cell=True)
+    assert not runs(64, 2400)
 
 
 def test_which_layers_are_wide(monkeypatch):
@@ -398,7 +445,8 @@ def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
 def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hidden, monkeypatch):
     wx = torch.empty(1, 3, batch, 4 * hidden, dtype=dtype)
     monkeypatch.setattr(small_lstm, "choose", lambda wx: object())
-    given = types.SimpleNamespace(lead=(), T=3, B=batch, H=hidden, flat=wx[0])
+    a = types.SimpleNamespace(wx=wx[0], zoned=False)
+    given = types.SimpleNamespace(a=a, lead=(), T=3, B=batch, H=hidden, flat=wx[0])
     stride = launch._stride(given)
     assert stride == hidden
     room = launch._room_for_states(given, stride)
@@ -659,6 +707,62 @@ def test_kernels_find_the_arguments_where_they_are_told(monkeypatch, option, dty
     if option != "population":  # written by the one, read by the other; raised variances are new
         assert one["mean_h"] == other["mean_h"] == results.mean_h.data_ptr()
         assert one["mean_x"] == other["mean_x"] == results.mean_x.data_ptr()
+
+
+class Masked:
+    """A stand-in for the kernels for wide layers that keeps what they are told of zoneout."""
+
+    at_once, cluster, together = 1000, 0, True
+
+    def __init__(self, numbers):
+        self.numbers, self.seen = numbers, []
+
+    def launch(self, grid, packed):
+        both = (cuda_lstm.WideForwardArguments, cuda_lstm.WideBackwardArguments)
+        (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
+        told = struct.from_buffer_copy(packed)
+        places = (told.mask_c, told.mask_h)
+        masks = [at and torch.tensor(list(ctypes.string_at(at, self.numbers))) for at in places]
+        assert all((at or 0) % 16 == 0 for at in places)
+        self.seen.append((told.T, told.B, told.rate_c, told.rate_h, *masks))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="addresses of the host's memory")
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("R", [1, 2])
+@pytest.mark.parametrize("zoneout", [("mask", "mask"), ("mask", 0.25), (0.5, 0.25), (0.0, "mask")])
+def test_wide_kernels_find_the_masks(monkeypatch, zoneout, R, spread):
+    T, B, H, lead = 3, 5, 12, (R,) if R > 1 else ()
+    kernel, defines = Masked(R * T * B * H), []
+    monkeypatch.setattr(wide_lstm, "ZONED", True)
+    monkeypatch.setattr(cuda_lstm, "covers", cuda_lstm.takes_options)
+    monkeypatch.setattr(wide_lstm, "kernel", lambda cut, device, d: defines.append(d) or kernel)
+    generator = torch.Generator().manual_seed(0)
+
+    def new(*shape):
+        return torch.randn(*lead, *shape, generator=generator).bfloat16()
+
+    given = [new(T, B, H) > 0, new(T, B, H) > 0]
+    if spread:
+        given = [given[0].mT.contiguous().mT, shifted(given[1])]
+    masks = [mask if z == "mask" else None for z, mask in zip(zoneout, given, strict=True)]
+    rates = [0.0 if z == "mask" else z for z in zoneout]
+    fields = dict.fromkeys(signature.Inputs._fields) | {"population": [], "norm": "none"}
+    fields |= {"wx": new(T, B, 4 * H), "weight_hh": new(4 * H, H), "h0": new(B, H)}
+    fields |= {"c0": new(B, H), "eps": 0.0, "save": True}
+    names = ("mask_c", "mask_h", "rate_c", "rate_h")
+    a = signature.Inputs(**fields | dict(zip(names, masks + rates, strict=True)))
+    results = launch.forward(a)
+    gradients.backward(a, results, new(T, B, H), None, None)
+    assert len(kernel.seen) == 2
+    for *sizes, rate_c, rate_h, mask_c, mask_h in kernel.seen:
+        assert (*sizes, rate_c, rate_h) == (T, B, *rates)
+        for seen, mask in zip((mask_c, mask_h), masks, strict=True):
+            assert (seen is None) == (mask is None)
+            assert mask is None or torch.equal(seen, mask.flatten().long())
+    modes = [1 if z == "mask" else 2 if z else 0 for z in zoneout]
+    assert all([dict(d)["ZONE_C"], dict(d)["ZONE_H"]] == modes for d in defines)
 
 
 def moments_of(*arguments, **flags):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from recurrence_cases import (
     assert_same,
+    call,
     calm,
     differentiate,
     fresh_seed,
@@ -172,6 +173,102 @@ def test_weights_that_do_not_fit(team, batch, monkeypatch, calls):
         test_against_the_reference("bn_lstm", "lengths", (5, batch, 488), torch.bfloat16, calls)
     finally:
         wide_lstm._choose.cache_clear()
+
+
+ZONEOUT = {
+    "masks": {"zoneout": ("mask", "mask")},
+    "a mask of the cell": {"zoneout": ("mask", 0.0)},
+    "a mask of h": {"zoneout": (0.0, "mask")},
+    "rates": {"zoneout": (0.5, 0.05)},
+    "both kinds": {"zoneout": (0.3, "mask")},
+    "masks, lengths": {"zoneout": ("mask", "mask"), "lengths": "random"},
+    "rates, lengths": {"zoneout": (0.5, 0.05), "lengths": "random"},
+    "rates, population": {"zoneout": (0.5, 0.05), "population": 2},
+    "masks, raw output": {"zoneout": ("mask", "mask"), "absent": ("gamma_c", "bias")},
+}
+
+
+@pytest.fixture
+def zoned(monkeypatch):
+    """Zoned calls run the kernels for wide layers; how often they did."""
+    found = []
+    run = cuda_lstm._run_wide
+
+    def counted(*args, **kwargs):
+        found.append(args[0])
+        run(*args, **kwargs)
+
+    monkeypatch.setattr(wide_lstm, "ZONED", True)
+    monkeypatch.setattr(cuda_lstm, "_run_wide", counted)
+    return found
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("op", "name", "shape"),
+    [
+        *(("bn_lstm", name, (4, 17, 52)) for name in ZONEOUT),
+        *(("bn_lstm", "masks", shape) for shape in [(4, 64, 1000), (3, 128, 264), (3, 1, 72)]),
+        *(("bn_lstm", "masks, lengths", shape) for shape in [(5, 37, 1000), (3, 65, 300)]),
+        *(("lstm", name, (5, 40, 24)) for name in ("masks", "rates", "masks, lengths")),
+    ],
+)
+def test_zoneout_against_the_reference(op, name, shape, dtype, calls, zoned, monkeypatch):
+    """Small layers, too: no other kernels in CUDA C++ have zoneout."""
+    monkeypatch.setitem(OPTIONS, name, ZONEOUT[name])
+    test_against_the_reference(op, name, shape, dtype, calls)
+    assert zoned == ["forward", "backward"]
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", ["masks", "masks, lengths"])
+@pytest.mark.parametrize("batch", [100, 64])
+@pytest.mark.usefixtures("rows_64")
+def test_zoneout_and_weights_that_do_not_fit(batch, name, monkeypatch, calls, zoned):
+    monkeypatch.setitem(OPTIONS, "lengths", ZONEOUT[name])
+    test_weights_that_do_not_fit(8, batch, monkeypatch, calls)
+    assert zoned == ["forward", "backward"]
+
+
+@needs_hopper
+@pytest.mark.parametrize(("op", "name"), [("bn_lstm", "rates, population"), ("lstm", "rates")])
+def test_zoneout_in_inference(op, name, zoned):
+    dtype = torch.bfloat16
+    case = make_case(op, 5, 64, 300, dtype=dtype, **calm(op), **ZONEOUT[name])
+    with torch.no_grad(), poisoned_memory():
+        found = call(case.on("cuda"), "gpu")
+    assert_same(found, call(case.to(torch.float64), "reference"), 16 * UNITS[dtype])
+    assert zoned == ["forward"]
+
+
+@needs_hopper
+@pytest.mark.parametrize("shape", [(7, 128, 2000), (9, 64, 1000)])
+def test_zoned_layers_give_the_same_bits_every_time(shape, zoned):
+    options = ZONEOUT["masks"]
+    case = make_case("bn_lstm", *shape, dtype=torch.bfloat16, **options).on("cuda")
+    first = differentiate(case, "gpu")
+    for _ in range(20):
+        again = differentiate(case, "gpu")
+        for one, other in zip(first, again, strict=True):
+            for name, value in one.items():
+                assert torch.equal(value, other[name]), name
+    assert len(zoned) == 42
+
+
+@needs_hopper
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_zoned_layer_in_inference(bidirectional, zoned):
+    """Both directions at once, too."""
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(20, 500, zoneout=(0.5, 0.05), bidirectional=bidirectional)
+    layer = layer.to("cuda", torch.bfloat16).eval()
+    x = torch.randn(5, 33, 20, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = layer(x)[0]
+        expected = copy.deepcopy(layer).double()(x.double())[0]
+    assert (found - expected).abs().max() <= 16 * UNITS[torch.bfloat16]
+    assert zoned == ["forward"]
 
 
 @needs_hopper

@@ -444,6 +444,28 @@ def test_gradients_that_overflow_are_left_out(tmp_path):
     assert trainer(tmp_path).progress.skipped == 2
 
 
+def test_a_fused_optimiser_clips_and_leaves_out_by_itself(tmp_path):
+    """The same as others to rounding; a step that it leaves out changes nothing at all."""
+    models = {}
+    for fused in (False, True):
+        task = Overflowing()
+        task.steps = (3, 4) if fused else ()
+        optimizer = torch.optim.Adam(task.model.parameters(), 0.01, fused=fused)
+        schedule = Schedule(8, evaluate_every=4, clip=0.05)
+
+        def keep(progress, fused=fused, task=task):
+            values = torch.cat([p.detach().flatten() for p in task.model.parameters()])
+            models[fused, progress.step] = values.clone()
+
+        run = Trainer(task, optimizer, schedule, tmp_path / str(fused), on_step=keep)
+        assert run.run().skipped == len(task.steps)
+    torch.testing.assert_close(models[True, 3], models[False, 3])
+    assert torch.equal(models[True, 4], models[True, 3])
+    assert torch.equal(models[True, 5], models[True, 3])
+    assert not torch.equal(models[True, 6], models[True, 5])
+    assert models[True, 8].isfinite().all()
+
+
 def test_nothing_but_gradients_that_overflow(tmp_path):
     task = Overflowing()
     task.steps = range(2, 10**6)

@@ -15,7 +15,8 @@ class Schedule:
         checkpoint_every: steps between checkpoints; one follows every evaluation too.
         patience: evaluations without a better one before training stops; None never does.
         clip: largest global norm of all gradients together; None leaves them alone. A step whose
-            norm is not finite is made without a gradient, and counted.
+            norm is not finite is made without a gradient, or left out by a fused optimiser, and
+            counted.
         decay_from: the part of the steps after which the learning rate falls linearly, to 0 at the
             last; 1 keeps it constant.
         average: the decay of a running average of the parameters, which is then what evaluations

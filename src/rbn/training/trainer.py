@@ -23,6 +23,7 @@ from rbn.nn import average_population_stats
 from rbn.training import checkpoint
 from rbn.training.averaging import AveragedParameters
 from rbn.training.captured import CapturedStep
+from rbn.training.ledger import Ledger
 from rbn.training.randomness import RandomState, seed_of_step
 from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule
@@ -59,11 +60,6 @@ class Task(Protocol):
 
 
 _MOST_SKIPPED = 50  # steps in a row whose gradient is not finite before training is given up
-
-
-def _not_finite(number: Tensor) -> Tensor:
-    """Whether it is infinite or no number, in two operations: `isfinite` has several times more."""
-    return number - number != 0
 
 
 class Trainer:
@@ -135,12 +131,9 @@ class Trainer:
         self.look_back = look_back or (1 if device.type == "cpu" else 100)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._first_rates = [float(rate) for rate in self._rates]
-        # Of the steps since losses were last fetched: their sum, and the first bad one or -1.
-        self._sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._bad = torch.full((), -1, dtype=torch.int64, device=device)
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)  # of those skipped
-        self._number = torch.zeros((), dtype=torch.int64, device=device)  # of the step
+        self._ledger = Ledger(device)
+        # A fused optimiser divides the gradients itself, and can leave a step out.
+        self._divides = bool(optimizer.defaults.get("fused")) and not self._scales_loss()
         self._fetched = 0  # of progress.loss_count
         self._average: AveragedParameters | None = None
         if schedule.average is not None:
@@ -269,31 +262,38 @@ class Trainer:
         value = loss.detach()
         if self.ranks.count > 1:
             value = value * self._share
-        if self.schedule.clip is not None:
-            norm = self.fabric.clip_gradients(
-                self.task.model,
-                self._wrapped,
-                max_norm=self.schedule.clip,
-                error_if_nonfinite=False,
-            )
-            assert norm is not None
-            # A gradient that overflowed has no direction: the step is made without it.
-            bad = _not_finite(norm)
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.masked_fill_(bad, 0)
-            self._skipped += bad
-            self._in_a_row.add_(1).mul_(bad)
-        first_bad = _not_finite(value) & (self._bad < 0)
-        self._bad.copy_(torch.where(first_bad, self._number, self._bad))
-        self._sum += value
+        if self.schedule.clip is None:
+            self._ledger.enter(value)
+        else:
+            self._clip(value, self.schedule.clip)
         if self.look_back == 1 and not self._captures:
             self._fetch()  # before the model is spoilt by a gradient that is not finite
         self._wrapped.step()
         if self._average is not None:
-            self._average.update(self._number)
-        self._number += 1
+            self._average.update(self._ledger.number - 1)
         return value
+
+    def _clip(self, loss: Tensor, clip: float) -> None:
+        """Clip the gradients; one that overflowed has no direction, so the step goes without it."""
+        if self._divides:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            optimizer: Any = self._optimizer
+            optimizer.grad_scale, optimizer.found_inf = self._ledger.enter(
+                loss, torch.nn.utils.get_total_norm(grads), clip
+            )
+            return
+        norm = self.fabric.clip_gradients(
+            self.task.model, self._wrapped, max_norm=clip, error_if_nonfinite=False
+        )
+        assert norm is not None
+        bad = self._ledger.enter(loss, norm, clip)[1] != 0
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(bad, 0)
+
+    def _scales_loss(self) -> bool:
+        """Whether Fabric multiplies the loss, and tells the optimiser so."""
+        return getattr(self.fabric.strategy.precision, "scaler", None) is not None
 
     def _set_rates(self, factor: float) -> None:
         groups = self._optimizer.param_groups
@@ -305,9 +305,9 @@ class Trainer:
 
     def _fetch(self) -> None:
         """Bring the losses to the host, and stop if one was not finite."""
-        found = self.ranks.gathered(int(self._bad), float(self._sum))
+        found = self.ranks.gathered(int(self._ledger.bad), float(self._ledger.total))
         bad = min((int(b) for b, _ in found if b >= 0), default=-1)
-        total, in_a_row = sum(part for _, part in found), int(self._in_a_row)
+        total, in_a_row = sum(part for _, part in found), int(self._ledger.in_a_row)
         now = self.progress
         steps = now.loss_count - self._fetched
         if bad >= 0:
@@ -317,9 +317,9 @@ class Trainer:
         if steps > 0:
             now.loss = total / steps
         now.loss_sum += total
-        now.skipped = int(self._skipped)
+        now.skipped = int(self._ledger.skipped)
         self._fetched = now.loss_count
-        self._sum.zero_()
+        self._ledger.total.zero_()
 
     def _give_up(self, step: int, why: str) -> None:
         self.progress.diverged_at = step
@@ -404,8 +404,8 @@ class Trainer:
                 self._average.restore(tensors)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
-        self._number.fill_(self.progress.step)
-        self._skipped.fill_(self.progress.skipped)
+        self._ledger.number.fill_(self.progress.step)
+        self._ledger.skipped.fill_(self.progress.skipped)
         self._fetched = self.progress.loss_count
         self._closed = self.progress.finished
         self._write_history()  # lines of steps that will be made again go

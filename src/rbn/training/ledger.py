@@ -1,0 +1,66 @@
+"""What steps leave behind on the model's device, which the host looks at now and then."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SMALL = 1e-6  # added to the norm that divides, as `torch.nn.utils.clip_grad_norm_` does
+
+
+def _not_finite(number: Tensor) -> Tensor:
+    """Whether it is infinite or no number, in two operations: `isfinite` has several times more."""
+    return number - number != 0
+
+
+class Ledger:
+    """Sums and counts of steps, kept without a word from the host.
+
+    Attributes:
+        total: of the losses since it was last set to 0.
+        bad: the number of the first step whose loss was not finite, or -1.
+        skipped: steps whose gradient was not finite.
+        in_a_row: how many of those were the last ones.
+        number: of the next step, from 0.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.total = torch.zeros((), dtype=torch.float64, device=device)
+        self._counts = torch.tensor([-1, 0, 0, 0], device=device)
+        self.bad, self.skipped, self.in_a_row, self.number = self._counts.unbind()
+        # What the gradients are to be divided by, and 1 where they are not finite.
+        self._factors = torch.tensor([1.0, 0.0], device=device)
+        self._in_one = device.type == "cuda"
+
+    def enter(
+        self, loss: Tensor, norm: Tensor | None = None, clip: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Note a step. norm: of all its gradients together, where they are clipped.
+
+        Returns what the gradients are to be divided by, and 1 where they are not finite, else 0;
+        float32, overwritten by the next step.
+        """
+        scale, found = self._factors.unbind()
+        if self._in_one:
+            from rbn.training.ledger_kernel import enter
+
+            given = loss if norm is None else norm
+            with torch.cuda.device_of(loss):
+                enter[(1,)](
+                    *(loss, given, self.total, self._counts, self._factors),
+                    *(float(clip), _SMALL),
+                    CLIPPED=norm is not None,
+                    num_warps=1,
+                )
+            return scale, found
+        if norm is not None:
+            bad = _not_finite(norm)
+            scale.copy_(((norm + _SMALL) / clip).clamp(min=1.0))
+            found.copy_(bad)
+            self.skipped += bad
+            self.in_a_row.add_(1).mul_(bad)
+        first_bad = _not_finite(loss) & (self.bad < 0)
+        self.bad.copy_(torch.where(first_bad, self.number, self.bad))
+        self.total += loss
+        self.number += 1
+        return scale, found

@@ -1,0 +1,62 @@
+"""What is noted of steps, by PyTorch's operations and by a kernel."""
+
+import math
+
+import pytest
+import torch
+
+from rbn.training.ledger import Ledger
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+STEPS = [(1.0, 0.5), (2.0, 8.0), (3.0, math.inf), (4.0, math.nan), (math.nan, 1.0), (5.0, 2.0)]
+
+
+def entered(ledger, device):
+    for loss, norm in STEPS:
+        loss, norm = (torch.tensor(v, device=device) for v in (loss, norm))
+        yield [float(v) for v in ledger.enter(loss, norm, clip=2.0)]
+
+
+def check(ledger, device):
+    counts = []
+    for (loss, norm), (scale, found) in zip(STEPS, entered(ledger, device), strict=True):
+        assert found == (not math.isfinite(norm)), (loss, norm)
+        if not found:
+            assert scale == pytest.approx(max(1, (norm + 1e-6) / 2), rel=1e-6)
+        counts.append((int(ledger.skipped), int(ledger.in_a_row), int(ledger.bad)))
+    assert counts == [(0, 0, -1), (0, 0, -1), (1, 1, -1), (2, 2, -1), (2, 0, 4), (2, 0, 4)]
+    assert int(ledger.number) == 6
+    assert math.isnan(float(ledger.total))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operations_and_kernel(device):
+    check(Ledger(torch.device(device)), device)
+
+
+def test_the_kernel_by_the_interpreter():
+    pytest.importorskip("triton", reason="the kernel is in Triton's language")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    ledger = Ledger(torch.device("cpu"))
+    ledger._in_one = True
+    check(ledger, "cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_clipping(device):
+    ledger = Ledger(torch.device(device))
+    for value in (1.5, 2.5):
+        ledger.enter(torch.tensor(value, device=device))
+    assert float(ledger.total) == 4
+    assert int(ledger.number) == 2
+    assert int(ledger.skipped) == 0

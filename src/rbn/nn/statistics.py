@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -214,23 +214,27 @@ def update_all(updates: list[Update]) -> None:
 
     updates: the statistics of each term and what their `update` takes.
     """
-    often = []  # by far the most frequent case: no step is new, so all estimates weigh alike
+    counts: list[Tensor] = []
+    averages: list[Tensor] = []
+    new: list[Tensor] = []
+    momentum: float | None = None
     for statistics, mean, var, start, reached in updates:
         stop = start + mean.shape[0]
-        known = statistics.momentum is not None and stop <= statistics._surely_seen
-        if known and reached is None:
-            often.append((statistics, mean, var, start, stop))
+        momentum = statistics.momentum
+        # By far the most frequent case: no step is new, so all estimates weigh alike.
+        if momentum is not None and stop <= statistics._surely_seen and reached is None:
+            rows = statistics._buffers  # several times as fast as its attributes
+            for name, value in (("mean", mean), ("var", var)):
+                average = cast(Tensor, rows[name])
+                averages.append(_part(average, start, stop))
+                new.append(_as(value, average.dtype))
+            counts.append(_part(cast(Tensor, rows["count"]), start, stop))
         else:
             statistics.update(mean, var, start, reached)
-    if not often:
-        return
-    with torch.no_grad():
-        torch._foreach_add_([_part(s.count, i, j) for s, _, _, i, j in often], 1)
-        torch._foreach_lerp_(
-            [_part(rows, i, j) for s, _, _, i, j in often for rows in (s.mean, s.var)],
-            [_as(v, s.mean.dtype) for s, mean, var, _, _ in often for v in (mean, var)],
-            often[0][0].momentum or 0.0,
-        )
+    if counts:
+        with torch.no_grad():
+            torch._foreach_add_(counts, 1)
+            torch._foreach_lerp_(averages, new, momentum or 0.0)
 
 
 def _as(value: Tensor, dtype: torch.dtype) -> Tensor:

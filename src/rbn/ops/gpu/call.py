@@ -167,7 +167,7 @@ class Call:
             return
         # Each begins at a multiple of 16 bytes: those of 4H come first.
         flat = [v.reshape(-1) for v in present] if self.lead else present
-        self.joined = torch.cat(flat).to(torch.float32)
+        self.joined = torch.cat(flat).float()
 
     def masks(self) -> list[Tensor]:
         """Zoneout masks as bytes."""

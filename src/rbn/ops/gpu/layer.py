@@ -111,6 +111,7 @@ def _forward(given: _Given, tensors: tuple[Any, ...]) -> tuple[Call, Outputs, li
     """The call as the kernels take it, what it found, and the factors of the input terms."""
     n = given.calls
     pairs = [factors(tensors[k], tensors[n + k]) for k in range(n)]
+    joined: Tensor | None = None
     if n == 1:
         wx = F.linear(*pairs[0])
         parameters = tensors[2:]
@@ -119,13 +120,34 @@ def _forward(given: _Given, tensors: tuple[Any, ...]) -> tuple[Call, Outputs, li
         wx = tensors[0].new_empty(n, steps, batch, tensors[n].shape[0])
         for (x, w), room in zip(pairs, wx.flatten(1, 2).unbind(), strict=True):
             torch.mm(x.flatten(0, 1), w.t(), out=room)
-        groups = (tensors[k : k + n] for k in range(2 * n, len(tensors), n))
-        parameters = tuple(None if group[0] is None else torch.stack(group) for group in groups)
+        weight, *vectors, h0, c0 = (tensors[k : k + n] for k in range(2 * n, len(tensors), n))
+        stacked, joined = _stacked_vectors(vectors)
+        parameters = (torch.stack(weight), *stacked, torch.stack(h0), torch.stack(c0))
     rest = (given.lengths, given.population, given.mask_c, given.mask_h, *given.numbers)
-    call = Call(Inputs._make((wx, *parameters, *rest)))
+    call = Call(Inputs._make((wx, *parameters, *rest)), joined=joined)
     found = launch.run(call)
     given.moments.extend(found[3:9])
     return call, found, [factor for pair in zip(*pairs, strict=True) for factor in pair]
+
+
+def _stacked_vectors(
+    groups: Sequence[tuple[Any, ...]],
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """Vectors of all calls, stacked by name, and all of them as `Call.joined` if it needs that."""
+    present = [vector for group in groups if group[0] is not None for vector in group]
+    if len({vector.dtype for vector in present}) != 1:
+        return [None if group[0] is None else torch.stack(group) for group in groups], None
+    whole = torch.cat(present)
+    stacked: list[Tensor | None] = []
+    begin = 0
+    for group in groups:
+        if group[0] is None:
+            stacked.append(None)
+            continue
+        size = group[0].numel()
+        stacked.append(whole.as_strided((len(group), size), (size, 1), begin))
+        begin += len(group) * size
+    return stacked, None if whole.dtype == torch.float32 else whole.float()
 
 
 def _without_node(given: _Given, *tensors: Any) -> tuple[Any, ...]:

@@ -128,9 +128,10 @@ class PopulationStatistics(nn.Module):
         Where there are fewer rows, the last serves every step beyond. A step without an estimate of
         its own uses that of the last step before it that has one.
         """
-        start = min(start, self.count.shape[0] - 1)
-        if not self.shared and min(start + steps, self.count.shape[0]) <= self._surely_seen:
-            stop = min(start + steps, self.count.shape[0])
+        rows = self.count.shape[0]
+        start = min(start, rows - 1)
+        stop = min(start + steps, rows)
+        if not self.shared and stop <= self._surely_seen:
             mean, var = _part(self.mean, start, stop), _part(self.var, start, stop)
             # What a backward pass will need must not change until then.
             return (mean.clone(), var.clone()) if torch.is_grad_enabled() else (mean, var)
@@ -138,11 +139,10 @@ class PopulationStatistics(nn.Module):
         if self.shared:
             weight = (seen / seen.sum())[:, None].to(self.mean.dtype)
             return (self.mean * weight).sum(0, True), (self.var * weight).sum(0, True)
-        rows = torch.arange(self.count.shape[0], device=self.count.device)
+        each = torch.arange(rows, device=self.count.device)
         first = seen.to(torch.int8).argmax()
-        rows = torch.where(seen, rows, first).cummax(0).values
-        rows = rows[start : start + steps]
-        return self.mean[rows], self.var[rows]
+        found = torch.where(seen, each, first).cummax(0).values[start : start + steps]
+        return self.mean[found], self.var[found]
 
     def grow(self, rows: int) -> None:
         """Make room for that many steps."""

@@ -56,6 +56,16 @@ class _Linear(torch.autograd.Function):
         return None, torch.empty_like(ctx.saved_tensors[0])
 
 
+def _linear(x, weight):
+    if torch.is_grad_enabled():
+        return _Linear.apply(x, weight)
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _mm(a, b, out=None):
+    return _product(a, b) if out is None else out
+
+
 def _product(a, b):
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
@@ -63,20 +73,22 @@ def _product(a, b):
 @contextlib.contextmanager
 def stand_ins():
     """The kernels in CUDA C++ take every call, and do nothing; nor do products."""
-    cuda_lstm, launch, raised, together = (
+    cuda_lstm, launch, layer, raised, together = (
         importlib.import_module(f"rbn.ops.gpu.{name}")
-        for name in ("cuda_lstm", "launch", "raised", "together")
+        for name in ("cuda_lstm", "launch", "layer", "raised", "together")
     )
     with contextlib.ExitStack() as stack:
         for target, name, value in (
             (cuda_lstm, "covers", lambda a: True),
             (cuda_lstm, "_has_room", lambda *sizes: True),
             (cuda_lstm, "_kernel", lambda *sizes: _Kernel()),
+            (layer, "pays", lambda wx, calls: True),
             (together, "pays", lambda wx, calls: True),
             (launch, "input_moments", _Triton()),
             (raised, "raise_variances", _Triton()),
-            (F, "linear", _Linear.apply),
+            (F, "linear", _linear),
             (torch, "matmul", _product),
+            (torch, "mm", _mm),
             (torch, "addmm", lambda c, a, b: _product(a, b)),
             (torch, "baddbmm", lambda c, a, b: _product(a, b)),
         ):

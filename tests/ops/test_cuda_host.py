@@ -12,6 +12,7 @@ from recurrence_cases import call, make_case
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops.gpu import cuda_lstm, gradients, launch, nvrtc, plan, signature, small_lstm, wide_lstm
+from rbn.ops.gpu.call import MOMENTS
 from rbn.ops.gpu.input_moments import input_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,8 +152,8 @@ def test_which_layers_are_preferably_wide(monkeypatch):
     assert kind(64, 996) == kind(65, 1000) == ("units of 8", 128)
     assert kind(65, 2000) == ("wide", 128)
     assert kind(64, 1002) == kind(64, 1000, dtype=torch.float32) == ("units of 8",)
-    a = types.SimpleNamespace(wx=torch.empty(1, 1, 64, 4000).bfloat16(), zoned=False)
-    assert cuda_lstm.meeting("forward", a) == (False, False)
+    wx = torch.empty(1, 1, 64, 4000).bfloat16()
+    assert cuda_lstm.meeting("forward", wx, cuda_lstm.family(wx)) == (False, False)
     monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1000, 128: 500})
     assert kind(64, 1000) == ("wide", 64)
     assert kind(64, 500) == kind(65, 1000) == ("wide", 128)
@@ -185,18 +186,15 @@ def test_which_zoned_calls_run_wide(zoneout, monkeypatch):
     def runs(*sizes, **options):
         a = zoned_call(*sizes, **zoneout | options)
         assert a.zoned
-        assert cuda_lstm.small_cut(a) is None
-        if not cuda_lstm.covers(a):
-            return False
-        assert not any(cuda_lstm.meeting("forward", a) + cuda_lstm.meeting("backward", a))
-        return True
+        assert cuda_lstm.family(a.wx, a.zoned) == "wide"
+        return cuda_lstm.covers(a)
 
     sizes = ((64, 1000), (128, 2000), (100, 100), (16, 512), (64, 240))
     assert not any(runs(*size) for size in sizes)
     monkeypatch.setattr(wide_lstm, "ZONED", True)
     # Also where small layers or few rows have other kernels, without zoneout.
     assert all(runs(*size) for size in sizes)
-    assert cuda_lstm.small_cut(zoned_call(100, 100)) is not None
+    assert cuda_lstm.family(zoned_call(100, 100).wx) == "small"
     assert not runs(64, 1000, dtype=torch.float32)
     assert not runs(64, 1002)
     assert not runs(129, 1000)
@@ -241,14 +239,19 @@ def test_what_blocks_look_at_begins_at_zero(direction, rows):
     wx = torch.empty(2, 1, 3, 4 * 72, dtype=torch.bfloat16)
     team = wide_lstm.TEAMS[direction][0]
     cut = wide_lstm.cut_wide(direction, 72, team, 227 * 1024, rows)
-    found = wide_lstm.rooms(cut, wx)
-    pieces = found["passed"].view(2, 2, -1, 2 * rows * 16)  # of two recurrences, for two steps
-    assert pieces.shape[2] >= 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
+    found, (clear, spilled) = wide_lstm.rooms(cut, wx)
+    assert found.pop("spilled") == spilled.data_ptr()
+    assert spilled.numel() >= 2 * cut.spilled
+    ends = [*list(found.values())[1:], clear.data_ptr() + clear.numel()]
+    sizes = {name: end - at for (name, at), end in zip(found.items(), ends, strict=True)}
+    pieces = sizes["passed"] // (2 * 2 * 2 * rows * 16)  # of two recurrences, for two steps
+    assert pieces >= 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
     if direction == "backward":  # 8 blocks, from 7 others each a word of 16 bytes for every thread
-        assert found["handed"].numel() == 2 * 8 * 7 * 2 * rows * 16
-    looked_at = ["passed", "meetings", *(["handed"] if direction == "backward" else [])]
-    assert set(found) == {"spilled", *looked_at}
-    assert not any(found[name].any() for name in looked_at)
+        assert sizes["handed"] == 2 * 8 * 7 * 2 * rows * 16
+    assert set(sizes) == {"passed", "meetings", *(["handed"] if direction == "backward" else [])}
+    assert found["passed"] == clear.data_ptr()
+    assert all(at % 16 == 0 for at in found.values())
+    assert not clear.any()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -411,13 +414,15 @@ def test_statistics_are_parts_of_one_piece(lead, options):
     for apart in (False, True):
         moments = launch._Moments(given, apart)
         parts = moments.parts()
-        rooms = {part.untyped_storage().data_ptr() for part in parts if part.numel()}
+        rooms = {part.untyped_storage().data_ptr() for part in parts if part is not None}
         assert (len(rooms) > 1) == apart
         expected = [shape for shape in signature.statistics_shapes(a) for _ in range(2)]
-        assert [tuple(part.shape) for part in parts] == expected
+        shapes = [(0,) if part is None else tuple(part.shape) for part in parts]
+        assert shapes == expected
         assert moments.rows == [shape[-2] if len(shape) > 1 else 0 for shape in expected[::2]]
-        present = [(part, at) for part, at in zip(parts, moments.at.values(), strict=True)]
-        present = [(part, at) for part, at in present if part.numel()]
+        named = zip(MOMENTS, parts, strict=True)
+        present = [(part, moments.at[name]) for name, part in named if part is not None]
+        assert len(present) == len(moments.at)
         for k, (part, at) in enumerate(present):
             assert part.is_contiguous()
             assert part.data_ptr() == at
@@ -433,6 +438,7 @@ def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
     da, weight = torch.randn(*lead, T, B, 4, H), torch.randn(*lead, 4 * H, H)
     hidden, h0 = torch.randn(*lead, T, B, H), torch.randn(*lead, B, H)
     given = types.SimpleNamespace(a=types.SimpleNamespace(h0=h0), T=T, H=H, lead=lead)
+    given.in_rows = lambda state: state
     turned = da.transpose(-2, -1).flatten(-2)
     expected = gradients._through_weight(given, da.flatten(-2), weight, hidden, apart=True)
     found = gradients._through_weight(given, turned, weight, hidden, apart=False)
@@ -442,11 +448,9 @@ def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("batch", "hidden"), [(100, 100), (5, 6), (17, 50)])
-def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hidden, monkeypatch):
-    wx = torch.empty(1, 3, batch, 4 * hidden, dtype=dtype)
-    monkeypatch.setattr(small_lstm, "choose", lambda wx: object())
-    a = types.SimpleNamespace(wx=wx[0], zoned=False)
-    given = types.SimpleNamespace(a=a, lead=(), T=3, B=batch, H=hidden, flat=wx[0])
+def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hidden):
+    wx = torch.empty(3, batch, 4 * hidden, dtype=dtype)
+    given = types.SimpleNamespace(lead=(), T=3, B=batch, H=hidden, flat=wx, family=cuda_lstm.SMALL)
     stride = launch._stride(given)
     assert stride == hidden
     room = launch._room_for_states(given, stride)

@@ -12,6 +12,7 @@ import rbn
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops.gpu import cuda_lstm, launch, small_lstm
+from rbn.ops.gpu import layer as layer_node
 from rbn.ops.gpu.input_moments import feature_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -95,7 +96,8 @@ def which(monkeypatch, stand_ins):
         raise error
 
     monkeypatch.setattr(launch, "forward_of_one_feature", functools.partial(end, Taken))
-    monkeypatch.setattr(rbn.nn.recurrence, "_input_product", functools.partial(end, Made))
+    monkeypatch.setattr(rbn.nn.recurrence, "input_product", functools.partial(end, Made))
+    monkeypatch.setattr(layer_node, "factors", functools.partial(end, Made))
 
 
 @on_the_host

@@ -1,5 +1,6 @@
 """Independent recurrences of one shape: in one launch on a GPU, with the numbers of each alone."""
 
+import functools
 import importlib
 
 import pytest
@@ -77,13 +78,15 @@ on_a_card = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Runs them together under Triton's interpreter too; the operator's calls are counted."""
-    module = importlib.import_module("rbn.ops.gpu.together")
+    """Runs them together under Triton's interpreter too; calls of operator or node are counted."""
     found = []
-    run = module.lstm_op
-    monkeypatch.setattr(module, "lstm_op", lambda *args: found.append(args) or run(*args))
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(module, "pays", lambda wx, calls: True)
+    for name, called in (("together", "lstm_op"), ("layer", "_run")):
+        module = importlib.import_module(f"rbn.ops.gpu.{name}")
+        run = getattr(module, called)
+        counted = functools.partial(lambda run, *args: found.append(args) or run(*args), run)
+        monkeypatch.setattr(module, called, counted)
+        if not torch.cuda.is_available():
+            monkeypatch.setattr(module, "pays", lambda wx, calls: True)
     return found
 
 

@@ -124,11 +124,13 @@ class BatchNormalized(Recurrence):
         if lengths is not None and self._group() is None:  # together there are no steps in vain
             reached = torch.arange(steps, device=lengths.device) < lengths.max()
         updates: list[Update] = []
-        for term in self._normalized_terms():
+        for term in self.terms:
+            mean, var = getattr(batch, f"mean_{term}"), getattr(batch, f"var_{term}")
+            if mean is None:  # not normalized, or not with the minibatch's
+                continue
             statistics = self._statistics(term, suffix)
             if not statistics.records:
                 continue
-            mean, var = getattr(batch, f"mean_{term}"), getattr(batch, f"var_{term}")
             whole = term == "x" and self.input_stats == "sequence"
             at = (0, None) if whole else (start, reached)
             updates.append((statistics, mean, var, *at))

@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import rbn.ops as ops
 from rbn.nn import checks, init
-from rbn.ops.functional import from_one_feature, takes_features
+from rbn.ops.functional import from_inputs, from_one_feature, takes_features
+from rbn.ops.input_product import input_product
 from rbn.ops.types import valid_steps
 
 if TYPE_CHECKING:
@@ -26,20 +27,6 @@ if TYPE_CHECKING:
 
 INITIAL_STATES = ("learned", "zeros")
 States = tuple[Tensor, ...]
-
-
-def _input_product(input: Tensor, weight: Tensor) -> Tensor:
-    """``input @ weight.T``, ``[..., I]`` and ``[G, I]``.
-
-    In half precision on a GPU with zeros up to a multiple of 8 columns: for rows that are no
-    multiple of 16 bytes cuBLAS has slow kernels only, forward and backward. With one or two
-    columns the zeros would cost more.
-    """
-    columns = input.shape[-1]
-    half = input.is_cuda and input.dtype in (torch.float16, torch.bfloat16)
-    if half and columns > 2 and columns % 8:
-        input, weight = (F.pad(x, (0, -columns % 8)) for x in (input, weight))
-    return F.linear(input, weight)
 
 
 class Recurrence(nn.Module, abc.ABC):
@@ -140,50 +127,66 @@ class Recurrence(nn.Module, abc.ABC):
         directions: for each one the suffix of its parameters, its input and the given states.
         """
         calls: list[dict[str, Any]] = []
-        whole = self._group() is None and all(
-            x.is_floating_point() and takes_features(self.op, x) for _, x, _ in directions
-        )
-        weights: list[Tensor] = []
+        weights: list[Tensor] = []  # of inputs that are no symbols
         empty: list[tuple[Tensor, States]] = []
-        for suffix, input, given in directions:
+        alone = self._group() is None
+        for suffix, x, given in directions:
             weight = self._own(f"weight_ih{suffix}")
-            # W_x x_t for every t; for a one-hot x_t that is a column of W_x.
-            if input.is_floating_point():
-                own = weight if weight.dtype == input.dtype else weight.to(input.dtype)
-                weights.append(own)
-                # Of its shape and type, where it may not be needed.
-                wx = input.expand(-1, -1, len(own)) if whole else _input_product(input, own)
-            else:
-                wx = F.embedding(input[..., 0], self._autocast(weight).t().contiguous())
-            batch = input.shape[1]
+            if x.is_floating_point():
+                weights.append(weight if weight.dtype == x.dtype else weight.to(x.dtype))
+            else:  # W_x x_t for a one-hot x_t is a column of W_x
+                x = F.embedding(x[..., 0], self._autocast(weight).t().contiguous())
+            batch = x.shape[1]
             states = self._initial_states(suffix, batch, weight) if given is None else given
-            if batch == 0 and self._group() is None:
-                empty.append((wx.new_zeros(len(wx), 0, self.hidden_size), states))
+            if batch == 0 and alone:
+                rows = tuple(state.expand(0, self.hidden_size) for state in states)
+                empty.append((x.new_zeros(len(x), 0, self.hidden_size), rows))
             else:
-                calls.append(self._call(suffix, wx, states, lengths, start))
+                calls.append(self._call(suffix, x, states, lengths, start))
         if empty:
             return empty
-        found = from_one_feature(self.op, calls, weights) if whole else None
+        found = self._run_from_inputs(calls, weights) if weights and alone else None
         if found is None:
-            if whole:
-                for call, (_, input, _), weight in zip(calls, directions, weights, strict=True):
-                    call["wx"] = _input_product(input, weight)
-            found = ops.side_by_side(self.op, calls)
+            for call, weight in zip(calls, weights, strict=False):
+                call["wx"] = input_product(call["wx"], weight)  # W_x x_t for every t
+            found = ops.side_by_side(self.op, [self._with_rows(call) for call in calls])
         return [
             self._results(suffix, results, lengths, start)
             for (suffix, _, _), results in zip(directions, found, strict=True)
         ]
 
+    def _run_from_inputs(
+        self, calls: list[dict[str, Any]], weights: list[Tensor]
+    ) -> list[tuple[Any, ...]] | None:
+        """What `op` finds, where it takes inputs in the place of input terms; else None."""
+        if all(takes_features(self.op, call["wx"]) for call in calls):
+            wide = [
+                self._with_rows(call | {"wx": call["wx"].expand(-1, -1, len(weight))})
+                for call, weight in zip(calls, weights, strict=True)
+            ]
+            found = from_one_feature(self.op, wide, weights)
+            if found is not None:
+                return found
+        return from_inputs(self.op, calls, weights)
+
+    def _with_rows(self, call: dict[str, Any]) -> dict[str, Any]:
+        """The call with states ``[B, H]``."""
+        shape = (call["wx"].shape[1], self.hidden_size)
+        return call | {
+            name: call[name].expand(shape) for name in self.states if call[name].dim() == 1
+        }
+
     def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
-        """The learned or zero initial states, ``[B, H]``, with noise on h0 while training."""
+        """The learned ``[H]`` or zero ``[B, H]`` initial states, with noise on h0 in training."""
         shape = (batch, self.hidden_size)
         if self.initial_state == "learned":
-            states = [self._own(state + suffix).expand(shape) for state in self.states]
+            states = [self._own(state + suffix) for state in self.states]
         else:
             states = [like.new_zeros(shape) for _ in self.states]
         if self.training and self.hidden_noise > 0:
-            states[0] = states[0] + self.hidden_noise * torch.randn_like(
-                states[0], memory_format=torch.contiguous_format
+            rows = states[0].expand(shape)
+            states[0] = rows + self.hidden_noise * torch.randn_like(
+                rows, memory_format=torch.contiguous_format
             )
         return tuple(states)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -128,9 +128,10 @@ class PopulationStatistics(nn.Module):
         Where there are fewer rows, the last serves every step beyond. A step without an estimate of
         its own uses that of the last step before it that has one.
         """
-        start = min(start, self.count.shape[0] - 1)
-        if not self.shared and min(start + steps, self.count.shape[0]) <= self._surely_seen:
-            stop = min(start + steps, self.count.shape[0])
+        rows = self.count.shape[0]
+        start = min(start, rows - 1)
+        stop = min(start + steps, rows)
+        if not self.shared and stop <= self._surely_seen:
             mean, var = _part(self.mean, start, stop), _part(self.var, start, stop)
             # What a backward pass will need must not change until then.
             return (mean.clone(), var.clone()) if torch.is_grad_enabled() else (mean, var)
@@ -138,11 +139,10 @@ class PopulationStatistics(nn.Module):
         if self.shared:
             weight = (seen / seen.sum())[:, None].to(self.mean.dtype)
             return (self.mean * weight).sum(0, True), (self.var * weight).sum(0, True)
-        rows = torch.arange(self.count.shape[0], device=self.count.device)
+        each = torch.arange(rows, device=self.count.device)
         first = seen.to(torch.int8).argmax()
-        rows = torch.where(seen, rows, first).cummax(0).values
-        rows = rows[start : start + steps]
-        return self.mean[rows], self.var[rows]
+        found = torch.where(seen, each, first).cummax(0).values[start : start + steps]
+        return self.mean[found], self.var[found]
 
     def grow(self, rows: int) -> None:
         """Make room for that many steps."""
@@ -214,23 +214,27 @@ def update_all(updates: list[Update]) -> None:
 
     updates: the statistics of each term and what their `update` takes.
     """
-    often = []  # by far the most frequent case: no step is new, so all estimates weigh alike
+    counts: list[Tensor] = []
+    averages: list[Tensor] = []
+    new: list[Tensor] = []
+    momentum: float | None = None
     for statistics, mean, var, start, reached in updates:
         stop = start + mean.shape[0]
-        known = statistics.momentum is not None and stop <= statistics._surely_seen
-        if known and reached is None:
-            often.append((statistics, mean, var, start, stop))
+        momentum = statistics.momentum
+        # By far the most frequent case: no step is new, so all estimates weigh alike.
+        if momentum is not None and stop <= statistics._surely_seen and reached is None:
+            rows = statistics._buffers  # several times as fast as its attributes
+            for name, value in (("mean", mean), ("var", var)):
+                average = cast(Tensor, rows[name])
+                averages.append(_part(average, start, stop))
+                new.append(_as(value, average.dtype))
+            counts.append(_part(cast(Tensor, rows["count"]), start, stop))
         else:
             statistics.update(mean, var, start, reached)
-    if not often:
-        return
-    with torch.no_grad():
-        torch._foreach_add_([_part(s.count, i, j) for s, _, _, i, j in often], 1)
-        torch._foreach_lerp_(
-            [_part(rows, i, j) for s, _, _, i, j in often for rows in (s.mean, s.var)],
-            [_as(v, s.mean.dtype) for s, mean, var, _, _ in often for v in (mean, var)],
-            often[0][0].momentum or 0.0,
-        )
+    if counts:
+        with torch.no_grad():
+            torch._foreach_add_(counts, 1)
+            torch._foreach_lerp_(averages, new, momentum or 0.0)
 
 
 def _as(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -39,14 +39,23 @@ class _Undifferentiable(torch.autograd.Function):
         _no_double_backward(ctx.op)(ctx, *grads)
 
 
+def undifferentiable(
+    op: str, gradients: Sequence[Tensor | None], origins: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients, which depend on `origins`, such that they refuse to be differentiated."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    tensors = [tensor for tensor in origins if tensor is not None]
+    marked = iter(_Undifferentiable.apply(op, len(present), *present, *tensors))  # type: ignore[no-untyped-call]
+    return [None if gradient is None else next(marked) for gradient in gradients]
+
+
 def without_second_derivative(op: str, backward: Any) -> Any:
     """A backward function, see `Formula.gradients`, whose results refuse to be differentiated."""
 
     def run(*given: Any) -> Any:
         with torch.no_grad():
             found = tuple(backward(*given))
-        tensors = [value for value in given if isinstance(value, Tensor)]
-        return _Undifferentiable.apply(op, len(found), *found, *tensors)  # type: ignore[no-untyped-call]
+        return undifferentiable(op, found, [v for v in given if isinstance(v, Tensor)])
 
     return run
 
@@ -179,7 +188,7 @@ class Direct:
                     # derivative.
                     run = in_graph
                 else:
-                    run = backward if _graph_is_kept() else consuming
+                    run = backward if graph_is_kept() else consuming
                 return tuple(formula.gradients(ctx, grad_outputs, run))
 
         self.forward = forward
@@ -193,7 +202,7 @@ class Direct:
         return self._apply(*args)  # type: ignore[no-untyped-call]
 
 
-def _graph_is_kept() -> bool:
+def graph_is_kept() -> bool:
     """Whether the backward pass that runs now may be followed by another over the same graph."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if asked is None else bool(asked())

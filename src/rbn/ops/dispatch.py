@@ -135,6 +135,25 @@ def run_from_one_feature(
     return found
 
 
+def run_from_inputs(
+    op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
+) -> list[tuple[Any, ...]] | None:
+    """The results of calls with the products of their inputs; None where those come first."""
+    if torch.compiler.is_compiling():
+        return None
+    x: Tensor = calls[0]["wx"]
+    if select(op, x) is not getattr(_gpu, op, None):
+        return None
+    found: list[tuple[Any, ...]] | None
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        found = _gpu.from_inputs(op, calls, weights)
+        return found
+    with torch.autocast(device, enabled=False):
+        found = _gpu.from_inputs(op, calls, weights)
+    return found
+
+
 def _under_torch_func() -> bool:
     """Whether a transform of `torch.func` or forward-mode differentiation is going on.
 

@@ -17,7 +17,13 @@ from rbn.ops.checks import (
     check_shapes,
     constant_statistics,
 )
-from rbn.ops.dispatch import may_take_feature, run, run_from_one_feature, run_together
+from rbn.ops.dispatch import (
+    may_take_feature,
+    run,
+    run_from_inputs,
+    run_from_one_feature,
+    run_together,
+)
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
 if TYPE_CHECKING:
@@ -309,3 +315,21 @@ def from_one_feature(
         What the recurrence returns for each call; None where the input terms have to be made.
     """
     return run_from_one_feature(op, calls, weights)
+
+
+def from_inputs(
+    op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
+) -> list[tuple[Any, ...]] | None:
+    """`side_by_side` with the products of the inputs, all in one node of autograd.
+
+    Args:
+        op: the name of the recurrence.
+        calls: the arguments of each call by name, all of them. In the place of the input term is
+            the input ``[T, B, I]``, and initial states that all rows share may be ``[H]``.
+        weights: W_x ``[4H, I]`` for each call, in the type of the input.
+
+    Returns:
+        What the recurrence returns for each call; None where input terms and states have to be
+        made first.
+    """
+    return run_from_inputs(op, calls, weights)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rbn.ops import reference
 from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
+from rbn.ops.gpu.layer import from_inputs
 from rbn.ops.gpu.library import lstm_op
 from rbn.ops.gpu.ln_lstm_steps import LARGEST
 from rbn.ops.gpu.one_feature import from_one_feature, may_take
@@ -23,7 +24,16 @@ from rbn.ops.gpu.steps_library import bn_rnn_op, ln_lstm_op
 from rbn.ops.gpu.together import together
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
-__all__ = ["bn_lstm", "bn_rnn", "from_one_feature", "ln_lstm", "lstm", "may_take", "together"]
+__all__ = [
+    "bn_lstm",
+    "bn_rnn",
+    "from_inputs",
+    "from_one_feature",
+    "ln_lstm",
+    "lstm",
+    "may_take",
+    "together",
+]
 
 log = logging.getLogger("rbn.ops.gpu")
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import device, paths, small_lstm
+from rbn.ops.gpu import cuda_lstm, device, paths, small_lstm
 from rbn.ops.gpu.plan import Plan, tf32_allowed
 from rbn.ops.gpu.signature import Inputs
 from rbn.ops.gpu.stepwise import zone
@@ -38,17 +38,28 @@ class Call:
         lead: ``(R,)``, or nothing where the arguments have no leading dimension.
         w: of inputs of one feature W_x, ``[R, 4H, 1]``. In the place of the input term is then the
             feature, as many times as that has columns, and the input term is never made.
+        facts: which kernels run, for the backward pass of the same.
+        joined: the parameters `VECTORS` widened in one tensor, as far as the kernels needed it so;
+            the backward pass need not do it again.
         kept: what kernels were given the addresses of, and nobody else may hold.
     """
 
-    def __init__(self, a: Inputs, w: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        a: Inputs,
+        w: Tensor | None = None,
+        facts: tuple[str, str] | None = None,
+        joined: Tensor | None = None,
+    ) -> None:
         self.a, self.w = a, w
         self.flat = aligned(a.wx.contiguous()) if w is None else a.wx
         *lead, self.T, self.B, G = self.flat.shape
         self.lead = tuple(lead)
         self.R, self.H = lead[0] if lead else 1, G // 4
-        self.path = paths.choose(a)
+        self.path = paths.choose(a) if facts is None else facts[0]
         self.in_cuda = self.path == paths.CUDA
+        self._family = None if facts is None else facts[1]
+        self.joined = joined
         self.kept: list[Tensor] = []
         term = GIVEN if a.population else BATCH
         normalized = a.norm == "batch"
@@ -68,6 +79,18 @@ class Call:
         Of all else the kernels see the memory alone, which a dimension of one does not change.
         """
         return self.flat if self.lead else self.flat[None]
+
+    @property
+    def family(self) -> str:
+        """Which of the kernels in CUDA C++ run."""
+        if self._family is None:
+            self._family = cuda_lstm.family(self.flat, self.a.zoned)
+        return self._family
+
+    @property
+    def facts(self) -> tuple[str, str]:
+        """What of a call is found out once, see `Call`."""
+        return self.path, self.family if self.in_cuda else ""
 
     @functools.cached_property
     def empty(self) -> Tensor:
@@ -99,6 +122,14 @@ class Call:
         assert plan is not None
         return plan
 
+    def in_rows(self, state: Tensor) -> Tensor:
+        """An initial state ``[..., B, H]``."""
+        if state.dim() > len(self.lead) + 1:
+            return state
+        if self.lead:
+            state = state.unsqueeze(-2)
+        return state.expand(*self.lead, self.B, self.H)
+
     def full(self, value: Tensor | None) -> Tensor:
         """In float32 and contiguous; anything where it is absent."""
         if value is None:
@@ -110,25 +141,27 @@ class Call:
     def vectors(self) -> list[Tensor]:
         """The parameters `VECTORS` in float32; rounded ones are widened all at once."""
         given = self._vectors()
-        joined, sizes = self._joined(given)
-        if joined is None:
+        self._join(given)
+        if self.joined is None:
             return [self.full(v) for v in given]
-        parts = iter(joined.split(sizes))
+        parts = iter(self.joined.split([v.numel() for v in given if v is not None]))
         return [self.empty if v is None else next(parts) for v in given]
 
     def _vectors(self) -> tuple[Tensor | None, ...]:
         a = self.a
         return a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c
 
-    def _joined(self, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, list[int]]:
-        """Those that are there, widened, in one tensor, with their sizes; None if they need not."""
+    def _join(self, given: tuple[Tensor | None, ...]) -> None:
+        """Those that are there, widened, into one tensor, if they need to be and are not yet."""
+        if self.joined is not None:
+            return
         present = [v for v in given if v is not None]
         types = {v.dtype for v in present}
         if len(present) < 2 or len(types) > 1 or torch.float32 in types:
-            return None, []
+            return
         # Each begins at a multiple of 16 bytes: those of 4H come first.
         flat = [v.reshape(-1) for v in present] if self.lead else present
-        return torch.cat(flat).to(torch.float32), [v.numel() for v in flat]
+        self.joined = torch.cat(flat).float()
 
     def masks(self) -> list[Tensor]:
         """Zoneout masks as bytes."""
@@ -159,21 +192,21 @@ class Call:
         else:
             found["w"] = self.address(self.full(self.w))
         given = self._vectors()
-        joined, sizes = self._joined(given)
-        if joined is None:
-            for name, value in zip(VECTORS, given, strict=True):
-                if value is not None:
-                    found[name] = self.address(self.full(value))
-        else:
-            self.kept.append(joined)
-            begin, first, present = joined.data_ptr(), 0, iter(sizes)
-            for name, value in zip(VECTORS, given, strict=True):
-                if value is None:
-                    continue
-                size = next(present)
-                at = begin + 4 * first
-                found[name] = at if at % 16 == 0 else self.address(joined.narrow(0, first, size))
-                first += size
+        self._join(given)
+        joined = self.joined
+        first = 0 if joined is None else joined.data_ptr()
+        at = first
+        for name, value in zip(VECTORS, given, strict=True):
+            if value is None:
+                continue
+            if joined is None:
+                found[name] = self.address(self.full(value))
+                continue
+            size = value.numel()
+            found[name] = at
+            if at % 16:
+                found[name] = self.address(joined.narrow(0, (at - first) // 4, size))
+            at += 4 * size
         if self.a.lengths is not None:
             found["lengths"], found["inv_n"] = map(self.address, (self.lengths, self.inv_n))
         for name, mask in (("mask_c", self.a.mask_c), ("mask_h", self.a.mask_h)):
@@ -194,10 +227,10 @@ class Call:
         behind = at + 4 * self.R * self.T * self.input_rows
         return {"wx": at, "var_x": behind} if self.x == BATCH else {"wx": at}
 
-    def moments_at(self, moments: Sequence[Tensor]) -> dict[str, int]:
+    def moments_at(self, moments: Sequence[Tensor | None]) -> dict[str, int]:
         """The addresses of statistics, like `addresses`."""
         pairs = zip(MOMENTS, moments, strict=True)
-        return {name: self.address(m) for name, m in pairs if m.numel()}
+        return {name: self.address(m) for name, m in pairs if m is not None and m.numel()}
 
     def launch(
         self, kernel: Any, arguments: list[Any], flags: dict[str, Any], warps: int, stages: int
@@ -245,6 +278,6 @@ def _has_product(wx: Tensor) -> bool:
     return wx.dtype != torch.bfloat16 or torch.cuda.get_device_capability(wx.device) >= (8, 0)
 
 
-def rows_of(moments: Sequence[Tensor]) -> list[int]:
+def rows_of(moments: Sequence[Tensor | None]) -> list[int]:
     """The number of rows of the terms x, h and c."""
-    return [m.shape[-2] if m.numel() else 0 for m in moments[0::2]]
+    return [m.shape[-2] if m is not None and m.numel() else 0 for m in moments[0::2]]

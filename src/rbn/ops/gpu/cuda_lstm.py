@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import nvrtc, small_lstm, wide_lstm
-from rbn.ops.gpu.driver import Kernel, shared_limit, structure
+from rbn.ops.gpu.driver import Kernel, device_of, shared_limit, structure
 from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.gpu.signature import Inputs
 from rbn.ops.gpu.stepwise import zone
@@ -28,6 +28,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UNITS = 8
 _SHARED = 227 * 1024
 _TILES = 8  # of 16 rows
+SMALL, WIDE, EIGHT = "small", "wide", "units of 8"  # which kernels run
 
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 _MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
@@ -173,16 +174,6 @@ def takes_options(a: Inputs) -> bool:
     return not a.zoned or (wide_lstm.ZONED and wide_lstm.takes(a.wx))
 
 
-def small_cut(a: Inputs) -> small_lstm.SmallCut | None:
-    """The division of the kernels for small layers, where they run a call."""
-    return None if a.zoned else small_lstm.choose(a.wx)
-
-
-def _is_wide(a: Inputs) -> bool:
-    """Whether the kernels for wide layers run a call that those for small ones do not."""
-    return a.zoned or fits_wide(a.wx)
-
-
 def _fits(wx: Tensor) -> bool:
     """Whether the card has room for all blocks of 8 units at once."""
     *lead, _, B, G = wx.shape
@@ -213,16 +204,23 @@ def kind(wx: Tensor) -> str | None:
     if not _capable(wx.device.index or 0):
         return None
     if small_lstm.choose(wx):
-        return "small"
-    return "wide" if fits_wide(wx) else "units of 8" if _fits(wx) else None
+        return SMALL
+    return WIDE if fits_wide(wx) else EIGHT if _fits(wx) else None
 
 
-def meeting(direction: str, a: Inputs) -> tuple[bool, bool]:
+def family(wx: Tensor, zoned: bool = False) -> str:
+    """The same of a call that these kernels take, for `meeting` and launches."""
+    if zoned:
+        return WIDE
+    return SMALL if small_lstm.choose(wx) else WIDE if fits_wide(wx) else EIGHT
+
+
+def meeting(direction: str, wx: Tensor, family: str) -> tuple[bool, bool]:
     """Whether the blocks count at `counter`; whether what they exchange must begin EMPTY."""
-    if small_cut(a) or _is_wide(a):
+    if family != EIGHT:
         return False, False
-    B, G = a.wx.shape[-2:]
-    cut = (cut_forward if direction == "forward" else cut_backward)(a.wx.dtype, B, G // 4)
+    B, G = wx.shape[-2:]
+    cut = (cut_forward if direction == "forward" else cut_backward)(wx.dtype, B, G // 4)
     assert cut is not None
     return cut.barrier, not cut.barrier
 
@@ -267,26 +265,36 @@ def _run_wide(direction: str, call: Any, at: dict[str, int], rows: list[int], **
     cut = wide_lstm.choose(direction, call.flat)
     assert cut is not None
     log.debug("lstm %s in CUDA, wide: %s", direction, cut)
-    with torch.cuda.device_of(call.flat):
+    with device_of(call.flat):
         kernel = wide_lstm.kernel(cut, call.flat.device.index or 0, _defines(call, **more))
-        rooms = wide_lstm.rooms(cut, call.flat)  # held until the launch
-        at = at | {name: room.data_ptr() for name, room in rooms.items()}
+        rooms, _held = wide_lstm.rooms(cut, call.flat)
         arguments = WideForwardArguments if direction == "forward" else WideBackwardArguments
         masks = (at.get(name, 0) for name in ("mask_c", "mask_h"))
-        _run(kernel, cut.blocks, call, arguments, at, rows, call.a.rate_c, call.a.rate_h, *masks)
+        _run(
+            kernel,
+            cut.blocks,
+            call,
+            arguments,
+            at | rooms,
+            rows,
+            call.a.rate_c,
+            call.a.rate_h,
+            *masks,
+        )
 
 
 def _run_small(direction: str, call: Any, at: dict[str, int], rows: list[int], **more: Any) -> bool:
     """Whether the kernel for small layers takes the call, and has been launched."""
-    wx = call.flat
-    cut = small_cut(call.a)
-    if cut is None:
+    if call.family != SMALL:
         return False
+    wx = call.flat
+    cut = small_lstm.choose(wx)
+    assert cut is not None
     device = wx.device.index or 0
     cluster = small_lstm.cluster_of(cut, wx.dtype, call.H, device)
     assert cluster is not None
     log.debug("lstm %s in CUDA, small: %s, clusters of %d", direction, cut, cluster)
-    with torch.cuda.device_of(wx):
+    with device_of(wx):
         kernel = small_lstm.kernel(direction, cut, cluster, device, _defines(call, **more))
         if call.w is None:
             arguments = ForwardArguments if direction == "forward" else BackwardArguments
@@ -305,7 +313,7 @@ def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
     wx = call.flat
     if _run_small("forward", call, at, rows):
         return
-    if _is_wide(call.a):
+    if call.family == WIDE:
         _run_wide("forward", call, at, rows)
         return
     cut = cut_forward(wx.dtype, call.B, call.H)
@@ -313,14 +321,14 @@ def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
     blocks = -(-call.H // (16 if wx.dtype == torch.float32 else 32))
     shared = cut.shared(blocks, 4, 40, 64)
     log.debug("lstm forward in CUDA: %s", cut)
-    with torch.cuda.device_of(wx):
+    with device_of(wx):
         kernel = _kernel("lstm_forward", cut, wx.device.index or 0, shared, _defines(call))
         _run(kernel, -(-call.H // _UNITS), call, ForwardArguments, at, rows)
 
 
 def backward_weight(call: Any, weight: Tensor) -> Tensor:
     """W_h as the backward kernel takes it."""
-    if not small_cut(call.a) and _is_wide(call.a):
+    if call.family == WIDE:
         return weight.contiguous()
     return weight.transpose(-2, -1).contiguous()
 
@@ -330,7 +338,7 @@ def backward(call: Any, at: dict[str, int], rows: list[int], has_doutput: bool) 
     wx = call.flat
     if _run_small("backward", call, at, rows, DOUTPUT=has_doutput):
         return
-    if _is_wide(call.a):
+    if call.family == WIDE:
         _run_wide("backward", call, at, rows, DOUTPUT=has_doutput)
         return
     cut = cut_backward(wx.dtype, call.B, call.H)
@@ -339,6 +347,6 @@ def backward(call: Any, at: dict[str, int], rows: list[int], has_doutput: bool) 
     shared = cut.shared(blocks, 1, 8, 96)
     defines = _defines(call, DOUTPUT=has_doutput)
     log.debug("lstm backward in CUDA: %s", cut)
-    with torch.cuda.device_of(wx):
+    with device_of(wx):
         kernel = _kernel("lstm_backward", cut, wx.device.index or 0, shared, defines)
         _run(kernel, -(-call.H // _UNITS), call, BackwardArguments, at, rows)

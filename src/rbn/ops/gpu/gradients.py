@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from typing import Any
 
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
-from rbn.ops.gpu.call import FAR, VECTORS, Call, aligned, rows_of
+from rbn.ops.gpu.call import FAR, Call, aligned, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.gpu.raised import raised_variances
-from rbn.ops.gpu.signature import Grads, Inputs, Outputs
+from rbn.ops.gpu.signature import Grads, Inputs, Outputs, saved_sizes
 from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
@@ -28,9 +29,9 @@ def _consumed(call: Call, wh: Tensor) -> Tensor | None:
     after t: every block has read that before any block can have what it needs for step t.
     """
     numbers = wh.untyped_storage().nbytes() // wh.element_size()
-    size = call.flat.numel()
+    size, kept = call.flat.numel(), saved_sizes(call.flat.shape, True)[1]
     begin = (numbers - size) // 8 * 8  # a multiple of 16 bytes
-    if call.R > 1 or wh.storage_offset() or begin < wh.numel() + call.B * 4 * call.H - size:
+    if call.R > 1 or wh.storage_offset() or begin < kept + call.B * 4 * call.H - size:
         return None
     strides = (size, call.B * 4 * call.H, 4 * call.H, 1)
     return wh.as_strided(call.flat.shape, strides[-call.flat.dim() :], begin)
@@ -68,28 +69,26 @@ class _Sums:
             found["dwx"] = begin + 3 * n + 2 * padded
         return found
 
-    def gradients(self, call: Call) -> dict[str, Tensor]:
-        """The parts in the types and shapes of the parameters; empty where there is none."""
+    def gradients(self, call: Call) -> list[Tensor | None]:
+        """The parts in the types and shapes of the parameters; None where there is none."""
         a, whole = call.a, self.whole
         given = [a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c]
-        names = list(VECTORS)
         if call.w is not None:
             given.append(call.w)
-            names.append("wx")
         types = {v.dtype for v in given if v is not None}
         if len(types) == 1 and whole.dtype not in types:  # rounded all at once
             whole = whole.to(next(iter(types)))
-        found = {}
+        found: list[Tensor | None] = []
         parts = whole.split_with_sizes(self.sizes)
-        for name, parameter, part in zip(names, given, parts, strict=True):
+        for parameter, part, size in zip(given, parts, self.sizes, strict=True):
             if parameter is None:
-                found[name] = whole.new_empty(0)
+                found.append(None)
                 continue
-            if part.shape[0] != parameter.numel():
+            if size != parameter.numel():
                 part = part.narrow(0, 0, parameter.numel())
             if part.dtype != parameter.dtype:
                 part = part.to(parameter.dtype)
-            found[name] = part.view(parameter.shape) if parameter.dim() > 1 else part
+            found.append(part.view(parameter.shape) if parameter.dim() > 1 else part)
         return found
 
 
@@ -109,13 +108,28 @@ def backward(
     w, inputs: for inputs of one feature, see `Call`, and as the forward pass has given them. The
         gradient that is named after the input term is then that of w.
     """
-    call = Call(given, w)
-    a, wx = call.a, call.flat
-    log.debug(
-        "lstm backward R=%d T=%d B=%d H=%d %s: %s",
-        *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
-    )
-    looks = call.in_cuda and cuda_lstm.meeting("backward", a)[1]
+    found = gradients(Call(given, w), r, doutput, dh_n, dc_n, consume, inputs)
+    empty = functools.partial(given.wx.new_empty, 0, dtype=torch.float32)
+    return Grads._make(empty() if value is None else value for value in found)
+
+
+def gradients(
+    call: Call,
+    r: Outputs,
+    doutput: Tensor | None,
+    dh_n: Tensor | None,
+    dc_n: Tensor | None,
+    consume: bool = False,
+    inputs: Tensor | None = None,
+) -> Grads:
+    """The same of a call; None for absent inputs."""
+    a, wx, w = call.a, call.flat, call.w
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug(
+            "lstm backward R=%d T=%d B=%d H=%d %s: %s",
+            *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
+        )
+    looks = call.in_cuda and cuda_lstm.meeting("backward", wx, call.family)[1]
     da = _consumed(call, r.wh) if consume and not looks else None
     if looks:  # it begins EMPTY, so it has a room of its own
         bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
@@ -125,13 +139,7 @@ def backward(
     shared = a.norm == "none" or a.joint  # the gradient of both terms is one
     dwx = None if w is not None else da if shared else torch.empty_like(wx)
     sums = _Sums(call)
-    moments = [call.full(p) for p in a.population] if a.population else list(r[3:9])
-    if a.norm == "batch" and not a.population:
-        var_x, var_c = (m if m.numel() else None for m in (moments[1], moments[5]))
-        states = (a.h0, a.c0)
-        moments[3], raised_c = raised_variances(states, a.wx, var_x, moments[3], var_c, a.eps)
-        if raised_c is not None:
-            moments[5] = raised_c
+    moments = _moments(call, r)
     weight = a.weight_hh if a.weight_hh.dtype == wx.dtype else a.weight_hh.to(wx.dtype)
     weight = aligned(weight)
     last = (dh_n, dc_n)
@@ -143,27 +151,39 @@ def backward(
 
     if a.sequence and dwx is not None:
         _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
-    hidden = r.hidden if r.hidden.numel() else r.output
-    apart = shared or not (call.in_cuda and cuda_lstm.small_cut(a))
+    hidden = r.output if r.hidden is None or not r.hidden.numel() else r.hidden
+    apart = shared or not (call.in_cuda and call.family == cuda_lstm.SMALL)
     with _multiplied_as_by_kernels(wx):
         dweight, dh0 = _through_weight(call, da, weight, hidden, apart)
-    if a.lengths is not None or a.zoned:  # else every row goes through every product
+    if dh is not None:
         dh0 = dh + dh0.to(torch.float32)
     vectors = sums.gradients(call)
-    if dwx is not None:
-        vectors["wx"] = dwx
-    return Grads(
-        weight_hh=dweight.to(a.weight_hh.dtype),
-        h0=dh0.to(a.h0.dtype),
-        c0=dc.to(a.c0.dtype),
-        **vectors,
+    first = vectors.pop() if dwx is None else dwx
+    assert first is not None
+    dweight, dh0, dc = (
+        value if value.dtype == like.dtype else value.to(like.dtype)
+        for value, like in ((dweight, a.weight_hh), (dh0, a.h0), (dc, a.c0))
     )
+    return Grads._make((first, dweight, *vectors, dh0, dc))
+
+
+def _moments(call: Call, r: Outputs) -> list[Tensor | None]:
+    """The statistics that the backward kernels normalize with."""
+    a = call.a
+    found = [call.full(p) for p in a.population] if a.population else r[3:9]
+    moments = [None if m is None or not m.numel() else m for m in found]
+    if a.norm == "batch" and not a.population:
+        var_x, var_h, var_c = moments[1::2]
+        assert var_h is not None
+        h0, c0 = (s if s.dim() > len(call.lead) + 1 else None for s in (a.h0, a.c0))
+        moments[3], moments[5] = raised_variances((h0, c0), a.wx, var_x, var_h, var_c, a.eps)
+    return moments
 
 
 def _in_cuda(
     call: Call,
     r: Outputs,
-    moments: list[Tensor],
+    moments: list[Tensor | None],
     weight: Tensor,
     doutput: Tensor | None,
     last: tuple[Tensor | None, Tensor | None],
@@ -171,14 +191,18 @@ def _in_cuda(
     dwx: Tensor | None,
     sums: _Sums,
     inputs: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """One launch. Gives what of the gradients of h0 and c0 does not go through W_h."""
+) -> tuple[Tensor | None, Tensor]:
+    """One launch. Gives what of the gradients of h0 and c0 does not go through W_h.
+
+    Of the former None, where every row goes through every product.
+    """
     wx = call.flat
     at = call.addresses(cuda_lstm.backward_weight(call, weight))
     at |= call.moments_at(moments)
     at |= sums.at()
     n, device = call.R * call.B * call.H, wx.device
-    if last[0] is None and last[1] is None:
+    alone = last[0] is None and last[1] is None
+    if alone:
         zeros = torch.zeros(2 * n + FAR + call.R, dtype=torch.float32, device=device)
         at["dh"] = begin = zeros.data_ptr()
         at["dc"], at["counter"] = begin + 4 * n, begin + 4 * (2 * n + FAR)
@@ -195,30 +219,36 @@ def _in_cuda(
     if doutput is not None:
         at["doutput"] = call.address(doutput.contiguous())
     cuda_lstm.backward(call, at, rows_of(moments), doutput is not None)
-    if last[0] is None and last[1] is None:
-        dh, dc = zeros.narrow(0, 0, 2 * n).view(2, *call.lead, call.B, call.H).unbind()
-    return dh, dc
+    through = call.a.lengths is None
+    if alone:
+        shape = (*call.lead, call.B, call.H)
+        strides = (call.B * call.H, call.H, 1)[-len(shape) :]
+        dc = zeros.as_strided(shape, strides, n)
+        return None if through else zeros.as_strided(shape, strides), dc
+    return None if through else dh, dc
 
 
 def _in_triton(
     call: Call,
     r: Outputs,
-    moments: list[Tensor],
+    given: list[Tensor | None],
     weight: Tensor,
     doutput: Tensor | None,
     last: tuple[Tensor | None, Tensor | None],
     da: Tensor,
     dwx: Tensor,
     sums: _Sums,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor]:
     """The same in one launch, or one for each step."""
     a, T, B, wx = call.a, call.T, call.B, call.wx
     da, dwx = da.view(wx.shape), dwx.view(wx.shape)
+    moments = [call.empty.narrow(0, 0, 0) if m is None else m for m in given]
     dh, dc = (_copied(call, grad) for grad in last)
+    through = a.lengths is None and not a.zoned
     if call.path == paths.STEPS:
         dy = None if doutput is None else doutput.contiguous()
         lstm_steps.backward(call, moments, r.cs, r.wh, dy, dh, dc, da, dwx, sums.parts())
-        return dh, dc
+        return None if through else dh, dc
     barrier = torch.zeros(call.R, dtype=torch.int32, device=wx.device)
     plan, transposed = call.plan, weight.transpose(-2, -1).contiguous()
     flags = {"K": plan.k_backward, "HAS_DOUTPUT": doutput is not None}
@@ -252,7 +282,7 @@ def _in_triton(
             a.eps,
         ]
         call.launch(lstm_backward, arguments, flags, plan.warps_backward, plan.stages_backward)
-    return dh, dc
+    return None if through else dh, dc
 
 
 def _copied(call: Call, grad: Tensor | None) -> Tensor:
@@ -277,10 +307,11 @@ def _through_weight(
 
     apart: whether the columns of da are gate by gate, as the rows of W_h are, or unit by unit.
     """
-    first = da.select(-3, 0)
-    dweight = torch.matmul(first.transpose(-2, -1), aligned(call.a.h0.to(da.dtype)))
+    first, h0 = da.select(-3, 0), call.in_rows(call.a.h0)
+    h0 = aligned(h0 if h0.dtype == da.dtype else h0.to(da.dtype))
+    dweight = torch.matmul(first.transpose(-2, -1), h0)
     if call.T > 1:
-        rest = da.narrow(-3, 1, call.T - 1).flatten(-3, -2).transpose(-2, -1)
+        rest = columns_of(da, 1, call.T - 1)
         before = hidden.narrow(-3, 0, call.T - 1).flatten(-3, -2)
         add = torch.baddbmm if call.lead else torch.addmm
         dweight = add(dweight, rest, before)
@@ -288,6 +319,14 @@ def _through_weight(
         dweight = dweight.unflatten(-2, (call.H, 4)).transpose(-3, -2).flatten(-3, -2)
         first = first.unflatten(-1, (call.H, 4)).transpose(-2, -1).flatten(-2)
     return dweight, torch.matmul(first, weight)
+
+
+def columns_of(x: Tensor, first: int, count: int) -> Tensor:
+    """So many steps of x ``[..., T, B, F]``, contiguous, as columns ``[..., F, T' * B]``."""
+    *lead, _, B, F = x.shape
+    *strides, rows, _, _ = x.stride()
+    begin = x.storage_offset() + first * rows
+    return x.as_strided((*lead, F, count * B), (*strides, 1, F), begin)
 
 
 def _sequence_backward(

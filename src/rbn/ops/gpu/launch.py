@@ -6,6 +6,7 @@ run side by side; every tensor carries them as its first dimension. One alone ne
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
 from rbn.ops.gpu.call import BATCH, FAR, MOMENTS, Call, rows_of
-from rbn.ops.gpu.gradients import backward
+from rbn.ops.gpu.gradients import backward, gradients
 from rbn.ops.gpu.input_moments import feature_moments, input_moments
 from rbn.ops.gpu.lstm_forward import lstm_forward
 from rbn.ops.gpu.paths import plan_for
@@ -31,7 +32,7 @@ from rbn.ops.gpu.signature import (
 )
 from rbn.ops.types import valid_steps
 
-__all__ = ["backward", "forward", "forward_of_one_feature", "plan_for"]
+__all__ = ["backward", "forward", "forward_of_one_feature", "gradients", "plan_for", "run"]
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -42,11 +43,32 @@ def forward(given: Inputs, apart: bool = False) -> Outputs:
     apart: whether no two results may share memory.
     """
     call = Call(given)
-    log.debug(
-        "lstm forward R=%d T=%d B=%d H=%d %s: %s",
-        *(call.R, call.T, call.B, call.H, call.flat.dtype, call.path),
-    )
+    return _complete(call, run(call, apart))
+
+
+def run(call: Call, apart: bool = False) -> Outputs:
+    """The same; None for what there is not, and more than is asked for behind W_h h."""
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug(
+            "lstm forward R=%d T=%d B=%d H=%d %s: %s",
+            *(call.R, call.T, call.B, call.H, call.flat.dtype, call.path),
+        )
     return _in_cuda(call, apart)[0] if call.in_cuda else _in_triton(call)
+
+
+def _complete(call: Call, found: Outputs) -> Outputs:
+    """Results of which each is a tensor, of the size that the operator's have."""
+    wh = found.wh
+    products = saved_sizes(call.flat.shape, call.a.save)[1]
+    if wh.shape[0] != products:
+        wh = wh.narrow(0, 0, products)
+    empty = functools.partial(call.flat.new_empty, 0)
+    full = {*MOMENTS, "cs"}
+    found = found._replace(wh=wh)
+    return Outputs._make(
+        (empty(dtype=torch.float32) if name in full else empty()) if value is None else value
+        for name, value in zip(Outputs._fields, found, strict=True)
+    )
 
 
 def forward_of_one_feature(w: Tensor, given: Inputs) -> tuple[Tensor, ...]:
@@ -61,7 +83,7 @@ def forward_of_one_feature(w: Tensor, given: Inputs) -> tuple[Tensor, ...]:
     )
     found, inputs = _in_cuda(call, apart=False)
     assert inputs is not None
-    return *found, inputs
+    return *_complete(call, found), inputs
 
 
 def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
@@ -69,21 +91,28 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     a, H, wx = call.a, call.H, call.flat
     dtype, device, full = wx.dtype, wx.device, torch.float32
     stride = _stride(call)
-    counts, looks = cuda_lstm.meeting("forward", a)
+    counts, looks = cuda_lstm.meeting("forward", wx, call.family)
     hs = _room_for_states(call, stride, looks)
     _begin(call, hs, stride)
     cells, products, beyond = saved_sizes(wx.shape, a.save)
     cs = torch.empty(cells, dtype=full, device=device)
     wh = torch.empty(products + beyond, dtype=dtype, device=device)
-    # The last cells, and behind them, where the blocks need them, counters.
-    states, new_room = call.R * call.B * H, torch.zeros if counts else torch.empty
-    c_n = new_room(states + FAR + call.R, dtype=full, device=device)
-    at = call.addresses(a.weight_hh.to(dtype).contiguous())
+    weight = a.weight_hh if a.weight_hh.dtype == dtype else a.weight_hh.to(dtype)
+    at = call.addresses(weight.contiguous())
     at["hs"], at["cs"], at["wh"] = hs.data_ptr(), cs.data_ptr(), wh.data_ptr()
-    at["c_n"], at["c0"] = c_n.data_ptr(), call.address(call.full(a.c0))
-    at["counter"] = at["c_n"] + 4 * (states + FAR)
+    shape = (*call.lead, call.B, H)
+    if counts:  # counters behind the cells
+        states = call.R * call.B * H
+        room = torch.zeros(states + FAR + call.R, dtype=full, device=device)
+        at["counter"] = room.data_ptr() + 4 * (states + FAR)
+        c_n = room.as_strided(shape, (call.B * H, H, 1)[-len(shape) :])
+    else:
+        c_n = torch.empty(shape, dtype=full, device=device)
+    # The first cells make room for the last: each is read and written by one thread.
+    c_n.copy_(_broadcast(call, a.c0))
+    at["c_n"] = at["c0"] = c_n.data_ptr()
     if a.lengths is not None:
-        h_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
+        h_n = torch.empty(shape, dtype=full, device=device)
         at["h_n"] = h_n.data_ptr()
     new = _Moments(call, apart)
     if a.population:
@@ -98,22 +127,24 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
         inputs = _inputs_of_one_feature(call, new, at["w"])
         at |= call.inputs_at(inputs)
     elif a.sequence:
-        _sequence_moments(call.wx, call.lengths if a.lengths is not None else None, new.parts())
+        _sequence_moments(call.wx, call.lengths if a.lengths is not None else None, *new.of_input())
     elif call.x == BATCH:
         _input_moments(call, new)
     cuda_lstm.forward(call, at, rows)
 
     # The kernel runs; all else can wait.
-    if beyond:
-        wh = wh.narrow(0, 0, products)
     output = steps_of(hs, H)
     if stride != H:
         output = output.contiguous()
-    last = output.select(-3, -1).clone() if a.lengths is None else h_n.to(dtype)
-    c_n = c_n.as_strided((*call.lead, call.B, H), (call.B * H, H, 1)[-last.dim() :])
-    c_n = c_n.to(dtype, copy=True)  # no view, which users could not change in place
-    saved = (wh, cs if a.save else cs.new_empty(0), wh.new_empty(0))
+    last = output.select(-3, -1).clone() if a.lengths is None else _as(h_n, dtype)
+    # No view, which users could not change in place.
+    c_n = c_n.to(dtype, copy=True) if counts else _as(c_n, dtype)
+    saved = (wh, cs if a.save else None, None)
     return Outputs._make((output, last, c_n, *new.parts(), *saved)), inputs
+
+
+def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value if value.dtype == dtype else value.to(dtype)
 
 
 def _cuts(a: Inputs) -> tuple[list[int], list[Any], int]:
@@ -134,12 +165,12 @@ _CUTS: dict[Any, tuple[list[int], list[Any], int]] = {}
 def _cut_moments(shapes: list[tuple[int, ...]]) -> tuple[list[int], list[Any], int]:
     """Of statistics of these shapes, each as mean and var, in one piece.
 
-    The rows of each; where every part begins, with its shape and strides; the size of all. A part
-    begins at a multiple of 16 bytes.
+    The rows of each; where every part begins, with its shape and strides (none where it is empty);
+    the size of all. A part begins at a multiple of 16 bytes.
     """
     parts, begin = [], 0
     for shape in shapes:
-        strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
+        strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)) if 0 not in shape)
         for _ in range(2):
             parts.append((begin, shape, strides))
             begin += -(-math.prod(shape) // 4) * 4
@@ -156,25 +187,41 @@ class _Moments:
 
     def __init__(self, call: Call, apart: bool) -> None:
         self.rows, self._cuts, size = _cuts(call.a)
-        self._parts: list[Tensor] = []
+        self._parts: list[Tensor | None] = []
+        self.at: dict[str, int] = {}
+        if size == 0:
+            self._parts = [None] * len(MOMENTS)
+            return
         full, device = torch.float32, call.flat.device
         if apart:
-            self._parts = [torch.empty(cut[1], dtype=full, device=device) for cut in self._cuts]
-            addresses = [part.data_ptr() for part in self._parts]
+            self._parts = [
+                torch.empty(shape, dtype=full, device=device) if strides else None
+                for _, shape, strides in self._cuts
+            ]
+            parts = zip(MOMENTS, self._parts, strict=True)
+            self.at = {name: part.data_ptr() for name, part in parts if part is not None}
         else:
-            self._whole = torch.empty(size if size else (6, 0), dtype=full, device=device)
+            self._whole = torch.empty(size, dtype=full, device=device)
             first = self._whole.data_ptr()
-            addresses = [first + 4 * begin for begin, _, _ in self._cuts]
-        self.at = dict(zip(MOMENTS, addresses, strict=True))
+            cuts = zip(MOMENTS, self._cuts, strict=True)
+            self.at = {name: first + 4 * begin for name, (begin, _, strides) in cuts if strides}
 
-    def parts(self) -> list[Tensor]:
-        """Mean and var of the terms x, h and c."""
-        if not self._parts and self._whole.dim() > 1:
-            self._parts = list(self._whole.unbind())
-        elif not self._parts:
+    def parts(self) -> list[Tensor | None]:
+        """Mean and var of the terms x, h and c; None for absent ones."""
+        if not self._parts:
             cut = self._whole.as_strided
-            self._parts = [cut(shape, strides, begin) for begin, shape, strides in self._cuts]
+            self._parts = [
+                cut(shape, strides, begin) if strides else None
+                for begin, shape, strides in self._cuts
+            ]
         return self._parts
+
+    def of_input(self) -> tuple[Tensor, Tensor]:
+        """Those of the input term, which there is."""
+        mean, var = self.parts()[:2]
+        assert mean is not None
+        assert var is not None
+        return mean, var
 
 
 def _in_triton(call: Call) -> Outputs:
@@ -186,14 +233,16 @@ def _in_triton(call: Call) -> Outputs:
     _begin(call, hs, stride)
     cells, products, beyond = saved_sizes(call.flat.shape, a.save)
     cs = torch.empty(cells, dtype=torch.float32, device=device)
-    wh = wx.new_empty(products + beyond).narrow(0, 0, products)
+    wh = wx.new_empty(products + beyond)
     h_n = torch.empty(*call.lead, B, H, dtype=torch.float32, device=device)
     new = _Moments(call, apart=True)
     if a.sequence:
-        _sequence_moments(wx, call.lengths if a.lengths is not None else None, new.parts())
-    moments = [call.full(p) for p in a.population] if a.population else new.parts()
+        _sequence_moments(wx, call.lengths if a.lengths is not None else None, *new.of_input())
+    moments = [call.full(p) for p in a.population] or [
+        call.empty.narrow(0, 0, 0) if m is None else m for m in new.parts()
+    ]
     natural = cs.narrow(0, 0, R * (T + 1 if a.save else 1) * B * H).view(*call.lead, -1, B, H)
-    natural.select(-3, 0).copy_(a.c0)
+    natural.select(-3, 0).copy_(_broadcast(call, a.c0))
     if call.path == paths.STEPS:
         if call.x == BATCH:
             _input_moments(call, new)
@@ -235,7 +284,7 @@ def _in_triton(call: Call) -> Outputs:
 
 def _stride(call: Call) -> int:
     """Elements from one row of h to the next; rows that kernels read begin at 16 bytes."""
-    return call.H if cuda_lstm.small_cut(call.a) is not None else stride_of(call.H)
+    return call.H if call.family == cuda_lstm.SMALL else stride_of(call.H)
 
 
 def _room_for_states(call: Call, stride: int, empty: bool = False) -> Tensor:
@@ -256,13 +305,19 @@ def _room_for_states(call: Call, stride: int, empty: bool = False) -> Tensor:
     return room.narrow(0, skip, size).view(shape) if skip else room
 
 
+def _broadcast(call: Call, state: Tensor) -> Tensor:
+    """An initial state such that it can be copied to one with rows."""
+    shared = call.lead and state.dim() == len(call.lead) + 1
+    return state.unsqueeze(-2) if shared else state
+
+
 def _begin(call: Call, hs: Tensor, stride: int) -> None:
     """h0 into the room of the states."""
-    first = hs.select(-3, 0)
+    first, h0 = hs.select(-3, 0), _broadcast(call, call.a.h0)
     if stride == call.H:
-        first.copy_(call.a.h0)
+        first.copy_(h0)
     else:
-        first.narrow(-1, 0, call.H).copy_(call.a.h0)
+        first.narrow(-1, 0, call.H).copy_(h0)
         first.narrow(-1, call.H, stride - call.H).zero_()
 
 
@@ -273,10 +328,10 @@ def _outputs(
     wh: Tensor,
     h_n: Tensor,
     c_n: Tensor,
-    new: list[Tensor],
+    new: list[Tensor | None],
 ) -> Outputs:
     """The operator's results from the kernels' buffers."""
-    a, wx, dtype, T, H = call.a, call.wx, call.wx.dtype, call.T, call.H
+    a, dtype, T, H = call.a, call.wx.dtype, call.T, call.H
     hidden = steps_of(hs, H)
     output = hidden
     if a.include:
@@ -286,11 +341,7 @@ def _outputs(
     elif hs.shape[-1] != H:
         output = hidden.contiguous()
     last = h_n.to(dtype) if a.lengths is not None else output.select(-3, -1).clone()
-    saved = [
-        wh,
-        cs if a.save else cs.new_empty(0),
-        hidden if a.include and a.save else wx.new_empty(0),
-    ]
+    saved = [wh, cs if a.save else None, hidden if a.include and a.save else None]
     return Outputs._make([output, last, c_n.to(dtype, copy=True), *new, *saved])
 
 
@@ -310,7 +361,7 @@ def _input_moments(call: Call, new: _Moments) -> None:
         input_moments,
         (call.R * T, -(-4 * call.H // columns)),
         (call.flat.data_ptr(), new.at["mean_x"], new.at["var_x"], lengths.data_ptr()),
-        lambda: [call.flat, *new.parts()[:2], lengths],
+        lambda: [call.flat, *new.of_input(), lengths],
         (T, B),
         flags,
         (call.flat.dtype,),
@@ -339,7 +390,7 @@ def _inputs_of_one_feature(call: Call, new: _Moments, w: int) -> Tensor:
 
     def tensors() -> list[Tensor]:
         assert call.w is not None
-        return [x, call.full(call.w), room, *(new.parts()[:2] if batch else [room] * 2), lengths]
+        return [x, call.full(call.w), room, *(new.of_input() if batch else [room] * 2), lengths]
 
     launch_kept(
         feature_moments,
@@ -365,19 +416,20 @@ def _sequence_centered(call: Call, var: Tensor, new: _Moments) -> Tensor:
     """X ``[R, T, B, 1]`` less its mean over all unpadded positions; the variance into `var`."""
     assert call.w is not None
     whole = call.wx.narrow(-1, 0, 1).to(torch.float32)
-    moments = list(whole.new_empty(2, call.R, 1))
-    _sequence_moments(whole, call.lengths if call.a.lengths is not None else None, moments)
-    mean, found = moments
+    mean, found = whole.new_empty(2, call.R, 1)
+    _sequence_moments(whole, call.lengths if call.a.lengths is not None else None, mean, found)
     var.copy_(found.view(-1))
     w = call.full(call.w).view(call.R, -1)
-    for part, value in zip(new.parts()[:2], (mean * w, found * w.square()), strict=True):
+    for part, value in zip(new.of_input(), (mean * w, found * w.square()), strict=True):
         part.copy_(value.view_as(part))
     centered: Tensor = whole - mean[:, None, None]
     return centered
 
 
-def _sequence_moments(wx: Tensor, lengths: Tensor | None, new: list[Tensor]) -> None:
-    """Mean and var of the input term over all unpadded positions, into new[0] and new[1]."""
+def _sequence_moments(
+    wx: Tensor, lengths: Tensor | None, new_mean: Tensor, new_var: Tensor
+) -> None:
+    """Mean and var of the input term over all unpadded positions, into the last two."""
     x = wx.to(torch.float32)
     if lengths is None:
         var, mean = torch.var_mean(x, dim=(1, 2), correction=0)
@@ -387,5 +439,5 @@ def _sequence_moments(wx: Tensor, lengths: Tensor | None, new: list[Tensor]) -> 
         keep, n = valid[None, :, :, None], valid.sum()
         mean = torch.where(keep, x, 0).sum((1, 2)) / n
         var = torch.where(keep, x - mean[:, None, None], 0).square().sum((1, 2)) / n
-    new[0].copy_(mean.view_as(new[0]))
-    new[1].copy_(var.view_as(new[1]))
+    new_mean.copy_(mean.view_as(new_mean))
+    new_var.copy_(var.view_as(new_var))

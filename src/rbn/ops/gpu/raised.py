@@ -15,7 +15,7 @@ _PROGRAMS = 128  # each of them looks for the first step that differs, so not to
 
 
 def raised_variances(
-    states: tuple[Tensor, Tensor],
+    states: tuple[Tensor | None, Tensor | None],
     wx: Tensor,
     var_x: Tensor | None,
     var_h: Tensor,
@@ -24,17 +24,19 @@ def raised_variances(
 ) -> tuple[Tensor, Tensor | None]:
     """Variances ``[..., T, F]`` for the backward kernels, from those of the forward pass.
 
-    states: ``[..., B, H]`` each. wx: ``[..., T, B, 4H]``. var_x: over a sequence ``[..., 1, 4H]``;
-    None, like var_c, for absent terms.
+    states: ``[..., B, H]`` each, None where all rows are one. wx: ``[..., T, B, 4H]``. var_x: over
+    a sequence ``[..., 1, 4H]``; None, like var_c, for absent terms.
     """
     T, B, G = wx.shape[-3:]
     by_input = var_x is not None and var_c is None and var_x.shape[-2] != T
     large = max(T * G, B * G // 4) >= 2**31
     if var_x is None or by_input or large:  # rare, and the kernel does not know it
-        before, after = steps_alike(states, wx, var_x, var_h, var_c, eps)
+        seen = tuple(state for state in states if state is not None)
+        before, after = steps_alike(seen, wx, var_x, var_h, var_c, eps)
         return raised(var_h, before, eps), None if var_c is None else raised(var_c, after, eps)
-    look = [state.stride(-2) != 0 for state in states]  # or all rows are one
-    h0, c0 = (s.contiguous() if seen else var_h for s, seen in zip(states, look, strict=True))
+    different = [None if s is None or s.stride(-2) == 0 else s.contiguous() for s in states]
+    h0, c0 = (var_h if state is None else state for state in different)
+    look = [state is not None for state in different]
     new_h, new_c = torch.empty_like(var_h), None if var_c is None else torch.empty_like(var_c)
     cell = (var_h, new_h) if var_c is None or new_c is None else (var_c, new_c)
     tensors = (h0, c0, var_x, var_h, cell[0], new_h, cell[1])

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from rbn.ops.gpu import direct
+from rbn.ops.gpu.driver import device_of
 
 # Before, what Triton compiled was called without its compile-time arguments.
 _TAKES_ALL = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 3)
@@ -126,7 +127,7 @@ def launch_kept(
     kept = _KEPT.get(key)
     # For others, and only those, the kernel is compiled differently.
     aligned = not any(at % 16 for at in addresses)
-    with torch.cuda.device_of(like):
+    with device_of(like):
         if kept is not None and aligned:
             kept[0](*addresses, *numbers, *kept[1])
             return

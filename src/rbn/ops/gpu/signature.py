@@ -12,7 +12,8 @@ from torch import Tensor
 class Inputs(NamedTuple):
     """The arguments of the operator, in its order, all with a leading dimension R or all without.
 
-    See `rbn.ops.bn_lstm` for their meaning; lengths ``[B]`` are shared.
+    See `rbn.ops.bn_lstm` for their meaning; lengths ``[B]`` are shared. States that are the same in
+    all rows may come without the dimension of those.
     """
 
     wx: Tensor
@@ -67,7 +68,10 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The results of the operator: three for the user, then statistics, then what is saved."""
+    """The results of the operator: three for the user, then statistics, then what is saved.
+
+    What there is not is empty, or None where no operator asks for a tensor.
+    """
 
     output: Tensor  # [R, T, B, H]
     h_n: Tensor  # [R, B, H]
@@ -85,7 +89,7 @@ class Outputs(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """The gradients of the operator's differentiable inputs; empty for absent ones."""
+    """The gradients of the operator's differentiable inputs; None, or empty, for absent ones."""
 
     wx: Tensor
     weight_hh: Tensor

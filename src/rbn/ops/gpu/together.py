@@ -61,22 +61,28 @@ def joined(
         return None  # an option that the kernels do not have
     calls = [_EMPTY | call for call in calls]
     first = calls[0]
-    if not all(_alike(first, call) for call in calls[1:]):
+    if not all(alike(first, call) for call in calls[1:]):
         return None
     for call in calls:
         H = check_shapes(call["wx"], 4, **{name: call[name] for name in _TENSORS[1:]})
         check_sequence_lengths(call["lengths"], call["wx"])
         check_masks(call["wx"], H, **{name: call[name] for name in _ZONEOUT})
-    tensors = tuple(_stacked(calls, name) for name in names)
+    return tuple(_stacked(calls, name) for name in names), rest_of(op, calls)
+
+
+def rest_of(op: str, calls: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
+    """All that the operator takes behind tensors but `save`, for calls that are alike."""
+    first = calls[0]
     zoneout = zoneout_arguments(*(_stacked(calls, name) for name in _ZONEOUT))
-    options: tuple[Any, ...] = ("none", 0.0, "step", "exclude", False)
+    if op == "lstm":
+        return first["lengths"], [], *zoneout, "none", 0.0, "step", "exclude", False
     population: list[Tensor] = []
-    if op == "bn_lstm":
-        names = ("eps", "input_stats", "padding", "pass_normalized_cell")
-        options = ("batch", *(first[name] for name in names))
+    if first["population"] is not None:
         given = zip(*map(_population, calls), strict=True)
         population = [values[0] if len(calls) == 1 else torch.stack(values) for values in given]
-    return tensors, (first["lengths"], population, *zoneout, *options)
+    names = ("eps", "input_stats", "padding", "pass_normalized_cell")
+    options = (first[name] for name in names)
+    return first["lengths"], population, *zoneout, "batch", *options
 
 
 def parted(op: str, found: Sequence[Tensor], count: int) -> list[tuple[Any, ...]]:
@@ -93,7 +99,7 @@ def parted(op: str, found: Sequence[Tensor], count: int) -> list[tuple[Any, ...]
     return [(*found, s) for found, s in zip(results, statistics, strict=True)]
 
 
-def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two calls differ in nothing but the values of their tensors."""
     if one["lengths"] is not other["lengths"] or one.keys() != other.keys():
         return False
@@ -131,7 +137,7 @@ def _stacked(calls: Sequence[dict[str, Any]], name: str) -> Any:
 
 
 def _population(call: dict[str, Any]) -> list[Tensor]:
-    wx, H = call["wx"], call["wx"].shape[2] // 4
+    wx, H = call["wx"], call["weight_hh"].shape[1]
     x, c = (
         None if call[name] is None else size for name, size in (("gamma_x", 4 * H), ("gamma_c", H))
     )

@@ -163,14 +163,21 @@ def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
     return Kernel(code, name, _THREADS, cut.shared, together=True)
 
 
-def rooms(cut: WideCut, wx: Tensor) -> dict[str, Tensor]:
-    """Memory that the kernel works with, by the names of its struct."""
+def rooms(cut: WideCut, wx: Tensor) -> tuple[dict[str, int], list[Tensor]]:
+    """Addresses of memory that the kernel works with, by the names of its struct, and that memory.
+
+    It is to be held until the launch.
+    """
     R = wx.shape[0] if wx.dim() == 4 else 1
-    raw = functools.partial(torch.empty, dtype=torch.uint8, device=wx.device)
     # Zero is multiplied beyond the last unit, and instead of d(W_h h) after the last step; counters
     # begin at zero, and sums, whose last bit says when they came. All are multiples of 16 bytes.
     zeros = {"passed": 2 * R * cut.passed, "meetings": R * 128 * cut.team}
     if cut.direction == "backward":
         zeros["handed"] = R * cut.blocks * cut.handed
-    parts = raw(sum(zeros.values())).zero_().split(list(zeros.values()))
-    return dict(zip(zeros, parts, strict=True)) | {"spilled": raw(max(1, R * cut.spilled))}
+    clear = torch.zeros(sum(zeros.values()), dtype=torch.uint8, device=wx.device)
+    spilled = torch.empty(max(1, R * cut.spilled), dtype=torch.uint8, device=wx.device)
+    found, at = {"spilled": spilled.data_ptr()}, clear.data_ptr()
+    for name, size in zeros.items():
+        found[name] = at
+        at += size
+    return found, [clear, spilled]

@@ -1,0 +1,154 @@
+"""A layer's call on the GPU as one node of autograd, against the same in several."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+
+import rbn
+import rbn.nn.recurrence
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+layer_node = importlib.import_module("rbn.ops.gpu.layer")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_a_card = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test
+LENGTHS = [3, 1, 2, 3]
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """How many directions each node had; several are one node under Triton's interpreter too."""
+    found = []
+    run = layer_node._run
+    monkeypatch.setattr(
+        layer_node,
+        "_run",
+        lambda op, calls, *args: found.append(len(calls)) or run(op, calls, *args),
+    )
+    if DEVICE == "cpu":
+        monkeypatch.setattr(layer_node, "pays", lambda wx, calls: True)
+        together = importlib.import_module("rbn.ops.gpu.together")
+        monkeypatch.setattr(together, "pays", lambda wx, calls: True)
+    with rbn.backend("gpu"):
+        yield found
+
+
+def made(layer_class=rbn.BatchNormLSTM, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    layer = layer_class(3, 4, **options).to(DEVICE, dtype)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.startswith(("h0", "c0", "beta", "bias")):
+                parameter.normal_()
+    return layer
+
+
+def results(layer, x, hx=None, lengths=None):
+    """All that a call gives, with gradients and statistics, by name."""
+    torch.manual_seed(1)
+    output, states = layer(x, hx, lengths)
+    torch.manual_seed(2)
+    loss = sum((v * torch.randn(v.shape, device=DEVICE)).sum() for v in (output, *states))
+    loss.backward()
+    found = {"output": output, "h_n": states[0], "c_n": states[1], "x": x.grad}
+    found |= {name: p.grad for name, p in layer.named_parameters()}
+    found |= dict(layer.named_buffers())
+    if hx is not None:
+        found |= {"given h": hx[0].grad, "given c": hx[1].grad}
+    return found
+
+
+OPTIONS = {
+    "plain": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "zeros": {"initial_state": "zeros", "bias": False},
+    "noise": {"hidden_noise": 0.1, "weight_dropout": 0.3},
+    "joint terms": {"ablations": ["joint_terms"]},
+    "raw output": {"ablations": ["raw_output"]},
+    "sequence": {"input_stats": "sequence"},
+    "baseline": {"layer_class": rbn.LSTM},
+    "baseline in bfloat16": {"layer_class": rbn.LSTM, "dtype": torch.bfloat16},
+}
+
+
+@on_a_card
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("given", ["nothing", "lengths", "states"])
+def test_same_numbers_as_in_several_nodes(name, bidirectional, given, nodes, monkeypatch):
+    layer = made(bidirectional=bidirectional, **OPTIONS[name])
+    dtype, directions = next(layer.parameters()).dtype, 1 + bidirectional
+    frozen = layer.weight_ih_l0 if given == "lengths" else None
+    found = []
+    for one_node in (True, False):
+        own = copy.deepcopy(layer)
+        if frozen is not None:
+            own.weight_ih_l0.requires_grad_(False)
+        torch.manual_seed(3)
+        x = torch.randn(3, 4, 3, device=DEVICE).to(dtype).requires_grad_(given == "states")
+        hx = None
+        if given == "states":
+            hx = [torch.randn(directions, 4, 4, device=DEVICE).to(dtype) for _ in range(2)]
+            hx = tuple(state.requires_grad_() for state in hx)
+        if not one_node:
+            monkeypatch.setattr(rbn.nn.recurrence, "from_inputs", lambda *args: None)
+        found.append(results(own, x, hx, LENGTHS if given == "lengths" else None))
+    assert nodes == [directions]
+    one, several = found
+    for name, value in one.items():
+        want = several[name]
+        assert (value is None and want is None) or torch.equal(value, want), name
+
+
+@on_a_card
+def test_inference_has_no_node(nodes):
+    layer = made()
+    x = torch.randn(3, 4, 3, device=DEVICE)
+    with torch.no_grad():
+        layer(x)
+        output, states = layer.eval()(x)
+    assert nodes == [1, 1]
+    assert not any(v.requires_grad for v in (output, *states))
+    layer.requires_grad_(False)
+    assert not layer(x)[0].requires_grad
+
+
+@on_a_card
+def test_a_node_can_be_passed_twice_but_not_be_differentiated_twice(nodes):
+    layer = made()
+    x = torch.randn(3, 4, 3, device=DEVICE)
+    output, _ = layer(x)
+    parameters = list(layer.parameters())
+    first = torch.autograd.grad(output.sum(), parameters, retain_graph=True, allow_unused=True)
+    again = torch.autograd.grad(output.sum(), parameters, allow_unused=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    output, _ = layer(x)
+    (gradient,) = torch.autograd.grad(output.sum(), [layer.weight_ih_l0], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+    assert nodes == [1, 1]
+
+
+@on_a_card
+def test_states_may_be_changed_in_place_and_outputs_not_unnoticed(nodes):
+    layer = made()
+    output, (h_n, c_n) = layer(torch.randn(3, 4, 3, device=DEVICE))
+    h_n.zero_()
+    c_n.zero_()
+    output.sum().backward()
+    output, _ = layer(torch.randn(3, 4, 3, device=DEVICE))
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        output.add_(1).sum().backward()
+    assert nodes == [1, 1]
+
+
+@on_a_card
+def test_what_does_not_fit_is_named_by_others(nodes):
+    layer = made()
+    layer.gamma_h_l0 = torch.nn.Parameter(torch.ones(3, device=DEVICE))
+    with pytest.raises(ValueError, match="gamma_h must have the shape"):
+        layer(torch.randn(3, 4, 3, device=DEVICE))
+    assert nodes == []

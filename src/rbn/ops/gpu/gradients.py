@@ -219,7 +219,7 @@ def _in_cuda(
     if doutput is not None:
         at["doutput"] = call.address(doutput.contiguous())
     cuda_lstm.backward(call, at, rows_of(moments), doutput is not None)
-    through = call.a.lengths is None
+    through = call.a.lengths is None and not call.a.zoned
     if alone:
         shape = (*call.lead, call.B, call.H)
         strides = (call.B * call.H, call.H, 1)[-len(shape) :]

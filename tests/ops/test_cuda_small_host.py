@@ -1,0 +1,182 @@
+"""The host's side of the CUDA kernels for small layers: how it is cut, and which they take."""
+
+import contextlib
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+from rbn.ops.gpu import cuda_lstm, gradients, launch, nvrtc, small_lstm
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("hidden", [2, 8, 10, 100, 128])
+@pytest.mark.parametrize("batch", [1, 8, 17, 100, 128])
+def test_a_small_cut_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
+    cut = small_lstm.cut_small(dtype, batch, hidden)
+    assert 8 * cut.tiles * cut.warps >= batch
+    assert cut.blocks * small_lstm.UNITS >= hidden
+    assert cut.blocks <= 16
+    assert cut.threads <= 512
+    for direction in ("forward", "backward"):
+        assert cut.shared(direction) <= 227 * 1024
+        assert cut.shared(direction) % 8 == 0
+
+
+def test_layers_that_are_not_small():
+    for batch, hidden in ((129, 100), (100, 130), (100, 99)):
+        assert small_lstm.cut_small(torch.float32, batch, hidden) is None
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("hidden", [130, 240, 250, 256])
+@pytest.mark.parametrize("batch", [1, 32, 37, 64])
+def test_a_cut_of_16_units_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
+    cut = small_lstm.cut_sixteen(dtype, batch, hidden)
+    assert 8 * cut.tiles * cut.row_warps >= batch
+    assert (cut.units, cut.row_warps, cut.warps) == (16, 4, 8)
+    assert cut.blocks * cut.units >= hidden
+    assert cut.blocks <= 16
+    assert cut.threads == 384  # all warpgroups are whole: some give registers to others
+    for direction in ("forward", "backward"):
+        assert cut.shared(direction) <= 227 * 1024
+        assert cut.shared(direction) % 16 == 0
+
+
+def test_layers_that_are_too_large_for_16_units():
+    for batch, hidden in ((65, 240), (64, 258), (64, 131), (64, 16)):
+        assert small_lstm.cut_sixteen(torch.bfloat16, batch, hidden) is None
+
+
+def test_blocks_of_16_units_run_in_the_types_that_ask_for_them(monkeypatch):
+    wx = types.SimpleNamespace(
+        shape=(1, 5, 64, 960), dtype=torch.float16, is_cuda=True, device=torch.device("cuda", 0)
+    )
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 15)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        wx.dtype = dtype
+        assert small_lstm.choose(wx).units == 16
+    monkeypatch.setattr(small_lstm, "SIXTEEN", (torch.float16,))
+    assert small_lstm.choose(wx) == small_lstm.SmallCut(15, 8, 2, half=True, units=16)
+    wx.shape = (1, 5, 100, 400)
+    assert small_lstm.choose(wx).units == 8
+    wx.shape, wx.dtype = (1, 5, 64, 960), torch.bfloat16
+    assert small_lstm.choose(wx) is None
+
+
+@pytest.mark.parametrize(("hidden", "expected"), [(100, "sm_90"), (240, "sm_90a")])
+def test_how_small_kernels_are_compiled(monkeypatch, hidden, expected):
+    """Warps of blocks of 16 units give each other registers, as only Hopper's own code can."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "compiled", lambda *args: asked.append(args))
+    monkeypatch.setattr(small_lstm, "Kernel", lambda *args: args)
+    monkeypatch.setattr(small_lstm, "SWITCHES", {"ALL_WAIT": 1})
+    sizes = (torch.float16, 64, hidden)
+    cut = small_lstm.cut_small(*sizes) or small_lstm.cut_sixteen(*sizes)
+    small_lstm.kernel.__wrapped__("forward", cut, cut.blocks, 0, (("H", hidden),))
+    defines = {"H": hidden, "MW": 4, "RT": 2, "ALL_WAIT": 1}
+    if hidden > 128:
+        defines |= {"UNITS": 16, "STAGGERED": 1}
+    assert asked == [("small_forward", defines, expected)]
+
+
+def test_blocks_of_16_units_are_for_hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    cut = small_lstm.cut_sixteen(torch.float16, 64, 240)
+    assert small_lstm.cluster_of.__wrapped__(cut, torch.float16, 240, 0) is None
+
+
+def test_small_kernels_run_where_a_cluster_finds_room(monkeypatch):
+    wx = types.SimpleNamespace(
+        shape=(1, 5, 100, 400), dtype=torch.float32, is_cuda=True, device=torch.device("cuda", 0)
+    )
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
+    assert small_lstm.choose(wx) == small_lstm.SmallCut(blocks=13, warps=7, tiles=2, half=False)
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: None)
+    assert small_lstm.choose(wx) is None
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
+    wx.is_cuda = False
+    assert small_lstm.choose(wx) is None
+
+
+def test_small_layers_side_by_side(monkeypatch):
+    """Clusters need not run at once, so any number of recurrences is taken as one of them is."""
+    card = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
+    monkeypatch.setattr(cuda_lstm, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
+    cuda_lstm._has_room.cache_clear()
+
+    def kind(recurrences, batch=100, hidden=100):
+        wx = types.SimpleNamespace(
+            shape=(recurrences, 5, batch, 4 * hidden),
+            dtype=torch.float32,
+            is_cuda=True,
+            device=torch.device("cuda", 0),
+        )
+        return cuda_lstm.kind(wx)
+
+    assert [kind(1), kind(2), kind(20)] == ["small"] * 3
+    assert kind(1, hidden=240) == "units of 8"
+    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: None)
+    assert [kind(1), kind(2), kind(20)] == ["units of 8", "units of 8", None]
+    cuda_lstm._has_room.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"), [({13: 7, 16: 6}, 13), ({13: 0, 16: 6}, 16), ({13: 0, 16: 0}, None)]
+)
+def test_the_size_of_a_cluster(monkeypatch, room, expected):
+    """The number of blocks, or the next power of two, or none."""
+    asked = []
+
+    def kernel(direction, cut, size, device, defines):
+        asked.append((direction, size))
+        return types.SimpleNamespace(at_once=size * room[size])
+
+    monkeypatch.setattr(small_lstm, "kernel", kernel)
+    monkeypatch.setattr(small_lstm, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    find = small_lstm.cluster_of.__wrapped__
+    cut = small_lstm.cut_small(torch.bfloat16, 100, 100)
+    assert find(cut, torch.bfloat16, 100, 0) == expected
+    assert asked[:2] == [("forward", 13), ("backward", 13)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert find(cut, torch.bfloat16, 100, 0) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(small_lstm, "shared_limit", lambda device: cut.shared("backward") - 1)
+    assert find(cut, torch.bfloat16, 100, 0) is None
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
+    """Kernels for small layers write the gates of a unit side by side."""
+    T, B, H = 3, 4, 5
+    da, weight = torch.randn(*lead, T, B, 4, H), torch.randn(*lead, 4 * H, H)
+    hidden, h0 = torch.randn(*lead, T, B, H), torch.randn(*lead, B, H)
+    given = types.SimpleNamespace(a=types.SimpleNamespace(h0=h0), T=T, H=H, lead=lead)
+    turned = da.transpose(-2, -1).flatten(-2)
+    expected = gradients._through_weight(given, da.flatten(-2), weight, hidden, apart=True)
+    found = gradients._through_weight(given, turned, weight, hidden, apart=False)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("batch", "hidden"), [(100, 100), (5, 6), (17, 50)])
+def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hidden, monkeypatch):
+    wx = torch.empty(1, 3, batch, 4 * hidden, dtype=dtype)
+    monkeypatch.setattr(small_lstm, "choose", lambda wx: object())
+    given = types.SimpleNamespace(lead=(), T=3, B=batch, H=hidden, flat=wx[0])
+    stride = launch._stride(given)
+    assert stride == hidden
+    room = launch._room_for_states(given, stride)
+    assert room.shape == (4, batch, hidden)
+    assert room[1].data_ptr() % 16 == 0
+    assert room.data_ptr() % (2 * room.itemsize) == 0  # the kernel reads h0 in pairs

@@ -1,0 +1,117 @@
+"""The host's side of the CUDA kernels for wide layers: how it is cut, and which they take."""
+
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+from rbn.ops.gpu import cuda_lstm, wide_lstm
+
+
+@pytest.mark.parametrize("limit", [110 * 1024, 227 * 1024])
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("hidden", [4, 52, 240, 1060, 2000, 2112])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows, limit):
+    for team in wide_lstm.TEAMS[direction]:
+        cut = wide_lstm.cut_wide(direction, hidden, team, limit, rows)
+        if cut is None:  # not even by reading everything twice
+            assert limit < 227 * 1024
+            continue
+        assert cut.shared <= limit
+        assert cut.resident >= 3  # the second groups are asked for while two of them are used
+        assert cut.slice % 4 == 0  # two groups at a time, and parts of the same size
+        assert cut.blocks % team == 0
+        assert cut.blocks * wide_lstm.UNITS >= hidden
+        assert cut.second <= cut.first  # the slots are as many as the first need
+        pieces = -(-hidden // wide_lstm.UNITS) * (1 if direction == "forward" else 4)
+        assert 2 * cut.slice * team >= pieces
+        assert pieces * 16 * 2 * rows <= cut.passed
+
+
+def test_text8_is_cut_as_planned():
+    limit = 227 * 1024
+    forward = wide_lstm.cut_wide("forward", 2000, 1, limit)
+    backward = wide_lstm.cut_wide("backward", 2000, 8, limit)
+    assert (forward.blocks, forward.first, forward.resident, forward.second) == (125, 9, 46, 9)
+    assert (backward.blocks, backward.first, backward.resident, backward.second) == (128, 5, 22, 5)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_which_layers_are_preferably_wide(monkeypatch):
+    monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
+
+    def kind(batch, hidden, recurrences=1, dtype=torch.bfloat16):
+        wx = torch.empty(recurrences, 1, batch, 4 * hidden, dtype=dtype)
+        rows = {cut.rows for d in wide_lstm.TEAMS if (cut := wide_lstm.choose(d, wx))}
+        assert len(rows) <= 1
+        return (cuda_lstm.kind(wx), *rows)
+
+    assert kind(64, 1000) == kind(64, 2000) == ("wide", 64)  # Penn Treebank's layer
+    assert kind(128, 2000) == ("wide", 128)  # text8's
+    assert kind(33, 264) == ("wide", 64)
+    assert kind(65, 264) == ("wide", 128)
+    assert kind(32, 264) == kind(1, 1000) == ("units of 8", 64)  # few rows
+    assert kind(1, 2000) == ("wide", 64)  # no other has room
+    assert kind(64, 240) == ("units of 8", 128)
+    monkeypatch.setattr(wide_lstm, "PREFERRED", {})
+    assert kind(64, 1000) == ("units of 8", 128)
+    assert kind(64, 2000) == ("wide", 128)
+    monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1000})
+    assert kind(64, 1000) == kind(1, 2000) == ("wide", 64)
+    assert kind(64, 1000, recurrences=2) == ("wide", 64)  # 128 blocks backward
+    assert kind(64, 996) == kind(65, 1000) == ("units of 8", 128)
+    assert kind(65, 2000) == ("wide", 128)
+    assert kind(64, 1002) == kind(64, 1000, dtype=torch.float32) == ("units of 8",)
+    assert cuda_lstm.meeting("forward", torch.empty(1, 1, 64, 4000).bfloat16()) == (False, False)
+    monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1000, 128: 500})
+    assert kind(64, 1000) == ("wide", 64)
+    assert kind(64, 500) == kind(65, 1000) == ("wide", 128)
+
+
+def test_which_layers_are_wide(monkeypatch):
+    """Hopper, half precision, a multiple of four units, and room for all blocks at once."""
+    card = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 227 * 1024)
+
+    def team(direction, wx):
+        wide_lstm._choose.cache_clear()
+        cut = wide_lstm.choose(direction, wx)
+        wide_lstm._choose.cache_clear()
+        return cut and cut.team
+
+    half = torch.empty(1, 1, 128, 8000, dtype=torch.bfloat16)
+    assert team("forward", half) == 1
+    assert team("backward", half) == 8
+    # 8 would need 136 blocks
+    assert team("backward", half.new_empty(1, 1, 128, 4 * 2112)) == 4
+    assert not team("forward", half.float())
+    assert not team("forward", half.expand(2, 1, 128, 8000))
+    assert not team("forward", half[..., : 4 * 1998])
+    assert not team("forward", half.new_empty(1, 1, 129, 8000))
+    card.multi_processor_count = 125
+    assert team("forward", half) == 1
+    card.multi_processor_count = 124
+    assert not team("forward", half)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not team("forward", half)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_blocks_look_at_begins_at_zero(direction, rows):
+    """Pieces beyond the last unit, counters, and the sums, whose last bit says when they came."""
+    wx = torch.empty(2, 1, 3, 4 * 72, dtype=torch.bfloat16)
+    team = wide_lstm.TEAMS[direction][0]
+    cut = wide_lstm.cut_wide(direction, 72, team, 227 * 1024, rows)
+    found = wide_lstm.rooms(cut, wx)
+    pieces = found["passed"].view(2, 2, -1, 2 * rows * 16)  # of two recurrences, for two steps
+    assert pieces.shape[2] >= 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
+    if direction == "backward":  # 8 blocks, from 7 others each a word of 16 bytes for every thread
+        assert found["handed"].numel() == 2 * 8 * 7 * 2 * rows * 16
+    looked_at = ["passed", "meetings", *(["handed"] if direction == "backward" else [])]
+    assert set(found) == {"spilled", *looked_at}
+    assert not any(found[name].any() for name in looked_at)

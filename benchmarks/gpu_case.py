@@ -50,28 +50,29 @@ def kernels(family, all_wait):
         layers += [rbn.LayerNormLSTM, rbn.BatchNormRNN]
     if family == "wide":
         types.pop("tf32", None)
+    cases = {
+        f"{precision} {make.__name__}": (make, 3, 24, dtype, [])
+        for precision, dtype in types.items()
+        for make in layers
+    }
+    normalized = {}  # more of them, in bf16: inputs, units, what is patched
+    if family == "small":
+        normalized["one feature"] = (1, 24, [(small_lstm, "ONE_FEATURE", (torch.bfloat16,))])
+        if not all_wait:  # racecheck of this one goes on for minutes
+            normalized["16 units"] = (3, 136, [])
+    if family == "wide":
+        normalized["64 rows"] = (3, 24, [(wide_lstm, "PREFERRED", {64: 1})])
+    for name, (inputs, hidden, more) in normalized.items():
+        case = (rbn.BatchNormLSTM, inputs, hidden, torch.bfloat16, more)
+        cases[f"bf16 BatchNormLSTM, {name}"] = case
     if (family == "wide" and capability != (9, 0)) or (family == "small" and capability < (9, 0)):
-        types = {}
-    done = []
-    for precision, dtype in types.items():
-        for make in layers:
-            with contextlib.ExitStack() as stack:
-                for patch in patches:
-                    stack.enter_context(mock.patch.object(*patch))
-                compare(make(3, 24).to("cuda", dtype))
-            done.append(f"{precision} {make.__name__}")
-    more = {"small": {"one feature": (1, 24)}, "wide": {"64 rows": (3, 24)}}
-    if not all_wait:  # racecheck of these goes on for minutes
-        more["small"]["16 units"] = (3, 136)
-    for name, sizes in more.get(family, {}).items() if types else ():
-        wide_rows = (wide_lstm, "PREFERRED", {64: 1})
-        one_feature = (small_lstm, "ONE_FEATURE", (torch.bfloat16,))
+        cases = {}
+    for make, inputs, hidden, dtype, more in cases.values():
         with contextlib.ExitStack() as stack:
-            for patch in (wide_rows, one_feature, *patches):
+            for patch in (*patches, *more):
                 stack.enter_context(mock.patch.object(*patch))
-            compare(rbn.BatchNormLSTM(*sizes).to("cuda", torch.bfloat16))
-        done.append(f"bf16 BatchNormLSTM, {name}")
-    print(json.dumps({"ran": done}))
+            compare(make(inputs, hidden).to("cuda", dtype))
+    print(json.dumps({"ran": list(cases)}))
 
 
 def compare(layer):

@@ -2,6 +2,7 @@ import os
 import secrets
 import signal
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -32,3 +33,22 @@ def pytest_report_header():
     if torch.cuda.is_available():
         return f"the same random inputs again: RBN_TEST_SEED={os.environ['RBN_TEST_SEED']}"
     return None
+
+
+@pytest.fixture
+def capture():
+    """A step as a CUDA graph, and what it returned, which every replay writes anew."""
+
+    def captured(step):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        return graph, found
+
+    return captured

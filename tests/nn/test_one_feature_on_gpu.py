@@ -197,21 +197,13 @@ def assert_alike(layer, ours, theirs):
         assert (one - other).norm() <= 2**-9 * other.norm().clamp(min=1e-3), name
 
 
-def test_a_graph_of_a_training_step(ran):
+def test_a_graph_of_a_training_step(ran, capture):
     layer, _ = make(rbn.BatchNormLSTM, 64, torch.float32, max_length=12)
     twin = copy.deepcopy(layer)
     x = torch.randn(12, 32, 1, device="cuda")
     for parameter in (*layer.parameters(), *twin.parameters()):
         parameter.grad = torch.zeros_like(parameter)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            training_step(layer, x)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        training_step(layer, x)
+    graph, _ = capture(lambda: training_step(layer, x))
     fresh = torch.randn_like(x)
     x.copy_(fresh)
     graph.replay()

@@ -583,22 +583,14 @@ def train_step(layer, x):
     layer(x)[0].square().mean().backward()
 
 
-def test_a_graph_of_a_training_step():
+def test_a_graph_of_a_training_step(capture):
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(8, 64, max_length=12).cuda()
     twin = copy.deepcopy(layer)
     x = torch.randn(12, 32, 8, device="cuda")
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            train_step(layer, x)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        train_step(layer, x)
+    graph, _ = capture(lambda: train_step(layer, x))
     fresh = torch.randn_like(x)
     x.copy_(fresh)
     graph.replay()

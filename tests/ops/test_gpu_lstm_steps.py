@@ -260,7 +260,7 @@ def test_steps_launched_by_the_driver_or_by_triton(op, dtype, monkeypatch):
 
 @needs_cuda
 @pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN])
-def test_a_graph_of_steps(layer_class):
+def test_a_graph_of_steps(layer_class, capture):
     """Captured steps are those of a call, and run again with what is then in memory."""
     torch.manual_seed(0)
     layer = layer_class(8, 40).cuda()
@@ -272,16 +272,8 @@ def test_a_graph_of_steps(layer_class):
         output.square().mean().backward()
         return output.detach()
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(layer, x)
-    torch.cuda.current_stream().wait_stream(stream)
+    graph, output = capture(lambda: step(layer, x))
     twin = copy.deepcopy(layer)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = step(layer, x)
     for _ in range(2):
         x.copy_(torch.randn_like(x))
         graph.replay()

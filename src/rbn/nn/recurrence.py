@@ -82,9 +82,9 @@ class Recurrence(nn.Module, abc.ABC):
 
     def _own(self, name: str) -> Tensor:
         """A parameter that there is."""
-        parameter = self._parameters.get(name)
-        found: Tensor = getattr(self, name) if parameter is None else parameter
-        return found
+        parameter = self._parameter(name)
+        assert parameter is not None, name
+        return parameter
 
     def reset_parameters(self) -> None:
         """Start as the paper's models do: orthogonal weights, forget bias 1, all else 0."""

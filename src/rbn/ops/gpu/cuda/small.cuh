@@ -321,15 +321,14 @@ struct Marks {
 #define MARK(stage)
 #endif
 
-// Registers of the warps with rows, and of the others. Four warps each do it together. Not where all wait: a tool that
-// puts code of its own into a kernel takes registers, and who asks for them would wait for ever.
+// Registers of the warps with rows, and of the others. Four warps each do it together.
 __device__ __forceinline__ void take_registers() {
-#if HALVES > 1 && !ALL_WAIT
+#if HALVES > 1
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
 #endif
 }
 __device__ __forceinline__ void give_registers() {
-#if HALVES > 1 && !ALL_WAIT
+#if HALVES > 1
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(SERVER_REGISTERS));
 #endif
 }

@@ -8,6 +8,7 @@ import torch
 from recurrence_cases import call, make_case
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
 from rbn.ops.gpu import cuda_lstm, gradients, launch, signature, small_lstm
 
 

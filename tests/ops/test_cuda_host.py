@@ -6,6 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
 from rbn.ops.gpu import cuda_lstm, launch, nvrtc, plan, signature
 from rbn.ops.gpu.input_moments import input_moments
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
 from rbn.ops.gpu import cuda_lstm, gradients, launch, nvrtc, small_lstm
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -191,7 +191,6 @@ class Masked:
 def test_wide_kernels_find_the_masks(monkeypatch, zoneout, R, spread):
     T, B, H, lead = 3, 5, 12, (R,) if R > 1 else ()
     kernel, defines = Masked(R * T * B * H), []
-    monkeypatch.setattr(wide_lstm, "ZONED", True)
     monkeypatch.setattr(cuda_lstm, "covers", cuda_lstm.takes_options)
     monkeypatch.setattr(wide_lstm, "kernel", lambda cut, device, d: defines.append(d) or kernel)
     generator = torch.Generator().manual_seed(0)

@@ -198,7 +198,6 @@ def zoned(monkeypatch):
         found.append(args[0])
         run(*args, **kwargs)
 
-    monkeypatch.setattr(wide_lstm, "ZONED", True)
     monkeypatch.setattr(cuda_lstm, "_run_wide", counted)
     return found
 

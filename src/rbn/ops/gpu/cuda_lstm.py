@@ -171,7 +171,7 @@ def takes_options(a: Inputs) -> bool:
     """
     if a.joint or a.include or a.pass_normalized_cell:
         return False
-    return not a.zoned or (wide_lstm.ZONED and wide_lstm.takes(a.wx))
+    return not a.zoned or wide_lstm.takes(a.wx)
 
 
 def _fits(wx: Tensor) -> bool:

@@ -26,9 +26,6 @@ _ROWS = 128
 PREFERRED: dict[int, int] = {64: 264, 128: 264}
 _FEW = 32
 
-# Whether zoned calls run here. They have not been on a card yet.
-ZONED = False
-
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
 # hand to each other grow.
 TEAMS: dict[str, tuple[int, ...]] = {"forward": (1,), "backward": (8, 4)}

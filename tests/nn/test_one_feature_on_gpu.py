@@ -19,7 +19,7 @@ pytestmark = [
     ),
 ]
 
-# As in tests/ops/test_cuda_kernels.py. Gradients may be off by twice as much as there: steps in
+# As in cuda_cases.py. Gradients may be off by twice as much as there: steps in
 # which all rows are alike leave little of that of c0, say.
 UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 NORMALIZED = {

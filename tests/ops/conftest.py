@@ -1,4 +1,4 @@
-"""Cards that tests without a GPU have in common."""
+"""What tests of the GPU's kernels have in common, with and without a card."""
 
 import types
 
@@ -23,3 +23,28 @@ def hopper(monkeypatch):
     yield
     for cache in caches:
         cache.cache_clear()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The names of the kernels that run."""
+    from rbn.ops.gpu import cuda_lstm
+
+    found = []
+    for name in ("forward", "backward"):
+        run = getattr(cuda_lstm, name)
+
+        def counted(*args, _run=run, _name=name):
+            found.append(_name)
+            return _run(*args)
+
+        monkeypatch.setattr(cuda_lstm, name, counted)
+    return found
+
+
+@pytest.fixture
+def in_memory(monkeypatch):
+    """Small layers, too, run the kernels whose blocks meet in memory, as on cards before Hopper."""
+    from rbn.ops.gpu import small_lstm
+
+    monkeypatch.setattr(small_lstm, "choose", lambda wx: None)

@@ -1,0 +1,111 @@
+"""How PyTorch gets along with the kernels in CUDA C++: graphs, compilation, streams, threads."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cuda_cases import HALVES, UNITS, on_a_card
+from recurrence_cases import differentiate, make_case
+
+import rbn
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from rbn.ops.gpu import driver, nvrtc
+
+pytestmark = on_a_card
+
+
+def test_a_thread_that_has_used_no_cuda_loads_code():
+    """It is in no context, and torch puts it into one only with the first work it gives."""
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    code = nvrtc.compile_source('extern "C" __global__ void nothing() {}', "nothing", {}, arch)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(driver.Kernel, code, "nothing", 32, 0).result().at_once > 0
+
+
+def train_step(layer, x):
+    layer.zero_grad(set_to_none=False)
+    layer(x)[0].square().mean().backward()
+
+
+def test_a_graph_of_a_training_step(capture):
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(8, 64, max_length=12).cuda()
+    twin = copy.deepcopy(layer)
+    x = torch.randn(12, 32, 8, device="cuda")
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    graph, _ = capture(lambda: train_step(layer, x))
+    fresh = torch.randn_like(x)
+    x.copy_(fresh)
+    graph.replay()
+    for parameter in twin.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    train_step(twin, fresh)
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice
+def test_compiled_as_one_graph():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(8, 64, max_length=12).cuda()
+    twin = copy.deepcopy(layer)
+    x = torch.randn(12, 32, 8, device="cuda")
+    compiled = torch.compile(lambda v: layer(v)[0].square().mean(), fullgraph=True)
+    compiled(x).backward()
+    twin(x)[0].square().mean().backward()
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, twin.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_autocast(dtype, calls):
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(8, 64).cuda()
+    x = torch.randn(12, 32, 8, device="cuda")
+    with torch.autocast("cuda", dtype):
+        output, _ = layer(x)
+    assert output.dtype == dtype
+    output.float().square().mean().backward()
+    assert calls == ["forward", "backward"]
+    twin = copy.deepcopy(layer).cpu().double()
+    twin.zero_grad()
+    twin(x.cpu().double())[0].square().mean().backward()
+    for name, parameter in layer.named_parameters():
+        want = twin.get_parameter(name).grad
+        error = (parameter.grad.double().cpu() - want).norm()
+        assert error <= 16 * UNITS[dtype] * want.norm().clamp(min=1e-2), name
+
+
+def test_two_streams_at_once():
+    torch.manual_seed(0)
+    cases = [
+        make_case("bn_lstm", 50, 64, 100, seed, dtype=torch.float32).on("cuda") for seed in (0, 1)
+    ]
+    alone = [differentiate(case, "gpu") for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    together = []
+    for case, stream in zip(cases, streams, strict=True):
+        with torch.cuda.stream(stream):
+            together.append(differentiate(case, "gpu"))
+    torch.cuda.synchronize()
+    for one, other in zip(alone, together, strict=True):
+        for name, value in one[1].items():
+            assert torch.equal(value, other[1][name]), name
+
+
+def test_long_sequences_in_inference():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(2, 16).cuda()
+    layer(torch.randn(10, 8, 2, device="cuda"))
+    layer.eval()
+    x = torch.randn(100_000, 2, 2, device="cuda")
+    with torch.no_grad():
+        output, _ = layer(x)
+        head, _ = layer(x[:50])
+    assert torch.equal(output[:50], head)
+    assert output.isfinite().all()

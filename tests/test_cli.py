@@ -170,7 +170,7 @@ def test_an_interrupt_waits_until_an_extension_is_loaded(tmp_path: Path) -> None
     """An extension in C++ may not survive it."""
     (tmp_path / "loading.py").write_text(
         "import signal, sys, time\n"
-        "from rbn.cli import interrupt\n"
+        "from rbn.training import interrupt\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may have it ignored
         "interrupt.wait_for_extensions()\n"
         "def load():\n"
@@ -194,7 +194,7 @@ def test_an_interrupt_waits_until_an_extension_is_loaded(tmp_path: Path) -> None
 
 
 def test_an_extension_is_loaded_by_these_functions() -> None:
-    from rbn.cli import interrupt
+    from rbn.training import interrupt
 
     seen = []
 

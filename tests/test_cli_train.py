@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,6 +99,23 @@ def test_a_table_of_runs(whole, tmp_path):
     done = invoke("runs", tmp_path)
     assert done.exit_code == 2
     assert "there is no run in" in done.output
+
+
+def test_a_table_of_unfinished_runs(whole, tmp_path):
+    """Of one that goes on from between two evaluations, and of one that cannot go on."""
+    shutil.copytree(whole, tmp_path / "going")
+    (tmp_path / "going" / "result.json").unlink()
+    last = tmp_path / "going" / "last.safetensors"
+    tensors, facts = checkpoint.load(last)
+    facts["progress"] |= {"step": 21, "seconds": 90.0}
+    checkpoint.save(last, tensors, facts)
+    shutil.copytree(tmp_path / "going", tmp_path / "damaged")
+    (tmp_path / "damaged" / "last.safetensors").write_bytes(b"no checkpoint")
+    lines = invoke("runs", tmp_path).output.splitlines()
+    going, damaged = (next(line for line in lines if name in line) for name in ("going", "dama"))
+    assert "21" in going
+    assert "1.5" in going
+    assert "no" in damaged
 
 
 @pytest.mark.parametrize(

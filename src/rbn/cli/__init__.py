@@ -12,7 +12,7 @@ def main() -> None:
     except ImportError:
         print("rbn needs typer: pip install 'recurrent-batchnorm[demo]'", file=sys.stderr)
         sys.exit(2)
-    from rbn.cli.interrupt import wait_for_extensions
+    from rbn.training.interrupt import wait_for_extensions
 
     wait_for_extensions()
     from rbn.cli.app import app

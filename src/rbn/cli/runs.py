@@ -25,16 +25,21 @@ def runs(
     from rich.console import Console
     from rich.table import Table
 
+    from rbn.training.checkpoint import CheckpointError, load_facts
+
     table = Table("run", "steps", "best validation", "valid", "test", "minutes")
     found = sorted(folder.rglob("config.json"))
     for path in found:
         row = [str(path.parent.relative_to(folder)), "", "", "", "", ""]
         metrics, result = path.with_name("metrics.jsonl"), path.with_name("result.json")
+        try:
+            now = load_facts(path.with_name("last.safetensors"))["progress"]
+            row[1], row[5] = str(now["step"]), f"{now['seconds'] / 60:.1f}"
+        except CheckpointError:
+            row[1] = "no checkpoint"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if lines:
-            last = json.loads(lines[-1])
-            row[1], row[2] = str(last["step"]), f"{last['valid_population']:.4f} (last)"
-            row[5] = f"{last['seconds'] / 60:.1f}"
+            row[2] = f"{json.loads(lines[-1])['valid_population']:.4f} (last)"
         if result.exists():
             values = json.loads(result.read_text())
             row[1], row[2] = str(values["steps"]), f"at step {values['best_step']}"

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,32 @@ def save(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `save` wrote, on the CPU."""
+    with _reading(path) as (file, facts, checksum):
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if _checksum(tensors) != checksum:
+        raise CheckpointError(f"{path} is damaged: its numbers are not those that were written")
+    return tensors, facts
+
+
+def load_facts(path: Path) -> dict[str, Any]:
+    """The facts of a checkpoint; its tensors are neither read nor checked."""
+    with _reading(path) as (_, facts, _):
+        return facts
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[tuple[Any, dict[str, Any], int]]:
+    """The open file, its facts and the checksum that its tensors must have."""
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        facts = json.loads(metadata["facts"])
-        checksum = int(metadata["crc32"])
+            yield file, json.loads(metadata["facts"]), int(metadata["crc32"])
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except Exception as error:
         raise CheckpointError(f"{path} is not a checkpoint, or damaged: {error}") from error
-    if _checksum(tensors) != checksum:
-        raise CheckpointError(f"{path} is damaged: its numbers are not those that were written")
-    return tensors, facts
 
 
 def _checksum(tensors: dict[str, Tensor]) -> int:

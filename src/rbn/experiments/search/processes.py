@@ -12,6 +12,7 @@ from typing import Any
 
 from rbn.experiments.search.worker import Job, TooManyFailed, Worker
 from rbn.training import CheckpointError
+from rbn.training.interrupt import wait_for_extensions
 
 INTERRUPTED, OUT_OF_TIME = 130, 3
 
@@ -59,6 +60,7 @@ def _main(job: Job, number: int, stop: Any) -> None:
     if hasattr(os, "setsid"):
         os.setsid()  # a terminal's Ctrl-C reaches the parent alone, which tells us once
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    wait_for_extensions()
     need_optuna()
 
     def say(line: str) -> None:

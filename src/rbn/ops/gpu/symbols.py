@@ -67,6 +67,17 @@ class _SymbolRows(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _SymbolRows).apply
 
 
+def _cut(count: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Symbols, rows, columns, warps and tiles on their way of a program.
+
+    Tensor cores take 64 symbols at a time; the sums of more with 128 columns do not fit into the
+    registers beside the rest.
+    """
+    symbols = max(64, 1 << (count - 1).bit_length())
+    rows = 32 if dtype == torch.float32 else 64
+    return symbols, rows, 128 if symbols == 64 else 64, 4 if symbols <= 128 else 8, 4
+
+
 def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """For each symbol, the sum of the rows of `grad` that it has: ``[G, count]``.
 
@@ -77,14 +88,12 @@ def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> T
     """
     grad = grad.contiguous()
     N, G = symbols.numel(), grad.shape[-1]
-    padded = max(64, 1 << (count - 1).bit_length())
-    wide = grad.dtype == torch.float32
-    factor = torch.bfloat16 if wide else grad.dtype  # three of them make a number
-    rows = 32 if wide else 64
-    columns = 128 if padded <= 128 else 64  # or the sums do not fit into the registers
+    padded, rows, columns, warps, stages = _cut(count, grad.dtype)
     blocks, tiles = -(-G // columns), -(-N // rows)
     shares = max(1, min(_PROGRAMS // blocks, tiles))
     tiles = -(-tiles // shares)  # of each of them
+    # Three of which make a number in float32.
+    factor = torch.bfloat16 if grad.dtype == torch.float32 else grad.dtype
     sums = torch.empty(shares, count, G, dtype=torch.float32, device=grad.device)
     out = torch.empty(G, count, dtype=dtype, device=grad.device)
     at = sums.data_ptr()
@@ -100,8 +109,8 @@ def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> T
             "ROWS": rows,
             "COLUMNS": columns,
             "WIDEN": not has_product(grad.device, factor),
-            "num_warps": 4 if padded == 64 else 8,
-            "num_stages": 4,
+            "num_warps": warps,
+            "num_stages": stages,
         },
         (grad.dtype,),
         grad,

@@ -22,9 +22,9 @@ def symbol_sums(
     COLUMNS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """A one-hot matrix, which only registers hold, times `grad`: a program for columns and a share.
+    """A one-hot matrix, which memory never holds, times `grad`: a program for columns and a share.
 
-    Products with 1 are exact, and of one with float32 three parts of 8 bits are all there is.
+    Products with 1 are exact. A number in float32 is three parts of 8 bits, and nothing is lost.
     """
     share = tl.program_id(1)
     numbers = tl.arange(0, SYMBOLS)
@@ -37,7 +37,7 @@ def symbol_sums(
     acc = tl.zeros((SYMBOLS, COLUMNS), tl.float32)
     for first in range(begin, end, ROWS):
         counts = first + rows < end
-        symbol = tl.load(symbols + first + rows, mask=counts, other=-1).to(tl.int32)
+        symbol = tl.load(symbols + first + rows, mask=counts, other=0).to(tl.int32)
         d = tl.load(source, mask=counts[:, None] & inside[None, :], other=0.0)
         source += ROWS * G
         hot = tl.where(numbers[:, None] == symbol[None, :], 1.0, 0.0)

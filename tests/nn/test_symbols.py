@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import rbn
 
 LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+ON_GPU = torch.cuda.is_available()
 
 
 def gradients(layer, x, **options):
@@ -30,6 +31,53 @@ def test_as_one_hot_vectors(layer_class, batch_first, padded):
     found = gradients(layer, symbols, **options)
     expected = gradients(layer, F.one_hot(symbols, 5).double(), **options)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("layer_class", LAYERS)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_as_one_hot_vectors_on_the_card(layer_class, padded, dtype, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    as_on_the_card(layer_class, padded, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_the_same_bits_every_time():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(27, 64, device="cuda")
+    symbols = torch.randint(27, (60, 48), device="cuda")
+    found = []
+    for _ in range(20):
+        with torch.autocast("cuda", torch.bfloat16):
+            found.append(gradients(layer, symbols))
+    for output, grads in found[1:]:
+        assert torch.equal(output, found[0][0])
+        assert all(map(torch.equal, grads, found[0][1]))
+
+
+@pytest.mark.skipif(ON_GPU, reason="with a CUDA device the kernels run there")
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_as_one_hot_vectors_in_the_kernels(layer_class):
+    pytest.importorskip("triton", reason="the GPU's kernels need triton")
+    with rbn.backend("gpu"):
+        as_on_the_card(layer_class, True, torch.uint8, "cpu")
+
+
+def as_on_the_card(layer_class, padded, dtype, device):
+    """Outputs and gradients in float32; the input terms of both are the same to the last bit."""
+    torch.manual_seed(0)
+    layer = layer_class(5, 4, bidirectional=True, batch_first=True, device=device)
+    symbols = torch.randint(4, (3, 6), device=device)  # the last one never comes
+    options = {"lengths": torch.tensor([6, 2, 4])} if padded else {}
+    found = gradients(layer, symbols.to(dtype), **options)
+    expected = gradients(layer, F.one_hot(symbols, 5).float(), **options)
+    # Sums of some twenty rows in another order; where a batch of three is normalized, what is
+    # rounded differently before may grow.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert layer.weight_ih_l0.grad[:, 4].eq(0).all()
 
 
 def test_any_integers_and_no_batch():

@@ -135,7 +135,7 @@ class Recurrence(nn.Module, abc.ABC):
             if x.is_floating_point():
                 weights.append(weight if weight.dtype == x.dtype else weight.to(x.dtype))
             else:  # W_x x_t for a one-hot x_t is a column of W_x
-                x = F.embedding(x[..., 0], self._autocast(weight).t().contiguous())
+                x = ops.symbol_rows(x[..., 0], weight, self._type(weight))
             batch = x.shape[1]
             states = self._initial_states(suffix, batch, weight) if given is None else given
             if batch == 0 and alone:
@@ -216,10 +216,12 @@ class Recurrence(nn.Module, abc.ABC):
 
     def _autocast(self, x: Tensor) -> Tensor:
         """X in the type that autocast asks for on its device, if it does and x has values."""
-        if not x.is_floating_point():
-            return x
+        return x.to(self._type(x)) if x.is_floating_point() else x
+
+    def _type(self, x: Tensor) -> torch.dtype:
+        """The type that autocast asks for on the device of x, if it does; else that of x."""
         device = x.device.type
-        return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
     def _given_states(self, hx: Any, shape: tuple[int, ...]) -> States:
         """The user's initial states, checked, one tensor for each of `states`."""

@@ -1,7 +1,7 @@
 """Pure functions on tensors: the recurrences, forward and backward."""
 
 from rbn.ops.dispatch import backend, backends
-from rbn.ops.functional import bn_lstm, bn_rnn, ln_lstm, lstm, side_by_side
+from rbn.ops.functional import bn_lstm, bn_rnn, ln_lstm, lstm, side_by_side, symbol_rows
 from rbn.ops.types import Statistics
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "ln_lstm",
     "lstm",
     "side_by_side",
+    "symbol_rows",
 ]

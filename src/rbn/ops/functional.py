@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from rbn.ops.checks import (
@@ -290,6 +291,26 @@ def side_by_side(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ..
         raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
     found = run_together(op, calls) if len(calls) > 1 else None
     return [_OPS[op](**call) for call in calls] if found is None else found
+
+
+def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The input term W_x x_t of one-hot inputs x_t: columns of W_x.
+
+    On a GPU the gradient of up to 256 symbols is made in float32, in the same order every time, and
+    rounded once, to the type of W_x. That of more symbols, in float64, or compiled is PyTorch's,
+    which may differ in its last bits from run to run.
+
+    Args:
+        symbols: int64 ``[T, B]``, from 0 to I - 1. Others are an error on the CPU and a failed
+            assertion of the device on a GPU.
+        weight: W_x, ``[4H, I]``.
+        dtype: of the result.
+
+    Returns:
+        ``[T, B, 4H]``.
+    """
+    rows: Tensor = run("symbol_rows", weight, symbols, weight, dtype)
+    return rows
 
 
 def takes_features(op: str, x: Tensor) -> bool:

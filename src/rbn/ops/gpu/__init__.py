@@ -21,6 +21,7 @@ from rbn.ops.gpu.library import lstm_op
 from rbn.ops.gpu.ln_lstm_steps import LARGEST
 from rbn.ops.gpu.one_feature import from_one_feature, may_take
 from rbn.ops.gpu.steps_library import bn_rnn_op, ln_lstm_op
+from rbn.ops.gpu.symbols import symbol_rows
 from rbn.ops.gpu.together import together
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
@@ -32,6 +33,7 @@ __all__ = [
     "ln_lstm",
     "lstm",
     "may_take",
+    "symbol_rows",
     "together",
 ]
 

@@ -264,18 +264,18 @@ class Call:
         return self.options() | {
             "PERSIST": plan.persistent,
             "PRECISION": "tf32" if tf32_allowed() else "ieee",
-            "WIDEN": not _has_product(self.wx),
+            "WIDEN": not has_product(self.wx.device, self.wx.dtype),
             "ROWS": plan.rows,
             "UNITS": plan.units,
             "PROGRAMS": plan.programs,
         }
 
 
-def _has_product(wx: Tensor) -> bool:
-    """Whether products are made in the type of wx."""
-    if not wx.is_cuda:
+def has_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are products in this type."""
+    if device.type != "cuda":
         return False  # the interpreter
-    return wx.dtype != torch.bfloat16 or torch.cuda.get_device_capability(wx.device) >= (8, 0)
+    return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def rows_of(moments: Sequence[Tensor | None]) -> list[int]:

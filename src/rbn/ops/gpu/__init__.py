@@ -16,9 +16,9 @@ from torch import Tensor
 
 from rbn.ops import reference
 from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
+from rbn.ops.gpu.cross_entropy import linear_cross_entropy
 from rbn.ops.gpu.layer import from_inputs
 from rbn.ops.gpu.library import lstm_op
-from rbn.ops.gpu.linear_cross_entropy import linear_cross_entropy
 from rbn.ops.gpu.ln_lstm_steps import LARGEST
 from rbn.ops.gpu.one_feature import from_one_feature, may_take
 from rbn.ops.gpu.steps_library import bn_rnn_op, ln_lstm_op

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from recurrence_cases import poisoned_memory
 
 import rbn
+from rbn.models import LanguageModel
 from rbn.ops import linear_cross_entropy
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from gpu_cases import DEVICE
+from gpu_cases import DEVICE, products
 
 import rbn.ops.gpu.cross_entropy as fused
 
@@ -308,6 +309,21 @@ def test_bad_arguments(changes, error, words):
     given = {"input": x, "weight": w, "bias": b, "targets": targets} | changes
     with pytest.raises(error, match=words):
         linear_cross_entropy(**given)
+
+
+def test_a_language_model():
+    """By the kernels as by the plain equations, up to sums of float32 in another order."""
+    torch.manual_seed(0)
+    model = LanguageModel(rbn.LSTM(27, 6)).to(DEVICE)
+    symbols, targets = (torch.randint(27, (4, 3), device=DEVICE) for _ in range(2))
+    results = []
+    for name in ("gpu", "reference"):
+        with rbn.backend(name), products(tf32=False):
+            loss, _ = model(symbols, targets=targets)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+        results.append((loss.detach(), *gradients))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @on_the_card

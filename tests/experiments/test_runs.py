@@ -67,6 +67,26 @@ def test_both_kinds_of_statistics_and_none(language, text):
     assert looked["valid_batch"] == looked["valid_population"]
 
 
+class LogitsAlone(LanguageModel):
+    """A model of one's own, which knows nothing of a loss."""
+
+    def forward(self, input, states=None, start=0):
+        return super().forward(input, states, start)
+
+
+def test_a_model_that_gives_logits_alone(language, text):
+    torch.manual_seed(1)
+    other = NextSymbol(LogitsAlone(rbn.BatchNormLSTM(4, 6)), text, 10, 8, 3)
+    symbols, targets = language.batch(0)
+    one, same = (task.loss(symbols, targets) for task in (language, other))
+    assert torch.equal(one, same)
+    assert torch.equal(
+        one, F.cross_entropy(other.model(symbols)[0].flatten(0, 1), targets.flatten())
+    )
+    assert language.measure_whole("test", 50) == other.measure_whole("test", 50)
+    assert language.evaluate() == other.evaluate()
+
+
 def test_the_first_validation_windows(text):
     model = LanguageModel(rbn.LSTM(4, 6))
     few = NextSymbol(model, text, 10, 8, 3, valid_windows=2)

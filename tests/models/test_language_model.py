@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import rbn
 from rbn.models import LanguageModel
@@ -37,3 +38,61 @@ def test_dropout_between_layer_and_softmax():
     assert torch.equal(one[1][0], other[1][0])  # the states are as they were
     model.eval()
     assert torch.equal(model(symbols)[0], model.softmax(model.recurrent(symbols)[0]))
+
+
+def old(model, symbols, targets, reduction):
+    logits, states = model(symbols)
+    loss = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction=reduction)
+    return loss, states
+
+
+def new(model, symbols, targets, reduction):
+    return model(symbols, targets=targets, reduction=reduction)
+
+
+def results_of(call, model, *args, backward=torch.Tensor.backward):
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss, states = call(model, *args)
+    backward(loss)
+    return loss, *states, *(parameter.grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_loss_is_that_of_the_logits(precision, reduction):
+    """Bit for bit, as Fabric wraps the model for training."""
+    model = LanguageModel(rbn.BatchNormLSTM(7, 5, zoneout=(0.2, 0.2)), dropout=0.5)
+    given = torch.randint(7, (20, 3)), torch.randint(7, (20, 3)), reduction
+    lightning = pytest.importorskip("lightning.fabric")
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    wrapped = fabric.setup(model)
+    expected, found = (
+        results_of(call, wrapped, *given, backward=fabric.backward) for call in (old, new)
+    )
+    assert found[0].dtype == torch.float32
+    assert all(map(torch.equal, found, expected))
+
+
+def test_the_loss_of_other_shapes():
+    one = LanguageModel(rbn.LSTM(7, 5))
+    batch_first = LanguageModel(rbn.LSTM(7, 5, batch_first=True))
+    for model, shape in ((one, (20,)), (batch_first, (3, 20))):
+        given = torch.randint(7, shape), torch.randint(7, shape), "mean"
+        assert torch.equal(old(model, *given)[0], new(model, *given)[0])
+    with pytest.raises(ValueError, match=r"targets must have the shape .* \[3, 20\]"):
+        batch_first(torch.zeros(3, 20).long(), targets=torch.zeros(20, 3).long())
+
+
+@pytest.mark.parametrize("change", ["hook", "weight norm", "another module"])
+def test_the_loss_of_a_softmax_that_was_changed(change):
+    model = LanguageModel(rbn.LSTM(7, 5))
+    if change == "hook":
+        model.softmax.register_forward_hook(lambda module, args, output: 2 * output)
+    elif change == "weight norm":
+        torch.nn.utils.parametrizations.weight_norm(model.softmax)
+    else:
+        model.softmax = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh())
+    given = torch.randint(7, (9, 3)), torch.randint(7, (9, 3)), "mean"
+    expected, found = (results_of(call, model, *given) for call in (old, new))
+    assert all(map(torch.equal, found, expected))

@@ -27,6 +27,9 @@ class LettersOnGpu(Letters):
     def batch(self, step):
         return tuple(tensor.cuda() for tensor in super().batch(step))
 
+    def loss(self, symbols, targets):
+        return self.model(symbols, targets=targets)[0]
+
 
 def trainer(folder, seed=0, graph=True, optimizer="adam", **options):
     task = LettersOnGpu(seed)

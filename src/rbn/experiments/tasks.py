@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +88,9 @@ class NextSymbol(Measured):
     """The next character of a text; measured in bits per character.
 
     Args:
-        model: a `rbn.models.LanguageModel`.
+        model: a `rbn.models.LanguageModel`, or another that takes symbols ``[T, B]``, states and
+            ``start`` and returns logits and states; with ``targets`` and ``reduction`` the loss
+            instead, if it takes those.
         text: the data, on the model's device.
         length: characters of a window.
         batch_size: windows of a minibatch.
@@ -107,6 +111,8 @@ class NextSymbol(Measured):
         valid_windows: int | None = None,
     ) -> None:
         self.model, self.text, self.length = model, text, length
+        # Asked now: what wraps the model for training takes anything.
+        self._has_loss = "targets" in inspect.signature(model.forward).parameters
         self.batch_size = batch_size
         self.valid_windows = valid_windows
         self.batches = Windows(text.train, length, batch_size, seed=seed)
@@ -127,8 +133,19 @@ class NextSymbol(Measured):
 
     def loss(self, symbols: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Cross-entropy, in nats per character."""
-        logits, _ = self.model(symbols)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction=reduction)
+        return self._loss(symbols, targets, reduction)[0]
+
+    def _loss(
+        self, symbols: Tensor, targets: Tensor, reduction: str, *states: Any, **start: int
+    ) -> tuple[Tensor, Any]:
+        """The loss and the states after the symbols, from those before and their time step."""
+        if self._has_loss:
+            options = {"targets": targets, "reduction": reduction}
+            loss, after = self.model(symbols, *states, **start, **options)
+            return loss, after
+        logits, after = self.model(symbols, *states, **start)
+        logits = logits.float().flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction=reduction), after
 
     def measure(self, part: str, length: int | None = None) -> Measurement:
         """Bits per character of a part's windows, of the training length by default."""
@@ -159,8 +176,9 @@ class NextSymbol(Measured):
         nats, states = torch.zeros((), dtype=torch.float64, device=stream.device), None
         for start in range(0, len(stream) - 1, piece):
             window = stream[start : start + piece + 1].to(torch.int64)
-            logits, states = self.model(window[:-1, None], states, start=start)
-            nats += F.cross_entropy(logits[:, 0].float(), window[1:], reduction="sum")
+            symbols, targets = window[:-1, None], window[1:, None]
+            loss, states = self._loss(symbols, targets, "sum", states, start=start)
+            nats += loss
         self.model.train(was_training)
         return float(nats) / (len(stream) - 1) / math.log(2)
 

@@ -1,7 +1,15 @@
-"""Pure functions on tensors: the recurrences, forward and backward."""
+"""Pure functions on tensors: the recurrences and a loss, forward and backward."""
 
 from rbn.ops.dispatch import backend, backends
-from rbn.ops.functional import bn_lstm, bn_rnn, ln_lstm, lstm, side_by_side, symbol_rows
+from rbn.ops.functional import (
+    bn_lstm,
+    bn_rnn,
+    linear_cross_entropy,
+    ln_lstm,
+    lstm,
+    side_by_side,
+    symbol_rows,
+)
 from rbn.ops.types import Statistics
 
 __all__ = [
@@ -10,6 +18,7 @@ __all__ = [
     "backends",
     "bn_lstm",
     "bn_rnn",
+    "linear_cross_entropy",
     "ln_lstm",
     "lstm",
     "side_by_side",

@@ -84,6 +84,19 @@ def check_masks(wx: Tensor, hidden: int, **masks: Tensor | float) -> None:
             )
 
 
+def check_targets(input: Tensor, targets: Tensor, reduction: str) -> None:
+    """Refuse targets that are not one integer for each row ``[..., H]`` of the input."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+        raise TypeError(f"targets must be integers, got {targets.dtype}")
+    if input.dim() == 0 or targets.shape != input.shape[:-1]:
+        raise ValueError(
+            f"targets must have the shape of the input but its last dimension, "
+            f"{list(input.shape[:-1])}, got {list(targets.shape)}"
+        )
+
+
 def constant_statistics(
     population: Statistics | None, wx: Tensor, **features: int | None
 ) -> Statistics | None:

@@ -1,7 +1,8 @@
 """Which implementation of a recurrence runs.
 
-Each backend is a module with the functions `bn_lstm`, `lstm`, `ln_lstm`, `bn_rnn` and `symbol_rows`
-of one signature. By default the device of the input chooses; `backend` forces one.
+Each backend is a module with the functions `bn_lstm`, `lstm`, `ln_lstm` and `bn_rnn` of one
+signature, `symbol_rows` and `linear_cross_entropy`. By default the device of the input chooses;
+`backend` forces one.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from rbn.ops.checks import (
     check_masks,
     check_sequence_lengths,
     check_shapes,
+    check_targets,
     constant_statistics,
 )
 from rbn.ops.dispatch import (
@@ -24,6 +25,7 @@ from rbn.ops.dispatch import (
     run_from_inputs,
     run_from_one_feature,
     run_together,
+    select,
 )
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
@@ -311,6 +313,32 @@ def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """
     rows: Tensor = run("symbol_rows", weight, symbols, weight, dtype)
     return rows
+
+
+def linear_cross_entropy(
+    input: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str = "mean"
+) -> Tensor:
+    """The cross-entropy of a linear layer's softmax, without the scores as a result.
+
+    ``F.cross_entropy(F.linear(input, weight, bias).float(), targets)``, and under autocast what
+    that would be there. On a GPU, in float32 and half precision and for at most 1024 classes, the
+    scores are not rounded to half precision, and there is no second derivative.
+
+    Args:
+        input: ``[..., H]``.
+        weight: ``[classes, H]``.
+        bias: ``[classes]``, or None.
+        targets: the right classes, integers ``[...]`` from 0 to ``classes - 1``. Others make the
+            loss NaN where the GPU's kernels run, which cannot say so; elsewhere PyTorch refuses
+            them.
+        reduction: ``"mean"`` or ``"sum"``, over all targets.
+
+    Returns:
+        The loss in nats, a float32 scalar.
+    """
+    check_targets(input, targets, reduction)
+    loss: Tensor = select("linear_cross_entropy", input)(input, weight, bias, targets, reduction)
+    return loss
 
 
 def takes_features(op: str, x: Tensor) -> bool:

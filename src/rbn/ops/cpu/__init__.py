@@ -6,10 +6,10 @@ from torch import Tensor
 
 from rbn.ops.arguments import needs_grad, population_list, statistics_from_rstd, zoneout_arguments
 from rbn.ops.cpu.library import lstm_op, rnn_op
-from rbn.ops.reference import symbol_rows
+from rbn.ops.reference import linear_cross_entropy, symbol_rows
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
-__all__ = ["bn_lstm", "bn_rnn", "ln_lstm", "lstm", "symbol_rows"]
+__all__ = ["bn_lstm", "bn_rnn", "linear_cross_entropy", "ln_lstm", "lstm", "symbol_rows"]
 
 
 def bn_lstm(

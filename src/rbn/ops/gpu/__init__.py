@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rbn.ops import reference
 from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
+from rbn.ops.gpu.cross_entropy import linear_cross_entropy
 from rbn.ops.gpu.layer import from_inputs
 from rbn.ops.gpu.library import lstm_op
 from rbn.ops.gpu.ln_lstm_steps import LARGEST
@@ -30,6 +31,7 @@ __all__ = [
     "bn_rnn",
     "from_inputs",
     "from_one_feature",
+    "linear_cross_entropy",
     "ln_lstm",
     "lstm",
     "may_take",

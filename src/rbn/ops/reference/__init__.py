@@ -5,8 +5,9 @@ These are the oracle for every other implementation, and what runs where no fast
 
 from rbn.ops.reference.bn_lstm import bn_lstm
 from rbn.ops.reference.bn_rnn import bn_rnn
+from rbn.ops.reference.cross_entropy import linear_cross_entropy
 from rbn.ops.reference.ln_lstm import ln_lstm
 from rbn.ops.reference.lstm import lstm
 from rbn.ops.reference.symbol_rows import symbol_rows
 
-__all__ = ["bn_lstm", "bn_rnn", "ln_lstm", "lstm", "symbol_rows"]
+__all__ = ["bn_lstm", "bn_rnn", "linear_cross_entropy", "ln_lstm", "lstm", "symbol_rows"]

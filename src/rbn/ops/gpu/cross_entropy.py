@@ -127,7 +127,7 @@ def _gradients(ctx: Any, dloss: Tensor) -> list[Tensor | None]:
     shape, types, C, scale = ctx.plain
     (N, P), has_bias = logits.shape, types[2] is not None
     dlogits = torch.empty_like(logits, dtype=x.dtype)
-    dbias = logits.new_empty(-(-N // _tile(P)[0]) if has_bias else 1, P)
+    dbias = logits.new_empty(P, -(-N // _tile(P)[0]) if has_bias else 1)
     tensors = (logits, added, targets, dloss, dlogits, dbias)
     _launch(cross_entropy_backward, tensors, C, scale, has_bias)
     found: list[Tensor | None] = [None] * 3
@@ -137,7 +137,7 @@ def _gradients(ctx: Any, dloss: Tensor) -> list[Tensor | None]:
         multiply = torch.mm if types[1] == x.dtype else product  # the parameter's type at once
         found[1] = multiply(dlogits.t(), x)[:C].to(types[1])
     if ctx.needs_input_grad[2]:
-        found[2] = dbias.sum(0)[:C].to(types[2])
+        found[2] = dbias.sum(1)[:C].to(types[2])
     return found
 
 

@@ -56,7 +56,7 @@ def cross_entropy_backward(
     targets,
     dloss,  # float32, one number
     dlogits,  # [N, P]
-    dbias,  # [programs, P] float32
+    dbias,  # [P, programs] float32
     N,
     scale,
     C: tl.constexpr,
@@ -80,4 +80,5 @@ def cross_entropy_backward(
     at = rows[:, None] * P + columns[None, :]
     tl.store(dlogits + at, d.to(dlogits.dtype.element_ty), mask=counts & inside[None, :])
     if BIAS:
-        tl.store(dbias + tl.program_id(0) * P + columns, tl.sum(d, 0), mask=inside)
+        at = columns * tl.num_programs(0) + tl.program_id(0)
+        tl.store(dbias + at, tl.sum(d, 0), mask=inside)

@@ -39,7 +39,11 @@ def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _look_up(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The reference, with one copy that rounds and turns around instead of two."""
-    columns = weight.t().to(dtype, memory_format=torch.contiguous_format)
+    columns = weight.t()
+    if weight.dtype == dtype:
+        columns = columns.contiguous()
+    else:
+        columns = columns.to(dtype, memory_format=torch.contiguous_format)
     return F.embedding(symbols, columns)
 
 
@@ -70,12 +74,11 @@ _apply = super(torch.autograd.Function, _SymbolRows).apply
 def _cut(count: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     """Symbols, rows, columns, warps and tiles on their way of a program.
 
-    Tensor cores take 64 symbols at a time; the sums of more with 128 columns do not fit into the
-    registers beside the rest.
+    The sums of more than 64 symbols with 128 columns do not fit into the registers beside the rest.
     """
-    symbols = max(64, 1 << (count - 1).bit_length())
+    symbols = max(32, 1 << (count - 1).bit_length())
     rows = 32 if dtype == torch.float32 else 64
-    return symbols, rows, 128 if symbols == 64 else 64, 4 if symbols <= 128 else 8, 4
+    return symbols, rows, 128 if symbols <= 64 else 64, 4 if symbols <= 128 else 8, 4
 
 
 def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> Tensor:

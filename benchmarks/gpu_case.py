@@ -7,6 +7,7 @@ gpu_case.py demo DEVICE MODEL SEED       the test accuracy of one of the digits 
 
 import argparse
 import contextlib
+import functools
 import json
 import time
 from unittest import mock
@@ -15,6 +16,7 @@ import torch
 from gpu_sanitizer import FAMILIES
 
 import rbn
+import rbn.models
 
 TYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,19 +67,28 @@ def kernels(family, all_wait):
     for name, (inputs, hidden, more) in normalized.items():
         case = (rbn.BatchNormLSTM, inputs, hidden, torch.bfloat16, more)
         cases[f"bf16 BatchNormLSTM, {name}"] = case
+    works = {
+        name: (more, functools.partial(compare, make, inputs, hidden, dtype))
+        for name, (make, inputs, hidden, dtype, more) in cases.items()
+    }
+    if family == "triton":
+        works["bf16 symbols and their loss"] = ([], train_on_symbols)
+    if family == "wide" and not all_wait:
+        works["bf16 BatchNormLSTM, zoneout"] = ([], train_zoned)
     if (family == "wide" and capability != (9, 0)) or (family == "small" and capability < (9, 0)):
-        cases = {}
-    for make, inputs, hidden, dtype, more in cases.values():
+        works = {}
+    for more, work in works.values():
         with contextlib.ExitStack() as stack:
             for patch in (*patches, *more):
                 stack.enter_context(mock.patch.object(*patch))
-            compare(make(inputs, hidden).to("cuda", dtype))
-    print(json.dumps({"ran": list(cases)}))
+            work()
+    print(json.dumps({"ran": list(works)}))
 
 
-def compare(layer):
-    like = next(layer.parameters())
+def compare(make, inputs, hidden, dtype):
     torch.manual_seed(0)
+    layer = make(inputs, hidden).to("cuda", dtype)
+    like = next(layer.parameters())
     x = torch.randn(3, 20, layer.input_size).to(like)
     lengths = torch.randint(1, 4, (20,), device=like.device)
     for given in (None, lengths):
@@ -90,6 +101,26 @@ def compare(layer):
         expected = layer.double()(x.double(), lengths=lengths)[0]
     error = ((output.double() - expected).norm() / expected.norm()).item()
     assert error < 0.05, f"the output is off by {error}"  # 8 bits through three steps; not NaN
+
+
+def train_on_symbols():
+    model = rbn.models.LanguageModel(rbn.BatchNormLSTM(27, 24)).cuda()
+    symbols, targets = torch.randint(27, (2, 3, 20), device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        loss, _ = model(symbols, targets=targets)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+
+
+def train_zoned():
+    layer = rbn.BatchNormLSTM(3, 24, zoneout=(0.5, 0.05)).to("cuda", torch.bfloat16)
+    x = torch.randn(3, 20, 3, device="cuda", dtype=torch.bfloat16)
+    layer(x)[0].float().square().mean().backward()
+    with torch.no_grad():
+        assert layer.eval()(x)[0].isfinite().all()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.isfinite().all(), name
 
 
 def first(T, B, I, H, precision):  # noqa: E741

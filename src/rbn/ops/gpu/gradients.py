@@ -151,10 +151,9 @@ def gradients(
 
     if a.sequence and dwx is not None:
         _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
-    hidden = r.output if r.hidden is None or not r.hidden.numel() else r.hidden
     apart = shared or not (call.in_cuda and call.family == cuda_lstm.SMALL)
     with _multiplied_as_by_kernels(wx):
-        dweight, dh0 = _through_weight(call, da, weight, hidden, apart)
+        dweight, dh0 = _through_weight(call, da, weight, r, apart)
     if dh is not None:
         dh0 = dh + dh0.to(torch.float32)
     vectors = sums.gradients(call)
@@ -301,24 +300,33 @@ def _multiplied_as_by_kernels(wx: Tensor) -> contextlib.AbstractContextManager[N
 
 
 def _through_weight(
-    call: Call, da: Tensor, weight: Tensor, hidden: Tensor, apart: bool
+    call: Call, da: Tensor, weight: Tensor, r: Outputs, apart: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of W_h and, as far as it goes through the product, of h0.
 
     apart: whether the columns of da are gate by gate, as the rows of W_h are, or unit by unit.
     """
-    first, h0 = da.select(-3, 0), call.in_rows(call.a.h0)
-    h0 = aligned(h0 if h0.dtype == da.dtype else h0.to(da.dtype))
-    dweight = torch.matmul(first.transpose(-2, -1), h0)
-    if call.T > 1:
-        rest = columns_of(da, 1, call.T - 1)
-        before = hidden.narrow(-3, 0, call.T - 1).flatten(-3, -2)
-        add = torch.baddbmm if call.lead else torch.addmm
-        dweight = add(dweight, rest, before)
+    first = da.select(-3, 0)
+    if r.hidden is not None and r.hidden.numel():
+        before = r.hidden.narrow(-3, 0, call.T).flatten(-3, -2)
+        dweight = _product(call, columns_of(da, 0, call.T), before)
+    else:
+        h0 = call.in_rows(call.a.h0)
+        h0 = aligned(h0 if h0.dtype == da.dtype else h0.to(da.dtype))
+        dweight = _product(call, first.transpose(-2, -1), h0)
+        if call.T > 1:
+            before = r.output.narrow(-3, 0, call.T - 1).flatten(-3, -2)
+            add = torch.baddbmm if call.lead else torch.addmm
+            dweight = add(dweight, columns_of(da, 1, call.T - 1), before)
     if not apart:
         dweight = dweight.unflatten(-2, (call.H, 4)).transpose(-3, -2).flatten(-3, -2)
         first = first.unflatten(-1, (call.H, 4)).transpose(-2, -1).flatten(-2)
-    return dweight, torch.matmul(first, weight)
+    return dweight, _product(call, first, weight)
+
+
+def _product(call: Call, a: Tensor, b: Tensor) -> Tensor:
+    """``a b`` of matrices, or of as many as there are recurrences; less to ask than `matmul`."""
+    return torch.bmm(a, b) if call.lead else torch.mm(a, b)
 
 
 def columns_of(x: Tensor, first: int, count: int) -> Tensor:

@@ -53,7 +53,7 @@ def run(call: Call, apart: bool = False) -> Outputs:
             "lstm forward R=%d T=%d B=%d H=%d %s: %s",
             *(call.R, call.T, call.B, call.H, call.flat.dtype, call.path),
         )
-    return _in_cuda(call, apart)[0] if call.in_cuda else _in_triton(call)
+    return _in_cuda(call, apart)[0] if call.in_cuda else _in_triton(call, apart)
 
 
 def _complete(call: Call, found: Outputs) -> Outputs:
@@ -139,7 +139,8 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     last = output.select(-3, -1).clone() if a.lengths is None else _as(h_n, dtype)
     # No view, which users could not change in place.
     c_n = c_n.to(dtype, copy=True) if counts else _as(c_n, dtype)
-    saved = (wh, cs if a.save else None, None)
+    hidden = hs if a.save and stride == H and not apart else None
+    saved = (wh, cs if a.save else None, hidden)
     return Outputs._make((output, last, c_n, *new.parts(), *saved)), inputs
 
 
@@ -224,7 +225,7 @@ class _Moments:
         return mean, var
 
 
-def _in_triton(call: Call) -> Outputs:
+def _in_triton(call: Call, apart: bool) -> Outputs:
     """One launch, or one for each step."""
     a, R, T, B, H, wx = call.a, call.R, call.T, call.B, call.H, call.wx
     dtype, device = wx.dtype, wx.device
@@ -247,7 +248,7 @@ def _in_triton(call: Call) -> Outputs:
         if call.x == BATCH:
             _input_moments(call, new)
         lstm_steps.forward(call, moments, hs, natural, wh, h_n)
-        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts())
+        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts(), apart)
     barrier = torch.zeros(R, dtype=torch.int32, device=device)
     plan, weight = call.plan, a.weight_hh.to(dtype).contiguous()
     flags = {"HS": stride, "K": plan.k_forward, "SAVE": a.save}
@@ -279,7 +280,7 @@ def _in_triton(call: Call) -> Outputs:
         ]
         call.launch(lstm_forward, arguments, flags, plan.warps_forward, plan.stages_forward)
 
-    return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts())
+    return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts(), apart)
 
 
 def _stride(call: Call) -> int:
@@ -329,19 +330,22 @@ def _outputs(
     h_n: Tensor,
     c_n: Tensor,
     new: list[Tensor | None],
+    apart: bool,
 ) -> Outputs:
     """The operator's results from the kernels' buffers."""
     a, dtype, T, H = call.a, call.wx.dtype, call.T, call.H
-    hidden = steps_of(hs, H)
-    output = hidden
+    output = steps_of(hs, H)
+    shares = not a.include and hs.shape[-1] == H
     if a.include:
         valid = valid_steps(call.lengths, T)
         assert valid is not None
-        output = torch.where(valid[:, :, None], hidden, 0)
-    elif hs.shape[-1] != H:
-        output = hidden.contiguous()
+        output = torch.where(valid[:, :, None], output, 0)
+    elif not shares:
+        output = output.contiguous()
     last = h_n.to(dtype) if a.lengths is not None else output.select(-3, -1).clone()
-    saved = [wh, cs if a.save else None, hidden if a.include and a.save else None]
+    # What would be kept for this alone is no more than needs to be.
+    hidden = hs.narrow(-1, 0, H) if a.save and (a.include or (shares and not apart)) else None
+    saved = [wh, cs if a.save else None, hidden]
     return Outputs._make([output, last, c_n.to(dtype, copy=True), *new, *saved])
 
 

@@ -171,7 +171,8 @@ class _Node(torch.autograd.Function):
         a = call.a
         ctx.save_for_backward(
             *(*factors, *a[:10], a.mask_c, a.mask_h, call.joined),
-            *(found.output, *found[3:], *a.population),
+            # The output is a part of the states, where there are those.
+            *(found.output if found.hidden is None else None, *found[3:], *a.population),
         )
         return _parted(found[:3], n)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
-from rbn.ops.gpu.call import FAR, Call, aligned, rows_of
+from rbn.ops.gpu.call import FAR, Call, aligned, laid_out, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.gpu.raised import raised_variances
@@ -199,16 +199,15 @@ def _in_cuda(
     at = call.addresses(cuda_lstm.backward_weight(call, weight))
     at |= call.moments_at(moments)
     at |= sums.at()
-    n, device = call.R * call.B * call.H, wx.device
-    alone = last[0] is None and last[1] is None
-    if alone:
-        zeros = torch.zeros(2 * n + FAR + call.R, dtype=torch.float32, device=device)
-        at["dh"] = begin = zeros.data_ptr()
-        at["dc"], at["counter"] = begin + 4 * n, begin + 4 * (2 * n + FAR)
-    else:
+    n, alone = call.R * call.B * call.H, last[0] is None and last[1] is None
+    own = -(-n // 4) * 16  # bytes of a last gradient
+    zeroed = {"dh": own, "dc": own, "": 4 * FAR} if alone else {}
+    zeroed |= cuda_lstm.zeroed("backward", call)
+    zeros = torch.zeros(sum(zeroed.values()) // 4, dtype=torch.float32, device=wx.device)
+    at |= laid_out(zeroed, zeros.data_ptr())
+    if not alone:
         dh, dc = (_copied(call, grad) for grad in last)
-        counter = torch.zeros(call.R, dtype=torch.int32, device=device)
-        at["dh"], at["dc"], at["counter"] = dh.data_ptr(), dc.data_ptr(), counter.data_ptr()
+        at["dh"], at["dc"] = dh.data_ptr(), dc.data_ptr()
     at["cs"], at["wh"] = r.cs.data_ptr(), r.wh.data_ptr()
     at["da"] = da.data_ptr()
     if dwx is not None:
@@ -222,7 +221,7 @@ def _in_cuda(
     if alone:
         shape = (*call.lead, call.B, call.H)
         strides = (call.B * call.H, call.H, 1)[-len(shape) :]
-        dc = zeros.as_strided(shape, strides, n)
+        dc = zeros.as_strided(shape, strides, own // 4)
         return None if through else zeros.as_strided(shape, strides), dc
     return None if through else dh, dc
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
-from rbn.ops.gpu.call import BATCH, FAR, MOMENTS, Call, rows_of
+from rbn.ops.gpu.beginning import begin_states
+from rbn.ops.gpu.call import BATCH, MOMENTS, Call, laid_out, rows_of
 from rbn.ops.gpu.gradients import backward, gradients
 from rbn.ops.gpu.input_moments import feature_moments, input_moments
 from rbn.ops.gpu.lstm_forward import lstm_forward
@@ -91,28 +92,25 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     a, H, wx = call.a, call.H, call.flat
     dtype, device, full = wx.dtype, wx.device, torch.float32
     stride = _stride(call)
-    counts, looks = cuda_lstm.meeting("forward", wx, call.family)
-    hs = _room_for_states(call, stride, looks)
-    _begin(call, hs, stride)
+    hs = _room_for_states(call, stride, cuda_lstm.meeting("forward", wx, call.family)[1])
+    # The first cells make room for the last: each is read and written by one thread.
+    c_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
+    zeroed = cuda_lstm.zeroed("forward", call)
+    clear: Tensor | None = None
+    if zeroed:
+        clear = torch.empty(sum(zeroed.values()) // 4, dtype=torch.int32, device=device)
+    begin_states(call, hs, c_n, clear)
     cells, products, beyond = saved_sizes(wx.shape, a.save)
     cs = torch.empty(cells, dtype=full, device=device)
     wh = torch.empty(products + beyond, dtype=dtype, device=device)
     weight = a.weight_hh if a.weight_hh.dtype == dtype else a.weight_hh.to(dtype)
     at = call.addresses(weight.contiguous())
     at["hs"], at["cs"], at["wh"] = hs.data_ptr(), cs.data_ptr(), wh.data_ptr()
-    shape = (*call.lead, call.B, H)
-    if counts:  # counters behind the cells
-        states = call.R * call.B * H
-        room = torch.zeros(states + FAR + call.R, dtype=full, device=device)
-        at["counter"] = room.data_ptr() + 4 * (states + FAR)
-        c_n = room.as_strided(shape, (call.B * H, H, 1)[-len(shape) :])
-    else:
-        c_n = torch.empty(shape, dtype=full, device=device)
-    # The first cells make room for the last: each is read and written by one thread.
-    c_n.copy_(_broadcast(call, a.c0))
     at["c_n"] = at["c0"] = c_n.data_ptr()
+    if clear is not None:
+        at |= laid_out(zeroed, clear.data_ptr())
     if a.lengths is not None:
-        h_n = torch.empty(shape, dtype=full, device=device)
+        h_n = torch.empty_like(c_n)
         at["h_n"] = h_n.data_ptr()
     new = _Moments(call, apart)
     if a.population:
@@ -137,8 +135,7 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     if stride != H:
         output = output.contiguous()
     last = output.select(-3, -1).clone() if a.lengths is None else _as(h_n, dtype)
-    # No view, which users could not change in place.
-    c_n = c_n.to(dtype, copy=True) if counts else _as(c_n, dtype)
+    c_n = _as(c_n, dtype)
     hidden = hs if a.save and stride == H and not apart else None
     saved = (wh, cs if a.save else None, hidden)
     return Outputs._make((output, last, c_n, *new.parts(), *saved)), inputs

@@ -11,18 +11,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rbn.ops.arguments import needs_grad
 from rbn.ops.checks import check_masks, check_sequence_lengths
 from rbn.ops.custom import graph_is_kept, is_traced, undifferentiable
 from rbn.ops.gpu import launch
+from rbn.ops.gpu.beginning import padded_factors
 from rbn.ops.gpu.call import Call
 from rbn.ops.gpu.gradients import columns_of
 from rbn.ops.gpu.signature import Inputs, Outputs
 from rbn.ops.gpu.together import alike, pays, rest_of
-from rbn.ops.input_product import factors
 from rbn.ops.types import Statistics
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,10 +109,12 @@ def _run(op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]) ->
 def _forward(given: _Given, tensors: tuple[Any, ...]) -> tuple[Call, Outputs, list[Tensor]]:
     """The call as the kernels take it, what it found, and the factors of the input terms."""
     n = given.calls
-    pairs = [factors(tensors[k], tensors[n + k]) for k in range(n)]
+    pairs = [padded_factors(tensors[k], tensors[n + k]) for k in range(n)]
     joined: Tensor | None = None
     if n == 1:
-        wx = F.linear(*pairs[0])
+        x, w = pairs[0]
+        steps, batch, columns = x.shape
+        wx = torch.mm(x.reshape(-1, columns), w.t()).view(steps, batch, len(w))
         parameters = tensors[2:]
     else:
         steps, batch, _ = tensors[0].shape

@@ -1,0 +1,92 @@
+"""What is done before and after a recurrence, each in one launch instead of many small ones."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pad_rows(
+    a,  # [N, COLUMNS]
+    b,  # [M, COLUMNS]
+    padded,  # [N + M, WIDTH]
+    N,
+    M,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Both with zeros up to WIDTH columns; BLOCK is no less."""
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    given = columns < COLUMNS
+    first = rows < N
+    x = tl.load(a + rows * COLUMNS + columns, mask=first & given, other=0.0)
+    second = (rows >= N) & (rows < N + M)
+    y = tl.load(b + (rows - N) * COLUMNS + columns, mask=second & given, other=0.0)
+    tl.store(
+        padded + rows * WIDTH + columns,
+        tl.where(first, x, y),
+        mask=(rows < N + M) & (columns < WIDTH),
+    )
+
+
+@triton.jit
+def _widen(vector, joined, at, SIZE: tl.constexpr):
+    tl.store(joined + at, tl.load(vector + at, mask=at < SIZE).to(tl.float32), mask=at < SIZE)
+    return joined + SIZE
+
+
+@triton.jit
+def begin(
+    h0,  # [R, B, H], of the strides of_h
+    c0,
+    bias,  # [R, 4H]
+    gamma_x,
+    gamma_h,
+    gamma_c,  # [R, H]
+    beta_c,
+    hs,  # [R, T + 1, B, STRIDE]
+    c_n,  # [R, B, H] float32
+    joined,  # float32, the vectors that there are, one after another
+    clear,  # int32, `zeros` of them
+    states,  # R * B * STRIDE
+    of_one,  # B * STRIDE
+    of_all,  # (T + 1) * B * STRIDE
+    h_r,
+    h_b,
+    c_r,
+    c_b,
+    zeros,
+    H: tl.constexpr,
+    STRIDE: tl.constexpr,
+    UNITS: tl.constexpr,  # R * H
+    BIAS: tl.constexpr,
+    GAMMA_X: tl.constexpr,
+    GAMMA_H: tl.constexpr,
+    GAMMA_C: tl.constexpr,
+    BETA_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The first states into their rooms, vectors widened into one, zeros where they are needed."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < states
+    r, row, column = at // of_one, at % of_one // STRIDE, at % STRIDE
+    real = inside & (column < H)
+    h = tl.load(h0 + r * h_r + row * h_b + column, mask=real, other=0.0)
+    tl.store(hs + r * of_all + at % of_one, h.to(hs.dtype.element_ty), mask=inside)
+    c = tl.load(c0 + r * c_r + row * c_b + column, mask=real, other=0.0)
+    tl.store(c_n + at // STRIDE * H + column, c.to(tl.float32), mask=real)
+    if BIAS:
+        joined = _widen(bias, joined, at, 4 * UNITS)
+    if GAMMA_X:
+        joined = _widen(gamma_x, joined, at, 4 * UNITS)
+    if GAMMA_H:
+        joined = _widen(gamma_h, joined, at, 4 * UNITS)
+    if GAMMA_C:
+        joined = _widen(gamma_c, joined, at, UNITS)
+    if BETA_C:
+        joined = _widen(beta_c, joined, at, UNITS)
+    tl.store(clear + at, tl.zeros((BLOCK,), tl.int32), mask=at < zeros)

@@ -73,9 +73,12 @@ def _product(a, b):
 @contextlib.contextmanager
 def stand_ins():
     """The kernels in CUDA C++ take every call, and do nothing; nor do products."""
-    beginning, cuda_lstm, launch, layer, raised, together = (
+    beginning, cuda_lstm, gradients, launch, layer, raised, together = (
         importlib.import_module(f"rbn.ops.gpu.{name}")
-        for name in ("beginning", "cuda_lstm", "launch", "layer", "raised", "together")
+        for name in (
+            *("beginning", "cuda_lstm", "gradients", "launch"),
+            *("layer", "raised", "together"),
+        )
     )
     with contextlib.ExitStack() as stack:
         for target, name, value in (
@@ -85,6 +88,7 @@ def stand_ins():
             (layer, "pays", lambda wx, calls: True),
             (together, "pays", lambda wx, calls: True),
             (beginning, "begin", _Triton()),
+            (gradients, "finish", _Triton()),
             (launch, "input_moments", _Triton()),
             (raised, "raise_variances", _Triton()),
             (F, "linear", _linear),

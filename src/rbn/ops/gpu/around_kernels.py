@@ -90,3 +90,50 @@ def begin(
     if BETA_C:
         joined = _widen(beta_c, joined, at, UNITS)
     tl.store(clear + at, tl.zeros((BLOCK,), tl.int32), mask=at < zeros)
+
+
+@triton.jit
+def _sum_rows(
+    state, more, first, units, B, H, MORE: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr
+):
+    """Of ``[R, B, H]`` the sums over B of UNITS columns, from unit `first` of all on."""
+    unit = first + tl.arange(0, UNITS)
+    found = tl.zeros((UNITS,), tl.float32)
+    for begin in range(0, B, ROWS):
+        row = (begin + tl.arange(0, ROWS))[:, None]
+        at = unit[None, :] // H * B * H + row * H + unit[None, :] % H
+        inside = (row < B) & (unit[None, :] < units)
+        value = tl.load(state + at, mask=inside, other=0.0).to(tl.float32)
+        if MORE:
+            value += tl.load(more + at, mask=inside, other=0.0)
+        found += tl.sum(value, axis=0)
+    return found
+
+
+@triton.jit
+def finish(
+    sums,  # float32, `count` of them
+    dh0,  # [R, B, H]
+    dh,  # the same in float32, to be added if MORE
+    dc,
+    out,  # `count` numbers, then twice [R, H]
+    count,
+    units,  # R * H
+    B,
+    H,
+    MORE: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradients in the type of parameters: sums, and those of states that all rows share."""
+    program = tl.program_id(0).to(tl.int64)
+    kind = out.dtype.element_ty
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(sums + at, mask=at < count).to(kind), mask=at < count)
+    first = program * UNITS
+    unit = first + tl.arange(0, UNITS)
+    of_h = _sum_rows(dh0, dh, first, units, B, H, MORE, ROWS, UNITS)
+    tl.store(out + count + unit, of_h.to(kind), mask=unit < units)
+    of_c = _sum_rows(dc, dc, first, units, B, H, False, ROWS, UNITS)
+    tl.store(out + count + units + unit, of_c.to(kind), mask=unit < units)

@@ -53,7 +53,9 @@ def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> N
     if given:
         size = sum(v.numel() for v in given if v is not None)
         call.joined = torch.empty(size, dtype=torch.float32, device=hs.device)
-    vectors = [c_n if v is None else v.contiguous() for v in given] or [c_n] * 5  # those are not looked at
+    vectors = [c_n if v is None else v.contiguous() for v in given] or [
+        c_n
+    ] * 5  # those are not looked at
     rooms = [hs, c_n, c_n if call.joined is None else call.joined, c_n if clear is None else clear]
     tensors = [h0, c0, *vectors, *rooms]
     zeros = 0 if clear is None else clear.numel()
@@ -70,7 +72,13 @@ def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> N
             *(states, of_one, (call.T + 1) * of_one),
             *(*_strides(call, h0), *_strides(call, c0), zeros),
         ),
-        {"H": H, "STRIDE": stride, "UNITS": units, **dict(zip(names, present, strict=True)), "BLOCK": _BLOCK},
+        {
+            "H": H,
+            "STRIDE": stride,
+            "UNITS": units,
+            **dict(zip(names, present, strict=True)),
+            "BLOCK": _BLOCK,
+        },
         tuple(tensor.dtype for tensor in (h0, c0, *vectors, hs)),
         hs,
     )
@@ -78,5 +86,5 @@ def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> N
 
 def _strides(call: Call, state: Tensor) -> tuple[int, int]:
     """From one recurrence to the next, and from row to row: 0 where all rows are one."""
-    of_row = state.stride(-2) if state.dim() > len(call.lead) + 1 else 0
+    of_row = 0 if call.shared(state) else state.stride(-2)
     return state.stride(0) if call.lead else 0, of_row

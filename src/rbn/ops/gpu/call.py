@@ -123,9 +123,13 @@ class Call:
         assert plan is not None
         return plan
 
+    def shared(self, state: Tensor) -> bool:
+        """Whether an initial state is one for all rows."""
+        return state.dim() == len(self.lead) + 1
+
     def in_rows(self, state: Tensor) -> Tensor:
         """An initial state ``[..., B, H]``."""
-        if state.dim() > len(self.lead) + 1:
+        if not self.shared(state):
             return state
         if self.lead:
             state = state.unsqueeze(-2)

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
+from rbn.ops.gpu.around_kernels import finish
 from rbn.ops.gpu.call import FAR, Call, aligned, laid_out, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
-from rbn.ops.gpu.plan import tf32_allowed
+from rbn.ops.gpu.plan import power_of_two, tf32_allowed
 from rbn.ops.gpu.raised import raised_variances
+from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.gpu.signature import Grads, Inputs, Outputs, saved_sizes
 from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
+
+_BLOCK, _UNITS = 512, 32  # sums, and columns of states, that a program of `finish` takes
 
 
 def _consumed(call: Call, wh: Tensor) -> Tensor | None:
@@ -71,15 +76,53 @@ class _Sums:
 
     def gradients(self, call: Call) -> list[Tensor | None]:
         """The parts in the types and shapes of the parameters; None where there is none."""
-        a, whole = call.a, self.whole
-        given = [a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c]
-        if call.w is not None:
-            given.append(call.w)
-        types = {v.dtype for v in given if v is not None}
+        whole, types = self.whole, {v.dtype for v in self._parameters(call) if v is not None}
         if len(types) == 1 and whole.dtype not in types:  # rounded all at once
             whole = whole.to(next(iter(types)))
+        return self._fitted(call, whole.split_with_sizes(self.sizes))
+
+    def with_states(
+        self, call: Call, dh0: Tensor, dh: Tensor | None, dc: Tensor
+    ) -> list[Tensor | None] | None:
+        """The same and then the gradients of initial states that all rows share, in one launch.
+
+        None where it does not come to that. dh0, dh: what goes through the last product and what,
+        if anything, does not. dc: that of c0, like dh in float32.
+        """
+        a = call.a
+        types = {v.dtype for v in (*self._parameters(call), a.h0, a.c0) if v is not None}
+        if not call.in_cuda or len(types) > 1 or not (call.shared(a.h0) and call.shared(a.c0)):
+            return None
+        count, units = self.whole.numel(), call.R * call.H
+        out = torch.empty(count + 2 * units, dtype=next(iter(types)), device=dc.device)
+        tensors = (self.whole, dh0, dc if dh is None else dh, dc, out)
+        launch_kept(
+            finish,
+            (max(-(-count // _BLOCK), -(-units // _UNITS)), 1),
+            tuple(tensor.data_ptr() for tensor in tensors),
+            lambda: tensors,
+            (count, units, call.B, call.H),
+            {
+                "MORE": dh is not None,
+                "ROWS": min(128, power_of_two(call.B)),
+                "UNITS": _UNITS,
+                "BLOCK": _BLOCK,
+            },
+            (dh0.dtype, out.dtype),
+            out,
+        )
+        *parts, of_h, of_c = out.split_with_sizes([*self.sizes, units, units])
+        states = (of_h, of_c) if not call.lead else (of_h.view(a.h0.shape), of_c.view(a.c0.shape))
+        return [*self._fitted(call, parts), *states]
+
+    def _parameters(self, call: Call) -> list[Tensor | None]:
+        a = call.a
+        given = [a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c]
+        return given if call.w is None else [*given, call.w]
+
+    def _fitted(self, call: Call, parts: Sequence[Tensor]) -> list[Tensor | None]:
         found: list[Tensor | None] = []
-        parts = whole.split_with_sizes(self.sizes)
+        given = self._parameters(call)
         for parameter, part, size in zip(given, parts, self.sizes, strict=True):
             if parameter is None:
                 found.append(None)
@@ -154,16 +197,23 @@ def gradients(
     apart = shared or not (call.in_cuda and call.family == cuda_lstm.SMALL)
     with _multiplied_as_by_kernels(wx):
         dweight, dh0 = _through_weight(call, da, weight, r, apart)
-    if dh is not None:
-        dh0 = dh + dh0.to(torch.float32)
-    vectors = sums.gradients(call)
-    first = vectors.pop() if dwx is None else dwx
-    assert first is not None
-    dweight, dh0, dc = (
-        value if value.dtype == like.dtype else value.to(like.dtype)
-        for value, like in ((dweight, a.weight_hh), (dh0, a.h0), (dc, a.c0))
-    )
-    return Grads._make((first, dweight, *vectors, dh0, dc))
+    if dweight.dtype != a.weight_hh.dtype:
+        dweight = dweight.to(a.weight_hh.dtype)
+    found = sums.with_states(call, dh0, dh, dc)
+    if found is None:
+        found = sums.gradients(call)
+        if dh is not None:
+            dh0 = dh + dh0.to(torch.float32)
+        states = [_of_state(call, d, state) for d, state in ((dh0, a.h0), (dc, a.c0))]
+        return Grads._make((found.pop() if dwx is None else dwx, dweight, *found, *states))
+    return Grads._make((dwx, dweight, *found))
+
+
+def _of_state(call: Call, gradient: Tensor, state: Tensor) -> Tensor:
+    """In the type of an initial state, and summed over the rows that share it."""
+    if gradient.dtype != state.dtype:
+        gradient = gradient.to(state.dtype)
+    return gradient.sum(-2) if call.shared(state) else gradient
 
 
 def _moments(call: Call, r: Outputs) -> list[Tensor | None]:
@@ -174,7 +224,7 @@ def _moments(call: Call, r: Outputs) -> list[Tensor | None]:
     if a.norm == "batch" and not a.population:
         var_x, var_h, var_c = moments[1::2]
         assert var_h is not None
-        h0, c0 = (s if s.dim() > len(call.lead) + 1 else None for s in (a.h0, a.c0))
+        h0, c0 = (None if call.shared(s) else s for s in (a.h0, a.c0))
         moments[3], moments[5] = raised_variances((h0, c0), a.wx, var_x, var_h, var_c, a.eps)
     return moments
 

@@ -305,8 +305,7 @@ def _room_for_states(call: Call, stride: int, empty: bool = False) -> Tensor:
 
 def _broadcast(call: Call, state: Tensor) -> Tensor:
     """An initial state such that it can be copied to one with rows."""
-    shared = call.lead and state.dim() == len(call.lead) + 1
-    return state.unsqueeze(-2) if shared else state
+    return state.unsqueeze(-2) if call.lead and call.shared(state) else state
 
 
 def _begin(call: Call, hs: Tensor, stride: int) -> None:

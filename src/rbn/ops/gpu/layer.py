@@ -26,7 +26,6 @@ from rbn.ops.types import Statistics
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PARAMETERS = ("weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0")
-_STATES = 6  # where those come among them
 
 
 def from_inputs(
@@ -218,13 +217,8 @@ def _gradients(
         if needed[n + k]:
             dw = torch.mm(columns_of(d, 0, call.T), x.flatten(0, 1))
             gradients[1 + n + k] = _without_zeros(dw, columns)
-    spread = [state.dim() == len(call.lead) + 1 for state in (a.h0, a.c0)]
-    for gradient, summed in zip(found, [False] * _STATES + spread, strict=True):
-        if gradient is None:
-            gradients += [None] * n
-            continue
-        parts = [gradient] if n == 1 else gradient.unbind()
-        gradients += [part.sum(0) for part in parts] if summed else parts
+    for gradient in found:
+        gradients += [gradient] * n if n == 1 or gradient is None else gradient.unbind()
     return gradients
 
 

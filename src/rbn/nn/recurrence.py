@@ -393,7 +393,7 @@ class Layers(Recurrence):
             if self.dropout and layer < self.num_layers - 1:
                 x = F.dropout(x, self.dropout, self.training)
         if len(finals) == 1:
-            return x, tuple(state[None] for state in finals[0])
+            return x, tuple([state.unsqueeze(0) for state in finals[0]])
         return x, tuple(torch.stack(state) for state in zip(*finals, strict=True))
 
     def _ignores_padding(self) -> bool:

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from rbn.ops import cpu, reference
 from rbn.ops.compiling import constant_result
+from rbn.ops.custom import without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,8 +110,7 @@ def run_together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ..
     like: Tensor = calls[0]["wx"]
     if select(op, like) is not getattr(_gpu, op, None):
         return None
-    device = like.device.type
-    with torch.autocast(device, enabled=False):
+    with without_autocast(like.device.type):
         found: list[tuple[Any, ...]] | None = _gpu.together(op, calls)
     return found
 
@@ -126,13 +126,8 @@ def run_from_one_feature(
     op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
 ) -> list[tuple[Any, ...]] | None:
     """The results of calls without their input terms; None where those must be made."""
-    device = calls[0]["wx"].device.type
-    found: list[tuple[Any, ...]] | None
-    if not torch.is_autocast_enabled(device):
-        found = _gpu.from_one_feature(op, calls, weights)
-        return found
-    with torch.autocast(device, enabled=False):
-        found = _gpu.from_one_feature(op, calls, weights)
+    with without_autocast(calls[0]["wx"].device.type):
+        found: list[tuple[Any, ...]] | None = _gpu.from_one_feature(op, calls, weights)
     return found
 
 
@@ -145,13 +140,8 @@ def run_from_inputs(
     x: Tensor = calls[0]["wx"]
     if select(op, x) is not getattr(_gpu, op, None):
         return None
-    found: list[tuple[Any, ...]] | None
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        found = _gpu.from_inputs(op, calls, weights)
-        return found
-    with torch.autocast(device, enabled=False):
-        found = _gpu.from_inputs(op, calls, weights)
+    with without_autocast(x.device.type):
+        found: list[tuple[Any, ...]] | None = _gpu.from_inputs(op, calls, weights)
     return found
 
 

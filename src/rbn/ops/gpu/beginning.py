@@ -12,6 +12,7 @@ from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.input_product import factors, padding
 
 _BLOCK = 1024
+_PRESENT = ("BIAS", "GAMMA_X", "GAMMA_H", "GAMMA_C", "BETA_C")
 _WIDEST = 256  # columns that a program pads
 
 
@@ -48,38 +49,31 @@ def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> N
     hs: ``[..., T + 1, B, stride]``, c_n: ``[..., B, H]`` in float32.
     """
     a, H, stride = call.a, call.H, hs.shape[-1]
-    h0, c0 = (s if s.stride(-1) == 1 else s.contiguous() for s in (a.h0, a.c0))
-    given = call.to_join()
-    if given:
-        size = sum(v.numel() for v in given if v is not None)
-        call.joined = torch.empty(size, dtype=torch.float32, device=hs.device)
-    vectors = [c_n if v is None else v.contiguous() for v in given] or [
-        c_n
-    ] * 5  # those are not looked at
-    rooms = [hs, c_n, c_n if call.joined is None else call.joined, c_n if clear is None else clear]
-    tensors = [h0, c0, *vectors, *rooms]
-    zeros = 0 if clear is None else clear.numel()
+    h0 = a.h0 if a.h0.stride(-1) == 1 else a.h0.contiguous()
+    c0 = a.c0 if a.c0.stride(-1) == 1 else a.c0.contiguous()
     of_one = call.B * stride
     states, units = call.R * of_one, call.R * H
-    present = [v is not None for v in given] or [False] * 5
-    names = ("BIAS", "GAMMA_X", "GAMMA_H", "GAMMA_C", "BETA_C")
+    given = call.to_join() or (None,) * 5
+    present = [v is not None for v in given]
+    joined = c_n  # what is not looked at can be any
+    if any(present):
+        size = 4 * units * sum(present[:3]) + units * sum(present[3:])
+        joined = call.joined = torch.empty(size, dtype=torch.float32, device=hs.device)
+    zeros = 0 if clear is None else clear.numel()
+    vectors = [c_n if v is None else v.contiguous() for v in given]
+    tensors = [h0, c0, *vectors, hs, c_n, joined, c_n if clear is None else clear]
+    flags = dict(zip(_PRESENT, present, strict=True))
     launch_kept(
         begin,
         (-(-max(states, zeros, 4 * units) // _BLOCK), 1),
-        tuple(tensor.data_ptr() for tensor in tensors),
+        tuple([tensor.data_ptr() for tensor in tensors]),
         lambda: tensors,
         (
             *(states, of_one, (call.T + 1) * of_one),
             *(*_strides(call, h0), *_strides(call, c0), zeros),
         ),
-        {
-            "H": H,
-            "STRIDE": stride,
-            "UNITS": units,
-            **dict(zip(names, present, strict=True)),
-            "BLOCK": _BLOCK,
-        },
-        tuple(tensor.dtype for tensor in (h0, c0, *vectors, hs)),
+        {"H": H, "STRIDE": stride, "UNITS": units, **flags, "BLOCK": _BLOCK},
+        (h0.dtype, c0.dtype, *[v.dtype for v in vectors], hs.dtype),
         hs,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rbn.ops.arguments import needs_grad
 from rbn.ops.checks import check_masks, check_sequence_lengths
-from rbn.ops.custom import graph_is_kept, is_traced, undifferentiable
+from rbn.ops.custom import graph_is_kept, is_traced, undifferentiable, without_autocast
 from rbn.ops.gpu import launch
 from rbn.ops.gpu.beginning import padded_factors
 from rbn.ops.gpu.call import Call
@@ -181,13 +181,11 @@ class _Node(torch.autograd.Function):
         saved = ctx.saved_tensors
         device = saved[0].device.type
         if torch.is_grad_enabled():  # with create_graph
-            with torch.no_grad(), torch.autocast(device, enabled=False):
+            with torch.no_grad(), without_autocast(device):
                 found = _gradients(ctx, saved, grads, consume=False)
             return tuple(undifferentiable("gpu_lstm", found, (*saved, *grads)))
         consume = not graph_is_kept()
-        if not torch.is_autocast_enabled(device):
-            return tuple(_gradients(ctx, saved, grads, consume))
-        with torch.autocast(device, enabled=False):  # where backward() is called under it
+        with without_autocast(device):  # where backward() is called under it
             return tuple(_gradients(ctx, saved, grads, consume))
 
 

@@ -127,7 +127,10 @@ def launch_kept(
     key = (id(kernel), grid, numbers, *flags.values(), *types, like.device)
     kept = _KEPT.get(key)
     # For others, and only those, the kernel is compiled differently.
-    aligned = not any(at % 16 for at in addresses)
+    together = 0
+    for at in addresses:
+        together |= at
+    aligned = together % 16 == 0
     with device_of(like):
         if kept is not None and aligned:
             kept[0](addresses)

@@ -1,14 +1,19 @@
 """What is done around a recurrence in one launch, against the operations of PyTorch."""
 
+import copy
+import importlib
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import rbn
+
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import beginning, gradients
+from rbn.ops import dispatch
+from rbn.ops.gpu import averaging, beginning, gradients
 from rbn.ops.gpu.call import VECTORS, Call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,7 +37,7 @@ def test_factors_are_padded_at_once(columns, dtype, whole, monkeypatch):
     if not whole:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
     for given, found in zip((x, w), beginning.padded_factors(x, w), strict=True):
-        assert torch.equal(found, F.pad(given, (0, -columns % 8)))
+        assert torch.equal(found, F.pad(given, (0, -columns % 8)).flatten(0, -2))
         assert found.is_contiguous()
         assert found.data_ptr() % 16 == 0
 
@@ -108,3 +113,57 @@ def test_gradients_are_finished_at_once(lead, B, dtype, more):
         torch.testing.assert_close(state, value.sum(-2).to(dtype))
     given.a.h0 = new(*lead, B, H, dtype=dtype)
     assert sums.with_states(given, dh0, dh, dc) is None
+
+
+def terms_of(sizes):
+    """Mean, var, those of a minibatch and the count, of terms of so many steps and features."""
+    return [
+        [
+            *(torch.randn(size, device=DEVICE) for _ in range(4)),
+            torch.arange(size[0], device=DEVICE),
+        ]
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("sizes", [[(5, 4)], [(1, 400), (3, 400), (3, 100)]])
+def test_statistics_are_averaged_at_once(sizes, momentum):
+    terms = terms_of(sizes)
+    wanted = [[tensor.clone() for tensor in term] for term in terms]
+    with rbn.backend("reference"):
+        dispatch.average_in(wanted, momentum)
+    assert averaging.average_in(terms, momentum)
+    for found, want in zip(terms, wanted, strict=True):
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        assert torch.equal(found[-1], want[-1])
+
+
+def test_statistics_that_the_kernel_does_not_average():
+    terms = terms_of([(3, 4)] * 4)
+    assert not averaging.average_in(terms, 0.1)
+    assert not averaging.average_in([[v.double() for v in terms[0]]], 0.1)
+    assert not averaging.average_in([[*(v.t() for v in terms[0][:4]), terms[0][4]]], 0.1)
+
+
+def test_a_layer_on_a_card_averages_by_the_kernel(monkeypatch):
+    """And gets the same as by the operations of PyTorch."""
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(3, 8, max_length=4).to(DEVICE)
+    twin = copy.deepcopy(layer)
+    seen = []
+    monkeypatch.setattr(
+        importlib.import_module("rbn.ops.gpu"),
+        "average_in",
+        lambda *given: seen.append(len(given[0])) or averaging.average_in(*given),
+    )
+    x = torch.randn(4, 6, 3, device=DEVICE)
+    for _ in range(3):
+        layer(x)
+    assert seen == ([3, 3] if DEVICE == "cuda" else [])
+    monkeypatch.setattr(averaging, "average_in", lambda *given: False)
+    for _ in range(3):
+        twin(x)
+    for name, value in layer.named_buffers():
+        torch.testing.assert_close(value, twin.get_buffer(name))

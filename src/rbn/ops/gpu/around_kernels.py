@@ -137,3 +137,57 @@ def finish(
     tl.store(out + count + unit, of_h.to(kind), mask=unit < units)
     of_c = _sum_rows(dc, dc, first, units, B, H, False, ROWS, UNITS)
     tl.store(out + count + units + unit, of_c.to(kind), mask=unit < units)
+
+
+@triton.jit
+def _lerp(old, new, at, size, momentum, LARGE: tl.constexpr):
+    """As `torch.lerp` does it."""
+    a = tl.load(old + at, mask=at < size, other=0.0)
+    b = tl.load(new + at, mask=at < size, other=0.0)
+    found = b - (b - a) * (1.0 - momentum) if LARGE else a + momentum * (b - a)
+    tl.store(old + at, found, mask=at < size)
+
+
+@triton.jit
+def _count(count, at, steps):
+    tl.store(count + at, tl.load(count + at, mask=at < steps, other=0) + 1, mask=at < steps)
+
+
+@triton.jit
+def average(
+    mean_0,  # `size_0` numbers in float32, like the next three; of three terms
+    var_0,
+    new_mean_0,
+    new_var_0,
+    count_0,  # `steps_0` integers
+    mean_1,
+    var_1,
+    new_mean_1,
+    new_var_1,
+    count_1,
+    mean_2,
+    var_2,
+    new_mean_2,
+    new_var_2,
+    count_2,
+    size_0,
+    size_1,
+    size_2,
+    steps_0,
+    steps_1,
+    steps_2,
+    momentum,
+    LARGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A minibatch's statistics into their averages. LARGE: momentum is no less than a half."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    _lerp(mean_0, new_mean_0, at, size_0, momentum, LARGE)
+    _lerp(var_0, new_var_0, at, size_0, momentum, LARGE)
+    _count(count_0, at, steps_0)
+    _lerp(mean_1, new_mean_1, at, size_1, momentum, LARGE)
+    _lerp(var_1, new_var_1, at, size_1, momentum, LARGE)
+    _count(count_1, at, steps_1)
+    _lerp(mean_2, new_mean_2, at, size_2, momentum, LARGE)
+    _lerp(var_2, new_var_2, at, size_2, momentum, LARGE)
+    _count(count_2, at, steps_2)

@@ -17,14 +17,13 @@ _WIDEST = 256  # columns that a program pads
 
 
 def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`factors` of the input ``[T, B, I]`` and W_x ``[4H, I]``, in one launch."""
+    """`factors` of the input ``[T, B, I]`` and W_x ``[4H, I]``, in one launch; both matrices."""
     more = padding(x)
-    if not more:
-        return x, weight
     T, B, columns = x.shape
     width = columns + more
-    if width > _WIDEST or not (x.is_contiguous() and weight.is_contiguous()):
-        return factors(x, weight)
+    if not more or width > _WIDEST or not (x.is_contiguous() and weight.is_contiguous()):
+        x, weight = factors(x, weight)
+        return x.reshape(-1, width), weight
     n, m = T * B, weight.shape[0]
     room = x.new_empty(n + m, width)
     block = power_of_two(width)
@@ -40,7 +39,7 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         x,
     )
     cut = room.as_strided
-    return cut((T, B, width), (B * width, width, 1)), cut((m, width), (width, 1), n * width)
+    return cut((n, width), (width, 1)), cut((m, width), (width, 1), n * width)
 
 
 def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> None:

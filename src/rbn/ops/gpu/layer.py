@@ -112,14 +112,13 @@ def _forward(given: _Given, tensors: tuple[Any, ...]) -> tuple[Call, Outputs, li
     joined: Tensor | None = None
     if n == 1:
         x, w = pairs[0]
-        steps, batch, columns = x.shape
-        wx = torch.mm(x.reshape(-1, columns), w.t()).view(steps, batch, len(w))
+        wx = torch.mm(x, w.t()).view(*tensors[0].shape[:2], -1)
         parameters = tensors[2:]
     else:
         steps, batch, _ = tensors[0].shape
         wx = tensors[0].new_empty(n, steps, batch, tensors[n].shape[0])
         for (x, w), room in zip(pairs, wx.flatten(1, 2).unbind(), strict=True):
-            torch.mm(x.flatten(0, 1), w.t(), out=room)
+            torch.mm(x, w.t(), out=room)
         weight, *vectors, h0, c0 = (tensors[k : k + n] for k in range(2 * n, len(tensors), n))
         stacked, joined = _stacked_vectors(vectors)
         parameters = (torch.stack(weight), *stacked, torch.stack(h0), torch.stack(c0))
@@ -213,7 +212,7 @@ def _gradients(
         if needed[k]:
             gradients[1 + k] = _without_zeros(torch.matmul(d, w), columns)
         if needed[n + k]:
-            dw = torch.mm(columns_of(d, 0, call.T), x.flatten(0, 1))
+            dw = torch.mm(columns_of(d, 0, call.T), x)
             gradients[1 + n + k] = _without_zeros(dw, columns)
     for gradient in found:
         gradients += [gradient] * n if n == 1 or gradient is None else gradient.unbind()

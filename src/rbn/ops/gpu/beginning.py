@@ -21,7 +21,9 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     more = padding(x)
     T, B, columns = x.shape
     width = columns + more
-    if not more or width > _WIDEST or not (x.is_contiguous() and weight.is_contiguous()):
+    if not more:
+        return x.reshape(-1, width), weight
+    if width > _WIDEST or not (x.is_contiguous() and weight.is_contiguous()):
         x, weight = factors(x, weight)
         return x.reshape(-1, width), weight
     n, m = T * B, weight.shape[0]

@@ -92,7 +92,8 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     a, H, wx = call.a, call.H, call.flat
     dtype, device, full = wx.dtype, wx.device, torch.float32
     stride = _stride(call)
-    hs = _room_for_states(call, stride, cuda_lstm.meeting("forward", wx, call.family)[1])
+    looks = cuda_lstm.meeting("forward", wx, call.family)[1]
+    hs = _room_for_states(call, stride, looks)
     # The first cells make room for the last: each is read and written by one thread.
     c_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
     zeroed = cuda_lstm.zeroed("forward", call)

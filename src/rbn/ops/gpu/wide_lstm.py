@@ -20,7 +20,7 @@ UNITS = 16
 _THREADS = 256
 _ROWS = 128
 
-# Rows of a block (64, or as many as `_ROWS`) and from how many units on such blocks are taken where
+# Rows of a block (64, or as many as `_ROWS`; fewer first) and from how many units on such blocks are taken where
 # those of 8 units would do, too, for more than `_FEW` rows. Blocks of 64 rows are taken only where
 # they are named here.
 PREFERRED: dict[int, int] = {64: 264, 128: 264}
@@ -107,8 +107,10 @@ def cut_wide(
 
 
 def _preferred_rows(batch: int, hidden: int) -> int | None:
-    found = (n for n, least in sorted(PREFERRED.items()) if batch <= n and hidden >= least)
-    return next(found, None)
+    for rows, least in PREFERRED.items():
+        if batch <= rows and hidden >= least:
+            return rows
+    return None
 
 
 def preferred(wx: Tensor) -> bool:

@@ -20,9 +20,9 @@ UNITS = 16
 _THREADS = 256
 _ROWS = 128
 
-# Rows of a block (64, or as many as `_ROWS`; fewer first) and from how many units on such blocks are taken where
-# those of 8 units would do, too, for more than `_FEW` rows. Blocks of 64 rows are taken only where
-# they are named here.
+# Rows of a block (64, or as many as `_ROWS`), fewer first, and from how many units on such blocks
+# are taken where those of 8 units would do, too, for more than `_FEW` rows. Blocks of 64 rows are
+# taken only where they are named here.
 PREFERRED: dict[int, int] = {64: 264, 128: 264}
 _FEW = 32
 

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ import rbn
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops import dispatch
-from rbn.ops.gpu import averaging, beginning, gradients
+from rbn.ops.gpu import averaging, beginning, direct, gradients, repeated
 from rbn.ops.gpu.call import VECTORS, Call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
 
 def new(*shape, dtype=torch.float32):
@@ -167,3 +169,30 @@ def test_a_layer_on_a_card_averages_by_the_kernel(monkeypatch):
         twin(x)
     for name, value in layer.named_buffers():
         torch.testing.assert_close(value, twin.get_buffer(name))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_driver_launches_all_but_the_first(monkeypatch):
+    """On the stream of the moment, and from several threads at once."""
+    found, make = [], direct.launcher_at
+    monkeypatch.setattr(direct, "launcher_at", lambda *a: found.append(make(*a)) or found[-1])
+    monkeypatch.setattr(repeated, "_KEPT", {})
+
+    def averaged(terms):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                assert averaging.average_in(terms, 0.25)
+            torch.cuda.current_stream().synchronize()
+
+    several = [terms_of([(3, 40), (3, 40), (3, 10)]) for _ in range(4)]
+    torch.cuda.synchronize()
+    averaged(several[0])
+    assert len(found) == 1
+    assert found[0] is not None
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(averaged, several[1:]))
+    assert len(found) == 1
+    for terms in several:
+        for mean, _, new, _, count in terms:
+            assert torch.equal(count, torch.arange(3, device="cuda") + 50)
+            torch.testing.assert_close(mean, new, rtol=1e-4, atol=1e-4)

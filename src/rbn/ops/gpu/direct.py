@@ -101,8 +101,8 @@ def launcher_at(
 ) -> Callable[[Sequence[int]], None] | None:
     """The same for a kernel whose numbers stay, and which takes other addresses each time.
 
-    It may be called by several threads at once, on any stream. numbers: behind the addresses. Whoever
-    hooks into Triton's launches later is not told of these.
+    It may be called by several threads at once, on any stream. numbers: behind the addresses.
+    Whoever hooks into Triton's launches later is not told of these.
     """
     if _hooked(found):
         return None

@@ -73,9 +73,12 @@ def _product(a, b):
 @contextlib.contextmanager
 def stand_ins():
     """The kernels in CUDA C++ take every call, and do nothing; nor do products."""
-    cuda_lstm, launch, layer, raised, together = (
+    beginning, cuda_lstm, gradients, launch, layer, raised, together = (
         importlib.import_module(f"rbn.ops.gpu.{name}")
-        for name in ("cuda_lstm", "launch", "layer", "raised", "together")
+        for name in (
+            *("beginning", "cuda_lstm", "gradients", "launch"),
+            *("layer", "raised", "together"),
+        )
     )
     with contextlib.ExitStack() as stack:
         for target, name, value in (
@@ -84,11 +87,14 @@ def stand_ins():
             (cuda_lstm, "_kernel", lambda *sizes: _Kernel()),
             (layer, "pays", lambda wx, calls: True),
             (together, "pays", lambda wx, calls: True),
+            (beginning, "begin", _Triton()),
+            (gradients, "finish", _Triton()),
             (launch, "input_moments", _Triton()),
             (raised, "raise_variances", _Triton()),
             (F, "linear", _linear),
             (torch, "matmul", _product),
             (torch, "mm", _mm),
+            (torch, "bmm", _product),
             (torch, "addmm", lambda c, a, b: _product(a, b)),
             (torch, "baddbmm", lambda c, a, b: _product(a, b)),
         ):

@@ -10,10 +10,10 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 # As counted with torch 2.13, and room for what another version may do differently. More than that
 # is time that a small layer waits for the host.
 MOST = {
-    (rbn.LSTM, 1): {"forward": 20, "forward and backward": 52, "inference": 20},
-    (rbn.LSTM, 2): {"forward": 43, "forward and backward": 101, "inference": 43},
-    (rbn.BatchNormLSTM, 1): {"forward": 30, "forward and backward": 68, "inference": 20},
-    (rbn.BatchNormLSTM, 2): {"forward": 64, "forward and backward": 139, "inference": 52},
+    (rbn.LSTM, 1): {"forward": 18, "forward and backward": 42, "inference": 18},
+    (rbn.LSTM, 2): {"forward": 37, "forward and backward": 85, "inference": 37},
+    (rbn.BatchNormLSTM, 1): {"forward": 28, "forward and backward": 58, "inference": 18},
+    (rbn.BatchNormLSTM, 2): {"forward": 58, "forward and backward": 123, "inference": 46},
 }
 
 

@@ -164,10 +164,14 @@ def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
     given = types.SimpleNamespace(a=types.SimpleNamespace(h0=h0), T=T, H=H, lead=lead)
     given.in_rows = lambda state: state
     turned = da.transpose(-2, -1).flatten(-2)
-    expected = gradients._through_weight(given, da.flatten(-2), weight, hidden, apart=True)
-    found = gradients._through_weight(given, turned, weight, hidden, apart=False)
-    for one, other in zip(expected, found, strict=True):
-        torch.testing.assert_close(one, other)
+    r = types.SimpleNamespace(output=hidden, hidden=None)
+    expected = gradients._through_weight(given, da.flatten(-2), weight, r, apart=True)
+    found = gradients._through_weight(given, turned, weight, r, apart=False)
+    r.hidden = torch.cat([h0.unsqueeze(-3), hidden], -3)  # in one piece
+    in_one = gradients._through_weight(given, turned, weight, r, apart=False)
+    for one, *others in zip(expected, found, in_one, strict=True):
+        for other in others:
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

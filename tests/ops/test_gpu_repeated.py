@@ -232,3 +232,26 @@ def test_one_launch_of_many_calls():
     assert asked == [0, 1, 0, 0]
     launch(4, units=4)
     assert len(asked) == 4
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize("compiled_in", [False, True])
+def test_the_driver_launches_the_other_calls(compiled_in, monkeypatch):
+    """With the addresses of each, and without the numbers that the kernel was compiled for."""
+    kernel = Kernel(Loaded())
+    if compiled_in:
+        kernel.compiled.src.signature["t"] = "constexpr"
+    cuda = Driver([8, 8, *([] if compiled_in else [4]), 4, 8, 8])
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    room = torch.zeros(16)
+    pairs = [(room[k : k + 4], room[8:]) for k in (0, 4, 0)]
+    for pair in pairs:
+        addresses = tuple(tensor.data_ptr() for tensor in pair)
+        flags = {"UNITS": 8, "SAVE": True, "num_warps": 4}
+        launch_kept(kernel, (3, 2), addresses, lambda pair=pair: pair, (1, 0.5), flags, (), room)
+    assert len(kernel.calls) == 1
+    assert not kernel.compiled.calls
+    numbers = [*([] if compiled_in else [1]), 0x3F000000, 0, 0]
+    values = [[a.data_ptr(), b.data_ptr(), *numbers] for a, b in pairs[1:]]
+    sizes = [3, 2, 1, 128, 1, 1, 64]
+    assert cuda.launches == [(2**40 + 1, sizes, 77, found) for found in values]

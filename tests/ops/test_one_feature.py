@@ -97,7 +97,7 @@ def which(monkeypatch, stand_ins):
 
     monkeypatch.setattr(launch, "forward_of_one_feature", functools.partial(end, Taken))
     monkeypatch.setattr(rbn.nn.recurrence, "input_product", functools.partial(end, Made))
-    monkeypatch.setattr(layer_node, "factors", functools.partial(end, Made))
+    monkeypatch.setattr(layer_node, "padded_factors", functools.partial(end, Made))
 
 
 @on_the_host

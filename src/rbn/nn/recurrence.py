@@ -216,7 +216,10 @@ class Recurrence(nn.Module, abc.ABC):
 
     def _autocast(self, x: Tensor) -> Tensor:
         """X in the type that autocast asks for on its device, if it does and x has values."""
-        return x.to(self._type(x)) if x.is_floating_point() else x
+        if not x.is_floating_point():
+            return x
+        dtype = self._type(x)
+        return x if x.dtype == dtype else x.to(dtype)
 
     def _type(self, x: Tensor) -> torch.dtype:
         """The type that autocast asks for on the device of x, if it does; else that of x."""
@@ -393,7 +396,7 @@ class Layers(Recurrence):
             if self.dropout and layer < self.num_layers - 1:
                 x = F.dropout(x, self.dropout, self.training)
         if len(finals) == 1:
-            return x, tuple(state[None] for state in finals[0])
+            return x, tuple([state.unsqueeze(0) for state in finals[0]])
         return x, tuple(torch.stack(state) for state in zip(*finals, strict=True))
 
     def _ignores_padding(self) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from rbn.nn.processes import all_processes, as_many_on_all, average, of_all
+from rbn.ops.dispatch import average_in
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -214,9 +215,7 @@ def update_all(updates: list[Update]) -> None:
 
     updates: the statistics of each term and what their `update` takes.
     """
-    counts: list[Tensor] = []
-    averages: list[Tensor] = []
-    new: list[Tensor] = []
+    terms: list[tuple[Tensor, ...]] = []
     momentum: float | None = None
     for statistics, mean, var, start, reached in updates:
         stop = start + mean.shape[0]
@@ -224,17 +223,18 @@ def update_all(updates: list[Update]) -> None:
         # By far the most frequent case: no step is new, so all estimates weigh alike.
         if momentum is not None and stop <= statistics._surely_seen and reached is None:
             rows = statistics._buffers  # several times as fast as its attributes
-            for name, value in (("mean", mean), ("var", var)):
-                average = cast(Tensor, rows[name])
-                averages.append(_part(average, start, stop))
-                new.append(_as(value, average.dtype))
-            counts.append(_part(cast(Tensor, rows["count"]), start, stop))
+            means, variances, count = rows["mean"], rows["var"], rows["count"]
+            assert means is not None
+            assert variances is not None
+            assert count is not None
+            new = _as(mean, means.dtype), _as(var, variances.dtype)
+            old = _part(means, start, stop), _part(variances, start, stop)
+            terms.append((*old, *new, _part(count, start, stop)))
         else:
             statistics.update(mean, var, start, reached)
-    if counts:
+    if terms:
         with torch.no_grad():
-            torch._foreach_add_(counts, 1)
-            torch._foreach_lerp_(averages, new, momentum or 0.0)
+            average_in(terms, momentum or 0.0)
 
 
 def _as(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -202,6 +202,22 @@ class Direct:
         return self._apply(*args)  # type: ignore[no-untyped-call]
 
 
+class without_autocast:
+    """`torch.autocast` of a device, disabled: no more than that, and for eager mode alone."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = torch.is_autocast_enabled(self._device)
+        if self._before:
+            torch.set_autocast_enabled(self._device, False)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before:
+            torch.set_autocast_enabled(self._device, True)
+
+
 def graph_is_kept() -> bool:
     """Whether the backward pass that runs now may be followed by another over the same graph."""
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)

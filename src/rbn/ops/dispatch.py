@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from rbn.ops import cpu, reference
 from rbn.ops.compiling import constant_result
+from rbn.ops.custom import is_traced, without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -109,8 +110,7 @@ def run_together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ..
     like: Tensor = calls[0]["wx"]
     if select(op, like) is not getattr(_gpu, op, None):
         return None
-    device = like.device.type
-    with torch.autocast(device, enabled=False):
+    with without_autocast(like.device.type):
         found: list[tuple[Any, ...]] | None = _gpu.together(op, calls)
     return found
 
@@ -126,13 +126,8 @@ def run_from_one_feature(
     op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
 ) -> list[tuple[Any, ...]] | None:
     """The results of calls without their input terms; None where those must be made."""
-    device = calls[0]["wx"].device.type
-    found: list[tuple[Any, ...]] | None
-    if not torch.is_autocast_enabled(device):
-        found = _gpu.from_one_feature(op, calls, weights)
-        return found
-    with torch.autocast(device, enabled=False):
-        found = _gpu.from_one_feature(op, calls, weights)
+    with without_autocast(calls[0]["wx"].device.type):
+        found: list[tuple[Any, ...]] | None = _gpu.from_one_feature(op, calls, weights)
     return found
 
 
@@ -145,14 +140,27 @@ def run_from_inputs(
     x: Tensor = calls[0]["wx"]
     if select(op, x) is not getattr(_gpu, op, None):
         return None
-    found: list[tuple[Any, ...]] | None
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        found = _gpu.from_inputs(op, calls, weights)
-        return found
-    with torch.autocast(device, enabled=False):
-        found = _gpu.from_inputs(op, calls, weights)
+    with without_autocast(x.device.type):
+        found: list[tuple[Any, ...]] | None = _gpu.from_inputs(op, calls, weights)
     return found
+
+
+def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> None:
+    """Average a minibatch's statistics into those of the population, in place.
+
+    terms: of each the mean and var so far, those of the minibatch ``[S, F]``, and the count ``[S]``
+    of minibatches, which grows by one.
+    """
+    like = terms[0][0]
+    by_kernel = like.is_cuda and _forced in (None, "gpu")
+    if by_kernel and not is_traced(like) and not _under_torch_func():
+        ready = _has_gpu_kernels(like.device.index or 0)
+        if ready and _gpu.average_in(terms, momentum):
+            return
+    torch._foreach_add_([count for *_, count in terms], 1)
+    averages = [average for mean, var, *_ in terms for average in (mean, var)]
+    new = [value for _, _, mean, var, _ in terms for value in (mean, var)]
+    torch._foreach_lerp_(averages, new, momentum)
 
 
 def _under_torch_func() -> bool:

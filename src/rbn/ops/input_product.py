@@ -7,20 +7,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def factors(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What is multiplied, ``[..., I']`` and ``[G, I']``.
+def padding(input: Tensor) -> int:
+    """How many columns of zeros come behind those of the input.
 
-    In half precision on a GPU with zeros up to a multiple of 8 columns: for rows that are no
-    multiple of 16 bytes cuBLAS has slow kernels only, forward and backward. With one or two
-    columns the zeros would cost more.
+    In half precision on a GPU there are a multiple of 8 columns: for rows that are no multiple of
+    16 bytes cuBLAS has slow kernels only, forward and backward. With one or two columns the zeros
+    would cost more.
     """
     columns = input.shape[-1]
-    if columns % 8 == 0 or columns <= 2 or not input.is_cuda or input.dtype == torch.float32:
-        return input, weight
-    if input.dtype not in (torch.float16, torch.bfloat16):
-        return input, weight
-    padding = (0, -columns % 8)
-    return F.pad(input, padding), F.pad(weight, padding)
+    if columns % 8 == 0 or columns <= 2 or not input.is_cuda:
+        return 0
+    return -columns % 8 if input.dtype in (torch.float16, torch.bfloat16) else 0
+
+
+def factors(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What is multiplied, ``[..., I']`` and ``[G, I']``, with zeros as `padding` says."""
+    more = padding(input)
+    return (F.pad(input, (0, more)), F.pad(weight, (0, more))) if more else (input, weight)
 
 
 def input_product(input: Tensor, weight: Tensor) -> Tensor:

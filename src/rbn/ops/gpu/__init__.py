@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rbn.ops import reference
 from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
+from rbn.ops.gpu.averaging import average_in
 from rbn.ops.gpu.cross_entropy import linear_cross_entropy
 from rbn.ops.gpu.layer import from_inputs
 from rbn.ops.gpu.library import lstm_op
@@ -27,6 +28,7 @@ from rbn.ops.gpu.together import together
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
 __all__ = [
+    "average_in",
     "bn_lstm",
     "bn_rnn",
     "from_inputs",

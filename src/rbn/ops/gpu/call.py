@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,9 +123,13 @@ class Call:
         assert plan is not None
         return plan
 
+    def shared(self, state: Tensor) -> bool:
+        """Whether an initial state is one for all rows."""
+        return state.dim() == len(self.lead) + 1
+
     def in_rows(self, state: Tensor) -> Tensor:
         """An initial state ``[..., B, H]``."""
-        if state.dim() > len(self.lead) + 1:
+        if not self.shared(state):
             return state
         if self.lead:
             state = state.unsqueeze(-2)
@@ -141,7 +146,7 @@ class Call:
     def vectors(self) -> list[Tensor]:
         """The parameters `VECTORS` in float32; rounded ones are widened all at once."""
         given = self._vectors()
-        self._join(given)
+        self._join()
         if self.joined is None:
             return [self.full(v) for v in given]
         parts = iter(self.joined.split([v.numel() for v in given if v is not None]))
@@ -151,17 +156,21 @@ class Call:
         a = self.a
         return a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c
 
-    def _join(self, given: tuple[Tensor | None, ...]) -> None:
-        """Those that are there, widened, into one tensor, if they need to be and are not yet."""
+    def to_join(self) -> tuple[Tensor | None, ...]:
+        """The parameters `VECTORS`, if they are to become `joined` and are not yet; else ()."""
         if self.joined is not None:
-            return
-        present = [v for v in given if v is not None]
-        types = {v.dtype for v in present}
-        if len(present) < 2 or len(types) > 1 or torch.float32 in types:
-            return
-        # Each begins at a multiple of 16 bytes: those of 4H come first.
-        flat = [v.reshape(-1) for v in present] if self.lead else present
-        self.joined = torch.cat(flat).float()
+            return ()
+        given = self._vectors()
+        types = {v.dtype for v in given if v is not None}
+        return given if len(types) == 1 and torch.float32 not in types else ()
+
+    def _join(self) -> None:
+        """Those that are there, widened, into one tensor, if they need to be and are not yet."""
+        present = [v for v in self.to_join() if v is not None]
+        if present:
+            # Each begins at a multiple of 16 bytes: those of 4H come first.
+            flat = [v.reshape(-1) for v in present] if self.lead else present
+            self.joined = torch.cat(flat).float()
 
     def masks(self) -> list[Tensor]:
         """Zoneout masks as bytes."""
@@ -192,7 +201,7 @@ class Call:
         else:
             found["w"] = self.address(self.full(self.w))
         given = self._vectors()
-        self._join(given)
+        self._join()
         joined = self.joined
         first = 0 if joined is None else joined.data_ptr()
         at = first
@@ -276,6 +285,11 @@ def has_product(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cuda":
         return False  # the interpreter
     return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
+    """The address of each of some parts, from their bytes, one after another from `begin` on."""
+    return dict(zip(sizes, itertools.accumulate(sizes.values(), initial=begin), strict=False))
 
 
 def rows_of(moments: Sequence[Tensor | None]) -> list[int]:

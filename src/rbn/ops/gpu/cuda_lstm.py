@@ -225,6 +225,16 @@ def meeting(direction: str, wx: Tensor, family: str) -> tuple[bool, bool]:
     return cut.barrier, not cut.barrier
 
 
+def zeroed(direction: str, call: Any) -> dict[str, int]:
+    """Bytes that a kernel wants to find as zeros, by the names of its struct, multiples of 16."""
+    if call.family == WIDE:
+        cut = wide_lstm.choose(direction, call.flat)
+        assert cut is not None
+        return wide_lstm.zeroed(cut, call.R)
+    counts = meeting(direction, call.flat, call.family)[0]
+    return {"counter": -(-call.R // 4) * 16} if counts else {}
+
+
 def _defines(call: Any, DOUTPUT: bool = False) -> tuple[Any, ...]:
     a, flags = call.a, call.flags
     return (
@@ -267,7 +277,10 @@ def _run_wide(direction: str, call: Any, at: dict[str, int], rows: list[int], **
     log.debug("lstm %s in CUDA, wide: %s", direction, cut)
     with device_of(call.flat):
         kernel = wide_lstm.kernel(cut, call.flat.device.index or 0, _defines(call, **more))
-        rooms, _held = wide_lstm.rooms(cut, call.flat)
+        spilled = call.R * cut.spilled
+        room = torch.empty(spilled, dtype=torch.uint8, device=call.flat.device) if spilled else None
+        if room is not None:
+            at = at | {"spilled": room.data_ptr()}
         arguments = WideForwardArguments if direction == "forward" else WideBackwardArguments
         masks = (at.get(name, 0) for name in ("mask_c", "mask_h"))
         _run(
@@ -275,7 +288,7 @@ def _run_wide(direction: str, call: Any, at: dict[str, int], rows: list[int], **
             cut.blocks,
             call,
             arguments,
-            at | rooms,
+            at,
             rows,
             call.a.rate_c,
             call.a.rate_h,

@@ -62,6 +62,10 @@ def _in_order(kinds: list[str | None]) -> bool:
     return -1 not in ranks and ranks == sorted(ranks)
 
 
+def _bits(kind: str | None, value: Any) -> int:
+    return struct.unpack("<I", struct.pack("<f", value))[0] if kind == "fp32" else int(value)
+
+
 def launcher(
     found: Any, kinds: list[str | None], grid: tuple[int, ...], values: Sequence[Any]
 ) -> Callable[..., None] | None:
@@ -76,7 +80,7 @@ def launcher(
     driver.enter()
     slots = (ctypes.c_int64 * (len(kinds) + _SCRATCH))()  # null behind the arguments
     for k, (kind, value) in enumerate(zip(kinds, values, strict=True)):
-        slots[k] = struct.unpack("<I", struct.pack("<f", value))[0] if kind == "fp32" else value
+        slots[k] = _bits(kind, value)
     changing = [k for k, kind in enumerate(kinds) if kind in ("i32", "i64")]
     first = ctypes.addressof(slots)
     places = (ctypes.c_void_p * len(slots))(*range(first, first + 8 * len(slots), 8))
@@ -88,5 +92,38 @@ def launcher(
         for place, number in zip(changing, numbers, strict=False):
             slots[place] = number
         start()
+
+    return launch
+
+
+def launcher_at(
+    found: Any, kinds: list[str | None], grid: tuple[int, ...], numbers: Sequence[Any]
+) -> Callable[[Sequence[int]], None] | None:
+    """The same for a kernel whose numbers stay, and which takes other addresses each time.
+
+    It may be called by several threads at once, on any stream. numbers: behind the addresses.
+    Whoever hooks into Triton's launches later is not told of these.
+    """
+    if _hooked(found):
+        return None
+    of_numbers = kinds[len(kinds) - len(numbers) :]
+    pairs = zip(of_numbers, numbers, strict=True)
+    rest = [_bits(kind, value) for kind, value in pairs if kind is not None] + [0] * _SCRATCH
+    tensors = len(kinds) - len(numbers)
+    count, write = tensors + len(rest), struct.Struct(f"{tensors}P").pack_into
+    free: list[tuple[Any, Any]] = []  # memory that no launch is using
+    sizes = (*grid, 1, 1)[:3], 32 * found.metadata.num_warps, found.metadata.shared
+    start = driver.starter_on_stream(found.function, *sizes)
+
+    def launch(addresses: Sequence[int]) -> None:
+        try:
+            slots, places = free.pop()
+        except IndexError:  # as many as threads launch at once
+            slots = (ctypes.c_int64 * count)(*[0] * tensors, *rest)
+            first = ctypes.addressof(slots)
+            places = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        write(slots, 0, *addresses)
+        start(places)  # the driver copies them
+        free.append((slots, places))
 
     return launch

@@ -118,6 +118,23 @@ def starter(
     return run
 
 
+def starter_on_stream(
+    function: int, grid: tuple[int, ...], threads: int, shared: int
+) -> Callable[[ctypes.Array[Any]], None]:
+    """The same on torch's current stream, with parameters that it takes each time."""
+    start = functools.partial(
+        _driver().cuLaunchKernel, ctypes.c_void_p(function), *grid, threads, 1, 1, shared
+    )
+
+    def run(parameters: ctypes.Array[Any]) -> None:
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        status = start(ctypes.c_void_p(stream), parameters, _NOTHING)
+        if status:
+            _check(status, "launching a kernel")
+
+    return run
+
+
 class Kernel:
     """A function of a piece of machine code, loaded on the current device.
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
-from rbn.ops.gpu.call import FAR, Call, aligned, rows_of
+from rbn.ops.gpu.around_kernels import finish
+from rbn.ops.gpu.call import FAR, Call, aligned, laid_out, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
-from rbn.ops.gpu.plan import tf32_allowed
+from rbn.ops.gpu.plan import power_of_two, tf32_allowed
 from rbn.ops.gpu.raised import raised_variances
+from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.gpu.signature import Grads, Inputs, Outputs, saved_sizes
 from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
+
+_BLOCK, _UNITS = 512, 32  # sums, and columns of states, that a program of `finish` takes
 
 
 def _consumed(call: Call, wh: Tensor) -> Tensor | None:
@@ -71,15 +76,53 @@ class _Sums:
 
     def gradients(self, call: Call) -> list[Tensor | None]:
         """The parts in the types and shapes of the parameters; None where there is none."""
-        a, whole = call.a, self.whole
-        given = [a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c]
-        if call.w is not None:
-            given.append(call.w)
-        types = {v.dtype for v in given if v is not None}
+        whole, types = self.whole, {v.dtype for v in self._parameters(call) if v is not None}
         if len(types) == 1 and whole.dtype not in types:  # rounded all at once
             whole = whole.to(next(iter(types)))
+        return self._fitted(call, whole.split_with_sizes(self.sizes))
+
+    def with_states(
+        self, call: Call, dh0: Tensor, dh: Tensor | None, dc: Tensor
+    ) -> list[Tensor | None] | None:
+        """The same and then the gradients of initial states that all rows share, in one launch.
+
+        None where it does not come to that. dh0, dh: what goes through the last product and what,
+        if anything, does not. dc: that of c0, like dh in float32.
+        """
+        a = call.a
+        types = {v.dtype for v in (*self._parameters(call), a.h0, a.c0) if v is not None}
+        if not call.in_cuda or len(types) > 1 or not (call.shared(a.h0) and call.shared(a.c0)):
+            return None
+        count, units = self.whole.numel(), call.R * call.H
+        out = torch.empty(count + 2 * units, dtype=next(iter(types)), device=dc.device)
+        tensors = (self.whole, dh0, dc if dh is None else dh, dc, out)
+        launch_kept(
+            finish,
+            (max(-(-count // _BLOCK), -(-units // _UNITS)), 1),
+            tuple(tensor.data_ptr() for tensor in tensors),
+            lambda: tensors,
+            (count, units, call.B, call.H),
+            {
+                "MORE": dh is not None,
+                "ROWS": min(128, power_of_two(call.B)),
+                "UNITS": _UNITS,
+                "BLOCK": _BLOCK,
+            },
+            (dh0.dtype, out.dtype),
+            out,
+        )
+        *parts, of_h, of_c = out.split_with_sizes([*self.sizes, units, units])
+        states = (of_h, of_c) if not call.lead else (of_h.view(a.h0.shape), of_c.view(a.c0.shape))
+        return [*self._fitted(call, parts), *states]
+
+    def _parameters(self, call: Call) -> list[Tensor | None]:
+        a = call.a
+        given = [a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c]
+        return given if call.w is None else [*given, call.w]
+
+    def _fitted(self, call: Call, parts: Sequence[Tensor]) -> list[Tensor | None]:
         found: list[Tensor | None] = []
-        parts = whole.split_with_sizes(self.sizes)
+        given = self._parameters(call)
         for parameter, part, size in zip(given, parts, self.sizes, strict=True):
             if parameter is None:
                 found.append(None)
@@ -151,20 +194,26 @@ def gradients(
 
     if a.sequence and dwx is not None:
         _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
-    hidden = r.output if r.hidden is None or not r.hidden.numel() else r.hidden
     apart = shared or not (call.in_cuda and call.family == cuda_lstm.SMALL)
     with _multiplied_as_by_kernels(wx):
-        dweight, dh0 = _through_weight(call, da, weight, hidden, apart)
-    if dh is not None:
-        dh0 = dh + dh0.to(torch.float32)
-    vectors = sums.gradients(call)
-    first = vectors.pop() if dwx is None else dwx
-    assert first is not None
-    dweight, dh0, dc = (
-        value if value.dtype == like.dtype else value.to(like.dtype)
-        for value, like in ((dweight, a.weight_hh), (dh0, a.h0), (dc, a.c0))
-    )
-    return Grads._make((first, dweight, *vectors, dh0, dc))
+        dweight, dh0 = _through_weight(call, da, weight, r, apart)
+    if dweight.dtype != a.weight_hh.dtype:
+        dweight = dweight.to(a.weight_hh.dtype)
+    found = sums.with_states(call, dh0, dh, dc)
+    if found is None:
+        found = sums.gradients(call)
+        if dh is not None:
+            dh0 = dh + dh0.to(torch.float32)
+        states = [_of_state(call, d, state) for d, state in ((dh0, a.h0), (dc, a.c0))]
+        return Grads._make((found.pop() if dwx is None else dwx, dweight, *found, *states))
+    return Grads._make((dwx, dweight, *found))
+
+
+def _of_state(call: Call, gradient: Tensor, state: Tensor) -> Tensor:
+    """In the type of an initial state, and summed over the rows that share it."""
+    if gradient.dtype != state.dtype:
+        gradient = gradient.to(state.dtype)
+    return gradient.sum(-2) if call.shared(state) else gradient
 
 
 def _moments(call: Call, r: Outputs) -> list[Tensor | None]:
@@ -175,7 +224,7 @@ def _moments(call: Call, r: Outputs) -> list[Tensor | None]:
     if a.norm == "batch" and not a.population:
         var_x, var_h, var_c = moments[1::2]
         assert var_h is not None
-        h0, c0 = (s if s.dim() > len(call.lead) + 1 else None for s in (a.h0, a.c0))
+        h0, c0 = (None if call.shared(s) else s for s in (a.h0, a.c0))
         moments[3], moments[5] = raised_variances((h0, c0), a.wx, var_x, var_h, var_c, a.eps)
     return moments
 
@@ -200,16 +249,15 @@ def _in_cuda(
     at = call.addresses(cuda_lstm.backward_weight(call, weight))
     at |= call.moments_at(moments)
     at |= sums.at()
-    n, device = call.R * call.B * call.H, wx.device
-    alone = last[0] is None and last[1] is None
-    if alone:
-        zeros = torch.zeros(2 * n + FAR + call.R, dtype=torch.float32, device=device)
-        at["dh"] = begin = zeros.data_ptr()
-        at["dc"], at["counter"] = begin + 4 * n, begin + 4 * (2 * n + FAR)
-    else:
+    n, alone = call.R * call.B * call.H, last[0] is None and last[1] is None
+    own = -(-n // 4) * 16  # bytes of a last gradient
+    zeroed = {"dh": own, "dc": own, "": 4 * FAR} if alone else {}
+    zeroed |= cuda_lstm.zeroed("backward", call)
+    zeros = torch.zeros(sum(zeroed.values()) // 4, dtype=torch.float32, device=wx.device)
+    at |= laid_out(zeroed, zeros.data_ptr())
+    if not alone:
         dh, dc = (_copied(call, grad) for grad in last)
-        counter = torch.zeros(call.R, dtype=torch.int32, device=device)
-        at["dh"], at["dc"], at["counter"] = dh.data_ptr(), dc.data_ptr(), counter.data_ptr()
+        at["dh"], at["dc"] = dh.data_ptr(), dc.data_ptr()
     at["cs"], at["wh"] = r.cs.data_ptr(), r.wh.data_ptr()
     at["da"] = da.data_ptr()
     if dwx is not None:
@@ -223,7 +271,7 @@ def _in_cuda(
     if alone:
         shape = (*call.lead, call.B, call.H)
         strides = (call.B * call.H, call.H, 1)[-len(shape) :]
-        dc = zeros.as_strided(shape, strides, n)
+        dc = zeros.as_strided(shape, strides, own // 4)
         return None if through else zeros.as_strided(shape, strides), dc
     return None if through else dh, dc
 
@@ -301,24 +349,33 @@ def _multiplied_as_by_kernels(wx: Tensor) -> contextlib.AbstractContextManager[N
 
 
 def _through_weight(
-    call: Call, da: Tensor, weight: Tensor, hidden: Tensor, apart: bool
+    call: Call, da: Tensor, weight: Tensor, r: Outputs, apart: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of W_h and, as far as it goes through the product, of h0.
 
     apart: whether the columns of da are gate by gate, as the rows of W_h are, or unit by unit.
     """
-    first, h0 = da.select(-3, 0), call.in_rows(call.a.h0)
-    h0 = aligned(h0 if h0.dtype == da.dtype else h0.to(da.dtype))
-    dweight = torch.matmul(first.transpose(-2, -1), h0)
-    if call.T > 1:
-        rest = columns_of(da, 1, call.T - 1)
-        before = hidden.narrow(-3, 0, call.T - 1).flatten(-3, -2)
-        add = torch.baddbmm if call.lead else torch.addmm
-        dweight = add(dweight, rest, before)
+    first = da.select(-3, 0)
+    if r.hidden is not None and r.hidden.numel():
+        before = r.hidden.narrow(-3, 0, call.T).flatten(-3, -2)
+        dweight = _product(call, columns_of(da, 0, call.T), before)
+    else:
+        h0 = call.in_rows(call.a.h0)
+        h0 = aligned(h0 if h0.dtype == da.dtype else h0.to(da.dtype))
+        dweight = _product(call, first.transpose(-2, -1), h0)
+        if call.T > 1:
+            before = r.output.narrow(-3, 0, call.T - 1).flatten(-3, -2)
+            add = torch.baddbmm if call.lead else torch.addmm
+            dweight = add(dweight, columns_of(da, 1, call.T - 1), before)
     if not apart:
         dweight = dweight.unflatten(-2, (call.H, 4)).transpose(-3, -2).flatten(-3, -2)
         first = first.unflatten(-1, (call.H, 4)).transpose(-2, -1).flatten(-2)
-    return dweight, torch.matmul(first, weight)
+    return dweight, _product(call, first, weight)
+
+
+def _product(call: Call, a: Tensor, b: Tensor) -> Tensor:
+    """``a b`` of matrices, or of as many as there are recurrences; less to ask than `matmul`."""
+    return torch.bmm(a, b) if call.lead else torch.mm(a, b)
 
 
 def columns_of(x: Tensor, first: int, count: int) -> Tensor:

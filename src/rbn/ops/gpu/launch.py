@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
-from rbn.ops.gpu.call import BATCH, FAR, MOMENTS, Call, rows_of
+from rbn.ops.gpu.beginning import begin_states
+from rbn.ops.gpu.call import BATCH, MOMENTS, Call, laid_out, rows_of
 from rbn.ops.gpu.gradients import backward, gradients
 from rbn.ops.gpu.input_moments import feature_moments, input_moments
 from rbn.ops.gpu.lstm_forward import lstm_forward
@@ -53,7 +54,7 @@ def run(call: Call, apart: bool = False) -> Outputs:
             "lstm forward R=%d T=%d B=%d H=%d %s: %s",
             *(call.R, call.T, call.B, call.H, call.flat.dtype, call.path),
         )
-    return _in_cuda(call, apart)[0] if call.in_cuda else _in_triton(call)
+    return _in_cuda(call, apart)[0] if call.in_cuda else _in_triton(call, apart)
 
 
 def _complete(call: Call, found: Outputs) -> Outputs:
@@ -91,28 +92,26 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     a, H, wx = call.a, call.H, call.flat
     dtype, device, full = wx.dtype, wx.device, torch.float32
     stride = _stride(call)
-    counts, looks = cuda_lstm.meeting("forward", wx, call.family)
+    looks = cuda_lstm.meeting("forward", wx, call.family)[1]
     hs = _room_for_states(call, stride, looks)
-    _begin(call, hs, stride)
+    # The first cells make room for the last: each is read and written by one thread.
+    c_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
+    zeroed = cuda_lstm.zeroed("forward", call)
+    clear: Tensor | None = None
+    if zeroed:
+        clear = torch.empty(sum(zeroed.values()) // 4, dtype=torch.int32, device=device)
+    begin_states(call, hs, c_n, clear)
     cells, products, beyond = saved_sizes(wx.shape, a.save)
     cs = torch.empty(cells, dtype=full, device=device)
     wh = torch.empty(products + beyond, dtype=dtype, device=device)
     weight = a.weight_hh if a.weight_hh.dtype == dtype else a.weight_hh.to(dtype)
     at = call.addresses(weight.contiguous())
     at["hs"], at["cs"], at["wh"] = hs.data_ptr(), cs.data_ptr(), wh.data_ptr()
-    shape = (*call.lead, call.B, H)
-    if counts:  # counters behind the cells
-        states = call.R * call.B * H
-        room = torch.zeros(states + FAR + call.R, dtype=full, device=device)
-        at["counter"] = room.data_ptr() + 4 * (states + FAR)
-        c_n = room.as_strided(shape, (call.B * H, H, 1)[-len(shape) :])
-    else:
-        c_n = torch.empty(shape, dtype=full, device=device)
-    # The first cells make room for the last: each is read and written by one thread.
-    c_n.copy_(_broadcast(call, a.c0))
     at["c_n"] = at["c0"] = c_n.data_ptr()
+    if clear is not None:
+        at |= laid_out(zeroed, clear.data_ptr())
     if a.lengths is not None:
-        h_n = torch.empty(shape, dtype=full, device=device)
+        h_n = torch.empty_like(c_n)
         at["h_n"] = h_n.data_ptr()
     new = _Moments(call, apart)
     if a.population:
@@ -137,9 +136,9 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     if stride != H:
         output = output.contiguous()
     last = output.select(-3, -1).clone() if a.lengths is None else _as(h_n, dtype)
-    # No view, which users could not change in place.
-    c_n = c_n.to(dtype, copy=True) if counts else _as(c_n, dtype)
-    saved = (wh, cs if a.save else None, None)
+    c_n = _as(c_n, dtype)
+    hidden = hs if a.save and stride == H and not apart else None
+    saved = (wh, cs if a.save else None, hidden)
     return Outputs._make((output, last, c_n, *new.parts(), *saved)), inputs
 
 
@@ -224,7 +223,7 @@ class _Moments:
         return mean, var
 
 
-def _in_triton(call: Call) -> Outputs:
+def _in_triton(call: Call, apart: bool) -> Outputs:
     """One launch, or one for each step."""
     a, R, T, B, H, wx = call.a, call.R, call.T, call.B, call.H, call.wx
     dtype, device = wx.dtype, wx.device
@@ -247,7 +246,7 @@ def _in_triton(call: Call) -> Outputs:
         if call.x == BATCH:
             _input_moments(call, new)
         lstm_steps.forward(call, moments, hs, natural, wh, h_n)
-        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts())
+        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts(), apart)
     barrier = torch.zeros(R, dtype=torch.int32, device=device)
     plan, weight = call.plan, a.weight_hh.to(dtype).contiguous()
     flags = {"HS": stride, "K": plan.k_forward, "SAVE": a.save}
@@ -279,7 +278,7 @@ def _in_triton(call: Call) -> Outputs:
         ]
         call.launch(lstm_forward, arguments, flags, plan.warps_forward, plan.stages_forward)
 
-    return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts())
+    return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts(), apart)
 
 
 def _stride(call: Call) -> int:
@@ -307,8 +306,7 @@ def _room_for_states(call: Call, stride: int, empty: bool = False) -> Tensor:
 
 def _broadcast(call: Call, state: Tensor) -> Tensor:
     """An initial state such that it can be copied to one with rows."""
-    shared = call.lead and state.dim() == len(call.lead) + 1
-    return state.unsqueeze(-2) if shared else state
+    return state.unsqueeze(-2) if call.lead and call.shared(state) else state
 
 
 def _begin(call: Call, hs: Tensor, stride: int) -> None:
@@ -329,19 +327,22 @@ def _outputs(
     h_n: Tensor,
     c_n: Tensor,
     new: list[Tensor | None],
+    apart: bool,
 ) -> Outputs:
     """The operator's results from the kernels' buffers."""
     a, dtype, T, H = call.a, call.wx.dtype, call.T, call.H
-    hidden = steps_of(hs, H)
-    output = hidden
+    output = steps_of(hs, H)
+    shares = not a.include and hs.shape[-1] == H
     if a.include:
         valid = valid_steps(call.lengths, T)
         assert valid is not None
-        output = torch.where(valid[:, :, None], hidden, 0)
-    elif hs.shape[-1] != H:
-        output = hidden.contiguous()
+        output = torch.where(valid[:, :, None], output, 0)
+    elif not shares:
+        output = output.contiguous()
     last = h_n.to(dtype) if a.lengths is not None else output.select(-3, -1).clone()
-    saved = [wh, cs if a.save else None, hidden if a.include and a.save else None]
+    # What would be kept for this alone is no more than needs to be.
+    hidden = hs.narrow(-1, 0, H) if a.save and (a.include or (shares and not apart)) else None
+    saved = [wh, cs if a.save else None, hidden]
     return Outputs._make([output, last, c_n.to(dtype, copy=True), *new, *saved])
 
 

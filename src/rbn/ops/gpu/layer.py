@@ -11,23 +11,21 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rbn.ops.arguments import needs_grad
 from rbn.ops.checks import check_masks, check_sequence_lengths
-from rbn.ops.custom import graph_is_kept, is_traced, undifferentiable
+from rbn.ops.custom import graph_is_kept, is_traced, undifferentiable, without_autocast
 from rbn.ops.gpu import launch
+from rbn.ops.gpu.beginning import padded_factors
 from rbn.ops.gpu.call import Call
 from rbn.ops.gpu.gradients import columns_of
 from rbn.ops.gpu.signature import Inputs, Outputs
 from rbn.ops.gpu.together import alike, pays, rest_of
-from rbn.ops.input_product import factors
 from rbn.ops.types import Statistics
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PARAMETERS = ("weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0")
-_STATES = 6  # where those come among them
 
 
 def from_inputs(
@@ -110,16 +108,17 @@ def _run(op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]) ->
 def _forward(given: _Given, tensors: tuple[Any, ...]) -> tuple[Call, Outputs, list[Tensor]]:
     """The call as the kernels take it, what it found, and the factors of the input terms."""
     n = given.calls
-    pairs = [factors(tensors[k], tensors[n + k]) for k in range(n)]
+    pairs = [padded_factors(tensors[k], tensors[n + k]) for k in range(n)]
     joined: Tensor | None = None
     if n == 1:
-        wx = F.linear(*pairs[0])
+        x, w = pairs[0]
+        wx = torch.mm(x, w.t()).view(*tensors[0].shape[:2], -1)
         parameters = tensors[2:]
     else:
         steps, batch, _ = tensors[0].shape
         wx = tensors[0].new_empty(n, steps, batch, tensors[n].shape[0])
         for (x, w), room in zip(pairs, wx.flatten(1, 2).unbind(), strict=True):
-            torch.mm(x.flatten(0, 1), w.t(), out=room)
+            torch.mm(x, w.t(), out=room)
         weight, *vectors, h0, c0 = (tensors[k : k + n] for k in range(2 * n, len(tensors), n))
         stacked, joined = _stacked_vectors(vectors)
         parameters = (torch.stack(weight), *stacked, torch.stack(h0), torch.stack(c0))
@@ -171,7 +170,8 @@ class _Node(torch.autograd.Function):
         a = call.a
         ctx.save_for_backward(
             *(*factors, *a[:10], a.mask_c, a.mask_h, call.joined),
-            *(found.output, *found[3:], *a.population),
+            # The output is a part of the states, where there are those.
+            *(found.output if found.hidden is None else None, *found[3:], *a.population),
         )
         return _parted(found[:3], n)
 
@@ -180,13 +180,11 @@ class _Node(torch.autograd.Function):
         saved = ctx.saved_tensors
         device = saved[0].device.type
         if torch.is_grad_enabled():  # with create_graph
-            with torch.no_grad(), torch.autocast(device, enabled=False):
+            with torch.no_grad(), without_autocast(device):
                 found = _gradients(ctx, saved, grads, consume=False)
             return tuple(undifferentiable("gpu_lstm", found, (*saved, *grads)))
         consume = not graph_is_kept()
-        if not torch.is_autocast_enabled(device):
-            return tuple(_gradients(ctx, saved, grads, consume))
-        with torch.autocast(device, enabled=False):  # where backward() is called under it
+        with without_autocast(device):  # where backward() is called under it
             return tuple(_gradients(ctx, saved, grads, consume))
 
 
@@ -214,15 +212,10 @@ def _gradients(
         if needed[k]:
             gradients[1 + k] = _without_zeros(torch.matmul(d, w), columns)
         if needed[n + k]:
-            dw = torch.mm(columns_of(d, 0, call.T), x.flatten(0, 1))
+            dw = torch.mm(columns_of(d, 0, call.T), x)
             gradients[1 + n + k] = _without_zeros(dw, columns)
-    spread = [state.dim() == len(call.lead) + 1 for state in (a.h0, a.c0)]
-    for gradient, summed in zip(found, [False] * _STATES + spread, strict=True):
-        if gradient is None:
-            gradients += [None] * n
-            continue
-        parts = [gradient] if n == 1 else gradient.unbind()
-        gradients += [part.sum(0) for part in parts] if summed else parts
+    for gradient in found:
+        gradients += [gradient] * n if n == 1 or gradient is None else gradient.unbind()
     return gradients
 
 

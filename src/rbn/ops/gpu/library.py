@@ -46,9 +46,8 @@ def _(*args: Any) -> tuple[Tensor, ...]:
 
     output = new(*a.lead, T, B, H, dtype=a.wx.dtype)
     room = new(*a.lead, T + 1, B, signature.stride_of(H), dtype=a.wx.dtype)
-    hidden = signature.steps_of(room, H)
     if not a.include and signature.stride_of(H) == H:
-        output = hidden
+        output = signature.steps_of(room, H)
     return (
         output,
         new(*a.lead, B, H, dtype=a.wx.dtype),
@@ -56,7 +55,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
         *(new(*shape) for shape in signature.statistics_shapes(a) for _ in range(2)),
         new(signature.saved_products(a), dtype=a.wx.dtype),
         new(signature.saved_cells(a) if a.save else 0),
-        hidden if a.include and a.save else new(0, dtype=a.wx.dtype),
+        room.narrow(-1, 0, H) if a.include and a.save else new(0, dtype=a.wx.dtype),
     )
 
 

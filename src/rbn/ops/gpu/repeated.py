@@ -103,7 +103,8 @@ def _kind(number: float) -> Any:
 
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
-_KEPT: dict[tuple[Any, ...], tuple[Callable[..., object], list[Any], Any]] = {}
+# The kernel is held, so that its id stays its own.
+_KEPT: dict[tuple[Any, ...], tuple[Callable[[Sequence[int]], object], Any]] = {}
 _MOST = 1024
 
 
@@ -126,14 +127,34 @@ def launch_kept(
     key = (id(kernel), grid, numbers, *flags.values(), *types, like.device)
     kept = _KEPT.get(key)
     # For others, and only those, the kernel is compiled differently.
-    aligned = not any(at % 16 for at in addresses)
+    together = 0
+    for at in addresses:
+        together |= at
+    aligned = together % 16 == 0
     with device_of(like):
         if kept is not None and aligned:
-            kept[0](*addresses, *numbers, *kept[1])
+            kept[0](addresses)
             return
         found = kernel[grid](*tensors(), *numbers, **flags)
     if aligned and _is_compiled(found):
         if len(_KEPT) >= _MOST:
             _KEPT.clear()
-        count = len(addresses) + len(numbers)
-        _KEPT[key] = *_as_triton(kernel, found, grid, count, flags), kernel
+        _KEPT[key] = _launcher_at(kernel, found, grid, len(addresses), numbers, flags), kernel
+
+
+def _launcher_at(
+    kernel: Any,
+    found: Any,
+    grid: tuple[int, int],
+    tensors: int,
+    numbers: tuple[float, ...],
+    flags: dict[str, Any],
+) -> Callable[[Sequence[int]], object]:
+    """What launches a compiled kernel with so many tensors, given their addresses."""
+    count = tensors + len(numbers)
+    kinds = direct.kinds_of(found, kernel.arg_names[:count])
+    launch = None if kinds is None else direct.launcher_at(found, kinds, grid, numbers)
+    if launch is not None:
+        return launch
+    again, rest = _as_triton(kernel, found, grid, count, flags)
+    return lambda addresses: again(*addresses, *numbers, *rest)

@@ -85,7 +85,8 @@ class Outputs(NamedTuple):
     # For the kernels' own use, in the order of whichever ran:
     wh: Tensor  # W_h h less its mean; without a norm the gates before their nonlinearities
     cs: Tensor  # cells in float32
-    hidden: Tensor  # [R, T, B, H], empty where it is the output
+    hidden: Tensor  # h0 and h after each step [R, T + 1, B, H]; empty where that is no more than
+    # h0 and the output, and those do not lie in one piece
 
 
 class Grads(NamedTuple):

@@ -20,9 +20,9 @@ UNITS = 16
 _THREADS = 256
 _ROWS = 128
 
-# Rows of a block (64, or as many as `_ROWS`) and from how many units on such blocks are taken where
-# those of 8 units would do, too, for more than `_FEW` rows. Blocks of 64 rows are taken only where
-# they are named here.
+# Rows of a block (64, or as many as `_ROWS`), fewer first, and from how many units on such blocks
+# are taken where those of 8 units would do, too, for more than `_FEW` rows. Blocks of 64 rows are
+# taken only where they are named here.
 PREFERRED: dict[int, int] = {64: 264, 128: 264}
 _FEW = 32
 
@@ -107,8 +107,10 @@ def cut_wide(
 
 
 def _preferred_rows(batch: int, hidden: int) -> int | None:
-    found = (n for n, least in sorted(PREFERRED.items()) if batch <= n and hidden >= least)
-    return next(found, None)
+    for rows, least in PREFERRED.items():
+        if batch <= rows and hidden >= least:
+            return rows
+    return None
 
 
 def preferred(wx: Tensor) -> bool:
@@ -160,21 +162,14 @@ def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
     return Kernel(code, name, _THREADS, cut.shared, together=True)
 
 
-def rooms(cut: WideCut, wx: Tensor) -> tuple[dict[str, int], list[Tensor]]:
-    """Addresses of memory that the kernel works with, by the names of its struct, and that memory.
+def zeroed(cut: WideCut, recurrences: int) -> dict[str, int]:
+    """Bytes that the kernel wants to find as zeros, by the names of its struct.
 
-    It is to be held until the launch.
+    Zero is multiplied beyond the last unit, and instead of d(W_h h) after the last step; counters
+    begin at zero, and sums, whose last bit says when they came. All are multiples of 16 bytes.
     """
-    R = wx.shape[0] if wx.dim() == 4 else 1
-    # Zero is multiplied beyond the last unit, and instead of d(W_h h) after the last step; counters
-    # begin at zero, and sums, whose last bit says when they came. All are multiples of 16 bytes.
-    zeros = {"passed": 2 * R * cut.passed, "meetings": R * 128 * cut.team}
+    R = recurrences
+    found = {"passed": 2 * R * cut.passed, "meetings": R * 128 * cut.team}
     if cut.direction == "backward":
-        zeros["handed"] = R * cut.blocks * cut.handed
-    clear = torch.zeros(sum(zeros.values()), dtype=torch.uint8, device=wx.device)
-    spilled = torch.empty(max(1, R * cut.spilled), dtype=torch.uint8, device=wx.device)
-    found, at = {"spilled": spilled.data_ptr()}, clear.data_ptr()
-    for name, size in zeros.items():
-        found[name] = at
-        at += size
-    return found, [clear, spilled]
+        found["handed"] = R * cut.blocks * cut.handed
+    return found

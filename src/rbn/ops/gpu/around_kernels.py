@@ -1,0 +1,193 @@
+"""What is done before and after a recurrence, each in one launch instead of many small ones."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pad_rows(
+    a,  # [N, COLUMNS]
+    b,  # [M, COLUMNS]
+    padded,  # [N + M, WIDTH]
+    N,
+    M,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Both with zeros up to WIDTH columns; BLOCK is no less."""
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    given = columns < COLUMNS
+    first = rows < N
+    x = tl.load(a + rows * COLUMNS + columns, mask=first & given, other=0.0)
+    second = (rows >= N) & (rows < N + M)
+    y = tl.load(b + (rows - N) * COLUMNS + columns, mask=second & given, other=0.0)
+    tl.store(
+        padded + rows * WIDTH + columns,
+        tl.where(first, x, y),
+        mask=(rows < N + M) & (columns < WIDTH),
+    )
+
+
+@triton.jit
+def _widen(vector, joined, at, SIZE: tl.constexpr):
+    tl.store(joined + at, tl.load(vector + at, mask=at < SIZE).to(tl.float32), mask=at < SIZE)
+    return joined + SIZE
+
+
+@triton.jit
+def begin(
+    h0,  # [R, B, H], of the strides of_h
+    c0,
+    bias,  # [R, 4H]
+    gamma_x,
+    gamma_h,
+    gamma_c,  # [R, H]
+    beta_c,
+    hs,  # [R, T + 1, B, STRIDE]
+    c_n,  # [R, B, H] float32
+    joined,  # float32, the vectors that there are, one after another
+    clear,  # int32, `zeros` of them
+    states,  # R * B * STRIDE
+    of_one,  # B * STRIDE
+    of_all,  # (T + 1) * B * STRIDE
+    h_r,
+    h_b,
+    c_r,
+    c_b,
+    zeros,
+    H: tl.constexpr,
+    STRIDE: tl.constexpr,
+    UNITS: tl.constexpr,  # R * H
+    BIAS: tl.constexpr,
+    GAMMA_X: tl.constexpr,
+    GAMMA_H: tl.constexpr,
+    GAMMA_C: tl.constexpr,
+    BETA_C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The first states into their rooms, vectors widened into one, zeros where they are needed."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < states
+    r, row, column = at // of_one, at % of_one // STRIDE, at % STRIDE
+    real = inside & (column < H)
+    h = tl.load(h0 + r * h_r + row * h_b + column, mask=real, other=0.0)
+    tl.store(hs + r * of_all + at % of_one, h.to(hs.dtype.element_ty), mask=inside)
+    c = tl.load(c0 + r * c_r + row * c_b + column, mask=real, other=0.0)
+    tl.store(c_n + at // STRIDE * H + column, c.to(tl.float32), mask=real)
+    if BIAS:
+        joined = _widen(bias, joined, at, 4 * UNITS)
+    if GAMMA_X:
+        joined = _widen(gamma_x, joined, at, 4 * UNITS)
+    if GAMMA_H:
+        joined = _widen(gamma_h, joined, at, 4 * UNITS)
+    if GAMMA_C:
+        joined = _widen(gamma_c, joined, at, UNITS)
+    if BETA_C:
+        joined = _widen(beta_c, joined, at, UNITS)
+    tl.store(clear + at, tl.zeros((BLOCK,), tl.int32), mask=at < zeros)
+
+
+@triton.jit
+def _sum_rows(
+    state, more, first, units, B, H, MORE: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr
+):
+    """Of ``[R, B, H]`` the sums over B of UNITS columns, from unit `first` of all on."""
+    unit = first + tl.arange(0, UNITS)
+    found = tl.zeros((UNITS,), tl.float32)
+    for begin in range(0, B, ROWS):
+        row = (begin + tl.arange(0, ROWS))[:, None]
+        at = unit[None, :] // H * B * H + row * H + unit[None, :] % H
+        inside = (row < B) & (unit[None, :] < units)
+        value = tl.load(state + at, mask=inside, other=0.0).to(tl.float32)
+        if MORE:
+            value += tl.load(more + at, mask=inside, other=0.0)
+        found += tl.sum(value, axis=0)
+    return found
+
+
+@triton.jit
+def finish(
+    sums,  # float32, `count` of them
+    dh0,  # [R, B, H]
+    dh,  # the same in float32, to be added if MORE
+    dc,
+    out,  # `count` numbers, then twice [R, H]
+    count,
+    units,  # R * H
+    B,
+    H,
+    MORE: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradients in the type of parameters: sums, and those of states that all rows share."""
+    program = tl.program_id(0).to(tl.int64)
+    kind = out.dtype.element_ty
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(sums + at, mask=at < count).to(kind), mask=at < count)
+    first = program * UNITS
+    unit = first + tl.arange(0, UNITS)
+    of_h = _sum_rows(dh0, dh, first, units, B, H, MORE, ROWS, UNITS)
+    tl.store(out + count + unit, of_h.to(kind), mask=unit < units)
+    of_c = _sum_rows(dc, dc, first, units, B, H, False, ROWS, UNITS)
+    tl.store(out + count + units + unit, of_c.to(kind), mask=unit < units)
+
+
+@triton.jit
+def _lerp(old, new, at, size, momentum, LARGE: tl.constexpr):
+    """As `torch.lerp` does it."""
+    a = tl.load(old + at, mask=at < size, other=0.0)
+    b = tl.load(new + at, mask=at < size, other=0.0)
+    found = b - (b - a) * (1.0 - momentum) if LARGE else a + momentum * (b - a)
+    tl.store(old + at, found, mask=at < size)
+
+
+@triton.jit
+def _count(count, at, steps):
+    tl.store(count + at, tl.load(count + at, mask=at < steps, other=0) + 1, mask=at < steps)
+
+
+@triton.jit
+def average(
+    mean_0,  # `size_0` numbers in float32, like the next three; of three terms
+    var_0,
+    new_mean_0,
+    new_var_0,
+    count_0,  # `steps_0` integers
+    mean_1,
+    var_1,
+    new_mean_1,
+    new_var_1,
+    count_1,
+    mean_2,
+    var_2,
+    new_mean_2,
+    new_var_2,
+    count_2,
+    size_0,
+    size_1,
+    size_2,
+    steps_0,
+    steps_1,
+    steps_2,
+    momentum,
+    LARGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A minibatch's statistics into their averages. LARGE: momentum is no less than a half."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    _lerp(mean_0, new_mean_0, at, size_0, momentum, LARGE)
+    _lerp(var_0, new_var_0, at, size_0, momentum, LARGE)
+    _count(count_0, at, steps_0)
+    _lerp(mean_1, new_mean_1, at, size_1, momentum, LARGE)
+    _lerp(var_1, new_var_1, at, size_1, momentum, LARGE)
+    _count(count_1, at, steps_1)
+    _lerp(mean_2, new_mean_2, at, size_2, momentum, LARGE)
+    _lerp(var_2, new_var_2, at, size_2, momentum, LARGE)
+    _count(count_2, at, steps_2)

@@ -1,0 +1,39 @@
+"""Statistics of a minibatch averaged into those of the population, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu.around_kernels import average
+from rbn.ops.gpu.repeated import launch_kept
+
+_BLOCK = 1024
+_TERMS = 3
+
+
+def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> bool:
+    """Whether it was done, see `rbn.ops.dispatch.average_in`."""
+    if len(terms) > _TERMS:
+        return False
+    for *rows, _ in terms:
+        for row in rows:
+            if row.dtype != torch.float32 or not row.is_contiguous():
+                return False
+    missing = _TERMS - len(terms)
+    tensors = [tensor for term in (*terms, *[terms[0]] * missing) for tensor in term]
+    sizes = [term[0].numel() for term in terms]
+    steps = [len(term[-1]) for term in terms]
+    launch_kept(
+        average,
+        (-(-max(*sizes, *steps) // _BLOCK), 1),
+        tuple([tensor.data_ptr() for tensor in tensors]),
+        lambda: tensors,
+        (*sizes, *[0] * missing, *steps, *[0] * missing, momentum),
+        {"LARGE": momentum >= 0.5, "BLOCK": _BLOCK},
+        (),
+        tensors[0],
+    )
+    return True

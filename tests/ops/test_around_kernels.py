@@ -1,0 +1,198 @@
+"""What is done around a recurrence in one launch, against the operations of PyTorch."""
+
+import copy
+import importlib
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import rbn
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from rbn.ops import dispatch
+from rbn.ops.gpu import averaging, beginning, direct, gradients, repeated
+from rbn.ops.gpu.call import VECTORS, Call
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
+
+
+def new(*shape, dtype=torch.float32):
+    """Numbers that no type rounds: Triton's interpreter cuts off where a card rounds."""
+    return torch.randn(shape, device=DEVICE).bfloat16().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [3, 50, 129, 255, 260])
+@pytest.mark.parametrize("whole", [True, False])
+def test_factors_are_padded_at_once(columns, dtype, whole, monkeypatch):
+    monkeypatch.setattr(beginning, "padding", lambda x: -x.shape[-1] % 8)
+    monkeypatch.setattr(
+        beginning, "factors", lambda *given: tuple(F.pad(v, (0, -columns % 8)) for v in given)
+    )
+    x, w = new(5, 7, columns, dtype=dtype), new(24, columns, dtype=dtype)
+    if not whole:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    for given, found in zip((x, w), beginning.padded_factors(x, w), strict=True):
+        assert torch.equal(found, F.pad(given, (0, -columns % 8)).flatten(0, -2))
+        assert found.is_contiguous()
+        assert found.data_ptr() % 16 == 0
+
+
+def call_of(lead, B, H, dtype, states, shared=(False, False), absent=()):
+    """What `begin_states` looks at of a call."""
+    R = lead[0] if lead else 1
+    shapes = [() if one else (B,) for one in shared]
+    h0, c0 = (new(*lead, *shape, H, dtype=states) for shape in shapes)
+    sizes = dict(zip(VECTORS, (4 * H, 4 * H, 4 * H, H, H), strict=True))
+    vectors = {
+        name: None if name in absent else new(*lead, n, dtype=dtype) for name, n in sizes.items()
+    }
+    a = types.SimpleNamespace(h0=h0, c0=c0, **vectors)
+    given = types.SimpleNamespace(a=a, lead=lead, R=R, T=2, B=B, H=H, joined=None, in_cuda=True)
+    given.w = None
+    given.flat = new(1)
+    given.shared = lambda state: Call.shared(given, state)
+    given._vectors = lambda: Call._vectors(given)
+    given.to_join = lambda: Call.to_join(given)
+    return given
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", ["own", "shared", "expanded", "turned"])
+@pytest.mark.parametrize("absent", [(), ("bias", "gamma_c")])
+def test_all_begins_as_it_should(lead, dtype, states, rows, absent):
+    B, H, stride = 5, 6, 8
+    given = call_of(lead, B, H, dtype, states, (rows == "shared",) * 2, absent)
+    a = given.a
+    if rows == "expanded":
+        a.h0 = a.h0[..., :1, :].expand(*lead, B, H)
+    if rows == "turned":
+        a.c0 = a.c0.mT.contiguous().mT
+    hs = torch.full((*lead, 3, B, stride), 7.0, device=DEVICE, dtype=dtype)
+    c_n = torch.full((*lead, B, H), 7.0, device=DEVICE)
+    clear = torch.ones(1500, dtype=torch.int32, device=DEVICE)
+    beginning.begin_states(given, hs, c_n, clear)
+    h0, c0 = (s.unsqueeze(-2) if rows == "shared" else s for s in (a.h0, a.c0))
+    first = hs.select(-3, 0)
+    assert torch.equal(first[..., :H], h0.expand(*lead, B, H).to(dtype))
+    assert not first[..., H:].any()
+    assert (hs.narrow(-3, 1, 2) == 7).all()
+    assert torch.equal(c_n, c0.expand(*lead, B, H).float())
+    assert not clear.any()
+    if dtype == torch.float32:
+        assert given.joined is None
+        return
+    present = [getattr(a, name) for name in VECTORS if name not in absent]
+    assert torch.equal(given.joined, torch.cat([v.flatten() for v in present]).float())
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("B", [1, 5, 200])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("more", [False, True])
+def test_gradients_are_finished_at_once(lead, B, dtype, more):
+    H = 45
+    given = call_of(lead, B, H, dtype, dtype, (True, True), ("bias",))
+    sums = gradients._Sums(given)
+    sums.whole.copy_(new(len(sums.whole)))
+    dh0, dc = new(*lead, B, H, dtype=dtype), new(*lead, B, H)
+    dh = new(*lead, B, H) if more else None
+    *found, of_h, of_c = sums.with_states(given, dh0, dh, dc)
+    wanted = sums.gradients(given)
+    assert found[0] is wanted[0] is None
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], wanted[1:], strict=True))
+    for state, value in ((of_h, dh0.double() + (dh if more else 0)), (of_c, dc.double())):
+        assert state.shape == (*lead, H)
+        assert state.dtype == dtype
+        torch.testing.assert_close(state, value.sum(-2).to(dtype))
+    given.a.h0 = new(*lead, B, H, dtype=dtype)
+    assert sums.with_states(given, dh0, dh, dc) is None
+
+
+def terms_of(sizes):
+    """Mean, var, those of a minibatch and the count, of terms of so many steps and features."""
+    return [
+        [
+            *(torch.randn(size, device=DEVICE) for _ in range(4)),
+            torch.arange(size[0], device=DEVICE),
+        ]
+        for size in sizes
+    ]
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("sizes", [[(5, 4)], [(1, 400), (3, 400), (3, 100)]])
+def test_statistics_are_averaged_at_once(sizes, momentum):
+    terms = terms_of(sizes)
+    wanted = [[tensor.clone() for tensor in term] for term in terms]
+    with rbn.backend("reference"):
+        dispatch.average_in(wanted, momentum)
+    assert averaging.average_in(terms, momentum)
+    for found, want in zip(terms, wanted, strict=True):
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        assert torch.equal(found[-1], want[-1])
+
+
+def test_statistics_that_the_kernel_does_not_average():
+    terms = terms_of([(3, 4)] * 4)
+    assert not averaging.average_in(terms, 0.1)
+    assert not averaging.average_in([[v.double() for v in terms[0]]], 0.1)
+    assert not averaging.average_in([[*(v.t() for v in terms[0][:4]), terms[0][4]]], 0.1)
+
+
+def test_a_layer_on_a_card_averages_by_the_kernel(monkeypatch):
+    """And gets the same as by the operations of PyTorch."""
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(3, 8, max_length=4).to(DEVICE)
+    twin = copy.deepcopy(layer)
+    seen = []
+    monkeypatch.setattr(
+        importlib.import_module("rbn.ops.gpu"),
+        "average_in",
+        lambda *given: seen.append(len(given[0])) or averaging.average_in(*given),
+    )
+    x = torch.randn(4, 6, 3, device=DEVICE)
+    for _ in range(3):
+        layer(x)
+    assert seen == ([3, 3] if DEVICE == "cuda" else [])
+    monkeypatch.setattr(averaging, "average_in", lambda *given: False)
+    for _ in range(3):
+        twin(x)
+    for name, value in layer.named_buffers():
+        torch.testing.assert_close(value, twin.get_buffer(name))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_driver_launches_all_but_the_first(monkeypatch):
+    """On the stream of the moment, and from several threads at once."""
+    found, make = [], direct.launcher_at
+    monkeypatch.setattr(direct, "launcher_at", lambda *a: found.append(make(*a)) or found[-1])
+    monkeypatch.setattr(repeated, "_KEPT", {})
+
+    def averaged(terms):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(50):
+                assert averaging.average_in(terms, 0.25)
+            torch.cuda.current_stream().synchronize()
+
+    several = [terms_of([(3, 40), (3, 40), (3, 10)]) for _ in range(4)]
+    torch.cuda.synchronize()
+    averaged(several[0])
+    assert len(found) == 1
+    assert found[0] is not None
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(averaged, several[1:]))
+    assert len(found) == 1
+    for terms in several:
+        for mean, _, new, _, count in terms:
+            assert torch.equal(count, torch.arange(3, device="cuda") + 50)
+            torch.testing.assert_close(mean, new, rtol=1e-4, atol=1e-4)

@@ -46,7 +46,8 @@ def kernels(family, all_wait):
         "steps": [(paths, "choose", lambda a: paths.STEPS)],
     }[family]
     types, layers = dict(TYPES), [rbn.LSTM, rbn.BatchNormLSTM]
-    if all_wait and family == "wide":  # racecheck takes a minute for a few of them
+    few = all_wait and family == "wide"  # racecheck takes a minute for a few of them
+    if few:
         types, layers = {"bf16": torch.bfloat16}, [rbn.BatchNormLSTM]
     if family == "steps":
         layers += [rbn.LayerNormLSTM, rbn.BatchNormRNN]
@@ -68,7 +69,7 @@ def kernels(family, all_wait):
         case = (rbn.BatchNormLSTM, inputs, hidden, torch.bfloat16, more)
         cases[f"bf16 BatchNormLSTM, {name}"] = case
     works = {
-        name: (more, functools.partial(compare, make, inputs, hidden, dtype))
+        name: (more, functools.partial(make_and_compare, make, inputs, hidden, dtype, not few))
         for name, (make, inputs, hidden, dtype, more) in cases.items()
     }
     if family == "triton":
@@ -85,13 +86,16 @@ def kernels(family, all_wait):
     print(json.dumps({"ran": list(works)}))
 
 
-def compare(make, inputs, hidden, dtype):
-    torch.manual_seed(0)
-    layer = make(inputs, hidden).to("cuda", dtype)
+def make_and_compare(make, inputs, hidden, dtype, padded):
+    compare(make(inputs, hidden).to("cuda", dtype), padded)
+
+
+def compare(layer, padded=True):
     like = next(layer.parameters())
+    torch.manual_seed(0)
     x = torch.randn(3, 20, layer.input_size).to(like)
-    lengths = torch.randint(1, 4, (20,), device=like.device)
-    for given in (None, lengths):
+    lengths = torch.randint(1, 4, (20,), device=like.device) if padded else None
+    for given in (None, lengths) if padded else (None,):
         layer.train()
         output = layer(x, lengths=given)[0]
         output.float().square().mean().backward()
@@ -103,19 +107,19 @@ def compare(make, inputs, hidden, dtype):
     assert error < 0.05, f"the output is off by {error}"  # 8 bits through three steps; not NaN
 
 
-def train_on_symbols():
-    model = rbn.models.LanguageModel(rbn.BatchNormLSTM(27, 24)).cuda()
-    symbols, targets = torch.randint(27, (2, 3, 20), device="cuda")
-    with torch.autocast("cuda", torch.bfloat16):
+def train_on_symbols(device="cuda"):
+    model = rbn.models.LanguageModel(rbn.BatchNormLSTM(27, 24)).to(device)
+    symbols, targets = torch.randint(27, (2, 3, 20), device=device)
+    with torch.autocast(device, torch.bfloat16):
         loss, _ = model(symbols, targets=targets)
     loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all(), name
 
 
-def train_zoned():
-    layer = rbn.BatchNormLSTM(3, 24, zoneout=(0.5, 0.05)).to("cuda", torch.bfloat16)
-    x = torch.randn(3, 20, 3, device="cuda", dtype=torch.bfloat16)
+def train_zoned(device="cuda"):
+    layer = rbn.BatchNormLSTM(3, 24, zoneout=(0.5, 0.05)).to(device, torch.bfloat16)
+    x = torch.randn(3, 20, 3, device=device, dtype=torch.bfloat16)
     layer(x)[0].float().square().mean().backward()
     with torch.no_grad():
         assert layer.eval()(x)[0].isfinite().all()

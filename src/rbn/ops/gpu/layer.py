@@ -99,6 +99,9 @@ def _run(op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]) ->
     given = _Given(n, lengths, population, mask_c, mask_h, (*numbers, save), [])
     run: Any = _apply if save else _without_node
     found: tuple[Any, ...] = run(given, *tensors)
+    if n > 1:
+        # Not inside the node, which would have the gradient of each beside that of all.
+        found = (*found[0].unbind(), *found[1:])
     if op == "lstm":
         return found
     moments = _parted(given.moments, n)
@@ -150,7 +153,12 @@ def _stacked_vectors(
 
 
 def _without_node(given: _Given, *tensors: Any) -> tuple[Any, ...]:
-    return _parted(_forward(given, tensors)[1][:3], given.calls)
+    return _results(_forward(given, tensors)[1], given.calls)
+
+
+def _results(found: Outputs, n: int) -> tuple[Any, ...]:
+    """The output of all calls, and the last states of each."""
+    return (found.output, *_parted(found[1:3], n))
 
 
 def _parted(values: Sequence[Tensor | None], n: int) -> tuple[Any, ...]:
@@ -173,7 +181,7 @@ class _Node(torch.autograd.Function):
             # The output is a part of the states, where there are those.
             *(found.output if found.hidden is None else None, *found[3:], *a.population),
         )
-        return _parted(found[:3], n)
+        return _results(found, n)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -201,9 +209,10 @@ def _gradients(
     mask_c, mask_h, joined, output = saved[10:14]
     a = Inputs._make((*saved[:10], list(saved[23:]), mask_c, mask_h, *numbers))
     r = Outputs._make((output, None, None, *saved[14:23]))
-    results = grads if n == 1 else [_stacked(grads[k : k + n]) for k in range(0, 3 * n, n)]
+    if n > 1:
+        grads = (grads[0], _stacked(grads[1 : n + 1]), _stacked(grads[n + 1 :]))
+    doutput, dh_n, dc_n = grads
     call = Call(a, facts=facts, joined=joined)
-    doutput, dh_n, dc_n = results
     dwx, *found = launch.gradients(call, r, doutput, dh_n, dc_n, consume)
     needed = ctx.needs_input_grad[1:]
     gradients: list[Any] = [None] * (1 + 2 * n)

@@ -135,7 +135,12 @@ def test_statistics_are_averaged_at_once(sizes, momentum):
     wanted = [[tensor.clone() for tensor in term] for term in terms]
     with rbn.backend("reference"):
         dispatch.average_in(wanted, momentum)
+    before = [[tensor._version for tensor in term] for term in terms]
     assert averaging.average_in(terms, momentum)
+    for term, versions in zip(terms, before, strict=True):
+        after = [tensor._version for tensor in term]
+        changed = [a > b for a, b in zip(after, versions, strict=True)]
+        assert changed == [True, True, False, False, True]
     for found, want in zip(terms, wanted, strict=True):
         for a, b in zip(found, want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from rbn.ops.gpu.around_kernels import average
 from rbn.ops.gpu.repeated import launch_kept
@@ -36,4 +37,6 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> bool:
         (),
         tensors[0],
     )
+    # As by PyTorch's own operations in place: who kept them for a gradient is told.
+    increment_version([old for mean, var, *_, count in terms for old in (mean, var, count)])
     return True

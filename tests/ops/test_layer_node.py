@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from itertools import product
 
 import pytest
 import torch
@@ -76,8 +77,13 @@ OPTIONS = {
 
 @on_a_card
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("given", ["nothing", "lengths", "states"])
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        *(("nothing", name) for name in OPTIONS),
+        *product(("lengths", "states"), ("plain", "bfloat16", "sequence", "baseline")),
+    ],
+)
 def test_same_numbers_as_in_several_nodes(name, bidirectional, given, nodes, monkeypatch):
     layer = made(bidirectional=bidirectional, **OPTIONS[name])
     dtype, directions = next(layer.parameters()).dtype, 1 + bidirectional

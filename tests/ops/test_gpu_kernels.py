@@ -65,7 +65,7 @@ def test_shapes(op, shape):
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=8 if torch.cuda.is_available() else 16)  # a compilation each
+@settings(max_examples=8 if torch.cuda.is_available() else 25)  # a compilation each
 @given(data=st.data())
 def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))

@@ -154,7 +154,7 @@ def test_sums_over_many_rows():
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=16)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))

@@ -58,7 +58,7 @@ def test_sums_as_in_float64(count, dtype):
     compare(*inputs(300, 140, count, dtype), count)
 
 
-@settings(max_examples=8 if ON_GPU else 16)  # a compilation each
+@settings(max_examples=8 if ON_GPU else 30)  # a compilation each
 @given(
     st.integers(0, 400),
     st.integers(1, 300),

@@ -14,7 +14,7 @@ import torch
 TOOLS = ("memcheck", "racecheck")
 FAMILIES = ("small", "cuda", "wide", "triton", "steps")
 AT_ONCE = 3
-LONGEST = 150  # seconds of one check: a kernel that goes on holds the card's other users up
+LONGEST = 240  # seconds of one check: a kernel that goes on holds the card's other users up
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
 _MOST = 2000  # reports that are printed
 _ACCESS = r"(Read|Write) access at (.+)\+(0x[0-9a-f]+)"

@@ -70,13 +70,33 @@ def test_blocks_of_64_rows_against_the_reference(op, name, shape, dtype, calls):
     assert calls == ["forward", "backward"]
 
 
+@pytest.fixture
+def with_switch(monkeypatch):
+    """What compiles the kernels with a name of trials from now on."""
+
+    def switch(name, value):
+        defines, more = cuda_lstm._defines, ((name, value),)
+        monkeypatch.setattr(cuda_lstm, "_defines", lambda *args, **kw: defines(*args, **kw) + more)
+
+    return switch
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("block", [0, 3, 4, 7])
+@pytest.mark.parametrize("batch", [17, 100])
+@pytest.mark.usefixtures("rows_64")
+def test_any_block_may_be_late(batch, block, place, with_switch, calls):
+    """As when others use the card. Of 52 units four blocks have some, the team's others none."""
+    with_switch("LATE", 4 * block + place)
+    compare("bn_lstm", (9, batch, 52), torch.bfloat16, {})
+    assert calls == ["forward", "backward"]
+
+
 @pytest.mark.parametrize("batch", [100, 64])
 @pytest.mark.usefixtures("rows_64")
-def test_barriers_at_which_all_wait(batch, monkeypatch, few_weights):
+def test_barriers_at_which_all_wait(batch, with_switch, few_weights):
     """They are for racecheck, and with weights that come again there are most of them."""
-    defines = cuda_lstm._defines
-    more = (("ALL_WAIT", 1),)
-    monkeypatch.setattr(cuda_lstm, "_defines", lambda *args, **kw: defines(*args, **kw) + more)
+    with_switch("ALL_WAIT", 1)
     few_weights(8)
     compare("bn_lstm", (5, batch, 488), torch.bfloat16, OPTIONS["lengths"])
 

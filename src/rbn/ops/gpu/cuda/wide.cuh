@@ -27,7 +27,7 @@
 //
 // Named from outside besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
 // for ahead), ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For trials: STAGGER,
-// MEETING, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK. The including file defines SIDE and PASSED, the pieces that
+// MEETING, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK, LATE. The including file defines SIDE and PASSED, the pieces that
 // a thread passes on in a step.
 #define UNITS 16
 #ifndef MT
@@ -107,6 +107,13 @@ struct Marks {
 #define MARKS(counter, step)
 #define MARK(stage)
 #endif
+
+// With LATE one block, LATE / 4, is late at one place of each step, LATE % 4: by more than the others need for a step.
+__device__ __forceinline__ void maybe_late(u32 place) {
+#ifdef LATE
+  if (blockIdx.x == LATE / 4 && place == LATE % 4) asm volatile("nanosleep.u32 50000;" ::: "memory");
+#endif
+}
 
 // What is computed before a wait although it is needed after it: the compiler would move it there. So the
 // wait depends on it, by a number that is zero, which the compiler cannot know.

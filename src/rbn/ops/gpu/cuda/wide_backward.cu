@@ -272,9 +272,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, times);
     MARK(1);
+    maybe_late(0);
     product(sums, from, begin, resident, refill, times, [&](int i) { beside(i, t); });
     wh -= SUBS * 4 * B * 8, doutput -= B * H;
     MARK(2);
+    maybe_late(1);
     hand_over(sums, handed, times);
     if (t > 0) ask_statistics(t - 1);
     MARK(3);
@@ -346,6 +348,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
         dh[j][e] = LENGTHS && !counts[j] ? kept : kept + y[e];
       }
     }
+    maybe_late(2);
     take_over(sums, handed, times, held.zero(nothing));
 #pragma unroll
     for (int j = 0; j < 2; j++)

@@ -259,6 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, u32(t + 1));
     MARK(1);
+    maybe_late(0);
     float sums[COLUMNS / 2];
     product(sums, from, begin, resident, refill, u32(t), [&](int i) { beside(i, t); });
     MARK(2);
@@ -378,6 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       }
       packed[j] = masked(narrow4(h[j]), counts[j]);
     }
+    maybe_late(1);
     pass_on(passed + (t + 1) % BUFFERS * STEP_PIECES, 0, packed[0], packed[1]);
     MARK(9);
     arrive_at_slices(meeting);

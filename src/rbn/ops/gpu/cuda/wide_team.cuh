@@ -52,11 +52,14 @@ __device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], uint
   for (int s = 1; s < TEAM; s++) hand_word(to + (s - 1) * HOLDERS, word_of(sums + s * PART, times));
 }
 
-// Adds what the others handed over to sums[0 .. PART). nothing: zero.
+// Adds what the others handed over to sums[0 .. PART). nothing: zero. Nobody waits for a block without a unit before the
+// next sums are written over these, so it must not look for them: if it is late they are gone, and it would wait for
+// ever, and all others for it.
 __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const uint4* handed, u32 times, u32 nothing) {
 #ifdef NO_EXCHANGE
   return;
 #endif
+  if (OWNERS % TEAM && blockIdx.x >= OWNERS) return;
   const u32 rank = rank_in_team(), first = blockIdx.x - rank;
   const uint4* come = handed + threadIdx.x + nothing;
   auto at = [&](int s) {

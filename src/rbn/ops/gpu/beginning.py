@@ -17,31 +17,34 @@ _WIDEST = 256  # columns that a program pads
 
 
 def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`factors` of the input ``[T, B, I]`` and W_x ``[4H, I]``, in one launch; both matrices."""
+    """`factors` of the input ``[T, B, I]`` and W_x ``[4H, I]``, in one launch.
+
+    The input is such that all its rows can be viewed as those of one matrix.
+    """
     more = padding(x)
+    if not more:
+        return x if x.is_contiguous() else x.flatten(0, 1).view(x.shape), weight
     T, B, columns = x.shape
     width = columns + more
-    if not more:
-        return x.reshape(-1, width), weight
     if width > _WIDEST or not (x.is_contiguous() and weight.is_contiguous()):
-        x, weight = factors(x, weight)
-        return x.reshape(-1, width), weight
+        return factors(x, weight)
     n, m = T * B, weight.shape[0]
     room = x.new_empty(n + m, width)
     block = power_of_two(width)
-    rows = 2048 // block
+    of_one = 2048 // block
     launch_kept(
         pad_rows,
-        (-(-(n + m) // rows), 1),
+        (-(-(n + m) // of_one), 1),
         (x.data_ptr(), weight.data_ptr(), room.data_ptr()),
         lambda: [x, weight, room],
         (n, m),
-        {"COLUMNS": columns, "WIDTH": width, "ROWS": rows, "BLOCK": block},
+        {"COLUMNS": columns, "WIDTH": width, "ROWS": of_one, "BLOCK": block},
         (x.dtype,),
         x,
     )
     cut = room.as_strided
-    return cut((n, width), (width, 1)), cut((m, width), (width, 1), n * width)
+    rows = cut((T, B, width), (B * width, width, 1))
+    return rows, cut((m, width), (width, 1), n * width)
 
 
 def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> None:

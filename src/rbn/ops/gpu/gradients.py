@@ -172,7 +172,7 @@ def gradients(
             "lstm backward R=%d T=%d B=%d H=%d %s: %s",
             *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
         )
-    looks = call.in_cuda and cuda_lstm.meeting("backward", wx, call.family)[1]
+    looks = call.in_cuda and call.facts.looks["backward"]
     da = _consumed(call, r.wh) if consume and not looks else None
     if looks:  # it begins EMPTY, so it has a room of its own
         bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
@@ -252,7 +252,7 @@ def _in_cuda(
     n, alone = call.R * call.B * call.H, last[0] is None and last[1] is None
     own = -(-n // 4) * 16  # bytes of a last gradient
     zeroed = {"dh": own, "dc": own, "": 4 * FAR} if alone else {}
-    zeroed |= cuda_lstm.zeroed("backward", call)
+    zeroed |= call.facts.zeroed["backward"]
     zeros = torch.zeros(sum(zeroed.values()) // 4, dtype=torch.float32, device=wx.device)
     at |= laid_out(zeroed, zeros.data_ptr())
     if not alone:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.gpu.signature import (
     Inputs,
     Outputs,
-    saved_sizes,
-    statistics_shapes,
     steps_of,
     stride_of,
 )
@@ -60,7 +57,7 @@ def run(call: Call, apart: bool = False) -> Outputs:
 def _complete(call: Call, found: Outputs) -> Outputs:
     """Results of which each is a tensor, of the size that the operator's have."""
     wh = found.wh
-    products = saved_sizes(call.flat.shape, call.a.save)[1]
+    products = call.facts.saved[1]
     if wh.shape[0] != products:
         wh = wh.narrow(0, 0, products)
     empty = functools.partial(call.flat.new_empty, 0)
@@ -89,19 +86,18 @@ def forward_of_one_feature(w: Tensor, given: Inputs) -> tuple[Tensor, ...]:
 
 def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     """One launch, and as little as possible before it: the card may be waiting."""
-    a, H, wx = call.a, call.H, call.flat
+    a, H, wx, facts = call.a, call.H, call.flat, call.facts
     dtype, device, full = wx.dtype, wx.device, torch.float32
-    stride = _stride(call)
-    looks = cuda_lstm.meeting("forward", wx, call.family)[1]
-    hs = _room_for_states(call, stride, looks)
+    stride = facts.stride
+    hs = _room_for_states(call, stride, facts.looks["forward"])
     # The first cells make room for the last: each is read and written by one thread.
     c_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
-    zeroed = cuda_lstm.zeroed("forward", call)
+    zeroed = facts.zeroed["forward"]
     clear: Tensor | None = None
     if zeroed:
         clear = torch.empty(sum(zeroed.values()) // 4, dtype=torch.int32, device=device)
     begin_states(call, hs, c_n, clear)
-    cells, products, beyond = saved_sizes(wx.shape, a.save)
+    cells, products, beyond = facts.saved
     cs = torch.empty(cells, dtype=full, device=device)
     wh = torch.empty(products + beyond, dtype=dtype, device=device)
     weight = a.weight_hh if a.weight_hh.dtype == dtype else a.weight_hh.to(dtype)
@@ -146,36 +142,6 @@ def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value if value.dtype == dtype else value.to(dtype)
 
 
-def _cuts(a: Inputs) -> tuple[list[int], list[Any], int]:
-    """`_cut_moments` of a call, found again by what its shapes follow from."""
-    absent = (a.gamma_x is None, a.gamma_c is None)
-    key = (a.wx.shape, a.norm, bool(a.population), absent, a.input_stats)
-    found = _CUTS.get(key)
-    if found is None:
-        if len(_CUTS) >= 256:
-            _CUTS.clear()
-        found = _CUTS[key] = _cut_moments(statistics_shapes(a))
-    return found
-
-
-_CUTS: dict[Any, tuple[list[int], list[Any], int]] = {}
-
-
-def _cut_moments(shapes: list[tuple[int, ...]]) -> tuple[list[int], list[Any], int]:
-    """Of statistics of these shapes, each as mean and var, in one piece.
-
-    The rows of each; where every part begins, with its shape and strides (none where it is empty);
-    the size of all. A part begins at a multiple of 16 bytes.
-    """
-    parts, begin = [], 0
-    for shape in shapes:
-        strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)) if 0 not in shape)
-        for _ in range(2):
-            parts.append((begin, shape, strides))
-            begin += -(-math.prod(shape) // 4) * 4
-    return [shape[-2] if len(shape) > 1 else 0 for shape in shapes], parts, begin
-
-
 class _Moments:
     """Room for the minibatch's statistics, in one piece that is cut up when there is time.
 
@@ -185,7 +151,7 @@ class _Moments:
     """
 
     def __init__(self, call: Call, apart: bool) -> None:
-        self.rows, self._cuts, size = _cuts(call.a)
+        self.rows, self._cuts, size = call.facts.moments
         self._parts: list[Tensor | None] = []
         self.at: dict[str, int] = {}
         if size == 0:
@@ -195,7 +161,7 @@ class _Moments:
         if apart:
             self._parts = [
                 torch.empty(shape, dtype=full, device=device) if strides else None
-                for _, shape, strides in self._cuts
+                for shape, strides, _ in self._cuts
             ]
             parts = zip(MOMENTS, self._parts, strict=True)
             self.at = {name: part.data_ptr() for name, part in parts if part is not None}
@@ -203,7 +169,7 @@ class _Moments:
             self._whole = torch.empty(size, dtype=full, device=device)
             first = self._whole.data_ptr()
             cuts = zip(MOMENTS, self._cuts, strict=True)
-            self.at = {name: first + 4 * begin for name, (begin, _, strides) in cuts if strides}
+            self.at = {name: first + 4 * begin for name, (_, strides, begin) in cuts if strides}
 
     def parts(self) -> list[Tensor | None]:
         """Mean and var of the terms x, h and c; None for absent ones."""
@@ -211,7 +177,7 @@ class _Moments:
             cut = self._whole.as_strided
             self._parts = [
                 cut(shape, strides, begin) if strides else None
-                for begin, shape, strides in self._cuts
+                for shape, strides, begin in self._cuts
             ]
         return self._parts
 
@@ -230,7 +196,7 @@ def _in_triton(call: Call, apart: bool) -> Outputs:
     stride = stride_of(H)
     hs = _room_for_states(call, stride)
     _begin(call, hs, stride)
-    cells, products, beyond = saved_sizes(call.flat.shape, a.save)
+    cells, products, beyond = call.facts.saved
     cs = torch.empty(cells, dtype=torch.float32, device=device)
     wh = wx.new_empty(products + beyond)
     h_n = torch.empty(*call.lead, B, H, dtype=torch.float32, device=device)
@@ -279,11 +245,6 @@ def _in_triton(call: Call, apart: bool) -> Outputs:
         call.launch(lstm_forward, arguments, flags, plan.warps_forward, plan.stages_forward)
 
     return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts(), apart)
-
-
-def _stride(call: Call) -> int:
-    """Elements from one row of h to the next; rows that kernels read begin at 16 bytes."""
-    return call.H if call.family == cuda_lstm.SMALL else stride_of(call.H)
 
 
 def _room_for_states(call: Call, stride: int, empty: bool = False) -> Tensor:

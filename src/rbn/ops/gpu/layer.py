@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rbn.ops.arguments import needs_grad
@@ -68,8 +69,11 @@ def _fits(call: dict[str, Any], weight: Tensor) -> bool:
     for state in (call["h0"], call["c0"]):
         if state.shape not in (narrow, whole) or state.device != device:
             return False
-    check_sequence_lengths(call["lengths"], x)
-    check_masks(x, hidden, zoneout_c=call["zoneout_c"], zoneout_h=call["zoneout_h"])
+    if call["lengths"] is not None:
+        check_sequence_lengths(call["lengths"], x)
+    zoneout_c, zoneout_h = call["zoneout_c"], call["zoneout_h"]
+    if type(zoneout_c) is not float or type(zoneout_h) is not float:
+        check_masks(x, hidden, zoneout_c=zoneout_c, zoneout_h=zoneout_h)
     return weight.device == device
 
 
@@ -114,14 +118,13 @@ def _forward(given: _Given, tensors: tuple[Any, ...]) -> tuple[Call, Outputs, li
     pairs = [padded_factors(tensors[k], tensors[n + k]) for k in range(n)]
     joined: Tensor | None = None
     if n == 1:
-        x, w = pairs[0]
-        wx = torch.mm(x, w.t()).view(*tensors[0].shape[:2], -1)
+        wx = F.linear(*pairs[0])
         parameters = tensors[2:]
     else:
         steps, batch, _ = tensors[0].shape
         wx = tensors[0].new_empty(n, steps, batch, tensors[n].shape[0])
         for (x, w), room in zip(pairs, wx.flatten(1, 2).unbind(), strict=True):
-            torch.mm(x, w.t(), out=room)
+            torch.mm(x.view(-1, x.shape[-1]), w.t(), out=room)
         weight, *vectors, h0, c0 = (tensors[k : k + n] for k in range(2 * n, len(tensors), n))
         stacked, joined = _stacked_vectors(vectors)
         parameters = (torch.stack(weight), *stacked, torch.stack(h0), torch.stack(c0))
@@ -221,7 +224,7 @@ def _gradients(
         if needed[k]:
             gradients[1 + k] = _without_zeros(torch.matmul(d, w), columns)
         if needed[n + k]:
-            dw = torch.mm(columns_of(d, 0, call.T), x)
+            dw = torch.mm(columns_of(d, 0, call.T), x.view(-1, x.shape[-1]))
             gradients[1 + n + k] = _without_zeros(dw, columns)
     for gradient in found:
         gradients += [gradient] * n if n == 1 or gradient is None else gradient.unbind()

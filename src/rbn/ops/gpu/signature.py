@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -126,6 +126,22 @@ def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
         (*a.lead, T, G),
         (0,) if a.gamma_c is None else (*a.lead, T, G // 4),
     ]
+
+
+def statistics_cuts(a: Inputs) -> tuple[list[int], list[Any], int]:
+    """Of `statistics_shapes`, each as mean and var, in one piece.
+
+    The rows of each; of every part its shape, strides (none where it is empty) and where it begins,
+    at a multiple of 16 bytes; the size of all.
+    """
+    shapes = statistics_shapes(a)
+    parts, begin = [], 0
+    for shape in shapes:
+        strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)) if 0 not in shape)
+        for _ in range(2):
+            parts.append((shape, strides, begin))
+            begin += -(-math.prod(shape) // 4) * 4
+    return [shape[-2] if len(shape) > 1 else 0 for shape in shapes], parts, begin
 
 
 def stride_of(hidden: int) -> int:

@@ -84,13 +84,16 @@ class BatchNormalized(Recurrence):
         return cast(PopulationStatistics, self._modules[f"stats_{term}{suffix}"])
 
     def _check_ready(self, batch: int) -> None:
-        statistics = self._all_statistics()
-        if any(not s.uses_batch and not s.estimated for s in statistics):
-            raise RuntimeError(
-                f"{type(self).__name__} has no population statistics to evaluate with: train it, "
-                "or call rbn.update_population_stats(model, batches), before eval()"
-            )
-        if batch == 1 and self._group() is None and any(s.uses_batch for s in statistics):
+        uses_batch = False
+        for statistics in self._all_statistics():
+            if statistics.uses_batch:
+                uses_batch = True
+            elif not statistics.estimated:
+                raise RuntimeError(
+                    f"{type(self).__name__} has no population statistics to evaluate with: train "
+                    "it, or call rbn.update_population_stats(model, batches), before eval()"
+                )
+        if batch == 1 and uses_batch and self._group() is None:
             checks.single_row(type(self).__name__)
 
     def _group(self) -> ProcessGroup | None:
@@ -102,8 +105,11 @@ class BatchNormalized(Recurrence):
     def _population(self, suffix: str, start: int, steps: int) -> Statistics | None:
         """The statistics to normalize with, or None for those of the minibatch."""
         found: dict[str, Tensor] = {}
-        for term in self._normalized_terms():
-            statistics = self._statistics(term, suffix)
+        for term in self.terms:
+            statistics = self._modules.get(f"stats_{term}{suffix}")
+            if statistics is None:  # not normalized
+                continue
+            assert isinstance(statistics, PopulationStatistics)
             if statistics.uses_batch:
                 return None
             found[f"mean_{term}"], found[f"var_{term}"] = statistics.read(start, steps)

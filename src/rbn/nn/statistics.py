@@ -233,8 +233,7 @@ def update_all(updates: list[Update]) -> None:
         else:
             statistics.update(mean, var, start, reached)
     if terms:
-        with torch.no_grad():
-            average_in(terms, momentum or 0.0)
+        average_in(terms, momentum or 0.0)
 
 
 def _as(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,6 @@ from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.input_product import factors, padding
 
 _BLOCK = 1024
-_PRESENT = ("BIAS", "GAMMA_X", "GAMMA_H", "GAMMA_C", "BETA_C")
 _WIDEST = 256  # columns that a program pads
 
 
@@ -53,36 +52,48 @@ def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> N
     hs: ``[..., T + 1, B, stride]``, c_n: ``[..., B, H]`` in float32.
     """
     a, H, stride = call.a, call.H, hs.shape[-1]
-    h0 = a.h0 if a.h0.stride(-1) == 1 else a.h0.contiguous()
-    c0 = a.c0 if a.c0.stride(-1) == 1 else a.c0.contiguous()
+    h0, h_r, h_b = _with_strides(call, a.h0)
+    c0, c_r, c_b = _with_strides(call, a.c0)
     of_one = call.B * stride
     states, units = call.R * of_one, call.R * H
-    given = call.to_join() or (None,) * 5
-    present = [v is not None for v in given]
-    joined = c_n  # what is not looked at can be any
-    if any(present):
-        size = 4 * units * sum(present[:3]) + units * sum(present[3:])
-        joined = call.joined = torch.empty(size, dtype=torch.float32, device=hs.device)
     zeros = 0 if clear is None else clear.numel()
+    joined = c_n  # what is not looked at can be any
+    given = call.to_join() or (None,) * 5
     vectors = [c_n if v is None else v.contiguous() for v in given]
+    size = sum([v.numel() for v in given if v is not None])
+    if size:
+        joined = call.joined = torch.empty(size, dtype=torch.float32, device=hs.device)
+    bias, gamma_x, gamma_h, gamma_c, beta_c = given
     tensors = [h0, c0, *vectors, hs, c_n, joined, c_n if clear is None else clear]
-    flags = dict(zip(_PRESENT, present, strict=True))
     launch_kept(
         begin,
         (-(-max(states, zeros, 4 * units) // _BLOCK), 1),
         tuple([tensor.data_ptr() for tensor in tensors]),
         lambda: tensors,
-        (
-            *(states, of_one, (call.T + 1) * of_one),
-            *(*_strides(call, h0), *_strides(call, c0), zeros),
-        ),
-        {"H": H, "STRIDE": stride, "UNITS": units, **flags, "BLOCK": _BLOCK},
+        (states, of_one, (call.T + 1) * of_one, h_r, h_b, c_r, c_b, zeros),
+        {
+            "H": H,
+            "STRIDE": stride,
+            "UNITS": units,
+            "BIAS": bias is not None,
+            "GAMMA_X": gamma_x is not None,
+            "GAMMA_H": gamma_h is not None,
+            "GAMMA_C": gamma_c is not None,
+            "BETA_C": beta_c is not None,
+            "BLOCK": _BLOCK,
+        },
         (h0.dtype, c0.dtype, *[v.dtype for v in vectors], hs.dtype),
         hs,
     )
 
 
-def _strides(call: Call, state: Tensor) -> tuple[int, int]:
-    """From one recurrence to the next, and from row to row: 0 where all rows are one."""
-    of_row = 0 if call.shared(state) else state.stride(-2)
-    return state.stride(0) if call.lead else 0, of_row
+def _with_strides(call: Call, state: Tensor) -> tuple[Tensor, int, int]:
+    """A state that kernels can read, and its strides from one recurrence to the next and of rows.
+
+    Of one that all rows share, the latter is 0.
+    """
+    if not state.is_contiguous() and state.stride(-1) != 1:
+        state = state.contiguous()
+    if call.shared(state):
+        return state, state.stride(0) if call.lead else 0, 0
+    return state, state.stride(0) if call.lead else 0, state.stride(-2)

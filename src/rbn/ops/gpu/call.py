@@ -13,12 +13,11 @@ from torch import Tensor
 from rbn.ops.gpu import paths, small_lstm
 from rbn.ops.gpu.facts import BATCH, Facts, facts_of
 from rbn.ops.gpu.plan import Plan, tf32_allowed
-from rbn.ops.gpu.signature import Inputs
+from rbn.ops.gpu.signature import MOMENTS, Inputs
 from rbn.ops.gpu.stepwise import zone
 from rbn.ops.types import valid_steps
 
 VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
-MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 FAR = 32  # numbers between results and counters: no line of the cache has both
 
 
@@ -179,12 +178,11 @@ class Call:
             found["wx"] = self.address(self.flat)
         else:
             found["w"] = self.address(self.full(self.w))
-        given = self._vectors()
-        self._join()
+        if self.joined is None:
+            self._join()
         joined = self.joined
-        first = 0 if joined is None else joined.data_ptr()
-        at = first
-        for name, value in zip(VECTORS, given, strict=True):
+        at = first = 0 if joined is None else joined.data_ptr()
+        for name, value in zip(VECTORS, self._vectors(), strict=True):
             if value is None:
                 continue
             if joined is None:
@@ -197,9 +195,10 @@ class Call:
             at += 4 * size
         if self.a.lengths is not None:
             found["lengths"], found["inv_n"] = map(self.address, (self.lengths, self.inv_n))
-        for name, mask in (("mask_c", self.a.mask_c), ("mask_h", self.a.mask_h)):
-            if mask is not None:
-                found[name] = self.address(mask.contiguous())
+        if self.facts.zoned:
+            for name, mask in (("mask_c", self.a.mask_c), ("mask_h", self.a.mask_h)):
+                if mask is not None:
+                    found[name] = self.address(mask.contiguous())
         return found
 
     @functools.cached_property

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
 from rbn.ops.gpu.beginning import begin_states
-from rbn.ops.gpu.call import BATCH, MOMENTS, Call, laid_out, rows_of
+from rbn.ops.gpu.around_kernels import last_states
+from rbn.ops.gpu.call import Call, laid_out, rows_of
+from rbn.ops.gpu.facts import BATCH
 from rbn.ops.gpu.gradients import backward, gradients
 from rbn.ops.gpu.input_moments import feature_moments, input_moments
 from rbn.ops.gpu.lstm_forward import lstm_forward
@@ -23,6 +25,7 @@ from rbn.ops.gpu.paths import plan_for
 from rbn.ops.gpu.plan import power_of_two
 from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.gpu.signature import (
+    MOMENTS,
     Inputs,
     Outputs,
     steps_of,
@@ -33,6 +36,8 @@ from rbn.ops.types import valid_steps
 __all__ = ["backward", "forward", "forward_of_one_feature", "gradients", "plan_for", "run"]
 
 log = logging.getLogger("rbn.ops.gpu")
+
+_BLOCK = 1024  # numbers that a program of `last_states` takes
 
 
 def forward(given: Inputs, apart: bool = False) -> Outputs:
@@ -129,17 +134,32 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
 
     # The kernel runs; all else can wait.
     output = steps_of(hs, H)
+    last = _last_states(call, output, c_n) if a.lengths is None else _last_states(call, h_n, c_n)
     if stride != H:
         output = output.contiguous()
-    last = output.select(-3, -1).clone() if a.lengths is None else _as(h_n, dtype)
-    c_n = _as(c_n, dtype)
     hidden = hs if a.save and stride == H and not apart else None
     saved = (wh, cs if a.save else None, hidden)
-    return Outputs._make((output, last, c_n, *new.parts(), *saved)), inputs
+    return Outputs._make((output, *last, *new.parts(), *saved)), inputs
 
 
-def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value if value.dtype == dtype else value.to(dtype)
+def _last_states(call: Call, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """h_n and c_n in the output's type, from h ``[..., T, B, H]`` or ``[..., B, H]`` and c."""
+    wx, H, of_one, strides = call.flat, call.H, call.B * call.H, h.stride()
+    h_n = torch.empty((*call.lead, call.B, H), dtype=wx.dtype, device=wx.device)
+    c_n = torch.empty_like(h_n)
+    tensors = (h, c, h_n, c_n)
+    begin = 0 if h.dim() == c.dim() else (call.T - 1) * strides[-3]
+    launch_kept(
+        last_states,
+        (-(-call.R * of_one // _BLOCK), 1),
+        tuple([tensor.data_ptr() for tensor in tensors]),
+        lambda: tensors,
+        (begin, strides[0] if call.lead else 0, call.R * of_one, of_one),
+        {"H": H, "STRIDE": strides[-2], "BLOCK": _BLOCK},
+        (h.dtype, wx.dtype),
+        wx,
+    )
+    return h_n, c_n
 
 
 class _Moments:
@@ -151,34 +171,31 @@ class _Moments:
     """
 
     def __init__(self, call: Call, apart: bool) -> None:
-        self.rows, self._cuts, size = call.facts.moments
+        self._cuts = cuts = call.facts.moments
+        self.rows = cuts.rows
         self._parts: list[Tensor | None] = []
         self.at: dict[str, int] = {}
-        if size == 0:
+        if cuts.size == 0:
             self._parts = [None] * len(MOMENTS)
             return
         full, device = torch.float32, call.flat.device
         if apart:
             self._parts = [
-                torch.empty(shape, dtype=full, device=device) if strides else None
-                for shape, strides, _ in self._cuts
+                torch.empty(cut[0], dtype=full, device=device) if cut else None
+                for cut in cuts.parts
             ]
             parts = zip(MOMENTS, self._parts, strict=True)
             self.at = {name: part.data_ptr() for name, part in parts if part is not None}
         else:
-            self._whole = torch.empty(size, dtype=full, device=device)
+            self._whole = torch.empty(cuts.size, dtype=full, device=device)
             first = self._whole.data_ptr()
-            cuts = zip(MOMENTS, self._cuts, strict=True)
-            self.at = {name: first + 4 * begin for name, (_, strides, begin) in cuts if strides}
+            self.at = {name: first + begin for name, begin in cuts.at}
 
     def parts(self) -> list[Tensor | None]:
         """Mean and var of the terms x, h and c; None for absent ones."""
         if not self._parts:
             cut = self._whole.as_strided
-            self._parts = [
-                cut(shape, strides, begin) if strides else None
-                for shape, strides, begin in self._cuts
-            ]
+            self._parts = [cut(*where) if where else None for where in self._cuts.parts]
         return self._parts
 
     def of_input(self) -> tuple[Tensor, Tensor]:

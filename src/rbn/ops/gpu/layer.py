@@ -108,6 +108,8 @@ def _run(op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]) ->
         found = (*found[0].unbind(), *found[1:])
     if op == "lstm":
         return found
+    if n == 1:
+        return (*found, Statistics._make(given.moments))
     moments = _parted(given.moments, n)
     return (*found, *(Statistics._make(moments[k::n]) for k in range(n)))
 

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 
+MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
+
+
 class Inputs(NamedTuple):
     """The arguments of the operator, in its order, all with a leading dimension R or all without.
 
@@ -128,20 +131,28 @@ def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
     ]
 
 
-def statistics_cuts(a: Inputs) -> tuple[list[int], list[Any], int]:
-    """Of `statistics_shapes`, each as mean and var, in one piece.
+class Cuts(NamedTuple):
+    """Means and variances of the terms x, h and c in one piece."""
 
-    The rows of each; of every part its shape, strides (none where it is empty) and where it begins,
-    at a multiple of 16 bytes; the size of all.
-    """
+    rows: list[int]  # of each term
+    parts: list[Any]  # shape, strides and beginning of each, None for absent ones
+    at: list[tuple[str, int]]  # the names of those that there are, and the bytes before them
+    size: int
+
+
+def statistics_cuts(a: Inputs) -> Cuts:
+    """How statistics lie in one piece; each begins at a multiple of 16 bytes."""
     shapes = statistics_shapes(a)
-    parts, begin = [], 0
+    parts: list[Any] = []
+    begin = 0
     for shape in shapes:
-        strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)) if 0 not in shape)
+        strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
         for _ in range(2):
-            parts.append((shape, strides, begin))
+            parts.append(None if 0 in shape else (shape, strides, begin))
             begin += -(-math.prod(shape) // 4) * 4
-    return [shape[-2] if len(shape) > 1 else 0 for shape in shapes], parts, begin
+    rows = [shape[-2] if len(shape) > 1 else 0 for shape in shapes]
+    at = [(name, 4 * cut[2]) for name, cut in zip(MOMENTS, parts, strict=True) if cut]
+    return Cuts(rows, parts, at, begin)
 
 
 def stride_of(hidden: int) -> int:
@@ -171,5 +182,6 @@ def beyond_products(a: Inputs) -> int:
 
 def steps_of(room: Tensor, hidden: int) -> Tensor:
     """The states after each step ``[..., T, B, H]`` in a room ``[..., T + 1, B, stride]``."""
-    steps = room.narrow(-3, 1, room.shape[-3] - 1)
-    return steps if room.shape[-1] == hidden else steps.narrow(-1, 0, hidden)
+    *lead, steps, batch, stride = room.shape
+    begin = room.storage_offset() + batch * stride
+    return room.as_strided((*lead, steps - 1, batch, hidden), room.stride(), begin)

@@ -130,9 +130,9 @@ class BatchNormalized(Recurrence):
         if lengths is not None and self._group() is None:  # together there are no steps in vain
             reached = torch.arange(steps, device=lengths.device) < lengths.max()
         updates: list[Update] = []
-        for term in self.terms:
-            mean, var = getattr(batch, f"mean_{term}"), getattr(batch, f"var_{term}")
-            if mean is None:  # not normalized, or not with the minibatch's
+        # In the order of the terms; there may be fewer of them.
+        for term, mean, var in zip(self.terms, batch[0::2], batch[1::2], strict=False):
+            if mean is None or var is None:  # not normalized, or not with the minibatch's
                 continue
             statistics = self._statistics(term, suffix)
             if not statistics.records:

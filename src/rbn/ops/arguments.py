@@ -14,12 +14,7 @@ from rbn.ops.types import Statistics
 
 def needs_grad(weights: tuple[Tensor | None, ...]) -> bool:
     """Whether the forward pass must keep what the backward pass needs."""
-    if not torch.is_grad_enabled():
-        return False
-    for weight in weights:  # quicker than `any`, and the first of them usually does
-        if weight is not None and weight.requires_grad:
-            return True
-    return False
+    return torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in weights)
 
 
 def zoneout_arguments(

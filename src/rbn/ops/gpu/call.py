@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -268,7 +267,11 @@ def has_product(device: torch.device, dtype: torch.dtype) -> bool:
 
 def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
     """The address of each of some parts, from their bytes, one after another from `begin` on."""
-    return dict(zip(sizes, itertools.accumulate(sizes.values(), initial=begin), strict=False))
+    found = {}
+    for name, size in sizes.items():
+        found[name] = begin
+        begin += size
+    return found
 
 
 def rows_of(moments: Sequence[Tensor | None]) -> list[int]:

@@ -275,8 +275,7 @@ def _run(
     # Clusters that do not meet need not run at the same time.
     if blocks * (call.R if kernel.together else 1) > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
-    pointers = [at.get(name, 0) for name in structure.pointers]
-    packed = structure.packed(*pointers, call.T, call.B, *rows, call.a.eps, *more)
+    packed = structure.packed(at, call.T, call.B, *rows, call.a.eps, *more)
     kernel.launch((blocks, call.R), packed)
 
 

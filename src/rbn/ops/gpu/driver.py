@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import operator
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -239,11 +240,16 @@ _LETTERS = {ctypes.c_void_p: "P", ctypes.c_int: "i", ctypes.c_float: "f"}
 def structure(name: str, fields: list[tuple[str, Any]]) -> Any:
     """A C struct of the given members; its `pointers` are the names of those it begins with.
 
-    Its `packed` makes the bytes of one from all values in their order, several times as fast as
-    an object of it is made.
+    Its `packed` makes the bytes of one from the addresses by name, 0 for absent ones, and all other
+    values in their order, several times as fast as an object of it is made.
     """
     leading = itertools.takewhile(lambda field: field[1] is ctypes.c_void_p, fields)
     pointers = tuple(member for member, _ in leading)
-    packed = struct.Struct("".join(_LETTERS[kind] for _, kind in fields) + "0P").pack
+    pack = struct.Struct("".join(_LETTERS[kind] for _, kind in fields) + "0P").pack
+    absent, in_order = dict.fromkeys(pointers, 0), operator.itemgetter(*pointers)
+
+    def packed(at: dict[str, int], *values: float) -> bytes:
+        return pack(*in_order(absent | at), *values)
+
     members = {"_fields_": fields, "pointers": pointers, "packed": staticmethod(packed)}
     return type(name, (ctypes.Structure,), members)

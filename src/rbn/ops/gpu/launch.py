@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
-from rbn.ops.gpu.beginning import begin_states
 from rbn.ops.gpu.around_kernels import last_states
+from rbn.ops.gpu.beginning import begin_states
 from rbn.ops.gpu.call import Call, laid_out, rows_of
 from rbn.ops.gpu.facts import BATCH
 from rbn.ops.gpu.gradients import backward, gradients
@@ -126,7 +126,7 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     if call.w is not None:
         inputs = _inputs_of_one_feature(call, new, at["w"])
         at |= call.inputs_at(inputs)
-    elif a.sequence:
+    elif facts.sequence:
         _sequence_moments(call.wx, call.lengths if a.lengths is not None else None, *new.of_input())
     elif call.x == BATCH:
         _input_moments(call, new)

@@ -197,6 +197,8 @@ class _Node(torch.autograd.Function):
                 found = _gradients(ctx, saved, grads, consume=False)
             return tuple(undifferentiable("gpu_lstm", found, (*saved, *grads)))
         consume = not graph_is_kept()
+        if not torch.is_autocast_enabled(device):
+            return tuple(_gradients(ctx, saved, grads, consume))
         with without_autocast(device):  # where backward() is called under it
             return tuple(_gradients(ctx, saved, grads, consume))
 

@@ -35,7 +35,7 @@ def raised_variances(
         before, after = steps_alike(seen, wx, var_x, var_h, var_c, eps)
         return raised(var_h, before, eps), None if var_c is None else raised(var_c, after, eps)
     different = [None if s is None or s.stride(-2) == 0 else s.contiguous() for s in states]
-    h0, c0 = (var_h if state is None else state for state in different)
+    h0, c0 = [var_h if state is None else state for state in different]
     look = [state is not None for state in different]
     new_h, new_c = torch.empty_like(var_h), None if var_c is None else torch.empty_like(var_c)
     cell = (var_h, new_h) if var_c is None or new_c is None else (var_c, new_c)
@@ -43,7 +43,7 @@ def raised_variances(
     launch_kept(
         raise_variances,
         (min(_PROGRAMS, -(-T * G // _BLOCK)), var_h.numel() // (T * G)),
-        tuple(tensor.data_ptr() for tensor in tensors),
+        tuple([tensor.data_ptr() for tensor in tensors]),
         lambda: tensors,
         (T, B, G // 4, CONSTANT * eps, 2 * CONSTANT * eps),
         {"LOOK_H": look[0], "LOOK_C": look[1], "CELL": var_c is not None, "BLOCK": _BLOCK},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,10 +129,7 @@ def launch_kept(
     key = (id(kernel), grid, numbers, *flags.values(), *types, like.device)
     kept = _KEPT.get(key)
     # For others, and only those, the kernel is compiled differently.
-    together = 0
-    for at in addresses:
-        together |= at
-    aligned = together % 16 == 0
+    aligned = functools.reduce(operator.or_, addresses) % 16 == 0
     with device_of(like):
         if kept is not None and aligned:
             kept[0](addresses)

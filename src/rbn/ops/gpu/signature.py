@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-
 MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 
 

@@ -139,10 +139,13 @@ def run_from_inputs(
     if torch.compiler.is_compiling() or select(op, x) is not getattr(_gpu, op, None):
         return None
     device = x.device.type
+    found: list[tuple[Any, ...]] | None
     if not torch.is_autocast_enabled(device):
-        return _gpu.from_inputs(op, calls, weights)
-    with without_autocast(device):
-        return _gpu.from_inputs(op, calls, weights)
+        found = _gpu.from_inputs(op, calls, weights)
+    else:
+        with without_autocast(device):
+            found = _gpu.from_inputs(op, calls, weights)
+    return found
 
 
 def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> None:

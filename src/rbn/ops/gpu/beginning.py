@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rbn.ops.gpu.around_kernels import begin, pad_rows
 from rbn.ops.gpu.call import Call
 from rbn.ops.gpu.plan import power_of_two
-from rbn.ops.gpu.repeated import launch_kept
+from rbn.ops.gpu.repeated import launch_kept, launch_known
 from rbn.ops.input_product import factors, padding
 
 _BLOCK = 1024
+_PRESENT = ("BIAS", "GAMMA_X", "GAMMA_H", "GAMMA_C", "BETA_C")
 _WIDEST = 256  # columns that a program pads
 
 
@@ -54,8 +57,6 @@ def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> N
     a, H, stride = call.a, call.H, hs.shape[-1]
     h0, h_r, h_b = _with_strides(call, a.h0)
     c0, c_r, c_b = _with_strides(call, a.c0)
-    of_one = call.B * stride
-    states, units = call.R * of_one, call.R * H
     zeros = 0 if clear is None else clear.numel()
     joined = c_n  # what is not looked at can be any
     given = call.to_join() or (None,) * 5
@@ -63,28 +64,24 @@ def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> N
     size = sum([v.numel() for v in given if v is not None])
     if size:
         joined = call.joined = torch.empty(size, dtype=torch.float32, device=hs.device)
-    bias, gamma_x, gamma_h, gamma_c, beta_c = given
     tensors = [h0, c0, *vectors, hs, c_n, joined, c_n if clear is None else clear]
-    launch_kept(
-        begin,
-        (-(-max(states, zeros, 4 * units) // _BLOCK), 1),
-        tuple([tensor.data_ptr() for tensor in tensors]),
-        lambda: tensors,
-        (states, of_one, (call.T + 1) * of_one, h_r, h_b, c_r, c_b, zeros),
-        {
-            "H": H,
-            "STRIDE": stride,
-            "UNITS": units,
-            "BIAS": bias is not None,
-            "GAMMA_X": gamma_x is not None,
-            "GAMMA_H": gamma_h is not None,
-            "GAMMA_C": gamma_c is not None,
-            "BETA_C": beta_c is not None,
-            "BLOCK": _BLOCK,
-        },
-        (h0.dtype, c0.dtype, *[v.dtype for v in vectors], hs.dtype),
-        hs,
-    )
+    strides = (h_r, h_b, c_r, c_b)
+
+    def ask() -> Any:
+        of_one, units = call.B * stride, call.R * H
+        states, present = call.R * of_one, [v is not None for v in given]
+        return (
+            (-(-max(states, zeros, 4 * units) // _BLOCK), 1),
+            tensors,
+            (states, of_one, (call.T + 1) * of_one, *strides, zeros),
+            {"H": H, "STRIDE": stride, "UNITS": units}
+            | dict(zip(_PRESENT, present, strict=True))
+            | {"BLOCK": _BLOCK},
+        )
+
+    types = (h0.dtype, c0.dtype, *[v.dtype for v in vectors])  # which say, too, what there is
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    launch_known(begin, (call.facts, strides, types), addresses, ask, hs)
 
 
 def _with_strides(call: Call, state: Tensor) -> tuple[Tensor, int, int]:

@@ -42,9 +42,12 @@ _HERE = contextlib.nullcontext()
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """`torch.cuda.device_of`, at less cost where the device is the current one already."""
-    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device_of(tensor)
+    return _HERE if on_current_device(tensor) else torch.cuda.device_of(tensor)
+
+
+def on_current_device(tensor: Tensor) -> bool:
+    """Whether a tensor is on the current device, or on none."""
+    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
 @functools.lru_cache(maxsize=1)

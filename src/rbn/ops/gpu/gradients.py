@@ -17,7 +17,7 @@ from rbn.ops.gpu.call import FAR, Call, aligned, laid_out, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.plan import power_of_two, tf32_allowed
 from rbn.ops.gpu.raised import raised_variances
-from rbn.ops.gpu.repeated import launch_kept
+from rbn.ops.gpu.repeated import launch_known
 from rbn.ops.gpu.signature import Grads, Inputs, Outputs
 from rbn.ops.types import valid_steps
 
@@ -97,21 +97,23 @@ class _Sums:
         count, units = self.whole.numel(), call.R * call.H
         out = torch.empty(count + 2 * units, dtype=next(iter(types)), device=dc.device)
         tensors = (self.whole, dh0, dc if dh is None else dh, dc, out)
-        launch_kept(
-            finish,
-            (max(-(-count // _BLOCK), -(-units // _UNITS)), 1),
-            tuple([tensor.data_ptr() for tensor in tensors]),
-            lambda: tensors,
-            (count, units, call.B, call.H),
-            {
-                "MORE": dh is not None,
-                "ROWS": min(128, power_of_two(call.B)),
-                "UNITS": _UNITS,
-                "BLOCK": _BLOCK,
-            },
-            (dh0.dtype, out.dtype),
-            out,
-        )
+
+        def ask() -> Any:
+            return (
+                (max(-(-count // _BLOCK), -(-units // _UNITS)), 1),
+                tensors,
+                (count, units, call.B, call.H),
+                {
+                    "MORE": dh is not None,
+                    "ROWS": min(128, power_of_two(call.B)),
+                    "UNITS": _UNITS,
+                    "BLOCK": _BLOCK,
+                },
+            )
+
+        known = (count, units, call.B, call.H, dh is None, dh0.dtype, out.dtype)
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        launch_known(finish, known, addresses, ask, out)
         *parts, of_h, of_c = out.split_with_sizes([*self.sizes, units, units])
         states = (of_h, of_c) if not call.lead else (of_h.view(a.h0.shape), of_c.view(a.c0.shape))
         return [*self._fitted(call, parts), *states]

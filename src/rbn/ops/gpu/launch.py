@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from rbn.ops.gpu.input_moments import feature_moments, input_moments
 from rbn.ops.gpu.lstm_forward import lstm_forward
 from rbn.ops.gpu.paths import plan_for
 from rbn.ops.gpu.plan import power_of_two
-from rbn.ops.gpu.repeated import launch_kept
+from rbn.ops.gpu.repeated import launch_kept, launch_known
 from rbn.ops.gpu.signature import (
     MOMENTS,
     Inputs,
@@ -144,21 +145,23 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
 
 def _last_states(call: Call, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     """h_n and c_n in the output's type, from h ``[..., T, B, H]`` or ``[..., B, H]`` and c."""
-    wx, H, of_one, strides = call.flat, call.H, call.B * call.H, h.stride()
+    wx, H = call.flat, call.H
     h_n = torch.empty((*call.lead, call.B, H), dtype=wx.dtype, device=wx.device)
     c_n = torch.empty_like(h_n)
     tensors = (h, c, h_n, c_n)
-    begin = 0 if h.dim() == c.dim() else (call.T - 1) * strides[-3]
-    launch_kept(
-        last_states,
-        (-(-call.R * of_one // _BLOCK), 1),
-        tuple([tensor.data_ptr() for tensor in tensors]),
-        lambda: tensors,
-        (begin, strides[0] if call.lead else 0, call.R * of_one, of_one),
-        {"H": H, "STRIDE": strides[-2], "BLOCK": _BLOCK},
-        (h.dtype, wx.dtype),
-        wx,
-    )
+
+    def ask() -> Any:
+        strides, size = h.stride(), h_n.numel()
+        begin = 0 if h.dim() == c.dim() else (call.T - 1) * strides[-3]
+        return (
+            (-(-size // _BLOCK), 1),
+            tensors,
+            (begin, strides[0] if call.lead else 0, size, call.B * H),
+            {"H": H, "STRIDE": strides[-2], "BLOCK": _BLOCK},
+        )
+
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    launch_known(last_states, (call.facts,), addresses, ask, wx)
     return h_n, c_n
 
 
@@ -326,26 +329,26 @@ def _outputs(
 
 def _input_moments(call: Call, new: _Moments) -> None:
     """Mean and var of the input term of every step, into the first two of `new`."""
-    a, T, B = call.a, call.T, call.B
-    columns = 128  # of a program: 64 take a fifth longer at 128 rows, and so do 256
-    padded = a.lengths is not None and not a.include
-    flags = {
-        "F": 4 * call.H,
-        "ROWS": min(128, max(16, power_of_two(B))),
-        "COLUMNS": columns,
-        "LENGTHS": padded,
-    }
-    lengths = call.lengths if padded else call.flat  # not looked at
-    launch_kept(
-        input_moments,
-        (call.R * T, -(-4 * call.H // columns)),
-        (call.flat.data_ptr(), new.at["mean_x"], new.at["var_x"], lengths.data_ptr()),
-        lambda: [call.flat, *new.of_input(), lengths],
-        (T, B),
-        flags,
-        (call.flat.dtype,),
-        call.flat,
-    )
+    wx = call.flat
+    padded = call.a.lengths is not None and not call.a.include
+    lengths = call.lengths if padded else wx  # not looked at
+
+    def ask() -> Any:
+        columns = 128  # of a program: 64 take a fifth longer at 128 rows, and so do 256
+        return (
+            (call.R * call.T, -(-4 * call.H // columns)),
+            [wx, *new.of_input(), lengths],
+            (call.T, call.B),
+            {
+                "F": 4 * call.H,
+                "ROWS": min(128, max(16, power_of_two(call.B))),
+                "COLUMNS": columns,
+                "LENGTHS": padded,
+            },
+        )
+
+    addresses = (wx.data_ptr(), new.at["mean_x"], new.at["var_x"], lengths.data_ptr())
+    launch_known(input_moments, (call.facts,), addresses, ask, wx)
 
 
 def _inputs_of_one_feature(call: Call, new: _Moments, w: int) -> Tensor:

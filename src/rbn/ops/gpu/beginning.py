@@ -11,6 +11,7 @@ from rbn.ops.gpu.around_kernels import begin, pad_rows
 from rbn.ops.gpu.call import Call
 from rbn.ops.gpu.plan import power_of_two
 from rbn.ops.gpu.repeated import launch_kept, launch_known
+from rbn.ops.gpu.room import Room
 from rbn.ops.input_product import factors, padding
 
 _BLOCK = 1024
@@ -49,39 +50,39 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return rows, cut((m, width), (width, 1), n * width)
 
 
-def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> None:
-    """h0 and c0 into their rooms, `Call.joined` made if it is needed, `clear` (int32) zeroed.
+def begin_states(call: Call, hs: Tensor, room: Room) -> None:
+    """h0 and c0 into their rooms, `Call.joined` made if it is needed, what is to be zeroed is.
 
-    hs: ``[..., T + 1, B, stride]``, c_n: ``[..., B, H]`` in float32.
+    hs: ``[..., T + 1, B, stride]``.
     """
-    a, H, stride = call.a, call.H, hs.shape[-1]
-    h0, h_r, h_b = _with_strides(call, a.h0)
-    c0, c_r, c_b = _with_strides(call, a.c0)
-    zeros = 0 if clear is None else clear.numel()
-    joined = c_n  # what is not looked at can be any
+    h0, h_r, h_b = _with_strides(call, call.a.h0)
+    c0, c_r, c_b = _with_strides(call, call.a.c0)
+    joined = hs  # what is not looked at can be any
     given = call.to_join() or (None,) * 5
-    vectors = [c_n if v is None else v.contiguous() for v in given]
+    vectors = [hs if v is None else v.contiguous() for v in given]
     size = sum([v.numel() for v in given if v is not None])
     if size:
         joined = call.joined = torch.empty(size, dtype=torch.float32, device=hs.device)
-    tensors = [h0, c0, *vectors, hs, c_n, joined, c_n if clear is None else clear]
-    strides = (h_r, h_b, c_r, c_b)
+    tensors, strides = [h0, c0, *vectors, hs], (h_r, h_b, c_r, c_b)
 
     def ask() -> Any:
-        of_one, units = call.B * stride, call.R * H
-        states, present = call.R * of_one, [v is not None for v in given]
+        stride, cell, clear = hs.shape[-1], room.cell(), room.clear()
+        of_one, units, zeros = call.B * stride, call.R * call.H, clear.numel()
+        present = [v is not None for v in given]
         return (
-            (-(-max(states, zeros, 4 * units) // _BLOCK), 1),
-            tensors,
-            (states, of_one, (call.T + 1) * of_one, *strides, zeros),
-            {"H": H, "STRIDE": stride, "UNITS": units}
+            (-(-max(call.R * of_one, zeros, 4 * units) // _BLOCK), 1),
+            [*tensors, cell, joined, clear if zeros else cell],
+            (call.R * of_one, of_one, (call.T + 1) * of_one, *strides, zeros),
+            {"H": call.H, "STRIDE": stride, "UNITS": units}
             | dict(zip(_PRESENT, present, strict=True))
             | {"BLOCK": _BLOCK},
         )
 
-    types = (h0.dtype, c0.dtype, *[v.dtype for v in vectors])  # which say, too, what there is
-    addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    launch_known(begin, (call.facts, strides, types), addresses, ask, hs)
+    kinds = [None if v is None else v.dtype for v in given]
+    known = (call.facts, h0.dtype, c0.dtype, *kinds, *strides)
+    at = [tensor.data_ptr() for tensor in tensors]
+    addresses = (*at, room.at["c_n"], joined.data_ptr(), room.at["clear"])
+    launch_known(begin, known, addresses, ask, hs)
 
 
 def _with_strides(call: Call, state: Tensor) -> tuple[Tensor, int, int]:

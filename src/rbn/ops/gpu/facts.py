@@ -23,7 +23,7 @@ class Facts:
         x: which statistics the kernels normalize the input term with.
         flags: the same of all terms, for Triton's kernels.
         zoned, sequence: as in `Inputs`.
-        moments: see `statistics_cuts`.
+        moments: how they lie in one piece, behind `cell` and `clear`; see `statistics_cuts`.
         saved: see `saved_sizes`.
 
     For the kernels in CUDA C++ also, by direction where they differ in it:
@@ -32,6 +32,8 @@ class Facts:
         stride: numbers from one row of h to the next.
         looks: whether what the blocks exchange must begin EMPTY.
         zeroed: see `cuda_lstm.zeroed`.
+        cell, clear: numbers that the last cells take, and those that are zeroed, of the forward
+            pass; multiples of 4, and 0 for other kernels.
         defines: what they are compiled with, by whether the output has a gradient.
     """
 
@@ -51,13 +53,14 @@ class Facts:
             "NORM": term if normalized else NONE,
             "CELL": term if normalized and a.gamma_c is not None else NONE,
         }
-        self.moments = statistics_cuts(a)
         self.saved = saved_sizes(a.wx.shape, a.save)
+        self.cell = self.clear = 0
         if self.in_cuda:
             self._add_cuda(a, w)
+        self.moments = statistics_cuts(a, self.cell + self.clear)
 
     def _add_cuda(self, a: Inputs, w: Tensor | None) -> None:
-        R, H = self.sizes[1], self.sizes[4]
+        _, R, _, B, H = self.sizes
         self.family = family = cuda_lstm.family(a.wx, self.zoned)
         # Rows that kernels read begin at 16 bytes.
         self.stride = H if family == SMALL else stride_of(H)
@@ -65,6 +68,8 @@ class Facts:
         self.cuts = {d: cuda_lstm.cut_of(d, a.wx, family) for d in both}
         self.looks = {d: cuda_lstm.meeting(cut)[1] for d, cut in self.cuts.items()}
         self.zeroed = {d: cuda_lstm.zeroed(cut, R) for d, cut in self.cuts.items()}
+        self.cell = -(-R * B * H // 4) * 4
+        self.clear = sum(self.zeroed["forward"].values()) // 4
         self.defines = {
             doutput: cuda_lstm.defines(a, self.flags, H, w is not None, doutput)
             for doutput in (False, True)

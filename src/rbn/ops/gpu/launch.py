@@ -25,13 +25,8 @@ from rbn.ops.gpu.lstm_forward import lstm_forward
 from rbn.ops.gpu.paths import plan_for
 from rbn.ops.gpu.plan import power_of_two
 from rbn.ops.gpu.repeated import launch_kept, launch_known
-from rbn.ops.gpu.signature import (
-    MOMENTS,
-    Inputs,
-    Outputs,
-    steps_of,
-    stride_of,
-)
+from rbn.ops.gpu.room import Room
+from rbn.ops.gpu.signature import MOMENTS, Inputs, Outputs, steps_of, stride_of
 from rbn.ops.types import valid_steps
 
 __all__ = ["backward", "forward", "forward_of_one_feature", "gradients", "plan_for", "run"]
@@ -96,33 +91,26 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     dtype, device, full = wx.dtype, wx.device, torch.float32
     stride = facts.stride
     hs = _room_for_states(call, stride, facts.looks["forward"])
-    # The first cells make room for the last: each is read and written by one thread.
-    c_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
-    zeroed = facts.zeroed["forward"]
-    clear: Tensor | None = None
-    if zeroed:
-        clear = torch.empty(sum(zeroed.values()) // 4, dtype=torch.int32, device=device)
-    begin_states(call, hs, c_n, clear)
+    new = Room(call, apart)
+    begin_states(call, hs, new)
     cells, products, beyond = facts.saved
     cs = torch.empty(cells, dtype=full, device=device)
     wh = torch.empty(products + beyond, dtype=dtype, device=device)
     weight = a.weight_hh if a.weight_hh.dtype == dtype else a.weight_hh.to(dtype)
     at = call.addresses(weight.contiguous())
+    at |= new.at
     at["hs"], at["cs"], at["wh"] = hs.data_ptr(), cs.data_ptr(), wh.data_ptr()
-    at["c_n"] = at["c0"] = c_n.data_ptr()
-    if clear is not None:
-        at |= laid_out(zeroed, clear.data_ptr())
+    at["c0"] = at["c_n"]  # each cell is read and written by one thread
+    if facts.clear:
+        at |= laid_out(facts.zeroed["forward"], at["clear"])
     if a.lengths is not None:
-        h_n = torch.empty_like(c_n)
+        h_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
         at["h_n"] = h_n.data_ptr()
-    new = _Moments(call, apart)
+    rows = new.rows
     if a.population:
         moments = [call.full(p) for p in a.population]
         at |= call.moments_at(moments)
         rows = rows_of(moments)
-    else:
-        at |= new.at
-        rows = new.rows
     inputs: Tensor | None = None
     if call.w is not None:
         inputs = _inputs_of_one_feature(call, new, at["w"])
@@ -135,78 +123,33 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
 
     # The kernel runs; all else can wait.
     output = steps_of(hs, H)
-    last = _last_states(call, output, c_n) if a.lengths is None else _last_states(call, h_n, c_n)
+    last = _last_states(call, output if a.lengths is None else h_n, new)
     if stride != H:
         output = output.contiguous()
     hidden = hs if a.save and stride == H and not apart else None
     saved = (wh, cs if a.save else None, hidden)
-    return Outputs._make((output, *last, *new.parts(), *saved)), inputs
+    return Outputs._make((output, *last, *new.moments(), *saved)), inputs
 
 
-def _last_states(call: Call, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """h_n and c_n in the output's type, from h ``[..., T, B, H]`` or ``[..., B, H]`` and c."""
+def _last_states(call: Call, h: Tensor, new: Room) -> tuple[Tensor, Tensor]:
+    """h_n and c_n in the output's type, from h ``[..., T, B, H]`` or ``[..., B, H]`` and a room."""
     wx, H = call.flat, call.H
     h_n = torch.empty((*call.lead, call.B, H), dtype=wx.dtype, device=wx.device)
     c_n = torch.empty_like(h_n)
-    tensors = (h, c, h_n, c_n)
 
     def ask() -> Any:
         strides, size = h.stride(), h_n.numel()
-        begin = 0 if h.dim() == c.dim() else (call.T - 1) * strides[-3]
+        begin = 0 if h.dim() == h_n.dim() else (call.T - 1) * strides[-3]
         return (
             (-(-size // _BLOCK), 1),
-            tensors,
+            (h, new.cell(), h_n, c_n),
             (begin, strides[0] if call.lead else 0, size, call.B * H),
             {"H": H, "STRIDE": strides[-2], "BLOCK": _BLOCK},
         )
 
-    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    addresses = (h.data_ptr(), new.at["c_n"], h_n.data_ptr(), c_n.data_ptr())
     launch_known(last_states, (call.facts,), addresses, ask, wx)
     return h_n, c_n
-
-
-class _Moments:
-    """Room for the minibatch's statistics, in one piece that is cut up when there is time.
-
-    Attributes:
-        at: the address of each, by the names of `MOMENTS`.
-        rows: those of the terms x, h and c.
-    """
-
-    def __init__(self, call: Call, apart: bool) -> None:
-        self._cuts = cuts = call.facts.moments
-        self.rows = cuts.rows
-        self._parts: list[Tensor | None] = []
-        self.at: dict[str, int] = {}
-        if cuts.size == 0:
-            self._parts = [None] * len(MOMENTS)
-            return
-        full, device = torch.float32, call.flat.device
-        if apart:
-            self._parts = [
-                torch.empty(cut[0], dtype=full, device=device) if cut else None
-                for cut in cuts.parts
-            ]
-            parts = zip(MOMENTS, self._parts, strict=True)
-            self.at = {name: part.data_ptr() for name, part in parts if part is not None}
-        else:
-            self._whole = torch.empty(cuts.size, dtype=full, device=device)
-            first = self._whole.data_ptr()
-            self.at = {name: first + begin for name, begin in cuts.at}
-
-    def parts(self) -> list[Tensor | None]:
-        """Mean and var of the terms x, h and c; None for absent ones."""
-        if not self._parts:
-            cut = self._whole.as_strided
-            self._parts = [cut(*where) if where else None for where in self._cuts.parts]
-        return self._parts
-
-    def of_input(self) -> tuple[Tensor, Tensor]:
-        """Those of the input term, which there is."""
-        mean, var = self.parts()[:2]
-        assert mean is not None
-        assert var is not None
-        return mean, var
 
 
 def _in_triton(call: Call, apart: bool) -> Outputs:
@@ -220,11 +163,11 @@ def _in_triton(call: Call, apart: bool) -> Outputs:
     cs = torch.empty(cells, dtype=torch.float32, device=device)
     wh = wx.new_empty(products + beyond)
     h_n = torch.empty(*call.lead, B, H, dtype=torch.float32, device=device)
-    new = _Moments(call, apart=True)
+    new = Room(call, apart=True)
     if a.sequence:
         _sequence_moments(wx, call.lengths if a.lengths is not None else None, *new.of_input())
     moments = [call.full(p) for p in a.population] or [
-        call.empty.narrow(0, 0, 0) if m is None else m for m in new.parts()
+        call.empty.narrow(0, 0, 0) if m is None else m for m in new.moments()
     ]
     natural = cs.narrow(0, 0, R * (T + 1 if a.save else 1) * B * H).view(*call.lead, -1, B, H)
     natural.select(-3, 0).copy_(_broadcast(call, a.c0))
@@ -232,7 +175,7 @@ def _in_triton(call: Call, apart: bool) -> Outputs:
         if call.x == BATCH:
             _input_moments(call, new)
         lstm_steps.forward(call, moments, hs, natural, wh, h_n)
-        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts(), apart)
+        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.moments(), apart)
     barrier = torch.zeros(R, dtype=torch.int32, device=device)
     plan, weight = call.plan, a.weight_hh.to(dtype).contiguous()
     flags = {"HS": stride, "K": plan.k_forward, "SAVE": a.save}
@@ -264,7 +207,7 @@ def _in_triton(call: Call, apart: bool) -> Outputs:
         ]
         call.launch(lstm_forward, arguments, flags, plan.warps_forward, plan.stages_forward)
 
-    return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts(), apart)
+    return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.moments(), apart)
 
 
 def _room_for_states(call: Call, stride: int, empty: bool = False) -> Tensor:
@@ -327,7 +270,7 @@ def _outputs(
     return Outputs._make([output, last, c_n.to(dtype, copy=True), *new, *saved])
 
 
-def _input_moments(call: Call, new: _Moments) -> None:
+def _input_moments(call: Call, new: Room) -> None:
     """Mean and var of the input term of every step, into the first two of `new`."""
     wx = call.flat
     padded = call.a.lengths is not None and not call.a.include
@@ -351,7 +294,7 @@ def _input_moments(call: Call, new: _Moments) -> None:
     launch_known(input_moments, (call.facts,), addresses, ask, wx)
 
 
-def _inputs_of_one_feature(call: Call, new: _Moments, w: int) -> Tensor:
+def _inputs_of_one_feature(call: Call, new: Room, w: int) -> Tensor:
     """Inputs as the kernels take them, with their variances behind.
 
     The minibatch's statistics of the input term go into the first two of `new`. w: the address of
@@ -394,7 +337,7 @@ def _inputs_of_one_feature(call: Call, new: _Moments, w: int) -> Tensor:
     return room
 
 
-def _sequence_centered(call: Call, var: Tensor, new: _Moments) -> Tensor:
+def _sequence_centered(call: Call, var: Tensor, new: Room) -> Tensor:
     """X ``[R, T, B, 1]`` less its mean over all unpadded positions; the variance into `var`."""
     assert call.w is not None
     whole = call.wx.narrow(-1, 0, 1).to(torch.float32)

@@ -139,11 +139,10 @@ class Cuts(NamedTuple):
     size: int
 
 
-def statistics_cuts(a: Inputs) -> Cuts:
-    """How statistics lie in one piece; each begins at a multiple of 16 bytes."""
+def statistics_cuts(a: Inputs, begin: int = 0) -> Cuts:
+    """How statistics lie in one piece, behind so many numbers; each at a multiple of 16 bytes."""
     shapes = statistics_shapes(a)
     parts: list[Any] = []
-    begin = 0
     for shape in shapes:
         strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
         for _ in range(2):

@@ -42,13 +42,26 @@ def from_inputs(
     count = len(calls)
     if count == 1:
         return [_run(op, calls, weights)]
-    x = calls[0]["wx"]
-    if not pays(x[..., :1].expand(-1, -1, len(weights[0])), count):
+    if not _pay(calls[0]["wx"], weights[0].shape[0], count):
         return [_run(op, [call], [weight]) for call, weight in zip(calls, weights, strict=True)]
     if not all(alike(calls[0], call) for call in calls[1:]):
         return None
     found = _run(op, calls, weights)
     return [found[k::count] for k in range(count)]
+
+
+def _pay(x: Tensor, columns: int, calls: int) -> bool:
+    """`pays` for an input term of so many columns, found out once for each size on a card."""
+    key = (x.shape[:2], columns, x.dtype, x.device, calls)
+    found = _PAID.get(key)
+    if found is None:
+        found = pays(x[..., :1].expand(-1, -1, columns), calls)
+        if x.is_cuda and len(_PAID) < 256:
+            _PAID[key] = found
+    return found
+
+
+_PAID: dict[Any, bool] = {}
 
 
 def _fits(call: dict[str, Any], weight: Tensor) -> bool:

@@ -1,6 +1,7 @@
 import os
 import secrets
 import signal
+import sys
 
 import pytest
 import torch
@@ -33,6 +34,14 @@ def pytest_report_header():
     if torch.cuda.is_available():
         return f"the same random inputs again: RBN_TEST_SEED={os.environ['RBN_TEST_SEED']}"
     return None
+
+
+@pytest.fixture(autouse=True)
+def own_choice_of_kernels(monkeypatch):
+    """Nothing is left of what was found out while another test changed how kernels are chosen."""
+    facts = sys.modules.get("rbn.ops.gpu.facts")
+    if facts is not None:
+        monkeypatch.setattr(facts, "_FOUND", {})
 
 
 @pytest.fixture

@@ -131,6 +131,7 @@ def test_parts_of_a_room_lie_side_by_side(lead, apart, cut, given, monkeypatch):
         parts[name] = part
     if call.in_cuda:
         assert room.cell().numel() >= call.R * B * H
+    assert room.rows == [shapes["x"][0], T, 0 if "gamma_c" in given else T]
     spans = []
     for name, part in parts.items():
         assert part.is_contiguous()

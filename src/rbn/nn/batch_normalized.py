@@ -106,10 +106,9 @@ class BatchNormalized(Recurrence):
         """The statistics to normalize with, or None for those of the minibatch."""
         found: dict[str, Tensor] = {}
         for term in self.terms:
-            statistics = self._modules.get(f"stats_{term}{suffix}")
-            if statistics is None:  # not normalized
+            if f"stats_{term}{suffix}" not in self._modules:  # not normalized
                 continue
-            assert isinstance(statistics, PopulationStatistics)
+            statistics = self._statistics(term, suffix)
             if statistics.uses_batch:
                 return None
             found[f"mean_{term}"], found[f"var_{term}"] = statistics.read(start, steps)

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import operator
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -249,10 +248,10 @@ def structure(name: str, fields: list[tuple[str, Any]]) -> Any:
     leading = itertools.takewhile(lambda field: field[1] is ctypes.c_void_p, fields)
     pointers = tuple(member for member, _ in leading)
     pack = struct.Struct("".join(_LETTERS[kind] for _, kind in fields) + "0P").pack
-    absent, in_order = dict.fromkeys(pointers, 0), operator.itemgetter(*pointers)
+    absent = dict.fromkeys(pointers, 0)
 
     def packed(at: dict[str, int], *values: float) -> bytes:
-        return pack(*in_order(absent | at), *values)
+        return pack(*map((absent | at).__getitem__, pointers), *values)
 
     members = {"_fields_": fields, "pointers": pointers, "packed": staticmethod(packed)}
     return type(name, (ctypes.Structure,), members)

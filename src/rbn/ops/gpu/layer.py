@@ -20,6 +20,7 @@ from rbn.ops.custom import graph_is_kept, is_traced, undifferentiable, without_a
 from rbn.ops.gpu import launch
 from rbn.ops.gpu.beginning import padded_factors
 from rbn.ops.gpu.call import Call
+from rbn.ops.gpu.facts import once
 from rbn.ops.gpu.gradients import columns_of
 from rbn.ops.gpu.signature import Inputs, Outputs
 from rbn.ops.gpu.together import alike, pays, rest_of
@@ -51,17 +52,9 @@ def from_inputs(
 
 
 def _pay(x: Tensor, columns: int, calls: int) -> bool:
-    """`pays` for an input term of so many columns, found out once for each size on a card."""
-    key = (x.shape[:2], columns, x.dtype, x.device, calls)
-    found = _PAID.get(key)
-    if found is None:
-        found = pays(x[..., :1].expand(-1, -1, columns), calls)
-        if x.is_cuda and len(_PAID) < 256:
-            _PAID[key] = found
-    return found
-
-
-_PAID: dict[Any, bool] = {}
+    """`pays` for an input term of so many columns."""
+    key = ("pays", x.shape[:2], columns, x.dtype, x.device, calls)
+    return bool(once(key, lambda: pays(x[..., :1].expand(-1, -1, columns), calls)))
 
 
 def _fits(call: dict[str, Any], weight: Tensor) -> bool:

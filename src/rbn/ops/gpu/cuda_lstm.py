@@ -161,7 +161,7 @@ def covers(a: Any) -> bool:
         return False
     if not takes_options(a):
         return False
-    return bool(a.zoned or small_lstm.choose(a.wx) or _fits(a.wx) or fits_wide(a.wx))
+    return bool(a.zoned or _fits(a.wx) or small_lstm.choose(a.wx) or fits_wide(a.wx))
 
 
 def takes_options(a: Inputs) -> bool:

@@ -82,6 +82,7 @@ def facts_of(a: Inputs, w: Tensor | None) -> Facts:
     wx, path = a.wx, paths.choose(a)
     vectors = (a.bias is None, a.gamma_x is None, a.gamma_c is None, a.beta_c is None)
     others = (w is None, a.lengths is None, not a.population, a.mask_c is None, a.mask_h is None)
+    # The last two are all that are no tensors, but eps, which kernels are given.
     key = (path, wx.shape, wx.dtype, wx.device, vectors, others, a[13:16], a[17:])
     found: Facts = once(key, lambda: Facts(a, w, path))
     return found

@@ -23,6 +23,7 @@ from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
+_AS_EVER = contextlib.nullcontext()
 _BLOCK, _UNITS = 512, 32  # sums, and columns of states, that a program of `finish` takes
 
 
@@ -349,7 +350,7 @@ def _multiplied_as_by_kernels(wx: Tensor) -> contextlib.AbstractContextManager[N
     """Products of float32 are in tf32 where the kernels' were; else as PyTorch's switch says."""
     if wx.is_cuda and wx.dtype == torch.float32 and tf32_allowed():
         return lstm_steps.multiplied_as_by_cudnn()
-    return contextlib.nullcontext()
+    return _AS_EVER
 
 
 def _through_weight(

@@ -236,8 +236,10 @@ def _gradients(
         if needed[n + k]:
             dw = torch.mm(columns_of(d, 0, call.T), x.view(-1, x.shape[-1]))
             gradients[1 + n + k] = _without_zeros(dw, columns)
+    if n == 1:
+        return [*gradients, *found]
     for gradient in found:
-        gradients += [gradient] * n if n == 1 or gradient is None else gradient.unbind()
+        gradients += [None] * n if gradient is None else gradient.unbind()
     return gradients
 
 

@@ -101,7 +101,7 @@ def collect():
 def run_tests(names, timeout, run):
     """Some of the tests, in a process of their own; a line for each as soon as it is over."""
     flags = ["-v", "-rfE", "--tb=short", "-p", "no:cacheprovider", "--strict-markers"]
-    flags += ["-p", "gpu_report"]
+    flags += ["-p", "gpu_report", "-o", "faulthandler_timeout=90"]  # says where one waits
     if importlib.util.find_spec("pytest_timeout"):
         flags.append("--timeout=180")
     # Wide enough for the reasons of failures in the summary.

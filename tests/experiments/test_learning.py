@@ -8,6 +8,7 @@ from rbn.experiments import config as configs
 from rbn.experiments.config import from_mapping, with_settings
 
 
+@pytest.mark.no_cover
 @pytest.mark.slow
 def test_sequential_digits(tmp_path):
     """As ``rbn train digits``: 64 steps, a pixel at a time; chance is 10 %."""

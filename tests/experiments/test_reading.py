@@ -105,6 +105,7 @@ def test_the_error_rate_is_that_of_the_examples_one_by_one():
 
 
 # Takes 5 to 20 seconds for each variant on an idle core.
+@pytest.mark.no_cover
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", READERS)
 def test_each_variant_learns(variant):

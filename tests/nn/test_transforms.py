@@ -21,6 +21,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("layer_class", "compiler"),
     [*((layer, "aot_eager") for layer in LAYERS), (rbn.BatchNormLSTM, "inductor")],
@@ -49,6 +50,7 @@ def test_compiled_whole(layer_class, compiler):
     torch.testing.assert_close(compiled(x)[0], twin(x)[0])
 
 
+@pytest.mark.no_cover
 def test_compiled_with_regularisation():
     layer = rbn.BatchNormLSTM(
         3, 4, 2, dropout=0.5, zoneout=(0.2, 0.1), hidden_noise=0.1, weight_dropout=0.3
@@ -65,6 +67,7 @@ def test_a_compiled_evaluation_without_statistics_is_refused():
         layer(torch.randn(5, 6, 3))
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("layer_class", LAYERS)
 @pytest.mark.parametrize("backend", rbn.backends())
 def test_autocast(layer_class, backend):

@@ -2,10 +2,9 @@
 
 import contextlib
 
+import faster_interpreter
 import torch
-import triton.language as tl
 from recurrence_cases import TOLERANCES, assert_same, differentiate, poisoned_memory
-from triton.runtime import interpreter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {
@@ -50,28 +49,7 @@ def compare(case, dtype=torch.float32, tolerances=TOLERANCES[torch.float32]):
     assert_same(found[1], expected[1], gradients)
 
 
-def _prepare_once():
-    """Triton's interpreter makes its language ready once in a launch, not at every call in it.
-
-    At each call of a function inside a kernel it does so again, which takes half of all its time.
-    """
-    prepare, launch, ready = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
-
-    def once(function):
-        languages = frozenset(
-            id(v) for v in function.__globals__.values() if v is tl or v is tl.core
-        )
-        if languages in ready:
-            return None
-        ready.add(languages)
-        return prepare(function)
-
-    def anew(executor, *arguments, **options):
-        ready.clear()
-        return launch(executor, *arguments, **options)
-
-    interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, anew
-
-
 if DEVICE == "cpu":
-    _prepare_once()
+    faster_interpreter.prepare_once()
+    faster_interpreter.make_types_once()
+    faster_interpreter.leave_like_shapes()

@@ -28,6 +28,7 @@ def assert_matches_reference(case, results=RESULT_TOLERANCE, gradients=GRADIENT_
     assert_same(actual_gradients, expected_gradients, gradients)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
 @given(data=st.data())
 def test_any_shape_and_options(op, data):

@@ -125,6 +125,7 @@ def test_nothing_is_kept_without_a_gradient(op):
     assert_same(found, call(case.to(torch.float64), "reference"), TOLERANCES[torch.float32][0])
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("options", [{}, {"lengths": [4, 1, 2, 2], "padding": "include"}])
 def test_the_operator(options, monkeypatch):
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""

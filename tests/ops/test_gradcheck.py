@@ -67,6 +67,7 @@ def function_of_tensors(case, backend):
     return function, inputs
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("op", "options"),
     [pytest.param(op, SETS[op][name], id=f"{op}: {name}") for op in OPS for name in SETS[op]],

@@ -74,6 +74,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.no_cover
 @on_a_card
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)

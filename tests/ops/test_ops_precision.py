@@ -116,6 +116,7 @@ def test_float32(op, options, how):
         assert_rounded(f"gradient of {name}", gradients[name], want, GRADIENT_UNITS)
 
 
+@pytest.mark.no_cover
 @both_steps
 @given(data=st.data())
 def test_float32_of_any_shape_and_options(op, step, data):

@@ -58,6 +58,7 @@ def test_sums_as_in_float64(count, dtype):
     compare(*inputs(300, 140, count, dtype), count)
 
 
+@pytest.mark.no_cover
 @settings(max_examples=8 if ON_GPU else 30)  # a compilation each
 @given(
     st.integers(0, 400),
@@ -103,6 +104,7 @@ def test_rounded_once(dtype):
     torch.testing.assert_close(found, exact.to(dtype), rtol=unit, atol=0.0)
 
 
+@pytest.mark.no_cover
 def test_rows_far_beyond_the_shares():
     """Several tiles in each of many shares, the last of which are shorter or empty."""
     symbols, grad = inputs(64 * 264 * 2 + 70, 4, 2, torch.bfloat16)

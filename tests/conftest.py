@@ -36,6 +36,14 @@ def pytest_report_header():
     return None
 
 
+@pytest.fixture(autouse=True)
+def own_choice_of_kernels(monkeypatch):
+    """Nothing is left of what was found out while another test changed how kernels are chosen."""
+    facts = sys.modules.get("rbn.ops.gpu.facts")
+    if facts is not None:
+        monkeypatch.setattr(facts, "_FOUND", {})
+
+
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest-cov's
 def pytest_runtest_call(item):
     """Nothing traces what is marked no_cover: pytest-cov leaves a tracer in xdist's workers."""

@@ -10,10 +10,10 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 # As counted with torch 2.13, and room for what another version may do differently. More than that
 # is time that a small layer waits for the host.
 MOST = {
-    (rbn.LSTM, 1): {"forward": 18, "forward and backward": 42, "inference": 18},
-    (rbn.LSTM, 2): {"forward": 37, "forward and backward": 85, "inference": 37},
-    (rbn.BatchNormLSTM, 1): {"forward": 28, "forward and backward": 58, "inference": 18},
-    (rbn.BatchNormLSTM, 2): {"forward": 58, "forward and backward": 123, "inference": 46},
+    (rbn.LSTM, 1): {"forward": 14, "forward and backward": 38, "inference": 14},
+    (rbn.LSTM, 2): {"forward": 34, "forward and backward": 83, "inference": 34},
+    (rbn.BatchNormLSTM, 1): {"forward": 23, "forward and backward": 53, "inference": 14},
+    (rbn.BatchNormLSTM, 2): {"forward": 54, "forward and backward": 120, "inference": 43},
 }
 
 

@@ -37,11 +37,9 @@ def ran(monkeypatch):
     found = []
     run = cuda_lstm._run_small
 
-    def counted(direction, call, *args, **kwargs):
-        if run(direction, call, *args, **kwargs):
-            found.append((direction, call.w is not None))
-            return True
-        return False
+    def counted(direction, call, *args):
+        run(direction, call, *args)
+        found.append((direction, call.w is not None))
 
     monkeypatch.setattr(cuda_lstm, "_run_small", counted)
     monkeypatch.setattr(small_lstm, "ONE_FEATURE", tuple(UNITS))

@@ -14,8 +14,9 @@ import rbn
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops import dispatch
-from rbn.ops.gpu import averaging, beginning, direct, gradients, repeated
+from rbn.ops.gpu import averaging, beginning, direct, gradients, launch, repeated
 from rbn.ops.gpu.call import VECTORS, Call
+from rbn.ops.gpu.signature import steps_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,7 +40,7 @@ def test_factors_are_padded_at_once(columns, dtype, whole, monkeypatch):
     if not whole:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
     for given, found in zip((x, w), beginning.padded_factors(x, w), strict=True):
-        assert torch.equal(found, F.pad(given, (0, -columns % 8)).flatten(0, -2))
+        assert torch.equal(found, F.pad(given, (0, -columns % 8)))
         assert found.is_contiguous()
         assert found.data_ptr() % 16 == 0
 
@@ -60,7 +61,15 @@ def call_of(lead, B, H, dtype, states, shared=(False, False), absent=()):
     given.shared = lambda state: Call.shared(given, state)
     given._vectors = lambda: Call._vectors(given)
     given.to_join = lambda: Call.to_join(given)
+    given.facts = object()
     return given
+
+
+def room_of(cell, zeros):
+    """What `begin_states` looks at of a room."""
+    clear = torch.ones(zeros, dtype=torch.int32, device=DEVICE)
+    at = {"c_n": cell.data_ptr(), "clear": clear.data_ptr()}
+    return types.SimpleNamespace(at=at, cell=lambda: cell, clear=lambda: clear)
 
 
 @pytest.mark.parametrize("lead", [(), (2,)])
@@ -78,20 +87,38 @@ def test_all_begins_as_it_should(lead, dtype, states, rows, absent):
         a.c0 = a.c0.mT.contiguous().mT
     hs = torch.full((*lead, 3, B, stride), 7.0, device=DEVICE, dtype=dtype)
     c_n = torch.full((*lead, B, H), 7.0, device=DEVICE)
-    clear = torch.ones(1500, dtype=torch.int32, device=DEVICE)
-    beginning.begin_states(given, hs, c_n, clear)
+    room = room_of(c_n, 1500)
+    beginning.begin_states(given, hs, room)
     h0, c0 = (s.unsqueeze(-2) if rows == "shared" else s for s in (a.h0, a.c0))
     first = hs.select(-3, 0)
     assert torch.equal(first[..., :H], h0.expand(*lead, B, H).to(dtype))
     assert not first[..., H:].any()
     assert (hs.narrow(-3, 1, 2) == 7).all()
     assert torch.equal(c_n, c0.expand(*lead, B, H).float())
-    assert not clear.any()
+    assert not room.clear().any()
     if dtype == torch.float32:
         assert given.joined is None
         return
     present = [getattr(a, name) for name in VECTORS if name not in absent]
     assert torch.equal(given.joined, torch.cat([v.flatten() for v in present]).float())
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("stride", [6, 8])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_last_states_are_those_of_the_last_step(lead, stride, dtype, padded):
+    T, B, H = 3, 5, 6
+    given = types.SimpleNamespace(lead=lead, T=T, B=B, H=H, flat=new(1, dtype=dtype))
+    given.facts = object()
+    hs = new(*lead, T + 1, B, stride, dtype=dtype)
+    h = new(*lead, B, H) if padded else steps_of(hs, H)
+    c = new(*lead, B, H)
+    h_n, c_n = launch._last_states(given, h, room_of(c, 4))
+    assert torch.equal(h_n, (h if padded else hs[..., -1, :, :H]).to(dtype))
+    assert torch.equal(c_n, c.to(dtype))
+    assert h_n.is_contiguous()
+    assert c_n.is_contiguous()
 
 
 @pytest.mark.parametrize("lead", [(), (2,)])

@@ -1,14 +1,11 @@
 """The host's side of the CUDA kernels: how the work is cut, what is compiled and kept."""
 
-import types
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, launch, nvrtc, plan, signature
-from rbn.ops.gpu.call import MOMENTS
+from rbn.ops.gpu import cuda_lstm, nvrtc, plan, signature
 from rbn.ops.gpu.input_moments import input_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,41 +73,6 @@ def test_the_tiles_of_triton_fit_the_card(shared, itemsize, batch, hidden):
     ):
         assert k >= 16
         assert stages * (rows + columns) * k * itemsize <= 1024 * shared
-
-
-@pytest.mark.parametrize("lead", [(), (2,)])
-@pytest.mark.parametrize("options", [{}, {"gamma_c": None}, {"input_stats": "sequence"}])
-def test_statistics_are_parts_of_one_piece(lead, options):
-    """Each begins at a multiple of 16 bytes, where the kernel was told, and they do not overlap."""
-    T, B, H = 3, 5, 6
-    fields = dict.fromkeys(signature.Inputs._fields) | {
-        "wx": torch.empty(*lead, T, B, 4 * H),
-        "gamma_x": torch.empty(4 * H),
-        "gamma_c": torch.empty(H),
-        "population": [],
-        "norm": "batch",
-        "input_stats": "step",
-    }
-    a = signature.Inputs(**fields | options)
-    given = types.SimpleNamespace(a=a, flat=a.wx)
-    for apart in (False, True):
-        moments = launch._Moments(given, apart)
-        parts = moments.parts()
-        rooms = {part.untyped_storage().data_ptr() for part in parts if part is not None}
-        assert (len(rooms) > 1) == apart
-        expected = [shape for shape in signature.statistics_shapes(a) for _ in range(2)]
-        shapes = [(0,) if part is None else tuple(part.shape) for part in parts]
-        assert shapes == expected
-        assert moments.rows == [shape[-2] if len(shape) > 1 else 0 for shape in expected[::2]]
-        named = zip(MOMENTS, parts, strict=True)
-        present = [(part, moments.at[name]) for name, part in named if part is not None]
-        assert len(present) == len(moments.at)
-        for k, (part, at) in enumerate(present):
-            assert part.is_contiguous()
-            assert part.data_ptr() == at
-            assert at % 16 == 0
-            part.fill_(k)
-        assert all((part == k).all() for k, (part, _) in enumerate(present))
 
 
 def test_what_is_saved_has_room_for_pairs_of_rows():

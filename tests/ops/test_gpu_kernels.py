@@ -216,7 +216,8 @@ def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
     given = types.SimpleNamespace(wx=wx, lead=lead, save=True)
     kept = signature.saved_products(given)
     wh = torch.empty(kept + signature.beyond_products(given), dtype=dtype).narrow(0, 0, kept)
-    plain = types.SimpleNamespace(flat=wx.view(1, T, B, 4 * H), R=1, B=B, H=H)
+    facts = types.SimpleNamespace(saved=signature.saved_sizes(wx.shape, True))
+    plain = types.SimpleNamespace(flat=wx.view(1, T, B, 4 * H), R=1, B=B, H=H, facts=facts)
     da = gradients._consumed(plain, wh)
     assert da.shape == (1, T, B, 4 * H)
     assert (da.data_ptr() - wh.data_ptr()) % 16 == 0

@@ -84,13 +84,16 @@ class BatchNormalized(Recurrence):
         return cast(PopulationStatistics, self._modules[f"stats_{term}{suffix}"])
 
     def _check_ready(self, batch: int) -> None:
-        statistics = self._all_statistics()
-        if any(not s.uses_batch and not s.estimated for s in statistics):
-            raise RuntimeError(
-                f"{type(self).__name__} has no population statistics to evaluate with: train it, "
-                "or call rbn.update_population_stats(model, batches), before eval()"
-            )
-        if batch == 1 and self._group() is None and any(s.uses_batch for s in statistics):
+        uses_batch = False
+        for statistics in self._all_statistics():
+            if statistics.uses_batch:
+                uses_batch = True
+            elif not statistics.estimated:
+                raise RuntimeError(
+                    f"{type(self).__name__} has no population statistics to evaluate with: train "
+                    "it, or call rbn.update_population_stats(model, batches), before eval()"
+                )
+        if batch == 1 and uses_batch and self._group() is None:
             checks.single_row(type(self).__name__)
 
     def _group(self) -> ProcessGroup | None:
@@ -102,7 +105,9 @@ class BatchNormalized(Recurrence):
     def _population(self, suffix: str, start: int, steps: int) -> Statistics | None:
         """The statistics to normalize with, or None for those of the minibatch."""
         found: dict[str, Tensor] = {}
-        for term in self._normalized_terms():
+        for term in self.terms:
+            if f"stats_{term}{suffix}" not in self._modules:  # not normalized
+                continue
             statistics = self._statistics(term, suffix)
             if statistics.uses_batch:
                 return None
@@ -124,9 +129,9 @@ class BatchNormalized(Recurrence):
         if lengths is not None and self._group() is None:  # together there are no steps in vain
             reached = torch.arange(steps, device=lengths.device) < lengths.max()
         updates: list[Update] = []
-        for term in self.terms:
-            mean, var = getattr(batch, f"mean_{term}"), getattr(batch, f"var_{term}")
-            if mean is None:  # not normalized, or not with the minibatch's
+        # In the order of the terms; there may be fewer of them.
+        for term, mean, var in zip(self.terms, batch[0::2], batch[1::2], strict=False):
+            if mean is None or var is None:  # not normalized, or not with the minibatch's
                 continue
             statistics = self._statistics(term, suffix)
             if not statistics.records:

@@ -35,6 +35,7 @@ class Recurrence(nn.Module, abc.ABC):
     op: ClassVar[str]  # of `rbn.ops`
     gates: ClassVar[int] = 4  # rows of the weight matrices, in hidden sizes
     states: ClassVar[tuple[str, ...]] = ("h0", "c0")
+    weight_dropout = 0.0  # of layers; cells have none
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class Recurrence(nn.Module, abc.ABC):
         self, calls: list[dict[str, Any]], weights: list[Tensor]
     ) -> list[tuple[Any, ...]] | None:
         """What `op` finds, where it takes inputs in the place of input terms; else None."""
-        if all(takes_features(self.op, call["wx"]) for call in calls):
+        if takes_features(self.op, calls[0]["wx"]):  # all have the same shape
             wide = [
                 self._with_rows(call | {"wx": call["wx"].expand(-1, -1, len(weight))})
                 for call, weight in zip(calls, weights, strict=True)
@@ -178,13 +179,12 @@ class Recurrence(nn.Module, abc.ABC):
 
     def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
         """The learned ``[H]`` or zero ``[B, H]`` initial states, with noise on h0 in training."""
-        shape = (batch, self.hidden_size)
         if self.initial_state == "learned":
             states = [self._own(state + suffix) for state in self.states]
         else:
-            states = [like.new_zeros(shape) for _ in self.states]
+            states = [like.new_zeros(batch, self.hidden_size) for _ in self.states]
         if self.training and self.hidden_noise > 0:
-            rows = states[0].expand(shape)
+            rows = states[0].expand(batch, self.hidden_size)
             states[0] = rows + self.hidden_noise * torch.randn_like(
                 rows, memory_format=torch.contiguous_format
             )
@@ -198,9 +198,16 @@ class Recurrence(nn.Module, abc.ABC):
         return torch.rand(shape, device=wx.device) < rate
 
     def _recurrent_weight(self, suffix: str, dtype: torch.dtype) -> Tensor:
-        """W_h of one layer and direction as it is in this call."""
+        """W_h of one layer and direction as it is in this call.
+
+        With `weight_dropout`, other weights are missing in each call, the same for all steps.
+        """
         weight = self._own(f"weight_hh{suffix}")
-        return weight if weight.dtype == dtype else weight.to(dtype)
+        if weight.dtype != dtype:
+            weight = weight.to(dtype)
+        if self.weight_dropout > 0 and self.training:
+            return F.dropout(weight, self.weight_dropout)
+        return weight
 
     # Types --------------------------------------------------------------------------------------
 
@@ -300,13 +307,6 @@ class Layers(Recurrence):
             text += f", weight_dropout={self.weight_dropout}"
         return text
 
-    def _recurrent_weight(self, suffix: str, dtype: torch.dtype) -> Tensor:
-        """With `weight_dropout`, other weights are missing in each call, the same for all steps."""
-        weight = super()._recurrent_weight(suffix, dtype)
-        if self.training and self.weight_dropout > 0:
-            return F.dropout(weight, self.weight_dropout)
-        return weight
-
     def forward(
         self,
         input: Tensor | PackedSequence,
@@ -336,12 +336,14 @@ class Layers(Recurrence):
             if lengths is not None:
                 raise ValueError("lengths must not be given with a PackedSequence: it has its own")
             return self._forward_packed(input, hx, start)
+        weight = self._weight()
         if checks.is_symbols(input):
-            input = checks.symbols(input, self.input_size, self._weight())
+            input = checks.symbols(input, self.input_size, weight)
         else:
-            weight = self._weight()
             autocast = torch.is_autocast_enabled(weight.device.type)
             checks.sequence_input(input, self.input_size, weight, autocast)
+            if autocast:
+                input = input.to(self._type(input))
         if input.dim() == 2:
             if lengths is not None:
                 raise ValueError("lengths needs a batched input, got one without a batch")
@@ -369,17 +371,18 @@ class Layers(Recurrence):
         self._check_ready(batch)
         group = self._group()
         if group is None:
-            return self._stack(self._autocast(x), given, lengths, start)
+            return self._stack(x, given, lengths, start)
         x, lengths = as_long_as_all(x, lengths, group)
-        output, finals = self._stack(self._autocast(x), given, lengths, start)
+        output, finals = self._stack(x, given, lengths, start)
         return with_steps(output, steps), finals
 
     def _stack(
         self, x: Tensor, given: States | None, lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
         """All layers and directions over x ``[T, B, input_size]``."""
-        valid = valid_steps(lengths, len(x))
-        if valid is not None and self._ignores_padding():
+        if lengths is not None and self._ignores_padding():
+            valid = valid_steps(lengths, len(x))
+            assert valid is not None
             x = torch.where(valid[:, :, None], x, 0)  # whatever it holds, it must not spread
         finals: list[States] = []
         for layer in range(self.num_layers):
@@ -407,6 +410,7 @@ class Layers(Recurrence):
         """Run in the packed rows' own order and pack the result the same way."""
         padded, lengths = pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))
         checks.sequence_input(padded, self.input_size, self._weight(), self._under_autocast())
+        padded = self._autocast(padded)
         if hx is not None and packed.sorted_indices is not None:
             shape = (self.num_layers * self.directions, padded.shape[1], self.hidden_size)
             states = self._given_states(hx, shape)

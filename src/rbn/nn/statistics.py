@@ -227,18 +227,16 @@ def update_all(updates: list[Update]) -> None:
             assert means is not None
             assert variances is not None
             assert count is not None
-            new = _as(mean, means.dtype), _as(var, variances.dtype)
-            old = _part(means, start, stop), _part(variances, start, stop)
-            terms.append((*old, *new, _part(count, start, stop)))
+            if mean.dtype != means.dtype:
+                mean, var = mean.to(means.dtype), var.to(means.dtype)
+            if count.shape[0] != stop - start:
+                part = slice(start, stop)
+                means, variances, count = means[part], variances[part], count[part]
+            terms.append((means, variances, mean, var, count))
         else:
             statistics.update(mean, var, start, reached)
     if terms:
-        with torch.no_grad():
-            average_in(terms, momentum or 0.0)
-
-
-def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value if value.dtype == dtype else value.to(dtype)
+        average_in(terms, momentum or 0.0)
 
 
 def _part(rows: Tensor, start: int, stop: int) -> Tensor:

@@ -135,13 +135,16 @@ def run_from_inputs(
     op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
 ) -> list[tuple[Any, ...]] | None:
     """The results of calls with the products of their inputs; None where those come first."""
-    if torch.compiler.is_compiling():
-        return None
     x: Tensor = calls[0]["wx"]
-    if select(op, x) is not getattr(_gpu, op, None):
+    if torch.compiler.is_compiling() or select(op, x) is not getattr(_gpu, op, None):
         return None
-    with without_autocast(x.device.type):
-        found: list[tuple[Any, ...]] | None = _gpu.from_inputs(op, calls, weights)
+    device = x.device.type
+    found: list[tuple[Any, ...]] | None
+    if not torch.is_autocast_enabled(device):
+        found = _gpu.from_inputs(op, calls, weights)
+    else:
+        with without_autocast(device):
+            found = _gpu.from_inputs(op, calls, weights)
     return found
 
 
@@ -157,10 +160,11 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> None:
         ready = _has_gpu_kernels(like.device.index or 0)
         if ready and _gpu.average_in(terms, momentum):
             return
-    torch._foreach_add_([count for *_, count in terms], 1)
     averages = [average for mean, var, *_ in terms for average in (mean, var)]
     new = [value for _, _, mean, var, _ in terms for value in (mean, var)]
-    torch._foreach_lerp_(averages, new, momentum)
+    with torch.no_grad():
+        torch._foreach_add_([count for *_, count in terms], 1)
+        torch._foreach_lerp_(averages, new, momentum)
 
 
 def _under_torch_func() -> bool:

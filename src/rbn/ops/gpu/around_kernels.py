@@ -93,6 +93,29 @@ def begin(
 
 
 @triton.jit
+def last_states(
+    h,  # rows of STRIDE numbers, those wanted of a recurrence from `begin` on
+    c,  # [R, B, H] float32
+    h_n,  # [R, B, H]
+    c_n,
+    begin,
+    of_all,  # from one recurrence to the next in h
+    size,  # R * B * H
+    of_one,  # B * H
+    H: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The last states out of the rooms that the recurrence left them in, in the output's type."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    row = at % of_one // H
+    hidden = tl.load(h + begin + at // of_one * of_all + row * STRIDE + at % H, mask=inside)
+    tl.store(h_n + at, hidden.to(h_n.dtype.element_ty), mask=inside)
+    tl.store(c_n + at, tl.load(c + at, mask=inside).to(c_n.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _sum_rows(
     state, more, first, units, B, H, MORE: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr
 ):

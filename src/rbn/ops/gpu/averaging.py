@@ -19,14 +19,15 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> bool:
     """Whether it was done, see `rbn.ops.dispatch.average_in`."""
     if len(terms) > _TERMS:
         return False
-    for *rows, _ in terms:
+    sizes, steps = [], []
+    for *rows, count in terms:
         for row in rows:
             if row.dtype != torch.float32 or not row.is_contiguous():
                 return False
+        sizes.append(rows[0].numel())
+        steps.append(count.numel())
     missing = _TERMS - len(terms)
     tensors = [tensor for term in (*terms, *[terms[0]] * missing) for tensor in term]
-    sizes = [term[0].numel() for term in terms]
-    steps = [len(term[-1]) for term in terms]
     launch_kept(
         average,
         (-(-max(*sizes, *steps) // _BLOCK), 1),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rbn.ops.gpu.around_kernels import begin, pad_rows
 from rbn.ops.gpu.call import Call
 from rbn.ops.gpu.plan import power_of_two
-from rbn.ops.gpu.repeated import launch_kept
+from rbn.ops.gpu.repeated import launch_kept, launch_known
+from rbn.ops.gpu.room import Room
 from rbn.ops.input_product import factors, padding
 
 _BLOCK = 1024
@@ -17,69 +20,78 @@ _WIDEST = 256  # columns that a program pads
 
 
 def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`factors` of the input ``[T, B, I]`` and W_x ``[4H, I]``, in one launch; both matrices."""
+    """`factors` of the input ``[T, B, I]`` and W_x ``[4H, I]``, in one launch.
+
+    The input is such that all its rows can be viewed as those of one matrix.
+    """
     more = padding(x)
+    if not more:
+        return x if x.is_contiguous() else x.flatten(0, 1).view(x.shape), weight
     T, B, columns = x.shape
     width = columns + more
-    if not more:
-        return x.reshape(-1, width), weight
     if width > _WIDEST or not (x.is_contiguous() and weight.is_contiguous()):
-        x, weight = factors(x, weight)
-        return x.reshape(-1, width), weight
+        return factors(x, weight)
     n, m = T * B, weight.shape[0]
     room = x.new_empty(n + m, width)
     block = power_of_two(width)
-    rows = 2048 // block
+    of_one = 2048 // block
     launch_kept(
         pad_rows,
-        (-(-(n + m) // rows), 1),
+        (-(-(n + m) // of_one), 1),
         (x.data_ptr(), weight.data_ptr(), room.data_ptr()),
         lambda: [x, weight, room],
         (n, m),
-        {"COLUMNS": columns, "WIDTH": width, "ROWS": rows, "BLOCK": block},
+        {"COLUMNS": columns, "WIDTH": width, "ROWS": of_one, "BLOCK": block},
         (x.dtype,),
         x,
     )
     cut = room.as_strided
-    return cut((n, width), (width, 1)), cut((m, width), (width, 1), n * width)
+    rows = cut((T, B, width), (B * width, width, 1))
+    return rows, cut((m, width), (width, 1), n * width)
 
 
-def begin_states(call: Call, hs: Tensor, c_n: Tensor, clear: Tensor | None) -> None:
-    """h0 and c0 into their rooms, `Call.joined` made if it is needed, `clear` (int32) zeroed.
+def begin_states(call: Call, hs: Tensor, room: Room) -> None:
+    """h0 and c0 into their rooms, `Call.joined` made if it is needed, what is to be zeroed is.
 
-    hs: ``[..., T + 1, B, stride]``, c_n: ``[..., B, H]`` in float32.
+    hs: ``[..., T + 1, B, stride]``.
     """
-    a, H, stride = call.a, call.H, hs.shape[-1]
-    h0 = a.h0 if a.h0.stride(-1) == 1 else a.h0.contiguous()
-    c0 = a.c0 if a.c0.stride(-1) == 1 else a.c0.contiguous()
-    of_one = call.B * stride
-    states, units = call.R * of_one, call.R * H
+    h0, h_r, h_b = _with_strides(call, call.a.h0)
+    c0, c_r, c_b = _with_strides(call, call.a.c0)
+    joined = hs  # what is not looked at can be any
     given = call.to_join() or (None,) * 5
-    present = [v is not None for v in given]
-    joined = c_n  # what is not looked at can be any
-    if any(present):
-        size = 4 * units * sum(present[:3]) + units * sum(present[3:])
+    vectors = [hs if v is None else v.contiguous() for v in given]
+    size = sum([v.numel() for v in given if v is not None])
+    if size:
         joined = call.joined = torch.empty(size, dtype=torch.float32, device=hs.device)
-    zeros = 0 if clear is None else clear.numel()
-    vectors = [c_n if v is None else v.contiguous() for v in given]
-    tensors = [h0, c0, *vectors, hs, c_n, joined, c_n if clear is None else clear]
-    flags = dict(zip(_PRESENT, present, strict=True))
-    launch_kept(
-        begin,
-        (-(-max(states, zeros, 4 * units) // _BLOCK), 1),
-        tuple([tensor.data_ptr() for tensor in tensors]),
-        lambda: tensors,
-        (
-            *(states, of_one, (call.T + 1) * of_one),
-            *(*_strides(call, h0), *_strides(call, c0), zeros),
-        ),
-        {"H": H, "STRIDE": stride, "UNITS": units, **flags, "BLOCK": _BLOCK},
-        (h0.dtype, c0.dtype, *[v.dtype for v in vectors], hs.dtype),
-        hs,
-    )
+    tensors, strides = [h0, c0, *vectors, hs], (h_r, h_b, c_r, c_b)
+
+    def ask() -> Any:
+        stride, cell, clear = hs.shape[-1], room.cell(), room.clear()
+        of_one, units, zeros = call.B * stride, call.R * call.H, clear.numel()
+        present = [v is not None for v in given]
+        return (
+            (-(-max(call.R * of_one, zeros, 4 * units) // _BLOCK), 1),
+            [*tensors, cell, joined, clear if zeros else cell],
+            (call.R * of_one, of_one, (call.T + 1) * of_one, *strides, zeros),
+            {"H": call.H, "STRIDE": stride, "UNITS": units}
+            | dict(zip(_PRESENT, present, strict=True))
+            | {"BLOCK": _BLOCK},
+        )
+
+    kinds = [None if v is None else v.dtype for v in given]
+    known = (call.facts, h0.dtype, c0.dtype, *kinds, *strides)
+    at = [tensor.data_ptr() for tensor in tensors]
+    addresses = (*at, room.at["c_n"], joined.data_ptr(), room.at["clear"])
+    launch_known(begin, known, addresses, ask, hs)
 
 
-def _strides(call: Call, state: Tensor) -> tuple[int, int]:
-    """From one recurrence to the next, and from row to row: 0 where all rows are one."""
-    of_row = 0 if call.shared(state) else state.stride(-2)
-    return state.stride(0) if call.lead else 0, of_row
+def _with_strides(call: Call, state: Tensor) -> tuple[Tensor, int, int]:
+    """A state that kernels can read, and its strides from one recurrence to the next and of rows.
+
+    Of one that all rows share, the latter is 0.
+    """
+    if not state.is_contiguous() and state.stride(-1) != 1:
+        state = state.contiguous()
+    if call.shared(state):
+        return state, state.stride(0) if call.lead else 0, 0
+    return state, state.stride(0) if call.lead else 0, state.stride(-2)

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import cuda_lstm, device, paths, small_lstm
+from rbn.ops.gpu import paths, small_lstm
+from rbn.ops.gpu.facts import BATCH, Facts, facts_of
 from rbn.ops.gpu.plan import Plan, tf32_allowed
-from rbn.ops.gpu.signature import Inputs
+from rbn.ops.gpu.signature import MOMENTS, Inputs
 from rbn.ops.gpu.stepwise import zone
 from rbn.ops.types import valid_steps
 
 VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
-MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 FAR = 32  # numbers between results and counters: no line of the cache has both
-NONE, BATCH, GIVEN = device.NONE.value, device.BATCH.value, device.GIVEN.value
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -39,7 +37,7 @@ class Call:
         lead: ``(R,)``, or nothing where the arguments have no leading dimension.
         w: of inputs of one feature W_x, ``[R, 4H, 1]``. In the place of the input term is then the
             feature, as many times as that has columns, and the input term is never made.
-        facts: which kernels run, for the backward pass of the same.
+        facts: what it has in common with others, such as the kernels that run.
         joined: the parameters `VECTORS` widened in one tensor, as far as the kernels needed it so;
             the backward pass need not do it again.
         kept: what kernels were given the addresses of, and nobody else may hold.
@@ -49,29 +47,15 @@ class Call:
         self,
         a: Inputs,
         w: Tensor | None = None,
-        facts: tuple[str, str] | None = None,
+        facts: Facts | None = None,
         joined: Tensor | None = None,
     ) -> None:
-        self.a, self.w = a, w
+        self.a, self.w, self.joined = a, w, joined
         self.flat = aligned(a.wx.contiguous()) if w is None else a.wx
-        *lead, self.T, self.B, G = self.flat.shape
-        self.lead = tuple(lead)
-        self.R, self.H = lead[0] if lead else 1, G // 4
-        self.path = paths.choose(a) if facts is None else facts[0]
-        self.in_cuda = self.path == paths.CUDA
-        self._family = None if facts is None else facts[1]
-        self.joined = joined
+        self.facts = facts = facts_of(a, w) if facts is None else facts
+        self.lead, self.R, self.T, self.B, self.H = facts.sizes
+        self.path, self.in_cuda, self.x = facts.path, facts.in_cuda, facts.x
         self.kept: list[Tensor] = []
-        term = GIVEN if a.population else BATCH
-        normalized = a.norm == "batch"
-        # Sequencewise statistics are given to kernels that do not know where they come from.
-        given = a.sequence and w is None
-        self.x = NONE if not normalized or a.joint else GIVEN if given else term
-        self.flags: dict[str, int] = {
-            "X": self.x,
-            "NORM": term if normalized else NONE,
-            "CELL": term if normalized and a.gamma_c is not None else NONE,
-        }
 
     @functools.cached_property
     def wx(self) -> Tensor:
@@ -84,14 +68,7 @@ class Call:
     @property
     def family(self) -> str:
         """Which of the kernels in CUDA C++ run."""
-        if self._family is None:
-            self._family = cuda_lstm.family(self.flat, self.a.zoned)
-        return self._family
-
-    @property
-    def facts(self) -> tuple[str, str]:
-        """What of a call is found out once, see `Call`."""
-        return self.path, self.family if self.in_cuda else ""
+        return self.facts.family
 
     @functools.cached_property
     def empty(self) -> Tensor:
@@ -200,12 +177,11 @@ class Call:
             found["wx"] = self.address(self.flat)
         else:
             found["w"] = self.address(self.full(self.w))
-        given = self._vectors()
-        self._join()
+        if self.joined is None:
+            self._join()
         joined = self.joined
-        first = 0 if joined is None else joined.data_ptr()
-        at = first
-        for name, value in zip(VECTORS, given, strict=True):
+        at = first = 0 if joined is None else joined.data_ptr()
+        for name, value in zip(VECTORS, self._vectors(), strict=True):
             if value is None:
                 continue
             if joined is None:
@@ -218,16 +194,16 @@ class Call:
             at += 4 * size
         if self.a.lengths is not None:
             found["lengths"], found["inv_n"] = map(self.address, (self.lengths, self.inv_n))
-        for name, mask in (("mask_c", self.a.mask_c), ("mask_h", self.a.mask_h)):
-            if mask is not None:
-                found[name] = self.address(mask.contiguous())
+        if self.facts.zoned:
+            for name, mask in (("mask_c", self.a.mask_c), ("mask_h", self.a.mask_h)):
+                if mask is not None:
+                    found[name] = self.address(mask.contiguous())
         return found
 
     @functools.cached_property
     def input_rows(self) -> int:
         """Numbers that a step of inputs of one feature takes."""
-        cut = small_lstm.choose(self.flat)
-        assert cut is not None
+        cut: small_lstm.SmallCut = self.facts.cuts["forward"]
         return cut.rows
 
     def inputs_at(self, inputs: Tensor) -> dict[str, int]:
@@ -250,7 +226,9 @@ class Call:
             options["launch_cooperative_grid"] = True
         grid = (self.plan.programs, self.R)
         with torch.cuda.device_of(self.wx):
-            kernel[grid](*arguments, **self.flags, **self._persistent_options(), **flags, **options)
+            kernel[grid](
+                *arguments, **self.facts.flags, **self._persistent_options(), **flags, **options
+            )
 
     def options(self) -> dict[str, Any]:
         """What every Triton kernel of the LSTM is told besides `flags`."""
@@ -289,7 +267,11 @@ def has_product(device: torch.device, dtype: torch.dtype) -> bool:
 
 def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
     """The address of each of some parts, from their bytes, one after another from `begin` on."""
-    return dict(zip(sizes, itertools.accumulate(sizes.values(), initial=begin), strict=False))
+    found = {}
+    for name, size in sizes.items():
+        found[name] = begin
+        begin += size
+    return found
 
 
 def rows_of(moments: Sequence[Tensor | None]) -> list[int]:

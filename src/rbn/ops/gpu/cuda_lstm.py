@@ -161,7 +161,7 @@ def covers(a: Any) -> bool:
         return False
     if not takes_options(a):
         return False
-    return bool(a.zoned or small_lstm.choose(a.wx) or _fits(a.wx) or fits_wide(a.wx))
+    return bool(a.zoned or _fits(a.wx) or small_lstm.choose(a.wx) or fits_wide(a.wx))
 
 
 def takes_options(a: Inputs) -> bool:
@@ -215,31 +215,40 @@ def family(wx: Tensor, zoned: bool = False) -> str:
     return SMALL if small_lstm.choose(wx) else WIDE if fits_wide(wx) else EIGHT
 
 
-def meeting(direction: str, wx: Tensor, family: str) -> tuple[bool, bool]:
-    """Whether the blocks count at `counter`; whether what they exchange must begin EMPTY."""
-    if family != EIGHT:
-        return False, False
+def cut_of(direction: str, wx: Tensor, family: str) -> Any:
+    """How the kernel of a family is cut: a `Cut`, `SmallCut` or `WideCut`."""
     B, G = wx.shape[-2:]
-    cut = (cut_forward if direction == "forward" else cut_backward)(wx.dtype, B, G // 4)
+    if family == EIGHT:
+        cut: Any = (cut_forward if direction == "forward" else cut_backward)(wx.dtype, B, G // 4)
+    else:
+        cut = small_lstm.choose(wx) if family == SMALL else wide_lstm.choose(direction, wx)
     assert cut is not None
-    return cut.barrier, not cut.barrier
+    return cut
 
 
-def zeroed(direction: str, call: Any) -> dict[str, int]:
+def meeting(cut: Any) -> tuple[bool, bool]:
+    """Whether the blocks count at `counter`; whether what they exchange must begin EMPTY."""
+    return (cut.barrier, not cut.barrier) if isinstance(cut, Cut) else (False, False)
+
+
+def zeroed(cut: Any, recurrences: int) -> dict[str, int]:
     """Bytes that a kernel wants to find as zeros, by the names of its struct, multiples of 16."""
-    if call.family == WIDE:
-        cut = wide_lstm.choose(direction, call.flat)
-        assert cut is not None
-        return wide_lstm.zeroed(cut, call.R)
-    counts = meeting(direction, call.flat, call.family)[0]
-    return {"counter": -(-call.R // 4) * 16} if counts else {}
+    if isinstance(cut, wide_lstm.WideCut):
+        return wide_lstm.zeroed(cut, recurrences)
+    return {"counter": -(-recurrences // 4) * 16} if meeting(cut)[0] else {}
 
 
-def _defines(call: Any, DOUTPUT: bool = False) -> tuple[Any, ...]:
-    a, flags = call.a, call.flags
+def defines(
+    a: Inputs, flags: dict[str, int], hidden: int, one_feature: bool, doutput: bool
+) -> tuple[Any, ...]:
+    """What a kernel is compiled with, besides how it is cut.
+
+    flags: the statistics that terms are normalized with. doutput: whether the output has a
+    gradient, for the backward kernel.
+    """
     return (
         ("TYPE", _TYPES[a.wx.dtype]),
-        ("H", call.H),
+        ("H", hidden),
         ("MODE_X", flags["X"]),
         ("MODE_H", flags["NORM"]),
         ("MODE_C", flags["CELL"]),
@@ -247,8 +256,8 @@ def _defines(call: Any, DOUTPUT: bool = False) -> tuple[Any, ...]:
         ("BIAS", int(a.bias is not None)),
         ("BETA", int(a.beta_c is not None)),
         ("SAVE", int(a.save)),
-        ("DOUTPUT", int(DOUTPUT)),
-        *([("SCALAR", 1)] if call.w is not None else []),
+        ("DOUTPUT", int(doutput)),
+        *([("SCALAR", 1)] if one_feature else []),
         *([("ZONE_C", zone(a.mask_c, a.rate_c))] if a.zoned else []),
         *([("ZONE_H", zone(a.mask_h, a.rate_h))] if a.zoned else []),
     )
@@ -266,17 +275,17 @@ def _run(
     # Clusters that do not meet need not run at the same time.
     if blocks * (call.R if kernel.together else 1) > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
-    pointers = [at.get(name, 0) for name in structure.pointers]
-    packed = structure.packed(*pointers, call.T, call.B, *rows, call.a.eps, *more)
+    packed = structure.packed(at, call.T, call.B, *rows, call.a.eps, *more)
     kernel.launch((blocks, call.R), packed)
 
 
-def _run_wide(direction: str, call: Any, at: dict[str, int], rows: list[int], **more: Any) -> None:
-    cut = wide_lstm.choose(direction, call.flat)
-    assert cut is not None
+def _run_wide(
+    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
+) -> None:
+    cut = call.facts.cuts[direction]
     log.debug("lstm %s in CUDA, wide: %s", direction, cut)
     with device_of(call.flat):
-        kernel = wide_lstm.kernel(cut, call.flat.device.index or 0, _defines(call, **more))
+        kernel = wide_lstm.kernel(cut, call.flat.device.index or 0, defines)
         spilled = call.R * cut.spilled
         room = torch.empty(spilled, dtype=torch.uint8, device=call.flat.device) if spilled else None
         if room is not None:
@@ -296,25 +305,21 @@ def _run_wide(direction: str, call: Any, at: dict[str, int], rows: list[int], **
         )
 
 
-def _run_small(direction: str, call: Any, at: dict[str, int], rows: list[int], **more: Any) -> bool:
-    """Whether the kernel for small layers takes the call, and has been launched."""
-    if call.family != SMALL:
-        return False
-    wx = call.flat
-    cut = small_lstm.choose(wx)
-    assert cut is not None
+def _run_small(
+    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
+) -> None:
+    wx, cut = call.flat, call.facts.cuts[direction]
     device = wx.device.index or 0
     cluster = small_lstm.cluster_of(cut, wx.dtype, call.H, device)
     assert cluster is not None
     log.debug("lstm %s in CUDA, small: %s, clusters of %d", direction, cut, cluster)
     with device_of(wx):
-        kernel = small_lstm.kernel(direction, cut, cluster, device, _defines(call, **more))
+        kernel = small_lstm.kernel(direction, cut, cluster, device, defines)
         if call.w is None:
             arguments = ForwardArguments if direction == "forward" else BackwardArguments
         else:
             arguments = OneForwardArguments if direction == "forward" else OneBackwardArguments
         _run(kernel, cluster, call, arguments, at, rows)
-    return True
 
 
 def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
@@ -323,19 +328,17 @@ def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
     at: addresses by the names of its struct; absent ones are not looked at. rows: of the statistics
     of x, h and c.
     """
-    wx = call.flat
-    if _run_small("forward", call, at, rows):
+    wx, defines = call.flat, call.facts.defines[False]
+    if call.family != EIGHT:
+        run = _run_small if call.family == SMALL else _run_wide
+        run("forward", call, at, rows, defines)
         return
-    if call.family == WIDE:
-        _run_wide("forward", call, at, rows)
-        return
-    cut = cut_forward(wx.dtype, call.B, call.H)
-    assert cut is not None
+    cut = call.facts.cuts["forward"]
     blocks = -(-call.H // (16 if wx.dtype == torch.float32 else 32))
     shared = cut.shared(blocks, 4, 40, 64)
     log.debug("lstm forward in CUDA: %s", cut)
     with device_of(wx):
-        kernel = _kernel("lstm_forward", cut, wx.device.index or 0, shared, _defines(call))
+        kernel = _kernel("lstm_forward", cut, wx.device.index or 0, shared, defines)
         _run(kernel, -(-call.H // _UNITS), call, ForwardArguments, at, rows)
 
 
@@ -348,17 +351,14 @@ def backward_weight(call: Any, weight: Tensor) -> Tensor:
 
 def backward(call: Any, at: dict[str, int], rows: list[int], has_doutput: bool) -> None:
     """Launch the backward kernel, with W_h as `backward_weight` gives it; see `forward`."""
-    wx = call.flat
-    if _run_small("backward", call, at, rows, DOUTPUT=has_doutput):
+    wx, defines = call.flat, call.facts.defines[has_doutput]
+    if call.family != EIGHT:
+        run = _run_small if call.family == SMALL else _run_wide
+        run("backward", call, at, rows, defines)
         return
-    if call.family == WIDE:
-        _run_wide("backward", call, at, rows, DOUTPUT=has_doutput)
-        return
-    cut = cut_backward(wx.dtype, call.B, call.H)
-    assert cut is not None
+    cut = call.facts.cuts["backward"]
     blocks = -(-4 * call.H // (16 if wx.dtype == torch.float32 else 32))
     shared = cut.shared(blocks, 1, 8, 96)
-    defines = _defines(call, DOUTPUT=has_doutput)
     log.debug("lstm backward in CUDA: %s", cut)
     with device_of(wx):
         kernel = _kernel("lstm_backward", cut, wx.device.index or 0, shared, defines)

@@ -41,9 +41,12 @@ _HERE = contextlib.nullcontext()
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """`torch.cuda.device_of`, at less cost where the device is the current one already."""
-    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
-        return _HERE
-    return torch.cuda.device_of(tensor)
+    return _HERE if on_current_device(tensor) else torch.cuda.device_of(tensor)
+
+
+def on_current_device(tensor: Tensor) -> bool:
+    """Whether a tensor is on the current device, or on none."""
+    return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
 @functools.lru_cache(maxsize=1)
@@ -239,11 +242,16 @@ _LETTERS = {ctypes.c_void_p: "P", ctypes.c_int: "i", ctypes.c_float: "f"}
 def structure(name: str, fields: list[tuple[str, Any]]) -> Any:
     """A C struct of the given members; its `pointers` are the names of those it begins with.
 
-    Its `packed` makes the bytes of one from all values in their order, several times as fast as
-    an object of it is made.
+    Its `packed` makes the bytes of one from the addresses by name, 0 for absent ones, and all other
+    values in their order, several times as fast as an object of it is made.
     """
     leading = itertools.takewhile(lambda field: field[1] is ctypes.c_void_p, fields)
     pointers = tuple(member for member, _ in leading)
-    packed = struct.Struct("".join(_LETTERS[kind] for _, kind in fields) + "0P").pack
+    pack = struct.Struct("".join(_LETTERS[kind] for _, kind in fields) + "0P").pack
+    absent = dict.fromkeys(pointers, 0)
+
+    def packed(at: dict[str, int], *values: float) -> bytes:
+        return pack(*map((absent | at).__getitem__, pointers), *values)
+
     members = {"_fields_": fields, "pointers": pointers, "packed": staticmethod(packed)}
     return type(name, (ctypes.Structure,), members)

@@ -17,12 +17,13 @@ from rbn.ops.gpu.call import FAR, Call, aligned, laid_out, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
 from rbn.ops.gpu.plan import power_of_two, tf32_allowed
 from rbn.ops.gpu.raised import raised_variances
-from rbn.ops.gpu.repeated import launch_kept
-from rbn.ops.gpu.signature import Grads, Inputs, Outputs, saved_sizes
+from rbn.ops.gpu.repeated import launch_known
+from rbn.ops.gpu.signature import Grads, Inputs, Outputs
 from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
+_AS_EVER = contextlib.nullcontext()
 _BLOCK, _UNITS = 512, 32  # sums, and columns of states, that a program of `finish` takes
 
 
@@ -33,8 +34,9 @@ def _consumed(call: Call, wh: Tensor) -> Tensor | None:
     latter lies at the end of the room, so that step t's covers only what was kept of the steps
     after t: every block has read that before any block can have what it needs for step t.
     """
-    numbers = wh.untyped_storage().nbytes() // wh.element_size()
-    size, kept = call.flat.numel(), saved_sizes(call.flat.shape, True)[1]
+    size, kept, numbers = call.flat.numel(), call.facts.saved[1], wh.numel()
+    if numbers == kept:  # as the operator gives it: there may be more behind it
+        numbers = wh.untyped_storage().nbytes() // wh.element_size()
     begin = (numbers - size) // 8 * 8  # a multiple of 16 bytes
     if call.R > 1 or wh.storage_offset() or begin < kept + call.B * 4 * call.H - size:
         return None
@@ -96,21 +98,23 @@ class _Sums:
         count, units = self.whole.numel(), call.R * call.H
         out = torch.empty(count + 2 * units, dtype=next(iter(types)), device=dc.device)
         tensors = (self.whole, dh0, dc if dh is None else dh, dc, out)
-        launch_kept(
-            finish,
-            (max(-(-count // _BLOCK), -(-units // _UNITS)), 1),
-            tuple(tensor.data_ptr() for tensor in tensors),
-            lambda: tensors,
-            (count, units, call.B, call.H),
-            {
-                "MORE": dh is not None,
-                "ROWS": min(128, power_of_two(call.B)),
-                "UNITS": _UNITS,
-                "BLOCK": _BLOCK,
-            },
-            (dh0.dtype, out.dtype),
-            out,
-        )
+
+        def ask() -> Any:
+            return (
+                (max(-(-count // _BLOCK), -(-units // _UNITS)), 1),
+                tensors,
+                (count, units, call.B, call.H),
+                {
+                    "MORE": dh is not None,
+                    "ROWS": min(128, power_of_two(call.B)),
+                    "UNITS": _UNITS,
+                    "BLOCK": _BLOCK,
+                },
+            )
+
+        known = (count, units, call.B, call.H, dh is None, dh0.dtype, out.dtype)
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        launch_known(finish, known, addresses, ask, out)
         *parts, of_h, of_c = out.split_with_sizes([*self.sizes, units, units])
         states = (of_h, of_c) if not call.lead else (of_h.view(a.h0.shape), of_c.view(a.c0.shape))
         return [*self._fitted(call, parts), *states]
@@ -172,7 +176,7 @@ def gradients(
             "lstm backward R=%d T=%d B=%d H=%d %s: %s",
             *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
         )
-    looks = call.in_cuda and cuda_lstm.meeting("backward", wx, call.family)[1]
+    looks = call.in_cuda and call.facts.looks["backward"]
     da = _consumed(call, r.wh) if consume and not looks else None
     if looks:  # it begins EMPTY, so it has a room of its own
         bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
@@ -192,7 +196,7 @@ def gradients(
         assert dwx is not None
         dh, dc = _in_triton(call, r, moments, weight, doutput, last, da, dwx, sums)
 
-    if a.sequence and dwx is not None:
+    if call.facts.sequence and dwx is not None:
         _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
     apart = shared or not (call.in_cuda and call.family == cuda_lstm.SMALL)
     with _multiplied_as_by_kernels(wx):
@@ -224,7 +228,7 @@ def _moments(call: Call, r: Outputs) -> list[Tensor | None]:
     if a.norm == "batch" and not a.population:
         var_x, var_h, var_c = moments[1::2]
         assert var_h is not None
-        h0, c0 = (None if call.shared(s) else s for s in (a.h0, a.c0))
+        h0, c0 = [None if call.shared(s) else s for s in (a.h0, a.c0)]
         moments[3], moments[5] = raised_variances((h0, c0), a.wx, var_x, var_h, var_c, a.eps)
     return moments
 
@@ -251,8 +255,9 @@ def _in_cuda(
     at |= sums.at()
     n, alone = call.R * call.B * call.H, last[0] is None and last[1] is None
     own = -(-n // 4) * 16  # bytes of a last gradient
-    zeroed = {"dh": own, "dc": own, "": 4 * FAR} if alone else {}
-    zeroed |= cuda_lstm.zeroed("backward", call)
+    zeroed = call.facts.zeroed["backward"]
+    if alone:
+        zeroed = {"dh": own, "dc": own, "": 4 * FAR} | zeroed
     zeros = torch.zeros(sum(zeroed.values()) // 4, dtype=torch.float32, device=wx.device)
     at |= laid_out(zeroed, zeros.data_ptr())
     if not alone:
@@ -267,7 +272,7 @@ def _in_cuda(
     if doutput is not None:
         at["doutput"] = call.address(doutput.contiguous())
     cuda_lstm.backward(call, at, rows_of(moments), doutput is not None)
-    through = call.a.lengths is None and not call.a.zoned
+    through = call.a.lengths is None and not call.facts.zoned
     if alone:
         shape = (*call.lead, call.B, call.H)
         strides = (call.B * call.H, call.H, 1)[-len(shape) :]
@@ -345,7 +350,7 @@ def _multiplied_as_by_kernels(wx: Tensor) -> contextlib.AbstractContextManager[N
     """Products of float32 are in tf32 where the kernels' were; else as PyTorch's switch says."""
     if wx.is_cuda and wx.dtype == torch.float32 and tf32_allowed():
         return lstm_steps.multiplied_as_by_cudnn()
-    return contextlib.nullcontext()
+    return _AS_EVER
 
 
 def _through_weight(
@@ -355,16 +360,16 @@ def _through_weight(
 
     apart: whether the columns of da are gate by gate, as the rows of W_h are, or unit by unit.
     """
-    first = da.select(-3, 0)
+    first = _rows_of(da, 1)
     if r.hidden is not None and r.hidden.numel():
-        before = r.hidden.narrow(-3, 0, call.T).flatten(-3, -2)
+        before = _rows_of(r.hidden, call.T)
         dweight = _product(call, columns_of(da, 0, call.T), before)
     else:
         h0 = call.in_rows(call.a.h0)
         h0 = aligned(h0 if h0.dtype == da.dtype else h0.to(da.dtype))
         dweight = _product(call, first.transpose(-2, -1), h0)
         if call.T > 1:
-            before = r.output.narrow(-3, 0, call.T - 1).flatten(-3, -2)
+            before = _rows_of(r.output, call.T - 1)
             add = torch.baddbmm if call.lead else torch.addmm
             dweight = add(dweight, columns_of(da, 1, call.T - 1), before)
     if not apart:
@@ -376,6 +381,13 @@ def _through_weight(
 def _product(call: Call, a: Tensor, b: Tensor) -> Tensor:
     """``a b`` of matrices, or of as many as there are recurrences; less to ask than `matmul`."""
     return torch.bmm(a, b) if call.lead else torch.mm(a, b)
+
+
+def _rows_of(x: Tensor, count: int) -> Tensor:
+    """So many first steps of x ``[..., T, B, F]``, contiguous, as rows ``[..., T' * B, F]``."""
+    *lead, _, B, F = x.shape
+    *strides, _, row, one = x.stride()
+    return x.as_strided((*lead, count * B, F), (*strides, row, one), x.storage_offset())
 
 
 def columns_of(x: Tensor, first: int, count: int) -> Tensor:

@@ -15,27 +15,25 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
+from rbn.ops.gpu.around_kernels import last_states
 from rbn.ops.gpu.beginning import begin_states
-from rbn.ops.gpu.call import BATCH, MOMENTS, Call, laid_out, rows_of
+from rbn.ops.gpu.call import Call, laid_out, rows_of
+from rbn.ops.gpu.facts import BATCH
 from rbn.ops.gpu.gradients import backward, gradients
 from rbn.ops.gpu.input_moments import feature_moments, input_moments
 from rbn.ops.gpu.lstm_forward import lstm_forward
 from rbn.ops.gpu.paths import plan_for
 from rbn.ops.gpu.plan import power_of_two
-from rbn.ops.gpu.repeated import launch_kept
-from rbn.ops.gpu.signature import (
-    Inputs,
-    Outputs,
-    saved_sizes,
-    statistics_shapes,
-    steps_of,
-    stride_of,
-)
+from rbn.ops.gpu.repeated import launch_kept, launch_known
+from rbn.ops.gpu.room import Room
+from rbn.ops.gpu.signature import MOMENTS, Inputs, Outputs, steps_of, stride_of
 from rbn.ops.types import valid_steps
 
 __all__ = ["backward", "forward", "forward_of_one_feature", "gradients", "plan_for", "run"]
 
 log = logging.getLogger("rbn.ops.gpu")
+
+_BLOCK = 1024  # numbers that a program of `last_states` takes
 
 
 def forward(given: Inputs, apart: bool = False) -> Outputs:
@@ -60,7 +58,7 @@ def run(call: Call, apart: bool = False) -> Outputs:
 def _complete(call: Call, found: Outputs) -> Outputs:
     """Results of which each is a tensor, of the size that the operator's have."""
     wh = found.wh
-    products = saved_sizes(call.flat.shape, call.a.save)[1]
+    products = call.facts.saved[1]
     if wh.shape[0] != products:
         wh = wh.narrow(0, 0, products)
     empty = functools.partial(call.flat.new_empty, 0)
@@ -89,43 +87,35 @@ def forward_of_one_feature(w: Tensor, given: Inputs) -> tuple[Tensor, ...]:
 
 def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     """One launch, and as little as possible before it: the card may be waiting."""
-    a, H, wx = call.a, call.H, call.flat
+    a, H, wx, facts = call.a, call.H, call.flat, call.facts
     dtype, device, full = wx.dtype, wx.device, torch.float32
-    stride = _stride(call)
-    looks = cuda_lstm.meeting("forward", wx, call.family)[1]
-    hs = _room_for_states(call, stride, looks)
-    # The first cells make room for the last: each is read and written by one thread.
-    c_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
-    zeroed = cuda_lstm.zeroed("forward", call)
-    clear: Tensor | None = None
-    if zeroed:
-        clear = torch.empty(sum(zeroed.values()) // 4, dtype=torch.int32, device=device)
-    begin_states(call, hs, c_n, clear)
-    cells, products, beyond = saved_sizes(wx.shape, a.save)
+    stride = facts.stride
+    hs = _room_for_states(call, stride, facts.looks["forward"])
+    new = Room(call, apart)
+    begin_states(call, hs, new)
+    cells, products, beyond = facts.saved
     cs = torch.empty(cells, dtype=full, device=device)
     wh = torch.empty(products + beyond, dtype=dtype, device=device)
     weight = a.weight_hh if a.weight_hh.dtype == dtype else a.weight_hh.to(dtype)
     at = call.addresses(weight.contiguous())
+    at |= new.at
     at["hs"], at["cs"], at["wh"] = hs.data_ptr(), cs.data_ptr(), wh.data_ptr()
-    at["c_n"] = at["c0"] = c_n.data_ptr()
-    if clear is not None:
-        at |= laid_out(zeroed, clear.data_ptr())
+    at["c0"] = at["c_n"]  # each cell is read and written by one thread
+    if facts.clear:
+        at |= laid_out(facts.zeroed["forward"], at["clear"])
     if a.lengths is not None:
-        h_n = torch.empty_like(c_n)
+        h_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
         at["h_n"] = h_n.data_ptr()
-    new = _Moments(call, apart)
+    rows = new.rows
     if a.population:
         moments = [call.full(p) for p in a.population]
         at |= call.moments_at(moments)
         rows = rows_of(moments)
-    else:
-        at |= new.at
-        rows = new.rows
     inputs: Tensor | None = None
     if call.w is not None:
         inputs = _inputs_of_one_feature(call, new, at["w"])
         at |= call.inputs_at(inputs)
-    elif a.sequence:
+    elif facts.sequence:
         _sequence_moments(call.wx, call.lengths if a.lengths is not None else None, *new.of_input())
     elif call.x == BATCH:
         _input_moments(call, new)
@@ -133,94 +123,33 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
 
     # The kernel runs; all else can wait.
     output = steps_of(hs, H)
+    last = _last_states(call, output if a.lengths is None else h_n, new)
     if stride != H:
         output = output.contiguous()
-    last = output.select(-3, -1).clone() if a.lengths is None else _as(h_n, dtype)
-    c_n = _as(c_n, dtype)
     hidden = hs if a.save and stride == H and not apart else None
     saved = (wh, cs if a.save else None, hidden)
-    return Outputs._make((output, last, c_n, *new.parts(), *saved)), inputs
+    return Outputs._make((output, *last, *new.moments(), *saved)), inputs
 
 
-def _as(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value if value.dtype == dtype else value.to(dtype)
+def _last_states(call: Call, h: Tensor, new: Room) -> tuple[Tensor, Tensor]:
+    """h_n and c_n in the output's type, from h ``[..., T, B, H]`` or ``[..., B, H]`` and a room."""
+    wx, H = call.flat, call.H
+    h_n = torch.empty((*call.lead, call.B, H), dtype=wx.dtype, device=wx.device)
+    c_n = torch.empty_like(h_n)
 
+    def ask() -> Any:
+        strides, size = h.stride(), h_n.numel()
+        begin = 0 if h.dim() == h_n.dim() else (call.T - 1) * strides[-3]
+        return (
+            (-(-size // _BLOCK), 1),
+            (h, new.cell(), h_n, c_n),
+            (begin, strides[0] if call.lead else 0, size, call.B * H),
+            {"H": H, "STRIDE": strides[-2], "BLOCK": _BLOCK},
+        )
 
-def _cuts(a: Inputs) -> tuple[list[int], list[Any], int]:
-    """`_cut_moments` of a call, found again by what its shapes follow from."""
-    absent = (a.gamma_x is None, a.gamma_c is None)
-    key = (a.wx.shape, a.norm, bool(a.population), absent, a.input_stats)
-    found = _CUTS.get(key)
-    if found is None:
-        if len(_CUTS) >= 256:
-            _CUTS.clear()
-        found = _CUTS[key] = _cut_moments(statistics_shapes(a))
-    return found
-
-
-_CUTS: dict[Any, tuple[list[int], list[Any], int]] = {}
-
-
-def _cut_moments(shapes: list[tuple[int, ...]]) -> tuple[list[int], list[Any], int]:
-    """Of statistics of these shapes, each as mean and var, in one piece.
-
-    The rows of each; where every part begins, with its shape and strides (none where it is empty);
-    the size of all. A part begins at a multiple of 16 bytes.
-    """
-    parts, begin = [], 0
-    for shape in shapes:
-        strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)) if 0 not in shape)
-        for _ in range(2):
-            parts.append((begin, shape, strides))
-            begin += -(-math.prod(shape) // 4) * 4
-    return [shape[-2] if len(shape) > 1 else 0 for shape in shapes], parts, begin
-
-
-class _Moments:
-    """Room for the minibatch's statistics, in one piece that is cut up when there is time.
-
-    Attributes:
-        at: the address of each, by the names of `MOMENTS`.
-        rows: those of the terms x, h and c.
-    """
-
-    def __init__(self, call: Call, apart: bool) -> None:
-        self.rows, self._cuts, size = _cuts(call.a)
-        self._parts: list[Tensor | None] = []
-        self.at: dict[str, int] = {}
-        if size == 0:
-            self._parts = [None] * len(MOMENTS)
-            return
-        full, device = torch.float32, call.flat.device
-        if apart:
-            self._parts = [
-                torch.empty(shape, dtype=full, device=device) if strides else None
-                for _, shape, strides in self._cuts
-            ]
-            parts = zip(MOMENTS, self._parts, strict=True)
-            self.at = {name: part.data_ptr() for name, part in parts if part is not None}
-        else:
-            self._whole = torch.empty(size, dtype=full, device=device)
-            first = self._whole.data_ptr()
-            cuts = zip(MOMENTS, self._cuts, strict=True)
-            self.at = {name: first + 4 * begin for name, (begin, _, strides) in cuts if strides}
-
-    def parts(self) -> list[Tensor | None]:
-        """Mean and var of the terms x, h and c; None for absent ones."""
-        if not self._parts:
-            cut = self._whole.as_strided
-            self._parts = [
-                cut(shape, strides, begin) if strides else None
-                for begin, shape, strides in self._cuts
-            ]
-        return self._parts
-
-    def of_input(self) -> tuple[Tensor, Tensor]:
-        """Those of the input term, which there is."""
-        mean, var = self.parts()[:2]
-        assert mean is not None
-        assert var is not None
-        return mean, var
+    addresses = (h.data_ptr(), new.at["c_n"], h_n.data_ptr(), c_n.data_ptr())
+    launch_known(last_states, (call.facts,), addresses, ask, wx)
+    return h_n, c_n
 
 
 def _in_triton(call: Call, apart: bool) -> Outputs:
@@ -230,15 +159,15 @@ def _in_triton(call: Call, apart: bool) -> Outputs:
     stride = stride_of(H)
     hs = _room_for_states(call, stride)
     _begin(call, hs, stride)
-    cells, products, beyond = saved_sizes(call.flat.shape, a.save)
+    cells, products, beyond = call.facts.saved
     cs = torch.empty(cells, dtype=torch.float32, device=device)
     wh = wx.new_empty(products + beyond)
     h_n = torch.empty(*call.lead, B, H, dtype=torch.float32, device=device)
-    new = _Moments(call, apart=True)
+    new = Room(call, apart=True)
     if a.sequence:
         _sequence_moments(wx, call.lengths if a.lengths is not None else None, *new.of_input())
     moments = [call.full(p) for p in a.population] or [
-        call.empty.narrow(0, 0, 0) if m is None else m for m in new.parts()
+        call.empty.narrow(0, 0, 0) if m is None else m for m in new.moments()
     ]
     natural = cs.narrow(0, 0, R * (T + 1 if a.save else 1) * B * H).view(*call.lead, -1, B, H)
     natural.select(-3, 0).copy_(_broadcast(call, a.c0))
@@ -246,7 +175,7 @@ def _in_triton(call: Call, apart: bool) -> Outputs:
         if call.x == BATCH:
             _input_moments(call, new)
         lstm_steps.forward(call, moments, hs, natural, wh, h_n)
-        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts(), apart)
+        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.moments(), apart)
     barrier = torch.zeros(R, dtype=torch.int32, device=device)
     plan, weight = call.plan, a.weight_hh.to(dtype).contiguous()
     flags = {"HS": stride, "K": plan.k_forward, "SAVE": a.save}
@@ -278,12 +207,7 @@ def _in_triton(call: Call, apart: bool) -> Outputs:
         ]
         call.launch(lstm_forward, arguments, flags, plan.warps_forward, plan.stages_forward)
 
-    return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.parts(), apart)
-
-
-def _stride(call: Call) -> int:
-    """Elements from one row of h to the next; rows that kernels read begin at 16 bytes."""
-    return call.H if call.family == cuda_lstm.SMALL else stride_of(call.H)
+    return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.moments(), apart)
 
 
 def _room_for_states(call: Call, stride: int, empty: bool = False) -> Tensor:
@@ -346,31 +270,31 @@ def _outputs(
     return Outputs._make([output, last, c_n.to(dtype, copy=True), *new, *saved])
 
 
-def _input_moments(call: Call, new: _Moments) -> None:
+def _input_moments(call: Call, new: Room) -> None:
     """Mean and var of the input term of every step, into the first two of `new`."""
-    a, T, B = call.a, call.T, call.B
-    columns = 128  # of a program: 64 take a fifth longer at 128 rows, and so do 256
-    padded = a.lengths is not None and not a.include
-    flags = {
-        "F": 4 * call.H,
-        "ROWS": min(128, max(16, power_of_two(B))),
-        "COLUMNS": columns,
-        "LENGTHS": padded,
-    }
-    lengths = call.lengths if padded else call.flat  # not looked at
-    launch_kept(
-        input_moments,
-        (call.R * T, -(-4 * call.H // columns)),
-        (call.flat.data_ptr(), new.at["mean_x"], new.at["var_x"], lengths.data_ptr()),
-        lambda: [call.flat, *new.of_input(), lengths],
-        (T, B),
-        flags,
-        (call.flat.dtype,),
-        call.flat,
-    )
+    wx = call.flat
+    padded = call.a.lengths is not None and not call.a.include
+    lengths = call.lengths if padded else wx  # not looked at
+
+    def ask() -> Any:
+        columns = 128  # of a program: 64 take a fifth longer at 128 rows, and so do 256
+        return (
+            (call.R * call.T, -(-4 * call.H // columns)),
+            [wx, *new.of_input(), lengths],
+            (call.T, call.B),
+            {
+                "F": 4 * call.H,
+                "ROWS": min(128, max(16, power_of_two(call.B))),
+                "COLUMNS": columns,
+                "LENGTHS": padded,
+            },
+        )
+
+    addresses = (wx.data_ptr(), new.at["mean_x"], new.at["var_x"], lengths.data_ptr())
+    launch_known(input_moments, (call.facts,), addresses, ask, wx)
 
 
-def _inputs_of_one_feature(call: Call, new: _Moments, w: int) -> Tensor:
+def _inputs_of_one_feature(call: Call, new: Room, w: int) -> Tensor:
     """Inputs as the kernels take them, with their variances behind.
 
     The minibatch's statistics of the input term go into the first two of `new`. w: the address of
@@ -413,7 +337,7 @@ def _inputs_of_one_feature(call: Call, new: _Moments, w: int) -> Tensor:
     return room
 
 
-def _sequence_centered(call: Call, var: Tensor, new: _Moments) -> Tensor:
+def _sequence_centered(call: Call, var: Tensor, new: Room) -> Tensor:
     """X ``[R, T, B, 1]`` less its mean over all unpadded positions; the variance into `var`."""
     assert call.w is not None
     whole = call.wx.narrow(-1, 0, 1).to(torch.float32)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rbn.ops.arguments import needs_grad
@@ -19,6 +20,7 @@ from rbn.ops.custom import graph_is_kept, is_traced, undifferentiable, without_a
 from rbn.ops.gpu import launch
 from rbn.ops.gpu.beginning import padded_factors
 from rbn.ops.gpu.call import Call
+from rbn.ops.gpu.facts import once
 from rbn.ops.gpu.gradients import columns_of
 from rbn.ops.gpu.signature import Inputs, Outputs
 from rbn.ops.gpu.together import alike, pays, rest_of
@@ -41,13 +43,18 @@ def from_inputs(
     count = len(calls)
     if count == 1:
         return [_run(op, calls, weights)]
-    x = calls[0]["wx"]
-    if not pays(x[..., :1].expand(-1, -1, len(weights[0])), count):
+    if not _pay(calls[0]["wx"], weights[0].shape[0], count):
         return [_run(op, [call], [weight]) for call, weight in zip(calls, weights, strict=True)]
     if not all(alike(calls[0], call) for call in calls[1:]):
         return None
     found = _run(op, calls, weights)
     return [found[k::count] for k in range(count)]
+
+
+def _pay(x: Tensor, columns: int, calls: int) -> bool:
+    """`pays` for an input term of so many columns."""
+    key = ("pays", x.shape[:2], columns, x.dtype, x.device, calls)
+    return bool(once(key, lambda: pays(x[..., :1].expand(-1, -1, columns), calls)))
 
 
 def _fits(call: dict[str, Any], weight: Tensor) -> bool:
@@ -68,8 +75,11 @@ def _fits(call: dict[str, Any], weight: Tensor) -> bool:
     for state in (call["h0"], call["c0"]):
         if state.shape not in (narrow, whole) or state.device != device:
             return False
-    check_sequence_lengths(call["lengths"], x)
-    check_masks(x, hidden, zoneout_c=call["zoneout_c"], zoneout_h=call["zoneout_h"])
+    if call["lengths"] is not None:
+        check_sequence_lengths(call["lengths"], x)
+    zoneout_c, zoneout_h = call["zoneout_c"], call["zoneout_h"]
+    if type(zoneout_c) is not float or type(zoneout_h) is not float:
+        check_masks(x, hidden, zoneout_c=zoneout_c, zoneout_h=zoneout_h)
     return weight.device == device
 
 
@@ -104,6 +114,8 @@ def _run(op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]) ->
         found = (*found[0].unbind(), *found[1:])
     if op == "lstm":
         return found
+    if n == 1:
+        return (*found, Statistics._make(given.moments))
     moments = _parted(given.moments, n)
     return (*found, *(Statistics._make(moments[k::n]) for k in range(n)))
 
@@ -114,14 +126,13 @@ def _forward(given: _Given, tensors: tuple[Any, ...]) -> tuple[Call, Outputs, li
     pairs = [padded_factors(tensors[k], tensors[n + k]) for k in range(n)]
     joined: Tensor | None = None
     if n == 1:
-        x, w = pairs[0]
-        wx = torch.mm(x, w.t()).view(*tensors[0].shape[:2], -1)
+        wx = F.linear(*pairs[0])
         parameters = tensors[2:]
     else:
         steps, batch, _ = tensors[0].shape
         wx = tensors[0].new_empty(n, steps, batch, tensors[n].shape[0])
         for (x, w), room in zip(pairs, wx.flatten(1, 2).unbind(), strict=True):
-            torch.mm(x, w.t(), out=room)
+            torch.mm(x.view(-1, x.shape[-1]), w.t(), out=room)
         weight, *vectors, h0, c0 = (tensors[k : k + n] for k in range(2 * n, len(tensors), n))
         stacked, joined = _stacked_vectors(vectors)
         parameters = (torch.stack(weight), *stacked, torch.stack(h0), torch.stack(c0))
@@ -192,6 +203,8 @@ class _Node(torch.autograd.Function):
                 found = _gradients(ctx, saved, grads, consume=False)
             return tuple(undifferentiable("gpu_lstm", found, (*saved, *grads)))
         consume = not graph_is_kept()
+        if not torch.is_autocast_enabled(device):
+            return tuple(_gradients(ctx, saved, grads, consume))
         with without_autocast(device):  # where backward() is called under it
             return tuple(_gradients(ctx, saved, grads, consume))
 
@@ -221,10 +234,12 @@ def _gradients(
         if needed[k]:
             gradients[1 + k] = _without_zeros(torch.matmul(d, w), columns)
         if needed[n + k]:
-            dw = torch.mm(columns_of(d, 0, call.T), x)
+            dw = torch.mm(columns_of(d, 0, call.T), x.view(-1, x.shape[-1]))
             gradients[1 + n + k] = _without_zeros(dw, columns)
+    if n == 1:
+        return [*gradients, *found]
     for gradient in found:
-        gradients += [gradient] * n if n == 1 or gradient is None else gradient.unbind()
+        gradients += [None] * n if gradient is None else gradient.unbind()
     return gradients
 
 

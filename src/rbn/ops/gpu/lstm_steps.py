@@ -86,7 +86,7 @@ class _Steps:
         self.grid = (-(-call.H // units),)
         self.single = rows >= call.B
         self.flags = {
-            **call.flags,
+            **call.facts.flags,
             **call.options(),
             "ROWS": rows,
             "UNITS": units,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rbn.ops.alike import raised, steps_alike
 from rbn.ops.gpu.raise_variances import raise_variances
-from rbn.ops.gpu.repeated import launch_kept
+from rbn.ops.gpu.repeated import launch_known
 from rbn.ops.types import CONSTANT
 
 _BLOCK = 1024
@@ -35,19 +37,21 @@ def raised_variances(
         before, after = steps_alike(seen, wx, var_x, var_h, var_c, eps)
         return raised(var_h, before, eps), None if var_c is None else raised(var_c, after, eps)
     different = [None if s is None or s.stride(-2) == 0 else s.contiguous() for s in states]
-    h0, c0 = (var_h if state is None else state for state in different)
+    h0, c0 = [var_h if state is None else state for state in different]
     look = [state is not None for state in different]
     new_h, new_c = torch.empty_like(var_h), None if var_c is None else torch.empty_like(var_c)
     cell = (var_h, new_h) if var_c is None or new_c is None else (var_c, new_c)
     tensors = (h0, c0, var_x, var_h, cell[0], new_h, cell[1])
-    launch_kept(
-        raise_variances,
-        (min(_PROGRAMS, -(-T * G // _BLOCK)), var_h.numel() // (T * G)),
-        tuple(tensor.data_ptr() for tensor in tensors),
-        lambda: tensors,
-        (T, B, G // 4, CONSTANT * eps, 2 * CONSTANT * eps),
-        {"LOOK_H": look[0], "LOOK_C": look[1], "CELL": var_c is not None, "BLOCK": _BLOCK},
-        (h0.dtype, c0.dtype),
-        var_h,
-    )
+
+    def ask() -> Any:
+        return (
+            (min(_PROGRAMS, -(-T * G // _BLOCK)), var_h.numel() // (T * G)),
+            tensors,
+            (T, B, G // 4, CONSTANT * eps, 2 * CONSTANT * eps),
+            {"LOOK_H": look[0], "LOOK_C": look[1], "CELL": var_c is not None, "BLOCK": _BLOCK},
+        )
+
+    known = (wx.shape, *look, var_c is None, eps, h0.dtype, c0.dtype)
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    launch_known(raise_variances, known, addresses, ask, var_h)
     return new_h, new_c

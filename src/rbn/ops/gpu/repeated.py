@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import triton
 from torch import Tensor
 
 from rbn.ops.gpu import direct
-from rbn.ops.gpu.driver import device_of
+from rbn.ops.gpu.driver import device_of, on_current_device
 
 # Before, what Triton compiled was called without its compile-time arguments.
 _TAKES_ALL = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 3)
@@ -124,18 +126,35 @@ def launch_kept(
     numbers, flags: as in `Repeated`, but for all of them the kernel may be compiled.
     types: of the tensors, as far as they may differ between calls. like: any on their device.
     """
-    key = (id(kernel), grid, numbers, *flags.values(), *types, like.device)
+    known = (grid, numbers, *flags.values(), *types)
+    launch_known(kernel, known, addresses, lambda: (grid, tensors(), numbers, flags), like)
+
+
+def launch_known(
+    kernel: Any,
+    known: tuple[Any, ...],
+    addresses: tuple[int, ...],
+    ask: Callable[[], tuple[tuple[int, int], Sequence[Tensor], tuple[float, ...], dict[str, Any]]],
+    like: Tensor,
+) -> None:
+    """`launch_kept` where all that it would look at follows from less.
+
+    known: what the grid, the numbers, the flags and the types of the tensors follow from.
+    ask: gives the grid, the tensors, the numbers and the flags, where Triton is to look.
+    """
+    key = (id(kernel), known, like.device)
     kept = _KEPT.get(key)
     # For others, and only those, the kernel is compiled differently.
-    together = 0
-    for at in addresses:
-        together |= at
-    aligned = together % 16 == 0
+    aligned = functools.reduce(operator.or_, addresses) % 16 == 0
+    if kept is not None and aligned and on_current_device(like):
+        kept[0](addresses)
+        return
     with device_of(like):
         if kept is not None and aligned:
             kept[0](addresses)
             return
-        found = kernel[grid](*tensors(), *numbers, **flags)
+        grid, tensors, numbers, flags = ask()
+        found = kernel[grid](*tensors, *numbers, **flags)
     if aligned and _is_compiled(found):
         if len(_KEPT) >= _MOST:
             _KEPT.clear()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
 
 
 class Inputs(NamedTuple):
@@ -128,6 +130,29 @@ def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
     ]
 
 
+class Cuts(NamedTuple):
+    """Means and variances of the terms x, h and c in one piece."""
+
+    rows: list[int]  # of each term
+    parts: list[Any]  # shape, strides and beginning of each, None for absent ones
+    at: list[tuple[str, int]]  # the names of those that there are, and the bytes before them
+    size: int
+
+
+def statistics_cuts(a: Inputs, begin: int = 0) -> Cuts:
+    """How statistics lie in one piece, behind so many numbers; each at a multiple of 16 bytes."""
+    shapes = statistics_shapes(a)
+    parts: list[Any] = []
+    for shape in shapes:
+        strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
+        for _ in range(2):
+            parts.append(None if 0 in shape else (shape, strides, begin))
+            begin += -(-math.prod(shape) // 4) * 4
+    rows = [shape[-2] if len(shape) > 1 else 0 for shape in shapes]
+    at = [(name, 4 * cut[2]) for name, cut in zip(MOMENTS, parts, strict=True) if cut]
+    return Cuts(rows, parts, at, begin)
+
+
 def stride_of(hidden: int) -> int:
     """Elements from one row of h to the next: rows begin at multiples of 16 bytes."""
     return -(-hidden // 8) * 8
@@ -155,5 +180,6 @@ def beyond_products(a: Inputs) -> int:
 
 def steps_of(room: Tensor, hidden: int) -> Tensor:
     """The states after each step ``[..., T, B, H]`` in a room ``[..., T + 1, B, stride]``."""
-    steps = room.narrow(-3, 1, room.shape[-3] - 1)
-    return steps if room.shape[-1] == hidden else steps.narrow(-1, 0, hidden)
+    *lead, steps, batch, stride = room.shape
+    begin = room.storage_offset() + batch * stride
+    return room.as_strided((*lead, steps - 1, batch, hidden), room.stride(), begin)

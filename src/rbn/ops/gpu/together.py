@@ -73,15 +73,14 @@ def joined(
 def rest_of(op: str, calls: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
     """All that the operator takes behind tensors but `save`, for calls that are alike."""
     first = calls[0]
-    zoneout = zoneout_arguments(*(_stacked(calls, name) for name in _ZONEOUT))
+    zoneout = zoneout_arguments(_stacked(calls, "zoneout_c"), _stacked(calls, "zoneout_h"))
     if op == "lstm":
         return first["lengths"], [], *zoneout, "none", 0.0, "step", "exclude", False
     population: list[Tensor] = []
     if first["population"] is not None:
         given = zip(*map(_population, calls), strict=True)
         population = [values[0] if len(calls) == 1 else torch.stack(values) for values in given]
-    names = ("eps", "input_stats", "padding", "pass_normalized_cell")
-    options = (first[name] for name in names)
+    options = (first["eps"], first["input_stats"], first["padding"], first["pass_normalized_cell"])
     return first["lengths"], population, *zoneout, "batch", *options
 
 
@@ -131,7 +130,7 @@ def pays(wx: Tensor, calls: int) -> bool:
 
 def _stacked(calls: Sequence[dict[str, Any]], name: str) -> Any:
     """The tensors of that name with a leading dimension; what is none, or one, as it is."""
-    if isinstance(calls[0][name], Tensor) and len(calls) > 1:
+    if len(calls) > 1 and isinstance(calls[0][name], Tensor):
         return torch.stack([call[name] for call in calls])
     return calls[0][name]
 

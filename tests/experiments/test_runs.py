@@ -13,6 +13,7 @@ from rbn.data import Split, Splits, Text
 from rbn.experiments import build, results, runs
 from rbn.experiments import config as configs
 from rbn.experiments.config import Config, from_mapping, with_settings
+from rbn.experiments.fit import Fit
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
 
@@ -173,6 +174,20 @@ def test_a_run_and_its_result(tmp_path):
     assert {"steps", "seconds", "params", "config", "versions", "gpu", "commit"} <= result.keys()
     assert 0 <= result["test"] <= 1
     assert result["steps"] == 24
+
+
+def test_a_run_that_went_on_alone_still_shared_the_device(tmp_path):
+    small = {"task": "digits", "hidden_size": 4, "batch_size": 600, "evaluate_every": 1}
+    short, long = from_mapping(small | {"epochs": 1}), from_mapping(small | {"epochs": 2})
+    wanted = [(tmp_path / "short", short, 1), (tmp_path / "long", long, 1)]
+    both = Fit(wanted, CPU, tmp_path)
+    both.train(max_minutes=1e-9)  # one step of each
+    assert [trainer.progress.finished for trainer in both.trainers] == [False, False]
+    for folder, config, seed in wanted:
+        alone = Fit([(folder, config, seed)], CPU, tmp_path)
+        alone.train()
+        assert len(list(alone.results())) == 1
+        assert json.loads((folder / "result.json").read_text())["together"] == 2
 
 
 def test_exact_statistics_are_those_of_the_training_set():

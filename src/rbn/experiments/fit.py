@@ -140,6 +140,9 @@ class Fit:
                 watch.add(trainer, config, task)
             if tensorboard and ranks.first:
                 self._write_scalars(trainer)
+        unfinished = [trainer for trainer in self.trainers if not trainer.progress.finished]
+        for trainer in unfinished:
+            trainer.progress.together = max(trainer.progress.together, len(unfinished))
         try:
             train_together(self.trainers)
         except Diverged as error:
@@ -179,7 +182,7 @@ class Fit:
             if console is not None and self.device.type == "cpu":
                 console.print(f"Testing {folder} ...", style="dim", soft_wrap=True)
             command = runs.command_of(folder)
-            result = results.finish(config, seed, trainer, command, len(self.wanted))
+            result = results.finish(config, seed, trainer, command)
             yield (
                 f"{config.task}, {config.name}, seed {seed}: test {result['test']:.4f} "
                 f"({result['metric']}), validation {result['valid']:.4f}, best at step "

@@ -32,9 +32,7 @@ def exact_statistics(config: Config, task: Classification | NextSymbol | Reading
         task.estimate_population(config.population_batch)
 
 
-def finish(
-    config: Config, seed: int, trainer: Trainer, command: str, together: int = 1
-) -> dict[str, Any]:
+def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[str, Any]:
     """Test the best model with exact statistics, in the precision it was trained in.
 
     Writes ``result.json``, and the model with those statistics as ``final.safetensors``. Of several
@@ -45,7 +43,6 @@ def finish(
         seed: of the run.
         trainer: that trained it.
         command: with which it can be done again.
-        together: runs that shared the device, and so the time.
     """
     task, progress = trainer.task, trainer.progress
     assert isinstance(task, Classification | NextSymbol | ReadingTask)
@@ -83,7 +80,7 @@ def finish(
         "best_step": progress.best_step,
         "diverged_at": progress.diverged_at,
         "seconds": round(progress.seconds, 1),
-        "together": together,
+        "together": progress.together,
         "devices": trainer.ranks.count,
         "params": sum(p.numel() for p in task.model.parameters()),
         "config": asdict(config),

@@ -61,6 +61,7 @@ class Progress:
 
     step: int = 0
     seconds: float = 0.0  # of training, over all processes that took part
+    together: int = 1  # runs that shared the device, and so the time, at most
     best: float | None = None
     best_step: int = 0
     bad_looks: int = 0  # evaluations since the best one

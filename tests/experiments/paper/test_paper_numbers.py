@@ -61,17 +61,25 @@ def test_tables_have_mean_spread_and_difference(results):
     assert (lstm.runs, bn.runs) == ("2", "2")
     first, second = lstm.results
     stopped = replace(first, values=first.values | {"diverged_at": 700})
-    assert replace(lstm, results=(stopped, second)).runs == "2, 1 diverged"
+    one = replace(lstm, results=(stopped, second))
+    assert (one.ours, one.runs) == ("1.410", "1; 1 more diverged, at best 1.390")
+    none = replace(lstm, results=(stopped,))
+    assert (none.ours, none.runs) == ("1.390", "1, diverged")
     absent = tables.rows(TABLES["table3"], shelf.places, shelf.results)
     assert [row.cells[4] for row in absent] == ["not trained yet"] * 2
 
 
-def test_a_figure_says_where_a_run_diverged(tmp_path):
+def test_a_figure_says_which_runs_diverged(tmp_path):
     publish(tmp_path, task="pmnist", test=0.9, values=(0.5, 0.8, 0.9))
     assert "diverged" not in figure("fig2", Shelf.of(tmp_path)).caption
     publish(tmp_path, task="pmnist", seed=2, test=0.8, values=(0.6, 0.8), diverged_at=250)
     found = figure("fig2", Shelf.of(tmp_path))
-    assert found.caption.endswith("one of its runs diverged: LSTM on permuted MNIST.")
+    named = "Runs that diverged: LSTM on permuted MNIST, seed 2, after 250 steps."
+    assert named in found.caption
+    (ours,) = (line for line in found.panels[1].lines if line.source == OURS)
+    assert (ours.x, ours.y) == ((100.0, 200.0, 300.0), (0.5, 0.8, 0.9))
+    publish(tmp_path, task="pmnist", test=0.9, values=(0.5, 0.8, 0.9), diverged_at=350)
+    found = figure("fig2", Shelf.of(tmp_path))  # with no other, they are shown
     (ours,) = (line for line in found.panels[1].lines if line.source == OURS)
     assert ours.x == (100.0, 200.0)
 

@@ -12,7 +12,7 @@ from rbn.experiments.paper.lines import Figure, Gathered, Line, Panel, read_csv
 from rbn.experiments.paper.numbers import NAMES
 from rbn.experiments.paper.places import Place, places
 from rbn.experiments.paper.plan import READERS, SWEEP
-from rbn.experiments.paper.published import Result, mean_curve, mean_line, read_results
+from rbn.experiments.paper.published import Result, finished, mean_curve, mean_line, read_results
 from rbn.experiments.paper.trained_runs import read_lengths, read_statistics
 
 COMPUTED = "figures"  # the folder of figures that need no training, inside the results'
@@ -65,14 +65,18 @@ def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> Gathered:
     """Validation curves of some models, with both kinds of statistics where there are two."""
     found = Gathered()
     for model in models:
-        group = place.best_group(shelf.results, model)
+        every = place.best_group(shelf.results, model)
+        group = finished(every)
         name = NAMES[model]
         line = mean_curve(group, "valid_batch", name)
         if line is None:
             found.missing.append(f"{name} on {place.title}")
             continue
-        if any(result.values.get("diverged_at") is not None for result in group):
-            found.diverged.append(f"{name} on {place.title}")
+        found.diverged += [
+            f"{name} on {place.title}, seed {result.seed}, after {result.diverged_at:,} steps"
+            for result in every
+            if result.diverged_at is not None
+        ]
         other = mean_curve(group, "valid_population", name, "population statistics")
         for each in (line, other):
             if each is None or (each is other and each.y == line.y):
@@ -96,7 +100,7 @@ def _images(shelf: Shelf) -> Figure:
         "BN-LSTM also with population statistics."
     )
     if diverged:
-        caption += f" A line ends where one of its runs diverged: {', '.join(diverged)}."
+        caption += f" Runs that diverged: {'; '.join(diverged)}. A line is of the others, if any."
     return Figure(
         "fig2",
         "Pixel by pixel MNIST, while training",

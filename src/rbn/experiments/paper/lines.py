@@ -81,7 +81,7 @@ class Figure:
 
 @dataclass
 class Gathered:
-    """Lines collected for a panel, what was not found, and which have a run that diverged."""
+    """Lines collected for a panel, what was not found, and which runs diverged."""
 
     lines: list[Line] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)

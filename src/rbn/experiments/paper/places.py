@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rbn.experiments.paper.published import Result
 
-_PREFERRED = ("", "short", "full")
+_PREFERRED = ("", "steady", "short", "full")
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,9 @@ def _job(place: str, model: str, recipe: str) -> Job:
         full = place == "cnn-full"
         base = QUESTIONS + ("-full" if full else "")
         return Job(QUESTIONS, model, base, ("tag=full",) if full else ())
-    short = f"{place}-short"
-    return Job(place, model, short if recipe == "short" and short in configs.names() else place)
+    known = configs.names() if recipe == "short" else []
+    short = (name for name in (f"{place}-steady", f"{place}-short") if name in known)
+    return Job(place, model, next(short, place))
 
 
 def _sweep_job(place: str, gamma: float, recipe: str) -> Job:

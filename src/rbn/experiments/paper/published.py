@@ -61,6 +61,12 @@ class Result:
             return None
 
     @property
+    def diverged_at(self) -> int | None:
+        """The step at which training ended that way, None of a run that was finished."""
+        step = self.values.get("diverged_at")
+        return None if step is None else int(step)
+
+    @property
     def minutes(self) -> float:
         """Wall time of training, evaluations included."""
         return float(self.values["seconds"]) / 60
@@ -78,6 +84,11 @@ def read_results(folder: Path) -> list[Result]:
             raise ValueError(f"{path} is not the result of a run: {error}") from error
         found.append(Result(path, values, _curve(path.with_suffix(".csv"))))
     return found
+
+
+def finished(results: Sequence[Result]) -> list[Result]:
+    """Those that did not diverge; where all of them did, all."""
+    return [result for result in results if result.diverged_at is None] or list(results)
 
 
 def _curve(path: Path) -> tuple[dict[str, float], ...]:

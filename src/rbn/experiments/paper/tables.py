@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from rbn.experiments.paper.estimate import spoken
 from rbn.experiments.paper.numbers import NAMES, Entry, Table
 from rbn.experiments.paper.places import Place
-from rbn.experiments.paper.published import Result
+from rbn.experiments.paper.published import Result, finished
 
 COLUMNS = ("task", "model", "settings", "paper", "ours", "difference", "runs", "time of a run")
 
@@ -33,12 +33,12 @@ class Row:
 
     @property
     def values(self) -> list[float]:
-        """Of each seed, in the table's unit."""
-        return [self.table.shown(float(r.values[self.entry.field])) for r in self.results]
+        """Of each seed that counts, in the table's unit."""
+        return [self._value(result) for result in finished(self.results)]
 
     @property
     def ours(self) -> str:
-        """Mean and standard deviation over the seeds."""
+        """Mean and standard deviation over the seeds; those that diverged do not count."""
         if not self.results:
             return "not trained yet"
         digits = self.table.digits
@@ -65,18 +65,23 @@ class Row:
 
     @property
     def runs(self) -> str:
-        """How many, and how many of them diverged: those count with the best model before that."""
+        """How many count, and which do not: those that diverged, with their best model before."""
         if not self.results:
             return ""
-        diverged = sum(r.values.get("diverged_at") is not None for r in self.results)
-        return str(len(self.results)) + (f", {diverged} diverged" if diverged else "")
+        counted = finished(self.results)
+        left = [result for result in self.results if result not in counted]
+        if not left:
+            diverged = any(result.diverged_at is not None for result in counted)
+            return str(len(counted)) + (", diverged" if diverged else "")
+        before = ", ".join(f"{self._value(result):.{self.table.digits}f}" for result in left)
+        return f"{len(counted)}; {len(left)} more diverged, at best {before}"
 
     @property
     def time(self) -> str:
         """Mean wall time of a run, and on what."""
         if not self.results:
             return ""
-        seconds = mean(60 * result.minutes for result in self.results)
+        seconds = mean(60 * result.minutes for result in finished(self.results))
         device = self.results[0].values.get("gpu") or "CPU"
         together = int(self.results[0].values.get("together") or 1)
         shared = f", {together} at once" if together > 1 else ""
@@ -90,6 +95,9 @@ class Row:
         seeds = ",".join(str(result.seed) for result in self.results)
         command = re.sub(r" --seeds? \S+", "", str(self.results[0].values["command"]))
         return f"{command} --seeds {seeds}"
+
+    def _value(self, result: Result) -> float:
+        return self.table.shown(float(result.values[self.entry.field]))
 
     @property
     def cells(self) -> tuple[str, ...]:

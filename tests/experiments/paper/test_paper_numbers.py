@@ -62,9 +62,10 @@ def test_tables_have_mean_spread_and_difference(results):
     first, second = lstm.results
     stopped = replace(first, values=first.values | {"diverged_at": 700})
     one = replace(lstm, results=(stopped, second))
-    assert (one.ours, one.runs) == ("1.410", "1; 1 more diverged, at best 1.390")
+    assert (one.ours, one.runs) == ("1.410", "1 (1 more diverged: 1.390)")
+    assert (one.said, lstm.said) == ("1.410 (1 of 2 runs)", lstm.ours)
     none = replace(lstm, results=(stopped,))
-    assert (none.ours, none.runs) == ("1.390", "1, diverged")
+    assert (none.ours, none.runs) == ("1.390", "1 (diverged)")
     absent = tables.rows(TABLES["table3"], shelf.places, shelf.results)
     assert [row.cells[4] for row in absent] == ["not trained yet"] * 2
 

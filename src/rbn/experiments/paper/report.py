@@ -59,12 +59,14 @@ def _summary(rows: dict[str, list[Row]]) -> list[Block]:
                 trained.setdefault(row.place.title_of(row.results), []).append(row)
         for place, same in trained.items():
             first = {row.entry.model: row for row in reversed(same)}
-            ours = ", ".join(f"{NAMES[m]} {first[m].ours}" for m in sorted(first, reverse=True))
+            ours = ", ".join(f"{NAMES[m]} {first[m].said}" for m in sorted(first, reverse=True))
             paper = ", ".join(
                 f"{NAMES[m]} {first[m].entry.paper:g}" for m in sorted(first, reverse=True)
             )
-            unit = same[0].table.unit
-            sentences.append(f"{place}, {unit}: {ours} (the paper: {paper}).")
+            unit, row = same[0].table.unit, same[0]
+            same_data = row.place.stand_in or row.place.is_papers(row.results)
+            whose = "the paper" if same_data else "the paper, on other data"
+            sentences.append(f"{place}, {unit}: {ours} ({whose}: {paper}).")
     if not sentences:
         return [Paragraph("No run of the paper's tasks has been published yet.")]
     return [

@@ -47,6 +47,12 @@ class Row:
         return text + spread
 
     @property
+    def said(self) -> str:
+        """The same for a sentence, with how many of the runs count where not all do."""
+        counted, every = len(self.values), len(self.results)
+        return self.ours + (f" ({counted} of {every} runs)" if counted < every else "")
+
+    @property
     def difference(self) -> str:
         """Ours less the paper's, where both are of the same data."""
         if not self.results or self.place.stand_in:
@@ -72,9 +78,9 @@ class Row:
         left = [result for result in self.results if result not in counted]
         if not left:
             diverged = any(result.diverged_at is not None for result in counted)
-            return str(len(counted)) + (", diverged" if diverged else "")
+            return str(len(counted)) + (" (diverged)" if diverged else "")
         before = ", ".join(f"{self._value(result):.{self.table.digits}f}" for result in left)
-        return f"{len(counted)}; {len(left)} more diverged, at best {before}"
+        return f"{len(counted)} ({len(left)} more diverged: {before})"
 
     @property
     def time(self) -> str:

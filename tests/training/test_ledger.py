@@ -27,20 +27,34 @@ def entered(ledger, device):
 
 
 def check(ledger, device):
-    counts = []
-    for (loss, norm), (scale, found) in zip(STEPS, entered(ledger, device), strict=True):
+    counts, scales = [], [1.0]
+    for (loss, norm), (divisor, found) in zip(STEPS, entered(ledger, device), strict=True):
         assert found == (not math.isfinite(norm)), (loss, norm)
         if not found:
-            assert scale == pytest.approx(max(1, (norm + 1e-6) / 2), rel=1e-6)
+            scale = scales[-1]
+            assert divisor == pytest.approx(max(scale, (norm + scale * 1e-6) / 2), rel=1e-6)
         counts.append((int(ledger.skipped), int(ledger.in_a_row), int(ledger.bad)))
+        scales.append(float(ledger.loss_scale))
+    assert scales[1:] == [1, 1, 2**-20, 2**-40, 2**-39, 2**-38]
     assert counts == [(0, 0, -1), (0, 0, -1), (1, 1, -1), (2, 2, -1), (2, 0, 4), (2, 0, 4)]
     assert int(ledger.number) == 6
     assert math.isnan(float(ledger.total))
 
 
+def check_the_ends(ledger, device):
+    """The scale goes no lower and no higher than it may, and stays while there is little room."""
+    scales = []
+    for norm in [math.inf] * 5 + [1e10] + [1.0] * 90:
+        ledger.enter(torch.tensor(1.0, device=device), torch.tensor(norm, device=device))
+        scales.append(float(ledger.loss_scale))
+    assert scales[:8] == [2**-20, 2**-40, 2**-60, 2**-80, 2**-80, 2**-80, 2**-79, 2**-78]
+    assert scales[-11:] == [1.0] * 11
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_operations_and_kernel(device):
     check(Ledger(torch.device(device)), device)
+    check_the_ends(Ledger(torch.device(device)), device)
 
 
 def test_the_kernel_by_the_interpreter():
@@ -50,6 +64,9 @@ def test_the_kernel_by_the_interpreter():
     ledger = Ledger(torch.device("cpu"))
     ledger._in_one = True
     check(ledger, "cpu")
+    ledger = Ledger(torch.device("cpu"))
+    ledger._in_one = True
+    check_the_ends(ledger, "cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,10 +12,13 @@ def enter(
     norm,
     total,  # float64
     counts,  # int64: bad, skipped, in a row, number
-    factors,  # float32: divide by, not finite
+    factors,  # float32: divide by, not finite, the loss's scale
     clip,
     small,
     CLIPPED: tl.constexpr,
+    LESS: tl.constexpr,
+    LEAST: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
     """One program."""
     value = tl.load(loss).to(tl.float32)
@@ -29,5 +32,8 @@ def enter(
         skip = 1 - (tl.abs(n) < float("inf")).to(tl.int64)  # also for no number
         tl.store(counts + 1, tl.load(counts + 1) + skip)
         tl.store(counts + 2, (tl.load(counts + 2) + 1) * skip)
-        tl.store(factors, tl.maximum((n + small) / clip, 1.0))
+        scale = tl.load(factors + 2)
+        tl.store(factors, tl.maximum((n + small * scale) / clip, scale))
         tl.store(factors + 1, skip.to(tl.float32))
+        larger = tl.minimum(tl.where(n < ROOM, scale * 2, scale), 1.0)
+        tl.store(factors + 2, tl.where(skip != 0, tl.maximum(scale * LESS, LEAST), larger))

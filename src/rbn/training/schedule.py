@@ -16,7 +16,8 @@ class Schedule:
         patience: evaluations without a better one before training stops; None never does.
         clip: largest global norm of all gradients together; None leaves them alone. A step whose
             norm is not finite is made without a gradient, or left out by a fused optimiser, and
-            counted.
+            counted; the gradients of the next are those of a smaller loss, which clipping makes
+            the same.
         decay_from: the part of the steps after which the learning rate falls linearly, to 0 at the
             last; 1 keeps it constant.
         average: the decay of a running average of the parameters, which is then what evaluations
@@ -69,6 +70,7 @@ class Progress:
     loss_sum: float = 0.0  # since the last evaluation
     loss_count: int = 0
     skipped: int = 0  # steps whose gradient was not finite
+    loss_scale: float = 1.0  # what the next loss is multiplied with for that reason
     finished: bool = False
     stopped_early: bool = False
     diverged_at: int | None = None  # the step, if training ended that way

@@ -132,8 +132,10 @@ class Trainer:
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._first_rates = [float(rate) for rate in self._rates]
         self._ledger = Ledger(device)
-        # A fused optimiser divides the gradients itself, and can leave a step out.
-        self._divides = bool(optimizer.defaults.get("fused")) and not self._scales_loss()
+        # Where Fabric scales the loss, it clips as well. A fused optimiser divides the gradients
+        # itself, and can leave a step out.
+        self._clips = schedule.clip is not None and not self._scales_loss()
+        self._divides = self._clips and bool(optimizer.defaults.get("fused"))
         self._fetched = 0  # of progress.loss_count
         self._average: AveragedParameters | None = None
         if schedule.average is not None:
@@ -256,9 +258,9 @@ class Trainer:
         self._wrapped.zero_grad(set_to_none=True)
         loss = self.task.loss(*batch)
         # DDP averages over processes what is to be averaged over rows.
-        self.fabric.backward(
-            loss if self.ranks.count == 1 else loss * (self._share * self.ranks.count)
-        )
+        total = loss if self.ranks.count == 1 else loss * (self._share * self.ranks.count)
+        scale = self._ledger.loss_scale.to(loss.dtype) if self._clips else None
+        self.fabric.backward(total, gradient=scale)
         value = loss.detach()
         if self.ranks.count > 1:
             value = value * self._share
@@ -275,21 +277,24 @@ class Trainer:
 
     def _clip(self, loss: Tensor, clip: float) -> None:
         """Clip the gradients; one that overflowed has no direction, so the step goes without it."""
-        if self._divides:
-            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-            optimizer: Any = self._optimizer
-            optimizer.grad_scale, optimizer.found_inf = self._ledger.enter(
-                loss, torch.nn.utils.get_total_norm(grads), clip
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if self._clips:
+            norm = torch.nn.utils.get_total_norm(grads)
+        else:
+            found = self.fabric.clip_gradients(
+                self.task.model, self._wrapped, max_norm=clip, error_if_nonfinite=False
             )
+            assert found is not None
+            norm = found
+        divisor, bad = self._ledger.enter(loss, norm, clip)
+        if self._divides:
+            optimizer: Any = self._optimizer
+            optimizer.grad_scale, optimizer.found_inf = divisor, bad
             return
-        norm = self.fabric.clip_gradients(
-            self.task.model, self._wrapped, max_norm=clip, error_if_nonfinite=False
-        )
-        assert norm is not None
-        bad = self._ledger.enter(loss, norm, clip)[1] != 0
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.masked_fill_(bad, 0)
+        if self._clips:
+            torch._foreach_div_(grads, divisor)
+        for grad in grads:
+            grad.masked_fill_(bad != 0, 0)
 
     def _scales_loss(self) -> bool:
         """Whether Fabric multiplies the loss, and tells the optimiser so."""
@@ -318,6 +323,7 @@ class Trainer:
             now.loss = total / steps
         now.loss_sum += total
         now.skipped = int(self._ledger.skipped)
+        now.loss_scale = float(self._ledger.loss_scale)
         self._fetched = now.loss_count
         self._ledger.total.zero_()
 
@@ -406,6 +412,7 @@ class Trainer:
             group["lr"] = rate
         self._ledger.number.fill_(self.progress.step)
         self._ledger.skipped.fill_(self.progress.skipped)
+        self._ledger.loss_scale.fill_(self.progress.loss_scale)
         self._fetched = self.progress.loss_count
         self._closed = self.progress.finished
         self._write_history()  # lines of steps that will be made again go

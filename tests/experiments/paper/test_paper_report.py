@@ -112,7 +112,7 @@ def test_readers_that_err_more_often_than_counting(tmp_path):
     write_counts(counts, "rbn data questions", folder / "cnn-built" / "questions.json")
     write(folder, tmp_path / "report")
     text = (tmp_path / "report" / "report.md").read_text()
-    named = "LSTM on cnn-built, four sentences, valid (80.0 against 65.3, 300 steps)."
+    named = "LSTM on cnn-built, four sentences, valid (80.0 against 65.3; 300 steps, the paper's "
     assert f"Readers that err more often than the better of both: {named}" in text
 
 

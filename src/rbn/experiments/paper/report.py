@@ -26,6 +26,7 @@ from rbn.experiments.paper.numbers import NAMES, TABLES
 from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS
 from rbn.experiments.paper.tables import Row
 
+_CURVES = {"cnn": "fig4a", "cnn-full": "fig4b"}  # of the paper's readers
 TITLE = "Recurrent Batch Normalization: the paper's results and ours"
 
 
@@ -122,8 +123,11 @@ def _unlearned(rows: dict[str, list[Row]], counts: Sequence[counted.Counted]) ->
             if (each.task, each.sentences, each.part) == (first.task, sentences, row.entry.field):
                 least = 100 * (1 - max(each.frequent, each.frequent_unasked))
                 if ours > least:
-                    steps = f"{ours:.1f} against {least:.1f}, {first.values['steps']:,} steps"
-                    named.append(f"{row.cells[1]} on {row.cells[0]} ({steps})")
+                    theirs = curves.paper_lines(_CURVES[row.entry.place])
+                    last = theirs[f"{row.cells[1]} valid"].x[-1]
+                    steps = f"{first.values['steps']:,} steps, the paper's {last:,.0f}"
+                    found = f"{ours:.1f} against {least:.1f}; {steps}"
+                    named.append(f"{row.cells[1]} on {row.cells[0]} ({found})")
     return (
         f" Readers that err more often than the better of both: {'; '.join(named)}."
         if named

@@ -15,6 +15,7 @@ from made_up import fill, publish
 from typer.testing import CliRunner
 
 from rbn.cli.app import app
+from rbn.experiments.paper.counted import Counted, write_counts
 from rbn.experiments.paper.document import Grid, Items, Paragraph, markdown_page
 from rbn.experiments.paper.draw import draw
 from rbn.experiments.paper.figures import Shelf, figure
@@ -33,7 +34,8 @@ frame.onload = () => {
   const page = frame.contentDocument;
   const images = [...page.images].map(i => [i.complete, i.naturalWidth, i.clientWidth]);
   const wide = page.documentElement.scrollWidth;
-  document.querySelector("pre").textContent = JSON.stringify({images, wide});
+  const captions = [...page.querySelectorAll("caption")].map(c => c.getBoundingClientRect().right);
+  document.querySelector("pre").textContent = JSON.stringify({images, wide, captions});
 };
 frame.src = "index.html";
 </script></body>"""
@@ -102,6 +104,27 @@ def test_a_figure_without_any_line_is_drawn(tmp_path):
     assert all(path.exists() for path in paths)
 
 
+def test_readers_that_err_more_often_than_counting(tmp_path):
+    folder = tmp_path / "results"
+    publish(folder, task="cnn-built", model="lstm", test=0.8, sentences=4, tag="")
+    publish(folder, task="cnn-built", model="bn-e**", test=0.6, sentences=4, tag="")
+    counts = [Counted("cnn-built", 4, "valid", 1200, 0.85, 0.2, 0.347)]
+    write_counts(counts, "rbn data questions", folder / "cnn-built" / "questions.json")
+    write(folder, tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    named = "LSTM on cnn-built, four sentences, valid (80.0 against 65.3; 300 steps, the paper's "
+    assert f"Readers that err more often than the better of both: {named}" in text
+
+
+def test_a_commit_is_named_by_its_first_digits(tmp_path):
+    publish(tmp_path / "results", commit="0123456789abcdef0123456789abcdef01234567")
+    publish(tmp_path / "results", seed=2, commit="0123456789-dirty")
+    write(tmp_path / "results", tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "| 0123456 |" in text
+    assert "| 0123456-dirty |" in text
+
+
 def test_stars_and_bars_in_markdown():
     blocks = [Paragraph("BN-e**"), Items(["a*b"]), Grid("c", ["x"], [["a|b"]])]
     text = markdown_page("t", blocks)
@@ -151,6 +174,7 @@ def test_in_a_browser(which, report, tmp_path):
     (found,) = re.findall(r"<pre>(\{.*\})</pre>", done.stdout)
     values = json.loads(found)
     assert values["wide"] <= 390
+    assert 0 < max(values["captions"]) <= 390  # read without scrolling the table
     pictures = (folder / "index.html").read_text().count("<img ")
     assert len(values["images"]) == pictures > 0
     for complete, natural, wide in values["images"]:

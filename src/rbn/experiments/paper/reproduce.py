@@ -230,7 +230,8 @@ class Reproduction:
             panels = [Panel("", "", "", (gradients.tanh_derivative(),))]
         else:
             panels = self._gradient_flow()
-        write_csv(panels, self.results / COMPUTED / f"{name}.csv")
+        if panels:
+            write_csv(panels, self.results / COMPUTED / f"{name}.csv")
 
     def _gradient_flow(self) -> list[Panel]:
         if self.quick:

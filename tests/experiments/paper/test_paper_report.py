@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+HEADLESS = (BROWSER, "--headless", "--no-sandbox", "--disable-gpu")
 CHECK = """<!DOCTYPE html><body><iframe style="border:0;width:390px;height:900px"></iframe>
 <pre></pre>
 <script>
@@ -145,9 +146,24 @@ def test_the_committed_report_is_of_the_committed_results(tmp_path):
         assert path.read_text() == (committed / path.name).read_text(), path.name
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium to open the page with")
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """The options to start Chromium with, where there is one that starts."""
+    if BROWSER is None:
+        pytest.skip("no Chromium to open the page with")
+    profile = tmp_path_factory.mktemp("first")
+    command = [*HEADLESS, f"--user-data-dir={profile}", "--dump-dom", "data:text/html,<p>here</p>"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{BROWSER} does not come to an end with a page of one word")
+    if "<p>here</p>" not in done.stdout:
+        pytest.skip(f"{BROWSER} does not start here: {done.stderr[-300:]}")
+    return HEADLESS
+
+
 @pytest.mark.parametrize("which", ["made up", "committed"])
-def test_in_a_browser(which, report, tmp_path):
+def test_in_a_browser(which, report, browser, tmp_path):
     """On a phone's width: every picture is there, nothing sticks out, no word on the console."""
     folder = report if which == "made up" else ROOT / "docs" / "report"
     if not folder.exists():
@@ -161,7 +177,7 @@ def test_in_a_browser(which, report, tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         done = subprocess.run(
             [
-                *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu"),
+                *browser,
                 *("--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}"),
                 *("--virtual-time-budget=8000", "--dump-dom"),
                 f"http://127.0.0.1:{server.server_port}/check.html",

@@ -292,6 +292,19 @@ def test_what_cannot_be_asked(run, tmp_path, text, question, sentence):
         assert result.output.count("\n") == 1
 
 
+def test_another_question_about_a_question_file(run, tmp_path):
+    question = cloze_questions((1, 0, 0), facts=2)[0][0]
+    file = tmp_path / "a.question"
+    file.write_text(render(question))
+    answer = ask(run, file, "@placeholder won the cup")
+    assert answer.question == ("@placeholder", "won", "the", "cup")
+    assert answer.right is None
+    for asked in ("who won ?", "", "@placeholder met @placeholder"):
+        result = call("ask", run, "--document", file, "--question", asked)
+        assert result.exit_code == 2, result.output
+        assert result.output.startswith("rbn: the question must have one @placeholder, it has ")
+
+
 def test_asking_what_is_no_reader(tmp_path):
     runs.start(tmp_path, Config("digits"), 1)
     file = tmp_path / "a.txt"

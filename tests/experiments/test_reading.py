@@ -357,6 +357,10 @@ def test_build_and_count_on_the_command_line(tmp_path):
     assert [(c.part, c.questions, c.ceiling) for c in counts] == [
         *(("train", 6, 1.0), ("valid", 6, 1.0), ("test", 6, 1.0)),
     ]
+    result = call(*command, "--words", 3, "--out", tmp_path / "words" / "questions.json")
+    assert f"cnn-built: {4 + 3 + 3} symbols" in result.output
+    assert read_counts(tmp_path)[1][-1].endswith("--words 3")
+    assert call(*command, "--words", 0).output == "rbn: words must be at least 1, got 0\n"
     result = call("data", "questions", "cnn", "--data-dir", tmp_path)
     assert result.exit_code == 2
     assert result.output.count("\n") == 1

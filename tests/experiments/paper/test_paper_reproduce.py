@@ -287,6 +287,10 @@ def test_dry_run_changes_nothing(tmp_path):
         (["table9"], "target must be one of table1"),
         (["table1", "--seeds", "0"], "seeds must be at least 1, got 0"),
         (["table1", "--recipe", "long"], "recipe must be short or paper, got 'long'"),
+        (
+            ["table4", "--questions", "squad"],
+            "questions must be one of cnn-built, cnn, got 'squad'",
+        ),
         (["table1", "--max-minutes", "0"], "max-minutes must be positive, got 0"),
     ],
 )

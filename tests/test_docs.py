@@ -90,6 +90,44 @@ def test_the_published_numbers_are_those_of_the_files(task, tag, factor, digits,
     assert f" {mean} " in (ROOT / "README.md").read_text()
 
 
+def percent(rate):
+    return f"{100 * rate:.1f}%"
+
+
+@pytest.mark.parametrize(
+    ("tag", "models"),
+    [("", ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")), ("full", ("lstm", "bn-e**"))],
+)
+def test_the_readers_numbers_are_those_of_the_files(tag, models):
+    page, folder = (ROOT / "docs/reading.md").read_text(), ROOT / "results/cnn-built"
+    for model in models:
+        name = "-".join(part for part in (model.replace("*", "-star"), tag, "seed1") if part)
+        found = json.loads((folder / f"{name}.json").read_text())
+        with (folder / f"{name}.csv").open(newline="") as file:
+            looks = list(csv.DictReader(file))
+        (look,) = [look for look in looks if look["step"] == "16000"] if not tag else looks[-1:]
+        rates = f"{percent(found['valid'])} | {percent(found['test'])}"
+        loss = f"{float(look['train']):.2f}"
+        assert f"| `{model}` | {rates} | {loss} | {found['steps']:,} |" in page
+
+
+@pytest.mark.parametrize("text", ["4-sentences", "whole"])
+def test_the_counts_of_questions_are_those_of_the_files(text):
+    page = (ROOT / "docs/reading.md").read_text()
+    path = ROOT / "results/cnn-built" / f"questions-{text}.json"
+    parts = {each["part"]: each for each in json.loads(path.read_text())["parts"]}
+    names = {"train": "training", "valid": "validation", "test": "test"}
+    for part, found in parts.items():
+        shown = " | ".join(percent(found[k]) for k in ("ceiling", "frequent", "frequent_unasked"))
+        title = text.replace("-", " ")
+        assert re.search(
+            rf"^\| {title} \| {names[part]} \| [^|]* \| {re.escape(shown)} \|$", page, re.M
+        )
+        assert re.search(rf"^\| {names[part]} \(.*\| {found['questions']:,} \|$", page, re.M)
+    errors = " | ".join(percent(1 - parts[k]["frequent_unasked"]) for k in ("valid", "test"))
+    assert f"| the most frequent entity not in the question | {errors} | | |" in page
+
+
 def test_the_times_of_two_processes_are_those_of_the_file():
     with (ROOT / "benchmarks/results/scaling.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -22,7 +22,7 @@ def together(pair):
 @pytest.mark.parametrize("name", cases.RUNS)
 def test_the_run_of_two_is_that_of_one(name, together, pair_folder, tmp_path):
     trainer = cases.run(name, tmp_path)
-    result = results.finish(cases.settings(*cases.RUNS[name]), 1, trainer, "", 1)
+    result = results.finish(cases.settings(*cases.RUNS[name]), 1, trainer, "")
     history, second = (found[f"run {name}"] for found in together)
     alone = trainer.progress.history
     assert len(history) == len(alone) >= 2

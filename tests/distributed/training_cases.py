@@ -79,7 +79,7 @@ def run(name: str, folder: Path, rank: int | None = None, stop: int | None = Non
     if stop is None:
         trainer.run()
         if trainer.ranks.count > 1:
-            results.finish(wanted, 1, trainer, "", 1)
+            results.finish(wanted, 1, trainer, "")
         return trainer
     while trainer.progress.step < stop:
         trainer.advance()

@@ -1,6 +1,7 @@
 """The reading tasks: configs, training on made-up news, the archive's files, questions asked."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ from rbn.experiments.attention_page import highlighted, page
 from rbn.experiments.build import build, make_trainer
 from rbn.experiments.config import CONFIGS, READERS, READING, Config, from_mapping
 from rbn.experiments.paper.counted import read_counts
+from rbn.experiments.paper.numbers import TABLES
+from rbn.experiments.paper.places import places as places_of_results
+from rbn.experiments.paper.published import read_results
+from rbn.experiments.paper.tables import rows
 from rbn.experiments.reading import ReadingTask, make_reader
 
 CPU = torch.device("cpu")
@@ -178,6 +183,46 @@ def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
     assert 0 <= found["test"] <= 1
 
 
+def test_four_sentences_and_whole_documents_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    archive(tmp_path / "data")
+    settings = [word for setting in TINY for word in ("--set", setting)]
+    for config in ("cnn", "cnn-full"):
+        arguments = ("train", "cnn", "--variant", "lstm", "--config", config, "--device", "cpu")
+        result = call(*arguments, *settings, "--data-dir", "data")
+        assert result.exit_code == 0, result.output
+    assert sorted(p.name for p in Path("runs/cnn").iterdir()) == ["lstm-full-seed1", "lstm-seed1"]
+
+
+def test_table_4_from_files_of_the_archives_format(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    text = (CONFIGS / "cnn-full.yaml").read_text()
+    for large, small in (("hidden_size: 120", "hidden_size: 6"), ("epochs: 68", "epochs: 2")):
+        assert large in text
+        text = text.replace(large, small)
+    monkeypatch.setattr(configs, "CONFIGS", tmp_path)
+    (tmp_path / "cnn-full.yaml").write_text(text)
+    root = archive(tmp_path / "data")
+    places = ("--results", tmp_path / "results", "--runs", tmp_path / "runs", "--out", tmp_path)
+    command = ("reproduce", "table4", "--questions", "cnn", "--seeds", 1, "--device", "cpu")
+    result = call(*command, *places, "--data-dir", root)
+    assert result.exit_code == 0, result.output
+    known = read_results(tmp_path / "results")
+    assert {(r.task, r.model, r.tag) for r in known} == {
+        *(("cnn", "lstm", "full"), ("cnn", "bn-e**", "full")),
+    }
+    table = rows(TABLES["table4"], places_of_results(), known)
+    assert [row.entry.paper for row in table] == [45.5, 37.9, 45.0, 36.3]
+    for row in table:
+        assert row.place.is_papers(row.results)
+        value = 100 * float(row.results[0].values[row.entry.field])
+        assert row.cells[0].startswith("CNN, whole documents")
+        assert row.cells[4:6] == (f"{value:.1f}", f"{value - row.entry.paper:+.1f}")
+    result = call(*command, *places, "--data-dir", root, "--dry-run")
+    assert "0 of 2 to do" in result.output
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of a few steps."""
@@ -247,6 +292,19 @@ def test_what_cannot_be_asked(run, tmp_path, text, question, sentence):
         assert result.output.count("\n") == 1
 
 
+def test_another_question_about_a_question_file(run, tmp_path):
+    question = cloze_questions((1, 0, 0), facts=2)[0][0]
+    file = tmp_path / "a.question"
+    file.write_text(render(question))
+    answer = ask(run, file, "@placeholder won the cup")
+    assert answer.question == ("@placeholder", "won", "the", "cup")
+    assert answer.right is None
+    for asked in ("who won ?", "", "@placeholder met @placeholder"):
+        result = call("ask", run, "--document", file, "--question", asked)
+        assert result.exit_code == 2, result.output
+        assert result.output.startswith("rbn: the question must have one @placeholder, it has ")
+
+
 def test_asking_what_is_no_reader(tmp_path):
     runs.start(tmp_path, Config("digits"), 1)
     file = tmp_path / "a.txt"
@@ -299,6 +357,10 @@ def test_build_and_count_on_the_command_line(tmp_path):
     assert [(c.part, c.questions, c.ceiling) for c in counts] == [
         *(("train", 6, 1.0), ("valid", 6, 1.0), ("test", 6, 1.0)),
     ]
+    result = call(*command, "--words", 3, "--out", tmp_path / "words" / "questions.json")
+    assert f"cnn-built: {4 + 3 + 3} symbols" in result.output
+    assert read_counts(tmp_path)[1][-1].endswith("--words 3")
+    assert call(*command, "--words", 0).output == "rbn: words must be at least 1, got 0\n"
     result = call("data", "questions", "cnn", "--data-dir", tmp_path)
     assert result.exit_code == 2
     assert result.output.count("\n") == 1

@@ -36,6 +36,10 @@ Runs = Annotated[Path | None, typer.Option(help="Folder of runs; runs, with --qu
 Out = Annotated[
     Path | None, typer.Option(help="Folder of figures; reproduced, with --quick runs/quick/out.")
 ]
+Questions = Annotated[
+    str,
+    typer.Option(help="Task of the readers: cnn-built, or cnn where the paper's archive is there."),
+]
 Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed or 16-mixed.")]
 Folder = Annotated[Path, typer.Option(help="Folder of results.")]
 Report = Annotated[Path, typer.Option(help="Folder of the page, the text and the pictures.")]
@@ -48,6 +52,7 @@ def reproduce(
     quick: Quick = False,
     dry_run: DryRun = False,
     recipe: Recipe = "short",
+    questions: Questions = "cnn-built",
     precision: Precision = None,
     results: Results = None,
     runs: Runs = None,
@@ -82,6 +87,7 @@ def reproduce(
             data_dir,
             precision,
             max_minutes,
+            questions,
         )
         console = Console()
         if dry_run:

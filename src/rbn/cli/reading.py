@@ -54,6 +54,9 @@ def questions(
     name: Annotated[str, typer.Argument(help="cnn, dailymail, cnn-built or cloze.")],
     sentences: Sentences = 4,
     min_count: Annotated[int, typer.Option(help="Rarer words become @unknown.")] = 1,
+    words: Annotated[
+        int | None, typer.Option(help="Keep so many words, the most frequent; all by default.")
+    ] = None,
     data_dir: DataDir = None,
     processes: Processes = None,
     out: Annotated[
@@ -80,6 +83,7 @@ def questions(
                 name,
                 sentences=sentences or None,
                 min_count=min_count,
+                words=words,
                 root=data_dir,
                 processes=processes,
                 progress=report,
@@ -104,15 +108,15 @@ def questions(
             padding = f"{QuestionBatches(found, vocabulary, 64).padding_share:.1%}"
         values = baselines(found, vocabulary)
         counts.append(Counted(name, sentences or None, part, len(found), **values))
-        words = f"{lengths.mean():.1f}, {lengths.median():.0f}, {lengths.max():.0f}"
+        spread = f"{lengths.mean():.1f}, {lengths.median():.0f}, {lengths.max():.0f}"
         typer.echo(
-            f"{part:<6} {len(found):>9,}  {words:>38}  {asked.mean():>14.1f}  "
+            f"{part:<6} {len(found):>9,}  {spread:>38}  {asked.mean():>14.1f}  "
             f"{padding:>7}  {values['ceiling']:>7.1%}  "
             f"{values['frequent']:>13.1%}  {values['frequent_unasked']:>15.1%}"
         )
     if out is not None:
         command = f"rbn data questions {name} --sentences {sentences} --min-count {min_count}"
-        write_counts(counts, command, out)
+        write_counts(counts, command if words is None else f"{command} --words {words}", out)
     if skipped:
         typer.echo(f"{len(skipped):,} files are no questions and were skipped")
         for line in skipped[:10]:

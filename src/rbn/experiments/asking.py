@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -108,7 +108,8 @@ def _texts(
         found = read_question(document)
         if question is None:
             return found.document, found.question, found.entities, found.answer
-        return found.document, tuple(question.split()), found.entities, None
+        other = replace(found, question=tuple(question.split()))
+        return other.document, other.question, other.entities, None
     if question is None:
         raise ValueError("a question is needed: --question '... @placeholder ...'")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ from rbn.experiments.config import Config
 from rbn.experiments.measured import has_statistics
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
+from rbn.experiments.whole import write_whole
 from rbn.training import Trainer, checkpoint
 
 CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
@@ -92,7 +94,7 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
         "date": time.strftime("%Y-%m-%d"),
     }
     path = trainer.folder / "result.json"
-    trainer.ranks.from_first(lambda: path.write_text(json.dumps(result, indent=2) + "\n"))
+    trainer.ranks.from_first(lambda: write_whole(path, json.dumps(result, indent=2) + "\n"))
     return result
 
 
@@ -106,14 +108,14 @@ def publish(run: Path, to: Path) -> Path:
     tag = f"-{result['tag']}" if result["tag"] else ""
     model = result["model"].replace("*", "-star")
     target: Path = to / result["task"] / f"{model}{tag}-seed{result['seed']}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(result, indent=2) + "\n")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     columns = [*CURVE, *(name for name in NATS if any(name in record for record in records))]
-    with target.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(_rounded, records))
+    table = io.StringIO()
+    writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(_rounded, records))
+    write_whole(target.with_suffix(".csv"), table.getvalue())
+    write_whole(target, json.dumps(result, indent=2) + "\n")  # last: it is what says published
     return target
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from rbn.experiments.config import Config, from_mapping
+from rbn.experiments.whole import write_whole
 
 
 def check_free(folder: Path, config: Config, seed: int) -> None:
@@ -31,10 +31,7 @@ def start(folder: Path, config: Config, seed: int, command: str | None = None) -
         "command": f"{command} --seed {seed}",
         "config": json.loads(config.to_json()),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / "config.json.part"
-    part.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(part, folder / "config.json")
+    write_whole(folder / "config.json", json.dumps(content, indent=2) + "\n")
 
 
 def command_of(folder: Path) -> str:

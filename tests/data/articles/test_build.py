@@ -89,6 +89,7 @@ def contents(folder):
 def test_files_and_counts(tmp_path):
     file = tmp_path / "articles.jsonl"
     bad = ["no json\n", '{"id": 1}\n', '{"id": 1, "part": "x", "article": "", "highlights": []}\n']
+    bad += [f'{{"id": 1, "article": "a", "highlights": {given}}}\n' for given in ("null", "[1]")]
     file.write_text("".join(line + "\n" for line in lines()) + "".join(bad))
     told = []
     built = build(file, tmp_path / "a", processes=1, progress=lambda *now: told.append(now))
@@ -101,6 +102,7 @@ def test_files_and_counts(tmp_path):
     assert built.dropped["a line that is no article (it is no JSON object)"] == 1
     assert built.dropped["a line that is no article (no 'article')"] == 1
     assert built.dropped["a line that is no article (part 'x')"] == 1
+    assert built.dropped["a line that is no article (its text is no text)"] == 2
     assert {q.url.split("/")[0] for q in built.sample} == {"cnn", "dailymail"}
     assert told[-1] == ("writing", 12)
     facts = json.loads((tmp_path / "a" / "build.json").read_text())

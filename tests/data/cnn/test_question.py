@@ -68,6 +68,9 @@ def test_a_file_without_entities_and_an_answer_that_is_not_in_the_document():
         ("url\n\na b\n\nno gap\n\n@entity1\n", "the question must have one @placeholder, it has 0"),
         ("url\n\na\n\n@placeholder @placeholder\n\n@entity1\n", "it has 2"),
         ("url\n\na\n\n@placeholder\n\nLondon\n", "the answer must be an @entity, got 'London'"),
+        ("url\n\na\n\n@placeholder\n\n@entity07\n", "must be an @entity, got '@entity07'"),
+        ("url\n\na\n\n@placeholder\n\n@entity٣\n", "must be an @entity, got '@entity٣'"),
+        ("url\n\na\n\n@placeholder\n\n@entity9999999999\n", "got '@entity9999999999'"),
         ("url\n\na\n\n@placeholder\n\n@entity1\n\nnonsense\n", "must look like @entity1:name"),
     ],
 )

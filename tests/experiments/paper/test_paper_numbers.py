@@ -66,6 +66,8 @@ def test_tables_have_mean_spread_and_difference(results):
     assert (one.said, lstm.said) == ("1.410 (1 of 2 runs)", lstm.ours)
     none = replace(lstm, results=(stopped,))
     assert (none.ours, none.runs) == ("1.390", "1 (diverged)")
+    near = replace(second, values=second.values | {"test": 1.3799})
+    assert replace(lstm, results=(near,)).difference == "+0.000"  # not -0.000
     absent = tables.rows(TABLES["table3"], shelf.places, shelf.results)
     assert [row.cells[4] for row in absent] == ["not trained yet"] * 2
 
@@ -139,6 +141,9 @@ def test_the_sweep(results):
     assert line.y[0] == pytest.approx(1.9 * math.log(2))
     assert "gamma 0.1 on Penn Treebank" in found.missing
     assert "gamma 0.3 on Penn Treebank" not in found.missing
+    assert "minibatch. Seed 1." in found.caption
+    publish(results, model="bn-lstm", tag="gamma-0.3", seed=2)
+    assert "minibatch. Seeds 1, 2." in figure("fig6", Shelf.of(results)).caption
 
 
 def test_the_sweep_on_images(tmp_path):
@@ -207,6 +212,18 @@ def test_differences_are_read_from_the_settings(results):
     path.write_text(path.read_text().replace('"clip": 1.0', '"clip": 5.0'))
     (sentence,) = differences.sentences(read_results(results))
     assert sentence == "ptb-short: clip is 5.0 instead of 1.0."
+    path.write_text(path.read_text().replace('"clip": 5.0', '"clip": 1.0'))
+    path.write_text(path.read_text().replace('"lr": 0.002', '"lr": 0.001'))
+    (sentence,) = differences.sentences(read_results(results))
+    assert sentence == "ptb-short: optimizer.lr is 0.001 instead of 0.002."
+
+
+def test_questions_that_were_made_are_held_against_the_papers_settings(tmp_path):
+    publish(tmp_path, task="cnn-built", model="lstm", tag="")
+    found = differences.sentences(read_results(tmp_path))
+    shown = "epochs is 13 instead of 135", "layer.output is entities instead of vocabulary"
+    for each in shown:
+        assert any(each in sentence for sentence in found), found
 
 
 def test_results_that_are_none(tmp_path):

@@ -61,16 +61,27 @@ def test_what_is_not_known():
         plan.jobs("table9")
     with pytest.raises(ValueError, match="recipe must be one of short, paper, quick, got 'long'"):
         plan.jobs("table1", "long")
+    with pytest.raises(ValueError, match="questions must be one of cnn-built, cnn, got 'squad'"):
+        plan.jobs("table4", "short", "squad")
 
 
 def test_readers():
     found = plan.needed(["fig4a", "table4"], "short", 1, FOLDER)
     assert [run.config.model for run in found] == [*plan.READERS, "lstm", "bn-e**"]
     assert [run.config.tag for run in found] == [""] * 5 + ["full"] * 2
-    assert found[-1].job.command == (
-        "rbn train cnn-built --model 'bn-e**' --config cnn-built-full --set tag=full"
-    )
+    assert found[-1].job.command == "rbn train cnn-built --model 'bn-e**' --config cnn-built-full"
     assert found[-1].config.batch_size == 40  # the paper's for this model
+
+
+def test_readers_of_the_papers_archive():
+    found = plan.needed(["fig4a", "table4"], "paper", 1, FOLDER, questions="cnn")
+    assert {run.config.task for run in found} == {"cnn"}
+    assert [run.folder.name for run in found[-2:]] == [
+        "lstm-full-seed1",
+        "bn-e-star-star-full-seed1",
+    ]
+    assert found[0].job.command == "rbn train cnn --model lstm"
+    assert found[-1].job.command == "rbn train cnn --model 'bn-e**' --config cnn-full"
 
 
 def test_published_runs_are_found(results):

@@ -15,6 +15,7 @@ from made_up import fill, publish
 from typer.testing import CliRunner
 
 from rbn.cli.app import app
+from rbn.experiments.paper.counted import Counted, write_counts
 from rbn.experiments.paper.document import Grid, Items, Paragraph, markdown_page
 from rbn.experiments.paper.draw import draw
 from rbn.experiments.paper.figures import Shelf, figure
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+HEADLESS = (BROWSER, "--headless", "--no-sandbox", "--disable-gpu")
 CHECK = """<!DOCTYPE html><body><iframe style="border:0;width:390px;height:900px"></iframe>
 <pre></pre>
 <script>
@@ -33,7 +35,8 @@ frame.onload = () => {
   const page = frame.contentDocument;
   const images = [...page.images].map(i => [i.complete, i.naturalWidth, i.clientWidth]);
   const wide = page.documentElement.scrollWidth;
-  document.querySelector("pre").textContent = JSON.stringify({images, wide});
+  const captions = [...page.querySelectorAll("caption")].map(c => c.getBoundingClientRect().right);
+  document.querySelector("pre").textContent = JSON.stringify({images, wide, captions});
 };
 frame.src = "index.html";
 </script></body>"""
@@ -102,6 +105,27 @@ def test_a_figure_without_any_line_is_drawn(tmp_path):
     assert all(path.exists() for path in paths)
 
 
+def test_readers_that_err_more_often_than_counting(tmp_path):
+    folder = tmp_path / "results"
+    publish(folder, task="cnn-built", model="lstm", test=0.8, sentences=4, tag="")
+    publish(folder, task="cnn-built", model="bn-e**", test=0.6, sentences=4, tag="")
+    counts = [Counted("cnn-built", 4, "valid", 1200, 0.85, 0.2, 0.347)]
+    write_counts(counts, "rbn data questions", folder / "cnn-built" / "questions.json")
+    write(folder, tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    named = "LSTM on cnn-built, four sentences, valid (80.0 against 65.3; 300 steps, the paper's "
+    assert f"Readers that err more often than the better of both: {named}" in text
+
+
+def test_a_commit_is_named_by_its_first_digits(tmp_path):
+    publish(tmp_path / "results", commit="0123456789abcdef0123456789abcdef01234567")
+    publish(tmp_path / "results", seed=2, commit="0123456789-dirty")
+    write(tmp_path / "results", tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "| 0123456 |" in text
+    assert "| 0123456-dirty |" in text
+
+
 def test_stars_and_bars_in_markdown():
     blocks = [Paragraph("BN-e**"), Items(["a*b"]), Grid("c", ["x"], [["a|b"]])]
     text = markdown_page("t", blocks)
@@ -122,9 +146,24 @@ def test_the_committed_report_is_of_the_committed_results(tmp_path):
         assert path.read_text() == (committed / path.name).read_text(), path.name
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium to open the page with")
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """The options to start Chromium with, where there is one that starts."""
+    if BROWSER is None:
+        pytest.skip("no Chromium to open the page with")
+    profile = tmp_path_factory.mktemp("first")
+    command = [*HEADLESS, f"--user-data-dir={profile}", "--dump-dom", "data:text/html,<p>here</p>"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{BROWSER} does not come to an end with a page of one word")
+    if "<p>here</p>" not in done.stdout:
+        pytest.skip(f"{BROWSER} does not start here: {done.stderr[-300:]}")
+    return HEADLESS
+
+
 @pytest.mark.parametrize("which", ["made up", "committed"])
-def test_in_a_browser(which, report, tmp_path):
+def test_in_a_browser(which, report, browser, tmp_path):
     """On a phone's width: every picture is there, nothing sticks out, no word on the console."""
     folder = report if which == "made up" else ROOT / "docs" / "report"
     if not folder.exists():
@@ -138,7 +177,7 @@ def test_in_a_browser(which, report, tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         done = subprocess.run(
             [
-                *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu"),
+                *browser,
                 *("--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}"),
                 *("--virtual-time-budget=8000", "--dump-dom"),
                 f"http://127.0.0.1:{server.server_port}/check.html",
@@ -151,6 +190,7 @@ def test_in_a_browser(which, report, tmp_path):
     (found,) = re.findall(r"<pre>(\{.*\})</pre>", done.stdout)
     values = json.loads(found)
     assert values["wide"] <= 390
+    assert 0 < max(values["captions"]) <= 390  # read without scrolling the table
     pictures = (folder / "index.html").read_text().count("<img ")
     assert len(values["images"]) == pictures > 0
     for complete, natural, wide in values["images"]:

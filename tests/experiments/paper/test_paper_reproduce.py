@@ -1,6 +1,7 @@
 """``rbn reproduce``: from embedded data to tables and figures, in pieces and again."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from made_up import publish
 from rbn.cli.app import app
 from rbn.data import Splits, digits
 from rbn.data.errors import DataNotFound
-from rbn.experiments import build
+from rbn.experiments import build, whole
 from rbn.experiments.measured import has_statistics
-from rbn.experiments.paper import findings, initial_states, plan
+from rbn.experiments.paper import findings, initial_states, plan, tables
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import read_findings
 from rbn.experiments.paper.lines import read_csv
+from rbn.experiments.paper.numbers import TABLES
+from rbn.experiments.paper.published import read_results
 from rbn.experiments.paper.reproduce import Reproduction
 from rbn.experiments.paper.trained_runs import keep_statistics, measure_lengths, read_lengths
 from rbn.experiments.tasks import Classification
@@ -167,6 +170,8 @@ def test_the_sweep_and_the_images(tmp_path):
         done = invoke(tmp_path, target, "--quick")
         assert done.exit_code == 0, done.output
     shelf = Shelf.of(tmp_path / "results", True)
+    rows = tables.rows(TABLES["table1"], shelf.places, shelf.results)
+    assert [row.cells[0] for row in rows[1:3]] == ["digits in order", "digits, permuted"]
     assert not figure("fig2", shelf).missing
     panels = figure("fig6", shelf).panels
     assert [len(panel.lines) for panel in panels] == [2, 2, 2, 2]
@@ -189,6 +194,7 @@ def test_what_needs_no_training(tmp_path):
     rows = found["no-noise"].rows
     assert (rows[1][0], rows[1][1], rows[1][3]) == ("0", "nan", "0")  # explodes as written
     assert "explodes, as the paper says" in found["no-noise"].outcome
+    assert "one seed does not say whether that is more than chance" in found["data-start"].outcome
     shelf = Shelf.of(tmp_path / "results", True)
     assert len(figure("fig1a", shelf).panels) == 3
     assert not figure("fig1b", shelf).missing
@@ -221,6 +227,37 @@ def test_data_that_are_missing_are_named_and_the_rest_is_done(tmp_path, monkeypa
     assert len(list((tmp_path / "results").rglob("*.json"))) == 2
 
 
+def test_a_figure_without_its_data_is_made_when_they_are_there(tmp_path):
+    none = tmp_path / "none"
+    done = invoke(tmp_path, "fig1a", "--seeds", "1", "--data-dir", none)
+    assert done.exit_code == 0, done.output
+    assert "fig1a was left out" in done.output
+    done = invoke(tmp_path, "fig1a", "--seeds", "1", "--data-dir", none, "--dry-run")
+    assert "1 of 1 to do" in done.output
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_killed_while_a_result_is_published(written, tmp_path, monkeypatch):
+    """It does not count as published before its learning curve is there, too."""
+    replace, files = os.replace, []
+
+    def killed(part, path):
+        if str(path).startswith(str(tmp_path / "results")):
+            if len(files) == written:
+                raise KeyboardInterrupt
+            files.append(path)
+        replace(part, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(whole.os, "replace", killed)
+        assert invoke(tmp_path, "fig5", "--quick").exit_code == 130
+    assert len(files) == written
+    done = invoke(tmp_path, "fig5", "--quick")
+    assert done.exit_code == 0, done.output
+    (result,) = read_results(tmp_path / "results")
+    assert result.curve
+
+
 def test_a_model_that_is_not_here_is_trained_for_its_figure(results, tmp_path):
     asked = Reproduction(("fig5",), "short", 3, results, tmp_path / "runs", CPU)
     rows, seconds = asked.listing()
@@ -250,6 +287,10 @@ def test_dry_run_changes_nothing(tmp_path):
         (["table9"], "target must be one of table1"),
         (["table1", "--seeds", "0"], "seeds must be at least 1, got 0"),
         (["table1", "--recipe", "long"], "recipe must be short or paper, got 'long'"),
+        (
+            ["table4", "--questions", "squad"],
+            "questions must be one of cnn-built, cnn, got 'squad'",
+        ),
         (["table1", "--max-minutes", "0"], "max-minutes must be positive, got 0"),
     ],
 )

@@ -1,7 +1,6 @@
 """Workers: a trial is an ordinary run, pruned, stopped, failed or finished."""
 
 import json
-import threading
 import time
 import weakref
 
@@ -246,15 +245,21 @@ def test_a_trial_that_another_has_taken(make, start, monkeypatch):
     assert states(worker.job.sweep, worker.job.storage) == ["running"]  # the other's
 
 
-def test_waits_for_the_trials_of_others(make, start):
-    sweep = make(trials=2, heartbeat=1)
+def test_waits_for_the_trials_of_others(make, start, monkeypatch):
+    monkeypatch.setattr(module, "_LONGEST_WAIT", 0.1)
+    sweep = make(trials=2)
     worker, said = start(sweep)
     other = Trials(sweep, *open_study(sweep, worker.job.storage))
     assert other.take() == 0
-    thread = threading.Timer(2, other.complete, (0, 0.5))
-    thread.start()
+    say = worker.say
+
+    def tell(line):
+        say(line)
+        if line.startswith("waiting"):
+            other.complete(0, 0.5)
+
+    worker.say = tell
     assert worker.work()
-    thread.join()
     assert said[0] == "trial 1: optimizer.lr=0.001"
     assert "waiting for the trials of other workers" in said
 

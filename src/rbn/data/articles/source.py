@@ -56,7 +56,8 @@ def article(line: str) -> Article:
         reason = f"no {error}" if isinstance(error, KeyError) else "it is no JSON object"
         raise ValueError(f"a line that is no article ({reason})") from error
     highlights = given.splitlines() if isinstance(given, str) else given
-    if not isinstance(text, str) or not all(isinstance(h, str) for h in highlights):
+    listed = isinstance(highlights, list) and all(isinstance(h, str) for h in highlights)
+    if not isinstance(text, str) or not listed:
         raise ValueError("a line that is no article (its text is no text)")
     if source != "dailymail" and part not in _PARTS:
         raise ValueError(f"a line that is no article (part {part!r})")

@@ -45,6 +45,10 @@ class Choice:
     min_count: int = 1
     words: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.words is not None and self.words < 1:
+            raise ValueError(f"words must be at least 1, got {self.words}")
+
     @property
     def key(self) -> str:
         """A name for the cache of this choice."""

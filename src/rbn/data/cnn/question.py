@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PLACEHOLDER = "@placeholder"
-ENTITY = re.compile(r"@entity(\d+)")
+ENTITY = re.compile(r"@entity(0|[1-9][0-9]{0,4})")  # as they are written; larger is a mistake
 _PARTS = ("address", "document", "question", "answer", "entities")
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rbn.experiments.whole import write_whole
+
 COLUMNS = (
     *("task", "text", "part", "questions", "not in the text", "most frequent entity"),
     "most frequent not in the question",
@@ -47,8 +49,7 @@ class Counted:
 def write_counts(counts: Iterable[Counted], command: str, path: Path) -> None:
     """Write them as ``questions*.json`` into the folder of a task's results."""
     content = {"parts": [asdict(each) for each in counts], "command": command}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def read_counts(folder: Path) -> tuple[list[Counted], list[str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rbn.experiments import config as configs
@@ -17,6 +18,9 @@ _WHY = {
     "statistics and cells stay in float32",
     "epochs": "passes over the training data, at most",
     "evaluate_every": "steps between looks at the validation data",
+    "layer.output": "what an answer is chosen from",
+    "data.words": "size of the vocabulary",
+    "data.min_count": "how often the training set has each word of the vocabulary, at least",
 }
 _QUESTIONS = ("cnn", "cnn-built")
 _SKIPPED = ("task", "model", "tag")
@@ -36,17 +40,34 @@ GENERAL = (
 
 
 def changed(result: Result) -> dict[str, tuple[Any, Any]]:
-    """Settings of a run that differ from the paper's config of its task: (paper's, the run's)."""
-    full = result.task in _QUESTIONS and result.config.get("data", {}).get("sentences") is None
-    found = configs.read(configs.find(f"{result.task}-full" if full else result.task))
+    """Settings of a run that differ from the paper's config of its task: (paper's, the run's).
+
+    Questions that were made have the paper's settings of its own.
+    """
+    name = result.task
+    if name in _QUESTIONS:
+        whole = result.config.get("data", {}).get("sentences") is None
+        name = "cnn-full" if whole else "cnn"
+    found = configs.read(configs.find(name))
     chosen = configs.for_model(found, result.model)
     paper = configs.from_mapping({"task": result.task, **chosen})
-    different = {}
-    for name, value in result.config.items():
-        theirs = getattr(paper, name, None)
-        if name not in _SKIPPED and value != theirs:
-            different[name] = (theirs, value)
-    return different
+    theirs, ours = _flat(asdict(paper)), _flat(result.config)
+    return {
+        key: (theirs.get(key), ours.get(key))
+        for key in dict.fromkeys((*ours, *theirs))
+        if key.partition(".")[0] not in _SKIPPED and ours.get(key) != theirs.get(key)
+    }
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings by the keys that ``rbn train --set`` has for them."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            found[name] = value
+    return found
 
 
 def sentences(results: Iterable[Result]) -> list[str]:
@@ -72,7 +93,7 @@ def sentences(results: Iterable[Result]) -> list[str]:
 def _alike(results: Iterable[Result], name: str, where: list[str]) -> bool:
     """Whether every run with these settings has the same value."""
     values = {
-        _shown(result.config.get(name))
+        _shown(_flat(result.config).get(name))
         for result in results
         if (f"{result.task}-{result.tag}" if result.tag else result.task) in where
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,6 +43,13 @@ class Shelf:
     def paper(self, figure: str) -> dict[str, Line]:
         """The paper's lines, where they may be compared."""
         return {} if self.quick else paper_lines(figure)
+
+
+def _seeds(results: Iterable[Result]) -> str:
+    """A sentence that says of which seeds the lines are."""
+    found = sorted({result.seed for result in results})
+    many = "s" if len(found) > 1 else ""
+    return f" Seed{many} {', '.join(map(str, found))}." if found else ""
 
 
 def figure(name: str, shelf: Shelf) -> Figure:
@@ -129,6 +136,7 @@ def _text(shelf: Shelf) -> Figure:
 def _lengths(shelf: Shelf) -> Figure:
     place = shelf.places["ptb"]
     lines, missing, whole = list(shelf.paper("fig3b").values()), [], []
+    shown: list[Result] = []
     for model in ("lstm", "bn-lstm"):
         measured, totals = [], []
         for result in place.best_group(shelf.results, model):
@@ -136,6 +144,7 @@ def _lengths(shelf: Shelf) -> Figure:
             if path.exists():
                 found, total = read_lengths(path, model)
                 measured.append(found)
+                shown.append(result)
                 totals += [] if total is None else [total]
         if not measured:
             missing.append(f"{NAMES[model]}, measured on longer windows of {place.title}")
@@ -145,6 +154,7 @@ def _lengths(shelf: Shelf) -> Figure:
             mean = sum(totals) / len(totals)
             whole.append(f"{NAMES[model]} {mean:.3f}")
     caption = "Test sequence cut into windows of growing length, in bits per character."
+    caption += _seeds(shown)
     if whole:
         caption += f" The whole sequence at once: {', '.join(whole)}."
     panel = Panel(place.title, "characters of a window", _BITS, tuple(lines))
@@ -173,6 +183,7 @@ def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figur
         "Left: the loss on the training questions since the last look, ours alone. Right: the "
         "error rate on the validation set, with the statistics of the minibatch."
     )
+    caption += _seeds(shown)
     if not place.is_papers(shown) and not place.stand_in:
         caption += (
             f" Ours is {shown[0].task}, questions made from articles by rbn data build-cloze, the "
@@ -213,7 +224,7 @@ def _stationarity(shelf: Shelf) -> Figure:
         if path.exists():
             for title, lines in read_statistics(path).items():
                 panels.append(Panel(title, "time step", "value", tuple(lines)))
-            shown = f" Seed {result.seed}."
+            shown = _seeds([result])
             break
     missing = () if panels else (f"population statistics of a BN-LSTM on {place.title}",)
     return Figure(
@@ -244,12 +255,14 @@ _MOMENTUM = (
 def _sensitivity(shelf: Shelf) -> Figure:
     paper = shelf.paper("fig6")
     panels, missing = [], []
+    shown: list[Result] = []
     for name, of_paper in (("pmnist", "pMNIST"), ("ptb", "PTB")):
         place = shelf.places[name]
         own: dict[float, list[Result]] = {}
         for result in shelf.results:
             if result.task == place.tasks[0] and result.gamma_tag is not None:
                 own.setdefault(result.gamma_tag, []).append(result)
+                shown.append(result)
         missing += [f"gamma {g:g} on {place.title}" for g in SWEEP if g not in own]
         for part in ("train", "valid"):
             lines = [
@@ -272,7 +285,7 @@ def _sensitivity(shelf: Shelf) -> Figure:
         "fig6",
         "Sensitivity to the initial gamma",
         "Cross-entropy of BN-LSTMs that start from different gammas; validation with the "
-        "statistics of the minibatch." + ("" if shelf.quick else _MOMENTUM),
+        "statistics of the minibatch." + _seeds(shown) + ("" if shelf.quick else _MOMENTUM),
         tuple(panels),
         tuple(missing),
         many=True,

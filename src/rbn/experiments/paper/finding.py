@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rbn.experiments.whole import write_whole
+
 FOLDER = "findings"
 
 
@@ -38,8 +40,7 @@ class Finding:
     def write(self, folder: Path) -> Path:
         """Keep it next to the results."""
         path = folder / FOLDER / f"{self.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
         return path
 
 

@@ -181,12 +181,20 @@ def data_start(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         rows.append((name, f"{mean(found):.1f}", spread))
     noisy, *others = (mean(found) for found in right.values())
     behind = max(others) - noisy
-    outcome = (
-        f"Noise is {behind:.1f} points behind the better of the two: here it does hurt."
-        if behind > 2 * max(1.0, *(stdev(f) if len(f) > 1 else 0.0 for f in right.values()))
-        else f"The best of the others is {behind:+.1f} points from noise, within the spread of the "
-        "seeds: noise does as well, as the paper says."
-    )
+    if seeds == 1:
+        outcome = (
+            f"The best of the others is {behind:+.1f} points from noise; one seed does not say "
+            "whether that is more than chance."
+        )
+    elif behind > 2 * max(1.0, *map(stdev, right.values())):
+        outcome = f"Noise is {behind:.1f} points behind the better of the two: here it does hurt."
+    elif behind < 0:
+        outcome = f"Noise is {-behind:.1f} points before both: it does not hurt, as the paper says."
+    else:
+        outcome = (
+            f"The best of the others is {behind:+.1f} points from noise, within the spread of the "
+            "seeds: noise does as well, as the paper says."
+        )
     return Finding(
         "data-start",
         "Noise in the initial hidden state does not hurt performance compared to data-dependent "

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from rbn.experiments.whole import write_whole
 
 PAPER, OURS = "paper", "ours"
 _COLUMNS = ("panel", "series", "source", "x", "y", "low", "high")
@@ -98,20 +101,20 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
 
 def write_csv(panels: Iterable[Panel], path: Path) -> None:
     """Every point of every line, one in a row; lines of the paper in several panels once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        seen: set[Line] = set()
-        for panel in panels:
-            for line in panel.lines:
-                if line.source == PAPER and line in seen:
-                    continue
-                seen.add(line)
-                for k, (x, y) in enumerate(zip(line.x, line.y, strict=True)):
-                    band = [f"{edge[k]:.6g}" if edge else "" for edge in (line.low, line.high)]
-                    row = (panel.title, line.name, line.source, f"{x:.8g}", f"{y:.6g}", *band)
-                    writer.writerow(row)
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(_COLUMNS)
+    seen: set[Line] = set()
+    for panel in panels:
+        for line in panel.lines:
+            if line.source == PAPER and line in seen:
+                continue
+            seen.add(line)
+            for k, (x, y) in enumerate(zip(line.x, line.y, strict=True)):
+                band = [f"{edge[k]:.6g}" if edge else "" for edge in (line.low, line.high)]
+                row = (panel.title, line.name, line.source, f"{x:.8g}", f"{y:.6g}", *band)
+                writer.writerow(row)
+    write_whole(path, file.getvalue())
 
 
 def read_csv(path: Path) -> dict[str, list[Line]]:

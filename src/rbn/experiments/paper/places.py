@@ -42,7 +42,7 @@ class Place:
 
     def title_of(self, results: Sequence[Result]) -> str:
         """The title where these results are shown, which names a task that is not the paper's."""
-        if not results or self.is_papers(results):
+        if self.stand_in or not results or self.is_papers(results):
             return self.title
         _, _, rest = self.title.partition(", ")
         return f"{results[0].task}, {rest}"

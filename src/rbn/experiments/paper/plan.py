@@ -20,7 +20,7 @@ FINDING_TARGETS = ("shared-stats", "small-gamma", "no-noise", "data-start")
 TARGETS = (*TABLE_TARGETS, *FIGURE_TARGETS, *FINDING_TARGETS)
 RECIPES = ("short", "paper", "quick")
 SWEEP = (0.1, 0.3, 0.5, 0.7, 1.0)  # initial gammas of Figure 6
-QUESTIONS = "cnn-built"  # DeepMind's own questions are the task cnn
+QUESTIONS = ("cnn-built", "cnn")  # made from articles, and the paper's archive
 READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
 ONE_SEED = ("fig3b", "fig5", "fig6")  # lines of one model each, as in the paper
 
@@ -98,12 +98,14 @@ class Run:
         return None
 
 
-def jobs(target: str, recipe: str = "short") -> list[Job]:
+def jobs(target: str, recipe: str = "short", questions: str = QUESTIONS[0]) -> list[Job]:
     """The runs that a target is made of; none for those that are computed without training."""
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)} or all, got {target!r}")
     if recipe not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {recipe!r}")
+    if questions not in QUESTIONS:
+        raise ValueError(f"questions must be one of {', '.join(QUESTIONS)}, got {questions!r}")
     wanted: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         "table1": (("mnist", "pmnist"), _BOTH),
         "fig2": (("mnist", "pmnist"), _BOTH),
@@ -119,17 +121,15 @@ def jobs(target: str, recipe: str = "short") -> list[Job]:
     if target == "fig6":
         return [_sweep_job(place, gamma, recipe) for place in ("pmnist", "ptb") for gamma in SWEEP]
     tasks, models = wanted.get(target, ((), ()))
-    return [_job(place, model, recipe) for place in tasks for model in models]
+    return [_job(place, model, recipe, questions) for place in tasks for model in models]
 
 
-def _job(place: str, model: str, recipe: str) -> Job:
+def _job(place: str, model: str, recipe: str, questions: str) -> Job:
     if recipe == "quick":
         task, base, settings = _QUICK[place]
         return Job(task, model, base, settings)
     if place in ("cnn", "cnn-full"):
-        full = place == "cnn-full"
-        base = QUESTIONS + ("-full" if full else "")
-        return Job(QUESTIONS, model, base, ("tag=full",) if full else ())
+        return Job(questions, model, questions + place.removeprefix("cnn"))
     known = configs.names() if recipe == "short" else []
     short = (name for name in (f"{place}-steady", f"{place}-short") if name in known)
     return Job(place, model, next(short, place))
@@ -144,7 +144,12 @@ def _sweep_job(place: str, gamma: float, recipe: str) -> Job:
 
 
 def needed(
-    targets: Iterable[str], recipe: str, seeds: int, folder: Path, precision: str | None = None
+    targets: Iterable[str],
+    recipe: str,
+    seeds: int,
+    folder: Path,
+    precision: str | None = None,
+    questions: str = QUESTIONS[0],
 ) -> list[Run]:
     """All runs of some targets, each once; of `ONE_SEED` the first seed alone.
 
@@ -154,11 +159,12 @@ def needed(
         seeds: how many, from 1.
         folder: where the runs' folders are.
         precision: of all, instead of the config's.
+        questions: task of the readers, one of `QUESTIONS`.
     """
     found: dict[tuple[Job, int], Run] = {}
     for target in targets:
         one = target in ONE_SEED
-        for job in jobs(target, recipe):
+        for job in jobs(target, recipe, questions):
             if precision is not None:
                 changed = (*job.settings, f"precision={precision}")
                 job = Job(job.task, job.model, job.base, changed)

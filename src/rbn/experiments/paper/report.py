@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -25,6 +26,7 @@ from rbn.experiments.paper.numbers import NAMES, TABLES
 from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS
 from rbn.experiments.paper.tables import Row
 
+_CURVES = {"cnn": "fig4a", "cnn-full": "fig4b"}  # of the paper's readers
 TITLE = "Recurrent Batch Normalization: the paper's results and ours"
 
 
@@ -37,7 +39,7 @@ def write_report(shelf: Shelf, folder: Path) -> list[Path]:
     blocks: list[Block] = [
         *_summary(rows),
         *_tables(rows),
-        *_counted(shelf),
+        *_counted(shelf, rows),
         *_figures(figures, folder),
         *_findings(shelf),
         *_differences(shelf),
@@ -93,7 +95,7 @@ def _tables(rows: dict[str, list[Row]]) -> list[Block]:
     return blocks
 
 
-def _counted(shelf: Shelf) -> list[Block]:
+def _counted(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
     """What the readers' error rates are to be compared with."""
     counts, commands = counted.read_counts(shelf.folder)
     if not counts:
@@ -105,10 +107,32 @@ def _counted(shelf: Shelf) -> list[Block]:
     )
     return [
         Grid(title, counted.COLUMNS, [each.cells for each in counts]),
-        Paragraph(note),
+        Paragraph(note + _unlearned(rows, counts)),
         Paragraph("To do again:"),
         Items(commands, code=True),
     ]
+
+
+def _unlearned(rows: dict[str, list[Row]], counts: Sequence[counted.Counted]) -> str:
+    """A sentence that names the readers which err more often than counting does."""
+    named = []
+    for row in (row for found in rows.values() for row in found if row.results):
+        first, ours = row.results[0], mean(row.values)
+        sentences = first.config.get("data", {}).get("sentences")
+        for each in counts:
+            if (each.task, each.sentences, each.part) == (first.task, sentences, row.entry.field):
+                least = 100 * (1 - max(each.frequent, each.frequent_unasked))
+                if ours > least:
+                    theirs = curves.paper_lines(_CURVES[row.entry.place])
+                    last = theirs[f"{row.cells[1]} valid"].x[-1]
+                    steps = f"{first.values['steps']:,} steps, the paper's {last:,.0f}"
+                    found = f"{ours:.1f} against {least:.1f}; {steps}"
+                    named.append(f"{row.cells[1]} on {row.cells[0]} ({found})")
+    return (
+        f" Readers that err more often than the better of both: {'; '.join(named)}."
+        if named
+        else ""
+    )
 
 
 def _again(name: str, rows: Sequence[Row]) -> str:
@@ -184,7 +208,8 @@ def _machines(shelf: Shelf) -> list[Block]:
     for result in shelf.results:
         values = result.values
         device = str(values.get("gpu") or "CPU")
-        facts = (device, str(values.get("versions")), str(values.get("commit")))
+        commit = re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", str(values.get("commit")))
+        facts = (device, str(values.get("versions")), commit)
         key = (*facts, str(values.get("date")))
         groups.setdefault(key, []).append(result.minutes)
     cells = [(*k, str(len(v)), f"{mean(v):.1f}") for k, v in groups.items()]

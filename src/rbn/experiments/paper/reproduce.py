@@ -51,6 +51,7 @@ class Reproduction:
         root: where the data are.
         precision: of all runs, instead of the configs'.
         max_minutes: after which to save and stop.
+        questions: task of the readers, one of `plan.QUESTIONS`.
         notes: what could not be done, in sentences.
     """
 
@@ -63,6 +64,7 @@ class Reproduction:
     root: Path | None = None
     precision: str | None = None
     max_minutes: float | None = None
+    questions: str = plan.QUESTIONS[0]
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,7 +80,9 @@ class Reproduction:
         return self.recipe == "quick"
 
     def _needed(self, targets: Sequence[str]) -> list[Run]:
-        return plan.needed(targets, self.recipe, self.seeds, self.runs, self.precision)
+        return plan.needed(
+            targets, self.recipe, self.seeds, self.runs, self.precision, self.questions
+        )
 
     def to_measure(self) -> list[tuple[Run, str]]:
         """Trained models that Figures 3b and 5 still have to look at."""
@@ -230,7 +234,8 @@ class Reproduction:
             panels = [Panel("", "", "", (gradients.tanh_derivative(),))]
         else:
             panels = self._gradient_flow()
-        write_csv(panels, self.results / COMPUTED / f"{name}.csv")
+        if panels:
+            write_csv(panels, self.results / COMPUTED / f"{name}.csv")
 
     def _gradient_flow(self) -> list[Panel]:
         if self.quick:

@@ -59,7 +59,9 @@ class Row:
             return ""
         if not self.place.is_papers(self.results):
             return "other data"
-        return f"{mean(self.values) - self.entry.paper:+.{self.table.digits}f}"
+        digits = self.table.digits
+        rounded = round(mean(self.values) - self.entry.paper, digits) + 0.0  # never -0.0
+        return f"{rounded:+.{digits}f}"
 
     @property
     def settings(self) -> str:

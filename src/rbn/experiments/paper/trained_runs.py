@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from rbn.experiments.measured import has_statistics
 from rbn.experiments.paper.lines import OURS, Line
 from rbn.experiments.paper.numbers import NAMES
 from rbn.experiments.tasks import NextSymbol
+from rbn.experiments.whole import write_whole
 from rbn.training import CheckpointError
 
 LENGTHS = tuple(range(100, 1001, 100))
@@ -69,11 +71,11 @@ def measure_lengths(
                 on_point()
     rows.append((WHOLE, "population", trained.evaluate(task, "test", "population", "full")))
     path = lengths_path(results, config, seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("length", "statistics", "bits"))
-        writer.writerows((length, kind, f"{value:.6f}") for length, kind, value in rows)
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(("length", "statistics", "bits"))
+    writer.writerows((length, kind, f"{value:.6f}") for length, kind, value in rows)
+    write_whole(path, file.getvalue())
     return path
 
 
@@ -115,12 +117,12 @@ def keep_statistics(run: Path, results: Path) -> Path:
         for unit in chosen.tolist():
             columns[f"{title} {unit}"] = values[:, unit].tolist()
     path = statistics_path(results, config, seed)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("step", *columns))
-        for step, row in enumerate(zip(*columns.values(), strict=True), start=1):
-            writer.writerow((step, *(f"{value:.5g}" for value in row)))
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(("step", *columns))
+    for step, row in enumerate(zip(*columns.values(), strict=True), start=1):
+        writer.writerow((step, *(f"{value:.5g}" for value in row)))
+    write_whole(path, file.getvalue())
     return path
 
 

@@ -1,12 +1,13 @@
 """How PyTorch gets along with the kernels in CUDA C++: graphs, compilation, streams, threads."""
 
 import copy
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cuda_cases import HALVES, UNITS, on_a_card
-from recurrence_cases import differentiate, make_case
+from cuda_cases import HALVES, UNITS, needs_hopper, on_a_card
+from recurrence_cases import calm, differentiate, fresh_seed, make_case
 
 import rbn
 
@@ -109,3 +110,69 @@ def test_long_sequences_in_inference():
         head, _ = layer(x[:50])
     assert torch.equal(output[:50], head)
     assert output.isfinite().all()
+
+
+# Every family of kernels: units, rows, type, and what the log calls it.
+FAMILIES = {
+    "small": (100, 64, torch.float32, "in CUDA, small"),
+    "16 units": (240, 64, torch.bfloat16, "in CUDA, small"),
+    "8 units": (300, 20, torch.float32, "in CUDA: Cut"),
+    "wide": (1000, 64, torch.bfloat16, "in CUDA, wide"),
+    "triton": (33, 20, torch.bfloat16, "one persistent kernel"),
+    "steps": (24, 600, torch.float32, "a product and a kernel for each step"),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@needs_hopper
+@every_family
+def test_a_graph_of_a_training_step_in_every_family(family, capture, caplog):
+    hidden, batch, dtype, words = FAMILIES[family]
+    torch.manual_seed(fresh_seed())
+    layer = rbn.BatchNormLSTM(8, hidden, max_length=12).to("cuda", dtype)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(12, batch, 8, device="cuda", dtype=dtype)
+    for parameter in (*layer.parameters(), *twin.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+    with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
+        graph, _ = capture(lambda: train_step(layer, x))
+    assert words in caplog.text
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        train_step(twin, x)
+        for name, parameter in layer.named_parameters():
+            want = twin.get_parameter(name).grad.float()
+            error = (parameter.grad.float() - want).norm()
+            assert error <= UNITS[dtype] * want.norm(), name
+
+
+@needs_hopper
+@every_family
+def test_two_streams_at_once_in_every_family(family, caplog):
+    """Launches that cannot be on the card together wait for each other, and do not mix."""
+    hidden, batch, dtype, words = FAMILIES[family]
+    cases = [
+        make_case("bn_lstm", 30, batch, hidden, fresh_seed(), dtype=dtype, **calm("bn_lstm"))
+        for _ in range(2)
+    ]
+    cases = [case.on("cuda") for case in cases]
+    with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
+        alone = [differentiate(case, "gpu") for case in cases]
+    assert words in caplog.text
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    together = []
+    for _ in range(3):
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                together.append(differentiate(case, "gpu"))
+    torch.cuda.synchronize()
+    for one, other in zip(alone * 3, together, strict=True):
+        assert torch.equal(one[0]["output"], other[0]["output"])
+        for name, value in one[1].items():
+            error = (value.float() - other[1][name].float()).norm()
+            # Products may add in another order where a stream has another room to work in.
+            assert error <= (UNITS[dtype] if name in ("weight_hh", "h0") else 0) * value.norm(), (
+                name
+            )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm
-from rbn.ops.gpu.plan import Plan, has_product, make_plan, multiprocessors, shared_memory
+from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors, shared_memory, widens
 from rbn.ops.gpu.signature import Inputs
 
 CUDA = "one kernel in CUDA C++"
@@ -32,7 +32,7 @@ def plan_for(wx: Tensor) -> Plan | None:
 def _new_plan(R: int, B: int, H: int, dtype: torch.dtype, where: int | None) -> Plan | None:
     if where is None:
         return make_plan(R, B, H, None)
-    widened = not has_product(torch.device("cuda", where), dtype)
+    widened = dtype != torch.float32 and widens(where)
     sizes = (R, B, H, multiprocessors(where), dtype.itemsize, shared_memory(where))
     return make_plan(*sizes, widened)
 

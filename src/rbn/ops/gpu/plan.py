@@ -64,12 +64,19 @@ def shared_memory(device: int) -> int:
 
 
 @constant_result
+def widens(device: int) -> bool:
+    """Whether products of half precision are made in float32.
+
+    Before Ampere there are none of bfloat16, and Triton widens those of float16 itself.
+    """
+    return torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def has_product(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there are products in this type; elsewhere they are made in float32."""
     if device.type != "cuda":
         return False  # the interpreter
-    # Before Ampere there are none of bfloat16, and Triton widens those of float16 itself.
-    return dtype == torch.float32 or torch.cuda.get_device_capability(device) >= (8, 0)
+    return dtype == torch.float32 or not widens(device.index or 0)
 
 
 def tf32_allowed() -> bool:

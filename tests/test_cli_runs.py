@@ -113,6 +113,8 @@ def test_writing_text(text_run):
     assert other.output != once.output
     cold = [invoke("sample", text_run, *options, "--temperature", "0", "--seed", s) for s in (1, 2)]
     assert cold[0].output == cold[1].output
+    cool = invoke("sample", text_run, *options, "--temperature", "1e-320")
+    assert cool.output == cold[0].output
 
 
 def test_text_is_written_with_the_states_of_what_was_read(text_run):
@@ -133,6 +135,7 @@ def test_text_is_written_with_the_states_of_what_was_read(text_run):
         (["--prompt", ""], "prompt must have at least one character"),
         (["--prompt", "\u00e9"], "is not one of the"),
         (["--temperature", "-1"], "temperature must not be negative"),
+        (["--temperature", "nan"], "temperature must not be negative, got nan"),
         (["--length", "-1"], "length must not be negative"),
     ],
 )

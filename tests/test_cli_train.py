@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -116,6 +117,50 @@ def test_a_table_of_unfinished_runs(whole, tmp_path):
     assert "21" in going
     assert "1.5" in going
     assert "no" in damaged
+    shutil.copytree(whole, tmp_path / "result")
+    (tmp_path / "result" / "result.json").write_text("{")
+    (tmp_path / "going" / "metrics.jsonl").write_text('{"step": 1}\n')
+    done = invoke("runs", tmp_path)
+    assert done.exit_code == 0
+    assert done.output.count("damaged") == 3  # and the run of that name
+
+
+def test_a_damaged_checkpoint_has_one_before(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "result.json").unlink()
+    (folder / "last.safetensors").write_bytes(b"no checkpoint")
+    with pytest.warns(UserWarning, match=r"last\.safetensors .* Going on from the one before"):
+        done = invoke("resume", folder, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert result_of(folder) == result_of(whole)
+
+
+def test_the_command_of_a_run_can_be_given_to_a_shell(tmp_path):
+    zoneout = "layer.zoneout=[0.1, 0.2]"
+    options = ["--device", "cpu", "--max-minutes", "1e-9", "--out", tmp_path / "a run"]
+    done = invoke("train", "digits", *SMALL, "--set", zoneout, *options)
+    assert f"rbn resume '{tmp_path}/a run'" in " ".join(done.output.split())
+    words = shlex.split(json.loads((tmp_path / "a run" / "config.json").read_text())["command"])
+    assert words[:5] == ["rbn", "train", "digits", "--model", "bn-lstm"]
+    assert words[-4:] == ["--set", zoneout, "--seed", "1"]
+
+
+def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "result.json").unlink()
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rbn.experiments.results.exact_statistics", interrupted)
+        done = invoke("resume", folder, "--device", "cpu")
+    assert done.exit_code == 130
+    assert f"stopped before the test was over. Go on with: rbn resume {folder}" in done.output
+    assert invoke("resume", folder, "--device", "cpu").exit_code == 0
+    assert result_of(folder) == result_of(whole)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +170,9 @@ def test_a_table_of_unfinished_runs(whole, tmp_path):
         (["train", "digits", "--model", "gru"], "model must be one of lstm"),
         (["train", "digits", "--set", "nothing=1"], "there is no setting 'nothing'"),
         (["train", "digits", "--config", "none.yaml"], "cannot read none.yaml"),
+        (["train", "digits", "--config", "mnist"], "config mnist is for task mnist, not digits"),
+        (["train", "digits", "--device", "cpu", "--graph"], "graph needs a CUDA device"),
+        (["train", "digits", "--device", "cpu", "--max-minutes", "0"], "max_minutes must be pos"),
         (["train", "digits", "--set", "layer.foo=1"], "the settings do not fit"),
         (["train", "digits", "--set", "average=1.5"], "average must be at least 0 and below 1"),
         (["train", "digits", "--set", "decay_from=2"], "decay_from must be from 0 to 1"),

@@ -143,3 +143,69 @@ def test_the_times_of_two_processes_are_those_of_the_file():
         }
         assert line is not None
         assert {cell.strip() for cell in line.group(1).split("|")} == found
+
+
+SHAPES = ("mnist", "ptb", "text8", "cnn", "cnn, both ways")
+CUDNN = ("torch.nn.LSTM (cuDNN)", "torch.nn.LSTM (cuDNN), batch first")
+
+
+@pytest.fixture
+def on_a_gpu():
+    """The rows of the GPU's benchmark by shape, precision and layer; cuDNN's is the faster one."""
+    with (ROOT / "benchmarks/results/gpu.csv").open(newline="") as file:
+        found = {(row["shape"], row["precision"], row["what"]): row for row in csv.DictReader(file)}
+    for shape, precision, _ in list(found):
+        for way in ("", ", CUDA graph"):
+            layouts = [found[shape, precision, f"{what}{way}"] for what in CUDNN]
+            fastest = min(layouts, key=lambda row: float(row["fwdbwd_ms"]))
+            found[shape, precision, f"cuDNN{way}"] = fastest
+    return found
+
+
+def test_the_ratios_on_a_gpu_are_those_of_the_file(on_a_gpu):
+    lines = iter((ROOT / "README.md").read_text().splitlines())
+    for shape in SHAPES:
+        for precision in ("bf16", "fp16", "tf32"):
+
+            def of(what, column="ratio_to_cudnn", key=(shape, precision)):
+                return float(on_a_gpu[(*key, what)][column])
+
+            cells = []
+            for way in ("", ", CUDA graph"):
+                cells.append(f"{of(f'cuDNN{way}', 'fwdbwd_ms'):.1f}")
+                cells += [f"{of(f'rbn.{name}{way}'):.2f}" for name in ("BatchNormLSTM", "LSTM")]
+            cells.append(f"{of('rbn.BatchNormLSTM', 'memory_ratio'):.1f}")
+            wanted = f" | {precision} | {' | '.join(cells)} |"
+            assert any(line.endswith(wanted) for line in lines), (shape, wanted)
+
+
+@pytest.mark.parametrize("shape", ["mnist", "mnist, tf32", "ptb", "text8", "cnn"])
+def test_the_times_on_a_gpu_are_those_of_the_file(shape, on_a_gpu):
+    def times(what, key):
+        found = [
+            float(on_a_gpu[(*key, f"{what}{way}")]["fwdbwd_ms"]) for way in (", CUDA graph", "")
+        ]
+        return ", ".join(f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" for ms in found)
+
+    page = (ROOT / "docs/kernels.md").read_text()
+    name, _, precision = shape.partition(", ")
+    key = (name, precision or "bf16")
+    line = re.search(rf"^\| {shape} \| .* \+ .* \| (.*) \| (.*) \|$", page, flags=re.M)
+    ours, cudnn = line.groups()
+    assert ours == times("rbn.BatchNormLSTM", key)
+    assert cudnn.split(" (")[0] == times("cuDNN", key)
+    commits = {on_a_gpu[(*key, what)]["commit"] for what in ("rbn.BatchNormLSTM", "cuDNN")}
+    assert commits == set(re.findall(r"called \(\[`gpu\.csv`\]\(.*?\),\ncommit (\w+)\)", page))
+
+
+def test_what_was_checked_on_a_gpu_is_in_the_file():
+    found = json.loads((ROOT / "benchmarks/results/gpu-tests.json").read_text())
+    page = " ".join((ROOT / "docs/kernels.md").read_text().split())
+    ran = f"In the run of commit {found['commit']} all {found['passed']} tests passed, in "
+    assert f"{ran}{found['seconds']:.0f} s" in page
+    for name, one in found["first_call"].items():
+        assert f"{one['seconds']:.0f} s for {name.split(',')[0]}'s" in page
+    assert found["tests"] == found["passed"]
+    for name, checks in found["compute_sanitizer"].items():
+        if name != "version":
+            assert {check["outcome"] for check in checks.values()} == {"clean"}, name

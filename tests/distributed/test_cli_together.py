@@ -114,6 +114,7 @@ def test_torchrun(tmp_path):
         "final.safetensors",
         "last.safetensors",
         "metrics.jsonl",
+        "previous.safetensors",
         "result.json",
     }
 

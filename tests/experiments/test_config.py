@@ -9,6 +9,7 @@ from rbn.experiments import config as configs
 from rbn.experiments.build import check, recurrent_layer
 from rbn.experiments.config import (
     MODELS,
+    READERS,
     READING,
     TASKS,
     Config,
@@ -29,6 +30,13 @@ def test_every_published_config_builds_its_models(task):
             continue
         layer = recurrent_layer(with_settings(small, [f"model={model}"]), SYMBOLS.get(task, 1))
         assert layer.hidden_size == 4
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_every_variant_builds_both_models(name):
+    found = configs.read(configs.find(name))
+    for model in READERS if found["task"] in READING else ("lstm", "bn-lstm"):
+        check(from_mapping(configs.for_model(found, model)))
 
 
 def test_the_papers_numbers():

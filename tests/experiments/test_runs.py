@@ -1,5 +1,6 @@
 """Tasks and runs: what is measured, two steps of each, and the result that is written."""
 
+import io
 import json
 import math
 import os
@@ -7,13 +8,14 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
 import rbn
 from rbn.data import Split, Splits, Text
 from rbn.experiments import build, results, runs
 from rbn.experiments import config as configs
 from rbn.experiments.config import Config, from_mapping, with_settings
-from rbn.experiments.fit import Fit
+from rbn.experiments.fit import Fit, Watch
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
 
@@ -188,6 +190,20 @@ def test_a_run_that_went_on_alone_still_shared_the_device(tmp_path):
         alone.train()
         assert len(list(alone.results())) == 1
         assert json.loads((folder / "result.json").read_text())["together"] == 2
+
+
+@pytest.mark.parametrize("seeds", [[1], [1, 2]])
+def test_a_progress_bar_fits_into_80_columns(seeds, tmp_path):
+    config = from_mapping({"task": "digits", "hidden_size": 4, "epochs": 1, "evaluate_every": 6})
+    fit = Fit([(tmp_path / f"bn-lstm-seed{seed}", config, seed) for seed in seeds], CPU, tmp_path)
+    shown = io.StringIO()
+    with Watch(fit, Console(file=shown, width=80)) as watch:
+        fit.train(watch=watch)
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\u2026" not in shown.getvalue()  # nothing was cut off
+    for part in ("12/12", " steps/s, ", " images/s", "0:00:00", "loss 2.", "validation"):
+        assert shown.getvalue().count(part) == len(seeds), part
 
 
 def test_exact_statistics_are_those_of_the_training_set():

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, gradients, launch, nvrtc, small_lstm
+from rbn.ops.gpu import cuda_lstm, driver, gradients, launch, nvrtc, small_lstm
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -183,3 +183,27 @@ def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hi
     assert room.shape == (4, batch, hidden)
     assert room[1].data_ptr() % 16 == 0
     assert room.data_ptr() % (2 * room.itemsize) == 0  # the kernel reads h0 in pairs
+
+
+@pytest.mark.parametrize(
+    ("blocks", "refused", "room"), [(13, True, 0), (13, False, 26), (8, True, 16)]
+)
+def test_a_size_of_clusters_that_the_card_refuses(monkeypatch, blocks, refused, room):
+    """Then there is no room for them, and other kernels run; 8 blocks need not be asked for."""
+
+    def clusters(count, function, config):
+        count._obj.value = 2
+        return 0
+
+    def allow(function, attribute, value):
+        return int(refused and attribute == driver._NON_PORTABLE)
+
+    cuda = types.SimpleNamespace(
+        cuModuleLoadData=lambda *args: 0,
+        cuModuleGetFunction=lambda *args: 0,
+        cuFuncSetAttribute=allow,
+        cuOccupancyMaxActiveClusters=clusters,
+    )
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    monkeypatch.setattr(driver, "enter", lambda: None)
+    assert driver.Kernel(b"", "small_forward", 256, 1024, blocks).at_once == room

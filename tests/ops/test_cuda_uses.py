@@ -1,18 +1,19 @@
 """How PyTorch gets along with the kernels in CUDA C++: graphs, compilation, streams, threads."""
 
 import copy
+import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cuda_cases import HALVES, UNITS, on_a_card
-from recurrence_cases import differentiate, make_case
+from cuda_cases import HALVES, UNITS, needs_hopper, on_a_card
+from recurrence_cases import calm, differentiate, fresh_seed, make_case
 
 import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import driver, nvrtc
+from rbn.ops.gpu import cuda_lstm, driver, nvrtc, small_lstm, wide_lstm
 
 pytestmark = on_a_card
 
@@ -109,3 +110,89 @@ def test_long_sequences_in_inference():
         head, _ = layer(x[:50])
     assert torch.equal(output[:50], head)
     assert output.isfinite().all()
+
+
+# Every family of kernels: units, rows, type, and what the log calls it.
+FAMILIES = {
+    "small": (100, 64, torch.float32, "in CUDA, small"),
+    "16 units": (240, 64, torch.bfloat16, "in CUDA, small"),
+    "8 units": (300, 20, torch.float32, "in CUDA: Cut"),
+    "wide": (1000, 64, torch.bfloat16, "in CUDA, wide"),
+    "triton": (33, 20, torch.bfloat16, "one persistent kernel"),
+    "steps": (24, 600, torch.float32, "a product and a kernel for each step"),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@needs_hopper
+@every_family
+def test_a_graph_of_a_training_step_in_every_family(family, capture, caplog):
+    hidden, batch, dtype, words = FAMILIES[family]
+    torch.manual_seed(fresh_seed())
+    layer = rbn.BatchNormLSTM(8, hidden, max_length=12).to("cuda", dtype)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(12, batch, 8, device="cuda", dtype=dtype)
+    for parameter in (*layer.parameters(), *twin.parameters()):
+        parameter.grad = torch.zeros_like(parameter)
+    with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
+        graph, _ = capture(lambda: train_step(layer, x))
+    assert words in caplog.text
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        train_step(twin, x)
+        for name, parameter in layer.named_parameters():
+            want = twin.get_parameter(name).grad.float()
+            error = (parameter.grad.float() - want).norm()
+            assert error <= UNITS[dtype] * want.norm(), name
+
+
+@needs_hopper
+@every_family
+def test_two_streams_at_once_in_every_family(family, caplog):
+    """Launches that cannot be on the card together wait for each other, and do not mix."""
+    hidden, batch, dtype, words = FAMILIES[family]
+    cases = [
+        make_case("bn_lstm", 30, batch, hidden, fresh_seed(), dtype=dtype, **calm("bn_lstm"))
+        for _ in range(2)
+    ]
+    cases = [case.on("cuda") for case in cases]
+    with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
+        alone = [differentiate(case, "gpu") for case in cases]
+    assert words in caplog.text
+    streams = [torch.cuda.Stream() for _ in cases]
+    torch.cuda.synchronize()
+    together = []
+    for _ in range(3):
+        for case, stream in zip(cases, streams, strict=True):
+            with torch.cuda.stream(stream):
+                together.append(differentiate(case, "gpu"))
+    torch.cuda.synchronize()
+    # Products of cuBLAS may add in another order where a stream has another room to work in.
+    for one, other in zip(alone * 3, together, strict=True):
+        for name, value in (one[0] | one[1]).items():
+            error = (value.float() - (other[0] | other[1])[name].float()).norm()
+            near = UNITS[dtype] if family == "steps" or name in ("weight_hh", "h0") else 0.0
+            assert error <= near * value.float().norm(), name
+
+
+def test_what_was_compiled_is_found_on_disk(tmp_path, monkeypatch):
+    """As by the next process, which compiles nothing."""
+    monkeypatch.setenv("RBN_CACHE", str(tmp_path))
+    caches = (small_lstm.cluster_of, small_lstm.kernel, wide_lstm.kernel, cuda_lstm._kernel)
+    cases = [
+        make_case("bn_lstm", 3, 40, hidden, dtype=torch.bfloat16, **calm("bn_lstm")).on("cuda")
+        for hidden in (40, 264, 1058)  # the last one in Triton
+    ]
+    found = []
+    for again in (False, True):
+        for cache in caches:
+            cache.cache_clear()
+        if again:
+            assert list(tmp_path.glob("*.cubin"))
+            monkeypatch.setattr(nvrtc, "compile_source", lambda *args: pytest.fail("compiled"))
+        found.append([differentiate(case, "gpu") for case in cases])
+    for one, other in zip(*found, strict=True):
+        for results, same in zip(one, other, strict=True):
+            for name, value in results.items():
+                assert torch.equal(value, same[name]), name

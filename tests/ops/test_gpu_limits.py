@@ -10,6 +10,7 @@ import pytest
 import torch
 from recurrence_cases import (
     CALM,
+    TOLERANCES,
     assert_same,
     call,
     calm,
@@ -23,7 +24,10 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, lstm_op
+from gpu_cases import products
+
+from rbn.ops.gpu import cuda_lstm, lstm_op, paths
+from rbn.ops.gpu.plan import make_plan
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # float32 is tf32
@@ -66,6 +70,81 @@ def test_a_hundred_thousand_steps_in_inference(layer_class, dtype):
         head, _ = layer(x[:50])
     assert torch.equal(output[:50], head)
     assert output.isfinite().all()
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(
+    ("layer_class", "batch", "hidden", "dtype"),
+    [
+        (rbn.BatchNormLSTM, 2, 17, torch.float32),  # in Triton
+        (rbn.BatchNormLSTM, 2, 300, torch.float32),  # in CUDA C++, 8 units to a block
+        (rbn.BatchNormLSTM, 33, 264, torch.bfloat16),  # the same, wide
+        (rbn.BatchNormLSTM, 600, 4, torch.float32),  # step by step, as are those below
+        (rbn.LayerNormLSTM, 2, 16, torch.float32),
+        (rbn.BatchNormRNN, 2, 16, torch.float32),
+    ],
+)
+def test_a_hundred_thousand_steps_by_other_kernels(layer_class, batch, hidden, dtype):
+    torch.manual_seed(fresh_seed())
+    layer = layer_class(2, hidden).cuda().to(dtype)
+    layer(torch.randn(10, 8, 2, device="cuda", dtype=dtype))
+    layer.eval()
+    x = torch.randn(100_000, batch, 2, device="cuda", dtype=dtype)
+    with torch.no_grad():
+        output, _ = layer(x)
+        head, _ = layer(x[:50])
+    near = 16 * UNITS[dtype]  # the product of the input may add in another order
+    torch.testing.assert_close(output[:50], head, rtol=0, atol=near)
+    assert output.isfinite().all()
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("hidden", [100, 101])  # in CUDA C++, in Triton
+def test_more_numbers_than_32_bits_count(hidden):
+    """The input term has 2.6e9 of them: the last steps are what they are by themselves."""
+    torch.manual_seed(fresh_seed())
+    layer = rbn.LSTM(2, hidden).to("cuda", torch.bfloat16)
+    x = torch.randn(100_000, 64, 2, device="cuda", dtype=torch.bfloat16)
+    assert x.shape[0] * x.shape[1] * 4 * hidden > 2**31
+    with torch.no_grad():
+        output, _ = layer(x)
+        tail, _ = layer(x[-400:])
+    # What the state was 300 steps ago is forgotten.
+    near = 16 * UNITS[torch.bfloat16]
+    torch.testing.assert_close(output[-100:], tail[-100:], rtol=0, atol=near)
+    assert output.isfinite().all()
+
+
+# Precision --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("features", "hidden"), [(1, 24), (3, 24), (3, 300), (3, 33)])
+def test_float32_is_true_where_tf32_is_not_allowed(features, hidden, bidirectional):
+    """Of whole layers: by cuDNN's switch, which the kernels follow."""
+    torch.manual_seed(fresh_seed())
+    layer = rbn.BatchNormLSTM(features, hidden, eps=CALM, bidirectional=bidirectional)
+    twin = copy.deepcopy(layer).double()
+    x = torch.randn(6, 33, features)
+    expected = twin(x.double())[0]
+    expected.square().sum().backward()
+    layer, errors = layer.cuda(), {}
+    for tf32 in (True, False):
+        layer.zero_grad()
+        with products(tf32=tf32):
+            output = layer(x.cuda())[0]
+            output.square().sum().backward()
+        errors[tf32] = (output.double().cpu() - expected).abs().max().item()
+    assert errors[False] <= TOLERANCES[torch.float32][0]
+    assert errors[True] > errors[False]
+    for name, parameter in twin.named_parameters():
+        found = layer.get_parameter(name).grad.double().cpu()
+        error = (found - parameter.grad).abs().max()
+        assert error <= TOLERANCES[torch.float32][1] * max(1.0, parameter.grad.abs().max()), name
 
 
 # Several at once --------------------------------------------------------------------------------
@@ -129,6 +208,27 @@ def test_a_launch_without_room_fails_and_the_next_one_works():
     torch.cuda.synchronize()
     after = call(case, "gpu")
     assert torch.equal(before["output"], after["output"])
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_triton_without_room_fails_and_the_next_call_works():
+    """The same of a persistent kernel in Triton, were it given more programs than fit."""
+    H = 8192
+    new = {"device": "cuda", "dtype": torch.bfloat16}
+    wx, weight = torch.zeros(2, 16, 4 * H, **new), torch.zeros(4 * H, H, **new)
+    h0, c0 = torch.zeros(2, 16, H, **new)
+    plan = make_plan(1, 16, H, 10**6, 2, 227 * 1024)
+    assert plan.programs == 2048
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(paths, "choose", lambda a: paths.PERSISTENT)
+        patch.setattr(paths, "plan_for", lambda wx: plan)
+        with pytest.raises(RuntimeError, match="too many blocks"):
+            rbn.ops.lstm(wx, weight, None, None, h0, c0)
+    torch.cuda.synchronize()
+    case = make_case("bn_lstm", 4, 20, 33, fresh_seed(), dtype=torch.float32, **calm("bn_lstm"))
+    found = call(case.on("cuda"), "gpu")
+    assert_same(found, call(case.to(torch.float64), "reference"), 16 * UNITS[torch.float32])
 
 
 def test_no_room_is_said_before_anything_starts():

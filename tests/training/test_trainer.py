@@ -44,6 +44,14 @@ def assert_same_run(one, other):
         assert torch.equal(value, tensors2[name]), name
 
 
+def killed_after(step):
+    def kill(progress):
+        if progress.step == step:
+            raise Killed
+
+    return kill
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run from the first step to the last."""
@@ -66,12 +74,8 @@ def test_what_a_run_leaves_behind(whole):
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 5, 17, 19])
 def test_a_run_that_was_killed_goes_on_to_the_same_numbers(stop, whole, tmp_path):
-    def kill(progress):
-        if progress.step == stop:
-            raise Killed
-
     with pytest.raises(Killed):
-        trainer(tmp_path, on_step=kill).run()
+        trainer(tmp_path, on_step=killed_after(stop)).run()
     torch.manual_seed(12345)  # another process has another random state
     again = trainer(tmp_path, Letters(seed=99))
     assert 0 <= again.progress.step <= stop
@@ -252,6 +256,35 @@ def test_a_damaged_checkpoint_is_named(position, whole, tmp_path):
     (tmp_path / "last.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"last\.safetensors is (not a checkpoint|damaged)"):
         trainer(tmp_path)
+
+
+def test_a_damaged_checkpoint_has_one_before(whole, tmp_path):
+    with pytest.raises(Killed):
+        trainer(tmp_path, on_step=killed_after(14)).run()
+    (tmp_path / "last.safetensors").write_bytes(b"no checkpoint")
+    with pytest.warns(UserWarning, match=r"damaged: .* Going on from the one before, of step 10"):
+        again = trainer(tmp_path, Letters(seed=99))
+    again.run()
+    assert_same_run(tmp_path, whole)
+    _, facts = checkpoint.load(again.previous)
+    assert facts["progress"]["step"] == 18
+    (tmp_path / "last.safetensors").write_bytes(b"no checkpoint")
+    again.previous.write_bytes(b"nor this")
+    with pytest.raises(CheckpointError, match=r"previous\.safetensors is not a checkpoint"):
+        trainer(tmp_path)
+
+
+def test_a_full_disk_at_an_evaluation(whole, tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()  # as good as a full disk
+    message = r"could not write .*metrics\.jsonl: .* last checkpoint is still good"
+    with pytest.raises(CheckpointError, match=message):
+        trainer(tmp_path).run()
+    assert not list(tmp_path.glob("*.part"))
+    (tmp_path / "metrics.jsonl").rmdir()
+    again = trainer(tmp_path, Letters(seed=99))
+    assert again.progress.step == 3
+    again.run()
+    assert_same_run(tmp_path, whole)
 
 
 def test_a_truncated_checkpoint_is_named(whole, tmp_path):

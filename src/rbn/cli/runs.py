@@ -25,29 +25,40 @@ def runs(
     from rich.console import Console
     from rich.table import Table
 
-    from rbn.training.checkpoint import CheckpointError, load_facts
-
     table = Table("run", "steps", "best validation", "valid", "test", "minutes")
     found = sorted(folder.rglob("config.json"))
     for path in found:
-        row = [str(path.parent.relative_to(folder)), "", "", "", "", ""]
-        metrics, result = path.with_name("metrics.jsonl"), path.with_name("result.json")
-        try:
-            now = load_facts(path.with_name("last.safetensors"))["progress"]
-            row[1], row[5] = str(now["step"]), f"{now['seconds'] / 60:.1f}"
-        except CheckpointError:
-            row[1] = "no checkpoint"
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        if lines:
-            row[2] = f"{json.loads(lines[-1])['valid_population']:.4f} (last)"
-        if result.exists():
-            values = json.loads(result.read_text())
-            row[1], row[2] = str(values["steps"]), f"at step {values['best_step']}"
-            row[3], row[4] = f"{values['valid']:.4f}", f"{values['test']:.4f}"
-        table.add_row(*row)
+        table.add_row(str(path.parent.relative_to(folder)), *_figures(path.parent))
     if not found:
         stop(f"there is no run in {folder}", 2)
     Console().print(table)
+
+
+def _figures(run: Path) -> list[str]:
+    """Steps, best validation, valid, test and minutes of a run; a damaged file is named."""
+    from rbn.training.checkpoint import CheckpointError, load_facts
+
+    steps = best = valid = test = minutes = ""
+    metrics, result = run / "metrics.jsonl", run / "result.json"
+    try:
+        now = load_facts(run / "last.safetensors")["progress"]
+        steps, minutes = str(now["step"]), f"{now['seconds'] / 60:.1f}"
+    except CheckpointError:
+        steps = "no checkpoint"
+    try:
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        if lines:
+            best = f"{json.loads(lines[-1])['valid_population']:.4f} (last)"
+    except (KeyError, TypeError, ValueError):
+        best = f"{metrics.name} is damaged"
+    try:
+        if result.exists():
+            values = json.loads(result.read_text())
+            valid, test = f"{values['valid']:.4f}", f"{values['test']:.4f}"
+            steps, best = str(values["steps"]), f"at step {values['best_step']}"
+    except (KeyError, TypeError, ValueError):
+        test = f"{result.name} is damaged"
+    return [steps, best, valid, test, minutes]
 
 
 def publish(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -80,6 +81,8 @@ def train(
 
     def work() -> None:
         found = configs.published(task) if config is None else configs.read(configs.find(config))
+        if found.get("task", task) != task:
+            raise ValueError(f"config {config} is for task {found['task']}, not {task}")
         wanted = [f"precision={precision}"] if precision else []
         settings = configs.from_mapping({"task": task, **configs.for_model(found, model)})
         settings = configs.with_settings(settings, [*wanted, *(set_ or [])])
@@ -90,11 +93,12 @@ def train(
             if out is not None:
                 folder = out if seeds is None else out / f"{settings.name}-seed{number}"
             runs.append((folder, settings, number))
-        command = f"rbn train {task} --model {model}" + (f" --config {config}" if config else "")
-        command += "".join(f" --set {setting}" for setting in set_ or [])
-        command += f" --precision {precision}" if precision else ""
+        words = ["rbn", "train", task, "--model", model, *(["--config", config] if config else [])]
+        for setting in set_ or []:
+            words += ["--set", setting]
+        words += ["--precision", precision] if precision else []
         options = device, graph, tensorboard, max_minutes, data_dir
-        _go_on(Plan(runs, *options, command), devices)
+        _go_on(Plan(runs, *options, shlex.join(words)), devices)
 
     guarded(work)
 
@@ -142,7 +146,7 @@ class Plan:
 
     def hint(self, count: int) -> str:
         """How the runs can be gone on with, or begun again if there is nothing yet."""
-        folders = " ".join(str(folder) for folder, _, _ in self.runs)
+        folders = shlex.join(str(folder) for folder, _, _ in self.runs)
         devices = f" --devices {count}" if count > 1 else ""
         if not all((folder / "config.json").exists() for folder, _, _ in self.runs):
             return "It had not begun to train"
@@ -210,10 +214,13 @@ def _train(plan: Plan, world: World | None) -> None:
                 if watch is not None:
                     watch.close()
                 steps = " and ".join(f"{t.progress.step:,}" for t in fit.trainers)
-                said = f"stopped after step {steps}, saved. {plan.hint(count)}"
-                raise Stopped(said, 130) from None
-        for result in fit.results(console):
-            console.print(result, soft_wrap=True)
+                said = f"stopped after step {steps}, saved" if steps else "stopped"
+                raise Stopped(f"{said}. {plan.hint(count)}", 130) from None
+        try:
+            for result in fit.results(console):
+                console.print(result, soft_wrap=True)
+        except KeyboardInterrupt:
+            raise Stopped(f"stopped before the test was over. {plan.hint(count)}", 130) from None
         unfinished = [
             t for t in fit.trainers if not t.progress.finished and t.progress.diverged_at is None
         ]

@@ -17,7 +17,7 @@ from rbn.experiments.config import Config
 from rbn.experiments.reading import ReadingTask, build_reading, load_reading, make_reader
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
-from rbn.training import Progress, Ranks, Schedule, Trainer, make_fabric
+from rbn.training import Progress, Schedule, Trainer, make_fabric
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -170,11 +170,9 @@ def make_trainer(
     """A trainer that goes on from what is in the folder."""
     if graph and config.precision == "16-mixed":
         raise ValueError("graph cannot be had with 16-mixed, whose loss scale is set by the host")
-    if isinstance(task, ReadingTask) and Ranks.here().first:
-        task.save_vocabulary(folder)
     device = next(task.model.parameters()).device
     schedule = _schedule(config, task.batches_per_epoch, max_minutes)
-    return Trainer(
+    trainer = Trainer(
         task,
         make_optimizer(config, task.model, graph),
         schedule,
@@ -184,6 +182,9 @@ def make_trainer(
         on_step=on_step,
         on_record=on_record,
     )
+    if isinstance(task, ReadingTask) and trainer.ranks.first:
+        task.save_vocabulary(folder)
+    return trainer
 
 
 def _schedule(config: Config, epoch: int, max_minutes: float | None) -> Schedule:

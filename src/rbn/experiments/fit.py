@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Wanted = tuple[Path, Config, int]  # folder, settings, seed
+_NARROWEST = 11  # characters of the words that a progress bar ends with
 
 
 class Watcher(Protocol):
@@ -124,7 +125,6 @@ class Fit:
                 task = build.build(config, seed, self.device, loaded=loaded)
             except TypeError as error:  # an option that the layer or the data set does not have
                 raise ValueError(f"the settings do not fit: {error}") from error
-            ranks.from_first(partial(runs.start, folder, config, seed, command))
             captured = self.device.type == "cuda" and config.precision != "16-mixed"
             captured = captured and ranks.count == 1
             trainer = build.make_trainer(
@@ -135,6 +135,7 @@ class Fit:
                 fabric=fabric,
                 graph=captured if graph is None else graph,
             )
+            ranks.from_first(partial(runs.start, folder, config, seed, command))
             self.trainers.append(trainer)
             if watch is not None:
                 watch.add(trainer, config, task)
@@ -197,14 +198,19 @@ class Watch:
     def __init__(self, fit: Fit, console: Console) -> None:
         from rich.progress import Progress as Bars
         from rich.progress import SpinnerColumn, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
+        # Where all of it does not fit into a line, the last column takes several.
         self._bars = Bars(
-            SpinnerColumn(),
+            SpinnerColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.description}"),
-            TextColumn("step {task.completed:,} of {task.total:,}"),
+            TextColumn("{task.completed:,}/{task.total:,}"),
             TextColumn("{task.fields[speed]}"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[loss]} {task.fields[valid]}"),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn(
+                "{task.fields[loss]} {task.fields[valid]}",
+                table_column=Column(no_wrap=False, min_width=_NARROWEST),
+            ),
             console=console,
         )
         self._several = len(fit.wanted) > 1
@@ -233,13 +239,13 @@ class Watch:
             valid="",
             speed="",
         )
-        unit = "characters" if config.is_text else "sequences"
+        unit = "characters" if config.is_text else "questions" if config.is_reading else "images"
         begun: list[tuple[int, float]] = []
 
         def on_step(now: Progress) -> None:
             if not begun:
                 begun.append((now.step, now.seconds))
-            elif now.step % 10 == 0:
+            elif now.step % 10 == 0 or now.step == trainer.schedule.steps:
                 speed = (now.step - begun[0][0]) / max(now.seconds - begun[0][1], 1e-9)
                 text = f"{speed:,.1f} steps/s, {speed * task.items_per_step:,.0f} {unit}/s"
                 shown = f"loss {now.loss:.3f}"

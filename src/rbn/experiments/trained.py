@@ -108,7 +108,7 @@ def sample(
     """
     if not prompt:
         raise ValueError("prompt must have at least one character")
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature must not be negative, got {temperature}")
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
@@ -121,7 +121,9 @@ def sample(
         if temperature == 0:
             number = int(scores.argmax())
         else:
-            chances = torch.softmax(scores / temperature, 0)
+            # The likeliest one's is 0, and no temperature makes that infinite.
+            scores = (scores - scores.max()).double() / temperature
+            chances = torch.softmax(scores, 0)
             number = int(torch.multinomial(chances, 1, generator=generator))
         yield symbols[number]
         character = torch.tensor([[number]], device=device)

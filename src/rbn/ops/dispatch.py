@@ -51,7 +51,7 @@ def _has_gpu_kernels(device: int | None) -> bool:
     """Whether there are kernels for this CUDA device, or at all for None."""
     global _gpu
     _gpu = _load_gpu()
-    if _gpu is None:
+    if _gpu is None or torch.version.hip is not None:  # AMD's cards have other drivers
         return False
     return device is None or _capability(device) >= _OLDEST
 

@@ -18,11 +18,19 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read, with the reason."""
 
 
-def save(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+def save(
+    path: Path, tensors: dict[str, Tensor], facts: dict[str, Any], before: Path | None = None
+) -> None:
     """Write tensors and facts (anything JSON can hold) to one file, atomically.
 
     The file appears under its name only when it is complete and on the disk; what was there under
     that name before stays until then.
+
+    Args:
+        path: of the file.
+        tensors: by name.
+        facts: whatever else there is to know.
+        before: the name under which the file that is replaced stays, where the disk has links.
     """
     from safetensors.torch import save_file
 
@@ -33,6 +41,10 @@ def save(path: Path, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(plain, part, metadata=metadata)
         _to_disk(part)
+        if before is not None:
+            with contextlib.suppress(OSError):
+                before.unlink(missing_ok=True)
+                os.link(path, before)
         os.replace(part, path)
         _to_disk(path.parent)
     except Exception as error:  # safetensors has errors of its own for a full disk

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -65,8 +66,9 @@ _MOST_SKIPPED = 50  # steps in a row whose gradient is not finite before trainin
 class Trainer:
     """Optimises a task's model, with checkpoints in a folder.
 
-    The folder holds ``last.safetensors`` (to go on from), ``best.safetensors`` (the model of the
-    best evaluation) and ``metrics.jsonl`` (one line for each evaluation).
+    The folder holds ``last.safetensors`` (to go on from), ``previous.safetensors`` (the one before,
+    should the last be damaged), ``best.safetensors`` (the model of the best evaluation) and
+    ``metrics.jsonl`` (one line for each evaluation).
 
     The run has its own stream of random numbers, which begins at the process's present state.
 
@@ -162,6 +164,11 @@ class Trainer:
     def last(self) -> Path:
         """The checkpoint to go on from."""
         return self.folder / "last.safetensors"
+
+    @property
+    def previous(self) -> Path:
+        """The checkpoint before the last, to go on from where that is damaged."""
+        return self.folder / "previous.safetensors"
 
     @property
     def best(self) -> Path:
@@ -369,7 +376,7 @@ class Trainer:
             patience = self.schedule.patience
             if patience is not None and now.bad_looks >= patience:
                 now.finished = now.stopped_early = True
-        self._write_history()
+        self.ranks.from_first(self._write_history)
         return record
 
     def save(self) -> None:
@@ -382,7 +389,7 @@ class Trainer:
     def _write_checkpoints(self) -> None:
         if self._unsaved_best is not None:
             checkpoint.save(self.best, *self._unsaved_best)
-        checkpoint.save(self.last, *self._state())
+        checkpoint.save(self.last, *self._state(), before=self.previous)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors, facts = checkpoint.state_of(self.module, self._optimizer)
@@ -396,9 +403,7 @@ class Trainer:
 
     def _resume(self) -> bool:
         """Go on from the checkpoint, if there is one."""
-        found = self.ranks.from_first(
-            lambda: checkpoint.load(self.last) if self.last.exists() else None
-        )
+        found = self.ranks.from_first(self._load_last)
         if found is None:
             return False
         tensors, facts = found
@@ -415,19 +420,39 @@ class Trainer:
         self._ledger.loss_scale.fill_(self.progress.loss_scale)
         self._fetched = self.progress.loss_count
         self._closed = self.progress.finished
-        self._write_history()  # lines of steps that will be made again go
+        self.ranks.from_first(self._write_history)  # lines of steps that will be made again go
         return True
+
+    def _load_last(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The last checkpoint, or the one before if it is damaged; None where there is none."""
+        if not self.last.exists():
+            return None
+        try:
+            return checkpoint.load(self.last)
+        except checkpoint.CheckpointError as error:
+            if not self.previous.exists():
+                raise
+            found = checkpoint.load(self.previous)
+            os.replace(self.previous, self.last)
+            step = found[1]["progress"]["step"]
+            warnings.warn(f"{error}. Going on from the one before, of step {step}.", stacklevel=2)
+            return found
 
     def _write_history(self) -> None:
         """The evaluations so far as lines of JSON, replaced as a whole."""
-        if not self.ranks.first:
-            return
         path = self.folder / "metrics.jsonl"
         part = path.with_name(path.name + ".part")
-        path.parent.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(record) + "\n" for record in self.progress.history)
-        part.write_text(lines)
-        os.replace(part, path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text(lines)
+            os.replace(part, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise checkpoint.CheckpointError(
+                f"could not write {path}: {error.strerror}. The last checkpoint is still good."
+            ) from error
 
     def load_best(self) -> dict[str, Any]:
         """Give the model the parameters and statistics of the best evaluation; its facts."""

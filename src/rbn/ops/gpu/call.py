@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rbn.ops.gpu import paths, small_lstm
 from rbn.ops.gpu.facts import BATCH, Facts, facts_of
-from rbn.ops.gpu.plan import Plan, tf32_allowed
+from rbn.ops.gpu.plan import Plan, has_product, tf32_allowed
 from rbn.ops.gpu.signature import MOMENTS, Inputs
 from rbn.ops.gpu.stepwise import zone
 from rbn.ops.types import valid_steps
@@ -256,13 +256,6 @@ class Call:
             "UNITS": plan.units,
             "PROGRAMS": plan.programs,
         }
-
-
-def has_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are products in this type."""
-    if device.type != "cuda":
-        return False  # the interpreter
-    return dtype != torch.bfloat16 or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:

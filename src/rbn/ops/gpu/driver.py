@@ -172,10 +172,10 @@ class Kernel:
             cuda.cuFuncSetAttribute(self._function, _DYNAMIC_SHARED, shared),
             f"{shared} bytes of shared memory for {name}",
         )
-        if cluster > _PORTABLE:
-            status = cuda.cuFuncSetAttribute(self._function, _NON_PORTABLE, 1)
-            _check(status, f"asking for a cluster of {cluster} blocks for {name}")
-        self.at_once = self._in_clusters() if cluster else self._blocks(name)
+        if cluster > _PORTABLE and cuda.cuFuncSetAttribute(self._function, _NON_PORTABLE, 1):
+            self.at_once = 0  # a size that this card refuses
+        else:
+            self.at_once = self._in_clusters() if cluster else self._blocks(name)
 
     def _blocks(self, name: str) -> int:
         """How many blocks fit on the card."""

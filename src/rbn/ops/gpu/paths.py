@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu import cuda_lstm
-from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors, shared_memory
+from rbn.ops.gpu.plan import Plan, make_plan, multiprocessors, shared_memory, widens
 from rbn.ops.gpu.signature import Inputs
 
 CUDA = "one kernel in CUDA C++"
@@ -25,14 +25,16 @@ def plan_for(wx: Tensor) -> Plan | None:
     B, G = wx.shape[-2:]
     where = (wx.device.index or 0) if wx.is_cuda else None
     if torch.compiler.is_compiling():  # which looks through caches, and says so
-        return _new_plan(R, B, G // 4, wx.itemsize, where)
-    return _plan(R, B, G // 4, wx.itemsize, where)
+        return _new_plan(R, B, G // 4, wx.dtype, where)
+    return _plan(R, B, G // 4, wx.dtype, where)
 
 
-def _new_plan(R: int, B: int, H: int, itemsize: int, where: int | None) -> Plan | None:
+def _new_plan(R: int, B: int, H: int, dtype: torch.dtype, where: int | None) -> Plan | None:
     if where is None:
         return make_plan(R, B, H, None)
-    return make_plan(R, B, H, multiprocessors(where), itemsize, shared_memory(where))
+    widened = dtype != torch.float32 and widens(where)
+    sizes = (R, B, H, multiprocessors(where), dtype.itemsize, shared_memory(where))
+    return make_plan(*sizes, widened)
 
 
 _plan = functools.lru_cache(maxsize=256)(_new_plan)

@@ -63,6 +63,22 @@ def shared_memory(device: int) -> int:
     return shared_limit(device)
 
 
+@constant_result
+def widens(device: int) -> bool:
+    """Whether products of half precision are made in float32.
+
+    Before Ampere there are none of bfloat16, and Triton widens those of float16 itself.
+    """
+    return torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def has_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are products in this type; elsewhere they are made in float32."""
+    if device.type != "cuda":
+        return False  # the interpreter
+    return dtype == torch.float32 or not widens(device.index or 0)
+
+
 def tf32_allowed() -> bool:
     """Whether products of float32 may be made in tf32: as cuDNN's recurrent networks do."""
     try:
@@ -89,12 +105,15 @@ def make_plan(
     processors: int | None,
     itemsize: int = 4,
     shared: int | None = None,
+    widened: bool = False,
 ) -> Plan | None:
     """The plan for R recurrences of ``[B, H]``, or None where the batch is too large for a tile.
 
     processors: programs that can run at the same time; None launches step by step. itemsize: bytes
     of a number of h. shared: bytes of shared memory that a program may have; None: any number.
+    widened: whether products are made in float32 whatever the type, see `has_product`.
     """
+    factor = 4 if widened else itemsize
     rows = max(16, power_of_two(batch))
     units = 4
     while processors and -(-hidden // units) * recurrences > processors and units < 64:
@@ -104,12 +123,12 @@ def make_plan(
 
     def fitted(k: int, columns: int, pitch: int) -> tuple[int, int]:
         """How many columns a product takes at once, and how many such pieces are under way."""
-        tile = (rows + columns) * itemsize
+        tile = (rows + columns) * factor
         while shared is not None and tile * k > shared and k > 16:
             k //= 2
         return k, _stages(pitch, tile * k, shared)
 
-    if shared is not None and (rows + 4 * units) * itemsize * 16 > shared:
+    if shared is not None and (rows + 4 * units) * factor * 16 > shared:
         return None
     k = max(16, power_of_two(hidden))
     k_forward, stages_forward = fitted(k if k <= _RESIDENT else 64, 4 * units, hidden * itemsize)

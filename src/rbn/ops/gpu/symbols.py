@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rbn.ops import reference
 from rbn.ops.custom import is_traced
-from rbn.ops.gpu.call import has_product
+from rbn.ops.gpu.plan import has_product
 from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.gpu.symbol_sums import add_shares, symbol_sums
 
@@ -71,13 +71,14 @@ class _SymbolRows(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _SymbolRows).apply
 
 
-def _cut(count: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+def _cut(count: int, dtype: torch.dtype, widened: bool) -> tuple[int, int, int, int, int]:
     """Symbols, rows, columns, warps and tiles on their way of a program.
 
     The sums of more than 64 symbols with 128 columns do not fit into the registers beside the rest.
+    widened: whether products are made in float32, so that factors take twice the shared memory.
     """
     symbols = max(32, 1 << (count - 1).bit_length())
-    rows = 32 if dtype == torch.float32 else 64
+    rows = 32 if widened or dtype == torch.float32 else 64
     return symbols, rows, 128 if symbols <= 64 else 64, 4 if symbols <= 128 else 8, 4
 
 
@@ -91,12 +92,13 @@ def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> T
     """
     grad = grad.contiguous()
     N, G = symbols.numel(), grad.shape[-1]
-    padded, rows, columns, warps, stages = _cut(count, grad.dtype)
+    # Three of which make a number in float32.
+    factor = torch.bfloat16 if grad.dtype == torch.float32 else grad.dtype
+    widened = not has_product(grad.device, factor)
+    padded, rows, columns, warps, stages = _cut(count, grad.dtype, widened)
     blocks, tiles = -(-G // columns), -(-N // rows)
     shares = max(1, min(_PROGRAMS // blocks, tiles))
     tiles = -(-tiles // shares)  # of each of them
-    # Three of which make a number in float32.
-    factor = torch.bfloat16 if grad.dtype == torch.float32 else grad.dtype
     sums = torch.empty(shares, count, G, dtype=torch.float32, device=grad.device)
     out = torch.empty(G, count, dtype=dtype, device=grad.device)
     at = sums.data_ptr()
@@ -111,7 +113,7 @@ def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> T
             "SYMBOLS": padded,
             "ROWS": rows,
             "COLUMNS": columns,
-            "WIDEN": not has_product(grad.device, factor),
+            "WIDEN": widened,
             "num_warps": warps,
             "num_stages": stages,
         },

@@ -1,0 +1,68 @@
+"""Compiles what calls launch for a card of another kind, without any card, and runs nothing.
+
+Started by `test_older_cards.py` as a program of its own: there Triton compiles, does not interpret.
+Arguments: the compute capability as one number, and KB of shared memory. Prints the bytes of shared
+memory that each kernel takes.
+"""
+
+import json
+import os
+import sys
+import types
+from unittest import mock
+
+import torch
+from recurrence_cases import calm, differentiate, make_case
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from rbn.ops.gpu import call, paths, plan, symbols
+
+
+def main(capability, kilobytes):
+    found = []
+    card = types.SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+    )
+    compiled = JITFunction.run
+
+    def run(kernel, *args, grid, warmup, **options):
+        if "FUSED" in options:
+            options["FUSED"] = True  # as on any card
+        code = compiled(kernel, *args, grid=grid, warmup=True, **options)
+        found.append((kernel.__name__, code.metadata.shared))
+
+    def plan_for(wx):
+        sizes = wx.shape[0] if wx.dim() == 4 else 1, wx.shape[-2], wx.shape[-1] // 4
+        widened = not has_product(wx.device, wx.dtype)
+        return plan.make_plan(*sizes, 40, wx.itemsize, 1024 * kilobytes, widened)
+
+    def has_product(device, dtype):
+        return plan.has_product(torch.device("cuda", 0), dtype)
+
+    driver.set_active(card)
+    os.environ["TRITON_INTERPRET"] = "1"  # or tensors on the CPU were refused
+    number = divmod(capability, 10)
+    patches = [(JITFunction, "run", run), (paths, "plan_for", plan_for)]
+    patches += [(torch.cuda, "get_device_capability", lambda device: number)]
+    patches += [(module, "has_product", has_product) for module in (call, symbols)]
+    for patch in patches:
+        mock.patch.object(*patch).start()
+    with mock.patch.object(paths, "choose", return_value=paths.PERSISTENT):
+        options = calm("bn_lstm") | {"lengths": "random", "zoneout": ("mask", 0.3)}
+        differentiate(make_case("bn_lstm", 2, 9, 17, dtype=torch.float32, **options), "gpu")
+        for half in (torch.float16, torch.bfloat16):
+            differentiate(make_case("lstm", 2, 200, 60, dtype=half), "gpu")
+    with mock.patch.object(paths, "choose", return_value=paths.STEPS):
+        differentiate(make_case("bn_lstm", 1, 9, 17, dtype=half, **calm("bn_lstm")), "gpu")
+    for op in ("ln_lstm", "bn_rnn"):
+        differentiate(make_case(op, 1, 9, 17, dtype=half, **calm(op)), "gpu")
+    grad = torch.zeros(100, 64, dtype=half)
+    symbols.gradient(torch.zeros(100, dtype=torch.int64), grad, 256, half)
+    print(json.dumps(found))
+
+
+main(*map(int, sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""Cards before Hopper, and others than NVIDIA's: what runs there, without having one."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import rbn
+from rbn.ops import dispatch, reference
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from rbn.ops import gpu
+from rbn.ops.gpu import cuda_lstm, nvrtc, paths, plan, symbols
+
+ON_A_CARD = types.SimpleNamespace(device=torch.device("cuda", 0))
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Makes the card one of another compute capability."""
+    caches = (dispatch._capability, cuda_lstm._capable, cuda_lstm._has_room, paths._plan)
+
+    def of(*capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        for cache in caches:
+            cache.cache_clear()
+
+    yield of
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "module"), [((6, 1), reference), ((7, 0), gpu), ((7, 5), gpu), ((9, 0), gpu)]
+)
+def test_kernels_run_from_compute_capability_7_on(capability, module, card):
+    card(*capability)
+    for op in ("bn_lstm", "lstm", "ln_lstm", "bn_rnn"):
+        assert dispatch.select(op, ON_A_CARD) is getattr(module, op)
+
+
+def test_asked_for_a_card_too_old_is_said(card):
+    card(6, 1)
+    with rbn.backend("gpu"), pytest.raises(RuntimeError, match="needs triton and a card it suppor"):
+        dispatch.select("bn_lstm", ON_A_CARD)
+
+
+def test_cards_of_another_maker_run_the_reference(card, monkeypatch):
+    """Their capabilities look like Hopper's."""
+    card(9, 4)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert dispatch.select("bn_lstm", ON_A_CARD) is reference.bn_lstm
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiler", "path"),
+    [
+        ((7, 0), True, paths.PERSISTENT),
+        ((7, 5), True, paths.PERSISTENT),
+        ((8, 0), True, paths.CUDA),
+        ((8, 0), False, paths.PERSISTENT),
+    ],
+)
+def test_cuda_needs_ampere_and_its_compiler(capability, compiler, path, card, monkeypatch):
+    card(*capability)
+    properties = types.SimpleNamespace(multi_processor_count=80)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for module in (cuda_lstm, plan):
+        monkeypatch.setattr(module, "shared_limit", lambda device: 96 * 1024)
+    monkeypatch.setattr(nvrtc, "library", lambda: object() if compiler else None)
+    wx = types.SimpleNamespace(
+        shape=(5, 100, 400),
+        dtype=torch.float16,
+        itemsize=2,
+        is_cuda=True,
+        device=torch.device("cuda", 0),
+        dim=lambda: 3,
+    )
+    given = dict.fromkeys(("joint", "include", "pass_normalized_cell", "zoned"), False)
+    assert paths.choose(types.SimpleNamespace(wx=wx, **given)) == path
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((7, 5), torch.bfloat16, False),
+        ((7, 5), torch.float16, False),
+        ((7, 5), torch.float32, True),
+        ((8, 0), torch.bfloat16, True),
+        ((8, 0), torch.float16, True),
+    ],
+)
+def test_where_products_of_half_precision_are_made(capability, dtype, expected, card, monkeypatch):
+    """Elsewhere factors are widened, and take twice the shared memory."""
+    card(*capability)
+    assert plan.has_product(torch.device("cuda", 0), dtype) is expected
+    made = []
+    monkeypatch.setattr(paths, "multiprocessors", lambda where: 40)
+    monkeypatch.setattr(paths, "shared_memory", lambda where: 64 * 1024)
+    monkeypatch.setattr(paths, "make_plan", lambda *sizes: made.append(sizes))
+    paths._new_plan(1, 200, 60, dtype, 0)
+    assert made == [(1, 200, 60, 40, dtype.itemsize, 64 * 1024, not expected)]
+
+
+@pytest.mark.parametrize("shared", [48, 64, 96])
+@pytest.mark.parametrize("batch", [1, 64, 129, 400])
+@pytest.mark.parametrize("hidden", [1, 24, 60, 100, 1000])
+def test_widened_tiles_fit_the_card(shared, batch, hidden):
+    found = plan.make_plan(1, batch, hidden, 80, 2, 1024 * shared, widened=True)
+    assert found == plan.make_plan(1, batch, hidden, 80, 2, 1024 * shared, True)
+    rows = max(16, plan.power_of_two(batch))
+    if found is None:
+        assert (rows + 16) * 16 * 4 > 1024 * shared or rows * 16 * -(-hidden // 320) > 2**13
+        return
+    for k, stages, columns in (
+        (found.k_forward, found.stages_forward, 4 * found.units),
+        (found.k_backward, found.stages_backward, found.units),
+    ):
+        assert stages * (rows + columns) * k * 4 <= 1024 * shared
+
+
+def test_widened_symbols_are_multiplied_fewer_rows_at_a_time():
+    assert symbols._cut(256, torch.bfloat16, False)[1] == 64
+    assert symbols._cut(256, torch.bfloat16, True)[1] == 32
+
+
+KERNELS = {
+    *("lstm_forward", "lstm_backward", "raise_variances", "lstm_step", "lstm_step_backward"),
+    *("input_moments", "ln_lstm_step", "ln_lstm_step_backward", "ln_input_backward"),
+    *("ln_parameter_sums", "bn_rnn_step", "bn_rnn_step_backward", "symbol_sums", "add_shares"),
+}
+
+
+@pytest.mark.no_cover
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a card that is not there")
+@pytest.mark.parametrize(("capability", "kilobytes"), [(70, 96), (75, 64)])
+def test_kernels_compile_for_older_cards(capability, kilobytes, tmp_path):
+    """Down to machine code, and none takes more shared memory than such a card has."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    program = Path(__file__).with_name("older_card.py")
+    done = subprocess.run(
+        [sys.executable, program, str(capability), str(kilobytes)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {name for name, _ in found} == KERNELS
+    for name, shared in found:
+        assert shared <= 1024 * kilobytes, name

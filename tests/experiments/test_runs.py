@@ -206,6 +206,26 @@ def test_a_progress_bar_fits_into_80_columns(seeds, tmp_path):
         assert shown.getvalue().count(part) == len(seeds), part
 
 
+def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path):
+    small = from_mapping({"task": "digits", "hidden_size": 4, "batch_size": 600, "epochs": 1})
+    fit = Fit([(tmp_path / "run", small, 1)], CPU, tmp_path)
+    runs.start(tmp_path / "run", small, 1)
+    with runs.held(tmp_path / "run"):
+        with pytest.raises(FileExistsError, match="is being trained by another process"):
+            fit.train()
+        assert os.listdir(tmp_path / "run") == ["config.json"]
+    fit.trainers.clear()
+    fit.train()
+    assert fit.trainers[0].progress.finished
+
+
+def test_float16_needs_a_gpu(tmp_path):
+    half = from_mapping({"task": "digits", "precision": "16-mixed"})
+    with pytest.raises(ValueError, match="precision 16-mixed needs a GPU; bf16-mixed runs on"):
+        Fit([(tmp_path / "run", half, 1)], CPU, tmp_path).train()
+    assert not (tmp_path / "run").exists()
+
+
 def test_exact_statistics_are_those_of_the_training_set():
     config = Config("digits", hidden_size=4, population_batch=400)
     built = build.build(config, 1, CPU)

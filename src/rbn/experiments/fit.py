@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -116,6 +117,17 @@ class Fit:
 
         graph: whether steps are CUDA graphs; None: on a GPU, where the precision allows it.
         """
+        with contextlib.ExitStack() as held:
+            self._train(held, graph, tensorboard, max_minutes, watch)
+
+    def _train(
+        self,
+        held: contextlib.ExitStack,
+        graph: bool | None,
+        tensorboard: bool,
+        max_minutes: float | None,
+        watch: Watcher | None,
+    ) -> None:
         for (folder, config, seed), command in zip(self.wanted, self.commands, strict=True):
             fabric = make_fabric(self.device, config.precision, self.world)
             ranks = Ranks.here()
@@ -125,6 +137,9 @@ class Fit:
                 task = build.build(config, seed, self.device, loaded=loaded)
             except TypeError as error:  # an option that the layer or the data set does not have
                 raise ValueError(f"the settings do not fit: {error}") from error
+            there = ranks.from_first((folder / "config.json").exists)
+            if there:
+                ranks.from_first(partial(_hold, held, folder))
             captured = self.device.type == "cuda" and config.precision != "16-mixed"
             captured = captured and ranks.count == 1
             trainer = build.make_trainer(
@@ -135,7 +150,9 @@ class Fit:
                 fabric=fabric,
                 graph=captured if graph is None else graph,
             )
-            ranks.from_first(partial(runs.start, folder, config, seed, command))
+            if not there:
+                ranks.from_first(partial(runs.start, folder, config, seed, command))
+                ranks.from_first(partial(_hold, held, folder))
             self.trainers.append(trainer)
             if watch is not None:
                 watch.add(trainer, config, task)
@@ -190,6 +207,10 @@ class Fit:
                 f"{now.best_step:,} of {now.step:,}. "
                 f"In {folder / 'result.json'}."
             )
+
+
+def _hold(stack: contextlib.ExitStack, folder: Path) -> None:
+    stack.enter_context(runs.held(folder))
 
 
 class Watch:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from rbn.experiments.config import Config, from_mapping
@@ -32,6 +34,27 @@ def start(folder: Path, config: Config, seed: int, command: str | None = None) -
         "config": json.loads(config.to_json()),
     }
     write_whole(folder / "config.json", json.dumps(content, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Inside, no other process can hold the run in a folder; a kill lets go of it.
+
+    Where the system has no such locks, as Windows, it has no effect.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with (folder / "config.json").open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileExistsError(f"{folder} is being trained by another process") from None
+        except OSError:  # a disk without locks
+            pass
+        yield
 
 
 def command_of(folder: Path) -> str:

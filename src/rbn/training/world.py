@@ -89,6 +89,9 @@ def make_fabric(
     """
     from lightning.fabric import Fabric
 
+    if device.type == "cpu" and str(precision).startswith("16-"):
+        # Fabric would take bfloat16 instead, and whoever reads of the run would not know.
+        raise ValueError(f"precision {precision} needs a GPU; bf16-mixed runs on a CPU too")
     if world is None:
         devices: Any = 1 if device.type == "cpu" else [device.index or 0]
         return Fabric(accelerator=device.type, devices=devices, precision=precision)

@@ -118,53 +118,56 @@ class Fit:
         graph: whether steps are CUDA graphs; None: on a GPU, where the precision allows it.
         """
         with contextlib.ExitStack() as held:
-            self._train(held, graph, tensorboard, max_minutes, watch)
-
-    def _train(
-        self,
-        held: contextlib.ExitStack,
-        graph: bool | None,
-        tensorboard: bool,
-        max_minutes: float | None,
-        watch: Watcher | None,
-    ) -> None:
-        for (folder, config, seed), command in zip(self.wanted, self.commands, strict=True):
-            fabric = make_fabric(self.device, config.precision, self.world)
-            ranks = Ranks.here()
+            for wanted, command in zip(self.wanted, self.commands, strict=True):
+                trainer, task = self._begin(wanted, command, graph, max_minutes, held)
+                self.trainers.append(trainer)
+                if watch is not None:
+                    watch.add(trainer, wanted[1], task)
+                if tensorboard and trainer.ranks.first:
+                    self._write_scalars(trainer)
+            unfinished = [trainer for trainer in self.trainers if not trainer.progress.finished]
+            for trainer in unfinished:
+                trainer.progress.together = max(trainer.progress.together, len(unfinished))
             try:
-                build.check(config)
-                loaded = ranks.in_turn(partial(self.load, config))
-                task = build.build(config, seed, self.device, loaded=loaded)
-            except TypeError as error:  # an option that the layer or the data set does not have
-                raise ValueError(f"the settings do not fit: {error}") from error
-            there = ranks.from_first((folder / "config.json").exists)
-            if there:
-                ranks.from_first(partial(_hold, held, folder))
-            captured = self.device.type == "cuda" and config.precision != "16-mixed"
-            captured = captured and ranks.count == 1
-            trainer = build.make_trainer(
-                config,
-                task,
-                folder,
-                max_minutes,
-                fabric=fabric,
-                graph=captured if graph is None else graph,
-            )
-            if not there:
-                ranks.from_first(partial(runs.start, folder, config, seed, command))
-                ranks.from_first(partial(_hold, held, folder))
-            self.trainers.append(trainer)
-            if watch is not None:
-                watch.add(trainer, config, task)
-            if tensorboard and ranks.first:
-                self._write_scalars(trainer)
-        unfinished = [trainer for trainer in self.trainers if not trainer.progress.finished]
-        for trainer in unfinished:
-            trainer.progress.together = max(trainer.progress.together, len(unfinished))
+                train_together(self.trainers)
+            except Diverged as error:
+                self.diverged = error
+
+    def _begin(
+        self,
+        wanted: Wanted,
+        command: str | None,
+        graph: bool | None,
+        max_minutes: float | None,
+        held: contextlib.ExitStack,
+    ) -> tuple[Trainer, Classification | NextSymbol | ReadingTask]:
+        """A run's trainer, where it is; its folder is held until the stack is closed."""
+        folder, config, seed = wanted
+        fabric = make_fabric(self.device, config.precision, self.world)
+        ranks = Ranks.here()
         try:
-            train_together(self.trainers)
-        except Diverged as error:
-            self.diverged = error
+            build.check(config)
+            loaded = ranks.in_turn(partial(self.load, config))
+            task = build.build(config, seed, self.device, loaded=loaded)
+        except TypeError as error:  # an option that the layer or the data set does not have
+            raise ValueError(f"the settings do not fit: {error}") from error
+        there = ranks.from_first((folder / "config.json").exists)
+        if there:
+            ranks.from_first(partial(_hold, held, folder))
+        captured = self.device.type == "cuda" and config.precision != "16-mixed"
+        captured = captured and ranks.count == 1
+        trainer = build.make_trainer(
+            config,
+            task,
+            folder,
+            max_minutes,
+            fabric=fabric,
+            graph=captured if graph is None else graph,
+        )
+        if not there:  # after the trainer: a mistake in the options leaves no folder
+            ranks.from_first(partial(runs.start, folder, config, seed, command))
+            ranks.from_first(partial(_hold, held, folder))
+        return trainer, task
 
     def load(self, config: Config) -> build.Loaded:
         """The data of a config, which runs on the same share."""

@@ -20,8 +20,8 @@ from rbn.experiments.config import Config
 from rbn.experiments.measured import has_statistics
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
-from rbn.experiments.whole import write_whole
 from rbn.training import Trainer, checkpoint
+from rbn.training.whole import write_whole
 
 CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
 NATS = ("valid_batch_nats", "valid_population_nats")  # where the figure is not the cross-entropy

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rbn.experiments.config import Config, from_mapping
-from rbn.experiments.whole import write_whole
+from rbn.training.whole import write_whole
 
 
 def check_free(folder: Path, config: Config, seed: int) -> None:

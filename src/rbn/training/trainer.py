@@ -29,6 +29,7 @@ from rbn.training.randomness import RandomState, seed_of_step
 from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule
 from rbn.training.together import Diverged, train_together
+from rbn.training.whole import write_whole
 from rbn.training.world import make_fabric
 
 if TYPE_CHECKING:
@@ -441,17 +442,12 @@ class Trainer:
     def _write_history(self) -> None:
         """The evaluations so far as lines of JSON, replaced as a whole."""
         path = self.folder / "metrics.jsonl"
-        part = path.with_name(path.name + ".part")
         lines = "".join(json.dumps(record) + "\n" for record in self.progress.history)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(lines)
-            os.replace(part, path)
+            write_whole(path, lines)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
             raise checkpoint.CheckpointError(
-                f"could not write {path}: {error.strerror}. The last checkpoint is still good."
+                f"{error.strerror}. The last checkpoint is still good."
             ) from error
 
     def load_best(self) -> dict[str, Any]:

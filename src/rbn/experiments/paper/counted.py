@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rbn.experiments.whole import write_whole
+from rbn.training.whole import write_whole
 
 COLUMNS = (
     *("task", "text", "part", "questions", "not in the text", "most frequent entity"),

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rbn.experiments.whole import write_whole
+from rbn.training.whole import write_whole
 
 FOLDER = "findings"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rbn.experiments.whole import write_whole
+from rbn.training.whole import write_whole
 
 PAPER, OURS = "paper", "ours"
 _COLUMNS = ("panel", "series", "source", "x", "y", "low", "high")

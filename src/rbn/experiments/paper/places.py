@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rbn.experiments.paper.plan import SHORT
 from rbn.experiments.paper.published import Result
 
-_PREFERRED = ("", "steady", "short", "full")
+_PREFERRED = ("", *SHORT, "full")
 
 
 @dataclass(frozen=True)

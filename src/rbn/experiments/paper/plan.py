@@ -19,6 +19,7 @@ FIGURE_TARGETS = (
 FINDING_TARGETS = ("shared-stats", "small-gamma", "no-noise", "data-start")
 TARGETS = (*TABLE_TARGETS, *FIGURE_TARGETS, *FINDING_TARGETS)
 RECIPES = ("short", "paper", "quick")
+SHORT = ("steady", "short")  # tags of the recipe short, the first that a task has a config of
 SWEEP = (0.1, 0.3, 0.5, 0.7, 1.0)  # initial gammas of Figure 6
 QUESTIONS = ("cnn-built", "cnn")  # made from articles, and the paper's archive
 READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
@@ -131,7 +132,7 @@ def _job(place: str, model: str, recipe: str, questions: str) -> Job:
     if place in ("cnn", "cnn-full"):
         return Job(questions, model, questions + place.removeprefix("cnn"))
     known = configs.names() if recipe == "short" else []
-    short = (name for name in (f"{place}-steady", f"{place}-short") if name in known)
+    short = (name for tag in SHORT if (name := f"{place}-{tag}") in known)
     return Job(place, model, next(short, place))
 
 

@@ -15,8 +15,8 @@ from rbn.experiments.measured import has_statistics
 from rbn.experiments.paper.lines import OURS, Line
 from rbn.experiments.paper.numbers import NAMES
 from rbn.experiments.tasks import NextSymbol
-from rbn.experiments.whole import write_whole
 from rbn.training import CheckpointError
+from rbn.training.whole import write_whole
 
 LENGTHS = tuple(range(100, 1001, 100))
 WHOLE = "whole"

@@ -15,7 +15,7 @@ from made_up import publish
 from rbn.cli.app import app
 from rbn.data import Splits, digits
 from rbn.data.errors import DataNotFound
-from rbn.experiments import build, whole
+from rbn.experiments import build
 from rbn.experiments.measured import has_statistics
 from rbn.experiments.paper import findings, initial_states, plan, tables
 from rbn.experiments.paper.figures import Shelf, figure
@@ -26,7 +26,7 @@ from rbn.experiments.paper.published import read_results
 from rbn.experiments.paper.reproduce import Reproduction
 from rbn.experiments.paper.trained_runs import keep_statistics, measure_lengths, read_lengths
 from rbn.experiments.tasks import Classification
-from rbn.training import CheckpointError
+from rbn.training import CheckpointError, whole
 
 CPU = torch.device("cpu")
 TEXT = ("epochs=1", "hidden_size=6", "length=40", "batch_size=200")

@@ -66,6 +66,10 @@ def test_tables_have_mean_spread_and_difference(results):
     assert (one.said, lstm.said) == ("1.410 (1 of 2 runs)", lstm.ours)
     none = replace(lstm, results=(stopped,))
     assert (none.ours, none.runs) == ("1.390", "1 (diverged)")
+    assert lstm.time == "60 s (CPU)"
+    seven, eight = (replace(first, values=first.values | {"together": n}) for n in (7, 8))
+    assert replace(lstm, results=(eight, eight)).time == "60 s (CPU, 8 at once)"
+    assert replace(lstm, results=(eight, seven)).time == "60 s (CPU, 7 to 8 at once)"
     near = replace(second, values=second.values | {"test": 1.3799})
     assert replace(lstm, results=(near,)).difference == "+0.000"  # not -0.000
     absent = tables.rows(TABLES["table3"], shelf.places, shelf.results)

@@ -29,11 +29,11 @@ GENERAL = (
     "The best model of a run is chosen by the validation figure with population statistics, for "
     "both models; the paper chose with minibatch statistics, which understate a batch-normalized "
     "model by the noise of a small batch.",
-    "On MNIST, RMSProp has momentum 0.9 and decay 0.9: the paper says momentum 0.9, the authors' "
-    "code has none and decay 0.5. The recurrent weights start from the identity for the candidate "
-    "and orthogonal for the gates, as in the code. The permutation takes every pixel once, as the "
-    "paper says; the code draws pixels with replacement. The configs mnist-code and pmnist-code "
-    "are the code's.",
+    "On MNIST, RMSProp has momentum 0.9 and decay 0.9 where nothing else is said above: the paper "
+    "says momentum 0.9, the authors' code has none and decay 0.5. The recurrent weights start from "
+    "the identity for the candidate and orthogonal for the gates, as in the code. The permutation "
+    "takes every pixel once, as the paper says; the code draws pixels with replacement. The "
+    "configs mnist-code and pmnist-code are the code's.",
     "As long as all rows of a minibatch are alike, constant terms pass no gradient on.",
     "Figure 6: the paper's axis is labelled bits and is in nats, which ours is converted to.",
 )

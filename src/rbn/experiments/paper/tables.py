@@ -91,8 +91,9 @@ class Row:
             return ""
         seconds = mean(60 * result.minutes for result in finished(self.results))
         device = self.results[0].values.get("gpu") or "CPU"
-        together = int(self.results[0].values.get("together") or 1)
-        shared = f", {together} at once" if together > 1 else ""
+        together = sorted({int(result.values.get("together") or 1) for result in self.results})
+        ends = dict.fromkeys((together[0], together[-1]))
+        shared = f", {' to '.join(map(str, ends))} at once" if together[-1] > 1 else ""
         return f"{spoken(seconds)} ({device}{shared})"
 
     @property

@@ -67,6 +67,25 @@ def test_the_kernel_by_the_interpreter():
     ledger = Ledger(torch.device("cpu"))
     ledger._in_one = True
     check_the_ends(ledger, "cpu")
+    ledger = Ledger(torch.device("cpu"))
+    ledger._in_one = True
+    check_parts(ledger, "cpu")
+
+
+def check_parts(ledger, device):
+    """Of norms of parts, and of the norm of all."""
+    parts = torch.arange(1.0, 701.0, device=device)
+    parts[3] = 1e-30
+    divisor, found = (float(v) for v in ledger.enter(parts[0], parts, clip=0.5))
+    assert divisor == pytest.approx(2 * math.sqrt(float((parts.double() ** 2).sum())), rel=1e-6)
+    assert found == 0
+    parts[699] = math.nan
+    assert float(ledger.enter(parts[0], parts)[1]) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_norms_of_parts(device):
+    check_parts(Ledger(torch.device(device)), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -17,7 +17,7 @@ from rbn.experiments.config import Config
 from rbn.experiments.reading import ReadingTask, build_reading, load_reading, make_reader
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
-from rbn.training import Progress, Schedule, Trainer, make_fabric
+from rbn.training import Adam, Progress, Schedule, Trainer, make_fabric
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -148,8 +148,8 @@ def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> tor
     device = next(model.parameters()).device
     if graph and kind is not torch.optim.SGD:
         options["capturable"] = True
-    if device.type == "cuda" and kind is torch.optim.Adam:
-        options.setdefault("fused", True)  # one pass over parameters and moments instead of ten
+    if device.type == "cuda" and kind is torch.optim.Adam and options.pop("fused", True):
+        kind = Adam  # one pass over parameters and moments instead of ten
     if graph and config.decay_from < 1:
         options["lr"] = torch.tensor(float(options["lr"]), device=device)
     optimizer: torch.optim.Optimizer = kind(model.parameters(), **options)

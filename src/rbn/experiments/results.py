@@ -81,6 +81,7 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
         "steps": progress.step,
         "best_step": progress.best_step,
         "diverged_at": progress.diverged_at,
+        "skipped": progress.skipped,  # steps whose gradient was not finite
         "seconds": round(progress.seconds, 1),
         "together": progress.together,
         "devices": trainer.ranks.count,

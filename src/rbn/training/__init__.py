@@ -1,5 +1,6 @@
 """Optimising a model and watching it."""
 
+from rbn.training.adam import Adam
 from rbn.training.checkpoint import CheckpointError
 from rbn.training.launcher import RankLost, in_touch, launch
 from rbn.training.ranks import Ranks
@@ -9,6 +10,7 @@ from rbn.training.trainer import Task, Trainer
 from rbn.training.world import World, check_devices, make_fabric
 
 __all__ = [
+    "Adam",
     "CheckpointError",
     "Diverged",
     "Progress",

@@ -42,8 +42,9 @@ class Ledger:
     def enter(
         self, loss: Tensor, norm: Tensor | None = None, clip: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        """Note a step. norm: of all its gradients together, those of the scaled loss.
+        """Note a step.
 
+        norm: of all its gradients together, those of the scaled loss; or ``[N]``, of parts of them.
         Returns what the gradients are to be divided by, and 1 where they are not finite, else 0;
         float32, overwritten by the next step.
         """
@@ -52,18 +53,21 @@ class Ledger:
             from rbn.training.ledger_kernel import enter
 
             given = loss if norm is None else norm
+            parts = given.numel()
             with torch.cuda.device_of(loss):
                 enter[(1,)](
                     *(loss, given, self.total, self._counts, self._factors),
-                    *(float(clip), _SMALL),
+                    *(float(clip), _SMALL, parts),
                     CLIPPED=norm is not None,
+                    PARTS=1 << (parts - 1).bit_length(),
                     LESS=_LESS,
                     LEAST=_LEAST,
                     ROOM=_ROOM,
-                    num_warps=1,
+                    num_warps=1 if parts == 1 else 8,
                 )
             return divisor, found
         if norm is not None:
+            norm = torch.linalg.vector_norm(norm) if norm.dim() else norm
             bad = _not_finite(norm)
             divisor.copy_(torch.maximum((norm + _SMALL * scale) / clip, scale))
             found.copy_(bad)

@@ -15,7 +15,9 @@ def enter(
     factors,  # float32: divide by, not finite, the loss's scale
     clip,
     small,
+    parts,  # of which there are norms
     CLIPPED: tl.constexpr,
+    PARTS: tl.constexpr,  # no fewer, a power of 2
     LESS: tl.constexpr,
     LEAST: tl.constexpr,
     ROOM: tl.constexpr,
@@ -28,7 +30,12 @@ def enter(
     tl.store(counts + 3, number + 1)
     tl.store(total, tl.load(total) + value.to(tl.float64))
     if CLIPPED:
-        n = tl.load(norm).to(tl.float32)
+        if PARTS == 1:
+            n = tl.load(norm).to(tl.float32)
+        else:
+            at = tl.arange(0, PARTS)
+            each = tl.load(norm + at, mask=at < parts, other=0.0).to(tl.float32)
+            n = tl.sqrt(tl.sum(each * each))
         skip = 1 - (tl.abs(n) < float("inf")).to(tl.int64)  # also for no number
         tl.store(counts + 1, tl.load(counts + 1) + skip)
         tl.store(counts + 2, (tl.load(counts + 2) + 1) * skip)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rbn.nn import average_population_stats
 from rbn.training import checkpoint
+from rbn.training.adam import part_norms, suit
 from rbn.training.averaging import AveragedParameters
 from rbn.training.captured import CapturedStep
 from rbn.training.ledger import Ledger
@@ -287,7 +288,8 @@ class Trainer:
         """Clip the gradients; one that overflowed has no direction, so the step goes without it."""
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         if self._clips:
-            norm = torch.nn.utils.get_total_norm(grads)
+            whole = torch.nn.utils.get_total_norm
+            norm = part_norms(grads) if suit(grads) else whole(grads)
         else:
             found = self.fabric.clip_gradients(
                 self.task.model, self._wrapped, max_norm=clip, error_if_nonfinite=False

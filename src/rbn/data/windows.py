@@ -54,7 +54,8 @@ class Windows:
         self.batches_per_epoch = batch_count(
             self.windows_per_epoch, batch_size, shuffle, f"windows of {length} characters"
         )
-        self._within = torch.arange(length, device=stream.device)[:, None]
+        # A window from every character on, without a copy.
+        self._windows = stream.unfold(0, length, 1)
         self._epoch = -1
         self._starts = torch.empty(0)
 
@@ -78,7 +79,8 @@ class Windows:
             self.windows_per_epoch, self.batch_size, self.batches_per_epoch, epoch, k
         )
         rows = slice(first, end) if self.shuffle else slice(k, None, self.batches_per_epoch)
-        characters = self.stream[self.starts(epoch)[rows] + self._within].to(torch.int64)
+        found = self._windows.index_select(0, self.starts(epoch)[rows])
+        characters = found.t().to(torch.int64, memory_format=torch.contiguous_format)
         return characters[:-1], characters[1:]
 
     def _cut(self, epoch: int) -> Tensor:

@@ -85,6 +85,19 @@ __device__ __forceinline__ void store2(float* p, float x, float y) {
   *reinterpret_cast<float2*>(p) = make_float2(x, y);
 }
 
+// The power of two that brings numbers of at most the size `top` (as bits) up to 2^15, and its inverse.
+__device__ __forceinline__ u32 exponent(u32 top) { return max(top >> 23, 15u); }
+__device__ __forceinline__ float scale_up(u32 top) { return __uint_as_float((268 - exponent(top)) << 23); }
+__device__ __forceinline__ float scale_down(u32 top) { return __uint_as_float((exponent(top) - 14) << 23); }
+
+__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7fffffffu; }
+
+// One that is not finite is left out: it must not make the others small.
+__device__ __forceinline__ u32 finite_size(float v) {
+  const u32 bits = size_of(v);
+  return bits < 0x7f800000u ? bits : 0;
+}
+
 // A value for the other blocks. None of its words is EMPTY: that pattern is a NaN that arithmetic
 // does not make, and which is replaced here should it come in from outside.
 __device__ __forceinline__ void publish(Element* p, float2 v) {

@@ -149,19 +149,6 @@ __device__ __forceinline__ u32 turn(u32 v) {
   return out;
 }
 
-// The power of two that brings numbers of at most the size `top` (as bits) up to 2^15, and its inverse.
-__device__ __forceinline__ u32 exponent(u32 top) { return max(top >> 23, 15u); }
-__device__ __forceinline__ float scale_up(u32 top) { return __uint_as_float((268 - exponent(top)) << 23); }
-__device__ __forceinline__ float scale_down(u32 top) { return __uint_as_float((exponent(top) - 14) << 23); }
-
-__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7fffffffu; }
-
-// One that is not finite is left out: it must not make the others small.
-__device__ __forceinline__ u32 finite_size(float v) {
-  const u32 bits = size_of(v);
-  return bits < 0x7f800000u ? bits : 0;
-}
-
 // Two neighbours of a row of W as an operand.
 __device__ __forceinline__ u32 operand(const Element* p, float scale) {
 #if TYPE == 0

@@ -25,6 +25,11 @@
 // Nothing leaves a block between passing on and the next product that could wait, be it a request: the counter and
 // the looks at it would queue behind it. What is saved, and the next step's data, go beside the product.
 //
+// In float32 the factors of products are float16, as in small.cuh: 11 significant bits, like tf32, and powers of two
+// that bring them into its range. W_h has one power for each block. h is within 1 and passed on times WHOLE; h0, which
+// need not be, has a power for each warp, whose rows are the same in all blocks. d(W_h h) has one for each warp, block and
+// step, which is passed on beside it ("exponents"): who multiplies brings all to the largest.
+//
 // Named from outside besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
 // for ahead), ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For trials: STAGGER,
 // MEETING, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK, LATE. The including file defines SIDE and PASSED, the pieces that
@@ -38,11 +43,8 @@
 #define CHUNK 1
 #define REGISTERS 0
 #define BARRIER 1
+#define FAST  // as large as the errors of products
 #include "common.cuh"
-
-#if TYPE == 0
-#error "the weights in float32 would not fit"
-#endif
 
 #ifndef ZONE_C
 #define ZONE_C 0
@@ -81,6 +83,9 @@ typedef unsigned long long u64;
 #define BUFFERS 2  // of what is passed on
 #define HOLDERS (32 * MT)  // threads that have rows, and multiply
 #define STEP_PIECES (2 * SLICE * TEAM * HOLDERS)  // of what is passed in a step, with some that are zero
+#define SCALED (TYPE == 0 && PASSED > 1)  // what is passed on has powers of two of its own
+#define SOURCES (2 * SLICE / PASSED)      // blocks whose pieces are a slice
+#define STEP_WORDS (STEP_PIECES + (SCALED ? MT * TEAM * SOURCES / 4 : 0))  // of 16 bytes: the pieces, the exponents
 #define SUBS ((H + 7) / 8)  // what is saved lies in groups of 8 units
 
 // Trials ------------------------------------------------------------------------------------------
@@ -127,6 +132,7 @@ struct Held {
 
 // From here on the compiler takes these for numbers it has not seen: it keeps them, not what it made of them.
 __device__ __forceinline__ void anew(uint2& v) { asm volatile("" : "+r"(v.x), "+r"(v.y)); }
+__device__ __forceinline__ void anew(float4& v) { asm volatile("" : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)); }
 
 // The same number, from here on: what is made of it is not made before, to lie in a register.
 __device__ __forceinline__ u32 anew(u32 v) {
@@ -136,16 +142,45 @@ __device__ __forceinline__ u32 anew(u32 v) {
 
 // Four neighbouring units -------------------------------------------------------------------------
 
+// Two numbers as float16, and back.
+__device__ __forceinline__ u32 to_halves(float x, float y) {
+  u32 p;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(y), "f"(x));
+  return p;
+}
+__device__ __forceinline__ float2 from_halves(u32 p) {
+  float2 v;
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(v.x), "=f"(v.y) : "r"(p));
+  return v;
+}
+
+// Raw4: as they are in memory. as_factors: as they are multiplied, in 16 bits; only in float32 `up` is looked at.
+#if TYPE == 0
+typedef float4 Raw4;
+
+__device__ __forceinline__ void widen4(float (&v)[4], float4 p) { v[0] = p.x, v[1] = p.y, v[2] = p.z, v[3] = p.w; }
+__device__ __forceinline__ float4 narrow4(const float (&v)[4]) { return make_float4(v[0], v[1], v[2], v[3]); }
+__device__ __forceinline__ uint2 as_factors(float4 v, float up) {
+  return make_uint2(to_halves(v.x * up, v.y * up), to_halves(v.z * up, v.w * up));
+}
+__device__ __forceinline__ float4 from_factors(uint2 p, float down) {
+  const float2 a = from_halves(p.x), b = from_halves(p.y);
+  return make_float4(a.x * down, a.y * down, b.x * down, b.y * down);
+}
+#else
+typedef uint2 Raw4;
+
 __device__ __forceinline__ void widen4(float (&v)[4], uint2 p) {
   const float2 a = widen(p.x), b = widen(p.y);
   v[0] = a.x, v[1] = a.y, v[2] = b.x, v[3] = b.y;
 }
-
 __device__ __forceinline__ uint2 narrow4(const float (&v)[4]) {
   return make_uint2(narrow(make_float2(v[0], v[1])), narrow(make_float2(v[2], v[3])));
 }
+__device__ __forceinline__ uint2 as_factors(uint2 v, float) { return v; }
+#endif
 
-__device__ __forceinline__ uint2 load_raw4(const Element* p) { return *reinterpret_cast<const uint2*>(p); }
+__device__ __forceinline__ Raw4 load_raw4(const Element* p) { return *reinterpret_cast<const Raw4*>(p); }
 
 __device__ __forceinline__ void load4(float (&v)[4], const float* p) {
   const float4 four = *reinterpret_cast<const float4*>(p);
@@ -334,4 +369,4 @@ __device__ __forceinline__ float zoned(u32 mask, int e, float rate, float old, f
 }
 
 // Zero where a row does not count.
-__device__ __forceinline__ uint2 masked(uint2 v, bool counts) { return counts ? v : make_uint2(0, 0); }
+__device__ __forceinline__ Raw4 masked(Raw4 v, bool counts) { return counts ? v : Raw4(); }

@@ -10,6 +10,10 @@
 
 #define STORES (SPLIT ? 16 : 8)
 #define ASKED (10 + 2 * MASKS)
+// In float32 d(W_h h), if it is stored for the product with h alone, is kept as it was passed on, which has the bits that
+// the product uses; and the input term is asked for when the last pieces need no registers any more.
+#define ROUNDED (TYPE == 0 && SPLIT)
+#define LATER (TYPE == 0 && SPLIT)
 #define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
 
 struct Backward {
@@ -27,10 +31,10 @@ struct Backward {
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
   u32* counter;    // not used but by CLOCK
-  uint4* passed;   // [R, BUFFERS, STEP_PIECES], zero: d(W_h h) of the last steps
+  uint4* passed;   // [R, BUFFERS, STEP_WORDS], zero: d(W_h h) of the last steps
   uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   u32* meetings;   // [R, TEAM, 32], zero: counters of the slices
-  uint4* handed;   // [R, GRID, TEAM - 1, HOLDERS], zero: sums for the team
+  uint4* handed;   // [R, GRID, TEAM - 1, WORDS, HOLDERS], zero: sums for the team
   int T, B, rows_x, rows_h, rows_c;
   float eps, rate_c, rate_h;
   const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
@@ -59,25 +63,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
   const u32 nothing = u32(p.B) >> 31;
-  uint4* passed = p.passed + r * BUFFERS * STEP_PIECES;
+  uint4* passed = p.passed + r * BUFFERS * STEP_WORDS;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * HOLDERS;
   asm volatile("" : "+r"(begin));
   u32* meeting = p.meetings + r * TEAM * 32;
-  uint4* handed = p.handed + r * GRID * (TEAM - 1) * HOLDERS;
+  uint4* handed = p.handed + r * GRID * (TEAM - 1) * WORDS * HOLDERS;
   const Refill refill = {slots, spilled, shared_address(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
 
   const Element* weight = p.weight + r * GATES * H;
-  pack(resident, spilled, [&](int n, int piece, int u) {
+  const float undo = pack(resident, spilled, room, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece / 4 * UNITS + u;
-    if (of >= H || k >= H) return make_uint2(0, 0);
+    if (of >= H || k >= H) return Raw4();
     const Element* from = weight + i64(piece % 4 * H + k) * H + of;
+#if TYPE == 0
+    return make_float4(__ldg(from), __ldg(from + H), __ldg(from + 2 * H), __ldg(from + 3 * H));
+#else
     u32 v[4];
 #pragma unroll
     for (int e = 0; e < 4; e++) v[e] = __ldg(from + e * H);
     return make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);
+#endif
   });
   refill.ask_first();
 
@@ -137,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   float sum_b[16] = {}, sum_beta[8] = {};
 
   float dc[2][4] = {}, skip[2][4] = {}, c_t[2][4] = {}, c_before[2][4] = {};
-  uint2 raw_h[2][4] = {}, raw_x[2][4] = {}, dy[2] = {};
+  Raw4 raw_h[2][4] = {}, raw_x[2][4] = {}, dy[2] = {};
   u32 zone_c[2] = {}, zone_h[2] = {};
   int length[2];
   bool in[2];
@@ -161,10 +169,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 
   // d(W_h h) and d(W_x x) of a step, stored one by one beside the next product: all at once they keep the loads
   // behind them waiting, and those the product.
-  uint2 kept[1 + SPLIT][2][4] = {};
+  Raw4 kept[1 + SPLIT][2][4] = {};
+#if TYPE == 0
+  uint2 sent[2][4] = {};
+  float down = 0.0f;  // what brings them to what they are
+#endif
   auto save = [&](int k, i64 of, bool on) {
     const int j = k / 4 % 2, q = k % 4;
     Element* to = (k < 8 ? p.da : p.dwx) + of + 8 * j * GATES + q * H;
+#if ROUNDED
+    if (k < 8) kept[0][j][q] = from_factors(sent[j][q], down);
+#endif
     store_here(to, kept[SPLIT ? k / 8 : 0][j][q], on && in[j]);
   };
 
@@ -177,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       else zone_h[j] = load_mask(p.mask_h + zone_at() + 8 * j * H, in[j]);
     } else if (q < 4) {
       raw_h[j][q] = load_here(wh + (q * anew(p.B) + 8 * j) * 8, in[j]);
-      if (SPLIT) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
+      if (SPLIT && !LATER) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
     } else {
       load_here4(c_before[j], cs + 64 * j, in[j]);
       if (DOUTPUT) dy[j] = load_here(doutput + 8 * j * H, in[j]);
@@ -192,13 +207,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   auto bring_step = [&] {
     const int row = tid % ROWS, subs = min(2, SUBS - int(blockIdx.x) * 2);
     if (tid == 0 && subs > 0) {
-      bring_row(wh - (4 * (quad % 2) + row0 * 8), subs * 4 * B * 16);
+      bring_row(wh - (4 * (quad % 2) + row0 * 8), subs * 4 * B * 8 * sizeof(Element));
       bring_row(cs - SUBS * B * 8 - (4 * (quad % 2) + row0 * 8), subs * B * 32);
     }
     if (row < B && blockIdx.x * UNITS < H) {
       const Element* from = p.wx + at + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
+      const bool more = TYPE == 0 && blockIdx.x * UNITS + 8 < H;  // sectors
       if (SPLIT) bring(from), bring(from + H);
+      if (SPLIT && more) bring(from + 8), bring(from + H + 8);
       if (DOUTPUT && tid < ROWS) bring(doutput + i64(row - row0) * H - 4 * quad);
+      if (DOUTPUT && tid < ROWS && more) bring(doutput + i64(row - row0) * H - 4 * quad + 8);
       const i64 of_masks = zone_at() + i64(row - row0) * H - 4 * quad;
       if (ZONE_C == 1 && tid < ROWS) bring(p.mask_c + of_masks);
       if (ZONE_H == 1 && tid >= ROWS) bring(p.mask_h + of_masks);
@@ -215,6 +233,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 #pragma unroll
     for (int k = 0; k < ASKED; k++)
       if (SLICE / 2 + k * (SLICE / 4) / ASKED == i) ask(k);
+#pragma unroll
+    for (int k = 0; k < (LATER ? 8 : 0); k++)
+      if (SLICE - 4 + k / 2 == i) raw_x[k / 4][k % 4] = load_here(p.wx + at + 8 * (k / 4) * GATES + k % 4 * H, in[k / 4]);
     __syncwarp();
   };
 
@@ -268,12 +289,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 
     // dh through W_h. After the last step there is none: a product with zeros, and one way through the code.
     float sums[COLUMNS / 2];
-    const uint4* from = slice + times % BUFFERS * STEP_PIECES;
+    const uint4* from = slice + times % BUFFERS * STEP_WORDS;
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, times);
     MARK(1);
     maybe_late(0);
-    product(sums, from, begin, resident, refill, times, [&](int i) { beside(i, t); });
+#if SCALED
+    Powers powers;
+    powers.ask(exponents_of(passed + times % BUFFERS * STEP_WORDS));
+#else
+    AsPassed powers;
+#endif
+    product(sums, from, begin, resident, refill, times, powers, [&](int i) { beside(i, t); });
+#if SCALED
+    const float back = fminf(powers.down() * undo, 1.7e38f);  // zero times it is zero
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i++) sums[i] *= back;
+#endif
     wh -= SUBS * 4 * B * 8, doutput -= B * H;
     MARK(2);
     maybe_late(1);
@@ -303,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 #pragma unroll
         for (int q = 0; q < 4; q++) {
           float a[4], x[4];
-          if (LENGTHS && !counts[j]) raw_x[j][q] = make_uint2(0, 0);
+          if (LENGTHS && !counts[j]) raw_x[j][q] = Raw4();
           widen4(a, raw_h[j][q]);
           widen4(x, raw_x[j][q]);
 #pragma unroll
@@ -469,8 +501,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
           d[e] = MODE_H ? dpre[j][q][e] * slope_of[e] + (a[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
         kept[0][j][q] = masked(narrow4(d), counts[j]);
       }
-      pass_on(passed + (times + 1) % BUFFERS * STEP_PIECES, q, kept[0][0][q], kept[0][1][q]);
+      if (!SCALED) pass_on(passed + (times + 1) % BUFFERS * STEP_WORDS, q, as_factors(kept[0][0][q], 1.0f), as_factors(kept[0][1][q], 1.0f));
     }
+#if SCALED
+    {
+      uint4* step = passed + (times + 1) % BUFFERS * STEP_WORDS;
+      const u32 top = largest(kept[0]);
+      const float up = scale_up(top);
+      down = scale_down(top);
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        sent[0][q] = as_factors(kept[0][0][q], up), sent[1][q] = as_factors(kept[0][1][q], up);
+        pass_on(step, q, sent[0][q], sent[1][q]);
+      }
+      if (lane == 0 && blockIdx.x < OWNERS) pass_exponent(exponents_of(step) + blockIdx.x, exponent(top));
+      __syncwarp();
+    }
+#endif
     MARK(11);
     arrive_at_slices(meeting);
     MARK(12);

@@ -10,6 +10,7 @@ static_assert(TEAM == 1, "h of all blocks is little enough for each to read");
 #define SECOND_AT 80  // where a warp's 64 sums of squares begin: at other banks than the 64 sums
 #define PITCH (SECOND_AT + 64)  // numbers of a warp
 #define ASKED (8 + 2 * MASKS)  // loads of a thread beside a product
+#define WHOLE 16384.0f  // what 1 is among what is passed on, in float32
 
 struct Forward {
   const Element* wx;      // [R, T, B, 4H]
@@ -26,7 +27,7 @@ struct Forward {
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
   u32* counter;        // not used but by CLOCK
-  uint4* passed;       // [R, BUFFERS, STEP_PIECES], zero: h of the last steps
+  uint4* passed;       // [R, BUFFERS, STEP_WORDS], zero: h of the last steps
   uint4* spilled;      // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   u32* meetings;       // [R, TEAM, 32], zero: counters
   int T, B, rows_x, rows_h, rows_c;
@@ -61,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   const i64 r = blockIdx.y, B = p.B;
   Element* hs = p.hs + r * (p.T + 1) * B * HS + i64(row0) * HS + unit;
   float* cs = p.cs + (r * (p.T + 1) * SUBS + sub) * B * 8 + 4 * (quad % 2) + row0 * 8;
-  uint4* passed = p.passed + r * BUFFERS * STEP_PIECES;
+  uint4* passed = p.passed + r * BUFFERS * STEP_WORDS;
   uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * HOLDERS;
@@ -71,10 +72,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
 
   const Element* weight = p.weight + r * GATES * H;
-  pack(resident, spilled, [&](int n, int piece, int u) {
+  const float undo = pack(resident, spilled, room, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece * UNITS + u;
-    if (of >= H || k >= H) return make_uint2(0, 0);
-    return __ldg(reinterpret_cast<const uint2*>(weight + i64(n / 16 % 4 * H + of) * H + k));
+    if (of >= H || k >= H) return Raw4();
+    return __ldg(reinterpret_cast<const Raw4*>(weight + i64(n / 16 % 4 * H + of) * H + k));
   });
   refill.ask_first();
 
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   };
 
   float c[2][4] = {}, x[2][4][4];
-  uint2 raw[2][4] = {}, h0[2] = {};
+  Raw4 raw[2][4] = {}, h0[2] = {};
   int length[2];
   bool in[2];
 #pragma unroll
@@ -133,15 +134,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     if (in[j]) h0[j] = load_raw4(hs + 8 * j * HS);
     if (SAVE && in[j]) store4(cs + 64 * j, c[j]);
   }
-  pass_on(passed, 0, h0[0], h0[1]);
+  // What h is passed on times, and W_h h is then multiplied with.
+  float up = 1.0f, down = 1.0f;
+#if TYPE == 0
+  {
+    u32 top = ZONE_H ? __float_as_uint(1.0f) : 0;  // units may keep their h0
+    const Element* of_warp = p.hs + (r * (p.T + 1) * B + warp * 16) * HS;
+    for (int i = lane; i < 16 * (HS / 4); i += 32) {
+      const int row = i / (HS / 4), k = i % (HS / 4) * 4;
+      if (warp * 16 + row >= B || k >= H) continue;
+      float v[4];
+      load4(v, of_warp + row * HS + k);
+#pragma unroll
+      for (int e = 0; e < 4; e++) top = max(top, finite_size(v[e]));
+    }
+    top = __reduce_max_sync(~0u, top);
+    up = scale_up(top), down = scale_down(top) * undo;
+  }
+#endif
+  pass_on(passed, 0, as_factors(h0[0], up), as_factors(h0[1], up));
+  if (!ZONE_H) up = WHOLE;
   arrive_at_slices(meeting);
 
   // The input term: asked for beside the product of the step before, normalized while the others are waited for.
   const Element* wx = p.wx + (r * p.T * B + row0) * GATES + unit;
-  auto bring_rows = [&] {  // 16 units of a row and gate are a sector or two
+  auto bring_rows = [&] {  // 16 units of a row and gate are a sector or two, in float32 one more
     const int row = tid % ROWS;
     const Element* from = wx + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
     if (row < B) bring(from), bring(from + H);
+    if (TYPE == 0 && row < B && blockIdx.x * UNITS + 8 < H) bring(from + 8), bring(from + H + 8);
   };
   // Zoneout masks, four units of a row: into L2 a step ahead, from there beside the product of their own step.
   u32 zone_c[2] = {}, zone_h[2] = {};
@@ -196,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
 
   // What a step leaves behind; these go to where the last one's is.
   Element* wh = p.wh + ((r * p.T - 1) * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2) + row0 * 8;
-  uint2 packed[2] = {}, kept[2][4] = {};
+  Raw4 packed[2] = {}, kept[2][4] = {};
   if (ZONE_H) packed[0] = h0[0], packed[1] = h0[1];  // the last h, which is also what units keep
   auto save = [&](int k, bool on) {
     const int j = k % 2, q = k / 2;
@@ -255,13 +276,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     if (LENGTHS) inv = p.inv_n[t];
 
     // W_h h
-    const uint4* from = slice + t % BUFFERS * STEP_PIECES;
+    const uint4* from = slice + t % BUFFERS * STEP_WORDS;
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, u32(t + 1));
     MARK(1);
     maybe_late(0);
     float sums[COLUMNS / 2];
-    product(sums, from, begin, resident, refill, u32(t), [&](int i) { beside(i, t); });
+    AsPassed powers;
+    product(sums, from, begin, resident, refill, u32(t), powers, [&](int i) { beside(i, t); });
     MARK(2);
     wx += B * GATES;
     MARK(3);
@@ -269,7 +291,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
-      for (int i = 0; i < 16; i++) a[j][i / 4][i % 4] = sums[i / 2 * 4 + 2 * j + i % 2];
+      for (int i = 0; i < 16; i++) {
+        a[j][i / 4][i % 4] = sums[i / 2 * 4 + 2 * j + i % 2];
+        if (TYPE == 0) a[j][i / 4][i % 4] *= down;
+      }
+    if (!ZONE_H) down = undo / WHOLE;
     const bool counts[2] = {in[0] && t < length[0], in[1] && t < length[1]};
 
     // Equation 6
@@ -380,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       packed[j] = masked(narrow4(h[j]), counts[j]);
     }
     maybe_late(1);
-    pass_on(passed + (t + 1) % BUFFERS * STEP_PIECES, 0, packed[0], packed[1]);
+    pass_on(passed + (t + 1) % BUFFERS * STEP_WORDS, 0, as_factors(packed[0], up), as_factors(packed[1], up));
     MARK(9);
     arrive_at_slices(meeting);
     MARK(10);

@@ -41,12 +41,6 @@ __device__ __forceinline__ void bring(const void* from) { asm volatile("prefetch
 
 // Loads and stores that stay where they are written, beside the product, if `on`; else the loads give zeros. Without
 // branches: between those the compiler shares out the hardware's counters for loads, and it has few.
-__device__ __forceinline__ uint2 load_here(const Element* p, bool on) {
-  uint2 v;
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\t@p ld.global.v2.u32 {%0, %1}, [%2];\n\t}"
-               : "=&r"(v.x), "=&r"(v.y) : "l"(p), "r"(u32(on)) : "memory");
-  return v;
-}
 __device__ __forceinline__ u32 load_mask(const unsigned char* p, bool on) {
   u32 v;
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.u32 %0, 0;\n\t@p ld.global.u32 %0, [%1];\n\t}"
@@ -58,20 +52,55 @@ __device__ __forceinline__ void load_here4(float (&v)[4], const float* p, bool o
                "mov.f32 %2, 0f00000000;\n\tmov.f32 %3, 0f00000000;\n\t@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n\t}"
                : "=&f"(v[0]), "=&f"(v[1]), "=&f"(v[2]), "=&f"(v[3]) : "l"(p), "r"(u32(on)) : "memory");
 }
-__device__ __forceinline__ void store_here(Element* p, uint2 v, bool on) {
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p st.global.v2.u32 [%0], {%1, %2};\n\t}"
-               ::"l"(p), "r"(v.x), "r"(v.y), "r"(u32(on)) : "memory");
-}
 __device__ __forceinline__ void store_here4(float* p, const float (&v)[4], bool on) {
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %5, 0;\n\t@p st.global.v4.f32 [%0], {%1, %2, %3, %4};\n\t}"
                ::"l"(p), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(u32(on)) : "memory");
 }
+#if TYPE == 0
+__device__ __forceinline__ float4 load_here(const float* p, bool on) {
+  float v[4];
+  load_here4(v, p, on);
+  return narrow4(v);
+}
+__device__ __forceinline__ void store_here(float* p, float4 v, bool on) {
+  const float four[4] = {v.x, v.y, v.z, v.w};
+  store_here4(p, four, on);
+}
+#else
+__device__ __forceinline__ uint2 load_here(const Element* p, bool on) {
+  uint2 v;
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tmov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\t@p ld.global.v2.u32 {%0, %1}, [%2];\n\t}"
+               : "=&r"(v.x), "=&r"(v.y) : "l"(p), "r"(u32(on)) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_here(Element* p, uint2 v, bool on) {
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\t@p st.global.v2.u32 [%0], {%1, %2};\n\t}"
+               ::"l"(p), "r"(v.x), "r"(v.y), "r"(u32(on)) : "memory");
+}
+#endif
 
 // This block's weights: the resident ones into shared memory, the others into `spilled`, as the tensor
 // cores take them (8 columns of 16 bytes are 128 bytes in a row). four(n, piece, u): the weights of
 // column n of the product for units u to u + 3 of a piece, by loads that need not wait for stores before them.
+// Gives what a product is to be multiplied with: 1, but in float32, where `room` for a word of each warp is needed.
 template <class Four>
-__device__ __forceinline__ void pack(uint4* resident, uint4* spilled, Four four) {
+__device__ __forceinline__ float pack(uint4* resident, uint4* spilled, float* room, Four four) {
+  float up = 1.0f, down = 1.0f;
+#if TYPE == 0
+  u32 top = 0;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < SLICE * COLUMNS; i += THREADS)
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const float4 v = four(i % COLUMNS, piece_of(i / COLUMNS) + k / 4, 4 * (k % 4));
+      top = max(max(max(top, finite_size(v.x)), max(finite_size(v.y), finite_size(v.z))), finite_size(v.w));
+    }
+  top = __reduce_max_sync(~0u, top);
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = __uint_as_float(top);
+  __syncthreads();
+  top = __reduce_max_sync(~0u, __float_as_uint(room[threadIdx.x % WARPS]));
+  up = scale_up(top), down = scale_down(top);
+#endif
 #pragma unroll 2
   for (int i = threadIdx.x; i < SLICE * COLUMNS; i += THREADS) {
     const int group = i / COLUMNS, n = i % COLUMNS, piece = piece_of(group);
@@ -80,13 +109,14 @@ __device__ __forceinline__ void pack(uint4* resident, uint4* spilled, Four four)
     for (int s = 0; s < 2; s++) {
       uint2 v[4];
 #pragma unroll
-      for (int t = 0; t < 4; t++) v[t] = four(n, piece + s, 4 * t);
+      for (int t = 0; t < 4; t++) v[t] = as_factors(four(n, piece + s, 4 * t), up);
       to[2 * s * COLUMNS + n] = make_uint4(v[0].x, v[1].x, v[2].x, v[3].x);
       to[(2 * s + 1) * COLUMNS + n] = make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
     }
   }
   for_copies();
   __syncthreads();
+  return down;
 }
 
 // The weights that do not stay come by copies that need no thread: one asks, those who multiply wait for the
@@ -198,15 +228,99 @@ __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
   return slice;
 }
 
+// What the pieces of a step are multiplied with before they are used: in half precision, and forward, nothing.
+struct AsPassed {
+  __device__ __forceinline__ void find() const {}
+  __device__ __forceinline__ void scale(int, uint4 (&)[2], uint4 (&)[2]) const {}
+};
+
+#if SCALED
+static_assert(BATCH == 2 && PASSED == 4 && PART_GROUPS % 2 == 0, "a batch has the pieces of a block");
+
+__device__ __forceinline__ u32 look_at_exponent(const u32* p, bool on) {
+  u32 v;
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.u32 %0, 0;\n\t@p ld.global.cg.u32 %0, [%1];\n\t}"
+               : "=&r"(v) : "l"(p), "r"(u32(on)) : "memory");
+  return v;
+}
+__device__ __forceinline__ void pass_exponent(u32* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ void multiply_halves(u32& v, u32 factor) { asm("mul.f16x2 %0, %0, %1;" : "+r"(v) : "r"(factor)); }
+__device__ __forceinline__ void multiply_piece(uint4& v, u32 factor) {
+  multiply_halves(v.x, factor), multiply_halves(v.y, factor), multiply_halves(v.z, factor), multiply_halves(v.w, factor);
+}
+
+// The size of the largest number of a warp that is finite.
+__device__ __forceinline__ u32 largest(const float4 (&v)[2][4]) {
+  float most = 0.0f;  // a NaN is left out
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float4 four = v[i / 4][i % 4];
+    most = fmaxf(fmaxf(most, fmaxf(fabsf(four.x), fabsf(four.y))), fmaxf(fabsf(four.z), fabsf(four.w)));
+  }
+  u32 top = __reduce_max_sync(~0u, __float_as_uint(most));
+  if (top >= 0x7f800000u) {  // and so is what is infinite
+    top = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const float4 four = v[i / 4][i % 4];
+      top = max(max(top, max(finite_size(four.x), finite_size(four.y))), max(finite_size(four.z), finite_size(four.w)));
+    }
+    top = __reduce_max_sync(~0u, top);
+  }
+  return top;
+}
+
+// Where the exponents of a step are that warps with these rows passed on: of all blocks, in the order of their numbers.
+__device__ __forceinline__ u32* exponents_of(uint4* step) {
+  return reinterpret_cast<u32*>(step + STEP_PIECES) + threadIdx.x / 32 * TEAM * SOURCES;
+}
+
+// Those of the slice's blocks, in the order of processing: lane i has the i-th one's, and the 32nd after it; then what
+// brings pieces to the largest power, as two float16. Of what is 2^-24 of the largest nothing is left.
+struct Powers {
+  u32 of[(SOURCES + 31) / 32], most;
+
+  __device__ __forceinline__ void ask(const u32* exponents) {
+#pragma unroll
+    for (int k = 0; k < (SOURCES + 31) / 32; k++) {
+      const u32 i = threadIdx.x % 32 + 32 * k, at = i + beginning() / 2;
+      of[k] = look_at_exponent(exponents + rank_in_team() * SOURCES + (at < SOURCES ? at : at - SOURCES), i < SOURCES);
+    }
+  }
+  __device__ __forceinline__ void find() {
+    most = exponent(0);
+#pragma unroll
+    for (u32 own : of) most = max(most, own);
+    most = __reduce_max_sync(~0u, most);
+#pragma unroll
+    for (u32& own : of) {
+      const u32 less = most - own, half = less < 15 ? (15 - less) << 10 : less < 25 ? 1u << (24 - less) : 0;
+      own = half << 16 | half;
+    }
+  }
+  // The pieces of the two groups from `group` on.
+  __device__ __forceinline__ void scale(int group, uint4 (&a)[2], uint4 (&b)[2]) const {
+    const u32 factor = __shfl_sync(~0u, of[group / 64], group / 2 % 32);
+    multiply_piece(a[0], factor), multiply_piece(a[1], factor);
+    multiply_piece(b[0], factor), multiply_piece(b[1], factor);
+  }
+  // What brings products of the scaled pieces to what they are.
+  __device__ __forceinline__ float down() const { return scale_down(most << 23); }
+};
+#endif
+
 // sums = this block's slice of what was passed on in a step, times its weights. The FIRST groups were asked for.
-// begin: of the group to begin with, in the slice. step: counted from 0. other(i): something else to do, beside group i.
+// begin: of the group to begin with, in the slice. step: counted from 0. powers: what the pieces are multiplied with,
+// to be found when the first ones are on their way. other(i): something else to do, beside group i.
 //
 // The first warpgroup is STAGGER groups ahead of the second one, so that it hands over its sums, and does what
 // follows, while the tensor cores work for the second.
 static_assert(DEPTH % BATCH == 0 && SLICE % BATCH == 0 && DEPTH > BATCH, "whole batches");
-template <class Other>
+template <class Scales, class Other>
 __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin, const uint4* resident,
-                                        const Refill& refill, u32 step, Other other) {
+                                        const Refill& refill, u32 step, Scales& powers, Other other) {
   const u32 at_resident = described(resident), at_slots = described(refill.slots);
   uint4 a[DEPTH][2];
   auto weights_of = [&](int i) {
@@ -240,11 +354,13 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   return;
 #endif
   for_each<0, DEPTH - BATCH>(ask);
+  powers.find();
   for_each<0, SLICE / BATCH>([&](auto number) {
     constexpr int first = decltype(number)::value * BATCH, next = first + BATCH;
     if (first == 0) refill.await_first(step);
     if (AHEAD && first == 0 && threadIdx.x >= 128) await<UNDER_WAY>();
     if (SECOND && first <= FIRST + RESIDENT && FIRST + RESIDENT < next) refill.await_second(step);
+    powers.scale(first, a[first % DEPTH], a[(first + 1) % DEPTH]);
     begin_products();
 #pragma unroll
     for (int i = first; i < next; i++) {

@@ -17,6 +17,9 @@ from rbn.ops.gpu import nvrtc
 from rbn.ops.gpu.driver import Kernel, shared_limit
 
 UNITS = 16
+# Types that run here; float32 where tf32 is allowed, which has as many bits as the float16 of its
+# products.
+TYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 _THREADS = 256
 _ROWS = 128
 
@@ -55,6 +58,7 @@ class WideCut:
     resident: int
     second: int
     rows: int = _ROWS
+    half: bool = True  # whether numbers take 16 bits; weights, and what is passed on, always do
 
     @property
     def slice(self) -> int:
@@ -73,8 +77,13 @@ class WideCut:
 
     @property
     def passed(self) -> int:
-        """Bytes that the blocks pass to each other in a step."""
-        return 2 * self.slice * self.team * 16 * 2 * self.rows
+        """Bytes that the blocks pass to each other in a step.
+
+        In float32 each warp of 16 rows passes on a power of two, beside every 4 pieces.
+        """
+        pieces = 2 * self.slice * self.team
+        scaled = not self.half and self.direction == "backward"
+        return pieces * 16 * 2 * self.rows + (pieces * self.rows // 16 if scaled else 0)
 
     @property
     def spilled(self) -> int:
@@ -84,25 +93,25 @@ class WideCut:
     @property
     def handed(self) -> int:
         """Bytes of sums that a block gets from the others of its team."""
-        return (self.team - 1) * _SIDE[self.direction] * self.rows * 2
+        return (self.team - 1) * _SIDE[self.direction] * self.rows * (2 if self.half else 4)
 
 
 def cut_wide(
-    direction: str, hidden: int, team: int, limit: int, rows: int = _ROWS
+    direction: str, hidden: int, team: int, limit: int, rows: int = _ROWS, half: bool = True
 ) -> WideCut | None:
     """The division with the fewest slots that fits into `limit` bytes, or None."""
     blocks = -(-hidden // UNITS)
     grid = -(-blocks // team) * team
     groups = -(-blocks * _PASSED[direction] // (2 * team * _PARTS)) * _PARTS
     for slots in range(groups + 1):
-        empty = WideCut(direction, grid, team, slots, 0, slots, rows)
+        empty = WideCut(direction, grid, team, slots, 0, slots, rows, half)
         resident = min(groups, (limit - empty.shared) // empty.group)
         if resident < 3:  # the second groups are asked for while two resident ones are used
             return None
         again = groups - resident
         if again <= 2 * slots:
             first = min(slots, again)
-            return WideCut(direction, grid, team, first, resident, again - first, rows)
+            return WideCut(direction, grid, team, first, resident, again - first, rows, half)
     return None
 
 
@@ -121,28 +130,28 @@ def preferred(wx: Tensor) -> bool:
 
 
 def takes(wx: Tensor) -> bool:
-    """Whether both kernels take an input term (see `choose`)."""
+    """Whether both kernels take an input term (see `choose`), in float32 if tf32 is allowed."""
     return all(choose(d, wx) for d in TEAMS)
 
 
 def choose(direction: str, wx: Tensor) -> WideCut | None:
     """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
     *lead, _, B, G = wx.shape
-    if wx.dtype == torch.float32 or G % 16 or B > _ROWS:
+    if wx.dtype not in TYPES or G % 16 or B > _ROWS:
         return None
-    rows = _preferred_rows(B, G // 4) or _ROWS
-    return _choose(direction, lead[0] if lead else 1, G // 4, rows, wx.device.index or 0)
+    rows, half = _preferred_rows(B, G // 4) or _ROWS, wx.dtype != torch.float32
+    return _choose(direction, lead[0] if lead else 1, G // 4, rows, half, wx.device.index or 0)
 
 
 @functools.lru_cache(maxsize=256)
 def _choose(
-    direction: str, recurrences: int, hidden: int, rows: int, device: int
+    direction: str, recurrences: int, hidden: int, rows: int, half: bool, device: int
 ) -> WideCut | None:
     if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
         return None
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     limit = shared_limit(device)
-    found = (cut_wide(direction, hidden, n, limit, rows) for n in TEAMS[direction])
+    found = (cut_wide(direction, hidden, n, limit, rows, half) for n in TEAMS[direction])
     return next((cut for cut in found if cut and recurrences * cut.blocks <= processors), None)
 
 

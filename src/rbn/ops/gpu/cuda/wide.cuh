@@ -369,4 +369,4 @@ __device__ __forceinline__ float zoned(u32 mask, int e, float rate, float old, f
 }
 
 // Zero where a row does not count.
-__device__ __forceinline__ Raw4 masked(Raw4 v, bool counts) { return counts ? v : Raw4(); }
+__device__ __forceinline__ Raw4 masked(Raw4 v, bool counts) { return counts ? v : Raw4{}; }

@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   const Element* weight = p.weight + r * GATES * H;
   const float undo = pack(resident, spilled, room, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece / 4 * UNITS + u;
-    if (of >= H || k >= H) return Raw4();
+    if (of >= H || k >= H) return Raw4{};
     const Element* from = weight + i64(piece % 4 * H + k) * H + of;
 #if TYPE == 0
     return make_float4(__ldg(from), __ldg(from + H), __ldg(from + 2 * H), __ldg(from + 3 * H));
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   auto bring_step = [&] {
     const int row = tid % ROWS, subs = min(2, SUBS - int(blockIdx.x) * 2);
     if (tid == 0 && subs > 0) {
-      bring_row(wh - (4 * (quad % 2) + row0 * 8), subs * 4 * B * 8 * sizeof(Element));
+      bring_row(wh - (4 * (quad % 2) + row0 * 8), subs * 4 * B * (TYPE == 0 ? 32 : 16));
       bring_row(cs - SUBS * B * 8 - (4 * (quad % 2) + row0 * 8), subs * B * 32);
     }
     if (row < B && blockIdx.x * UNITS < H) {
@@ -335,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 #pragma unroll
         for (int q = 0; q < 4; q++) {
           float a[4], x[4];
-          if (LENGTHS && !counts[j]) raw_x[j][q] = Raw4();
+          if (LENGTHS && !counts[j]) raw_x[j][q] = Raw4{};
           widen4(a, raw_h[j][q]);
           widen4(x, raw_x[j][q]);
 #pragma unroll

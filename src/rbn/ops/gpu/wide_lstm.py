@@ -92,8 +92,9 @@ class WideCut:
 
     @property
     def handed(self) -> int:
-        """Bytes of sums that a block gets from the others of its team."""
-        return (self.team - 1) * _SIDE[self.direction] * self.rows * (2 if self.half else 4)
+        """Bytes of sums for a block by the others of its team, in float32 with powers of two."""
+        powers = 0 if self.half else self.rows // 4  # 4 bytes for each warp
+        return (self.team - 1) * _SIDE[self.direction] * self.rows * 2 + powers
 
 
 def cut_wide(

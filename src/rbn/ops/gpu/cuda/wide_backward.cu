@@ -34,7 +34,7 @@ struct Backward {
   uint4* passed;   // [R, BUFFERS, STEP_WORDS], zero: d(W_h h) of the last steps
   uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
   u32* meetings;   // [R, TEAM, 32], zero: counters of the slices
-  uint4* handed;   // [R, GRID, TEAM - 1, WORDS, HOLDERS], zero: sums for the team
+  uint4* handed;   // [R, HANDED_WORDS], zero: sums for the team [GRID, TEAM - 1, HOLDERS] and what they are times
   int T, B, rows_x, rows_h, rows_c;
   float eps, rate_c, rate_h;
   const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   u32 begin = beginning() * 2 * HOLDERS;
   asm volatile("" : "+r"(begin));
   u32* meeting = p.meetings + r * TEAM * 32;
-  uint4* handed = p.handed + r * GRID * (TEAM - 1) * WORDS * HOLDERS;
+  uint4* handed = p.handed + r * HANDED_WORDS;
   const Refill refill = {slots, spilled, shared_address(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
 
@@ -301,15 +301,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     AsPassed powers;
 #endif
     product(sums, from, begin, resident, refill, times, powers, [&](int i) { beside(i, t); });
-#if SCALED
-    const float back = fminf(powers.down() * undo, 1.7e38f);  // zero times it is zero
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; i++) sums[i] *= back;
-#endif
     wh -= SUBS * 4 * B * 8, doutput -= B * H;
     MARK(2);
     maybe_late(1);
-    hand_over(sums, handed, times);
+    hand_over(sums, handed, times, powers.back(undo));
     if (t > 0) ask_statistics(t - 1);
     MARK(3);
 
@@ -506,7 +501,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 #if SCALED
     {
       uint4* step = passed + (times + 1) % BUFFERS * STEP_WORDS;
-      const u32 top = largest(kept[0]);
+      float all[32];
+#pragma unroll
+      for (int i = 0; i < 32; i += 4) {
+        const float4 four = kept[0][i / 16][i / 4 % 4];
+        all[i] = four.x, all[i + 1] = four.y, all[i + 2] = four.z, all[i + 3] = four.w;
+      }
+      const u32 top = largest(all);
       const float up = scale_up(top);
       down = scale_down(top);
 #pragma unroll

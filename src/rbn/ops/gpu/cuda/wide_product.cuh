@@ -232,6 +232,7 @@ __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
 struct AsPassed {
   __device__ __forceinline__ void find() const {}
   __device__ __forceinline__ void scale(int, uint4 (&)[2], uint4 (&)[2]) const {}
+  __device__ __forceinline__ float back(float) const { return 1.0f; }
 };
 
 #if SCALED
@@ -252,25 +253,23 @@ __device__ __forceinline__ void multiply_piece(uint4& v, u32 factor) {
 }
 
 // The size of the largest number of a warp that is finite.
-__device__ __forceinline__ u32 largest(const float4 (&v)[2][4]) {
-  float most = 0.0f;  // a NaN is left out
+template <int N>
+__device__ __forceinline__ u32 largest(const float (&v)[N]) {
+  float most[4] = {};  // a NaN is left out
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    const float4 four = v[i / 4][i % 4];
-    most = fmaxf(fmaxf(most, fmaxf(fabsf(four.x), fabsf(four.y))), fmaxf(fabsf(four.z), fabsf(four.w)));
-  }
-  u32 top = __reduce_max_sync(~0u, __float_as_uint(most));
+  for (int i = 0; i < N; i++) most[i % 4] = fmaxf(most[i % 4], fabsf(v[i]));
+  u32 top = __reduce_max_sync(~0u, __float_as_uint(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]))));
   if (top >= 0x7f800000u) {  // and so is what is infinite
     top = 0;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const float4 four = v[i / 4][i % 4];
-      top = max(max(top, max(finite_size(four.x), finite_size(four.y))), max(finite_size(four.z), finite_size(four.w)));
-    }
+    for (int i = 0; i < N; i++) top = max(top, finite_size(v[i]));
     top = __reduce_max_sync(~0u, top);
   }
   return top;
 }
+
+// Zero times a power of two is zero.
+__device__ __forceinline__ float bounded(float power) { return fminf(power, 1.7e38f); }
 
 // Where the exponents of a step are that warps with these rows passed on: of all blocks, in the order of their numbers.
 __device__ __forceinline__ u32* exponents_of(uint4* step) {
@@ -306,8 +305,8 @@ struct Powers {
     multiply_piece(a[0], factor), multiply_piece(a[1], factor);
     multiply_piece(b[0], factor), multiply_piece(b[1], factor);
   }
-  // What brings products of the scaled pieces to what they are.
-  __device__ __forceinline__ float down() const { return scale_down(most << 23); }
+  // What brings products of the scaled pieces to what they are; undo: the same of the weights.
+  __device__ __forceinline__ float back(float undo) const { return bounded(scale_down(most << 23) * undo); }
 };
 #endif
 

@@ -1,44 +1,45 @@
 // How the blocks of a team hand each other their sums. Columns are ordered from the block's own on: part s is
 // for the block s ranks further, and for the thread that has the same number there.
 //
-// They go through L2, `handed` [GRID, TEAM - 1, WORDS, HOLDERS], and nobody meets for it. All that a thread has for
-// another one is a word of 16 bytes, in 16 bits each (in float32 two words), stored and loaded as one number: its parts
-// do not come one by one. A word's last bit says whether it is this step's: it is set in every other one, from the first
-// on, `handed` being zero before. A thread looks until all its words say so, and adds them in the order of the ranks
-// before its own.
+// They go through L2, `handed` [GRID, TEAM - 1, HOLDERS], and nobody meets for it. All that a thread has for another
+// one is a word of 16 bytes, in 16 bits each, stored and loaded as one number: its parts do not come one by one. Its
+// last bit says whether it is this step's: it is set in every other one, from the first on, `handed` being zero
+// before. A thread looks until all its words say so, and adds them in the order of the ranks before its own.
+//
+// In float32, too, with a power of two for each warp, behind all words: [GRID / TEAM, MT, TEAM]. Its last bit is as a
+// word's; lane s looks for that of the block s ranks before.
 #define PART (SIDE / 2)  // sums of a thread for each block
-#define WORDS (TYPE == 0 ? 2 : 1)
+#define HANDED_WORDS (GRID * (TEAM - 1) * HOLDERS + (SCALED ? GRID * MT / 4 : 0))  // of 16 bytes
 
 static_assert(PART == 8, "a word for each other block");
 
 #if TYPE == 0
-__device__ __forceinline__ uint4 word_of(const float* v, u32 times) {
-  return make_uint4(__float_as_uint(v[0]) & ~1u | ~times & 1, __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
-}
-
-__device__ __forceinline__ void add_word(float* to, uint4 v) {
-  to[0] += __uint_as_float(v.x & ~1u), to[1] += __uint_as_float(v.y);
-  to[2] += __uint_as_float(v.z), to[3] += __uint_as_float(v.w);
+__device__ __forceinline__ u32 in_16_bits(const float* v, float up) { return to_halves(v[0] * up, v[1] * up); }
+__device__ __forceinline__ float2 of_16_bits(u32 p, float down) {
+  const float2 v = from_halves(p);
+  return make_float2(v.x * down, v.y * down);
 }
 #else
-__device__ __forceinline__ uint4 word_of(const float* v, u32 times) {
-  const u32 first = narrow(make_float2(v[0], v[1]));
-  return make_uint4(first & ~1u | ~times & 1, narrow(make_float2(v[2], v[3])), narrow(make_float2(v[4], v[5])),
-                    narrow(make_float2(v[6], v[7])));
-}
-
-__device__ __forceinline__ void add_word(float* to, uint4 v) {
-  const float2 a = widen(v.x), b = widen(v.y), c = widen(v.z), d = widen(v.w);
-  to[0] += a.x, to[1] += a.y, to[2] += b.x, to[3] += b.y;
-  to[4] += c.x, to[5] += c.y, to[6] += d.x, to[7] += d.y;
-}
+__device__ __forceinline__ u32 in_16_bits(const float* v, float) { return narrow(make_float2(v[0], v[1])); }
+__device__ __forceinline__ float2 of_16_bits(u32 p, float) { return widen(p); }
 #endif
 
-__device__ __forceinline__ bool of_step(uint4 v, u32 times) {
+__device__ __forceinline__ uint4 word_of(const float* v, float up, u32 times) {
+  const u32 first = in_16_bits(v, up);
+  return make_uint4(first & ~1u | ~times & 1, in_16_bits(v + 2, up), in_16_bits(v + 4, up), in_16_bits(v + 6, up));
+}
+
+__device__ __forceinline__ bool of_step(u32 first, u32 times) {
 #ifdef NO_WAIT
   return true;
 #endif
-  return ((v.x ^ times) & 1) != 0;
+  return ((first ^ times) & 1) != 0;
+}
+
+__device__ __forceinline__ void add_word(float* to, uint4 v, float down) {
+  const float2 a = of_16_bits(v.x, down), b = of_16_bits(v.y, down), c = of_16_bits(v.z, down), d = of_16_bits(v.w, down);
+  to[0] += a.x, to[1] += a.y, to[2] += b.x, to[3] += b.y;
+  to[4] += c.x, to[5] += c.y, to[6] += d.x, to[7] += d.y;
 }
 
 __device__ __forceinline__ void hand_word(uint4* p, uint4 v) {
@@ -55,52 +56,90 @@ __device__ __forceinline__ uint4 look_at_word(const uint4* p) {
   return v;
 }
 
-// times: that sums were handed over before.
-__device__ __forceinline__ void hand_over(const float (&sums)[COLUMNS / 2], uint4* handed, u32 times) {
+#if SCALED
+__device__ __forceinline__ void hand_power(u32* p, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ u32 look_at_power(const u32* p) {
+  u32 v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+// Where those of the team are, for these rows.
+__device__ __forceinline__ u32* powers_in(uint4* handed) {
+  u32* all = reinterpret_cast<u32*>(handed + GRID * (TEAM - 1) * HOLDERS);
+  return all + (blockIdx.x / TEAM * MT + threadIdx.x / 32) * TEAM;
+}
+#endif
+
+// times: that sums were handed over before. back: what they are to be multiplied with, only in float32; those for the
+// block itself are.
+__device__ __forceinline__ void hand_over(float (&sums)[COLUMNS / 2], uint4* handed, u32 times, float back) {
 #ifdef NO_EXCHANGE
   return;
 #endif
-  uint4* to = handed + i64(blockIdx.x) * (TEAM - 1) * WORDS * HOLDERS + threadIdx.x;
+  float up = 1.0f;
+#if SCALED
+  const u32 top = largest(sums);
+  up = scale_up(top);
+  const u32 power = __float_as_uint(bounded(back * scale_down(top)));
+  if (threadIdx.x % 32 == 0) hand_power(powers_in(handed) + rank_in_team(), power & ~1u | ~times & 1);
+  __syncwarp();
+#endif
+  uint4* to = handed + i64(blockIdx.x) * (TEAM - 1) * HOLDERS + threadIdx.x;
 #pragma unroll
-  for (int i = WORDS; i < WORDS * TEAM; i++)
-    hand_word(to + (i - WORDS) * HOLDERS, word_of(sums + i * (PART / WORDS), times));
+  for (int s = 1; s < TEAM; s++) hand_word(to + (s - 1) * HOLDERS, word_of(sums + s * PART, up, times));
+#if SCALED
+#pragma unroll
+  for (int i = 0; i < PART; i++) sums[i] *= back;
+#endif
 }
 
 // Adds what the others handed over to sums[0 .. PART). nothing: zero. Nobody waits for a block without a unit before the
 // next sums are written over these, so it must not look for them: if it is late they are gone, and it would wait for
 // ever, and all others for it.
-__device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], const uint4* handed, u32 times, u32 nothing) {
+__device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], uint4* handed, u32 times, u32 nothing) {
 #ifdef NO_EXCHANGE
   return;
 #endif
   if (OWNERS % TEAM && blockIdx.x >= OWNERS) return;
   const u32 rank = rank_in_team(), first = blockIdx.x - rank;
   const uint4* come = handed + threadIdx.x + nothing;
-  auto at = [&](int s, int k) {
+  auto at = [&](int s) {
     const u32 block = first + (rank + TEAM - s) % TEAM;
-    return come + ((block * (TEAM - 1) + s - 1) * WORDS + k) * HOLDERS;
+    return come + (block * (TEAM - 1) + s - 1) * HOLDERS;
   };
-  // In float32, one half of them after the other: all at once they would need too many registers.
+  uint4 v[TEAM];
 #pragma unroll
-  for (int k = 0; k < WORDS; k++) {
-    uint4 v[TEAM];
-#pragma unroll
-    for (int s = 1; s < TEAM; s++) v[s] = look_at_word(at(s, k));
-    // Those that are not there yet are asked for again, all at once.
-#ifdef GUARD
-    const i64 since = clock64();
+  for (int s = 1; s < TEAM; s++) v[s] = look_at_word(at(s));
+#if SCALED
+  const u32 before = threadIdx.x % 32 % TEAM;  // ranks
+  const u32* at_power = powers_in(handed) + (rank + TEAM - before) % TEAM;
+  u32 power = look_at_power(at_power);
 #endif
-    for (bool again = true; again;) {
-      again = false;
+  // Those that are not there yet are asked for again, all at once.
 #ifdef GUARD
-      if (clock64() - since > (1ll << 22)) break;
+  const i64 since = clock64();
+#endif
+  for (bool again = true; again;) {
+    again = false;
+#ifdef GUARD
+    if (clock64() - since > (1ll << 22)) break;
 #endif
 #pragma unroll
-      for (int s = 1; s < TEAM; s++)
-        if (!of_step(v[s], times)) v[s] = look_at_word(at(s, k)), again = true;
-    }
-    __syncwarp();
+    for (int s = 1; s < TEAM; s++)
+      if (!of_step(v[s].x, times)) v[s] = look_at_word(at(s)), again = true;
+#if SCALED
+    if (!of_step(power, times)) power = look_at_power(at_power), again = true;
+#endif
+  }
+  __syncwarp();
 #pragma unroll
-    for (int s = 1; s < TEAM; s++) add_word(sums + k * (PART / WORDS), v[s]);
+  for (int s = 1; s < TEAM; s++) {
+    float down = 1.0f;
+#if SCALED
+    down = __uint_as_float(__shfl_sync(~0u, power & ~1u, s));
+#endif
+    add_word(sums, v[s], down);
   }
 }

@@ -10,10 +10,9 @@
 
 #define STORES (SPLIT ? 16 : 8)
 #define ASKED (10 + 2 * MASKS)
-// In float32 d(W_h h), if it is stored for the product with h alone, is kept as it was passed on, which has the bits that
-// the product uses; and the input term is asked for when the last pieces need no registers any more.
-#define ROUNDED (TYPE == 0 && SPLIT)
-#define LATER (TYPE == 0 && SPLIT)
+// In float32 the registers are too few for all of both terms. So d(W_h h) is kept as it was passed on: it is for a product
+// with h, which takes no more bits. And the input term is asked for where the last pieces leave the registers.
+#define TIGHT (TYPE == 0 && SPLIT)
 #define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
 
 struct Backward {
@@ -170,14 +169,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   // d(W_h h) and d(W_x x) of a step, stored one by one beside the next product: all at once they keep the loads
   // behind them waiting, and those the product.
   Raw4 kept[1 + SPLIT][2][4] = {};
-#if TYPE == 0
+#if TIGHT
   uint2 sent[2][4] = {};
-  float down = 0.0f;  // what brings them to what they are
+  float down = 0.0f;  // what it is to be multiplied with
 #endif
   auto save = [&](int k, i64 of, bool on) {
     const int j = k / 4 % 2, q = k % 4;
     Element* to = (k < 8 ? p.da : p.dwx) + of + 8 * j * GATES + q * H;
-#if ROUNDED
+#if TIGHT
     if (k < 8) kept[0][j][q] = from_factors(sent[j][q], down);
 #endif
     store_here(to, kept[SPLIT ? k / 8 : 0][j][q], on && in[j]);
@@ -192,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       else zone_h[j] = load_mask(p.mask_h + zone_at() + 8 * j * H, in[j]);
     } else if (q < 4) {
       raw_h[j][q] = load_here(wh + (q * anew(p.B) + 8 * j) * 8, in[j]);
-      if (SPLIT && !LATER) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
+      if (SPLIT && !TIGHT) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
     } else {
       load_here4(c_before[j], cs + 64 * j, in[j]);
       if (DOUTPUT) dy[j] = load_here(doutput + 8 * j * H, in[j]);
@@ -234,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     for (int k = 0; k < ASKED; k++)
       if (SLICE / 2 + k * (SLICE / 4) / ASKED == i) ask(k);
 #pragma unroll
-    for (int k = 0; k < (LATER ? 8 : 0); k++)
+    for (int k = 0; k < (TIGHT ? 8 : 0); k++)
       if (SLICE - 4 + k / 2 == i) raw_x[k / 4][k % 4] = load_here(p.wx + at + 8 * (k / 4) * GATES + k % 4 * H, in[k / 4]);
     __syncwarp();
   };
@@ -496,7 +495,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
           d[e] = MODE_H ? dpre[j][q][e] * slope_of[e] + (a[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
         kept[0][j][q] = masked(narrow4(d), counts[j]);
       }
-      if (!SCALED) pass_on(passed + (times + 1) % BUFFERS * STEP_WORDS, q, as_factors(kept[0][0][q], 1.0f), as_factors(kept[0][1][q], 1.0f));
+#if !SCALED
+      pass_on(passed + (times + 1) % BUFFERS * STEP_WORDS, q, kept[0][0][q], kept[0][1][q]);
+#endif
     }
 #if SCALED
     {
@@ -509,7 +510,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       }
       const u32 top = largest(all);
       const float up = scale_up(top);
+#if !TIGHT
+      uint2 sent[2][4];
+#else
       down = scale_down(top);
+#endif
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         sent[0][q] = as_factors(kept[0][0][q], up), sent[1][q] = as_factors(kept[0][1][q], up);

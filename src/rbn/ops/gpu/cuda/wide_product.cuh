@@ -247,7 +247,7 @@ __device__ __forceinline__ u32 look_at_exponent(const u32* p, bool on) {
 __device__ __forceinline__ void pass_exponent(u32* p, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
-__device__ __forceinline__ void multiply_halves(u32& v, u32 factor) { asm("mul.f16x2 %0, %0, %1;" : "+r"(v) : "r"(factor)); }
+__device__ __forceinline__ void multiply_halves(u32& v, u32 factor) { asm volatile("mul.f16x2 %0, %0, %1;" : "+r"(v) : "r"(factor)); }
 __device__ __forceinline__ void multiply_piece(uint4& v, u32 factor) {
   multiply_halves(v.x, factor), multiply_halves(v.y, factor), multiply_halves(v.z, factor), multiply_halves(v.w, factor);
 }

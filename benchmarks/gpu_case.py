@@ -50,8 +50,6 @@ def kernels(family, all_wait):
         types, layers = {"bf16": torch.bfloat16}, [rbn.BatchNormLSTM]
     if family == "steps":
         layers += [rbn.LayerNormLSTM, rbn.BatchNormRNN]
-    if family == "wide":
-        types.pop("tf32", None)
     cases = {
         f"{precision} {make.__name__}": (make, 3, 24, dtype, [])
         for precision, dtype in types.items()

@@ -118,6 +118,7 @@ FAMILIES = {
     "16 units": (240, 64, torch.bfloat16, "in CUDA, small"),
     "8 units": (300, 20, torch.float32, "in CUDA: Cut"),
     "wide": (1000, 64, torch.bfloat16, "in CUDA, wide"),
+    "wide, float32": (1000, 64, torch.float32, "in CUDA, wide"),
     "triton": (33, 20, torch.bfloat16, "one persistent kernel"),
     "steps": (24, 600, torch.float32, "a product and a kernel for each step"),
 }

@@ -1,15 +1,27 @@
 """The kernels for wide layers, on a card: blocks of 128 and of 64 rows, zoneout."""
 
 import copy
+import dataclasses
+import math
 
 import pytest
 import torch
-from cuda_cases import HALVES, OPTIONS, UNITS, compare, needs_hopper, on_a_card, same_bits
-from recurrence_cases import assert_same, call, calm, make_case, poisoned_memory
+from cuda_cases import OPTIONS, UNITS, compare, needs_hopper, on_a_card, same_bits
+from recurrence_cases import (
+    assert_same,
+    call,
+    calm,
+    differentiate,
+    fresh_seed,
+    make_case,
+    poisoned_memory,
+)
 
 import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from gpu_cases import products
 
 from rbn.ops.gpu import cuda_lstm, wide_lstm
 
@@ -22,7 +34,7 @@ def wide(monkeypatch, in_memory):
     monkeypatch.setattr(cuda_lstm, "_fits", lambda wx: False)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
     ("op", "name", "shape"),
     [
@@ -37,14 +49,16 @@ def test_wide_layers_against_the_reference(op, name, shape, dtype, calls):
     assert calls == ["forward", "backward"]
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", UNITS)
 def test_a_wide_layer(dtype, calls):
     compare("bn_lstm", (3, 128, 2000), dtype, {})
     assert calls == ["forward", "backward"]
 
 
-def test_a_wide_layer_gives_the_same_bits_every_time(calls):
-    same_bits(make_case("bn_lstm", 7, 128, 2000, dtype=torch.bfloat16).on("cuda"), 100)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 128, 2000), (7, 64, 1000)])
+def test_a_wide_layer_gives_the_same_bits_every_time(shape, dtype, calls):
+    same_bits(make_case("bn_lstm", *shape, dtype=dtype).on("cuda"), 100)
     assert len(calls) == 202
 
 
@@ -54,7 +68,7 @@ def rows_64(monkeypatch, wide):
     monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1})
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
     ("op", "name", "shape"),
     [
@@ -83,12 +97,14 @@ def with_switch(monkeypatch):
 
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("block", [0, 3, 4, 7])
-@pytest.mark.parametrize("batch", [17, 100])
+@pytest.mark.parametrize(
+    ("batch", "dtype"), [(17, torch.bfloat16), (100, torch.bfloat16), (17, torch.float32)]
+)
 @pytest.mark.usefixtures("rows_64")
-def test_any_block_may_be_late(batch, block, place, with_switch, calls):
+def test_any_block_may_be_late(batch, dtype, block, place, with_switch, calls):
     """As when others use the card. Of 52 units four blocks have some, the team's others none."""
     with_switch("LATE", 4 * block + place)
-    compare("bn_lstm", (9, batch, 52), torch.bfloat16, {})
+    compare("bn_lstm", (9, batch, 52), dtype, {})
     assert calls == ["forward", "backward"]
 
 
@@ -101,14 +117,20 @@ def test_barriers_at_which_all_wait(batch, with_switch, few_weights):
     compare("bn_lstm", (5, batch, 488), torch.bfloat16, OPTIONS["lengths"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("rows_64")
-def test_two_recurrences_in_blocks_of_64_rows():
+def test_two_recurrences_in_blocks_of_64_rows(dtype):
     torch.manual_seed(0)
-    layer = rbn.BatchNormLSTM(20, 500, bidirectional=True).to("cuda", torch.bfloat16)
-    x = torch.randn(5, 33, 20, device="cuda", dtype=torch.bfloat16)
-    found = layer(x)[0]
-    expected = copy.deepcopy(layer).double()(x.double())[0]
-    assert (found - expected).abs().max() <= 16 * UNITS[torch.bfloat16]
+    layer = rbn.BatchNormLSTM(20, 500, bidirectional=True).to("cuda", dtype)
+    x = torch.randn(5, 33, 20, device="cuda", dtype=dtype)
+    twin = copy.deepcopy(layer).double()
+    found, expected = layer(x)[0], twin(x.double())[0]
+    assert (found - expected).abs().max() <= 16 * UNITS[dtype]
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for name, parameter in twin.named_parameters():
+        error = (layer.get_parameter(name).grad - parameter.grad).norm()
+        assert error <= 16 * UNITS[dtype] * parameter.grad.norm().clamp(min=1), name
 
 
 @pytest.fixture
@@ -128,12 +150,13 @@ def few_weights(monkeypatch):
     wide_lstm._choose.cache_clear()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [100, 64])
 @pytest.mark.parametrize("team", [8, 4])
 @pytest.mark.usefixtures("rows_64")
-def test_weights_that_do_not_fit(team, batch, calls, few_weights):
+def test_weights_that_do_not_fit(team, batch, dtype, calls, few_weights):
     few_weights(team)
-    compare("bn_lstm", (5, batch, 488), torch.bfloat16, OPTIONS["lengths"])
+    compare("bn_lstm", (5, batch, 488), dtype, OPTIONS["lengths"])
     assert calls == ["forward", "backward"]
 
 
@@ -164,7 +187,7 @@ def zoned(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
     ("op", "name", "shape"),
     [
@@ -199,9 +222,10 @@ def test_zoneout_in_inference(op, name, zoned):
     assert zoned == ["forward"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 128, 2000), (9, 64, 1000)])
-def test_zoned_layers_give_the_same_bits_every_time(shape, zoned):
-    case = make_case("bn_lstm", *shape, dtype=torch.bfloat16, **ZONEOUT["masks"])
+def test_zoned_layers_give_the_same_bits_every_time(shape, dtype, zoned):
+    case = make_case("bn_lstm", *shape, dtype=dtype, **ZONEOUT["masks"])
     same_bits(case.on("cuda"), 20)
     assert len(zoned) == 42
 
@@ -220,3 +244,117 @@ def test_a_zoned_layer_in_inference(bidirectional, zoned):
         expected = copy.deepcopy(layer).double()(x.double())[0]
     assert (found - expected).abs().max() <= 16 * UNITS[torch.bfloat16]
     assert zoned == ["forward"] * 2
+
+
+# float32: products of float16, with powers of two -------------------------------------------------
+
+
+def scaled(by, only=None, rows=slice(None)):
+    """Makes a call's cotangents so many times as large, and keeps those of one step alone."""
+
+    def change(case):
+        found = {name: value.clone() for name, value in case.cotangents.items()}
+        for value in found.values():
+            value[..., rows, :] *= by
+        if only is not None:
+            found = {"output": torch.zeros_like(found["output"])}
+            found["output"][only] = case.cotangents["output"][only]
+        return dataclasses.replace(case, cotangents=found)
+
+    return change
+
+
+def times(name, by):
+    return lambda case: case.with_tensors(**{name: case.tensors[name] * by})
+
+
+EXTREMES = {
+    "tiny gradients": scaled(1e-20),
+    "huge gradients": scaled(1e20),
+    "one row's gradients": scaled(1e4, rows=3),
+    "the last step's": scaled(1, only=5),
+    "a middle step's": scaled(1, only=2),
+    "no weights": times("weight_hh", 0),
+    "small weights": times("weight_hh", 1e-9),
+    "a large first state": times("h0", 100),
+}
+
+
+@pytest.mark.parametrize("shape", [(6, 17, 52), (6, 65, 268), (6, 1, 100), (6, 2, 4), (6, 128, 60)])
+@pytest.mark.parametrize("name", EXTREMES)
+@pytest.mark.usefixtures("rows_64")
+def test_numbers_of_any_size_in_float32(name, shape, calls):
+    case = make_case("bn_lstm", *shape, fresh_seed(), dtype=torch.float32, **calm("bn_lstm"))
+    if name == "one row's gradients" and shape[1] < 4:
+        return
+    case = EXTREMES[name](case)
+    with poisoned_memory():
+        found = differentiate(case.on("cuda"), "gpu")
+    assert calls == ["forward", "backward"]
+    expected = differentiate(case.to(torch.float64), "reference")
+    assert_same(found[0], expected[0], 16 * UNITS[torch.float32])
+    largest = max(g.norm() for g in expected[1].values())
+    for key, want in expected[1].items():
+        error = (found[1][key].double().cpu() - want).norm()
+        # Of one row, or of a constant first state, gradients cancel.
+        assert error <= 8 * UNITS[torch.float32] * max(want.norm(), 0.01 * largest), key
+
+
+@pytest.mark.parametrize("zoneout", [(0.0, "mask"), (0.0, 0.3)])
+@pytest.mark.usefixtures("rows_64")
+def test_a_large_first_state_that_units_keep(zoneout, zoned):
+    """It is passed on by what every step passes on."""
+    case = make_case("bn_lstm", 5, 17, 52, fresh_seed(), dtype=torch.float32, zoneout=zoneout)
+    case = times("h0", 1000)(case)
+    with torch.no_grad():
+        found = call(case.on("cuda"), "gpu")
+    assert zoned == ["forward"]
+    assert_same(found, call(case.to(torch.float64), "reference"), 16 * UNITS[torch.float32])
+
+
+@pytest.mark.usefixtures("rows_64")
+def test_kept_states_are_not_rounded(zoned):
+    case = make_case("bn_lstm", 5, 17, 52, fresh_seed(), dtype=torch.float32, zoneout=(0.0, "mask"))
+    with torch.no_grad():
+        found = call(case.on("cuda"), "gpu")["output"].cpu()
+    assert zoned == ["forward"]
+    kept = case.options["zoneout_h"]
+    before = torch.cat((case.tensors["h0"][None], found[:-1]))
+    assert torch.equal(found[kept], before[kept])
+    assert not torch.equal(found, found.half().float())
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value"),
+    [
+        ("wx", (2, 3, 5), math.nan),
+        ("h0", (3, 5), math.nan),
+        ("h0", (3, 5), math.inf),
+        ("weight_hh", (3, 5), math.nan),
+        ("weight_hh", (3, 5), math.inf),
+    ],
+)
+@pytest.mark.parametrize("op", ["lstm", "bn_lstm"])
+@pytest.mark.usefixtures("rows_64")
+def test_what_is_not_finite_shows_in_float32(op, name, at, value, calls):
+    case = make_case(op, 4, 40, 52, fresh_seed(), dtype=torch.float32, **calm(op))
+    given = case.tensors[name].clone()
+    given[at] = value
+    case = case.with_tensors(**{name: given})
+    found = differentiate(case.on("cuda"), "gpu")
+    assert calls == ["forward", "backward"]
+    expected = differentiate(case.to(torch.float64), "reference")
+    for key in ("output", "h_n", "c_n"):
+        assert torch.equal(found[0][key].cpu().isfinite(), expected[0][key].isfinite()), key
+    assert not found[1]["weight_hh"].isfinite().all()
+
+
+@pytest.mark.usefixtures("rows_64")
+def test_full_float32_does_not_run_here(zoned):
+    """Where tf32 is not allowed."""
+    case = make_case("bn_lstm", 4, 17, 52, fresh_seed(), dtype=torch.float32, **calm("bn_lstm"))
+    with products(tf32=False):
+        found = differentiate(case.on("cuda"), "gpu")
+    assert not zoned
+    expected = differentiate(case.to(torch.float64), "reference")
+    assert_same(found[0], expected[0], 2**-18)

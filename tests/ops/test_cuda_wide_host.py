@@ -1,5 +1,6 @@
 """The host's side of the CUDA kernels for wide layers: how it is cut, and which they take."""
 
+import dataclasses
 import types
 
 import pytest
@@ -17,6 +18,8 @@ from rbn.ops.gpu import cuda_lstm, signature, small_lstm, wide_lstm
 def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows, limit):
     for team in wide_lstm.TEAMS[direction]:
         cut = wide_lstm.cut_wide(direction, hidden, team, limit, rows)
+        full = wide_lstm.cut_wide(direction, hidden, team, limit, rows, half=False)
+        assert full == (cut and dataclasses.replace(cut, half=False))
         if cut is None:  # not even by reading everything twice
             assert limit < 227 * 1024
             continue
@@ -29,6 +32,11 @@ def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows
         pieces = -(-hidden // wide_lstm.UNITS) * (1 if direction == "forward" else 4)
         assert 2 * cut.slice * team >= pieces
         assert pieces * 16 * 2 * rows <= cut.passed
+        assert (full.shared, full.spilled) == (cut.shared, cut.spilled)  # of 16 bits either way
+        powers = -(-hidden // wide_lstm.UNITS) * rows // 16  # one for each block and warp
+        scaled = direction == "backward"
+        assert full.passed >= cut.passed + (4 * powers if scaled else 0)
+        assert scaled or full.passed == cut.passed
 
 
 def test_text8_is_cut_as_planned():
@@ -64,7 +72,15 @@ def test_which_layers_are_preferably_wide(monkeypatch):
     assert kind(64, 1000, recurrences=2) == ("wide", 64)  # 128 blocks backward
     assert kind(64, 996) == kind(65, 1000) == ("units of 8", 128)
     assert kind(65, 2000) == ("wide", 128)
-    assert kind(64, 1002) == kind(64, 1000, dtype=torch.float32) == ("units of 8",)
+    assert kind(64, 1002) == kind(64, 1002, dtype=torch.float32) == ("units of 8",)
+    assert kind(64, 1000, dtype=torch.float32) == ("wide", 64)
+    assert kind(128, 2000, dtype=torch.float32) == ("wide", 128)
+    for name, value in (("tf32_allowed", lambda: False), ("TYPES", wide_lstm.TYPES[1:])):
+        with monkeypatch.context() as patch:
+            patch.setattr(wide_lstm, name, value)
+            assert kind(64, 1000, dtype=torch.float32) == ("units of 8",)
+            assert kind(128, 2000, dtype=torch.float32) == (None,)
+            assert kind(64, 1000) == ("wide", 64)
     wx = torch.empty(1, 1, 64, 4000).bfloat16()
     cut = cuda_lstm.cut_of("forward", wx, cuda_lstm.family(wx))
     assert cuda_lstm.meeting(cut) == (False, False)
@@ -103,7 +119,13 @@ def test_which_zoned_calls_run_wide(zoneout, monkeypatch):
     # Also where small layers or few rows have other kernels, without zoneout.
     assert all(runs(*size) for size in sizes)
     assert cuda_lstm.family(zoned_call(100, 100).wx) == "small"
-    assert not runs(64, 1000, dtype=torch.float32)
+    assert all(runs(*size, dtype=torch.float32) for size in sizes)
+    assert not runs(64, 1000, dtype=torch.float64)
+    for module in (wide_lstm, cuda_lstm):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "tf32_allowed", lambda: False)
+            assert not runs(64, 1000, dtype=torch.float32)
+            assert runs(64, 1000)
     assert not runs(64, 1002)
     assert not runs(129, 1000)
     assert not runs(64, 1000, pass_normalized_cell=True)
@@ -111,7 +133,7 @@ def test_which_zoned_calls_run_wide(zoneout, monkeypatch):
 
 
 def test_which_layers_are_wide(monkeypatch):
-    """Hopper, half precision, a multiple of four units, and room for all blocks at once."""
+    """Hopper, a multiple of four units, and room for all blocks at once; no float64."""
     card = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -128,7 +150,9 @@ def test_which_layers_are_wide(monkeypatch):
     assert team("backward", half) == 8
     # 8 would need 136 blocks
     assert team("backward", half.new_empty(1, 1, 128, 4 * 2112)) == 4
-    assert not team("forward", half.float())
+    assert team("forward", half.float()) == 1
+    assert team("backward", half.float()) == 8
+    assert not team("forward", half.double())
     assert not team("forward", half.expand(2, 1, 128, 8000))
     assert not team("forward", half[..., : 4 * 1998])
     assert not team("forward", half.new_empty(1, 1, 129, 8000))
@@ -140,16 +164,18 @@ def test_which_layers_are_wide(monkeypatch):
     assert not team("forward", half)
 
 
+@pytest.mark.parametrize("half", [True, False])
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_what_blocks_look_at_begins_at_zero(direction, rows):
+def test_what_blocks_look_at_begins_at_zero(direction, rows, half):
     """Pieces beyond the last unit, counters, and the sums, whose last bit says when they came."""
     team = wide_lstm.TEAMS[direction][0]
-    cut = wide_lstm.cut_wide(direction, 72, team, 227 * 1024, rows)
+    cut = wide_lstm.cut_wide(direction, 72, team, 227 * 1024, rows, half)
     sizes = wide_lstm.zeroed(cut, 2)
     pieces = sizes["passed"] // (2 * 2 * 2 * rows * 16)  # of two recurrences, for two steps
     assert pieces >= 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
     if direction == "backward":  # 8 blocks, from 7 others each a word of 16 bytes for every thread
-        assert sizes["handed"] == 2 * 8 * 7 * 2 * rows * 16
+        powers = 0 if half else 2 * 8 * rows // 16  # of each block's warps
+        assert sizes["handed"] == 2 * 8 * 7 * 2 * rows * 16 + 4 * powers
     assert set(sizes) == {"passed", "meetings", *(["handed"] if direction == "backward" else [])}
     assert all(size % 16 == 0 for size in sizes.values())

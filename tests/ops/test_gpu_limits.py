@@ -80,6 +80,7 @@ def test_a_hundred_thousand_steps_in_inference(layer_class, dtype):
         (rbn.BatchNormLSTM, 2, 17, torch.float32),  # in Triton
         (rbn.BatchNormLSTM, 2, 300, torch.float32),  # in CUDA C++, 8 units to a block
         (rbn.BatchNormLSTM, 33, 264, torch.bfloat16),  # the same, wide
+        (rbn.BatchNormLSTM, 33, 264, torch.float32),
         (rbn.BatchNormLSTM, 600, 4, torch.float32),  # step by step, as are those below
         (rbn.LayerNormLSTM, 2, 16, torch.float32),
         (rbn.BatchNormRNN, 2, 16, torch.float32),

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from rbn.ops.gpu import nvrtc
 from rbn.ops.gpu.driver import Kernel, shared_limit
+from rbn.ops.gpu.plan import tf32_allowed
 
 UNITS = 16
-# Types that run here; float32 where tf32 is allowed, which has as many bits as the float16 of its
-# products.
+# Types that run here. In float32 products are of float16, which has as many bits as tf32: that must
+# be allowed.
 TYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 _THREADS = 256
 _ROWS = 128
@@ -131,16 +132,17 @@ def preferred(wx: Tensor) -> bool:
 
 
 def takes(wx: Tensor) -> bool:
-    """Whether both kernels take an input term (see `choose`), in float32 if tf32 is allowed."""
+    """Whether both kernels take an input term (see `choose`)."""
     return all(choose(d, wx) for d in TEAMS)
 
 
 def choose(direction: str, wx: Tensor) -> WideCut | None:
     """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
     *lead, _, B, G = wx.shape
-    if wx.dtype not in TYPES or G % 16 or B > _ROWS:
+    half = wx.dtype != torch.float32
+    if wx.dtype not in TYPES or G % 16 or B > _ROWS or not (half or tf32_allowed()):
         return None
-    rows, half = _preferred_rows(B, G // 4) or _ROWS, wx.dtype != torch.float32
+    rows = _preferred_rows(B, G // 4) or _ROWS
     return _choose(direction, lead[0] if lead else 1, G // 4, rows, half, wx.device.index or 0)
 
 

@@ -271,12 +271,13 @@ def _run(
     at: dict[str, int],
     rows: list[int],
     *more: float,
+    splits: int = 1,
 ) -> None:
     # Clusters that do not meet need not run at the same time.
-    if blocks * (call.R if kernel.together else 1) > kernel.at_once:
+    if blocks * (call.R * splits if kernel.together else 1) > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
     packed = structure.packed(at, call.T, call.B, *rows, call.a.eps, *more)
-    kernel.launch((blocks, call.R), packed)
+    kernel.launch((blocks, call.R * splits), packed)
 
 
 def _run_wide(
@@ -302,6 +303,7 @@ def _run_wide(
             call.a.rate_c,
             call.a.rate_h,
             *masks,
+            splits=cut.splits,
         )
 
 

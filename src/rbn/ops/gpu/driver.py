@@ -141,7 +141,8 @@ def starter_on_stream(
 class Kernel:
     """A function of a piece of machine code, loaded on the current device.
 
-    cluster: blocks of a thread-block cluster, or 0 for none.
+    cluster: blocks of a thread-block cluster, or 0 for none; `down`: whether they are neighbours in
+        the second dimension of the grid, not in the first.
     together: whether all blocks of a launch meet, not only those of a cluster.
     """
 
@@ -153,13 +154,15 @@ class Kernel:
         shared: int,
         cluster: int = 0,
         together: bool = False,
+        down: bool = False,
     ) -> None:
         cuda = _driver()
         enter()
         self.threads, self.shared, self.cluster = threads, shared, cluster
         self.together = together or not cluster
+        self._neighbours = (1, cluster) if down else (cluster, 1)
         self._attributes = (_Attribute * 2)()
-        self._attributes[0] = _Attribute(_CLUSTER, 0, (ctypes.c_uint * 16)(cluster, 1, 1))
+        self._attributes[0] = _Attribute(_CLUSTER, 0, (ctypes.c_uint * 16)(*self._neighbours, 1))
         self._attributes[1] = _Attribute(_COOPERATIVE, 0, (ctypes.c_uint * 16)(1))
         self._configs: dict[tuple[int, int], bytes] = {}  # of launches in clusters
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -192,7 +195,7 @@ class Kernel:
     def _in_clusters(self) -> int:
         """The same in whole clusters; none where the card has no clusters of this size."""
         count = ctypes.c_int()
-        config = self._config((self.cluster, 1), None)
+        config = self._config(self._neighbours, None)
         config.count = 1  # whether all meet does not matter here
         status = _driver().cuOccupancyMaxActiveClusters(
             ctypes.byref(count), self._function, ctypes.byref(config)

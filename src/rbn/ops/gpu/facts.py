@@ -33,6 +33,7 @@ class Facts:
         stride: numbers from one row of h to the next.
         looks: whether what the blocks exchange must begin EMPTY.
         zeroed: see `cuda_lstm.zeroed`.
+        in_step: whether no row is ever behind another by a step, in the backward pass.
         cell, clear: numbers that the last cells take, and those that are zeroed, of the forward
             pass; multiples of 4, and 0 for other kernels.
         defines: what they are compiled with, by whether the output has a gradient.
@@ -69,6 +70,9 @@ class Facts:
         self.cuts = {d: cuda_lstm.cut_of(d, a.wx, family) for d in both}
         self.looks = {d: cuda_lstm.meeting(cut)[1] for d, cut in self.cuts.items()}
         self.zeroed = {d: cuda_lstm.zeroed(cut, R) for d, cut in self.cuts.items()}
+        # Splits of a batch meet for nothing but the sums over it.
+        splits = getattr(self.cuts["backward"], "splits", 1)
+        self.in_step = splits == 1 or self.flags["NORM"] == BATCH
         self.cell = -(-R * B * H // 4) * 4
         self.clear = sum(self.zeroed["forward"].values()) // 4
         self.defines = {

@@ -32,8 +32,11 @@ def _consumed(call: Call, wh: Tensor) -> Tensor | None:
 
     The backward pass reads W_h h of step t, then writes d(W_h h) of step t, last step first. The
     latter lies at the end of the room, so that step t's covers only what was kept of the steps
-    after t: every block has read that before any block can have what it needs for step t.
+    after t: every block has read that before any block can have what it needs for step t. Unless
+    they do not all wait for each other.
     """
+    if call.in_cuda and not call.facts.in_step:
+        return None
     size, kept, numbers = call.flat.numel(), call.facts.saved[1], wh.numel()
     if numbers == kept:  # as the operator gives it: there may be more behind it
         numbers = wh.untyped_storage().nbytes() // wh.element_size()

@@ -1,11 +1,13 @@
 """The LSTM through the kernels in CUDA C++ for wide layers, whose blocks share work in teams.
 
 A block owns 16 units, so that layers of up to 16 units for each multiprocessor fit on the card. See
-``cuda/wide.cuh`` for how the blocks of a team divide the product.
+``cuda/wide.cuh`` for how the blocks of a team divide the product, and ``cuda/wide_splits.cuh`` for
+batches of more rows than a block has.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,10 @@ _ROWS = 128
 PREFERRED: dict[int, int] = {64: 264, 128: 264}
 _FEW = 32
 
+# Blocks that a batch of more than `_ROWS` rows is split over, at most; with 1 no such batch comes
+# here. Clusters of more than 8 blocks are a size that a card may refuse.
+SPLITS = 8
+
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
 # hand to each other grow.
 TEAMS: dict[str, tuple[int, ...]] = {"forward": (1,), "backward": (8, 4)}
@@ -41,6 +47,7 @@ _NUMBERS = {
     "forward": 8 * 144 + 4 * 80 + 3 * 16 + 4,
     "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 2 * 16 + 4,
 }
+_EXCHANGED = {"forward": 128 + 32, "backward": 192 + 32}  # sums that splits send each other
 _DEPTH = 8  # groups asked for ahead; registers are scarce
 _PARTS = 4  # groups are a multiple of it: the places, or twice those, at which a slice may begin
 
@@ -60,6 +67,7 @@ class WideCut:
     second: int
     rows: int = _ROWS
     half: bool = True  # whether numbers take 16 bits; weights, and what is passed on, always do
+    splits: int = 1  # of the batch, each with as many blocks
 
     @property
     def slice(self) -> int:
@@ -74,11 +82,17 @@ class WideCut:
     @property
     def shared(self) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
-        return (self.first + self.resident) * self.group + 4 * _NUMBERS[self.direction]
+        weights = (self.first + self.resident) * self.group
+        return weights + 4 * (_NUMBERS[self.direction] + self._for_splits)
+
+    @property
+    def _for_splits(self) -> int:
+        """Numbers, among them 4 barriers: room for what the others send, twice."""
+        return 8 + 2 * self.splits * _EXCHANGED[self.direction] if self.splits > 1 else 0
 
     @property
     def passed(self) -> int:
-        """Bytes that the blocks pass to each other in a step.
+        """Bytes that the blocks of a split pass to each other in a step.
 
         In float32 each warp of 16 rows passes on a power of two, beside every 4 pieces.
         """
@@ -89,7 +103,7 @@ class WideCut:
     @property
     def spilled(self) -> int:
         """Bytes of weights of all blocks that are not resident."""
-        return self.blocks * (self.first + self.second) * self.group
+        return self.splits * self.blocks * (self.first + self.second) * self.group
 
     @property
     def handed(self) -> int:
@@ -99,21 +113,27 @@ class WideCut:
 
 
 def cut_wide(
-    direction: str, hidden: int, team: int, limit: int, rows: int = _ROWS, half: bool = True
+    direction: str,
+    hidden: int,
+    team: int,
+    limit: int,
+    rows: int = _ROWS,
+    half: bool = True,
+    splits: int = 1,
 ) -> WideCut | None:
     """The division with the fewest slots that fits into `limit` bytes, or None."""
     blocks = -(-hidden // UNITS)
     grid = -(-blocks // team) * team
     groups = -(-blocks * _PASSED[direction] // (2 * team * _PARTS)) * _PARTS
     for slots in range(groups + 1):
-        empty = WideCut(direction, grid, team, slots, 0, slots, rows, half)
+        empty = WideCut(direction, grid, team, slots, 0, slots, rows, half, splits)
         resident = min(groups, (limit - empty.shared) // empty.group)
         if resident < 3:  # the second groups are asked for while two resident ones are used
             return None
         again = groups - resident
         if again <= 2 * slots:
             first = min(slots, again)
-            return WideCut(direction, grid, team, first, resident, again - first, rows, half)
+            return dataclasses.replace(empty, first=first, resident=resident, second=again - first)
     return None
 
 
@@ -139,23 +159,35 @@ def takes(wx: Tensor) -> bool:
 def choose(direction: str, wx: Tensor) -> WideCut | None:
     """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
     *lead, _, B, G = wx.shape
-    half = wx.dtype != torch.float32
-    if wx.dtype not in TYPES or G % 16 or B > _ROWS or not (half or tf32_allowed()):
+    half, splits = wx.dtype != torch.float32, -(-B // _ROWS)
+    if wx.dtype not in TYPES or G % 16 or splits > SPLITS or not (half or tf32_allowed()):
         return None
     rows = _preferred_rows(B, G // 4) or _ROWS
-    return _choose(direction, lead[0] if lead else 1, G // 4, rows, half, wx.device.index or 0)
+    sizes = lead[0] if lead else 1, G // 4, rows, half, splits
+    return _choose(direction, *sizes, wx.device.index or 0)
 
 
 @functools.lru_cache(maxsize=256)
 def _choose(
-    direction: str, recurrences: int, hidden: int, rows: int, half: bool, device: int
+    direction: str, recurrences: int, hidden: int, rows: int, half: bool, splits: int, device: int
 ) -> WideCut | None:
     if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
         return None
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    room = torch.cuda.get_device_properties(device).multi_processor_count
+    if splits > 1:
+        room = clusters(splits, device)
     limit = shared_limit(device)
-    found = (cut_wide(direction, hidden, n, limit, rows, half) for n in TEAMS[direction])
-    return next((cut for cut in found if cut and recurrences * cut.blocks <= processors), None)
+    found = (cut_wide(direction, hidden, n, limit, rows, half, splits) for n in TEAMS[direction])
+    return next((cut for cut in found if cut and recurrences * cut.blocks <= room), None)
+
+
+@functools.lru_cache(maxsize=64)
+def clusters(size: int, device: int) -> int:
+    """Clusters of so many blocks that fit on the card, each on a multiprocessor of its own."""
+    with torch.cuda.device(device):
+        code = nvrtc.compiled("nothing", {}, "sm_90a")
+        empty = Kernel(code, "nothing", _THREADS, shared_limit(device), size, down=True)
+    return empty.at_once // size
 
 
 @functools.lru_cache(maxsize=256)
@@ -169,9 +201,12 @@ def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
         "SECOND": cut.second,
         "DEPTH": _DEPTH,
     } | dict(defines)
+    cluster = cut.splits if cut.splits > 1 else 0
+    if cluster:
+        named["SPLITS"] = cluster
     name = f"wide_{cut.direction}"
     code = nvrtc.compiled(name, named, "sm_90a")
-    return Kernel(code, name, _THREADS, cut.shared, together=True)
+    return Kernel(code, name, _THREADS, cut.shared, cluster, together=True, down=True)
 
 
 def zeroed(cut: WideCut, recurrences: int) -> dict[str, int]:
@@ -180,8 +215,8 @@ def zeroed(cut: WideCut, recurrences: int) -> dict[str, int]:
     Zero is multiplied beyond the last unit, and instead of d(W_h h) after the last step; counters
     begin at zero, and sums, whose last bit says when they came. All are multiples of 16 bytes.
     """
-    R = recurrences
-    found = {"passed": 2 * R * cut.passed, "meetings": R * 128 * cut.team}
+    n = recurrences * cut.splits
+    found = {"passed": 2 * n * cut.passed, "meetings": n * 128 * cut.team}
     if cut.direction == "backward":
-        found["handed"] = R * cut.blocks * cut.handed
+        found["handed"] = n * cut.blocks * cut.handed
     return found

@@ -1,6 +1,6 @@
 // For layers too wide for W_h's share of a block to stay in shared memory: what both kernels share.
 //
-// A block owns UNITS = 16 hidden units for all rows of the batch. TEAM blocks make the product for the
+// A block owns UNITS = 16 hidden units for all rows of the batch, or of its share of it (wide_splits.cuh). TEAM blocks make the product for the
 // units of all of them together: each multiplies its own slice of the columns of h, or of d(W_h h),
 // with the weights of all the team's units, and they hand each other the sums (wide_team.cuh). So a block
 // reads a TEAM-th of what comes from the others, and its weights, SIDE columns for each block of the
@@ -31,7 +31,7 @@
 // step, which is passed on beside it ("exponents"): who multiplies brings all to the largest.
 //
 // Named from outside besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
-// for ahead), ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For trials: STAGGER,
+// for ahead), SPLITS, ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For trials: STAGGER,
 // MEETING, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK, LATE. The including file defines SIDE and PASSED, the pieces that
 // a thread passes on in a step.
 #define UNITS 16
@@ -297,6 +297,7 @@ __device__ __forceinline__ void await_phase(u32 barrier, u32 phase) {
   __syncwarp();
 }
 
+#include "wide_splits.cuh"
 #include "wide_product.cuh"
 
 // Sums over the batch, tables ------------------------------------------------------------------------

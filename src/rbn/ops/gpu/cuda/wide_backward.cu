@@ -4,16 +4,20 @@
 #include "wide.cuh"
 #include "wide_team.cuh"
 
-#define SPLIT (MODE_H != 0)  // d(W_x x) is not d(W_h h)
+#define APART (MODE_H != 0)  // d(W_x x) is not d(W_h h)
 
 #define SKIPS (LENGTHS || ZONE_H)  // some of dh goes past the step
 
-#define STORES (SPLIT ? 16 : 8)
+#define STORES (APART ? 16 : 8)
 #define ASKED (10 + 2 * MASKS)
 // In float32 the registers are too few for all of both terms. So d(W_h h) is kept as it was passed on: it is for a product
 // with h, which takes no more bits. And the input term is asked for where the last pieces leave the registers.
-#define TIGHT (TYPE == 0 && SPLIT)
+#define TIGHT (TYPE == 0 && APART)
 #define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
+#define GATE_SUMS (MODE_X ? 192 : MODE_H ? 128 : 64)  // of all rows
+// Whether sums over all splits are needed in each step, not only at the end, for the parameters.
+#define TOTAL_GATES (MODE_H == 1 || MODE_X == 1)
+#define TOTAL_CELL (MODE_C == 1)
 
 struct Backward {
   const Element* wx;      // [R, T, B, 4H]
@@ -30,10 +34,10 @@ struct Backward {
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
   u32* counter;    // not used but by CLOCK
-  uint4* passed;   // [R, BUFFERS, STEP_WORDS], zero: d(W_h h) of the last steps
-  uint4* spilled;  // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
-  u32* meetings;   // [R, TEAM, 32], zero: counters of the slices
-  uint4* handed;   // [R, HANDED_WORDS], zero: sums for the team [GRID, TEAM - 1, HOLDERS] and what they are times
+  uint4* passed;   // [R, SPLITS, BUFFERS, STEP_WORDS], zero: d(W_h h) of the last steps
+  uint4* spilled;  // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
+  u32* meetings;   // [R, SPLITS, TEAM, 32], zero: counters of the slices
+  uint4* handed;   // [R, SPLITS, HANDED_WORDS], zero: sums for the team [GRID, TEAM - 1, HOLDERS] and what they are times
   int T, B, rows_x, rows_h, rows_c;
   float eps, rate_c, rate_h;
   const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
@@ -55,22 +59,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   // Parameters, for the threads that have a column: [64] each, then one for each unit.
   float *gamma_h = plus_c + UNITS, *gamma_x = gamma_h + 64, *bias_of = gamma_x + 64, *gamma_c = bias_of + 64;
   float *beta_of = gamma_c + UNITS, *barriers = beta_of + UNITS;
+  // Behind two barriers for weights those for splits, and what these send.
+  const OverSplits<GATE_SUMS> of_gates = {barriers + 12, shared_address(barriers + 4)};
+  const OverSplits<32> of_cell = {of_gates.room + 2 * SPLITS * GATE_SUMS, of_gates.barriers + 16};
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
-  const int row0 = warp * 16 + (lane >> 2);  // and row0 + 8
+  const int first = first_row(p.B), row0 = first + warp * 16 + (lane >> 2);  // and row0 + 8
   const int unit = blockIdx.x * UNITS + 4 * quad, sub = blockIdx.x * 2 + quad / 2;
   const bool mine = unit < H;
-  const i64 r = blockIdx.y, B = p.B;
+  const i64 r = blockIdx.y / SPLITS, part = blockIdx.y, B = p.B, end = end_of_rows(p.B);
   const u32 nothing = u32(p.B) >> 31;
-  uint4* passed = p.passed + r * BUFFERS * STEP_WORDS;
-  uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
+  uint4* passed = p.passed + part * BUFFERS * STEP_WORDS;
+  uint4* spilled = p.spilled + (part * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * HOLDERS;
   asm volatile("" : "+r"(begin));
-  u32* meeting = p.meetings + r * TEAM * 32;
-  uint4* handed = p.handed + r * HANDED_WORDS;
+  u32* meeting = p.meetings + part * TEAM * 32;
+  uint4* handed = p.handed + part * HANDED_WORDS;
   const Refill refill = {slots, spilled, shared_address(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
+  of_gates.start(), of_cell.start();
 
   const Element* weight = p.weight + r * GATES * H;
   const float undo = pack(resident, spilled, room, [&](int n, int piece, int u) {
@@ -87,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 #endif
   });
   refill.ask_first();
+  meet_cluster();
 
   // Each column's sums are three threads': of dpre warps 0 and 1, times W_h h warps 2 and 3, times the
   // input term warps 4 and 5. Those of the cell are warp 7's, in two halves.
@@ -157,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const i64 row = row0 + 8 * j, of = (r * B + row) * H + unit;
-    in[j] = row < B && mine;
+    in[j] = row < end && mine;
     length[j] = p.T;
     if (LENGTHS) length[j] = in[j] ? p.lengths[row] : 0;
     if (!in[j]) continue;
@@ -168,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 
   // d(W_h h) and d(W_x x) of a step, stored one by one beside the next product: all at once they keep the loads
   // behind them waiting, and those the product.
-  Raw4 kept[1 + SPLIT][2][4] = {};
+  Raw4 kept[1 + APART][2][4] = {};
 #if TIGHT
   uint2 sent[2][4] = {};
   float down = 0.0f;  // what it is to be multiplied with
@@ -179,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 #if TIGHT
     if (k < 8) kept[0][j][q] = from_factors(sent[j][q], down);
 #endif
-    store_here(to, kept[SPLIT ? k / 8 : 0][j][q], on && in[j]);
+    store_here(to, kept[APART ? k / 8 : 0][j][q], on && in[j]);
   };
 
   // What a step takes from memory, in ASKED parts, and the way to the next one's.
@@ -191,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       else zone_h[j] = load_mask(p.mask_h + zone_at() + 8 * j * H, in[j]);
     } else if (q < 4) {
       raw_h[j][q] = load_here(wh + (q * anew(p.B) + 8 * j) * 8, in[j]);
-      if (SPLIT && !TIGHT) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
+      if (APART && !TIGHT) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
     } else {
       load_here4(c_before[j], cs + 64 * j, in[j]);
       if (DOUTPUT) dy[j] = load_here(doutput + 8 * j * H, in[j]);
@@ -204,16 +213,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   };
   // The same into L2, before that.
   auto bring_step = [&] {
-    const int row = tid % ROWS, subs = min(2, SUBS - int(blockIdx.x) * 2);
-    if (tid == 0 && subs > 0) {
-      bring_row(wh - (4 * (quad % 2) + row0 * 8), subs * 4 * B * (TYPE == 0 ? 32 : 16));
+    const int row = first + tid % ROWS, subs = min(2, SUBS - int(blockIdx.x) * 2);
+    const u32 row_bytes = TYPE == 0 ? 32 : 16;
+    if (SPLITS > 1) {  // its rows are apart
+      const int second = quad / 2, rows = int(end) - first;
+      const i64 back = second * B * 8 + 4 * (quad % 2) + (row0 - first) * 8;
+      if (tid < 4 * subs && rows > 0) bring_row(wh - back - 3 * second * B * 8 + tid * B * 8, rows * row_bytes);
+      if (tid < subs && rows > 0) bring_row(cs - SUBS * B * 8 - back + tid * B * 8, rows * 32);
+    } else if (tid == 0 && subs > 0) {
+      bring_row(wh - (4 * (quad % 2) + row0 * 8), subs * 4 * B * row_bytes);
       bring_row(cs - SUBS * B * 8 - (4 * (quad % 2) + row0 * 8), subs * B * 32);
     }
-    if (row < B && blockIdx.x * UNITS < H) {
+    if (row < end && blockIdx.x * UNITS < H) {
       const Element* from = p.wx + at + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
       const bool more = TYPE == 0 && blockIdx.x * UNITS + 8 < H;  // sectors
-      if (SPLIT) bring(from), bring(from + H);
-      if (SPLIT && more) bring(from + 8), bring(from + H + 8);
+      if (APART) bring(from), bring(from + H);
+      if (APART && more) bring(from + 8), bring(from + H + 8);
       if (DOUTPUT && tid < ROWS) bring(doutput + i64(row - row0) * H - 4 * quad);
       if (DOUTPUT && tid < ROWS && more) bring(doutput + i64(row - row0) * H - 4 * quad + 8);
       const i64 of_masks = zone_at() + i64(row - row0) * H - 4 * quad;
@@ -242,22 +257,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
   put_statistics(p.T - 1);
 
   float inv = 1.0f / p.B;
-  auto total_of_cell = [&] {
+  auto total_of_cell = [&](u32 times) {
     await<SUMS_READY>();
-    const float total = over_warps(room + lane, 32) * to_total;
+    float sum = over_warps(room + lane, 32);
+    if (TOTAL_CELL) sum = of_cell.all(sum, lane, times);
+    const float total = sum * to_total;
     (kind ? times_c : plus_c)[own] = MODE_C == 1 ? -total * inv * to_term : 0.0f;
     running += total;
     done<TOTALS_READY>();
   };
-  auto totals_of_gates = [&] {
+  auto totals_of_gates = [&](u32 times) {
     if (for_gates && kind < 2) {
-      const float total = over_warps(room + tid, PITCH) * to_total;
+      float sum = over_warps(room + tid, PITCH);
+      if (TOTAL_GATES) sum = of_gates.all(sum, tid, times);
+      const float total = sum * to_total;
       running += total;
       (kind ? times_h : plus_h)[place] = MODE_H == 1 ? -total * inv * to_term : 0.0f;
     }
     if (MODE_X && for_gates && kind == 2) {
-      const float all = over_warps(room + number, PITCH), times = over_warps(room + tid, PITCH);
-      const float total = (times - mean_x * all) * to_total;
+      float all = over_warps(room + number, PITCH), with_x = over_warps(room + tid, PITCH);
+      if (TOTAL_GATES) with_x = of_gates.all(with_x, tid, times), all = of_gates.total(all, number, times);
+      const float total = (with_x - mean_x * all) * to_total;
       running += total;
       const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
       slope_x[place] = to_term, times_x[place] = factor;
@@ -270,11 +290,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     wait_for_slices(meeting, u32(p.T - 1 - t));
     if (SECOND) refill.ask_second();
     if (t > 0) ask_statistics(t - 1);
-    if (MODE_C && for_c) total_of_cell();
+    if (MODE_C && for_c) total_of_cell(u32(p.T - 1 - t));
     else if (MODE_C) done<SUMS_READY>(), await<TOTALS_READY>();
     if (MODE_H) {
       __syncthreads();
-      totals_of_gates();
+      totals_of_gates(u32(p.T - 1 - t));
       __syncthreads();
     }
     arrive_at_slices(meeting);
@@ -334,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
           widen4(x, raw_x[j][q]);
 #pragma unroll
           for (int e = 0; e < 4; e++)
-            gate[q][e] = gate_of(q, SPLIT ? a[e] * of_h[q][e] + (x[e] * of_x[q][e] + b[q][e]) : a[e] * pre(q));
+            gate[q][e] = gate_of(q, APART ? a[e] * of_h[q][e] + (x[e] * of_x[q][e] + b[q][e]) : a[e] * pre(q));
           anew(raw_h[j][q]);
           anew(raw_x[j][q]);
         }
@@ -425,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       fold_rows(v_c);
       room[warp * 32 + lane] = v_c[0];
       MARK(6);
-      if (for_c) total_of_cell();
+      if (for_c) total_of_cell(times);
       else done<SUMS_READY>();
       output_gate();
       if (!for_c) await<TOTALS_READY>();
@@ -475,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
       MARK(8);
       __syncthreads();
       MARK(9);
-      totals_of_gates();
+      totals_of_gates(times);
       __syncthreads();
       MARK(10);
     }
@@ -533,7 +553,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     if (!MODE_H)
 #pragma unroll
       for (int i = 0; i < 16; i++) sum_b[i] += v[0][i];
-    if (SPLIT)
+    if (APART)
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         float slope_of[4], times_of[4], plus_of[4];
@@ -546,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
 #pragma unroll
           for (int e = 0; e < 4; e++)
             d[e] = MODE_X ? dpre[j][q][e] * slope_of[e] + (x[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
-          kept[SPLIT][j][q] = masked(narrow4(d), counts[j]);
+          kept[APART][j][q] = masked(narrow4(d), counts[j]);
         }
       }
     at -= B * GATES;
@@ -580,6 +600,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_backward(const Bac
     __syncthreads();
     if (for_c) running = over_warps(room + lane, 32);
   }
+  if (!TOTAL_GATES && tid < GATE_SUMS) running = of_gates.all(running, tid, 0);
+  if (!TOTAL_CELL && for_c) running = of_cell.all(running, lane, 0);
+  meet_cluster();  // nobody leaves while its memory may still be written to
+  if (own_split()) return;
   if (for_c && has) (kind ? p.dgamma_c : p.dbeta_c)[r * H + column] = running;
   float* sums = kind == 0 ? p.dbias : kind == 1 ? p.dgamma_h : p.dgamma_x;
   if (for_gates && has && (MODE_H || kind == 0)) sums[r * GATES + column] = running;

@@ -27,9 +27,9 @@ struct Forward {
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
   u32* counter;        // not used but by CLOCK
-  uint4* passed;       // [R, BUFFERS, STEP_WORDS], zero: h of the last steps
-  uint4* spilled;      // [R, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
-  u32* meetings;       // [R, TEAM, 32], zero: counters
+  uint4* passed;       // [R, SPLITS, BUFFERS, STEP_WORDS], zero: h of the last steps
+  uint4* spilled;      // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
+  u32* meetings;       // [R, SPLITS, TEAM, 32], zero: counters
   int T, B, rows_x, rows_h, rows_c;
   float eps, rate_c, rate_h;
   const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
@@ -38,10 +38,10 @@ struct Forward {
 // What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
 
-// The variance of a column from the sums of all warps around `shift`, which lanes 0 to 15 have, and the squares of
+// The variance of a column from the sum of all rows around `shift`, which lanes 0 to 15 have, and the squares of
 // lanes 16 to 31; shift becomes the mean.
-__device__ __forceinline__ float moments(const float* from, int pitch, float inv, float& shift) {
-  const float sum = over_warps(from, pitch), square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
+__device__ __forceinline__ float moments(float sum, float inv, float& shift) {
+  const float square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
   shift = inv > 0.0f ? shift + off : 0.0f;
   return variance(square * inv, off);
 }
@@ -54,22 +54,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   float *mean_of_h = room + WARPS * PITCH, *scale_of_h = mean_of_h + TABLE, *scale_of_x = scale_of_h + TABLE;
   float *plus_x = scale_of_x + TABLE, *mean_of_c = plus_x + TABLE, *scale_of_c = mean_of_c + UNITS;
   float *beta_of = scale_of_c + UNITS, *barriers = beta_of + UNITS;
+  // Behind two barriers for weights those for splits, and what these send.
+  const OverSplits<128> of_h = {barriers + 12, shared_address(barriers + 4)};
+  const OverSplits<32> of_c = {of_h.room + 2 * SPLITS * 128, of_h.barriers + 16};
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
-  const int row0 = warp * 16 + (lane >> 2);  // and row0 + 8
+  const int first = first_row(p.B), row0 = first + warp * 16 + (lane >> 2);  // and row0 + 8
   const int unit = blockIdx.x * UNITS + 4 * quad, sub = blockIdx.x * 2 + quad / 2;
   const bool mine = unit < H;
-  const i64 r = blockIdx.y, B = p.B;
+  const i64 r = blockIdx.y / SPLITS, B = p.B, end = end_of_rows(p.B);
   Element* hs = p.hs + r * (p.T + 1) * B * HS + i64(row0) * HS + unit;
   float* cs = p.cs + (r * (p.T + 1) * SUBS + sub) * B * 8 + 4 * (quad % 2) + row0 * 8;
-  uint4* passed = p.passed + r * BUFFERS * STEP_WORDS;
-  uint4* spilled = p.spilled + (r * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
+  const i64 part = blockIdx.y;
+  uint4* passed = p.passed + part * BUFFERS * STEP_WORDS;
+  uint4* spilled = p.spilled + (part * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * HOLDERS;
   asm volatile("" : "+r"(begin));
-  u32* meeting = p.meetings + r * TEAM * 32;
+  u32* meeting = p.meetings + part * TEAM * 32;
   const Refill refill = {slots, spilled, shared_address(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
+  of_h.start(), of_c.start();
 
   const Element* weight = p.weight + r * GATES * H;
   const float undo = pack(resident, spilled, room, [&](int n, int piece, int u) {
@@ -78,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
     return __ldg(reinterpret_cast<const Raw4*>(weight + i64(n / 16 % 4 * H + of) * H + k));
   });
   refill.ask_first();
+  meet_cluster();
 
   // Each column's statistics are one thread's: those of W_h h of warps 0 to 3, one for each gate, those of the
   // input term of warps 4 and 5, those of the cell of warp 7.
@@ -115,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   };
   auto keep = [&](int t, float mean, float var) {
     const i64 at = statistic + i64(t) * features;
-    if (!has) return;
+    if (!has || own_split()) return;
     (for_h ? p.mean_h : p.mean_c)[at] = mean;
     (for_h ? p.var_h : p.var_c)[at] = var;
   };
@@ -127,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const i64 row = row0 + 8 * j;
-    in[j] = row < B && mine;
+    in[j] = row < end && mine;
     length[j] = p.T;
     if (LENGTHS) length[j] = in[j] ? p.lengths[row] : 0;
     if (in[j]) load4(c[j], p.c0 + (r * B + row) * H + unit);
@@ -139,10 +145,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
 #if TYPE == 0
   {
     u32 top = ZONE_H ? __float_as_uint(1.0f) : 0;  // units may keep their h0
-    const Element* of_warp = p.hs + (r * (p.T + 1) * B + warp * 16) * HS;
+    const Element* of_warp = p.hs + (r * (p.T + 1) * B + first + warp * 16) * HS;
     for (int i = lane; i < 16 * (HS / 4); i += 32) {
       const int row = i / (HS / 4), k = i % (HS / 4) * 4;
-      if (warp * 16 + row >= B || k >= H) continue;
+      if (first + warp * 16 + row >= end || k >= H) continue;
       float v[4];
       load4(v, of_warp + row * HS + k);
 #pragma unroll
@@ -159,19 +165,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   // The input term: asked for beside the product of the step before, normalized while the others are waited for.
   const Element* wx = p.wx + (r * p.T * B + row0) * GATES + unit;
   auto bring_rows = [&] {  // 16 units of a row and gate are a sector or two, in float32 one more
-    const int row = tid % ROWS;
+    const int row = first + tid % ROWS;
     const Element* from = wx + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
-    if (row < B) bring(from), bring(from + H);
-    if (TYPE == 0 && row < B && blockIdx.x * UNITS + 8 < H) bring(from + 8), bring(from + H + 8);
+    if (row < end) bring(from), bring(from + H);
+    if (TYPE == 0 && row < end && blockIdx.x * UNITS + 8 < H) bring(from + 8), bring(from + H + 8);
   };
   // Zoneout masks, four units of a row: into L2 a step ahead, from there beside the product of their own step.
   u32 zone_c[2] = {}, zone_h[2] = {};
   auto zone_at = [&](int t) { return ((r * p.T + t) * B + row0) * H + unit; };
   auto bring_masks = [&](int t) {
-    const int row = tid % ROWS;
+    const int row = first + tid % ROWS;
     const i64 from = zone_at(t) + i64(row - row0) * H - 4 * quad;
-    if (ZONE_C == 1 && row < B && tid < ROWS) bring(p.mask_c + from);
-    if (ZONE_H == 1 && row < B && tid >= ROWS) bring(p.mask_h + from);
+    if (ZONE_C == 1 && row < end && tid < ROWS) bring(p.mask_c + from);
+    if (ZONE_H == 1 && row < end && tid >= ROWS) bring(p.mask_h + from);
   };
   auto ask_mask = [&](int k, int t) {
     const int j = k % 2;
@@ -221,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   if (ZONE_H) packed[0] = h0[0], packed[1] = h0[1];  // the last h, which is also what units keep
   auto save = [&](int k, bool on) {
     const int j = k % 2, q = k / 2;
-    if (q == 4) store_here(hs + 8 * j * HS, packed[j], on && row0 + 8 * j < p.B && unit < HS);
+    if (q == 4) store_here(hs + 8 * j * HS, packed[j], on && row0 + 8 * j < end_of_rows(p.B) && unit < HS);
     else if (SAVE && q < 4) store_here(wh + (q * anew(p.B) + 8 * j) * 8, kept[j][q], on && in[j]);
     else if (SAVE) store_here4(cs + 64 * j, c[j], on && in[j]);
   };
@@ -254,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       if (SUM_H) __syncthreads();
       if (SUM_C && for_c) {
         await<SUMS_READY>();
-        const float var = moments(room + lane, 32, inv, shift);
+        const float var = moments(of_c.all(over_warps(room + lane, 32), lane, u32(t)), inv, shift);
         if (owner) mean_of_c[own] = shift, scale_of_c[own] = rsqrtf(var + p.eps) * gamma;
         done<TOTALS_READY>();
         keep(t, shift, var);
@@ -320,7 +326,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       MARK(5);
       float var = 0.0f;
       if (for_h) {
-        var = moments(room + (lane < 16 ? 0 : SECOND_AT) + number, PITCH, inv, shift);
+        const float sum = over_warps(room + (lane < 16 ? 0 : SECOND_AT) + number, PITCH);
+        var = moments(of_h.all(sum, tid, u32(t)), inv, shift);
         if (owner) mean_of_h[place] = shift, scale_of_h[place] = rsqrtf(var + p.eps) * gamma;
       } else {
         put_given_x();
@@ -377,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
       MARK(7);
       if (for_c) {
         await<SUMS_READY>();
-        const float var = moments(room + lane, 32, inv, shift);
+        const float var = moments(of_c.all(over_warps(room + lane, 32), lane, u32(t)), inv, shift);
         if (owner) mean_of_c[own] = shift, scale_of_c[own] = rsqrtf(var + p.eps) * gamma;
         done<TOTALS_READY>();
         keep(t, shift, var);
@@ -434,4 +441,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
 #pragma unroll
   for (int j = 0; j < 2; j++)
     if (in[j]) store4(p.c_n + (r * B + row0 + 8 * j) * H + unit, c[j]);
+  meet_cluster();  // nobody leaves while its memory may still be written to
 }

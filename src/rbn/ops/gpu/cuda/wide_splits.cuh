@@ -1,0 +1,81 @@
+// Batches of more rows than a block has. SPLITS blocks own the same units, each a share of the rows, and are a
+// thread-block cluster: those of the same blockIdx.x, one after another in blockIdx.y. What is passed on, handed over and
+// met for is per split: rows have nothing to do with each other in a product. Only the sums over the batch are of all
+// rows. Whoever has one of them sends it to the same thread of the other splits, into their shared memory, and adds
+// all in the order of the splits: so all have the same bits.
+//
+// A barrier counts the bytes that come. There are two of each, and of the room, for every other step: a split that sends
+// in a step has got what the others sent in the step before, so they have read what came two steps ago.
+#ifndef SPLITS
+#define SPLITS 1
+#endif
+
+__device__ __forceinline__ u32 own_split() { return SPLITS > 1 ? blockIdx.y % SPLITS : 0; }
+
+// The rows of a split: all have as many, whole tiles, but the last one.
+__device__ __forceinline__ int share_of(int B) { return ((B + SPLITS - 1) / SPLITS + 15) / 16 * 16; }
+__device__ __forceinline__ int first_row(int B) { return SPLITS > 1 ? int(own_split()) * share_of(B) : 0; }
+__device__ __forceinline__ int end_of_rows(int B) { return SPLITS > 1 ? min(B, first_row(B) + share_of(B)) : B; }
+
+__device__ __forceinline__ void meet_cluster() {
+  if (SPLITS == 1) return;
+  __syncwarp();
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// An address of this block's shared memory, in that of another split.
+__device__ __forceinline__ u32 in_split(u32 address, u32 split) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(split));
+  return there;
+}
+
+// Stores into the shared memory of another split; `barrier`, in it, counts the bytes.
+__device__ __forceinline__ void send(u32 to, u32 barrier, float v) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(to), "r"(__float_as_uint(v)), "r"(barrier) : "memory");
+}
+
+// NUMBERS sums of a step, one of each of as many threads, whole warps.
+template <int NUMBERS>
+struct OverSplits {
+  float* room;   // [2][SPLITS][NUMBERS]
+  u32 barriers;  // two
+
+  __device__ __forceinline__ void start() const {
+    if (SPLITS > 1 && threadIdx.x == 0) start_barrier(barriers, 1), start_barrier(barriers + 8, 1);
+  }
+  // times: that this was done before.
+  __device__ __forceinline__ void give(float own, int number, u32 times) const {
+    if (SPLITS == 1) return;
+    const u32 at = shared_address(room) + ((times % 2 * SPLITS + own_split()) * NUMBERS + number) * 4;
+    const u32 barrier = barriers + times % 2 * 8;
+    if (number == 0) expect(barrier, (SPLITS - 1) * NUMBERS * 4);
+#pragma unroll
+    for (u32 s = 1; s < SPLITS; s++) {
+      const u32 to = (own_split() + s) % SPLITS;
+      send(in_split(at, to), in_split(barrier, to), own);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void await(u32 times) const {
+    if (SPLITS > 1) await_phase(barriers + times % 2 * 8, times / 2);
+  }
+  // Of a number that was given and waited for.
+  __device__ __forceinline__ float total(float own, int number, u32 times) const {
+    if (SPLITS == 1) return own;
+    const float* come = room + times % 2 * SPLITS * NUMBERS + number;
+    float sum = 0.0f;
+#pragma unroll
+    for (u32 s = 0; s < SPLITS; s++) {
+      const float other = come[s * NUMBERS];
+      sum += s == own_split() ? own : other;
+    }
+    return sum;
+  }
+  __device__ __forceinline__ float all(float own, int number, u32 times) const {
+    give(own, number, times);
+    await(times);
+    return total(own, number, times);
+  }
+};

@@ -1,5 +1,6 @@
 """The host's side of the CUDA kernels for wide layers: how it is cut, and which they take."""
 
+import contextlib
 import dataclasses
 import types
 
@@ -8,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, signature, small_lstm, wide_lstm
+from rbn.ops.gpu import cuda_lstm, driver, facts, paths, signature, small_lstm, wide_lstm
 
 
 @pytest.mark.parametrize("limit", [110 * 1024, 227 * 1024])
@@ -127,7 +128,8 @@ def test_which_zoned_calls_run_wide(zoneout, monkeypatch):
             assert not runs(64, 1000, dtype=torch.float32)
             assert runs(64, 1000)
     assert not runs(64, 1002)
-    assert not runs(129, 1000)
+    assert runs(129, 900)
+    assert not runs(257, 900)
     assert not runs(64, 1000, pass_normalized_cell=True)
     assert not runs(64, 2400)
 
@@ -138,6 +140,7 @@ def test_which_layers_are_wide(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(wide_lstm, "clusters", lambda size, device: 66)
 
     def team(direction, wx):
         wide_lstm._choose.cache_clear()
@@ -179,3 +182,150 @@ def test_what_blocks_look_at_begins_at_zero(direction, rows, half):
         assert sizes["handed"] == 2 * 8 * 7 * 2 * rows * 16 + 4 * powers
     assert set(sizes) == {"passed", "meetings", *(["handed"] if direction == "backward" else [])}
     assert all(size % 16 == 0 for size in sizes.values())
+
+
+# Batches of more than 128 rows --------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("hopper")
+def test_which_batches_are_split(monkeypatch):
+    """Where the card has room for all clusters, 60 of 2 blocks, 30 of 4, 15 of 8."""
+    monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
+
+    def cuts(batch, hidden, recurrences=1, dtype=torch.bfloat16):
+        wx = torch.empty(recurrences, 1, batch, 4 * hidden, dtype=dtype)
+        found = [wide_lstm.choose(direction, wx) for direction in ("forward", "backward")]
+        assert (cuda_lstm.kind(wx) == "wide") == wide_lstm.takes(wx) == all(found)
+        return [(cut.splits, cut.rows, cut.blocks, cut.team) for cut in found if cut]
+
+    assert cuts(129, 256) == cuts(256, 256) == [(2, 128, 16, 1), (2, 128, 16, 8)]
+    assert cuts(257, 60, dtype=torch.float32) == [(3, 128, 4, 1), (3, 128, 8, 8)]
+    assert cuts(512, 60, dtype=torch.float16) == [(4, 128, 4, 1), (4, 128, 8, 8)]
+    assert cuts(1024, 60) == [(8, 128, 4, 1), (8, 128, 8, 8)]
+    assert cuts(1025, 60) == []
+    assert cuts(256, 60, dtype=torch.float64) == cuts(256, 62) == []
+    assert cuts(256, 900) == [(2, 128, 57, 1), (2, 128, 60, 4)]  # teams of 8 would be 64 blocks
+    assert cuts(256, 960) == [(2, 128, 60, 1), (2, 128, 60, 4)]
+    assert cuts(256, 964) == []
+    assert cuts(512, 256, recurrences=2) == []
+    assert cuts(256, 256, recurrences=2) == [(2, 128, 16, 1), (2, 128, 16, 8)]
+    with monkeypatch.context() as patch:
+        patch.setattr(wide_lstm, "SPLITS", 1)
+        assert cuts(129, 256) == []
+        patch.setattr(wide_lstm, "SPLITS", 2)
+        assert cuts(257, 256) == []
+    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", 64)
+    assert cuts(129, 60) == [(3, 64, 4, 1), (3, 64, 8, 8)]
+
+
+@pytest.mark.parametrize("splits", [2, 3, 8])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_splits_have_for_themselves(direction, splits):
+    """All that blocks pass to each other, and room for the sums that they send."""
+    team, limit = wide_lstm.TEAMS[direction][0], 227 * 1024
+    one = wide_lstm.cut_wide(direction, 200, team, limit)
+    cut = wide_lstm.cut_wide(direction, 200, team, limit, splits=splits)
+    assert dataclasses.replace(cut, splits=1) == one
+    sums = 128 + 32 if direction == "forward" else 3 * 64 + 32
+    assert cut.shared == one.shared + 4 * 8 + 2 * splits * 4 * sums  # 4 barriers
+    assert cut.shared % 16 == 0
+    of_one, of_all = wide_lstm.zeroed(one, 3), wide_lstm.zeroed(cut, 3)
+    assert of_all == {name: splits * size for name, size in of_one.items()}
+    few = wide_lstm.cut_wide(direction, 2000, team, limit, splits=splits)
+    assert few.shared <= limit
+    assert few.spilled == splits * few.blocks * (few.first + few.second) * few.group > 0
+
+
+def test_how_many_clusters_the_card_has_room_for(monkeypatch):
+    """Asked for with a kernel that takes a multiprocessor for each block, and with its grid."""
+    asked = []
+
+    def clusters(count, function, config):
+        given = config._obj
+        asked.append((list(given.grid), list(given.attributes[0].value[:3]), given.count))
+        assert (given.shared, list(given.block)) == (227 * 1024, [256, 1, 1])
+        count._obj.value = 30
+        return 0
+
+    cuda = types.SimpleNamespace(
+        cuModuleLoadData=lambda *args: 0,
+        cuModuleGetFunction=lambda *args: 0,
+        cuFuncSetAttribute=lambda *args: 0,
+        cuOccupancyMaxActiveClusters=clusters,
+    )
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    monkeypatch.setattr(driver, "enter", lambda: None)
+    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(wide_lstm.nvrtc, "compiled", lambda *args: b"")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    assert wide_lstm.clusters.__wrapped__(4, 0) == 30
+    assert asked == [([1, 4, 1], [1, 4, 1], 1)]
+
+
+def test_a_split_batch_is_launched_in_clusters_all_at_once(monkeypatch):
+    launched, named = [], []
+
+    def launch(config, *rest):
+        given = config._obj
+        assert [a.id for a in given.attributes[:2]] == [driver._CLUSTER, driver._COOPERATIVE]
+        dimensions = (list(a.value[:3]) for a in given.attributes[:2])
+        launched.append((list(given.grid), *dimensions, given.count))
+        return 0
+
+    def clusters(count, *rest):
+        count._obj.value = 66
+        return 0
+
+    cuda = types.SimpleNamespace(
+        cuModuleLoadData=lambda *args: 0,
+        cuModuleGetFunction=lambda *args: 0,
+        cuFuncSetAttribute=lambda *args: 0,
+        cuOccupancyMaxActiveClusters=clusters,
+        cuLaunchKernelEx=launch,
+    )
+    monkeypatch.setattr(driver, "_driver", lambda: cuda)
+    monkeypatch.setattr(driver, "enter", lambda: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(
+        wide_lstm.nvrtc, "compiled", lambda name, defines, arch: named.append(defines) or b""
+    )
+    cut = wide_lstm.cut_wide("forward", 52, 1, 227 * 1024, splits=2)
+    kernel = wide_lstm.kernel.__wrapped__(cut, 0, (("H", 52),))
+    assert named[0]["SPLITS"] == 2
+    assert kernel.at_once == 132
+    call = types.SimpleNamespace(R=3, T=1, B=200, a=types.SimpleNamespace(eps=0.0))
+    more = (0.0, 0.0, 0, 0)
+    arguments = cuda_lstm.WideForwardArguments
+    cuda_lstm._run(kernel, cut.blocks, call, arguments, {}, [1, 1, 1], *more, splits=2)
+    assert launched == [([4, 6, 1], [1, 2, 1], [1, 0, 0], 2)]
+    call.R = 17  # 136 blocks
+    with pytest.raises(RuntimeError, match="no room for all blocks"):
+        cuda_lstm._run(kernel, cut.blocks, call, arguments, {}, [1, 1, 1], *more, splits=2)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("batch", "norm", "given", "together"),
+    [
+        (128, "none", False, True),
+        (129, "none", False, False),
+        (129, "batch", False, True),
+        (129, "batch", True, False),
+    ],
+)
+def test_splits_keep_step_where_they_have_sums_in_common(batch, norm, given, together, monkeypatch):
+    monkeypatch.setattr(cuda_lstm, "covers", lambda a: True)
+    monkeypatch.setattr(cuda_lstm, "_fits", lambda wx: False)
+    H = 12
+    fields = dict.fromkeys(signature.Inputs._fields)
+    fields |= {"rate_c": 0.0, "rate_h": 0.0, "norm": norm, "input_stats": "step"}
+    fields |= {"wx": torch.empty(2, batch, 4 * H).bfloat16(), "save": True, "population": []}
+    if norm == "batch":
+        fields |= dict.fromkeys(("gamma_x", "gamma_h"), torch.ones(4 * H))
+        fields |= dict.fromkeys(("gamma_c", "beta_c"), torch.ones(H))
+    if given:
+        fields["population"] = [torch.ones(1, 4 * H)] * 4 + [torch.ones(1, H)] * 2
+    found = facts.Facts(signature.Inputs(**fields), None, paths.CUDA)
+    assert {cut.splits for cut in found.cuts.values()} == {-(-batch // 128)}
+    assert found.in_step == together

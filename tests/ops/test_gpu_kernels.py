@@ -216,7 +216,7 @@ def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
     given = types.SimpleNamespace(wx=wx, lead=lead, save=True)
     kept = signature.saved_products(given)
     wh = torch.empty(kept + signature.beyond_products(given), dtype=dtype).narrow(0, 0, kept)
-    facts = types.SimpleNamespace(saved=signature.saved_sizes(wx.shape, True))
+    facts = types.SimpleNamespace(saved=signature.saved_sizes(wx.shape, True), in_step=True)
     plain = types.SimpleNamespace(flat=wx.view(1, T, B, 4 * H), R=1, B=B, H=H, facts=facts)
     da = gradients._consumed(plain, wh)
     assert da.shape == (1, T, B, 4 * H)
@@ -226,5 +226,7 @@ def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
         for step in (kept // T, B * 4 * H):  # in CUDA C++, in Triton
             assert begin >= (t + 1) * step
     assert gradients._consumed(plain, torch.empty(kept, dtype=dtype)) is None  # no room was left
-    plain.R = 2
+    facts.in_step = False  # some rows may be read later
+    assert gradients._consumed(plain, wh) is None
+    plain.R, facts.in_step = 2, True
     assert gradients._consumed(plain, wh) is None

@@ -26,6 +26,7 @@ class Facts:
         zoned, sequence: as in `Inputs`.
         moments: how they lie in one piece, behind `cell` and `clear`; see `statistics_cuts`.
         saved: see `saved_sizes`.
+        in_step: whether no row is ever behind another by a step, in the backward pass.
 
     For the kernels in CUDA C++ also, by direction where they differ in it:
         family: which of them run.
@@ -33,7 +34,6 @@ class Facts:
         stride: numbers from one row of h to the next.
         looks: whether what the blocks exchange must begin EMPTY.
         zeroed: see `cuda_lstm.zeroed`.
-        in_step: whether no row is ever behind another by a step, in the backward pass.
         cell, clear: numbers that the last cells take, and those that are zeroed, of the forward
             pass; multiples of 4, and 0 for other kernels.
         defines: what they are compiled with, by whether the output has a gradient.
@@ -57,6 +57,7 @@ class Facts:
         }
         self.saved = saved_sizes(a.wx.shape, a.save)
         self.cell = self.clear = 0
+        self.in_step = True
         if self.in_cuda:
             self._add_cuda(a, w)
         self.moments = statistics_cuts(a, self.cell + self.clear)

@@ -35,13 +35,12 @@ def _consumed(call: Call, wh: Tensor) -> Tensor | None:
     after t: every block has read that before any block can have what it needs for step t. Unless
     they do not all wait for each other.
     """
-    if call.in_cuda and not call.facts.in_step:
-        return None
     size, kept, numbers = call.flat.numel(), call.facts.saved[1], wh.numel()
     if numbers == kept:  # as the operator gives it: there may be more behind it
         numbers = wh.untyped_storage().nbytes() // wh.element_size()
     begin = (numbers - size) // 8 * 8  # a multiple of 16 bytes
-    if call.R > 1 or wh.storage_offset() or begin < kept + call.B * 4 * call.H - size:
+    alone = call.R == 1 and call.facts.in_step
+    if not alone or wh.storage_offset() or begin < kept + call.B * 4 * call.H - size:
         return None
     strides = (size, call.B * 4 * call.H, 4 * call.H, 1)
     return wh.as_strided(call.flat.shape, strides[-call.flat.dim() :], begin)

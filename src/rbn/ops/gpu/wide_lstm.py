@@ -32,9 +32,10 @@ _ROWS = 128
 PREFERRED: dict[int, int] = {64: 264, 128: 264}
 _FEW = 32
 
-# Blocks that a batch of more than `_ROWS` rows is split over, at most; with 1 no such batch comes
-# here. Clusters of more than 8 blocks are a size that a card may refuse.
+# Larger batches are split over so many blocks at most; with 1 none comes here. A card may refuse
+# clusters of more than 8. The rows of each are 64 or `_ROWS`.
 SPLITS = 8
+SPLIT_ROWS = _ROWS
 
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
 # hand to each other grow.
@@ -159,10 +160,10 @@ def takes(wx: Tensor) -> bool:
 def choose(direction: str, wx: Tensor) -> WideCut | None:
     """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
     *lead, _, B, G = wx.shape
-    half, splits = wx.dtype != torch.float32, -(-B // _ROWS)
+    half, splits = wx.dtype != torch.float32, -(-B // SPLIT_ROWS)
     if wx.dtype not in TYPES or G % 16 or splits > SPLITS or not (half or tf32_allowed()):
         return None
-    rows = _preferred_rows(B, G // 4) or _ROWS
+    rows = SPLIT_ROWS if splits > 1 else _preferred_rows(B, G // 4) or _ROWS
     sizes = lead[0] if lead else 1, G // 4, rows, half, splits
     return _choose(direction, *sizes, wx.device.index or 0)
 

@@ -1,0 +1,198 @@
+"""Batches of more than 128 rows in the kernels for wide layers, on a card."""
+
+import copy
+
+import pytest
+import torch
+from cuda_cases import OPTIONS, UNITS, compare, needs_hopper, on_a_card, same_bits
+from recurrence_cases import (
+    assert_same,
+    call,
+    calm,
+    differentiate,
+    fresh_seed,
+    make_case,
+    poisoned_memory,
+)
+
+import rbn
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from rbn.ops.gpu import cuda_lstm, wide_lstm
+
+pytestmark = [*on_a_card, needs_hopper]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Directions and splits of the kernels for wide layers that ran."""
+    found = []
+    run = cuda_lstm._run_wide
+
+    def noted(direction, call, *rest):
+        found.append((direction, call.facts.cuts[direction].splits))
+        run(direction, call, *rest)
+
+    monkeypatch.setattr(cuda_lstm, "_run_wide", noted)
+    return found
+
+
+def both(splits):
+    return [("forward", splits), ("backward", splits)]
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
+@pytest.mark.parametrize(
+    ("batch", "hidden", "splits"),
+    [
+        (129, 20, 2),  # one row more than a block has
+        (200, 60, 2),
+        (256, 100, 2),
+        (300, 52, 3),
+        (512, 60, 4),
+        (600, 20, 5),
+        (1024, 60, 8),
+        (192, 512, 2),
+    ],
+)
+def test_split_batches_against_the_reference(op, batch, hidden, splits, dtype, launched):
+    compare(op, (3, batch, hidden), dtype, {})
+    assert launched == both(splits)
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_split_batches(name, dtype, launched):
+    compare("bn_lstm", (4, 200, 52), dtype, OPTIONS[name])
+    assert launched == both(2)
+
+
+ZONEOUT = {
+    "masks": {"zoneout": ("mask", "mask")},
+    "rates, lengths": {"zoneout": (0.5, 0.05), "lengths": "random"},
+    "both kinds, population": {"zoneout": (0.3, "mask"), "population": 2},
+}
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("name", ZONEOUT)
+def test_zoneout_of_split_batches(name, dtype, launched):
+    compare("bn_lstm", (4, 300, 36), dtype, ZONEOUT[name])
+    assert launched == both(3)
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
+def test_steps_at_which_some_splits_have_no_row(op, dtype, launched):
+    """One of two, then the other, then both: a batch whose last step has no row at all."""
+    for lengths in ([1] * 112 + [4] * 88, [4] * 112 + [2] * 88, [3] * 200):
+        compare(op, (4, 200, 52), dtype, {"lengths": lengths})
+    assert launched == both(2) * 3
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [("bn_lstm", (9, 256, 256)), ("bn_lstm", (9, 300, 60)), ("lstm", (9, 1000, 60))],
+)
+def test_split_batches_give_the_same_bits_every_time(op, shape, dtype, launched):
+    same_bits(make_case(op, *shape, dtype=dtype).on("cuda"), 20)
+    assert len(launched) == 42
+
+
+@pytest.mark.parametrize("name", ["plain", "lengths"])
+def test_splits_of_64_rows(name, monkeypatch, launched):
+    """Their second warpgroup has no rows, but some of the sums."""
+    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", 64)
+    for op in ("bn_lstm", "lstm"):
+        compare(op, (4, 200, 52), torch.bfloat16, OPTIONS[name])
+    assert launched == both(4) * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_split_batches_that_do_not_fit(dtype, monkeypatch, launched):
+    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 66 * 1024)
+    wide_lstm._choose.cache_clear()
+    compare("bn_lstm", (5, 200, 488), dtype, OPTIONS["lengths"])
+    wide_lstm._choose.cache_clear()
+    assert launched == both(2)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("block", [0, 3, 4, 7])
+@pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
+def test_blocks_of_all_splits_may_be_late(op, block, place, monkeypatch, launched):
+    defines, more = cuda_lstm.defines, (("LATE", 4 * block + place),)
+    monkeypatch.setattr(cuda_lstm, "defines", lambda *args: defines(*args) + more)
+    compare(op, (9, 200, 52), torch.bfloat16, {})
+    assert launched == both(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.LSTM])
+def test_two_directions_of_a_split_batch(layer_class, dtype, launched):
+    torch.manual_seed(0)
+    layer = layer_class(20, 60, bidirectional=True).to("cuda", dtype)
+    x = torch.randn(5, 300, 20, device="cuda", dtype=dtype)
+    twin = copy.deepcopy(layer).double()
+    found, expected = layer(x)[0], twin(x.double())[0]
+    assert (found - expected).abs().max() <= 16 * UNITS[dtype]
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for name, parameter in twin.named_parameters():
+        error = (layer.get_parameter(name).grad - parameter.grad).norm()
+        assert error <= 16 * UNITS[dtype] * parameter.grad.norm().clamp(min=1), name
+    assert {splits for _, splits in launched} == {3}
+
+
+@pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
+def test_a_split_batch_in_inference(op, launched):
+    dtype = torch.bfloat16
+    case = make_case(op, 5, 200, 60, fresh_seed(), dtype=dtype, **calm(op))
+    with torch.no_grad(), poisoned_memory():
+        found = call(case.on("cuda"), "gpu")
+    assert_same(found, call(case.to(torch.float64), "reference"), 16 * UNITS[dtype])
+    assert launched == both(2)[:1]
+
+
+def test_a_split_batch_in_a_cuda_graph(launched):
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(20, 60).to("cuda", torch.bfloat16)
+    x = torch.randn(5, 200, 20, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        for parameter in layer.parameters():
+            parameter.grad = None
+        output = layer(x)[0]
+        output.float().square().sum().backward()
+        return [output, *(parameter.grad for parameter in layer.parameters())]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = [value.clone() for value in step()]
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, found, expected))
+    assert {splits for _, splits in launched} == {2}
+
+
+def test_batches_that_find_no_room_run_other_kernels(launched):
+    for batch, hidden in ((1025, 20), (1024, 512), (130, 22)):
+        compare("bn_lstm", (3, batch, hidden), torch.bfloat16, {})
+    assert not launched
+
+
+def test_nothing_is_split_where_that_is_turned_off(monkeypatch, launched):
+    monkeypatch.setattr(wide_lstm, "SPLITS", 1)
+    case = make_case("bn_lstm", 3, 200, 60, fresh_seed(), dtype=torch.bfloat16, **calm("bn_lstm"))
+    differentiate(case.on("cuda"), "gpu")
+    assert not launched

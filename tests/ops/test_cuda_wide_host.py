@@ -255,7 +255,7 @@ def test_how_many_clusters_the_card_has_room_for(monkeypatch):
     )
     monkeypatch.setattr(driver, "_driver", lambda: cuda)
     monkeypatch.setattr(driver, "enter", lambda: None)
-    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(driver, "shared_limit", lambda device: 227 * 1024)
     monkeypatch.setattr(wide_lstm.nvrtc, "compiled", lambda *args: b"")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     assert wide_lstm.clusters.__wrapped__(4, 0) == 30

@@ -111,12 +111,21 @@ def test_splits_of_64_rows(name, monkeypatch, launched):
     assert launched == both(4) * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_split_batches_that_do_not_fit(dtype, monkeypatch, launched):
+@pytest.fixture
+def few_weights(monkeypatch):
+    """Most weights of 488 units are read again in each step."""
     monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 66 * 1024)
     wide_lstm._choose.cache_clear()
-    compare("bn_lstm", (5, 200, 488), dtype, OPTIONS["lengths"])
+    yield
     wide_lstm._choose.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("few_weights")
+def test_weights_of_split_batches_that_do_not_fit(dtype, launched):
+    wx = torch.empty(5, 200, 4 * 488, dtype=dtype)
+    assert all(wide_lstm.choose(direction, wx).second for direction in ("forward", "backward"))
+    compare("bn_lstm", (5, 200, 488), dtype, OPTIONS["lengths"])
     assert launched == both(2)
 
 
@@ -157,7 +166,7 @@ def test_a_split_batch_in_inference(op, launched):
     assert launched == both(2)[:1]
 
 
-def test_a_split_batch_in_a_cuda_graph(launched):
+def test_a_split_batch_in_a_cuda_graph(capture, launched):
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(20, 60).to("cuda", torch.bfloat16)
     x = torch.randn(5, 200, 20, device="cuda", dtype=torch.bfloat16)
@@ -169,19 +178,13 @@ def test_a_split_batch_in_a_cuda_graph(launched):
         output.float().square().sum().backward()
         return [output, *(parameter.grad for parameter in layer.parameters())]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        expected = [value.clone() for value in step()]
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    expected = [value.clone() for value in step()]
+    graph, found = capture(step)
     for _ in range(2):
         graph.replay()
-        torch.cuda.synchronize()
-        assert all(map(torch.equal, found, expected))
+        assert torch.equal(found[0], expected[0])
+        for value, want in zip(found, expected, strict=True):
+            assert (value - want).norm() <= 8 * UNITS[torch.bfloat16] * want.norm()
     assert {splits for _, splits in launched} == {2}
 
 

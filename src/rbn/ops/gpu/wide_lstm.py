@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import nvrtc
+from rbn.ops.gpu import driver, nvrtc
 from rbn.ops.gpu.driver import Kernel, shared_limit
 from rbn.ops.gpu.plan import tf32_allowed
 
@@ -187,7 +187,8 @@ def clusters(size: int, device: int) -> int:
     """Clusters of so many blocks that fit on the card, each on a multiprocessor of its own."""
     with torch.cuda.device(device):
         code = nvrtc.compiled("nothing", {}, "sm_90a")
-        empty = Kernel(code, "nothing", _THREADS, shared_limit(device), size, down=True)
+        shared = driver.shared_limit(device)
+        empty = Kernel(code, "nothing", _THREADS, shared, size, down=True)
     return empty.at_once // size
 
 

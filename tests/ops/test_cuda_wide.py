@@ -301,6 +301,18 @@ def test_numbers_of_any_size_in_float32(name, shape, calls):
         assert error <= 8 * UNITS[torch.float32] * max(want.norm(), 0.01 * largest), key
 
 
+@pytest.mark.usefixtures("rows_64")
+def test_rows_without_gradients_get_none(calls):
+    """Though they are scaled with others, and sums of nothing say of which step they are."""
+    case = make_case("lstm", 5, 17, 52, fresh_seed(), dtype=torch.float32)
+    case = scaled(0, rows=slice(5, 9))(case)
+    found = differentiate(case.on("cuda"), "gpu")
+    assert calls == ["forward", "backward"]
+    assert not found[1]["wx"][:, 5:9].any()
+    assert not found[1]["h0"][5:9].any()
+    assert found[1]["wx"][:, 4].any()
+
+
 @pytest.mark.parametrize("zoneout", [(0.0, "mask"), (0.0, 0.3)])
 @pytest.mark.usefixtures("rows_64")
 def test_a_large_first_state_that_units_keep(zoneout, zoned):

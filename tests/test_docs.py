@@ -204,6 +204,24 @@ def test_the_times_on_a_gpu_are_those_of_the_file(shape, on_a_gpu):
     assert commits == set(re.findall(r"called \(\[`gpu\.csv`\]\(.*?\),\ncommit (\w+)\)", page))
 
 
+def test_the_times_of_other_sizes_are_those_of_the_file(on_a_gpu):
+    page = (ROOT / "docs/kernels.md").read_text()
+    shapes = {shape for shape, *_ in on_a_gpu if "=" in shape}
+    columns = (
+        ("cuDNN, CUDA graph", "fwdbwd_ms"),
+        ("rbn.BatchNormLSTM, CUDA graph", "ratio_to_cudnn"),
+    )
+    columns += (("rbn.LSTM, CUDA graph", "ratio_to_cudnn"), ("rbn.BatchNormLSTM", "ratio_to_cudnn"))
+    assert len(shapes) == 16
+    for shape in shapes:
+        cells = []
+        for precision in ("bf16", "tf32"):
+            rows = [on_a_gpu.get((shape, precision, what)) for what, _ in columns]
+            names = [column for _, column in columns]
+            cells += [f"{float(r[k]):.2f}" if r else "" for r, k in zip(rows, names, strict=True)]
+        assert f"| {shape.replace('=', ' = ')} | {' | '.join(cells)} |" in page
+
+
 def test_what_was_checked_on_a_gpu_is_in_the_file():
     found = json.loads((ROOT / "benchmarks/results/gpu-tests.json").read_text())
     page = " ".join((ROOT / "docs/kernels.md").read_text().split())

@@ -104,14 +104,11 @@ def test_small_kernels_run_where_a_cluster_finds_room(monkeypatch):
     assert small_lstm.choose(wx) is None
 
 
+@pytest.mark.usefixtures("hopper")
 def test_small_layers_side_by_side(monkeypatch):
     """Clusters need not run at once, so any number of recurrences is taken as one of them is."""
-    card = types.SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
-    monkeypatch.setattr(cuda_lstm, "shared_limit", lambda device: 227 * 1024)
     monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
-    cuda_lstm._has_room.cache_clear()
 
     def kind(recurrences, batch=100, hidden=100):
         wx = types.SimpleNamespace(
@@ -126,7 +123,6 @@ def test_small_layers_side_by_side(monkeypatch):
     assert kind(1, hidden=240) == "units of 8"
     monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: None)
     assert [kind(1), kind(2), kind(20)] == ["units of 8", "units of 8", None]
-    cuda_lstm._has_room.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ made of several kernels. Both are noticed where a training step takes a millisec
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
@@ -24,19 +25,21 @@ def suit(tensors: Sequence[Tensor]) -> bool:
     """Whether there is a kernel for these together."""
     return (
         0 < len(tensors) <= _MOST
-        and _tuples()
         and all(
             t.is_cuda
+            and t.layout == torch.strided
             and t.dtype == torch.float32
             and t.is_contiguous()
             and t.device == tensors[0].device
             and t.numel() > 0
             for t in tensors
         )
+        and _has_tuples()
     )
 
 
-def _tuples() -> bool:
+@functools.cache
+def _has_tuples() -> bool:
     """Whether Triton is there, of the versions whose kernels take tuples."""
     if importlib.util.find_spec("triton") is None:
         return False

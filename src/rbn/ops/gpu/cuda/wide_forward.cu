@@ -146,13 +146,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) wide_forward(const Forw
   {
     u32 top = ZONE_H ? __float_as_uint(1.0f) : 0;  // units may keep their h0
     const Element* of_warp = p.hs + (r * (p.T + 1) * B + first + warp * 16) * HS;
-    for (int i = lane; i < 16 * (HS / 4); i += 32) {
-      const int row = i / (HS / 4), k = i % (HS / 4) * 4;
-      if (first + warp * 16 + row >= end || k >= H) continue;
-      float v[4];
-      load4(v, of_warp + row * HS + k);
+    for (int k = 4 * lane; k < H; k += 128) {
+      float v[16][4] = {};  // all asked for at once
 #pragma unroll
-      for (int e = 0; e < 4; e++) top = max(top, finite_size(v[e]));
+      for (int row = 0; row < 16; row++)
+        if (first + warp * 16 + row < end) load4(v[row], of_warp + row * HS + k);
+#pragma unroll
+      for (int i = 0; i < 64; i++) top = max(top, finite_size(v[i / 4][i % 4]));
     }
     top = __reduce_max_sync(~0u, top);
     up = scale_up(top), down = scale_down(top) * undo;

@@ -89,12 +89,16 @@ __device__ __forceinline__ float pack(uint4* resident, uint4* spilled, float* ro
 #if TYPE == 0
   u32 top = 0;
 #pragma unroll 2
-  for (int i = threadIdx.x; i < SLICE * COLUMNS; i += THREADS)
+  for (int i = threadIdx.x; i < SLICE * COLUMNS; i += THREADS) {
+    float4 v[8];  // all asked for at once
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] = four(i % COLUMNS, piece_of(i / COLUMNS) + k / 4, 4 * (k % 4));
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      const float4 v = four(i % COLUMNS, piece_of(i / COLUMNS) + k / 4, 4 * (k % 4));
-      top = max(max(max(top, finite_size(v.x)), max(finite_size(v.y), finite_size(v.z))), finite_size(v.w));
+      top = max(max(top, finite_size(v[k].x)), finite_size(v[k].y));
+      top = max(max(top, finite_size(v[k].z)), finite_size(v[k].w));
     }
+  }
   top = __reduce_max_sync(~0u, top);
   if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = __uint_as_float(top);
   __syncthreads();

@@ -37,7 +37,8 @@ __device__ __forceinline__ bool of_step(u32 first, u32 times) {
 }
 
 __device__ __forceinline__ void add_word(float* to, uint4 v, float down) {
-  const float2 a = of_16_bits(v.x, down), b = of_16_bits(v.y, down), c = of_16_bits(v.z, down), d = of_16_bits(v.w, down);
+  const u32 first = TYPE == 0 ? v.x & ~1u : v.x;  // of nothing, nothing comes
+  const float2 a = of_16_bits(first, down), b = of_16_bits(v.y, down), c = of_16_bits(v.z, down), d = of_16_bits(v.w, down);
   to[0] += a.x, to[1] += a.y, to[2] += b.x, to[3] += b.y;
   to[4] += c.x, to[5] += c.y, to[6] += d.x, to[7] += d.y;
 }

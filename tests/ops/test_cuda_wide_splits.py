@@ -132,7 +132,7 @@ def test_weights_of_split_batches_that_do_not_fit(dtype, launched):
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("block", [0, 3, 4, 7])
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
-def test_blocks_of_all_splits_may_be_late(op, block, place, monkeypatch, launched):
+def test_a_block_of_one_split_may_be_late(op, block, place, monkeypatch, launched):
     defines, more = cuda_lstm.defines, (("LATE", 4 * block + place),)
     monkeypatch.setattr(cuda_lstm, "defines", lambda *args: defines(*args) + more)
     compare(op, (9, 200, 52), torch.bfloat16, {})

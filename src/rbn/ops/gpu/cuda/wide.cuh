@@ -113,10 +113,10 @@ struct Marks {
 #define MARK(stage)
 #endif
 
-// With LATE one block, LATE / 4, is late at one place of each step, LATE % 4: by more than the others need for a step.
+// With LATE one block, LATE / 4 of the first split, is late at one place of each step, LATE % 4: by more than the others need for a step.
 __device__ __forceinline__ void maybe_late(u32 place) {
 #ifdef LATE
-  if (blockIdx.x == LATE / 4 && place == LATE % 4) asm volatile("nanosleep.u32 50000;" ::: "memory");
+  if (blockIdx.x == LATE / 4 && blockIdx.y == 0 && place == LATE % 4) asm volatile("nanosleep.u32 50000;" ::: "memory");
 #endif
 }
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 import rbn
 from rbn.models import LanguageModel
-from rbn.training import Schedule, Trainer
+from rbn.training import Schedule, Trainer, checkpoint
 
 
 class Letters:
@@ -44,3 +44,22 @@ def trainer(folder, task=None, schedule=None, **options):
     schedule = schedule or Schedule(20, evaluate_every=5, checkpoint_every=3)
     optimizer = torch.optim.Adam(task.model.parameters(), 0.01)
     return Trainer(task, optimizer, schedule, folder, **options)
+
+
+def final(folder):
+    """Everything a run leaves behind, less the time it took."""
+    tensors, facts = checkpoint.load(folder / "last.safetensors")
+    progress = facts["progress"]
+    progress.pop("seconds")
+    progress.pop("loss")  # of the steps fetched together
+    for record in progress["history"]:
+        record.pop("seconds")
+    return tensors, facts
+
+
+def assert_same_run(one, other):
+    (tensors, facts), (tensors2, facts2) = final(one), final(other)
+    assert facts == facts2
+    assert tensors.keys() == tensors2.keys()
+    for name, value in tensors.items():
+        assert torch.equal(value, tensors2[name]), name

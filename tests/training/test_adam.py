@@ -138,6 +138,26 @@ def test_on_a_cpu_it_is_pytorchs_own():
     )
 
 
+@either
+def test_a_closure_is_asked_for_the_gradients_of_its_step():
+    """Those there were before are not the step's."""
+    results = []
+    for kind in (Adam, torch.optim.Adam):
+        model, (old, new, *_) = model_and_gradients(DEVICE)
+        optimizer = kind(model.parameters(), fused=True)
+        parameters = list(model.parameters())
+        parameters[0].grad = old[0].clone()
+
+        def closure(parameters=parameters, new=new):
+            for parameter, gradient in zip(parameters, new, strict=True):
+                parameter.grad = gradient.clone()
+            return 1.5
+
+        assert optimizer.step(closure) == 1.5
+        results.append([p.detach() for p in parameters])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 class TestOnGPU:

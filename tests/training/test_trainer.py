@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tasks import Letters, trainer
+from tasks import Letters, assert_same_run, final, trainer
 
 from rbn.training import (
     CheckpointError,
@@ -23,25 +23,6 @@ from rbn.training import (
 
 class Killed(Exception):
     pass
-
-
-def final(folder):
-    """Everything a run leaves behind, less the time it took."""
-    tensors, facts = checkpoint.load(folder / "last.safetensors")
-    progress = facts["progress"]
-    progress.pop("seconds")
-    progress.pop("loss")  # of the steps fetched together
-    for record in progress["history"]:
-        record.pop("seconds")
-    return tensors, facts
-
-
-def assert_same_run(one, other):
-    (tensors, facts), (tensors2, facts2) = final(one), final(other)
-    assert facts == facts2
-    assert tensors.keys() == tensors2.keys()
-    for name, value in tensors.items():
-        assert torch.equal(value, tensors2[name]), name
 
 
 def killed_after(step):
@@ -451,111 +432,6 @@ def test_checkpoints_are_not_too_frequent(tmp_path, monkeypatch):
 def test_a_graph_needs_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="graph needs a CUDA device, the model is on cpu"):
         trainer(tmp_path, graph=True)
-
-
-class Overflowing(Letters):
-    """Its gradient, not its loss, is infinite in some steps."""
-
-    steps = (3, 4)
-
-    def batch(self, step):
-        self.overflows = step in self.steps
-        return super().batch(step)
-
-    def loss(self, *batch):
-        loss = super().loss(*batch)
-        if self.overflows:
-            loss.register_hook(lambda grad: grad * torch.inf)
-        return loss
-
-
-def test_gradients_that_overflow_are_left_out(tmp_path):
-    task = Overflowing()
-    progress = trainer(tmp_path, task).run()
-    assert progress.skipped == 2
-    assert all(parameter.isfinite().all() for parameter in task.model.parameters())
-    assert trainer(tmp_path).progress.skipped == 2
-
-
-def test_a_fused_optimiser_clips_and_leaves_out_by_itself(tmp_path):
-    """The same as others to rounding; a step that it leaves out changes nothing at all."""
-    models = {}
-    for fused in (False, True):
-        task = Overflowing()
-        task.steps = (3, 4) if fused else ()
-        optimizer = torch.optim.Adam(task.model.parameters(), 0.01, fused=fused)
-        schedule = Schedule(8, evaluate_every=4, clip=0.05)
-
-        def keep(progress, fused=fused, task=task):
-            values = torch.cat([p.detach().flatten() for p in task.model.parameters()])
-            models[fused, progress.step] = values.clone()
-
-        run = Trainer(task, optimizer, schedule, tmp_path / str(fused), on_step=keep)
-        assert run.run().skipped == len(task.steps)
-    torch.testing.assert_close(models[True, 3], models[False, 3])
-    assert torch.equal(models[True, 4], models[True, 3])
-    assert torch.equal(models[True, 5], models[True, 3])
-    assert not torch.equal(models[True, 6], models[True, 5])
-    assert models[True, 8].isfinite().all()
-
-
-class Steep(Overflowing):
-    """Its gradient is so large in some steps that its norm is beyond float32."""
-
-    steps = range(3, 100)
-
-    def loss(self, *batch):
-        loss = Letters.loss(self, *batch)
-        if self.overflows:
-            loss.register_hook(lambda grad: grad * 2.0**100)
-        return loss
-
-
-@pytest.mark.parametrize("adam", [False, True])
-def test_gradients_beyond_float32_are_clipped_like_others(adam, tmp_path):
-    """Two steps are lost until the loss is small enough; then the direction is the same."""
-    models = {}
-    for kind in (Overflowing, Steep):
-        task = kind()
-        parameters = task.model.parameters()
-        optimizer = (
-            torch.optim.Adam(parameters, 0.01, fused=True)
-            if adam
-            else torch.optim.SGD(parameters, 1.0)
-        )
-        schedule = Schedule(12, evaluate_every=4, clip=0.01)  # all are larger
-        run = Trainer(task, optimizer, schedule, tmp_path / kind.__name__)
-        assert run.run().skipped == 2
-        models[kind] = torch.cat([p.detach().flatten() for p in task.model.parameters()])
-    assert run.progress.loss_scale == 2.0**-40
-    # To the 1e-6 that is added to a norm of 0.05 or more.
-    torch.testing.assert_close(models[Steep], models[Overflowing], rtol=1e-4, atol=1e-6)
-
-
-def test_a_small_loss_grows_again_and_goes_on_after_a_stop(tmp_path):
-    """Whatever the loss is multiplied with is part of the checkpoint."""
-
-    class Once(Steep):
-        steps = (3, 4)
-
-    def run(folder):
-        return trainer(tmp_path / folder, Once(), Schedule(60, evaluate_every=20, clip=0.01))
-
-    assert run("whole").run().loss_scale == 1
-    stopped = run("parts")
-    stopped.on_step = lambda now: stopped.stop() if now.step == 8 else None
-    assert stopped.run().loss_scale == 2.0**-37
-    run("parts").run()
-    assert_same_run(tmp_path / "parts", tmp_path / "whole")
-
-
-def test_nothing_but_gradients_that_overflow(tmp_path):
-    task = Overflowing()
-    task.steps = range(2, 10**6)
-    with pytest.raises(
-        Diverged, match=r"diverged at step \d+: the last 50 gradients are not finite"
-    ):
-        trainer(tmp_path, task, Schedule(100, evaluate_every=100)).run()
 
 
 def test_one_that_diverges_does_not_stop_the_others(whole, tmp_path):

@@ -88,15 +88,16 @@ class Adam(torch.optim.Adam):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step. closure: computes the loss anew, which is then returned."""
-        groups = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
-        if not all(self._suits(*found) for found in zip(self.param_groups, groups, strict=True)):
-            return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group, parameters in zip(self.param_groups, groups, strict=True):
-            self._step(group, parameters)
+        groups = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
+        if all(self._suits(*found) for found in zip(self.param_groups, groups, strict=True)):
+            for group, parameters in zip(self.param_groups, groups, strict=True):
+                self._step(group, parameters)
+        else:
+            super().step()
         return loss
 
     @staticmethod

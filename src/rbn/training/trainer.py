@@ -288,8 +288,7 @@ class Trainer:
         """Clip the gradients; one that overflowed has no direction, so the step goes without it."""
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         if self._clips:
-            whole = torch.nn.utils.get_total_norm
-            norm = part_norms(grads) if suit(grads) else whole(grads)
+            norm = part_norms(grads) if suit(grads) else torch.nn.utils.get_total_norm(grads)
         else:
             found = self.fabric.clip_gradients(
                 self.task.model, self._wrapped, max_norm=clip, error_if_nonfinite=False

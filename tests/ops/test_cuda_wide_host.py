@@ -198,6 +198,7 @@ def test_which_batches_are_split(monkeypatch):
         assert (cuda_lstm.kind(wx) == "wide") == wide_lstm.takes(wx) == all(found)
         return [(cut.splits, cut.rows, cut.blocks, cut.team) for cut in found if cut]
 
+    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", (128,))
     assert cuts(129, 256) == cuts(256, 256) == [(2, 128, 16, 1), (2, 128, 16, 8)]
     assert cuts(257, 60, dtype=torch.float32) == [(3, 128, 4, 1), (3, 128, 8, 8)]
     assert cuts(512, 60, dtype=torch.float16) == [(4, 128, 4, 1), (4, 128, 8, 8)]
@@ -214,8 +215,15 @@ def test_which_batches_are_split(monkeypatch):
         assert cuts(129, 256) == []
         patch.setattr(wide_lstm, "SPLITS", 2)
         assert cuts(257, 256) == []
-    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", 64)
+    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", (64, 128))
     assert cuts(129, 60) == [(3, 64, 4, 1), (3, 64, 8, 8)]
+    assert cuts(512, 60) == [(8, 64, 4, 1), (8, 64, 8, 8)]
+    assert cuts(513, 60) == [(5, 128, 4, 1), (5, 128, 8, 8)]
+    assert cuts(256, 480) == [(4, 64, 30, 1), (2, 128, 32, 8)]  # backward 32 blocks or none
+    assert cuts(128, 264) == [(1, 128, 17, 1), (1, 128, 24, 8)]
+    monkeypatch.setattr(wide_lstm, "WHOLE", 64)
+    assert cuts(65, 264) == [(2, 64, 17, 1), (2, 64, 24, 8)]
+    assert cuts(128, 2000) == [(1, 128, 125, 1), (1, 128, 128, 8)]
 
 
 @pytest.mark.parametrize("splits", [2, 3, 8])
@@ -327,5 +335,5 @@ def test_splits_keep_step_where_they_have_sums_in_common(batch, norm, given, tog
     if given:
         fields["population"] = [torch.ones(1, 4 * H)] * 4 + [torch.ones(1, H)] * 2
     found = facts.Facts(signature.Inputs(**fields), None, paths.CUDA)
-    assert {cut.splits for cut in found.cuts.values()} == {-(-batch // 128)}
+    assert {cut.splits for cut in found.cuts.values()} == {1 if batch <= 128 else 3}
     assert found.in_step == together

@@ -38,12 +38,50 @@ def launched(monkeypatch):
     return found
 
 
+@pytest.fixture(params=[64, 128])
+def rows(request, monkeypatch):
+    """Of splits. Where there is room for those of 64 rows, others do not run otherwise."""
+    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", (request.param,))
+    return request.param
+
+
+@pytest.fixture
+def of_128(monkeypatch):
+    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", (128,))
+
+
 def both(splits):
     return [("forward", splits), ("backward", splits)]
 
 
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
+@pytest.mark.parametrize(
+    ("batch", "hidden", "splits"),
+    [
+        (129, 20, 3),  # of 64 rows
+        (200, 60, 4),
+        (512, 100, 8),
+        (513, 100, 5),  # of 128
+        (192, 512, 3),
+    ],
+)
+def test_split_batches_against_the_reference(op, batch, hidden, splits, dtype, launched):
+    compare(op, (3, batch, hidden), dtype, {})
+    assert launched == both(splits)
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
+def test_directions_split_differently(op, dtype, launched):
+    """Backward there is room for fewer blocks, since they are whole teams."""
+    compare(op, (3, 256, 480), dtype, {})
+    assert launched == [("forward", 4), ("backward", 2)]
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
+@pytest.mark.usefixtures("of_128")
 @pytest.mark.parametrize(
     ("batch", "hidden", "splits"),
     [
@@ -57,16 +95,16 @@ def both(splits):
         (192, 512, 2),
     ],
 )
-def test_split_batches_against_the_reference(op, batch, hidden, splits, dtype, launched):
+def test_splits_of_128_rows_against_the_reference(op, batch, hidden, splits, dtype, launched):
     compare(op, (3, batch, hidden), dtype, {})
     assert launched == both(splits)
 
 
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options_of_split_batches(name, dtype, launched):
+def test_options_of_split_batches(name, dtype, rows, launched):
     compare("bn_lstm", (4, 200, 52), dtype, OPTIONS[name])
-    assert launched == both(2)
+    assert launched == both(-(-200 // rows))
 
 
 ZONEOUT = {
@@ -78,37 +116,28 @@ ZONEOUT = {
 
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("name", ZONEOUT)
-def test_zoneout_of_split_batches(name, dtype, launched):
+def test_zoneout_of_split_batches(name, dtype, rows, launched):
     compare("bn_lstm", (4, 300, 36), dtype, ZONEOUT[name])
-    assert launched == both(3)
+    assert launched == both(-(-300 // rows))
 
 
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
-def test_steps_at_which_some_splits_have_no_row(op, dtype, launched):
-    """One of two, then the other, then both: a batch whose last step has no row at all."""
+def test_steps_at_which_some_splits_have_no_row(op, dtype, rows, launched):
+    """The first, then the others, then all: a batch whose last step has no row at all."""
     for lengths in ([1] * 112 + [4] * 88, [4] * 112 + [2] * 88, [3] * 200):
         compare(op, (4, 200, 52), dtype, {"lengths": lengths})
-    assert launched == both(2) * 3
+    assert launched == both(-(-200 // rows)) * 3
 
 
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
     ("op", "shape"),
-    [("bn_lstm", (9, 256, 256)), ("bn_lstm", (9, 300, 60)), ("lstm", (9, 1000, 60))],
+    [("bn_lstm", (9, 256, 256)), ("bn_lstm", (9, 300, 60)), ("lstm", (9, 500, 60))],
 )
-def test_split_batches_give_the_same_bits_every_time(op, shape, dtype, launched):
+def test_split_batches_give_the_same_bits_every_time(op, shape, dtype, rows, launched):
     same_bits(make_case(op, *shape, dtype=dtype).on("cuda"), 20)
     assert len(launched) == 42
-
-
-@pytest.mark.parametrize("name", ["plain", "lengths"])
-def test_splits_of_64_rows(name, monkeypatch, launched):
-    """Their second warpgroup has no rows, but some of the sums."""
-    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", 64)
-    for op in ("bn_lstm", "lstm"):
-        compare(op, (4, 200, 52), torch.bfloat16, OPTIONS[name])
-    assert launched == both(4) * 2
 
 
 @pytest.fixture
@@ -121,7 +150,7 @@ def few_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("few_weights")
+@pytest.mark.usefixtures("few_weights", "of_128")
 def test_weights_of_split_batches_that_do_not_fit(dtype, launched):
     wx = torch.empty(5, 200, 4 * 488, dtype=dtype)
     assert all(wide_lstm.choose(direction, wx).second for direction in ("forward", "backward"))
@@ -132,16 +161,16 @@ def test_weights_of_split_batches_that_do_not_fit(dtype, launched):
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize("block", [0, 3, 4, 7])
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
-def test_a_block_of_one_split_may_be_late(op, block, place, monkeypatch, launched):
+def test_a_block_of_one_split_may_be_late(op, block, place, rows, monkeypatch, launched):
     defines, more = cuda_lstm.defines, (("LATE", 4 * block + place),)
     monkeypatch.setattr(cuda_lstm, "defines", lambda *args: defines(*args) + more)
     compare(op, (9, 200, 52), torch.bfloat16, {})
-    assert launched == both(2)
+    assert launched == both(-(-200 // rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.LSTM])
-def test_two_directions_of_a_split_batch(layer_class, dtype, launched):
+def test_two_directions_of_a_split_batch(layer_class, dtype, rows, launched):
     torch.manual_seed(0)
     layer = layer_class(20, 60, bidirectional=True).to("cuda", dtype)
     x = torch.randn(5, 300, 20, device="cuda", dtype=dtype)
@@ -153,20 +182,20 @@ def test_two_directions_of_a_split_batch(layer_class, dtype, launched):
     for name, parameter in twin.named_parameters():
         error = (layer.get_parameter(name).grad - parameter.grad).norm()
         assert error <= 16 * UNITS[dtype] * parameter.grad.norm().clamp(min=1), name
-    assert {splits for _, splits in launched} == {3}
+    assert {splits for _, splits in launched} == {-(-300 // rows)}
 
 
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
-def test_a_split_batch_in_inference(op, launched):
+def test_a_split_batch_in_inference(op, rows, launched):
     dtype = torch.bfloat16
     case = make_case(op, 5, 200, 60, fresh_seed(), dtype=dtype, **calm(op))
     with torch.no_grad(), poisoned_memory():
         found = call(case.on("cuda"), "gpu")
     assert_same(found, call(case.to(torch.float64), "reference"), 16 * UNITS[dtype])
-    assert launched == both(2)[:1]
+    assert launched == both(-(-200 // rows))[:1]
 
 
-def test_a_split_batch_in_a_cuda_graph(capture, launched):
+def test_a_split_batch_in_a_cuda_graph(capture, rows, launched):
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(20, 60).to("cuda", torch.bfloat16)
     x = torch.randn(5, 200, 20, device="cuda", dtype=torch.bfloat16)
@@ -185,7 +214,7 @@ def test_a_split_batch_in_a_cuda_graph(capture, launched):
         assert torch.equal(found[0], expected[0])
         for value, want in zip(found, expected, strict=True):
             assert (value - want).norm() <= 8 * UNITS[torch.bfloat16] * want.norm()
-    assert {splits for _, splits in launched} == {2}
+    assert {splits for _, splits in launched} == {-(-200 // rows)}
 
 
 def test_batches_that_find_no_room_run_other_kernels(launched):

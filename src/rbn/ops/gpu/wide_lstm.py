@@ -32,10 +32,11 @@ _ROWS = 128
 PREFERRED: dict[int, int] = {64: 264, 128: 264}
 _FEW = 32
 
-# Larger batches are split over so many blocks at most; with 1 none comes here. A card may refuse
-# clusters of more than 8. The rows of each are 64 or `_ROWS`.
+# Batches of more rows than `WHOLE` are split over so many blocks at most; with 1 none comes here. A
+# card may refuse clusters of more than 8. The rows of each are 64 or `_ROWS`, the better first.
 SPLITS = 8
-SPLIT_ROWS = _ROWS
+SPLIT_ROWS: tuple[int, ...] = (64, _ROWS)
+WHOLE = _ROWS
 
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
 # hand to each other grow.
@@ -160,12 +161,16 @@ def takes(wx: Tensor) -> bool:
 def choose(direction: str, wx: Tensor) -> WideCut | None:
     """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
     *lead, _, B, G = wx.shape
-    half, splits = wx.dtype != torch.float32, -(-B // SPLIT_ROWS)
-    if wx.dtype not in TYPES or G % 16 or splits > SPLITS or not (half or tf32_allowed()):
+    half = wx.dtype != torch.float32
+    if wx.dtype not in TYPES or G % 16 or not (half or tf32_allowed()):
         return None
-    rows = SPLIT_ROWS if splits > 1 else _preferred_rows(B, G // 4) or _ROWS
-    sizes = lead[0] if lead else 1, G // 4, rows, half, splits
-    return _choose(direction, *sizes, wx.device.index or 0)
+    for rows in SPLIT_ROWS if B > WHOLE else (_preferred_rows(B, G // 4) or _ROWS,):
+        splits = -(-B // rows)
+        if splits <= SPLITS:
+            sizes = lead[0] if lead else 1, G // 4, rows, half, splits
+            if cut := _choose(direction, *sizes, wx.device.index or 0):
+                return cut
+    return None
 
 
 @functools.lru_cache(maxsize=256)

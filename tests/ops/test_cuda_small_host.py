@@ -120,7 +120,7 @@ def test_small_layers_side_by_side(monkeypatch):
         return cuda_lstm.kind(wx)
 
     assert [kind(1), kind(2), kind(20)] == ["small"] * 3
-    assert kind(1, hidden=240) == "units of 8"
+    assert kind(1, hidden=240) == "wide"
     monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: None)
     assert [kind(1), kind(2), kind(20)] == ["units of 8", "units of 8", None]
 

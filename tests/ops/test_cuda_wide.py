@@ -1,4 +1,4 @@
-"""The kernels for wide layers, on a card: blocks of 128 and of 64 rows, zoneout."""
+"""The kernels for wide layers, on a card: blocks of 128 and of 64 rows, zoneout, no splits."""
 
 import copy
 import dataclasses
@@ -27,6 +27,12 @@ from gpu_cases import products
 from rbn.ops.gpu import cuda_lstm, wide_lstm
 
 pytestmark = [*on_a_card, needs_hopper]
+
+
+@pytest.fixture(autouse=True)
+def whole(monkeypatch):
+    """No batch of up to 128 rows is split, though there be room."""
+    monkeypatch.setattr(wide_lstm, "WHOLE", 128)
 
 
 @pytest.fixture

@@ -61,10 +61,12 @@ def test_which_layers_are_preferably_wide(monkeypatch):
     assert kind(64, 1000) == kind(64, 2000) == ("wide", 64)  # Penn Treebank's layer
     assert kind(128, 2000) == ("wide", 128)  # text8's
     assert kind(33, 264) == ("wide", 64)
-    assert kind(65, 264) == ("wide", 128)
+    assert kind(65, 264) == kind(128, 136) == kind(128, 960) == ("wide", 64)  # two splits
+    assert kind(128, 1024) == ("wide", 128)  # no room for them
     assert kind(32, 264) == kind(1, 1000) == ("units of 8", 64)  # few rows
     assert kind(1, 2000) == ("wide", 64)  # no other has room
     assert kind(64, 240) == ("units of 8", 128)
+    assert kind(65, 132) == ("units of 8", 64)
     monkeypatch.setattr(wide_lstm, "PREFERRED", {})
     assert kind(64, 1000) == ("units of 8", 128)
     assert kind(64, 2000) == ("wide", 128)
@@ -87,7 +89,8 @@ def test_which_layers_are_preferably_wide(monkeypatch):
     assert cuda_lstm.meeting(cut) == (False, False)
     monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1000, 128: 500})
     assert kind(64, 1000) == ("wide", 64)
-    assert kind(64, 500) == kind(65, 1000) == ("wide", 128)
+    assert kind(65, 1000) == ("wide", 128)
+    assert kind(64, 500) == ("units of 8", 128)
 
 
 def zoned_call(batch, hidden, dtype=torch.bfloat16, **options):
@@ -199,6 +202,7 @@ def test_which_batches_are_split(monkeypatch):
         return [(cut.splits, cut.rows, cut.blocks, cut.team) for cut in found if cut]
 
     monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", (128,))
+    monkeypatch.setattr(wide_lstm, "WHOLE", 128)
     assert cuts(129, 256) == cuts(256, 256) == [(2, 128, 16, 1), (2, 128, 16, 8)]
     assert cuts(257, 60, dtype=torch.float32) == [(3, 128, 4, 1), (3, 128, 8, 8)]
     assert cuts(512, 60, dtype=torch.float16) == [(4, 128, 4, 1), (4, 128, 8, 8)]
@@ -316,7 +320,7 @@ def test_a_split_batch_is_launched_in_clusters_all_at_once(monkeypatch):
 @pytest.mark.parametrize(
     ("batch", "norm", "given", "together"),
     [
-        (128, "none", False, True),
+        (64, "none", False, True),
         (129, "none", False, False),
         (129, "batch", False, True),
         (129, "batch", True, False),
@@ -335,5 +339,5 @@ def test_splits_keep_step_where_they_have_sums_in_common(batch, norm, given, tog
     if given:
         fields["population"] = [torch.ones(1, 4 * H)] * 4 + [torch.ones(1, H)] * 2
     found = facts.Facts(signature.Inputs(**fields), None, paths.CUDA)
-    assert {cut.splits for cut in found.cuts.values()} == {1 if batch <= 128 else 3}
+    assert {cut.splits for cut in found.cuts.values()} == {-(-batch // 64)}
     assert found.in_step == together

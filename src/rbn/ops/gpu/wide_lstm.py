@@ -26,17 +26,17 @@ TYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 _THREADS = 256
 _ROWS = 128
 
-# Rows of a block (64, or as many as `_ROWS`), fewer first, and from how many units on such blocks
-# are taken where those of 8 units would do, too, for more than `_FEW` rows. Blocks of 64 rows are
+# Rows of a batch, fewer first, and from how many units on such batches come here where blocks of 8
+# units would do, too, if they have more than `_FEW` rows. Without splits, blocks of 64 rows are
 # taken only where they are named here.
-PREFERRED: dict[int, int] = {64: 264, 128: 264}
+PREFERRED: dict[int, int] = {64: 264, _ROWS: 136}
 _FEW = 32
 
 # Batches of more rows than `WHOLE` are split over so many blocks at most; with 1 none comes here. A
 # card may refuse clusters of more than 8. The rows of each are 64 or `_ROWS`, the better first.
 SPLITS = 8
 SPLIT_ROWS: tuple[int, ...] = (64, _ROWS)
-WHOLE = _ROWS
+WHOLE = 64
 
 # Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
 # hand to each other grow.
@@ -141,8 +141,8 @@ def cut_wide(
 
 def _preferred_rows(batch: int, hidden: int) -> int | None:
     for rows, least in PREFERRED.items():
-        if batch <= rows and hidden >= least:
-            return rows
+        if batch <= rows:
+            return rows if hidden >= least else None
     return None
 
 

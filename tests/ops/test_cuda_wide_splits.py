@@ -105,7 +105,7 @@ def test_splits_of_128_rows_against_the_reference(op, batch, hidden, splits, dty
     assert launched == both(splits)
 
 
-@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_split_batches(name, dtype, rows, launched):
     compare("bn_lstm", (4, 200, 52), dtype, OPTIONS[name])
@@ -119,14 +119,14 @@ ZONEOUT = {
 }
 
 
-@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ZONEOUT)
 def test_zoneout_of_split_batches(name, dtype, rows, launched):
     compare("bn_lstm", (4, 300, 36), dtype, ZONEOUT[name])
     assert launched == both(-(-300 // rows))
 
 
-@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
 def test_steps_at_which_some_splits_have_no_row(op, dtype, rows, launched):
     """The first, then the others, then all: a batch whose last step has no row at all."""
@@ -135,7 +135,7 @@ def test_steps_at_which_some_splits_have_no_row(op, dtype, rows, launched):
     assert launched == both(-(-200 // rows)) * 3
 
 
-@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("op", "shape"),
     [("bn_lstm", (9, 256, 256)), ("bn_lstm", (9, 300, 60)), ("lstm", (9, 500, 60))],

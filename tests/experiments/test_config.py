@@ -95,7 +95,7 @@ def test_numbers_are_what_they_look_like(text, value, tmp_path):
         (["epochs=1.5"], "epochs must be a whole number"),
         (["model=gru"], "model must be one of lstm, .*, got 'gru'"),
         (["task=imdb"], "task must be one of digits, .*, got 'imdb'"),
-        (["optimizer.name=lion"], "optimizer must be adam, rmsprop or sgd, got 'lion'"),
+        (["optimizer.name=lion"], "optimizer must be adam, adamw, rmsprop or sgd, got 'lion'"),
         (["model=irnn"], "model irnn classifies sequences; ptb is a text"),
         (["dropout=1"], "dropout must be at least 0 and below 1, got 1"),
         (["start=zeros"], "start must be one of"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rbn.training import Adam
+from rbn.training import Adam, AdamW
 from rbn.training.adam import part_norms, suit, update
 
 pytest.importorskip("triton", reason="the kernels are in Triton's language")
@@ -25,9 +25,9 @@ def random_tensors(sizes, seed, scale=1.0):
 
 
 def exact_steps(parameters, gradients, **options):
-    """PyTorch's Adam in float64."""
+    """PyTorch's AdamW in float64, which without decay is Adam."""
     parameters = [torch.nn.Parameter(p.double()) for p in parameters]
-    optimizer = torch.optim.Adam(parameters, foreach=False, **options)
+    optimizer = torch.optim.AdamW(parameters, foreach=False, **options)
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.double()
@@ -43,11 +43,18 @@ def check_close(found, expected, lr, steps):
 
 @either
 @settings(max_examples=20)
-@given(SIZES, st.integers(0, 1000), st.sampled_from([(0.9, 0.999), (0.0, 0.99), (0.5, 0.0)]))
-def test_steps_are_those_of_pytorch(sizes, seed, betas):
+@given(
+    SIZES,
+    st.integers(0, 1000),
+    st.sampled_from([(0.9, 0.999), (0.0, 0.99), (0.5, 0.0)]),
+    st.sampled_from([0.0, 0.3]),
+)
+def test_steps_are_those_of_pytorch(sizes, seed, betas, decay):
     parameters = random_tensors(sizes, seed)
     gradients = [random_tensors(sizes, seed + k, 10.0 ** (k - 1)) for k in range(3)]
-    expected = exact_steps(parameters, gradients, lr=0.01, betas=betas, eps=1e-8)
+    expected = exact_steps(
+        parameters, gradients, lr=0.01, betas=betas, eps=1e-8, weight_decay=decay
+    )
     means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     divisor = torch.tensor(4.0, device=DEVICE)
     for k, step in enumerate(gradients):
@@ -58,6 +65,7 @@ def test_steps_are_those_of_pytorch(sizes, seed, betas):
             rate=torch.tensor(0.01, device=DEVICE) if k == 1 else 0.01,
             betas=betas,
             eps=1e-8,
+            decay=decay,
             divisor=divisor,
             skip=torch.zeros((), device=DEVICE),
         )
@@ -126,10 +134,16 @@ def make_steps(optimizer, model, gradients):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_on_a_cpu_it_is_pytorchs_own():
+KINDS = {"adam": (Adam, torch.optim.Adam), "adamw": (AdamW, torch.optim.AdamW)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_cpu_it_is_pytorchs_own(kind):
     model, gradients = model_and_gradients("cpu")
     twin = copy.deepcopy(model)
-    ours, theirs = Adam(model.parameters()), torch.optim.Adam(twin.parameters(), fused=True)
+    ours, theirs = (
+        make(m.parameters(), fused=True) for make, m in zip(KINDS[kind], (model, twin), strict=True)
+    )
     assert all(
         torch.equal(x, y)
         for x, y in zip(
@@ -161,12 +175,14 @@ def test_a_closure_is_asked_for_the_gradients_of_its_step():
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
 class TestOnGPU:
-    def test_its_steps_and_states_are_pytorchs(self, monkeypatch):
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_its_steps_and_states_are_pytorchs(self, kind, monkeypatch):
         model, gradients = model_and_gradients("cuda")
         twin = copy.deepcopy(model)
-        ours, theirs = Adam(model.parameters()), torch.optim.Adam(twin.parameters(), fused=True)
+        make, peer = KINDS[kind]
+        ours, theirs = make(model.parameters()), peer(twin.parameters(), fused=True)
         with monkeypatch.context() as patch:  # the kernel, not what it stands in for
-            patch.setattr(torch.optim.Adam, "step", lambda *_: pytest.fail("PyTorch's step ran"))
+            patch.setattr(peer, "step", lambda *_: pytest.fail("PyTorch's step ran"))
             make_steps(ours, model, gradients)
         make_steps(theirs, twin, gradients)
         theirs.load_state_dict(ours.state_dict())

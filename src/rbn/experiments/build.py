@@ -17,7 +17,7 @@ from rbn.experiments.config import Config
 from rbn.experiments.reading import ReadingTask, build_reading, load_reading, make_reader
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
-from rbn.training import Adam, Progress, Schedule, Trainer, make_fabric
+from rbn.training import Adam, AdamW, Progress, Schedule, Trainer, make_fabric
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -31,9 +31,12 @@ _LAYERS = {
 }
 _OPTIMIZERS = {
     "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
     "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
+# One pass over parameters and moments instead of ten.
+_FUSED: dict[type, type] = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}
 _CHECKPOINT_SECONDS = 30.0
 Loaded = data.Splits | data.Text | Reading
 
@@ -148,11 +151,18 @@ def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> tor
     device = next(model.parameters()).device
     if graph and kind is not torch.optim.SGD:
         options["capturable"] = True
-    if device.type == "cuda" and kind is torch.optim.Adam and options.pop("fused", True):
-        kind = Adam  # one pass over parameters and moments instead of ten
+    if device.type == "cuda" and kind in _FUSED and options.pop("fused", True):
+        kind = _FUSED[kind]
     if graph and config.decay_from < 1:
         options["lr"] = torch.tensor(float(options["lr"]), device=device)
-    optimizer: torch.optim.Optimizer = kind(model.parameters(), **options)
+    parameters: list[Any] = list(model.parameters())
+    if config.optimizer["name"] == "adamw":
+        # Weights before a normalization may be of any size, so that decay only keeps their steps
+        # from getting smaller beside them; gammas, betas and biases mean what they are.
+        decayed = [p for p in parameters if p.ndim > 1]
+        others = [p for p in parameters if p.ndim <= 1]
+        parameters = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer = kind(parameters, **options)
     return optimizer
 
 

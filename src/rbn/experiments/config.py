@@ -19,6 +19,7 @@ READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
 STARTS = ("orthogonal", "identity-candidate", "identity-all")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 SELECTIONS = ("batch", "population")
+OPTIMIZERS = ("adam", "adamw", "rmsprop", "sgd")
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Config:
             evaluates the parameters themselves.
         dropout: of the layer's output on its way to the softmax; a reader's is among `layer`.
         precision: as Lightning Fabric names it.
-        optimizer: its name, ``adam``, ``rmsprop`` or ``sgd``, and the arguments of torch's class.
+        optimizer: its name, ``adam``, ``adamw``, ``rmsprop`` or ``sgd``, and arguments of torch's
+            class. AdamW's ``weight_decay`` is of matrices alone.
         start: of the recurrent weights.
         layer: options of the layer that every model understands.
         normalization: options that batch-normalized layers have besides.
@@ -84,10 +86,9 @@ class Config:
             value = getattr(self, name)
             if value not in options:
                 raise ValueError(f"{name} must be one of {', '.join(options)}, got {value!r}")
-        if self.optimizer.get("name") not in ("adam", "rmsprop", "sgd"):
-            raise ValueError(
-                f"optimizer must be adam, rmsprop or sgd, got {self.optimizer.get('name')!r}"
-            )
+        if self.optimizer.get("name") not in OPTIMIZERS:
+            choice = ", ".join(OPTIMIZERS[:-1]) + f" or {OPTIMIZERS[-1]}"
+            raise ValueError(f"optimizer must be {choice}, got {self.optimizer.get('name')!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
         if self.is_reading and self.dropout:

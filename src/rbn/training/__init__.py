@@ -1,6 +1,6 @@
 """Optimising a model and watching it."""
 
-from rbn.training.adam import Adam
+from rbn.training.adam import Adam, AdamW
 from rbn.training.checkpoint import CheckpointError
 from rbn.training.launcher import RankLost, in_touch, launch
 from rbn.training.ranks import Ranks
@@ -11,6 +11,7 @@ from rbn.training.world import World, check_devices, make_fabric
 
 __all__ = [
     "Adam",
+    "AdamW",
     "CheckpointError",
     "Diverged",
     "Progress",

@@ -75,15 +75,8 @@ def _programs(tensors: Sequence[Tensor], numbers: int) -> tuple[tuple[int, ...],
     return tuple(first), count
 
 
-class Adam(torch.optim.Adam):
-    """`torch.optim.Adam`, fused, with a kernel of its own where that suits the parameters.
-
-    Options, state and what it is told about scaled gradients are PyTorch's; gradients keep their
-    scale.
-    """
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options | {"fused": True})
+class _OneKernel(torch.optim.Optimizer):
+    """The step of an optimiser of PyTorch's that comes after it, by a kernel where that suits."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -100,13 +93,17 @@ class Adam(torch.optim.Adam):
             super().step()
         return loss
 
-    @staticmethod
-    def _suits(group: dict[str, Any], parameters: list[Tensor]) -> bool:
-        more = ("weight_decay", "amsgrad", "maximize", "differentiable")
+    def _decay(self, group: dict[str, Any]) -> float:
+        """By which a step makes parameters smaller, times the learning rate."""
+        return float(group["weight_decay"]) if isinstance(self, torch.optim.AdamW) else 0.0
+
+    def _suits(self, group: dict[str, Any], parameters: list[Tensor]) -> bool:
+        more = ("amsgrad", "maximize", "differentiable")
         gradients = [p.grad for p in parameters if p.grad is not None]
         rate = group["lr"]
         return (
             not any(group[name] for name in more)
+            and group["weight_decay"] == self._decay(group)
             and suit(parameters)
             and suit(gradients)
             and (not isinstance(rate, Tensor) or rate.is_cuda)
@@ -130,11 +127,30 @@ class Adam(torch.optim.Adam):
             rate=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
+            decay=self._decay(group),
             divisor=getattr(self, "grad_scale", None),
             skip=skip,
         )
         if skip is not None:
             torch._foreach_sub_(steps, [skip.view(())] * len(steps))
+
+
+class Adam(_OneKernel, torch.optim.Adam):
+    """`torch.optim.Adam`, fused, with a kernel of its own where that suits the parameters.
+
+    Options, state and what it is told about scaled gradients are PyTorch's; gradients keep their
+    scale.
+    """
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options | {"fused": True})
+
+
+class AdamW(_OneKernel, torch.optim.AdamW):
+    """`torch.optim.AdamW`, likewise: with weight decay that is none of the gradients."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options | {"fused": True})
 
 
 def update(
@@ -147,10 +163,14 @@ def update(
     rate: float | Tensor,
     betas: tuple[float, float],
     eps: float,
+    decay: float = 0.0,
     divisor: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> None:
-    """A step of Adam, in place. Its number, from 1, the divisor and `skip` are on the device."""
+    """A step of Adam, in place. Its number, from 1, the divisor and `skip` are on the device.
+
+    decay: parameters are made smaller by so much times the rate before.
+    """
     from rbn.training.adam_kernels import update as kernel
 
     first, count = _programs(parameters, _BLOCK)
@@ -160,7 +180,7 @@ def update(
             *(tuple(t) for t in (parameters, gradients, means, squares, steps)),
             *(rate, given if divisor is None else divisor, given if skip is None else skip),
             *(first, tuple(p.numel() for p in parameters)),
-            (*betas, *(math.log(b) if b > 0 else -1e9 for b in betas), eps),
+            (*betas, *(math.log(b) if b > 0 else -1e9 for b in betas), eps, decay),
             RATE_THERE=isinstance(rate, Tensor),
             DIVIDES=divisor is not None,
             SKIPS=skip is not None,

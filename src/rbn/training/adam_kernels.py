@@ -89,6 +89,8 @@ def _adam(
     m = BETA1 * m + (1 - BETA1) * g
     v = BETA2 * v + (1 - BETA2) * g * g
     root = tl.sqrt(_one_less_power(n, RULE[3]))
+    if RULE[5] != 0:
+        p -= lr * RULE[5] * p
     p -= lr / _one_less_power(n, RULE[2]) * m / (tl.sqrt(v) / root + RULE[4])
     if go:
         tl.store(mean + at, m, mask=there)
@@ -108,7 +110,7 @@ def update(
     skip,  # 1 where nothing is to be done
     FIRST: tl.constexpr,
     SIZES: tl.constexpr,
-    RULE: tl.constexpr,  # both betas, their logarithms, epsilon
+    RULE: tl.constexpr,  # both betas, their logarithms, epsilon, decay
     RATE_THERE: tl.constexpr,
     DIVIDES: tl.constexpr,
     SKIPS: tl.constexpr,

@@ -1,0 +1,63 @@
+"""The optimiser of a config: its parameters, and runs that are stopped."""
+
+import pytest
+import torch
+
+from rbn.experiments.build import build, check, make_optimizer, make_trainer
+from rbn.experiments.config import from_mapping
+
+CPU = torch.device("cpu")
+SMALL = {"task": "digits", "hidden_size": 4, "batch_size": 600, "epochs": 3, "decay_from": 0.3}
+ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1}
+
+
+def test_weight_decay_is_of_matrices():
+    config = from_mapping(SMALL | {"optimizer": ADAMW})
+    model = build(config, 1, CPU).model
+    decayed, others = make_optimizer(config, model).param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert decayed["lr"] == others["lr"] == 0.01
+    wanted = {name for name, p in model.named_parameters() if "weight" in name}
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in decayed["params"]} == wanted
+    assert {names[id(p)] for p in others["params"]} == set(names.values()) - wanted
+
+
+def test_what_gets_no_gradient_gets_smaller():
+    """Only what decays, and only by what is asked for."""
+    config = from_mapping(SMALL | {"optimizer": ADAMW})
+    model = build(config, 1, CPU).model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = make_optimizer(config, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        part = 1 - 0.01 * 0.1 if parameter.ndim > 1 else 1
+        torch.testing.assert_close(parameter.detach(), part * before[name])
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, {"name": "adam", "lr": 0.01}])
+def test_a_stopped_run_goes_on_to_the_same_numbers(optimizer, tmp_path):
+    config = from_mapping(SMALL | {"optimizer": optimizer})
+    whole = make_trainer(config, build(config, 1, CPU), tmp_path / "a")
+    whole.run()
+    first = make_trainer(config, build(config, 1, CPU), tmp_path / "b")
+    for _ in range(2):
+        first.advance()
+    with first.alone():
+        first.save()
+    second = make_trainer(config, build(config, 1, CPU), tmp_path / "b")
+    assert second.progress.step == 2
+    second.run()
+    for (name, a), b in zip(
+        whole.module.state_dict().items(), second.module.state_dict().values(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+def test_options_that_an_optimiser_does_not_have_are_named():
+    with pytest.raises(TypeError, match="momentum"):
+        check(from_mapping(SMALL | {"optimizer": ADAMW | {"momentum": 0.9}}))
+    with pytest.raises(ValueError, match="weight_decay"):
+        check(from_mapping(SMALL | {"optimizer": ADAMW | {"weight_decay": -1.0}}))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rbn.experiments.build import build, check, make_optimizer, make_trainer
+from rbn.experiments.build import build, check, make_optimizer
 from rbn.experiments.config import from_mapping
 
 CPU = torch.device("cpu")
@@ -38,22 +38,8 @@ def test_what_gets_no_gradient_gets_smaller():
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, {"name": "adam", "lr": 0.01}])
-def test_a_stopped_run_goes_on_to_the_same_numbers(optimizer, tmp_path):
-    config = from_mapping(SMALL | {"optimizer": optimizer})
-    whole = make_trainer(config, build(config, 1, CPU), tmp_path / "a")
-    whole.run()
-    first = make_trainer(config, build(config, 1, CPU), tmp_path / "b")
-    for _ in range(2):
-        first.advance()
-    with first.alone():
-        first.save()
-    second = make_trainer(config, build(config, 1, CPU), tmp_path / "b")
-    assert second.progress.step == 2
-    second.run()
-    for (name, a), b in zip(
-        whole.module.state_dict().items(), second.module.state_dict().values(), strict=True
-    ):
-        assert torch.equal(a, b), name
+def test_a_stopped_run_goes_on_to_the_same_numbers(optimizer, stopped_and_whole):
+    stopped_and_whole(from_mapping(SMALL | {"optimizer": optimizer}), 2)
 
 
 def test_options_that_an_optimiser_does_not_have_are_named():

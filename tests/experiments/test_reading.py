@@ -136,23 +136,8 @@ def test_each_variant_learns(variant):
     assert accuracy() > 0.9
 
 
-def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path):
-    config = small(epochs=2, layer={"dropout": 0.3})
-    whole = make_trainer(config, build(config, 1, CPU), tmp_path / "a")
-    whole.run()
-    first = make_trainer(config, build(config, 1, CPU), tmp_path / "b")
-    for _ in range(5):
-        first.advance()
-    with first.alone():
-        first.save()
-    second = make_trainer(config, build(config, 1, CPU), tmp_path / "b")
-    assert second.progress.step == 5
-    second.run()
-    for (name, a), b in zip(
-        whole.module.state_dict().items(), second.module.state_dict().values(), strict=True
-    ):
-        assert torch.equal(a, b), name
-    assert whole.progress.best == second.progress.best
+def test_a_stopped_run_goes_on_to_the_same_numbers(stopped_and_whole):
+    stopped_and_whole(small(epochs=2, layer={"dropout": 0.3}), 5)
 
 
 def archive(root, sizes=(60, 20, 20)):

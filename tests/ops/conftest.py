@@ -44,6 +44,38 @@ def calls(monkeypatch):
 
 
 @pytest.fixture
+def noting(monkeypatch):
+    """What notes the runs of a family's kernels, by the name of the function that runs them."""
+    from rbn.ops.gpu import cuda_lstm
+
+    def note(name, what=lambda direction, call: direction):
+        found, run = [], getattr(cuda_lstm, name)
+
+        def noted(direction, call, *rest):
+            run(direction, call, *rest)
+            found.append(what(direction, call))
+
+        monkeypatch.setattr(cuda_lstm, name, noted)
+        return found
+
+    return note
+
+
+@pytest.fixture
+def drive(monkeypatch):
+    """What puts functions of the test in the place of CUDA's driver."""
+    from rbn.ops.gpu import driver
+
+    def given(**functions):
+        silent = ("cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute")
+        cuda = types.SimpleNamespace(**dict.fromkeys(silent, lambda *args: 0) | functions)
+        monkeypatch.setattr(driver, "_driver", lambda: cuda)
+        monkeypatch.setattr(driver, "enter", lambda: None)
+
+    return given
+
+
+@pytest.fixture
 def in_memory(monkeypatch):
     """Small layers, too, run the kernels whose blocks meet in memory, as on cards before Hopper."""
     from rbn.ops.gpu import small_lstm

@@ -15,24 +15,16 @@ from recurrence_cases import assert_same, calm, differentiate, make_case
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, launch, small_lstm
+from rbn.ops.gpu import launch, small_lstm
 from rbn.ops.gpu.signature import Inputs
 
 pytestmark = [*on_a_card, needs_clusters]
 
 
 @pytest.fixture
-def small(monkeypatch):
+def small(noting):
     """The directions in which the kernels for small layers ran."""
-    found = []
-    run = cuda_lstm._run_small
-
-    def counted(direction, *args):
-        run(direction, *args)
-        found.append(direction)
-
-    monkeypatch.setattr(cuda_lstm, "_run_small", counted)
-    return found
+    return noting("_run_small")
 
 
 @pytest.mark.parametrize("dtype", UNITS)

@@ -184,7 +184,7 @@ def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hi
 @pytest.mark.parametrize(
     ("blocks", "refused", "room"), [(13, True, 0), (13, False, 26), (8, True, 16)]
 )
-def test_a_size_of_clusters_that_the_card_refuses(monkeypatch, blocks, refused, room):
+def test_a_size_of_clusters_that_the_card_refuses(drive, blocks, refused, room):
     """Then there is no room for them, and other kernels run; 8 blocks need not be asked for."""
 
     def clusters(count, function, config):
@@ -194,12 +194,5 @@ def test_a_size_of_clusters_that_the_card_refuses(monkeypatch, blocks, refused, 
     def allow(function, attribute, value):
         return int(refused and attribute == driver._NON_PORTABLE)
 
-    cuda = types.SimpleNamespace(
-        cuModuleLoadData=lambda *args: 0,
-        cuModuleGetFunction=lambda *args: 0,
-        cuFuncSetAttribute=allow,
-        cuOccupancyMaxActiveClusters=clusters,
-    )
-    monkeypatch.setattr(driver, "_driver", lambda: cuda)
-    monkeypatch.setattr(driver, "enter", lambda: None)
+    drive(cuFuncSetAttribute=allow, cuOccupancyMaxActiveClusters=clusters)
     assert driver.Kernel(b"", "small_forward", 256, 1024, blocks).at_once == room

@@ -187,7 +187,7 @@ def test_what_blocks_look_at_begins_at_zero(direction, rows, half):
     assert all(size % 16 == 0 for size in sizes.values())
 
 
-# Batches of more than 128 rows --------------------------------------------------------------------
+# Split batches --------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("hopper")
@@ -248,7 +248,7 @@ def test_what_splits_have_for_themselves(direction, splits):
     assert few.spilled == splits * few.blocks * (few.first + few.second) * few.group > 0
 
 
-def test_how_many_clusters_the_card_has_room_for(monkeypatch):
+def test_how_many_clusters_the_card_has_room_for(drive, monkeypatch):
     """Asked for with a kernel that takes a multiprocessor for each block, and with its grid."""
     asked = []
 
@@ -259,14 +259,7 @@ def test_how_many_clusters_the_card_has_room_for(monkeypatch):
         count._obj.value = 30
         return 0
 
-    cuda = types.SimpleNamespace(
-        cuModuleLoadData=lambda *args: 0,
-        cuModuleGetFunction=lambda *args: 0,
-        cuFuncSetAttribute=lambda *args: 0,
-        cuOccupancyMaxActiveClusters=clusters,
-    )
-    monkeypatch.setattr(driver, "_driver", lambda: cuda)
-    monkeypatch.setattr(driver, "enter", lambda: None)
+    drive(cuOccupancyMaxActiveClusters=clusters)
     monkeypatch.setattr(driver, "shared_limit", lambda device: 227 * 1024)
     monkeypatch.setattr(wide_lstm.nvrtc, "compiled", lambda *args: b"")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -274,7 +267,7 @@ def test_how_many_clusters_the_card_has_room_for(monkeypatch):
     assert asked == [([1, 4, 1], [1, 4, 1], 1)]
 
 
-def test_a_split_batch_is_launched_in_clusters_all_at_once(monkeypatch):
+def test_a_split_batch_is_launched_in_clusters_all_at_once(drive, monkeypatch):
     launched, named = [], []
 
     def launch(config, *rest):
@@ -288,15 +281,7 @@ def test_a_split_batch_is_launched_in_clusters_all_at_once(monkeypatch):
         count._obj.value = 66
         return 0
 
-    cuda = types.SimpleNamespace(
-        cuModuleLoadData=lambda *args: 0,
-        cuModuleGetFunction=lambda *args: 0,
-        cuFuncSetAttribute=lambda *args: 0,
-        cuOccupancyMaxActiveClusters=clusters,
-        cuLaunchKernelEx=launch,
-    )
-    monkeypatch.setattr(driver, "_driver", lambda: cuda)
-    monkeypatch.setattr(driver, "enter", lambda: None)
+    drive(cuOccupancyMaxActiveClusters=clusters, cuLaunchKernelEx=launch)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(

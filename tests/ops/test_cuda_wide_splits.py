@@ -26,17 +26,11 @@ pytestmark = [*on_a_card, needs_hopper]
 
 
 @pytest.fixture
-def launched(monkeypatch):
+def launched(noting):
     """Directions and splits of the kernels for wide layers that ran."""
-    found = []
-    run = cuda_lstm._run_wide
-
-    def noted(direction, call, *rest):
-        found.append((direction, call.facts.cuts[direction].splits))
-        run(direction, call, *rest)
-
-    monkeypatch.setattr(cuda_lstm, "_run_wide", noted)
-    return found
+    return noting(
+        "_run_wide", lambda direction, call: (direction, call.facts.cuts[direction].splits)
+    )
 
 
 @pytest.fixture(params=[64, 128])

@@ -78,6 +78,9 @@ def _programs(tensors: Sequence[Tensor], numbers: int) -> tuple[tuple[int, ...],
 class _OneKernel(torch.optim.Optimizer):
     """The step of an optimiser of PyTorch's that comes after it, by a kernel where that suits."""
 
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options | {"fused": True})
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step. closure: computes the loss anew, which is then returned."""
@@ -142,15 +145,9 @@ class Adam(_OneKernel, torch.optim.Adam):
     scale.
     """
 
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options | {"fused": True})
-
 
 class AdamW(_OneKernel, torch.optim.AdamW):
     """`torch.optim.AdamW`, likewise: with weight decay that is none of the gradients."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options | {"fused": True})
 
 
 def update(

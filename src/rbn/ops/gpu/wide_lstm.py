@@ -2,7 +2,7 @@
 
 A block owns 16 units, so that layers of up to 16 units for each multiprocessor fit on the card. See
 ``cuda/wide.cuh`` for how the blocks of a team divide the product, and ``cuda/wide_splits.cuh`` for
-batches of more rows than a block has.
+batches whose rows several blocks share.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // For layers too wide for W_h's share of a block to stay in shared memory: what both kernels share.
 //
-// A block owns UNITS = 16 hidden units for all rows of the batch, or of its share of it (wide_splits.cuh). TEAM blocks make the product for the
-// units of all of them together: each multiplies its own slice of the columns of h, or of d(W_h h),
+// A block owns UNITS = 16 hidden units for all rows of the batch, or of its share of it (wide_splits.cuh). TEAM blocks make
+// the product for the units of all of them together: each multiplies its own slice of the columns of h, or of d(W_h h),
 // with the weights of all the team's units, and they hand each other the sums (wide_team.cuh). So a block
 // reads a TEAM-th of what comes from the others, and its weights, SIDE columns for each block of the
 // team, are as many as if it read all. It has to: L2 gives all blocks together 5120 bytes a cycle, 41 each.
@@ -113,7 +113,8 @@ struct Marks {
 #define MARK(stage)
 #endif
 
-// With LATE one block, LATE / 4 of the first split, is late at one place of each step, LATE % 4: by more than the others need for a step.
+// With LATE one block, LATE / 4 of the first split, is late at one place of each step, LATE % 4: by more than the others
+// need for a step.
 __device__ __forceinline__ void maybe_late(u32 place) {
 #ifdef LATE
   if (blockIdx.x == LATE / 4 && blockIdx.y == 0 && place == LATE % 4) asm volatile("nanosleep.u32 50000;" ::: "memory");

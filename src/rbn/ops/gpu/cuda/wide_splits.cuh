@@ -1,4 +1,4 @@
-// Batches of more rows than a block has. SPLITS blocks own the same units, each a share of the rows, and are a
+// Batches whose rows several blocks share. SPLITS blocks own the same units, each a share of the rows, and are a
 // thread-block cluster: those of the same blockIdx.x, one after another in blockIdx.y. What is passed on, handed over and
 // met for is per split: rows have nothing to do with each other in a product. Only the sums over the batch are of all
 // rows. Whoever has one of them sends it to the same thread of the other splits, into their shared memory, and adds

@@ -96,6 +96,27 @@ def test_the_published_numbers_are_those_of_the_files(task, tag, factor, digits,
         assert f" {mean} " in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("task", "tag", "name"),
+    [("ptb", "beyond-zoneout", "Penn Treebank"), ("text8", "beyond", "text8")],
+)
+def test_the_numbers_past_the_paper_are_those_of_the_files(task, tag, name):
+    from rbn.experiments import config
+
+    found = json.loads((ROOT / f"results/{task}/bn-lstm-{tag}-seed1.json").read_text())
+    test, seconds, epochs = f"{found['test']:.3f}", found["seconds"], found["config"]["epochs"]
+    time = f"{seconds / 60:.0f} min" if seconds > 100 else f"{seconds:.0f} s"
+    line = rf"^\| {name} \|.*\| {test} \({time}.*, {epochs} epochs \|$"
+    assert re.search(line, (ROOT / "docs/experiments.md").read_text(), flags=re.M)
+    command = f"| {test} | `rbn train {task} --config beyond/{task} --precision bf16-mixed` |"
+    assert command in (ROOT / "README.md").read_text()
+    shipped = config.from_mapping(
+        {**config.read(config.find(f"beyond/{task}")), "model": "bn-lstm", "tag": tag}
+    )
+    there = config.with_settings(shipped, ["precision=bf16-mixed"])
+    assert json.loads(there.to_json()) == found["config"]
+
+
 def percent(rate):
     return f"{100 * rate:.1f}%"
 

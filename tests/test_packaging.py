@@ -48,6 +48,7 @@ NEVER_NEEDED = {
 TORCH_ALONE = """
 import json, sys, warnings
 target, hidden = sys.argv[1], set(json.loads(sys.argv[2]))
+hidden -= {name.partition(".")[0] for name in sys.modules}  # the interpreter's own, by .pth files
 
 class Hide:
     def __init__(self, finder):

@@ -129,8 +129,8 @@ class BatchNormalized(Recurrence):
         if lengths is not None and self._group() is None:  # together there are no steps in vain
             reached = torch.arange(steps, device=lengths.device) < lengths.max()
         updates: list[Update] = []
-        # In the order of the terms; there may be fewer of them.
-        for term, mean, var in zip(self.terms, batch[0::2], batch[1::2], strict=False):
+        for k, term in enumerate(self.terms):  # in their order; there may be fewer of them
+            mean, var = batch[2 * k], batch[2 * k + 1]
             if mean is None or var is None:  # not normalized, or not with the minibatch's
                 continue
             statistics = self._statistics(term, suffix)

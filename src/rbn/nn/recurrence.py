@@ -162,7 +162,7 @@ class Recurrence(nn.Module, abc.ABC):
         """What `op` finds, where it takes inputs in the place of input terms; else None."""
         if takes_features(self.op, calls[0]["wx"]):  # all have the same shape
             wide = [
-                self._with_rows(call | {"wx": call["wx"].expand(-1, -1, len(weight))})
+                self._with_rows({**call, "wx": call["wx"].expand(-1, -1, len(weight))})
                 for call, weight in zip(calls, weights, strict=True)
             ]
             found = from_one_feature(self.op, wide, weights)
@@ -173,9 +173,8 @@ class Recurrence(nn.Module, abc.ABC):
     def _with_rows(self, call: dict[str, Any]) -> dict[str, Any]:
         """The call with states ``[B, H]``."""
         shape = (call["wx"].shape[1], self.hidden_size)
-        return call | {
-            name: call[name].expand(shape) for name in self.states if call[name].dim() == 1
-        }
+        rows = {name: call[name].expand(shape) for name in self.states if call[name].dim() == 1}
+        return {**call, **rows}  # with `|` torch.compile of 2.6 would stop here
 
     def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
         """The learned ``[H]`` or zero ``[B, H]`` initial states, with noise on h0 in training."""

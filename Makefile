@@ -1,13 +1,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu lint bench bench-gpu clean
+.PHONY: help install demo test test-gpu test-oldest lint bench bench-gpu clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 install: $(STAMP) ## Make .venv and install the package into it, with the pinned versions
 
@@ -29,6 +30,14 @@ test: lint ## Run the checks and all tests, with coverage
 test-gpu: ## Run the GPU tests with $(PYTHON) as it is, without .venv (MINUTES=4: stop then; LOG=FILE)
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_tests.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(LOG),--log $(LOG))
 
+# Without Triton: none that is as old as that torch comes for every machine.
+test-oldest: ## Run all tests with the oldest versions that pyproject.toml allows (PYTHON=python3.10)
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt torch
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e '.[demo,train,sweep,dev]'
+	$(OLDEST)/bin/python -m pip uninstall --quiet --yes triton
+	$(OLDEST)/bin/python -m pytest -n auto --dist worksteal --timeout=600
+
 lint: install ## Run ruff check, ruff format --check and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,5 +50,5 @@ bench-gpu: ## Time the layers on this GPU with $(PYTHON) as it is (MINUTES=5: st
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES))
 
 clean: ## Remove .venv, caches, builds and the demo's output (never runs/ or data/)
-	rm -rf $(VENV) build dist demo-out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist demo-out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -154,8 +154,9 @@ def test_get_ends_with_one_sentence(
     result = call("get", "ptb")
     assert result.exit_code == code
     assert result.stdout == ""
-    assert result.stderr.startswith(sentence)
-    assert result.stderr.count("\n") == 1
+    said = result.stderr.lstrip("\n")  # rich before 14.3 ends what shows progress with a line
+    assert said.startswith(sentence)
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["get", "verify"])

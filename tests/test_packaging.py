@@ -210,13 +210,28 @@ def test_imports_go_one_way(path: Path) -> None:
         assert imported == part or imported in MAY_IMPORT[part], f"{part} imports {name}"
 
 
-def test_declared_dependencies_cover_the_imports() -> None:
+def declared_dependencies() -> list[Requirement]:
+    """Of the package and all its extras but `dev`."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"]]
     lines += [line for extra in extras if extra != "dev" for line in extras[extra]]
-    declared = {canonicalize_name(Requirement(line).name) for line in lines}
+    return [Requirement(line) for line in lines]
+
+
+def test_the_oldest_versions_are_those_that_are_declared() -> None:
+    lines = (ROOT / "constraints-oldest.txt").read_text().partition("\n\n")[0].splitlines()
+    oldest = dict(line.split("==") for line in lines if not line.startswith("#"))
+    declared = {found.name: str(found.specifier) for found in declared_dependencies()}
+    assert declared.keys() == oldest.keys()
+    for name, version in oldest.items():
+        least = declared[name].removeprefix(">=")
+        assert f"{version}.".startswith(f"{least}."), name
+
+
+def test_declared_dependencies_cover_the_imports() -> None:
+    declared = {canonicalize_name(found.name) for found in declared_dependencies()}
     own = {"rbn", *sys.stdlib_module_names}
     imported = {name.partition(".")[0] for path in SOURCES for name in imports_of(path)} - own
     needed = {canonicalize_name(DISTRIBUTION_OF.get(name, name)) for name in imported}

@@ -53,14 +53,15 @@ ORDER = (
 PREPARED = (LSTM, BN_LSTM, COMPILED)  # what is compiled, and kept on disk
 
 
-def plan(precisions=PRECISIONS, parts=tuple(PARTS)):
-    """What is measured, the most important first: shape, precision and layers."""
+def plan(precisions=PRECISIONS, parts=tuple(PARTS), only=()):
+    """What is measured, the most important first: shape (of ``only``), precision and layers."""
     return [
         (shape, precision, layers)
         for part, precision in ORDER
         if part in parts and precision in precisions
         for shapes, layers in [PARTS[part]]
         for shape in shapes
+        if not only or shape in only
     ]
 
 
@@ -153,13 +154,18 @@ def main():
     parser.add_argument("--repeats", type=int, default=15, help="samples of a figure, at most")
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--shapes", nargs="+", default=[], help="only these: B=256 B=512")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
     parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--prepare", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     precisions, parts = arguments.precisions.split(","), arguments.parts.split(",")
-    for name, given, known in (("precisions", precisions, PRECISIONS), ("parts", parts, PARTS)):
+    for name, given, known in (
+        ("precisions", precisions, PRECISIONS),
+        ("parts", parts, PARTS),
+        ("shapes", arguments.shapes, ALL_SHAPES),
+    ):
         unknown = [value for value in given if value not in known]
         if unknown:
             parser.error(f"--{name} must be of {', '.join(known)}, got {', '.join(unknown)}")
@@ -183,7 +189,7 @@ def main():
         "date": time.strftime("%Y-%m-%d"),
     }
     print(f"{facts['gpu']}; {facts['versions']}; {facts['commit']}")
-    todo = plan(precisions, parts)
+    todo = plan(precisions, parts, arguments.shapes)
     began = time.monotonic()
     prepare(todo, arguments.workers, 0.3 * (end - began))
     print(f"compiled in {time.monotonic() - began:.0f} s with {arguments.workers} processes")

@@ -96,13 +96,33 @@ def test_the_published_numbers_are_those_of_the_files(task, tag, factor, digits,
         assert f" {mean} " in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("task", "tag", "name"),
-    [("ptb", "beyond-zoneout", "Penn Treebank"), ("text8", "beyond", "text8")],
-)
-def test_the_numbers_past_the_paper_are_those_of_the_files(task, tag, name):
+def shipped_beyond(task, tag):
     from rbn.experiments import config
 
+    values = {**config.read(config.find(f"beyond/{task}")), "model": "bn-lstm", "tag": tag}
+    there = config.with_settings(config.from_mapping(values), ["precision=bf16-mixed"])
+    return json.loads(there.to_json())
+
+
+def test_the_accuracy_past_the_paper_is_that_of_the_files():
+    paths = (ROOT / "results/pmnist").glob("bn-lstm-zoneout-0.3-seed*.json")
+    every = [json.loads(path.read_text()) for path in paths]
+    found = [100 * values["test"] for values in every]
+    mean, least, most = (f"{x:.1f}" for x in (sum(found) / 3, min(found), max(found)))
+    assert len(found) == 3
+    assert f"| {mean} ({least} to {most}; 3) |" in (ROOT / "docs/experiments.md").read_text()
+    command = "`rbn train pmnist --config beyond/pmnist --precision bf16-mixed --seeds 1,2,3`"
+    assert f"| {mean} % | {command} |" in (ROOT / "README.md").read_text()
+    for values in every:
+        assert values["diverged_at"] is None
+        assert shipped_beyond("pmnist", "zoneout-0.3") == values["config"]
+
+
+@pytest.mark.parametrize(
+    ("task", "tag", "name"),
+    [("ptb", "decay-0.05", "Penn Treebank"), ("text8", "beyond", "text8")],
+)
+def test_the_numbers_past_the_paper_are_those_of_the_files(task, tag, name):
     found = json.loads((ROOT / f"results/{task}/bn-lstm-{tag}-seed1.json").read_text())
     test, seconds, epochs = f"{found['test']:.3f}", found["seconds"], found["config"]["epochs"]
     time = f"{seconds / 60:.0f} min" if seconds > 100 else f"{seconds:.0f} s"
@@ -110,11 +130,7 @@ def test_the_numbers_past_the_paper_are_those_of_the_files(task, tag, name):
     assert re.search(line, (ROOT / "docs/experiments.md").read_text(), flags=re.M)
     command = f"| {test} | `rbn train {task} --config beyond/{task} --precision bf16-mixed` |"
     assert command in (ROOT / "README.md").read_text()
-    shipped = config.from_mapping(
-        {**config.read(config.find(f"beyond/{task}")), "model": "bn-lstm", "tag": tag}
-    )
-    there = config.with_settings(shipped, ["precision=bf16-mixed"])
-    assert json.loads(there.to_json()) == found["config"]
+    assert shipped_beyond(task, tag) == found["config"]
 
 
 def percent(rate):

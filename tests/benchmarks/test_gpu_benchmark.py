@@ -41,6 +41,9 @@ def test_the_paper_comes_first_and_nothing_twice(bench):
     for shape in rows.SWEEPS:
         assert (shape, "fp16", rows.BN_LSTM) in single
     assert gpu.plan(["tf32"], ["peers"]) == [(shape, "tf32", rows.PEERS) for shape in rows.SHAPES]
+    assert gpu.plan(["tf32"], only=["B=2", "ptb"]) == [
+        *(("ptb", "tf32", rows.LAYERS), ("ptb", "tf32", rows.PEERS), ("B=2", "tf32", rows.LAYERS)),
+    ]
 
 
 def test_the_shapes_of_the_paper(bench):

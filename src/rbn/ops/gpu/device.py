@@ -10,6 +10,9 @@ NONE = tl.constexpr(0)
 BATCH = tl.constexpr(1)
 GIVEN = tl.constexpr(2)
 
+# In a product these stand after a tensor: before one, the interpreter of Triton 3.7 takes the
+# product for a constexpr.
+
 # Variances below this part of the square that was subtracted are what rounding left of it.
 ROUNDING = tl.constexpr(2e-6)
 # The same where a mean of the rows themselves was subtracted, which is right to a few roundings.
@@ -126,7 +129,7 @@ def moments(x, rows, shift, inv_n, FUSED: tl.constexpr):
     first, second = sum_pair(d, d * d, FUSED)
     off = first * inv_n
     var = second * inv_n - off * off
-    var = tl.where(var <= ROUNDING * off * off, 0.0, var)  # but a NaN stays one
+    var = tl.where(var <= off * ROUNDING * off, 0.0, var)  # but a NaN stays one
     return tl.where(inv_n > 0, shift + off, 0.0), var
 
 
@@ -162,7 +165,7 @@ def merged(mean, squares, n, tile_mean, tile_squares, tile_n):
 def variance(squares, n, mean):
     """Of n rows whose squares about their mean add up to `squares`; 0 where rounding made them."""
     var = squares / tl.maximum(n, 1.0)
-    return tl.where(var <= LAST_BITS * mean * mean, 0.0, var)  # but a NaN stays one
+    return tl.where(var <= mean * LAST_BITS * mean, 0.0, var)  # but a NaN stays one
 
 
 @triton.jit

@@ -146,3 +146,28 @@ def test_backends_agree(layer_class, backend):
     with rbn.backend(backend):
         found = layer(x, lengths=lengths)[0]
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def replica(module):
+    """As `torch.nn.parallel.replicate` makes it, on the same device."""
+    modules = list(module.modules())
+    copies = [each._replicate_for_data_parallel() for each in modules]
+    for each, copy in zip(modules, copies, strict=True):
+        for name, child in each._modules.items():
+            setattr(copy, name, copies[modules.index(child)])
+        for name, parameter in each._parameters.items():
+            setattr(copy, name, parameter.view_as(parameter))
+        for name, buffer in each._buffers.items():
+            setattr(copy, name, buffer.clone())
+    return copies[0]
+
+
+@pytest.mark.parametrize(
+    "layer_class", [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+)
+def test_replicas_of_data_parallel(layer_class):
+    layer, x = layer_class(5, 8), torch.randn(4, 3, 5)
+    output, _ = replica(layer)(x)
+    torch.testing.assert_close(output, layer(x)[0], rtol=0, atol=0)
+    output.sum().backward()
+    assert layer.weight_hh_l0.grad.abs().sum() > 0

@@ -10,11 +10,12 @@ import torch
 def hopper(monkeypatch):
     """An H200, as far as the choice of kernels looks at it."""
     pytest.importorskip("triton", reason="the GPU's kernels need triton")
-    from rbn.ops.gpu import cuda_lstm, wide_lstm
+    from rbn.ops.gpu import cuda_lstm, nvrtc, wide_lstm
 
     card = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 8))
     caches = (wide_lstm._choose, cuda_lstm._has_room)
     monkeypatch.setattr(wide_lstm, "clusters", lambda size, device: 15 * (8 // size))
     for module in (wide_lstm, cuda_lstm):

@@ -1,11 +1,14 @@
 """The host's side of the CUDA kernels: how the work is cut, what is compiled and kept."""
 
+import ctypes
+import tempfile
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, nvrtc, plan, signature
+from rbn.ops.gpu import cuda_lstm, driver, nvrtc, plan, signature
 from rbn.ops.gpu.input_moments import input_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -117,6 +120,117 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
     monkeypatch.setenv("RBN_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(nvrtc, "compile_source", lambda *args: b"code")
     assert nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90") == b"code"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda code: b"", lambda code: code[:-1], lambda code: b"x" * 9]
+)
+def test_damaged_code_is_compiled_again(damage, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("RBN_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *args: b"code")
+    nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90")
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90") == b"code"
+    assert "damaged" in caplog.text
+    assert path.read_bytes() == whole
+
+
+def test_code_that_cannot_be_kept_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(one, other):
+        raise OSError("no space left on device")
+
+    monkeypatch.setenv("RBN_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *args: b"code")
+    monkeypatch.setattr(nvrtc.os, "replace", fail)
+    assert nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90") == b"code"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_user_without_a_home(monkeypatch):
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("RBN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(nvrtc.Path, "home", fail)
+    assert nvrtc.cache_folder().is_relative_to(tempfile.gettempdir())
+
+
+class Compiler:
+    """NVRTC 12.8, which may refuse all programs."""
+
+    def __init__(self, refuses=False):
+        self.refuses = refuses
+
+    def nvrtcVersion(self, major, minor):
+        major._obj.value, minor._obj.value = 12, 8
+        return 0
+
+    def nvrtcGetNumSupportedArchs(self, count):
+        count._obj.value = 4
+        return 0
+
+    def nvrtcGetSupportedArchs(self, found):
+        found[:] = [80, 86, 90, 100]
+        return 0
+
+    def __getattr__(self, name):
+        return lambda *args: int(self.refuses and name == "nvrtcCompileProgram")
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    def given(library):
+        monkeypatch.setattr(nvrtc, "library", lambda: library)
+        for cache in caches:
+            cache.cache_clear()
+
+    caches = (nvrtc.version, nvrtc.architectures, nvrtc.works)
+    yield given
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_what_to_compile_for(compiler):
+    """The card's own architecture, or the one before of its generation."""
+    compiler(Compiler())
+    assert nvrtc.version() == (12, 8)
+    expected = {(8, 0): "sm_80", (8, 9): "sm_86", (9, 0): "sm_90", (10, 3): "sm_100"}
+    assert {number: nvrtc.architecture(number) for number in expected} == expected
+    assert nvrtc.architecture((7, 5)) is nvrtc.architecture((12, 0)) is None
+    assert nvrtc.works((9, 0))
+    assert not nvrtc.works((12, 0))
+    compiler(None)
+    assert nvrtc.version() == (0, 0)
+    assert not nvrtc.works((9, 0))
+
+
+def test_a_compiler_that_refuses_everything_is_none(compiler, caplog):
+    """Such as one whose second library is missing."""
+    compiler(Compiler(refuses=True))
+    assert not nvrtc.works((9, 0))
+    assert "left out: NVRTC refused nothing" in caplog.text
+
+
+@pytest.mark.parametrize("cluster", [0, 2])
+def test_a_thread_that_has_used_no_cuda_enters_a_context(cluster, drive, monkeypatch):
+    entered, statuses = [], [201, 0]
+    launch = {"cuLaunchKernelEx": lambda *args: statuses.pop(0)}
+    launch["cuLaunchCooperativeKernel"] = launch["cuLaunchKernel"] = launch["cuLaunchKernelEx"]
+    drive(**launch, cuOccupancyMaxActiveClusters=lambda *args: 1)
+    monkeypatch.setattr(driver, "enter", lambda: entered.append(True))
+    monkeypatch.setattr(driver.Kernel, "_blocks", lambda self, name: 1)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    kernel = driver.Kernel(b"", "nothing", 32, 0, cluster)
+    entered.clear()
+    kernel.launch((1, 1), b"")
+    assert (statuses, len(entered)) == ([], 1)
+    statuses += [201, 0]
+    driver.starter_on_stream(1, (1, 1, 1), 32, 0)((ctypes.c_void_p * 1)())
+    assert (statuses, len(entered)) == ([], 2)
 
 
 def test_no_compiler(monkeypatch):

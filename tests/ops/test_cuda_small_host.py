@@ -140,6 +140,7 @@ def test_the_size_of_a_cluster(monkeypatch, room, expected):
     monkeypatch.setattr(small_lstm, "shared_limit", lambda device: 227 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 3))
     find = small_lstm.cluster_of.__wrapped__
     cut = small_lstm.cut_small(torch.bfloat16, 100, 100)
     assert find(cut, torch.bfloat16, 100, 0) == expected
@@ -147,6 +148,9 @@ def test_the_size_of_a_cluster(monkeypatch, room, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert find(cut, torch.bfloat16, 100, 0) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "version", lambda: (12, 2))
+        assert find(cut, torch.bfloat16, 100, 0) is None
     monkeypatch.setattr(small_lstm, "shared_limit", lambda device: cut.shared("backward") - 1)
     assert find(cut, torch.bfloat16, 100, 0) is None
 

@@ -78,12 +78,15 @@ def test_which_layers_are_preferably_wide(monkeypatch):
     assert kind(64, 1002) == kind(64, 1002, dtype=torch.float32) == ("units of 8",)
     assert kind(64, 1000, dtype=torch.float32) == ("wide", 64)
     assert kind(128, 2000, dtype=torch.float32) == ("wide", 128)
-    for name, value in (("tf32_allowed", lambda: False), ("TYPES", wide_lstm.TYPES[1:])):
-        with monkeypatch.context() as patch:
-            patch.setattr(wide_lstm, name, value)
-            assert kind(64, 1000, dtype=torch.float32) == ("units of 8",)
-            assert kind(128, 2000, dtype=torch.float32) == (None,)
-            assert kind(64, 1000) == ("wide", 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(wide_lstm, "TYPES", wide_lstm.TYPES[1:])
+        assert kind(64, 1000, dtype=torch.float32) == ("units of 8",)
+        assert kind(128, 2000, dtype=torch.float32) == (None,)
+        assert kind(64, 1000) == ("wide", 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_lstm, "tf32_allowed", lambda: False)
+        assert kind(64, 1000, dtype=torch.float32)[0] is None
+        assert kind(64, 1000) == ("wide", 64)
     wx = torch.empty(1, 1, 64, 4000).bfloat16()
     cut = cuda_lstm.cut_of("forward", wx, cuda_lstm.family(wx))
     assert cuda_lstm.meeting(cut) == (False, False)
@@ -99,7 +102,8 @@ def zoned_call(batch, hidden, dtype=torch.bfloat16, **options):
         shape=(5, batch, 4 * hidden), dtype=dtype, is_cuda=True, device=torch.device("cuda", 0)
     )
     fields = dict.fromkeys(signature.Inputs._fields) | {"wx": wx, "population": [], "norm": "none"}
-    return signature.Inputs(**fields | {"rate_c": 0.0, "rate_h": 0.0} | options)
+    fields |= {"rate_c": 0.0, "rate_h": 0.0, "tf32": True}
+    return signature.Inputs(**fields | options)
 
 
 MASK = torch.zeros(5, 1, 1, dtype=torch.bool)
@@ -125,11 +129,8 @@ def test_which_zoned_calls_run_wide(zoneout, monkeypatch):
     assert cuda_lstm.family(zoned_call(100, 100).wx) == "small"
     assert all(runs(*size, dtype=torch.float32) for size in sizes)
     assert not runs(64, 1000, dtype=torch.float64)
-    for module in (wide_lstm, cuda_lstm):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "tf32_allowed", lambda: False)
-            assert not runs(64, 1000, dtype=torch.float32)
-            assert runs(64, 1000)
+    assert not runs(64, 1000, dtype=torch.float32, tf32=False)
+    assert runs(64, 1000, tf32=False)
     assert not runs(64, 1002)
     assert runs(129, 900)
     assert not runs(257, 900)
@@ -144,6 +145,7 @@ def test_which_layers_are_wide(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 227 * 1024)
     monkeypatch.setattr(wide_lstm, "clusters", lambda size, device: 66)
+    monkeypatch.setattr(wide_lstm.nvrtc, "version", lambda: (12, 3))
 
     def team(direction, wx):
         wide_lstm._choose.cache_clear()
@@ -166,6 +168,11 @@ def test_which_layers_are_wide(monkeypatch):
     assert team("forward", half) == 1
     card.multi_processor_count = 124
     assert not team("forward", half)
+    card.multi_processor_count = 125
+    with monkeypatch.context() as patch:
+        patch.setattr(wide_lstm.nvrtc, "version", lambda: (11, 8))
+        assert not team("forward", half)
+    assert team("forward", half) == 1
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not team("forward", half)
 

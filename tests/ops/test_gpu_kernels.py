@@ -24,6 +24,7 @@ from recurrence_cases import (
     differentiate,
     fresh_seed,
     make_case,
+    poisoned_memory,
     shared,
 )
 
@@ -230,3 +231,52 @@ def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
     assert gradients._consumed(plain, wh) is None
     plain.R, facts.in_step = 2, True
     assert gradients._consumed(plain, wh) is None
+
+
+def arguments_of(op, rows=3, hidden=4, steps=5):
+    """Random ones, by name, on the device."""
+    gates = 1 if op == "bn_rnn" else 4
+    sizes = {"wx": (steps, rows, gates * hidden), "weight_hh": (gates * hidden, hidden)}
+    sizes |= {"bias": (gates * hidden,), "h0": (rows, hidden)}
+    if op != "bn_rnn":
+        sizes |= {"c0": (rows, hidden), "beta_c": (hidden,)}
+    if op != "lstm":
+        sizes |= {"gamma_x": (gates * hidden,), "gamma_h": (gates * hidden,)}
+    if op in ("bn_lstm", "ln_lstm"):
+        sizes["gamma_c"] = (hidden,)
+    return {name: torch.randn(size, device=DEVICE) for name, size in sizes.items()}
+
+
+def beside_the_reference(op, **lengths):
+    """Output and last states of both."""
+    given = arguments_of(op)
+    found = []
+    for backend in ("gpu", "reference"):
+        with rbn.backend(backend), poisoned_memory(), products(False):
+            found.append(getattr(rbn.ops, op)(**given, **lengths))
+    states = 2 if op == "bn_rnn" else 3
+    return (results[:states] for results in found)
+
+
+beyond_the_batch = pytest.mark.filterwarnings(  # rows that only fill a tile
+    "ignore:overflow encountered in exp"
+)
+
+
+@beyond_the_batch
+@pytest.mark.parametrize("op", ["lstm", "bn_lstm", "ln_lstm", "bn_rnn"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lengths_that_do_not_lie_side_by_side(op, dtype):
+    lengths = torch.tensor([5, 1, 2, 1, 3, 1], dtype=dtype, device=DEVICE)[::2]
+    found, expected = beside_the_reference(op, lengths=lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@beyond_the_batch
+@pytest.mark.parametrize("op", ["lstm", "bn_lstm", "ln_lstm", "bn_rnn"])
+def test_rows_without_a_step_keep_their_state(op, monkeypatch):
+    """Lengths on a card are taken at their word."""
+    monkeypatch.setattr("rbn.ops.functional.check_sequence_lengths", lambda *args: None)
+    lengths = torch.tensor([0, 5, 2], device=DEVICE)
+    found, expected = beside_the_reference(op, lengths=lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

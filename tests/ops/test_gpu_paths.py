@@ -1,5 +1,6 @@
 """Which kernels the GPU's LSTM runs, how those that go step by step are cut, how they multiply."""
 
+import threading
 import types
 
 import pytest
@@ -9,7 +10,8 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import products
 
-from rbn.ops.gpu import cuda_lstm, gradients, lstm_steps, paths
+import rbn
+from rbn.ops.gpu import cuda_lstm, gradients, lstm_steps, paths, precision
 from rbn.ops.gpu.plan import make_plan
 
 
@@ -53,13 +55,13 @@ def test_the_tile_of_a_program(batch, hidden, itemsize, tile):
 
 @pytest.mark.parametrize("tf32", [True, False])
 @pytest.mark.parametrize("level", ["highest", "high", "medium"])
-def test_products_follow_the_switch_of_cudnn(tf32, level):
+def test_products_are_as_exact_as_the_kernels(tf32, level):
     matmul = torch.backends.cuda.matmul
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(level)
         outside = matmul.allow_tf32
-        with products(tf32), lstm_steps.multiplied_as_by_cudnn():
+        with precision.multiplied_in_tf32(tf32):
             assert matmul.allow_tf32 == tf32
         assert matmul.allow_tf32 == outside
         assert torch.get_float32_matmul_precision() == level
@@ -71,29 +73,81 @@ def test_products_follow_the_switch_of_cudnn(tf32, level):
 @pytest.mark.parametrize("level", ["highest", "high"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_of_the_weights_is_multiplied_as_the_kernels_do(tf32, level, dtype):
-    """In tf32 if cuDNN's switch allows it, whatever PyTorch's says; if not, as that says."""
+    """In tf32 if the call allows it, whatever PyTorch's switch says; if not, as that says."""
     matmul = torch.backends.cuda.matmul
     before = torch.get_float32_matmul_precision()
-    wx = types.SimpleNamespace(is_cuda=True, dtype=dtype)
+    call = types.SimpleNamespace(
+        flat=types.SimpleNamespace(is_cuda=True, dtype=dtype), a=types.SimpleNamespace(tf32=tf32)
+    )
     try:
         torch.set_float32_matmul_precision(level)
         outside = matmul.allow_tf32
-        with products(tf32), gradients._multiplied_as_by_kernels(wx):
+        with gradients._multiplied_as_by_kernels(call):
             assert matmul.allow_tf32 == (outside or (tf32 and dtype == torch.float32))
         assert matmul.allow_tf32 == outside
     finally:
         torch.set_float32_matmul_precision(before)
 
 
+def test_threads_share_the_switch_of_products():
+    """Whoever leaves first does not take it from the others; who needs it otherwise waits."""
+    matmul, seen = torch.backends.cuda.matmul, []
+    assert not matmul.allow_tf32
+    inside, may_leave = threading.Event(), threading.Event()
+
+    def stay():
+        with precision.multiplied_in_tf32(True):
+            inside.set()
+            may_leave.wait(60)
+            seen.append(matmul.allow_tf32)
+
+    def ask_for_the_other():
+        with precision.multiplied_in_tf32(False):
+            seen.append(matmul.allow_tf32)
+
+    threads = [threading.Thread(target=stay), threading.Thread(target=ask_for_the_other)]
+    threads[0].start()
+    inside.wait(60)
+    with precision.multiplied_in_tf32(True):
+        threads[1].start()
+    assert matmul.allow_tf32
+    may_leave.set()
+    for thread in threads:
+        thread.join(60)
+    assert seen == [True, False]
+    assert not matmul.allow_tf32
+
+
+def test_the_backward_pass_takes_the_path_of_the_forward_pass(monkeypatch):
+    """Though what it may multiply in was changed meanwhile: what was saved lies in its order."""
+    asked = []
+
+    def choose(a):
+        asked.append(a.tf32)
+        return paths.STEPS
+
+    monkeypatch.setattr(paths, "choose", choose)
+    wx = torch.randn(3, 2, 16, requires_grad=True)
+    states = torch.zeros(2, 2, 4)
+    for tf32 in (True, False):
+        with rbn.backend("gpu"):
+            with products(tf32):
+                output, *_ = rbn.ops.lstm(wx, torch.randn(16, 4), None, None, *states)
+            with products(not tf32):
+                output.sum().backward()
+        assert asked == [tf32, tf32]
+        asked.clear()
+
+
 @pytest.mark.skipif(
     not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="needs torch 2.9 or later"
 )
-def test_products_follow_the_switch_of_cudnn_beside_newer_settings():
+def test_products_are_as_exact_as_the_kernels_beside_newer_settings():
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     try:
         matmul.fp32_precision = "tf32"
-        with products(False), lstm_steps.multiplied_as_by_cudnn():
+        with precision.multiplied_in_tf32(False):
             assert matmul.fp32_precision == "ieee"
         assert matmul.fp32_precision == "tf32"
     finally:

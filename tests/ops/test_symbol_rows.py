@@ -265,3 +265,15 @@ class TestOnTheCard:
             graph.replay()
             for one, other in zip(found, step(), strict=True):
                 assert torch.equal(one, other)
+
+
+def test_launches_for_other_types_of_symbols_are_others(monkeypatch):
+    from rbn.ops.gpu import repeated, symbols
+
+    seen = []
+    monkeypatch.setattr(repeated, "launch_known", lambda kernel, known, *rest: seen.append(known))
+    given = torch.randint(0, 5, (6, 4))
+    for each in (given, given.int()):
+        symbols.gradient(each, torch.randn(6, 4, 8), 5, torch.float32)
+    assert seen[0] != seen[2]
+    assert seen[1] == seen[3]

@@ -215,7 +215,11 @@ class Recurrence(nn.Module, abc.ABC):
         for parameter in self._parameters.values():  # the first of them, usually
             if parameter is not None and parameter.dim() == 2:
                 return parameter
-        return next(p for p in self.parameters() if p.dim() == 2)
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                return parameter
+        # A replica, as `torch.nn.DataParallel` makes them, has its parameters as attributes alone.
+        return self._own("weight_hh_l0" if hasattr(self, "weight_hh_l0") else "weight_hh")
 
     def _under_autocast(self) -> bool:
         return torch.is_autocast_enabled(self._weight().device.type)

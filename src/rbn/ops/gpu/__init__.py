@@ -22,6 +22,7 @@ from rbn.ops.gpu.layer import from_inputs
 from rbn.ops.gpu.library import lstm_op
 from rbn.ops.gpu.ln_lstm_steps import LARGEST
 from rbn.ops.gpu.one_feature import from_one_feature, may_take
+from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.gpu.steps_library import bn_rnn_op, ln_lstm_op
 from rbn.ops.gpu.symbols import symbol_rows
 from rbn.ops.gpu.together import together
@@ -200,6 +201,6 @@ def _run(
     """The operator, which also takes several recurrences at once."""
     zoneout = zoneout_arguments(zoneout_c, zoneout_h)
     found: list[Any] = lstm_op(
-        *tensors, lengths, population, *zoneout, *options, needs_grad(tensors)
+        *tensors, lengths, population, *zoneout, *options, needs_grad(tensors), tf32_allowed()
     )
     return found

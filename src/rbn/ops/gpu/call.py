@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rbn.ops.gpu import paths, small_lstm
 from rbn.ops.gpu.facts import BATCH, Facts, facts_of
-from rbn.ops.gpu.plan import Plan, has_product, tf32_allowed
+from rbn.ops.gpu.plan import Plan, has_product
 from rbn.ops.gpu.signature import MOMENTS, Inputs
 from rbn.ops.gpu.stepwise import zone
 from rbn.ops.types import valid_steps
@@ -81,7 +81,7 @@ class Call:
         lengths = self.a.lengths
         if lengths is None:
             return self.empty
-        return lengths.to(device=self.flat.device, dtype=torch.int32)
+        return lengths.to(device=self.flat.device, dtype=torch.int32).contiguous()
 
     @functools.cached_property
     def inv_n(self) -> Tensor:
@@ -250,7 +250,7 @@ class Call:
         plan = self.plan
         return self.options() | {
             "PERSIST": plan.persistent,
-            "PRECISION": "tf32" if tf32_allowed() else "ieee",
+            "PRECISION": "tf32" if self.a.tf32 else "ieee",
             "WIDEN": not has_product(self.wx.device, self.wx.dtype),
             "ROWS": plan.rows,
             "UNITS": plan.units,

@@ -80,5 +80,5 @@ def cross_entropy_backward(
     at = rows[:, None] * P + columns[None, :]
     tl.store(dlogits + at, d.to(dlogits.dtype.element_ty), mask=counts & inside[None, :])
     if BIAS:
-        at = columns * tl.num_programs(0) + tl.program_id(0)
+        at = columns.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         tl.store(dbias + at, tl.sum(d, 0), mask=inside)

@@ -135,7 +135,8 @@ def _cut_large(tiles: int) -> Cut:
 
 @functools.lru_cache(maxsize=256)
 def _kernel(name: str, cut: Cut, device: int, shared: int, defines: tuple[Any, ...]) -> Kernel:
-    major, minor = torch.cuda.get_device_capability(device)
+    arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
+    assert arch is not None  # see `_capable`
     named = dict(defines) | {
         "MT": cut.tiles,
         "MW": cut.row_warps,
@@ -144,20 +145,21 @@ def _kernel(name: str, cut: Cut, device: int, shared: int, defines: tuple[Any, .
         "REGISTERS": cut.registers,
         "BARRIER": cut.barrier,
     }
-    code = nvrtc.compiled(name, named, f"sm_{major}{minor}")
+    code = nvrtc.compiled(name, named, arch)
     return Kernel(code, name, cut.threads, shared)
 
 
 @functools.lru_cache(maxsize=64)
 def _capable(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0) and nvrtc.library() is not None
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (8, 0) and nvrtc.works(capability)
 
 
 def covers(a: Any) -> bool:
     """Whether both kernels take this call."""
     if not a.wx.is_cuda or not _capable(a.wx.device.index or 0):
         return False
-    if a.wx.dtype == torch.float32 and not tf32_allowed():
+    if a.wx.dtype == torch.float32 and not a.tf32:
         return False
     if not takes_options(a):
         return False
@@ -202,6 +204,8 @@ def fits_wide(wx: Tensor) -> bool:
 def kind(wx: Tensor) -> str | None:
     """Which kernels take a layer of this size and type, if its options allow it."""
     if not _capable(wx.device.index or 0):
+        return None
+    if wx.dtype == torch.float32 and not tf32_allowed():
         return None
     if small_lstm.choose(wx):
         return SMALL

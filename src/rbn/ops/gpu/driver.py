@@ -19,6 +19,8 @@ _NON_PORTABLE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE = 8  # blocks of a cluster
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+# CUDA_ERROR_INVALID_CONTEXT: on the default stream, in a thread that has used no CUDA yet.
+_NO_CONTEXT = 201
 
 
 class _Attribute(ctypes.Structure):
@@ -132,6 +134,9 @@ def starter_on_stream(
     def run(parameters: ctypes.Array[Any]) -> None:
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         status = start(ctypes.c_void_p(stream), parameters, _NOTHING)
+        if status == _NO_CONTEXT:
+            enter()
+            status = start(ctypes.c_void_p(stream), parameters, _NOTHING)
         if status:
             _check(status, "launching a kernel")
 
@@ -217,7 +222,15 @@ class Kernel:
 
         arguments: the struct that the kernel takes; the driver copies it.
         """
-        parameters = _Parameters(bytes(arguments))
+        status = self._launch(grid, bytes(arguments))
+        if status == _NO_CONTEXT:
+            enter()
+            status = self._launch(grid, bytes(arguments))
+        if status:
+            _check(status, "launching a recurrence")
+
+    def _launch(self, grid: tuple[int, int], arguments: bytes) -> int:
+        parameters = _Parameters(arguments)
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         if self.cluster:
             config = self._configs.get(grid)
@@ -233,8 +246,7 @@ class Kernel:
             status = _driver().cuLaunchCooperativeKernel(
                 self._function, *sizes, ctypes.c_void_p(stream), parameters
             )
-        if status:
-            _check(status, "launching a recurrence")
+        return int(status)
 
 
 _Parameters = ctypes.c_char_p * 1

@@ -15,7 +15,8 @@ from rbn.ops.gpu import cuda_lstm, lstm_steps, paths
 from rbn.ops.gpu.around_kernels import finish
 from rbn.ops.gpu.call import FAR, Call, aligned, laid_out, rows_of
 from rbn.ops.gpu.lstm_backward import lstm_backward
-from rbn.ops.gpu.plan import power_of_two, tf32_allowed
+from rbn.ops.gpu.plan import power_of_two
+from rbn.ops.gpu.precision import multiplied_in_tf32
 from rbn.ops.gpu.raised import raised_variances
 from rbn.ops.gpu.repeated import launch_known
 from rbn.ops.gpu.signature import Grads, Inputs, Outputs
@@ -201,7 +202,7 @@ def gradients(
     if call.facts.sequence and dwx is not None:
         _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
     apart = shared or not (call.in_cuda and call.family == cuda_lstm.SMALL)
-    with _multiplied_as_by_kernels(wx):
+    with _multiplied_as_by_kernels(call):
         dweight, dh0 = _through_weight(call, da, weight, r, apart)
     if dweight.dtype != a.weight_hh.dtype:
         dweight = dweight.to(a.weight_hh.dtype)
@@ -348,10 +349,10 @@ def _copied(call: Call, grad: Tensor | None) -> Tensor:
     return grad.to(copy=True, memory_format=torch.contiguous_format, **full)
 
 
-def _multiplied_as_by_kernels(wx: Tensor) -> contextlib.AbstractContextManager[None]:
+def _multiplied_as_by_kernels(call: Call) -> contextlib.AbstractContextManager[None]:
     """Products of float32 are in tf32 where the kernels' were; else as PyTorch's switch says."""
-    if wx.is_cuda and wx.dtype == torch.float32 and tf32_allowed():
-        return lstm_steps.multiplied_as_by_cudnn()
+    if call.flat.is_cuda and call.flat.dtype == torch.float32 and call.a.tf32:
+        return multiplied_in_tf32(True)
     return _AS_EVER
 
 

@@ -104,7 +104,7 @@ def _in_cuda(call: Call, apart: bool) -> tuple[Outputs, Tensor | None]:
     if facts.clear:
         at |= laid_out(facts.zeroed["forward"], at["clear"])
     if a.lengths is not None:
-        h_n = torch.empty((*call.lead, call.B, H), dtype=full, device=device)
+        h_n = _first_states(call)
         at["h_n"] = h_n.data_ptr()
     rows = new.rows
     if a.population:
@@ -162,7 +162,7 @@ def _in_triton(call: Call, apart: bool) -> Outputs:
     cells, products, beyond = call.facts.saved
     cs = torch.empty(cells, dtype=torch.float32, device=device)
     wh = wx.new_empty(products + beyond)
-    h_n = torch.empty(*call.lead, B, H, dtype=torch.float32, device=device)
+    h_n = _first_states(call)
     new = Room(call, apart=True)
     if a.sequence:
         _sequence_moments(wx, call.lengths if a.lengths is not None else None, *new.of_input())
@@ -231,6 +231,13 @@ def _room_for_states(call: Call, stride: int, empty: bool = False) -> Tensor:
 def _broadcast(call: Call, state: Tensor) -> Tensor:
     """An initial state such that it can be copied to one with rows."""
     return state.unsqueeze(-2) if call.lead and call.shared(state) else state
+
+
+def _first_states(call: Call) -> Tensor:
+    """Where kernels put the last h of each row: h0 for those that have no step."""
+    full: dict[str, Any] = {"dtype": torch.float32, "device": call.flat.device}
+    states = torch.empty((*call.lead, call.B, call.H), **full)
+    return states if call.a.lengths is None else states.copy_(_broadcast(call, call.a.h0))
 
 
 def _begin(call: Call, hs: Tensor, stride: int) -> None:

@@ -22,6 +22,7 @@ from rbn.ops.gpu.beginning import padded_factors
 from rbn.ops.gpu.call import Call
 from rbn.ops.gpu.facts import once
 from rbn.ops.gpu.gradients import columns_of
+from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.gpu.signature import Inputs, Outputs
 from rbn.ops.gpu.together import alike, pays, rest_of
 from rbn.ops.types import Statistics
@@ -53,7 +54,7 @@ def from_inputs(
 
 def _pay(x: Tensor, columns: int, calls: int) -> bool:
     """`pays` for an input term of so many columns."""
-    key = ("pays", x.shape[:2], columns, x.dtype, x.device, calls)
+    key = ("pays", x.shape[:2], columns, x.dtype, x.device, calls, tf32_allowed())
     return bool(once(key, lambda: pays(x[..., :1].expand(-1, -1, columns), calls)))
 
 
@@ -106,7 +107,7 @@ def _run(op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]) ->
         tensors += tuple(call.get(name) for name in _PARAMETERS for call in calls)
     save = needs_grad(tensors)
     lengths, population, mask_c, mask_h, *numbers = rest_of(op, calls)
-    given = _Given(n, lengths, population, mask_c, mask_h, (*numbers, save), [])
+    given = _Given(n, lengths, population, mask_c, mask_h, (*numbers, save, tf32_allowed()), [])
     run: Any = _apply if save else _without_node
     found: tuple[Any, ...] = run(given, *tensors)
     if n > 1:

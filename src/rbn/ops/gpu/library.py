@@ -16,7 +16,8 @@ _ARGS = (
     "Tensor wx, Tensor weight_hh, Tensor? bias, Tensor? gamma_x, Tensor? gamma_h, "
     "Tensor? gamma_c, Tensor? beta_c, Tensor h0, Tensor c0, Tensor? lengths, "
     "Tensor[] population, Tensor? mask_c, Tensor? mask_h, float rate_c, float rate_h, "
-    "str norm, float eps, str input_stats, str padding, bool pass_normalized_cell, bool save"
+    "str norm, float eps, str input_stats, str padding, bool pass_normalized_cell, bool save, "
+    "bool tf32=True"
 )
 
 
@@ -32,7 +33,7 @@ def _lstm(*args: Any) -> tuple[Tensor, ...]:
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     """The same called directly."""
-    return launch.forward(signature.Inputs._make(args))
+    return launch.forward(signature.Inputs(*args))
 
 
 @_lstm.register_fake

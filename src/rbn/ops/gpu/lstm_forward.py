@@ -111,7 +111,7 @@ def lstm_forward(
     wx += r * T * B * GATES
     wh += r * T * B * GATES
     hs += r * (T + 1) * B * HS
-    cs += r * (T * cs_step + B * H)
+    cs += r * T * cs_step + r * B * H
     mask_c += r * T * B * H
     mask_h += r * T * B * H
     h_n += r * B * H

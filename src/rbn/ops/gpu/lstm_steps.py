@@ -5,17 +5,14 @@ See `rbn.ops.gpu.paths.choose` for which calls those are. Several recurrences ru
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from rbn.ops.gpu.call import Call, aligned, rows_of
 from rbn.ops.gpu.lstm_step_backward import lstm_step_backward
 from rbn.ops.gpu.lstm_step_forward import lstm_step
-from rbn.ops.gpu.plan import power_of_two, tf32_allowed
+from rbn.ops.gpu.plan import power_of_two
+from rbn.ops.gpu.precision import multiplied_in_tf32
 from rbn.ops.gpu.repeated import Repeated
 from rbn.ops.gpu.stepwise import factor, products
 
@@ -37,38 +34,6 @@ def tile_of(batch: int, hidden: int, itemsize: int) -> tuple[int, int]:
     while units > 4 and (rows * units > _TILE or -(-hidden // units) < _PROGRAMS):
         units //= 2
     return min(rows, _LARGEST // units), units
-
-
-@contextlib.contextmanager
-def multiplied_as_by_cudnn() -> Iterator[None]:
-    """Products of float32 are in tf32 if cuDNN's recurrent networks' would be, as in all kernels.
-
-    PyTorch has another switch for its own products, off by default.
-    """
-    matmul: Any = torch.backends.cuda.matmul
-    wanted = tf32_allowed()
-    newer = getattr(matmul, "fp32_precision", None)
-    try:
-        before, level = matmul.allow_tf32, torch.get_float32_matmul_precision()
-    except RuntimeError:  # the newer setting was made, and differs from the older one
-        matmul.fp32_precision = "tf32" if wanted else "ieee"
-        try:
-            yield
-        finally:
-            matmul.fp32_precision = newer
-        return
-    if before == wanted:
-        yield
-        return
-    matmul.allow_tf32 = wanted
-    try:
-        yield
-    finally:
-        matmul.allow_tf32 = before
-        if level == "medium":  # which allows tf32 as well
-            torch.set_float32_matmul_precision(level)
-        if newer is not None:
-            matmul.fp32_precision = newer
 
 
 class _Steps:
@@ -133,7 +98,7 @@ def forward(
     hs, cs = hs.view(call.R, T + 1, B, -1), cs.view(call.R, -1, B, H)
     weights = _weights(call)
     wh = call.empty.new_empty(B, 4 * H)
-    with torch.cuda.device_of(call.wx), multiplied_as_by_cudnn():
+    with torch.cuda.device_of(call.wx), multiplied_in_tf32(call.a.tf32):
         for r in range(call.R):
             own = _Steps("forward", call, r, moments)
             of_steps = kept.narrow(0, 0, call.wx.numel()).view_as(call.wx)[r] if a.save else kept
@@ -171,7 +136,7 @@ def backward(
     weights = _weights(call)
     cells = cs.narrow(0, 0, call.R * (T + 1) * B * H).view(call.R, -1)
     kept = kept.narrow(0, 0, call.wx.numel()).view_as(call.wx)
-    with torch.cuda.device_of(call.wx), multiplied_as_by_cudnn():
+    with torch.cuda.device_of(call.wx), multiplied_in_tf32(call.a.tf32):
         for r in range(call.R):
             own = _Steps("backward", call, r, moments)
             through = torch.zeros(B, H, dtype=torch.float32, device=call.wx.device)

@@ -20,6 +20,10 @@ import torch
 
 log = logging.getLogger("rbn.ops.gpu")
 _SOURCES = Path(__file__).with_name("cuda")
+# The version from which on it knows what kernels for Hopper ask for: st.async, numbers of 128 bits.
+FOR_HOPPER = (12, 3)
+_OPTIONS = ("--std=c++17", "-default-device")
+_DIGEST = hashlib.sha256().digest_size
 _INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
 
 
@@ -48,13 +52,60 @@ def source(name: str) -> str:
     return put_in((_SOURCES / f"{name}.cu").read_text())
 
 
+@functools.lru_cache(maxsize=1)
+def version() -> tuple[int, int]:
+    """Of NVRTC, such as (12, 8); (0, 0) where there is none."""
+    nvrtc = library()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    if nvrtc is None or nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)):
+        return 0, 0
+    return major.value, minor.value
+
+
+@functools.lru_cache(maxsize=1)
+def architectures() -> tuple[int, ...]:
+    """Those that NVRTC compiles for, such as 90; nothing where it does not say."""
+    nvrtc, count = library(), ctypes.c_int()
+    ask = getattr(nvrtc, "nvrtcGetNumSupportedArchs", None)
+    if nvrtc is None or ask is None or ask(ctypes.byref(count)):
+        return ()
+    found = (ctypes.c_int * count.value)()
+    return () if nvrtc.nvrtcGetSupportedArchs(found) else tuple(found)
+
+
+def architecture(capability: tuple[int, int]) -> str | None:
+    """The one to compile for, ``sm_90`` for (9, 0); None where NVRTC has none that the card runs.
+
+    A card runs what was compiled for an earlier one of the same generation.
+    """
+    major, minor = capability
+    known = architectures() or (10 * major + minor,)
+    same = [arch for arch in known if arch // 10 == major and arch % 10 <= minor]
+    return f"sm_{max(same)}" if same else None
+
+
+@functools.lru_cache(maxsize=64)
+def works(capability: tuple[int, int]) -> bool:
+    """Whether NVRTC is there, whole, and compiles for such a card; if not, the log says why."""
+    arch = architecture(capability)
+    if library() is None or arch is None:
+        log.debug("NVRTC %s compiles nothing for capability %s", version(), capability)
+        return False
+    try:
+        compile_source(source("nothing"), "nothing", {}, arch)
+    except RuntimeError as error:
+        log.warning("the kernels in CUDA C++ are left out: %s", error)
+        return False
+    return True
+
+
 def compile_source(text: str, name: str, defines: dict[str, int], arch: str) -> bytes:
     """Machine code for `arch` (such as ``sm_90``), or RuntimeError with the compiler's words."""
     nvrtc = library()
     if nvrtc is None:
         raise RuntimeError("there is no NVRTC library")
     program = ctypes.c_void_p()
-    options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device"]
+    options = [f"--gpu-architecture={arch}", *_OPTIONS]
     options += [f"-D{key}={int(value)}" for key, value in defines.items()]
 
     def check(status: int) -> None:
@@ -87,25 +138,50 @@ def cache_folder() -> Path:
     """Where compiled kernels are kept: RBN_CACHE, or the user's cache folder."""
     if os.environ.get("RBN_CACHE"):
         return Path(os.environ["RBN_CACHE"])
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home
+        base = Path(tempfile.gettempdir()) / f"rbn-{os.getuid()}"
     return Path(base) / "rbn"
 
 
 def compiled(name: str, defines: dict[str, int], arch: str) -> bytes:
     """Machine code from the disk's cache, or compiled and put there."""
     text = source(name)
-    key = repr((text, sorted(defines.items()), arch, torch.version.cuda))
+    key = repr((text, sorted(defines.items()), arch, torch.version.cuda, version(), _OPTIONS))
     path = cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    code = _kept(path)
+    if code is None:
+        code = compile_source(text, name, defines, arch)
+        _keep(code, path)
+    return code
+
+
+def _kept(path: Path) -> bytes | None:
+    """What `_keep` has put there; None where there is nothing, or something else."""
     try:
-        return path.read_bytes()
+        whole = path.read_bytes()
     except OSError:
-        pass
-    code = compile_source(text, name, defines, arch)
+        return None
+    digest, code = whole[:_DIGEST], whole[_DIGEST:]
+    if hashlib.sha256(code).digest() == digest:
+        return code
+    log.warning("%s is damaged; it is made again", path)
+    return None
+
+
+def _keep(code: bytes, path: Path) -> None:
+    """Put machine code there behind its checksum, all at once."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
+            try:
+                file.write(hashlib.sha256(code).digest() + code)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
     except OSError as error:  # the kernel runs all the same
         log.debug("could not keep %s: %s", path, error)
-    return code

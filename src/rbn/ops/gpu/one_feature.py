@@ -16,6 +16,7 @@ from torch import Tensor
 from rbn.ops.arguments import needs_grad
 from rbn.ops.custom import Direct, Formula, is_traced, without_second_derivative
 from rbn.ops.gpu import launch, paths, small_lstm
+from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.gpu.signature import Grads, Inputs, Outputs
 from rbn.ops.gpu.together import joined, parted
 
@@ -59,7 +60,7 @@ def from_one_feature(
     if found is None:
         return None
     tensors, rest = found
-    a = Inputs._make((wx, *tensors, *rest, needs_grad((w, *tensors))))
+    a = Inputs._make((wx, *tensors, *rest, needs_grad((w, *tensors)), tf32_allowed()))
     if a.zoned or paths.choose(a) != paths.CUDA:
         return None
     return parted(op, _one_feature(w, *a), len(calls))

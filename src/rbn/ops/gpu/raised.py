@@ -31,7 +31,8 @@ def raised_variances(
     """
     T, B, G = wx.shape[-3:]
     by_input = var_x is not None and var_c is None and var_x.shape[-2] != T
-    large = max(T * G, B * G // 4) >= 2**31
+    # The kernel's programs count on beyond the end.
+    large = max(T * G, B * G // 4) >= 2**31 - _PROGRAMS * _BLOCK
     if var_x is None or by_input or large:  # rare, and the kernel does not know it
         seen = tuple(state for state in states if state is not None)
         before, after = steps_alike(seen, wx, var_x, var_h, var_c, eps)

@@ -72,8 +72,9 @@ class Repeated:
             if len(_COMPILED) >= _MOST:  # of layers long gone, probably
                 _COMPILED.clear()
             # The kernel is held, so that its id stays its own.
-            _COMPILED[key] = found, direct.kinds_of(found, names), self._kernel
-            self._again = self._launcher(*_COMPILED[key][:2], addresses, numbers)
+            kinds = direct.kinds_of(found, names)
+            _COMPILED[key] = found, kinds, self._kernel
+            self._again = self._launcher(found, kinds, addresses, numbers)
         else:
             self._again = self._launcher(*known[:2], addresses, numbers)
             self._again(*numbers)

@@ -123,6 +123,8 @@ def cluster_of(cut: SmallCut, dtype: torch.dtype, hidden: int, device: int) -> i
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0) or (cut.units > UNITS and capability != (9, 0)):
         return None
+    if nvrtc.version() < nvrtc.FOR_HOPPER:
+        return None
     if max(cut.shared("forward"), cut.shared("backward")) > shared_limit(device):
         return None
     type_ = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype]
@@ -147,10 +149,10 @@ def kernel(
     direction: str, cut: SmallCut, cluster: int, device: int, defines: tuple[Any, ...]
 ) -> Kernel:
     """The kernel for a division; `device` is the current one."""
-    major, minor = torch.cuda.get_device_capability(device)
+    arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
+    assert arch is not None  # or nobody would have chosen it
     name = f"small_{direction}"
     cuts = {"MW": cut.row_warps, "RT": cut.tiles}
-    arch = f"sm_{major}{minor}"
     if cut.units > UNITS:  # warps that give registers to others are of Hopper
         cuts, arch = cuts | {"UNITS": cut.units, "STAGGERED": 1}, arch + "a"
     code = nvrtc.compiled(name, dict(defines) | cuts | SWITCHES, arch)

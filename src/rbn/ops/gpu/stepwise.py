@@ -80,7 +80,7 @@ class Call:
         self.lengths = self.empty
         self.valid: Tensor | None = None  # [T, B]
         if lengths is not None:
-            self.lengths = lengths.to(device=wx.device, dtype=torch.int32)
+            self.lengths = lengths.to(device=wx.device, dtype=torch.int32).contiguous()
             self.valid = valid_steps(self.lengths, self.T)
 
     def full(self, value: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> T
             "num_warps": warps,
             "num_stages": stages,
         },
-        (grad.dtype,),
+        (symbols.dtype, grad.dtype),
         grad,
     )
     columns = max(8, 1024 // padded)

@@ -18,6 +18,7 @@ from rbn.ops.checks import (
 from rbn.ops.gpu import cuda_lstm
 from rbn.ops.gpu.library import lstm_op
 from rbn.ops.gpu.paths import is_streamed, plan_for
+from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.types import Statistics
 
 _TENSORS = ("wx", "weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0")
@@ -46,7 +47,7 @@ def together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] 
     if found is None:
         return None
     tensors, rest = found
-    return parted(op, lstm_op(*tensors, *rest, needs_grad(tensors)), len(calls))
+    return parted(op, lstm_op(*tensors, *rest, needs_grad(tensors), tf32_allowed()), len(calls))
 
 
 def joined(

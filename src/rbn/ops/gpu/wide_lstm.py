@@ -17,7 +17,6 @@ from torch import Tensor
 
 from rbn.ops.gpu import driver, nvrtc
 from rbn.ops.gpu.driver import Kernel, shared_limit
-from rbn.ops.gpu.plan import tf32_allowed
 
 UNITS = 16
 # Types that run here. In float32 products are of float16, which has as many bits as tf32: that must
@@ -162,7 +161,7 @@ def choose(direction: str, wx: Tensor) -> WideCut | None:
     """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
     *lead, _, B, G = wx.shape
     half = wx.dtype != torch.float32
-    if wx.dtype not in TYPES or G % 16 or not (half or tf32_allowed()):
+    if wx.dtype not in TYPES or G % 16:
         return None
     for rows in SPLIT_ROWS if B > WHOLE else (_preferred_rows(B, G // 4) or _ROWS,):
         splits = -(-B // rows)
@@ -178,6 +177,8 @@ def _choose(
     direction: str, recurrences: int, hidden: int, rows: int, half: bool, splits: int, device: int
 ) -> WideCut | None:
     if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
+        return None
+    if nvrtc.version() < nvrtc.FOR_HOPPER:
         return None
     room = torch.cuda.get_device_properties(device).multi_processor_count
     if splits > 1:

@@ -65,3 +65,19 @@ def test_cells_start_alike():
     cell = rbn.BatchNormLSTMCell(3, 4)
     assert cell.bias.tolist() == [0] * 4 + [1] * 4 + [0] * 8
     assert (cell.gamma_h == 0.1).all()
+
+
+@pytest.mark.parametrize("how", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrized_weights_start_again(how):
+    layer = rbn.BatchNormLSTM(3, 4)
+    getattr(torch.nn.utils.parametrizations, how)(layer, "weight_hh_l0")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    layer.reset_parameters()
+    weight = layer.weight_hh_l0
+    torch.testing.assert_close(weight.T @ weight, torch.eye(4), rtol=1e-4, atol=1e-4)
+    assert layer(torch.randn(5, 6, 3))[0].isfinite().all()
+    assert layer.gamma_h_l0.unique().tolist() == pytest.approx([0.1])
+    rbn.init.gamma_(layer, 0.5)
+    assert layer.gamma_h_l0.unique().tolist() == [0.5]

@@ -244,3 +244,29 @@ def test_an_empty_batch_gives_an_empty_output(layer):
     assert all(s.shape == (2, 0, 5) for s in states_of(hx))
     if layer in (rbn.BatchNormLSTM, rbn.BatchNormRNN):
         assert not ours.stats_h_l0.estimated
+
+
+@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM])
+def test_last_states_may_be_changed_in_place(layer_class):
+    """Users set the states of rows whose sequence has ended to zero."""
+    layer, x = layer_class(3, 4), torch.randn(6, 5, 3)
+    output, (h, c) = layer(x)
+    h[:, 0] = 0
+    c[:, 0].zero_()
+    output.sum().backward()
+    found = layer.weight_hh_l0.grad
+    layer.zero_grad()
+    layer(x)[0].sum().backward()
+    torch.testing.assert_close(found, layer.weight_hh_l0.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "layer_class", [torch.nn.LSTM, rbn.LSTM, rbn.BatchNormLSTM, rbn.BatchNormRNN]
+)
+def test_an_empty_batch_has_gradients_of_zero(layer_class):
+    layer = layer_class(3, 4)
+    output, _ = layer(torch.randn(6, 0, 3))
+    output.sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() == 0, name

@@ -1,5 +1,7 @@
 """Population statistics against averages made by hand."""
 
+import copy
+
 import pytest
 import torch
 
@@ -88,12 +90,12 @@ def test_update_population_stats_leaves_everything_else_alone():
 
 def test_update_population_stats_takes_any_call():
     layer = rbn.BatchNormLSTM(3, 4)
-    batches = [{"x": torch.randn(5, 6, 3), "n": torch.tensor([5, 2, 1, 3, 3, 2])}] * 2
+    batches = [{"x": torch.randn(5, 6, 3), "n": torch.tensor([5, 2, 1, 3, 5, 2])}] * 2
     update_population_stats(layer, batches, forward=lambda m, b: m(b["x"], lengths=b["n"]))
     assert layer.stats_h_l0.count.tolist() == [2] * 5
     update_population_stats(layer, iter([torch.randn(7, 6, 3)]), device="cpu")
     assert layer.stats_h_l0.count.tolist() == [1] * 7
-    packed = torch.nn.utils.rnn.pack_sequence([torch.randn(4, 3), torch.randn(2, 3)])
+    packed = torch.nn.utils.rnn.pack_sequence([torch.randn(n, 3) for n in (4, 4, 2)])
     update_population_stats(layer, [packed])
     assert layer.stats_h_l0.count.tolist() == [1] * 4 + [0] * 3
 
@@ -232,7 +234,7 @@ def test_sequencewise_input_statistics_by_hand(layer_class):
 
 def test_shared_statistics_are_the_average_over_time():
     layer = rbn.BatchNormLSTM(3, 4, ablations=["shared_stats"])
-    layer(torch.randn(5, 6, 3), lengths=[4, 2, 3, 3, 1, 2])
+    layer(torch.randn(5, 6, 3), lengths=[4, 2, 4, 3, 1, 2])
     mean, var = layer.stats_h_l0.read(0, 5)
     torch.testing.assert_close(mean, layer.stats_h_l0.mean[:4].mean(0, True), **EXACT)
     torch.testing.assert_close(var, layer.stats_h_l0.var[:4].mean(0, True), **EXACT)
@@ -399,3 +401,77 @@ def test_training_between_an_evaluation_and_its_backward_pass():
     layer.train()(x)
     output.sum().backward()
     torch.testing.assert_close(layer.weight_hh_l0.grad, expected)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_step_that_one_sequence_reaches_has_no_variance_to_record(momentum):
+    """Such steps are normalized in evaluation with the statistics of the last one before."""
+    layer = rbn.BatchNormLSTM(3, 4, momentum=momentum)
+    for _ in range(3):
+        layer(torch.randn(6, 3, 3), lengths=torch.tensor([6, 4, 2]))
+    statistics = layer.stats_h_l0
+    assert statistics.count.tolist() == [3] * 4 + [0] * 2
+    mean, var = statistics.read(0, 8)
+    torch.testing.assert_close(var[4:], var[3:4].expand_as(var[4:]), rtol=0, atol=0)
+    torch.testing.assert_close(mean[4:], mean[3:4].expand_as(mean[4:]), rtol=0, atol=0)
+    with pytest.warns(
+        UserWarning, match="single sequence"
+    ):  # which is recorded all the same
+        layer(torch.randn(6, 1, 3), lengths=torch.tensor([5]))
+    assert statistics.count.tolist() == [4] * 4 + [1, 0]
+
+
+def test_padded_rows_count_where_they_are_included():
+    layer = rbn.BatchNormLSTM(3, 4, padding="include")
+    layer(torch.randn(6, 3, 3), lengths=torch.tensor([6, 4, 2]))
+    assert layer.stats_h_l0.count.tolist() == [1] * 6
+
+
+def test_statistics_estimated_in_inference_mode_can_be_trained_on():
+    layer, x = rbn.BatchNormLSTM(3, 4), torch.randn(5, 4, 3)
+    with torch.inference_mode():
+        layer(x)
+    layer(torch.randn(7, 4, 3))
+    with torch.inference_mode():
+        rbn.update_population_stats(layer, [x, x])
+    layer(x)[0].sum().backward()
+    assert layer.stats_x_l0.count.tolist() == [3] * 5 + [0] * 2
+    assert not layer.stats_x_l0.mean.is_inference()
+
+
+def test_a_copy_made_inside_batch_statistics_is_a_layer_like_any_other(tmp_path):
+    layer, x = rbn.BatchNormLSTM(3, 4), torch.randn(5, 4, 3)
+    layer(x)
+    with rbn.batch_statistics(layer):
+        best = copy.deepcopy(layer)
+        torch.save(layer, tmp_path / "layer.pt")
+    saved = torch.load(tmp_path / "layer.pt", weights_only=False)
+    for each in (best, saved):
+        each.eval()
+        torch.testing.assert_close(each(x)[0][:, :2], each(x[:, :2])[0])
+        assert all(s.forced is None for s in each._all_statistics())
+
+
+def test_statistics_that_someone_else_has_put_there_are_found():
+    """Such as averages over models, or a call with the buffers of another."""
+    layer, x = rbn.BatchNormLSTM(3, 4, max_length=6), torch.randn(6, 5, 3)
+    average = torch.optim.swa_utils.AveragedModel(layer)
+    layer(x)
+    average.update_parameters(layer)
+    expected = layer.eval()(x)[0]
+    torch.testing.assert_close(average.eval()(x)[0], expected)
+    fresh = rbn.BatchNormLSTM(3, 4, max_length=6).eval()
+    values = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    torch.testing.assert_close(torch.func.functional_call(fresh, values, (x,))[0], expected)
+
+
+def test_momentum_can_be_changed():
+    layer, x = rbn.BatchNormLSTM(3, 4), torch.randn(5, 4, 3)
+    layer(x)
+    layer.momentum = 1.0
+    layer(2 * x)
+    with rbn.batch_statistics(layer):
+        expected = layer(2 * x)[0]
+    torch.testing.assert_close(layer.eval()(2 * x)[0], expected)
+    with pytest.raises(ValueError, match="momentum"):
+        layer.momentum = 2.0

@@ -41,7 +41,7 @@ class BatchNormalized(Recurrence):
         self.max_length = max_length
         self.gamma = checks.not_negative("gamma", gamma)
         self.eps = checks.not_negative("eps", eps)
-        self.momentum = None if momentum is None else checks.probability("momentum", momentum)
+        self.momentum = momentum
         options = checks.choice("input_stats", input_stats, ("step", "sequence"))
         self.input_stats = cast(InputStats, options)
         self.padding = cast(Padding, checks.choice("padding", padding, ("exclude", "include")))
@@ -51,6 +51,17 @@ class BatchNormalized(Recurrence):
         for name in self.ablations:
             checks.choice("ablations", name, self.ablation_names)
         self.sync_stats = checks.boolean("sync_stats", sync_stats)
+
+    @property
+    def momentum(self) -> float | None:
+        """How much the statistics of one minibatch weigh; None for the plain average of all."""
+        return self._momentum
+
+    @momentum.setter
+    def momentum(self, value: float | None) -> None:
+        self._momentum = None if value is None else checks.probability("momentum", value)
+        for statistics in self._all_statistics():
+            statistics.momentum = self._momentum
 
     def _normalized_terms(self) -> dict[str, int]:
         """The terms that are normalized, with their numbers of features."""
@@ -88,7 +99,7 @@ class BatchNormalized(Recurrence):
         for statistics in self._all_statistics():
             if statistics.uses_batch:
                 uses_batch = True
-            elif not statistics.estimated:
+            elif not statistics.find_estimates():
                 raise RuntimeError(
                     f"{type(self).__name__} has no population statistics to evaluate with: train "
                     "it, or call rbn.update_population_stats(model, batches), before eval()"
@@ -127,7 +138,10 @@ class BatchNormalized(Recurrence):
         """Average the minibatch's statistics into the population's, where that is wanted."""
         reached = None
         if lengths is not None and self._group() is None:  # together there are no steps in vain
-            reached = torch.arange(steps, device=lengths.device) < lengths.max()
+            # One row alone has no variance, so that steps count which two reach.
+            rows = min(2, len(lengths)) if self._ignores_padding() else 1
+            last = lengths.topk(rows).values[-1]
+            reached = torch.arange(steps, device=lengths.device) < last
         updates: list[Update] = []
         for k, term in enumerate(self.terms):  # in their order; there may be fewer of them
             mean, var = batch[2 * k], batch[2 * k + 1]

@@ -5,6 +5,7 @@ All act in place on the parameters of a recurrent layer or cell of `rbn`, every 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -24,11 +25,36 @@ def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
         return nn.init.orthogonal_(weight, gain)
 
 
+def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """All whose names begin so, with their modules; what is written to them counts.
+
+    Where `torch.nn.utils.parametrize` computes one, that is assigned to when the next is asked for.
+    """
+    for path, owner in module.named_modules():
+        if "parametrizations" in path.split("."):  # what one is computed from
+            continue
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and name.startswith(prefix):
+                yield owner, name, parameter
+        for name in getattr(owner, "parametrizations", ()):
+            if name.startswith(prefix):
+                value = getattr(owner, name).detach().clone()
+                yield owner, name, value
+                setattr(owner, name, value)
+
+
+def zeros_but_weights_(module: nn.Module) -> None:
+    """Biases, gammas, initial states and all else but weight_ih and weight_hh."""
+    with torch.no_grad():
+        for _, name, parameter in _parameters(module, ""):
+            if not name.startswith("weight_"):
+                parameter.zero_()
+
+
 def orthogonal_weights_(module: nn.Module) -> None:
     """Every weight_ih and weight_hh orthogonal."""
-    for name, parameter in module.named_parameters():
-        if name.rpartition(".")[2].startswith("weight_"):
-            orthogonal_(parameter)
+    for _, _, weight in _parameters(module, "weight_"):
+        orthogonal_(weight)
 
 
 def identity_recurrent_(
@@ -43,9 +69,7 @@ def identity_recurrent_(
     if blocks not in ("candidate", "all"):
         raise ValueError(f"blocks must be 'candidate' or 'all', got {blocks!r}")
     with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if not name.rpartition(".")[2].startswith("weight_hh"):
-                continue
+        for _, _, weight in _parameters(module, "weight_hh"):
             hidden = weight.shape[1]
             eye = torch.eye(hidden, device=weight.device, dtype=weight.dtype)
             if blocks == "all" or len(weight) == hidden:
@@ -59,12 +83,8 @@ def identity_recurrent_(
 def forget_bias_(module: nn.Module, value: float = 1.0) -> None:
     """The forget gate's part of every LSTM bias."""
     with torch.no_grad():
-        for name, bias in module.named_parameters():
-            path, _, last = name.rpartition(".")
-            if not last.startswith("bias"):
-                continue
-            owner = module.get_submodule(path)
-            weight = getattr(owner, "weight_hh" + last.removeprefix("bias"), None)
+        for owner, name, bias in _parameters(module, "bias"):
+            weight = getattr(owner, "weight_hh" + name.removeprefix("bias"), None)
             if weight is not None and len(weight) == 4 * weight.shape[1]:
                 bias.view(4, -1)[_FORGET].fill_(value)
 
@@ -72,6 +92,5 @@ def forget_bias_(module: nn.Module, value: float = 1.0) -> None:
 def gamma_(module: nn.Module, value: float = 0.1) -> None:
     """Every scale gamma_x, gamma_h and gamma_c (section 4 of the paper)."""
     with torch.no_grad():
-        for name, gamma in module.named_parameters():
-            if name.rpartition(".")[2].startswith("gamma_"):
-                gamma.fill_(value)
+        for _, _, gamma in _parameters(module, "gamma_"):
+            gamma.fill_(value)

@@ -89,9 +89,7 @@ class Recurrence(nn.Module, abc.ABC):
 
     def reset_parameters(self) -> None:
         """Start as the paper's models do: orthogonal weights, forget bias 1, all else 0."""
-        for name, parameter in self.named_parameters():
-            if not name.startswith("weight_"):
-                nn.init.zeros_(parameter)
+        init.zeros_but_weights_(self)
         init.orthogonal_weights_(self)
         init.forget_bias_(self, 1.0)
 
@@ -141,7 +139,10 @@ class Recurrence(nn.Module, abc.ABC):
             states = self._initial_states(suffix, batch, weight) if given is None else given
             if batch == 0 and alone:
                 rows = tuple(state.expand(0, self.hidden_size) for state in states)
-                empty.append((x.new_zeros(len(x), 0, self.hidden_size), rows))
+                # No number of it depends on them, but backward() finds their gradients, zeros.
+                parameters = [p for p in self.parameters() if p.requires_grad]
+                nothing = sum((p.sum().to(x.dtype) for p in parameters), x.new_zeros(()))
+                empty.append((x.new_zeros(len(x), 0, self.hidden_size) + nothing, rows))
             else:
                 calls.append(self._call(suffix, x, states, lengths, start))
         if empty:

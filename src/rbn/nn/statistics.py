@@ -81,6 +81,13 @@ class PopulationStatistics(nn.Module):
             return None
         return all_processes()
 
+    def find_estimates(self) -> bool:
+        """Whether there are any, though someone else may have put them there: waits then."""
+        if not self.estimated and self.count.device.type != "meta":
+            self.estimated = bool((self.count > 0).any())
+            self._surely_seen = seen_at_first(self.count) if self.estimated else 0
+        return self.estimated
+
     def reset(self) -> None:
         """Forget all estimates."""
         for buffer in (self.mean, self.var, self.count):
@@ -98,7 +105,7 @@ class PopulationStatistics(nn.Module):
             mean: ``[T, features]``.
             var: ``[T, features]``, biased.
             start: the time step of the first row.
-            reached: bool ``[T]``, which steps any sequence reached; all by default.
+            reached: bool ``[T]``, which steps enough sequences reached; all by default.
         """
         stop = start + mean.shape[0]
         if self.max_length is None:
@@ -148,10 +155,18 @@ class PopulationStatistics(nn.Module):
     def grow(self, rows: int) -> None:
         """Make room for that many steps."""
         missing = rows - self.count.shape[0]
-        if missing > 0:
+        compiling = torch.compiler.is_compiling()  # which never asks for room in that mode
+        if missing > 0 and not compiling and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # the room is for training, too
+                self.grow(rows)
+        elif missing > 0:
             self.mean = torch.cat([self.mean, self.mean.new_zeros(missing, self.features)])
             self.var = torch.cat([self.var, self.var.new_zeros(missing, self.features)])
             self.count = torch.cat([self.count, self.count.new_zeros(missing)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and files get: inside `batch_statistics`, too, those of a layer as it is."""
+        return self.__dict__ | {"forced": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Casts to a 16-bit type move the statistics but do not round them."""
@@ -375,8 +390,9 @@ def update_population_stats(
         model.train(train_mode)
         for s in statistics:
             s.momentum, s.estimated, s._surely_seen = None, False, 0
-            s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
-            s.count = torch.zeros_like(s.count)
+            with torch.inference_mode(False):  # they are for training, too
+                s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
+                s.count = torch.zeros_like(s.count)
         with torch.no_grad(), torch.random.fork_rng(devices=cuda), _forced(model, "record"):
             shown = _tracked(batches) if progress else batches
             group, in_parts = all_processes(), any(s.group is not None for s in statistics)

@@ -98,7 +98,8 @@ class Formula:
                 tensors.append(plain[at])
                 plain[at] = _SAVED
         population = inputs[self.list_at]
-        ctx.save_for_backward(*tensors, *population, *output)
+        # Without the last states, which users may change: no backward pass looks at them.
+        ctx.save_for_backward(*tensors, *population, output[0], *output[self.results :])
         ctx.plain, ctx.counts = plain, (len(tensors), len(population))
 
     def gradients(self, ctx: Any, grad_outputs: Sequence[Any], backward: Any) -> list[Any]:
@@ -114,7 +115,9 @@ class Formula:
             if args[at] is not None:
                 args[at] = next(tensors)
         args[self.list_at] = list(saved[n : n + m])
-        found = backward(*grad_outputs[: self.results], list(saved[n + m :]), *args)
+        first, *rest = saved[n + m :]
+        output = [first] * self.results + rest  # the first stands in for last states
+        found = backward(*grad_outputs[: self.results], output, *args)
         gradients: list[Any] = [None] * len(args)
         for at, gradient in zip(self.grads_at, found, strict=True):
             if ctx.plain[at] is _SAVED:

@@ -241,6 +241,31 @@ def test_the_times_on_a_gpu_are_those_of_the_file(shape, on_a_gpu):
     assert commits == set(re.findall(r"called \(\[`gpu\.csv`\]\(.*?\),\ncommit (\w+)\)", page))
 
 
+@pytest.mark.parametrize(
+    ("shape", "name", "exchange", "slow"),
+    [
+        ("ptb", "Penn Treebank", 0.06, 0.68),
+        ("cnn", "CNN, one encoder", 0.01, 0.07),
+        ("mnist", "MNIST", 0.0, 0.0),
+        ("text8", "text8", 0.22, 2.6),
+    ],
+)
+def test_when_a_second_gpu_pays_follows_from_the_file(shape, name, exchange, slow, on_a_gpu):
+    """exchange, slow: ms at 300 and 25 GB/s, about; what is shown is rounded."""
+    rows = [on_a_gpu[shape, "bf16", f"rbn.BatchNormLSTM{way}"] for way in ("", ", CUDA graph")]
+    eager, graph = (float(row["fwdbwd_ms"]) for row in rows)
+    batch = int(rows[0]["B"])
+    page = (ROOT / "docs/scaling.md").read_text()
+    line = re.search(rf"^\| {name} \| {batch} \| (.*) \|$", page, flags=re.M)
+    *times, shown, whole, half, far = map(float, line.group(1).split(" | "))
+    assert times == [round(eager, 2), round(graph, 2)]
+    assert shown == exchange
+    for found, cost, part in ((whole, exchange, 1), (half, exchange, 0.5), (far, slow, 0.5)):
+        expected = 2 * batch * (eager - graph + cost) / (part * graph)
+        assert found == pytest.approx(expected, rel=0.03)
+    assert {row["commit"] for row in rows} == set(re.findall(r"gpu\.csv\) \(commit (\w+)\)", page))
+
+
 def test_the_times_of_other_sizes_are_those_of_the_file(on_a_gpu):
     page = (ROOT / "docs/kernels.md").read_text()
     shapes = {shape for shape, *_ in on_a_gpu if "=" in shape}

@@ -414,9 +414,7 @@ def test_a_step_that_one_sequence_reaches_has_no_variance_to_record(momentum):
     mean, var = statistics.read(0, 8)
     torch.testing.assert_close(var[4:], var[3:4].expand_as(var[4:]), rtol=0, atol=0)
     torch.testing.assert_close(mean[4:], mean[3:4].expand_as(mean[4:]), rtol=0, atol=0)
-    with pytest.warns(
-        UserWarning, match="single sequence"
-    ):  # which is recorded all the same
+    with pytest.warns(UserWarning, match="single sequence"):  # which is recorded all the same
         layer(torch.randn(6, 1, 3), lengths=torch.tensor([5]))
     assert statistics.count.tolist() == [4] * 4 + [1, 0]
 

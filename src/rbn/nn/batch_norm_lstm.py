@@ -98,7 +98,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
             behaviour, counts them in all but sequencewise ones.
         initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
         hidden_noise: standard deviation of Gaussian noise on the initial hidden state in training.
-        zoneout: rates (cell, hidden) of Krueger et al. (2016).
+        zoneout: rates (cell, hidden) of Krueger et al. (2017).
         weight_dropout: share of W_h that is missing in a training call, drawn anew for each call,
             one for all its steps (Merity et al., 2018); the other weights grow to make up.
         ablations: of the paper and its code, any of ``"shared_stats"`` (population statistics

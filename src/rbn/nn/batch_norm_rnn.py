@@ -49,7 +49,7 @@ class _BatchNormRNN(BatchNormalized):
 
 
 class BatchNormRNN(_BatchNormRNN, Layers):
-    r"""A batch-normalized simple RNN, the network of Figure 1a, called like `torch.nn.RNN`.
+    r"""A batch-normalized simple RNN (equation 1), called like `torch.nn.RNN`.
 
     .. math::
         h_t = \phi(\mathrm{BN}(W_h h_{t-1}; \gamma_h, 0) + \mathrm{BN}(W_x x_t; \gamma_x, 0) + b)
@@ -65,7 +65,7 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         bidirectional: a second recurrence backwards in time; only the unpadded part is reversed.
         max_length, gamma, eps, momentum, input_stats, padding, initial_state, hidden_noise,
             sync_stats: as in `BatchNormLSTM`.
-        zoneout: rate of Krueger et al. (2016) for the hidden state.
+        zoneout: rate of Krueger et al. (2017) for the hidden state.
         weight_dropout: share of W_h that is missing in a training call, drawn anew for each call,
             one for all its steps (Merity et al., 2018); the other weights grow to make up.
         ablations: ``"shared_stats"``, as in `BatchNormLSTM`.

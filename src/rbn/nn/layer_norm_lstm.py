@@ -74,7 +74,7 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
         eps: added to every variance.
         initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
         hidden_noise: standard deviation of Gaussian noise on the initial hidden state in training.
-        zoneout: rates (cell, hidden) of Krueger et al. (2016).
+        zoneout: rates (cell, hidden) of Krueger et al. (2017).
         weight_dropout: share of W_h that is missing in a training call, drawn anew for each call,
             one for all its steps (Merity et al., 2018); the other weights grow to make up.
 

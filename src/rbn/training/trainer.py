@@ -181,7 +181,8 @@ class Trainer:
         """Train to the end, or until patience or the time is over; then return where it is.
 
         Raises:
-            Diverged: when a loss or gradient is not finite; ``diverged.safetensors`` has the model.
+            Diverged: when a loss, or 50 gradients in a row, are not finite;
+                ``diverged.safetensors`` has the model.
             KeyboardInterrupt: on Ctrl-C, after the step was finished and a checkpoint written. A
                 second Ctrl-C does not wait for that.
         """

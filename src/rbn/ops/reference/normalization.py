@@ -175,7 +175,7 @@ def still_alike(
 
 
 def zoneout(z: Tensor | float, t: int, previous: Tensor, new: Tensor) -> Tensor:
-    """Krueger et al. 2016: keep a unit's previous value where the mask z[t] says so.
+    """Krueger et al. 2017: keep a unit's previous value where the mask z[t] says so.
 
     z: bool ``[T, B, H]`` (training) or the rate, for the expected value (inference).
     """

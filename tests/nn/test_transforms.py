@@ -171,3 +171,33 @@ def test_replicas_of_data_parallel(layer_class):
     torch.testing.assert_close(output, layer(x)[0], rtol=0, atol=0)
     output.sum().backward()
     assert layer.weight_hh_l0.grad.abs().sum() > 0
+
+
+def test_pieces_of_a_sequence_are_not_compiled_one_by_one():
+    """With room for all steps a graph does not depend on how many have statistics."""
+    layer = rbn.BatchNormLSTM(3, 4, max_length=60)
+    other = rbn.BatchNormLSTM(3, 4, max_length=60)
+    other.load_state_dict(layer.state_dict())
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    states = [None, None]
+    torch._dynamo.reset()
+    for start in range(0, 60, 5):  # twelve pieces; PyTorch gives up at eight graphs
+        x = torch.randn(5, 6, 3)
+        for k, run in enumerate((compiled, other)):
+            _, found = run(x, states[k], start=start)
+            states[k] = tuple(state.detach() for state in found)
+    torch.testing.assert_close(layer.stats_c_l0.var, other.stats_c_l0.var)
+    assert layer.stats_c_l0.count.tolist() == [1] * 60
+
+
+def test_vmap_with_lengths():
+    layer, x = rbn.LSTM(3, 4), torch.randn(2, 5, 3, 3)
+    lengths = torch.tensor([[5, 2, 1], [3, 4, 5]])
+    parameters = dict(layer.named_parameters())
+
+    def run(x, lengths):
+        return functional_call(layer, parameters, (x,), {"lengths": lengths})[0]
+
+    found = torch.func.vmap(run)(x, lengths)
+    for each, one, n in zip(found, x, lengths, strict=True):
+        torch.testing.assert_close(each, layer(one, lengths=n)[0])

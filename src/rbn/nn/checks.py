@@ -146,7 +146,8 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
     """
     if value is None:
         return None
-    value = torch.as_tensor(value)
+    if not isinstance(value, Tensor):
+        value = torch.as_tensor(value, device="cpu")
     if value.dtype not in _INTEGERS:
         raise TypeError(f"lengths must be integers, got {value.dtype}")
     if tuple(value.shape) != (batch,):
@@ -154,7 +155,8 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
             f"lengths must have one entry for each of the {batch} sequences, "
             f"got shape {tuple(value.shape)}"
         )
-    if value.device.type == "cpu" and not torch.compiler.is_compiling():
+    opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if value.device.type == "cpu" and not opaque:
         check_lengths(value.tolist(), steps)
     found: Tensor = value.to(device=device, dtype=torch.int64)
     return found

@@ -119,7 +119,9 @@ class PopulationStatistics(nn.Module):
         count = self.count[start:stop]
         count += 1 if reached is None else reached
         self.estimated = True
-        if reached is None and start <= self._surely_seen:
+        # A compiled graph is made for one value of it, so it must not change there.
+        known = reached is None and not torch.compiler.is_compiling()
+        if known and start <= self._surely_seen:
             self._surely_seen = max(stop, self._surely_seen)
         if self.momentum is None:
             weight = count.clamp(min=1).to(self.mean.dtype).reciprocal()

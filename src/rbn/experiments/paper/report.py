@@ -139,7 +139,9 @@ def _unlearned(rows: dict[str, list[Row]], counts: Sequence[counted.Counted]) ->
 def _again(name: str, rows: Sequence[Row]) -> str:
     """The command for a whole table, in the precision of the runs that are there."""
     found = {str(r.config.get("precision")) for row in rows for r in row.results}
-    precision = f" --precision {found.pop()}" if len(found) == 1 and "32-true" not in found else ""
+    if len(found) > 1:
+        return f"rbn reproduce {name}  # all in 32-true; what is shown was made by:"
+    precision = f" --precision {found.pop()}" if found and "32-true" not in found else ""
     return f"rbn reproduce {name}{precision}"
 
 

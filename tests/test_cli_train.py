@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -186,3 +187,38 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
     assert message in done.output
     assert "Traceback" not in done.output
     assert not (tmp_path / "runs").exists()  # a second try starts afresh
+
+
+def test_a_run_that_was_tested_keeps_its_result(whole, tmp_path):
+    """Gone on with elsewhere, or by a later version, it is still the result of the first."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    path = folder / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"commit": "0123456", "gpu": "H200"}))
+    before = path.read_text()
+    done = invoke("resume", folder, "--device", "cpu")
+    assert done.exit_code == 0
+    assert f"test {json.loads(before)['test']:.4f}" in done.output
+    assert path.read_text() == before
+    path.write_text("{")  # a damaged one is made again
+    assert invoke("resume", folder, "--device", "cpu").exit_code == 0
+    assert json.loads(path.read_text())["test"] == json.loads(before)["test"]
+
+
+def test_the_model_of_a_config(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("task: digits\nmodel: lstm\nhidden_size: 4\nepochs: 1\n")
+    for given, expected in (((), "lstm"), (("--model", "ln-lstm"), "ln-lstm")):
+        folder = tmp_path / f"run-{expected}"
+        options = ("--config", path, "--device", "cpu", "--out", folder)
+        assert invoke("train", "digits", *given, *options).exit_code == 0
+        assert result_of(folder)["model"] == expected
+
+
+def test_folders_whose_names_look_like_markup(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("runs/x[/red]y")
+    done = invoke("train", "digits", *SMALL, "--device", "cpu", "--out", folder)
+    assert done.exit_code == 0, done.output
+    assert str(folder / "result.json") in done.output.replace("\n", "")
+    assert "x[/red]y" in invoke("runs", "runs").output.replace("\n", "")

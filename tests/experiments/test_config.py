@@ -142,3 +142,49 @@ def test_files(tmp_path):
         configs.read(tmp_path / "none.yaml")
     with pytest.raises(ValueError, match="task must be one of"):
         configs.published("imdb")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("tag=../x", "tag must be a word"),
+        ("tag=a/b", "tag must be a word"),
+        ("tag=[1, 2]", "tag must be a word"),
+        ("tag=2024-01-01", "tag must be a word"),
+        ("optimizer.lr=.inf", "optimizer.lr must be finite"),
+        ("optimizer.fused=maybe", "optimizer.fused must be true or false"),
+        ("layer.batch_first=true", "layer.batch_first cannot be set"),
+        ("layer.device=cuda", "layer.device cannot be set"),
+        ("layer.zoneout=2024-01-01", "settings must be words"),
+        ("hidden_size={", "is not YAML"),
+        ("hidden_size=a: b: c", "is not YAML"),
+        ("hidden_size=\t1", "is not YAML"),
+    ],
+)
+def test_settings_that_make_no_sense(setting, message):
+    with pytest.raises(ValueError, match=message):
+        with_settings(from_mapping(configs.published("digits")), [setting])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hidden_size: 4\nhidden_size: 8", "'hidden_size' is there twice"),
+        ("layer: {zoneout: 0.1, zoneout: 0.2}", "'zoneout' is there twice"),
+        ("variants: [a]", "variants must hold settings"),
+        ("variants: {bn-lstm: 3}", "variants must hold settings"),
+        ("variants: {bn-lstmm: {epochs: 2}}", "variants must be of lstm.*got 'bn-lstmm'"),
+        ("1: 2\nfoo: 1", "unknown setting 1"),
+        ("layer: &a {zoneout: *a}", "settings must be words|recursive"),
+    ],
+)
+def test_files_that_make_no_sense(text, message, tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text(f"task: digits\n{text}\n")
+    with pytest.raises(ValueError, match=message):
+        from_mapping(configs.for_model(configs.read(path), "bn-lstm"))
+
+
+def test_a_mapping_may_be_merged_into_another():
+    found = configs.parsed("a: &base {x: 1, y: 2}\nb: {<<: *base, y: 3}")
+    assert found["b"] == {"x": 1, "y": 3}

@@ -444,3 +444,20 @@ def test_one_that_diverges_does_not_stop_the_others(whole, tmp_path):
         train_together([trainer(tmp_path / "bad", Bad()), good])
     assert good.progress.finished
     assert_same_run(tmp_path / "good", whole)
+
+
+def test_a_look_that_gives_no_number_is_never_the_best(tmp_path):
+    run = trainer(tmp_path)
+    looks = iter([float("nan"), 3.0, 2.0, float("nan")])
+    evaluate = run.task.evaluate
+    run.task.evaluate = lambda *args: {**evaluate(*args), "valid": next(looks)}
+    progress = run.run()
+    assert (progress.best, progress.best_step) == (2.0, 15)
+
+
+def test_the_checkpoint_before_is_gone_on_from_where_the_last_is_gone(whole, tmp_path):
+    trainer(tmp_path).run()
+    (tmp_path / "last.safetensors").unlink()
+    with pytest.warns(UserWarning, match="Going on from the one before"):
+        trainer(tmp_path).run()
+    assert_same_run(tmp_path, whole)

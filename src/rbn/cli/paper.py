@@ -157,7 +157,8 @@ def _show(asked: Reproduction, shelf: Shelf, out: Path, console: Console) -> Non
             console.print(table)
         if name in FIGURE_TARGETS:
             for path in draw(figure(name, shelf), out):
-                console.print(str(path), soft_wrap=True, highlight=False)
+                console.print(str(path), soft_wrap=True, highlight=False, markup=False)
     for finding in read_findings(asked.results):
         if finding.name in asked.targets:
-            console.print(f"{finding.name}: {finding.outcome}", soft_wrap=True, highlight=False)
+            said = f"{finding.name}: {finding.outcome}"
+            console.print(said, soft_wrap=True, highlight=False, markup=False)

@@ -23,12 +23,13 @@ def runs(
 ) -> None:
     """A table of the runs in a folder and their results."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("run", "steps", "best validation", "valid", "test", "minutes")
     found = sorted(folder.rglob("config.json"))
     for path in found:
-        table.add_row(str(path.parent.relative_to(folder)), *_figures(path.parent))
+        table.add_row(escape(str(path.parent.relative_to(folder))), *_figures(path.parent))
     if not found:
         stop(f"there is no run in {folder}", 2)
     Console().print(table)
@@ -49,14 +50,14 @@ def _figures(run: Path) -> list[str]:
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if lines:
             best = f"{json.loads(lines[-1])['valid_population']:.4f} (last)"
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OSError, TypeError, ValueError):
         best = f"{metrics.name} is damaged"
     try:
         if result.exists():
             values = json.loads(result.read_text())
             valid, test = f"{values['valid']:.4f}", f"{values['test']:.4f}"
             steps, best = str(values["steps"]), f"at step {values['best_step']}"
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, OSError, TypeError, ValueError):
         test = f"{result.name} is damaged"
     return [steps, best, valid, test, minutes]
 

@@ -20,12 +20,12 @@ Task = Annotated[
     typer.Argument(help="digits, mnist, pmnist, ptb, text8, pydoc, cloze, cnn or cnn-built."),
 ]
 Model = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--model",
         "--variant",
-        help="lstm, bn-lstm, ln-lstm, bn-rnn, rnn or irnn; for reading tasks lstm, bn-lstm, "
-        "bn-everywhere, bn-e* or bn-e**.",
+        help="lstm, bn-lstm (unless the config says otherwise), ln-lstm, bn-rnn, rnn or irnn; for "
+        "reading tasks lstm, bn-lstm, bn-everywhere, bn-e* or bn-e**.",
     ),
 ]
 File = Annotated[
@@ -59,7 +59,7 @@ Folders = Annotated[list[Path], typer.Argument(help="Folders of runs, trained at
 
 def train(
     task: Task,
-    model: Model = "bn-lstm",
+    model: Model = None,
     config: File = None,
     set_: Settings = None,
     seed: Seed = 1,
@@ -84,7 +84,8 @@ def train(
         if found.get("task", task) != task:
             raise ValueError(f"config {config} is for task {found['task']}, not {task}")
         wanted = [f"precision={precision}"] if precision else []
-        settings = configs.from_mapping({"task": task, **configs.for_model(found, model)})
+        chosen = model or found.get("model") or "bn-lstm"
+        settings = configs.from_mapping({"task": task, **configs.for_model(found, chosen)})
         settings = configs.with_settings(settings, [*wanted, *(set_ or [])])
         numbers = [seed] if seeds is None else _numbers(seeds)
         runs = []
@@ -93,7 +94,7 @@ def train(
             if out is not None:
                 folder = out if seeds is None else out / f"{settings.name}-seed{number}"
             runs.append((folder, settings, number))
-        words = ["rbn", "train", task, "--model", model, *(["--config", config] if config else [])]
+        words = ["rbn", "train", task, "--model", chosen, *(["--config", config] if config else [])]
         for setting in set_ or []:
             words += ["--set", setting]
         words += ["--precision", precision] if precision else []
@@ -218,7 +219,7 @@ def _train(plan: Plan, world: World | None) -> None:
                 raise Stopped(f"{said}. {plan.hint(count)}", 130) from None
         try:
             for result in fit.results(console):
-                console.print(result, soft_wrap=True)
+                console.print(result, soft_wrap=True, markup=False)
         except KeyboardInterrupt:
             raise Stopped(f"stopped before the test was over. {plan.hint(count)}", 130) from None
         unfinished = [
@@ -228,6 +229,6 @@ def _train(plan: Plan, world: World | None) -> None:
             step = unfinished[0].progress.step
             rest = [run for run in plan.runs if run[0] in [t.folder for t in unfinished]]
             hint = replace(plan, runs=rest).hint(count)
-            console.print(f"Out of time at step {step:,}. {hint}")
+            console.print(f"Out of time at step {step:,}. {hint}", soft_wrap=True, markup=False)
         if fit.diverged is not None:
             raise fit.diverged

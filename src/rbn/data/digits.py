@@ -30,6 +30,10 @@ def digits(permuted: bool = False, *, seed: int = 0) -> Splits:
         raise ImportError(
             "the digits come with scikit-learn: pip install 'recurrent-batchnorm[demo]'"
         ) from error
+    if not isinstance(permuted, bool):
+        raise TypeError(f"permuted must be true or false, got {permuted!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be a whole number, got {seed!r}")
     images, labels = load_digits(return_X_y=True)
     inputs = torch.tensor(images, dtype=torch.float32).T[:, :, None] / _BRIGHTEST
     if permuted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -20,6 +21,8 @@ STARTS = ("orthogonal", "identity-candidate", "identity-all")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 SELECTIONS = ("batch", "population")
 OPTIMIZERS = ("adam", "adamw", "rmsprop", "sgd")
+_SWITCHES = {"fused", "foreach", "nesterov", "amsgrad", "centered", "maximize", "capturable"}
+_OF_TASK = {"batch_first", "device", "dtype", "input_size", "hidden_size"}  # no options of a layer
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,25 @@ class Config:
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"{name} must be a number, got {value!r}")
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value!r}")
+        if not isinstance(self.tag, str) or not re.fullmatch(r"[\w.+-]*", self.tag):
+            raise ValueError(
+                f"tag must be a word of letters, digits and . _ + -, as it names files, "
+                f"got {self.tag!r}"
+            )
+        for name in _SWITCHES & set(self.optimizer):
+            if not isinstance(self.optimizer[name], bool):
+                raise ValueError(
+                    f"optimizer.{name} must be true or false, got {self.optimizer[name]!r}"
+                )
+        for name in _OF_TASK & set(self.layer):
+            raise ValueError(f"layer.{name} cannot be set: it follows from the task")
+        try:
+            json.dumps(asdict(self))
+        except (TypeError, ValueError, RecursionError) as error:
+            said = f"settings must be words, numbers, lists and the like: {error}"
+            raise ValueError(said) from error
 
     @property
     def is_text(self) -> bool:
@@ -141,7 +163,7 @@ class Config:
 def from_mapping(values: Mapping[str, Any]) -> Config:
     """A config from a file's content; unknown names are refused."""
     known = {f.name for f in fields(Config)}
-    unknown = sorted(set(values) - known)
+    unknown = sorted(set(values) - known, key=str)
     if unknown:
         raise ValueError(f"unknown setting {unknown[0]!r}; there are {', '.join(sorted(known))}")
     if "task" not in values:
@@ -153,6 +175,14 @@ def for_model(values: Mapping[str, Any], model: str) -> dict[str, Any]:
     """The settings of a file for one model: those that its ``variants`` name for it override."""
     found = dict(values)
     variants = found.pop("variants", None) or {}
+    if not isinstance(variants, Mapping) or not all(
+        isinstance(each, Mapping) for each in variants.values()
+    ):
+        raise ValueError(f"variants must hold settings by model, got {variants!r}")
+    for name in variants:
+        if name not in (*MODELS, *READERS):
+            models = ", ".join(dict.fromkeys((*MODELS, *READERS)))
+            raise ValueError(f"variants must be of {models}, got {name!r}")
     return {**found, **variants.get(model, {}), "model": model}
 
 
@@ -179,10 +209,26 @@ def parsed(text: str) -> Any:
     """What a YAML text says, where 1e-3 is a number, as in YAML 1.2; to PyYAML it is a word."""
     import yaml
 
-    loader: Any = type("Loader", (yaml.SafeLoader,), {})
+    loader: Any = type("Loader", (yaml.SafeLoader,), {"construct_mapping": _without_twins})
     number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
     loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
     return yaml.load(text, loader)
+
+
+def _without_twins(loader: Any, node: Any, deep: bool = False) -> dict[Any, Any]:
+    """A mapping whose keys differ; PyYAML takes the last of equal ones."""
+    import yaml
+
+    seen: set[Any] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} is there twice", key.start_mark
+                )
+            seen.add(key.value)
+    found: dict[Any, Any] = yaml.SafeLoader.construct_mapping(loader, node, deep=deep)
+    return found
 
 
 def published(task: str) -> dict[str, Any]:
@@ -218,7 +264,10 @@ def pairs(settings: Sequence[str]) -> dict[str, Any]:
         key, equals, text = setting.partition("=")
         if not equals:
             raise ValueError(f"a setting must look like key=value, got {setting!r}")
-        found[key.strip()] = parsed(text)
+        try:
+            found[key.strip()] = parsed(text)
+        except Exception as error:  # YAML's, which does not come with the core
+            raise ValueError(f"the value of {setting!r} is not YAML") from error
     return found
 
 

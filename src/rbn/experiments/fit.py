@@ -201,9 +201,11 @@ class Fit:
             if not (now.finished or (diverged and trainer.ranks.from_first(trainer.best.exists))):
                 continue
             if console is not None and self.device.type == "cpu":
-                console.print(f"Testing {folder} ...", style="dim", soft_wrap=True)
-            command = runs.command_of(folder)
-            result = results.finish(config, seed, trainer, command)
+                console.print(f"Testing {folder} ...", style="dim", soft_wrap=True, markup=False)
+            result = trainer.ranks.from_first(partial(results.finished, folder, now))
+            if result is None:
+                command = runs.command_of(folder)
+                result = results.finish(config, seed, trainer, command)
             yield (
                 f"{config.task}, {config.name}, seed {seed}: test {result['test']:.4f} "
                 f"({result['metric']}), validation {result['valid']:.4f}, best at step "

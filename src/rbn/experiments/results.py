@@ -21,6 +21,7 @@ from rbn.experiments.measured import has_statistics
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.training import Trainer, checkpoint
+from rbn.training.schedule import Progress
 from rbn.training.whole import write_whole
 
 CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
@@ -32,6 +33,22 @@ def exact_statistics(config: Config, task: Classification | NextSymbol | Reading
     """Population statistics of the training set at the model as it is, as the paper reports."""
     if has_statistics(task.model):
         task.estimate_population(config.population_batch)
+
+
+def finished(folder: Path, progress: Progress) -> dict[str, Any] | None:
+    """What ``result.json`` says of a run that has been tested as it is now; None where it does not.
+
+    It stays what it was when the run is gone on with on another machine, or by another version.
+    """
+    try:
+        found = json.loads((folder / "result.json").read_text())
+        wanted = (progress.step, progress.best_step, progress.diverged_at)
+        tested = (found["steps"], found["best_step"], found["diverged_at"]) == wanted
+        numbers = all(isinstance(found[name], float) for name in ("valid", "test"))
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    whole = tested and numbers and "metric" in found and (folder / "final.safetensors").exists()
+    return found if whole else None
 
 
 def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[str, Any]:

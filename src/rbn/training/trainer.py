@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 import warnings
@@ -370,7 +371,8 @@ class Trainer:
         now.history.append(record)
         value = record[task.metric]
         sign = 1 if task.higher_is_better else -1
-        if now.best is None or sign * value > sign * now.best:
+        number = not math.isnan(value)
+        if number and (now.best is None or not sign * value <= sign * now.best):
             now.best, now.best_step, now.bad_looks = value, now.step, 0
             state = {f"model.{k}": v.clone() for k, v in self.module.state_dict().items()}
             self._unsaved_best = state, {"step": now.step, task.metric: value}
@@ -428,7 +430,7 @@ class Trainer:
 
     def _load_last(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """The last checkpoint, or the one before if it is damaged; None where there is none."""
-        if not self.last.exists():
+        if not self.last.exists() and not self.previous.exists():
             return None
         try:
             return checkpoint.load(self.last)

@@ -46,6 +46,9 @@ class World:
             world = cls(*(int(value) for value in found if value is not None))
         except ValueError:
             raise ValueError(f"the environment must hold numbers, got {said}") from None
+        fit = 0 <= world.rank < world.count and 0 <= world.local_rank < world.local_count
+        if not fit:
+            raise ValueError(f"a process must be one of those that there are, got {said}")
         if world.count % world.local_count:
             raise ValueError(f"every machine must have as many processes, got {said}")
         return world

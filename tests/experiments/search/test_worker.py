@@ -217,7 +217,7 @@ def test_a_trial_without_a_figure_fails(make, start, monkeypatch):
     assert worker.work()
     (row,) = standing(load_study(worker.job.sweep.name, worker.job.storage)).rows
     assert (row.state, row.best) == ("failed", None)
-    assert row.remark == "its best validation figure is nan"
+    assert row.remark == "no look at the validation data gave a number"
 
 
 def test_interrupted_trials_wait(make, start, monkeypatch):

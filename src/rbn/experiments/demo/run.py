@@ -79,7 +79,8 @@ def run_demo(
     draw(result, out / "curves.png")
     write_page(result, out / "curves.png", out / "index.html")
     show(result, console)
-    console.print(f"The page about it: {out / 'index.html'}", highlight=False, soft_wrap=True)
+    page = f"The page about it: {out / 'index.html'}"
+    console.print(page, highlight=False, soft_wrap=True, markup=False)
     return result
 
 

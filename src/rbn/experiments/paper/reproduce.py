@@ -209,7 +209,7 @@ class Reproduction:
             with Watch(fit, console) as watch:
                 fit.train(max_minutes=minutes, watch=watch)
             for sentence in fit.results(console):
-                console.print(sentence, soft_wrap=True, highlight=False)
+                console.print(sentence, soft_wrap=True, highlight=False, markup=False)
             for run, trainer in zip(todo, fit.trainers, strict=True):
                 step = trainer.progress.diverged_at
                 if step is not None:

@@ -189,8 +189,9 @@ class Worker:
             if trials.release(number):
                 self.say(f"trial {number}: out of time at step {now.step:,}, saved")
         elif best is None or not math.isfinite(best):
-            if trials.fail(number, f"its best validation figure is {best}"):
-                self.say(f"trial {number}: failed: its best validation figure is {best}")
+            why = "no look at the validation data gave a number"
+            if trials.fail(number, why):
+                self.say(f"trial {number}: failed: {why}")
         else:
             for _ in fit.results():  # writes them
                 pass

@@ -27,7 +27,7 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from gpu_cases import products
 
 from rbn.ops.gpu import cuda_lstm, lstm_op, paths
-from rbn.ops.gpu.plan import make_plan
+from rbn.ops.gpu.plan import make_plan, tf32_allowed
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # float32 is tf32
@@ -170,7 +170,20 @@ def test_several_recurrences_in_one_launch_of_cuda(together, dtype, monkeypatch)
         torch.stack([case.tensors[name] for case in made]).requires_grad_()
         for name in made[0].tensors
     ]
-    options = ([], None, None, 0.0, 0.0, "batch", CALM, "step", "exclude", False, True)
+    options = (
+        [],
+        None,
+        None,
+        0.0,
+        0.0,
+        "batch",
+        CALM,
+        "step",
+        "exclude",
+        False,
+        True,
+        tf32_allowed(),
+    )
     results = lstm_op(*leaves, None, *options)
     assert len(launches) == together + 1
     names = ("output", "h_n", "c_n")

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from gpu_cases import products
+from gpu_cases import DEVICE, products
 
 import rbn
 from rbn.ops.gpu import cuda_lstm, gradients, lstm_steps, paths, precision
@@ -127,12 +127,12 @@ def test_the_backward_pass_takes_the_path_of_the_forward_pass(monkeypatch):
         return paths.STEPS
 
     monkeypatch.setattr(paths, "choose", choose)
-    wx = torch.randn(3, 2, 16, requires_grad=True)
-    states = torch.zeros(2, 2, 4)
+    wx = torch.randn(3, 2, 16, device=DEVICE, requires_grad=True)
+    weight, states = torch.randn(16, 4, device=DEVICE), torch.zeros(2, 2, 4, device=DEVICE)
     for tf32 in (True, False):
         with rbn.backend("gpu"):
             with products(tf32):
-                output, *_ = rbn.ops.lstm(wx, torch.randn(16, 4), None, None, *states)
+                output, *_ = rbn.ops.lstm(wx, weight, None, None, *states)
             with products(not tf32):
                 output.sum().backward()
         assert asked == [tf32, tf32]

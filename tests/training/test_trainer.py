@@ -461,3 +461,11 @@ def test_the_checkpoint_before_is_gone_on_from_where_the_last_is_gone(whole, tmp
     with pytest.warns(UserWarning, match="Going on from the one before"):
         trainer(tmp_path).run()
     assert_same_run(tmp_path, whole)
+
+
+def test_checkpoints_can_be_read_by_whoever_reads_other_files(whole, tmp_path):
+    other = tmp_path / "other"
+    other.touch()
+    for path in whole.iterdir():
+        if path.is_file():
+            assert path.stat().st_mode == other.stat().st_mode, path

@@ -39,7 +39,10 @@ def save(
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        mode = part.stat().st_mode  # as other files of the user's have; safetensors makes its own
         save_file(plain, part, metadata=metadata)
+        part.chmod(mode)
         _to_disk(part)
         if before is not None:
             with contextlib.suppress(OSError):

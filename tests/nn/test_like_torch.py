@@ -270,3 +270,31 @@ def test_an_empty_batch_has_gradients_of_zero(layer_class):
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() == 0, name
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (rbn.LSTM(3, 4), "LSTM(3, 4)"),
+        (
+            rbn.LSTM(3, 4, 2, bias=False, dropout=0.1),
+            "LSTM(3, 4, num_layers=2, bias=False, dropout=0.1)",
+        ),
+        (rbn.LSTM(3, 4, zoneout=(0.5, 0.05)), "LSTM(3, 4, zoneout=(0.5, 0.05))"),
+        (rbn.LSTMCell(3, 4, initial_state="zeros"), "LSTMCell(3, 4, initial_state='zeros')"),
+        (rbn.LayerNormLSTM(3, 4, batch_first=True), "LayerNormLSTM(3, 4, batch_first=True)"),
+    ],
+)
+def test_what_is_printed_of_a_layer(layer, expected):
+    assert str(layer) == expected
+
+
+@pytest.mark.parametrize(
+    "layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormLSTMCell]
+)
+def test_what_is_printed_of_a_normalized_layer(layer_class):
+    name = layer_class.__name__
+    assert str(layer_class(3, 4)).startswith(f"{name}(\n  3, 4\n")
+    options = {"eps": 0.001, "momentum": None, "ablations": ["shared_stats"]}
+    shown = "3, 4, eps=0.001, momentum=None, ablations=('shared_stats',)"
+    assert str(layer_class(3, 4, **options)).startswith(f"{name}(\n  {shown}\n")

@@ -8,6 +8,7 @@ recurrence of `rbn.ops` it runs; `Layers` makes a stack of it in the shape of `t
 from __future__ import annotations
 
 import abc
+import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -54,6 +55,19 @@ class Recurrence(nn.Module, abc.ABC):
         self.initial_state = checks.choice("initial_state", initial_state, INITIAL_STATES)
         self.hidden_noise = checks.not_negative("hidden_noise", hidden_noise)
         self.zoneout = checks.zoneout_rates(zoneout, len(self.states))
+
+    def extra_repr(self) -> str:
+        """The sizes, and the options that differ from the defaults, for ``print(module)``."""
+        text = f"{self.input_size}, {self.hidden_size}"
+        for name, option in inspect.signature(type(self)).parameters.items():
+            if option.default is inspect.Parameter.empty or name in ("device", "dtype"):
+                continue
+            value = self.has_bias if name == "bias" else getattr(self, name)
+            if isinstance(value, frozenset):
+                value = tuple(sorted(value))
+            if value not in (option.default, (option.default,)):  # one rate is kept as a tuple
+                text += f", {name}={value!r}"
+        return text
 
     # Parameters ---------------------------------------------------------------------------------
 
@@ -296,21 +310,6 @@ class Layers(Recurrence):
     def flatten_parameters(self) -> None:
         """Does nothing; here so that code written for `torch.nn.LSTM` runs."""
 
-    def extra_repr(self) -> str:
-        """The options that differ from the defaults, for ``print(module)``."""
-        text = f"{self.input_size}, {self.hidden_size}"
-        if self.num_layers != 1:
-            text += f", num_layers={self.num_layers}"
-        if self.batch_first:
-            text += ", batch_first=True"
-        if self.dropout:
-            text += f", dropout={self.dropout}"
-        if self.bidirectional:
-            text += ", bidirectional=True"
-        if self.weight_dropout:
-            text += f", weight_dropout={self.weight_dropout}"
-        return text
-
     def forward(
         self,
         input: Tensor | PackedSequence,
@@ -444,10 +443,6 @@ class Cell(Recurrence):
         """Make all parameters and start them."""
         self._add_parameters("", self.input_size, {"device": device, "dtype": dtype})
         self.reset_parameters()
-
-    def extra_repr(self) -> str:
-        """The sizes, for ``print(module)``."""
-        return f"{self.input_size}, {self.hidden_size}"
 
     def forward(self, input: Tensor, hx: Any = None, step: int = 0) -> Any:
         """One step.

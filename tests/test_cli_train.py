@@ -177,6 +177,8 @@ def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch)
         (["train", "digits", "--set", "layer.foo=1"], "the settings do not fit"),
         (["train", "digits", "--set", "average=1.5"], "average must be at least 0 and below 1"),
         (["train", "digits", "--set", "decay_from=2"], "decay_from must be from 0 to 1"),
+        (["train", "digits", "--seed", "-1"], "a seed must be from 0"),
+        (["train", "digits", "--seeds", f"1,{2**70}"], "a seed must be from 0"),
         (["resume", "nowhere"], "holds no run"),
     ],
 )

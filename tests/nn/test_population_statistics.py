@@ -473,3 +473,14 @@ def test_momentum_can_be_changed():
     torch.testing.assert_close(layer.eval()(2 * x)[0], expected)
     with pytest.raises(ValueError, match="momentum"):
         layer.momentum = 2.0
+
+
+def test_statistics_have_the_default_type_where_that_is_wide():
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            assert rbn.BatchNormLSTM(3, 4).stats_h_l0.mean.dtype == wide
+    finally:
+        torch.set_default_dtype(before)

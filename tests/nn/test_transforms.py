@@ -201,3 +201,14 @@ def test_vmap_with_lengths():
     found = torch.func.vmap(run)(x, lengths)
     for each, one, n in zip(found, x, lengths, strict=True):
         torch.testing.assert_close(each, layer(one, lengths=n)[0])
+
+
+@pytest.mark.parametrize(
+    "layer_class", [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+)
+def test_shapes_on_the_meta_device(layer_class):
+    layer = layer_class(3, 4, device="meta")
+    output, _ = layer(torch.randn(5, 6, 3, device="meta"))
+    assert output.shape == (5, 6, 4)
+    output.sum().backward()
+    assert layer.weight_hh_l0.grad.shape == layer.weight_hh_l0.shape

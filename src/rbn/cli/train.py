@@ -88,6 +88,9 @@ def train(
         settings = configs.from_mapping({"task": task, **configs.for_model(found, chosen)})
         settings = configs.with_settings(settings, [*wanted, *(set_ or [])])
         numbers = [seed] if seeds is None else _numbers(seeds)
+        for number in numbers:
+            if not 0 <= number < 2**63:
+                raise ValueError(f"a seed must be from 0 to {2**63 - 1}, got {number}")
         runs = []
         for number in numbers:
             folder = Path("runs") / settings.task / f"{settings.name}-seed{number}"

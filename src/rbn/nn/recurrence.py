@@ -30,6 +30,11 @@ INITIAL_STATES = ("learned", "zeros")
 States = tuple[Tensor, ...]
 
 
+def autocast_on(device: str) -> bool:
+    """`torch.is_autocast_enabled`, which does not know the meta device."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 class Recurrence(nn.Module, abc.ABC):
     """One kind of recurrent network: its parameters and how a layer of it runs."""
 
@@ -237,7 +242,7 @@ class Recurrence(nn.Module, abc.ABC):
         return self._own("weight_hh_l0" if hasattr(self, "weight_hh_l0") else "weight_hh")
 
     def _under_autocast(self) -> bool:
-        return torch.is_autocast_enabled(self._weight().device.type)
+        return autocast_on(self._weight().device.type)
 
     def _autocast(self, x: Tensor) -> Tensor:
         """X in the type that autocast asks for on its device, if it does and x has values."""
@@ -249,7 +254,7 @@ class Recurrence(nn.Module, abc.ABC):
     def _type(self, x: Tensor) -> torch.dtype:
         """The type that autocast asks for on the device of x, if it does; else that of x."""
         device = x.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        return torch.get_autocast_dtype(device) if autocast_on(device) else x.dtype
 
     def _given_states(self, hx: Any, shape: tuple[int, ...]) -> States:
         """The user's initial states, checked, one tensor for each of `states`."""
@@ -343,7 +348,7 @@ class Layers(Recurrence):
         if checks.is_symbols(input):
             input = checks.symbols(input, self.input_size, weight)
         else:
-            autocast = torch.is_autocast_enabled(weight.device.type)
+            autocast = autocast_on(weight.device.type)
             checks.sequence_input(input, self.input_size, weight, autocast)
             if autocast:
                 input = input.to(self._type(input))

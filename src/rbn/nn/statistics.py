@@ -59,7 +59,8 @@ class PopulationStatistics(nn.Module):
         self.estimated = False
         self._surely_seen = 0  # steps that have an estimate, as far as the host knows
         rows = max_length or 0
-        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        wide = (dtype or torch.get_default_dtype()) == torch.float64
+        dtype = torch.float64 if wide else torch.float32
         self.register_buffer("mean", torch.zeros(rows, features, device=device, dtype=dtype))
         self.register_buffer("var", torch.zeros(rows, features, device=device, dtype=dtype))
         self.register_buffer("count", torch.zeros(rows, device=device, dtype=torch.int64))

@@ -136,12 +136,17 @@ class BatchNormalized(Recurrence):
         self, suffix: str, batch: Statistics, lengths: Tensor | None, start: int, steps: int
     ) -> None:
         """Average the minibatch's statistics into the population's, where that is wanted."""
-        reached = None
-        if lengths is not None and self._group() is None:  # together there are no steps in vain
-            # One row alone has no variance, so that steps count which two reach.
+        reached: Tensor | None = None
+        last: Tensor | int | None = None
+        # One row alone has no variance, so that steps count which two reach.
+        if self._group() is not None:  # together there are no steps in vain
+            common = self._common_steps if self._ignores_padding() else None
+            last = None if common == steps else common
+        elif lengths is not None:
             rows = min(2, len(lengths)) if self._ignores_padding() else 1
             last = lengths.topk(rows).values[-1]
-            reached = torch.arange(steps, device=lengths.device) < last
+        if last is not None:
+            reached = torch.arange(steps, device=self._weight().device) < last
         updates: list[Update] = []
         for k, term in enumerate(self.terms):  # in their order; there may be fewer of them
             mean, var = batch[2 * k], batch[2 * k + 1]

@@ -42,6 +42,7 @@ class Recurrence(nn.Module, abc.ABC):
     gates: ClassVar[int] = 4  # rows of the weight matrices, in hidden sizes
     states: ClassVar[tuple[str, ...]] = ("h0", "c0")
     weight_dropout = 0.0  # of layers; cells have none
+    _common_steps: int | None = None  # that two sequences of all processes reach, while they run
 
     def __init__(
         self,
@@ -380,8 +381,11 @@ class Layers(Recurrence):
         group = self._group()
         if group is None:
             return self._stack(x, given, lengths, start)
-        x, lengths = as_long_as_all(x, lengths, group)
-        output, finals = self._stack(x, given, lengths, start)
+        x, lengths, self._common_steps = as_long_as_all(x, lengths, group)
+        try:
+            output, finals = self._stack(x, given, lengths, start)
+        finally:
+            self._common_steps = None
         return with_steps(output, steps), finals
 
     def _stack(
@@ -482,17 +486,21 @@ class Cell(Recurrence):
 
 def as_long_as_all(
     x: Tensor, lengths: Tensor | None, group: ProcessGroup
-) -> tuple[Tensor, Tensor | None]:
-    """X ``[T, B, F]`` with the steps of the longest sequence of all processes, and its lengths."""
-    own = 1
-    if x.shape[1] > 0:
-        own = x.shape[0] if lengths is None else int(lengths.max())
-    longest = torch.tensor([own], device=x.device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-    steps = int(longest)
+) -> tuple[Tensor, Tensor | None, int]:
+    """X ``[T, B, F]`` with the steps of the longest sequence of all processes, and its lengths.
+
+    Also the steps that two sequences reach; of one alone, its own.
+    """
+    rows = min(2, x.shape[1])
+    own = [x.shape[0]] * rows if lengths is None else lengths.topk(rows).values.tolist()
+    everyone = torch.empty(group.size(), 2, dtype=torch.int64, device=x.device)
+    longest = torch.tensor([*own, 0, 0][:2], device=x.device)
+    dist.all_gather(list(everyone), longest, group=group)
+    *_, second, first = sorted(everyone.flatten().tolist())
+    steps = max(first, 1)
     if lengths is None and steps > x.shape[0]:
         lengths = torch.full((x.shape[1],), x.shape[0], device=x.device)
-    return with_steps(x, steps), lengths
+    return with_steps(x, steps), lengths, second or first
 
 
 def with_steps(x: Tensor, steps: int) -> Tensor:

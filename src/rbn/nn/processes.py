@@ -1,4 +1,4 @@
-"""What the processes that train together tell each other of their population statistics."""
+"""What the processes that train together tell each other: of statistics, and of their sequences."""
 
 from __future__ import annotations
 
@@ -86,3 +86,30 @@ def as_many_on_all(
             )
         yield batch
         turn += 1
+
+
+def as_long_as_all(
+    x: Tensor, lengths: Tensor | None, group: ProcessGroup
+) -> tuple[Tensor, Tensor | None, int]:
+    """X ``[T, B, F]`` with the steps of the longest sequence of all processes, and its lengths.
+
+    Also the steps that two sequences reach; of one alone, its own.
+    """
+    rows = min(2, x.shape[1])
+    own = [x.shape[0]] * rows if lengths is None else lengths.topk(rows).values.tolist()
+    everyone = torch.empty(group.size(), 2, dtype=torch.int64, device=x.device)
+    longest = torch.tensor([*own, 0, 0][:2], device=x.device)
+    dist.all_gather(list(everyone), longest, group=group)
+    *_, second, first = sorted(everyone.flatten().tolist())
+    steps = max(first, 1)
+    if lengths is None and steps > x.shape[0]:
+        lengths = torch.full((x.shape[1],), x.shape[0], device=x.device)
+    return with_steps(x, steps), lengths, second or first
+
+
+def with_steps(x: Tensor, steps: int) -> Tensor:
+    """X ``[T, B, F]`` cut to so many steps, or padded with zeros."""
+    missing = steps - x.shape[0]
+    if missing <= 0:
+        return x[:steps]
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])

@@ -12,13 +12,13 @@ import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import rbn.ops as ops
 from rbn.nn import checks, init
+from rbn.nn.processes import as_long_as_all, with_steps
 from rbn.ops.functional import from_inputs, from_one_feature, takes_features
 from rbn.ops.input_product import input_product
 from rbn.ops.types import valid_steps
@@ -482,33 +482,6 @@ class Cell(Recurrence):
         self._check_ready(len(x))
         ((_, states),) = self._layer([("", self._autocast(x)[None], given)], None, step)
         return self._wrap(states if batched else tuple(state[0] for state in states))
-
-
-def as_long_as_all(
-    x: Tensor, lengths: Tensor | None, group: ProcessGroup
-) -> tuple[Tensor, Tensor | None, int]:
-    """X ``[T, B, F]`` with the steps of the longest sequence of all processes, and its lengths.
-
-    Also the steps that two sequences reach; of one alone, its own.
-    """
-    rows = min(2, x.shape[1])
-    own = [x.shape[0]] * rows if lengths is None else lengths.topk(rows).values.tolist()
-    everyone = torch.empty(group.size(), 2, dtype=torch.int64, device=x.device)
-    longest = torch.tensor([*own, 0, 0][:2], device=x.device)
-    dist.all_gather(list(everyone), longest, group=group)
-    *_, second, first = sorted(everyone.flatten().tolist())
-    steps = max(first, 1)
-    if lengths is None and steps > x.shape[0]:
-        lengths = torch.full((x.shape[1],), x.shape[0], device=x.device)
-    return with_steps(x, steps), lengths, second or first
-
-
-def with_steps(x: Tensor, steps: int) -> Tensor:
-    """X ``[T, B, F]`` cut to so many steps, or padded with zeros."""
-    missing = steps - x.shape[0]
-    if missing <= 0:
-        return x[:steps]
-    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:

@@ -201,6 +201,7 @@ def test_a_run_that_was_tested_keeps_its_result(whole, tmp_path):
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0
     assert f"test {json.loads(before)['test']:.4f}" in done.output
+    assert "Testing" not in done.output
     assert path.read_text() == before
     path.write_text("{")  # a damaged one is made again
     assert invoke("resume", folder, "--device", "cpu").exit_code == 0

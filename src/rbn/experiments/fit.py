@@ -200,12 +200,12 @@ class Fit:
             diverged = now.diverged_at is not None
             if not (now.finished or (diverged and trainer.ranks.from_first(trainer.best.exists))):
                 continue
-            if console is not None and self.device.type == "cpu":
-                console.print(f"Testing {folder} ...", style="dim", soft_wrap=True, markup=False)
             result = trainer.ranks.from_first(partial(results.finished, folder, now))
             if result is None:
-                command = runs.command_of(folder)
-                result = results.finish(config, seed, trainer, command)
+                if console is not None and self.device.type == "cpu":
+                    said = f"Testing {folder} ..."
+                    console.print(said, style="dim", soft_wrap=True, markup=False)
+                result = results.finish(config, seed, trainer, runs.command_of(folder))
             yield (
                 f"{config.task}, {config.name}, seed {seed}: test {result['test']:.4f} "
                 f"({result['metric']}), validation {result['valid']:.4f}, best at step "

@@ -109,7 +109,7 @@ def test_results_of_the_operator_share_no_memory():
     """As PyTorch's compiler takes for granted; called directly, statistics are parts of one."""
     case = make_case("bn_lstm", 4, 16, 24, dtype=torch.float32).on("cuda")
     args = (*case.tensors.values(), None, [], None, None, 0.0, 0.0)
-    args += ("batch", 1e-5, "step", "exclude", False, True)
+    args += ("batch", 1e-5, "step", "exclude", False, True, True)
     found = torch.ops.rbn.gpu_lstm(*args)
     places = [value.untyped_storage().data_ptr() for value in found if value.numel()]
     assert len(set(places)) == len(places)

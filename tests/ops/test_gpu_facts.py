@@ -38,6 +38,7 @@ def inputs(lead=(), size=(T, B, H), dtype=torch.float32, **others):
         "padding": "exclude",
         "pass_normalized_cell": False,
         "save": True,
+        "tf32": True,
     }
     return Inputs(**(given | others))
 

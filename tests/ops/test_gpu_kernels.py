@@ -267,7 +267,7 @@ def beside_the_reference(op, **lengths):
     found = []
     for backend in ("gpu", "reference"):
         with rbn.backend(backend), poisoned_memory(), products(False):
-            found.append(getattr(rbn.ops, op)(**given, **lengths))
+            found.append(getattr(rbn.ops, op)(**given, **lengths, **calm(op)))
     states = 2 if op == "bn_rnn" else 3
     return (results[:states] for results in found)
 

@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     padding: str
     pass_normalized_cell: bool
     save: bool
-    tf32: bool = True  # whether products of float32 may be, backward as forward
+    tf32: bool  # whether products of float32 may be, backward as forward
 
     @property
     def lead(self) -> tuple[int, ...]:

@@ -42,8 +42,9 @@ def test_out_of_time_and_resumed(whole, tmp_path):
     folder = tmp_path / "run"
     options = ["--device", "cpu", "--out", folder, "--max-minutes", "1e-9"]
     done = invoke("train", "digits", *SMALL, *options)
-    assert done.exit_code == 0, done.output
-    assert "Go on with: rbn resume" in " ".join(done.output.split())
+    assert done.exit_code == 3, done.output
+    said = " ".join(done.output.split())
+    assert f"rbn: out of time at step 1, saved. Go on with: rbn resume {folder}" in said
     assert not (folder / "result.json").exists()
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0, done.output
@@ -179,6 +180,11 @@ def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch)
         (["train", "digits", "--set", "decay_from=2"], "decay_from must be from 0 to 1"),
         (["train", "digits", "--seed", "-1"], "a seed must be from 0"),
         (["train", "digits", "--seeds", f"1,{2**70}"], "a seed must be from 0"),
+        (["train", "digits", "--seed", "1", "--seeds", "2,3"], "either --seed or --seeds"),
+        (["train", "digits", "--device", "mps"], "device must be auto, cpu, cuda or cuda:N"),
+        (["train", "digits", "--device", "meta"], "device must be auto, cpu, cuda or cuda:N"),
+        (["train", "digits", "--device", "gpu"], "device must be auto, cpu, cuda or cuda:N"),
+        (["train", "digits", "--model", "lstm", "--set", "normalization.gama=1"], "gama"),
         (["resume", "nowhere"], "holds no run"),
     ],
 )
@@ -189,6 +195,30 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
     assert message in done.output
     assert "Traceback" not in done.output
     assert not (tmp_path / "runs").exists()  # a second try starts afresh
+
+
+@pytest.mark.parametrize("command", ["resume", "evaluate"])
+def test_settings_that_do_not_fit_the_checkpoint(whole, tmp_path, command):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "result.json").unlink()
+    path = folder / "config.json"
+    found = json.loads(path.read_text())
+    found["config"]["hidden_size"] += 1
+    path.write_text(json.dumps(found))
+    done = invoke(command, folder, "--device", "cpu")
+    assert done.exit_code == 1
+    assert "the checkpoint does not fit the run's settings, which may have been" in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "{}", '{"tag": 1, "model": 2}', "{"])
+def test_what_is_no_result_is_not_published(tmp_path, text):
+    (tmp_path / "result.json").write_text(text)
+    done = invoke("publish", tmp_path, "--to", tmp_path / "results")
+    assert done.exit_code == 2
+    assert "result.json is not the result of a run" in done.output
+    assert not (tmp_path / "results").exists()
 
 
 def test_a_run_that_was_tested_keeps_its_result(whole, tmp_path):

@@ -35,15 +35,17 @@ File = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="key=value, for instance optimizer.lr=0.01.")
 ]
-Seed = Annotated[int, typer.Option(help="Of weights, noise and order.")]
-Seeds = Annotated[str | None, typer.Option(help="Several at once, such as 1,2,3.")]
+Seed = Annotated[int | None, typer.Option(help="Of weights, noise and order; 1 by default.")]
+Seeds = Annotated[str | None, typer.Option(help="Several at once, such as 1,2,3, instead.")]
 Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed or 16-mixed.")]
 Graph = Annotated[
     bool | None,
     typer.Option(help="Each step as one CUDA graph; on a GPU by default, but for 16-mixed."),
 ]
 TensorBoard = Annotated[bool, typer.Option(help="Write learning curves for TensorBoard.")]
-Minutes = Annotated[float | None, typer.Option(help="Save and stop after so many.")]
+Minutes = Annotated[
+    float | None, typer.Option(help="Save and stop after so many, with exit code 3.")
+]
 Out = Annotated[
     Path | None, typer.Option(help="Folder of the run, or of the runs; runs/TASK/MODEL-seedN.")
 ]
@@ -62,7 +64,7 @@ def train(
     model: Model = None,
     config: File = None,
     set_: Settings = None,
-    seed: Seed = 1,
+    seed: Seed = None,
     seeds: Seeds = None,
     device: Device = "auto",
     devices: Devices = None,
@@ -87,7 +89,9 @@ def train(
         chosen = model or found.get("model") or "bn-lstm"
         settings = configs.from_mapping({"task": task, **configs.for_model(found, chosen)})
         settings = configs.with_settings(settings, [*wanted, *(set_ or [])])
-        numbers = [seed] if seeds is None else _numbers(seeds)
+        if seed is not None and seeds is not None:
+            raise ValueError("either --seed or --seeds, not both")
+        numbers = [1 if seed is None else seed] if seeds is None else _numbers(seeds)
         for number in numbers:
             if not 0 <= number < 2**63:
                 raise ValueError(f"a seed must be from 0 to {2**63 - 1}, got {number}")
@@ -232,6 +236,9 @@ def _train(plan: Plan, world: World | None) -> None:
             step = unfinished[0].progress.step
             rest = [run for run in plan.runs if run[0] in [t.folder for t in unfinished]]
             hint = replace(plan, runs=rest).hint(count)
-            console.print(f"Out of time at step {step:,}. {hint}", soft_wrap=True, markup=False)
+            said = f"out of time at step {step:,}, saved. {hint}"
+            if fit.diverged is None:
+                raise Stopped(said, 3)
+            console.print(said, soft_wrap=True, markup=False)
         if fit.diverged is not None:
             raise fit.diverged

@@ -16,6 +16,7 @@ from rbn.data.cnn.shards import renumbering
 from rbn.experiments.reading import VOCABULARY, make_reader
 from rbn.experiments.runs import opened
 from rbn.experiments.trained import weights_of
+from rbn.training import checkpoint
 
 _COMMON = 5000  # the most frequent words are no names at the beginning of a sentence
 
@@ -70,7 +71,7 @@ def ask(run: Path, document: Path, question: str | None, most: int = 5) -> Answe
 
     model = make_reader(config, vocabulary)
     weights, _ = weights_of(run)
-    model.load_state_dict(weights)
+    checkpoint.fill(model, weights)
     model.eval()
     with torch.no_grad():
         logits, attention = model(encoded(text), encoded(asked))

@@ -80,6 +80,8 @@ def check(config: Config) -> None:
             model = make_reader(small, Vocabulary(1, ()), (1, 1))
         else:
             model = recurrent_layer(small, 1)
+            if not config.model.startswith("bn-"):  # which has no use for them, yet all models
+                rbn.BatchNormLSTM(1, 2, **config.normalization)  # share a config
     make_optimizer(config, model)
     _schedule(config, 1, None)
 

@@ -123,9 +123,14 @@ def publish(run: Path, to: Path) -> Path:
         result = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{run} has no result: there is no {path.name} in it") from error
-    tag = f"-{result['tag']}" if result["tag"] else ""
-    model = result["model"].replace("*", "-star")
-    target: Path = to / result["task"] / f"{model}{tag}-seed{result['seed']}.json"
+    except ValueError as error:
+        raise ValueError(f"{path} is not the result of a run: {error}") from error
+    try:
+        tag = f"-{result['tag']}" if result["tag"] else ""
+        model = result["model"].replace("*", "-star")
+        target: Path = to / result["task"] / f"{model}{tag}-seed{result['seed']}.json"
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the result of a run: {error}") from error
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     columns = [*CURVE, *(name for name in NATS if any(name in record for record in records))]
     table = io.StringIO()

@@ -35,7 +35,7 @@ def open_task(
     config, seed = runs.opened(folder)
     weights, _ = weights_of(folder)
     task = build.build(config, seed, device, root)
-    task.model.load_state_dict(weights)
+    checkpoint.fill(task.model, weights)
     task.model = make_fabric(device, config.precision).setup_module(task.model)
     task.model.eval()
     return config, task
@@ -88,7 +88,7 @@ def open_language_model(folder: Path, device: torch.device) -> tuple[nn.Module, 
     if "symbols" not in facts:
         raise ValueError(f"{folder} is not finished: finish it with rbn resume {folder}")
     model = LanguageModel(build.recurrent_layer(config, len(facts["symbols"])))
-    model.load_state_dict(weights)
+    checkpoint.fill(model, weights)
     return model.to(device).eval(), facts["symbols"]
 
 

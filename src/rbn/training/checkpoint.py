@@ -135,6 +135,18 @@ def state_of(
     return tensors, {"groups": groups, "numbers": numbers}
 
 
+def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Give a model parameters and statistics by name."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        raise CheckpointError(
+            "the checkpoint does not fit the run's settings, which may have been changed: "
+            + (lines[1] if len(lines) > 1 else lines[0]).strip()
+        ) from error
+
+
 def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -142,7 +154,7 @@ def restore(
     facts: dict[str, Any],
 ) -> None:
     """Put back what `state_of` took."""
-    model.load_state_dict(_under("model.", tensors))
+    fill(model, _under("model.", tensors))
     state: dict[int, dict[str, Any]] = {
         int(index): dict(values) for index, values in facts["numbers"].items()
     }

@@ -458,7 +458,8 @@ class Trainer:
         """Give the model the parameters and statistics of the best evaluation; its facts."""
         tensors, facts = self.ranks.from_first(lambda: checkpoint.load(self.best))
         with self.alone():
-            self.module.load_state_dict(
-                {name.removeprefix("model."): value for name, value in tensors.items()}
+            checkpoint.fill(
+                self.module,
+                {name.removeprefix("model."): value for name, value in tensors.items()},
             )
         return facts

@@ -351,6 +351,11 @@ def test_build_and_count_on_the_command_line(tmp_path):
     assert result.output.count("\n") == 1
     result = call("data", "build-cloze", "--articles", file, "--out", out, "--processes", 0)
     assert result.output == "rbn: processes must be at least 1, got 0\n"
+    file.write_text('{"text": "Ann Lee was glad."}\n')
+    result = call("data", "build-cloze", "--articles", file, "--out", tmp_path / "none")
+    assert result.exit_code == 1
+    assert "a line that is no article (no 'article')" in result.output
+    assert "no question could be made of" in result.output
 
 
 def test_statistics_are_exact_at_the_end():

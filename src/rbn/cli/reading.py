@@ -48,6 +48,8 @@ def build_cloze(articles: Articles, out: Target, processes: Processes = None) ->
     typer.echo("\ndropped")
     for reason, count in built.dropped.most_common():
         typer.echo(f"{count:>9,}  {reason}")
+    if not any(built.questions.values()):
+        stop(f"no question could be made of {articles}: mend it, remove {out}, begin again", 1)
 
 
 def questions(

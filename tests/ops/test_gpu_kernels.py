@@ -144,7 +144,8 @@ def test_the_operator(options, monkeypatch):
     torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, args, rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_as_one_graph():
+@pytest.mark.parametrize("tf32", [False, True])
+def test_compiled_as_one_graph(tf32):
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(3, 6, max_length=4).to(DEVICE)
     twin = copy.deepcopy(layer)
@@ -154,8 +155,9 @@ def test_compiled_as_one_graph():
         with rbn.backend("gpu"):
             return module(x)[0].square().mean()
 
-    torch.compile(loss, fullgraph=True, backend="aot_eager")(layer, x).backward()
-    loss(twin, x).backward()
+    with products(tf32):
+        torch.compile(loss, fullgraph=True, backend="aot_eager")(layer, x).backward()
+        loss(twin, x).backward()
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(parameter.grad, twin.get_parameter(name).grad)
 

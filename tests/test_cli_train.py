@@ -141,8 +141,10 @@ def test_a_damaged_checkpoint_has_one_before(whole, tmp_path):
 def test_the_command_of_a_run_can_be_given_to_a_shell(tmp_path):
     zoneout = "layer.zoneout=[0.1, 0.2]"
     options = ["--device", "cpu", "--max-minutes", "1e-9", "--out", tmp_path / "a run"]
+    options += ["--data-dir", tmp_path / "my data"]
     done = invoke("train", "digits", *SMALL, "--set", zoneout, *options)
-    assert f"rbn resume '{tmp_path}/a run'" in " ".join(done.output.split())
+    said = " ".join(done.output.split())
+    assert f"rbn resume '{tmp_path}/a run' --data-dir '{tmp_path}/my data'" in said
     words = shlex.split(json.loads((tmp_path / "a run" / "config.json").read_text())["command"])
     assert words[:5] == ["rbn", "train", "digits", "--model", "bn-lstm"]
     assert words[-4:] == ["--set", zoneout, "--seed", "1"]

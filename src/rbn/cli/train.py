@@ -155,10 +155,12 @@ class Plan:
     def hint(self, count: int) -> str:
         """How the runs can be gone on with, or begun again if there is nothing yet."""
         folders = shlex.join(str(folder) for folder, _, _ in self.runs)
-        devices = f" --devices {count}" if count > 1 else ""
+        options = f" --devices {count}" if count > 1 else ""
+        if self.data_dir is not None:
+            options += f" --data-dir {shlex.quote(str(self.data_dir))}"
         if not all((folder / "config.json").exists() for folder, _, _ in self.runs):
             return "It had not begun to train"
-        return f"Go on with: rbn resume {folders}{devices}"
+        return f"Go on with: rbn resume {folders}{options}"
 
 
 def _go_on(plan: Plan, devices: int | None) -> None:

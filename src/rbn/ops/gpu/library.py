@@ -12,8 +12,7 @@ from rbn.ops.custom import Formula, Operator, like_inputs, results
 from rbn.ops.gpu import launch, signature
 from rbn.ops.gpu.call import VECTORS
 
-# None has a default: PyTorch would leave out what equals it, and some versions of it then find a
-# gradient too many.
+# None has a default: PyTorch would leave out what equals it, and then find a gradient too many.
 _ARGS = (
     "Tensor wx, Tensor weight_hh, Tensor? bias, Tensor? gamma_x, Tensor? gamma_h, "
     "Tensor? gamma_c, Tensor? beta_c, Tensor h0, Tensor c0, Tensor? lengths, "

@@ -182,12 +182,12 @@ class AttentiveReader(nn.Module):
                 f"{tuple(document.shape)} and {tuple(question.shape)}"
             )
         device, batch = document.device, document.shape[1]
-        document_lengths = checks.lengths(document_lengths, len(document), batch, device)
-        question_lengths = checks.lengths(question_lengths, len(question), batch, device)
+        document_lengths = checks.lengths(document_lengths, document.shape[0], batch, device)
+        question_lengths = checks.lengths(question_lengths, question.shape[0], batch, device)
         states, _ = self.document(self._embed(document), lengths=document_lengths)
         _, (final, _) = self.question(self._embed(question), lengths=question_lengths)
         asked = torch.cat(list(final), dim=-1)  # [B, H * directions]
-        valid = valid_steps(document_lengths, len(document))
+        valid = valid_steps(document_lengths, document.shape[0])
         found, weights = self.attention(states, asked, valid)
         joined = nn.functional.dropout(self.join(found, asked), self.dropout, self.training)
         logits: Tensor = self.softmax(joined)

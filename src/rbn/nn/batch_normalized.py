@@ -136,6 +136,16 @@ class BatchNormalized(Recurrence):
         self, suffix: str, batch: Statistics, lengths: Tensor | None, start: int, steps: int
     ) -> None:
         """Average the minibatch's statistics into the population's, where that is wanted."""
+        found: list[tuple[str, PopulationStatistics, Tensor, Tensor]] = []
+        for k, term in enumerate(self.terms):  # in their order; there may be fewer of them
+            mean, var = batch[2 * k], batch[2 * k + 1]
+            if mean is None or var is None:  # not normalized, or not with the minibatch's
+                continue
+            statistics = self._statistics(term, suffix)
+            if statistics.records:
+                found.append((term, statistics, mean, var))
+        if not found:
+            return
         reached: Tensor | None = None
         last: Tensor | int | None = None
         # One row alone has no variance, so that steps count which two reach.
@@ -143,18 +153,12 @@ class BatchNormalized(Recurrence):
             common = self._common_steps if self._ignores_padding() else None
             last = None if common == steps else common
         elif lengths is not None:
-            rows = min(2, len(lengths)) if self._ignores_padding() else 1
+            rows = min(2, lengths.shape[0]) if self._ignores_padding() else 1
             last = lengths.topk(rows).values[-1]
         if last is not None:
             reached = torch.arange(steps, device=self._weight().device) < last
         updates: list[Update] = []
-        for k, term in enumerate(self.terms):  # in their order; there may be fewer of them
-            mean, var = batch[2 * k], batch[2 * k + 1]
-            if mean is None or var is None:  # not normalized, or not with the minibatch's
-                continue
-            statistics = self._statistics(term, suffix)
-            if not statistics.records:
-                continue
+        for term, statistics, mean, var in found:
             whole = term == "x" and self.input_stats == "sequence"
             at = (0, None) if whole else (start, reached)
             updates.append((statistics, mean, var, *at))

@@ -162,7 +162,7 @@ class Recurrence(nn.Module, abc.ABC):
                 # No number of it depends on them, but backward() finds their gradients, zeros.
                 parameters = [p for p in self.parameters() if p.requires_grad]
                 nothing = sum((p.sum().to(x.dtype) for p in parameters), x.new_zeros(()))
-                empty.append((x.new_zeros(len(x), 0, self.hidden_size) + nothing, rows))
+                empty.append((x.new_zeros(x.shape[0], 0, self.hidden_size) + nothing, rows))
             else:
                 calls.append(self._call(suffix, x, states, lengths, start))
         if empty:
@@ -183,7 +183,7 @@ class Recurrence(nn.Module, abc.ABC):
         """What `op` finds, where it takes inputs in the place of input terms; else None."""
         if takes_features(self.op, calls[0]["wx"]):  # all have the same shape
             wide = [
-                self._with_rows({**call, "wx": call["wx"].expand(-1, -1, len(weight))})
+                self._with_rows({**call, "wx": call["wx"].expand(-1, -1, weight.shape[0])})
                 for call, weight in zip(calls, weights, strict=True)
             ]
             found = from_one_feature(self.op, wide, weights)
@@ -393,7 +393,7 @@ class Layers(Recurrence):
     ) -> tuple[Tensor, States]:
         """All layers and directions over x ``[T, B, input_size]``."""
         if lengths is not None and self._ignores_padding():
-            valid = valid_steps(lengths, len(x))
+            valid = valid_steps(lengths, x.shape[0])
             assert valid is not None
             x = torch.where(valid[:, :, None], x, 0)  # whatever it holds, it must not spread
         finals: list[States] = []
@@ -475,11 +475,11 @@ class Cell(Recurrence):
         x = input if batched else input[None]
         given: States | None = None
         if hx is not None:
-            shape = (len(x), self.hidden_size) if batched else (self.hidden_size,)
+            shape = (x.shape[0], self.hidden_size) if batched else (self.hidden_size,)
             given = self._given_states(hx, shape)
             if not batched:
                 given = tuple(state[None] for state in given)
-        self._check_ready(len(x))
+        self._check_ready(x.shape[0])
         ((_, states),) = self._layer([("", self._autocast(x)[None], given)], None, step)
         return self._wrap(states if batched else tuple(state[0] for state in states))
 
@@ -488,6 +488,6 @@ def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
     """X ``[T, B, F]`` backwards in time: only the unpadded part, padding stays at the end."""
     if lengths is None:
         return x.flip(0)
-    steps = torch.arange(len(x), device=x.device)[:, None]
+    steps = torch.arange(x.shape[0], device=x.device)[:, None]
     index = torch.where(steps < lengths, lengths - 1 - steps, steps)
     return x.gather(0, index[:, :, None].expand_as(x))

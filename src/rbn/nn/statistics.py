@@ -127,7 +127,7 @@ class PopulationStatistics(nn.Module):
         if self.momentum is None:
             weight = count.clamp(min=1).to(self.mean.dtype).reciprocal()
         else:  # the first estimate of a step stands alone
-            weight = torch.where(count > 1, self.momentum, self.mean.new_ones(len(count)))
+            weight = torch.where(count > 1, self.momentum, self.mean.new_ones(count.shape[0]))
         if reached is not None:
             weight = torch.where(reached, weight, 0)
         self.mean[start:stop].lerp_(mean.to(self.mean.dtype), weight[:, None])
@@ -137,11 +137,12 @@ class PopulationStatistics(nn.Module):
         """Mean and variance for `steps` steps from `start` on, ``[S', features]``, S' <= steps.
 
         Where there are fewer rows, the last serves every step beyond. A step without an estimate of
-        its own uses that of the last step before it that has one.
+        its own uses that of the last step before it that has one. When compiled or exported, all
+        rows from `start` on, so that what is made serves sequences of any length.
         """
         rows = self.count.shape[0]
         start = min(start, rows - 1)
-        stop = min(start + steps, rows)
+        stop = rows if torch.compiler.is_compiling() else min(start + steps, rows)
         if not self.shared and stop <= self._surely_seen:
             mean, var = _part(self.mean, start, stop), _part(self.var, start, stop)
             # What a backward pass will need must not change until then.
@@ -152,7 +153,7 @@ class PopulationStatistics(nn.Module):
             return (self.mean * weight).sum(0, True), (self.var * weight).sum(0, True)
         each = torch.arange(rows, device=self.count.device)
         first = seen.to(torch.int8).argmax()
-        found = torch.where(seen, each, first).cummax(0).values[start : start + steps]
+        found = torch.where(seen, each, first).cummax(0).values[start:stop]
         return self.mean[found], self.var[found]
 
     def grow(self, rows: int) -> None:

@@ -1,0 +1,124 @@
+"""Layers that `torch.export` has made a program of: for batches and sequences of any size."""
+
+import io
+
+import pytest
+import torch
+from torch.export import Dim, export, load, save
+
+import rbn
+from rbn.models import LanguageModel
+
+LAYERS = [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+CASES = [
+    (rbn.BatchNormLSTM, {}),
+    (rbn.BatchNormLSTM, {"bidirectional": True, "num_layers": 2, "batch_first": True}),
+    (rbn.LSTM, {"initial_state": "zeros"}),
+    (rbn.LayerNormLSTM, {"bidirectional": True}),
+    (rbn.BatchNormRNN, {}),
+]
+SIZES = [(5, 2), (25, 3), (20, 20), (1, 1), (2, 1), (1, 3)]  # steps, rows
+ANY = {0: Dim.AUTO, 1: Dim.AUTO}
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _exact_products(monkeypatch):
+    """Products of float32 on a GPU are not in tf32, so that only the order of sums differs."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def trained(make, device, **options):
+    """A layer with statistics of 20 steps, to be evaluated."""
+    torch.manual_seed(0)
+    layer = make(3, 6, **options).to(device)
+    for _ in range(2):
+        layer(torch.randn(20, 20, 3, device=device))
+    return layer.eval()
+
+
+def random_input(layer, steps, rows):
+    size = (rows, steps) if layer.batch_first else (steps, rows)
+    return torch.randn(*size, 3, device=next(layer.parameters()).device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("make", "options"), CASES)
+def test_one_program_for_all_sizes(make, options, device):
+    """Of fewer steps than there are statistics for, of as many and of more; read from a file."""
+    layer = trained(make, device, **options)
+    program = export(layer, (random_input(layer, 10, 4),), dynamic_shapes=(ANY,))
+    file = io.BytesIO()
+    save(program, file)
+    file.seek(0)
+    run = load(file).module()
+    for steps, rows in SIZES:
+        x = random_input(layer, steps, rows)
+        torch.testing.assert_close(run(x), layer(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("make", "options"), CASES)
+def test_sequences_of_different_length(make, options, device):
+    layer = trained(make, device, **options)
+    lengths = torch.tensor([3, 9, 5, 1], device=device)
+    program = export(
+        layer,
+        (random_input(layer, 9, 4),),
+        {"lengths": lengths},
+        dynamic_shapes={"input": ANY, "lengths": {0: Dim.AUTO}},
+    )
+    for steps in (9, 25):
+        lengths = torch.tensor([steps, 1, 2, 2, steps - 1], device=device)
+        x = random_input(layer, steps, 5)
+        found = program.module()(x, lengths=lengths)
+        torch.testing.assert_close(found, layer(x, lengths=lengths))
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_without_operators_of_our_own(make):
+    """For a fixed number of steps, and for what knows no more than PyTorch's operators."""
+    layer = trained(make, "cpu")
+    x = random_input(layer, 5, 4)
+    with rbn.backend("reference"):
+        program = export(layer, (x,), dynamic_shapes=({1: Dim.AUTO},))
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not [name for name in called if "rbn" in name]
+    torch.testing.assert_close(program.module()(x), layer(x))
+    x = random_input(layer, 5, 7)
+    torch.testing.assert_close(program.module()(x), layer(x))
+
+
+@pytest.mark.parametrize(("make", "options"), CASES)
+def test_by_the_operators_of_a_gpu(make, options):
+    """On the CPU by Triton's interpreter, if there is no other way."""
+    pytest.importorskip("triton", reason="the GPU's kernels need triton")
+    layer = trained(make, "cuda" if torch.cuda.is_available() else "cpu", **options)
+    with rbn.backend("gpu"):
+        program = export(layer, (random_input(layer, 10, 4),), dynamic_shapes=(ANY,))
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert [name for name in called if name.startswith("rbn.gpu_")]
+    for steps, rows in [(1, 1), (3, 2)]:
+        x = random_input(layer, steps, rows)
+        torch.testing.assert_close(program.module()(x), layer(x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_language_model(device):
+    model = LanguageModel(rbn.BatchNormLSTM(5, 6)).to(device)
+    model(torch.randint(5, (20, 20), device=device))
+    model.eval()
+    symbols = torch.randint(5, (10, 4), device=device)
+    program = export(model, (symbols,), dynamic_shapes=(ANY,))
+    for steps, rows in SIZES:
+        symbols = torch.randint(5, (steps, rows), device=device)
+        torch.testing.assert_close(program.module()(symbols), model(symbols))

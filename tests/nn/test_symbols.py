@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import rbn
 
@@ -31,6 +32,22 @@ def test_as_one_hot_vectors(layer_class, batch_first, padded):
     found = gradients(layer, symbols, **options)
     expected = gradients(layer, F.one_hot(symbols, 5).double(), **options)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_packed(layer_class):
+    torch.manual_seed(0)
+    layer, symbols = layer_class(5, 4, bidirectional=True), torch.randint(5, (7, 3))
+    lengths = torch.tensor([2, 7, 4])
+    packed = pack_padded_sequence(symbols, lengths, enforce_sorted=False)
+    output, states = layer(packed)
+    found, kept = pad_packed_sequence(output)
+    expected = layer(symbols, lengths=lengths)
+    assert torch.equal(kept, lengths)
+    torch.testing.assert_close((found, states), expected)
+    packed = pack_padded_sequence(symbols + 1, lengths, enforce_sorted=False)
+    with pytest.raises(ValueError, match="symbols from 0 to 4, got"):
+        layer(packed._replace(data=packed.data + 4))
 
 
 @pytest.mark.gpu

@@ -345,14 +345,7 @@ class Layers(Recurrence):
             if lengths is not None:
                 raise ValueError("lengths must not be given with a PackedSequence: it has its own")
             return self._forward_packed(input, hx, start)
-        weight = self._weight()
-        if checks.is_symbols(input):
-            input = checks.symbols(input, self.input_size, weight)
-        else:
-            autocast = autocast_on(weight.device.type)
-            checks.sequence_input(input, self.input_size, weight, autocast)
-            if autocast:
-                input = input.to(self._type(input))
+        input = self._prepared(input)
         if input.dim() == 2:
             if lengths is not None:
                 raise ValueError("lengths needs a batched input, got one without a batch")
@@ -366,6 +359,15 @@ class Layers(Recurrence):
             return output.transpose(0, 1), self._wrap(finals)
         output, finals = self._forward_steps(input, hx, lengths, start)
         return output, self._wrap(finals)
+
+    def _prepared(self, input: Tensor) -> Tensor:
+        """An input in the layer's type, or symbols as int64 with a last dimension of one."""
+        weight = self._weight()
+        if checks.is_symbols(input):
+            return checks.symbols(input, self.input_size, weight)
+        autocast = autocast_on(weight.device.type)
+        checks.sequence_input(input, self.input_size, weight, autocast)
+        return input.to(self._type(input)) if autocast else input
 
     def _forward_steps(self, x: Tensor, hx: Any, lengths: Any, start: int) -> tuple[Tensor, States]:
         """Everything for x ``[T, B, input_size]``: what is left of the checks, then the work."""
@@ -421,8 +423,7 @@ class Layers(Recurrence):
     def _forward_packed(self, packed: PackedSequence, hx: Any, start: int) -> tuple[Any, Any]:
         """Run in the packed rows' own order and pack the result the same way."""
         padded, lengths = pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))
-        checks.sequence_input(padded, self.input_size, self._weight(), self._under_autocast())
-        padded = self._autocast(padded)
+        padded = self._prepared(padded)
         if hx is not None and packed.sorted_indices is not None:
             shape = (self.num_layers * self.directions, padded.shape[1], self.hidden_size)
             states = self._given_states(hx, shape)

@@ -131,6 +131,8 @@ def test_without_a_gradient_nothing_is_saved(operator_call):
 @pytest.mark.parametrize("library", ["cpu.library", "gpu.library", "gpu.steps_library"])
 def test_no_argument_has_a_default(library):
     """PyTorch would leave out of a compiled call what equals it, and then miscount gradients."""
+    if library.startswith("gpu"):
+        pytest.importorskip("triton", reason="the GPU's kernels need triton")
     importlib.import_module(f"rbn.ops.{library}")
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("rbn::")]
     assert schemas

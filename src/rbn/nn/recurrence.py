@@ -169,8 +169,8 @@ class Recurrence(nn.Module, abc.ABC):
             return empty
         found = self._run_from_inputs(calls, weights) if weights and alone else None
         if found is None:
-            for call, weight in zip(calls, weights, strict=False):
-                call["wx"] = input_product(call["wx"], weight)  # W_x x_t for every t
+            for k, weight in enumerate(weights):  # none where the inputs are symbols
+                calls[k]["wx"] = input_product(calls[k]["wx"], weight)  # W_x x_t for every t
             found = ops.side_by_side(self.op, [self._with_rows(call) for call in calls])
         return [
             self._results(suffix, results, lengths, start)

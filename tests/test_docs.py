@@ -302,3 +302,15 @@ def test_what_was_checked_on_a_gpu_is_in_the_file():
     for name, checks in found["compute_sanitizer"].items():
         if name != "version":
             assert {check["outcome"] for check in checks.values()} == {"clean"}, name
+
+
+def test_the_times_on_x86_are_those_of_the_file():
+    with (ROOT / "benchmarks/results/cpu-x86.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for what in ("BatchNormLSTM", "LSTM"):
+        *most, last = (
+            f"{float(row['ratio_to_nn_lstm']):.2f}" for row in rows if row["what"] == f"rbn.{what}"
+        )
+        assert len(most) == 3
+        assert f"{', '.join(most)} and {last} for `{what}`" in text

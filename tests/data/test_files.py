@@ -146,7 +146,8 @@ def test_missing_files_are_one_error(make_source: Make, register: Make, tmp_path
         load("ptb", tmp_path)
     assert isinstance(caught.value, FileNotFoundError)
     assert str(caught.value).splitlines() == [
-        f"ptb is not in {tmp_path / 'ptb'}: run `rbn data get ptb`, or put these files there",
+        f"ptb is not in {tmp_path / 'ptb'}: run `rbn data get ptb --data-dir {tmp_path}`, "
+        "or put these files there",
         f"  first.gz, {first.published.size:,} bytes, http://a/first.gz or http://b/first.gz",
         "  third, 1,000 bytes, http://a/third",
     ]

@@ -4,7 +4,9 @@ import contextlib
 
 import faster_interpreter
 import torch
-from recurrence_cases import TOLERANCES, assert_same, differentiate, poisoned_memory
+from recurrence_cases import CALM, TOLERANCES, assert_same, differentiate, poisoned_memory
+
+from rbn.ops.gpu.plan import tf32_allowed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {
@@ -36,6 +38,12 @@ def products(tf32):
     torch.backends.cudnn.allow_tf32 = tf32
     yield
     torch.backends.cudnn.allow_tf32 = before
+
+
+def batch_normalized(population=(), mask_c=None):
+    """The operator's arguments behind the lengths; by default with the minibatch's statistics."""
+    rates, rest = (0.0, 0.0), ("batch", CALM, "step", "exclude", False, True, tf32_allowed())
+    return [*population], mask_c, None, *rates, *rest
 
 
 def compare(case, dtype=torch.float32, tolerances=TOLERANCES[torch.float32]):

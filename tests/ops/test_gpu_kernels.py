@@ -32,10 +32,9 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, compare, products
+from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, batch_normalized, compare, products
 
 from rbn.ops.gpu import gradients, paths, signature
-from rbn.ops.gpu.plan import tf32_allowed
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -173,20 +172,7 @@ def test_several_recurrences_at_once():
         torch.stack([case.tensors[name] for case in cases_]).requires_grad_()
         for name in cases_[0].tensors
     ]
-    options = (
-        [],
-        None,
-        None,
-        0.0,
-        0.0,
-        "batch",
-        CALM,
-        "step",
-        "exclude",
-        False,
-        True,
-        tf32_allowed(),
-    )
+    options = batch_normalized()
     results = importlib.import_module("rbn.ops.gpu").lstm_op(*leaves, None, *options)
     for r, (found, _) in enumerate(alone):
         for name, value in zip(("output", "h_n", "c_n"), results, strict=False):

@@ -24,10 +24,10 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from gpu_cases import products
+from gpu_cases import batch_normalized, products
 
 from rbn.ops.gpu import cuda_lstm, lstm_op, paths
-from rbn.ops.gpu.plan import make_plan, tf32_allowed
+from rbn.ops.gpu.plan import make_plan
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # float32 is tf32
@@ -170,20 +170,7 @@ def test_several_recurrences_in_one_launch_of_cuda(together, dtype, monkeypatch)
         torch.stack([case.tensors[name] for case in made]).requires_grad_()
         for name in made[0].tensors
     ]
-    options = (
-        [],
-        None,
-        None,
-        0.0,
-        0.0,
-        "batch",
-        CALM,
-        "step",
-        "exclude",
-        False,
-        True,
-        tf32_allowed(),
-    )
+    options = batch_normalized()
     results = lstm_op(*leaves, None, *options)
     assert len(launches) == together + 1
     names = ("output", "h_n", "c_n")

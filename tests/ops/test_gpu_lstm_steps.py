@@ -30,10 +30,9 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, compare, products
+from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, batch_normalized, compare, products
 
 from rbn.ops.gpu import direct, gradients, lstm_steps, paths
-from rbn.ops.gpu.plan import tf32_allowed
 from rbn.ops.gpu.repeated import Repeated
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
@@ -194,20 +193,7 @@ def test_several_recurrences_one_after_another(population):
         given_ = [case.options.get("population", ()) for case in made]
         stacked = [torch.stack(values) for values in zip(*given_, strict=True)]
         mask = torch.stack([case.options["zoneout_c"] for case in made])
-        rest = (
-            stacked,
-            mask,
-            None,
-            0.0,
-            0.0,
-            "batch",
-            CALM,
-            "step",
-            "exclude",
-            False,
-            True,
-            tf32_allowed(),
-        )
+        rest = batch_normalized(stacked, mask)
         results = importlib.import_module("rbn.ops.gpu").lstm_op(*leaves, None, *rest)
         names = ("output", "h_n", "c_n")
         cotangents = [torch.stack([case.cotangents[name] for case in made]) for name in names]

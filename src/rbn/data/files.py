@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import os
+import shlex
 import zipfile
 from pathlib import Path
 
@@ -98,10 +99,10 @@ def not_found(
     if reason:
         opening = f"{data.name} could not be downloaded ({reason}): put these files into {folder}"
     else:
-        opening = (
-            f"{data.name} is not in {folder}: "
-            f"run `rbn data get {data.name}`, or put these files there"
-        )
+        command = f"rbn data get {data.name}"
+        if root is not None:
+            command += f" --data-dir {shlex.quote(str(root))}"
+        opening = f"{data.name} is not in {folder}: run `{command}`, or put these files there"
     files = [source.published for source in absent]
     lines = [f"  {file.name}, {file.size:,} bytes, {' or '.join(file.urls)}" for file in files]
     return DataNotFound("\n".join([opening, *lines]))

@@ -1,7 +1,7 @@
 """What a training step takes beyond its layer's own forward and backward pass.
 
-A step of `rbn train`, on random text of the data set's alphabet, beside the recurrent layer
-alone on the same minibatch in the same run; on a GPU both are CUDA graphs. Writes
+A step of `rbn train`, on random text of the data set's alphabet and length, beside the recurrent
+layer alone on the same minibatch in the same run; on a GPU both are CUDA graphs. Writes
 benchmarks/results/loop.csv. With --profile it shows the kernels of a step, longest first.
 """
 
@@ -25,7 +25,7 @@ from rbn.training import make_fabric
 RESULTS = Path(__file__).parent / "results" / "loop.csv"
 GROUP = 20  # calls timed together on a GPU
 WARM_UP = 5  # calls before, in which kernels are compiled and graphs captured
-SYMBOLS = {"ptb": 50, "text8": 27}
+TEXTS = {"ptb": (50, 5_059_550), "text8": (27, 90_000_000)}  # symbols, characters to train with
 COLUMNS = (
     *("task", "model", "precision", "batch_size", "length", "hidden_size", "layer_ms", "step_ms"),
     *("overhead", "device", "torch", "date", "commit"),
@@ -33,9 +33,8 @@ COLUMNS = (
 
 
 def make_task(config, device):
-    """A task of the config's sizes over random text, enough for some minibatches."""
-    count = SYMBOLS[config.task]
-    n = 8 * config.batch_size * config.length
+    """A task of the config's sizes over random text."""
+    count, n = TEXTS[config.task]
     generator = torch.Generator().manual_seed(0)
     train, rest = (
         torch.randint(count, (size,), generator=generator, dtype=torch.uint8).to(device)
@@ -140,8 +139,8 @@ def main():
             endless = ["epochs=100000", "evaluate_every=100000"]
             settings = [f"precision={arguments.precision}", *endless, *arguments.set]
             config = configs.with_settings(configs.from_mapping(found), settings)
-            if config.task not in SYMBOLS:
-                parser.error(f"{config_name} is no config of {' or '.join(SYMBOLS)}")
+            if config.task not in TEXTS:
+                parser.error(f"{config_name} is no config of {' or '.join(TEXTS)}")
             rows.append(measure(config, device, arguments.repeats, arguments.profile) | where)
             print(rows[-1], flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -44,6 +44,25 @@ def test_batches_to_the_character(n: int, length: int, batch: int) -> None:
                 assert targets[:, row].tolist() == list(range(start + 1, start + length))
 
 
+@pytest.mark.parametrize("together", [1, 3, 5, 100])
+def test_batches_are_the_same_however_many_are_gathered_at_once(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any order: those of an epoch one after another, backwards, of two epochs in turn."""
+    one = Windows(stream(400), 7, 4, seed=2)
+    assert one.batches_per_epoch == 14
+    monkeypatch.setattr("rbn.data.windows._AT_ONCE", together * 7 * 4)
+    other = Windows(stream(400), 7, 4, seed=2)
+    asked = [(0, k) for k in range(14)] + [(1, k) for k in reversed(range(14))]
+    for epoch, k in [*asked, (0, 3), (1, 3), (0, 4), (0, 13), (1, 13)]:
+        starts = one.starts(epoch)[4 * k : 4 * k + 4]
+        for windows in (one, other):
+            inputs, targets = windows.batch(epoch, k)
+            assert torch.equal(inputs, starts + torch.arange(6)[:, None])
+            assert torch.equal(targets, inputs + 1)
+            assert inputs.is_contiguous()
+
+
 @pytest.mark.parametrize(("n", "length", "batch"), SIZES)
 def test_every_character_at_most_once_an_epoch(n: int, length: int, batch: int) -> None:
     windows = Windows(stream(n), length, batch)

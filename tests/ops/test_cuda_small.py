@@ -143,7 +143,7 @@ def test_more_small_layers_than_fit_at_once(B, H, sixteen):
         tensors = (v[pick].cuda() for v in (wx, weight, state[0], state[1]))
         x, w, h0, c0 = tensors
         nothing = [None] * 5
-        options = (0.0, 0.0, "none", 0.0, "step", "exclude", False, True)
+        options = (0.0, 0.0, "none", 0.0, "step", "exclude", False, True, True)
         a = Inputs(x, w, *nothing, h0, c0, None, [], None, None, *options)
         results = launch.forward(a)
         return results, launch.backward(a, results, torch.ones_like(results.output), None, None)

@@ -129,6 +129,10 @@ def test_float32_is_true_where_tf32_is_not_allowed(features, hidden, bidirection
     """Of whole layers: by cuDNN's switch, which the kernels follow."""
     torch.manual_seed(fresh_seed())
     layer = rbn.BatchNormLSTM(features, hidden, eps=CALM, bidirectional=bidirectional)
+    with torch.no_grad():  # so that states are large enough for their rounding to be seen
+        for name, parameter in layer.named_parameters():
+            if name.startswith("gamma"):
+                parameter.fill_(1.0)
     twin = copy.deepcopy(layer).double()
     x = torch.randn(6, 33, features)
     expected = twin(x.double())[0]
@@ -141,7 +145,8 @@ def test_float32_is_true_where_tf32_is_not_allowed(features, hidden, bidirection
             output.square().sum().backward()
         errors[tf32] = (output.double().cpu() - expected).abs().max().item()
     assert errors[False] <= TOLERANCES[torch.float32][0]
-    assert errors[True] > errors[False]
+    # Products of 11 bits, beside those of 24: about a thousand times as far off.
+    assert errors[True] > 30 * errors[False]
     for name, parameter in twin.named_parameters():
         found = layer.get_parameter(name).grad.double().cpu()
         error = (found - parameter.grad).abs().max()

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from rbn.data.epochs import batch_bounds, batch_count, epoch_generator
 
+_AT_ONCE = 2**20  # characters that are gathered together, about: a batch at a time is many launches
+
 
 class Windows:
     """Non-overlapping windows of a stream, differently cut and shuffled in every epoch.
@@ -58,6 +60,9 @@ class Windows:
         self._windows = stream.unfold(0, length, 1)
         self._epoch = -1
         self._starts = torch.empty(0)
+        # Batches that follow each other, [K, length, B], and the epoch and place of the first.
+        self._together = max(1, min(_AT_ONCE // (length * batch_size), self.batches_per_epoch))
+        self._gathered, self._gathered_from = torch.empty(0), (-1, -1)
 
     def starts(self, epoch: int) -> Tensor:
         """Where the windows of an epoch begin: int64 ``[windows_per_epoch]``."""
@@ -73,15 +78,33 @@ class Windows:
 
         Returns:
             Inputs, int64 ``[length - 1, B]``: all characters of the windows but the last; and
-            targets, of the same shape: the characters that follow them.
+            targets, of the same shape: the characters that follow them. Both are views of one
+            tensor, which may be given again: not to be changed.
         """
-        first, end = batch_bounds(
-            self.windows_per_epoch, self.batch_size, self.batches_per_epoch, epoch, k
-        )
-        rows = slice(first, end) if self.shuffle else slice(k, None, self.batches_per_epoch)
-        found = self._windows.index_select(0, self.starts(epoch)[rows])
-        characters = found.t().to(torch.int64, memory_format=torch.contiguous_format)
+        # An error where there is no such batch.
+        batch_bounds(self.windows_per_epoch, self.batch_size, self.batches_per_epoch, epoch, k)
+        if self.shuffle:
+            characters = self._gather(epoch, k - k % self._together)[k % self._together]
+        else:
+            rows = self.starts(epoch)[k :: self.batches_per_epoch]
+            characters = self._characters(rows[None])[0]
         return characters[:-1], characters[1:]
+
+    def _gather(self, epoch: int, first: int) -> Tensor:
+        """Shuffled batches of an epoch from the first one on, ``[K, length, B]``."""
+        if self._gathered_from != (epoch, first):
+            end = min(first + self._together, self.batches_per_epoch)
+            rows = self.starts(epoch)[first * self.batch_size : end * self.batch_size]
+            self._gathered = self._characters(rows.view(-1, self.batch_size))
+            self._gathered_from = (epoch, first)
+        return self._gathered
+
+    def _characters(self, starts: Tensor) -> Tensor:
+        """The windows that begin there, ``[K, B]``: int64 ``[K, length, B]``."""
+        found = self._windows.index_select(0, starts.flatten()).view(*starts.shape, self.length)
+        turned = found.transpose(1, 2)
+        # In one copy; where the type stays, `to` makes none.
+        return turned.to(torch.int64, memory_format=torch.contiguous_format).contiguous()
 
     def _cut(self, epoch: int) -> Tensor:
         if not self.shuffle:

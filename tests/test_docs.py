@@ -314,3 +314,21 @@ def test_the_times_on_x86_are_those_of_the_file():
         )
         assert len(most) == 3
         assert f"{', '.join(most)} and {last} for `{what}`" in text
+
+
+def test_what_a_step_takes_beside_its_layer():
+    """As `loop.csv` has it, and at most 15 %."""
+    with (ROOT / "benchmarks/results/loop.csv").open() as file:
+        found = {
+            (row["task"], row["model"]): float(row["overhead"]) for row in csv.DictReader(file)
+        }
+    assert max(found.values()) <= 0.15
+    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    (numbers,) = re.findall(
+        r"takes ([\d.]+) % more on Penn Treebank for the BN-LSTM and ([\d.]+) % for the LSTM, "
+        r"and ([\d.]+) and ([\d.]+) % on text8",
+        page,
+    )
+    order = [(task, model) for task in ("ptb", "text8") for model in ("bn-lstm", "lstm")]
+    for number, which in zip(numbers, order, strict=True):
+        assert float(number) == pytest.approx(100 * found[which], abs=0.5), which

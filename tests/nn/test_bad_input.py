@@ -1,5 +1,6 @@
 """Every bad argument: one clear sentence, before any work."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,3 +150,20 @@ def test_start():
         rbn.LSTM(3, 4)(x, start=-1)
     with pytest.raises(ValueError, match="start must be 0"):
         rbn.LSTM(3, 4, bidirectional=True)(x, start=2)
+
+
+@pytest.mark.parametrize("start", [1.0, "1", None])
+def test_a_start_that_is_no_whole_number(start):
+    with pytest.raises(TypeError, match="start must be an integer, got "):
+        rbn.LSTM(3, 4)(torch.randn(5, 2, 3), start=start)
+    with pytest.raises(TypeError, match="step must be an integer, got "):
+        rbn.LSTMCell(3, 4)(torch.randn(2, 3), None, start)
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+def test_a_start_of_another_kind(kind):
+    layer = rbn.BatchNormLSTM(3, 4)
+    layer(torch.randn(5, 8, 3))
+    layer.eval()
+    x = torch.randn(3, 2, 3)
+    assert torch.equal(layer(x, start=kind(2))[0], layer(x, start=2)[0])

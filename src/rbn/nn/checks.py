@@ -5,6 +5,7 @@ Nothing here reads values from an accelerator: that would make the host wait for
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Sequence
 from numbers import Real
@@ -25,6 +26,17 @@ def positive_integer(name: str, value: Any) -> int:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return value
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number, of Python, numpy or a tensor; a symbol where a program is traced."""
+    found: int = value
+    if type(value) in (int, torch.SymInt):
+        return found
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}") from None
 
 
 def boolean(name: str, value: Any) -> bool:

@@ -374,6 +374,7 @@ class Layers(Recurrence):
         steps, batch, _ = x.shape
         if steps == 0:
             raise ValueError("input must have at least one time step, got none")
+        start = checks.whole("start", start)
         if start < 0 or (start > 0 and self.bidirectional):
             raise ValueError(f"start must be 0, or positive with one direction, got {start}")
         lengths = checks.lengths(lengths, steps, batch, x.device)
@@ -470,6 +471,7 @@ class Cell(Recurrence):
             got = tuple(input.shape) if isinstance(input, Tensor) else type(input).__name__
             raise ValueError(f"input must have shape [B, {self.input_size}], got {got}")
         checks.features(input, self.input_size, self._weight(), self._under_autocast())
+        step = checks.whole("step", step)
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}")
         batched = input.dim() == 2

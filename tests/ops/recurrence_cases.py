@@ -322,9 +322,9 @@ def assert_same(
         assert error <= limit, f"{name} differs by {error:.3g}, allowed {limit:.3g}"
 
 
-def constant_beginning(op: str, constant: int, *shape: int) -> Case:
+def constant_beginning(op: str, constant: int, *shape: int, **options: Any) -> Case:
     """A call ``[T, B, H]`` whose rows are alike in the first steps, as before a first input."""
-    case = make_case(op, *shape)
+    case = make_case(op, *shape, **options)
     tensors = case.present()
     wx = tensors["wx"].clone()
     wx[:constant] = wx[:constant, :1]
@@ -334,6 +334,27 @@ def constant_beginning(op: str, constant: int, *shape: int) -> Case:
         if name in tensors
     }
     return case.with_tensors(wx=wx, **states)
+
+
+def could_be_parted(op: str) -> dict[str, Case]:
+    """Calls whose rows seem alike, by the variances of their cells or states, and are not.
+
+    By inputs that differ, behind a gamma of zero; by zoneout, in front of weights of zero.
+    """
+    inputs = constant_beginning(op, 0, 2, 6, 3)
+    masks = (0.0, "mask") if op == "bn_rnn" else ("mask", "mask")
+    kept = constant_beginning(op, 1, 3, 6, 3, zoneout=masks)
+    gamma, weight = inputs.tensors["gamma_x"], kept.tensors["weight_hh"]
+    return {
+        "inputs": inputs.with_tensors(gamma_x=torch.zeros_like(gamma)),
+        "zoneout": kept.with_tensors(weight_hh=torch.zeros_like(weight)),
+    }
+
+
+def relative(gradients: dict[str, Tensor], to: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients as parts of the largest number of others."""
+    largest = max(g.abs().max().item() for g in to.values())
+    return {name: g / largest for name, g in gradients.items()}
 
 
 def shared(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

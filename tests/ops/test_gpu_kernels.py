@@ -21,10 +21,12 @@ from recurrence_cases import (
     calm,
     cases,
     constant_beginning,
+    could_be_parted,
     differentiate,
     fresh_seed,
     make_case,
     poisoned_memory,
+    relative,
     shared,
 )
 
@@ -105,6 +107,17 @@ def test_rounding_is_not_enlarged_by_constant_steps(constant):
     _, expected = differentiate(case.to(torch.float64), "reference")
     assert_same(shared(found), shared(expected), 2e-3)  # as on the CPU
     assert found["h0"].abs().max() == 0
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in rows that fill a tile
+@pytest.mark.parametrize("by", ["inputs", "zoneout"])
+@pytest.mark.parametrize("op", ["bn_lstm", "bn_rnn"])
+def test_rows_that_could_be_parted_have_their_gradient(op, by):
+    case = could_be_parted(op)[by].to(torch.float32)
+    found = shared(differentiate(case.on(DEVICE), "gpu")[1])
+    expected = shared(differentiate(case.to(torch.float64), "reference")[1])
+    # Rounding of float32, 6e-8, enlarged by 1 / sqrt(eps) in each of two steps.
+    assert_same(relative(found, expected), relative(expected, expected), 6e-8 / 1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"input_stats": "sequence"}, {"absent": ("gamma_c",)}])

@@ -18,9 +18,11 @@ from recurrence_cases import (
     assert_same,
     call,
     constant_beginning,
+    could_be_parted,
     cpu_step,
     differentiate,
     make_case,
+    relative,
     shared,
 )
 
@@ -73,10 +75,9 @@ def test_gradients_without_variance(op, options):
     assert_same(results, expected, EPS64 / 1e-5)  # two steps, as above
     # The input term's rows have gradients that grow by 1 / sqrt(eps), and those of the weights are
     # sums in which they cancel: all have the rounding error of the largest.
-    largest = max(value.abs().max().item() for value in expected_gradients.values())
     assert_same(
-        {name: value / largest for name, value in gradients.items()},
-        {name: value / largest for name, value in expected_gradients.items()},
+        relative(gradients, expected_gradients),
+        relative(expected_gradients, expected_gradients),
         RESULT_TOLERANCE,
     )
 
@@ -94,6 +95,20 @@ def test_what_the_rows_share_has_its_true_gradient(op, monkeypatch):
     assert whole["h0"].abs().max() > 10 * found["h0"].abs().max()  # rows by themselves do differ
     # In the whole gradient two terms of two steps enlarge rounding by 1 / sqrt(eps) each.
     assert_same(shared(found), shared(whole), 8 * EPS64 / 1e-5**2)
+
+
+@pytest.mark.parametrize("by", ["inputs", "zoneout"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
+def test_rows_that_could_be_parted_have_their_gradient(op, backend, by, monkeypatch):
+    case = could_be_parted(op)[by]
+    found = shared(differentiate(case, backend)[1])
+    monkeypatch.setattr("rbn.ops.reference.normalization.CONSTANT", -1.0)
+    whole = shared(differentiate(case, "reference")[1])
+    largest = {"inputs": "gamma_x", "zoneout": "weight_hh"}[by]
+    assert relative(whole, whole)[largest].abs().max() == 1
+    # A step without variance enlarges gradients, and rounding with them, by 1 / sqrt(eps) twice.
+    assert_same(relative(found, whole), relative(whole, whole), EPS64 / 1e-5)
 
 
 @pytest.mark.parametrize("constant", [1, 3, 6])

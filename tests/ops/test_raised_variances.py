@@ -46,9 +46,9 @@ KINDS = ("one row", "alike", "differ", "nan")
     st.integers(1, 6),
     st.integers(1, 5),
     st.sampled_from([1, 3, 300]),
-    st.booleans(),
+    *(st.booleans(), st.booleans(), st.booleans()),
 )
-def test_as_the_operations_of_torch(data, lead, T, B, H, cell):
+def test_as_the_operations_of_torch(data, lead, T, B, H, cell, sequence, masked):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     states = tuple(
         states_of(data.draw(st.sampled_from(KINDS)), lead, B, H, generator).to(DEVICE)
@@ -60,9 +60,14 @@ def test_as_the_operations_of_torch(data, lead, T, B, H, cell):
         for features, n in zip((4 * H, 4 * H, H), zeros, strict=True)
     )
     var_c = var_c if cell else None
+    var_x = var_x[..., :1, :].contiguous() if sequence else var_x
     wx = torch.zeros(*lead, T, B, 4 * H, device=DEVICE)
-    before, after = steps_alike(states, wx, var_x, var_h, var_c, EPS)
-    found_h, found_c = raised_variances(states, wx, var_x, var_h, var_c, EPS)
+    given = (states, wx, var_x, var_h, var_c, EPS, masked)
+    before, after = steps_alike(*given)
+    if masked:
+        assert not before[..., 1:].any()
+        assert not after[..., 1:].any()
+    found_h, found_c = raised_variances(*given)
     assert torch.equal(found_h, raised(var_h, before, EPS))
     if cell:
         assert torch.equal(found_c, raised(var_c, after, EPS))

@@ -9,6 +9,7 @@ variances of all other steps are raised to just above what the kernels take for 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rbn.ops.types import CONSTANT
@@ -21,13 +22,17 @@ def steps_alike(
     var_h: Tensor,
     var_c: Tensor | None,
     eps: float,
+    masked: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """In which steps the recurrent term, and in which the cell, may be taken for constant.
 
-    The rows of the states are alike before such a step, and for the cell after it as well.
+    The rows of the states are alike before such a step, and for the cell those of the input are, in
+    this step and all before. (Where the input's statistics are of a sequence and the cell has some,
+    the cell's alone are looked at.)
 
     states: ``[..., B, H]`` each, what the recurrence begins with. wx: ``[..., T, B, F]``. var_x,
     var_h, var_c: ``[..., T, F]`` (var_x ``[..., 1, F]`` over a sequence), None for absent terms.
+    masked: whether rows keep units by masks, each by its own, which parts them in the first step.
     Returns bool ``[..., T]`` each.
     """
     begin: Tensor | None = None
@@ -36,14 +41,13 @@ def steps_alike(
             same = state == state[..., :1, :]
             begin = same if begin is None else begin & same
     limit = CONSTANT * eps
-    if var_c is not None:
-        constant = (var_c <= limit).all(-1)
-    else:
-        constant = (var_h <= limit).all(-1)
-        if var_x is not None and var_x.shape[-2] == wx.shape[-3]:
-            constant = constant & (var_x <= limit).all(-1)
-        elif var_x is not None:
-            constant = constant & (wx == wx[..., :1, :]).flatten(-2).all(-1)
+    constant = ((var_h if var_c is None else var_c) <= limit).all(-1)
+    if var_x is None:  # both terms in one
+        constant = constant & (var_h <= limit).all(-1)
+    elif var_x.shape[-2] == wx.shape[-3]:
+        constant = constant & (var_x <= limit).all(-1)
+    elif var_c is None:
+        constant = constant & (wx == wx[..., :1, :]).flatten(-2).all(-1)
     if begin is None:
         first = torch.ones_like(constant[..., :1])
     else:
@@ -51,6 +55,8 @@ def steps_alike(
     found = torch.cat([first, constant], -1)
     alike = found.to(torch.int32).cumprod(-1, dtype=torch.int32).to(torch.bool)
     before, after = alike[..., :-1], alike[..., 1:]
+    if masked:
+        before, after = (F.pad(found[..., :1], (0, wx.shape[-3] - 1)) for found in (before, after))
     if var_x is None:  # both terms in one: constant only if the input is alike as well
         before = before & (var_h <= limit).all(-1)
     return before, after

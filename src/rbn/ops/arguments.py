@@ -47,9 +47,17 @@ def statistics_from_rstd(moments: Sequence[Any], eps: float) -> Statistics:
 
 
 def alike_of(
-    states: tuple[Tensor, ...], wx: Tensor, moments: Sequence[Tensor], eps: float
+    states: tuple[Tensor, ...],
+    wx: Tensor,
+    moments: Sequence[Tensor],
+    eps: float,
+    masks: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor]:
-    """`rbn.ops.alike.steps_alike` from the mean and rstd of the terms x, h and c."""
+    """`rbn.ops.alike.steps_alike` from the mean and rstd of the terms x, h and c.
+
+    masks: of zoneout.
+    """
+    masked = any(mask is not None for mask in masks)
     found = statistics_from_rstd(moments, eps)
     assert found.var_h is not None
-    return steps_alike(states, wx, found.var_x, found.var_h, found.var_c, eps)
+    return steps_alike(states, wx, found.var_x, found.var_h, found.var_c, eps, masked)

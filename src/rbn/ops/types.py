@@ -11,11 +11,12 @@ InputStats = Literal["step", "sequence"]
 Padding = Literal["exclude", "include"]
 Nonlinearity = Literal["tanh", "relu"]
 
-# As long as all rows of the states are alike, as in the steps before the first input that differs,
+# As long as all rows of the states and of the input are alike, before the first input that differs,
 # a recurrent or cell term whose variance over the minibatch is at most this part of eps passes no
 # gradient on to earlier steps. No parameter can part such rows, so their gradients cancel, but each
 # by itself grows by gamma / sqrt(eps) with every such step, and what rounding leaves of them can
-# outweigh all else. Leaving them out is exact for everything that the rows share.
+# outweigh all else. Leaving them out is exact for everything that the rows share. Alike are rows
+# whose terms have such a variance, too: what differs by less than that counts as rounding.
 # kernel.c, device.py and common.cuh have the same number; `rbn.ops.alike` finds the steps.
 CONSTANT = 5e-6
 

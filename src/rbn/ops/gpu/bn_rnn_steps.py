@@ -170,7 +170,8 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     log.debug("bn_rnn backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
     moments = call.moments([r.mean_x, r.var_x, r.mean_h, r.var_h])
     if not a.population:
-        before, _ = steps_alike((a.h0,), wx, r.var_x, r.var_h, None, a.eps)
+        masked = a.mask_h is not None
+        before, _ = steps_alike((a.h0,), wx, r.var_x, r.var_h, None, a.eps, masked)
         moments[3] = raised(r.var_h, before, a.eps)
     dh, through = call.state(dh_n, B, H), call.zeros(B, H)
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)

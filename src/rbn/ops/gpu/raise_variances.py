@@ -47,7 +47,7 @@ def _raise(var, out, size, F, alike, floor, BLOCK: tl.constexpr):
 def raise_variances(
     h0,  # [R, B, H]
     c0,
-    var_x,  # [R, T, 4H] float32
+    var_x,  # [R, T, 4H] float32, or of a SEQUENCE, which then is not looked at
     var_h,
     var_c,  # [R, T, H] float32
     new_h,  # as var_h
@@ -60,6 +60,8 @@ def raise_variances(
     LOOK_H: tl.constexpr,
     LOOK_C: tl.constexpr,
     CELL: tl.constexpr,
+    SEQUENCE: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """`raised` of both variances, by `steps_alike`; LOOK: whether rows of a state can differ."""
@@ -69,17 +71,22 @@ def raise_variances(
         alike = _rows_alike(h0 + r * B * H, B * H, H, BLOCK)
     if LOOK_C:
         alike *= _rows_alike(c0 + r * B * H, B * H, H, BLOCK)
-    count = alike  # of the beginnings of steps that are alike
+    before = alike  # steps before which rows are alike
+    after = 0  # and after which
     t = 0
     while (t < T) & (alike == 1):
         if CELL:
             alike = _small(var_c + (r * T + t) * H, H, limit, BLOCK)
         else:
             alike = _small(var_h + (r * T + t) * 4 * H, 4 * H, limit, BLOCK)
+        if not SEQUENCE:  # noqa: SIM102  (one is known when it is compiled)
             if alike == 1:
                 alike = _small(var_x + (r * T + t) * 4 * H, 4 * H, limit, BLOCK)
-        count += alike
+        after += alike
+        if MASKED:
+            alike *= 0
+        before += alike
         t += 1
-    _raise(var_h + r * T * 4 * H, new_h + r * T * 4 * H, T * 4 * H, 4 * H, count, floor, BLOCK)
+    _raise(var_h + r * T * 4 * H, new_h + r * T * 4 * H, T * 4 * H, 4 * H, before, floor, BLOCK)
     if CELL:
-        _raise(var_c + r * T * H, new_c + r * T * H, T * H, H, count - 1, floor, BLOCK)
+        _raise(var_c + r * T * H, new_c + r * T * H, T * H, H, after, floor, BLOCK)

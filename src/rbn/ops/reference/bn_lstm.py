@@ -80,6 +80,7 @@ def bn_lstm(
                 + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
                 + b
             )
+        alike = alike & (h_term if gamma_x is None else x_term).constant(t, eps)
         i, f, g, o = gates.chunk(4, dim=1)
 
         # Equation 7: the cell update itself is not normalized.

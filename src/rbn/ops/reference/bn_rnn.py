@@ -76,6 +76,7 @@ def bn_rnn(
             + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
             + b
         )
+        alike = alike & x_term.constant(t, eps)
         h_t = zoneout(zoneout_h, t, h, h_t)
         h = carry(valid, t, h_t, h)
         alike = still_alike(alike, (h,), rows, eps, group)

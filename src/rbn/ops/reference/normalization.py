@@ -92,13 +92,18 @@ class Term:
     ) -> Tensor:
         """`bn` of h ``[B, F]`` with the statistics of step t.
 
-        alike: bool, whether the rows of the states are; then a constant h gets no gradient.
+        alike: bool, whether the rows of all that h is made of are; then a constant h gets no
+        gradient.
         """
         mean, var = self.statistics(t, h, rows)
         if alike is not None and self.population is None:
             varies = ~(alike & (var <= CONSTANT * eps).all())
             h, mean, var = (torch.where(varies, v, v.detach()) for v in (h, mean, var))
         return bn(h, gamma, beta, mean, var, eps)
+
+    def constant(self, t: int, eps: float) -> Tensor | bool:
+        """Whether the minibatch's rows were alike in step t, as far as its statistics say."""
+        return True if self.population is not None else (self.vars[t] <= CONSTANT * eps).all()
 
     def stacked(self) -> tuple[Tensor | None, Tensor | None]:
         """The minibatch statistics of all steps so far, ``[T, F]`` each."""
@@ -148,6 +153,10 @@ class InputTerm(Term):
             everywhere = None if self.valid is None else self.valid.flatten()
             self.shared = super().statistics(0, self.wx.flatten(0, 1), everywhere)
         return self.shared
+
+    def constant(self, t: int, eps: float) -> Tensor | bool:
+        """As above; statistics of all steps together say nothing of one of them."""
+        return True if self.over_sequence else super().constant(t, eps)
 
 
 def first_alike(*states: Tensor, group: ProcessGroup | None = None) -> Tensor:

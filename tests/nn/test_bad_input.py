@@ -167,3 +167,36 @@ def test_a_start_of_another_kind(kind):
     layer.eval()
     x = torch.randn(3, 2, 3)
     assert torch.equal(layer(x, start=kind(2))[0], layer(x, start=2)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"zoneout": None}, ValueError, r"a pair of rates \(cell, hidden\), got None"),
+        ({"zoneout": np.float32(0.1)}, ValueError, r"a pair of rates \(cell, hidden\)"),
+        ({"zoneout": "ab"}, ValueError, "a pair of rates"),
+        ({"ablations": None}, TypeError, "ablations must be a collection of names, got None"),
+    ],
+)
+def test_options_of_no_use(options, error, message):
+    with pytest.raises(error, match=message):
+        rbn.BatchNormLSTM(3, 4, **options)
+
+
+@pytest.mark.parametrize("lengths", [["a", "b"], [None, None], [[1], [2, 3]]])
+def test_lengths_that_are_no_numbers(lengths):
+    with pytest.raises(TypeError, match="lengths must be integers, got "):
+        rbn.LSTM(3, 4)(torch.randn(5, 2, 3), lengths=lengths)
+
+
+def test_no_lengths_of_no_sequences():
+    output, _ = rbn.LSTM(3, 4)(torch.randn(5, 0, 3), lengths=[])
+    assert output.shape == (5, 0, 4)
+
+
+def test_a_subclass_with_an_option_of_its_own_can_be_shown():
+    class Mine(rbn.BatchNormLSTM):
+        def __init__(self, input_size, hidden_size, extra=3):
+            super().__init__(input_size, hidden_size, max_length=extra)
+
+    assert repr(Mine(3, 4)).startswith("Mine(\n  3, 4\n")

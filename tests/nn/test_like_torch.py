@@ -192,6 +192,14 @@ def test_to_lstm_is_the_same_network(bias):
     torch.testing.assert_close(back(x)[0], ours(x)[0], rtol=1e-12, atol=1e-13)
 
 
+class Doubled(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+    def right_inverse(self, x):
+        return x / 2
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("beta_c_l0", "cell bias, and beta_c_l0"), ("c0_l0", "learned initial state, and c0_l0")],
@@ -203,6 +211,12 @@ def test_to_lstm_refuses_what_torch_has_not(name, message):
         ours.to_lstm()
     with pytest.raises(ValueError, match="zoneout"):
         rbn.LSTM(3, 5, zoneout=(0.1, 0.0)).to_lstm()
+    ours = rbn.LSTM(3, 5)
+    torch.nn.utils.parametrize.register_parametrization(ours, name, Doubled())
+    ours.to_lstm()
+    setattr(ours, name, torch.ones(5))
+    with pytest.raises(ValueError, match=message):
+        ours.to_lstm()
 
 
 @pytest.mark.parametrize("layer", LAYERS)

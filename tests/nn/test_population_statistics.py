@@ -330,7 +330,87 @@ def test_a_batch_of_one_is_warned_of():
     assert y.isfinite().all()
     with pytest.warns(UserWarning, match="BatchNormRNNCell"):
         rbn.BatchNormRNNCell(3, 4)(torch.randn(3))
+    layer(torch.randn(5, 2, 3))
     layer.eval()(torch.randn(5, 1, 3))  # no warning: population statistics
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormLSTM normalizes with the statistics of a minibatch")
+@pytest.mark.parametrize("lengths", [None, [4]])
+@pytest.mark.parametrize("input_stats", ["step", "sequence"])
+def test_a_batch_of_one_is_not_counted(input_stats, lengths):
+    """But over its steps the input term of a sequence does have a variance."""
+    layer = rbn.BatchNormLSTM(3, 4, input_stats=input_stats)
+    x = torch.randn(5, 6, 3)
+    layer(x)
+    before = {name: value.clone() for name, value in layer.named_buffers()}
+    layer(x[:, :1], lengths=lengths)
+    for name, value in layer.named_buffers():
+        counted = name.startswith("stats_x") and input_stats == "sequence"
+        assert torch.equal(value, before[name]) is not counted, name
+
+
+def test_frozen_parts_stay_frozen_in_a_model_that_is_trained():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = torch.nn.BatchNorm1d(3)
+            self.dropout = torch.nn.Dropout()
+            self.recurrent = rbn.BatchNormLSTM(3, 4)
+
+        def forward(self, x):
+            encoded = self.encoder(x.flatten(0, 1)).view_as(x)
+            modes.append((self.encoder.training, self.dropout.training))
+            return self.recurrent(self.dropout(encoded))[0]
+
+    model, modes = Model(), []
+    model.encoder.eval()
+    batches = [torch.randn(5, 6, 3) * 3 + 2]
+    rbn.update_population_stats(model, batches)
+    assert modes == [(False, True)]
+    assert torch.equal(model.encoder.running_var, torch.ones(3))
+    rbn.update_population_stats(model, batches, train_mode=False)
+    rbn.update_population_stats(model.eval(), batches)  # in which nothing says what is frozen
+    assert modes[1:] == [(False, False), (True, True)]
+    assert not any(module.training for module in model.modules())
+
+
+def test_batches_that_are_none():
+    layer = rbn.BatchNormLSTM(3, 4)
+    with pytest.raises(ValueError, match="batches has an empty tuple or list"):
+        rbn.update_population_stats(layer, [()])
+    with pytest.raises(TypeError, match=r"of type dict cannot be moved to a device: .* forward="):
+        rbn.update_population_stats(layer, [{"x": 1}], device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_assigned_statistics_are_kept_in_float32(dtype):
+    layer, other = rbn.BatchNormLSTM(3, 4), rbn.BatchNormLSTM(3, 4)
+    layer(torch.randn(5, 6, 3))
+    state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in layer.state_dict().items()}
+    other.load_state_dict(state, assign=True)
+    assert other.weight_hh_l0.dtype == dtype
+    for name in ("mean", "var"):
+        found = getattr(other.stats_h_l0, name)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, state[f"stats_h_l0.{name}"].float())
+
+
+def test_a_state_loaded_in_inference_mode_can_be_trained():
+    layer, other = rbn.BatchNormLSTM(3, 4), rbn.BatchNormLSTM(3, 4)
+    x = torch.randn(5, 6, 3)
+    layer(x)
+    with torch.inference_mode():
+        other.load_state_dict(layer.state_dict())
+    other(x)
+    assert other.stats_h_l0.count.tolist() == [2] * 5
+
+
+def test_a_count_without_a_dimension_is_refused():
+    layer = rbn.BatchNormLSTM(3, 4)
+    layer(torch.randn(5, 6, 3))
+    state = layer.state_dict() | {"stats_h_l0.count": torch.tensor(3)}
+    with pytest.raises(RuntimeError, match=r"\[steps\], got \[5, 16\], \[5, 16\] and \[\]"):
+        rbn.BatchNormLSTM(3, 4).load_state_dict(state)
 
 
 def test_a_loaded_state_without_estimates_takes_the_first_minibatch_as_it_is():
@@ -414,9 +494,9 @@ def test_a_step_that_one_sequence_reaches_has_no_variance_to_record(momentum):
     mean, var = statistics.read(0, 8)
     torch.testing.assert_close(var[4:], var[3:4].expand_as(var[4:]), rtol=0, atol=0)
     torch.testing.assert_close(mean[4:], mean[3:4].expand_as(mean[4:]), rtol=0, atol=0)
-    with pytest.warns(UserWarning, match="single sequence"):  # which is recorded all the same
+    with pytest.warns(UserWarning, match="single sequence: .* Population statistics leave it out"):
         layer(torch.randn(6, 1, 3), lengths=torch.tensor([5]))
-    assert statistics.count.tolist() == [4] * 4 + [1, 0]
+    assert statistics.count.tolist() == [3] * 4 + [0] * 2
 
 
 def test_padded_rows_count_where_they_are_included():

@@ -45,7 +45,7 @@ class BatchNormalized(Recurrence):
         options = checks.choice("input_stats", input_stats, ("step", "sequence"))
         self.input_stats = cast(InputStats, options)
         self.padding = cast(Padding, checks.choice("padding", padding, ("exclude", "include")))
-        if isinstance(ablations, str):
+        if isinstance(ablations, str) or not isinstance(ablations, Iterable):
             raise TypeError(f"ablations must be a collection of names, got {ablations!r}")
         self.ablations = frozenset(ablations)
         for name in self.ablations:
@@ -129,11 +129,17 @@ class BatchNormalized(Recurrence):
         self, suffix: str, found: tuple[Any, ...], lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
         output, *states, batch = found
-        self._record(suffix, batch, lengths, start, output.shape[0])
+        self._record(suffix, batch, lengths, start, *output.shape[:2])
         return output, tuple(states)
 
     def _record(
-        self, suffix: str, batch: Statistics, lengths: Tensor | None, start: int, steps: int
+        self,
+        suffix: str,
+        batch: Statistics,
+        lengths: Tensor | None,
+        start: int,
+        steps: int,
+        rows: int,
     ) -> None:
         """Average the minibatch's statistics into the population's, where that is wanted."""
         found: list[tuple[str, PopulationStatistics, Tensor, Tensor]] = []
@@ -149,17 +155,20 @@ class BatchNormalized(Recurrence):
         reached: Tensor | None = None
         last: Tensor | int | None = None
         # One row alone has no variance, so that steps count which two reach.
-        if self._group() is not None:  # together there are no steps in vain
+        together = self._group() is not None
+        alone = rows == 1 and not together
+        if together:  # there are no steps in vain
             common = self._common_steps if self._ignores_padding() else None
             last = None if common == steps else common
-        elif lengths is not None:
-            rows = min(2, lengths.shape[0]) if self._ignores_padding() else 1
-            last = lengths.topk(rows).values[-1]
+        elif lengths is not None and not alone:
+            last = lengths.topk(min(2, rows) if self._ignores_padding() else 1).values[-1]
         if last is not None:
             reached = torch.arange(steps, device=self._weight().device) < last
         updates: list[Update] = []
         for term, statistics, mean, var in found:
             whole = term == "x" and self.input_stats == "sequence"
+            if alone and not whole:
+                continue
             at = (0, None) if whole else (start, reached)
             updates.append((statistics, mean, var, *at))
         update_all(updates)

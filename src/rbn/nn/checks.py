@@ -80,10 +80,10 @@ def choice(name: str, value: Any, options: Sequence[str]) -> str:
 def zoneout_rates(value: float | Sequence[float], states: int) -> tuple[float, ...]:
     """One rate per state: (cell, hidden) for an LSTM, one number for a simple RNN."""
     if states == 1:
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, Real):
             raise ValueError(f"zoneout must be one rate, got {value!r}")
         return (probability("zoneout", value),)
-    if isinstance(value, (int, float)) or len(value) != states:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != states:
         raise ValueError(f"zoneout must be a pair of rates (cell, hidden), got {value!r}")
     return tuple(probability("zoneout", rate) for rate in value)
 
@@ -159,7 +159,12 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
     if value is None:
         return None
     if not isinstance(value, Tensor):
-        value = torch.as_tensor(value, device="cpu")
+        try:
+            value = torch.as_tensor(value, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"lengths must be integers, got {value!r}") from None
+        if value.numel() == 0:  # of no type
+            value = value.to(torch.int64)
     if value.dtype not in _INTEGERS:
         raise TypeError(f"lengths must be integers, got {value.dtype}")
     if tuple(value.shape) != (batch,):
@@ -179,7 +184,7 @@ def single_row(name: str) -> None:
     if not torch.compiler.is_compiling():
         warnings.warn(
             f"{name} normalizes with the statistics of a minibatch, and this one has a single "
-            "sequence: its variance is 0 and every normalized term vanishes. Use a batch of at "
-            "least 2, or eval() to normalize with population statistics.",
+            "sequence: its variance is 0 and every normalized term vanishes. Population statistics "
+            "leave it out. Use a batch of at least 2, or eval() to normalize with those.",
             stacklevel=4,
         )

@@ -98,8 +98,10 @@ class LSTM(_LSTM, LSTMLayers):
         """
         if any(self.zoneout):
             raise ValueError(f"torch.nn.LSTM has no zoneout, and this layer has {self.zoneout}")
-        for name, parameter in self.named_parameters():
-            if name.startswith(("beta_c", "h0", "c0")) and parameter.detach().abs().sum() > 0:
+        suffixes = [s for layer in range(self.num_layers) for s in self._suffixes(layer)]
+        for name in (start + suffix for start in ("beta_c", "h0", "c0") for suffix in suffixes):
+            value = getattr(self, name, None)  # parametrized or not
+            if value is not None and value.detach().abs().sum() > 0:
                 what = "cell bias" if name.startswith("beta_c") else "learned initial state"
                 raise ValueError(f"torch.nn.LSTM has no {what}, and {name} is not zero here")
         weight = self._weight()

@@ -68,7 +68,8 @@ class Recurrence(nn.Module, abc.ABC):
         for name, option in inspect.signature(type(self)).parameters.items():
             if option.default is inspect.Parameter.empty or name in ("device", "dtype"):
                 continue
-            value = self.has_bias if name == "bias" else getattr(self, name)
+            # A subclass may keep its own options under other names, or not at all.
+            value = self.has_bias if name == "bias" else getattr(self, name, option.default)
             if isinstance(value, frozenset):
                 value = tuple(sorted(value))
             if value not in (option.default, (option.default,)):  # one rate is kept as a tuple

@@ -194,7 +194,12 @@ class PopulationStatistics(nn.Module):
         mean, var, count = (state_dict[prefix + name] for name in names)
         rows = mean.shape[0] if mean.dim() == 2 else -1
         wanted = (rows, self.features)
-        if rows < 0 or tuple(mean.shape) != wanted or var.shape != mean.shape or len(count) != rows:
+        if (
+            rows < 0
+            or tuple(mean.shape) != wanted
+            or var.shape != mean.shape
+            or count.shape != (rows,)
+        ):
             error_msgs.append(
                 f"{prefix}mean, var and count must have shapes [steps, {self.features}], "
                 f"[steps, {self.features}] and [steps], got {list(mean.shape)}, "
@@ -214,10 +219,14 @@ class PopulationStatistics(nn.Module):
                 fill = value.new_zeros(missing, *value.shape[1:])
                 state_dict[prefix + name] = torch.cat([value, fill])
         elif rows != len(self.count):
-            self.mean = self.mean.new_zeros(rows, self.features)
-            self.var = self.var.new_zeros(rows, self.features)
-            self.count = self.count.new_zeros(rows)
+            with torch.inference_mode(False):  # the room is for training, too
+                self.mean = self.mean.new_zeros(rows, self.features)
+                self.var = self.var.new_zeros(rows, self.features)
+                self.count = self.count.new_zeros(rows)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        for name in ("mean", "var"):
+            if getattr(self, name).dtype in (torch.float16, torch.bfloat16):  # by assign=True
+                setattr(self, name, getattr(self, name).float())
         self.estimated = count.device.type != "meta" and bool((count > 0).any())
         self._surely_seen = seen_at_first(count) if self.estimated else 0
 
@@ -376,7 +385,8 @@ def update_population_stats(
         forward: runs the model on one batch, e.g. ``lambda m, b: m(b.tokens, lengths=b.lengths)``.
         device: where tensors are moved before the default `forward`.
         train_mode: True estimates under dropout, zoneout and noise as drawn in training, as
-            `update_bn` does; False without them, as the model is evaluated.
+            `update_bn` does; False without them, as the model is evaluated. If the model is in
+            training mode now, parts that are in `eval()`, frozen ones say, stay so.
         progress: show a progress bar (needs rich).
 
     Returns:
@@ -391,7 +401,8 @@ def update_population_stats(
     cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})
     total, done = 0, False
     try:
-        model.train(train_mode)
+        if not (train_mode and model.training):
+            model.train(train_mode)
         for s in statistics:
             s.momentum, s.estimated, s._surely_seen = None, False, 0
             with torch.inference_mode(False):  # they are for training, too
@@ -426,7 +437,14 @@ def update_population_stats(
 def _default_forward(device: torch.device | str | None) -> Callable[[nn.Module, Any], object]:
     def forward(model: nn.Module, batch: Any) -> object:
         if isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence):
+            if not batch:
+                raise ValueError("batches has an empty tuple or list in the place of a batch")
             batch = batch[0]
+        if device is not None and not hasattr(batch, "to"):
+            raise TypeError(
+                f"a batch of type {type(batch).__name__} cannot be moved to a device: say how to "
+                "run the model on it by forward="
+            )
         return model(batch if device is None else batch.to(device))
 
     return forward

@@ -199,6 +199,29 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()  # a second try starts afresh
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"optimizer": {"name": "rmsprop", "lr": 0.001}},
+        {"optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.1}},
+        {"average": 0.9},
+    ],
+)
+def test_an_optimiser_that_does_not_fit_the_checkpoint(whole, tmp_path, changed):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "result.json").unlink()
+    path = folder / "config.json"
+    found = json.loads(path.read_text())
+    assert found["config"]["optimizer"]["name"] == "adam"
+    found["config"] |= changed
+    path.write_text(json.dumps(found))
+    done = invoke("resume", folder, "--device", "cpu")
+    assert done.exit_code == 1
+    assert "the checkpoint does not fit the run's settings" in done.output
+    assert "Traceback" not in done.output
+
+
 @pytest.mark.parametrize("command", ["resume", "evaluate"])
 def test_settings_that_do_not_fit_the_checkpoint(whole, tmp_path, command):
     folder = tmp_path / "run"

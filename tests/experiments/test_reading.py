@@ -241,6 +241,15 @@ def test_asking(run, tmp_path):
     assert again.attention == pytest.approx(answer.attention, rel=1e-4)
 
 
+def test_what_is_not_in_the_texts_has_none_of_their_names(run, tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("@entity4 won the cup . @entity10 left the house .\n")
+    answer = ask(run, text, "@placeholder won the cup", most=100)
+    names = [name for name, _ in answer.candidates]
+    assert names.count("@entity4") == names.count("@entity10") == 1
+    assert set(names) == {"@entity4", "@entity10", "an entity not in the texts"}
+
+
 def test_asking_on_the_command_line(run, tmp_path):
     text, html = tmp_path / "a.txt", tmp_path / "a.html"
     text.write_text("Then Ann Lee won the cup. It was <b>fine</b> & <script>x</script>. Bob slept.")

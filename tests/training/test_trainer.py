@@ -11,6 +11,7 @@ import pytest
 import torch
 from tasks import Letters, assert_same_run, final, trainer
 
+from rbn import training
 from rbn.training import (
     CheckpointError,
     Diverged,
@@ -108,7 +109,7 @@ def test_control_c_finishes_the_step_and_saves(whole, tmp_path):
             return super().batch(step)
 
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(training.Interrupted):
         trainer(tmp_path, Interrupted()).run()
     assert signal.getsignal(signal.SIGINT) is handler
     again = trainer(tmp_path)
@@ -125,8 +126,9 @@ def test_a_second_control_c_does_not_wait(tmp_path):
             return super().batch(step)
 
     run = trainer(tmp_path, Interrupted())
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         run.run()
+    assert not isinstance(caught.value, training.Interrupted)  # which says that all is saved
     assert run.progress.step == 6
     assert trainer(tmp_path).progress.step == 6  # the checkpoint of step 6, not one of the seventh
 
@@ -195,6 +197,26 @@ def test_a_loss_that_is_not_finite_stops_with_a_model_to_look_at(tmp_path):
     tensors, facts = checkpoint.load(tmp_path / "diverged.safetensors")
     assert facts["progress"]["step"] == 3
     assert all(v.isfinite().all() for k, v in tensors.items() if k.startswith("model."))
+
+
+def test_the_best_model_before_a_loss_that_is_not_finite_is_kept(tmp_path):
+    """Though no checkpoint was due since."""
+
+    class Bad(Letters):
+        def loss(self, *batch):
+            return super().loss(*batch) * (torch.nan if self.bad else 1)
+
+        def batch(self, step):
+            self.bad = step == 7
+            return super().batch(step)
+
+    schedule = Schedule(20, evaluate_every=5, checkpoint_every=3, checkpoint_seconds=3600)
+    run = trainer(tmp_path, Bad(), schedule)
+    with pytest.raises(Diverged):
+        run.run()
+    (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert checkpoint.load(run.best)[1] == {"step": 5, "valid": line["valid"]}
+    assert checkpoint.load(run.last)[1]["progress"]["step"] == 0
 
 
 def test_losses_fetched_later_are_the_same(whole, tmp_path):

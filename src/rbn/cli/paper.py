@@ -103,6 +103,8 @@ def reproduce(
             console.print(note, soft_wrap=True, highlight=False, markup=False)
         if not finished:
             stop("out of time; the same command goes on from there", 3)
+        if asked.left_out:
+            stop("not all of it was done, see above", 1)
 
     guarded(work)
 

@@ -208,7 +208,7 @@ def _train(plan: Plan, world: World | None) -> None:
     from rich.console import Console
 
     from rbn.experiments.fit import Fit, Watch
-    from rbn.training import in_touch
+    from rbn.training import Interrupted, in_touch
 
     place = device_of(plan.device)
     first = world is None or world.rank == 0
@@ -220,11 +220,12 @@ def _train(plan: Plan, world: World | None) -> None:
         with Watch(fit, console) if first else nullcontext() as watch:
             try:
                 fit.train(plan.graph, plan.tensorboard, plan.max_minutes, watch)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 if watch is not None:
                     watch.close()
                 steps = " and ".join(f"{t.progress.step:,}" for t in fit.trainers)
-                said = f"stopped after step {steps}, saved" if steps else "stopped"
+                saved = "saved" if isinstance(error, Interrupted) else "not saved there"
+                said = f"stopped after step {steps}, {saved}" if steps else "stopped"
                 raise Stopped(f"{said}. {plan.hint(count)}", 130) from None
         try:
             for result in fit.results(console):

@@ -10,6 +10,7 @@ import torch
 
 from rbn.data.articles.anonymous import anonymous
 from rbn.data.cnn import MalformedQuestion, Vocabulary
+from rbn.data.cnn.question import ENTITY
 from rbn.data.cnn.question import read as read_question
 from rbn.data.cnn.sentences import select
 from rbn.data.cnn.shards import renumbering
@@ -18,6 +19,7 @@ from rbn.experiments.runs import opened
 from rbn.experiments.trained import weights_of
 from rbn.training import checkpoint
 
+_OTHER = "an entity not in the texts"
 _COMMON = 5000  # the most frequent words are no names at the beginning of a sentence
 
 
@@ -82,7 +84,8 @@ def ask(run: Path, document: Path, question: str | None, most: int = 5) -> Answe
         attention=tuple(attention[:, 0].tolist()),
         question=tuple(surface.get(token, token) for token in asked),
         candidates=tuple(
-            (names.get(symbol, symbol), chance)
+            # Symbols of entities that are not in the texts have names that others have there.
+            (names.get(symbol, _OTHER if ENTITY.fullmatch(symbol) else symbol), chance)
             for symbol, chance in zip(symbols, chances.tolist(), strict=True)
         ),
         right=None if right is None else surface.get(right, right),

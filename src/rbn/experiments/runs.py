@@ -15,7 +15,8 @@ def check_free(folder: Path, config: Config, seed: int) -> None:
     """Refuse a folder that holds another run than this one."""
     if (folder / "config.json").exists() and opened(folder) != (config, seed):
         raise FileExistsError(
-            f"{folder} holds a run with other settings; name another folder with --out"
+            f"{folder} holds a run with other settings; name another folder "
+            "(--out, or --runs of rbn reproduce)"
         )
 
 

@@ -5,7 +5,7 @@ from rbn.training.checkpoint import CheckpointError
 from rbn.training.launcher import RankLost, in_touch, launch
 from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule
-from rbn.training.together import Diverged, train_together
+from rbn.training.together import Diverged, Interrupted, train_together
 from rbn.training.trainer import Task, Trainer
 from rbn.training.world import World, check_devices, make_fabric
 
@@ -14,6 +14,7 @@ __all__ = [
     "AdamW",
     "CheckpointError",
     "Diverged",
+    "Interrupted",
     "Progress",
     "RankLost",
     "Ranks",

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from rbn.training.checkpoint import CheckpointError
+
 
 class AveragedParameters:
     """The exponential moving average of a model's parameters.
@@ -52,7 +54,13 @@ class AveragedParameters:
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take back what `state` gave, out of a checkpoint's tensors."""
         for name, value in self.average.items():
-            value.copy_(tensors[f"average.{name}"])
+            found = tensors.get(f"average.{name}")
+            if found is None:
+                raise CheckpointError(
+                    "the checkpoint does not fit the run's settings, which may have been changed: "
+                    f"it has no average of {name}"
+                )
+            value.copy_(found)
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:

@@ -110,6 +110,8 @@ def _to_disk(path: Path) -> None:
 
 # How an optimiser computes, which depends on the device and not on the run.
 _OF_DEVICE = ("capturable", "foreach", "fused")
+# Settings by which optimisers of different kinds can be told apart.
+_OF_A_KIND = ("betas", "alpha", "dampening")
 
 
 def state_of(
@@ -161,6 +163,15 @@ def restore(
     for name, value in _under("optimizer.", tensors).items():
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = value
+    kinds = [
+        [[name in group for name in _OF_A_KIND] for group in groups]
+        for groups in (facts["groups"], optimizer.param_groups)
+    ]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            "the checkpoint does not fit the run's settings, which may have been changed: it is of "
+            f"another optimiser than {type(optimizer).__name__}, or with other groups of parameters"
+        )
     groups = [
         {k: tuple(v) if k == "betas" else v for k, v in group.items()}
         | {k: v for k, v in own.items() if k in _OF_DEVICE}

@@ -15,6 +15,10 @@ class Diverged(FloatingPointError):
     """A loss, or too many gradients in a row, that are not finite."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, after which all runs finished their step and were saved."""
+
+
 class Advancing(Protocol):
     """A run that goes on step by step: a `Trainer`."""
 
@@ -37,7 +41,8 @@ def train_together(trainers: Sequence[Advancing]) -> None:
 
     Raises:
         Diverged: when one of the runs does, after the others have come to their end.
-        KeyboardInterrupt: on Ctrl-C, after all have finished their step and were saved.
+        Interrupted: on Ctrl-C, after all have finished their step and were saved; on a second one a
+            KeyboardInterrupt at once.
     """
     active = list(trainers)
     diverged: list[Diverged] = []
@@ -60,7 +65,7 @@ def train_together(trainers: Sequence[Advancing]) -> None:
             for trainer in active:
                 with trainer.alone():
                     trainer.save()
-            raise KeyboardInterrupt
+            raise Interrupted
     if diverged:
         raise diverged[0]
 

@@ -342,7 +342,12 @@ class Trainer:
         self.progress.diverged_at = step
         path = self.folder / "diverged.safetensors"
         average_population_stats(self.module)
-        self.ranks.from_first(lambda: checkpoint.save(path, *self._state()))
+
+        def write() -> None:
+            self._write_best()
+            checkpoint.save(path, *self._state())
+
+        self.ranks.from_first(write)
         when = "before that step" if step == self.progress.step else "when it was noticed"
         raise Diverged(
             f"training diverged at step {step}: {why}. The model {when} is in {path}, the last "
@@ -391,9 +396,12 @@ class Trainer:
         self.ranks.from_first(self._write_checkpoints)
         self._unsaved_best = None
 
-    def _write_checkpoints(self) -> None:
+    def _write_best(self) -> None:
         if self._unsaved_best is not None:
             checkpoint.save(self.best, *self._unsaved_best)
+
+    def _write_checkpoints(self) -> None:
+        self._write_best()
         checkpoint.save(self.last, *self._state(), before=self.previous)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

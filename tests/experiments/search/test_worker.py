@@ -192,22 +192,24 @@ def test_many_failures_in_a_row_stop_the_worker(make, start):
     assert states(worker.job.sweep, worker.job.storage) == ["failed"] * 3
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_a_trial_that_diverges(saved, make, start, monkeypatch):
-    monkeypatch.setattr(build, "_CHECKPOINT_SECONDS", 0.0 if saved else 60.0)
+@pytest.mark.parametrize(("seconds", "good"), [(0.0, 5), (60.0, 5), (60.0, 1)])
+def test_a_trial_that_diverges(seconds, good, make, start, monkeypatch):
+    """It has the best model of those that were looked at, whenever a checkpoint was due."""
+    monkeypatch.setattr(build, "_CHECKPOINT_SECONDS", seconds)
     loss, steps = Classification.loss, []
 
     def bad(self, inputs, labels):
         steps.append(0)
-        return loss(self, inputs, labels) * (float("nan") if len(steps) > 5 else 1)
+        return loss(self, inputs, labels) * (float("nan") if len(steps) > good else 1)
 
     monkeypatch.setattr(Classification, "loss", bad)
     worker, _ = start(make(trials=1))
     assert worker.work()
     (row,) = standing(load_study(worker.job.sweep.name, worker.job.storage)).rows
-    assert row.state == ("complete" if saved else "failed")  # with the model from before, or none
-    assert row.remark == "diverged at step 5"
-    assert len(row.curve) == 1
+    looks = 1 if good == 5 else 0
+    assert row.state == ("complete" if looks else "failed")
+    assert row.remark == f"diverged at step {good}"
+    assert len(row.curve) == looks
 
 
 def test_a_trial_without_a_figure_fails(make, start, monkeypatch):

@@ -53,6 +53,7 @@ class Reproduction:
         max_minutes: after which to save and stop.
         questions: task of the readers, one of `plan.QUESTIONS`.
         notes: what could not be done, in sentences.
+        left_out: whether something of it was not begun, for want of data.
     """
 
     targets: Sequence[str]
@@ -66,6 +67,7 @@ class Reproduction:
     max_minutes: float | None = None
     questions: str = plan.QUESTIONS[0]
     notes: list[str] = field(default_factory=list)
+    left_out: bool = False
 
     def __post_init__(self) -> None:
         if self.seeds < 1:
@@ -176,7 +178,7 @@ class Reproduction:
                     return False
             except DataNotFound as error:
                 absent.add(task)
-                self.notes.append(f"{task} was left out: {error}")
+                self._leave_out(task, error)
         for number, name in enumerate(computing, start=len(groups)):
             left = self._left()
             if left is not None and left <= 0:
@@ -184,6 +186,10 @@ class Reproduction:
             _headline(console, number, name, seconds)
             self._compute(name)
         return self._measure(console)
+
+    def _leave_out(self, what: str, why: DataNotFound) -> None:
+        self.left_out = True
+        self.notes.append(f"{what} was left out: {why}")
 
     def _groups(self, todo: Sequence[Run]) -> list[list[Run]]:
         """Runs that are trained at once: on a GPU some of a task with small layers, else one."""
@@ -243,7 +249,7 @@ class Reproduction:
         try:
             images = data.mnist(root=self.root)
         except DataNotFound as error:
-            self.notes.append(f"fig1a was left out: {error}")
+            self._leave_out("fig1a", error)
             return []
         seeds = range(1, self.seeds + 1)
         return gradients.gradient_panels(images.train.first(_BATCH), seeds=seeds)

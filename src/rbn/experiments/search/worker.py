@@ -181,7 +181,8 @@ class Worker:
             self.say(f"trial {number}: another worker has taken it")
         elif looks.pruned and not now.finished:
             if trials.prune(number):
-                self.say(f"trial {number}: pruned at step {now.step:,}, best {best:.4f}")
+                figure = "no figure yet" if best is None else f"best {best:.4f}"
+                self.say(f"trial {number}: pruned at step {now.step:,}, {figure}")
         elif fit.diverged is not None and not trainer.best.exists():
             if trials.fail(number, f"diverged at step {now.diverged_at}"):
                 self.say(f"trial {number}: failed: {fit.diverged}")

@@ -199,6 +199,19 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()  # a second try starts afresh
 
 
+def unfinished_with(whole, folder, changed):
+    """A copy of a run without its result, whose settings were changed since."""
+    shutil.copytree(whole, folder)
+    (folder / "result.json").unlink()
+    path = folder / "config.json"
+    found = json.loads(path.read_text())
+    for name, value in changed.items():
+        assert found["config"][name] != value
+        found["config"][name] = value
+    path.write_text(json.dumps(found))
+    return folder
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -208,14 +221,7 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, monkeypatch):
     ],
 )
 def test_an_optimiser_that_does_not_fit_the_checkpoint(whole, tmp_path, changed):
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    (folder / "result.json").unlink()
-    path = folder / "config.json"
-    found = json.loads(path.read_text())
-    assert found["config"]["optimizer"]["name"] == "adam"
-    found["config"] |= changed
-    path.write_text(json.dumps(found))
+    folder = unfinished_with(whole, tmp_path / "run", changed)
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 1
     assert "the checkpoint does not fit the run's settings" in done.output
@@ -224,13 +230,7 @@ def test_an_optimiser_that_does_not_fit_the_checkpoint(whole, tmp_path, changed)
 
 @pytest.mark.parametrize("command", ["resume", "evaluate"])
 def test_settings_that_do_not_fit_the_checkpoint(whole, tmp_path, command):
-    folder = tmp_path / "run"
-    shutil.copytree(whole, folder)
-    (folder / "result.json").unlink()
-    path = folder / "config.json"
-    found = json.loads(path.read_text())
-    found["config"]["hidden_size"] += 1
-    path.write_text(json.dumps(found))
+    folder = unfinished_with(whole, tmp_path / "run", {"hidden_size": 17})
     done = invoke(command, folder, "--device", "cpu")
     assert done.exit_code == 1
     assert "the checkpoint does not fit the run's settings, which may have been" in done.output

@@ -183,3 +183,34 @@ def test_made_with_a_type():
     assert rbn.BatchNormLSTM(3, 4, dtype=torch.bfloat16).stats_h_l0.mean.dtype == torch.float32
     assert rbn.BatchNormLSTM(3, 4, dtype=torch.float64).stats_h_l0.mean.dtype == torch.float64
     assert rbn.LSTM(3, 4, dtype=torch.float16).weight_ih_l0.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_assigned_statistics_are_kept_in_float32(dtype):
+    layer, other = rbn.BatchNormLSTM(3, 4), rbn.BatchNormLSTM(3, 4)
+    layer(torch.randn(5, 6, 3))
+    state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in layer.state_dict().items()}
+    other.load_state_dict(state, assign=True)
+    assert other.weight_hh_l0.dtype == dtype
+    for name in ("mean", "var"):
+        found = getattr(other.stats_h_l0, name)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, state[f"stats_h_l0.{name}"].float())
+
+
+def test_a_state_loaded_in_inference_mode_can_be_trained():
+    layer, other = rbn.BatchNormLSTM(3, 4), rbn.BatchNormLSTM(3, 4)
+    x = torch.randn(5, 6, 3)
+    layer(x)
+    with torch.inference_mode():
+        other.load_state_dict(layer.state_dict())
+    other(x)
+    assert other.stats_h_l0.count.tolist() == [2] * 5
+
+
+def test_a_count_without_a_dimension_is_refused():
+    layer = rbn.BatchNormLSTM(3, 4)
+    layer(torch.randn(5, 6, 3))
+    state = layer.state_dict() | {"stats_h_l0.count": torch.tensor(3)}
+    with pytest.raises(RuntimeError, match=r"\[steps\], got \[5, 16\], \[5, 16\] and \[\]"):
+        rbn.BatchNormLSTM(3, 4).load_state_dict(state)

@@ -114,6 +114,28 @@ def test_pruned_on_the_validation_curve(make, start, tmp_path):
     assert len(history(folder)) == 6
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # by the pruner
+def test_pruned_before_it_has_a_figure(make, start, monkeypatch):
+    sweep = make(
+        space={"optimizer.lr": [0.05, 0.01]},
+        pruner={"name": "median", "n_startup_trials": 1, "n_warmup_steps": 1},
+        set={"hidden_size": 8, "epochs": 4, "evaluate_every": 4, "batch_size": 200},
+    )
+    evaluate, looks = Classification.evaluate, []
+
+    def without_number(self):
+        looks.append(0)
+        found = evaluate(self)
+        return found if len(looks) <= 6 else dict.fromkeys(found, float("nan"))
+
+    monkeypatch.setattr(Classification, "evaluate", without_number)
+    worker, said = start(sweep)
+    assert worker.work()
+    first, second = standing(load_study(sweep.name, worker.job.storage)).rows
+    assert (first.state, second.state) == ("complete", "pruned")
+    assert "trial 1: pruned at step 8, no figure yet" in said
+
+
 def test_out_of_time_and_gone_on_with(make, start, tmp_path, monkeypatch):
     sweep = make(trials=1)
     whole, _ = start(sweep, str(tmp_path / "whole.log"))

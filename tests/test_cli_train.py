@@ -280,3 +280,14 @@ def test_folders_whose_names_look_like_markup(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert str(folder / "result.json") in done.output.replace("\n", "")
     assert "x[/red]y" in invoke("runs", "runs").output.replace("\n", "")
+
+
+def test_a_damaged_curve_is_named(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "sec')
+    done = invoke("publish", folder, "--to", tmp_path / "results")
+    assert done.exit_code == 2
+    assert "metrics.jsonl is damaged: " in done.output
+    assert not (tmp_path / "results").exists()

@@ -19,6 +19,7 @@ from rbn.experiments.measured import Measured, Measurement
 from rbn.experiments.tasks import right_and_nats
 from rbn.models import AttentiveReader
 from rbn.training import Ranks
+from rbn.training.whole import write_whole
 
 VOCABULARY = "vocabulary.json"
 _BATCHING = ("rename", "padding", "longest")
@@ -105,8 +106,7 @@ class ReadingTask(Measured):
         """Write the symbols into a run's folder: the model can be asked without the data then."""
         vocabulary = self.reading.vocabulary
         content = {"entities": vocabulary.entities, "words": vocabulary.words}
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / VOCABULARY).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write_whole(folder / VOCABULARY, json.dumps(content) + "\n")
 
     @staticmethod
     def forward(model: nn.Module, batch: Batch) -> object:

@@ -131,7 +131,11 @@ def publish(run: Path, to: Path) -> Path:
         target: Path = to / result["task"] / f"{model}{tag}-seed{result['seed']}.json"
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the result of a run: {error}") from error
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    curve = run / "metrics.jsonl"
+    try:
+        records = [json.loads(line) for line in curve.read_text().splitlines()]
+    except ValueError as error:
+        raise ValueError(f"{curve} is damaged: {error}") from error
     columns = [*CURVE, *(name for name in NATS if any(name in record for record in records))]
     table = io.StringIO()
     writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")

@@ -9,6 +9,7 @@ from recurrence_cases import (
     fresh_seed,
     make_case,
     poisoned_memory,
+    scale_of,
 )
 
 # A product of n terms rounded to a unit u is off by about u * sqrt(n) of a term, that is by u of
@@ -38,15 +39,66 @@ needs_clusters = pytest.mark.skipif(
 )
 
 
-def compare(op, shape, dtype, options):
+def at_least_1(gradients):
+    """What a gradient's error is relative to: its norm, unless that is small."""
+    return {key: max(1, value.norm()) for key, value in gradients.items()}
+
+
+def at_least_a_hundredth(gradients):
+    """The same for gradients of any size: of one row, or of a constant state, they cancel."""
+    largest = max(value.norm() for value in gradients.values())
+    return {key: max(value.norm(), 0.01 * largest) for key, value in gradients.items()}
+
+
+def moved_by_rounding(case, unit, scales):
+    """By how many units float64's results and gradients move with weights and first states.
+
+    Each of those one unit larger or smaller, at random, four times: the largest. It stands for the
+    roundings of a step's product.
+    """
+    g = torch.Generator().manual_seed(0)
+
+    def moved(value):
+        return value * (1 + unit * (2 * torch.randint(2, value.shape, generator=g) - 1))
+
+    case = case.to(torch.float64)
+    results, gradients = differentiate(case, "reference")
+    scale, most = scales(gradients), 0.0
+    for _ in range(4):
+        others = {name: moved(case.tensors[name]) for name in ("weight_hh", "h0")}
+        found = differentiate(case.with_tensors(**others), "reference")
+        for key, want in results.items():
+            if want is not None and want.numel():
+                error = (found[0][key] - want).abs().max() / scale_of(want)
+                most = max(most, error.item() / unit / 2)  # twice as much is allowed
+        for key, want in gradients.items():
+            most = max(most, ((found[1][key] - want).norm() / scale[key]).item() / unit)
+    return most
+
+
+def random_case(op, shape, dtype, change=lambda case: case, scales=at_least_1, **options):
+    """Random arguments; those of a few rows are drawn again while they are ill-conditioned.
+
+    Two rows whose products nearly agree are divided by nearly nothing, and any rounding is
+    enlarged: beyond what is allowed in a fifth of all draws where a first state is 100 times as
+    large. Of 900 cases drawn like this, rounding the operands moved none by more than 2.7 units.
+    """
+    while True:
+        case = change(make_case(op, *shape, fresh_seed(), dtype=dtype, **calm(op), **options))
+        if shape[1] > 16 or moved_by_rounding(case, UNITS[dtype], scales) <= 3:
+            return case
+
+
+def compare(op, shape, dtype, options, change=lambda case: case, scales=at_least_1):
     """Outputs and all gradients of random arguments with float64's."""
-    case = make_case(op, *shape, fresh_seed(), dtype=dtype, **calm(op), **options)
+    case = random_case(op, shape, dtype, change, scales, **options)
     with poisoned_memory():
         found = differentiate(case.on("cuda"), "gpu")
     expected = differentiate(case.to(torch.float64), "reference")
     assert_same(found[0], expected[0], 16 * UNITS[dtype])
+    scale = scales(expected[1])
     for key, want in expected[1].items():
-        error = (found[1][key].double().cpu() - want).norm() / want.norm().clamp(min=1)
+        error = (found[1][key].double().cpu() - want).norm() / scale[key]
         assert error <= 8 * UNITS[dtype], f"gradient of {key}: {error:.2g}"
 
 

@@ -118,6 +118,26 @@ def test_the_accuracy_past_the_paper_is_that_of_the_files():
         assert shipped_beyond("pmnist", "zoneout-0.3") == values["config"]
 
 
+def after(step, run):
+    with (ROOT / f"results/pmnist/{run}.csv").open(newline="") as file:
+        (row,) = (row for row in csv.DictReader(file) if int(row["step"]) == step)
+    return f"{100 * float(row['valid_population']):.1f}"
+
+
+def test_the_accuracy_of_the_unfinished_lstms_is_that_of_the_files():
+    runs = "unfinished-lstm-beyond-seed1", "lstm-beyond-seed2", "unfinished-lstm-beyond-seed3"
+    ours = [after(30_000, f"bn-lstm-zoneout-0.3-seed{seed}") for seed in (1, 2, 3)]
+    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    assert (
+        "was {}, {} and {} % (seeds 1, 2, 3)".format(*(after(30_000, run) for run in runs)) in page
+    )
+    assert "the BN-LSTM had {}, {} and {} %".format(*ours) in page
+    found = json.loads((ROOT / "results/pmnist/lstm-beyond-seed2.json").read_text())
+    assert f"diverged at step {found['diverged_at']:,}; its best model has" in page
+    assert f"has {100 * found['test']:.1f} % on the test set" in page
+    assert found["config"] == shipped_beyond("pmnist", "beyond", "lstm")
+
+
 def spoken(seconds):
     return f"{seconds / 60:.0f} min" if seconds > 100 else f"{seconds:.0f} s"
 

@@ -95,14 +95,15 @@ def make_fabric(
     if device.type == "cpu" and str(precision).startswith("16-"):
         # Fabric would take bfloat16 instead, and whoever reads of the run would not know.
         raise ValueError(f"precision {precision} needs a GPU; bf16-mixed runs on a CPU too")
+    for name in ("lightning.fabric", "lightning.pytorch"):
+        # They say who registered where, and advise to round float32's products, on every GPU.
+        logging.getLogger(name).setLevel(logging.WARNING)
     if world is None:
         devices: Any = 1 if device.type == "cpu" else [device.index or 0]
         return Fabric(accelerator=device.type, devices=devices, precision=precision)
     from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
     from lightning.fabric.strategies.ddp import DDPStrategy
 
-    for name in ("lightning.fabric", "lightning.pytorch"):  # they say who registered where
-        logging.getLogger(name).setLevel(logging.WARNING)
     strategy = DDPStrategy(
         process_group_backend="nccl" if device.type == "cuda" else "gloo",
         timeout=PATIENCE,

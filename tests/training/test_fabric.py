@@ -1,0 +1,19 @@
+"""What Fabric is made with."""
+
+import logging
+
+import pytest
+import torch
+
+from rbn.training import make_fabric
+
+
+@pytest.mark.parametrize("name", ["lightning.fabric", "lightning.pytorch"])
+def test_advice_on_every_gpu_is_left_out(name):
+    """A line of four about rounding float32's products, whatever the precision."""
+    logging.getLogger(name).setLevel(logging.INFO)  # as Lightning sets it
+    speaking = logging.getLogger(f"{name}.utilities.rank_zero")
+    assert speaking.isEnabledFor(logging.INFO)
+    make_fabric(torch.device("cpu"))
+    assert not speaking.isEnabledFor(logging.INFO)
+    assert speaking.isEnabledFor(logging.WARNING)

@@ -212,3 +212,47 @@ def test_shapes_on_the_meta_device(layer_class):
     assert output.shape == (5, 6, 4)
     output.sum().backward()
     assert layer.weight_hh_l0.grad.shape == layer.weight_hh_l0.shape
+
+
+def with_buffers(layer, buffers, x):
+    return functional_call(layer, dict(layer.named_parameters()) | buffers, (x,))
+
+
+def test_a_call_with_other_buffers_leaves_a_layer_as_it_was():
+    """What the host knows of statistics is known of the buffers that they are in."""
+    x = torch.randn(6, 5, 3)
+    trained = rbn.BatchNormLSTM(3, 4, max_length=6)
+    trained(x)
+    fresh = rbn.BatchNormLSTM(3, 4, max_length=6).eval()
+    with_buffers(fresh, dict(trained.named_buffers()), x)
+    with pytest.raises(RuntimeError, match="no population statistics"):
+        fresh(x)
+    fresh.train()
+    with_buffers(fresh, {name: b.clone() for name, b in trained.named_buffers()}, x)
+    fresh(x)  # its first estimate: not an average with zeros
+    assert_first_estimate(fresh.stats_h_l0, fresh, x)
+
+
+def test_a_call_with_empty_buffers_estimates_anew():
+    x = torch.randn(6, 5, 3)
+    layer = rbn.BatchNormLSTM(3, 4, max_length=6)
+    layer(x)
+    empty = {name: torch.zeros_like(b) for name, b in layer.named_buffers()}
+    before = {name: b.clone() for name, b in layer.named_buffers()}
+    for _ in range(2):  # the second time they are known
+        with_buffers(layer, empty, x)
+        torch.testing.assert_close(empty["stats_h_l0.var"], layer.stats_h_l0.var)
+    assert empty["stats_h_l0.count"].tolist() == [2] * 6
+    assert all(torch.equal(b, before[name]) for name, b in layer.named_buffers())
+    layer.eval()
+    with pytest.raises(RuntimeError, match="no population statistics"):
+        with_buffers(layer, {name: torch.zeros_like(b) for name, b in empty.items()}, x)
+
+
+def assert_first_estimate(statistics, layer, x):
+    twin = rbn.BatchNormLSTM(3, 4, max_length=6)
+    parameters = {k: v for k, v in layer.state_dict().items() if "stats" not in k}
+    twin.load_state_dict(parameters, strict=False)
+    twin(x)
+    torch.testing.assert_close(statistics.var, twin.stats_h_l0.var)
+    torch.testing.assert_close(statistics.mean, twin.stats_h_l0.mean)

@@ -75,7 +75,7 @@ class BatchNormTerm(nn.Module):
             if self.stats.records:
                 self.stats.update(mean.detach()[None], var.detach()[None])
         else:
-            if not self.stats.estimated:
+            if not self.stats.find_estimates():
                 raise RuntimeError(
                     "BatchNormTerm has no population statistics to evaluate with: train it, or "
                     "call rbn.update_population_stats(model, batches), before eval()"

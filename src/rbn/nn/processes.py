@@ -19,10 +19,12 @@ class Estimate(Protocol):
     mean: Tensor
     var: Tensor
     count: Tensor
-    estimated: bool
 
     def grow(self, rows: int) -> None:
         """Make room for that many steps."""
+
+    def look(self) -> None:
+        """Note what there is."""
 
 
 def all_processes() -> ProcessGroup | None:
@@ -57,7 +59,7 @@ def average(statistics: Sequence[Estimate], group: ProcessGroup, spread: bool) -
         s.mean.copy_(mean / count.clamp(min=1))
         s.var.copy_(var / count.clamp(min=1))
         s.count.copy_(count[:, 0] if not spread else (count[:, 0] / group.size()).ceil())
-        s.estimated = s.estimated or bool((count > 0).any())
+        s.look()
 
 
 def of_all(value: int, group: ProcessGroup, device: torch.device) -> list[int]:

@@ -56,14 +56,36 @@ class PopulationStatistics(nn.Module):
         self.features, self.max_length = features, max_length
         self.momentum, self.shared, self.sync = momentum, shared, sync
         self.forced: str | None = None  # "batch" or "record": see `batch_statistics`
-        self.estimated = False
-        self._surely_seen = 0  # steps that have an estimate, as far as the host knows
         rows = max_length or 0
         wide = (dtype or torch.get_default_dtype()) == torch.float64
         dtype = torch.float64 if wide else torch.float32
         self.register_buffer("mean", torch.zeros(rows, features, device=device, dtype=dtype))
         self.register_buffer("var", torch.zeros(rows, features, device=device, dtype=dtype))
         self.register_buffer("count", torch.zeros(rows, device=device, dtype=torch.int64))
+        self.note(False, 0)
+
+    def note(self, estimated: bool, seen: int) -> None:
+        """Keep in mind, without waiting for the device again, what there is in these buffers.
+
+        estimated: any estimate. seen: so many steps, the first ones, surely have one.
+        """
+        self._estimated, self._seen = estimated, seen
+        if not torch.compiler.is_compiling():
+            self._noted = self.count
+
+    def _knows(self) -> bool:
+        """Whether what was noted is of these buffers; functional_call puts others there."""
+        return torch.compiler.is_compiling() or self._noted is self._buffers["count"]
+
+    @property
+    def estimated(self) -> bool:
+        """Whether there is any estimate, as far as the host knows."""
+        return self._estimated and self._knows()
+
+    @property
+    def surely_seen(self) -> int:
+        """How many steps, the first ones, have an estimate as far as the host knows."""
+        return self._seen if self._knows() else 0
 
     @property
     def uses_batch(self) -> bool:
@@ -85,16 +107,19 @@ class PopulationStatistics(nn.Module):
     def find_estimates(self) -> bool:
         """Whether there are any, though someone else may have put them there: waits then."""
         if not self.estimated and self.count.device.type != "meta":
-            self.estimated = bool((self.count > 0).any())
-            self._surely_seen = seen_at_first(self.count) if self.estimated else 0
+            self.look()
         return self.estimated
+
+    def look(self) -> None:
+        """Note what there is; waits for the device."""
+        found = self.count.device.type != "meta" and bool((self.count > 0).any())
+        self.note(found, seen_at_first(self.count) if found else 0)
 
     def reset(self) -> None:
         """Forget all estimates."""
         for buffer in (self.mean, self.var, self.count):
             buffer.zero_()
-        self.estimated = False
-        self._surely_seen = 0
+        self.note(False, 0)
 
     @torch.no_grad()
     def update(
@@ -119,11 +144,12 @@ class PopulationStatistics(nn.Module):
                 return
         count = self.count[start:stop]
         count += 1 if reached is None else reached
-        self.estimated = True
-        # A compiled graph is made for one value of it, so it must not change there.
-        known = reached is None and not torch.compiler.is_compiling()
-        if known and start <= self._surely_seen:
-            self._surely_seen = max(stop, self._surely_seen)
+        seen = self.surely_seen
+        if torch.compiler.is_compiling():
+            self._estimated = True  # a graph is made for one value of the other
+        else:
+            more = reached is None and start <= seen
+            self.note(True, max(stop, seen) if more else seen)
         if self.momentum is None:
             weight = count.clamp(min=1).to(self.mean.dtype).reciprocal()
         else:  # the first estimate of a step stands alone
@@ -143,7 +169,7 @@ class PopulationStatistics(nn.Module):
         rows = self.count.shape[0]
         start = min(start, rows - 1)
         stop = rows if torch.compiler.is_compiling() else min(start + steps, rows)
-        if not self.shared and stop <= self._surely_seen:
+        if not self.shared and stop <= self.surely_seen:
             mean, var = _part(self.mean, start, stop), _part(self.var, start, stop)
             # What a backward pass will need must not change until then.
             return (mean.clone(), var.clone()) if torch.is_grad_enabled() else (mean, var)
@@ -164,22 +190,32 @@ class PopulationStatistics(nn.Module):
             with torch.inference_mode(False):  # the room is for training, too
                 self.grow(rows)
         elif missing > 0:
+            known = self.estimated, self.surely_seen
             self.mean = torch.cat([self.mean, self.mean.new_zeros(missing, self.features)])
             self.var = torch.cat([self.var, self.var.new_zeros(missing, self.features)])
             self.count = torch.cat([self.count, self.count.new_zeros(missing)])
+            self.note(*known)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and files get: inside `batch_statistics`, too, those of a layer as it is."""
-        return self.__dict__ | {"forced": None}
+        known = {"_estimated": self.estimated, "_seen": self.surely_seen, "_noted": None}
+        return self.__dict__ | known | {"forced": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What was known of the one that was copied is known of this one."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.note(self._estimated, self._seen)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Casts to a 16-bit type move the statistics but do not round them."""
         kept = {"mean": self.mean, "var": self.var}
+        known = self.estimated, self.surely_seen
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in kept.items():
             new = getattr(self, name)
             if new.dtype in (torch.float16, torch.bfloat16):
                 setattr(self, name, old.to(device=new.device, dtype=torch.float32))
+        self.note(*known)
         return self
 
     def _load_from_state_dict(
@@ -227,8 +263,8 @@ class PopulationStatistics(nn.Module):
         for name in ("mean", "var"):
             if getattr(self, name).dtype in (torch.float16, torch.bfloat16):  # by assign=True
                 setattr(self, name, getattr(self, name).float())
-        self.estimated = count.device.type != "meta" and bool((count > 0).any())
-        self._surely_seen = seen_at_first(count) if self.estimated else 0
+        found = count.device.type != "meta" and bool((count > 0).any())
+        self.note(found, seen_at_first(count) if found else 0)
 
     def extra_repr(self) -> str:
         """The options, for ``print(module)``."""
@@ -249,7 +285,7 @@ def update_all(updates: list[Update]) -> None:
         stop = start + mean.shape[0]
         momentum = statistics.momentum
         # By far the most frequent case: no step is new, so all estimates weigh alike.
-        if momentum is not None and stop <= statistics._surely_seen and reached is None:
+        if momentum is not None and stop <= statistics.surely_seen and reached is None:
             rows = statistics._buffers  # several times as fast as its attributes
             means, variances, count = rows["mean"], rows["var"], rows["count"]
             assert means is not None
@@ -298,16 +334,18 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
     Inside they may be estimated anew, without a word to whoever holds on to the buffers, such as a
     CUDA graph that updates them.
     """
-    names = ("mean", "var", "count", "estimated", "_surely_seen")
-    before = [(s, [getattr(s, name) for name in names]) for s in _statistics_of(model)]
-    for s, (mean, var, count, *_) in before:
+    before = [
+        (s, (s.mean, s.var, s.count), (s.estimated, s.surely_seen)) for s in _statistics_of(model)
+    ]
+    for s, (mean, var, count), known in before:
         s.mean, s.var, s.count = mean.clone(), var.clone(), count.clone()
+        s.note(*known)
     try:
         yield
     finally:
-        for s, values in before:
-            for name, value in zip(names, values, strict=True):
-                setattr(s, name, value)
+        for s, (mean, var, count), known in before:
+            s.mean, s.var, s.count = mean, var, count
+            s.note(*known)
 
 
 @contextlib.contextmanager
@@ -397,17 +435,18 @@ def update_population_stats(
         return 0
     run = forward or _default_forward(device)
     modes = {module: module.training for module in model.modules()}
-    before = [(s.momentum, s.estimated, s.mean, s.var, s.count, s._surely_seen) for s in statistics]
+    before = [(s.momentum, s.mean, s.var, s.count, s.estimated, s.surely_seen) for s in statistics]
     cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})
     total, done = 0, False
     try:
         if not (train_mode and model.training):
             model.train(train_mode)
         for s in statistics:
-            s.momentum, s.estimated, s._surely_seen = None, False, 0
+            s.momentum = None
             with torch.inference_mode(False):  # they are for training, too
                 s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
                 s.count = torch.zeros_like(s.count)
+            s.note(False, 0)
         with torch.no_grad(), torch.random.fork_rng(devices=cuda), _forced(model, "record"):
             shown = _tracked(batches) if progress else batches
             group, in_parts = all_processes(), any(s.group is not None for s in statistics)
@@ -424,11 +463,13 @@ def update_population_stats(
             raise ValueError("batches is empty: there is nothing to estimate statistics from")
         done = True
     finally:
-        for s, (momentum, estimated, *buffers, seen) in zip(statistics, before, strict=True):
+        for s, (momentum, mean, var, count, estimated, seen) in zip(
+            statistics, before, strict=True
+        ):
             s.momentum = momentum
             if not done:
-                s.estimated, s._surely_seen = estimated, seen
-                s.mean, s.var, s.count = buffers
+                s.mean, s.var, s.count = mean, var, count
+                s.note(estimated, seen)
         for module, mode in modes.items():
             module.training = mode
     return total

@@ -138,6 +138,18 @@ def under_ddp_alone(rank: int) -> Any:
     return own, buffers(layer)
 
 
+def emptied_by_ddp(rank: int) -> Any:
+    """DDP copies the first process's buffers, in which no sequence is as long, before each step."""
+    layer = make(sync=False, max_length=6)
+    model = DistributedDataParallel(layer)
+    own = []
+    for batch in batches()[:3]:
+        model(batch[:3] if rank == 0 else torch.cat([batch[:3]] * 2))[0].sum().backward()
+        own.append(buffers(layer))
+    layer.eval()(batches()[0])
+    return own
+
+
 def documented(rank: int) -> Any:
     """The example of docs/scaling.md."""
     page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
@@ -162,4 +174,5 @@ CASES = {
     "evaluated": evaluated,
     "under DDP": under_ddp,
     "under DDP, alone": under_ddp_alone,
+    "emptied by DDP": emptied_by_ddp,
 }

@@ -105,6 +105,18 @@ def test_under_ddp_each_keeps_its_own_until_they_are_averaged(pair):
     )
 
 
+def test_estimates_that_ddp_has_emptied(pair):
+    """Every one of those steps is a first one again, and is not averaged with zeros."""
+    _, second = (found["population emptied by DDP"] for found in pair)
+    for batch, found in zip(cases.batches(), second, strict=False):
+        layer = cases.make(sync=False)
+        layer(torch.cat([batch[:3]] * 2))
+        assert found["stats_h_l0.count"][3:].tolist() == [1, 1, 1]
+        for name in ("stats_x_l0.var", "stats_h_l0.var", "stats_c_l0.mean"):
+            want = {name: cases.buffers(layer)[name][3:]}
+            assert_same({name: found[name][3:]}, want, RESULT_TOLERANCE)
+
+
 def test_the_example_of_the_documentation(pair):
     first, second = (found["population documented"] for found in pair)
     assert first["stats_h_l0.count"].tolist() == [5] * 20

@@ -200,3 +200,12 @@ def test_a_subclass_with_an_option_of_its_own_can_be_shown():
             super().__init__(input_size, hidden_size, max_length=extra)
 
     assert repr(Mine(3, 4)).startswith("Mine(\n  3, 4\n")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["nested", "sparse"])
+def test_inputs_that_are_not_dense(kind):
+    x = torch.randn(5, 4, 3)
+    given = torch.nested.nested_tensor([x, x]) if kind == "nested" else x.to_sparse()
+    with pytest.raises(ValueError, match=f"must be a dense Tensor, got a {kind}.* lengths"):
+        rbn.LSTM(3, 4)(given)

@@ -312,3 +312,20 @@ def test_what_is_printed_of_a_normalized_layer(layer_class):
     options = {"eps": 0.001, "momentum": None, "ablations": ["shared_stats"]}
     shown = "3, 4, eps=0.001, momentum=None, ablations=('shared_stats',)"
     assert str(layer_class(3, 4, **options)).startswith(f"{name}(\n  {shown}\n")
+
+
+def test_another_default_device():
+    """Whatever new tensors are on by default, those of a layer on the CPU are there."""
+    x, lengths = torch.randn(6, 5, 3), [6, 5, 4, 3, 2]
+    layer = rbn.LSTM(3, 4)
+    expected = layer(x, lengths=lengths)[0]
+    with torch.device("meta"):
+        found = layer(x, lengths=lengths)[0]
+    assert torch.equal(found, expected)
+
+
+def test_states_of_an_empty_batch_under_autocast():
+    for rows in (0, 2):
+        with torch.autocast("cpu", torch.bfloat16):
+            output, states = rbn.LSTM(3, 4)(torch.randn(6, rows, 3))
+        assert {t.dtype for t in (output, *states)} == {torch.bfloat16}

@@ -157,3 +157,18 @@ def test_ablations_run_and_change_the_network(ablation):
     else:
         assert not torch.allclose(a, b)
     assert not torch.allclose(plain.eval()(x)[0], ablated.eval()(x)[0])
+
+
+def test_zoneout_rates_under_a_rough_default_type():
+    """Random numbers of 8 bits would not be below 0.002 at that rate."""
+    before = torch.get_default_dtype()
+    layer = rbn.LSTM(2, 400, zoneout=(0.002, 0.0))
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        torch.manual_seed(0)
+        masks = [layer._zoneout(0.002, torch.empty(50, 50, 1600)) for _ in range(2)]
+    finally:
+        torch.set_default_dtype(before)
+    # Two standard errors of 2 million draws are 3 % of the rate; of 8 bits it would be twice it.
+    found = torch.stack(masks).float().mean().item()
+    assert found == pytest.approx(0.002, rel=0.1)

@@ -339,15 +339,23 @@ def constant_beginning(op: str, constant: int, *shape: int, **options: Any) -> C
 def could_be_parted(op: str) -> dict[str, Case]:
     """Calls whose rows seem alike, by the variances of their cells or states, and are not.
 
-    By inputs that differ, behind a gamma of zero; by zoneout, in front of weights of zero.
+    By inputs that differ, behind a gamma of zero; by zoneout, in front of weights of zero, and
+    there by a sequence that ends and keeps its state, or by gates that the cells do not show.
     """
     inputs = constant_beginning(op, 0, 2, 6, 3)
     masks = (0.0, "mask") if op == "bn_rnn" else ("mask", "mask")
     kept = constant_beginning(op, 1, 3, 6, 3, zoneout=masks)
-    gamma, weight = inputs.tensors["gamma_x"], kept.tensors["weight_hh"]
+    gamma, none = inputs.tensors["gamma_x"], torch.zeros_like(kept.tensors["weight_hh"])
+    over = {"input_stats": "sequence"}
+    ends = constant_beginning(op, 3, 3, 6, 3, lengths=[1, 3, 3, 3, 3, 3], padding="include", **over)
+    gates = constant_beginning(op, 3, 3, 6, 3, **over)
+    wx = gates.tensors["wx"].clone()
+    wx[0, :, -3:] = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
     return {
         "inputs": inputs.with_tensors(gamma_x=torch.zeros_like(gamma)),
-        "zoneout": kept.with_tensors(weight_hh=torch.zeros_like(weight)),
+        "zoneout": kept.with_tensors(weight_hh=none),
+        "padding": ends.with_tensors(weight_hh=none),
+        "gates": gates.with_tensors(weight_hh=none, wx=wx),
     }
 
 

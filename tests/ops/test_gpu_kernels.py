@@ -110,7 +110,7 @@ def test_rounding_is_not_enlarged_by_constant_steps(constant):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in rows that fill a tile
-@pytest.mark.parametrize("by", ["inputs", "zoneout"])
+@pytest.mark.parametrize("by", ["inputs", "zoneout", "padding", "gates"])
 @pytest.mark.parametrize("op", ["bn_lstm", "bn_rnn"])
 def test_rows_that_could_be_parted_have_their_gradient(op, by):
     case = could_be_parted(op)[by].to(torch.float32)

@@ -97,7 +97,7 @@ def test_what_the_rows_share_has_its_true_gradient(op, monkeypatch):
     assert_same(shared(found), shared(whole), 8 * EPS64 / 1e-5**2)
 
 
-@pytest.mark.parametrize("by", ["inputs", "zoneout"])
+@pytest.mark.parametrize("by", ["inputs", "zoneout", "padding", "gates"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
 def test_rows_that_could_be_parted_have_their_gradient(op, backend, by, monkeypatch):
@@ -105,7 +105,7 @@ def test_rows_that_could_be_parted_have_their_gradient(op, backend, by, monkeypa
     found = shared(differentiate(case, backend)[1])
     monkeypatch.setattr("rbn.ops.reference.normalization.CONSTANT", -1.0)
     whole = shared(differentiate(case, "reference")[1])
-    largest = {"inputs": "gamma_x", "zoneout": "weight_hh"}[by]
+    largest = "gamma_x" if by == "inputs" else "weight_hh"
     assert relative(whole, whole)[largest].abs().max() == 1
     # A step without variance enlarges gradients, and rounding with them, by 1 / sqrt(eps) twice.
     assert_same(relative(found, whole), relative(whole, whole), EPS64 / 1e-5)
@@ -305,3 +305,47 @@ def test_with_population_statistics_a_shared_h0_has_an_effect(backend):
     moved = call(case.with_tensors(h0=case.tensors["h0"] + 1), backend)
     assert (moved["output"] - results["output"]).abs().max() > 1e-3
     assert gradients["h0"].sum(0).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_means_far_from_zero_at_test_time(op, step, rate):
+    """What is left of the subtraction must not have been rounded before it."""
+    if op == "bn_rnn" and step == "compiled":
+        pytest.skip("the simple network has no compiled step")
+    zoneout = (rate, rate) if op == "bn_lstm" else (0.0, rate)
+    case = make_case(op, 3, 5, 4, population=3, zoneout=zoneout)
+    mean, var = case.options["population"][:2]
+    moved = case.options["population"]._replace(mean_x=mean + 1000, var_x=var * 0.01)
+    wx = 1000 + 0.1 * case.tensors["wx"]
+    case = case.with_tensors(wx=wx).with_options(population=moved).to(torch.float32)
+    with cpu_step(step):
+        found = differentiate(case, "cpu")
+    expected = differentiate(case.to(torch.float64), "reference")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_same(ours, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
+def test_padding_is_not_looked_at_where_units_keep_a_part(op, backend):
+    zoneout = (0.3, 0.3) if op == "bn_lstm" else (0.0, 0.3)
+    case = make_case(op, 3, 4, 3, lengths=[1, 3, 3, 3], padding="include", zoneout=zoneout)
+    expected = call(case, backend)
+    wx = case.tensors["wx"].clone()
+    wx[2, 0] = torch.nan  # the last step: what it does to the other rows is not used any more
+    found = call(case.with_tensors(wx=wx), backend)
+    assert torch.equal(found["h_n"][0], expected["h_n"][0])
+    if op == "bn_lstm":
+        assert torch.equal(found["c_n"][0], expected["c_n"][0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_infinite_cells_stay_so_where_units_keep_a_part(backend):
+    case = make_case("lstm", 2, 3, 2, zoneout=(0.3, 0.0))
+    c0 = case.tensors["c0"].clone()
+    c0[1, 1] = torch.inf
+    found = call(case.with_tensors(c0=c0), backend)["c_n"]
+    assert torch.equal(found.isinf().nonzero(), torch.tensor([[1, 1]]))
+    assert not found.isnan().any()

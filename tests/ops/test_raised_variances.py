@@ -46,9 +46,9 @@ KINDS = ("one row", "alike", "differ", "nan")
     st.integers(1, 6),
     st.integers(1, 5),
     st.sampled_from([1, 3, 300]),
-    *(st.booleans(), st.booleans(), st.booleans()),
+    *(st.booleans(), st.booleans(), st.booleans(), st.sampled_from([None, False, True])),
 )
-def test_as_the_operations_of_torch(data, lead, T, B, H, cell, sequence, masked):
+def test_as_the_operations_of_torch(data, lead, T, B, H, cell, sequence, masked, include):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     states = tuple(
         states_of(data.draw(st.sampled_from(KINDS)), lead, B, H, generator).to(DEVICE)
@@ -62,8 +62,13 @@ def test_as_the_operations_of_torch(data, lead, T, B, H, cell, sequence, masked)
     var_c = var_c if cell else None
     var_x = var_x[..., :1, :].contiguous() if sequence else var_x
     wx = torch.zeros(*lead, T, B, 4 * H, device=DEVICE)
-    given = (states, wx, var_x, var_h, var_c, EPS, masked)
+    drawn = [data.draw(st.integers(1, T)) for _ in range(B)]
+    lengths = None if include is None else torch.tensor(drawn, device=DEVICE)
+    given = (states, wx, var_x, var_h, var_c, EPS, masked, lengths, bool(include))
     before, after = steps_alike(*given)
+    if include:
+        assert not before[..., min(drawn) + 1 :].any()
+        assert not after[..., min(drawn) :].any()
     if masked:
         assert not before[..., 1:].any()
         assert not after[..., 1:].any()
@@ -77,7 +82,7 @@ def test_as_the_operations_of_torch(data, lead, T, B, H, cell, sequence, masked)
 
 @pytest.mark.parametrize("absent", ["x", "steps of x"])
 def test_what_the_kernel_does_not_know(absent):
-    """Terms normalized as one, and sequencewise statistics without those of the cell."""
+    """Terms normalized as one, and sequencewise statistics."""
     generator = torch.Generator().manual_seed(0)
     T, B, H = 4, 3, 2
     wx = torch.zeros(T, B, 4 * H)

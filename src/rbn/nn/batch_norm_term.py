@@ -73,7 +73,7 @@ class BatchNormTerm(nn.Module):
         if self.stats.uses_batch:
             mean, var = _moments(wide, valid, self.stats.group)
             if self.stats.records:
-                self.stats.update(mean.detach()[None], var.detach()[None])
+                self._record(mean.detach()[None], var.detach()[None], x, valid)
         else:
             if not self.stats.find_estimates():
                 raise RuntimeError(
@@ -82,6 +82,13 @@ class BatchNormTerm(nn.Module):
                 )
             mean, var = self.stats.mean[0], self.stats.var[0]
         return ((wide - mean) * (self.gamma * torch.rsqrt(var + self.eps))).to(x.dtype)
+
+    def _record(self, mean: Tensor, var: Tensor, x: Tensor, valid: Tensor | None) -> None:
+        """Average a minibatch in, unless there is no position in it."""
+        if self.stats.group is not None:  # the positions of all processes
+            self.stats.update(mean, var)
+        elif x.numel() > 0:
+            self.stats.update(mean, var, reached=None if valid is None else valid.any()[None])
 
     def extra_repr(self) -> str:
         """The options, for ``print(module)``."""
@@ -93,6 +100,8 @@ def _moments(x: Tensor, valid: Tensor | None, group: ProcessGroup | None) -> tup
     if group is not None:
         flat = None if valid is None else valid.flatten()
         return global_moments(x.flatten(0, -2), flat, group)
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[-1]), x.new_zeros(x.shape[-1])
     rows = tuple(range(x.dim() - 1))
     if valid is None:
         return x.mean(rows), x.var(rows, correction=0)

@@ -92,6 +92,11 @@ def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: boo
     """The rank, feature size, dtype and device of a layer's input."""
     if not isinstance(input, Tensor):
         raise TypeError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
+    if input.is_nested or input.layout != torch.strided:
+        kind = "nested" if input.is_nested else str(input.layout).removeprefix("torch.")
+        raise ValueError(
+            f"input must be a dense Tensor, got a {kind} one: pad it and give lengths, or pack it"
+        )
     if input.dim() not in (2, 3):
         raise ValueError(
             f"input must have 3 dimensions (or 2 without a batch), got shape {tuple(input.shape)}"

@@ -23,7 +23,7 @@ class Estimate(Protocol):
     def grow(self, rows: int) -> None:
         """Make room for that many steps."""
 
-    def look(self) -> None:
+    def look(self) -> bool:
         """Note what there is."""
 
 

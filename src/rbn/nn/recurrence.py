@@ -159,7 +159,7 @@ class Recurrence(nn.Module, abc.ABC):
             batch = x.shape[1]
             states = self._initial_states(suffix, batch, weight) if given is None else given
             if batch == 0 and alone:
-                rows = tuple(state.expand(0, self.hidden_size) for state in states)
+                rows = tuple(state.expand(0, self.hidden_size).to(x.dtype) for state in states)
                 # No number of it depends on them, but backward() finds their gradients, zeros.
                 parameters = [p for p in self.parameters() if p.requires_grad]
                 nothing = sum((p.sum().to(x.dtype) for p in parameters), x.new_zeros(()))
@@ -216,7 +216,7 @@ class Recurrence(nn.Module, abc.ABC):
         if rate == 0 or not self.training:
             return rate
         shape = (*wx.shape[:2], self.hidden_size)
-        return torch.rand(shape, device=wx.device) < rate
+        return torch.rand(shape, device=wx.device, dtype=torch.float32) < rate
 
     def _recurrent_weight(self, suffix: str, dtype: torch.dtype) -> Tensor:
         """W_h of one layer and direction as it is in this call.

@@ -36,6 +36,12 @@ class PopulationStatistics(nn.Module):
     var: Tensor
     count: Tensor
 
+    # What the host knows, and of which `count`, written into how often: see `note`.
+    _estimated: bool
+    _seen: int
+    _noted: Tensor | None
+    _noted_at: int
+
     def __init__(
         self,
         features: int,
@@ -62,6 +68,7 @@ class PopulationStatistics(nn.Module):
         self.register_buffer("mean", torch.zeros(rows, features, device=device, dtype=dtype))
         self.register_buffer("var", torch.zeros(rows, features, device=device, dtype=dtype))
         self.register_buffer("count", torch.zeros(rows, device=device, dtype=torch.int64))
+        self._in_graphs = False  # what compiled graphs take `estimated` for, who cannot look
         self.note(False, 0)
 
     def note(self, estimated: bool, seen: int) -> None:
@@ -69,23 +76,47 @@ class PopulationStatistics(nn.Module):
 
         estimated: any estimate. seen: so many steps, the first ones, surely have one.
         """
-        self._estimated, self._seen = estimated, seen
-        if not torch.compiler.is_compiling():
-            self._noted = self.count
+        if estimated and not self._in_graphs:
+            self._in_graphs = True
+        count = self._buffers["count"]
+        assert count is not None
+        notes = {"_estimated": estimated, "_seen": seen, "_noted": count}
+        self.__dict__.update(notes, _noted_at=_version(count))  # faster than as attributes
+
+    def notes(self) -> tuple[bool, int]:
+        """What was noted of these buffers, for `note`."""
+        return (self._estimated, self._seen) if self._knows() else (False, 0)
+
+    def _note_update(self, start: int, stop: int, known: bool) -> None:
+        """Note that those steps have an estimate now. known: whether what was noted was right."""
+        seen = self._seen if known else 0
+        self.note(True, max(stop, seen) if start <= seen else seen)
 
     def _knows(self) -> bool:
-        """Whether what was noted is of these buffers; functional_call puts others there."""
-        return torch.compiler.is_compiling() or self._noted is self._buffers["count"]
+        """Whether what was noted is of these buffers as they are.
+
+        functional_call puts others in their place, and anyone may write into them.
+        """
+        count = self._buffers["count"]
+        assert count is not None
+        return self._noted is count and self._noted_at == _version(count)
 
     @property
     def estimated(self) -> bool:
         """Whether there is any estimate, as far as the host knows."""
+        if torch.compiler.is_compiling():
+            return self._in_graphs
         return self._estimated and self._knows()
 
     @property
     def surely_seen(self) -> int:
-        """How many steps, the first ones, have an estimate as far as the host knows."""
-        return self._seen if self._knows() else 0
+        """How many steps, the first ones, have an estimate as far as the host knows.
+
+        None where several processes train: DDP writes another process's numbers into the buffers.
+        """
+        if torch.compiler.is_compiling():
+            return self._seen
+        return self._seen if self._knows() and all_processes() is None else 0
 
     @property
     def uses_batch(self) -> bool:
@@ -105,20 +136,30 @@ class PopulationStatistics(nn.Module):
         return all_processes()
 
     def find_estimates(self) -> bool:
-        """Whether there are any, though someone else may have put them there: waits then."""
-        if not self.estimated and self.count.device.type != "meta":
-            self.look()
-        return self.estimated
+        """Whether there are any, though someone else may have put them there: waits then.
 
-    def look(self) -> None:
-        """Note what there is; waits for the device."""
+        Where no one can look, under `torch.func.vmap` or a tracer, there are.
+        """
+        if self.estimated:
+            return True
+        if torch.compiler.is_compiling():
+            return self.look()
+        try:
+            return self.look()
+        except RuntimeError:
+            return True
+
+    def look(self) -> bool:
+        """Note what there is, and whether there is any estimate; waits for the device."""
         found = self.count.device.type != "meta" and bool((self.count > 0).any())
         self.note(found, seen_at_first(self.count) if found else 0)
+        return found
 
     def reset(self) -> None:
         """Forget all estimates."""
         for buffer in (self.mean, self.var, self.count):
             buffer.zero_()
+        self._in_graphs = False
         self.note(False, 0)
 
     @torch.no_grad()
@@ -142,14 +183,15 @@ class PopulationStatistics(nn.Module):
             reached = None if reached is None else reached[:keep]
             if keep == 0:
                 return
+        known = not torch.compiler.is_compiling() and self._knows()
         count = self.count[start:stop]
         count += 1 if reached is None else reached
-        seen = self.surely_seen
         if torch.compiler.is_compiling():
-            self._estimated = True  # a graph is made for one value of the other
-        else:
-            more = reached is None and start <= seen
-            self.note(True, max(stop, seen) if more else seen)
+            self._in_graphs = True
+        elif reached is None:
+            self._note_update(start, stop, known)
+        else:  # perhaps none was reached
+            self.note(known and self._estimated, self._seen if known else 0)
         if self.momentum is None:
             weight = count.clamp(min=1).to(self.mean.dtype).reciprocal()
         else:  # the first estimate of a step stands alone
@@ -175,7 +217,7 @@ class PopulationStatistics(nn.Module):
             return (mean.clone(), var.clone()) if torch.is_grad_enabled() else (mean, var)
         seen = self.count > 0
         if self.shared:
-            weight = (seen / seen.sum())[:, None].to(self.mean.dtype)
+            weight = (seen.to(self.mean.dtype) / seen.sum())[:, None]
             return (self.mean * weight).sum(0, True), (self.var * weight).sum(0, True)
         each = torch.arange(rows, device=self.count.device)
         first = seen.to(torch.int8).argmax()
@@ -190,16 +232,18 @@ class PopulationStatistics(nn.Module):
             with torch.inference_mode(False):  # the room is for training, too
                 self.grow(rows)
         elif missing > 0:
-            known = self.estimated, self.surely_seen
+            known = (False, 0) if compiling else self.notes()
             self.mean = torch.cat([self.mean, self.mean.new_zeros(missing, self.features)])
             self.var = torch.cat([self.var, self.var.new_zeros(missing, self.features)])
             self.count = torch.cat([self.count, self.count.new_zeros(missing)])
-            self.note(*known)
+            if not compiling:
+                self.note(*known)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and files get: inside `batch_statistics`, too, those of a layer as it is."""
-        known = {"_estimated": self.estimated, "_seen": self.surely_seen, "_noted": None}
-        return self.__dict__ | known | {"forced": None}
+        estimated, seen = self.notes()
+        notes = {"_estimated": estimated, "_seen": seen, "_noted": None}
+        return self.__dict__ | notes | {"forced": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """What was known of the one that was copied is known of this one."""
@@ -209,13 +253,11 @@ class PopulationStatistics(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Casts to a 16-bit type move the statistics but do not round them."""
         kept = {"mean": self.mean, "var": self.var}
-        known = self.estimated, self.surely_seen
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, old in kept.items():
             new = getattr(self, name)
             if new.dtype in (torch.float16, torch.bfloat16):
                 setattr(self, name, old.to(device=new.device, dtype=torch.float32))
-        self.note(*known)
         return self
 
     def _load_from_state_dict(
@@ -264,6 +306,7 @@ class PopulationStatistics(nn.Module):
             if getattr(self, name).dtype in (torch.float16, torch.bfloat16):  # by assign=True
                 setattr(self, name, getattr(self, name).float())
         found = count.device.type != "meta" and bool((count > 0).any())
+        self._in_graphs = found
         self.note(found, seen_at_first(count) if found else 0)
 
     def extra_repr(self) -> str:
@@ -279,28 +322,38 @@ def update_all(updates: list[Update]) -> None:
 
     updates: the statistics of each term and what their `update` takes.
     """
-    terms: list[tuple[Tensor, ...]] = []
-    momentum: float | None = None
+    together: dict[float, list[tuple[Tensor, ...]]] = {}
+    noted: list[tuple[PopulationStatistics, int, int, bool]] = []
+    compiling = torch.compiler.is_compiling()
     for statistics, mean, var, start, reached in updates:
-        stop = start + mean.shape[0]
-        momentum = statistics.momentum
-        # By far the most frequent case: no step is new, so all estimates weigh alike.
-        if momentum is not None and stop <= statistics.surely_seen and reached is None:
-            rows = statistics._buffers  # several times as fast as its attributes
-            means, variances, count = rows["mean"], rows["var"], rows["count"]
-            assert means is not None
-            assert variances is not None
-            assert count is not None
-            if mean.dtype != means.dtype:
-                mean, var = mean.to(means.dtype), var.to(means.dtype)
-            if count.shape[0] != stop - start:
-                part = slice(start, stop)
-                means, variances, count = means[part], variances[part], count[part]
-            terms.append((means, variances, mean, var, count))
-        else:
+        stop, momentum = start + mean.shape[0], statistics.momentum
+        rows = statistics._buffers  # several times as fast as its attributes
+        means, variances, count = rows["mean"], rows["var"], rows["count"]
+        assert means is not None
+        assert variances is not None
+        assert count is not None
+        if momentum is None or reached is not None or stop > count.shape[0]:
             statistics.update(mean, var, start, reached)
-    if terms:
-        average_in(terms, momentum or 0.0)
+            continue
+        noted.append((statistics, start, stop, not compiling and statistics._knows()))
+        if mean.dtype != means.dtype:
+            mean, var = mean.to(means.dtype), var.to(means.dtype)
+        if count.shape[0] != stop - start:
+            part = slice(start, stop)
+            means, variances, count = means[part], variances[part], count[part]
+        together.setdefault(momentum, []).append((means, variances, mean, var, count))
+    for momentum, terms in together.items():
+        average_in(terms, momentum)
+    for statistics, start, stop, known in noted:
+        if compiling:
+            statistics._in_graphs = True
+        else:
+            statistics._note_update(start, stop, known)
+
+
+def _version(buffer: Tensor) -> int:
+    """How often it was written into, as far as PyTorch counts that."""
+    return -1 if buffer.is_inference() else buffer._version
 
 
 def _part(rows: Tensor, start: int, stop: int) -> Tensor:
@@ -334,9 +387,7 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
     Inside they may be estimated anew, without a word to whoever holds on to the buffers, such as a
     CUDA graph that updates them.
     """
-    before = [
-        (s, (s.mean, s.var, s.count), (s.estimated, s.surely_seen)) for s in _statistics_of(model)
-    ]
+    before = [(s, (s.mean, s.var, s.count), s.notes()) for s in _statistics_of(model)]
     for s, (mean, var, count), known in before:
         s.mean, s.var, s.count = mean.clone(), var.clone(), count.clone()
         s.note(*known)
@@ -429,13 +480,19 @@ def update_population_stats(
 
     Returns:
         The number of minibatches, of all processes together.
+
+    Raises:
+        ValueError: there are no batches, or there is nothing to estimate from in them, such as
+            single sequences.
     """
+    if isinstance(batches, Tensor):
+        raise TypeError("batches must be an iterable of inputs, such as a list, got a Tensor")
     statistics = _statistics_of(model)
     if not statistics:
         return 0
     run = forward or _default_forward(device)
     modes = {module: module.training for module in model.modules()}
-    before = [(s.momentum, s.mean, s.var, s.count, s.estimated, s.surely_seen) for s in statistics]
+    before = [(s.momentum, s.mean, s.var, s.count, s.notes()) for s in statistics]
     cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})
     total, done = 0, False
     try:
@@ -461,15 +518,25 @@ def update_population_stats(
                 average([s for s in statistics if s.group is None], group, spread=False)
         if total == 0:
             raise ValueError("batches is empty: there is nothing to estimate statistics from")
+        if not any(s.find_estimates() for s in statistics):
+            raise ValueError(
+                "no batch has two sequences (of which statistics could be estimated): nothing was "
+                "changed"
+            )
         done = True
     finally:
-        for s, (momentum, mean, var, count, estimated, seen) in zip(
-            statistics, before, strict=True
-        ):
+        for s, (momentum, mean, var, count, notes) in zip(statistics, before, strict=True):
             s.momentum = momentum
             if not done:
                 s.mean, s.var, s.count = mean, var, count
-                s.note(estimated, seen)
+                s.note(*notes)
+            elif count.shape == s.count.shape and not count.is_inference():
+                # Into the buffers that there were: others may hold on to them.
+                for old, new in ((mean, s.mean), (var, s.var), (count, s.count)):
+                    old.copy_(new)
+                notes = s.notes()
+                s.mean, s.var, s.count = mean, var, count
+                s.note(*notes)
         for module, mode in modes.items():
             module.training = mode
     return total

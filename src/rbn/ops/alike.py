@@ -23,16 +23,18 @@ def steps_alike(
     var_c: Tensor | None,
     eps: float,
     masked: bool = False,
+    lengths: Tensor | None = None,
+    include: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """In which steps the recurrent term, and in which the cell, may be taken for constant.
 
     The rows of the states are alike before such a step, and for the cell those of the input are, in
-    this step and all before. (Where the input's statistics are of a sequence and the cell has some,
-    the cell's alone are looked at.)
+    this step and all before.
 
     states: ``[..., B, H]`` each, what the recurrence begins with. wx: ``[..., T, B, F]``. var_x,
     var_h, var_c: ``[..., T, F]`` (var_x ``[..., 1, F]`` over a sequence), None for absent terms.
     masked: whether rows keep units by masks, each by its own, which parts them in the first step.
+    lengths: int ``[B]``; whether padding counts as rows (include), which then keep their states.
     Returns bool ``[..., T]`` each.
     """
     begin: Tensor | None = None
@@ -46,8 +48,11 @@ def steps_alike(
         constant = constant & (var_h <= limit).all(-1)
     elif var_x.shape[-2] == wx.shape[-3]:
         constant = constant & (var_x <= limit).all(-1)
-    elif var_c is None:
-        constant = constant & (wx == wx[..., :1, :]).flatten(-2).all(-1)
+    else:
+        constant = constant & _inputs_alike(wx, None if include else lengths)
+    if include and lengths is not None:  # the first row that ends is parted from the others
+        each = torch.arange(wx.shape[-3], device=wx.device)
+        constant = constant & (each < lengths.min().to(wx.device))
     if begin is None:
         first = torch.ones_like(constant[..., :1])
     else:
@@ -60,6 +65,17 @@ def steps_alike(
     if var_x is None:  # both terms in one: constant only if the input is alike as well
         before = before & (var_h <= limit).all(-1)
     return before, after
+
+
+def _inputs_alike(wx: Tensor, lengths: Tensor | None) -> Tensor:
+    """Whether all unpadded rows ``[..., T, B, F]`` of a step are the same, ``[..., T]``."""
+    if lengths is None:
+        return (wx == wx[..., :1, :]).flatten(-2).all(-1)
+    lengths = lengths.to(wx.device)
+    longest = wx.index_select(-2, lengths.argmax().view(1))
+    each = torch.arange(wx.shape[-3], device=wx.device)
+    padding = (each[:, None] >= lengths)[..., None]  # [T, B, 1]
+    return ((wx == longest) | padding).flatten(-2).all(-1)
 
 
 def raised(var: Tensor, alike: Tensor, eps: float) -> Tensor:

@@ -52,12 +52,15 @@ def alike_of(
     moments: Sequence[Tensor],
     eps: float,
     masks: Sequence[Tensor | None] = (),
+    lengths: Tensor | None = None,
+    include: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`rbn.ops.alike.steps_alike` from the mean and rstd of the terms x, h and c.
 
-    masks: of zoneout.
+    masks: of zoneout. lengths, include: of padding.
     """
     masked = any(mask is not None for mask in masks)
     found = statistics_from_rstd(moments, eps)
     assert found.var_h is not None
-    return steps_alike(states, wx, found.var_x, found.var_h, found.var_c, eps, masked)
+    variances = found.var_x, found.var_h, found.var_c
+    return steps_alike(states, wx, *variances, eps, masked, lengths, include)

@@ -13,10 +13,11 @@ Nonlinearity = Literal["tanh", "relu"]
 
 # As long as all rows of the states and of the input are alike, before the first input that differs,
 # a recurrent or cell term whose variance over the minibatch is at most this part of eps passes no
-# gradient on to earlier steps. No parameter can part such rows, so their gradients cancel, but each
-# by itself grows by gamma / sqrt(eps) with every such step, and what rounding leaves of them can
-# outweigh all else. Leaving them out is exact for everything that the rows share. Alike are rows
-# whose terms have such a variance, too: what differs by less than that counts as rounding.
+# gradient on to earlier steps. Nothing that the rows share can part them, so gradients cancel, but
+# each by itself grows by gamma / sqrt(eps) with every such step, and what rounding leaves of
+# them can outweigh all else. Leaving them out is exact for everything that the rows share; what
+# would part them, a W_x or a map to h0 that is exactly 0, gets none. Alike are rows whose terms
+# have such a variance, too: what differs by less than that counts as rounding.
 # kernel.c, device.py and common.cuh have the same number; `rbn.ops.alike` finds the steps.
 CONSTANT = 5e-6
 

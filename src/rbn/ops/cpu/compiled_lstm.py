@@ -221,7 +221,7 @@ def backward(
     plain = args.mode_h == _NONE
     moments = call.given_moments(a) if a.population else list(r[3:9])
     if not plain and not a.population:
-        before, after = alike_of((a.h0, a.c0), a.wx, moments, a.eps)
+        before, after = alike_of((a.h0, a.c0), a.wx, moments, a.eps, (), a.lengths)
         moments[3] = lowered(moments[3], before, a.eps)
         if moments[5].numel():
             moments[5] = lowered(moments[5], after, a.eps)

@@ -206,7 +206,8 @@ def backward(
     packing, like, H = layout.packing, transition.wx, layout.hidden
     restore_moments(plan.norms, (r.mean_x, r.rstd_x, r.mean_h, r.rstd_h, r.mean_c, r.rstd_c))
     if a.norm == "batch" and not a.population:
-        found = alike_of((a.h0, a.c0), a.wx, r[3:9], a.eps, (a.mask_c, a.mask_h))
+        masks, include = (a.mask_c, a.mask_h), a.padding == "include"
+        found = alike_of((a.h0, a.c0), a.wx, r[3:9], a.eps, masks, a.lengths, include)
         for norm, alike in zip(plan.norms[1:], found, strict=True):
             if isinstance(norm, BatchNorm):
                 norm.alike = alike.tolist()

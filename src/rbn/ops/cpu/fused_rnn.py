@@ -136,7 +136,9 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     restore_moments(plan.norms, (r.mean_x, r.rstd_x, r.mean_h, r.rstd_h))
     norm_h = plan.norms[1]
     if isinstance(norm_h, BatchNorm):
-        norm_h.alike = alike_of((a.h0,), a.wx, r[2:6], a.eps, (a.mask_h,))[0].tolist()
+        include = a.padding == "include"
+        found = alike_of((a.h0,), a.wx, r[2:6], a.eps, (a.mask_h,), a.lengths, include)
+        norm_h.alike = found[0].tolist()
     h0 = layout.state(a.h0)
     hidden = r.hidden if r.hidden.numel() else r.output.reshape(-1, H)
     phis = packing.split(r.phi if r.phi.numel() else hidden)

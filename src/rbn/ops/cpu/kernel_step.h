@@ -3,6 +3,7 @@
 
 typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
+typedef uint32_t NAME(bits) __attribute__((vector_size(4 * LANES)));
 #define V NAME(floats)
 #define I NAME(ints)
 
@@ -62,8 +63,8 @@ INLINE V NAME(exp)(V x) {
     q = q * r + 0.166665763f;
     q = q * r + 0.5f;
     V p = q * (r * r) + r + 1.0f;
-    I bits = ((I)shifted << 23) + 0x3f800000;
-    return p * (V)bits;
+    NAME(bits) power = ((NAME(bits))shifted << 23) + 0x3f800000u; /* of a NaN, anything */
+    return p * (V)power;
 }
 
 INLINE V NAME(sigmoid)(V x) { return 1.0f / (1.0f + NAME(exp)(-x)); }

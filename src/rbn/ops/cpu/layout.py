@@ -58,17 +58,13 @@ class Layout:
 
     def zoneout(self, mask: Tensor | None, rate: float) -> Zoneout:
         """Zoneout by mask ``[T, B, H]`` or rate, joined with the rows that keep their state."""
-        z = mask
+        if mask is not None:
+            rate = 0.0
         if self.padding is not None:
-            if mask is not None:
-                z = mask | self.padding
-            elif rate == 0:
-                z = self.padding
-            else:
-                z = self.cast(self.padding).clamp_(min=rate).expand(-1, -1, self.hidden)
-        if z is None:
+            mask = self.padding if mask is None else mask | self.padding
+        if mask is None:
             return Zoneout(rate)
-        return Zoneout(self.packing.split(self.packing.pack(z)))
+        return Zoneout(rate, self.packing.split(self.packing.pack(mask)))
 
     def norm(
         self, kind: str, gamma: Tensor, beta: Tensor | None, eps: float, population: list[Tensor]

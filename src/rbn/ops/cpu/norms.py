@@ -145,25 +145,22 @@ class PopulationNorm(_NoMoments):
     ) -> None:
         """mean, var: ``[S, F]``."""
         self.like, self.mean, self.rstd = gamma, mean, torch.rsqrt(var + eps)
-        scale = gamma * self.rstd
-        shift = -mean * scale
-        self._shifts = (shift if beta is None else shift + beta).unbind(0)
-        self._scales = scale.unbind(0)
+        self._beta = torch.zeros_like(gamma) if beta is None else beta
+        self._scales = (gamma * self.rstd).unbind(0)
         self._last = len(self._scales) - 1
         self.dgamma: Tensor | None = torch.zeros_like(gamma)
         self.dbeta: Tensor | None = torch.zeros_like(gamma)
 
     def forward(self, t: int, x: Tensor) -> Tensor:
         s = min(t, self._last)
-        return torch.addcmul(self._shifts[s], x, self._scales[s])
+        return torch.addcmul(self._beta, x - self.mean[s], self._scales[s])
 
     def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
         s = min(t, self._last)
         assert self.dgamma is not None
         assert self.dbeta is not None
-        total = dy.sum(0)
-        self.dgamma += ((dy * x).sum(0) - self.mean[s] * total) * self.rstd[s]
-        self.dbeta += total
+        self.dgamma += (dy * (x - self.mean[s])).sum(0) * self.rstd[s]
+        self.dbeta += dy.sum(0)
         return dy * self._scales[s]
 
 

@@ -31,14 +31,14 @@ class Packing:
         lengths = lengths.to(device="cpu", dtype=torch.int64)
         check_lengths(lengths.tolist(), steps)
         sorted_lengths, self.order = torch.sort(lengths, descending=True, stable=True)
-        valid = torch.arange(steps)[:, None] < sorted_lengths  # [T, B]
+        valid = torch.arange(steps, device="cpu")[:, None] < sorted_lengths  # [T, B]
         sizes = valid.sum(1)
         self.sizes = [n for n in sizes.tolist() if n > 0]
         step, row = valid.nonzero(as_tuple=True)
         self.index = step * batch + self.order[row]
         self.rows = len(self.index)
         self.starts = sizes.cumsum(0) - sizes
-        self.last = self.starts[sorted_lengths - 1] + torch.arange(batch)
+        self.last = self.starts[sorted_lengths - 1] + torch.arange(batch, device="cpu")
         self.unorder = torch.argsort(self.order)
         # Where the previous step's row lies; the first step's come from the initial state.
         self.previous = self.starts[step[batch:] - 1] + row[batch:]

@@ -7,28 +7,32 @@ from torch import Tensor
 
 
 class Zoneout:
-    """``state = z * previous + (1 - z) * new``."""
+    """``state = z * previous + (1 - z) * new``, and previous alone where a mask says so."""
 
-    def __init__(self, z: tuple[Tensor, ...] | float) -> None:
-        """z: one rate, or for each step a mask or rates that broadcast to ``[n, H]``."""
-        self.z = z
+    def __init__(self, rate: float, masks: tuple[Tensor, ...] | None = None) -> None:
+        """rate: z. masks: of each step, bool, broadcasts to ``[n, H]``."""
+        self.rate, self.masks = rate, masks
 
     @property
     def active(self) -> bool:
         """Whether any value is ever kept."""
-        return self.z != 0
+        return self.rate != 0 or self.masks is not None
 
     def forward(self, t: int, previous: Tensor, new: Tensor, out: Tensor) -> None:
         """Write the state after step t into out (which may be new)."""
-        z = self.z[t] if isinstance(self.z, tuple) else self.z
-        if isinstance(z, Tensor) and z.dtype == torch.bool:
-            torch.where(z, previous, new, out=out)
-        else:
-            torch.lerp(new, previous, z, out=out)
+        if self.masks is None:
+            torch.add(self.rate * previous, new, alpha=1 - self.rate, out=out)
+            return
+        if self.rate != 0:
+            new = torch.add(self.rate * previous, new, alpha=1 - self.rate)
+        torch.where(self.masks[t], previous, new, out=out)
 
     def backward(self, t: int, grad: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of new and of previous."""
-        z = self.z[t] if isinstance(self.z, tuple) else self.z
-        if isinstance(z, Tensor) and z.dtype == torch.bool:
-            return grad.masked_fill(z, 0), grad.masked_fill(~z, 0)
-        return grad * (1 - z), grad * z
+        if self.masks is None:
+            return grad * (1 - self.rate), grad * self.rate
+        mask = self.masks[t]
+        if self.rate == 0:
+            return grad.masked_fill(mask, 0), grad.masked_fill(~mask, 0)
+        kept = torch.where(mask, grad, grad * self.rate)
+        return (grad * (1 - self.rate)).masked_fill(mask, 0), kept

@@ -163,22 +163,41 @@ def finish(
 
 
 @triton.jit
-def _lerp(old, new, at, size, momentum, LARGE: tl.constexpr):
-    """As `torch.lerp` does it."""
-    a = tl.load(old + at, mask=at < size, other=0.0)
-    b = tl.load(new + at, mask=at < size, other=0.0)
+def _lerp(old, new, at, valid, seen, momentum, LARGE: tl.constexpr):
+    """As `torch.lerp` does it, but the first estimate stands alone."""
+    a = tl.load(old + at, mask=valid, other=0.0)
+    b = tl.load(new + at, mask=valid, other=0.0)
     found = b - (b - a) * (1.0 - momentum) if LARGE else a + momentum * (b - a)
-    tl.store(old + at, found, mask=at < size)
+    tl.store(old + at, tl.where(seen > 0, found, b), mask=valid)
 
 
 @triton.jit
-def _count(count, at, steps):
-    tl.store(count + at, tl.load(count + at, mask=at < steps, other=0) + 1, mask=at < steps)
+def _row(
+    mean,
+    var,
+    new_mean,
+    new_var,
+    count,
+    row,
+    features,
+    momentum,
+    LARGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The averages of one row, and how many estimates are in them."""
+    seen = tl.load(count)
+    tl.debug_barrier()  # no warp counts before all have looked
+    for first in range(0, features, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        at = row * features + column
+        _lerp(mean, new_mean, at, column < features, seen, momentum, LARGE)
+        _lerp(var, new_var, at, column < features, seen, momentum, LARGE)
+    tl.store(count, seen + 1)
 
 
 @triton.jit
 def average(
-    mean_0,  # `size_0` numbers in float32, like the next three; of three terms
+    mean_0,  # `steps_0` rows of `features_0` numbers in float32, like the next three
     var_0,
     new_mean_0,
     new_var_0,
@@ -193,9 +212,9 @@ def average(
     new_mean_2,
     new_var_2,
     count_2,
-    size_0,
-    size_1,
-    size_2,
+    features_0,
+    features_1,
+    features_2,
     steps_0,
     steps_1,
     steps_2,
@@ -203,14 +222,19 @@ def average(
     LARGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A minibatch's statistics into their averages. LARGE: momentum is no less than a half."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    _lerp(mean_0, new_mean_0, at, size_0, momentum, LARGE)
-    _lerp(var_0, new_var_0, at, size_0, momentum, LARGE)
-    _count(count_0, at, steps_0)
-    _lerp(mean_1, new_mean_1, at, size_1, momentum, LARGE)
-    _lerp(var_1, new_var_1, at, size_1, momentum, LARGE)
-    _count(count_1, at, steps_1)
-    _lerp(mean_2, new_mean_2, at, size_2, momentum, LARGE)
-    _lerp(var_2, new_var_2, at, size_2, momentum, LARGE)
-    _count(count_2, at, steps_2)
+    """A minibatch's statistics into their averages. LARGE: momentum is no less than a half.
+
+    A program owns a row, since all of it looks at how often there was an estimate, which it counts.
+    """
+    term, row = tl.program_id(1), tl.program_id(0).to(tl.int64)
+    if term == 0:
+        if row < steps_0:
+            at = count_0 + row
+            _row(mean_0, var_0, new_mean_0, new_var_0, at, row, features_0, momentum, LARGE, BLOCK)
+    elif term == 1:
+        if row < steps_1:
+            at = count_1 + row
+            _row(mean_1, var_1, new_mean_1, new_var_1, at, row, features_1, momentum, LARGE, BLOCK)
+    elif row < steps_2:
+        at = count_2 + row
+        _row(mean_2, var_2, new_mean_2, new_var_2, at, row, features_2, momentum, LARGE, BLOCK)

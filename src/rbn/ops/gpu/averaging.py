@@ -19,21 +19,21 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> bool:
     """Whether it was done, see `rbn.ops.dispatch.average_in`."""
     if len(terms) > _TERMS:
         return False
-    sizes, steps = [], []
+    features, steps = [], []
     for *rows, count in terms:
         for row in rows:
             if row.dtype != torch.float32 or not row.is_contiguous():
                 return False
-        sizes.append(rows[0].numel())
+        features.append(rows[0].shape[1])
         steps.append(count.numel())
     missing = _TERMS - len(terms)
     tensors = [tensor for term in (*terms, *[terms[0]] * missing) for tensor in term]
     launch_kept(
         average,
-        (-(-max(*sizes, *steps) // _BLOCK), 1),
+        (max(steps), len(terms)),
         tuple([tensor.data_ptr() for tensor in tensors]),
         lambda: tensors,
-        (*sizes, *[0] * missing, *steps, *[0] * missing, momentum),
+        (*features, *[0] * missing, *steps, *[0] * missing, momentum),
         {"LARGE": momentum >= 0.5, "BLOCK": _BLOCK},
         (),
         tensors[0],

@@ -234,7 +234,7 @@ def _moments(call: Call, r: Outputs) -> list[Tensor | None]:
         h0, c0 = [None if call.shared(s) else s for s in (a.h0, a.c0)]
         masked = a.mask_c is not None or a.mask_h is not None
         moments[3], moments[5] = raised_variances(
-            (h0, c0), a.wx, var_x, var_h, var_c, a.eps, masked
+            (h0, c0), a.wx, var_x, var_h, var_c, a.eps, masked, a.lengths, a.include
         )
     return moments
 

@@ -47,7 +47,7 @@ def _raise(var, out, size, F, alike, floor, BLOCK: tl.constexpr):
 def raise_variances(
     h0,  # [R, B, H]
     c0,
-    var_x,  # [R, T, 4H] float32, or of a SEQUENCE, which then is not looked at
+    var_x,  # [R, T, 4H] float32
     var_h,
     var_c,  # [R, T, H] float32
     new_h,  # as var_h
@@ -60,7 +60,6 @@ def raise_variances(
     LOOK_H: tl.constexpr,
     LOOK_C: tl.constexpr,
     CELL: tl.constexpr,
-    SEQUENCE: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -79,9 +78,8 @@ def raise_variances(
             alike = _small(var_c + (r * T + t) * H, H, limit, BLOCK)
         else:
             alike = _small(var_h + (r * T + t) * 4 * H, 4 * H, limit, BLOCK)
-        if not SEQUENCE:  # noqa: SIM102  (one is known when it is compiled)
-            if alike == 1:
-                alike = _small(var_x + (r * T + t) * 4 * H, 4 * H, limit, BLOCK)
+        if alike == 1:
+            alike = _small(var_x + (r * T + t) * 4 * H, 4 * H, limit, BLOCK)
         after += alike
         if MASKED:
             alike *= 0

@@ -24,21 +24,22 @@ def raised_variances(
     var_c: Tensor | None,
     eps: float,
     masked: bool = False,
+    lengths: Tensor | None = None,
+    include: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Variances ``[..., T, F]`` for the backward kernels, from those of the forward pass.
 
     states: ``[..., B, H]`` each, None where all rows are one. wx: ``[..., T, B, 4H]``. var_x: over
-    a sequence ``[..., 1, 4H]``; None, like var_c, for absent terms. masked: as in `steps_alike`.
+    a sequence ``[..., 1, 4H]``; None, like var_c, for absent terms. The others as in `steps_alike`.
     """
     T, B, G = wx.shape[-3:]
     sequence = var_x is not None and var_x.shape[-2] != T
     # The kernel's programs count on beyond the end.
     large = max(T * G, B * G // 4) >= 2**31 - _PROGRAMS * _BLOCK
-    if (
-        var_x is None or (sequence and var_c is None) or large
-    ):  # rare, and the kernel does not know it
+    if var_x is None or sequence or include or large:  # rare, and the kernel does not know it
         seen = tuple(state for state in states if state is not None)
-        before, after = steps_alike(seen, wx, var_x, var_h, var_c, eps, masked)
+        variances = var_x, var_h, var_c
+        before, after = steps_alike(seen, wx, *variances, eps, masked, lengths, include)
         return raised(var_h, before, eps), None if var_c is None else raised(var_c, after, eps)
     different = [None if s is None or s.stride(-2) == 0 else s.contiguous() for s in states]
     h0, c0 = [var_h if state is None else state for state in different]
@@ -54,11 +55,11 @@ def raised_variances(
             (T, B, G // 4, CONSTANT * eps, 2 * CONSTANT * eps),
             {
                 **{"LOOK_H": look[0], "LOOK_C": look[1], "CELL": var_c is not None},
-                **{"SEQUENCE": sequence, "MASKED": masked, "BLOCK": _BLOCK},
+                **{"MASKED": masked, "BLOCK": _BLOCK},
             },
         )
 
-    known = (wx.shape, *look, var_c is None, sequence, masked, eps, h0.dtype, c0.dtype)
+    known = (wx.shape, *look, var_c is None, masked, eps, h0.dtype, c0.dtype)
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
     launch_known(raise_variances, known, addresses, ask, var_h)
     return new_h, new_c

@@ -155,8 +155,17 @@ class InputTerm(Term):
         return self.shared
 
     def constant(self, t: int, eps: float) -> Tensor | bool:
-        """As above; statistics of all steps together say nothing of one of them."""
-        return True if self.over_sequence else super().constant(t, eps)
+        """As above; statistics of all steps together say nothing of one of them, its rows do."""
+        if not self.over_sequence:
+            return super().constant(t, eps)
+        if self.group is not None:  # what comes of them says it
+            return True
+        rows = self.wx[t].detach()
+        if self.counted is None:
+            return (rows == rows[:1]).all()
+        counted = self.counted[t]
+        one = rows.index_select(0, counted.to(torch.int8).argmax().view(1))
+        return ((rows == one) | ~counted[:, None]).all()
 
 
 def first_alike(*states: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -325,6 +325,7 @@ def update_all(updates: list[Update]) -> None:
     together: dict[float, list[tuple[Tensor, ...]]] = {}
     noted: list[tuple[PopulationStatistics, int, int, bool]] = []
     compiling = torch.compiler.is_compiling()
+    seen = not compiling  # all steps before, in the same buffers
     for statistics, mean, var, start, reached in updates:
         stop, momentum = start + mean.shape[0], statistics.momentum
         rows = statistics._buffers  # several times as fast as its attributes
@@ -336,6 +337,7 @@ def update_all(updates: list[Update]) -> None:
             statistics.update(mean, var, start, reached)
             continue
         noted.append((statistics, start, stop, not compiling and statistics._knows()))
+        seen = seen and stop <= statistics.surely_seen
         if mean.dtype != means.dtype:
             mean, var = mean.to(means.dtype), var.to(means.dtype)
         if count.shape[0] != stop - start:
@@ -343,7 +345,7 @@ def update_all(updates: list[Update]) -> None:
             means, variances, count = means[part], variances[part], count[part]
         together.setdefault(momentum, []).append((means, variances, mean, var, count))
     for momentum, terms in together.items():
-        average_in(terms, momentum)
+        average_in(terms, momentum, seen)
     for statistics, start, stop, known in noted:
         if compiling:
             statistics._in_graphs = True

@@ -148,11 +148,12 @@ def run_from_inputs(
     return found
 
 
-def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> None:
+def average_in(terms: Sequence[Sequence[Tensor]], momentum: float, seen: bool = False) -> None:
     """Average a minibatch's statistics into those of the population, in place.
 
     terms: of each the mean and var so far, those of the minibatch ``[S, F]``, and the count ``[S]``
     of minibatches, which grows by one. The first estimate of a step stands alone.
+    seen: it is known that there are no first ones, which is faster on a CPU.
     """
     like = terms[0][0]
     by_kernel = like.is_cuda and _forced in (None, "gpu")
@@ -160,9 +161,14 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> None:
         ready = _has_gpu_kernels(like.device.index or 0)
         if ready and _gpu.average_in(terms, momentum):
             return
+    averages = [average for mean, var, *_ in terms for average in (mean, var)]
+    new = [value for _, _, mean, var, _ in terms for value in (mean, var)]
     with torch.no_grad():
+        torch._foreach_add_([count for *_, count in terms], 1)
+        if seen:
+            torch._foreach_lerp_(averages, new, momentum)
+            return
         for mean, var, new_mean, new_var, count in terms:
-            count += 1
             weight = torch.where(count > 1, momentum, mean.new_ones(()))[:, None]
             mean.lerp_(new_mean, weight)
             var.lerp_(new_var, weight)

@@ -173,6 +173,25 @@ def test_publishing(digits_runs, tmp_path):
     assert "has no result" in done.output
 
 
+def test_another_runs_result_is_not_overwritten(digits_runs, tmp_path):
+    run, to = tmp_path / "run", tmp_path / "to"
+    run.mkdir()
+    for name in ("result.json", "metrics.jsonl"):
+        (run / name).write_bytes((digits_runs / "bn-lstm-seed1" / name).read_bytes())
+    for _ in range(2):  # its own may be
+        assert invoke("publish", run, "--to", to).exit_code == 0
+    result = json.loads((run / "result.json").read_text())
+    result["config"]["epochs"], result["test"] = 1000, 0.25
+    (run / "result.json").write_text(json.dumps(result))
+    done = invoke("publish", run, "--to", to)
+    assert done.exit_code == 2
+    assert "is the result of a run with other settings" in done.output
+    target = to / "digits" / "bn-lstm-seed1.json"
+    assert json.loads(target.read_text())["test"] != 0.25
+    assert invoke("publish", run, "--to", to, "--replace").exit_code == 0
+    assert json.loads(target.read_text())["test"] == 0.25
+
+
 def test_a_text_is_published_without_a_second_loss(text_run, tmp_path):
     done = invoke("publish", text_run, "--to", tmp_path)
     assert done.exit_code == 0, done.output

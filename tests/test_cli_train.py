@@ -291,3 +291,24 @@ def test_a_damaged_curve_is_named(whole, tmp_path):
     assert done.exit_code == 2
     assert "metrics.jsonl is damaged: " in done.output
     assert not (tmp_path / "results").exists()
+
+
+def test_the_model_and_the_task_are_no_settings(tmp_path):
+    """They decide which settings there are."""
+    for key, instead in (("model=lstm", "give --model"), ("task=ptb", "stands behind train")):
+        done = invoke("train", "digits", "--set", key, "--out", tmp_path / "run")
+        assert done.exit_code == 2
+        assert instead in done.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_configs_that_there_are(tmp_path):
+    done = invoke("train", "digits", "--config", "ptbshort")
+    assert done.exit_code == 2
+    assert "no file ptbshort, and no such config: beyond/pmnist, beyond/ptb" in done.output
+
+
+def test_one_sequence_is_no_minibatch(tmp_path):
+    done = invoke("train", "digits", "--set", "population_batch=1", "--out", tmp_path / "run")
+    assert done.exit_code == 2
+    assert "population_batch must be at least 2" in done.output

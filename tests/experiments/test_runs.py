@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.text import Text as Styled
 
 import rbn
 from rbn.data import Split, Splits, Text
@@ -197,13 +198,33 @@ def test_a_progress_bar_fits_into_80_columns(seeds, tmp_path):
     config = from_mapping({"task": "digits", "hidden_size": 4, "epochs": 1, "evaluate_every": 6})
     fit = Fit([(tmp_path / f"bn-lstm-seed{seed}", config, seed) for seed in seeds], CPU, tmp_path)
     shown = io.StringIO()
+    with Watch(fit, Console(file=shown, width=80, force_terminal=True)) as watch:
+        fit.train(watch=watch)
+    text = Styled.from_ansi(shown.getvalue()).plain
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\u2026" not in text  # nothing was cut off
+    last = text[text.rindex("12/12") - 60 :] if len(seeds) == 1 else text
+    for part in ("12/12", " steps/s, ", " images/s", "0:00:00", "loss 2.", "validation"):
+        assert part in last, part
+
+
+@pytest.mark.parametrize("seeds", [[1], [1, 2]])
+def test_lines_where_there_is_no_terminal(seeds, tmp_path):
+    config = from_mapping({"task": "digits", "hidden_size": 4, "epochs": 1, "evaluate_every": 6})
+    fit = Fit([(tmp_path / f"bn-lstm-seed{seed}", config, seed) for seed in seeds], CPU, tmp_path)
+    shown = io.StringIO()
     with Watch(fit, Console(file=shown, width=80)) as watch:
         fit.train(watch=watch)
     lines = shown.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "\u2026" not in shown.getvalue()  # nothing was cut off
-    for part in ("12/12", " steps/s, ", " images/s", "0:00:00", "loss 2.", "validation"):
-        assert shown.getvalue().count(part) == len(seeds), part
+    assert len(lines) == 2 * len(seeds)
+    for line in lines:
+        for part in ("/12  ", " steps/s, ", " images/s  ", " left  loss 2.", "  validation 0."):
+            assert part in line, part
+    if len(seeds) == 2:
+        assert (
+            sorted(line.split()[0] for line in lines)
+            == ["bn-lstm-seed1"] * 2 + ["bn-lstm-seed2"] * 2
+        )
 
 
 def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path):

@@ -8,6 +8,14 @@ import sys
 def main() -> None:
     """Run the command line; the entry point of the `rbn` script."""
     try:
+        _main()
+    except KeyboardInterrupt:  # before there was a command to say more
+        print("rbn: stopped before the end", file=sys.stderr)
+        sys.exit(130)
+
+
+def _main() -> None:
+    try:
         import typer  # noqa: F401
     except ImportError:
         print("rbn needs typer: pip install 'recurrent-batchnorm[demo]'", file=sys.stderr)

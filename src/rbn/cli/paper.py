@@ -90,6 +90,9 @@ def reproduce(
             questions,
         )
         console = Console()
+        if results is None and not quick and not plain.is_dir():
+            said = f"There is no folder {plain} here, so no run counts as done (see --results)."
+            console.print(said, soft_wrap=True)
         if dry_run:
             _list(asked, console)
             return

@@ -65,13 +65,16 @@ def _figures(run: Path) -> list[str]:
 def publish(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
     to: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Also results of runs with other settings.")
+    ] = False,
 ) -> None:
     """Copy results and learning curves to TASK/MODEL-seedN.json and .csv in a folder."""
     from rbn.experiments import results
 
     def work() -> None:
         for run in runs:
-            typer.echo(str(results.publish(run, to)))
+            typer.echo(str(results.publish(run, to, replace)))
 
     guarded(work)
 

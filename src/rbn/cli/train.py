@@ -86,6 +86,13 @@ def train(
         if found.get("task", task) != task:
             raise ValueError(f"config {config} is for task {found['task']}, not {task}")
         wanted = [f"precision={precision}"] if precision else []
+        named = {setting.partition("=")[0].strip() for setting in set_ or []}
+        if "model" in named:
+            raise ValueError(
+                "the model cannot be changed by --set: give --model, whose settings count"
+            )
+        if "task" in named:
+            raise ValueError("the task cannot be changed by --set: it is what stands behind train")
         chosen = model or found.get("model") or "bn-lstm"
         settings = configs.from_mapping({"task": task, **configs.for_model(found, chosen)})
         settings = configs.with_settings(settings, [*wanted, *(set_ or [])])

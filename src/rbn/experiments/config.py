@@ -112,6 +112,8 @@ class Config:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        if self.population_batch == 1:
+            raise ValueError("population_batch must be at least 2: one sequence has no variance")
         numbers = {"decay_from": self.decay_from, "dropout": self.dropout}
         numbers["optimizer.lr"] = self.optimizer.get("lr", 0)
         numbers["clip"] = 0 if self.clip is None else self.clip
@@ -246,7 +248,11 @@ def names() -> list[str]:
 def find(name: str) -> Path:
     """The file of a config: one of `names`, or a path."""
     own = CONFIGS / f"{name}.yaml"
-    return own if name in names() and own.exists() else Path(name)
+    if name in names() and own.exists():
+        return own
+    if "." not in name and not Path(name).exists():
+        raise ValueError(f"there is no file {name}, and no such config: {', '.join(names())}")
+    return Path(name)
 
 
 def with_settings(config: Config, settings: Sequence[str]) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -219,7 +220,10 @@ def _hold(stack: contextlib.ExitStack, folder: Path) -> None:
 
 
 class Watch:
-    """A progress bar for each of the runs of a `Fit`: speed, time left, loss and validation."""
+    """A progress bar for each of the runs of a `Fit`: speed, time left, loss and validation.
+
+    Where the console is no terminal, such as a file, a line at each look at the validation data.
+    """
 
     def __init__(self, fit: Fit, console: Console) -> None:
         from rich.progress import Progress as Bars
@@ -240,9 +244,11 @@ class Watch:
             console=console,
         )
         self._several = len(fit.wanted) > 1
+        self._console = console
 
     def __enter__(self) -> Watch:
-        self._bars.start()
+        if self._console.is_terminal:
+            self._bars.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -250,7 +256,8 @@ class Watch:
 
     def close(self) -> None:
         """Leave the bars as they are."""
-        self._bars.stop()
+        if self._console.is_terminal:
+            self._bars.stop()
 
     def add(
         self, trainer: Trainer, config: Config, task: Classification | NextSymbol | ReadingTask
@@ -267,20 +274,36 @@ class Watch:
         )
         unit = "characters" if config.is_text else "questions" if config.is_reading else "images"
         begun: list[tuple[int, float]] = []
+        total = trainer.schedule.steps
+
+        def speed_of(now: Progress) -> tuple[float, str]:
+            speed = (now.step - begun[0][0]) / max(now.seconds - begun[0][1], 1e-9)
+            return speed, f"{speed:,.1f} steps/s, {speed * task.items_per_step:,.0f} {unit}/s"
 
         def on_step(now: Progress) -> None:
             if not begun:
                 begun.append((now.step, now.seconds))
-            elif now.step % 10 == 0 or now.step == trainer.schedule.steps:
-                speed = (now.step - begun[0][0]) / max(now.seconds - begun[0][1], 1e-9)
-                text = f"{speed:,.1f} steps/s, {speed * task.items_per_step:,.0f} {unit}/s"
+            elif now.step % 10 == 0 or now.step == total:
                 shown = f"loss {now.loss:.3f}"
-                self._bars.update(line, completed=now.step, loss=shown, speed=text)
+                self._bars.update(line, completed=now.step, loss=shown, speed=speed_of(now)[1])
 
         def on_record(record: dict[str, float]) -> None:
             text = f"validation {record['valid_batch']:.4f}, {record['valid_population']:.4f}"
             if "valid_batch_nats" in record:
                 text += f", {record['valid_batch_nats']:.4f} nats"
             self._bars.update(line, valid=text)
+            if not self._console.is_terminal:
+                now = trainer.progress
+                said = [
+                    f"{name} {now.step:,}/{total:,}".strip(),
+                    f"loss {record['train']:.3f}",
+                    text,
+                ]
+                if begun and now.step > begun[0][0]:
+                    speed, words = speed_of(now)
+                    left = timedelta(seconds=round((total - now.step) / speed))
+                    said[1:1] = [words, f"{left} left"]
+                self._console.print("  ".join(said), soft_wrap=True, markup=False, highlight=False)
+                self._console.file.flush()
 
         trainer.on_step, trainer.on_record = on_step, on_record

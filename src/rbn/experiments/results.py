@@ -116,8 +116,11 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
     return result
 
 
-def publish(run: Path, to: Path) -> Path:
-    """Copy a run's result and learning curve to ``TASK/MODEL[-TAG]-seedN.json`` and ``.csv``."""
+def publish(run: Path, to: Path, replace: bool = False) -> Path:
+    """Copy a run's result and learning curve to ``TASK/MODEL[-TAG]-seedN.json`` and ``.csv``.
+
+    replace: also where there is one of a run with other settings.
+    """
     path = run / "result.json"
     try:
         result = json.loads(path.read_text())
@@ -136,6 +139,8 @@ def publish(run: Path, to: Path) -> Path:
         records = [json.loads(line) for line in curve.read_text().splitlines()]
     except ValueError as error:
         raise ValueError(f"{curve} is damaged: {error}") from error
+    if not replace:
+        _check_place(target, result)
     columns = [*CURVE, *(name for name in NATS if any(name in record for record in records))]
     table = io.StringIO()
     writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
@@ -144,6 +149,20 @@ def publish(run: Path, to: Path) -> Path:
     write_whole(target.with_suffix(".csv"), table.getvalue())
     write_whole(target, json.dumps(result, indent=2) + "\n")  # last: it is what says published
     return target
+
+
+def _check_place(target: Path, result: dict[str, Any]) -> None:
+    try:
+        there = json.loads(target.read_text())["config"]
+    except FileNotFoundError:
+        return
+    except (KeyError, TypeError, ValueError):
+        there = None
+    if there != result.get("config"):
+        raise ValueError(
+            f"{target} is the result of a run with other settings: publish to another folder "
+            "(--to), or give --replace"
+        )
 
 
 def _rounded(record: dict[str, float]) -> dict[str, float]:

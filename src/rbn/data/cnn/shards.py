@@ -30,7 +30,9 @@ class Reduction:
 
     def __post_init__(self) -> None:
         if self.sentences is not None and self.sentences < 1:
-            raise ValueError(f"sentences must be at least 1, got {self.sentences}")
+            raise ValueError(
+                f"sentences must be at least 1, or 0 for whole documents, got {self.sentences}"
+            )
 
 
 @dataclass(frozen=True)

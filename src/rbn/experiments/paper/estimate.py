@@ -11,7 +11,8 @@ from rbn.experiments.paper.published import Result
 
 # Optimisation steps of an epoch with the configs' batch size and length.
 _EPOCHS = {"digits": 12, "mnist": 500, "pmnist": 500, "ptb": 790, "text8": 3906, "pydoc": 140}
-_EPOCHS |= {"cloze": 60, "cnn": 5900, "cnn-built": 1500}
+_EPOCHS |= {"cloze": 60}
+_QUESTIONS = {"cnn": 380_298, "cnn-built": 118_037}  # of the archive; of the articles of reading.md
 # Seconds of a step: two CPU cores; one H200.
 _SECONDS = {
     "cpu": {
@@ -31,6 +32,8 @@ _TESTING = {"cpu": 1.2, "cuda": 1.15}  # evaluations and the test come on top
 
 def steps_of(config: Config) -> int:
     """Optimisation steps of a run, unless it stops early."""
+    if config.task in _QUESTIONS:
+        return config.epochs * -(-_QUESTIONS[config.task] // config.batch_size)
     return config.epochs * _EPOCHS.get(config.task, 1000)
 
 
@@ -38,12 +41,15 @@ def seconds_of(config: Config, device: torch.device, results: Iterable[Result]) 
     """An estimate of a run's time.
 
     Where a result of the same task, model and size was trained on the same kind of device, its rate
-    is taken.
+    is taken; of questions, on texts of as many sentences.
     """
     on_gpu = device.type == "cuda"
     for result in results:
         same = result.task == config.task and result.model == config.model
         same = same and result.config.get("hidden_size") == config.hidden_size
+        same = same and result.config.get("data", {}).get("sentences") == config.data.get(
+            "sentences"
+        )
         if same and bool(result.values.get("gpu")) == on_gpu:
             rate = float(result.values["seconds"]) / max(1, int(result.values["steps"]))
             return rate * steps_of(config)

@@ -229,7 +229,7 @@ class Reproduction:
         for run in group:
             finished = (run.folder / "result.json").exists()
             if finished and run.result_in(read_results(self.results)) is None:
-                published.publish(run.folder, self.results)
+                published.publish(run.folder, self.results, replace=True)
         return in_time
 
     def _compute(self, name: str) -> None:

@@ -312,3 +312,19 @@ def test_one_sequence_is_no_minibatch(tmp_path):
     done = invoke("train", "digits", "--set", "population_batch=1", "--out", tmp_path / "run")
     assert done.exit_code == 2
     assert "population_batch must be at least 2" in done.output
+
+
+@pytest.mark.parametrize("setting", ["length=5", "valid_windows=3"])
+def test_settings_of_texts_alone(setting, tmp_path):
+    done = invoke("train", "digits", "--set", setting, "--out", tmp_path / "run")
+    assert done.exit_code == 2
+    assert f"{setting.split('=')[0]} is a setting of texts, which digits is not" in done.output
+
+
+def test_a_file_is_no_folder(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for words in (("train", "digits", "--out"), ("resume",), ("report", "--out")):
+        done = invoke(*words, file)
+        assert done.exit_code == 2, done.output
+        assert f"{file} is a file, not " in done.output.replace("\n", "")

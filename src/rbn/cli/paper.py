@@ -120,6 +120,8 @@ def report(results: Folder = Path("results"), out: Report = Path("docs/report"))
     def work() -> None:
         if not results.is_dir():
             raise ValueError(f"there is no folder {results} of results")
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"{out} is a file, not a folder for the report")
         for path in write_report(Shelf.of(results), out):
             typer.echo(str(path))
 

@@ -94,6 +94,10 @@ class Config:
             raise ValueError(f"optimizer must be {choice}, got {self.optimizer.get('name')!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
+        if not self.is_text:
+            for name, default in (("length", Config.length), ("valid_windows", None)):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name} is a setting of texts, which {self.task} is not")
         if self.is_reading and self.dropout:
             raise ValueError("a reader's dropout is set as layer.dropout")
         if self.is_text and self.model in ("rnn", "irnn"):

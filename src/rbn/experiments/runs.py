@@ -12,7 +12,9 @@ from rbn.training.whole import write_whole
 
 
 def check_free(folder: Path, config: Config, seed: int) -> None:
-    """Refuse a folder that holds another run than this one."""
+    """Refuse a folder that holds another run than this one, and what is no folder."""
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file, not a folder; name another (--out)")
     if (folder / "config.json").exists() and opened(folder) != (config, seed):
         raise FileExistsError(
             f"{folder} holds a run with other settings; name another folder "
@@ -71,5 +73,7 @@ def opened(folder: Path) -> tuple[Config, int]:
         return from_mapping(found["config"]), int(found["seed"])
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{folder} holds no run: there is no {path.name} in it") from error
+    except NotADirectoryError as error:
+        raise NotADirectoryError(f"{folder} is a file, not the folder of a run") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the config of a run: {error}") from error

@@ -105,3 +105,19 @@ def test_time_is_that_of_runs_alike(results):
 )
 def test_spoken(seconds, words):
     assert estimate.spoken(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "steps"),
+    [
+        ("cnn-built-full", "lstm", 36_880),  # as in results/cnn-built
+        ("cnn-built-full", "bn-e**", 59_000),
+    ],
+)
+def test_steps_of_readers_follow_from_their_minibatches(name, model, steps):
+    found = configs.for_model(configs.read(configs.find(name)), model)
+    whole = configs.from_mapping(found)
+    assert estimate.steps_of(whole) == steps
+    part = configs.with_settings(whole, ["data.sentences=4"])
+    seconds = [estimate.seconds_of(each, CPU, []) for each in (part, whole)]
+    assert seconds[0] < seconds[1]

@@ -11,7 +11,7 @@ pytest.importorskip("optuna")
 def test_random_settings_depend_on_the_number_alone(make, tmp_path, worker):
     space = {
         "optimizer.lr": {"low": 1e-5, "high": 1e-1, "log": True},
-        "length": {"low": 2, "high": 10, "step": 2},
+        "patience": {"low": 2, "high": 10, "step": 2},
         "model": ["lstm", "bn-lstm"],
     }
     options = {"sampler": "random", "trials": 30, "space": space}
@@ -33,7 +33,7 @@ def test_random_settings_depend_on_the_number_alone(make, tmp_path, worker):
     assert all(-5 <= rate <= -1 for rate in rates)
     # Evenly by logarithm: each half has 15 of 30 expected, and less than 5 once in 6,000 times.
     assert 5 <= sum(rate < -3 for rate in rates) <= 25
-    assert {point["length"] for point in one} == {2, 4, 6, 8, 10}
+    assert {point["patience"] for point in one} == {2, 4, 6, 8, 10}
     assert {point["model"] for point in one} == {"lstm", "bn-lstm"}
 
 

@@ -99,13 +99,13 @@ def test_ranges_and_choices(make):
         trials=5,
         space={
             "optimizer.lr": {"low": 1e-4, "high": 1, "log": True},
-            "length": {"low": 4, "high": 8, "step": 2},
+            "patience": {"low": 4, "high": 8, "step": 2},
             "model": ["lstm", "bn-lstm"],
         },
     )
     assert sweep.space["optimizer.lr"] == Range(1e-4, 1.0, log=True)
-    assert sweep.space["length"] == Range(4, 8, step=2)
-    assert sweep.space["length"].whole
+    assert sweep.space["patience"] == Range(4, 8, step=2)
+    assert sweep.space["patience"].whole
     assert sweep.space["model"] == Choices(("lstm", "bn-lstm"))
     assert (sweep.trials, sweep.maximize, sweep.points) == (5, True, None)
 
@@ -159,7 +159,7 @@ def test_a_config_lies_beside_its_sweep(make, tmp_path):
         ({"set": [1]}, "set must hold settings by name"),
         ({"set": {"optimizer.x.y": 1}}, r"there is no setting 'optimizer\.x\.y'"),
         (
-            {"space": {"length": list(range(1, 102)), "clip": list(range(1, 102))}},
+            {"space": {"patience": list(range(1, 102)), "clip": list(range(1, 102))}},
             "a grid of 10,201 is too large",
         ),
     ],

@@ -172,7 +172,8 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     if not a.population:
         masked = a.mask_h is not None
         variances = r.var_x, r.var_h, None
-        before, _ = steps_alike((a.h0,), wx, *variances, a.eps, masked, a.lengths, a.include)
+        lengths = None if a.lengths is None else call.lengths
+        before, _ = steps_alike((a.h0,), wx, *variances, a.eps, masked, lengths, a.include)
         moments[3] = raised(r.var_h, before, a.eps)
     dh, through = call.state(dh_n, B, H), call.zeros(B, H)
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)

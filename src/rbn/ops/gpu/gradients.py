@@ -233,8 +233,9 @@ def _moments(call: Call, r: Outputs) -> list[Tensor | None]:
         assert var_h is not None
         h0, c0 = [None if call.shared(s) else s for s in (a.h0, a.c0)]
         masked = a.mask_c is not None or a.mask_h is not None
+        lengths = None if a.lengths is None else call.lengths
         moments[3], moments[5] = raised_variances(
-            (h0, c0), a.wx, var_x, var_h, var_c, a.eps, masked, a.lengths, a.include
+            (h0, c0), a.wx, var_x, var_h, var_c, a.eps, masked, lengths, a.include
         )
     return moments
 

@@ -89,6 +89,10 @@ class PopulationStatistics(nn.Module):
 
     def _note_update(self, start: int, stop: int, known: bool) -> None:
         """Note that those steps have an estimate now. known: whether what was noted was right."""
+        notes = self.__dict__  # several times as fast as attributes
+        if known and stop <= notes["_seen"]:  # nothing new
+            notes["_noted_at"] = _version(notes["_noted"])
+            return
         seen = self._seen if known else 0
         self.note(True, max(stop, seen) if start <= seen else seen)
 
@@ -97,9 +101,12 @@ class PopulationStatistics(nn.Module):
 
         functional_call puts others in their place, and anyone may write into them.
         """
-        count = self._buffers["count"]
-        assert count is not None
-        return self._noted is count and self._noted_at == _version(count)
+        notes = self.__dict__
+        count = notes["_buffers"]["count"]
+        if notes["_noted"] is not count:
+            return False
+        at: int = notes["_noted_at"]
+        return at == (count._version if at >= 0 else _version(count))
 
     @property
     def estimated(self) -> bool:
@@ -325,7 +332,7 @@ def update_all(updates: list[Update]) -> None:
     together: dict[float, list[tuple[Tensor, ...]]] = {}
     noted: list[tuple[PopulationStatistics, int, int, bool]] = []
     compiling = torch.compiler.is_compiling()
-    seen = not compiling  # all steps before, in the same buffers
+    seen = not compiling and all_processes() is None  # all steps before, in the same buffers
     for statistics, mean, var, start, reached in updates:
         stop, momentum = start + mean.shape[0], statistics.momentum
         rows = statistics._buffers  # several times as fast as its attributes
@@ -336,8 +343,9 @@ def update_all(updates: list[Update]) -> None:
         if momentum is None or reached is not None or stop > count.shape[0]:
             statistics.update(mean, var, start, reached)
             continue
-        noted.append((statistics, start, stop, not compiling and statistics._knows()))
-        seen = seen and stop <= statistics.surely_seen
+        known = not compiling and statistics._knows()
+        noted.append((statistics, start, stop, known))
+        seen = seen and known and stop <= statistics._seen
         if mean.dtype != means.dtype:
             mean, var = mean.to(means.dtype), var.to(means.dtype)
         if count.shape[0] != stop - start:

@@ -203,9 +203,8 @@ def test_a_progress_bar_fits_into_80_columns(seeds, tmp_path):
     text = Styled.from_ansi(shown.getvalue()).plain
     assert max(map(len, text.splitlines())) <= 80
     assert "\u2026" not in text  # nothing was cut off
-    last = text[text.rindex("12/12") - 60 :] if len(seeds) == 1 else text
     for part in ("12/12", " steps/s, ", " images/s", "0:00:00", "loss 2.", "validation"):
-        assert part in last, part
+        assert part in text, part
 
 
 @pytest.mark.parametrize("seeds", [[1], [1, 2]])

@@ -5,14 +5,14 @@ from rbn.nn.batch_norm_lstm import BatchNormLSTM, BatchNormLSTMCell
 from rbn.nn.batch_norm_rnn import BatchNormRNN, BatchNormRNNCell
 from rbn.nn.layer_norm_lstm import LayerNormLSTM, LayerNormLSTMCell
 from rbn.nn.lstm import LSTM, LSTMCell
-from rbn.nn.statistics import (
-    PopulationStatistics,
+from rbn.nn.population import (
     average_population_stats,
     batch_statistics,
     kept_statistics,
     own_statistics,
     update_population_stats,
 )
+from rbn.nn.statistics import PopulationStatistics
 
 __all__ = [
     "LSTM",

@@ -124,18 +124,24 @@ def after(step, run):
     return f"{100 * float(row['valid_population']):.1f}"
 
 
-def test_the_accuracy_of_the_unfinished_lstms_is_that_of_the_files():
-    runs = "unfinished-lstm-beyond-seed1", "lstm-beyond-seed2", "unfinished-lstm-beyond-seed3"
-    ours = [after(30_000, f"bn-lstm-zoneout-0.3-seed{seed}") for seed in (1, 2, 3)]
+def test_the_accuracy_of_the_lstm_past_the_paper_is_that_of_the_files():
+    folder = ROOT / "results/pmnist"
+    every = [
+        json.loads((folder / f"lstm-beyond-seed{seed}.json").read_text()) for seed in (1, 2, 3)
+    ]
+    last, first, second = sorted(every, key=lambda run: run["diverged_at"] or 0)
     page = " ".join((ROOT / "docs/experiments.md").read_text().split())
-    assert (
-        "was {}, {} and {} % (seeds 1, 2, 3)".format(*(after(30_000, run) for run in runs)) in page
-    )
-    assert "the BN-LSTM had {}, {} and {} %".format(*ours) in page
-    found = json.loads((ROOT / "results/pmnist/lstm-beyond-seed2.json").read_text())
-    assert f"diverged at step {found['diverged_at']:,}; its best model has" in page
-    assert f"has {100 * found['test']:.1f} % on the test set" in page
-    assert found["config"] == shipped_beyond("pmnist", "beyond", "lstm")
+    assert last["diverged_at"] is None
+    best = [f"{100 * run['test']:.1f}" for run in (last, second, first)]
+    assert "| {} (1, two more diverged, at best {} and {}) |".format(*best) in page
+    assert f"| {best[0]} % (1 of 3 seeds) |" in (ROOT / "README.md").read_text()
+    for run in (first, second):
+        assert f"seed {run['seed']} at step {run['diverged_at']:,}" in page
+    for name, start in (("lstm-beyond", "the LSTM had"), ("bn-lstm-zoneout-0.3", "the BN-LSTM")):
+        found = (after(30_000, f"{name}-seed{seed}") for seed in (1, 2, 3))
+        assert f"{start} " + "{}, {} and {} %".format(*found) in page
+    for run in every:
+        assert run["config"] == shipped_beyond("pmnist", "beyond", "lstm")
 
 
 def spoken(seconds):
@@ -247,6 +253,31 @@ def test_the_ratios_on_a_gpu_are_those_of_the_file(on_a_gpu):
             cells.append(f"{of('rbn.BatchNormLSTM', 'memory_ratio'):.1f}")
             wanted = f" | {precision} | {' | '.join(cells)} |"
             assert any(line.endswith(wanted) for line in lines), (shape, wanted)
+
+
+def test_the_ranges_on_a_gpu_are_those_of_the_file(on_a_gpu):
+    def ratios(precision, way):
+        what = f"rbn.BatchNormLSTM{way}"
+        return [float(on_a_gpu[shape, precision, what]["ratio_to_cudnn"]) for shape in SHAPES]
+
+    every = {
+        (precision, way): ratios(precision, way)
+        for precision in ("bf16", "tf32")
+        for way in ("", ", CUDA graph")
+    }
+    least, most = ({k: f"{end(v):.2f}" for k, v in every.items()} for end in (min, max))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    called, graph = (
+        [f"{least[p, way]} to {most[p, way]}" for p in ("bf16", "tf32")]
+        for way in ("", ", CUDA graph")
+    )
+    assert f"{called[0]} of the time of cuDNN's plain `torch.nn.LSTM` in bf16 and" in text
+    assert f"and {called[1]} in float32 (tf32) when called" in text
+    assert f"{' and '.join(graph)} in a CUDA graph" in text
+    times = [f"{1 / ratio:.1f}" for way in every for ratio in (max(every[way]), min(every[way]))]
+    slow, fast, slow_graph, fast_graph = times[:4]
+    assert f"bf16: {slow} (text8) to {fast} times as fast called" in text
+    assert f"called, {slow_graph} to {fast_graph} times in a CUDA graph" in text
 
 
 @pytest.mark.parametrize("shape", ["mnist", "mnist, tf32", "ptb", "text8", "cnn"])

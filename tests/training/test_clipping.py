@@ -106,7 +106,9 @@ def test_a_small_loss_grows_again_and_goes_on_after_a_stop(tmp_path):
 def test_nothing_but_gradients_that_overflow(tmp_path):
     task = Overflowing()
     task.steps = range(2, 10**6)
+    run = trainer(tmp_path, task, Schedule(100, evaluate_every=100))
     with pytest.raises(
         Diverged, match=r"diverged at step \d+: the last 50 gradients are not finite"
     ):
-        trainer(tmp_path, task, Schedule(100, evaluate_every=100)).run()
+        run.run()
+    assert run.progress.skipped == 50  # also those since the host last looked

@@ -326,6 +326,7 @@ class Trainer:
         total, in_a_row = sum(part for _, part in found), int(self._ledger.in_a_row)
         now = self.progress
         steps = now.loss_count - self._fetched
+        now.skipped = int(self._ledger.skipped)
         if bad >= 0:
             self._give_up(bad, f"the loss of minibatch {bad} is not finite")
         if in_a_row >= _MOST_SKIPPED:
@@ -333,7 +334,6 @@ class Trainer:
         if steps > 0:
             now.loss = total / steps
         now.loss_sum += total
-        now.skipped = int(self._ledger.skipped)
         now.loss_scale = float(self._ledger.loss_scale)
         self._fetched = now.loss_count
         self._ledger.total.zero_()

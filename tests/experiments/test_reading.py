@@ -1,6 +1,7 @@
 """The reading tasks: configs, training on made-up news, the archive's files, questions asked."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -246,8 +247,12 @@ def test_what_is_not_in_the_texts_has_none_of_their_names(run, tmp_path):
     text.write_text("@entity4 won the cup . @entity10 left the house .\n")
     answer = ask(run, text, "@placeholder won the cup", most=100)
     names = [name for name, _ in answer.candidates]
-    assert names.count("@entity4") == names.count("@entity10") == 1
-    assert set(names) == {"@entity4", "@entity10", "an entity not in the texts"}
+    assert sorted(names) == ["@entity10", "@entity4", "an entity not in the texts"]
+    assert sum(chance for _, chance in answer.candidates) == pytest.approx(1, abs=1e-5)
+    assert ask(run, text, "@placeholder won the cup", most=2).candidates == answer.candidates[:2]
+    text.write_text("they won the cup .\n")
+    ((name, chance),) = ask(run, text, "@placeholder won the cup").candidates
+    assert (name, chance) == ("an entity not in the texts", pytest.approx(1, abs=1e-5))
 
 
 def test_asking_on_the_command_line(run, tmp_path):
@@ -257,7 +262,13 @@ def test_asking_on_the_command_line(run, tmp_path):
         "ask", run, "--document", text, "--question", "@placeholder won the cup", "--html", html
     )
     assert result.exit_code == 0, result.output
-    assert "Ann Lee won the cup" in " ".join(result.output.split())
+    shown = " ".join(result.output.split())
+    assert "Ann Lee won the cup" in shown
+    parts = re.search(r"looked at: (.*?%) @placeholder", shown).group(1).split(", ")
+    weights = [float(part.rpartition(" ")[2].rstrip("%")) for part in parts]
+    assert len(weights) == 5
+    assert weights == sorted(weights, reverse=True)
+    assert 0 < sum(weights) <= 100.3  # each rounded
     assert "%" in result.output
     shown = html.read_text()
     assert "<script>" not in shown

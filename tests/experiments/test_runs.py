@@ -166,8 +166,12 @@ def test_a_run_and_its_result(tmp_path):
     config = with_settings(from_mapping(configs.published("digits")), settings)
     runs.start(tmp_path / "run", config, 5)
     runs.start(tmp_path / "run", config, 5)  # the same run
-    with pytest.raises(FileExistsError, match="other settings"):
+    with pytest.raises(FileExistsError, match=r"other settings \(seed 5 there, 6 here\); name"):
         runs.start(tmp_path / "run", config, 6)
+    other = with_settings(config, ["optimizer.lr=0.5", "epochs=9", "clip=2", "tag=x"])
+    what = r"\(tag \"\" there, \"x\" here; epochs 2 there, 9 here; clip .*; and 1 more\)"
+    with pytest.raises(FileExistsError, match=what):
+        runs.start(tmp_path / "run", other, 5)
     assert runs.opened(tmp_path / "run") == (config, 5)
     trainer = build.make_trainer(config, build.build(config, 5, CPU), tmp_path / "run")
     assert trainer.run().finished

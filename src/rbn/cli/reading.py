@@ -147,6 +147,7 @@ def ask(
         stop(str(error), 2)
     console = Console(highlight=False)
     console.print(attention_page.highlighted(answer))
+    console.print(attention_page.looked_at(answer), markup=False)
     console.print(f"\n{' '.join(answer.question)}", markup=False)
     for name, chance in answer.candidates:
         console.print(f"{chance:>7.1%}  {name}", markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -77,19 +78,31 @@ def ask(run: Path, document: Path, question: str | None, most: int = 5) -> Answe
     model.eval()
     with torch.no_grad():
         logits, attention = model(encoded(text), encoded(asked))
-    chances, classes = logits[0].softmax(dim=0).topk(min(most, logits.shape[1]))
+    chances, classes = logits[0].softmax(dim=0).sort(descending=True)
     symbols = vocabulary.decode(model.symbols(classes).tolist())
     return Answer(
         tokens=tuple(surface.get(token, token) for token in text),
         attention=tuple(attention[:, 0].tolist()),
         question=tuple(surface.get(token, token) for token in asked),
-        candidates=tuple(
-            # Symbols of entities that are not in the texts have names that others have there.
-            (names.get(symbol, _OTHER if ENTITY.fullmatch(symbol) else symbol), chance)
-            for symbol, chance in zip(symbols, chances.tolist(), strict=True)
-        ),
+        candidates=_candidates(symbols, chances.tolist(), names, most),
         right=None if right is None else surface.get(right, right),
     )
+
+
+def _candidates(
+    symbols: Sequence[str], chances: Sequence[float], names: Mapping[str, str], most: int
+) -> tuple[tuple[str, float], ...]:
+    """The most probable answers by name.
+
+    Symbols of entities that are not in the texts stand for nothing there: they are one candidate.
+    """
+    found: dict[str, float] = {}
+    for symbol, chance in zip(symbols, chances, strict=True):
+        other = symbol not in names and ENTITY.fullmatch(symbol) is not None
+        name = _OTHER if other else names.get(symbol, symbol)
+        found[name] = found.get(name, 0.0) + chance
+    best = sorted(found.items(), key=lambda item: -item[1])
+    return tuple(best[:most])
 
 
 def read_vocabulary(run: Path) -> Vocabulary:

@@ -63,6 +63,12 @@ def page(answer: Answer) -> str:
     )
 
 
+def looked_at(answer: Answer, most: int = 5) -> str:
+    """The words with most of the attention, in one line, also for where there are no colours."""
+    pairs = sorted(zip(answer.attention, answer.tokens, strict=True), key=lambda pair: -pair[0])
+    return "looked at: " + ", ".join(f"{token} {weight:.1%}" for weight, token in pairs[:most])
+
+
 def highlighted(answer: Answer) -> Text:
     """The document for the terminal, on backgrounds from none to orange."""
     from rich.text import Text

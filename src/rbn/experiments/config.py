@@ -259,6 +259,17 @@ def find(name: str) -> Path:
     return Path(name)
 
 
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings by the keys that ``rbn train --set`` has for them."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
 def with_settings(config: Config, settings: Sequence[str]) -> Config:
     """A config with ``key=value`` pairs put in; ``optimizer.lr=0.01`` reaches inside.
 

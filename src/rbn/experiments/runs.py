@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from rbn.experiments.config import Config, from_mapping
+from rbn.experiments.config import Config, flat, from_mapping
 from rbn.training.whole import write_whole
 
 
@@ -15,11 +16,29 @@ def check_free(folder: Path, config: Config, seed: int) -> None:
     """Refuse a folder that holds another run than this one, and what is no folder."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, not a folder; name another (--out)")
-    if (folder / "config.json").exists() and opened(folder) != (config, seed):
+    if (folder / "config.json").exists() and (found := opened(folder)) != (config, seed):
         raise FileExistsError(
-            f"{folder} holds a run with other settings; name another folder "
-            "(--out, or --runs of rbn reproduce)"
+            f"{folder} holds a run with other settings ({_others(found, (config, seed))}); name "
+            "another folder (--out, or --runs of rbn reproduce)"
         )
+
+
+def _others(there: tuple[Config, int], here: tuple[Config, int], most: int = 3) -> str:
+    """What a run has there that is something else here."""
+    theirs, ours = (
+        {"seed": seed, **flat(json.loads(config.to_json()))} for config, seed in (there, here)
+    )
+    differ = [
+        f"{key} {_shown(theirs, key)} there, {_shown(ours, key)} here"
+        for key in dict.fromkeys((*theirs, *ours))
+        if theirs.get(key) != ours.get(key)
+    ]
+    more = len(differ) - most
+    return "; ".join(differ[:most]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    return json.dumps(settings.get(key), ensure_ascii=False)
 
 
 def start(folder: Path, config: Config, seed: int, command: str | None = None) -> None:

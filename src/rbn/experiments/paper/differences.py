@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -51,23 +51,12 @@ def changed(result: Result) -> dict[str, tuple[Any, Any]]:
     found = configs.read(configs.find(name))
     chosen = configs.for_model(found, result.model)
     paper = configs.from_mapping({"task": result.task, **chosen})
-    theirs, ours = _flat(asdict(paper)), _flat(result.config)
+    theirs, ours = configs.flat(asdict(paper)), configs.flat(result.config)
     return {
         key: (theirs.get(key), ours.get(key))
         for key in dict.fromkeys((*ours, *theirs))
         if key.partition(".")[0] not in _SKIPPED and ours.get(key) != theirs.get(key)
     }
-
-
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings by the keys that ``rbn train --set`` has for them."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= {f"{name}.{key}": each for key, each in value.items()}
-        else:
-            found[name] = value
-    return found
 
 
 def sentences(results: Iterable[Result]) -> list[str]:
@@ -93,7 +82,7 @@ def sentences(results: Iterable[Result]) -> list[str]:
 def _alike(results: Iterable[Result], name: str, where: list[str]) -> bool:
     """Whether every run with these settings has the same value."""
     values = {
-        _shown(_flat(result.config).get(name))
+        _shown(configs.flat(result.config).get(name))
         for result in results
         if (f"{result.task}-{result.tag}" if result.tag else result.task) in where
     }

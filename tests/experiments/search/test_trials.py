@@ -13,6 +13,8 @@ pytest.importorskip("optuna")
 
 from rbn.experiments.search import trials as module
 from rbn.experiments.search.heart import Heart
+from rbn.experiments.search.storage import load_study
+from rbn.experiments.search.table import standing
 from rbn.experiments.search.trials import SILENT
 
 # Takes a trial and gives signs of life until it is killed.
@@ -158,6 +160,24 @@ def test_more_trials_later(make, tmp_path, worker):
     assert not more.all_finished()
     assert more.take() == 1
     assert more.begin(1)[1] == {"optimizer.lr": 0.001}
+
+
+def test_fewer_trials_later(make, tmp_path, worker):
+    """Those that were finished before are not hidden."""
+    where = str(tmp_path / "sweep.db")
+    space = {"clip": [1.0, 2.0, 3.0]}
+    mine = worker(make("shrinking", space=space), where)
+    for number, value in enumerate((0.5, 0.25)):
+        assert mine.take() == number
+        mine.begin(number)
+        assert mine.complete(number, value)
+    assert mine.take() == 2  # and is not finished
+    fewer = worker(make("shrinking", space=space, trials=1), where)
+    assert fewer.all_finished()
+    now = standing(load_study("shrinking", where))
+    assert [(row.number, row.best) for row in now.rows] == [(0, 0.5), (1, 0.25)]
+    assert now.total == 2
+    assert "2 of 2 trials finished (2 complete)" in now.summary()
 
 
 def test_a_heart_beats_and_notices(make, tmp_path, worker):

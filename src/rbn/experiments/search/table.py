@@ -96,14 +96,16 @@ def standing(study: Study) -> Standing:
     """The sweep of a study."""
     total = int(study.user_attrs.get("trials", 0))
     maximize = study.direction.name == "MAXIMIZE"
-    found = [t for t in study.get_trials(deepcopy=False) if t.number < total]
+    # Also those that were finished when there were to be more of them.
+    every = study.get_trials(deepcopy=False)
+    found = [t for t in every if t.number < total or t.state.is_finished()]
     identity = study.user_attrs["sweep"]
     order = list(dict.fromkeys(key for space in identity["space"] for key in space))
     rows = tuple(_row(trial, maximize, order) for trial in found)
     config = from_mapping(next(iter(identity["config"].values())))
     figure = "bits per character" if config.is_text else "accuracy"
     figure = "error rate" if config.is_reading else figure
-    return Standing(study.study_name, figure, maximize, rows, total)
+    return Standing(study.study_name, figure, maximize, rows, max(total, len(rows)))
 
 
 def _row(trial: FrozenTrial, maximize: bool, order: Sequence[str]) -> Row:

@@ -127,6 +127,19 @@ def test_a_table_of_unfinished_runs(whole, tmp_path):
     assert done.output.count("damaged") == 3  # and the run of that name
 
 
+def test_a_table_in_a_narrow_terminal_has_all_there_is(whole, tmp_path, monkeypatch):
+    name = "a-run-with-quite-a-long-name"
+    shutil.copytree(whole, tmp_path / name)
+    path = tmp_path / name / "result.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"diverged_at": 24, "test": 0.12345}))
+    monkeypatch.setenv("COLUMNS", "40")
+    rows = [line.split("│") for line in invoke("runs", tmp_path).output.splitlines() if "│" in line]
+    cells = ["".join(part.strip() for part in parts) for parts in zip(*rows, strict=True)]
+    assert cells[1] == name
+    assert cells[2] == "24(diverged)"
+    assert cells[5] in ("0.1234", "0.1235")
+
+
 def test_a_damaged_checkpoint_has_one_before(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

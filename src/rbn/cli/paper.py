@@ -129,11 +129,12 @@ def report(results: Folder = Path("results"), out: Report = Path("docs/report"))
 
 
 def _list(asked: Reproduction, console: Console) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from rbn.experiments.paper.estimate import spoken
 
-    table = Table("run", "state", "time, about")
+    columns = ("run", "state", "time, about")
+    table = Table(*(Column(column, overflow="fold") for column in columns))
     rows, total = asked.listing()
     for row in rows:
         table.add_row(*row)

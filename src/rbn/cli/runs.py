@@ -24,9 +24,10 @@ def runs(
     """A table of the runs in a folder and their results."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("run", "steps", "best validation", "valid", "test", "minutes")
+    columns = ("run", "steps", "best validation", "valid", "test", "minutes")
+    table = Table(*(Column(column, overflow="fold") for column in columns))
     found = sorted(folder.rglob("config.json"))
     for path in found:
         table.add_row(escape(str(path.parent.relative_to(folder))), *_figures(path.parent))
@@ -57,6 +58,8 @@ def _figures(run: Path) -> list[str]:
             values = json.loads(result.read_text())
             valid, test = f"{values['valid']:.4f}", f"{values['test']:.4f}"
             steps, best = str(values["steps"]), f"at step {values['best_step']}"
+            if values["diverged_at"] is not None:
+                steps += " (diverged)"
     except (KeyError, OSError, TypeError, ValueError):
         test = f"{result.name} is damaged"
     return [steps, best, valid, test, minutes]

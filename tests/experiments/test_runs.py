@@ -147,8 +147,8 @@ def test_one_pass_gives_accuracy_and_cross_entropy():
 def test_two_steps(task, model):
     if task not in ("digits", "pydoc") and not os.environ.get("RBN_DATA"):
         pytest.skip("RBN_DATA is not set: it names the folder with the data sets")
-    settings = [f"model={model}", "hidden_size=4", "batch_size=2"]
-    config = with_settings(from_mapping(configs.published(task)), settings)
+    found = configs.for_model(configs.published(task), model)
+    config = with_settings(from_mapping(found), ["hidden_size=4", "batch_size=2"])
     built = build.build(config, 1, CPU)
     optimizer = torch.optim.SGD(built.model.parameters(), 0.1)
     for step in range(2):

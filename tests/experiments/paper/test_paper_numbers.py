@@ -54,8 +54,9 @@ def test_tables_have_mean_spread_and_difference(results):
     shelf = Shelf.of(results)
     lstm, bn = tables.rows(TABLES["table2"], shelf.places, shelf.results)
     assert lstm.values == pytest.approx([1.39, 1.41])
-    assert lstm.cells[3:6] == ("1.38", "1.400 ± 0.014", "+0.020")
-    assert bn.cells[3:6] == ("1.32", "1.325 ± 0.007", "+0.005")
+    assert lstm.cells[3:6] == ("1.38", "1.400 (1.390 to 1.410)", "+0.020")
+    assert bn.cells[3:6] == ("1.32", "1.325 (1.320 to 1.330)", "+0.005")
+    assert replace(lstm, results=(*lstm.results, *lstm.results)).ours == "1.400 ± 0.012"
     assert bn.command == "rbn train ptb --model bn-lstm --seeds 1,2"
     assert bn.settings == "ptb-short"
     assert (lstm.runs, bn.runs) == ("2", "2")
@@ -215,11 +216,37 @@ def test_differences_are_read_from_the_settings(results):
     path = publish(results, seed=3)
     path.write_text(path.read_text().replace('"clip": 1.0', '"clip": 5.0'))
     (sentence,) = differences.sentences(read_results(results))
-    assert sentence == "ptb-short: clip is 5.0 instead of 1.0."
+    assert sentence == "ptb-short (LSTM, seed 3): clip is 5.0 instead of 1.0."
     path.write_text(path.read_text().replace('"clip": 5.0', '"clip": 1.0'))
     path.write_text(path.read_text().replace('"lr": 0.002', '"lr": 0.001'))
     (sentence,) = differences.sentences(read_results(results))
-    assert sentence == "ptb-short: optimizer.lr is 0.001 instead of 0.002."
+    assert sentence == "ptb-short (LSTM, seed 3): optimizer.lr is 0.001 instead of 0.002."
+
+
+def test_differences_name_the_models_that_have_them(tmp_path):
+    """None where several do, all of them alike."""
+    for model in ("lstm", "bn-lstm"):
+        for seed in (1, 2):
+            path = publish(tmp_path, task="ptb", tag="clipped", model=model, seed=seed)
+            path.write_text(path.read_text().replace('"clip": 1.0', '"clip": 5.0'))
+    assert differences.sentences(read_results(tmp_path)) == [
+        "ptb-clipped: clip is 5.0 instead of 1.0."
+    ]
+    for path in sorted((tmp_path / "ptb").glob("lstm-*.json")):
+        path.write_text(path.read_text().replace('"clip": 5.0', '"clip": 1.0'))
+    assert differences.sentences(read_results(tmp_path)) == [
+        "ptb-clipped (BN-LSTM): clip is 5.0 instead of 1.0."
+    ]
+
+
+def test_runs_that_start_from_other_gammas_are_named_together(tmp_path):
+    for gamma in (0.1, 0.5):
+        path = publish(tmp_path, task="ptb", model="bn-lstm", tag=f"gamma-{gamma}")
+        found = path.read_text().replace('"clip": 1.0', '"clip": 5.0')
+        path.write_text(found.replace('"gamma": 0.1', f'"gamma": {gamma}'))
+    assert differences.sentences(read_results(tmp_path)) == [
+        "ptb-gamma-* (BN-LSTM): clip is 5.0 instead of 1.0."
+    ]
 
 
 def test_questions_that_were_made_are_held_against_the_papers_settings(tmp_path):

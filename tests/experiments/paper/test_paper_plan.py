@@ -1,6 +1,5 @@
 """Which runs a target needs, and how long they take."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -42,9 +41,7 @@ def test_a_task_without_a_short_recipe(monkeypatch):
 
 def test_recipes():
     (run, *_) = plan.needed(["table1"], "paper", 1, FOLDER)
-    assert asdict(run.config) == asdict(configs.from_mapping(configs.published("mnist"))) | {
-        "model": "lstm"
-    }
+    assert run.config == configs.from_mapping(configs.for_model(configs.published("mnist"), "lstm"))
     (run, *_) = plan.needed(["table2"], "short", 1, FOLDER, "bf16-mixed")
     assert run.config.precision == "bf16-mixed"
     assert run.job.command.endswith("--set precision=bf16-mixed")

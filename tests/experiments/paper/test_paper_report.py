@@ -67,7 +67,7 @@ def report(results):
 def test_what_is_written(report):
     page, text = (report / "index.html").read_text(), (report / "report.md").read_text()
     for found in (page, text):
-        assert "1.325 ± 0.007" in found
+        assert "1.325 (1.320 to 1.330)" in found
         assert "+0.005" in found
         assert "98.5" in found
         assert "rbn train ptb --model bn-lstm --seeds 1,2" in found

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rbn.experiments import config as configs
+from rbn.experiments.paper.numbers import NAMES
 from rbn.experiments.paper.published import Result
 
 _WHY = {
@@ -21,6 +22,7 @@ _WHY = {
     "layer.output": "what an answer is chosen from",
     "data.words": "size of the vocabulary",
     "data.min_count": "how often the training set has each word of the vocabulary, at least",
+    "layer.hidden_noise": "noise in the initial state, which the authors give the BN-LSTM alone",
 }
 _QUESTIONS = ("cnn", "cnn-built")
 _SKIPPED = ("task", "model", "tag")
@@ -29,12 +31,20 @@ GENERAL = (
     "The best model of a run is chosen by the validation figure with population statistics, for "
     "both models; the paper chose with minibatch statistics, which understate a batch-normalized "
     "model by the noise of a small batch.",
-    "On MNIST, RMSProp has momentum 0.9 and decay 0.9 where nothing else is said above: the paper "
-    "says momentum 0.9, the authors' code has none and decay 0.5. The recurrent weights start from "
-    "the identity for the candidate and orthogonal for the gates, as in the code. The permutation "
-    "takes every pixel once, as the paper says; the code draws pixels with replacement. The "
-    "configs mnist-code and pmnist-code are the code's.",
+    "The paper gives no number of epochs and no patience. What is named in their place above is of "
+    "the configs with the names of its tasks: the steps of its figures (MNIST, CNN), the epochs of "
+    "the authors' scripts (Penn Treebank, text8), and a patience of ours.",
+    "On MNIST, RMSProp has momentum 0.9 and decay 0.9 where nothing else is said above. The paper "
+    "says '0.9 momentum'; it may mean the decay, since the authors' code never had momentum, a "
+    "decay of 0.9 at first and of 0.5 at last, and Table 5 has 0.5 and 0.9. The recurrent weights "
+    "start from the identity for the candidate and orthogonal for the gates, as in the code. The "
+    "permutation takes every pixel once, as the paper says; the code draws pixels with "
+    "replacement. The configs mnist-code and pmnist-code are the code's.",
     "As long as all rows of a minibatch are alike, constant terms pass no gradient on.",
+    "Noise in the initial state is drawn in training alone; the authors' code draws it when it "
+    "evaluates, too.",
+    "The reader's padded positions count in no statistic; in the authors' statistics of single "
+    "steps they do (padding: include).",
     "Figure 6: the paper's axis is labelled bits and is in nats, which ours is converted to.",
 )
 
@@ -60,33 +70,46 @@ def changed(result: Result) -> dict[str, tuple[Any, Any]]:
 
 
 def sentences(results: Iterable[Result]) -> list[str]:
-    """One for each way in which some runs differ, with the runs that do."""
-    known = list(results)
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for result in known:
-        if result.gamma_tag is not None or result.task not in configs.TASKS:
+    """One for each way in which some runs differ, with the runs that do.
+
+    A model is named where not all runs of those settings, or those of one model alone, do.
+    """
+    found: dict[tuple[str, str, str], dict[str, dict[tuple[str, int], str]]] = {}
+    runs: dict[str, dict[tuple[str, int], str]] = {}  # of each settings: model and seed, and name
+    for result in results:
+        if result.task not in configs.TASKS:
             continue
-        where = f"{result.task}-{result.tag}" if result.tag else result.task
+        where = _settings_of(result)
+        run, model = (f"{result.model} {result.tag}", result.seed), NAMES[result.model]
+        runs.setdefault(where, {})[run] = model
         for name, (paper, ours) in changed(result).items():
-            named = found.setdefault((name, _shown(paper), _shown(ours)), [])
-            if where not in named:
-                named.append(where)
+            if name == "normalization.gamma" and result.gamma_tag is not None:
+                continue  # what the sweep is of
+            key = name, _shown(paper), _shown(ours)
+            found.setdefault(key, {}).setdefault(where, {})[run] = model
     texts = []
-    for (name, paper, ours), runs in found.items():
+    for (name, paper, ours), places in found.items():
+        named = [_named(where, of, runs[where]) for where, of in places.items()]
         why = f": {_WHY[name]}" if name in _WHY else ""
-        alike = " All models alike." if _alike(known, name, runs) else ""
-        texts.append(f"{', '.join(runs)}: {name} is {ours} instead of {paper}{why}.{alike}")
+        texts.append(f"{', '.join(named)}: {name} is {ours} instead of {paper}{why}.")
     return texts
 
 
-def _alike(results: Iterable[Result], name: str, where: list[str]) -> bool:
-    """Whether every run with these settings has the same value."""
-    values = {
-        _shown(configs.flat(result.config).get(name))
-        for result in results
-        if (f"{result.task}-{result.tag}" if result.tag else result.task) in where
-    }
-    return len(values) == 1
+def _settings_of(result: Result) -> str:
+    if result.gamma_tag is not None:
+        return f"{result.task}-gamma-*"
+    return f"{result.task}-{result.tag}" if result.tag else result.task
+
+
+def _named(where: str, some: dict[tuple[str, int], str], every: dict[tuple[str, int], str]) -> str:
+    """The settings' name, with what of their runs is meant if it is not all of several models."""
+    models = list(dict.fromkeys(some.values()))
+    if some == every and len(models) > 1:
+        return where
+    seeds = {run[1] for run in some}
+    whole = all(run in some for run, model in every.items() if model in models)
+    which = "" if whole else f", seed{'s' * (len(seeds) > 1)} {', '.join(map(str, sorted(seeds)))}"
+    return f"{where} ({', '.join(models)}{which})"
 
 
 def _shown(value: Any) -> str:

@@ -248,7 +248,8 @@ def _loss(name: str, part: str) -> tuple[str, float]:
 
 _MOMENTUM = (
     " Our runs on images have the momentum of the paper's text, which the authors' code lacks. "
-    "They learn faster than the paper's, above all from large gammas, which matter less to them."
+    "They learn faster than the paper's, above all from large gammas: that small ones are better "
+    "does not show in them."
 )
 
 

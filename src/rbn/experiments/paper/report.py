@@ -74,8 +74,8 @@ def _summary(rows: dict[str, list[Row]]) -> list[Block]:
     return [
         Paragraph(
             "Cooijmans et al., Recurrent Batch Normalization (ICLR 2017, arXiv:1603.09025), done "
-            "again with rbn. Ours are means over seeds with their standard deviation, measured on "
-            "the test set with population statistics. Runs that diverged do not count; they "
+            "again with rbn. Ours are means over seeds with their standard deviation, of two "
+            "with their range, measured on the test set with population statistics. Runs that diverged do not count; they "
             "are named beside, with the best model they had before, or, where they have no file, "
             "in docs/experiments.md."
         ),
@@ -182,9 +182,14 @@ def _findings(shelf: Shelf) -> list[Block]:
 
 
 def _differences(shelf: Shelf) -> list[Block]:
-    own = [r for r in shelf.results if any(p.holds(r) for p in shelf.places.values())]
+    own = [
+        result
+        for result in shelf.results
+        if result.gamma_tag is not None or any(p.holds(result) for p in shelf.places.values())
+    ]
     texts = [*differences.sentences(own), *differences.GENERAL]
-    return [Heading("What differs from the paper, and why"), Items(texts)]
+    note = "Of all models alike, but where one is named in brackets."
+    return [Heading("What differs from the paper, and why"), Paragraph(note), Items(texts)]
 
 
 def _missing(rows: dict[str, list[Row]], figures: Sequence[Figure], shelf: Shelf) -> list[Block]:

@@ -38,13 +38,19 @@ class Row:
 
     @property
     def ours(self) -> str:
-        """Mean and standard deviation over the seeds; those that diverged do not count."""
+        """Mean and standard deviation over the seeds; those that diverged do not count.
+
+        Of two seeds their range: they say nothing of a deviation.
+        """
         if not self.results:
             return "not trained yet"
         digits = self.table.digits
         text = f"{mean(self.values):.{digits}f}"
-        spread = f" ± {stdev(self.values):.{digits}f}" if len(self.values) > 1 else ""
-        return text + spread
+        if len(self.values) > 2:
+            return f"{text} ± {stdev(self.values):.{digits}f}"
+        if len(self.values) == 2:
+            return f"{text} ({min(self.values):.{digits}f} to {max(self.values):.{digits}f})"
+        return text
 
     @property
     def said(self) -> str:

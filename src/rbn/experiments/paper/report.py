@@ -75,9 +75,9 @@ def _summary(rows: dict[str, list[Row]]) -> list[Block]:
         Paragraph(
             "Cooijmans et al., Recurrent Batch Normalization (ICLR 2017, arXiv:1603.09025), done "
             "again with rbn. Ours are means over seeds with their standard deviation, of two "
-            "with their range, measured on the test set with population statistics. Runs that diverged do not count; they "
-            "are named beside, with the best model they had before, or, where they have no file, "
-            "in docs/experiments.md."
+            "with their range, measured on the test set with population statistics. Runs that "
+            "diverged do not count; they are named beside, with the best model they had before, "
+            "or, where they have no file, in docs/experiments.md."
         ),
         Items(sentences),
     ]

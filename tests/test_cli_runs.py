@@ -8,9 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 from rbn.cli.app import app
+from rbn.experiments import build, results, runs, trained
 from rbn.experiments import config as configs
-from rbn.experiments import results, trained
-from rbn.experiments.config import from_mapping
+from rbn.experiments.config import from_mapping, with_settings
 from rbn.experiments.paper import published
 from rbn.training import checkpoint
 
@@ -70,6 +70,20 @@ def test_measuring_a_classifier_again(digits_runs):
     done = invoke("evaluate", run, "--length", "7", "--device", "cpu")
     assert done.exit_code == 2
     assert "length is for texts" in done.output
+
+
+def test_measuring_the_best_model_so_far(tmp_path):
+    """With statistics of its own; those kept beside it lag, and are not of averaged parameters."""
+    settings = ["epochs=6", "hidden_size=8", "evaluate_every=6", "average=0.9"]
+    settings.append("layer.hidden_noise=0")  # which would be drawn anew
+    config = with_settings(from_mapping(configs.published("digits")), settings)
+    runs.start(tmp_path, config, 1)
+    run = build.make_trainer(config, build.build(config, 1, torch.device("cpu")), tmp_path)
+    now = run.run()
+    (record,) = (r for r in now.history if r["step"] == now.best_step)
+    done = invoke("evaluate", tmp_path, "--split", "valid", "--device", "cpu")
+    wanted = f"{record['valid_population']:.4f} accuracy (valid, population statistics, the best"
+    assert wanted in done.output
 
 
 def test_measuring_a_text(text_run):

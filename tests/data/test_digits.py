@@ -74,6 +74,12 @@ def test_permuted_pixels_are_the_same_in_a_fixed_other_order(plain: Splits) -> N
         assert torch.equal(after.labels, before.labels)
 
 
+def test_pixels_are_permuted_by_the_seed() -> None:
+    plain, permuted = digits(seed=3), digits(permuted=True, seed=3)
+    assert torch.equal(permuted.train.inputs, plain.train.inputs[pixel_order(3)])
+    assert not torch.equal(pixel_order(3), pixel_order(0))
+
+
 def test_global_generator_is_left_alone() -> None:
     before = torch.get_rng_state()
     digits(permuted=True)

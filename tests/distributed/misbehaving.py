@@ -8,5 +8,7 @@ def misbehave(how):
     if os.environ["RANK"] == "1":
         if how == "exit":
             os._exit(3)
+        if how == "much to say":
+            raise ValueError("rank 1 has much to say: " + 10**6 * "x")
         raise ValueError("rank 1 does not like it")
     time.sleep(600)

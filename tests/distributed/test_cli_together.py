@@ -171,6 +171,7 @@ def test_what_torchrun_started_is_not_started_again(tmp_path, monkeypatch):
     [
         ("exit", RankLost, "rank 1 of 2 ended with 3; the others were ended"),
         ("error", ValueError, "rank 1 does not like it"),
+        ("much to say", ValueError, "x" * 10**6),  # more than a pipe holds
     ],
 )
 def test_if_one_fails_all_end(how, error, message):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -217,9 +218,23 @@ def run(tmp_path_factory):
     torch.manual_seed(0)
     task = build(config, 1, CPU)
     runs.start(folder, config, 1)
-    make_trainer(config, task, folder).run()
+    trainer = make_trainer(config, task, folder)
+    trainer.run()
     assert isinstance(task, ReadingTask)
+    results.finish(config, 1, trainer, "")
     return folder
+
+
+def test_a_run_that_is_not_finished_is_not_asked(run, tmp_path):
+    """Its statistics are not those of its best model."""
+    shutil.copytree(run, tmp_path / "going")
+    (tmp_path / "going" / "final.safetensors").unlink()
+    (tmp_path / "a.txt").write_text("Ann won the cup .")
+    arguments = "--document", tmp_path / "a.txt", "--question", "@placeholder won the cup"
+    result = call("ask", tmp_path / "going", *arguments)
+    assert result.exit_code == 2
+    assert "is not finished, and its best model has no statistics of its own" in result.output
+    assert call("ask", run, *arguments).exit_code == 0
 
 
 def test_asking(run, tmp_path):

@@ -320,7 +320,9 @@ def test_steps_before_the_first_estimate_use_it():
     assert mean.tolist() == [[3, 3]]
     s = PopulationStatistics(2, max_length=2)
     s.update(torch.ones(1, 2), torch.ones(1, 2), start=2)  # beyond: not kept
+    s.update(torch.ones(3, 2), torch.ones(3, 2), start=4)
     assert not s.estimated
+    assert s.count.tolist() == [0, 0]
 
 
 def test_a_batch_of_one_is_warned_of():

@@ -112,3 +112,23 @@ def test_nothing_but_gradients_that_overflow(tmp_path):
     ):
         run.run()
     assert run.progress.skipped == 50  # also those since the host last looked
+
+
+def test_as_many_but_not_in_a_row(tmp_path):
+    task = Overflowing()
+    task.steps = range(1, 120, 2)
+    assert trainer(tmp_path, task, Schedule(120, evaluate_every=120)).run().skipped == 60
+
+
+def test_the_first_step_of_a_fused_optimiser_with_momentum_is_left_out(tmp_path):
+    """PyTorch's would go on from a momentum that nobody has set."""
+    models = []
+    for fused in (False, True):
+        task = Overflowing()
+        task.steps = (0,)
+        optimizer = torch.optim.SGD(task.model.parameters(), 0.01, momentum=0.9, fused=fused)
+        schedule = Schedule(8, evaluate_every=4, clip=0.05)
+        run = Trainer(task, optimizer, schedule, tmp_path / str(fused))
+        assert run.run().skipped == 1
+        models.append(torch.cat([p.detach().flatten() for p in task.model.parameters()]))
+    torch.testing.assert_close(*models)

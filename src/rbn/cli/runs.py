@@ -99,6 +99,7 @@ def evaluate(
         unit = "bits per character" if config.is_text else "accuracy"
         unit = "error rate" if config.is_reading else unit
         how = f"{split}, {stats} statistics" + (f", length {length}" if length else "")
+        how += "" if trained.is_final(run) else ", the best model so far"
         typer.echo(f"{config.task}, {config.name}: {value:.4f} {unit} ({how})")
 
     guarded(work)

@@ -15,9 +15,10 @@ from rbn.data.cnn.question import ENTITY
 from rbn.data.cnn.question import read as read_question
 from rbn.data.cnn.sentences import select
 from rbn.data.cnn.shards import renumbering
+from rbn.experiments.measured import has_statistics
 from rbn.experiments.reading import VOCABULARY, make_reader
 from rbn.experiments.runs import opened
-from rbn.experiments.trained import weights_of
+from rbn.experiments.trained import is_final, weights_of
 from rbn.training import checkpoint
 
 _OTHER = "an entity not in the texts"
@@ -75,6 +76,11 @@ def ask(run: Path, document: Path, question: str | None, most: int = 5) -> Answe
     model = make_reader(config, vocabulary)
     weights, _ = weights_of(run)
     checkpoint.fill(model, weights)
+    if has_statistics(model) and not is_final(run):
+        raise ValueError(
+            f"{run} is not finished, and its best model has no statistics of its own: finish it "
+            f"with rbn resume {run}"
+        )
     model.eval()
     with torch.no_grad():
         logits, attention = model(encoded(text), encoded(asked))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,16 +150,18 @@ def build(
 def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
     """The optimiser of a config; `graph`: one whose step a CUDA graph may hold."""
     options = dict(config.optimizer)
-    kind = _OPTIMIZERS[options.pop("name")]
+    name = options.pop("name")
+    kind = _OPTIMIZERS[name]
     device = next(model.parameters()).device
     if graph and kind is not torch.optim.SGD:
         options["capturable"] = True
     if device.type == "cuda" and kind in _FUSED and options.pop("fused", True):
         kind = _FUSED[kind]
     if graph and config.decay_from < 1:
-        options["lr"] = torch.tensor(float(options["lr"]), device=device)
+        rate = options.get("lr", inspect.signature(_OPTIMIZERS[name]).parameters["lr"].default)
+        options["lr"] = torch.tensor(float(rate), device=device)
     parameters: list[Any] = list(model.parameters())
-    if config.optimizer["name"] == "adamw":
+    if name == "adamw":
         # Weights before a normalization may be of any size, so that decay only keeps their steps
         # from getting smaller beside them; gammas, betas and biases mean what they are.
         decayed = [p for p in parameters if p.ndim > 1]

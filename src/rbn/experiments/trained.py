@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rbn.data.text import encode
-from rbn.experiments import build, runs
+from rbn.experiments import build, results, runs
 from rbn.experiments.config import Config
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
@@ -28,16 +28,27 @@ def weights_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     raise CheckpointError(f"{folder} has no trained model yet: there was no evaluation so far")
 
 
+def is_final(folder: Path) -> bool:
+    """Whether a run's model has the exact statistics that it gets at the end."""
+    return (folder / "final.safetensors").exists()
+
+
 def open_task(
     folder: Path, device: torch.device, root: Path | None = None
 ) -> tuple[Config, Classification | NextSymbol | ReadingTask]:
-    """A run's settings, and its task with the trained model."""
+    """A run's settings, and its task with the trained model.
+
+    The best model so far of a run that is not finished gets statistics of its own: those that were
+    kept with it lag behind, and with `average` are of other parameters.
+    """
     config, seed = runs.opened(folder)
     weights, _ = weights_of(folder)
     task = build.build(config, seed, device, root)
     checkpoint.fill(task.model, weights)
     task.model = make_fabric(device, config.precision).setup_module(task.model)
     task.model.eval()
+    if not is_final(folder):
+        results.exact_statistics(config, task)
     return config, task
 
 

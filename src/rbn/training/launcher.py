@@ -104,28 +104,34 @@ def launch(work: Callable[..., None], arguments: tuple[Any, ...], count: int) ->
     for _, sender in pipes:
         sender.close()
     try:
-        _wait(processes)
-        reports = [_report(receiver) for receiver, _ in pipes]
+        reports = _wait(processes, [receiver for receiver, _ in pipes])
     finally:
         _end(processes)
     _judge([process.exitcode for process in processes], reports)
 
 
-def _wait(processes: list[Any]) -> None:
-    """Until all have ended well, or a moment after one has not."""
+def _wait(processes: list[Any], receivers: list[Any]) -> list[BaseException | None]:
+    """Until all have ended well, or a moment after one has not. Gives what they said by then.
+
+    They are listened to all the time: who has much to say waits until it is heard.
+    """
+    reports: list[BaseException | None] = [None] * len(processes)
+    unheard = dict(enumerate(receivers))
     deadline: float | None = None
     while True:
         codes = [process.exitcode for process in processes]
-        if None not in codes:
-            return
         if deadline is None and any(codes):
             deadline = time.monotonic() + _GRACE
         limit = None if deadline is None else deadline - time.monotonic()
-        if limit is not None and limit <= 0:
-            return
+        if None not in codes or (limit is not None and limit <= 0):
+            return [_report(unheard[k]) if k in unheard else told for k, told in enumerate(reports)]
         alive = [p for p, code in zip(processes, codes, strict=True) if code is None]
         try:
-            connection.wait([process.sentinel for process in alive], limit)
+            ready = connection.wait([p.sentinel for p in alive] + list(unheard.values()), limit)
+            for k, receiver in list(unheard.items()):
+                if receiver in ready:
+                    reports[k] = _report(receiver)
+                    del unheard[k]
         except KeyboardInterrupt:
             for process in alive:
                 os.kill(process.pid, signal.SIGINT)

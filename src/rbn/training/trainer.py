@@ -63,6 +63,7 @@ class Task(Protocol):
         """
 
 
+_DIVIDING = torch.optim.Adam, torch.optim.AdamW
 _MOST_SKIPPED = 50  # steps in a row whose gradient is not finite before training is given up
 
 
@@ -137,10 +138,11 @@ class Trainer:
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._first_rates = [float(rate) for rate in self._rates]
         self._ledger = Ledger(device)
-        # Where Fabric scales the loss, it clips as well. A fused optimiser divides the gradients
-        # itself, and can leave a step out.
+        # Where Fabric scales the loss, it clips as well. A fused Adam divides the gradients itself,
+        # and can leave a step out. (So does a fused SGD, but for its momentum, which is not set.)
         self._clips = schedule.clip is not None and not self._scales_loss()
-        self._divides = self._clips and bool(optimizer.defaults.get("fused"))
+        fused = isinstance(optimizer, _DIVIDING) and bool(optimizer.defaults.get("fused"))
+        self._divides = self._clips and fused
         self._fetched = 0  # of progress.loss_count
         self._average: AveragedParameters | None = None
         if schedule.average is not None:

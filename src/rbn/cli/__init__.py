@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -27,6 +28,12 @@ def _main() -> None:
 
     try:
         app()
+    except SystemExit as left:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # as one of torchrun's processes
+            from rbn.training.launcher import end_at_once
+
+            end_at_once(left.code if isinstance(left.code, int) else int(left.code is not None))
+        raise
     finally:
         # After an interrupt inside of exec(), as when an import makes a dataclass, `python -m` ends
         # by the signal even though it was handled. The next exec() takes that mark away.

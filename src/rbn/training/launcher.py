@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
@@ -195,6 +196,7 @@ def _work_as(
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_count))
     try:
         work(*arguments)
+        end_at_once(0)
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt) and not is_lost(error):
             error.__notes__ = [f"in rank {world.rank}:\n{traceback.format_exc()}"]
@@ -203,9 +205,23 @@ def _work_as(
         except Exception:
             content = pickle.dumps(RuntimeError(traceback.format_exc()))
         sender.send_bytes(content)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # without a last meeting of the processes, which may not come about
+        end_at_once(1)  # without a last meeting of the processes, which may not come about
+
+
+def end_at_once(code: int) -> None:
+    """End a process that worked with others, without taking the interpreter down.
+
+    A thread of gloo may still be about to let go of the tensors it exchanged last. For that it
+    needs the interpreter's lock, and in an interpreter that is being taken down it gets none but
+    is ended, which aborts the process after all its work is done.
+    """
+    if code == 0:  # else they might wait for the others, who may not come
+        with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def _end_with_parent() -> None:

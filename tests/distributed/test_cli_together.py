@@ -165,6 +165,13 @@ def test_what_torchrun_started_is_not_started_again(tmp_path, monkeypatch):
     assert "the environment must hold numbers, got RANK=x" in done.output
 
 
+def test_devices_are_numbered_on_each_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    world = World(rank=6, count=8, local_rank=2, local_count=4)
+    assert world.device(torch.device("cuda")) == torch.device("cuda", 2)
+    assert world.device(torch.device("cpu")) == torch.device("cpu")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "error", "message"),

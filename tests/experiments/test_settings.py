@@ -8,10 +8,11 @@ import torch
 import rbn
 from rbn import data
 from rbn.data import Split, Splits
-from rbn.experiments import build, results
+from rbn.experiments import build, results, runs
 from rbn.experiments.config import from_mapping
 from rbn.experiments.fit import Fit
 from rbn.experiments.tasks import Classification, NextSymbol
+from rbn.experiments.trained import open_task
 from rbn.models import LanguageModel, SequenceClassifier
 from rbn.training import Progress, checkpoint
 
@@ -83,6 +84,19 @@ def test_the_precision_reaches_fabric(tmp_path):
     fit = Fit([(tmp_path / "run", from_mapping(SMALL | {"precision": "bf16-mixed"}), 1)], CPU)
     fit.train(max_minutes=1e-9)
     assert fit.trainers[0].fabric.strategy.precision.precision == "bf16-mixed"
+
+
+def test_a_trained_model_is_measured_in_its_precision(tmp_path):
+    config, run = trained(tmp_path, precision="bf16-mixed")
+    runs.start(tmp_path, config, 1)
+    results.finish(config, 1, run, "")
+    _, task = open_task(tmp_path, CPU)
+    inputs = task.splits.test.inputs[:, :5]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = run.module.eval()(inputs)
+    found = task.model(inputs)
+    assert torch.equal(found.float(), wanted.float())
+    assert not torch.equal(found.float(), run.module(inputs))
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "rmsprop", "sgd"])

@@ -1,5 +1,6 @@
 """Which model is the best, when it is written, and what a run that goes on finds."""
 
+import math
 import os
 import time
 
@@ -40,6 +41,13 @@ def test_the_first_of_equals_is_the_best(tmp_path):
 def test_patience_begins_anew_with_a_better_one(tmp_path):
     now = looked(tmp_path, [3.0, 4.0, 2.0, 4.0, 1.0, 5.0, 5.0, 0.0], patience=2)
     assert (now.best, now.step) == (1.0, 7)
+
+
+def test_figures_that_are_no_numbers_have_no_best(tmp_path):
+    run = trainer(tmp_path, Scripted([math.nan] * 2, True), Schedule(2, evaluate_every=1))
+    assert run.run().best is None
+    with pytest.raises(checkpoint.CheckpointError, match="of no evaluation is valid a number"):
+        run.load_best()
 
 
 @pytest.fixture

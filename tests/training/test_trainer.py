@@ -304,6 +304,8 @@ def test_a_truncated_checkpoint_is_named(whole, tmp_path):
     [
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"patience": 0}, "patience must be at least 1, got 0"),
+        ({"evaluate_every": 0}, "evaluate_every must be at least 1, got 0"),
+        ({"checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),
         ({"clip": 0.0}, "clip must be positive, got 0"),
         ({"max_minutes": -1.0}, "max_minutes must be positive, got -1"),
         ({"decay_from": 1.5}, "decay_from must be from 0 to 1, got 1.5"),

@@ -465,7 +465,15 @@ class Trainer:
             ) from error
 
     def load_best(self) -> dict[str, Any]:
-        """Give the model the parameters and statistics of the best evaluation; its facts."""
+        """Give the model the parameters and statistics of the best evaluation; its facts.
+
+        Raises:
+            CheckpointError: there is none: no figure was a number.
+        """
+        if self.progress.history and self.progress.best is None:
+            raise checkpoint.CheckpointError(
+                f"{self.folder} has no best model: of no evaluation is {self.task.metric} a number"
+            )
         tensors, facts = self.ranks.from_first(lambda: checkpoint.load(self.best))
         with self.alone():
             checkpoint.fill(

@@ -12,6 +12,7 @@ from rbn.experiments import build, results, runs, trained
 from rbn.experiments import config as configs
 from rbn.experiments.config import from_mapping, with_settings
 from rbn.experiments.paper import published
+from rbn.experiments.tasks import Classification
 from rbn.training import checkpoint
 
 TEXT = ["--set", "epochs=1", "--set", "hidden_size=16", "--set", "batch_size=64"]
@@ -72,7 +73,7 @@ def test_measuring_a_classifier_again(digits_runs):
     assert "length is for texts" in done.output
 
 
-def test_measuring_the_best_model_so_far(tmp_path):
+def test_measuring_the_best_model_so_far(tmp_path, monkeypatch):
     """With statistics of its own; those kept beside it lag, and are not of averaged parameters."""
     settings = ["epochs=6", "hidden_size=8", "evaluate_every=6", "average=0.9"]
     settings.append("layer.hidden_noise=0")  # which would be drawn anew
@@ -84,6 +85,12 @@ def test_measuring_the_best_model_so_far(tmp_path):
     done = invoke("evaluate", tmp_path, "--split", "valid", "--device", "cpu")
     wanted = f"{record['valid_population']:.4f} accuracy (valid, population statistics, the best"
     assert wanted in done.output
+    done = invoke("evaluate", tmp_path, "--split", "valid", "--stats", "batch", "--device", "cpu")
+    assert f"{record['valid_batch']:.4f} accuracy (valid, batch statistics, the best" in done.output
+    # What is wrong is said before there is any work.
+    monkeypatch.setattr(Classification, "estimate_population", lambda *_: pytest.fail("estimated"))
+    for option in (("--split", "all"), ("--stats", "both"), ("--length", "7")):
+        assert invoke("evaluate", tmp_path, *option, "--device", "cpu").exit_code == 2
 
 
 def test_measuring_a_text(text_run):

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
 
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
@@ -44,6 +45,13 @@ def stop(reason: str, code: int) -> NoReturn:
     """End with one sentence."""
     typer.echo(f"rbn: {reason}", err=True)
     raise typer.Exit(code)
+
+
+def make_table(*columns: str, title: str | None = None) -> Table:
+    """An empty table that loses nothing in a narrow terminal."""
+    from rich.table import Column, Table
+
+    return Table(*(Column(column, overflow="fold") for column in columns), title=title)
 
 
 def device_of(name: str) -> torch.device:

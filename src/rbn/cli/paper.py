@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rbn.cli.common import DataDir, Device, device_of, guarded, stop
+from rbn.cli.common import DataDir, Device, device_of, guarded, make_table, stop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,12 +129,9 @@ def report(results: Folder = Path("results"), out: Report = Path("docs/report"))
 
 
 def _list(asked: Reproduction, console: Console) -> None:
-    from rich.table import Column, Table
-
     from rbn.experiments.paper.estimate import spoken
 
-    columns = ("run", "state", "time, about")
-    table = Table(*(Column(column, overflow="fold") for column in columns))
+    table = make_table("run", "state", "time, about")
     rows, total = asked.listing()
     for row in rows:
         table.add_row(*row)
@@ -147,8 +144,6 @@ def _list(asked: Reproduction, console: Console) -> None:
 
 def _show(asked: Reproduction, shelf: Shelf, out: Path, console: Console) -> None:
     """The tables in the terminal, the figures as files."""
-    from rich.table import Column, Table
-
     from rbn.experiments.paper import tables
     from rbn.experiments.paper.draw import draw
     from rbn.experiments.paper.figures import figure
@@ -158,8 +153,7 @@ def _show(asked: Reproduction, shelf: Shelf, out: Path, console: Console) -> Non
 
     for name in asked.targets:
         if name in TABLES:
-            columns = (Column(column, overflow="fold") for column in tables.COLUMNS)
-            table = Table(*columns, title=f"{name}: {TABLES[name].title}")
+            table = make_table(*tables.COLUMNS, title=f"{name}: {TABLES[name].title}")
             for row in tables.rows(TABLES[name], shelf.places, shelf.results):
                 table.add_row(*row.cells)
             console.print(table)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rbn.cli.common import DataDir, Device, Run, device_of, guarded, stop
+from rbn.cli.common import DataDir, Device, Run, device_of, guarded, make_table, stop
 
 Split = Annotated[str, typer.Option(help="train, valid or test.")]
 Statistics = Annotated[str, typer.Option(help="population or batch.")]
@@ -24,10 +24,8 @@ def runs(
     """A table of the runs in a folder and their results."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Column, Table
 
-    columns = ("run", "steps", "best validation", "valid", "test", "minutes")
-    table = Table(*(Column(column, overflow="fold") for column in columns))
+    table = make_table("run", "steps", "best validation", "valid", "test", "minutes")
     found = sorted(folder.rglob("config.json"))
     for path in found:
         table.add_row(escape(str(path.parent.relative_to(folder))), *_figures(path.parent))
@@ -95,11 +93,12 @@ def evaluate(
 
     def work() -> None:
         config, task = trained.open_task(run, device_of(device), data_dir)
-        value = trained.evaluate(task, split, stats, length)
+        estimate = None if trained.is_final(run) else config.population_batch
+        value = trained.evaluate(task, split, stats, length, estimate)
         unit = "bits per character" if config.is_text else "accuracy"
         unit = "error rate" if config.is_reading else unit
         how = f"{split}, {stats} statistics" + (f", length {length}" if length else "")
-        how += "" if trained.is_final(run) else ", the best model so far"
+        how += "" if estimate is None else ", the best model so far"
         typer.echo(f"{config.task}, {config.name}: {value:.4f} {unit} ({how})")
 
     guarded(work)

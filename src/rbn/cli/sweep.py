@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rbn.cli.common import DataDir, Device, device_of, guarded, stop
+from rbn.cli.common import DataDir, Device, device_of, guarded, make_table, stop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -182,7 +182,6 @@ def status(
 ) -> None:
     """A table of the trials of a sweep, and with --plot a picture."""
     from rich.console import Console
-    from rich.table import Column, Table
 
     from rbn.experiments.search.sampling import need_optuna
 
@@ -200,7 +199,7 @@ def status(
         folder = out or Path("runs") / name
         now = standing(storages.load_study(name, storage or storages.default(folder)))
         columns = ["trial", "state", *now.parameters, f"best {now.figure}", "steps", "minutes"]
-        table = Table(*(Column(column, overflow="fold") for column in columns))
+        table = make_table(*columns)
         for row in now.rows:
             chosen = [spoken(row.parameters.get(name, "")) for name in now.parameters]
             best = "" if row.best is None else f"{row.best:.4f}"

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rbn.data.text import encode
-from rbn.experiments import build, results, runs
+from rbn.experiments import build, runs
 from rbn.experiments.config import Config
+from rbn.experiments.measured import has_statistics
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel
@@ -36,19 +37,13 @@ def is_final(folder: Path) -> bool:
 def open_task(
     folder: Path, device: torch.device, root: Path | None = None
 ) -> tuple[Config, Classification | NextSymbol | ReadingTask]:
-    """A run's settings, and its task with the trained model.
-
-    The best model so far of a run that is not finished gets statistics of its own: those that were
-    kept with it lag behind, and with `average` are of other parameters.
-    """
+    """A run's settings, and its task with the trained model."""
     config, seed = runs.opened(folder)
     weights, _ = weights_of(folder)
     task = build.build(config, seed, device, root)
     checkpoint.fill(task.model, weights)
     task.model = make_fabric(device, config.precision).setup_module(task.model)
     task.model.eval()
-    if not is_final(folder):
-        results.exact_statistics(config, task)
     return config, task
 
 
@@ -57,6 +52,7 @@ def evaluate(
     split: str = "test",
     statistics: str = "population",
     length: str | None = None,
+    estimate: int | None = None,
 ) -> float:
     """The figure of a trained model.
 
@@ -66,6 +62,9 @@ def evaluate(
         statistics: ``population`` or ``batch``.
         length: characters of a window, or ``full`` for the text as one sequence, which needs
             population statistics; the training's by default. For texts.
+        estimate: first give the model statistics of its own, from minibatches of this size. The
+            best model so far of a run that is not finished needs that: what was kept with it lags
+            behind, and with `average` is of other parameters.
     """
     for name, value, known in (
         ("split", split, ("train", "valid", "test")),
@@ -73,16 +72,19 @@ def evaluate(
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
-    if length is None:
-        return task.measure_with(split, statistics)
-    if not isinstance(task, NextSymbol):
-        raise ValueError("length is for texts; here every sequence has the length it has")
-    if length == "full":
-        if statistics == "batch":
+    if length is not None:
+        if not isinstance(task, NextSymbol):
+            raise ValueError("length is for texts; here every sequence has the length it has")
+        if length == "full" and statistics == "batch":
             raise ValueError("length full is a batch of one sequence: it needs stats population")
+        if length != "full" and (not length.isdigit() or int(length) < 2):
+            raise ValueError(f"length must be a number from 2 up or full, got {length!r}")
+    if estimate is not None and statistics == "population" and has_statistics(task.model):
+        task.estimate_population(estimate)
+    if length is None or not isinstance(task, NextSymbol):
+        return task.measure_with(split, statistics)
+    if length == "full":
         return task.measure_whole(split)
-    if not length.isdigit() or int(length) < 2:
-        raise ValueError(f"length must be a number from 2 up or full, got {length!r}")
     before, task.length = task.length, int(length)
     try:
         return task.measure_with(split, statistics)

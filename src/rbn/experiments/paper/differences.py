@@ -26,6 +26,7 @@ _WHY = {
 }
 _QUESTIONS = ("cnn", "cnn-built")
 _SKIPPED = ("task", "model", "tag")
+Runs = dict[tuple[str, str, int], str]  # model, tag and seed; what the model is called
 
 GENERAL = (
     "The best model of a run is chosen by the validation figure with population statistics, for "
@@ -74,13 +75,13 @@ def sentences(results: Iterable[Result]) -> list[str]:
 
     A model is named where not all runs of those settings, or those of one model alone, do.
     """
-    found: dict[tuple[str, str, str], dict[str, dict[tuple[str, int], str]]] = {}
-    runs: dict[str, dict[tuple[str, int], str]] = {}  # of each settings: model and seed, and name
+    found: dict[tuple[str, str, str], dict[str, Runs]] = {}
+    runs: dict[str, Runs] = {}
     for result in results:
         if result.task not in configs.TASKS:
             continue
         where = _settings_of(result)
-        run, model = (f"{result.model} {result.tag}", result.seed), NAMES[result.model]
+        run, model = (result.model, result.tag, result.seed), NAMES[result.model]
         runs.setdefault(where, {})[run] = model
         for name, (paper, ours) in changed(result).items():
             if name == "normalization.gamma" and result.gamma_tag is not None:
@@ -101,12 +102,12 @@ def _settings_of(result: Result) -> str:
     return f"{result.task}-{result.tag}" if result.tag else result.task
 
 
-def _named(where: str, some: dict[tuple[str, int], str], every: dict[tuple[str, int], str]) -> str:
+def _named(where: str, some: Runs, every: Runs) -> str:
     """The settings' name, with what of their runs is meant if it is not all of several models."""
     models = list(dict.fromkeys(some.values()))
     if some == every and len(models) > 1:
         return where
-    seeds = {run[1] for run in some}
+    seeds = {seed for _, _, seed in some}
     whole = all(run in some for run, model in every.items() if model in models)
     which = "" if whole else f", seed{'s' * (len(seeds) > 1)} {', '.join(map(str, sorted(seeds)))}"
     return f"{where} ({', '.join(models)}{which})"

@@ -77,8 +77,10 @@ def test_every_link_leads_somewhere(page):
     ("task", "tag", "factor", "digits"),
     [
         ("ptb", "short", 1, 3),
-        ("mnist", "steady", 100, 1),
+        ("mnist", "rmsprop", 100, 1),
         ("mnist", "no-momentum", 100, 1),
+        ("mnist", "steady", 100, 1),
+        ("pmnist", "rmsprop", 100, 1),
         ("pmnist", "short", 100, 1),
     ],
 )
@@ -92,7 +94,7 @@ def test_the_published_numbers_are_those_of_the_files(task, tag, factor, digits,
     spread = f"{least} to {most}; " if len(found) > 1 else ""
     said = re.escape(f"{mean} ({spread}{len(found)}")
     assert re.search(rf"\b{said}\b", (ROOT / "docs/experiments.md").read_text())
-    if tag != "no-momentum":
+    if (task, tag) not in {("mnist", "no-momentum"), ("mnist", "steady")}:
         assert f" {mean} " in (ROOT / "README.md").read_text()
 
 
@@ -116,6 +118,45 @@ def test_the_accuracy_past_the_paper_is_that_of_the_files():
     for values in every:
         assert values["diverged_at"] is None
         assert shipped_beyond("pmnist", "zoneout-0.3") == values["config"]
+
+
+@pytest.mark.parametrize("tag", ["no-momentum", "steady"])
+def test_the_accuracy_of_the_lstm_with_noise_is_that_of_the_files(tag):
+    paths = (ROOT / "results/mnist").glob(f"lstm-{tag}-noise-seed*.json")
+    every = [json.loads(path.read_text()) for path in paths]
+    assert [run["config"]["layer"] for run in every] == [{"hidden_noise": 0.1}] * 3
+    found = [100 * run["test"] for run in every]
+    said = f"{sum(found) / 3:.1f} % ({min(found):.1f} to {max(found):.1f})"
+    assert said in (ROOT / "docs/experiments.md").read_text()
+
+
+def steps_to(accuracy, run):
+    with (ROOT / f"results/mnist/{run}.csv").open(newline="") as file:
+        rows = csv.DictReader(file)
+        return next(int(r["step"]) for r in rows if float(r["valid_population"]) >= accuracy)
+
+
+def test_the_steps_to_95_percent_are_those_of_the_files():
+    lstm, bn_lstm = (
+        {steps_to(0.95, f"{model}-rmsprop-seed{seed}") for seed in (1, 2, 3)}
+        for model in ("lstm", "bn-lstm")
+    )
+    readme, page = (
+        " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/experiments.md")
+    )
+    (slow,), (fast,) = lstm, bn_lstm
+    assert f"95 % on MNIST in order within {fast:,} steps where the LSTM takes {slow:,}" in readme
+    assert f"95 % on validation after {slow:,} steps (all seeds; " in page
+    assert f"every 2,500), the BN-LSTM after {fast:,}." in page
+
+
+def test_the_accuracy_of_gammas_is_that_of_the_files():
+    found = []
+    for gamma in ("0.1", "0.3", "0.5", "0.7", "1"):
+        path = ROOT / f"results/pmnist/bn-lstm-gamma-{gamma}-seed1.json"
+        found.append(100 * json.loads(path.read_text())["test"])
+    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    assert "the test accuracy is {:.1f}, {:.1f}, {:.1f}, {:.1f} and {:.1f} %".format(*found) in page
 
 
 def after(step, run):

@@ -55,7 +55,9 @@ def test_the_papers_numbers():
     assert "hidden_noise" not in from_mapping(configs.published("pmnist")).layer
 
 
-@pytest.mark.parametrize("name", ["mnist", "mnist-code", "mnist-steady", "mnist-short"])
+@pytest.mark.parametrize(
+    "name", [f"mnist{tag}" for tag in ("", "-code", "-rmsprop", "-steady", "-short")]
+)
 def test_noise_is_for_the_normalized_model(name):
     """As in the authors' scripts."""
     found = configs.read(configs.find(name))

@@ -27,13 +27,13 @@ def test_every_packaged_sweep_is_right(name):
 def test_mnist_varies_each_setting_by_itself(task):
     found = trials_of(f"{task}-table5")
     base = configs.from_mapping(configs.for_model(configs.published(task), "bn-lstm"))
-    assert len(found) == 2 * (1 + 2 + 1 + 2) + 4  # the base; rates, momenta, sizes; gammas
+    assert len(found) == 2 * (1 + 2 + 1 + 2) + 4  # the base; rates, decays, sizes; gammas
     assert len(set(map(str, found))) == len(found)
     assert sum(config == base for config in found) == 1  # bn-lstm, as published
     for model in ("lstm", "bn-lstm"):
         mine = [config for config in found if config.model == model]
         assert {c.optimizer["lr"] for c in mine} == {1e-2, 1e-3, 1e-4}
-        assert {c.optimizer["momentum"] for c in mine} == {0.5, 0.9}
+        assert {c.optimizer["alpha"] for c in mine} == {0.5, 0.9}
         assert {c.hidden_size for c in mine} == {100, 200, 400}
         for config in mine:
             changed = [

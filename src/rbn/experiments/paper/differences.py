@@ -22,6 +22,7 @@ _WHY = {
     "layer.output": "what an answer is chosen from",
     "data.words": "size of the vocabulary",
     "data.min_count": "how often the training set has each word of the vocabulary, at least",
+    "optimizer.momentum": "what the paper says, if it does not mean the decay",
     "layer.hidden_noise": "noise in the initial state, which the authors give the BN-LSTM alone",
 }
 _QUESTIONS = ("cnn", "cnn-built")
@@ -35,9 +36,10 @@ GENERAL = (
     "The paper gives no number of epochs and no patience. What is named in their place above is of "
     "the configs with the names of its tasks: the steps of its figures (MNIST, CNN), the epochs of "
     "the authors' scripts (Penn Treebank, text8), and a patience of ours.",
-    "On MNIST, RMSProp has momentum 0.9 and decay 0.9 where nothing else is said above. The paper "
-    "says '0.9 momentum'; it may mean the decay, since the authors' code never had momentum, a "
-    "decay of 0.9 at first and of 0.5 at last, and Table 5 has 0.5 and 0.9. The recurrent weights "
+    "On MNIST, the '0.9 momentum' that the paper says RMSProp has is taken for the decay of the "
+    "squared gradients, since the authors' code never had momentum, a decay of 0.9 at first and of "
+    "0.5 at last, and Table 5 has 0.5 and 0.9. Runs that do have momentum learn faster, and some "
+    "diverge. The recurrent weights "
     "start from the identity for the candidate and orthogonal for the gates, as in the code. The "
     "permutation takes every pixel once, as the paper says; the code draws pixels with "
     "replacement. The configs mnist-code and pmnist-code are the code's.",

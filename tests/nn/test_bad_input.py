@@ -209,3 +209,17 @@ def test_inputs_that_are_not_dense(kind):
     given = torch.nested.nested_tensor([x, x]) if kind == "nested" else x.to_sparse()
     with pytest.raises(ValueError, match=f"must be a dense Tensor, got a {kind}.* lengths"):
         rbn.LSTM(3, 4)(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_lengths_are_lengths(dtype):
+    layer, x = rbn.LSTM(3, 4), torch.randn(5, 2, 3)
+    found, _ = layer(x, lengths=torch.tensor([5, 2]).to(dtype))
+    assert torch.equal(found, layer(x, lengths=[5, 2])[0])
+
+
+@pytest.mark.parametrize("make", [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTMCell])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, "float32"])
+def test_parameters_are_real_numbers(make, dtype):
+    with pytest.raises(TypeError, match=f"dtype must be a real floating-point type .* got {dtype}"):
+        make(3, 4, dtype=dtype)

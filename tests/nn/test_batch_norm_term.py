@@ -15,3 +15,20 @@ def test_nothing_to_average_in(rows):
     term(torch.randn(rows, 3), valid)
     assert all(torch.equal(b, before[name]) for name, b in term.named_buffers())
     assert term.eval()(x).isfinite().all()
+
+
+@pytest.mark.parametrize("padded", [0, 2])
+def test_a_single_position_has_no_variance_to_average_in(padded):
+    term = BatchNormTerm(3)
+    term(torch.randn(5, 3))
+    before = {name: b.clone() for name, b in term.named_buffers()}
+    valid = torch.tensor([True] + [False] * padded) if padded else None
+    term(torch.randn(1 + padded, 3), valid)
+    assert all(torch.equal(b, before[name]) for name, b in term.named_buffers())
+    term(torch.randn(2, 3))
+    assert term.stats.count.tolist() == [2]
+
+
+def test_features_alone_are_no_minibatch():
+    with pytest.raises(ValueError, match=r"and one before it, got shape \(3,\)"):
+        BatchNormTerm(3)(torch.randn(3))

@@ -286,6 +286,34 @@ def test_an_empty_batch_has_gradients_of_zero(layer_class):
         assert parameter.grad.abs().sum() == 0, name
 
 
+CELLS = [rbn.BatchNormLSTMCell, rbn.LSTMCell, rbn.LayerNormLSTMCell, rbn.BatchNormRNNCell]
+
+
+@pytest.mark.parametrize("looked_at", ["output", "states"])
+@pytest.mark.parametrize("initial_state", ["learned", "zeros"])
+@pytest.mark.parametrize("make", [*LAYERS, *CELLS])
+def test_the_graph_goes_through_an_empty_batch(make, initial_state, looked_at):
+    """As through torch's: what makes inputs and states has gradients, whatever is looked at."""
+    layer, below = make(3, 4, initial_state=initial_state), torch.nn.Linear(2, 3)
+    cell = make in CELLS
+    x = below(torch.zeros((0, 2) if cell else (6, 0, 2)))
+    shape = (0, 4) if cell else (1, 0, 4)
+    hx = tuple(torch.zeros(shape, requires_grad=True) for _ in layer.states)
+    found = layer(x, hx if len(hx) > 1 else hx[0])
+    output, states = (found, found) if cell else found
+    of = states_of(output if looked_at == "output" else states)[-1]
+    of.sum().backward(retain_graph=True)
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+    assert all(not tensor.grad.any() for tensor in (*below.parameters(), *hx))
+    layer.requires_grad_(False)
+    below.zero_grad()
+    found = layer(below(torch.zeros((0, 2) if cell else (6, 0, 2))))
+    states_of(found if cell else found[0])[0].sum().backward()
+    assert not below.weight.grad.any()
+
+
 @pytest.mark.parametrize(
     ("layer", "expected"),
     [

@@ -465,9 +465,31 @@ def test_a_step_that_one_sequence_reaches_has_no_variance_to_record(momentum):
     mean, var = statistics.read(0, 8)
     torch.testing.assert_close(var[4:], var[3:4].expand_as(var[4:]), rtol=0, atol=0)
     torch.testing.assert_close(mean[4:], mean[3:4].expand_as(mean[4:]), rtol=0, atol=0)
-    with pytest.warns(UserWarning, match="single sequence: .* Population statistics leave it out"):
+    with pytest.warns(UserWarning, match="single sequence: .* of time steps leave it out"):
         layer(torch.randn(6, 1, 3), lengths=torch.tensor([5]))
     assert statistics.count.tolist() == [3] * 4 + [0] * 2
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormLSTM")  # a single sequence
+@pytest.mark.parametrize(
+    ("steps", "lengths", "padding", "counted"),
+    [
+        (1, None, "exclude", False),
+        (1, [1], "include", False),
+        (4, [1], "exclude", False),
+        (4, [1], "include", True),
+        (4, [2], "exclude", True),
+        (4, None, "exclude", True),
+    ],
+)
+def test_a_single_position_has_no_variance_to_record(steps, lengths, padding, counted):
+    layer = rbn.BatchNormLSTM(3, 4, input_stats="sequence", padding=padding)
+    layer(torch.randn(6, 3, 3))
+    before = layer.stats_x_l0.var.clone()
+    layer(torch.randn(steps, 1, 3), lengths=lengths)
+    assert layer.stats_x_l0.count.tolist() == [1 + counted]
+    assert torch.equal(layer.stats_x_l0.var, before) is not counted
+    assert layer.stats_h_l0.count.tolist() == [1] * 6
 
 
 def test_padded_rows_count_where_they_are_included():

@@ -57,16 +57,16 @@ class BatchNormTerm(nn.Module):
         """Normalize a term.
 
         Args:
-            x: ``[..., features]``.
+            x: ``[..., features]``, with at least one dimension before the last.
             valid: which positions count, bool ``[...]``; all by default. The others come out as
                 some finite value where x is finite.
 
         Returns:
             A tensor of x's shape and type.
         """
-        if x.shape[-1] != self.features:
+        if x.dim() < 2 or x.shape[-1] != self.features:
             raise ValueError(
-                f"x must have {self.features} features in its last dimension, "
+                f"x must have {self.features} features in its last dimension, and one before it, "
                 f"got shape {tuple(x.shape)}"
             )
         wide = x.to(self.stats.mean.dtype)
@@ -84,11 +84,12 @@ class BatchNormTerm(nn.Module):
         return ((wide - mean) * (self.gamma * torch.rsqrt(var + self.eps))).to(x.dtype)
 
     def _record(self, mean: Tensor, var: Tensor, x: Tensor, valid: Tensor | None) -> None:
-        """Average a minibatch in, unless there is no position in it."""
+        """Average a minibatch in, unless it has one position, without a variance, or none."""
         if self.stats.group is not None:  # the positions of all processes
             self.stats.update(mean, var)
-        elif x.numel() > 0:
-            self.stats.update(mean, var, reached=None if valid is None else valid.any()[None])
+        elif x.numel() > self.features:
+            several = None if valid is None else (valid.sum() > 1)[None]
+            self.stats.update(mean, var, reached=several)
 
     def extra_repr(self) -> str:
         """The options, for ``print(module)``."""

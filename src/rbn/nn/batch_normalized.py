@@ -166,9 +166,14 @@ class BatchNormalized(Recurrence):
             reached = torch.arange(steps, device=self._weight().device) < last
         updates: list[Update] = []
         for term, statistics, mean, var in found:
-            whole = term == "x" and self.input_stats == "sequence"
-            if alone and not whole:
-                continue
-            at = (0, None) if whole else (start, reached)
-            updates.append((statistics, mean, var, *at))
+            if term == "x" and self.input_stats == "sequence":  # of all positions; one has none
+                if not alone:
+                    updates.append((statistics, mean, var, 0, None))
+                elif steps > 1:
+                    several = (
+                        lengths > 1 if lengths is not None and self._ignores_padding() else None
+                    )
+                    updates.append((statistics, mean, var, 0, several))
+            elif not alone:
+                updates.append((statistics, mean, var, start, reached))
         update_all(updates)

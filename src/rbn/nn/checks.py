@@ -17,6 +17,7 @@ from torch import Tensor
 from rbn.ops.types import check_lengths
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})  # which torch can do little with
 
 
 def positive_integer(name: str, value: Any) -> int:
@@ -104,6 +105,14 @@ def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: boo
     features(input, input_size, weight, autocast)
 
 
+def floating(name: str, dtype: torch.dtype | None) -> None:
+    """Refuse a type that parameters of recurrent layers cannot have."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(
+            f"{name} must be a real floating-point type such as torch.float32, got {dtype}"
+        )
+
+
 def is_symbols(input: Any) -> bool:
     """Whether an input holds the numbers of symbols, which stand for one-hot vectors."""
     return isinstance(input, Tensor) and input.dtype in _INTEGERS and input.dim() in (1, 2)
@@ -170,7 +179,7 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
             raise TypeError(f"lengths must be integers, got {value!r}") from None
         if value.numel() == 0:  # of no type
             value = value.to(torch.int64)
-    if value.dtype not in _INTEGERS:
+    if value.dtype not in _INTEGERS | _UNSIGNED:
         raise TypeError(f"lengths must be integers, got {value.dtype}")
     if tuple(value.shape) != (batch,):
         raise ValueError(
@@ -185,11 +194,12 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
 
 
 def single_row(name: str) -> None:
-    """Warn that minibatch statistics of one row say nothing."""
+    """Warn that a time step's statistics of one row say nothing."""
     if not torch.compiler.is_compiling():
         warnings.warn(
             f"{name} normalizes with the statistics of a minibatch, and this one has a single "
-            "sequence: its variance is 0 and every normalized term vanishes. Population statistics "
-            "leave it out. Use a batch of at least 2, or eval() to normalize with those.",
+            "sequence: its variance at a time step is 0, and a term normalized by that vanishes. "
+            "Population statistics of time steps leave it out. Use a batch of at least 2, or "
+            "eval() to normalize with those.",
             stacklevel=4,
         )

@@ -159,11 +159,12 @@ class Recurrence(nn.Module, abc.ABC):
             batch = x.shape[1]
             states = self._initial_states(suffix, batch, weight) if given is None else given
             if batch == 0 and alone:
-                rows = tuple(state.expand(0, self.hidden_size).to(x.dtype) for state in states)
-                # No number of it depends on them, but backward() finds their gradients, zeros.
-                parameters = [p for p in self.parameters() if p.requires_grad]
-                nothing = sum((p.sum().to(x.dtype) for p in parameters), x.new_zeros(()))
-                empty.append((x.new_zeros(x.shape[0], 0, self.hidden_size) + nothing, rows))
+                # No number depends on anything, but backward() finds gradients, zeros, of it all.
+                nothing = sum((t.sum().to(x.dtype) for t in (*self.parameters(), *states)), x.sum())
+                output = x.new_zeros(x.shape[0], 0, self.hidden_size) + nothing
+                empty.append(
+                    (output, tuple(x.new_zeros(0, self.hidden_size) + nothing for _ in states))
+                )
             else:
                 calls.append(self._call(suffix, x, states, lengths, start))
         if empty:
@@ -305,6 +306,7 @@ class Layers(Recurrence):
 
     def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """Make all parameters and start them."""
+        checks.floating("dtype", dtype)
         for layer in range(self.num_layers):
             size = self.input_size if layer == 0 else self.hidden_size * self.directions
             for suffix in self._suffixes(layer):
@@ -453,6 +455,7 @@ class Cell(Recurrence):
 
     def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """Make all parameters and start them."""
+        checks.floating("dtype", dtype)
         self._add_parameters("", self.input_size, {"device": device, "dtype": dtype})
         self.reset_parameters()
 

@@ -76,16 +76,20 @@ def test_every_link_leads_somewhere(page):
 @pytest.mark.parametrize(
     ("task", "tag", "factor", "digits"),
     [
+        ("ptb", "", 1, 3),
         ("ptb", "short", 1, 3),
+        ("mnist", "", 100, 1),
         ("mnist", "rmsprop", 100, 1),
         ("mnist", "no-momentum", 100, 1),
         ("mnist", "steady", 100, 1),
+        ("pmnist", "", 100, 1),
         ("pmnist", "rmsprop", 100, 1),
         ("pmnist", "short", 100, 1),
     ],
 )
 def test_the_published_numbers_are_those_of_the_files(task, tag, factor, digits, model):
-    paths = sorted((ROOT / "results" / task).glob(f"{model}-{tag}-seed*.json"))
+    name = f"{model}-{tag}" if tag else model
+    paths = sorted((ROOT / "results" / task).glob(f"{name}-seed*.json"))
     every = [json.loads(path.read_text()) for path in paths]
     assert len(every) == 3
     found = [factor * values["test"] for values in every if values["diverged_at"] is None]
@@ -137,17 +141,41 @@ def steps_to(accuracy, run):
 
 
 def test_the_steps_to_95_percent_are_those_of_the_files():
-    lstm, bn_lstm = (
-        {steps_to(0.95, f"{model}-rmsprop-seed{seed}") for seed in (1, 2, 3)}
-        for model in ("lstm", "bn-lstm")
+    lstm, bn_lstm, rate_falls, bn_rate_falls = (
+        {steps_to(0.95, f"{name}-seed{seed}") for seed in (1, 2, 3)}
+        for name in ("lstm", "bn-lstm", "lstm-rmsprop", "bn-lstm-rmsprop")
     )
     readme, page = (
         " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/experiments.md")
     )
-    (slow,), (fast,) = lstm, bn_lstm
-    assert f"MNIST in order within {fast:,} steps where the LSTM takes {slow:,}" in readme
-    assert f"95 % on validation after {slow:,} steps (all seeds; " in page
-    assert f"every 2,500), the BN-LSTM after {fast:,}." in page
+    slow = f"{min(lstm):,} to {max(lstm):,}"
+    fast = max(bn_lstm)
+    assert f"MNIST in order within {fast:,} steps where the LSTM takes {slow}" in readme
+    assert f"95 % on validation after {slow} steps (the paper's" in page
+    assert f"the BN-LSTM after {min(bn_lstm):,} to {fast:,} (an evaluation every 500)" in page
+    (slow,), (fast,) = rate_falls, bn_rate_falls
+    assert f"with `mnist-rmsprop` after {slow:,}, when the rate" in page
+    assert f"the BN-LSTM after {fast:,} (every 2,500; all seeds)" in page
+
+
+@pytest.mark.parametrize(("model", "name"), [("lstm", "LSTM"), ("bn-lstm", "BN-LSTM")])
+def test_penn_treebanks_curve_is_as_near_to_the_papers_as_said(model, name):
+    pytest.importorskip("yaml")
+    from rbn.experiments.paper.curves import paper_lines
+
+    curves = []
+    for seed in (1, 2, 3):
+        with (ROOT / f"results/ptb/{model}-seed{seed}.csv").open(newline="") as file:
+            curves.append([float(row["valid_batch"]) for row in csv.DictReader(file)])
+    ours = [sum(column) / 3 for column in zip(*curves, strict=False)]  # epochs all of them have
+    paper = paper_lines("fig3a")[name]
+    assert [round(x / 790) for x in paper.x[: len(ours)]] == list(range(1, len(ours) + 1))
+    apart = max(abs(a - b) for a, b in zip(ours, paper.y, strict=False))
+    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    (said,) = re.findall(
+        rf"within (0\.\d+)(?: bits of the paper's line at every epoch)? for the {name}\b", page
+    )
+    assert apart <= float(said) < apart + 0.003
 
 
 def test_the_accuracy_of_gammas_is_that_of_the_files():

@@ -13,6 +13,7 @@ from rbn.experiments.paper.lines import OURS, PAPER, Line, Panel, read_csv, thin
 from rbn.experiments.paper.numbers import TABLES
 from rbn.experiments.paper.plan import FIGURE_TARGETS
 from rbn.experiments.paper.published import mean_line, read_results
+from rbn.experiments.paper.trained_runs import STATISTICS
 
 
 @pytest.mark.parametrize("name", curves.FIGURES)
@@ -113,9 +114,38 @@ def test_settings_of_several_kinds_have_rows_of_their_own(results):
     shelf = Shelf.of(results)
     rows = tables.rows(TABLES["table2"], shelf.places, shelf.results)
     assert [row.settings for row in rows] == ["ptb-short", "ptb", "ptb-short"]
-    found = figure("fig3a", shelf)
+    assert "Settings: ptb-short. Seeds 1, 2." in figure("fig3a", shelf).caption  # both have them
+    publish(results, model="lstm", tag="", test=1.38)
+    found = figure("fig3a", Shelf.of(results))
+    assert "Settings: ptb. Seed 1." in found.caption  # nearer to the paper's
     (line,) = [li for li in found.panels[0].lines if li.name == "BN-LSTM" and li.source == OURS]
-    assert not line.low  # of the one run with the paper's settings
+    assert not line.low
+
+
+def test_models_without_common_settings_are_shown_with_their_own(tmp_path):
+    publish(tmp_path, model="lstm", tag="other")
+    publish(tmp_path, model="bn-lstm", tag="short")
+    publish(tmp_path, model="bn-lstm", tag="")
+    place, results = Shelf.of(tmp_path).places["ptb"], read_results(tmp_path)
+    shown = place.shown(results, ("lstm", "bn-lstm", "rnn"))
+    settings = {model: [r.settings for r in found] for model, found in shown.items()}
+    assert settings == {"lstm": ["ptb-other"], "bn-lstm": ["ptb"], "rnn": []}
+
+
+def test_what_was_measured_on_a_model_is_shown_beside_newer_results(results):
+    rows = "length,statistics,bits\n100,population,1.5\n200,population,1.45\n"
+    (results / "ptb/lengths-bn-lstm-short-seed1.csv").write_text(rows)
+    titles = ",".join(f"{title} 0" for title in STATISTICS)
+    (results / "ptb/statistics-bn-lstm-short-seed2.csv").write_text(f"step,{titles}\n1,0,0,1,1\n")
+    publish(results, model="bn-lstm", tag="", test=1.32)  # nearer to the paper, not measured
+    lengths, statistics = (figure(name, Shelf.of(results)) for name in ("fig3b", "fig5"))
+    assert "Settings: ptb-short. Seed 1." in lengths.caption
+    assert lengths.missing == ("LSTM, measured on longer windows of Penn Treebank",)
+    (line,) = (line for line in lengths.panels[0].lines if line.source == OURS)
+    assert (line.x, line.y) == ((100, 200), (1.5, 1.45))
+    assert "Settings: ptb-short. Seed 2." in statistics.caption
+    assert [panel.title for panel in statistics.panels] == list(STATISTICS)
+    assert not statistics.missing
 
 
 def test_curves_are_means_with_a_range(results):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rbn.experiments.paper.curves import paper_lines
-from rbn.experiments.paper.lines import Figure, Gathered, Line, Panel, read_csv
+from rbn.experiments.paper.lines import Figure, Line, Panel, read_csv
 from rbn.experiments.paper.numbers import NAMES
 from rbn.experiments.paper.places import Place, places
 from rbn.experiments.paper.plan import READERS, SWEEP
@@ -45,11 +45,28 @@ class Shelf:
         return {} if self.quick else paper_lines(figure)
 
 
+@dataclass
+class _Gathered:
+    """Lines for a panel, the results they are of, what was not found, and which runs diverged."""
+
+    lines: list[Line] = field(default_factory=list)
+    shown: list[Result] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
+
+
 def _seeds(results: Iterable[Result]) -> str:
     """A sentence that says of which seeds the lines are."""
     found = sorted({result.seed for result in results})
     many = "s" if len(found) > 1 else ""
     return f" Seed{many} {', '.join(map(str, found))}." if found else ""
+
+
+def _origin(results: Iterable[Result]) -> str:
+    """The same with the names of the settings, by which the tables know the runs."""
+    known = list(results)
+    names = ", ".join(dict.fromkeys(result.settings for result in known))
+    return f" Settings: {names}.{_seeds(known)}" if known else ""
 
 
 def figure(name: str, shelf: Shelf) -> Figure:
@@ -68,11 +85,10 @@ def figure(name: str, shelf: Shelf) -> Figure:
     return makers[name](shelf)
 
 
-def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> Gathered:
+def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> _Gathered:
     """Validation curves of some models, with both kinds of statistics where there are two."""
-    found = Gathered()
-    for model in models:
-        every = place.best_group(shelf.results, model)
+    found = _Gathered()
+    for model, every in place.shown(shelf.results, models).items():
         group = finished(every)
         name = NAMES[model]
         line = mean_curve(group, "valid_batch", name)
@@ -89,23 +105,26 @@ def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> Gathered:
             if each is None or (each is other and each.y == line.y):
                 continue
             found.lines.append(each)
+        found.shown += group
     return found
 
 
 def _images(shelf: Shelf) -> Figure:
     panels, missing, diverged = [], [], []
+    shown: list[Result] = []
     for name in ("mnist", "pmnist"):
         place = shelf.places[name]
         found = _learning(shelf, place, ("lstm", "bn-lstm"))
         lines = (*shelf.paper(f"fig2-{name}").values(), *found.lines)
         missing += found.missing
         diverged += found.diverged
+        shown += found.shown
         label = "validation accuracy"
         panels.append(Panel(place.title, _STEPS, label, lines, y_range=(0.0, 1.0)))
     caption = (
         "Validation accuracy with the statistics of the minibatch, as in the paper; for the "
         "BN-LSTM also with population statistics."
-    )
+    ) + _origin(shown)
     if diverged:
         caption += f" Runs that diverged: {'; '.join(diverged)}. A line is of the others, if any."
     return Figure(
@@ -127,25 +146,32 @@ def _text(shelf: Shelf) -> Figure:
         "fig3a",
         "Penn Treebank, while training",
         "Validation windows of the training length, in bits per character, with the statistics of "
-        "the minibatch as in the paper; for the BN-LSTM also with population statistics.",
+        "the minibatch as in the paper; for the BN-LSTM also with population statistics."
+        + _origin(found.shown),
         (panel,),
         tuple(found.missing),
     )
 
 
+def _beside(result: Result, kind: str) -> Path:
+    """The file of what was measured on a result's model."""
+    return result.path.with_name(f"{kind}-{result.path.stem}.csv")
+
+
+def _measured(shelf: Shelf, kind: str) -> list[Result]:
+    return [result for result in shelf.results if _beside(result, kind).exists()]
+
+
 def _lengths(shelf: Shelf) -> Figure:
     place = shelf.places["ptb"]
     lines, missing, whole = list(shelf.paper("fig3b").values()), [], []
-    shown: list[Result] = []
-    for model in ("lstm", "bn-lstm"):
+    groups = place.shown(_measured(shelf, "lengths"), ("lstm", "bn-lstm"))
+    for model, group in groups.items():
         measured, totals = [], []
-        for result in place.best_group(shelf.results, model):
-            path = result.path.with_name(f"lengths-{result.path.stem}.csv")
-            if path.exists():
-                found, total = read_lengths(path, model)
-                measured.append(found)
-                shown.append(result)
-                totals += [] if total is None else [total]
+        for result in group:
+            found, total = read_lengths(_beside(result, "lengths"), model)
+            measured.append(found)
+            totals += [] if total is None else [total]
         if not measured:
             missing.append(f"{NAMES[model]}, measured on longer windows of {place.title}")
         for same in zip(*measured, strict=True):
@@ -154,7 +180,7 @@ def _lengths(shelf: Shelf) -> Figure:
             mean = sum(totals) / len(totals)
             whole.append(f"{NAMES[model]} {mean:.3f}")
     caption = "Test sequence cut into windows of growing length, in bits per character."
-    caption += _seeds(shown)
+    caption += _origin(result for group in groups.values() for result in group)
     if whole:
         caption += f" The whole sequence at once: {', '.join(whole)}."
     panel = Panel(place.title, "characters of a window", _BITS, tuple(lines))
@@ -171,7 +197,7 @@ def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figur
     ]
     # The paper's runs are far longer than ours: on a logarithmic axis both can be seen.
     lines = [_after_start(line) for line in (*paper, *found.lines)]
-    groups = {model: place.best_group(shelf.results, model) for model in models}
+    groups = place.shown(shelf.results, models)
     shown = [result for group in groups.values() for result in group]
     trained = (mean_curve(group, "train", NAMES[model]) for model, group in groups.items())
     losses = tuple(line for line in trained if line is not None)
@@ -183,7 +209,7 @@ def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figur
         "Left: the loss on the training questions since the last look, ours alone. Right: the "
         "error rate on the validation set, with the statistics of the minibatch."
     )
-    caption += _seeds(shown)
+    caption += _origin(shown)
     if not place.is_papers(shown) and not place.stand_in:
         caption += (
             f" Ours is {shown[0].task}, questions made from articles by rbn data build-cloze, the "
@@ -219,13 +245,10 @@ def _stationarity(shelf: Shelf) -> Figure:
     place = shelf.places["ptb"]
     panels: list[Panel] = []
     shown = ""
-    for result in place.best_group(shelf.results, "bn-lstm"):
-        path = result.path.with_name(f"statistics-{result.path.stem}.csv")
-        if path.exists():
-            for title, lines in read_statistics(path).items():
-                panels.append(Panel(title, "time step", "value", tuple(lines)))
-            shown = _seeds([result])
-            break
+    for result in place.shown(_measured(shelf, "statistics"), ("bn-lstm",))["bn-lstm"][:1]:
+        for title, lines in read_statistics(_beside(result, "statistics")).items():
+            panels.append(Panel(title, "time step", "value", tuple(lines)))
+        shown = _origin([result])
     missing = () if panels else (f"population statistics of a BN-LSTM on {place.title}",)
     return Figure(
         "fig5",

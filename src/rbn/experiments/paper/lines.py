@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from rbn.training.whole import write_whole
@@ -80,15 +80,6 @@ class Figure:
     def has_ours(self) -> bool:
         """Whether there is a line of ours in it."""
         return any(line.source == OURS for panel in self.panels for line in panel.lines)
-
-
-@dataclass
-class Gathered:
-    """Lines collected for a panel, what was not found, and which runs diverged."""
-
-    lines: list[Line] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    diverged: list[str] = field(default_factory=list)
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:

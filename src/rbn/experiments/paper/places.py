@@ -63,10 +63,20 @@ class Place:
                 found.setdefault(key, []).append(result)
         return [sorted(found[key], key=lambda r: r.seed) for key in sorted(found)]
 
-    def best_group(self, results: Iterable[Result], model: str) -> list[Result]:
-        """The results that a figure shows: of the settings nearest to the paper's."""
-        groups = self.groups(results, model)
-        return groups[0] if groups else []
+    def shown(self, results: Iterable[Result], models: Iterable[str]) -> dict[str, list[Result]]:
+        """The results that are held against each other, by model; of a model without any, none.
+
+        Of the settings nearest to the paper's among those with which all models were trained that
+        have results; where they share none, of each model's own nearest.
+        """
+        known = list(results)
+        groups = {model: self.groups(known, model) for model in models}
+        trained = [{g[0].settings for g in found} for found in groups.values() if found]
+        common = set.intersection(*trained) if trained else set()
+        return {
+            model: next((g for g in found if g[0].settings in common or not common), [])
+            for model, found in groups.items()
+        }
 
 
 def places(quick: bool = False) -> dict[str, Place]:

@@ -51,6 +51,11 @@ class Result:
         return found
 
     @property
+    def settings(self) -> str:
+        """The name that they have in tables: a config's, but for variants that have none."""
+        return f"{self.task}-{self.tag}" if self.tag else self.task
+
+    @property
     def gamma_tag(self) -> float | None:
         """The initial gamma of a run of the sweep, None of any other run."""
         if not self.tag.startswith(_GAMMA):

@@ -60,7 +60,7 @@ def _summary(rows: dict[str, list[Row]]) -> list[Block]:
             if row.results and row.entry.field == "test":
                 trained.setdefault(row.place.title_of(row.results), []).append(row)
         for place, same in trained.items():
-            first = {row.entry.model: row for row in reversed(same)}
+            first = _compared(same)
             ours = ", ".join(f"{NAMES[m]} {first[m].said}" for m in sorted(first, reverse=True))
             paper = ", ".join(
                 f"{NAMES[m]} {first[m].entry.paper:g}" for m in sorted(first, reverse=True)
@@ -68,7 +68,8 @@ def _summary(rows: dict[str, list[Row]]) -> list[Block]:
             unit, row = same[0].table.unit, same[0]
             same_data = row.place.stand_in or row.place.is_papers(row.results)
             whose = "the paper" if same_data else "the paper, on other data"
-            sentences.append(f"{place}, {unit}: {ours} ({whose}: {paper}).")
+            names = ", ".join(dict.fromkeys(row.settings for row in first.values()))
+            sentences.append(f"{place} ({names}), {unit}: {ours} ({whose}: {paper}).")
     if not sentences:
         return [Paragraph("No run of the paper's tasks has been published yet.")]
     return [
@@ -81,6 +82,16 @@ def _summary(rows: dict[str, list[Row]]) -> list[Block]:
         ),
         Items(sentences),
     ]
+
+
+def _compared(rows: Sequence[Row]) -> dict[str, Row]:
+    """Of the rows of a task those that are held against each other, by model."""
+    results = [result for row in rows for result in row.results]
+    models = dict.fromkeys(row.entry.model for row in rows)
+    shown = rows[0].place.shown(results, models)
+    return {
+        row.entry.model: row for row in rows if row.settings == shown[row.entry.model][0].settings
+    }
 
 
 def _tables(rows: dict[str, list[Row]]) -> list[Block]:

@@ -72,10 +72,7 @@ class Row:
     @property
     def settings(self) -> str:
         """The config's name."""
-        if not self.results:
-            return ""
-        first = self.results[0]
-        return f"{first.task}-{first.tag}" if first.tag else first.task
+        return self.results[0].settings if self.results else ""
 
     @property
     def runs(self) -> str:

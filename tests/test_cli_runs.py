@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import pytest
 import torch
@@ -155,9 +156,11 @@ def test_text_is_written_with_the_states_of_what_was_read(text_run):
     [
         (["--prompt", ""], "prompt must have at least one character"),
         (["--prompt", "\u00e9"], "is not one of the"),
-        (["--temperature", "-1"], "temperature must not be negative"),
-        (["--temperature", "nan"], "temperature must not be negative, got nan"),
+        (["--temperature", "-1"], "temperature must be a number of at least 0, got -1"),
+        (["--temperature", "nan"], "temperature must be a number of at least 0, got nan"),
+        (["--temperature", "inf"], "temperature must be a number of at least 0, got inf"),
         (["--length", "-1"], "length must not be negative"),
+        (["--seed", "-1"], "seed must not be negative, got -1"),
     ],
 )
 def test_mistakes_in_writing(options, message, text_run):
@@ -192,6 +195,39 @@ def test_publishing(digits_runs, tmp_path):
     done = invoke("publish", tmp_path)
     assert done.exit_code == 2
     assert "has no result" in done.output
+
+
+def test_publishing_without_a_curve(digits_runs, tmp_path):
+    run, to = tmp_path / "run", tmp_path / "to"
+    run.mkdir()
+    (run / "result.json").write_bytes((digits_runs / "bn-lstm-seed1/result.json").read_bytes())
+    done = invoke("publish", run, "--to", to)
+    assert done.exit_code == 2
+    assert "has no learning curve: metrics.jsonl is not there" in words(done.output)
+    (run / "metrics.jsonl").touch()
+    done = invoke("publish", run, "--to", to)
+    assert done.exit_code == 2
+    assert "is empty: there is no learning curve to publish" in words(done.output)
+    assert not to.exists()
+
+
+def test_a_damaged_model_is_made_again(digits_runs, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(digits_runs / "x", run)
+    final = run / "final.safetensors"
+    before, _ = checkpoint.load(digits_runs / "x/final.safetensors")
+    content = bytearray(final.read_bytes())
+    content[-1] ^= 0xFF
+    final.write_bytes(content)
+    result = json.loads((run / "result.json").read_text())
+    done = invoke("resume", run, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    after, _ = checkpoint.load(final)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert json.loads((run / "result.json").read_text())["test"] == result["test"]
+    done = invoke("resume", run, tmp_path / "run/../run", "--device", "cpu")
+    assert done.exit_code == 2
+    assert "is named twice" in done.output
 
 
 def test_another_runs_result_is_not_overwritten(digits_runs, tmp_path):

@@ -134,10 +134,10 @@ def test_the_accuracy_of_the_lstm_with_noise_is_that_of_the_files(tag):
     assert said in (ROOT / "docs/experiments.md").read_text()
 
 
-def steps_to(accuracy, run):
+def steps_to(accuracy, run, figure="valid_population"):
     with (ROOT / f"results/mnist/{run}.csv").open(newline="") as file:
         rows = csv.DictReader(file)
-        return next(int(r["step"]) for r in rows if float(r["valid_population"]) >= accuracy)
+        return next(int(r["step"]) for r in rows if float(r[figure]) >= accuracy)
 
 
 def test_the_steps_to_95_percent_are_those_of_the_files():
@@ -150,11 +150,16 @@ def test_the_steps_to_95_percent_are_those_of_the_files():
     )
     slow = f"{min(lstm):,} to {max(lstm):,}"
     fast = max(bn_lstm)
-    assert f"MNIST in order within {fast:,} steps where the LSTM takes {slow}" in readme
+    assert (
+        f"MNIST in order within {fast:,} steps (population statistics) where the LSTM takes {slow}"
+        in readme
+    )
     assert f"95 % on validation after {slow} steps (the paper's" in page
     assert f"the BN-LSTM after {min(bn_lstm):,} to {fast:,} (an evaluation every 500)" in page
+    found = {steps_to(0.95, f"bn-lstm-seed{seed}", "valid_batch") for seed in (1, 2, 3)}
+    assert f"after {min(found):,} to {max(found):,} with the statistics of the minibatch" in page
     (slow,), (fast,) = rate_falls, bn_rate_falls
-    assert f"with `mnist-rmsprop` after {slow:,}, when the rate" in page
+    assert f"with `mnist-rmsprop` the LSTM after {slow:,}, when the rate" in page
     assert f"the BN-LSTM after {fast:,} (every 2,500; all seeds)" in page
 
 
@@ -452,3 +457,16 @@ def test_what_a_step_takes_beside_its_layer():
     order = [(task, model) for task in ("ptb", "text8") for model in ("bn-lstm", "lstm")]
     for number, which in zip(numbers, order, strict=True):
         assert float(number) == pytest.approx(100 * found[which], abs=0.5), which
+
+
+def test_how_many_runs_without_momentum_there_are():
+    every = [
+        json.loads(path.read_text())
+        for task in ("mnist", "pmnist")
+        for path in (ROOT / "results" / task).glob("*-seed*.json")
+    ]
+    runs = [run for run in every if run["tag"] in ("", "rmsprop")]
+    assert {run["diverged_at"] for run in runs} == {None}
+    assert f"so none of {len(runs)} runs did" in (ROOT / "README.md").read_text()
+    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    assert f"none of {len(runs)} runs diverged" in page

@@ -164,6 +164,7 @@ def test_files(tmp_path):
         ("tag=[1, 2]", "tag must be a word"),
         ("tag=2024-01-01", "tag must be a word"),
         ("optimizer.lr=.inf", "optimizer.lr must be finite"),
+        ("optimizer.lr=-1", "optimizer.lr must not be negative, got -1"),
         ("optimizer.fused=maybe", "optimizer.fused must be true or false"),
         ("layer.batch_first=true", "layer.batch_first cannot be set"),
         ("layer.device=cuda", "layer.device cannot be set"),

@@ -161,7 +161,7 @@ def test_parts_are_not_confused():
 
 
 def test_the_result_of_another_best_step_is_not_the_runs(tmp_path):
-    (tmp_path / "final.safetensors").touch()
+    checkpoint.save(tmp_path / "final.safetensors", {"weight": torch.ones(2)}, {})
     content = {"steps": 9, "best_step": 3, "diverged_at": None, "valid": 0.5, "test": 0.5}
     content |= {"metric": "accuracy"}
     (tmp_path / "result.json").write_text(json.dumps(content))

@@ -122,7 +122,13 @@ def report(results: Folder = Path("results"), out: Report = Path("docs/report"))
             raise ValueError(f"there is no folder {results} of results")
         if out.exists() and not out.is_dir():
             raise ValueError(f"{out} is a file, not a folder for the report")
-        for path in write_report(Shelf.of(results), out):
+        shelf = Shelf.of(results)
+        if not shelf.has_any:
+            raise ValueError(
+                f"there is nothing of the paper in {results}: results of its tasks are files "
+                "such as mnist/lstm-seed1.json"
+            )
+        for path in write_report(shelf, out):
             typer.echo(str(path))
 
     guarded(work)

@@ -74,7 +74,7 @@ def publish(
     from rbn.experiments import results
 
     def work() -> None:
-        for run in runs:
+        for run in dict.fromkeys(runs):
             typer.echo(str(results.publish(run, to, replace)))
 
     guarded(work)

@@ -131,6 +131,9 @@ def resume(
     from rbn.experiments.runs import opened
 
     def work() -> None:
+        for folder in runs:
+            if sum(folder.resolve() == other.resolve() for other in runs) > 1:
+                raise ValueError(f"{folder} is named twice")
         found = [(folder, *opened(folder)) for folder in runs]
         _go_on(Plan(found, device, graph, tensorboard, max_minutes, data_dir), devices)
 

@@ -127,6 +127,8 @@ class Config:
                 raise ValueError(f"{name} must be a number, got {value!r}")
             if not math.isfinite(value):
                 raise ValueError(f"{name} must be finite, got {value!r}")
+        if self.optimizer.get("lr", 0) < 0:
+            raise ValueError(f"optimizer.lr must not be negative, got {self.optimizer['lr']!r}")
         if not isinstance(self.tag, str) or not re.fullmatch(r"[\w.+-]*", self.tag):
             raise ValueError(
                 f"tag must be a word of letters, digits and . _ + -, as it names files, "
@@ -205,7 +207,7 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold settings by name")
     return found

@@ -47,8 +47,16 @@ def finished(folder: Path, progress: Progress) -> dict[str, Any] | None:
         numbers = all(isinstance(found[name], float) for name in ("valid", "test"))
     except (OSError, KeyError, TypeError, ValueError):
         return None
-    whole = tested and numbers and "metric" in found and (folder / "final.safetensors").exists()
+    whole = tested and numbers and "metric" in found and _is_whole(folder / "final.safetensors")
     return found if whole else None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        checkpoint.load(path)
+    except checkpoint.CheckpointError:
+        return False
+    return True
 
 
 def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[str, Any]:
@@ -137,8 +145,14 @@ def publish(run: Path, to: Path, replace: bool = False) -> Path:
     curve = run / "metrics.jsonl"
     try:
         records = [json.loads(line) for line in curve.read_text().splitlines()]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{run} has no learning curve: {curve.name} is not there"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{curve} is damaged: {error}") from error
+    if not records:
+        raise ValueError(f"{curve} is empty: there is no learning curve to publish")
     if not replace:
         _check_place(target, result)
     columns = [*CURVE, *(name for name in NATS if any(name in record for record in records))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,10 +122,11 @@ def sample(
     """
     if not prompt:
         raise ValueError("prompt must have at least one character")
-    if not temperature >= 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}")
-    if length < 0:
-        raise ValueError(f"length must not be negative, got {length}")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be a number of at least 0, got {temperature}")
+    for name, value in (("length", length), ("seed", seed)):
+        if value < 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
     device = next(model.parameters()).device
     read = encode(prompt, symbols).to(device=device, dtype=torch.int64)
     generator = torch.Generator().manual_seed(seed)

@@ -447,7 +447,10 @@ class Trainer:
         except checkpoint.CheckpointError as error:
             if not self.previous.exists():
                 raise
-            found = checkpoint.load(self.previous)
+            try:
+                found = checkpoint.load(self.previous)
+            except checkpoint.CheckpointError as other:
+                raise checkpoint.CheckpointError(f"{error}; and {other}") from other
             os.replace(self.previous, self.last)
             step = found[1]["progress"]["step"]
             warnings.warn(f"{error}. Going on from the one before, of step {step}.", stacklevel=2)

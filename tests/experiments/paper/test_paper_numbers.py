@@ -1,5 +1,6 @@
 """The paper's lines and tables, published results, and what is made of them."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -291,6 +292,29 @@ def test_results_that_are_none(tmp_path):
     (tmp_path / "ptb").mkdir()
     (tmp_path / "ptb" / "lstm-seed1.json").write_text("{}")
     with pytest.raises(ValueError, match=r"lstm-seed1\.json is not the result of a run"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("config", None, "its config is None"),
+        ("command", None, "its command is None"),
+        ("test", None, "its test is None"),
+        ("test", math.nan, "its test is not finite"),
+        ("test", "abc", "its test is 'abc'"),
+        ("test", True, "its test is True"),
+        ("seconds", None, "its seconds is None"),
+        ("seed", "x", "its seed is 'x'"),
+        ("diverged_at", "x", "its diverged_at is 'x'"),
+        ("together", "x", "its together is 'x'"),
+        ("model", "zzz", "its model is 'zzz', not one of lstm"),
+    ],
+)
+def test_results_with_a_wrong_value(name, value, said, tmp_path):
+    path = publish(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ValueError, match=rf"seed1\.json is not the result of a run: {said}"):
         read_results(tmp_path)
 
 

@@ -20,7 +20,7 @@ from rbn.experiments.paper.document import Grid, Items, Paragraph, markdown_page
 from rbn.experiments.paper.draw import draw
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import Finding
-from rbn.experiments.paper.lines import read_csv
+from rbn.experiments.paper.lines import OURS, Line, Panel, read_csv, write_csv
 
 ROOT = Path(__file__).parents[3]
 BROWSER = next(
@@ -91,9 +91,20 @@ def test_the_same_numbers_give_the_same_files(results, report, tmp_path):
 
 
 def test_nothing_published(tmp_path):
-    (tmp_path / "results").mkdir()
-    write(tmp_path / "results", tmp_path / "report")
-    text = (tmp_path / "report" / "report.md").read_text()
+    folder = tmp_path / "results"
+    folder.mkdir()
+    out = tmp_path / "report"
+    publish(folder, task="digits")
+    for each in (folder, folder / "digits"):
+        done = CliRunner().invoke(app, ["report", "--results", str(each), "--out", str(out)])
+        assert done.exit_code == 2
+        assert "there is nothing of the paper in" in " ".join(done.output.split())
+    assert not out.exists()
+    write_csv(
+        [Panel("p", "x", "y", (Line("a", OURS, (1.0,), (1.0,)),))], folder / "figures/fig1b.csv"
+    )
+    write(folder, out)
+    text = (out / "report.md").read_text()
     assert "No run of the paper's tasks has been published yet." in text
     done = CliRunner().invoke(app, ["report", "--results", str(tmp_path / "none")])
     assert done.exit_code == 2
@@ -115,6 +126,31 @@ def test_readers_that_err_more_often_than_counting(tmp_path):
     text = (tmp_path / "report" / "report.md").read_text()
     named = "LSTM on cnn-built, four sentences, valid (80.0 against 65.3; 300 steps, the paper's "
     assert f"Readers that err more often than the better of both: {named}" in text
+
+
+def test_models_are_compared_with_settings_that_did_not_diverge(tmp_path):
+    folder = tmp_path / "results"
+    for model in ("lstm", "bn-lstm"):
+        publish(folder, task="mnist", model=model, tag="rmsprop", test=0.98)
+    publish(folder, task="mnist", model="bn-lstm", tag="", test=0.99)
+    publish(folder, task="mnist", model="lstm", tag="", test=0.9, diverged_at=250)
+    publish(folder, task="pmnist", model="lstm", tag="", test=0.8, diverged_at=250)
+    write(folder, tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "- MNIST in order (mnist-rmsprop), accuracy, %: LSTM 98.0, BN-LSTM 98.0 (the" in text
+    assert "- permuted MNIST (pmnist), accuracy, %: LSTM 80.0 (before diverging) (the" in text
+    assert "    rbn reproduce table1  # mnist-rmsprop\n" in text
+    assert "    rbn reproduce table1 --recipe paper  # mnist, pmnist\n" in text
+
+
+def test_readers_of_different_questions_are_not_drawn_together(tmp_path):
+    publish(tmp_path, task="cnn", model="lstm", test=0.5, sentences=None, tag="full")
+    publish(tmp_path, task="cnn-built", model="bn-e**", test=0.4, sentences=None, tag="full")
+    found = figure("fig4b", Shelf.of(tmp_path))
+    assert found.title == "The Attentive Reader, CNN, whole documents"
+    assert "Settings: cnn-full. Seed 1." in found.caption
+    assert "build-cloze" not in found.caption
+    assert found.missing == ("BN-e** on CNN, whole documents",)
 
 
 def test_a_commit_is_named_by_its_first_digits(tmp_path):

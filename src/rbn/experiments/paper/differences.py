@@ -101,7 +101,7 @@ def sentences(results: Iterable[Result]) -> list[str]:
 def _settings_of(result: Result) -> str:
     if result.gamma_tag is not None:
         return f"{result.task}-gamma-*"
-    return f"{result.task}-{result.tag}" if result.tag else result.task
+    return result.settings
 
 
 def _named(where: str, some: Runs, every: Runs) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rbn.experiments.paper import finding
 from rbn.experiments.paper.curves import paper_lines
 from rbn.experiments.paper.lines import Figure, Line, Panel, read_csv
 from rbn.experiments.paper.numbers import NAMES
@@ -39,6 +40,14 @@ class Shelf:
     def of(folder: Path, quick: bool = False) -> Shelf:
         """Read a folder of results."""
         return Shelf(folder, tuple(read_results(folder)), places(quick), quick)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is anything that tables, figures or findings could show."""
+        trained = any(place.holds(r) for place in self.places.values() for r in self.results)
+        sweep = any(result.gamma_tag is not None for result in self.results)
+        kept = any(any((self.folder / n).glob("*")) for n in (COMPUTED, finding.FOLDER))
+        return trained or sweep or kept
 
     def paper(self, figure: str) -> dict[str, Line]:
         """The paper's lines, where they may be compared."""
@@ -126,7 +135,10 @@ def _images(shelf: Shelf) -> Figure:
         "BN-LSTM also with population statistics."
     ) + _origin(shown)
     if diverged:
-        caption += f" Runs that diverged: {'; '.join(diverged)}. A line is of the others, if any."
+        caption += (
+            f" Runs that diverged: {'; '.join(diverged)}. A line is of the others, or of these "
+            "where there are no others."
+        )
     return Figure(
         "fig2",
         "Pixel by pixel MNIST, while training",

@@ -67,16 +67,26 @@ class Place:
         """The results that are held against each other, by model; of a model without any, none.
 
         Of the settings nearest to the paper's among those with which all models were trained that
-        have results; where they share none, of each model's own nearest.
+        have results; where they share none, of each model's own nearest, on the same data. Settings
+        with which all runs of a model diverged are taken where there are no others.
         """
         known = list(results)
-        groups = {model: self.groups(known, model) for model in models}
-        trained = [{g[0].settings for g in found} for found in groups.values() if found]
-        common = set.intersection(*trained) if trained else set()
+        groups = {model: _finishing(self.groups(known, model)) for model in models}
+        trained = [{g[0].settings: g[0].task for g in found} for found in groups.values() if found]
+        every = {name: task for found in trained for name, task in found.items()}
+        taken = {name for name in every if all(name in found for found in trained)}
+        if not taken:
+            first = min((self.tasks.index(task) for task in every.values()), default=0)
+            taken = {name for name, task in every.items() if task == self.tasks[first]}
         return {
-            model: next((g for g in found if g[0].settings in common or not common), [])
+            model: next((g for g in found if g[0].settings in taken), [])
             for model, found in groups.items()
         }
+
+
+def _finishing(groups: list[list[Result]]) -> list[list[Result]]:
+    """Those with a run that did not diverge; where there is none, all."""
+    return [g for g in groups if any(r.diverged_at is None for r in g)] or groups
 
 
 def places(quick: bool = False) -> dict[str, Place]:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rbn.experiments.paper.lines import OURS, Line
+from rbn.experiments.paper.numbers import NAMES
 from rbn.experiments.results import CURVE, NATS
 
 _GAMMA = "gamma-"
-_NEEDED = ("task", "model", "tag", "seed", "test", "steps", "seconds", "config", "command")
+_NEEDED: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("task", "model", "tag", "command"), str),
+    **dict.fromkeys(("test", "seconds"), (int, float)),
+    **dict.fromkeys(("seed", "steps"), int),
+    "config": dict,
+}
 
 
 @dataclass(frozen=True)
@@ -83,12 +90,26 @@ def read_results(folder: Path) -> list[Result]:
     for path in sorted(folder.glob("*/*-seed*.json")):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            for name in _NEEDED:
-                values[name]
+            _check(values)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not the result of a run: {error}") from error
         found.append(Result(path, values, _curve(path.with_suffix(".csv"))))
     return found
+
+
+def _check(values: dict[str, Any]) -> None:
+    """Refuse what a file by another hand may have in place of a result's values."""
+    for name, kinds in _NEEDED.items():
+        if not isinstance(values[name], kinds) or isinstance(values[name], bool):
+            raise ValueError(f"its {name} is {values[name]!r}")
+    for name in ("test", "seconds"):
+        if not math.isfinite(values[name]):
+            raise ValueError(f"its {name} is not finite")
+    for name in ("diverged_at", "together"):
+        if not isinstance(values.get(name), int | None):
+            raise ValueError(f"its {name} is {values[name]!r}")
+    if values["model"] not in NAMES:
+        raise ValueError(f"its model is {values['model']!r}, not one of {', '.join(NAMES)}")
 
 
 def finished(results: Sequence[Result]) -> list[Result]:

@@ -23,7 +23,7 @@ from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import read_findings
 from rbn.experiments.paper.lines import Figure
 from rbn.experiments.paper.numbers import NAMES, TABLES
-from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS
+from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS, QUESTIONS, jobs
 from rbn.experiments.paper.tables import Row
 
 _CURVES = {"cnn": "fig4a", "cnn-full": "fig4b"}  # of the paper's readers
@@ -77,8 +77,8 @@ def _summary(rows: dict[str, list[Row]]) -> list[Block]:
             "Cooijmans et al., Recurrent Batch Normalization (ICLR 2017, arXiv:1603.09025), done "
             "again with rbn. Ours are means over seeds with their standard deviation, of two "
             "with their range, measured on the test set with population statistics. Runs that "
-            "diverged do not count; they are named beside, with the best model they had before, "
-            "or, where they have no file, in docs/experiments.md."
+            "diverged do not count where others did not; they are named beside, with the best "
+            "model they had before, or, where they have no file, in docs/experiments.md."
         ),
         Items(sentences),
     ]
@@ -103,7 +103,7 @@ def _tables(rows: dict[str, list[Row]]) -> list[Block]:
         cells = [row.cells for row in found]
         blocks.append(Grid(f"{_titled(name)}: {table.title}; {table.unit}", tables.COLUMNS, cells))
         commands = dict.fromkeys(row.command for row in found if row.results)
-        blocks += [Paragraph("To do again:"), Items([_again(name, found), *commands], code=True)]
+        blocks += [Paragraph("To do again:"), Items([*_again(name, found), *commands], code=True)]
     return blocks
 
 
@@ -147,13 +147,25 @@ def _unlearned(rows: dict[str, list[Row]], counts: Sequence[counted.Counted]) ->
     )
 
 
-def _again(name: str, rows: Sequence[Row]) -> str:
-    """The command for a whole table, in the precision of the runs that are there."""
-    found = {str(r.config.get("precision")) for row in rows for r in row.results}
-    if len(found) > 1:
-        return f"rbn reproduce {name}  # all in 32-true; what is shown was made by:"
-    precision = f" --precision {found.pop()}" if found and "32-true" not in found else ""
-    return f"rbn reproduce {name}{precision}"
+def _again(name: str, rows: Sequence[Row]) -> list[str]:
+    """The commands for all rows of a recipe, in their precision where it is one."""
+    commands: dict[frozenset[str], str] = {}
+    for recipe, option in (("short", ""), ("paper", " --recipe paper")):
+        for questions in QUESTIONS:
+            names = frozenset(job.base for job in jobs(name, recipe, questions))
+            own = [row for row in rows if row.settings in names]
+            found = {str(r.config.get("precision")) for row in own for r in row.results}
+            precision = f" --precision {found.pop()}" if len(found) == 1 else ""
+            command = (
+                f"rbn reproduce {name}{option}{precision.removesuffix(' --precision 32-true')}"
+            )
+            if questions != QUESTIONS[0] and own[:1] and own[0].results[0].task == questions:
+                command += f" --questions {questions}"
+            shown = ", ".join(dict.fromkeys(row.settings for row in own))
+            note = ", all in 32-true" if found else ""
+            if own:
+                commands.setdefault(names, f"{command}  # {shown}{note}")
+    return list(commands.values())
 
 
 def _titled(name: str) -> str:

@@ -56,6 +56,8 @@ class Row:
     def said(self) -> str:
         """The same for a sentence, with how many of the runs count where not all do."""
         counted, every = len(self.values), len(self.results)
+        if any(result.diverged_at is not None for result in finished(self.results)):
+            return f"{self.ours} (before diverging)"
         return self.ours + (f" ({counted} of {every} runs)" if counted < every else "")
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import mean
 
@@ -148,23 +149,23 @@ def _unlearned(rows: dict[str, list[Row]], counts: Sequence[counted.Counted]) ->
 
 
 def _again(name: str, rows: Sequence[Row]) -> list[str]:
-    """The commands for all rows of a recipe, in their precision where it is one."""
-    commands: dict[frozenset[str], str] = {}
-    for recipe, option in (("short", ""), ("paper", " --recipe paper")):
-        for questions in QUESTIONS:
-            names = frozenset(job.base for job in jobs(name, recipe, questions))
-            own = [row for row in rows if row.settings in names]
-            found = {str(r.config.get("precision")) for row in own for r in row.results}
-            precision = f" --precision {found.pop()}" if len(found) == 1 else ""
-            command = (
-                f"rbn reproduce {name}{option}{precision.removesuffix(' --precision 32-true')}"
-            )
-            if questions != QUESTIONS[0] and own[:1] and own[0].results[0].task == questions:
-                command += f" --questions {questions}"
-            shown = ", ".join(dict.fromkeys(row.settings for row in own))
-            note = ", all in 32-true" if found else ""
-            if own:
-                commands.setdefault(names, f"{command}  # {shown}{note}")
+    """The commands that make rows of a recipe, in their precision where it is one."""
+    commands: dict[str, str] = {}  # by the settings of their rows
+    for recipe, questions in product(("short", "paper"), QUESTIONS):
+        names = {job.base for job in jobs(name, recipe, questions)}
+        results = [r for row in rows if row.settings in names for r in row.results]
+        if not results:
+            continue
+        command = f"rbn reproduce {name}"
+        command += " --recipe paper" if recipe == "paper" else ""
+        command += f" --questions {questions}" if results[0].task == QUESTIONS[1] else ""
+        shown = ", ".join(dict.fromkeys(result.settings for result in results))
+        precisions = {str(result.config.get("precision")) for result in results}
+        if len(precisions) > 1:
+            shown += ", all in 32-true"
+        elif precisions != {"32-true"}:
+            command += f" --precision {precisions.pop()}"
+        commands.setdefault(shown, f"{command}  # {shown}")
     return list(commands.values())
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rbn
-from rbn import PopulationStatistics, batch_statistics, update_population_stats
+from rbn import batch_statistics, update_population_stats
 
 LAYERS = [rbn.BatchNormLSTM, rbn.BatchNormRNN]
 EXACT = {"rtol": 1e-5, "atol": 1e-7}  # float32 averages in another order
@@ -180,45 +180,6 @@ def test_steps_beyond_the_last_use_its_statistics(layer_class):
     assert torch.equal(layer.eval()(x)[0], longer.eval()(x)[0])
 
 
-def test_max_length_keeps_that_many_steps():
-    layer = rbn.BatchNormLSTM(3, 4, max_length=3)
-    assert layer.stats_h_l0.mean.shape == (3, 16)
-    layer(torch.randn(2, 6, 3))
-    assert layer.stats_h_l0.count.tolist() == [1, 1, 0]
-    x = torch.randn(5, 6, 3)
-    layer.eval()(x)  # step 2 falls back on step 1
-    layer.train()(x)
-    assert layer.stats_h_l0.mean.shape == (3, 16)
-    assert layer.stats_h_l0.count.tolist() == [2, 2, 1]
-    unlimited = rbn.BatchNormLSTM(3, 4)
-    unlimited.load_state_dict(layer.state_dict())
-    assert torch.equal(layer.eval()(x)[0], unlimited.eval()(x)[0])
-
-
-def test_a_step_counts_only_the_batches_that_reached_it():
-    layer = rbn.BatchNormLSTM(3, 4, momentum=None)
-    x, y = torch.randn(5, 6, 3), torch.randn(5, 6, 3)
-    layer(x, lengths=[2, 1, 2, 2, 1, 2])
-    layer(y, lengths=[4, 1, 2, 3, 4, 1])
-    assert layer.stats_h_l0.count.tolist() == [2, 2, 1, 1, 0]
-    wx, wy = x @ layer.weight_ih_l0.T, y @ layer.weight_ih_l0.T
-    expected = (wx[1, [0, 2, 3, 5]].mean(0) + wy[1, [0, 2, 3, 4]].mean(0)) / 2
-    torch.testing.assert_close(layer.stats_x_l0.mean[1], expected, **EXACT)
-    torch.testing.assert_close(layer.stats_x_l0.mean[3], wy[3, [0, 4]].mean(0), **EXACT)
-    variance = wy[3, [0, 4]].var(0, correction=0)
-    torch.testing.assert_close(layer.stats_x_l0.var[3], variance, **EXACT)
-    layer.eval()(torch.randn(8, 2, 3))  # the step nobody reached uses the last one before it
-
-
-def test_a_step_with_one_row_is_no_nan():
-    layer = rbn.BatchNormLSTM(3, 4)
-    y, _ = layer(torch.randn(5, 3, 3), lengths=[5, 2, 1])
-    y.sum().backward()
-    assert y.isfinite().all()
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
-    assert layer.stats_c_l0.var[3].max() <= ZERO
-
-
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_sequencewise_input_statistics_by_hand(layer_class):
     layer = layer_class(3, 4, input_stats="sequence")
@@ -295,62 +256,6 @@ def test_a_sequence_in_pieces_is_the_sequence():
     torch.testing.assert_close(hx, states, rtol=1e-6, atol=1e-7)
 
 
-def test_training_in_pieces_records_the_right_steps():
-    layer = rbn.BatchNormLSTM(3, 4)
-    x = torch.randn(6, 5, 3)
-    _, hx = layer(x[:4])
-    layer(x[4:], hx, start=4)
-    whole = rbn.BatchNormLSTM(3, 4)
-    whole.load_state_dict(layer.state_dict())
-    for s in whole.children():
-        s.reset()
-    whole(x)
-    for name, s in layer.named_children():
-        torch.testing.assert_close(s.mean, whole.get_submodule(name).mean, **EXACT)
-        torch.testing.assert_close(s.var, whole.get_submodule(name).var, **EXACT)
-
-
-def test_steps_before_the_first_estimate_use_it():
-    s = PopulationStatistics(2)
-    s.update(torch.full((1, 2), 3.0), torch.full((1, 2), 4.0), start=2)
-    mean, var = s.read(0, 4)
-    assert mean.tolist() == [[3, 3]] * 3
-    assert var.tolist() == [[4, 4]] * 3
-    mean, _ = s.read(7, 4)
-    assert mean.tolist() == [[3, 3]]
-    s = PopulationStatistics(2, max_length=2)
-    s.update(torch.ones(1, 2), torch.ones(1, 2), start=2)  # beyond: not kept
-    s.update(torch.ones(3, 2), torch.ones(3, 2), start=4)
-    assert not s.estimated
-    assert s.count.tolist() == [0, 0]
-
-
-def test_a_batch_of_one_is_warned_of():
-    layer = rbn.BatchNormLSTM(3, 4)
-    with pytest.warns(UserWarning, match="Use a batch of at least 2"):
-        y, _ = layer(torch.randn(5, 1, 3))
-    assert y.isfinite().all()
-    with pytest.warns(UserWarning, match="BatchNormRNNCell"):
-        rbn.BatchNormRNNCell(3, 4)(torch.randn(3))
-    layer(torch.randn(5, 2, 3))
-    layer.eval()(torch.randn(5, 1, 3))  # no warning: population statistics
-
-
-@pytest.mark.filterwarnings("ignore:BatchNormLSTM normalizes with the statistics of a minibatch")
-@pytest.mark.parametrize("lengths", [None, [4]])
-@pytest.mark.parametrize("input_stats", ["step", "sequence"])
-def test_a_batch_of_one_is_not_counted(input_stats, lengths):
-    """But over its steps the input term of a sequence does have a variance."""
-    layer = rbn.BatchNormLSTM(3, 4, input_stats=input_stats)
-    x = torch.randn(5, 6, 3)
-    layer(x)
-    before = {name: value.clone() for name, value in layer.named_buffers()}
-    layer(x[:, :1], lengths=lengths)
-    for name, value in layer.named_buffers():
-        counted = name.startswith("stats_x") and input_stats == "sequence"
-        assert torch.equal(value, before[name]) is not counted, name
-
-
 def test_frozen_parts_stay_frozen_in_a_model_that_is_trained():
     class Model(torch.nn.Module):
         def __init__(self):
@@ -399,9 +304,6 @@ def test_a_loaded_state_without_estimates_takes_the_first_minibatch_as_it_is():
     assert torch.equal(layer.stats_h_l0.var, twin.stats_h_l0.var)
 
 
-# What the host knows of the steps seen ----------------------------------------------------------
-
-
 def test_shorter_sequences_in_a_new_estimate_leave_later_steps_unseen():
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(3, 4)
@@ -413,30 +315,6 @@ def test_shorter_sequences_in_a_new_estimate_leave_later_steps_unseen():
     for name, statistics in layer.named_children():
         # The first estimate of steps 4 and 5 stands alone; it is not averaged with zeros.
         torch.testing.assert_close(statistics.var[4:], estimates[name][1][4:], **EXACT)
-
-
-@pytest.mark.parametrize("start", [0, 2, 9])
-def test_what_is_read_is_the_same_whether_the_host_knows_of_it_or_not(start):
-    torch.manual_seed(0)
-    layer = rbn.BatchNormLSTM(3, 4)
-    layer(torch.randn(6, 5, 3))
-    statistics = layer.stats_h_l0
-    with torch.no_grad():
-        known = statistics.read(start, 4)
-        assert known[0].untyped_storage().data_ptr() == statistics.mean.untyped_storage().data_ptr()
-        statistics.note(True, 0)
-        for one, other in zip(known, statistics.read(start, 4), strict=True):
-            assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(("counts", "seen"), [([2, 1, 3], 3), ([2, 0, 3], 1), ([0, 1, 1], 0)])
-def test_loaded_counts_say_which_steps_were_seen(counts, seen):
-    layer = rbn.BatchNormLSTM(3, 4, max_length=3)
-    state = layer.state_dict()
-    for name in ("x", "h", "c"):
-        state[f"stats_{name}_l0.count"] = torch.tensor(counts)
-    layer.load_state_dict(state)
-    assert layer.stats_c_l0.surely_seen == seen
 
 
 def test_training_between_an_evaluation_and_its_backward_pass():
@@ -452,50 +330,6 @@ def test_training_between_an_evaluation_and_its_backward_pass():
     layer.train()(x)
     output.sum().backward()
     torch.testing.assert_close(layer.weight_hh_l0.grad, expected)
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_step_that_one_sequence_reaches_has_no_variance_to_record(momentum):
-    """Such steps are normalized in evaluation with the statistics of the last one before."""
-    layer = rbn.BatchNormLSTM(3, 4, momentum=momentum)
-    for _ in range(3):
-        layer(torch.randn(6, 3, 3), lengths=torch.tensor([6, 4, 2]))
-    statistics = layer.stats_h_l0
-    assert statistics.count.tolist() == [3] * 4 + [0] * 2
-    mean, var = statistics.read(0, 8)
-    torch.testing.assert_close(var[4:], var[3:4].expand_as(var[4:]), rtol=0, atol=0)
-    torch.testing.assert_close(mean[4:], mean[3:4].expand_as(mean[4:]), rtol=0, atol=0)
-    with pytest.warns(UserWarning, match="single sequence: .* of time steps leave it out"):
-        layer(torch.randn(6, 1, 3), lengths=torch.tensor([5]))
-    assert statistics.count.tolist() == [3] * 4 + [0] * 2
-
-
-@pytest.mark.filterwarnings("ignore:BatchNormLSTM")  # a single sequence
-@pytest.mark.parametrize(
-    ("steps", "lengths", "padding", "counted"),
-    [
-        (1, None, "exclude", False),
-        (1, [1], "include", False),
-        (4, [1], "exclude", False),
-        (4, [1], "include", True),
-        (4, [2], "exclude", True),
-        (4, None, "exclude", True),
-    ],
-)
-def test_a_single_position_has_no_variance_to_record(steps, lengths, padding, counted):
-    layer = rbn.BatchNormLSTM(3, 4, input_stats="sequence", padding=padding)
-    layer(torch.randn(6, 3, 3))
-    before = layer.stats_x_l0.var.clone()
-    layer(torch.randn(steps, 1, 3), lengths=lengths)
-    assert layer.stats_x_l0.count.tolist() == [1 + counted]
-    assert torch.equal(layer.stats_x_l0.var, before) is not counted
-    assert layer.stats_h_l0.count.tolist() == [1] * 6
-
-
-def test_padded_rows_count_where_they_are_included():
-    layer = rbn.BatchNormLSTM(3, 4, padding="include")
-    layer(torch.randn(6, 3, 3), lengths=torch.tensor([6, 4, 2]))
-    assert layer.stats_h_l0.count.tolist() == [1] * 6
 
 
 def test_statistics_estimated_in_inference_mode_can_be_trained_on():

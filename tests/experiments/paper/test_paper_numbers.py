@@ -299,6 +299,7 @@ def test_results_that_are_none(tmp_path):
     ("name", "value", "said"),
     [
         ("config", None, "its config is None"),
+        ("config", {"data": None}, "its config.data is None"),
         ("command", None, "its command is None"),
         ("test", None, "its test is None"),
         ("test", math.nan, "its test is not finite"),

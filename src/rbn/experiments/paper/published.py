@@ -108,6 +108,8 @@ def _check(values: dict[str, Any]) -> None:
     for name in ("diverged_at", "together"):
         if not isinstance(values.get(name), int | None):
             raise ValueError(f"its {name} is {values[name]!r}")
+    if not isinstance(values["config"].get("data", {}), dict):
+        raise ValueError(f"its config.data is {values['config']['data']!r}")
     if values["model"] not in NAMES:
         raise ValueError(f"its model is {values['model']!r}, not one of {', '.join(NAMES)}")
 

@@ -254,6 +254,14 @@ def test_differences_are_read_from_the_settings(results):
     assert sentence == "ptb-short (LSTM, seed 3): optimizer.lr is 0.001 instead of 0.002."
 
 
+def test_a_momentum_that_is_not_named_is_none_at_all(tmp_path):
+    """`mnist` says that it is 0, `mnist-code` leaves it out."""
+    path = publish(tmp_path, task="mnist", model="lstm", tag="code")
+    path.write_text(path.read_text().replace(', "momentum": 0}', "}"))
+    assert "momentum" not in read_results(tmp_path)[0].config["optimizer"]
+    assert "optimizer.momentum" not in " ".join(differences.sentences(read_results(tmp_path)))
+
+
 def test_differences_name_the_models_that_have_them(tmp_path):
     """None where several do, all of them alike."""
     for model in ("lstm", "bn-lstm"):

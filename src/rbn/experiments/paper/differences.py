@@ -18,6 +18,7 @@ _WHY = {
     "precision": "bf16-mixed rounds the factors of matrix products to bfloat16; parameters, "
     "statistics and cells stay in float32",
     "epochs": "passes over the training data, at most",
+    "select": "the statistics with which validation chooses the best model",
     "evaluate_every": "steps between looks at the validation data",
     "layer.output": "what an answer is chosen from",
     "data.words": "size of the vocabulary",
@@ -27,12 +28,13 @@ _WHY = {
 }
 _QUESTIONS = ("cnn", "cnn-built")
 _SKIPPED = ("task", "model", "tag")
+_UNSAID = {"optimizer.momentum": 0}  # what a setting is that a config leaves out
 Runs = dict[tuple[str, str, int], str]  # model, tag and seed; what the model is called
 
 GENERAL = (
     "The best model of a run is chosen by the validation figure with population statistics, for "
-    "both models; the paper chose with minibatch statistics, which understate a batch-normalized "
-    "model by the noise of a small batch.",
+    "both models, but where select is batch above; the paper chose with minibatch statistics, "
+    "which understate a batch-normalized model by the noise of a small batch.",
     "The paper gives no number of epochs and no patience. What is named in their place above is of "
     "the configs with the names of its tasks: the steps of its figures (MNIST, CNN), the epochs of "
     "the authors' scripts (Penn Treebank, text8), and a patience of ours.",
@@ -61,10 +63,14 @@ def changed(result: Result) -> dict[str, tuple[Any, Any]]:
     if name in _QUESTIONS:
         whole = result.config.get("data", {}).get("sentences") is None
         name = "cnn-full" if whole else "cnn"
-    found = configs.read(configs.find(name))
-    chosen = configs.for_model(found, result.model)
+    read = configs.read(configs.find(name))
+    chosen = configs.for_model(read, result.model)
     paper = configs.from_mapping({"task": result.task, **chosen})
     theirs, ours = configs.flat(asdict(paper)), configs.flat(result.config)
+    for key, value in _UNSAID.items():
+        if key in ours or key in theirs:
+            ours.setdefault(key, value)
+            theirs.setdefault(key, value)
     return {
         key: (theirs.get(key), ours.get(key))
         for key in dict.fromkeys((*ours, *theirs))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def code_of(name):
@@ -65,11 +65,22 @@ def test_the_small_sweep(tmp_path, monkeypatch):
             assert files.read(each).trials == int(trials)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_leads_somewhere(page):
-    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        if not link.startswith("http"):
-            assert (page.parent / link).exists(), link
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if link.startswith("http"):
+            continue
+        path, _, place = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if place:
+            assert place in anchors(target.read_text()), link
+
+
+def anchors(text):
+    """The places of a page that a link can name, as GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("model", ["lstm", "bn-lstm"])

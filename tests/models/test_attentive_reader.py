@@ -220,6 +220,9 @@ def test_one_token_and_five_thousand(variant):
         ({"variant": "bn"}, "variant must be one of 'lstm', 'bn-lstm'"),
         ({"output": "letters"}, "output must be one of 'entities', 'vocabulary'"),
         ({"dropout": 2.0}, "dropout must lie between 0 and 1"),
+        ({"embedding_size": 0}, "embedding_size must be at least 1, got 0"),
+        ({"variant": "lstm", "padding": "some"}, "padding must be one of 'exclude', 'include'"),
+        ({"variant": "lstm", "momentum": 7}, "momentum must lie between 0 and 1"),
     ],
 )
 def test_bad_options(options, sentence):
@@ -235,3 +238,12 @@ def test_bad_texts():
         make()(document, question[:, :2])
     with pytest.raises(ValueError, match="lengths must lie between 1 and the number of steps 9"):
         make()(document, question, [9, 0, 1, 1])
+    with pytest.raises(TypeError, match=r"question must hold symbols, integers, got torch\.float"):
+        make()(document, question.double())
+    model = make()
+    with pytest.raises(
+        ValueError, match=f"document must hold symbols from 0 to {model.vocabulary - 1}"
+    ):
+        model(document + model.vocabulary, question)
+    with pytest.raises(TypeError, match="first_entity must be an integer, got float"):
+        AttentiveReader(30, 6, 1.5)

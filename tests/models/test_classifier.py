@@ -57,6 +57,15 @@ def test_bad_arguments_are_refused() -> None:
         SequenceClassifier(nn.Linear(3, 5), 4)
     with pytest.raises(ValueError, match="classes must be at least 2, got 1"):
         SequenceClassifier(rbn.LSTM(3, 5), 1)
+    with pytest.raises(TypeError, match="classes must be an integer, got float"):
+        SequenceClassifier(rbn.LSTM(3, 5), 2.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_classifier_has_the_layers_type_and_device(dtype: torch.dtype) -> None:
+    model = SequenceClassifier(rbn.LSTM(3, 5, dtype=dtype), 4)
+    assert model(torch.randn(6, 2, 3, dtype=dtype)).dtype == dtype
+    assert SequenceClassifier(rbn.LSTM(3, 5, device="meta"), 4).classifier.weight.is_meta
 
 
 def test_dropout_of_the_final_state() -> None:

@@ -30,6 +30,20 @@ def test_refusals():
         LanguageModel(rbn.LSTM(7, 5, bidirectional=True))
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_targets_of_any_integers_that_are_symbols(hooked):
+    model = LanguageModel(rbn.LSTM(7, 5, dtype=torch.float64))
+    if hooked:
+        model.softmax.register_forward_hook(lambda *_: None)
+    text = torch.randint(0, 7, (6, 3))
+    expected, _ = model(text, targets=text)
+    for dtype in (torch.int32, torch.uint8):
+        torch.testing.assert_close(model(text, targets=text.to(dtype))[0], expected)
+    text[2, 1] = -100
+    with pytest.raises(ValueError, match="targets must be from 0 to 6, got -100 to"):
+        model(text.clamp(min=0), targets=text)
+
+
 def test_dropout_between_layer_and_softmax():
     model = LanguageModel(rbn.LSTM(5, 64), dropout=0.5)
     symbols = torch.zeros(3, 2, dtype=torch.int64)

@@ -64,8 +64,26 @@ def test_more_options():
         rbn.BatchNormRNN(3, 4, zoneout=(0.1, 0.1))
     with pytest.raises(ValueError, match="nonlinearity must be one of 'tanh', 'relu'"):
         rbn.BatchNormRNN(3, 4, nonlinearity="gelu")
-    with pytest.raises(ValueError, match="gamma must not be negative, got nan"):
+    with pytest.raises(ValueError, match="gamma must be finite, got nan"):
         rbn.LayerNormLSTM(3, 4, gamma=float("nan"))
+    with pytest.raises(ValueError, match="eps must be finite, got inf"):
+        rbn.BatchNormLSTM(3, 4, eps=float("inf"))
+    with pytest.raises(ValueError, match="eps must not be negative, got -inf"):
+        rbn.BatchNormLSTM(3, 4, eps=-float("inf"))
+    with pytest.raises(ValueError, match=r"ablations must be one of .*, got \[1\]"):
+        rbn.BatchNormLSTM(3, 4, ablations=[[1]])
+    with pytest.raises(ValueError, match="joint_terms leaves no input term"):
+        rbn.BatchNormLSTM(3, 4, ablations=["joint_terms"], input_stats="sequence")
+    with pytest.raises(TypeError, match=r"type such as torch\.float32, got torch\.float8"):
+        rbn.LSTM(3, 4, dtype=torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"or symbols of int64, got torch\.uint16"):
+        rbn.LSTM(3, 4)(torch.zeros(6, 4, dtype=torch.uint16))
+
+
+def test_the_warning_of_single_sequences_names_the_callers_line():
+    with pytest.warns(UserWarning, match="single sequence") as found:
+        rbn.BatchNormLSTM(3, 4)(torch.randn(5, 1, 3))
+    assert [warning.filename for warning in found] == [__file__]
 
 
 @pytest.mark.parametrize("layer_class", LAYERS)

@@ -164,6 +164,39 @@ def test_a_compiled_call_with_empty_buffers():
     assert_first_estimates(layer, x, empty)
 
 
+def test_a_compiled_evaluation_sees_buffers_that_someone_wrote_into():
+    """In place, as torch.distributed.checkpoint loads them; compiled before that or after."""
+    fewer, x = rbn.BatchNormLSTM(3, 4, max_length=6), torch.randn(6, 5, 3)
+    fewer(x[:2])
+    expected = fewer.eval()(x)[0]
+    for compiled_before in (True, False):
+        layer = trained().eval()
+        compiled = torch.compile(layer, backend="eager", fullgraph=True)
+        if compiled_before:
+            compiled(x)
+        with torch.no_grad():
+            for name, value in layer.state_dict().items():
+                value.copy_(fewer.state_dict()[name])
+        torch.testing.assert_close(compiled(x)[0], expected)
+
+
+def test_a_training_call_that_torch_func_refuses_leaves_no_estimates():
+    layer, x = rbn.BatchNormLSTM(3, 4, max_length=6), torch.randn(6, 5, 3)
+    parameters = {name: p.detach() for name, p in layer.named_parameters()}
+    for lengths in (None, torch.tensor([6, 5, 4, 2, 1])):
+        with pytest.raises(RuntimeError, match="in-place"):
+            torch.func.grad(
+                lambda p, lengths=lengths: functional_call(layer, p, (x,), {"lengths": lengths})[
+                    0
+                ].sum()
+            )(parameters)
+        with pytest.raises(RuntimeError, match=NONE):
+            layer.eval()(x)
+        layer.train()
+    layer(x)
+    assert_first_estimates(layer, x)
+
+
 def test_each_term_has_its_momentum():
     layer, x = trained(), torch.randn(6, 5, 3)
     layer.stats_h_l0.momentum, layer.stats_c_l0.momentum = 1.0, None

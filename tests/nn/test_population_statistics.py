@@ -281,6 +281,55 @@ def test_frozen_parts_stay_frozen_in_a_model_that_is_trained():
     assert not any(module.training for module in model.modules())
 
 
+class Parts(torch.nn.Module):
+    """A layer that may be frozen, one after it, and one that no call of the model reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = rbn.BatchNormLSTM(3, 4), rbn.BatchNormLSTM(4, 2)
+        self.unused = rbn.BatchNormLSTM(3, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x)[0])[0]
+
+
+@pytest.mark.parametrize("train_mode", [True, False])
+def test_frozen_layers_keep_and_use_their_statistics(train_mode):
+    model, x = Parts(), torch.randn(5, 6, 3)
+    model(x)
+    model.first.eval()
+    kept = {k: v.clone() for k, v in model.first.state_dict().items()}
+    batches = [3 * torch.randn(5, 6, 3) + 2 for _ in range(3)]
+    rbn.update_population_stats(model, batches, train_mode=train_mode)
+    for name, value in model.first.state_dict().items():
+        assert torch.equal(value, kept[name]), name
+    second = rbn.BatchNormLSTM(4, 2)
+    second.load_state_dict(
+        {k: v for k, v in model.second.state_dict().items() if "stats" not in k}, strict=False
+    )
+    with torch.no_grad():
+        rbn.update_population_stats(second, [model.first(batch)[0] for batch in batches])
+    for name, value in second.state_dict().items():
+        torch.testing.assert_close(model.second.state_dict()[name], value)
+    assert not model.first.training
+    assert model.second.training
+    model.second.eval(), model.unused.eval()
+    with pytest.raises(ValueError, match=r"every batch-normalized layer is in eval\(\)"):
+        rbn.update_population_stats(model, batches)
+    assert rbn.update_population_stats(model.eval(), batches) == 3
+
+
+def test_layers_that_no_batch_reaches_keep_their_statistics():
+    model, x = Parts(), torch.randn(5, 6, 3)
+    model.unused(x)
+    kept = {k: v.clone() for k, v in model.unused.state_dict().items()}
+    rbn.update_population_stats(model, [x])
+    for name, value in model.unused.state_dict().items():
+        assert torch.equal(value, kept[name]), name
+    assert model.unused.eval()(x)[0].isfinite().all()
+    assert model.first.stats_x_l0.count.tolist() == [1] * 5
+
+
 def test_batches_that_are_none():
     layer = rbn.BatchNormLSTM(3, 4)
     with pytest.raises(ValueError, match="batches has an empty tuple or list"):

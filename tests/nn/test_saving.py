@@ -130,8 +130,12 @@ def test_max_length_limits_what_loads():
     assert roomy.stats_h_l0.mean.shape[0] == 9
     same(layer, roomy)
     tight = rbn.BatchNormLSTM(3, 4, 2, bidirectional=True, max_length=4)
-    with pytest.raises(RuntimeError, match=r"statistics of 6 steps.*max_length=4"):
+    with pytest.raises(RuntimeError, match=r"statistics of 5 steps.* room for 4 \(max_length"):
         tight.load_state_dict(layer.state_dict())
+    enough = rbn.BatchNormLSTM(3, 4, 2, bidirectional=True, max_length=5)
+    enough.load_state_dict(roomy.state_dict())  # whose last four steps are empty
+    assert enough.stats_h_l0.mean.shape[0] == 5
+    same(layer, enough)
 
 
 def test_loading_by_assignment_from_the_meta_device():

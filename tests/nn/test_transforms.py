@@ -99,10 +99,19 @@ def test_autocast(layer_class, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast_of_a_double_module(backend):
-    layer = rbn.BatchNormLSTM(3, 4, dtype=torch.float64)
+def test_autocast_leaves_a_double_module_alone(backend):
+    """As PyTorch does."""
+    theirs = torch.nn.LSTM(3, 4, dtype=torch.float64)
+    ours, cell = rbn.LSTM.from_lstm(theirs), rbn.LSTMCell(3, 4, dtype=torch.float64)
+    x = torch.randn(5, 6, 3, dtype=torch.float64)
     with torch.autocast("cpu", dtype=torch.bfloat16), rbn.backend(backend):
-        assert layer(torch.randn(5, 6, 3))[0].dtype == torch.bfloat16
+        torch.testing.assert_close(ours(x)[0], theirs(x)[0], rtol=1e-12, atol=1e-12)
+        assert rbn.BatchNormLSTM(3, 4, dtype=torch.float64)(x)[0].dtype == torch.float64
+        assert ours(torch.randint(0, 3, (5, 6)))[0].dtype == torch.float64
+        with pytest.raises(TypeError, match=r"type torch\.float64, got torch\.float32"):
+            ours(x.float())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert cell(x[0])[0].dtype == torch.float64
 
 
 @pytest.mark.parametrize("layer_class", LAYERS)
@@ -188,6 +197,12 @@ def test_pieces_of_a_sequence_are_not_compiled_one_by_one():
             states[k] = tuple(state.detach() for state in found)
     torch.testing.assert_close(layer.stats_c_l0.var, other.stats_c_l0.var)
     assert layer.stats_c_l0.count.tolist() == [1] * 60
+
+
+def test_vmap_of_symbols():
+    layer, symbols = rbn.LSTM(3, 4), torch.randint(0, 3, (5, 6))
+    found = torch.func.vmap(lambda s: layer(s[:, None])[0][:, 0], in_dims=1, out_dims=1)(symbols)
+    torch.testing.assert_close(found, layer(symbols)[0])
 
 
 def test_vmap_with_lengths():

@@ -152,6 +152,27 @@ def test_on_a_cpu_it_is_pytorchs_own(kind):
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_run_once(kind):
+    """Though PyTorch's class, by whose step ours is made on a CPU, has hooks of its own."""
+    ours, theirs = KINDS[kind]
+    theirs([torch.nn.Parameter(torch.ones(2))])
+    parameter, calls = torch.nn.Parameter(torch.ones(2)), []
+    optimizer = ours([parameter], 0.1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert calls == ["before", "after"]
+    assert parameter.detach().amax() < 0.95
+
+
+@pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}])
+def test_it_is_always_fused(options):
+    with pytest.raises(ValueError, match=r"rbn\.training\.Adam is fused"):
+        Adam([torch.nn.Parameter(torch.ones(2))], **options)
+
+
 @either
 def test_a_closure_is_asked_for_the_gradients_of_its_step():
     """Those there were before are not the step's."""

@@ -114,6 +114,23 @@ def test_nothing_but_gradients_that_overflow(tmp_path):
     assert run.progress.skipped == 50  # also those since the host last looked
 
 
+def test_a_run_that_was_stopped_diverges_at_the_same_step(tmp_path):
+    ends = []
+    for folder, stops in (("whole", ()), ("parts", (20, 45))):
+        for stop in (*stops, None):
+            task = Overflowing()
+            task.steps = range(2, 10**6)
+            run = trainer(tmp_path / folder, task, Schedule(100, evaluate_every=100))
+            run.on_step = lambda now, run=run, stop=stop: run.stop() if now.step == stop else None
+            if stop:
+                assert run.run().step == stop
+            else:
+                with pytest.raises(Diverged, match="the last 50 gradients"):
+                    run.run()
+        ends.append((run.progress.diverged_at, run.progress.skipped))
+    assert ends[0] == ends[1]
+
+
 def test_as_many_but_not_in_a_row(tmp_path):
     task = Overflowing()
     task.steps = range(1, 120, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -10,8 +11,10 @@ import typer
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
     from rich.table import Table
 
+_PIPED = 200  # characters
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
@@ -52,6 +55,15 @@ def make_table(*columns: str, title: str | None = None) -> Table:
     from rich.table import Column, Table
 
     return Table(*(Column(column, overflow="fold") for column in columns), title=title)
+
+
+def make_console() -> Console:
+    """Of the terminal's width; wide where there is none, so that no cell of a table is folded."""
+    from rich.console import Console
+
+    found = Console()
+    piped = not found.is_terminal and "COLUMNS" not in os.environ
+    return Console(width=_PIPED) if piped else found
 
 
 def device_of(name: str) -> torch.device:

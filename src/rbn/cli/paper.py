@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rbn.cli.common import DataDir, Device, device_of, guarded, make_table, stop
+from rbn.cli.common import DataDir, Device, device_of, guarded, make_console, make_table, stop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,8 +64,6 @@ def reproduce(
 
     May be killed at any time; the same command goes on.
     """
-    from rich.console import Console
-
     from rbn.experiments.paper import plan
     from rbn.experiments.paper.figures import Shelf
     from rbn.experiments.paper.reproduce import Reproduction
@@ -89,7 +87,7 @@ def reproduce(
             max_minutes,
             questions,
         )
-        console = Console()
+        console = make_console()
         if results is None and not quick and not plain.is_dir():
             said = f"There is no folder {plain} here, so no run counts as done (see --results)."
             console.print(said, soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rbn.cli.common import DataDir, Device, device_of, guarded, make_table, stop
+from rbn.cli.common import DataDir, Device, device_of, guarded, make_console, make_table, stop
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,8 +78,6 @@ def run(
 
     'rbn sweep status FILE' shows how it stands.
     """
-    from rich.console import Console
-
     from rbn.experiments.search.sampling import need_optuna
 
     def work() -> None:
@@ -101,7 +99,7 @@ def run(
         until = None if max_minutes is None else time.time() + 60 * max_minutes
         job = Job(sweep, where, folder, device_of(device), data_dir, until)
         jobs = _jobs(job, workers, dealt=device == "auto" and job.device.type == "cuda")
-        console = Console()
+        console = make_console()
         try:
             study, _ = storages.open_study(sweep, where)
             code, reason = _work(jobs, console)
@@ -181,8 +179,6 @@ def status(
     out: Out = None,
 ) -> None:
     """A table of the trials of a sweep, and with --plot a picture."""
-    from rich.console import Console
-
     from rbn.experiments.search.sampling import need_optuna
 
     def work() -> None:
@@ -205,7 +201,7 @@ def status(
             best = "" if row.best is None else f"{row.best:.4f}"
             numbers = [best, f"{row.steps:,}", f"{row.seconds / 60:.1f}"]
             table.add_row(str(row.number), row.state, *chosen, *numbers)
-        console = Console()
+        console = make_console()
         console.print(table)
         for row in now.rows:
             if row.remark:

@@ -43,6 +43,8 @@ class Windows:
     ) -> None:
         if stream.dim() != 1:
             raise ValueError(f"stream must have one dimension, got shape {tuple(stream.shape)}")
+        if stream.is_floating_point() or stream.is_complex():
+            raise TypeError(f"stream must hold symbols, integers, got {stream.dtype}")
         if length < 2:
             raise ValueError(f"length must be at least 2, got {length}")
         self.stream = stream

@@ -105,7 +105,7 @@ class AttentiveReader(nn.Module):
         self.variant = variant
         self.vocabulary = checks.positive_integer("vocabulary", vocabulary)
         self.entities = checks.positive_integer("entities", entities)
-        if not 0 <= first_entity <= vocabulary - entities:
+        if not 0 <= checks.whole("first_entity", first_entity) <= vocabulary - entities:
             raise ValueError(
                 f"first_entity must be from 0 to {vocabulary - entities}, so that {entities} "
                 f"entities are among the {vocabulary} symbols, got {first_entity}"
@@ -115,13 +115,16 @@ class AttentiveReader(nn.Module):
         self.output = checks.choice("output", output, OUTPUTS)
         self.dropout = checks.probability("dropout", dropout)
         both = kind.bidirectional if bidirectional is None else bidirectional
-        size = embedding_size or hidden_size
+        size = hidden_size
+        if embedding_size is not None:
+            size = checks.positive_integer("embedding_size", embedding_size)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         shared: dict[str, Any] = {"bidirectional": both, "initial_state": initial_state, **made}
+        checks.choice("padding", padding, ("exclude", "include"))
         normalization: dict[str, Any] = {
-            "gamma": gamma,
-            "eps": eps,
-            "momentum": momentum,
+            "gamma": checks.not_negative("gamma", gamma),
+            "eps": checks.not_negative("eps", eps),
+            "momentum": None if momentum is None else checks.probability("momentum", momentum),
             "sync_stats": sync_stats,
         }
 
@@ -181,6 +184,10 @@ class AttentiveReader(nn.Module):
                 "document and question must be [T, B] and [S, B] of one batch size, got shapes "
                 f"{tuple(document.shape)} and {tuple(question.shape)}"
             )
+        for name, symbols in (("document", document), ("question", question)):
+            if not checks.is_symbols(symbols):
+                raise TypeError(f"{name} must hold symbols, integers, got {symbols.dtype}")
+            checks.symbols_within(name, symbols, self.vocabulary)
         device, batch = document.device, document.shape[1]
         document_lengths = checks.lengths(document_lengths, document.shape[0], batch, device)
         question_lengths = checks.lengths(question_lengths, question.shape[0], batch, device)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rbn.nn import init
+from rbn.models.heads import softmax_layer
+from rbn.nn import checks
 
 
 class SequenceClassifier(nn.Module):
@@ -28,14 +29,12 @@ class SequenceClassifier(nn.Module):
                 "recurrent must be a layer with a hidden_size, like rbn.LSTM, "
                 f"got {type(recurrent).__name__}"
             )
-        if classes < 2:
+        if checks.whole("classes", classes) < 2:
             raise ValueError(f"classes must be at least 2, got {classes}")
         self.recurrent = recurrent
         self.dropout = nn.Dropout(dropout)
         self.directions = 2 if getattr(recurrent, "bidirectional", False) else 1
-        self.classifier = nn.Linear(hidden * self.directions, classes)
-        init.orthogonal_(self.classifier.weight)
-        nn.init.zeros_(self.classifier.bias)
+        self.classifier = softmax_layer(recurrent, hidden * self.directions, classes)
 
     def forward(self, input: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Score every class for every sequence.

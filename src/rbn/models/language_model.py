@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rbn.ops as ops
-from rbn.nn import init
+from rbn.models.heads import softmax_layer
+from rbn.ops.checks import check_classes, check_targets
 
 
 class LanguageModel(nn.Module):
@@ -32,9 +33,7 @@ class LanguageModel(nn.Module):
         self.recurrent = recurrent
         self.dropout = nn.Dropout(dropout)
         self.symbols: int = sizes[0]  # type: ignore[assignment]
-        self.softmax = nn.Linear(sizes[1], self.symbols)  # type: ignore[arg-type]
-        init.orthogonal_(self.softmax.weight)
-        nn.init.zeros_(self.softmax.bias)
+        self.softmax = softmax_layer(recurrent, sizes[1], self.symbols)  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -71,8 +70,10 @@ class LanguageModel(nn.Module):
             return ops.linear_cross_entropy(
                 output, softmax.weight, softmax.bias, targets, reduction
             )
-        logits = softmax(output).float()
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction=reduction)
+        check_targets(output, targets, reduction)
+        check_classes(targets, self.symbols)
+        logits, wanted = softmax(output).float().flatten(0, -2), targets.flatten().long()
+        return F.cross_entropy(logits, wanted, reduction=reduction)
 
 
 def _hooks(module: nn.Module) -> bool:

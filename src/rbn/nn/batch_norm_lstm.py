@@ -26,6 +26,11 @@ class _BatchNormLSTM(BatchNormalized):
                 "ablations pass_normalized_cell and raw_output exclude each other: without a "
                 "normalized cell there is none to pass on"
             )
+        if "joint_terms" in self.ablations and self.input_stats == "sequence":
+            raise ValueError(
+                "ablation joint_terms leaves no input term of its own to have statistics: "
+                "input_stats must be 'step'"
+            )
 
     def _normalized_terms(self) -> dict[str, int]:
         terms = super()._normalized_terms()

@@ -47,9 +47,9 @@ class BatchNormalized(Recurrence):
         self.padding = cast(Padding, checks.choice("padding", padding, ("exclude", "include")))
         if isinstance(ablations, str) or not isinstance(ablations, Iterable):
             raise TypeError(f"ablations must be a collection of names, got {ablations!r}")
-        self.ablations = frozenset(ablations)
-        for name in self.ablations:
-            checks.choice("ablations", name, self.ablation_names)
+        self.ablations = frozenset(
+            checks.choice("ablations", name, self.ablation_names) for name in ablations
+        )
         self.sync_stats = checks.boolean("sync_stats", sync_stats)
 
     @property

@@ -6,6 +6,7 @@ Nothing here reads values from an accelerator: that would make the host wait for
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from collections.abc import Sequence
 from numbers import Real
@@ -17,6 +18,7 @@ from torch import Tensor
 from rbn.ops.types import check_lengths
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+_REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})  # which torch can do little with
 
 
@@ -57,8 +59,10 @@ def number(name: str, value: Any) -> float:
 def not_negative(name: str, value: Any) -> float:
     """A finite number of at least 0."""
     found = number(name, value)
-    if not 0 <= found < float("inf"):
+    if found < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
+    if not found < float("inf"):
+        raise ValueError(f"{name} must be finite, got {value}")
     return found
 
 
@@ -72,7 +76,7 @@ def probability(name: str, value: Any) -> float:
 
 def choice(name: str, value: Any, options: Sequence[str]) -> str:
     """One of the options."""
-    if value not in options:
+    if not isinstance(value, str) or value not in options:
         listed = ", ".join(map(repr, options))
         raise ValueError(f"{name} must be one of {listed}, got {value!r}")
     return str(value)
@@ -107,7 +111,7 @@ def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: boo
 
 def floating(name: str, dtype: torch.dtype | None) -> None:
     """Refuse a type that parameters of recurrent layers cannot have."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is not None and dtype not in _REAL:
         raise TypeError(
             f"{name} must be a real floating-point type such as torch.float32, got {dtype}"
         )
@@ -125,17 +129,25 @@ def symbols(input: Tensor, input_size: int, weight: Tensor) -> Tensor:
             f"input is on {input.device} and the parameters are on {weight.device}: "
             "move one to the other's device"
         )
-    if input.device.type == "cpu" and input.numel() and not torch.compiler.is_compiling():
-        least, most = (int(v) for v in input.aminmax())
-        if least < 0 or most >= input_size:
-            raise ValueError(
-                f"input must hold symbols from 0 to {input_size - 1}, got {least} to {most}"
-            )
+    symbols_within("input", input, input_size)
     return input.to(torch.int64)[..., None]
+
+
+def symbols_within(name: str, values: Tensor, count: int) -> None:
+    """Refuse symbols that are not from 0 to ``count - 1``, where the host can see them."""
+    opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if values.device.type == "cpu" and values.numel() and not opaque:
+        least, most = (int(v) for v in values.aminmax())
+        if least < 0 or most >= count:
+            raise ValueError(
+                f"{name} must hold symbols from 0 to {count - 1}, got {least} to {most}"
+            )
 
 
 def features(input: Tensor, input_size: int, weight: Tensor, autocast: bool) -> None:
     """The last dimension, dtype and device of an input."""
+    if input.dtype in _UNSIGNED:
+        raise TypeError(f"input must be floating-point, or symbols of int64, got {input.dtype}")
     if input.shape[-1] != input_size:
         raise ValueError(
             f"input must have {input_size} features in its last dimension, "
@@ -201,5 +213,13 @@ def single_row(name: str) -> None:
             "sequence: its variance at a time step is 0, and a term normalized by that vanishes. "
             "Population statistics of time steps leave it out. Use a batch of at least 2, or "
             "eval() to normalize with those.",
-            stacklevel=4,
+            stacklevel=_callers_level(),
         )
+
+
+def _callers_level() -> int:
+    """Where a warning of the calling function points to code that is not PyTorch's or ours."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("rbn", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level

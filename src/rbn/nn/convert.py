@@ -1,4 +1,4 @@
-"""From `torch.nn.LSTM` and back."""
+"""Layers of this package from `torch.nn.LSTM`; the way back is `rbn.LSTM.to_lstm`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
     The population statistics are neither used nor changed. This is how the paper's validation
     curves are measured while training.
     """
-    with _forced(model, "batch"):
+    with _forced(_statistics_of(model), "batch"):
         yield
 
 
@@ -59,19 +59,18 @@ def own_statistics(model: nn.Module) -> Iterator[None]:
 
     For work that the processes share out by whole minibatches.
     """
-    with _changed(model, "sync", False):
+    with _changed(_statistics_of(model), "sync", False):
         yield
 
 
 @contextlib.contextmanager
-def _forced(model: nn.Module, mode: str) -> Iterator[None]:
-    with _changed(model, "forced", mode):
+def _forced(statistics: list[PopulationStatistics], mode: str) -> Iterator[None]:
+    with _changed(statistics, "forced", mode):
         yield
 
 
 @contextlib.contextmanager
-def _changed(model: nn.Module, name: str, value: Any) -> Iterator[None]:
-    statistics = _statistics_of(model)
+def _changed(statistics: list[PopulationStatistics], name: str, value: Any) -> Iterator[None]:
     before = [getattr(s, name) for s in statistics]
     for s in statistics:
         setattr(s, name, value)
@@ -113,7 +112,7 @@ def update_population_stats(
     One pass over `batches`; each statistic becomes the plain average of the minibatch estimates,
     which is how the paper obtains its test numbers. Works like `torch.optim.swa_utils.update_bn`.
     Parameters, training mode and the random state are left as they were; if the pass fails, so are
-    the statistics.
+    the statistics, and those of layers that it does not reach always.
 
     Where several processes train together (`torch.distributed`), all must call it, each with its
     own batches, and all end with the same statistics: the average of the estimates of all. How
@@ -129,7 +128,8 @@ def update_population_stats(
         device: where tensors are moved before the default `forward`.
         train_mode: True estimates under dropout, zoneout and noise as drawn in training, as
             `update_bn` does; False without them, as the model is evaluated. If the model is in
-            training mode now, parts that are in `eval()`, frozen ones say, stay so.
+            training mode now, parts that are in `eval()`, frozen ones say, stay so, and their
+            statistics are used and kept.
         progress: show a progress bar (needs rich).
 
     Returns:
@@ -137,13 +137,19 @@ def update_population_stats(
 
     Raises:
         ValueError: there are no batches, or there is nothing to estimate from in them, such as
-            single sequences.
+            single sequences; or all layers are frozen.
     """
     if isinstance(batches, Tensor):
         raise TypeError("batches must be an iterable of inputs, such as a list, got a Tensor")
-    statistics = _statistics_of(model)
-    if not statistics:
+    every = _statistics_of(model)
+    statistics = [s for s in every if s.training or not model.training]  # without frozen ones
+    if not every:
         return 0
+    if not statistics:
+        raise ValueError(
+            "every batch-normalized layer is in eval() while the model is in training mode, and so "
+            "frozen: call model.eval(), or train() of the layers, before"
+        )
     run = forward or _default_forward(device)
     modes = {module: module.training for module in model.modules()}
     before = [(s.momentum, s.mean, s.var, s.count, s.notes()) for s in statistics]
@@ -158,7 +164,7 @@ def update_population_stats(
                 s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
                 s.count = torch.zeros_like(s.count)
             s.note(False, 0)
-        with torch.no_grad(), torch.random.fork_rng(devices=cuda), _forced(model, "record"):
+        with torch.no_grad(), torch.random.fork_rng(devices=cuda), _forced(statistics, "record"):
             shown = _tracked(batches) if progress else batches
             group, in_parts = all_processes(), any(s.group is not None for s in statistics)
             if group is not None and in_parts:
@@ -181,7 +187,7 @@ def update_population_stats(
     finally:
         for s, (momentum, mean, var, count, notes) in zip(statistics, before, strict=True):
             s.momentum = momentum
-            if not done:
+            if not done or not s.find_estimates():  # or no batch has reached the layer
                 s.mean, s.var, s.count = mean, var, count
                 s.note(*notes)
             elif count.shape == s.count.shape and not count.is_inference():

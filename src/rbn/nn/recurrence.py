@@ -245,7 +245,9 @@ class Recurrence(nn.Module, abc.ABC):
         return self._own("weight_hh_l0" if hasattr(self, "weight_hh_l0") else "weight_hh")
 
     def _under_autocast(self) -> bool:
-        return autocast_on(self._weight().device.type)
+        """Whether autocast is on for this layer: as in PyTorch, not if it is of float64."""
+        weight = self._weight()
+        return autocast_on(weight.device.type) and weight.dtype != torch.float64
 
     def _autocast(self, x: Tensor) -> Tensor:
         """X in the type that autocast asks for on its device, if it does and x has values."""
@@ -256,8 +258,7 @@ class Recurrence(nn.Module, abc.ABC):
 
     def _type(self, x: Tensor) -> torch.dtype:
         """The type that autocast asks for on the device of x, if it does; else that of x."""
-        device = x.device.type
-        return torch.get_autocast_dtype(device) if autocast_on(device) else x.dtype
+        return torch.get_autocast_dtype(x.device.type) if self._under_autocast() else x.dtype
 
     def _given_states(self, hx: Any, shape: tuple[int, ...]) -> States:
         """The user's initial states, checked, one tensor for each of `states`."""
@@ -368,7 +369,7 @@ class Layers(Recurrence):
         weight = self._weight()
         if checks.is_symbols(input):
             return checks.symbols(input, self.input_size, weight)
-        autocast = autocast_on(weight.device.type)
+        autocast = autocast_on(weight.device.type) and weight.dtype != torch.float64
         checks.sequence_input(input, self.input_size, weight, autocast)
         return input.to(self._type(input)) if autocast else input
 

@@ -117,9 +117,10 @@ class PopulationStatistics(nn.Module):
         """How many steps, the first ones, have an estimate as far as the host knows.
 
         None where several processes train: DDP writes another process's numbers into the buffers.
+        None for a compiled graph, which does not notice when someone writes into them.
         """
         if torch.compiler.is_compiling():
-            return self._seen
+            return 0
         return self._seen if self._knows() and all_processes() is None else 0
 
     @property
@@ -189,21 +190,21 @@ class PopulationStatistics(nn.Module):
                 return
         known = not torch.compiler.is_compiling() and self._knows()
         count = self.count[start:stop]
-        count += 1 if reached is None else reached
+        if self.momentum is None:
+            weight = (count + 1).to(self.mean.dtype).reciprocal()
+        else:  # the first estimate of a step stands alone
+            weight = torch.where(count > 0, self.momentum, self.mean.new_ones(count.shape[0]))
+        if reached is not None:
+            weight = torch.where(reached, weight, 0)
+        self.mean[start:stop].lerp_(mean.to(self.mean.dtype), weight[:, None])
+        self.var[start:stop].lerp_(var.to(self.var.dtype), weight[:, None])
+        count += 1 if reached is None else reached  # last: `torch.func` may refuse the averages
         if torch.compiler.is_compiling():
             self._in_graphs = True
         elif reached is None:
             self._note_update(start, stop, known)
         else:  # perhaps none was reached
             self.note(known and self._estimated, self._seen if known else 0)
-        if self.momentum is None:
-            weight = count.clamp(min=1).to(self.mean.dtype).reciprocal()
-        else:  # the first estimate of a step stands alone
-            weight = torch.where(count > 1, self.momentum, self.mean.new_ones(count.shape[0]))
-        if reached is not None:
-            weight = torch.where(reached, weight, 0)
-        self.mean[start:stop].lerp_(mean.to(self.mean.dtype), weight[:, None])
-        self.var[start:stop].lerp_(var.to(self.var.dtype), weight[:, None])
 
     def read(self, start: int, steps: int) -> tuple[Tensor, Tensor]:
         """Mean and variance for `steps` steps from `start` on, ``[S', features]``, S' <= steps.
@@ -289,11 +290,18 @@ class PopulationStatistics(nn.Module):
             )
             return
         if self.max_length is not None and rows > self.max_length:
-            error_msgs.append(
-                f"{prefix}mean has statistics of {rows} steps, but this layer was made with "
-                f"max_length={self.max_length}"
-            )
-            return
+            last = rows if count.device.type == "meta" else _last_seen(count)
+            if last > self.max_length:
+                error_msgs.append(
+                    f"{prefix}mean has statistics of {last} steps, but this layer has room for "
+                    f"{self.max_length} (max_length, or one with input_stats='sequence')"
+                )
+                return
+            rows = self.max_length  # the others are empty
+            mean, var, count = mean[:rows], var[:rows], count[:rows]
+            state_dict = state_dict | {
+                prefix + name: value for name, value in zip(names, (mean, var, count), strict=True)
+            }
         if self.max_length is not None and rows < self.max_length:
             state_dict = dict(state_dict)
             missing = self.max_length - rows
@@ -365,6 +373,11 @@ def _version(buffer: Tensor) -> int:
 
 def _part(rows: Tensor, start: int, stop: int) -> Tensor:
     return rows if stop - start == rows.shape[0] else rows[start:stop]
+
+
+def _last_seen(count: Tensor) -> int:
+    """The steps up to the last one that has an estimate; waits for the device."""
+    return max((k for k, seen in enumerate(count.tolist(), 1) if seen > 0), default=0)
 
 
 def seen_at_first(count: Tensor) -> int:

@@ -97,6 +97,15 @@ def check_targets(input: Tensor, targets: Tensor, reduction: str) -> None:
         )
 
 
+def check_classes(targets: Tensor, classes: int) -> None:
+    """Refuse targets, in the host's memory, that are not from 0 to ``classes - 1``."""
+    opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if targets.device.type == "cpu" and targets.numel() and not opaque:
+        least, most = (int(v) for v in targets.long().aminmax())
+        if least < 0 or most >= classes:
+            raise ValueError(f"targets must be from 0 to {classes - 1}, got {least} to {most}")
+
+
 def constant_statistics(
     population: Statistics | None, wx: Tensor, **features: int | None
 ) -> Statistics | None:

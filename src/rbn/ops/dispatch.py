@@ -164,14 +164,15 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float, seen: bool = 
     averages = [average for mean, var, *_ in terms for average in (mean, var)]
     new = [value for _, _, mean, var, _ in terms for value in (mean, var)]
     with torch.no_grad():
-        torch._foreach_add_([count for *_, count in terms], 1)
         if seen:
             torch._foreach_lerp_(averages, new, momentum)
-            return
-        for mean, var, new_mean, new_var, count in terms:
-            weight = torch.where(count > 1, momentum, mean.new_ones(()))[:, None]
-            mean.lerp_(new_mean, weight)
-            var.lerp_(new_var, weight)
+        else:
+            for mean, var, new_mean, new_var, count in terms:
+                weight = torch.where(count > 0, momentum, mean.new_ones(()))[:, None]
+                mean.lerp_(new_mean, weight)
+                var.lerp_(new_var, weight)
+        # Last: where `torch.func` refuses to change the averages, nothing is counted.
+        torch._foreach_add_([count for *_, count in terms], 1)
 
 
 def _under_torch_func() -> bool:

@@ -328,9 +328,9 @@ def linear_cross_entropy(
         input: ``[..., H]``.
         weight: ``[classes, H]``.
         bias: ``[classes]``, or None.
-        targets: the right classes, integers ``[...]`` from 0 to ``classes - 1``. Others make the
-            loss NaN where the GPU's kernels run, which cannot say so; elsewhere PyTorch refuses
-            them.
+        targets: the right classes, integers ``[...]`` from 0 to ``classes - 1``. Others are refused
+            on a CPU. On a GPU, which cannot say so, they make the loss NaN where its kernels run,
+            and mean what they mean in `F.cross_entropy` elsewhere.
         reduction: ``"mean"`` or ``"sum"``, over all targets.
 
     Returns:

@@ -78,8 +78,13 @@ def _programs(tensors: Sequence[Tensor], numbers: int) -> tuple[tuple[int, ...],
 class _OneKernel(torch.optim.Optimizer):
     """The step of an optimiser of PyTorch's that comes after it, by a kernel where that suits."""
 
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, **options | {"fused": True})
+    def __init__(self, params: Any, *values: Any, **options: Any) -> None:
+        if options.get("foreach") or not options.get("fused", True):
+            raise ValueError(
+                f"rbn.training.{type(self).__name__} is fused: without that, or with foreach, use "
+                f"torch.optim.{type(self).__name__}"
+            )
+        super().__init__(params, *values, **options | {"fused": True})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -93,7 +98,9 @@ class _OneKernel(torch.optim.Optimizer):
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 self._step(group, parameters)
         else:
-            super().step()
+            step = super().step  # which has hooks of its own if there was such an optimiser
+            hooked = getattr(step, "hooked", False)
+            step.__wrapped__(self) if hooked else step()  # type: ignore[attr-defined]
         return loss
 
     def _decay(self, group: dict[str, Any]) -> float:

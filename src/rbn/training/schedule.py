@@ -70,6 +70,7 @@ class Progress:
     loss_sum: float = 0.0  # since the last evaluation
     loss_count: int = 0
     skipped: int = 0  # steps whose gradient was not finite
+    in_a_row: int = 0  # of those, the last ones
     loss_scale: float = 1.0  # what the next loss is multiplied with for that reason
     finished: bool = False
     stopped_early: bool = False

@@ -325,14 +325,14 @@ class Trainer:
         """Bring the losses to the host, and stop if one was not finite."""
         found = self.ranks.gathered(int(self._ledger.bad), float(self._ledger.total))
         bad = min((int(b) for b, _ in found if b >= 0), default=-1)
-        total, in_a_row = sum(part for _, part in found), int(self._ledger.in_a_row)
+        total = sum(part for _, part in found)
         now = self.progress
         steps = now.loss_count - self._fetched
-        now.skipped = int(self._ledger.skipped)
+        now.skipped, now.in_a_row = int(self._ledger.skipped), int(self._ledger.in_a_row)
         if bad >= 0:
             self._give_up(bad, f"the loss of minibatch {bad} is not finite")
-        if in_a_row >= _MOST_SKIPPED:
-            self._give_up(now.step, f"the last {in_a_row} gradients are not finite")
+        if now.in_a_row >= _MOST_SKIPPED:
+            self._give_up(now.step, f"the last {now.in_a_row} gradients are not finite")
         if steps > 0:
             now.loss = total / steps
         now.loss_sum += total
@@ -432,6 +432,7 @@ class Trainer:
             group["lr"] = rate
         self._ledger.number.fill_(self.progress.step)
         self._ledger.skipped.fill_(self.progress.skipped)
+        self._ledger.in_a_row.fill_(self.progress.in_a_row)
         self._ledger.loss_scale.fill_(self.progress.loss_scale)
         self._fetched = self.progress.loss_count
         self._closed = self.progress.finished

@@ -21,6 +21,7 @@ from rbn.experiments.paper.draw import draw
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import Finding
 from rbn.experiments.paper.lines import OURS, Line, Panel, read_csv, write_csv
+from rbn.experiments.paper.plan import Job
 
 ROOT = Path(__file__).parents[3]
 BROWSER = next(
@@ -130,17 +131,28 @@ def test_readers_that_err_more_often_than_counting(tmp_path):
 
 def test_models_are_compared_with_settings_that_did_not_diverge(tmp_path):
     folder = tmp_path / "results"
+
+    def run(task, model, tag="", **more):
+        job = Job(task, model, f"{task}-{tag}" if tag else task)
+        config = json.loads(job.config().to_json())
+        return publish(folder, task=task, model=model, tag=tag, config=config, **more)
+
     for model in ("lstm", "bn-lstm"):
-        publish(folder, task="mnist", model=model, tag="rmsprop", test=0.98)
-    publish(folder, task="mnist", model="bn-lstm", tag="", test=0.99)
-    publish(folder, task="mnist", model="lstm", tag="", test=0.9, diverged_at=250)
-    publish(folder, task="pmnist", model="lstm", tag="", test=0.8, diverged_at=250)
+        run("mnist", model, "rmsprop", test=0.98)
+    run("mnist", "bn-lstm", test=0.99)
+    run("mnist", "lstm", test=0.9, diverged_at=250)
+    other = run("pmnist", "lstm", test=0.8, diverged_at=250)
     write(folder, tmp_path / "report")
     text = (tmp_path / "report" / "report.md").read_text()
     assert "- MNIST in order (mnist-rmsprop), accuracy, %: LSTM 98.0, BN-LSTM 98.0 (the" in text
     assert "- permuted MNIST (pmnist), accuracy, %: LSTM 80.0 (before diverging) (the" in text
     assert "    rbn reproduce table1  # mnist-rmsprop\n" in text
     assert "    rbn reproduce table1 --recipe paper  # mnist, pmnist\n" in text
+    # What was not made with the recipe's settings is not made again by its command.
+    other.write_text(other.read_text().replace('"epochs": 200', '"epochs": 20'))
+    write(folder, tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "    rbn reproduce table1 --recipe paper  # mnist\n" in text
 
 
 def test_readers_of_different_questions_are_not_drawn_together(tmp_path):

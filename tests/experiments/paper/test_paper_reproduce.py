@@ -302,6 +302,24 @@ def test_mistakes_are_one_sentence(arguments, said, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_finished_run_with_other_settings_is_no_result(tmp_path):
+    """It lies where this one would: the user's own, of the same task, model and seed."""
+    arguments = ["--quick", "--seeds", "1"]
+    assert invoke(tmp_path, "table2", *arguments).exit_code == 0
+    (folder,) = (tmp_path / "runs/pydoc").glob("lstm-*")
+    config = json.loads((folder / "config.json").read_text())
+    config["config"]["clip"] = 5.0
+    (folder / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path / "results/pydoc").glob("lstm-*"):
+        path.unlink()
+    done = invoke(tmp_path, "table2", *arguments)
+    assert done.exit_code == 2
+    assert "holds a run with other settings (clip 5.0 there, 1.0 here)" in " ".join(
+        done.output.split()
+    )
+    assert not list((tmp_path / "results/pydoc").glob("lstm-*"))
+
+
 def test_runs_that_cannot_be_measured(tmp_path):
     with pytest.raises(CheckpointError, match=r"is not finished: there is no final\.safetensors"):
         measure_lengths(tmp_path, tmp_path, CPU)

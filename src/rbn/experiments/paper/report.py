@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean
 
+from rbn.experiments.config import flat
 from rbn.experiments.paper import counted, curves, differences, tables
 from rbn.experiments.paper.document import (
     Block,
@@ -24,7 +26,8 @@ from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import read_findings
 from rbn.experiments.paper.lines import Figure
 from rbn.experiments.paper.numbers import NAMES, TABLES
-from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS, QUESTIONS, jobs
+from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS, QUESTIONS, Job, jobs
+from rbn.experiments.paper.published import Result
 from rbn.experiments.paper.tables import Row
 
 _CURVES = {"cnn": "fig4a", "cnn-full": "fig4b"}  # of the paper's readers
@@ -149,11 +152,19 @@ def _unlearned(rows: dict[str, list[Row]], counts: Sequence[counted.Counted]) ->
 
 
 def _again(name: str, rows: Sequence[Row]) -> list[str]:
-    """The commands that make rows of a recipe, in their precision where it is one."""
+    """The commands that make rows of a recipe, in their precision where it is one.
+
+    Rows with settings of their own are left to the commands of their results.
+    """
     commands: dict[str, str] = {}  # by the settings of their rows
     for recipe, questions in product(("short", "paper"), QUESTIONS):
-        names = {job.base for job in jobs(name, recipe, questions)}
-        results = [r for row in rows if row.settings in names for r in row.results]
+        made = {(job.model, job.base): job for job in jobs(name, recipe, questions)}
+        results = [
+            result
+            for row in rows
+            for result in row.results
+            if (job := made.get((result.model, row.settings))) and _made_by(job, result)
+        ]
         if not results:
             continue
         command = f"rbn reproduce {name}"
@@ -167,6 +178,12 @@ def _again(name: str, rows: Sequence[Row]) -> list[str]:
             command += f" --precision {precisions.pop()}"
         commands.setdefault(shown, f"{command}  # {shown}")
     return list(commands.values())
+
+
+def _made_by(job: Job, result: Result) -> bool:
+    """Whether a result has the settings of a recipe's job, in any precision."""
+    theirs, ours = flat(json.loads(job.config().to_json())), flat(result.config)
+    return all(ours.get(key) == theirs.get(key) for key in {*ours, *theirs} - {"precision"})
 
 
 def _titled(name: str) -> str:

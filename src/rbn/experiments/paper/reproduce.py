@@ -13,6 +13,7 @@ import torch
 from rbn import data
 from rbn.data.errors import DataNotFound
 from rbn.experiments import results as published
+from rbn.experiments import runs
 from rbn.experiments.fit import Fit, Watch
 from rbn.experiments.paper import finding, findings, gradients, plan
 from rbn.experiments.paper.estimate import seconds_of, spoken
@@ -160,6 +161,8 @@ class Reproduction:
             torch.set_num_threads(before)
 
     def _work(self, console: Console) -> bool:
+        for run in (*self.to_train(), *(run for run, _ in self.to_measure())):
+            runs.check_free(run.folder, run.config, run.seed)
         groups, computing = self._groups(self.to_train()), self.to_compute()
         known = read_results(self.results)
         seconds = [self._seconds(group, known) for group in groups]

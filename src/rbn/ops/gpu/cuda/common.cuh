@@ -69,10 +69,6 @@ __device__ __forceinline__ Pair narrow(float2 v) {
 #endif
 }
 
-__device__ __forceinline__ float2 load_pair(const Element* p) {
-  return widen(*reinterpret_cast<const Pair*>(p));
-}
-
 __device__ __forceinline__ void store_pair(Element* p, float2 v) {
   *reinterpret_cast<Pair*>(p) = narrow(v);
 }

@@ -180,6 +180,14 @@ def test_questions_are_got_by_hand(root: Path, web: list[str], command: str) -> 
     assert web == []
 
 
+@pytest.mark.parametrize("command", ["get", "verify"])
+def test_questions_go_into_the_folder_that_was_named(root: Path, command: str) -> None:
+    other = root / "other"
+    output = call(command, "cnn", "--data-dir", str(other)).output
+    assert output.startswith(f"rbn: cnn goes into {other / 'cnn'}: download ")
+    assert f"-C {other};" in output
+
+
 @pytest.mark.parametrize("arguments", [["get"], ["get", "ptb", "--nonsense"], ["put"]])
 def test_bad_usage(arguments: list[str]) -> None:
     assert call(*arguments).exit_code == 2

@@ -325,6 +325,34 @@ def test_another_question_about_a_question_file(run, tmp_path):
         assert result.output.startswith("rbn: the question must have one @placeholder, it has ")
 
 
+def test_the_gap_of_another_question_may_have_a_mark_close_to_it(run, tmp_path):
+    path = tmp_path / "one.question"
+    path.write_text(render(cloze_questions((1, 0, 0))[0][0]))
+    assert ask(run, path, "who is @placeholder?").question == ("who", "is", "@placeholder", "?")
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("data.longest=0", "longest must be at least 1, got 0"),
+        ("data.padding=2", "padding must lie between 0 and 1, got 2"),
+        ("data.longest=abc", "longest must be an integer, got str"),
+    ],
+)
+def test_settings_of_batches_are_looked_at_before_the_data(setting, sentence, tmp_path):
+    command = ["train", "cnn-built", "--set", setting, "--data-dir", str(tmp_path)]
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert sentence in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_fewer_sentences_than_none(tmp_path):
+    done = CliRunner().invoke(app, ["data", "questions", "cloze", "--sentences", "-1"])
+    assert done.exit_code == 2
+    assert "sentences must be at least 1, got -1" in done.output
+
+
 def test_asking_what_is_no_reader(tmp_path):
     runs.start(tmp_path, Config("digits"), 1)
     file = tmp_path / "a.txt"

@@ -51,7 +51,7 @@ def list_sets(data_dir: DataDir = None) -> None:
 @app.command()
 def get(names: Names, data_dir: DataDir = None) -> None:
     """Download what is missing of these data sets, and check all of it."""
-    for data in _chosen(names):
+    for data in _chosen(names, data_dir):
         if not data.sources:
             typer.echo(f"{data.name} needs no download: it comes with {_package(data)}")
             continue
@@ -82,7 +82,7 @@ def verify(
     """Check that the files of these data sets are there, and are what they should be."""
     wrong = 0
     files = {}  # a file that two data sets share is checked once
-    for data in _chosen(names or list(DATASETS)):
+    for data in _chosen(names or list(DATASETS), data_dir):
         if data.comes_with and find_spec(data.comes_with) is None:
             wrong += 1
             typer.echo(f"missing  {_package(data)}, which {data.name} comes with")
@@ -106,10 +106,10 @@ def _state(source: Source, folder: Path) -> str:
     return f"right    {path}"
 
 
-def _chosen(names: list[str]) -> list[DataSet]:
+def _chosen(names: list[str], root: Path | None) -> list[DataSet]:
     for name in names:
         if name in SETS:
-            folder = data_folder() / name
+            folder = data_folder(root) / name
             stop(f"{name} goes into {folder}: {SETS[name].how.format(folder=folder)}", 2)
     try:
         return [data_set(name) for name in names]

@@ -71,12 +71,14 @@ def questions(
     """
     from rbn.data.cloze import cloze
     from rbn.data.cnn import QuestionBatches, baselines, load_questions
+    from rbn.data.cnn.shards import Reduction
     from rbn.experiments.paper.counted import Counted, write_counts
     from rbn.experiments.reading import Reporter
 
     skipped: list[str] = []
     counts: list[Counted] = []
     try:
+        Reduction(sentences or None)  # which refuses a number below 0
         if name == "cloze":
             reading = cloze()
         else:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from rbn.data.cnn.passages import Passages, Reading
 from rbn.data.cnn.question import PLACEHOLDER, Question
 from rbn.data.cnn.vocabulary import Vocabulary
+from rbn.nn import checks
 
 ENTITIES = 12
 _ACTIONS = ("won", "left", "sold", "found", "painted", "opened")
@@ -63,12 +65,22 @@ def cloze_questions(
     sizes: tuple[int, int, int] = (4000, 500, 500), *, facts: int = 3, seed: int = 0
 ) -> tuple[list[Question], list[Question], list[Question]]:
     """The same as questions in words, such as a question file holds."""
-    if not 1 <= facts <= len(_ACTIONS):
+    _check_sizes(sizes)
+    if not 1 <= checks.whole("facts", facts) <= len(_ACTIONS):
         raise ValueError(f"facts must be from 1 to {len(_ACTIONS)}, got {facts}")
     draw = random.Random(f"cloze {seed}")
     made = [_question(draw, facts, k) for k in range(sum(sizes))]
     first, second = sizes[0], sizes[0] + sizes[1]
     return made[:first], made[first:second], made[second:]
+
+
+def _check_sizes(sizes: Any) -> None:
+    wanted = "sizes must be three whole numbers of at least 0"
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != 3:
+        raise ValueError(f"{wanted}, got {sizes!r}")
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ValueError(f"{wanted}, got {sizes!r}")
 
 
 def _question(draw: random.Random, facts: int, number: int) -> Question:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rbn.data.articles.anonymous import anonymous
+from rbn.data.articles.anonymous import anonymous, question_tokens
 from rbn.data.cnn import MalformedQuestion, Vocabulary
 from rbn.data.cnn.question import ENTITY
 from rbn.data.cnn.question import read as read_question
@@ -131,7 +131,7 @@ def _texts(
         found = read_question(document)
         if question is None:
             return found.document, found.question, found.entities, found.answer
-        other = replace(found, question=tuple(question.split()))
+        other = replace(found, question=question_tokens(question))
         return other.document, other.question, other.entities, None
     if question is None:
         raise ValueError("a question is needed: --question '... @placeholder ...'")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rbn.data.cloze import cloze
 from rbn.data.cnn import Batch, QuestionBatches, Reading, Vocabulary, load_questions
+from rbn.data.cnn.batches import check_options
 from rbn.experiments.config import Config
 from rbn.experiments.measured import Measured, Measurement
 from rbn.experiments.tasks import right_and_nats
@@ -116,10 +117,10 @@ class ReadingTask(Measured):
 
 def load_reading(config: Config, root: Path | None = None) -> Reading:
     """The questions of a config."""
+    check_options(**{k: v for k, v in config.data.items() if k in _BATCHING})
     options = {k: v for k, v in config.data.items() if k not in _BATCHING}
     if config.task == "cloze":
-        sizes = options.pop("sizes", None)
-        return cloze(**options) if sizes is None else cloze(tuple(sizes), **options)
+        return cloze(**options)
     report = Reporter()
     reading, facts = load_questions(config.task, root=root, progress=report, **options)
     report.close()

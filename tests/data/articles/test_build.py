@@ -144,6 +144,67 @@ def test_highlights_as_one_text():
     assert found == Article("articles/train/a", "training", "x", ("one", "two"))
 
 
+@pytest.mark.parametrize("url", ['""', '"  "', "null", '"\\n"'])
+def test_an_empty_url_is_a_missing_one(url, tmp_path):
+    fields = f'"id": "a", "url": {url}, "article": {json.dumps(TEXT)}, '
+    line = f'{{{fields} "highlights": {json.dumps(HIGHLIGHTS)}}}\n'
+    assert article(line).url == "articles/train/a"
+    (tmp_path / "articles.jsonl").write_text(line)
+    build(tmp_path / "articles.jsonl", tmp_path / "out", processes=1)
+    found = [read(path) for path in (tmp_path / "out" / "questions" / "training").iterdir()]
+    assert {question.url for question in found} == {"articles/train/a"}
+
+
+def test_a_url_is_one_line():
+    line = '{"id": "a", "url": " http://x/y \\n\\nmore", "article": "x", "highlights": []}'
+    assert article(line).url == "http://x/y"
+
+
+READY = "@entity1 won the cup ."
+
+
+@pytest.mark.parametrize("text", [TEXT, READY])
+@pytest.mark.parametrize(
+    ("question", "tokens"),
+    [
+        ("who is @placeholder?", "who is @placeholder ?"),
+        ("@placeholder's cup", "@placeholder 's cup"),
+        ("@placeholder’s cup", "@placeholder 's cup"),
+        ('the "@placeholder" cup...', 'the " @placeholder " cup...'),
+        ("so ( @placeholder), they say", "so ( @placeholder ) , they say"),
+        ("anti-@placeholder", "anti - @placeholder"),
+        ("@placeholder", "@placeholder"),
+    ],
+)
+def test_the_gap_is_a_token_whatever_is_close_to_it(text, question, tokens):
+    _, found, _ = anonymous(text, question, ["so"])
+    if text == TEXT:  # where all words are split
+        tokens = tokens.replace("cup...", "cup ...")
+    assert found == tuple(tokens.split())
+
+
+def test_entities_close_to_the_gap():
+    _, found, _ = anonymous(READY, "@entity1/@placeholder won, they say", [])
+    assert found == ("@entity1", "/", "@placeholder", "won,", "they", "say")
+
+
+@pytest.mark.parametrize("text", [TEXT, READY])
+@pytest.mark.parametrize(
+    ("question", "count"),
+    [
+        ("@placeholders won", 0),
+        ("@placeholder2 won", 0),
+        ("it@placeholder won", 0),
+        ("@@placeholder won", 0),
+        ("@placeholder met @placeholders", 2),
+        ("@placeholder met @placeholder?", 2),
+    ],
+)
+def test_what_is_no_gap_is_refused(text, question, count):
+    with pytest.raises(MalformedQuestion, match=f"must have one @placeholder, it has {count}"):
+        anonymous(text, question, [])
+
+
 def test_a_text_of_ones_own():
     document, question, names = anonymous(TEXT, "@placeholder helped a stranger", ["it", "the"])
     assert question[0] == "@placeholder"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from rbn.data.cloze import ENTITIES, cloze, cloze_questions
 from rbn.data.cnn import Passages, QuestionBatches, Vocabulary, baselines
+from rbn.data.cnn.batches import check_options
 from rbn.data.cnn.passages import gather
 from rbn.data.cnn.shapes import padded_lengths, padding_share
 from rbn.data.cnn.shuffle import entity_table, occurring, renamed
@@ -215,17 +216,41 @@ def test_the_embedded_task():
         assert best[0] == question.answer
     with pytest.raises(ValueError, match="facts must be from 1 to 6, got 9"):
         cloze(facts=9)
+    with pytest.raises(TypeError, match="facts must be an integer, got str"):
+        cloze(facts="abc")
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    "sizes", ["abc", tuple("abc"), [10, 10], [100, -5, 20], [9, 9, 2.5], 7, [True] * 3]
+)
+def test_bad_sizes(sizes):
+    with pytest.raises(ValueError, match="sizes must be three whole numbers of at least 0, got "):
+        cloze(sizes)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
     [
-        ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"batch_size": 4, "rename": "some"}, "rename must be one of text, all"),
+        ({"batch_size": 0}, ValueError, "batch_size must be at least 1"),
+        ({"batch_size": 2.5}, TypeError, "batch_size must be an integer, got float"),
+        ({"rename": "some"}, ValueError, "rename must be one of text, all"),
+        ({"longest": 0}, ValueError, "longest must be at least 1, got 0"),
+        ({"longest": -3}, ValueError, "longest must be at least 1, got -3"),
+        ({"longest": 2.5}, TypeError, "longest must be an integer, got float"),
+        ({"longest": "abc"}, TypeError, "longest must be an integer, got str"),
+        ({"padding": "abc"}, TypeError, "padding must be a number, got 'abc'"),
+        ({"padding": -0.1}, ValueError, "padding must lie between 0 and 1, got -0.1"),
+        ({"padding": float("nan")}, ValueError, "padding must lie between 0 and 1, got nan"),
     ],
 )
-def test_bad_options(reading, options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        QuestionBatches(reading.train, reading.vocabulary, **options)
+def test_bad_options(reading, options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        QuestionBatches(reading.train, reading.vocabulary, **{"batch_size": 4, **options})
+    if "batch_size" not in options:
+        with pytest.raises(error, match=sentence):
+            check_options(**options)
+
+
+def test_no_questions(reading):
     with pytest.raises(ValueError, match="there are no questions"):
         QuestionBatches(Passages.of([]), reading.vocabulary, 4)

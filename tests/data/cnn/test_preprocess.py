@@ -1,6 +1,13 @@
 """Preprocessing: once, in parallel, checked, resumed, and never silent about what it skips."""
 
+import logging
+import os
 import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as StillRunning
 
 import pytest
 import torch
@@ -12,6 +19,7 @@ from rbn.data.cnn.question import render
 from rbn.data.cnn.shards import Reduction
 from rbn.data.cnn.vocabulary import Vocabulary, normal
 from rbn.data.errors import DataAltered, DataNotFound
+from rbn.data.locks import one_at_a_time
 
 SIZES = (30, 12, 8)
 
@@ -128,6 +136,175 @@ def test_another_file_makes_the_cache_anew(folder, questions, tmp_path):
     (folder / "test" / "new.question").write_text(render(questions["train"][0]))
     reading, _ = prepared(folder, cache, Choice(), processes=1)
     assert len(reading.test) == SIZES[2] + 1
+
+
+def changed(path, seconds=1):
+    """Another time of change, such as who writes a file gives it."""
+    about = path.stat()
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + seconds * 10**9))
+
+
+def test_a_changed_file_makes_the_cache_anew(folder, questions, tmp_path):
+    cache, path = tmp_path / "cache", folder / "test" / "0003.question"
+    prepared(folder, cache, whole(), processes=1)
+    other = questions["train"][0]
+    path.write_text(render(other))
+    changed(path)
+    reading, _ = prepared(folder, cache, whole(), processes=1)
+    assert decoded(reading, "test")[3][1] == other.question
+    path.write_text(render(other).replace(" the ", " teh "))  # of the same size
+    changed(path)
+    reading, _ = prepared(folder, cache, whole(), processes=1)
+    assert decoded(reading, "test")[3][1] == tuple(
+        "@unknown" if token == "the" else token for token in other.question
+    )
+
+
+def test_shards_of_changed_files_are_made_anew(folder, questions, tmp_path, monkeypatch):
+    """After a kill, too, what was read of a file that is another now does not count."""
+    real, made = shards.make, []
+
+    def dies(job):
+        if made:
+            raise KeyboardInterrupt
+        made.append(job)
+        return real(job)
+
+    monkeypatch.setattr(shards, "make", dies)
+    with pytest.raises(KeyboardInterrupt):
+        prepared(folder, tmp_path / "cache", whole(), processes=1)
+    monkeypatch.setattr(shards, "make", real)
+    path = folder / "training" / "0000.question"
+    path.write_text(render(questions["test"][0]))
+    changed(path)
+    reading, _ = prepared(folder, tmp_path / "cache", whole(), processes=1)
+    assert decoded(reading, "train")[0][0] == questions["test"][0].document
+
+
+def test_a_link_to_nowhere_is_skipped(folder, tmp_path):
+    (folder / "test" / "lost.question").symlink_to(tmp_path / "nowhere")
+    for _ in range(2):
+        _, facts = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+        (said,) = facts["parts"]["test"]["malformed"]
+        assert "lost.question" in said
+
+
+def test_one_makes_the_cache_and_the_others_wait(folder, tmp_path, monkeypatch, caplog):
+    """A lock is of an open file, so that threads wait for each other as processes do."""
+    pytest.importorskip("fcntl")
+    real, made = shards.make, []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(job):
+        begun.set()
+        assert go_on.wait(60)
+        made.append(job)
+        return real(job)
+
+    monkeypatch.setattr(shards, "make", slow)
+
+    class Said(logging.Handler):
+        def emit(self, record):
+            waiting.release()
+
+    waiting, handler = threading.Semaphore(0), Said()
+    logging.getLogger("rbn.data.locks").addHandler(handler)
+    cache = tmp_path / "cache"
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(prepared, folder, cache, Choice(), processes=1)]
+            assert begun.wait(60)
+            calls += [pool.submit(prepared, folder, cache, Choice(), processes=1) for _ in "ab"]
+            there = [waiting.acquire(timeout=20) for _ in "ab"]
+            go_on.set()
+            readings = [call.result()[0] for call in calls]
+    finally:
+        logging.getLogger("rbn.data.locks").removeHandler(handler)
+    assert all(there)
+    assert sum(len(job.files) for job in made) == sum(SIZES)
+    assert len({str(decoded(reading, "train")) for reading in readings}) == 1
+    assert [p.name for p in cache.iterdir()] == [Choice().key]
+    assert caplog.messages == [f"another process is reading {folder}: waiting for it"] * 2
+
+
+HOLDS = """
+import fcntl, sys, time
+file = open(sys.argv[1], "ab")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_killed_process_lets_go(folder, tmp_path):
+    pytest.importorskip("fcntl")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    lock = cache / f"{Choice().key}.lock"
+    with subprocess.Popen([sys.executable, "-c", HOLDS, lock], stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout.readline() == b"held\n"
+            with ThreadPoolExecutor(1) as pool:
+                call = pool.submit(prepared, folder, cache, Choice(), processes=1)
+                with pytest.raises(StillRunning):
+                    call.result(timeout=0.3)
+                holder.kill()
+                reading, _ = call.result(timeout=60)
+        finally:
+            holder.kill()
+    assert len(reading.train) == SIZES[0]
+    assert not lock.exists()
+
+
+def test_without_the_systems_locks(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("rbn.data.locks.find_spec", lambda _: None)
+    with one_at_a_time(tmp_path / "a.lock", ""), one_at_a_time(tmp_path / "a.lock", ""):
+        assert not (tmp_path / "a.lock").exists()
+    prepared(folder, tmp_path / "cache", Choice(), processes=1)
+
+
+def test_a_disk_without_locks(folder, tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    prepared(folder, tmp_path / "cache", Choice(), processes=1)
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [Choice().key]
+
+
+def test_a_folder_that_cannot_be_written(folder, tmp_path, monkeypatch):
+    """A cache that is there is used; where there is none, a sentence names the folder."""
+    cache = tmp_path / "cache"
+    prepared(folder, cache, Choice(), processes=1)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr("rbn.data.cnn.preprocess.one_at_a_time", None)
+    prepared(folder, cache, Choice(), processes=1)
+    with pytest.raises(PermissionError, match=r"cache has no cache of the files .* set cache to"):
+        prepared(folder, cache, whole(), processes=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"min_count": "abc"}, TypeError, "min_count must be an integer, got str"),
+        ({"min_count": 0}, ValueError, "min_count must be at least 1, got 0"),
+        ({"words": 2.5}, TypeError, "words must be an integer, got float"),
+        ({"words": -1}, ValueError, "words must be at least 1, got -1"),
+        ({"sentences": 2.5}, TypeError, "sentences must be an integer, got float"),
+        ({"sentences": "four"}, TypeError, "sentences must be an integer, got str"),
+        ({"sentences": -1}, ValueError, "sentences must be at least 1, got -1"),
+        ({"sentences": 0}, ValueError, "at least 1, or None for whole documents, got 0"),
+        ({"renumber": "no"}, TypeError, "renumber must be True or False, got 'no'"),
+        ({"processes": 0}, ValueError, "processes must be at least 1, got 0"),
+        ({"processes": "all"}, TypeError, "processes must be an integer, got str"),
+    ],
+)
+def test_bad_settings_before_any_work(folder, tmp_path, monkeypatch, options, error, sentence):
+    monkeypatch.setattr(os, "scandir", None)
+    with pytest.raises(error, match=sentence):
+        load_questions("cnn", root=tmp_path / "data", **{"processes": 1, **options})
 
 
 def test_malformed_files_are_named_and_counted(folder, tmp_path):

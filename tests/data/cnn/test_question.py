@@ -53,6 +53,11 @@ def test_round_trip(document, before, after, number, names):
     assert parse(render(question)) == question
 
 
+def test_a_question_without_an_address():
+    question = Question("", ("a",), ("@placeholder",), "@entity1", {"@entity1": "Ann"})
+    assert parse(render(question)) == question
+
+
 def test_a_file_without_entities_and_an_answer_that_is_not_in_the_document():
     question = parse("url\n\na b\n\n@placeholder c\n\n@entity7\n")
     assert question.entities == {}

@@ -42,7 +42,8 @@ def article(line: str) -> Article:
     """The article of a line: fields ``article``, ``highlights``, ``id`` and perhaps more.
 
     ``highlights`` is a list, or one text with a highlight in each line. The ``part`` is train,
-    validation or test. All articles of the ``source`` dailymail are for training.
+    validation or test. All articles of the ``source`` dailymail are for training. A ``url`` that
+    is missing or empty is made of source, part and id.
 
     Raises:
         ValueError: says what is wrong with the line.
@@ -62,8 +63,14 @@ def article(line: str) -> Article:
     if source != "dailymail" and part not in _PARTS:
         raise ValueError(f"a line that is no article (part {part!r})")
     return Article(
-        url=str(found.get("url", f"{source}/{part}/{number}")).split("\n")[0],
+        url=_first_line(found.get("url")) or _first_line(f"{source}/{part}/{number}"),
         part="training" if source == "dailymail" else _PARTS[part],
         text=text,
         highlights=tuple(h for h in highlights if h.strip()),
     )
+
+
+def _first_line(value: Any) -> str:
+    """A text up to its first line break, spaces around it left out; none where it is null."""
+    lines = ("" if value is None else str(value)).strip().splitlines()
+    return lines[0].strip() if lines else ""

@@ -41,6 +41,11 @@ class Sentence:
     glued: tuple[bool, ...]
 
 
+def plain(text: str) -> str:
+    """The text with typographic quotes, dashes and dots made plain."""
+    return text.translate(_PLAIN)
+
+
 def sentences(text: str) -> list[Sentence]:
     """The sentences of a text, typographic quotes and dashes made plain."""
     found: list[Sentence] = []
@@ -48,7 +53,7 @@ def sentences(text: str) -> list[Sentence]:
     glued: list[bool] = []
     end = -1
     ended = False
-    for match in _TOKEN.finditer(text.translate(_PLAIN)):
+    for match in _TOKEN.finditer(plain(text)):
         token, close = match.group(), match.start() == end
         # Quotes and brackets right after a full stop belong to the sentence that it ends.
         if ended and not (close and token in ("'", '"', ")")):

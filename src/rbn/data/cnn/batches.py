@@ -14,6 +14,7 @@ from rbn.data.cnn.passages import Passages, gather
 from rbn.data.cnn.shapes import padded_lengths
 from rbn.data.cnn.vocabulary import Vocabulary
 from rbn.data.epochs import epoch_generator
+from rbn.nn import checks
 
 _BLOCK = 1000  # batches drawn at a time
 
@@ -42,6 +43,21 @@ class Batch:
         return self.document, self.question, self.document_lengths, self.question_lengths
 
 
+def check_options(
+    *, rename: str | None = "text", padding: float = 0.12, longest: int | None = None
+) -> None:
+    """Refuse options that `QuestionBatches` cannot have; they can be asked before data are there.
+
+    Raises:
+        TypeError, ValueError: names the option.
+    """
+    if rename is not None and rename not in names.KINDS:
+        raise ValueError(f"rename must be one of {', '.join(names.KINDS)}, got {rename!r}")
+    checks.probability("padding", padding)
+    if longest is not None:
+        checks.positive_integer("longest", longest)
+
+
 class QuestionBatches:
     """Random batches for training, and all questions in turn for evaluation.
 
@@ -58,7 +74,7 @@ class QuestionBatches:
         seed: of draws and of the entities' new names.
         rename: entities get new names in every training example: ``"text"`` permutes those of the
             text, as in the paper, ``"all"`` draws them from all, None leaves them.
-        padding: largest share of padding in documents.
+        padding: largest share of padding in documents, from 0 to 1.
         longest: documents are cut after so many symbols; None takes them whole.
     """
 
@@ -73,12 +89,10 @@ class QuestionBatches:
         padding: float = 0.12,
         longest: int | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        checks.positive_integer("batch_size", batch_size)
+        check_options(rename=rename, padding=padding, longest=longest)
         if len(passages) == 0:
             raise ValueError("there are no questions")
-        if rename is not None and rename not in names.KINDS:
-            raise ValueError(f"rename must be one of {', '.join(names.KINDS)}, got {rename!r}")
         self.passages, self.vocabulary, self.batch_size = passages, vocabulary, batch_size
         self.seed, self.rename = seed, rename
         documents, questions = passages.document_lengths.cpu(), passages.question_lengths.cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from rbn.data.cnn.passages import Passages, Reading
 from rbn.data.cnn.shards import Job, Reduction
 from rbn.data.cnn.vocabulary import UNKNOWN, Vocabulary, entity_count
 from rbn.data.errors import DataAltered, DataNotFound
+from rbn.data.locks import one_at_a_time
 from rbn.data.processes import helpers
+from rbn.nn import checks
 
 PARTS = {"train": "training", "valid": "validation", "test": "test"}
 SHARD = 500  # files
@@ -46,8 +49,9 @@ class Choice:
     words: int | None = None
 
     def __post_init__(self) -> None:
-        if self.words is not None and self.words < 1:
-            raise ValueError(f"words must be at least 1, got {self.words}")
+        checks.positive_integer("min_count", self.min_count)
+        if self.words is not None:
+            checks.positive_integer("words", self.words)
 
     @property
     def key(self) -> str:
@@ -58,8 +62,16 @@ class Choice:
         return f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
-def question_files(folder: Path) -> dict[str, list[str]]:
-    """The names of the question files of each part, sorted.
+class QuestionFile(NamedTuple):
+    """A file as its folder lists it: what differs where the file is another."""
+
+    name: str
+    size: int
+    changed: int  # nanoseconds
+
+
+def question_files(folder: Path) -> dict[str, list[QuestionFile]]:
+    """The question files of each part, sorted by name.
 
     Raises:
         DataNotFound: a part has none; names the folder.
@@ -68,10 +80,18 @@ def question_files(folder: Path) -> dict[str, list[str]]:
     for name, part in PARTS.items():
         place = folder / part
         entries = os.scandir(place) if place.is_dir() else ()
-        found[name] = sorted(e.name for e in entries if e.name.endswith(".question"))
+        found[name] = sorted(_listed(e) for e in entries if e.name.endswith(".question"))
         if not found[name]:
             raise DataNotFound(f"there are no .question files in {place}")
     return found
+
+
+def _listed(entry: os.DirEntry[str]) -> QuestionFile:
+    try:
+        about = entry.stat()
+    except OSError:  # a link to nowhere; who reads it says so
+        return QuestionFile(entry.name, -1, -1)
+    return QuestionFile(entry.name, about.st_size, about.st_mtime_ns)
 
 
 def prepared(
@@ -85,8 +105,9 @@ def prepared(
     """The questions of a folder in numbers, and facts about them.
 
     The first time the files are read, by several processes; later the arrays in the cache are
-    mapped, after a check of their SHA-256. Files that are added or removed make the cache anew. If
-    the work is killed, the next call goes on with the files that are left.
+    mapped, after a check of their SHA-256. Files that are added, removed or changed, by their size
+    or time, make the cache anew. If the work is killed, the next call goes on with the files that
+    are left. Of several processes one does the work while the others wait (see `one_at_a_time`).
 
     Args:
         folder: has ``training``, ``validation`` and ``test``, with ``.question`` files in each.
@@ -102,27 +123,44 @@ def prepared(
     """
     place = cache / choice.key
     if folder.is_dir():
-        names = question_files(folder)
-        fingerprint = _fingerprint(names)
-        known = store.facts(place)
-        if known is None or known["files"] != fingerprint:
-            _prepare(folder, names, place, choice, fingerprint, processes, progress)
+        files = question_files(folder)
+        fingerprint = {part: [len(each), _sum(each)] for part, each in files.items()}
+        if not _is_of(place, fingerprint):
+            _check_writable(cache, folder)
+            waiting = f"another process is reading {folder}: waiting for it"
+            with one_at_a_time(cache / f"{choice.key}.lock", waiting):
+                if not _is_of(place, fingerprint):  # nobody made it meanwhile
+                    _prepare(folder, files, place, choice, fingerprint, processes, progress)
     elif store.facts(place) is None:
         raise DataNotFound(f"there is no folder {folder}")
     return _load(place)
 
 
-def _fingerprint(names: dict[str, list[str]]) -> dict[str, list[Any]]:
-    """What shows that the files are the same: how many, and a sum of their names."""
-    return {
-        part: [len(files), hashlib.sha256("\n".join(files).encode()).hexdigest()]
-        for part, files in names.items()
-    }
+def _sum(files: Sequence[QuestionFile]) -> str:
+    """What shows that files are the same: a sum of their names, sizes and times."""
+    lines = "\n".join(f"{file.name} {file.size} {file.changed}" for file in files)
+    return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
+
+
+def _is_of(place: Path, fingerprint: dict[str, list[Any]]) -> bool:
+    """Whether there is a cache, made of these files."""
+    known = store.facts(place)
+    return known is not None and known["files"] == fingerprint
+
+
+def _check_writable(cache: Path, folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+    if not os.access(cache, os.W_OK):
+        raise PermissionError(
+            f"{cache} has no cache of the files in {folder} as they are now, and cannot be written:"
+            " set cache to another folder"
+        )
 
 
 def _prepare(
     folder: Path,
-    names: dict[str, list[str]],
+    files: dict[str, list[QuestionFile]],
     place: Path,
     choice: Choice,
     fingerprint: dict[str, list[Any]],
@@ -131,11 +169,16 @@ def _prepare(
 ) -> None:
     work = place.with_name(place.name + ".shards")
     jobs: dict[str, list[Job]] = {}
-    for part, files in names.items():
-        paths = [str(folder / PARTS[part] / file) for file in files]
-        pieces = [paths[k : k + SHARD] for k in range(0, len(paths), SHARD)]
+    for part, found in files.items():
+        begin = str(folder / PARTS[part])
+        pieces = [found[k : k + SHARD] for k in range(0, len(found), SHARD)]
         jobs[part] = [
-            Job(tuple(piece), str(work / f"{part}-{k:05d}"), choice.reduction)
+            Job(
+                tuple(os.path.join(begin, file.name) for file in piece),
+                str(work / f"{part}-{k:05d}"),
+                choice.reduction,
+                _sum(piece),
+            )
             for k, piece in enumerate(pieces)
         ]
     every = [job for part in jobs.values() for job in part]
@@ -182,6 +225,7 @@ def _is_made(job: Job) -> bool:
         found is not None
         and tuple(found["files"]) == job.files
         and found["reduction"] == asdict(job.reduction)
+        and found.get("sum") == job.sum
     )
 
 

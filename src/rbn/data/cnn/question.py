@@ -86,10 +86,13 @@ def parse(text: str) -> Question:
 
 
 def render(question: Question) -> str:
-    """The content of a question's file; `parse` gives the question back."""
+    """The content of a question's file; `parse` gives the question back.
+
+    An address that is missing is a space, since a file may not begin with an empty line.
+    """
     entities = "\n".join(f"{name}:{surface}" for name, surface in question.entities.items())
     parts = (
-        question.url,
+        question.url or " ",
         " ".join(question.document),
         " ".join(question.question),
         question.answer,

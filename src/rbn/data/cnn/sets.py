@@ -12,6 +12,7 @@ from rbn.data.cnn.preprocess import Choice, Progress, prepared
 from rbn.data.cnn.shards import Reduction
 from rbn.data.errors import DataNotFound
 from rbn.data.files import data_folder
+from rbn.nn import checks
 
 DONE = "build.json"  # what `rbn data build-cloze` writes last
 
@@ -96,6 +97,8 @@ def load_questions(
     """
     found = question_set(name)
     folder = data_folder(root) / name
+    if processes is not None:
+        checks.positive_integer("processes", processes)
     choice = Choice(Reduction(sentences, renumber), min_count, words)
     files = folder / "questions"
     place = folder / "cache" if cache is None else Path(cache).expanduser()

@@ -13,6 +13,7 @@ from rbn.data.cnn.passages import tensor
 from rbn.data.cnn.question import ENTITY, MalformedQuestion, read
 from rbn.data.cnn.sentences import select
 from rbn.data.cnn.vocabulary import normal
+from rbn.nn import checks
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,21 @@ class Reduction:
     renumber: bool = False
 
     def __post_init__(self) -> None:
-        if self.sentences is not None and self.sentences < 1:
-            raise ValueError(
-                f"sentences must be at least 1, or 0 for whole documents, got {self.sentences}"
-            )
+        checks.boolean("renumber", self.renumber)
+        if self.sentences == 0:
+            raise ValueError("sentences must be at least 1, or None for whole documents, got 0")
+        if self.sentences is not None:
+            checks.positive_integer("sentences", self.sentences)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Files to read, and where the result goes."""
+    """Files to read, where the result goes, and a sum that is another where a file is."""
 
     files: tuple[str, ...]
     folder: str
     reduction: Reduction
+    sum: str
 
 
 def make(job: Job) -> int:
@@ -94,6 +97,7 @@ def make(job: Job) -> int:
         {
             "files": job.files,
             "reduction": asdict(job.reduction),
+            "sum": job.sum,
             "symbols": list(numbers),
             "counts": counts,
             "malformed": malformed,

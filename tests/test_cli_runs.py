@@ -112,6 +112,7 @@ def test_measuring_a_text(text_run):
         (["--split", "exam"], "split must be one of train, valid, test, got 'exam'"),
         (["--stats", "both"], "stats must be one of population, batch, got 'both'"),
         (["--length", "1"], "length must be a number from 2 up or full, got '1'"),
+        (["--length", "\u00b2"], "length must be a number from 2 up or full, got '\u00b2'"),
         (["--length", "full", "--stats", "batch"], "it needs stats population"),
         (["--device", "gpu"], "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
     ],
@@ -160,7 +161,8 @@ def test_text_is_written_with_the_states_of_what_was_read(text_run):
         (["--temperature", "nan"], "temperature must be a number of at least 0, got nan"),
         (["--temperature", "inf"], "temperature must be a number of at least 0, got inf"),
         (["--length", "-1"], "length must not be negative"),
-        (["--seed", "-1"], "seed must not be negative, got -1"),
+        (["--seed", "-1"], "seed must be a whole number from 0 to 9223372036854775807, got -1"),
+        (["--seed", f"{2**63}"], f"seed must be a whole number from 0 to {2**63 - 1}, got {2**63}"),
     ],
 )
 def test_mistakes_in_writing(options, message, text_run):

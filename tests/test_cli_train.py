@@ -127,6 +127,25 @@ def test_a_table_of_unfinished_runs(whole, tmp_path):
     assert done.output.count("damaged") == 3  # and the run of that name
 
 
+def test_a_table_with_a_checkpoint_of_something_else(whole, tmp_path, monkeypatch):
+    """Sound, but it does not say how far the run is."""
+    monkeypatch.setenv("COLUMNS", "200")
+    shutil.copytree(whole, tmp_path / "sound")
+    shutil.copytree(whole, tmp_path / "tested")
+    shutil.copy(whole / "final.safetensors", tmp_path / "tested" / "last.safetensors")
+    shutil.copytree(tmp_path / "tested", tmp_path / "untested")
+    (tmp_path / "untested" / "result.json").unlink()
+    done = invoke("runs", tmp_path)
+    assert done.exit_code == 0, done.output
+    rows = [[c.strip() for c in line.split("│")[1:-1]] for line in done.output.splitlines()]
+    found = {row[0]: row[1:] for row in rows if row}
+    assert "damaged" not in "".join(found["sound"])
+    assert found["tested"][0] == "24"
+    assert found["untested"][0] == ""
+    for name in ("tested", "untested"):
+        assert found[name][-1] == "last.safetensors is damaged"
+
+
 def test_a_table_in_a_narrow_terminal_has_all_there_is(whole, tmp_path, monkeypatch):
     name = "a-run-with-quite-a-long-name"
     shutil.copytree(whole, tmp_path / name)
@@ -193,8 +212,14 @@ def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch)
         (["train", "digits", "--set", "layer.foo=1"], "the settings do not fit"),
         (["train", "digits", "--set", "average=1.5"], "average must be at least 0 and below 1"),
         (["train", "digits", "--set", "decay_from=2"], "decay_from must be from 0 to 1"),
-        (["train", "digits", "--seed", "-1"], "a seed must be from 0"),
-        (["train", "digits", "--seeds", f"1,{2**70}"], "a seed must be from 0"),
+        (["train", "digits", "--seed", "-1"], "a seed must be a whole number from 0"),
+        (["train", "digits", "--seed", f"{2**63}"], "a seed must be a whole number from 0"),
+        (["train", "digits", "--seeds", f"1,{2**70}"], "a seed must be a whole number from 0"),
+        (["train", "digits", "--set", f"data.seed={2**70}"], "data.seed must be a whole number"),
+        (["train", "digits", "--set", "optimizer.betas=[0.9]"], "optimizer.betas must be two"),
+        (["train", "digits", "--set", "optimizer.betas=[0.9,0.99,0.5]"], "optimizer.betas must"),
+        (["train", "digits", "--set", "optimizer.capturable=true"], "capturable cannot be set"),
+        (["train", "digits", "--set", "hidden_size=1000000000000"], "there is not enough memory"),
         (["train", "digits", "--seed", "1", "--seeds", "2,3"], "either --seed or --seeds"),
         (["train", "digits", "--device", "mps"], "device must be auto, cpu, cuda or cuda:N"),
         (["train", "digits", "--device", "meta"], "device must be auto, cpu, cuda or cuda:N"),
@@ -248,6 +273,28 @@ def test_settings_that_do_not_fit_the_checkpoint(whole, tmp_path, command):
     assert done.exit_code == 1
     assert "the checkpoint does not fit the run's settings, which may have been" in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("5", "line 5: it must hold figures by name, got 5"),
+        ("[1]", "line 5: it must hold figures by name, got [1]"),
+        ('{"step": 1}', "line 5: seconds must be a number, got None"),
+        ('{"step": true}', "line 5: step must be a number, got True"),
+        ("{", "line 5: Expecting"),
+    ],
+)
+def test_what_is_no_curve_is_not_published(whole, tmp_path, line, message):
+    for name in ("result.json", "metrics.jsonl"):
+        shutil.copy(whole / name, tmp_path / name)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+        file.write(f"{line}\n")
+    done = invoke("publish", tmp_path, "--to", tmp_path / "results")
+    assert done.exit_code == 2
+    assert f"{tmp_path / 'metrics.jsonl'} is damaged: {message}" in done.output
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "{}", '{"tag": 1, "model": 2}', "{"])
@@ -313,6 +360,24 @@ def test_the_model_and_the_task_are_no_settings(tmp_path):
         assert done.exit_code == 2
         assert instead in done.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [a]", "model must be one of lstm, "),
+        ("model: 0", "model must be one of lstm, "),
+        ("variants: {bn-lstm: {task: pydoc}}", "variants: bn-lstm cannot have a task of its own"),
+        ("tag: \xe9", "own.yaml is not a text in UTF-8"),
+    ],
+)
+def test_configs_that_make_no_sense(text, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text(f"task: digits\n{text}\n", encoding="latin-1")
+    done = invoke("train", "digits", "--config", "own.yaml", "--device", "cpu")
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not Path("runs").exists()
 
 
 def test_configs_that_there_are(tmp_path):

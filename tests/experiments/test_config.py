@@ -121,6 +121,12 @@ def test_numbers_are_what_they_look_like(text, value, tmp_path):
         (["valid_windows=1.5"], "valid_windows must be a whole number of at least 1, got 1.5"),
         (["layer=3"], "layer must be settings by name, got 3"),
         (["optimizer=adam"], "optimizer must be settings by name, got 'adam'"),
+        ([f"epochs={10**30}"], f"epochs must be at most {2**63 - 1}, got {10**30}"),
+        ([f"clip={10**400}"], "clip must be finite, got 1000"),
+        ([f"clip={10**30}"], f"clip must be at most {2**63 - 1}, got {10**30}"),
+        (["data.seed=-1"], rf"data\.seed must be a whole number from 0 to {2**63 - 1}, got -1"),
+        ([f"data.seed={2**63}"], rf"data\.seed must be a whole number from 0 .* got {2**63}"),
+        (["data.seed=abc"], r"data\.seed must be a whole number from 0 .* got 'abc'"),
     ],
 )
 def test_mistakes_are_named(settings, message):
@@ -134,6 +140,12 @@ def test_torchs_own_network_takes_no_options_of_ours(model):
     with pytest.raises(ValueError, match=f"{model} is torch.nn.RNN, which has no weight_dropout"):
         check(config)
     check(Config("digits", model, layer={"hidden_noise": 0.1}))
+
+
+@pytest.mark.parametrize("model", ["lstm", "bn-lstm"])
+def test_numbers_that_a_layer_cannot_hold(model):
+    with pytest.raises(ValueError, match="the model's settings do not fit: "):
+        check(Config("digits", model, normalization={"gamma": 1e300}))
 
 
 def test_files(tmp_path):
@@ -168,6 +180,26 @@ def test_files(tmp_path):
         ("optimizer.fused=maybe", "optimizer.fused must be true or false"),
         ("layer.batch_first=true", "layer.batch_first cannot be set"),
         ("layer.device=cuda", "layer.device cannot be set"),
+        ("normalization.device=7", "normalization.device cannot be set"),
+        ("optimizer.betas=[]", r"optimizer.betas must be two numbers .* below 1, got \[\]"),
+        ("optimizer.betas=[0.9]", r"optimizer.betas must be two numbers .* got \[0.9\]"),
+        ("optimizer.betas=[0.9, 0.99, 0.5]", "optimizer.betas must be two numbers"),
+        ("optimizer.betas={a: 1, b: 2}", "optimizer.betas must be two numbers"),
+        ("optimizer.betas=[0.9, abc]", "optimizer.betas must be two numbers"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas must be two numbers"),
+        ("optimizer.betas=0.9", "optimizer.betas must be two numbers"),
+        ("optimizer.capturable=true", "optimizer.capturable cannot be set"),
+        ("optimizer.differentiable=true", "optimizer.differentiable cannot be set"),
+        ("optimizer.eps=abc", "optimizer.eps must be a number, got 'abc'"),
+        ("optimizer.lr=1e39", r"optimizer.lr must be at most 1e\+30, got 1e\+39"),
+        ("optimizer.eps=-1", "optimizer.eps must not be negative, got -1"),
+        ("optimizer.weight_decay=.nan", "optimizer.weight_decay must be finite"),
+        ("optimizer.alpha=7", "optimizer.alpha must be at most 1, got 7"),
+        ("optimizer.alpha=-0.1", "optimizer.alpha must not be negative, got -0.1"),
+        ("optimizer.momentum=-1", "optimizer.momentum must not be negative, got -1"),
+        ("optimizer.momentum=2", "optimizer.momentum must be at most 1, got 2"),
+        ("optimizer.dampening=[1]", r"optimizer.dampening must be a number, got \[1\]"),
+        ("optimizer.decoupled_weight_decay=maybe", "decoupled_weight_decay must be true or false"),
         ("layer.zoneout=2024-01-01", "settings must be words"),
         ("hidden_size={", "is not YAML"),
         ("hidden_size=a: b: c", "is not YAML"),
@@ -187,6 +219,10 @@ def test_settings_that_make_no_sense(setting, message):
         ("variants: [a]", "variants must hold settings"),
         ("variants: {bn-lstm: 3}", "variants must hold settings"),
         ("variants: {bn-lstmm: {epochs: 2}}", "variants must be of lstm.*got 'bn-lstmm'"),
+        ("variants: {bn-lstm: {task: pydoc}}", "variants: bn-lstm cannot have a task of its own"),
+        ("variants: {lstm: {model: rnn}}", "variants: lstm cannot have a model of its own"),
+        ("variants: {lstm: {variants: {}}}", "variants: lstm cannot have a variants of its own"),
+        ("tag: 2024-13-45", r"own\.yaml is not YAML: month"),
         ("1: 2\nfoo: 1", "unknown setting 1"),
         ("layer: &a {zoneout: *a}", "settings must be words|recursive"),
     ],
@@ -196,6 +232,19 @@ def test_files_that_make_no_sense(text, message, tmp_path):
     path.write_text(f"task: digits\n{text}\n")
     with pytest.raises(ValueError, match=message):
         from_mapping(configs.for_model(configs.read(path), "bn-lstm"))
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_bytes(b"task: digits\ntag: \xff\n")
+    with pytest.raises(ValueError, match=r"own\.yaml is not a text in UTF-8"):
+        configs.read(path)
+
+
+@pytest.mark.parametrize("model", [["a"], 5, None])
+def test_a_model_is_a_word(model):
+    with pytest.raises(ValueError, match=r"model must be one of lstm, .*, got "):
+        configs.for_model({"task": "digits"}, model)
 
 
 def test_a_mapping_may_be_merged_into_another():

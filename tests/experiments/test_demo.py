@@ -27,7 +27,8 @@ from rbn.experiments.demo.fit import build, fit, reach
 from rbn.experiments.demo.page import write_page
 from rbn.experiments.demo.result import Record
 from rbn.experiments.demo.summary import expectation, faster, headline, on_reach, outcome
-from rbn.experiments.demo.terminal import rows
+from rbn.experiments.demo.terminal import NOTE, rows
+from rbn.training import Diverged
 
 SMALL = Settings(epochs=2, hidden_size=8, batch_size=20, evaluate_every=2)
 
@@ -100,6 +101,12 @@ def test_same_seed_same_numbers_bit_for_bit(name: str, few: Splits) -> None:
     assert numbers(replace(SMALL, seed=2)) != first
 
 
+def test_divergence_names_no_files_that_are_gone(few: Splits) -> None:
+    with pytest.raises(Diverged) as caught:
+        fit("BN-LSTM", replace(SMALL, epochs=1, learning_rate=1e30), few)
+    assert re.fullmatch(r"the training of the BN-LSTM diverged at step \d+", str(caught.value))
+
+
 def test_data_can_be_moved(few: Splits) -> None:
     moved = few.to("meta")
     assert moved.valid.inputs.device == moved.test.labels.device == torch.device("meta")
@@ -157,6 +164,8 @@ def test_terminal_shows_progress_table_and_outcome(demo: tuple[Result, Path, str
             assert cell in words
     assert headline(result) in words
     assert "index.html" in words
+    # Right below the numbers that it explains.
+    assert words.index(rows(result)[1][-1]) < words.index(NOTE) < words.index(headline(result))
 
 
 class Page(HTMLParser):
@@ -343,8 +352,11 @@ def test_page_follows_the_numbers(result: Result, tmp_path: Path) -> None:
     [
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": 2**63}, f"seed must be at most {2**63 - 1}, got {2**63}"),
         ({"threads": 0}, "threads must be at least 1, got 0"),
+        ({"threads": 10**12}, "threads must be at most 1024, got 1000000000000"),
         ({"learning_rate": 0.0}, "learning_rate must be positive, got 0.0"),
+        ({"learning_rate": 1e38}, r"learning_rate must be at most 1e\+30, got 1e\+38"),
         ({"learning_rate": float("nan")}, "learning_rate must be positive, got nan"),
     ],
 )

@@ -42,6 +42,26 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(optimizer, stopped_and_whole)
     stopped_and_whole(from_mapping(SMALL | {"optimizer": optimizer}), 2)
 
 
+def test_betas_may_be_whole_numbers():
+    """PyTorch has them floats."""
+    optimizer = {"name": "adam", "betas": [0, 0.99]}
+    config = from_mapping(SMALL | {"optimizer": optimizer})
+    assert make_optimizer(config, torch.nn.Linear(2, 2)).param_groups[0]["betas"] == (0.0, 0.99)
+
+
+def test_options_that_do_not_go_together():
+    optimizer = {"name": "adam", "fused": True, "foreach": True}
+    with pytest.raises(ValueError, match=r"the optimizer's settings do not fit: .*foreach"):
+        check(from_mapping(SMALL | {"optimizer": optimizer}))
+
+
+def test_a_model_that_is_too_large_is_named():
+    for model, size in (("bn-lstm", 10**12), ("irnn", 10**12), ("lstm", 2**62)):
+        config = from_mapping(SMALL | {"model": model, "hidden_size": size})
+        with pytest.raises(ValueError, match=f"not enough memory for .* hidden_size {size}$"):
+            build(config, 1, CPU)
+
+
 def test_options_that_an_optimiser_does_not_have_are_named():
     with pytest.raises(TypeError, match="momentum"):
         check(from_mapping(SMALL | {"optimizer": ADAMW | {"momentum": 0.9}}))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rbn.cli.common import DataDir, Device, Run, device_of, guarded, make_table, stop
+from rbn.cli.common import DataDir, Device, Run, device_of, guarded, make_console, make_table, stop
 
 Split = Annotated[str, typer.Option(help="train, valid or test.")]
 Statistics = Annotated[str, typer.Option(help="population or batch.")]
@@ -22,7 +22,6 @@ def runs(
     folder: Annotated[Path, typer.Argument(help="Where to look for runs.")] = Path("runs"),
 ) -> None:
     """A table of the runs in a folder and their results."""
-    from rich.console import Console
     from rich.markup import escape
 
     table = make_table("run", "steps", "best validation", "valid", "test", "minutes")
@@ -31,7 +30,7 @@ def runs(
         table.add_row(escape(str(path.parent.relative_to(folder))), *_figures(path.parent))
     if not found:
         stop(f"there is no run in {folder}", 2)
-    Console().print(table)
+    make_console().print(table)
 
 
 def _figures(run: Path) -> list[str]:
@@ -45,6 +44,8 @@ def _figures(run: Path) -> list[str]:
         steps, minutes = str(now["step"]), f"{now['seconds'] / 60:.1f}"
     except CheckpointError:
         steps = "no checkpoint"
+    except (KeyError, TypeError, ValueError):  # a sound file, but not of a run's progress
+        steps, minutes = "", "last.safetensors is damaged"
     try:
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if lines:
@@ -92,6 +93,8 @@ def evaluate(
     from rbn.experiments import trained
 
     def work() -> None:
+        if length not in (None, "full") and not length.isdecimal():
+            raise ValueError(f"length must be a number from 2 up or full, got {length!r}")
         config, task = trained.open_task(run, device_of(device), data_dir)
         estimate = None if trained.is_final(run) else config.population_batch
         value = trained.evaluate(task, split, stats, length, estimate)
@@ -114,8 +117,10 @@ def sample(
 ) -> None:
     """Write text with a trained language model."""
     from rbn.experiments import trained
+    from rbn.experiments.config import check_seed
 
     def work() -> None:
+        check_seed("seed", seed)
         model, symbols = trained.open_language_model(run, device_of(device))
         characters = trained.sample(model, symbols, prompt, length, temperature, seed)
         for k, character in enumerate(characters):

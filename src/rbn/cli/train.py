@@ -93,15 +93,15 @@ def train(
             )
         if "task" in named:
             raise ValueError("the task cannot be changed by --set: it is what stands behind train")
-        chosen = model or found.get("model") or "bn-lstm"
+        named_there = found.get("model")
+        chosen = model or ("bn-lstm" if named_there is None else named_there)
         settings = configs.from_mapping({"task": task, **configs.for_model(found, chosen)})
         settings = configs.with_settings(settings, [*wanted, *(set_ or [])])
         if seed is not None and seeds is not None:
             raise ValueError("either --seed or --seeds, not both")
         numbers = [1 if seed is None else seed] if seeds is None else _numbers(seeds)
         for number in numbers:
-            if not 0 <= number < 2**63:
-                raise ValueError(f"a seed must be from 0 to {2**63 - 1}, got {number}")
+            configs.check_seed("a seed", number)
         runs = []
         for number in numbers:
             folder = Path("runs") / settings.task / f"{settings.name}-seed{number}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ _OPTIMIZERS = {
 # One pass over parameters and moments instead of ten.
 _FUSED: dict[type, type] = {torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}
 _CHECKPOINT_SECONDS = 30.0
+# How torch says that a tensor is too large.
+_NO_MEMORY = ("not enough memory", "allocate memory", "out of memory", "overflow")
 Loaded = data.Splits | data.Text | Reading
 
 
@@ -74,17 +77,23 @@ def check(config: Config) -> None:
         TypeError: for options that they do not have.
         ValueError: for values that they do not take.
     """
-    small = dataclasses.replace(config, hidden_size=2)
-    with torch.random.fork_rng(devices=[]):
-        model: nn.Module
-        if config.is_reading:
-            model = make_reader(small, Vocabulary(1, ()), (1, 1))
-        else:
-            model = recurrent_layer(small, 1)
-            if not config.model.startswith("bn-"):  # which has no use for them, yet all models
-                rbn.BatchNormLSTM(1, 2, **config.normalization)  # share a config
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = _tiny_model(config)
+    except RuntimeError as error:  # torch's, of numbers that float32 does not have
+        raise ValueError(f"the model's settings do not fit: {error}") from error
     make_optimizer(config, model)
     _schedule(config, 1, None)
+
+
+def _tiny_model(config: Config) -> nn.Module:
+    small = dataclasses.replace(config, hidden_size=2)
+    if config.is_reading:
+        return make_reader(small, Vocabulary(1, ()), (1, 1))
+    model = recurrent_layer(small, 1)
+    if not config.model.startswith("bn-"):  # which has no use for them, yet all models
+        rbn.BatchNormLSTM(1, 2, **config.normalization)  # share a config
+    return model
 
 
 def load(config: Config, device: torch.device, root: Path | None = None) -> Loaded:
@@ -128,23 +137,42 @@ def build(
     """
     found = load(config, device, root) if loaded is None else loaded
     torch.manual_seed(seed)
-    task: Classification | NextSymbol | ReadingTask
-    if isinstance(found, Reading):
-        task = build_reading(config, found, seed, device)
-    elif isinstance(found, data.Text):
-        model: nn.Module = LanguageModel(
-            recurrent_layer(config, len(found.symbols)), config.dropout
-        )
-        task = NextSymbol(
-            model.to(device), found, config.length, config.batch_size, seed, config.valid_windows
-        )
-    else:
-        model = SequenceClassifier(recurrent_layer(config, 1), CLASSES, config.dropout)
-        task = Classification(model.to(device), found, config.batch_size, seed)
+    with _memory_for(config):
+        task = _task(config, found, seed, device)
     if not isinstance(task, ReadingTask):  # whose batches must be many, to have all lengths
         task.population_batch = config.population_batch
     task.metric = f"valid_{config.select}"
     return task
+
+
+def _task(
+    config: Config, found: Loaded, seed: int, device: torch.device
+) -> Classification | NextSymbol | ReadingTask:
+    if isinstance(found, Reading):
+        return build_reading(config, found, seed, device)
+    if isinstance(found, data.Text):
+        model: nn.Module = LanguageModel(
+            recurrent_layer(config, len(found.symbols)), config.dropout
+        )
+        return NextSymbol(
+            model.to(device), found, config.length, config.batch_size, seed, config.valid_windows
+        )
+    model = SequenceClassifier(recurrent_layer(config, 1), CLASSES, config.dropout)
+    return Classification(model.to(device), found, config.batch_size, seed)
+
+
+@contextlib.contextmanager
+def _memory_for(config: Config) -> Iterator[None]:
+    """Inside, a model that is too large for the memory is a setting that does not fit."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, TypeError) as error:
+        said = str(error).lower()
+        if isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY):
+            raise ValueError(
+                f"there is not enough memory for a model with hidden_size {config.hidden_size}"
+            ) from error
+        raise
 
 
 def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> torch.optim.Optimizer:
@@ -167,7 +195,12 @@ def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> tor
         decayed = [p for p in parameters if p.ndim > 1]
         others = [p for p in parameters if p.ndim <= 1]
         parameters = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer: torch.optim.Optimizer = kind(parameters, **options)
+    if "betas" in options:
+        options["betas"] = tuple(map(float, options["betas"]))  # torch refuses a whole 0
+    try:
+        optimizer: torch.optim.Optimizer = kind(parameters, **options)
+    except (AssertionError, LookupError, RuntimeError) as error:
+        raise ValueError(f"the optimizer's settings do not fit: {error}") from error
     return optimizer
 
 

@@ -17,11 +17,22 @@ TASKS = ("digits", "mnist", "pmnist", "ptb", "text8", "pydoc", *READING)
 TEXTS = ("ptb", "text8", "pydoc")
 MODELS = ("lstm", "bn-lstm", "ln-lstm", "bn-rnn", "rnn", "irnn")
 READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
+_ALL_MODELS = ", ".join(dict.fromkeys((*MODELS, *READERS)))
 STARTS = ("orthogonal", "identity-candidate", "identity-all")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 SELECTIONS = ("batch", "population")
 OPTIMIZERS = ("adam", "adamw", "rmsprop", "sgd")
-_SWITCHES = {"fused", "foreach", "nesterov", "amsgrad", "centered", "maximize", "capturable"}
+LARGEST = 2**63 - 1  # whole number that torch takes
+LARGEST_RATE = 1e30  # an optimiser's products with it are still float32 numbers
+# Of an optimiser: what is true or false, what follows from how a run is trained, numbers of at
+# least 0, and numbers from 0 to 1.
+_SWITCHES = (
+    *("fused", "foreach", "nesterov", "amsgrad", "centered", "maximize"),
+    "decoupled_weight_decay",
+)
+_OF_TRAINER = ("capturable", "differentiable")
+_AMOUNTS = ("lr", "eps", "weight_decay")
+_SHARES = ("alpha", "momentum", "dampening")
 _OF_TASK = {"batch_first", "device", "dtype", "input_size", "hidden_size"}  # no options of a layer
 
 
@@ -116,31 +127,26 @@ class Config:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+            if value > LARGEST:
+                raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
         if self.population_batch == 1:
             raise ValueError("population_batch must be at least 2: one sequence has no variance")
         numbers = {"decay_from": self.decay_from, "dropout": self.dropout}
-        numbers["optimizer.lr"] = self.optimizer.get("lr", 0)
         numbers["clip"] = 0 if self.clip is None else self.clip
         numbers["average"] = 0 if self.average is None else self.average
         for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"{name} must be a number, got {value!r}")
-            if not math.isfinite(value):
-                raise ValueError(f"{name} must be finite, got {value!r}")
-        if self.optimizer.get("lr", 0) < 0:
-            raise ValueError(f"optimizer.lr must not be negative, got {self.optimizer['lr']!r}")
+            _check_number(name, value)
+        _check_optimizer(self.optimizer)
+        if "seed" in self.data:
+            check_seed("data.seed", self.data["seed"])
         if not isinstance(self.tag, str) or not re.fullmatch(r"[\w.+-]*", self.tag):
             raise ValueError(
                 f"tag must be a word of letters, digits and . _ + -, as it names files, "
                 f"got {self.tag!r}"
             )
-        for name in _SWITCHES & set(self.optimizer):
-            if not isinstance(self.optimizer[name], bool):
-                raise ValueError(
-                    f"optimizer.{name} must be true or false, got {self.optimizer[name]!r}"
-                )
-        for name in _OF_TASK & set(self.layer):
-            raise ValueError(f"layer.{name} cannot be set: it follows from the task")
+        for place, options in (("layer", self.layer), ("normalization", self.normalization)):
+            for name in _OF_TASK & set(options):
+                raise ValueError(f"{place}.{name} cannot be set: it follows from the task")
         try:
             json.dumps(asdict(self))
         except (TypeError, ValueError, RecursionError) as error:
@@ -168,6 +174,58 @@ class Config:
         return json.dumps(asdict(self), indent=2)
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, and finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+def check_seed(name: str, value: Any) -> None:
+    """Refuse what is no seed of random numbers."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
+        raise ValueError(f"{name} must be a whole number from 0 to {LARGEST}, got {value!r}")
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not is_number(value):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    if isinstance(value, int) and value > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+
+
+def _check_optimizer(options: Mapping[str, Any]) -> None:
+    """Refuse values that no optimiser has a use for; torch's classes take many of them."""
+    for name in _OF_TRAINER:
+        if name in options:
+            raise ValueError(
+                f"optimizer.{name} cannot be set: it follows from how a run is trained"
+            )
+    for name in _SWITCHES:
+        if not isinstance(options.get(name, False), bool):
+            raise ValueError(f"optimizer.{name} must be true or false, got {options[name]!r}")
+    for name in (*_AMOUNTS, *_SHARES):
+        value = options.get(name, 0)
+        _check_number(f"optimizer.{name}", value)
+        if value < 0:
+            raise ValueError(f"optimizer.{name} must not be negative, got {value!r}")
+        if name in _SHARES and value > 1:
+            raise ValueError(f"optimizer.{name} must be at most 1, got {value!r}")
+        if value > LARGEST_RATE:
+            raise ValueError(f"optimizer.{name} must be at most {LARGEST_RATE}, got {value!r}")
+    betas = options.get("betas", (0, 0))
+    pair = isinstance(betas, list | tuple) and len(betas) == 2
+    if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(
+            f"optimizer.betas must be two numbers of at least 0 and below 1, got {betas!r}"
+        )
+
+
 def from_mapping(values: Mapping[str, Any]) -> Config:
     """A config from a file's content; unknown names are refused."""
     known = {f.name for f in fields(Config)}
@@ -181,16 +239,20 @@ def from_mapping(values: Mapping[str, Any]) -> Config:
 
 def for_model(values: Mapping[str, Any], model: str) -> dict[str, Any]:
     """The settings of a file for one model: those that its ``variants`` name for it override."""
+    if not isinstance(model, str):  # a file's may be anything
+        raise ValueError(f"model must be one of {_ALL_MODELS}, got {model!r}")
     found = dict(values)
     variants = found.pop("variants", None) or {}
     if not isinstance(variants, Mapping) or not all(
         isinstance(each, Mapping) for each in variants.values()
     ):
         raise ValueError(f"variants must hold settings by model, got {variants!r}")
-    for name in variants:
+    for name, settings in variants.items():
         if name not in (*MODELS, *READERS):
-            models = ", ".join(dict.fromkeys((*MODELS, *READERS)))
-            raise ValueError(f"variants must be of {models}, got {name!r}")
+            raise ValueError(f"variants must be of {_ALL_MODELS}, got {name!r}")
+        for key in ("task", "model", "variants"):
+            if key in settings:
+                raise ValueError(f"variants: {name} cannot have a {key} of its own")
     return {**found, **variants.get(model, {}), "model": model}
 
 
@@ -203,10 +265,12 @@ def read(path: Path) -> dict[str, Any]:
             "configs need PyYAML: pip install 'recurrent-batchnorm[train]'"
         ) from error
     try:
-        found = parsed(path.read_text())
+        found = parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text in UTF-8: {error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # the latter of dates that are none
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold settings by name")

@@ -142,17 +142,7 @@ def publish(run: Path, to: Path, replace: bool = False) -> Path:
         target: Path = to / result["task"] / f"{model}{tag}-seed{result['seed']}.json"
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the result of a run: {error}") from error
-    curve = run / "metrics.jsonl"
-    try:
-        records = [json.loads(line) for line in curve.read_text().splitlines()]
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{run} has no learning curve: {curve.name} is not there"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{curve} is damaged: {error}") from error
-    if not records:
-        raise ValueError(f"{curve} is empty: there is no learning curve to publish")
+    records = _records(run / "metrics.jsonl")
     if not replace:
         _check_place(target, result)
     columns = [*CURVE, *(name for name in NATS if any(name in record for record in records))]
@@ -163,6 +153,38 @@ def publish(run: Path, to: Path, replace: bool = False) -> Path:
     write_whole(target.with_suffix(".csv"), table.getvalue())
     write_whole(target, json.dumps(result, indent=2) + "\n")  # last: it is what says published
     return target
+
+
+def _records(curve: Path) -> list[dict[str, Any]]:
+    """The evaluations of a run, each with all that a published learning curve has."""
+    try:
+        lines = curve.read_text().splitlines()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{curve.parent} has no learning curve: {curve.name} is not there"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{curve} is damaged: {error}") from error
+    if not lines:
+        raise ValueError(f"{curve} is empty: there is no learning curve to publish")
+    records = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(_record(line))
+        except ValueError as error:
+            raise ValueError(f"{curve} is damaged: line {number}: {error}") from error
+    return records
+
+
+def _record(line: str) -> dict[str, Any]:
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"it must hold figures by name, got {record!r}")
+    for name in (*CURVE, *(name for name in NATS if name in record)):
+        value = record.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+    return record
 
 
 def _check_place(target: Path, result: dict[str, Any]) -> None:
@@ -184,15 +206,23 @@ def _rounded(record: dict[str, float]) -> dict[str, float]:
 
 
 def commit() -> str:
-    """The state of the source that runs, as git describes it, or as RBN_COMMIT says."""
+    """The state of the source that runs, as git describes it, or as RBN_COMMIT says.
+
+    ``unknown`` where the source is not in a repository of its own.
+    """
     named = os.environ.get("RBN_COMMIT")
     if named:
         return named
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
+    here = Path(__file__)
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
-        )
+        # Installed inside of another project's repository, it is not of that one's commits.
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=10")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
     return done.stdout.strip()

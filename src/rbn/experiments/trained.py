@@ -78,7 +78,7 @@ def evaluate(
             raise ValueError("length is for texts; here every sequence has the length it has")
         if length == "full" and statistics == "batch":
             raise ValueError("length full is a batch of one sequence: it needs stats population")
-        if length != "full" and (not length.isdigit() or int(length) < 2):
+        if length != "full" and (not length.isdecimal() or int(length) < 2):
             raise ValueError(f"length must be a number from 2 up or full, got {length!r}")
     if estimate is not None and statistics == "population" and has_statistics(task.model):
         task.estimate_population(estimate)

@@ -153,10 +153,19 @@ def test_a_config_lies_beside_its_sweep(make, tmp_path):
         ({"sampler": "tpe", "trials": 0}, "trials must be a whole number of at least 1, got 0"),
         ({"sampler": "tpe", "trials": 2, "space": [{"clip": [1]}] * 2}, "list of spaces is for"),
         ({"trials": 3}, "trials must be at most the grid's 2, got 3"),
-        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"seed": -1}, "seed must be a whole number from 0 to 9223372036854775807, got -1"),
+        ({"seed": 2**63}, f"seed must be a whole number from 0 .* got {2**63}"),
         ({"seed": True}, "seed must be a whole number"),
         ({"heartbeat": 0}, "heartbeat must be a positive number of seconds, got 0"),
         ({"set": [1]}, "set must hold settings by name"),
+        ({"set": {1: 2}}, "there is no setting '1'"),
+        ({"set": {"task": "pydoc"}}, "set: the task cannot be changed: it is the config's"),
+        ({"space": {"task": ["digits", "pydoc"]}}, "space: the task cannot be changed"),
+        ({"space": [{"clip": [1]}, {"task": ["digits"]}]}, "space: the task cannot be changed"),
+        ({"model": ["a"]}, "model must be one of lstm"),
+        ({"set": {"model": ["a"]}}, "model must be one of lstm"),
+        ({"space": {"optimizer.capturable": [True]}}, "optimizer.capturable cannot be set"),
+        ({"space": {"optimizer.eps": ["abc"]}}, "optimizer.eps must be a number, got 'abc'"),
         ({"set": {"optimizer.x.y": 1}}, r"there is no setting 'optimizer\.x\.y'"),
         (
             {"space": {"patience": list(range(1, 102)), "clip": list(range(1, 102))}},
@@ -176,6 +185,7 @@ def test_mistakes_are_named(content, message, make):
         ({"low": 1}, "high must be a number, got None"),
         ({"low": "a", "high": 1}, "low must be a number, got 'a'"),
         ({"low": True, "high": 1}, "low must be a number, got True"),
+        ({"low": 1, "high": 10**400}, "high must be a number, got 1000"),
         ({"low": 2, "high": 1}, "low must be at most high, got 2 and 1"),
         ({"low": 0, "high": 1, "log": True}, "with log, low must be positive, got 0"),
         ({"low": 1, "high": 2, "log": 1}, "log must be true or false, got 1"),
@@ -188,6 +198,11 @@ def test_mistakes_are_named(content, message, make):
 def test_mistakes_in_ranges(given, message, make):
     with pytest.raises(ValueError, match=f"clip.*{message}"):
         make(sampler="random", trials=1, space={"clip": given})
+
+
+def test_the_task_is_not_set_on_the_command_line_either(make):
+    with pytest.raises(ValueError, match="set: the task cannot be changed"):
+        make(settings=["task=pydoc"])
 
 
 def test_no_such_file():

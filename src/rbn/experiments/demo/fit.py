@@ -18,7 +18,7 @@ from rbn.data.digits import CLASSES
 from rbn.experiments.demo.result import Record, Settings, Trained
 from rbn.experiments.tasks import Classification
 from rbn.models import SequenceClassifier
-from rbn.training import Progress, Schedule, Trainer
+from rbn.training import Diverged, Progress, Schedule, Trainer
 
 
 def build(name: str, settings: Settings) -> SequenceClassifier:
@@ -104,7 +104,11 @@ def fit(
             on_step=step,
             on_record=record,
         )
-        trainer.run()
+        try:
+            trainer.run()
+        except Diverged:  # which names files that are gone when anyone could look at them
+            at = trainer.progress.diverged_at
+            raise Diverged(f"the training of the {name} diverged at step {at}") from None
         trainer.load_best()
         task.model = model
         batches = math.ceil(len(data.train) / settings.batch_size)

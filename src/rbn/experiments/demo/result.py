@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rbn.experiments.config import LARGEST, LARGEST_RATE
+
 THRESHOLDS = (0.8, 0.9)  # validation accuracies whose first sight is reported
+_MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,22 @@ class Settings:
     evaluate_every: int = 12
 
     def __post_init__(self) -> None:
-        for name, least in (("seed", 0), ("epochs", 1), ("threads", 1)):
+        for name, least, most in (
+            ("seed", 0, LARGEST),
+            ("epochs", 1, LARGEST),
+            ("threads", 1, _MOST_THREADS),
+        ):
             value = getattr(self, name)
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
+            if value > most:
+                raise ValueError(f"{name} must be at most {most}, got {value}")
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if self.learning_rate > LARGEST_RATE:
+            raise ValueError(
+                f"learning_rate must be at most {LARGEST_RATE}, got {self.learning_rate}"
+            )
 
     @property
     def task(self) -> str:

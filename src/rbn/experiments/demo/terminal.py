@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 
+NOTE = (
+    "The BN-LSTM is validated with running averages of its statistics, which lag behind in the "
+    "first epochs, and tested with exact ones."
+)
+
+
 class Bar:
     """One model's line of progress."""
 
@@ -67,6 +73,7 @@ def show(result: Result, console: Console) -> None:
     for row in rows(result):
         table.add_row(*row)
     console.print(table)
+    console.print(NOTE, style="dim", highlight=False)
     console.print(f"[bold]{headline(result)}.[/bold]", highlight=False)
     for sentence in outcome(result):
         console.print(sentence, highlight=False)

@@ -59,6 +59,7 @@ def _checked(path: Path, found: dict[str, Any], given: dict[str, Any], trials: i
     settings = found.get("set") or {}
     if not isinstance(settings, dict):
         raise ValueError(f"set must hold settings by name, got {settings!r}")
+    settings = {str(key): value for key, value in settings.items()}
     source = _source(str(found["config"]), path)
     sweep = Sweep(
         name=path.stem,
@@ -70,9 +71,15 @@ def _checked(path: Path, found: dict[str, Any], given: dict[str, Any], trials: i
         sampler=_method("sampler", found.get("sampler", "tpe"), sampling.SAMPLERS),
         pruner=_method("pruner", found.get("pruner", "none"), sampling.PRUNERS),
         trials=0,
-        seed=_whole("seed", found.get("seed", 1), 0),
+        seed=_seed(found.get("seed", 1)),
         heartbeat=_seconds(found.get("heartbeat", 15)),
     )
+    for place, keys in (("set", sweep.settings), ("space", sweep.space)):
+        if "task" in keys:
+            raise ValueError(
+                f"{place}: the task cannot be changed: it is the config's, and the figures of "
+                "different tasks do not compare"
+            )
     twice = sorted(set(sweep.settings) & set(sweep.space))
     if twice:
         raise ValueError(f"{twice[0]} is both set and in the space")
@@ -112,6 +119,11 @@ def _whole(name: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
     return value
+
+
+def _seed(value: Any) -> int:
+    configs.check_seed("seed", value)
+    return int(value)
 
 
 def _seconds(value: Any) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from rbn.experiments.config import is_number
 
 Value = str | int | float | bool | None
 
@@ -108,11 +109,7 @@ def _range(key: str, found: Mapping[Any, Any]) -> Range:
         value = found.get(name)
         if name == "step" and value is None:
             continue
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        if not is_number(value):
             raise ValueError(f"space: {key}: {name} must be a number, got {value!r}")
     low, high = found["low"], found["high"]
     if low > high:

@@ -93,8 +93,8 @@ def evaluate(
     from rbn.experiments import trained
 
     def work() -> None:
-        if length not in (None, "full") and not length.isdecimal():
-            raise ValueError(f"length must be a number from 2 up or full, got {length!r}")
+        if length is not None:
+            trained.check_length(length)
         config, task = trained.open_task(run, device_of(device), data_dir)
         estimate = None if trained.is_final(run) else config.population_batch
         value = trained.evaluate(task, split, stats, length, estimate)

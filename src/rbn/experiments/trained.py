@@ -78,8 +78,7 @@ def evaluate(
             raise ValueError("length is for texts; here every sequence has the length it has")
         if length == "full" and statistics == "batch":
             raise ValueError("length full is a batch of one sequence: it needs stats population")
-        if length != "full" and (not length.isdecimal() or int(length) < 2):
-            raise ValueError(f"length must be a number from 2 up or full, got {length!r}")
+        check_length(length)
     if estimate is not None and statistics == "population" and has_statistics(task.model):
         task.estimate_population(estimate)
     if length is None or not isinstance(task, NextSymbol):
@@ -91,6 +90,12 @@ def evaluate(
         return task.measure_with(split, statistics)
     finally:
         task.length = before
+
+
+def check_length(length: str) -> None:
+    """Refuse what is no length of windows."""
+    if length != "full" and (not length.isdecimal() or int(length) < 2):
+        raise ValueError(f"length must be a number from 2 up or full, got {length!r}")
 
 
 def open_language_model(folder: Path, device: torch.device) -> tuple[nn.Module, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.types import check_lengths
+from rbn.ops.types import check_lengths, readable
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -135,8 +135,7 @@ def symbols(input: Tensor, input_size: int, weight: Tensor) -> Tensor:
 
 def symbols_within(name: str, values: Tensor, count: int) -> None:
     """Refuse symbols that are not from 0 to ``count - 1``, where the host can see them."""
-    opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if values.device.type == "cpu" and values.numel() and not opaque:
+    if readable(values) and values.numel():
         least, most = (int(v) for v in values.aminmax())
         if least < 0 or most >= count:
             raise ValueError(
@@ -198,8 +197,7 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
             f"lengths must have one entry for each of the {batch} sequences, "
             f"got shape {tuple(value.shape)}"
         )
-    opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if value.device.type == "cpu" and not opaque:
+    if readable(value):
         check_lengths(value.tolist(), steps)
     found: Tensor = value.to(device=device, dtype=torch.int64)
     return found

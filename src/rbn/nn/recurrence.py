@@ -253,8 +253,7 @@ class Recurrence(nn.Module, abc.ABC):
         """X in the type that autocast asks for on its device, if it does and x has values."""
         if not x.is_floating_point():
             return x
-        dtype = self._type(x)
-        return x if x.dtype == dtype else x.to(dtype)
+        return x.to(self._type(x))
 
     def _type(self, x: Tensor) -> torch.dtype:
         """The type that autocast asks for on the device of x, if it does; else that of x."""
@@ -369,7 +368,7 @@ class Layers(Recurrence):
         weight = self._weight()
         if checks.is_symbols(input):
             return checks.symbols(input, self.input_size, weight)
-        autocast = autocast_on(weight.device.type) and weight.dtype != torch.float64
+        autocast = self._under_autocast()
         checks.sequence_input(input, self.input_size, weight, autocast)
         return input.to(self._type(input)) if autocast else input
 

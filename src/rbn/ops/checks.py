@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.types import Statistics, check_lengths, compute_dtype
+from rbn.ops.types import Statistics, check_lengths, compute_dtype, readable
 
 
 def check_shapes(
@@ -65,8 +65,7 @@ def check_sequence_lengths(lengths: Tensor | None, wx: Tensor) -> None:
         raise TypeError(f"lengths must be integers, got {lengths.dtype}")
     if tuple(lengths.shape) != (batch,):
         raise ValueError(f"lengths must have the shape [{batch}], got {list(lengths.shape)}")
-    opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if lengths.device.type == "cpu" and not opaque:
+    if readable(lengths):
         check_lengths(lengths.tolist(), steps)
 
 
@@ -99,8 +98,7 @@ def check_targets(input: Tensor, targets: Tensor, reduction: str) -> None:
 
 def check_classes(targets: Tensor, classes: int) -> None:
     """Refuse targets, in the host's memory, that are not from 0 to ``classes - 1``."""
-    opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if targets.device.type == "cpu" and targets.numel() and not opaque:
+    if readable(targets) and targets.numel():
         least, most = (int(v) for v in targets.long().aminmax())
         if least < 0 or most >= classes:
             raise ValueError(f"targets must be from 0 to {classes - 1}, got {least} to {most}")

@@ -52,6 +52,12 @@ def valid_steps(lengths: Tensor | None, steps: int) -> Tensor | None:
     return torch.arange(steps, device=lengths.device)[:, None] < lengths
 
 
+def readable(values: Tensor) -> bool:
+    """Whether the host can look at values without waiting: on a CPU, and not traced."""
+    opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return values.device.type == "cpu" and not opaque
+
+
 def check_lengths(values: list[int], steps: int) -> None:
     """Refuse lengths that are not within 1 and the number of steps."""
     for row, length in enumerate(values):

@@ -1,0 +1,262 @@
+"""The numbers of README and docs on trained models are those of the files in results."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("model", ["lstm", "bn-lstm"])
+@pytest.mark.parametrize(
+    ("task", "tag", "factor", "digits"),
+    [
+        ("ptb", "", 1, 3),
+        ("ptb", "short", 1, 3),
+        ("text8", "", 1, 3),
+        ("text8", "short", 1, 3),
+        ("mnist", "", 100, 1),
+        ("mnist", "rmsprop", 100, 1),
+        ("mnist", "code", 100, 1),
+        ("mnist", "no-momentum", 100, 1),
+        ("mnist", "steady", 100, 1),
+        ("pmnist", "", 100, 1),
+        ("pmnist", "rmsprop", 100, 1),
+        ("pmnist", "code", 100, 1),
+        ("pmnist", "short", 100, 1),
+    ],
+)
+def test_the_published_numbers_are_those_of_the_files(task, tag, factor, digits, model):
+    name = f"{model}-{tag}" if tag else model
+    paths = sorted((ROOT / "results" / task).glob(f"{name}-seed*.json"))
+    every = [json.loads(path.read_text()) for path in paths]
+    assert len(every) == (1 if task == "text8" else 3)
+    found = [factor * values["test"] for values in every if values["diverged_at"] is None]
+    ends = sum(found) / len(found), min(found), max(found)
+    mean, least, most = (f"{x:.{digits}f}" for x in ends)
+    spread = f"{least} to {most}; " if len(found) > 1 else ""
+    said = re.escape(f"{mean} ({spread}{len(found)}")
+    assert re.search(rf"\b{said}\b", (ROOT / "docs/experiments.md").read_text())
+    if tag not in {"code", "no-momentum", "steady"}:
+        assert f" {mean} " in (ROOT / "README.md").read_text()
+
+
+def shipped_beyond(task, tag, model="bn-lstm"):
+    from rbn.experiments import config
+
+    values = {**config.read(config.find(f"beyond/{task}")), "model": model, "tag": tag}
+    there = config.with_settings(config.from_mapping(values), ["precision=bf16-mixed"])
+    return json.loads(there.to_json())
+
+
+def test_the_accuracy_past_the_paper_is_that_of_the_files():
+    paths = (ROOT / "results/pmnist").glob("bn-lstm-zoneout-0.3-seed*.json")
+    every = [json.loads(path.read_text()) for path in paths]
+    found = [100 * values["test"] for values in every]
+    mean, least, most = (f"{x:.1f}" for x in (sum(found) / 3, min(found), max(found)))
+    assert len(found) == 3
+    assert f"| {mean} ({least} to {most}; 3) |" in (ROOT / "docs/experiments.md").read_text()
+    command = "`rbn train pmnist --config beyond/pmnist --precision bf16-mixed --seeds 1,2,3`"
+    assert f"| {mean} % | {command} |" in (ROOT / "README.md").read_text()
+    for values in every:
+        assert values["diverged_at"] is None
+        assert shipped_beyond("pmnist", "zoneout-0.3") == values["config"]
+
+
+@pytest.mark.parametrize("tag", ["no-momentum", "steady"])
+def test_the_accuracy_of_the_lstm_with_noise_is_that_of_the_files(tag):
+    paths = (ROOT / "results/mnist").glob(f"lstm-{tag}-noise-seed*.json")
+    every = [json.loads(path.read_text()) for path in paths]
+    assert [run["config"]["layer"] for run in every] == [{"hidden_noise": 0.1}] * 3
+    found = [100 * run["test"] for run in every]
+    said = f"{sum(found) / 3:.1f} % ({min(found):.1f} to {max(found):.1f})"
+    assert said in (ROOT / "docs/experiments.md").read_text()
+
+
+MODELS = ("lstm", "bn-lstm")
+
+
+def accuracy(task, model, tag=""):
+    """Of the test set, in %: the mean of three seeds."""
+    name = f"{model}-{tag}" if tag else model
+    paths = [ROOT / f"results/{task}/{name}-seed{seed}.json" for seed in (1, 2, 3)]
+    return sum(100 * json.loads(path.read_text())["test"] for path in paths) / 3
+
+
+def steps_to(share, run, figure="valid_population"):
+    with (ROOT / f"results/mnist/{run}.csv").open(newline="") as file:
+        rows = csv.DictReader(file)
+        return next(int(r["step"]) for r in rows if float(r[figure]) >= share)
+
+
+def test_what_is_said_of_the_settings_of_the_authors_code():
+    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    first, second, third = (steps_to(0.95, f"lstm-code-seed{seed}") for seed in (1, 2, 3))
+    assert f"after {first:,}, {second:,} and {third:,} steps (seeds 1, 2, 3)" in page
+    found = {steps_to(0.95, f"bn-lstm-code-seed{seed}") for seed in (1, 2, 3)}
+    assert f"The BN-LSTM has 95 % after {min(found):,} to {max(found):,} steps" in page
+    with (ROOT / "results/mnist/lstm-code-seed3.csv").open(newline="") as file:
+        rows = {int(r["step"]): float(r["valid_population"]) for r in csv.DictReader(file)}
+    assert f"fell from {100 * rows[57_000]:.1f} to {100 * rows[57_500]:.1f} % after 57,500" in page
+    gains = [accuracy("pmnist", model, "code") - accuracy("pmnist", model) for model in MODELS]
+    assert "the LSTM by {:.1f} points and the BN-LSTM by {:.1f}".format(*gains) in page
+    every = [
+        json.loads(path.read_text()) for path in (ROOT / "results").glob("*/*-code-seed*.json")
+    ]
+    assert len(every) == 12
+    assert {run["diverged_at"] for run in every} == {None}
+    assert sorted(run["skipped"] for run in every) == [0] * 11 + [7]
+
+
+def test_the_steps_to_95_percent_are_those_of_the_files():
+    lstm, bn_lstm, rate_falls, bn_rate_falls = (
+        {steps_to(0.95, f"{name}-seed{seed}") for seed in (1, 2, 3)}
+        for name in ("lstm", "bn-lstm", "lstm-rmsprop", "bn-lstm-rmsprop")
+    )
+    readme, page = (
+        " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/experiments.md")
+    )
+    slow = f"{min(lstm):,} to {max(lstm):,}"
+    fast = max(bn_lstm)
+    assert (
+        f"MNIST in order within {fast:,} steps (population statistics) where the LSTM takes {slow}"
+        in readme
+    )
+    assert f"95 % on validation after {slow} steps (the paper's" in page
+    assert f"the BN-LSTM after {min(bn_lstm):,} to {fast:,} (an evaluation every 500)" in page
+    found = {steps_to(0.95, f"bn-lstm-seed{seed}", "valid_batch") for seed in (1, 2, 3)}
+    assert f"after {min(found):,} to {max(found):,} with the statistics of the minibatch" in page
+    (slow,), (fast,) = rate_falls, bn_rate_falls
+    assert f"with `mnist-rmsprop` the LSTM after {slow:,}, when the rate" in page
+    assert f"the BN-LSTM after {fast:,} (every 2,500; all seeds)" in page
+
+
+@pytest.mark.parametrize(("model", "name"), [("lstm", "LSTM"), ("bn-lstm", "BN-LSTM")])
+def test_penn_treebanks_curve_is_as_near_to_the_papers_as_said(model, name):
+    pytest.importorskip("yaml")
+    from rbn.experiments.paper.curves import paper_lines
+
+    curves = []
+    for seed in (1, 2, 3):
+        with (ROOT / f"results/ptb/{model}-seed{seed}.csv").open(newline="") as file:
+            curves.append([float(row["valid_batch"]) for row in csv.DictReader(file)])
+    ours = [sum(column) / 3 for column in zip(*curves, strict=False)]  # epochs all of them have
+    paper = paper_lines("fig3a")[name]
+    assert [round(x / 790) for x in paper.x[: len(ours)]] == list(range(1, len(ours) + 1))
+    apart = max(abs(a - b) for a, b in zip(ours, paper.y, strict=False))
+    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    (said,) = re.findall(
+        rf"within (0\.\d+)(?: bits of the paper's line at every epoch)? for the {name}\b", page
+    )
+    assert apart <= float(said) < apart + 0.003
+
+
+def test_the_accuracy_of_gammas_is_that_of_the_files():
+    found = []
+    for gamma in ("0.1", "0.3", "0.5", "0.7", "1"):
+        path = ROOT / f"results/pmnist/bn-lstm-gamma-{gamma}-seed1.json"
+        found.append(100 * json.loads(path.read_text())["test"])
+    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    assert "the test accuracy is {:.1f}, {:.1f}, {:.1f}, {:.1f} and {:.1f} %".format(*found) in page
+
+
+def after(step, run):
+    with (ROOT / f"results/pmnist/{run}.csv").open(newline="") as file:
+        (row,) = (row for row in csv.DictReader(file) if int(row["step"]) == step)
+    return f"{100 * float(row['valid_population']):.1f}"
+
+
+def test_the_accuracy_of_the_lstm_past_the_paper_is_that_of_the_files():
+    folder = ROOT / "results/pmnist"
+    every = [
+        json.loads((folder / f"lstm-beyond-seed{seed}.json").read_text()) for seed in (1, 2, 3)
+    ]
+    last, first, second = sorted(every, key=lambda run: run["diverged_at"] or 0)
+    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    assert last["diverged_at"] is None
+    best = [f"{100 * run['test']:.1f}" for run in (last, second, first)]
+    assert "| {} (1, two more diverged, at best {} and {}) |".format(*best) in page
+    assert f"| {best[0]} % (1 of 3 seeds) |" in (ROOT / "README.md").read_text()
+    for run in (first, second):
+        assert f"seed {run['seed']} at step {run['diverged_at']:,}" in page
+    for name, start in (("lstm-beyond", "the LSTM had"), ("bn-lstm-zoneout-0.3", "the BN-LSTM")):
+        found = (after(30_000, f"{name}-seed{seed}") for seed in (1, 2, 3))
+        assert f"{start} " + "{}, {} and {} %".format(*found) in page
+    for run in every:
+        assert run["config"] == shipped_beyond("pmnist", "beyond", "lstm")
+
+
+def spoken(seconds):
+    return f"{seconds / 60:.0f} min" if seconds > 100 else f"{seconds:.0f} s"
+
+
+@pytest.mark.parametrize(
+    ("task", "tag", "name"),
+    [("ptb", "decay-0.05", "Penn Treebank"), ("text8", "beyond", "text8")],
+)
+def test_the_numbers_past_the_paper_are_those_of_the_files(task, tag, name):
+    found = json.loads((ROOT / f"results/{task}/bn-lstm-{tag}-seed1.json").read_text())
+    plain = json.loads((ROOT / f"results/{task}/lstm-beyond-seed1.json").read_text())
+    epochs = found["config"]["epochs"]
+    ours, other = (rf"{run['test']:.3f} \({spoken(run['seconds'])}.*\)" for run in (found, plain))
+    line = rf"^\| {name} \|.*\| {ours} \| {other} \|.*, {epochs} epochs \|$"
+    assert re.search(line, (ROOT / "docs/experiments.md").read_text(), flags=re.M)
+    command = f"`rbn train {task} --config beyond/{task} --precision bf16-mixed`"
+    row = f"| | {plain['test']:.3f} | | {found['test']:.3f} | {command} |"
+    assert row in (ROOT / "README.md").read_text()
+    assert shipped_beyond(task, tag) == found["config"]
+    assert shipped_beyond(task, "beyond", "lstm") == plain["config"]
+
+
+def percent(rate):
+    return f"{100 * rate:.1f}%"
+
+
+@pytest.mark.parametrize(
+    ("tag", "models"),
+    [("", ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")), ("full", ("lstm", "bn-e**"))],
+)
+def test_the_readers_numbers_are_those_of_the_files(tag, models):
+    page, folder = (ROOT / "docs/reading.md").read_text(), ROOT / "results/cnn-built"
+    for model in models:
+        name = "-".join(part for part in (model.replace("*", "-star"), tag, "seed1") if part)
+        found = json.loads((folder / f"{name}.json").read_text())
+        with (folder / f"{name}.csv").open(newline="") as file:
+            looks = list(csv.DictReader(file))
+        (look,) = [look for look in looks if look["step"] == "16000"] if not tag else looks[-1:]
+        rates = f"{percent(found['valid'])} | {percent(found['test'])}"
+        loss = f"{float(look['train']):.2f}"
+        assert f"| `{model}` | {rates} | {loss} | {found['steps']:,} |" in page
+
+
+@pytest.mark.parametrize("text", ["4-sentences", "whole"])
+def test_the_counts_of_questions_are_those_of_the_files(text):
+    page = (ROOT / "docs/reading.md").read_text()
+    path = ROOT / "results/cnn-built" / f"questions-{text}.json"
+    parts = {each["part"]: each for each in json.loads(path.read_text())["parts"]}
+    names = {"train": "training", "valid": "validation", "test": "test"}
+    for part, found in parts.items():
+        shown = " | ".join(percent(found[k]) for k in ("ceiling", "frequent", "frequent_unasked"))
+        title = text.replace("-", " ")
+        assert re.search(
+            rf"^\| {title} \| {names[part]} \| [^|]* \| {re.escape(shown)} \|$", page, re.M
+        )
+        assert re.search(rf"^\| {names[part]} \(.*\| {found['questions']:,} \|$", page, re.M)
+    errors = " | ".join(percent(1 - parts[k]["frequent_unasked"]) for k in ("valid", "test"))
+    assert f"| the most frequent entity not in the question | {errors} | | |" in page
+
+
+def test_how_many_runs_without_momentum_there_are():
+    every = [
+        json.loads(path.read_text())
+        for task in ("mnist", "pmnist")
+        for path in (ROOT / "results" / task).glob("*-seed*.json")
+    ]
+    runs = [run for run in every if run["tag"] in ("", "rmsprop")]
+    assert {run["diverged_at"] for run in runs} == {None}
+    assert f"so none of {len(runs)} runs did" in (ROOT / "README.md").read_text()
+    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    assert f"none of {len(runs)} runs diverged" in page

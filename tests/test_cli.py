@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 import rbn
 from rbn.cli import main
 from rbn.cli.app import app
+from rbn.cli.common import make_console, make_table
 from rbn.experiments.demo import Settings
 
 
@@ -49,6 +50,18 @@ def test_version() -> None:
     result = call("--version")
     assert result.exit_code == 0
     assert result.output == f"rbn {rbn.__version__}\n"
+
+
+def test_a_table_in_a_pipe_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = make_table("run")
+    table.add_row("a" * 150)
+    console = make_console()
+    with console.capture() as found:
+        console.print(table)
+    assert "a" * 150 in found.get()
+    monkeypatch.setenv("COLUMNS", "40")
+    assert make_console().width == 40
 
 
 def test_help_names_the_commands() -> None:

@@ -158,13 +158,18 @@ def test_hooks_run_once(kind):
     ours, theirs = KINDS[kind]
     theirs([torch.nn.Parameter(torch.ones(2))])
     parameter, calls = torch.nn.Parameter(torch.ones(2)), []
-    optimizer = ours([parameter], 0.1)
+    optimizer = ours([parameter], lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     parameter.grad = torch.ones(2)
     optimizer.step()
     assert calls == ["before", "after"]
     assert parameter.detach().amax() < 0.95
+
+
+def test_options_as_pytorch_takes_them():
+    (group,) = Adam([torch.nn.Parameter(torch.ones(2))], 0.1, fused=None).param_groups
+    assert (group["lr"], group["fused"]) == (0.1, True)
 
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}])

@@ -79,7 +79,7 @@ class _OneKernel(torch.optim.Optimizer):
     """The step of an optimiser of PyTorch's that comes after it, by a kernel where that suits."""
 
     def __init__(self, params: Any, *values: Any, **options: Any) -> None:
-        if options.get("foreach") or not options.get("fused", True):
+        if options.get("foreach") or options.get("fused") is False:
             raise ValueError(
                 f"rbn.training.{type(self).__name__} is fused: without that, or with foreach, use "
                 f"torch.optim.{type(self).__name__}"

@@ -169,9 +169,13 @@ def test_statistics_leave_out_padded_positions():
     torch.testing.assert_close(term(x, valid)[valid], y[valid])
 
 
-def test_an_untrained_term_does_not_evaluate():
+def test_an_untrained_term_uses_the_batch():
+    term, x = BatchNormTerm(2).eval(), torch.randn(3, 2)
+    with pytest.warns(UserWarning, match="was not trained"):
+        found = term(x)
+    torch.testing.assert_close(found, term.train()(x))
     with pytest.raises(RuntimeError, match="no population statistics"):
-        BatchNormTerm(2).eval()(torch.zeros(3, 2))
+        BatchNormTerm(2).eval()(torch.zeros(1, 2))
 
 
 def test_saving_and_loading():

@@ -68,10 +68,12 @@ def test_compiled_with_regularisation():
     assert not torch.equal(a, b)
 
 
-def test_a_compiled_evaluation_without_statistics_is_refused():
-    layer = torch.compile(rbn.BatchNormLSTM(3, 4).eval(), backend="aot_eager")
-    with pytest.raises(RuntimeError, match="no population statistics"):
-        layer(torch.randn(5, 6, 3))
+def test_a_compiled_evaluation_without_statistics_uses_the_batch():
+    layer, x = rbn.BatchNormLSTM(3, 4).eval(), torch.randn(5, 6, 3)
+    with pytest.warns(UserWarning, match="was not trained"):
+        found = torch.compile(layer, backend="aot_eager")(x)[0]
+    with rbn.batch_statistics(layer):
+        torch.testing.assert_close(found, layer(x)[0])
 
 
 @pytest.mark.no_cover

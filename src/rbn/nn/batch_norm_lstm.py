@@ -82,8 +82,9 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         h_t &= \sigma(\tilde o_t) \odot \tanh(\mathrm{BN}(c_t; \gamma_c, \beta_c))
 
     While training the statistics are those of the minibatch, separately for each time step, and
-    gradients flow through them. In `eval()` they are population statistics: a running average, or
-    the exact one after `rbn.update_population_stats`. Steps beyond the last one seen use its.
+    gradients flow through them. In `eval()` they are population statistics: re-estimated from the
+    inputs of recent training calls at the current weights (see `refresh_stats`), or averaged over
+    a whole data set by `rbn.update_population_stats`. Steps beyond the last one seen use its.
 
     Args:
         input_size: features of the input.
@@ -115,6 +116,10 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
             Every process must call the layer then, in training; batch sizes and lengths may differ.
             The plain equations run, with two exchanges a step. False: each process's rows are a
             minibatch of their own, as with `torch.nn.BatchNorm1d`.
+        refresh_stats: keep references to the inputs of recent training calls (1,024 sequences, at
+            most 128 MiB), and re-estimate the population statistics from them at the current
+            weights before the layer evaluates, is saved or copied. False: evaluate with the
+            running averages, which lag behind the weights.
 
     Parameters, for each layer k and with suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
     ``weight_hh_lk [4H, H]``, ``bias_lk [4H]``, ``gamma_x_lk [4H]``, ``gamma_h_lk [4H]``,
@@ -145,6 +150,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         weight_dropout: float = 0.0,
         ablations: Iterable[str] = (),
         sync_stats: bool = False,
+        refresh_stats: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -162,7 +168,15 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
             weight_dropout=weight_dropout,
         )
         self._set_normalization(
-            max_length, gamma, eps, momentum, input_stats, padding, ablations, sync_stats
+            max_length,
+            gamma,
+            eps,
+            momentum,
+            input_stats,
+            padding,
+            ablations,
+            sync_stats,
+            refresh_stats,
         )
         self._build(device, dtype)
 
@@ -190,6 +204,7 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell):
         zoneout: tuple[float, float] = (0.0, 0.0),
         ablations: Iterable[str] = (),
         sync_stats: bool = False,
+        refresh_stats: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -202,6 +217,14 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell):
             zoneout=zoneout,
         )
         self._set_normalization(
-            max_length, gamma, eps, momentum, "step", "exclude", ablations, sync_stats
+            max_length,
+            gamma,
+            eps,
+            momentum,
+            "step",
+            "exclude",
+            ablations,
+            sync_stats,
+            refresh_stats,
         )
         self._build(device, dtype)

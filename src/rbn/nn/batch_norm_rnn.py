@@ -64,7 +64,7 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         dropout: on the output of each layer but the last.
         bidirectional: a second recurrence backwards in time; only the unpadded part is reversed.
         max_length, gamma, eps, momentum, input_stats, padding, initial_state, hidden_noise,
-            sync_stats: as in `BatchNormLSTM`.
+            sync_stats, refresh_stats: as in `BatchNormLSTM`.
         zoneout: rate of Krueger et al. (2017) for the hidden state.
         weight_dropout: share of W_h that is missing in a training call, drawn anew for each call,
             one for all its steps (Merity et al., 2018); the other weights grow to make up.
@@ -97,6 +97,7 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         weight_dropout: float = 0.0,
         ablations: Iterable[str] = (),
         sync_stats: bool = False,
+        refresh_stats: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -115,7 +116,15 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         )
         self._set_nonlinearity(nonlinearity)
         self._set_normalization(
-            max_length, gamma, eps, momentum, input_stats, padding, ablations, sync_stats
+            max_length,
+            gamma,
+            eps,
+            momentum,
+            input_stats,
+            padding,
+            ablations,
+            sync_stats,
+            refresh_stats,
         )
         self._build(device, dtype)
 
@@ -143,6 +152,7 @@ class BatchNormRNNCell(_BatchNormRNN, Cell):
         zoneout: float = 0.0,
         ablations: Iterable[str] = (),
         sync_stats: bool = False,
+        refresh_stats: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -156,6 +166,14 @@ class BatchNormRNNCell(_BatchNormRNN, Cell):
         )
         self._set_nonlinearity(nonlinearity)
         self._set_normalization(
-            max_length, gamma, eps, momentum, "step", "exclude", ablations, sync_stats
+            max_length,
+            gamma,
+            eps,
+            momentum,
+            "step",
+            "exclude",
+            ablations,
+            sync_stats,
+            refresh_stats,
         )
         self._build(device, dtype)

@@ -70,18 +70,20 @@ class BatchNormTerm(nn.Module):
                 f"got shape {tuple(x.shape)}"
             )
         wide = x.to(self.stats.mean.dtype)
-        if self.stats.uses_batch:
+        if self.stats.uses_batch or self._is_untrained(x):
             mean, var = _moments(wide, valid, self.stats.group)
             if self.stats.records:
                 self._record(mean.detach()[None], var.detach()[None], x, valid)
         else:
-            if not self.stats.find_estimates():
-                raise RuntimeError(
-                    "BatchNormTerm has no population statistics to evaluate with: train it, or "
-                    "call rbn.update_population_stats(model, batches), before eval()"
-                )
             mean, var = self.stats.mean[0], self.stats.var[0]
         return ((wide - mean) * (self.gamma * torch.rsqrt(var + self.eps))).to(x.dtype)
+
+    def _is_untrained(self, x: Tensor) -> bool:
+        """Whether there are only the statistics of x itself to normalize with."""
+        if self.stats.find_estimates():
+            return False
+        checks.no_statistics(self, x.numel() // self.features)
+        return True
 
     def _record(self, mean: Tensor, var: Tensor, x: Tensor, valid: Tensor | None) -> None:
         """Average a minibatch in, unless it has one position, without a variance, or none."""

@@ -13,7 +13,7 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rbn.ops.types import check_lengths, readable
 
@@ -203,15 +203,36 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
     return found
 
 
+def warn(message: str) -> None:
+    """Warn at the line of the caller that is neither ours nor PyTorch's."""
+    warnings.warn(message, stacklevel=_callers_level())
+
+
+def no_statistics(module: nn.Module, rows: int) -> None:
+    """Warn once that an untrained module evaluates with a batch's statistics; one row has none."""
+    name = type(module).__name__
+    if rows < 2:
+        raise RuntimeError(
+            f"{name} has no population statistics yet, and a batch of {rows} has none of its own "
+            "to evaluate with: train it, or call rbn.update_population_stats(model, batches), or "
+            "evaluate at least 2 sequences together"
+        )
+    if not torch.compiler.is_compiling() and not module.__dict__.get("_warned_untrained"):
+        module.__dict__["_warned_untrained"] = True
+        warn(
+            f"{name} was not trained yet and has no population statistics: it evaluates with the "
+            "statistics of each batch"
+        )
+
+
 def single_row(name: str) -> None:
     """Warn that a time step's statistics of one row say nothing."""
     if not torch.compiler.is_compiling():
-        warnings.warn(
+        warn(
             f"{name} normalizes with the statistics of a minibatch, and this one has a single "
             "sequence: its variance at a time step is 0, and a term normalized by that vanishes. "
             "Population statistics of time steps leave it out. Use a batch of at least 2, or "
-            "eval() to normalize with those.",
-            stacklevel=_callers_level(),
+            "eval() to normalize with those."
         )
 
 

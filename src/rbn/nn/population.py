@@ -15,12 +15,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.processes import all_processes, as_many_on_all, average, of_all
-from rbn.nn.statistics import PopulationStatistics
+from rbn.nn.recent_calls import RecentCalls
+from rbn.nn.statistics import PopulationStatistics, temporarily
 
 
 def _statistics_of(model: nn.Module) -> list[PopulationStatistics]:
     return [m for m in model.modules() if isinstance(m, PopulationStatistics)]
+
+
+@contextlib.contextmanager
+def _set_aside_inputs(model: nn.Module) -> Iterator[list[BatchNormalized]]:
+    """Inside the ``with`` block no layer has inputs of training calls to refresh itself from."""
+    layers = [m for m in model.modules() if isinstance(m, BatchNormalized)]
+    before = [layer.recent_calls for layer in layers]
+    for layer in layers:
+        layer.recent_calls = RecentCalls()
+    try:
+        yield layers
+    finally:
+        for layer, calls in zip(layers, before, strict=True):
+            layer.recent_calls = calls
 
 
 @contextlib.contextmanager
@@ -30,7 +46,7 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
     The population statistics are neither used nor changed. This is how the paper's validation
     curves are measured while training.
     """
-    with _forced(_statistics_of(model), "batch"):
+    with temporarily(_statistics_of(model), "forced", "batch"):
         yield
 
 
@@ -46,7 +62,8 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
         s.mean, s.var, s.count = mean.clone(), var.clone(), count.clone()
         s.note(*known)
     try:
-        yield
+        with _set_aside_inputs(model):
+            yield
     finally:
         for s, (mean, var, count), known in before:
             s.mean, s.var, s.count = mean, var, count
@@ -59,26 +76,8 @@ def own_statistics(model: nn.Module) -> Iterator[None]:
 
     For work that the processes share out by whole minibatches.
     """
-    with _changed(_statistics_of(model), "sync", False):
+    with temporarily(_statistics_of(model), "sync", False):
         yield
-
-
-@contextlib.contextmanager
-def _forced(statistics: list[PopulationStatistics], mode: str) -> Iterator[None]:
-    with _changed(statistics, "forced", mode):
-        yield
-
-
-@contextlib.contextmanager
-def _changed(statistics: list[PopulationStatistics], name: str, value: Any) -> Iterator[None]:
-    before = [getattr(s, name) for s in statistics]
-    for s in statistics:
-        setattr(s, name, value)
-    try:
-        yield
-    finally:
-        for s, old in zip(statistics, before, strict=True):
-            setattr(s, name, old)
 
 
 @torch.no_grad()
@@ -155,50 +154,55 @@ def update_population_stats(
     before = [(s.momentum, s.mean, s.var, s.count, s.notes()) for s in statistics]
     cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})
     total, done = 0, False
-    try:
-        if not (train_mode and model.training):
-            model.train(train_mode)
-        for s in statistics:
-            s.momentum = None
-            with torch.inference_mode(False):  # they are for training, too
-                s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
-                s.count = torch.zeros_like(s.count)
-            s.note(False, 0)
-        with torch.no_grad(), torch.random.fork_rng(devices=cuda), _forced(statistics, "record"):
-            shown = _tracked(batches) if progress else batches
-            group, in_parts = all_processes(), any(s.group is not None for s in statistics)
-            if group is not None and in_parts:
-                shown = as_many_on_all(shown, group, statistics[0].mean.device)
-            for batch in shown:
-                run(model, batch)
-                total += 1
-            if group is not None and not in_parts:
-                total = sum(of_all(total, group, statistics[0].mean.device))
-            if group is not None and total > 0:
-                average([s for s in statistics if s.group is None], group, spread=False)
-        if total == 0:
-            raise ValueError("batches is empty: there is nothing to estimate statistics from")
-        if not any(s.find_estimates() for s in statistics):
-            raise ValueError(
-                "no batch has two sequences (of which statistics could be estimated): nothing was "
-                "changed"
-            )
-        done = True
-    finally:
-        for s, (momentum, mean, var, count, notes) in zip(statistics, before, strict=True):
-            s.momentum = momentum
-            if not done or not s.find_estimates():  # or no batch has reached the layer
-                s.mean, s.var, s.count = mean, var, count
-                s.note(*notes)
-            elif count.shape == s.count.shape and not count.is_inference():
-                # Into the buffers that there were: others may hold on to them.
-                for old, new in ((mean, s.mean), (var, s.var), (count, s.count)):
-                    old.copy_(new)
-                notes = s.notes()
-                s.mean, s.var, s.count = mean, var, count
-                s.note(*notes)
-        for module, mode in modes.items():
-            module.training = mode
+    with _set_aside_inputs(model) as layers:
+        try:
+            if not (train_mode and model.training):
+                model.train(train_mode)
+            for s in statistics:
+                s.momentum = None
+                with torch.inference_mode(False):  # they are for training, too
+                    s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
+                    s.count = torch.zeros_like(s.count)
+                s.note(False, 0)
+            recording = temporarily(statistics, "forced", "record")
+            with torch.no_grad(), torch.random.fork_rng(devices=cuda), recording:
+                shown = _tracked(batches) if progress else batches
+                group, in_parts = all_processes(), any(s.group is not None for s in statistics)
+                if group is not None and in_parts:
+                    shown = as_many_on_all(shown, group, statistics[0].mean.device)
+                for batch in shown:
+                    run(model, batch)
+                    total += 1
+                if group is not None and not in_parts:
+                    total = sum(of_all(total, group, statistics[0].mean.device))
+                if group is not None and total > 0:
+                    average([s for s in statistics if s.group is None], group, spread=False)
+            if total == 0:
+                raise ValueError("batches is empty: there is nothing to estimate statistics from")
+            if not any(s.find_estimates() for s in statistics):
+                raise ValueError(
+                    "no batch has two sequences (of which statistics could be estimated): "
+                    "nothing was changed"
+                )
+            done = True
+        finally:
+            for s, (momentum, mean, var, count, notes) in zip(statistics, before, strict=True):
+                s.momentum = momentum
+                if not done or not s.find_estimates():  # or no batch has reached the layer
+                    s.mean, s.var, s.count = mean, var, count
+                    s.note(*notes)
+                elif count.shape == s.count.shape and not count.is_inference():
+                    # Into the buffers that there were: others may hold on to them.
+                    for old, new in ((mean, s.mean), (var, s.var), (count, s.count)):
+                        old.copy_(new)
+                    notes = s.notes()
+                    s.mean, s.var, s.count = mean, var, count
+                    s.note(*notes)
+            for module, mode in modes.items():
+                module.training = mode
+    for layer in layers:
+        if any(module in statistics for module in layer.children()):
+            layer.mark_fresh()
     return total
 
 

@@ -8,7 +8,9 @@ recurrence of `rbn.ops` it runs; `Layers` makes a stack of it in the shape of `t
 from __future__ import annotations
 
 import abc
+import contextlib
 import inspect
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -129,8 +131,32 @@ class Recurrence(nn.Module, abc.ABC):
         output, *states = found
         return output, tuple(states)
 
-    def _check_ready(self, batch: int) -> None:
-        """Refuse to run where a result would be meaningless; warn where it says little."""
+    def _check_ready(self, batch: int) -> bool:
+        """Refuse what cannot be computed; whether to fall back on the minibatch's statistics."""
+        return False
+
+    def _batch_statistics(self) -> AbstractContextManager[None]:
+        """Normalizes with the statistics of the minibatch inside the ``with`` block."""
+        return contextlib.nullcontext()
+
+    def _keep_call(
+        self,
+        x: Tensor,
+        states: States | None,
+        lengths: Tensor | None,
+        start: int,
+        rows: int,
+    ) -> None:
+        """Keep the arguments of a training call, where the statistics will need them."""
+
+    def _keep_states(self, states: States, step: int) -> None:
+        """Note what a step of a cell returned, to know whether the next one continues from it."""
+
+    @abc.abstractmethod
+    def _run_call(
+        self, x: Tensor, states: States | None, lengths: Tensor | None, start: int
+    ) -> States:
+        """Run on arguments that were checked before; the last states."""
 
     def _group(self) -> ProcessGroup | None:
         """The processes whose rows make one minibatch with this one's, where there are any."""
@@ -205,12 +231,16 @@ class Recurrence(nn.Module, abc.ABC):
             states = [self._own(state + suffix) for state in self.states]
         else:
             states = [like.new_zeros(batch, self.hidden_size) for _ in self.states]
-        if self.training and self.hidden_noise > 0:
+        if self.hidden_noise > 0 and self._draws_noise():
             rows = states[0].expand(batch, self.hidden_size)
             states[0] = rows + self.hidden_noise * torch.randn_like(
                 rows, memory_format=torch.contiguous_format
             )
         return tuple(states)
+
+    def _draws_noise(self) -> bool:
+        """Whether the initial states are noisy now."""
+        return self.training
 
     def _zoneout(self, rate: float, wx: Tensor) -> Tensor | float:
         """A mask of the units that keep their value, bool ``[T, B, H]``, or the rate in eval()."""
@@ -383,7 +413,11 @@ class Layers(Recurrence):
         lengths = checks.lengths(lengths, steps, batch, x.device)
         shape = (self.num_layers * self.directions, batch, self.hidden_size)
         given = None if hx is None else self._given_states(hx, shape)
-        self._check_ready(batch)
+        untrained = self._check_ready(batch)
+        self._keep_call(x, given, lengths, start, batch)
+        if untrained:
+            with self._batch_statistics():
+                return self._stack(x, given, lengths, start)
         group = self._group()
         if group is None:
             return self._stack(x, given, lengths, start)
@@ -393,6 +427,11 @@ class Layers(Recurrence):
         finally:
             self._common_steps = None
         return with_steps(output, steps), finals
+
+    def _run_call(
+        self, x: Tensor, states: States | None, lengths: Tensor | None, start: int
+    ) -> States:
+        return self._stack(x, states, lengths, start)[1]
 
     def _stack(
         self, x: Tensor, given: States | None, lengths: Tensor | None, start: int
@@ -459,6 +498,12 @@ class Cell(Recurrence):
         self._add_parameters("", self.input_size, {"device": device, "dtype": dtype})
         self.reset_parameters()
 
+    def _run_call(
+        self, x: Tensor, states: States | None, lengths: Tensor | None, start: int
+    ) -> States:
+        ((_, states),) = self._layer([("", x[None], states)], None, start)
+        return states
+
     def forward(self, input: Tensor, hx: Any = None, step: int = 0) -> Any:
         """One step.
 
@@ -486,8 +531,12 @@ class Cell(Recurrence):
             given = self._given_states(hx, shape)
             if not batched:
                 given = tuple(state[None] for state in given)
-        self._check_ready(x.shape[0])
-        ((_, states),) = self._layer([("", self._autocast(x)[None], given)], None, step)
+        x = self._autocast(x)
+        untrained = self._check_ready(x.shape[0])
+        self._keep_call(x, given, None, step, x.shape[0])
+        with self._batch_statistics() if untrained else contextlib.nullcontext():
+            states = self._run_call(x, given, None, step)
+        self._keep_states(states, step)
         return self._wrap(states if batched else tuple(state[0] for state in states))
 
 

@@ -6,17 +6,47 @@ average over the training set at test time; the last step's for every step beyon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from rbn.nn.processes import all_processes
+from rbn.nn.recent_calls import version as _version
 from rbn.ops.dispatch import average_in
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class _Copies:
+    """The deep copies of one `PopulationStatistics`, whose buffers grow together with its own.
+
+    So whoever made a copy, such as `torch.optim.swa_utils.AveragedModel`, can copy or average the
+    buffers into the copy's at any time.
+    """
+
+    def __init__(self) -> None:
+        self.of: weakref.ref[PopulationStatistics] | None = None
+        self._copies: weakref.WeakSet[_Copies] = weakref.WeakSet()
+
+    def grow(self, rows: int) -> None:
+        """Make all copies, and theirs, that long."""
+        for copies in self._copies:
+            copy = None if copies.of is None else copies.of()
+            if copy is not None and copy.max_length is None:
+                copy.grow(rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Copies:
+        found = _Copies()
+        self._copies.add(found)
+        return found
+
+    def __reduce__(self) -> tuple[type[_Copies], tuple[()]]:
+        return _Copies, ()  # what is loaded from a file is no copy
 
 
 class PopulationStatistics(nn.Module):
@@ -66,6 +96,8 @@ class PopulationStatistics(nn.Module):
         self.register_buffer("var", torch.zeros(rows, features, device=device, dtype=dtype))
         self.register_buffer("count", torch.zeros(rows, device=device, dtype=torch.int64))
         self._in_graphs = False  # what compiled graphs take `estimated` for, who cannot look
+        self._copies = _Copies()
+        self._copies.of = weakref.ref(self)
         self.note(False, 0)
 
     def note(self, estimated: bool, seen: int) -> None:
@@ -206,6 +238,32 @@ class PopulationStatistics(nn.Module):
         else:  # perhaps none was reached
             self.note(known and self._estimated, self._seen if known else 0)
 
+    @torch.no_grad()
+    def replace(self, mean: Tensor, var: Tensor, count: Tensor, *, keep: bool = False) -> None:
+        """Put estimates in the place of the running averages; waits for the device.
+
+        Args:
+            mean: ``[S, features]``, of the steps from the first one on.
+            var: ``[S, features]``, biased.
+            count: the minibatches behind each step ``[S]``; steps with 0 have no estimate.
+            keep: steps without an estimate keep their running average.
+        """
+        with torch.inference_mode(False):
+            if self.max_length is None:
+                self.grow(len(count))
+            if self.mean.is_inference():  # which cannot be written into here
+                self.mean, self.var = self.mean.clone(), self.var.clone()
+                self.count = self.count.clone()
+            rows = min(len(count), len(self.count))
+            new = (count[:rows] > 0).to(self.count.device)
+            for old, estimate in ((self.mean, mean), (self.var, var), (self.count, count)):
+                estimate = estimate[:rows].to(old)
+                chosen = new if old.dim() == 1 else new[:, None]
+                old[:rows] = torch.where(chosen, estimate, old[:rows] if keep else 0)
+                if not keep:
+                    old[rows:] = 0
+        self._in_graphs = self.look()
+
     def read(self, start: int, steps: int) -> tuple[Tensor, Tensor]:
         """Mean and variance for `steps` steps from `start` on, ``[S', features]``, S' <= steps.
 
@@ -243,6 +301,7 @@ class PopulationStatistics(nn.Module):
             self.count = torch.cat([self.count, self.count.new_zeros(missing)])
             if not compiling:
                 self.note(*known)
+                self._copies.grow(rows)
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and files get: inside `batch_statistics`, too, those of a layer as it is."""
@@ -253,6 +312,7 @@ class PopulationStatistics(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """What was known of the one that was copied is known of this one."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._copies.of = weakref.ref(self)
         self.note(self._estimated, self._seen)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -326,6 +386,21 @@ class PopulationStatistics(nn.Module):
         return f"{self.features}, max_length={self.max_length}, momentum={self.momentum}"
 
 
+@contextlib.contextmanager
+def temporarily(
+    statistics: Iterable[PopulationStatistics], name: str, value: Any
+) -> Iterator[None]:
+    """Set one attribute of all these statistics inside the ``with`` block."""
+    before = [(s, getattr(s, name)) for s in statistics]
+    for s, _ in before:
+        setattr(s, name, value)
+    try:
+        yield
+    finally:
+        for s, old in before:
+            setattr(s, name, old)
+
+
 Update = tuple[PopulationStatistics, Tensor, Tensor, int, Tensor | None]
 
 
@@ -364,11 +439,6 @@ def update_all(updates: list[Update]) -> None:
             statistics._in_graphs = True
         else:
             statistics._note_update(start, stop, known)
-
-
-def _version(buffer: Tensor) -> int:
-    """How often it was written into, as far as PyTorch counts that."""
-    return -1 if buffer.is_inference() else buffer._version
 
 
 def _part(rows: Tensor, start: int, stop: int) -> Tensor:

@@ -1,0 +1,235 @@
+"""The inputs of a layer's most recent training calls.
+
+Running averages of a batch-normalized recurrent network lag so far behind its weights that
+evaluation can collapse. Before it evaluates, a layer therefore runs again, at its current weights,
+on the inputs of its most recent training calls, and takes their statistics ("precise BN").
+This module keeps those inputs; `rbn.nn.batch_normalized` runs them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROWS = 1024  # sequences to keep; benchmarks/fresh_statistics.py measures what they buy
+BYTES = 128 * 2**20  # that kept inputs may hold on to,
+LEAST_ROWS = 16  # unless so few sequences are larger than that
+
+States = tuple[Tensor, ...]
+Signature = tuple[tuple[int, int], ...]
+"""The identity and version of each parameter: changes whenever the weights do."""
+
+
+@dataclass
+class Call:
+    """One training call: detached references to its arguments, not copies.
+
+    Attributes:
+        x: ``[T, B, features]`` of a layer, ``[B, features]`` of a cell; symbols have one feature.
+        states: the given initial states; None for the module's own, and for a step of a cell that
+            continues from the step before it.
+        lengths: unpadded steps of each sequence ``[B]``, or None.
+        start: the time step of the first row of x.
+        autocast: the dtype autocast asked for, or None.
+    """
+
+    x: Tensor
+    states: States | None = None
+    lengths: Tensor | None = None
+    start: int = 0
+    autocast: torch.dtype | None = None
+    versions: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.versions = self._versions()
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether none of the tensors was modified in place since the call."""
+        return self.versions == self._versions()
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the tensors hold."""
+        return sum(t.numel() * t.element_size() for t in self._tensors())
+
+    def first_rows(self, rows: int) -> Call:
+        """A copy of the first sequences of a layer's call."""
+        states = None if self.states is None else tuple(s[:, :rows].clone() for s in self.states)
+        lengths = None if self.lengths is None else self.lengths[:rows].clone()
+        return Call(self.x[:, :rows].clone(), states, lengths, self.start, self.autocast)
+
+    def _tensors(self) -> list[Tensor]:
+        return [t for t in (self.x, *(self.states or ()), self.lengths) if t is not None]
+
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(version(t) for t in self._tensors())
+
+
+@dataclass
+class _Sequences:
+    """Consecutive calls on the same sequences: one of a layer, one per step of a cell."""
+
+    calls: list[Call]
+    rows: int
+    nbytes: int
+
+
+class RecentCalls:
+    """The most recent training calls of one module, up to `ROWS` sequences or `BYTES` bytes.
+
+    A deep copy of the module starts with an empty log that is linked to this one. A copy that is
+    not trained itself but whose weights move, such as an average of models, is refreshed from its
+    source's inputs.
+
+    Attributes:
+        new_rows: sequences added since the last estimate.
+        estimated_at: the weights of the last estimate.
+    """
+
+    def __init__(self, source: RecentCalls | None = None) -> None:
+        self._kept: deque[_Sequences] = deque()
+        self._source = source
+        self._copies: weakref.WeakSet[RecentCalls] = weakref.WeakSet()
+        self._full = False  # at the last estimate, with inputs that were all new
+        self._returned: tuple[weakref.ref[Tensor], ...] = ()  # by the last step of a cell
+        self._last_step = -1
+        self.new_rows = 0
+        self.estimated_at: Signature | None = None
+
+    def __iter__(self) -> Iterator[list[Call]]:
+        """The calls on the same sequences, oldest first; the source's where there are none."""
+        log = self._source if not self._kept and self._source is not None else self
+        return iter([sequences.calls for sequences in log._kept])
+
+    def __bool__(self) -> bool:
+        return bool(self._kept) or bool(self._source and self._source._kept)
+
+    def add(self, call: Call, rows: int, *, same_sequences: bool = False) -> None:
+        """Keep one more call on so many sequences.
+
+        same_sequences: it is the next step of the sequences of the call before.
+        """
+        self._unlink()  # it is trained itself
+        nbytes = call.nbytes
+        if same_sequences and self._kept:
+            last = self._kept[-1]
+            last.calls.append(call)
+            last.nbytes += nbytes
+        else:
+            if nbytes > BYTES and rows > LEAST_ROWS:
+                fit = max(LEAST_ROWS, rows * BYTES // nbytes)
+                call, nbytes, rows = call.first_rows(fit), nbytes * fit // rows, fit
+            self._kept.append(_Sequences([call], rows, nbytes))
+            self.new_rows += rows
+        self._drop_oldest()
+
+    def follows(self, step: int, rows: int) -> bool:
+        """Whether a cell's step comes later in the sequences of its step before."""
+        return bool(self._kept) and step > self._last_step >= 0 and self._kept[-1].rows == rows
+
+    def returned(self, states: States | None) -> bool:
+        """Whether these are the states that the cell's step before returned."""
+        if states is None or len(states) != len(self._returned):
+            return False
+        return all(ref() is state for ref, state in zip(self._returned, states, strict=True))
+
+    def remember(self, states: States, step: int) -> None:
+        """What a step of a cell returned."""
+        self._returned, self._last_step = tuple([weakref.ref(state) for state in states]), step
+
+    def is_stale(self, weights: Signature) -> bool:
+        """Whether an estimate at these weights would be a new one."""
+        return bool(self) and (self.new_rows > 0 or weights != self.estimated_at)
+
+    def mark_estimated(self, weights: Signature) -> None:
+        """The statistics are now those of these weights."""
+        self.estimated_at = weights
+        self._full = self.new_rows >= ROWS or self._held() >= BYTES // 2
+        self.new_rows = 0
+
+    def release(self) -> None:
+        """Let go of the inputs if the next estimate will not need them.
+
+        It needs them if fewer than `ROWS` sequences came since the one before: with short epochs
+        the next estimate would otherwise rest on few. And copies that follow this log need them.
+        """
+        if self._full and self.new_rows == 0 and not self._copies:
+            self._kept.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()
+        self._unlink()
+        self.new_rows = 0
+
+    def _unlink(self) -> None:
+        if self._source is not None:
+            self._source._copies.discard(self)
+            self._source = None
+
+    def _held(self) -> int:
+        return sum(s.nbytes for s in self._kept)
+
+    def _drop_oldest(self) -> None:
+        rows, held = sum(s.rows for s in self._kept), self._held()
+        while len(self._kept) > 1 and (rows - self._kept[0].rows >= ROWS or held > BYTES):
+            oldest = self._kept.popleft()
+            rows, held = rows - oldest.rows, held - oldest.nbytes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecentCalls:
+        source = self if self._source is None else self._source
+        copy = RecentCalls(source)
+        source._copies.add(copy)
+        return copy
+
+    def __reduce__(self) -> tuple[type[RecentCalls], tuple[()]]:
+        return RecentCalls, ()  # files and other processes get no inputs
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was modified in place, as far as PyTorch counts that."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+# In compiled graphs -------------------------------------------------------------------------------
+
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def register(layer: Any) -> int:
+    """A number by which compiled graphs find a module with `recent_calls`."""
+    key = max(_layers, default=0) + 1
+    _layers[key] = layer
+    return key
+
+
+@torch.library.custom_op(
+    "rbn::keep_call",
+    # `count` is not changed. It only says that the operator has an effect and must run.
+    mutates_args=("count",),
+    schema="(Tensor x, Tensor[] states, Tensor? lengths, Tensor(a!) count, SymInt start, "
+    "ScalarType? autocast, int key) -> ()",
+)
+def keep_compiled_call(
+    x: Tensor,
+    states: Sequence[Tensor],
+    lengths: Tensor | None,
+    count: Tensor,
+    start: int,
+    autocast: torch.dtype | None,
+    key: int,
+) -> None:
+    """Keep a call of a compiled graph, copied: a graph reuses the memory of its tensors."""
+    layer = _layers.get(key)
+    if layer is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    kept = tuple([state.clone() for state in states]) or None
+    call = Call(x.clone(), kept, None if lengths is None else lengths.clone(), start, autocast)
+    layer.recent_calls.add(call, x.shape[-2])

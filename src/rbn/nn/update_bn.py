@@ -1,0 +1,77 @@
+"""What makes `torch.optim.swa_utils.update_bn` work for batch-normalized recurrent layers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Owner(Protocol):
+    """A layer with running averages, as `update_bn` uses it."""
+
+    momentum: float | None
+
+    def reset_running_stats(self) -> None:
+        """Forget the running averages."""
+
+    def mark_fresh(self) -> None:
+        """Take the statistics for those of the current weights."""
+
+
+class UpdateBN(nn.modules.batchnorm._BatchNorm):
+    """Stands for a recurrent layer where tools look for PyTorch's batch normalization.
+
+    `update_bn` and Lightning's `StochasticWeightAveraging` reset each `_BatchNorm` module, set its
+    momentum to None for one pass over the data, and then back. This module, a child of the layer
+    without parameters or buffers, passes that on.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        nn.Module.__init__(self)
+        self.num_features, self.eps = 0, 0.0
+        self.affine = self.track_running_stats = False
+        # Lightning resets these itself; plain tensors, so that they are in no state dict.
+        self.running_mean = self.running_var = torch.empty(0)
+        self.num_batches_tracked = torch.zeros((), dtype=torch.int64)
+        self.link(owner)
+
+    def link(self, owner: Owner) -> None:
+        """Stand for this layer from now on."""
+        self.__dict__["_owner"] = weakref.ref(owner)
+
+    @property
+    def momentum(self) -> float | None:
+        """The layer's momentum."""
+        return self._layer().momentum
+
+    @momentum.setter
+    def momentum(self, value: float | None) -> None:
+        layer = self._layer()
+        layer.momentum = value
+        if value is None:  # a pass over the data begins
+            layer.reset_running_stats()
+        else:  # and ends
+            layer.mark_fresh()
+
+    def reset_running_stats(self) -> None:
+        """Forget the layer's running averages."""
+        self._layer().reset_running_stats()
+
+    def reset_parameters(self) -> None:
+        """There are none, and the layer has a method of its own."""
+
+    def _layer(self) -> Owner:
+        layer: Owner | None = self.__dict__["_owner"]()
+        assert layer is not None
+        return layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the layer, which links its copy again."""
+        return {name: value for name, value in self.__dict__.items() if name != "_owner"}
+
+    def extra_repr(self) -> str:
+        """Nothing to show."""
+        return ""

@@ -1,0 +1,470 @@
+"""Evaluation re-estimates statistics at the current weights from recent training inputs."""
+
+import copy
+import gc
+import io
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.checkpoint import checkpoint
+
+import rbn
+from rbn.nn import recent_calls
+
+KINDS = {
+    "lstm": lambda **options: rbn.BatchNormLSTM(3, 5, **options),
+    "rnn": lambda **options: rbn.BatchNormRNN(3, 5, **options),
+    "stacked": lambda **options: rbn.BatchNormLSTM(3, 5, 2, **options),
+    "bidirectional": lambda **options: rbn.BatchNormLSTM(3, 5, bidirectional=True, **options),
+    "sequence": lambda **options: rbn.BatchNormLSTM(3, 5, input_stats="sequence", **options),
+}
+
+
+def inputs(count, steps=6, rows=4, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(steps, rows, 3, generator=generator, dtype=dtype) for _ in range(count)]
+
+
+def train(layer, batches, forward=None, lr=0.05):
+    optimizer = torch.optim.SGD(layer.parameters(), lr)
+    for x in batches:
+        output = forward(x) if forward else layer(x)[0]
+        output.float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def expected(layer, batches, **call):
+    """The plain average of minibatch statistics at the weights as they are, by the old way."""
+    exact = type(layer).__new__(type(layer))
+    exact = copy.deepcopy(layer)
+    forward = (lambda m, x: m(x, **call)) if call else None
+    rbn.update_population_stats(exact, batches, train_mode=False, forward=forward)
+    return exact
+
+
+def statistics(layer):
+    return {k: v for k, v in layer.named_buffers() if not k.endswith("count")}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [2, 5])
+def test_statistics_are_those_of_recent_inputs_at_the_current_weights(kind, rows):
+    layer = KINDS[kind]()
+    batches = inputs(4, rows=rows)
+    train(layer, batches)
+    before = {k: v.clone() for k, v in statistics(layer).items()}
+    layer.eval()
+    wanted = expected(layer, batches)
+    assert_same(statistics(layer), statistics(wanted))
+    assert any(not torch.equal(v, before[k]) for k, v in statistics(layer).items())
+    x = inputs(1, 9, 1, seed=7)[0]
+    torch.testing.assert_close(layer(x)[0], wanted.eval()(x)[0])
+
+
+def test_without_refresh_statistics_are_running_averages():
+    layer = KINDS["lstm"](refresh_stats=False)
+    train(layer, inputs(3))
+    before = {k: v.clone() for k, v in statistics(layer).items()}
+    layer.eval()(inputs(1)[0])
+    assert_same(statistics(layer), before)
+    assert not layer.recent_calls
+
+
+def test_training_is_the_same_with_and_without():
+    torch.manual_seed(1)
+    layer = rbn.BatchNormLSTM(3, 5, 2, dropout=0.3, zoneout=(0.2, 0.1), hidden_noise=0.1)
+    plain = copy.deepcopy(layer)
+    plain.refresh_stats = False
+    for one in (layer, plain):
+        torch.manual_seed(2)
+        train(one, inputs(3))
+        one.eval()
+        one.train()
+        train(one, inputs(3, seed=5))
+        one.drawn = torch.rand(1)
+    assert torch.equal(layer.drawn, plain.drawn)
+    for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_the_random_state_is_left_alone_and_noise_is_drawn():
+    layer = KINDS["lstm"](hidden_noise=0.5)
+    train(layer, inputs(4))
+    torch.manual_seed(3)
+    layer.eval()
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
+    assert layer.stats_h_l0.var[0].min() > 1e-4  # W_h h_0 would be constant without noise
+
+
+def test_lengths_and_packed_sequences_pool_their_rows():
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (
+            torch.randn(7, 80, 3, generator=generator),
+            torch.randint(1, 8, (80,), generator=generator),
+        )
+        for _ in range(3)
+    ]
+    layer, packed = KINDS["lstm"](), None
+    packed = copy.deepcopy(layer)
+    train(layer, batches, lambda b: layer(b[0], lengths=b[1])[0])
+    train(
+        packed,
+        batches,
+        lambda b: packed(pack_padded_sequence(b[0], b[1], enforce_sorted=False))[0].data,
+    )
+    layer.eval()
+    packed.eval()
+    # By hand: at each step the batches count with the rows that reach it.
+    runs = [copy.deepcopy(layer) for _ in batches]
+    for run, (x, lengths) in zip(runs, batches, strict=True):
+        rbn.update_population_stats(
+            run, [x], forward=lambda m, x, n=lengths: m(x, lengths=n), train_mode=False
+        )
+    reached = torch.stack([(n[None] > torch.arange(7)[:, None]).sum(1) for _, n in batches])
+    reached = torch.where(reached > 1, reached, 0).float()
+    for name in ("mean", "var"):
+        each = torch.stack([getattr(run.stats_h_l0, name) for run in runs])
+        wanted = (each * reached[..., None]).sum(0) / reached.sum(0)[:, None]
+        torch.testing.assert_close(getattr(layer.stats_h_l0, name), wanted)
+    assert_same(statistics(packed), statistics(layer))
+
+
+def test_steps_that_few_sequences_reach_use_the_last_well_known_step():
+    layer = KINDS["lstm"]()
+    lengths = torch.tensor([4] * 30 + [9, 9])
+    train(layer, inputs(1, 9, 32), lambda x: layer(x, lengths=lengths)[0])
+    assert (layer.stats_h_l0.count > 0).all()
+    layer.eval()
+    assert (layer.stats_h_l0.count > 0).tolist() == [True] * 4 + [False] * 5
+    x = inputs(1, 9, 1)[0]
+    short = rbn.BatchNormLSTM(3, 5, max_length=4)
+    state = {
+        k: v[:4] if k.split(".")[-1] in ("mean", "var", "count") else v
+        for k, v in layer.state_dict().items()
+    }
+    short.load_state_dict(state)
+    torch.testing.assert_close(layer(x)[0], short.eval()(x)[0])
+
+
+def test_pieces_keep_the_averages_of_steps_that_were_not_seen_lately(monkeypatch):
+    monkeypatch.setattr(recent_calls, "ROWS", 4)
+    layer = KINDS["lstm"]()
+    first, second = inputs(2)
+    train(layer, [first])
+    train(layer, [second], lambda x: layer(x, start=6)[0])
+    early = layer.stats_h_l0.mean[:6].clone()
+    layer.eval()
+    assert torch.equal(layer.stats_h_l0.mean[:6], early)
+    assert len(layer.stats_h_l0.count) == 12
+
+
+def test_symbols_and_given_states():
+    layer = rbn.BatchNormLSTM(9, 5)
+    symbols = [torch.randint(9, (6, 4)) for _ in range(3)]
+    hx = (torch.randn(1, 4, 5), torch.randn(1, 4, 5))
+    train(layer, symbols, lambda x: layer(x, hx)[0])
+    layer.eval()
+    wanted = expected(layer, symbols, hx=hx)
+    assert_same(statistics(layer), statistics(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_types(dtype):
+    layer = KINDS["lstm"](dtype=dtype)
+    batches = inputs(3, dtype=dtype)
+    train(layer, batches)
+    layer.eval()
+    assert_same(statistics(layer), statistics(expected(layer, batches)))
+
+
+def test_autocast_is_as_it_was_in_training():
+    layer = KINDS["lstm"]()
+    batches = inputs(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        train(layer, batches)
+    layer.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = expected(layer, batches)
+    assert_same(statistics(layer), statistics(wanted))
+
+
+def test_cells_replay_their_steps():
+    torch.manual_seed(0)
+    cell = rbn.BatchNormLSTMCell(3, 5)
+    batches = inputs(3)
+
+    def unroll(x, model=cell):
+        hx, outputs = None, []
+        for step, row in enumerate(x):
+            hx = model(row, hx, step)
+            outputs.append(hx[0])
+        return torch.stack(outputs)
+
+    train(cell, batches, unroll)
+    cell.eval()
+    exact = copy.deepcopy(cell)
+    rbn.update_population_stats(exact, batches, forward=lambda m, x: unroll(x, m), train_mode=False)
+    assert_same(statistics(cell), statistics(exact))
+
+
+def test_state_dict_in_the_middle_of_training_evaluates_like_the_live_model():
+    model = nn.Sequential(KINDS["stacked"]())
+    train(model[0], inputs(3))
+    saved = io.BytesIO()
+    torch.save(model.state_dict(), saved)
+    assert not any("recent" in name or "call" in name for name in model.state_dict())
+    saved.seek(0)
+    loaded = nn.Sequential(KINDS["stacked"]())
+    loaded.load_state_dict(torch.load(saved))
+    x = inputs(1, 9, 3, seed=8)[0]
+    assert torch.equal(model.eval()(x)[0], loaded.eval()(x)[0])
+
+
+def test_whole_models_and_copies_evaluate_like_the_live_model():
+    layer = KINDS["lstm"]()
+    train(layer, inputs(3))
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    copied = copy.deepcopy(layer)
+    assert not loaded.recent_calls
+    x = inputs(1, seed=8)[0]
+    wanted = layer.eval()(x)[0]
+    assert torch.equal(copied.eval()(x)[0], wanted)
+    assert torch.equal(loaded.eval()(x)[0], wanted)
+
+
+def test_a_copy_does_not_change_when_its_source_trains_on():
+    layer = KINDS["lstm"]()
+    train(layer, inputs(3))
+    best = copy.deepcopy(layer)
+    x = inputs(1, seed=8)[0]
+    before = best.eval()(x)[0]
+    train(layer, inputs(3, seed=4))
+    layer.eval()(x)
+    assert torch.equal(best(x)[0], before)
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_averages_of_models_follow_growing_statistics_and_are_refreshed(use_buffers):
+    layer = KINDS["lstm"]()
+    ema = AveragedModel(layer, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+    recent = []
+    for k, steps in enumerate((4, 6, 9)):
+        batches = inputs(3, steps, 6, seed=k)
+        train(layer, batches)
+        ema.update_parameters(layer)
+        recent += batches
+    layer.eval()(recent[0])
+    ema.eval()
+    pools = copy.deepcopy(ema.module)
+    x = inputs(1, 9, seed=8)[0]
+    found = ema(x)[0]
+    pools.refresh_stats = False
+    # The averaged weights on the source's inputs: the last step is reached by the last three only.
+    rbn.update_population_stats(pools, recent[-3:], train_mode=False)
+    torch.testing.assert_close(ema.module.stats_h_l0.var[8], pools.stats_h_l0.var[8])
+    assert found.isfinite().all()
+
+
+def test_update_bn_gives_the_average_over_the_loader():
+    layer = KINDS["lstm"]()
+    train(layer, inputs(3))
+    batches = inputs(4, seed=3)
+    wanted = expected(layer, batches)
+    update_bn(batches, layer)
+    assert layer.momentum == wanted.momentum
+    layer.eval()
+    assert_same(statistics(layer), statistics(wanted))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_forwards_do_not_count(reentrant):
+    layer, plain = KINDS["lstm"](), None
+    plain = copy.deepcopy(layer)
+    batches = [x.requires_grad_() for x in inputs(3)]
+    train(layer, batches, lambda x: checkpoint(lambda y: layer(y)[0], x, use_reentrant=reentrant))
+    train(plain, batches)
+    assert layer.stats_h_l0.count.tolist() == [3] * 6
+    for name, value in plain.named_buffers():
+        torch.testing.assert_close(dict(layer.named_buffers())[name], value)
+    assert len(list(layer.recent_calls)) == 3
+
+
+def test_inputs_modified_in_place_are_left_out():
+    layer = KINDS["lstm"]()
+    batches = inputs(3)
+    train(layer, batches)
+    batches[0].zero_()
+    layer.eval()
+    assert_same(statistics(layer), statistics(expected(layer, batches[1:])))
+
+
+def test_it_warns_if_all_inputs_were_modified():
+    layer = KINDS["lstm"]()
+    batches = inputs(2)
+    train(layer, batches)
+    for x in batches:
+        x.zero_()
+    before = {k: v.clone() for k, v in statistics(layer).items()}
+    with pytest.warns(UserWarning, match="modified in place"):
+        layer.eval()
+    assert_same(statistics(layer), before)
+    layer(inputs(1)[0])  # warns once
+
+
+def test_gradients_of_the_input_are_not_held():
+    embedding, layer = nn.Embedding(9, 3), KINDS["lstm"]()
+    vectors = embedding(torch.randint(9, (6, 4)))
+    output = layer(vectors)[0]
+    assert all(not call.x.requires_grad for calls in layer.recent_calls for call in calls)
+    node = weakref.ref(output.grad_fn)
+    output.sum().backward()
+    del output, vectors
+    gc.collect()
+    assert node() is None
+
+
+def test_inputs_are_bounded_and_released(monkeypatch):
+    monkeypatch.setattr(recent_calls, "ROWS", 10)
+    layer = KINDS["lstm"]()
+    batches = inputs(5)
+    train(layer, batches)
+    held = [weakref.ref(call.x) for calls in layer.recent_calls for call in calls]
+    assert len(held) == 3  # of 4 rows each
+    assert all(r().data_ptr() == x.data_ptr() for r, x in zip(held, batches[2:], strict=True))
+    layer.eval()(batches[0])
+    assert all(r() is None for r in held)
+
+
+def test_short_epochs_keep_earlier_inputs():
+    layer = KINDS["lstm"]()
+    train(layer, inputs(2))
+    layer.eval()(inputs(1)[0])
+    layer.train()
+    train(layer, inputs(2, seed=1))
+    layer.eval()
+    assert_same(statistics(layer), statistics(expected(layer, [*inputs(2), *inputs(2, seed=1)])))
+
+
+def test_large_inputs_keep_some_rows(monkeypatch):
+    monkeypatch.setattr(recent_calls, "BYTES", 20 * 6 * 3 * 4)
+    layer = KINDS["lstm"]()
+    (x,) = inputs(1, rows=50)
+    train(layer, [x])
+    ((call,),) = list(layer.recent_calls)
+    assert call.x.shape == (6, 20, 3)
+    assert call.x.untyped_storage().nbytes() <= recent_calls.BYTES
+    layer.eval()
+    assert_same(statistics(layer), statistics(expected(layer, [x[:, :20]])))
+
+
+def test_weights_changed_after_eval_are_noticed():
+    layer = KINDS["lstm"]()
+    batches = inputs(2)
+    train(layer, batches)
+    layer.eval()
+    with torch.no_grad():
+        layer.weight_hh_l0.mul_(2)  # as trainers do that swap in averaged weights
+    layer(batches[0])
+    assert_same(statistics(layer), statistics(expected(layer, batches)))
+
+
+def test_exact_statistics_stay():
+    layer = KINDS["lstm"]()
+    train(layer, inputs(3))
+    rbn.update_population_stats(layer, inputs(5, seed=9))
+    exact = {k: v.clone() for k, v in statistics(layer).items()}
+    layer.eval()(inputs(1)[0])
+    layer.state_dict()
+    assert_same(statistics(layer), exact)
+
+
+def test_statistics_that_are_loaded_stay():
+    layer = KINDS["lstm"]()
+    train(layer, inputs(3))
+    state = {k: v.clone() for k, v in layer.state_dict().items()}
+    train(layer, inputs(3, seed=2))
+    layer.load_state_dict(state)
+    layer.eval()(inputs(1)[0])
+    assert_same(dict(layer.named_buffers()), {k: state[k] for k, _ in layer.named_buffers()})
+
+
+def test_inference_mode_and_gradient_accumulation():
+    layer = KINDS["lstm"]()
+    batches = inputs(4)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.05)
+    for x in batches:
+        layer(x)[0].sum().backward()
+    optimizer.step()
+    layer.train()
+    for module in layer.modules():
+        module.training = False  # not by eval()
+    with torch.inference_mode():
+        layer(batches[0])
+    assert_same(statistics(layer), statistics(expected(layer, batches)))
+    assert not layer.stats_h_l0.mean.is_inference()
+    layer.train()(batches[0])[0].sum().backward()
+
+
+def test_functional_call_uses_the_given_parameters():
+    layer = KINDS["lstm"]()
+    batches = inputs(2)
+    parameters = {k: (v * 1.5).detach() for k, v in layer.named_parameters()}
+    for x in batches:
+        torch.func.functional_call(layer, parameters, (x,))
+    for module in layer.modules():
+        module.training = False
+    found = torch.func.functional_call(layer, parameters, (batches[0],))[0]
+    twin = KINDS["lstm"]()
+    twin.load_state_dict(parameters | dict(layer.named_buffers()))
+    wanted = expected(twin, batches)
+    torch.testing.assert_close(found, wanted.eval()(batches[0])[0])
+
+
+@pytest.mark.slow
+def test_compiled_training():
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(3, 5, max_length=6)
+    eager = copy.deepcopy(layer)
+    compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager")
+    batches = inputs(4)
+    train(layer, batches, compiled)
+    train(eager, batches)
+    assert len(list(layer.recent_calls)) == 4
+    layer.eval()
+    eager.eval()
+    assert_same(statistics(layer), statistics(eager))
+
+
+def test_an_untrained_layer_warns_once_and_uses_the_batch():
+    layer = KINDS["stacked"]()
+    (x,) = inputs(1)
+    with pytest.warns(UserWarning, match="not trained"):
+        found = layer.eval()(x)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = layer(x)[0]
+    with rbn.batch_statistics(layer):
+        wanted = layer(x)[0]
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(again, wanted)
+    assert not any(s.estimated for s in layer._all_statistics())
+    with pytest.raises(RuntimeError, match="no population statistics"):
+        layer(x[:, :1])

@@ -70,14 +70,14 @@ def test_no_call_makes_the_host_wait(layer_class):
     layer.cuda()
     x, lengths = torch.randn(6, 5, 3, device="cuda"), torch.tensor([6, 1, 4, 6, 2], device="cuda")
     layer(x)  # grows the statistics
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for training in (True, False):
-            layer.train(training)
+    for training in (True, False):
+        layer.train(training)  # eval() waits once after training: it refreshes the statistics
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
             layer(x, lengths=lengths)[0].sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_population_statistics_leave_the_random_state_alone():

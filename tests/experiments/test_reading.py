@@ -51,6 +51,12 @@ def test_every_config_builds_its_readers(path):
         assert reader.variant == variant
 
 
+def test_dailymail_built_has_the_same_settings_for_all_readers():
+    found = configs.published("dailymail-built")
+    same = {json.dumps(configs.for_model(found, v) | {"model": ""}) for v in READERS}
+    assert len(same) == 1
+
+
 def test_the_papers_numbers():
     for name, hidden in (("cnn", 240), ("cnn-full", 120), ("cnn-built", 240)):
         found = {
@@ -67,7 +73,7 @@ def test_the_papers_numbers():
 
 
 def test_models_go_with_their_tasks():
-    with pytest.raises(ValueError, match="model must be one of lstm, bn-lstm, bn-everywhere"):
+    with pytest.raises(ValueError, match="model must be one of lstm, bi-lstm, bn-lstm, bn-e"):
         Config("cnn", "ln-lstm")
     with pytest.raises(ValueError, match="model must be one of lstm, bn-lstm, ln-lstm"):
         Config("ptb", "bn-e*")
@@ -168,6 +174,38 @@ def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
     assert found["task"] == "cnn"
     assert found["config"]["batch_size"] == 40
     assert 0 <= found["test"] <= 1
+
+
+def test_both_test_sets_are_measured(tmp_path):
+    root, out = archive(tmp_path / "data"), tmp_path / "run"
+    folder = (root / "cnn").rename(root / "dailymail-built")
+    second, _, _ = cloze_questions((30, 0, 0), seed=5)
+    (folder / "questions" / "test-cnn").mkdir()
+    for k, question in enumerate(second):
+        (folder / "questions" / "test-cnn" / f"{k}.question").write_text(render(question))
+    (folder / "build.json").write_text("{}")
+    settings = [word for setting in TINY for word in ("--set", setting)]
+    arguments = ["train", "dailymail-built", "--variant", "bi-lstm", "--device", "cpu"]
+    result = call(*arguments, *settings, "--data-dir", root, "--out", out)
+    assert result.exit_code == 0, result.output
+    found = json.loads((out / "result.json").read_text())
+    shutil.rmtree(folder / "questions")  # the cache is enough to train and to measure
+    for split, name, count in (("test", "test", 20), ("test-cnn", "test_cnn", 30)):
+        assert found[name] * count == pytest.approx(round(found[name] * count))
+        command = ("evaluate", out, "--split", split, "--device", "cpu", "--data-dir", root)
+        result = call(*command)
+        assert f"{found[name]:.4f} error rate ({split}, population" in result.output
+    result = call("data", "questions", "dailymail-built", "--min-count", 5, "--data-dir", root)
+    assert "test-cnn         30" in result.output
+
+
+def test_a_set_without_a_second_test_set_says_so(tmp_path):
+    out = tmp_path / "run"
+    settings = [word for setting in TINY for word in ("--set", setting)]
+    command = ("train", "cloze", "--variant", "lstm", *settings, "--device", "cpu", "--out", out)
+    assert call(*command, "--set", "data.sizes=[40,20,20]").exit_code == 0
+    result = call("evaluate", out, "--split", "test-cnn", "--device", "cpu")
+    assert result.output == ("rbn: split must be one of train, valid, test, got 'test-cnn'\n")
 
 
 def test_four_sentences_and_whole_documents_have_folders_of_their_own(tmp_path, monkeypatch):

@@ -50,10 +50,12 @@ def test_what_each_variant_normalizes():
     kinds = {v: type(make(v).document) for v in VARIANTS}
     assert kinds["lstm"] is rbn.LSTM
     assert set(kinds.values()) == {rbn.LSTM, rbn.BatchNormLSTM}
-    assert [len(normalizations(make(v))) for v in VARIANTS] == [0, 0, 4, 4, 4]
-    stats = [make(v).question.input_stats for v in list(VARIANTS)[1:]]
+    assert kinds["bi-lstm"] is rbn.LSTM
+    assert [len(normalizations(make(v))) for v in VARIANTS] == [0, 0, 0, 4, 4, 4]
+    stats = [make(v).question.input_stats for v in list(VARIANTS)[2:]]
     assert stats == ["step", "step", "sequence", "sequence"]
-    assert [make(v).document.bidirectional for v in VARIANTS] == [False] * 4 + [True]
+    both = [v for v in VARIANTS if make(v).document.bidirectional]
+    assert both == ["bi-lstm", "bn-e**"]
     assert make("bn-e*", bidirectional=True).document.bidirectional
     assert make("bn-lstm", padding="include").document.padding == "include"
 
@@ -217,7 +219,7 @@ def test_one_token_and_five_thousand(variant):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"variant": "bn"}, "variant must be one of 'lstm', 'bn-lstm'"),
+        ({"variant": "bn"}, "variant must be one of 'lstm', 'bi-lstm'"),
         ({"output": "letters"}, "output must be one of 'entities', 'vocabulary'"),
         ({"dropout": 2.0}, "dropout must lie between 0 and 1"),
         ({"embedding_size": 0}, "embedding_size must be at least 1, got 0"),

@@ -15,7 +15,7 @@ from rbn.ops.types import valid_steps
 
 @dataclass(frozen=True)
 class Variant:
-    """What a variant of the paper normalizes, and how it reads.
+    """What a variant normalizes, and how it reads.
 
     Attributes:
         normalized: the encoders are batch-normalized LSTMs.
@@ -32,6 +32,7 @@ class Variant:
 
 VARIANTS = {
     "lstm": Variant(normalized=False, everywhere=False),
+    "bi-lstm": Variant(normalized=False, everywhere=False, bidirectional=True),
     "bn-lstm": Variant(everywhere=False),
     "bn-everywhere": Variant(),
     "bn-e*": Variant(input_stats="sequence"),
@@ -60,7 +61,8 @@ class AttentiveReader(nn.Module):
         variant: ``"lstm"``; ``"bn-lstm"``, its LSTMs replaced by batch-normalized ones;
             ``"bn-everywhere"``, with each term into a tanh of attention and output normalized as
             well; ``"bn-e*"``, with sequencewise statistics of the encoders' input; ``"bn-e**"``,
-            and two directions, of which the second reverses the unpadded part alone.
+            and two directions, of which the second reverses the unpadded part alone. Not in the
+            paper: ``"bi-lstm"``, the plain LSTM in two directions.
         embedding_size: of the symbols' vectors, shared by both encoders; H by default.
         output: the answer is one of the ``"entities"``, or any symbol of the ``"vocabulary"``.
         bidirectional: overrides the variant's.

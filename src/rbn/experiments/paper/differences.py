@@ -26,7 +26,7 @@ _WHY = {
     "optimizer.momentum": "what the paper says, if it does not mean the decay",
     "layer.hidden_noise": "noise in the initial state, which the authors give the BN-LSTM alone",
 }
-_QUESTIONS = ("cnn", "cnn-built")
+_QUESTIONS = ("cnn", "cnn-built", "dailymail-built")
 _SKIPPED = ("task", "model", "tag")
 _UNSAID = {"optimizer.momentum": 0}  # what a setting is that a config leaves out
 Runs = dict[tuple[str, str, int], str]  # model, tag and seed; what the model is called

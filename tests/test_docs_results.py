@@ -249,6 +249,16 @@ def test_the_counts_of_questions_are_those_of_the_files(text):
     assert f"| the most frequent entity not in the question | {errors} | | |" in page
 
 
+def test_the_counts_of_held_out_questions_are_those_of_the_files():
+    page = (ROOT / "docs/reading.md").read_text()
+    path = ROOT / "results/dailymail-built/questions-4-sentences.json"
+    names = {"train": "training", "valid": "validation"}
+    for found in json.loads(path.read_text())["parts"]:
+        shown = " | ".join(percent(found[k]) for k in ("ceiling", "frequent", "frequent_unasked"))
+        part = names.get(found["part"], found["part"])
+        assert f"| {part} | {found['questions']:,} | {shown} |" in page
+
+
 def test_how_many_runs_without_momentum_there_are():
     every = [
         json.loads(path.read_text())

@@ -27,6 +27,7 @@ from rbn.experiments.paper.places import places as places_of_results
 from rbn.experiments.paper.published import read_results
 from rbn.experiments.paper.tables import rows
 from rbn.experiments.reading import ReadingTask, make_reader
+from rbn.training import checkpoint
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,9 @@ def small(variant="bn-e**", **settings):
     return Config("cloze", variant, **{**options, **settings})
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS.glob("*.yaml") if p.name[0] == "c"], ids=str)
+@pytest.mark.parametrize(
+    "path", [*CONFIGS.glob("c*.yaml"), *CONFIGS.glob("dailymail*.yaml")], ids=lambda path: path.stem
+)
 def test_every_config_builds_its_readers(path):
     reading = cloze((40, 10, 10))
     for variant in READERS:
@@ -55,6 +58,25 @@ def test_dailymail_built_has_the_same_settings_for_all_readers():
     found = configs.published("dailymail-built")
     same = {json.dumps(configs.for_model(found, v) | {"model": ""}) for v in READERS}
     assert len(same) == 1
+
+
+def test_options_of_the_authors_code_from_the_command_line(tmp_path):
+    options = ("bilinear=true", "document_skip=true", "initialization=code")
+    settings = [f"layer.{option}" for option in options]
+    settings += ["hidden_size=4", "batch_size=8", "epochs=1", "data.sizes=[24, 8, 8]"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    place = ("--variant", "bn-e**", "--device", "cpu", "--out", tmp_path / "run")
+    done = call("train", "cloze", *words, *place)
+    assert done.exit_code == 0, done.output
+    tensors, _ = checkpoint.load(tmp_path / "run" / "final.safetensors")
+    assert tensors["model.attention.similarity"].shape == (8, 8)
+    assert tensors["model.join.weight_c"].shape == (4, 8)
+    assert (tensors["model.document.c0_l0_reverse"] == 0).all()
+    done = call(
+        "train", "cloze", "--set", "layer.initialization=zeros", *place[:-1], tmp_path / "b"
+    )
+    assert done.exit_code == 2
+    assert "initialization must be one of" in done.output
 
 
 def test_the_papers_numbers():

@@ -21,6 +21,12 @@ _WHY = {
     "select": "the statistics with which validation chooses the best model",
     "evaluate_every": "steps between looks at the validation data",
     "layer.output": "what an answer is chosen from",
+    "layer.bilinear": "a similarity of document state and question in the attention, as in the "
+    "authors' code",
+    "layer.document_skip": "the mean of the document's states enters the output layer, as in the "
+    "authors' code",
+    "layer.initialization": "that of the reader in the authors' code: the same small block for "
+    "every gate, forget bias 0, initial cells fixed at 0",
     "data.words": "size of the vocabulary",
     "data.min_count": "how often the training set has each word of the vocabulary, at least",
     "optimizer.momentum": "what the paper says, if it does not mean the decay",

@@ -87,6 +87,7 @@ def test_list(root: Path) -> None:
         "cnn": "missing",
         "dailymail": "missing",
         "cnn-built": "missing",
+        "dailymail-built": "missing",
     }
     assert "about ptb" in rows[3]
 

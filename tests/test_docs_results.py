@@ -249,6 +249,44 @@ def test_the_counts_of_questions_are_those_of_the_files(text):
     assert f"| the most frequent entity not in the question | {errors} | | |" in page
 
 
+@pytest.mark.parametrize(
+    "model", ["lstm", "bi-lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**"]
+)
+def test_the_readers_at_their_best_rates_are_those_of_the_files(model):
+    page, folder = (ROOT / "docs/reading.md").read_text(), ROOT / "results/dailymail-built"
+    name, figures = model.replace("*", "-star"), ("valid", "test", "test_cnn")
+    grid = {
+        rate: json.loads((folder / f"{name}-rate-{rate}-seed1.json").read_text())
+        for rate in ("8e-5", "2.5e-4", "8e-4", "2.5e-3")
+    }
+    cells = [" / ".join(f"{100 * run[k]:.1f}" for k in figures) for run in grid.values()]
+    assert f"| `{model}` | {' | '.join(cells)} |" in page
+    best = min(grid, key=lambda rate: grid[rate]["valid"])
+    runs = [json.loads((folder / f"{name}-best-rate-seed{s}.json").read_text()) for s in (1, 2, 3)]
+    assert {run["config"]["optimizer"]["lr"] for run in runs} == {float(best)}
+    assert {run["diverged_at"] for run in (*runs, *grid.values())} == {None}
+    assert {run["steps"] for run in runs} == {20_664}
+    assert {run["steps"] for run in grid.values()} == {6_888}
+    cells = ["two" if model in ("bi-lstm", "bn-e**") else "one"]
+    for figure in figures:
+        found = [100 * run[figure] for run in runs]
+        cells.append(f"{sum(found) / 3:.1f} ({min(found):.1f} to {max(found):.1f})")
+    cells.append(f"{sum(run['seconds'] for run in runs) / 3:.0f}")
+    assert f"| `{model}` | {' | '.join(cells)} |" in page
+    readme = (ROOT / "README.md").read_text()
+    assert f"{100 * sum(run['test'] for run in runs) / 3:.1f} %" in readme
+
+
+def test_the_counts_of_held_out_questions_are_those_of_the_files():
+    page = (ROOT / "docs/reading.md").read_text()
+    path = ROOT / "results/dailymail-built/questions-4-sentences.json"
+    names = {"train": "training", "valid": "validation"}
+    for found in json.loads(path.read_text())["parts"]:
+        shown = " | ".join(percent(found[k]) for k in ("ceiling", "frequent", "frequent_unasked"))
+        part = names.get(found["part"], found["part"])
+        assert f"| {part} | {found['questions']:,} | {shown} |" in page
+
+
 def test_how_many_runs_without_momentum_there_are():
     every = [
         json.loads(path.read_text())

@@ -27,6 +27,7 @@ from rbn.experiments.paper.places import places as places_of_results
 from rbn.experiments.paper.published import read_results
 from rbn.experiments.paper.tables import rows
 from rbn.experiments.reading import ReadingTask, make_reader
+from rbn.training import checkpoint
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,9 @@ def small(variant="bn-e**", **settings):
     return Config("cloze", variant, **{**options, **settings})
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS.glob("*.yaml") if p.name[0] == "c"], ids=str)
+@pytest.mark.parametrize(
+    "path", [*CONFIGS.glob("c*.yaml"), *CONFIGS.glob("dailymail*.yaml")], ids=lambda path: path.stem
+)
 def test_every_config_builds_its_readers(path):
     reading = cloze((40, 10, 10))
     for variant in READERS:
@@ -49,6 +52,31 @@ def test_every_config_builds_its_readers(path):
         assert config.task in READING
         reader = make_reader(config, reading.vocabulary)
         assert reader.variant == variant
+
+
+def test_dailymail_built_has_the_same_settings_for_all_readers():
+    found = configs.published("dailymail-built")
+    same = {json.dumps(configs.for_model(found, v) | {"model": ""}) for v in READERS}
+    assert len(same) == 1
+
+
+def test_options_of_the_authors_code_from_the_command_line(tmp_path):
+    options = ("bilinear=true", "document_skip=true", "initialization=code")
+    settings = [f"layer.{option}" for option in options]
+    settings += ["hidden_size=4", "batch_size=8", "epochs=1", "data.sizes=[24, 8, 8]"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    place = ("--variant", "bn-e**", "--device", "cpu", "--out", tmp_path / "run")
+    done = call("train", "cloze", *words, *place)
+    assert done.exit_code == 0, done.output
+    tensors, _ = checkpoint.load(tmp_path / "run" / "final.safetensors")
+    assert tensors["model.attention.similarity"].shape == (8, 8)
+    assert tensors["model.join.weight_c"].shape == (4, 8)
+    assert (tensors["model.document.c0_l0_reverse"] == 0).all()
+    done = call(
+        "train", "cloze", "--set", "layer.initialization=zeros", *place[:-1], tmp_path / "b"
+    )
+    assert done.exit_code == 2
+    assert "initialization must be one of" in done.output
 
 
 def test_the_papers_numbers():
@@ -67,7 +95,7 @@ def test_the_papers_numbers():
 
 
 def test_models_go_with_their_tasks():
-    with pytest.raises(ValueError, match="model must be one of lstm, bn-lstm, bn-everywhere"):
+    with pytest.raises(ValueError, match="model must be one of lstm, bi-lstm, bn-lstm, bn-e"):
         Config("cnn", "ln-lstm")
     with pytest.raises(ValueError, match="model must be one of lstm, bn-lstm, ln-lstm"):
         Config("ptb", "bn-e*")
@@ -168,6 +196,38 @@ def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
     assert found["task"] == "cnn"
     assert found["config"]["batch_size"] == 40
     assert 0 <= found["test"] <= 1
+
+
+def test_both_test_sets_are_measured(tmp_path):
+    root, out = archive(tmp_path / "data"), tmp_path / "run"
+    folder = (root / "cnn").rename(root / "dailymail-built")
+    second, _, _ = cloze_questions((30, 0, 0), seed=5)
+    (folder / "questions" / "test-cnn").mkdir()
+    for k, question in enumerate(second):
+        (folder / "questions" / "test-cnn" / f"{k}.question").write_text(render(question))
+    (folder / "build.json").write_text("{}")
+    settings = [word for setting in TINY for word in ("--set", setting)]
+    arguments = ["train", "dailymail-built", "--variant", "bi-lstm", "--device", "cpu"]
+    result = call(*arguments, *settings, "--data-dir", root, "--out", out)
+    assert result.exit_code == 0, result.output
+    found = json.loads((out / "result.json").read_text())
+    shutil.rmtree(folder / "questions")  # the cache is enough to train and to measure
+    for split, name, count in (("test", "test", 20), ("test-cnn", "test_cnn", 30)):
+        assert found[name] * count == pytest.approx(round(found[name] * count))
+        command = ("evaluate", out, "--split", split, "--device", "cpu", "--data-dir", root)
+        result = call(*command)
+        assert f"{found[name]:.4f} error rate ({split}, population" in result.output
+    result = call("data", "questions", "dailymail-built", "--min-count", 5, "--data-dir", root)
+    assert "test-cnn         30" in result.output
+
+
+def test_a_set_without_a_second_test_set_says_so(tmp_path):
+    out = tmp_path / "run"
+    settings = [word for setting in TINY for word in ("--set", setting)]
+    command = ("train", "cloze", "--variant", "lstm", *settings, "--device", "cpu", "--out", out)
+    assert call(*command, "--set", "data.sizes=[40,20,20]").exit_code == 0
+    result = call("evaluate", out, "--split", "test-cnn", "--device", "cpu")
+    assert result.output == ("rbn: split must be one of train, valid, test, got 'test-cnn'\n")
 
 
 def test_four_sentences_and_whole_documents_have_folders_of_their_own(tmp_path, monkeypatch):

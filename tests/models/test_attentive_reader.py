@@ -50,21 +50,24 @@ def test_what_each_variant_normalizes():
     kinds = {v: type(make(v).document) for v in VARIANTS}
     assert kinds["lstm"] is rbn.LSTM
     assert set(kinds.values()) == {rbn.LSTM, rbn.BatchNormLSTM}
-    assert [len(normalizations(make(v))) for v in VARIANTS] == [0, 0, 4, 4, 4]
-    stats = [make(v).question.input_stats for v in list(VARIANTS)[1:]]
+    assert kinds["bi-lstm"] is rbn.LSTM
+    assert [len(normalizations(make(v))) for v in VARIANTS] == [0, 0, 0, 4, 4, 4]
+    stats = [make(v).question.input_stats for v in list(VARIANTS)[2:]]
     assert stats == ["step", "step", "sequence", "sequence"]
-    assert [make(v).document.bidirectional for v in VARIANTS] == [False] * 4 + [True]
+    both = [v for v in VARIANTS if make(v).document.bidirectional]
+    assert both == ["bi-lstm", "bn-e**"]
     assert make("bn-e*", bidirectional=True).document.bidirectional
     assert make("bn-lstm", padding="include").document.padding == "include"
 
 
+@pytest.mark.parametrize("options", [{}, {"bilinear": True, "document_skip": True}])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_the_padding_holds_does_not_matter(variant):
+def test_what_the_padding_holds_does_not_matter(variant, options):
     lengths, asked = torch.tensor([9, 3, 1, 5]), torch.tensor([5, 1, 2, 3])
     document, question = texts()
     results = []
     for filler in (0, 7, SYMBOLS - 1):
-        model = make(variant)
+        model = make(variant, **options)
         filled = torch.where(torch.arange(9)[:, None] < lengths, document, filler)
         other = torch.where(torch.arange(5)[:, None] < asked, question, filler)
         logits, attention = model(filled, other, lengths, asked)
@@ -95,6 +98,106 @@ def test_a_padded_batch_equals_its_examples_one_by_one(variant, lengths, seed):
         torch.testing.assert_close(logits[k], alone[0], **CLOSE)
         torch.testing.assert_close(attention[:n, k], weights[:, 0], **CLOSE)
         assert (attention[n:, k] == 0).all()
+
+
+AUTHORS = {"bilinear": True, "document_skip": True, "initialization": "code"}
+
+
+def bn(x, gamma, eps=1e-5):
+    """Batch normalization over all but the last dimension, of padded rows too if there are any."""
+    rows = x.reshape(-1, x.shape[-1])
+    mean = rows.mean(0)
+    variance = rows.square().mean(0) - mean.square()
+    return gamma * (x - mean) / (variance + eps).sqrt()
+
+
+@pytest.mark.parametrize("options", [{}, {"bilinear": True}, {"document_skip": True}, AUTHORS])
+@pytest.mark.parametrize("variant", ["lstm", "bi-lstm", "bn-everywhere", "bn-e**"])
+@pytest.mark.parametrize("lengths", [None, [9, 3, 1, 5]])
+def test_attention_and_output_by_hand(variant, options, lengths):
+    """Each question by itself, in loops over positions, from the encoders' states."""
+    model = make(variant, **options)
+    everywhere = VARIANTS[variant].everywhere
+    with torch.no_grad():
+        for parameter in (*model.attention.parameters(), *model.join.parameters()):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    document, question = texts()
+    logits, attention = model(document, question, lengths)
+    states, _ = model.document(model.embedding(document), lengths=lengths)
+    _, (final, _) = model.question(model.embedding(question))
+    asked = final.transpose(0, 1).reshape(4, -1)
+    match, join = model.attention.match, model.join
+    ends = [9] * 4 if lengths is None else lengths
+    flat = torch.cat([states[:n, k] for k, n in enumerate(ends)])  # no padding in the statistics
+    from_document, from_question = flat @ match.weight_a.T, asked @ match.weight_b.T
+    if everywhere:
+        from_document = bn(from_document, match.norm_a.gamma)
+        from_question = bn(from_question, match.norm_b.gamma)
+    read, means = [], []
+    for k, part in enumerate(from_document.split(ends)):
+        scores = []
+        for t, term in enumerate(part):
+            total = term + from_question[k] + match.bias
+            if options.get("bilinear"):
+                m = model.attention.similarity
+                total = total + (m @ states[t, k]).dot(m @ asked[k])
+            scores.append(torch.tanh(total).dot(model.attention.weight).exp())
+        weights = torch.stack(scores) / sum(scores)
+        torch.testing.assert_close(attention[: ends[k], k], weights, **CLOSE)
+        read.append(sum(w * states[t, k] for t, w in enumerate(weights)))
+        means.append(sum(states[t, k] for t in range(ends[k])) / ends[k])
+    terms = [(torch.stack(read), "a"), (asked, "b")]
+    if options.get("document_skip"):
+        terms.append((torch.stack(means), "c"))
+    total = join.bias
+    for value, name in terms:
+        term = value @ getattr(join, f"weight_{name}").T
+        total = total + (bn(term, getattr(join, f"norm_{name}").gamma) if everywhere else term)
+    expected = torch.tanh(total) @ model.softmax.weight.T + model.softmax.bias
+    torch.testing.assert_close(logits, expected, rtol=1e-7, atol=1e-9)  # a variance by subtraction
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_start_of_the_authors_code(variant):
+    model = make(variant, initialization="code")
+    blocks = []
+    for name, parameter in model.named_parameters():
+        if not name.startswith(("document.", "question.")):
+            continue
+        kind = name.partition(".")[2]
+        if kind.startswith("weight_"):
+            blocks += parameter.detach().split(5)
+        elif kind.startswith("gamma"):
+            assert (parameter == 0.1).all()
+        else:
+            assert (parameter == 0).all(), name
+        assert parameter.requires_grad != kind.startswith("c0")
+    assert len(blocks) == 2 * 2 * 4 * (1 + model.document.bidirectional)
+    assert all(torch.equal(block, blocks[0]) for block in blocks)
+    gram = blocks[0] @ blocks[0].T
+    torch.testing.assert_close(gram, 0.05**2 * torch.eye(5, dtype=torch.float64), **CLOSE)
+    # The other parts start as they do otherwise, and all but the cells learn.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    logits, _ = model(*texts(), [9, 3, 1, 5], [5, 1, 2, 3])
+    torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3])).backward()
+    optimizer.step()
+    assert (model.document.c0_l0 == 0).all()
+    gates = model.document.weight_hh_l0.split(5)
+    assert not any(torch.equal(gates[0], gate) for gate in gates[1:])
+
+
+@pytest.mark.parametrize("variant", ["lstm", "bn-e**"])
+@pytest.mark.parametrize("sizes", [(9, 5, 4), (1, 1, 2)])
+def test_the_authors_options_in_bfloat16(variant, sizes):
+    steps, words, batch = sizes
+    plain = make(variant, dtype=torch.float32, **AUTHORS)
+    document, question = texts(steps, words, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits, _ = plain(document, question)
+    expected, _ = make(variant, dtype=torch.float32, **AUTHORS)(document, question)
+    torch.testing.assert_close(logits.float(), expected, rtol=0.05, atol=0.03)
+    logits.float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in plain.parameters() if p.requires_grad)
 
 
 def test_attention_ignores_padding_exactly():
@@ -221,17 +324,26 @@ def test_one_token_and_five_thousand(variant):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"variant": "bn"}, "variant must be one of 'lstm', 'bn-lstm'"),
+        ({"variant": "bn"}, "variant must be one of 'lstm', 'bi-lstm'"),
         ({"output": "letters"}, "output must be one of 'entities', 'vocabulary'"),
         ({"dropout": 2.0}, "dropout must lie between 0 and 1"),
         ({"embedding_size": 0}, "embedding_size must be at least 1, got 0"),
         ({"variant": "lstm", "padding": "some"}, "padding must be one of 'exclude', 'include'"),
         ({"variant": "lstm", "momentum": 7}, "momentum must lie between 0 and 1"),
+        ({"initialization": "zeros"}, "initialization must be one of 'orthogonal', 'code'"),
     ],
 )
 def test_bad_options(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(**options)
+
+
+def test_bad_switches():
+    for name in ("bilinear", "document_skip"):
+        with pytest.raises(TypeError, match=f"{name} must be"):
+            make(**{name: "yes"})
+    with pytest.raises(ValueError, match="got document_size 3 and question_size 2"):
+        AdditiveAttention(3, 2, 4, bilinear=True, normalized=False, normalization={})
 
 
 def test_bad_texts():

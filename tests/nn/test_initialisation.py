@@ -48,6 +48,25 @@ def test_identity_recurrent():
         init.identity_recurrent_(layer, "f")
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_repeated_gates(dtype):
+    layer = rbn.LSTM(3, 4, 2, bidirectional=True, dtype=dtype)
+    init.repeated_gates_(layer, scale=0.2)
+    recurrent = [b for n, p in layer.named_parameters() if "weight_hh" in n for b in p.split(4)]
+    assert len(recurrent) == 16
+    assert all(torch.equal(block, recurrent[0]) for block in recurrent)
+    gram = (recurrent[0] @ recurrent[0].T).double()
+    tolerance = 1e-3 if dtype == torch.bfloat16 else 1e-12
+    torch.testing.assert_close(gram, 0.04 * torch.eye(4).double(), rtol=0, atol=tolerance)
+    inputs = [*layer.weight_ih_l0.split(4), *layer.weight_ih_l0_reverse.split(4)]
+    assert all(torch.equal(block, inputs[0]) for block in inputs)
+    bound = (6 / (3 + 4 + 1)) ** 0.5
+    assert 0.5 * bound < inputs[0].abs().max() <= bound
+    rnn = rbn.BatchNormRNN(1, 1)
+    init.repeated_gates_(rnn)
+    torch.testing.assert_close(rnn.weight_hh_l0.abs(), torch.full((1, 1), 0.05))
+
+
 def test_helpers_reach_into_models_and_leave_other_modules_alone():
     model = torch.nn.Sequential(rbn.LSTM(3, 4), torch.nn.Linear(4, 8), rbn.BatchNormRNN(3, 4))
     before = model[1].bias.detach().clone()

@@ -15,23 +15,29 @@ Articles = Annotated[
     typer.Option(help="JSON lines with id, source, part, article and highlights; .gz and .xz too."),
 ]
 Target = Annotated[Path, typer.Option(help="Folder for the questions; DATA/cnn-built to train on.")]
+Division = Annotated[
+    str,
+    typer.Option(
+        help="source: train on the Daily Mail, validate and test on CNN. held-out: all three parts "
+        "from the Daily Mail, CNN as a second test set (for DATA/dailymail-built)."
+    ),
+]
 Processes = Annotated[int | None, typer.Option(help="At the same time; one for each processor.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
 Sentences = Annotated[int, typer.Option(help="Sentences kept of each document; 0 keeps all of it.")]
 
 
-def build_cloze(articles: Articles, out: Target, processes: Processes = None) -> None:
-    """Make question files from news articles and their highlights.
-
-    Daily Mail articles are for training; others go by their part.
-    """
+def build_cloze(
+    articles: Articles, out: Target, split: Division = "source", processes: Processes = None
+) -> None:
+    """Make question files from news articles and their highlights."""
     from rbn.data.articles import build
     from rbn.data.errors import DataAltered
 
     if processes is not None and processes < 1:
         stop(f"processes must be at least 1, got {processes}", 2)
     try:
-        built = build(articles, out, processes=processes, progress=_say)
+        built = build(articles, out, split=split, processes=processes, progress=_say)
     except (DataAltered, OSError, ValueError) as error:
         stop(str(error), 2)
     except KeyboardInterrupt:
@@ -53,7 +59,9 @@ def build_cloze(articles: Articles, out: Target, processes: Processes = None) ->
 
 
 def questions(
-    name: Annotated[str, typer.Argument(help="cnn, dailymail, cnn-built or cloze.")],
+    name: Annotated[
+        str, typer.Argument(help="cnn, dailymail, cnn-built, dailymail-built or cloze.")
+    ],
     sentences: Sentences = 4,
     min_count: Annotated[int, typer.Option(help="Rarer words become @unknown.")] = 1,
     words: Annotated[
@@ -101,11 +109,10 @@ def questions(
     vocabulary = reading.vocabulary
     typer.echo(f"{name}: {len(vocabulary):,} symbols, {vocabulary.entities} of them entities")
     typer.echo(
-        "part   questions  document words (mean, median, longest)  question words  padding  "
+        "part      questions  document words (mean, median, longest)  question words  padding  "
         "ceiling  most frequent  not in question"
     )
-    for part in ("train", "valid", "test"):
-        found = getattr(reading, part)
+    for part, found in reading.parts.items():
         lengths, asked = found.document_lengths.double(), found.question_lengths.double()
         padding = ""
         if part == "train":
@@ -114,7 +121,7 @@ def questions(
         counts.append(Counted(name, sentences or None, part, len(found), **values))
         spread = f"{lengths.mean():.1f}, {lengths.median():.0f}, {lengths.max():.0f}"
         typer.echo(
-            f"{part:<6} {len(found):>9,}  {spread:>38}  {asked.mean():>14.1f}  "
+            f"{part:<9} {len(found):>9,}  {spread:>38}  {asked.mean():>14.1f}  "
             f"{padding:>7}  {values['ceiling']:>7.1%}  "
             f"{values['frequent']:>13.1%}  {values['frequent_unasked']:>15.1%}"
         )

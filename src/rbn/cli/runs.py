@@ -10,7 +10,7 @@ import typer
 
 from rbn.cli.common import DataDir, Device, Run, device_of, guarded, make_console, make_table, stop
 
-Split = Annotated[str, typer.Option(help="train, valid or test.")]
+Split = Annotated[str, typer.Option(help="train, valid, test or test-cnn (dailymail-built).")]
 Statistics = Annotated[str, typer.Option(help="population or batch.")]
 Length = Annotated[
     str | None,

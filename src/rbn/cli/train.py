@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 Task = Annotated[
     str,
-    typer.Argument(help="digits, mnist, pmnist, ptb, text8, pydoc, cloze, cnn or cnn-built."),
+    typer.Argument(
+        help="digits, mnist, pmnist, ptb, text8, pydoc, cloze, cnn, cnn-built or dailymail-built."
+    ),
 ]
 Model = Annotated[
     str | None,
@@ -25,7 +27,7 @@ Model = Annotated[
         "--model",
         "--variant",
         help="lstm, bn-lstm (unless the config says otherwise), ln-lstm, bn-rnn, rnn or irnn; for "
-        "reading tasks lstm, bn-lstm, bn-everywhere, bn-e* or bn-e**.",
+        "reading tasks lstm, bi-lstm, bn-lstm, bn-everywhere, bn-e* or bn-e**.",
     ),
 ]
 File = Annotated[

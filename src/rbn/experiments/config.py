@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 CONFIGS = Path(__file__).parent / "configs"
-READING = ("cloze", "cnn", "cnn-built")
+READING = ("cloze", "cnn", "cnn-built", "dailymail-built")
 TASKS = ("digits", "mnist", "pmnist", "ptb", "text8", "pydoc", *READING)
 TEXTS = ("ptb", "text8", "pydoc")
 MODELS = ("lstm", "bn-lstm", "ln-lstm", "bn-rnn", "rnn", "irnn")
-READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
+READERS = ("lstm", "bi-lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
 _ALL_MODELS = ", ".join(dict.fromkeys((*MODELS, *READERS)))
 STARTS = ("orthogonal", "identity-candidate", "identity-all")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")

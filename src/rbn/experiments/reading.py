@@ -47,10 +47,8 @@ class ReadingTask(Measured):
         self.reader = model
         self.reading, self.batch_size = reading, batch_size
         self.parts = {
-            part: QuestionBatches(
-                getattr(reading, part), reading.vocabulary, batch_size, seed=seed, **options
-            )
-            for part in ("train", "valid", "test")
+            part: QuestionBatches(passages, reading.vocabulary, batch_size, seed=seed, **options)
+            for part, passages in reading.parts.items()
         }
         self.batches = self.parts["train"]
 

@@ -88,6 +88,9 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
         else:
             figures["test"] = task.measure_with("test", "population")
             metric = "error rate" if isinstance(task, ReadingTask) else "accuracy"
+        if isinstance(task, ReadingTask) and "test-cnn" in task.parts:
+            figures["test_cnn"] = task.measure_with("test-cnn", "population")
+            figures["test_cnn_batch"] = task.measure_with("test-cnn", "batch")
         tensors = {f"model.{k}": v for k, v in task.model.state_dict().items()}
         facts: dict[str, Any] = {}
         if isinstance(task, NextSymbol):

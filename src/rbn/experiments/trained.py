@@ -59,7 +59,8 @@ def evaluate(
 
     Args:
         task: from `open_task`.
-        split: ``train``, ``valid`` or ``test``.
+        split: ``train``, ``valid`` or ``test``; ``test-cnn`` of questions that have a second test
+            set.
         statistics: ``population`` or ``batch``.
         length: characters of a window, or ``full`` for the text as one sequence, which needs
             population statistics; the training's by default. For texts.
@@ -67,8 +68,9 @@ def evaluate(
             best model so far of a run that is not finished needs that: what was kept with it lags
             behind, and with `average` is of other parameters.
     """
+    splits = tuple(task.parts) if isinstance(task, ReadingTask) else ("train", "valid", "test")
     for name, value, known in (
-        ("split", split, ("train", "valid", "test")),
+        ("split", split, splits),
         ("stats", statistics, ("population", "batch")),
     ):
         if value not in known:

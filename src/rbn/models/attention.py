@@ -12,7 +12,7 @@ from rbn.nn.batch_norm_term import BatchNormTerm
 
 
 class TanhOfTerms(nn.Module):
-    r"""Two inputs in one hidden layer: :math:`\tanh(W_a a + W_b b + \mathrm{bias})`.
+    r"""Two or three inputs in one hidden layer: :math:`\tanh(W_a a + W_b b + \mathrm{bias})`.
 
     Normalized, each term has a BN of its own:
     :math:`\tanh(\mathrm{BN}(W_a a; \gamma_a, 0) + \mathrm{BN}(W_b b; \gamma_b, 0) +
@@ -22,6 +22,7 @@ class TanhOfTerms(nn.Module):
         a_size: features of a.
         b_size: features of b.
         hidden_size: units H.
+        c_size: features of a third input c, with the term :math:`W_c c`; None has no such input.
         normalized: whether the terms are batch-normalized.
         normalization: options of `BatchNormTerm`.
     """
@@ -31,6 +32,7 @@ class TanhOfTerms(nn.Module):
         a_size: int,
         b_size: int,
         hidden_size: int,
+        c_size: int | None = None,
         *,
         normalized: bool,
         normalization: dict[str, Any],
@@ -49,14 +51,31 @@ class TanhOfTerms(nn.Module):
             self.norm_b = BatchNormTerm(hidden_size, **normalization, **made)
         init.orthogonal_(self.weight_a)
         init.orthogonal_(self.weight_b)
+        self.weight_c: nn.Parameter | None = None
+        self.norm_c: BatchNormTerm | None = None
+        if c_size is not None:
+            self.weight_c = nn.Parameter(torch.empty(hidden_size, c_size, **made))
+            init.orthogonal_(self.weight_c)
+            if normalized:
+                self.norm_c = BatchNormTerm(hidden_size, **normalization, **made)
 
-    def forward(self, a: Tensor, b: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Join two inputs.
+    def forward(
+        self,
+        a: Tensor,
+        b: Tensor,
+        valid: Tensor | None = None,
+        *,
+        c: Tensor | None = None,
+        shift: Tensor | None = None,
+    ) -> Tensor:
+        """Join the inputs.
 
         Args:
             a: ``[T, B, a_size]``, or ``[B, a_size]``.
             b: ``[B, b_size]``, the same for all T.
             valid: unpadded positions of a, bool ``[T, B]``.
+            c: ``[B, c_size]``, where there is a third input.
+            shift: added to every unit before the tanh, ``[T, B, 1]``; never normalized.
 
         Returns:
             ``[T, B, H]``, or ``[B, H]``.
@@ -65,7 +84,13 @@ class TanhOfTerms(nn.Module):
         term_b = nn.functional.linear(b, self.weight_b)
         if self.norm_a is not None and self.norm_b is not None:
             term_a, term_b = self.norm_a(term_a, valid), self.norm_b(term_b)
-        return torch.tanh(term_a + term_b + self.bias)
+        total = term_a + term_b + self.bias
+        if c is not None and self.weight_c is not None:
+            term_c = nn.functional.linear(c, self.weight_c)
+            total = total + (term_c if self.norm_c is None else self.norm_c(term_c))
+        if shift is not None:
+            total = total + shift
+        return torch.tanh(total)
 
 
 class AdditiveAttention(nn.Module):
@@ -80,18 +105,38 @@ class AdditiveAttention(nn.Module):
         document_size: features of d_t.
         question_size: features of q.
         hidden_size: units of m_t.
+        bilinear: adds the similarity :math:`(M d_t)^\top (M q)`, one number, to every unit before
+            the tanh, without normalization; M starts as 0.05 times an orthogonal matrix. Needs
+            documents and questions of the same size. This is ``use_dq_sims`` of the authors' code
+            (``build_attention`` in ``codes/att_reader/model.py``, branch ``bn`` of
+            `cooijmanstim/Attentive_reader`); the paper's equations do not have it.
         options: of `TanhOfTerms`.
     """
 
     def __init__(
-        self, document_size: int, question_size: int, hidden_size: int, **options: Any
+        self,
+        document_size: int,
+        question_size: int,
+        hidden_size: int,
+        *,
+        bilinear: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__()
+        if bilinear and document_size != question_size:
+            raise ValueError(
+                "bilinear needs documents and questions with the same number of features, got "
+                f"document_size {document_size} and question_size {question_size}"
+            )
         self.match = TanhOfTerms(document_size, question_size, hidden_size, **options)
         bias = self.match.bias
         self.weight = nn.Parameter(torch.empty_like(bias))
         bound = hidden_size**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
+        self.similarity: nn.Parameter | None = None
+        if bilinear:
+            self.similarity = nn.Parameter(bias.new_empty(document_size, document_size))
+            init.orthogonal_(self.similarity, 0.05)
 
     def forward(
         self, document: Tensor, question: Tensor, valid: Tensor | None = None
@@ -107,7 +152,12 @@ class AdditiveAttention(nn.Module):
             The weighted mean r ``[B, document_size]`` and the weights s ``[T, B]``, which are 0
             where padded and sum to 1 over T.
         """
-        scores = self.match(document, question, valid) @ self.weight
+        shift = None
+        if self.similarity is not None:
+            # (M d)^T (M q) = d^T (M^T M q): no product of M with every state of the document.
+            projected = nn.functional.linear(question, self.similarity) @ self.similarity
+            shift = torch.einsum("tbd,bd->tb", document, projected)[:, :, None]
+        scores = self.match(document, question, valid, shift=shift) @ self.weight
         if valid is not None:
             scores = scores.masked_fill(~valid, float("-inf"))
         wide = torch.promote_types(scores.dtype, torch.float32)

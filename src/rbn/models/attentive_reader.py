@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from rbn.models.attention import AdditiveAttention, TanhOfTerms
-from rbn.nn import LSTM, BatchNormLSTM, checks
+from rbn.nn import LSTM, BatchNormLSTM, checks, init
 from rbn.ops.types import valid_steps
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a variant of the paper normalizes, and how it reads.
+    """What a variant normalizes, and how it reads.
 
     Attributes:
         normalized: the encoders are batch-normalized LSTMs.
@@ -32,12 +32,14 @@ class Variant:
 
 VARIANTS = {
     "lstm": Variant(normalized=False, everywhere=False),
+    "bi-lstm": Variant(normalized=False, everywhere=False, bidirectional=True),
     "bn-lstm": Variant(everywhere=False),
     "bn-everywhere": Variant(),
     "bn-e*": Variant(input_stats="sequence"),
     "bn-e**": Variant(input_stats="sequence", bidirectional=True),
 }
 OUTPUTS = ("entities", "vocabulary")
+INITIALIZATIONS = ("orthogonal", "code")
 
 
 class AttentiveReader(nn.Module):
@@ -50,6 +52,9 @@ class AttentiveReader(nn.Module):
         g &= \tanh(W_r r + W_g q + b_g) \\
         p(a) &\propto \exp(W_a g + b_a)
 
+    Options that the paper does not mention are those of the authors' code, the branch ``bn`` of
+    `cooijmanstim/Attentive_reader` (files below are in its ``codes/att_reader``).
+
     Symbols are numbers from 0 to vocabulary - 1; the entities are `entities` of them in a row.
 
     Args:
@@ -60,7 +65,8 @@ class AttentiveReader(nn.Module):
         variant: ``"lstm"``; ``"bn-lstm"``, its LSTMs replaced by batch-normalized ones;
             ``"bn-everywhere"``, with each term into a tanh of attention and output normalized as
             well; ``"bn-e*"``, with sequencewise statistics of the encoders' input; ``"bn-e**"``,
-            and two directions, of which the second reverses the unpadded part alone.
+            and two directions, of which the second reverses the unpadded part alone. Not in the
+            paper: ``"bi-lstm"``, the plain LSTM in two directions.
         embedding_size: of the symbols' vectors, shared by both encoders; H by default.
         output: the answer is one of the ``"entities"``, or any symbol of the ``"vocabulary"``.
         bidirectional: overrides the variant's.
@@ -75,6 +81,16 @@ class AttentiveReader(nn.Module):
         max_document: steps to keep population statistics of; None grows with the data.
         max_question: the same for questions.
         initial_state: of the encoders, ``"learned"`` or ``"zeros"``.
+        bilinear: a similarity of document state and question joins the terms of the attention, as
+            in `AdditiveAttention`; ``use_dq_sims`` of the authors' ``model.py``, on in all five
+            runs of their Figure 4a by the file names in their ``plot.py``.
+        document_skip: the mean of the document's states enters g as a third term, which the
+            variants that normalize everywhere normalize as well; ``use_desc_skip_c_g`` of the
+            authors' ``model.py``, on for bn-e* and bn-e** in their Figure 4a.
+        initialization: of the encoders. ``"orthogonal"`` is that of the other experiments of the
+            paper: orthogonal weights, forget bias 1, learned initial cells. ``"code"`` is the
+            reader's in the authors' ``layers.py`` and ``utils.py``: `rbn.init.repeated_gates_`,
+            forget bias 0, initial cells fixed at 0.
     """
 
     def __init__(
@@ -97,6 +113,9 @@ class AttentiveReader(nn.Module):
         max_document: int | None = None,
         max_question: int | None = None,
         initial_state: str = "learned",
+        bilinear: bool = False,
+        document_skip: bool = False,
+        initialization: str = "orthogonal",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -121,6 +140,9 @@ class AttentiveReader(nn.Module):
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         shared: dict[str, Any] = {"bidirectional": both, "initial_state": initial_state, **made}
         checks.choice("padding", padding, ("exclude", "include"))
+        checks.boolean("bilinear", bilinear)
+        self.document_skip = checks.boolean("document_skip", document_skip)
+        checks.choice("initialization", initialization, INITIALIZATIONS)
         normalization: dict[str, Any] = {
             "gamma": checks.not_negative("gamma", gamma),
             "eps": checks.not_negative("eps", eps),
@@ -149,14 +171,25 @@ class AttentiveReader(nn.Module):
             "normalized": kind.everywhere,
             "normalization": normalization,
         } | made
-        self.attention = AdditiveAttention(width, width, hidden_size, **terms)
-        self.join = TanhOfTerms(width, width, hidden_size, **terms)
+        self.attention = AdditiveAttention(width, width, hidden_size, bilinear=bilinear, **terms)
+        skipped = width if document_skip else None
+        self.join = TanhOfTerms(width, width, hidden_size, skipped, **terms)
         self.softmax = nn.Linear(
             hidden_size, entities if output == "entities" else vocabulary, **made
         )
         nn.init.xavier_uniform_(self.embedding.weight)
         nn.init.xavier_uniform_(self.softmax.weight)
         nn.init.zeros_(self.softmax.bias)
+        if initialization == "code":
+            self._start_as_the_code()
+
+    def _start_as_the_code(self) -> None:
+        encoders = nn.ModuleList([self.document, self.question])
+        init.repeated_gates_(encoders)
+        init.forget_bias_(encoders, 0.0)
+        for name, parameter in encoders.named_parameters():
+            if name.rpartition(".")[2].startswith("c0"):
+                parameter.requires_grad_(False)  # it is 0 already
 
     def forward(
         self,
@@ -196,8 +229,9 @@ class AttentiveReader(nn.Module):
         asked = torch.cat(list(final), dim=-1)  # [B, H * directions]
         valid = valid_steps(document_lengths, document.shape[0])
         found, weights = self.attention(states, asked, valid)
-        joined = nn.functional.dropout(self.join(found, asked), self.dropout, self.training)
-        logits: Tensor = self.softmax(joined)
+        mean = _mean_of_unpadded(states, valid) if self.document_skip else None
+        joined = self.join(found, asked, c=mean)
+        logits: Tensor = self.softmax(nn.functional.dropout(joined, self.dropout, self.training))
         return logits, weights
 
     def classes(self, answers: Tensor) -> Tensor:
@@ -211,3 +245,11 @@ class AttentiveReader(nn.Module):
     def _embed(self, symbols: Tensor) -> Tensor:
         vectors = self.embedding(symbols.long())
         return nn.functional.dropout(vectors, self.dropout, self.training)
+
+
+def _mean_of_unpadded(states: Tensor, valid: Tensor | None) -> Tensor:
+    """The mean of states ``[T, B, D]`` over the unpadded positions ``[T, B]``: ``[B, D]``."""
+    if valid is None:
+        return states.mean(0)
+    total = torch.einsum("tb,tbd->bd", valid.to(states.dtype), states)
+    return total / valid.sum(0)[:, None].to(total.dtype)

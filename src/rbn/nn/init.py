@@ -6,7 +6,7 @@ All act in place on the parameters of a recurrent layer or cell of `rbn`, every 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,30 @@ def identity_recurrent_(
             gates = orthogonal_(weight.new_empty(3 * hidden, hidden))
             i, f, o = gates.split(hidden)
             weight.copy_(torch.cat([i, f, eye, o]))
+
+
+def repeated_gates_(module: nn.Module, scale: float = 0.05) -> None:
+    """The weights of the authors' Attentive Reader: the same block for every gate.
+
+    A square block ``[H, H]`` is `scale` times an orthogonal matrix, any other ``[H, n]`` is uniform
+    within ``sqrt(6 / (n + H + 1))``. Blocks of one shape are equal in all layers, directions and
+    encoders, input and recurrent weights, because the authors' code seeds every draw with the same
+    number (``ortho_weight`` and ``norm_weight`` in ``codes/att_reader/utils.py``, branch ``bn`` of
+    `cooijmanstim/Attentive_reader`).
+    """
+    blocks: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for owner, _, weight in _parameters(module, "weight_"):
+            hidden: Any = owner.hidden_size
+            features = weight.shape[1]
+            if features not in blocks:
+                block = weight.new_empty(hidden, features)
+                bound = (6 / (features + hidden + 1)) ** 0.5
+                square = features == hidden
+                blocks[features] = (
+                    orthogonal_(block, scale) if square else block.uniform_(-bound, bound)
+                )
+            weight.copy_(blocks[features].repeat(len(weight) // hidden, 1))
 
 
 def forget_bias_(module: nn.Module, value: float = 1.0) -> None:

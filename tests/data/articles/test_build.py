@@ -111,6 +111,27 @@ def test_files_and_counts(tmp_path):
         build(file, tmp_path / "a")
 
 
+def test_held_out_articles(tmp_path):
+    texts = [TEXT.replace("Oakland", f"Oakland{k // 2}") for k in range(600)]  # each of them twice
+    file = tmp_path / "articles.jsonl"
+    about = [
+        {"id": k, "source": "dailymail" if k < 500 else "cnn", "part": "test", "article": text}
+        for k, text in enumerate(texts)
+    ]
+    file.write_text("".join(json.dumps(a | {"highlights": HIGHLIGHTS[0]}) + "\n" for a in about))
+    built = build(file, tmp_path / "a", split="held-out", processes=1)
+    assert built.articles["test-cnn"] == 100
+    assert sum(built.articles.values()) == 600
+    # 3.4 % of 250 pairs of equal articles: 17 articles, with a deviation of 6.
+    assert 2 <= built.articles["validation"] <= 40
+    assert 2 <= built.articles["test"] <= 40
+    assert json.loads((tmp_path / "a" / "build.json").read_text())["split"] == "held-out"
+    parts = [article(line, "held-out").part for line in file.read_text().splitlines()]
+    assert parts[:500:2] == parts[1:500:2]
+    with pytest.raises(ValueError, match="split must be one of 'source', 'held-out', got 'half'"):
+        build(file, tmp_path / "b", split="half")
+
+
 def test_packed_files_and_processes_make_no_difference(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_CHUNK", 4)
     text = "".join(line + "\n" for line in lines(30))

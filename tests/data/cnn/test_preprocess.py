@@ -72,6 +72,23 @@ def test_files_in_numbers(folder, questions, tmp_path):
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [whole().key]
 
 
+def test_a_second_test_set(folder, questions, tmp_path):
+    assert prepared(folder, tmp_path / "cache", whole(), processes=1)[0].test_cnn is None
+    (folder / "test-cnn").mkdir()
+    with pytest.raises(DataNotFound, match=r"no \.question files in .*test-cnn"):
+        prepared(folder, tmp_path / "cache", whole(), processes=1)
+    second, _, _ = cloze_questions((9, 0, 0), seed=5)
+    for k, question in enumerate(second):
+        (folder / "test-cnn" / f"{k}.question").write_text(render(question))
+    reading, facts = prepared(folder, tmp_path / "cache", whole(), processes=1)
+    assert list(reading.to("cpu").parts) == ["train", "valid", "test", "test-cnn"]
+    assert decoded(reading, "test_cnn") == [(q.document, q.question, (q.answer,)) for q in second]
+    assert facts["parts"]["test-cnn"]["questions"] == 9
+    assert decoded(reading, "test") == [
+        (q.document, q.question, (q.answer,)) for q in questions["test"]
+    ]
+
+
 def test_several_processes_give_the_same(folder, tmp_path):
     one, _ = prepared(folder, tmp_path / "one", Choice(), processes=1)
     two, _ = prepared(folder, tmp_path / "two", Choice(), processes=2)

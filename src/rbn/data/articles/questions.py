@@ -21,7 +21,7 @@ class Article:
 
     Attributes:
         url: where it is from, or any name for it.
-        part: ``training``, ``validation`` or ``test``.
+        part: ``training``, ``validation``, ``test`` or ``test-cnn``.
         text: of the article.
         highlights: the sentences that sum it up.
     """

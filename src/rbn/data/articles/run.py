@@ -19,6 +19,7 @@ from rbn.data.articles.names import Usage, count_usage
 from rbn.data.articles.tokens import sentences
 from rbn.data.cnn.question import Question, render
 from rbn.data.processes import helpers
+from rbn.nn import checks
 
 T = TypeVar("T")
 DONE = "build.json"
@@ -54,7 +55,12 @@ class Built:
 
 
 def build(
-    file: Path, out: Path, *, processes: int | None = None, progress: Progress | None = None
+    file: Path,
+    out: Path,
+    *,
+    split: str = "source",
+    processes: int | None = None,
+    progress: Progress | None = None,
 ) -> Built:
     """Write ``.question`` files for all articles of a file of JSON lines.
 
@@ -64,9 +70,13 @@ def build(
         file: JSON lines, perhaps packed as .gz or .xz.
         out: gets ``questions/training``, ``questions/validation`` and ``questions/test``, and
             ``build.json`` with the counts when all is done. Must not have questions yet.
+        split: ``"source"`` trains on Daily Mail articles and takes the others by their part;
+            ``"held-out"`` takes validation and test from the Daily Mail too, and the other articles
+            as a second test set, ``questions/test-cnn``.
         processes: at the same time; by default one for each processor.
         progress: told of every few hundred articles.
     """
+    parts = source.SPLITS[checks.choice("split", split, tuple(source.SPLITS))]
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     target = out / "questions"
@@ -83,7 +93,7 @@ def build(
                 progress("reading", seen)
     if seen == 0:
         raise ValueError(f"{file} has no lines")
-    for part in ("training", "validation", "test"):
+    for part in parts:
         (target / part).mkdir(parents=True)
     words = set(usage.lower) & set(usage.upper)
     # Words that are always written one way need no counting.
@@ -91,7 +101,7 @@ def build(
     upper = {w: n if w in words else 1 for w, n in usage.upper.items()}
     made, done = Built(), 0
     with _pool(processes, lower, upper) as pool:
-        jobs = ((chunk, str(target)) for chunk in _chunks(file))
+        jobs = ((chunk, str(target), split) for chunk in _chunks(file))
         for piece in _each(pool, _write, jobs, processes):
             made.add(piece)
             made.sample = _few(made.sample)
@@ -100,6 +110,7 @@ def build(
                 progress("writing", done)
     facts = {
         "file": file.name,
+        "split": split,
         "articles": dict(made.articles),
         "questions": dict(made.questions),
         "dropped": dict(made.dropped),
@@ -149,12 +160,12 @@ def _usage(chunk: list[str]) -> tuple[int, Usage]:
     return len(chunk), usage
 
 
-def _write(job: tuple[list[str], str]) -> Built:
-    chunk, target = job
+def _write(job: tuple[list[str], str, str]) -> Built:
+    chunk, target, split = job
     made = Built()
     for line in chunk:
         try:
-            article = source.article(line)
+            article = source.article(line, split)
         except ValueError as error:
             made.dropped[str(error)] += 1
             continue

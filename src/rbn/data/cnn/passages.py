@@ -85,18 +85,33 @@ class Passages:
 
 @dataclass(frozen=True)
 class Reading:
-    """Questions in three parts, and the vocabulary of all: to fit, to choose by, to report on."""
+    """Questions to fit, to choose a model by and to report on, and their vocabulary.
+
+    Attributes:
+        train: what a model is fitted to.
+        valid: what the best model is chosen by.
+        test: what is reported.
+        vocabulary: of all parts.
+        test_cnn: a second test set, of another newspaper than the other parts; None where a set of
+            questions has none.
+    """
 
     train: Passages
     valid: Passages
     test: Passages
     vocabulary: Vocabulary
+    test_cnn: Passages | None = None
+
+    @property
+    def parts(self) -> dict[str, Passages]:
+        """The parts by the names that ``rbn evaluate --split`` has for them."""
+        found = {"train": self.train, "valid": self.valid, "test": self.test}
+        return found if self.test_cnn is None else {**found, "test-cnn": self.test_cnn}
 
     def to(self, device: torch.device | str) -> Reading:
         """The same with all parts on another device."""
-        return Reading(
-            self.train.to(device), self.valid.to(device), self.test.to(device), self.vocabulary
-        )
+        train, valid, test, *second = (part.to(device) for part in self.parts.values())
+        return Reading(train, valid, test, self.vocabulary, *second)
 
 
 def tensor(values: array[int]) -> Tensor:

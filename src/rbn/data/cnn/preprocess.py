@@ -27,6 +27,7 @@ from rbn.data.processes import helpers
 from rbn.nn import checks
 
 PARTS = {"train": "training", "valid": "validation", "test": "test"}
+SECOND_TEST = "test-cnn"  # the part and its folder, which most sets of questions do not have
 SHARD = 500  # files
 FORMAT = 1  # of the cache; a change makes it anew
 
@@ -73,17 +74,23 @@ class QuestionFile(NamedTuple):
 def question_files(folder: Path) -> dict[str, list[QuestionFile]]:
     """The question files of each part, sorted by name.
 
+    A folder ``test-cnn`` is a part too, if there is one.
+
     Raises:
         DataNotFound: a part has none; names the folder.
     """
     found = {}
-    for name, part in PARTS.items():
+    for name, part in (PARTS | _second_test(folder)).items():
         place = folder / part
         entries = os.scandir(place) if place.is_dir() else ()
         found[name] = sorted(_listed(e) for e in entries if e.name.endswith(".question"))
         if not found[name]:
             raise DataNotFound(f"there are no .question files in {place}")
     return found
+
+
+def _second_test(folder: Path) -> dict[str, str]:
+    return {SECOND_TEST: SECOND_TEST} if (folder / SECOND_TEST).is_dir() else {}
 
 
 def _listed(entry: os.DirEntry[str]) -> QuestionFile:
@@ -110,7 +117,8 @@ def prepared(
     are left. Of several processes one does the work while the others wait (see `one_at_a_time`).
 
     Args:
-        folder: has ``training``, ``validation`` and ``test``, with ``.question`` files in each.
+        folder: has ``training``, ``validation`` and ``test``, and perhaps ``test-cnn``, with
+            ``.question`` files in each.
         cache: folder for the arrays of all choices.
         choice: what is made of the files.
         processes: at the same time; by default one for each processor.
@@ -170,7 +178,7 @@ def _prepare(
     work = place.with_name(place.name + ".shards")
     jobs: dict[str, list[Job]] = {}
     for part, found in files.items():
-        begin = str(folder / PARTS[part])
+        begin = str(folder / PARTS.get(part, part))
         pieces = [found[k : k + SHARD] for k in range(0, len(found), SHARD)]
         jobs[part] = [
             Job(
@@ -248,7 +256,8 @@ def _merge(
                 parts[part][name] += facts[name]
         if parts[part]["questions"] == 0:
             reason = parts[part]["malformed"][0]
-            raise ValueError(f"no file of {PARTS[part]} is a question; the first is not: {reason}")
+            name = PARTS.get(part, part)
+            raise ValueError(f"no file of {name} is a question; the first is not: {reason}")
     vocabulary = Vocabulary.of(counts, entities, min_count=choice.min_count, most=choice.words)
     unknown = vocabulary.numbers[UNKNOWN]
     writer = store.Writer(place)
@@ -296,4 +305,5 @@ def _load(place: Path) -> tuple[Reading, dict[str, Any]]:
             array("answers"),
         )
 
-    return Reading(part("train"), part("valid"), part("test"), vocabulary), facts
+    second = part(SECOND_TEST) if SECOND_TEST in facts["parts"] else None
+    return Reading(part("train"), part("valid"), part("test"), vocabulary, second), facts

@@ -53,6 +53,12 @@ SETS = {
             "make it with rbn data build-cloze --articles FILE --out {folder}",
             built=True,
         ),
+        QuestionSet(
+            "dailymail-built",
+            "questions made from articles, all parts of one newspaper",
+            "make it with rbn data build-cloze --articles FILE --out {folder} --split held-out",
+            built=True,
+        ),
     )
 }
 
@@ -81,7 +87,7 @@ def load_questions(
     The preprocessed arrays alone will do: a machine that only trains needs no question files.
 
     Args:
-        name: ``cnn``, ``dailymail`` or ``cnn-built``.
+        name: ``cnn``, ``dailymail``, ``cnn-built`` or ``dailymail-built``.
         sentences: keep so many sentences of each document, those most relevant to the question;
             None keeps the whole document.
         renumber: entities of each text get numbers from 0 on; otherwise those of the file.

@@ -21,12 +21,18 @@ _WHY = {
     "select": "the statistics with which validation chooses the best model",
     "evaluate_every": "steps between looks at the validation data",
     "layer.output": "what an answer is chosen from",
+    "layer.bilinear": "a similarity of document state and question in the attention, as in the "
+    "authors' code",
+    "layer.document_skip": "the mean of the document's states enters the output layer, as in the "
+    "authors' code",
+    "layer.initialization": "that of the reader in the authors' code: the same small block for "
+    "every gate, forget bias 0, initial cells fixed at 0",
     "data.words": "size of the vocabulary",
     "data.min_count": "how often the training set has each word of the vocabulary, at least",
     "optimizer.momentum": "what the paper says, if it does not mean the decay",
     "layer.hidden_noise": "noise in the initial state, which the authors give the BN-LSTM alone",
 }
-_QUESTIONS = ("cnn", "cnn-built")
+_QUESTIONS = ("cnn", "cnn-built", "dailymail-built")
 _SKIPPED = ("task", "model", "tag")
 _UNSAID = {"optimizer.momentum": 0}  # what a setting is that a config leaves out
 Runs = dict[tuple[str, str, int], str]  # model, tag and seed; what the model is called

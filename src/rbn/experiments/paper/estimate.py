@@ -12,7 +12,8 @@ from rbn.experiments.paper.published import Result
 # Optimisation steps of an epoch with the configs' batch size and length.
 _EPOCHS = {"digits": 12, "mnist": 500, "pmnist": 500, "ptb": 790, "text8": 3906, "pydoc": 140}
 _EPOCHS |= {"cloze": 60}
-_QUESTIONS = {"cnn": 380_298, "cnn-built": 118_037}  # of the archive; of the articles of reading.md
+# Training questions: of the archive; of the articles of reading.md.
+_QUESTIONS = {"cnn": 380_298, "cnn-built": 118_037, "dailymail-built": 110_216}
 # Seconds of a step: two CPU cores; one H200.
 _SECONDS = {
     "cpu": {
@@ -25,6 +26,7 @@ _SECONDS = {
         "cloze": 0.1,
         "cnn": 1.0,
         "cnn-built": 1.0,
+        "dailymail-built": 1.0,
     },
     "cuda": {"digits": 0.004, "mnist": 0.015, "pmnist": 0.015, "ptb": 0.006, "text8": 0.05},
 }

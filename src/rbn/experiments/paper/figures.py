@@ -225,8 +225,9 @@ def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figur
     if not place.is_papers(shown) and not place.stand_in:
         caption += (
             f" Ours is {shown[0].task}, questions made from articles by rbn data build-cloze, the "
-            "paper's is CNN, whose archive was not at hand: the order of the variants may be "
-            "compared, the values not."
+            "paper's is CNN, whose archive was not available. The variants have the paper's "
+            "learning rates, which differ and decide their order: docs/reading.md compares each at "
+            "its best rate."
         )
     return Figure(
         name,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 NAMES = {
     "lstm": "LSTM",
+    "bi-lstm": "BiLSTM",
     "bn-lstm": "BN-LSTM",
     "ln-lstm": "LN-LSTM",
     "bn-rnn": "BN-RNN",

@@ -91,8 +91,8 @@ def nothing(rank: int) -> str:
 
 def running(rank: int, momentum: float | None) -> Any:
     """Running averages of each process, averaged twice on the way."""
-    layer = make(sync=False, momentum=momentum)
-    own = make(sync=False, momentum=momentum)
+    layer = make(sync=False, momentum=momentum, refresh_stats=False)
+    own = make(sync=False, momentum=momentum, refresh_stats=False)
     mine = batches()[rank::2][:2]
     for k, batch in enumerate([*mine, *mine]):
         layer(batch)
@@ -129,7 +129,7 @@ def under_ddp(rank: int) -> Any:
 
 def under_ddp_alone(rank: int) -> Any:
     """The same with statistics of each process, whose buffers grow to different lengths."""
-    layer = make(sync=False)
+    layer = make(sync=False, refresh_stats=False)
     model = DistributedDataParallel(layer, **{OPTION: False})
     for batch in batches()[rank::2][:2]:
         model(batch)[0].sum().backward()
@@ -140,7 +140,7 @@ def under_ddp_alone(rank: int) -> Any:
 
 def emptied_by_ddp(rank: int) -> Any:
     """DDP copies the first process's buffers, in which no sequence is as long, before each step."""
-    layer = make(sync=False, max_length=6)
+    layer = make(sync=False, max_length=6, refresh_stats=False)
     model = DistributedDataParallel(layer)
     own = []
     for batch in batches()[:3]:
@@ -148,6 +148,32 @@ def emptied_by_ddp(rank: int) -> Any:
         own.append(buffers(layer))
     layer.eval()(batches()[0])
     return own
+
+
+def refreshed(rank: int, sync: bool) -> Any:
+    """Statistics at the current weights: of each process's own inputs, then of all."""
+    layer = make(sync=sync)
+    model = DistributedDataParallel(layer, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    mine = [batch[:4] if len(batch) > 3 else batch for batch in batches()]
+    mine = [batch[:, :2] if rank == 0 else batch[:, 2:] for batch in mine if len(batch) == 4]
+    for batch in mine:
+        model(batch)[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rank == 0:  # nobody waits for the other
+        layer.eval()(mine[0])
+        layer.state_dict()
+        layer.train()
+    own = make(sync=False, momentum=None, refresh_stats=False)
+    own.load_state_dict(dict(layer.named_parameters()), strict=False)
+    for batch in mine:
+        own(batch)
+    layer.eval()
+    found = buffers(layer)
+    rbn.average_population_stats(layer)
+    layer(mine[0])
+    return found, buffers(own), buffers(layer)
 
 
 def documented(rank: int) -> Any:
@@ -175,4 +201,6 @@ CASES = {
     "under DDP": under_ddp,
     "under DDP, alone": under_ddp_alone,
     "emptied by DDP": emptied_by_ddp,
+    "refreshed": lambda rank: refreshed(rank, False),
+    "refreshed, synchronized": lambda rank: refreshed(rank, True),
 }

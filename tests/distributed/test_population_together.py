@@ -121,3 +121,15 @@ def test_the_example_of_the_documentation(pair):
     first, second = (found["population documented"] for found in pair)
     assert first["stats_h_l0.count"].tolist() == [5] * 20
     assert all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+@pytest.mark.parametrize("name", ["refreshed", "refreshed, synchronized"])
+def test_each_process_refreshes_from_its_own_inputs(name, pair):
+    both = [found[f"population {name}"] for found in pair]
+    for found, own, _ in both:
+        assert_same(found, own, RESULT_TOLERANCE)
+    (first, _, averaged), (second, _, averaged2) = both
+    assert all(torch.equal(value, averaged2[key]) for key, value in averaged.items())
+    for key in first:
+        if "count" not in key:
+            assert_same({key: averaged[key]}, {key: (first[key] + second[key]) / 2}, 1e-9)

@@ -82,19 +82,27 @@ def own_statistics(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def average_population_stats(model: nn.Module) -> None:
-    """Give every process the average of the running statistics of all.
+    """Give every process the average of the statistics of all.
 
-    While processes train together, each averages the minibatches that it sees, as with
-    `torch.nn.BatchNorm1d`. Call this on all of them before the model is evaluated or saved. It does
-    nothing where there is one process, and to layers with `sync_stats`, whose statistics are the
-    same everywhere. A step that some processes have not seen has the average of those that have.
+    While processes train together, each has the statistics of the minibatches that it sees, as with
+    `torch.nn.BatchNorm1d`. Call this on all of them before the model is evaluated or saved. Layers
+    refresh their statistics first, each from its own inputs. It does nothing where there is one
+    process, and to running averages of layers with `sync_stats`, which are the same everywhere. A
+    step that some processes have not seen has the average of those that have.
 
     Args:
         model: any module that contains batch-normalized recurrent layers.
     """
     group = all_processes()
-    if group is not None:
-        average([s for s in _statistics_of(model) if not s.sync], group, spread=True)
+    if group is None:
+        return
+    layers = [m for m in model.modules() if isinstance(m, BatchNormalized)]
+    for layer in layers:
+        layer.refresh()
+    own = {s for layer in layers if layer.refresh_stats for s in layer.children()}
+    average([s for s in _statistics_of(model) if s in own or not s.sync], group, spread=True)
+    for layer in layers:
+        layer.mark_fresh()
 
 
 def update_population_stats(

@@ -1,0 +1,77 @@
+"""The tables of docs/comparison.md and docs/statistics.md are those of the data files."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def rows_of(name, **wanted):
+    with (ROOT / "benchmarks" / "results" / name).open(newline="") as file:
+        return [r for r in csv.DictReader(file) if all(r[k] == v for k, v in wanted.items())]
+
+
+def shown(task, row):
+    return f"{float(row['test']):.3f}" if task == "ptb" else f"{100 * float(row['test']):.1f}"
+
+
+@pytest.mark.parametrize("task", ["ptb", "pmnist"])
+@pytest.mark.parametrize("model", ["lstm", "bn-lstm", "ln-lstm"])
+def test_the_grid_is_that_of_the_file(task, model):
+    page = (ROOT / "docs/comparison.md").read_text()
+    every = rows_of("comparison.csv", task=task, phase="grid")
+    cells = []
+    for rate in sorted({row["rate"] for row in every}, key=float):
+        found = [row for row in every if (row["model"], row["rate"]) == (model, rate)]
+        if not found:
+            cells.append("not run")
+        elif found[0]["state"] == "finished":
+            cells.append(shown(task, found[0]))
+        else:
+            step = found[0]["diverged_at"]
+            cells.append(f"diverged at step {int(step):,}" if step else "diverged")
+    assert f"| {model} | {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize("task", ["ptb", "pmnist"])
+@pytest.mark.parametrize("model", ["lstm", "bn-lstm", "ln-lstm"])
+def test_the_best_rates_are_those_of_the_file(task, model):
+    found = rows_of("comparison.csv", task=task, phase="best", model=model)
+    if not found:
+        pytest.skip("not run")
+    (rate,) = {row["rate"] for row in found}
+    finished = [row for row in found if row["state"] == "finished"]
+    values = ", ".join(shown(task, row) for row in finished)
+    start = re.escape(f"| {model} | {rate} | {values} |")
+    line = re.search(rf"^{start}.*$", (ROOT / "docs/comparison.md").read_text(), flags=re.M)
+    assert line
+    lost = [int(row["diverged_at"]) for row in found if row["state"] == "diverged"]
+    assert len(finished) + len(lost) == 3
+    for step in lost:
+        assert f"{step:,}" in line[0]
+
+
+def fresh(task):
+    return rows_of("fresh_statistics.csv", task=task, rows="1024")
+
+
+@pytest.mark.parametrize("task", ["digits", "pdigits", "pydoc", "pmnist", "ptb"])
+def test_refreshed_statistics_are_close_to_exact_ones(task):
+    """What the page promises, in the committed measurement: 2 points, 0.01 bits."""
+    found = fresh(task)
+    assert len(found) >= 4
+    assert all(abs(float(row["gap"])) <= (2 if row["unit"] == "%" else 0.01) for row in found)
+
+
+def test_the_table_of_digits_is_that_of_the_file():
+    page = (ROOT / "docs/statistics.md").read_text()
+    for column, name in (
+        ("running", "running averages"),
+        ("refreshed", "re-estimated, the default"),
+        ("exact", "exact (whole training set)"),
+    ):
+        cells = " | ".join(f"{float(row[column]):.0f}" for row in fresh("digits"))
+        assert f"| {name} | {cells} |" in page

@@ -41,6 +41,8 @@ def test_the_published_numbers_are_those_of_the_files(task, tag, factor, digits,
     said = re.escape(f"{mean} ({spread}{len(found)}")
     assert re.search(rf"\b{said}\b", (ROOT / "docs/experiments.md").read_text())
     if tag not in {"code", "no-momentum", "steady"}:
+        assert f" {mean} " in (ROOT / "docs/results.md").read_text()
+    if not tag:
         assert f" {mean} " in (ROOT / "README.md").read_text()
 
 
@@ -60,7 +62,7 @@ def test_the_accuracy_past_the_paper_is_that_of_the_files():
     assert len(found) == 3
     assert f"| {mean} ({least} to {most}; 3) |" in (ROOT / "docs/experiments.md").read_text()
     command = "`rbn train pmnist --config beyond/pmnist --precision bf16-mixed --seeds 1,2,3`"
-    assert f"| {mean} % | {command} |" in (ROOT / "README.md").read_text()
+    assert f"| {mean} % | {command} |" in (ROOT / "docs/results.md").read_text()
     for values in every:
         assert values["diverged_at"] is None
         assert shipped_beyond("pmnist", "zoneout-0.3") == values["config"]
@@ -117,7 +119,8 @@ def test_the_steps_to_95_percent_are_those_of_the_files():
         for name in ("lstm", "bn-lstm", "lstm-rmsprop", "bn-lstm-rmsprop")
     )
     readme, page = (
-        " ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/experiments.md")
+        " ".join((ROOT / name).read_text().split())
+        for name in ("docs/results.md", "docs/experiments.md")
     )
     slow = f"{min(lstm):,} to {max(lstm):,}"
     fast = max(bn_lstm)
@@ -179,7 +182,7 @@ def test_the_accuracy_of_the_lstm_past_the_paper_is_that_of_the_files():
     assert last["diverged_at"] is None
     best = [f"{100 * run['test']:.1f}" for run in (last, second, first)]
     assert "| {} (1, two more diverged, at best {} and {}) |".format(*best) in page
-    assert f"| {best[0]} % (1 of 3 seeds) |" in (ROOT / "README.md").read_text()
+    assert f"| {best[0]} % (1 of 3 seeds) |" in (ROOT / "docs/results.md").read_text()
     for run in (first, second):
         assert f"seed {run['seed']} at step {run['diverged_at']:,}" in page
     for name, start in (("lstm-beyond", "the LSTM had"), ("bn-lstm-zoneout-0.3", "the BN-LSTM")):
@@ -206,7 +209,7 @@ def test_the_numbers_past_the_paper_are_those_of_the_files(task, tag, name):
     assert re.search(line, (ROOT / "docs/experiments.md").read_text(), flags=re.M)
     command = f"`rbn train {task} --config beyond/{task} --precision bf16-mixed`"
     row = f"| | {plain['test']:.3f} | | {found['test']:.3f} | {command} |"
-    assert row in (ROOT / "README.md").read_text()
+    assert row in (ROOT / "docs/results.md").read_text()
     assert shipped_beyond(task, tag) == found["config"]
     assert shipped_beyond(task, "beyond", "lstm") == plain["config"]
 
@@ -295,6 +298,7 @@ def test_how_many_runs_without_momentum_there_are():
     ]
     runs = [run for run in every if run["tag"] in ("", "rmsprop")]
     assert {run["diverged_at"] for run in runs} == {None}
-    assert f"so none of {len(runs)} runs did" in (ROOT / "README.md").read_text()
+    usage = " ".join((ROOT / "docs/usage.md").read_text().split())
+    assert f"none of {len(runs)} runs ended diverged" in usage
     page = " ".join((ROOT / "docs/experiments.md").read_text().split())
     assert f"none of {len(runs)} runs diverged" in page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +21,7 @@ from rbn.nn.statistics import PopulationStatistics
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
-elif "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-    from pytorch_lightning import Callback
-else:
+else:  # the trainer of either package takes the callback of the other
     try:
         from lightning.pytorch import Callback
     except ImportError:
@@ -70,7 +67,8 @@ class ExactStatistics(Callback):
         self.batches, self.max_batches, self.forward = batches, max_batches, forward
         self._training_data: Any = batches
         self._limit = max_batches
-        self._trained: nn.Module | None = None  # the module with training steps since the last time
+        self._trained: nn.Module | None = None  # the module that has trained since the last time
+        self._updated: tuple[nn.Module, list[float]] | None = None  # with which weights that was
         self._frozen: list[nn.Module] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -93,7 +91,7 @@ class ExactStatistics(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """The statistics are those of the checkpoint."""
-        self._trained = None
+        self._trained = self._updated = None
 
     # The first batch comes after `on_validation_epoch_start`, where `WeightAveraging` puts the
     # averaged weights into the module.
@@ -107,7 +105,7 @@ class ExactStatistics(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Update before the first batch."""
-        self._update(trainer, pl_module)
+        self._before_batch(trainer, pl_module)
 
     def on_test_batch_start(
         self,
@@ -118,7 +116,7 @@ class ExactStatistics(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Update before the first batch."""
-        self._update(trainer, pl_module)
+        self._before_batch(trainer, pl_module)
 
     def on_predict_batch_start(
         self,
@@ -129,30 +127,39 @@ class ExactStatistics(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Update before the first batch."""
-        self._update(trainer, pl_module)
+        self._before_batch(trainer, pl_module)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Update, and put the statistics into the checkpoint."""
-        if self._update(trainer, pl_module):
+        if self._trained is pl_module and self._update(trainer, pl_module):
             names = [
                 f"{name}.{buffer}"
                 for name, module in pl_module.named_modules()
                 if isinstance(module, PopulationStatistics)
                 for buffer in ("mean", "var", "count")
             ]
-            state = checkpoint["state_dict"]
+            # `WeightAveraging` moves the module's own state there.
+            state = checkpoint.get("current_model_state", checkpoint["state_dict"])
             state.update({name: pl_module.get_buffer(name) for name in names if name in state})
 
+    def _before_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._trained is pl_module:
+            self._update(trainer, pl_module)
+        elif self._updated is not None and trainer.state.fn != "fit":
+            # Callbacks that average weights put theirs into the module when training ends.
+            module, weights = self._updated
+            self._updated = None
+            if module is pl_module and weights != _checksums(pl_module):
+                self._update(trainer, pl_module)
+
     def _update(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Compute the statistics if the module has trained since the last time."""
-        if self._trained is not pl_module:
-            return False
+        """Compute the statistics, unless all that have any are frozen."""
         self._trained = None
         frozen = set(self._frozen)
-        trainable = [m for m in pl_module.modules() if isinstance(m, PopulationStatistics)]
-        if frozen.issuperset(trainable):
+        statistics = [m for m in pl_module.modules() if isinstance(m, PopulationStatistics)]
+        if frozen.issuperset(statistics):
             return False
         run = self.forward or default_forward(None)
         precision, strategy = trainer.precision_plugin, trainer.strategy
@@ -173,4 +180,10 @@ class ExactStatistics(Callback):
         finally:
             for module, mode in modes.items():
                 module.training = mode
+        self._updated = pl_module, _checksums(pl_module)
         return True
+
+
+def _checksums(module: nn.Module) -> list[float]:
+    """Numbers that change with the weights."""
+    return [float(p.detach().double().norm()) for p in module.parameters()]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from rbn.integrations.training_batches import (
     check_batches,
@@ -16,6 +17,7 @@ from rbn.integrations.training_batches import (
     read,
 )
 from rbn.nn.batch_forms import default_forward
+from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.population import update_population_stats
 from rbn.nn.statistics import PopulationStatistics
 
@@ -106,6 +108,17 @@ class ExactStatistics(Callback):
     ) -> None:
         """Update before the first batch."""
         self._before_batch(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the statistics that `WeightAveraging` has taken back with its weights."""
+        if self._updated is None:
+            return
+        attributes = [value for callback in trainer.callbacks for value in vars(callback).values()]
+        for average in attributes:
+            if isinstance(average, AveragedModel) and _checksums(average) == self._updated[1]:
+                for layer in average.modules():
+                    if isinstance(layer, BatchNormalized):
+                        layer.mark_fresh()
 
     def on_test_batch_start(
         self,

@@ -109,6 +109,43 @@ def test_update_bn_and_exact_statistics(options):
     assert all(torch.equal(before[k], v) for k, v in average.state_dict().items())
 
 
+def swap(model, average):
+    """As Lightning does, through `data`, which no version counter sees."""
+    pairs = zip(model.state_dict().values(), average.state_dict().values(), strict=True)
+    for one, other in pairs:
+        kept = one.clone()
+        one.data.copy_(other.data)
+        other.data.copy_(kept)
+
+
+@pytest.mark.parametrize("options", AVERAGES.values(), ids=AVERAGES)
+def test_weights_that_are_swapped_without_a_trace(options):
+    model, average = averaged(**options)
+    own, averages = copy.deepcopy([model.state_dict(), average.module.state_dict()])
+    model.eval()
+    model(X[:9])
+    swap(model, average.module)
+    assert torch.equal(model.head.weight, averages["head.weight"])
+    model(X[:9])
+    check_own(model)
+    swap(model, average.module)
+    assert torch.equal(model.head.weight, own["head.weight"])
+    model(X[:9])
+    check_own(model)
+    average.eval()
+    average(X[:9])
+    check_own(average.module)
+
+
+def test_exact_statistics_outlast_a_copy():
+    model, _ = averaged()
+    rbn.update_population_stats(model, BATCHES[:2])
+    kept = copy.deepcopy(model)
+    for found in (model, kept):
+        found.eval()(X[:9])
+        check_exact(found, BATCHES[:2])
+
+
 L = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
 callbacks = L.callbacks
 

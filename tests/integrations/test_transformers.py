@@ -234,7 +234,6 @@ def test_statistics_are_exact_when_they_are_used(tmp_path):
 
 
 OPTIONS = {
-    "default": {},
     "within the epoch": {"eval_strategy": "steps", "eval_steps": 2},
     "accumulated": {"gradient_accumulation_steps": 4},
     "workers that stay": {

@@ -113,12 +113,17 @@ class ExactStatistics(Callback):
         """Keep the statistics that `WeightAveraging` has taken back with its weights."""
         if self._updated is None:
             return
-        attributes = [value for callback in trainer.callbacks for value in vars(callback).values()]
-        for average in attributes:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for average in [value for callback in callbacks for value in vars(callback).values()]:
             if isinstance(average, AveragedModel) and _checksums(average) == self._updated[1]:
-                for layer in average.modules():
-                    if isinstance(layer, BatchNormalized):
-                        layer.mark_fresh()
+                _mark_fresh(average)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the statistics that `WeightAveraging` has put into the module with its weights."""
+        if self._trained is not None or self._updated is None:
+            return
+        if _checksums(pl_module) == self._updated[1]:
+            _mark_fresh(pl_module)
 
     def on_test_batch_start(
         self,
@@ -195,6 +200,12 @@ class ExactStatistics(Callback):
                 module.training = mode
         self._updated = pl_module, _checksums(pl_module)
         return True
+
+
+def _mark_fresh(module: nn.Module) -> None:
+    for layer in module.modules():
+        if isinstance(layer, BatchNormalized):
+            layer.mark_fresh()
 
 
 def _checksums(module: nn.Module) -> list[float]:

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "ops": set(),
     "nn": {"ops"},
     "__init__": {"ops", "nn"},
+    "integrations": {"nn"},
     "models": {"ops", "nn", "__init__"},
     "data": {"ops", "nn", "__init__"},
     "training": {"ops", "nn", "__init__"},
@@ -37,12 +38,18 @@ MAY_IMPORT = {
 }
 
 # Distributions whose import name differs. CUDA builds of torch bring triton.
-DISTRIBUTION_OF = {"sklearn": "scikit-learn", "yaml": "PyYAML", "triton": "torch"}
+DISTRIBUTION_OF = {
+    "pytorch_lightning": "lightning",  # which brings it
+    "sklearn": "scikit-learn",
+    "triton": "torch",
+    "yaml": "PyYAML",
+}
 
 # Must be hidden from a process that has torch alone, however they were installed.
 NEVER_NEEDED = {
     *("numpy", "rich", "typer", "sklearn", "matplotlib", "safetensors"),
     *("yaml", "lightning", "torchmetrics", "tensorboard", "optuna"),
+    *("pytorch_lightning", "transformers", "accelerate", "skorch"),
 }
 
 TORCH_ALONE = """
@@ -214,13 +221,13 @@ def test_imports_go_one_way(path: Path) -> None:
         assert imported == part or imported in MAY_IMPORT[part], f"{part} imports {name}"
 
 
-def declared_dependencies() -> list[Requirement]:
-    """Of the package and all its extras but `dev`."""
+def declared_dependencies(dev: bool = False) -> list[Requirement]:
+    """Of the package and all its extras; of `dev` on request."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"]]
-    lines += [line for extra in extras if extra != "dev" for line in extras[extra]]
+    lines += [line for extra in extras if dev or extra != "dev" for line in extras[extra]]
     return [Requirement(line) for line in lines]
 
 
@@ -235,8 +242,10 @@ def test_the_oldest_versions_are_those_that_are_declared() -> None:
 
 
 def test_declared_dependencies_cover_the_imports() -> None:
-    declared = {canonicalize_name(found.name) for found in declared_dependencies()}
     own = {"rbn", *sys.stdlib_module_names}
-    imported = {name.partition(".")[0] for path in SOURCES for name in imports_of(path)} - own
-    needed = {canonicalize_name(DISTRIBUTION_OF.get(name, name)) for name in imported}
-    assert needed <= declared, f"imported, in no extra: {sorted(needed - declared)}"
+    tools = [path for path in SOURCES if part_of(path) == "integrations"]  # their users have them
+    for paths, dev in ((set(SOURCES) - set(tools), False), (tools, True)):
+        declared = {canonicalize_name(found.name) for found in declared_dependencies(dev)}
+        imported = {name.partition(".")[0] for path in paths for name in imports_of(path)} - own
+        needed = {canonicalize_name(DISTRIBUTION_OF.get(name, name)) for name in imported}
+        assert needed <= declared, f"imported, in no extra: {sorted(needed - declared)}"

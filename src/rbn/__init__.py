@@ -17,6 +17,7 @@ from rbn.nn import (
     average_population_stats,
     batch_statistics,
     init,
+    match_statistics,
     update_population_stats,
 )
 from rbn.ops import backend, backends
@@ -39,5 +40,6 @@ __all__ = [
     "backends",
     "batch_statistics",
     "init",
+    "match_statistics",
     "update_population_stats",
 ]

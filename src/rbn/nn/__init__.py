@@ -5,6 +5,7 @@ from rbn.nn.batch_norm_lstm import BatchNormLSTM, BatchNormLSTMCell
 from rbn.nn.batch_norm_rnn import BatchNormRNN, BatchNormRNNCell
 from rbn.nn.layer_norm_lstm import LayerNormLSTM, LayerNormLSTMCell
 from rbn.nn.lstm import LSTM, LSTMCell
+from rbn.nn.match import match_statistics
 from rbn.nn.population import (
     average_population_stats,
     batch_statistics,
@@ -28,6 +29,7 @@ __all__ = [
     "batch_statistics",
     "init",
     "kept_statistics",
+    "match_statistics",
     "own_statistics",
     "update_population_stats",
 ]

@@ -139,7 +139,7 @@ class BatchNormalized(Recurrence):
         if not self.refresh_stats or not calls or self._pools is not None or not self._is_whole():
             return False
         weights = self._signature()
-        if not calls.is_stale(weights):
+        if not calls.is_stale(weights) and not self._weights_swapped():
             return False
         pools = self._pool(calls)
         if pools:
@@ -151,12 +151,12 @@ class BatchNormalized(Recurrence):
                 "weights: the inputs of its recent training calls were modified in place. Pass "
                 "inputs that stay as they are, or call rbn.update_population_stats(model, batches)"
             )
-        calls.mark_estimated(weights)
+        calls.mark_estimated(weights, self._norms())
         return bool(pools)
 
     def mark_fresh(self) -> None:
         """Take the statistics for those of the current weights."""
-        self.recent_calls.mark_estimated(self._signature())
+        self.recent_calls.mark_estimated(self._signature(), self._norms())
 
     def _pool(self, recent: RecentCalls) -> dict[str, _Pool]:
         """The statistics of recent training calls at the current weights, by module name."""
@@ -253,6 +253,26 @@ class BatchNormalized(Recurrence):
 
     def _signature(self) -> Signature:
         return tuple([(id(p), version(p)) for p in self.parameters()])
+
+    def _weights_swapped(self) -> bool:
+        """Whether a copy's weights came through `Tensor.data`, which changes no version.
+
+        Lightning's `WeightAveraging` does that. Waits for the device, but only if there is a copy.
+        """
+        before = self.recent_calls.norms
+        if not before or not self.recent_calls.has_relatives:
+            return False
+        now = self._norms()
+        return bool(now) and now != before
+
+    def _norms(self) -> tuple[float, ...]:
+        """The norm of each parameter; nothing where the host cannot see values."""
+        weight = self._weight()
+        if not self._is_whole() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return ()
+        with torch.no_grad():
+            norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in self.parameters()]
+            return tuple(torch.stack(norms).tolist())
 
     def _is_whole(self) -> bool:
         """Whether the parameters can be used here and now.

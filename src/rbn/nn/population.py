@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
+from rbn.nn.batch_forms import default_forward
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.processes import all_processes, as_many_on_all, average, of_all
 from rbn.nn.recent_calls import RecentCalls
@@ -129,10 +129,14 @@ def update_population_stats(
     Args:
         model: any module that contains batch-normalized recurrent layers. Without any, nothing is
             done.
-        batches: what `forward` takes. By default an input of the model, or a tuple or list whose
-            first element is one.
+        batches: what `forward` takes. By default each is an input of the model; a dict or other
+            mapping of arguments by name, such as a Hugging Face `BatchEncoding`, of which those
+            that the model does not take are dropped; or a tuple or list, whose first elements are
+            the inputs, as many as the model requires, and whose last may be a target. The first
+            element may be a mapping or tuple of inputs, as in ``({"input": x, "lengths": n}, y)``.
         forward: runs the model on one batch, e.g. ``lambda m, b: m(b.tokens, lengths=b.lengths)``.
-        device: where tensors are moved before the default `forward`.
+            Needed for ``(input, lengths, target)`` if the model's `lengths` is optional.
+        device: where the tensors of a batch, at any depth, are moved before the default `forward`.
         train_mode: True estimates under dropout, zoneout and noise as drawn in training, as
             `update_bn` does; False without them, as the model is evaluated. If the model is in
             training mode now, parts that are in `eval()`, frozen ones say, stay so, and their
@@ -157,7 +161,7 @@ def update_population_stats(
             "every batch-normalized layer is in eval() while the model is in training mode, and so "
             "frozen: call model.eval(), or train() of the layers, before"
         )
-    run = forward or _default_forward(device)
+    run = forward or default_forward(device)
     modes = {module: module.training for module in model.modules()}
     before = [(s.momentum, s.mean, s.var, s.count, s.notes()) for s in statistics]
     cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})
@@ -212,22 +216,6 @@ def update_population_stats(
         if any(module in statistics for module in layer.children()):
             layer.mark_fresh()
     return total
-
-
-def _default_forward(device: torch.device | str | None) -> Callable[[nn.Module, Any], object]:
-    def forward(model: nn.Module, batch: Any) -> object:
-        if isinstance(batch, (list, tuple)) and not isinstance(batch, PackedSequence):
-            if not batch:
-                raise ValueError("batches has an empty tuple or list in the place of a batch")
-            batch = batch[0]
-        if device is not None and not hasattr(batch, "to"):
-            raise TypeError(
-                f"a batch of type {type(batch).__name__} cannot be moved to a device: say how to "
-                "run the model on it by forward="
-            )
-        return model(batch if device is None else batch.to(device))
-
-    return forward
 
 
 def _tracked(batches: Iterable[Any]) -> Iterable[Any]:

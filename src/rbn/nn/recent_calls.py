@@ -91,6 +91,7 @@ class RecentCalls:
     Attributes:
         new_rows: sequences added since the last estimate.
         estimated_at: the weights of the last estimate.
+        norms: of the weights of the last estimate; empty if unknown.
     """
 
     def __init__(self, source: RecentCalls | None = None) -> None:
@@ -102,6 +103,7 @@ class RecentCalls:
         self._last_step = -1
         self.new_rows = 0
         self.estimated_at: Signature | None = None
+        self.norms: tuple[float, ...] = ()
 
     def __iter__(self) -> Iterator[list[Call]]:
         """The calls on the same sequences, oldest first; the source's where there are none."""
@@ -110,6 +112,11 @@ class RecentCalls:
 
     def __bool__(self) -> bool:
         return bool(self._kept) or bool(self._source and self._source._kept)
+
+    @property
+    def has_relatives(self) -> bool:
+        """Whether the module has a copy, or is one, with which someone may swap weights."""
+        return bool(self._copies) or self._source is not None
 
     def add(self, call: Call, rows: int, *, same_sequences: bool = False) -> None:
         """Keep one more call on so many sequences.
@@ -148,9 +155,9 @@ class RecentCalls:
         """Whether an estimate at these weights would be a new one."""
         return bool(self) and (self.new_rows > 0 or weights != self.estimated_at)
 
-    def mark_estimated(self, weights: Signature) -> None:
+    def mark_estimated(self, weights: Signature, norms: tuple[float, ...]) -> None:
         """The statistics are now those of these weights."""
-        self.estimated_at = weights
+        self.estimated_at, self.norms = weights, norms
         self._full = self.new_rows >= ROWS or self._held() >= BYTES // 2
         self.new_rows = 0
 

@@ -1,0 +1,113 @@
+"""Resizes a model's statistics to those of a checkpoint, for loaders that compare shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rbn.nn.statistics import PopulationStatistics
+
+Checkpoint = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def match_statistics(model: nn.Module, checkpoint: Checkpoint) -> int:
+    """Give the population statistics of a model as many time steps as those of a checkpoint.
+
+    Statistics have one row for each time step seen in training, so that those of a new model have
+    none. `load_state_dict` takes any number. Loaders that compare shapes do not, such as
+    Accelerate's `load_checkpoint_and_dispatch`: call this before them. It reads the shapes alone;
+    the statistics have no estimates until the checkpoint is loaded. Statistics that have as many
+    rows as the checkpoint's, those with `max_length`, and those that are not in the checkpoint are
+    left as they are.
+
+    Args:
+        model: any module, on any device, `meta` too.
+        checkpoint: a state dict; a ``.safetensors`` file or one of `torch.save`; the ``.json``
+            index of a sharded checkpoint; or a folder with one of these, as `save_pretrained` and
+            `Accelerator.save_model` write.
+
+    Returns:
+        How many statistics changed their size.
+    """
+    rows = {
+        name.removesuffix(".mean"): shape[0]
+        for name, shape in _shapes(checkpoint).items()
+        if name.endswith(".mean") and len(shape) == 2
+    }
+    changed = 0
+    for name, statistics in model.named_modules():
+        if not isinstance(statistics, PopulationStatistics) or statistics.max_length is not None:
+            continue
+        wanted = rows.get(name)
+        if wanted is None:  # wrappers and heads put names before it, on either side
+            found = {
+                size
+                for other, size in rows.items()
+                if other.endswith(f".{name}") or name.endswith(f".{other}")
+            }
+            wanted = found.pop() if len(found) == 1 else None
+        if wanted is not None and wanted != len(statistics.count):
+            with torch.inference_mode(False):
+                statistics.mean = statistics.mean.new_zeros(wanted, statistics.features)
+                statistics.var = statistics.var.new_zeros(wanted, statistics.features)
+                statistics.count = statistics.count.new_zeros(wanted)
+            changed += 1
+    return changed
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a checkpoint, by name."""
+    if isinstance(checkpoint, Mapping):
+        return {name: _shape(value) for name, value in checkpoint.items() if _shape(value)}
+    path = Path(checkpoint)
+    if path.is_dir():
+        path = _file_in(path)
+    elif not path.is_file():
+        raise FileNotFoundError(f"checkpoint: no such file or folder: {path}")
+    if path.name.endswith(".json"):
+        shards = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+        return {k: v for shard in sorted(shards) for k, v in _shapes(path.parent / shard).items()}
+    if path.suffix == ".safetensors":
+        return _safetensors_shapes(path)
+    return _shapes(torch.load(path, map_location="meta", weights_only=True))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Of a tensor, or of a slice of a safetensors file."""
+    if hasattr(value, "get_shape"):
+        return tuple(value.get_shape())
+    return tuple(getattr(value, "shape", ()))
+
+
+def _file_in(folder: Path) -> Path:
+    for pattern in (
+        "*.safetensors.index.json",
+        "*.safetensors",
+        "*.bin.index.json",
+        "*.bin",
+        "*.pt",
+        "*.pth",
+    ):
+        found = sorted(folder.glob(pattern))
+        if len(found) > 1:
+            raise ValueError(
+                f"checkpoint: {folder} has several files {pattern}: name the one that is loaded"
+            )
+        if found:
+            return found[0]
+    raise FileNotFoundError(f"checkpoint: no .safetensors, .bin, .pt or .pth file in {folder}")
+
+
+def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """From the header of the file, a JSON object behind its length in 8 bytes."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}

@@ -11,6 +11,8 @@ from torch import Tensor
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, States
+from rbn.nn.streaming import step_rows
+from rbn.ops import steps
 
 
 class _BatchNormLSTM(BatchNormalized):
@@ -228,3 +230,19 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell):
             refresh_stats,
         )
         self._build(device, dtype)
+
+    def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        rows = step_rows(self, step, x)
+        if rows is None:
+            return None
+        return steps.lstm(
+            x,
+            self._own("weight_ih"),
+            self._own("weight_hh"),
+            *(self._parameter(n) for n in ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")),
+            *states,
+            rows,
+            self.eps,
+            self.zoneout,
+            "pass_normalized_cell" in self.ablations,
+        )

@@ -11,6 +11,8 @@ from torch import Tensor
 from rbn.nn import checks
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.recurrence import Cell, Layers, States
+from rbn.nn.streaming import step_rows
+from rbn.ops import steps
 from rbn.ops.types import Nonlinearity
 
 
@@ -177,3 +179,22 @@ class BatchNormRNNCell(_BatchNormRNN, Cell):
             refresh_stats,
         )
         self._build(device, dtype)
+
+    def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        rows = step_rows(self, step, x)
+        if rows is None:
+            return None
+        h = steps.bn_rnn(
+            x,
+            self._own("weight_ih"),
+            self._own("weight_hh"),
+            self._parameter("bias"),
+            self._own("gamma_x"),
+            self._own("gamma_h"),
+            states[0],
+            self.nonlinearity,
+            rows,
+            self.eps,
+            self.zoneout,
+        )
+        return (h,)

@@ -10,6 +10,7 @@ from torch import Tensor
 from rbn.nn import checks, init
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
+from rbn.ops import steps
 
 
 class _LayerNormLSTM(Recurrence):
@@ -148,3 +149,15 @@ class LayerNormLSTMCell(_LayerNormLSTM, Cell):
         )
         self._set_normalization(gamma, eps)
         self._build(device, dtype)
+
+    def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        return steps.ln_lstm(
+            x,
+            self._own("weight_ih"),
+            self._own("weight_hh"),
+            self._parameter("bias"),
+            *(self._own(name) for name in ("gamma_x", "gamma_h", "gamma_c", "beta_c")),
+            *states,
+            self.eps,
+            self.zoneout,
+        )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rbn.nn.checks import boolean
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
+from rbn.ops import steps
 
 
 class _LSTM(Recurrence):
@@ -158,3 +159,17 @@ class LSTMCell(_LSTM, Cell):
         )
         self.cell_bias = boolean("cell_bias", cell_bias)
         self._build(device, dtype)
+
+    def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        return steps.lstm(
+            x,
+            self._own("weight_ih"),
+            self._own("weight_hh"),
+            self._parameter("bias"),
+            None,
+            None,
+            None,
+            self._parameter("beta_c"),
+            *states,
+            zoneout=self.zoneout,
+        )

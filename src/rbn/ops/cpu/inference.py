@@ -1,0 +1,95 @@
+"""Inference of the LSTM by the compiled kernel: no buffers for a backward pass, no copies of weights.
+
+Covers float32 on the CPU. A call over several steps of one sequence is a single call of the kernel;
+for larger minibatches PyTorch multiplies by W_h and the kernel does the rest of each step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rbn.ops.cpu import compiled_lstm
+
+_PER_THREAD = 1 << 17  # multiplications of a step that are worth another thread
+# The struct Inference of kernel.c. As bytes: ctypes.Structure takes three times as long to fill.
+_STRUCT = struct.Struct("=10q3d20Q")
+
+
+@functools.lru_cache(maxsize=1)
+def load() -> Any | None:
+    """The compiled function, or None where there is none (see `compiled_lstm.load`)."""
+    library = compiled_lstm.load()
+    if library is None or library.rbn_inference_size() != _STRUCT.size:
+        return None
+    function = library.rbn_lstm_inference
+    function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = None
+    return function
+
+
+class Row(NamedTuple):
+    """One row of a term's population statistics, ``mean[row]`` and ``var[row]``."""
+
+    mean: Tensor  # [S, F]
+    var: Tensor  # [S, F]
+    row: int
+
+
+def step(
+    x: Tensor,
+    weight_ih: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    gamma_x: Tensor | None,
+    gamma_h: Tensor | None,
+    gamma_c: Tensor | None,
+    beta_c: Tensor | None,
+    h: Tensor,
+    c: Tensor,
+    statistics: Sequence[Row | None],
+    eps: float,
+    zoneout: tuple[float, ...],
+    pass_normalized_cell: bool,
+) -> tuple[Tensor, Tensor]:
+    """One step of one sequence, plain or batch-normalized: the new h and c, ``[1, H]`` each.
+
+    x ``[1, I]``, h and c ``[1, H]``; parameters as in `rbn.ops.bn_lstm`; the statistics of the
+    terms x, h and c. All are float32 on the CPU.
+    """
+    function: Any = load()
+    hidden, inputs = weight_hh.shape[1], weight_ih.shape[1]
+    new_h, new_c, terms = torch.empty(1, hidden), torch.empty(1, hidden), torch.empty(8 * hidden)
+    # All stay referenced, copies too, until the call returns.
+    tensors = [
+        tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+        for tensor in (x, weight_ih, weight_hh, gamma_x, gamma_h, bias, gamma_c, beta_c, h, c)
+    ]
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    moments: list[int] = []
+    for found in statistics:
+        if found is None:
+            moments += (0, 0)
+        else:
+            mean, var, row = found
+            offset = 4 * row * mean.shape[1]
+            moments += (mean.data_ptr() + offset, var.data_ptr() + offset)
+    wx = terms.data_ptr()
+    arguments = _STRUCT.pack(
+        *(hidden, inputs, 1, 0, gamma_h is not None and gamma_x is None, pass_normalized_cell),
+        *(1, 1, 1, 1, eps, zoneout[0], zoneout[1]),
+        *(*addresses[:3], wx, wx + 16 * hidden, *addresses[3:8], *moments, *addresses[8:]),
+        *(new_h.data_ptr(), new_c.data_ptr()),
+    )
+    function(arguments, 1, _threads(4 * hidden * (hidden + inputs)))
+    return new_h, new_c
+
+
+def _threads(work: int) -> int:
+    return max(1, min(torch.get_num_threads(), work // _PER_THREAD))

@@ -35,6 +35,19 @@ def supported(x: Tensor) -> bool:
     )
 
 
+def kernel_covers(weight: Tensor, *tensors: Tensor) -> bool:
+    """Whether the compiled kernel may run with this weight and these inputs, without a gradient."""
+    return (
+        weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and supported(weight)
+        and not torch.is_autocast_enabled("cpu")
+        and not any(is_traced(tensor) for tensor in tensors)
+        and not (torch.is_grad_enabled() and _any_requires_grad(tensors))
+        and inference.load() is not None
+    )
+
+
 def lstm(
     x: Tensor,
     weight_ih: Tensor,

@@ -91,5 +91,68 @@ def step(
     return new_h, new_c
 
 
+def sequence(
+    wx: Tensor,
+    weight_hh: Tensor,
+    scale_x: Tensor | None,
+    scale_h: Tensor | None,
+    shift: Tensor,
+    scale_c: Tensor | None,
+    shift_c: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    *,
+    start: int,
+    joint: bool,
+    zoneout: tuple[float, ...],
+    pass_normalized_cell: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """An LSTM with folded normalization: see `rbn.nn.folded.FoldedLSTM` for the equations.
+
+    Args:
+        wx: input term W_x x_t, ``[T, B, 4H]``.
+        weight_hh: W_h, ``[4H, H]``.
+        scale_x, scale_h, shift: ``[S, 4H]``, S of each; the last row serves every step beyond.
+        scale_c, shift_c: ``[S, H]``, both with the same S.
+        h0, c0: ``[B, H]``.
+        start: the time step of ``wx[0]``.
+        joint: scale_h is that of the sum of both terms.
+        zoneout: the rates (cell, hidden).
+        pass_normalized_cell: the next step continues from the scaled and shifted cell.
+
+    Returns:
+        The output ``[T, B, H]``, h_n and c_n ``[B, H]``. All tensors are float32 on the CPU.
+    """
+    function: Any = load()
+    (steps, batch, gates), hidden = wx.shape, weight_hh.shape[1]
+    wx, weight_hh, h, c = (tensor.contiguous() for tensor in (wx, weight_hh, h0, c0))
+    output, c_n = wx.new_empty(steps, batch, hidden), torch.empty_like(c)
+    wh = wx.new_empty(batch, gates)
+    tables = [None if t is None else t.contiguous() for t in (scale_x, scale_h, shift, scale_c, shift_c)]
+    rows = [0 if t is None else t.shape[0] for t in (*tables[:3], tables[4])]
+    addresses = [0 if t is None else t.data_ptr() for t in tables]
+
+    def run(t: int, steps: int, weight: int, h: Tensor, c: Tensor) -> None:
+        arguments = _STRUCT.pack(
+            *(hidden, 0, batch, start + t, joint, pass_normalized_cell, *rows, 0.0, *zoneout),
+            *(0, 0, weight, wx.data_ptr() + 4 * t * batch * gates, wh.data_ptr(), *addresses),
+            *(0, 0, 0, 0, 0, 0, h.data_ptr(), c.data_ptr()),
+            *(output.data_ptr() + 4 * t * batch * hidden, c_n.data_ptr()),
+        )
+        function(arguments, steps, threads)
+
+    if batch == 1:
+        threads = _threads(gates * hidden)
+        run(0, steps, weight_hh.data_ptr(), h, c)
+    else:
+        threads = torch.get_num_threads() if batch * hidden >= compiled_lstm.SMALL else 1
+        transposed = weight_hh.t()
+        for t, new_h in enumerate(output.unbind()):
+            torch.mm(h, transposed, out=wh)
+            run(t, 1, 0, h, c)
+            h, c = new_h, c_n
+    return output, output[-1].clone(), c_n
+
+
 def _threads(work: int) -> int:
     return max(1, min(torch.get_num_threads(), work // _PER_THREAD))

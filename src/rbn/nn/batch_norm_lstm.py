@@ -13,6 +13,7 @@ from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, States
 from rbn.nn.streaming import step_rows
 from rbn.ops import steps
+from rbn.ops.cpu.inference import Weights
 
 
 class _BatchNormLSTM(BatchNormalized):
@@ -235,14 +236,17 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell):
         rows = step_rows(self, step, x)
         if rows is None:
             return None
+        weights: list[Any] = [self._parameter(name) for name in Weights._fields]
         return steps.lstm(
             x,
-            self._own("weight_ih"),
-            self._own("weight_hh"),
-            *(self._parameter(n) for n in ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")),
-            *states,
+            Weights(*weights),
+            states[0],
+            states[1],
             rows,
             self.eps,
             self.zoneout,
             "pass_normalized_cell" in self.ablations,
         )
+
+
+BatchNormLSTM.cell_class = BatchNormLSTMCell

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rbn.nn import checks
 from rbn.nn.batch_normalized import BatchNormalized
-from rbn.nn.recurrence import Cell, Layers, States
+from rbn.nn.convert import CellLayers
+from rbn.nn.recurrence import Cell, States
 from rbn.nn.streaming import step_rows
 from rbn.ops import steps
 from rbn.ops.types import Nonlinearity
@@ -50,7 +51,7 @@ class _BatchNormRNN(BatchNormalized):
         }
 
 
-class BatchNormRNN(_BatchNormRNN, Layers):
+class BatchNormRNN(_BatchNormRNN, CellLayers):
     r"""A batch-normalized simple RNN (equation 1), called like `torch.nn.RNN`.
 
     .. math::
@@ -198,3 +199,6 @@ class BatchNormRNNCell(_BatchNormRNN, Cell):
             self.zoneout,
         )
         return (h,)
+
+
+BatchNormRNN.cell_class = BatchNormRNNCell

@@ -92,7 +92,7 @@ class FoldedLSTM(Layers):
     def _add_parameters(self, suffix: str, input_size: int, factory: dict[str, Any]) -> None:
         hidden, gates = self.hidden_size, 4 * self.hidden_size
         weight = torch.zeros(gates, input_size, **factory)
-        exact = {"device": weight.device, "dtype": compute_dtype(weight.dtype)}
+        exact: dict[str, Any] = {"device": weight.device, "dtype": compute_dtype(weight.dtype)}
         self.register_buffer(f"weight_ih{suffix}", weight)
         self.register_buffer(f"weight_hh{suffix}", torch.zeros(gates, hidden, **factory))
         for name in _OPTIONAL:
@@ -158,10 +158,11 @@ class FoldedLSTM(Layers):
     def _call(
         self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
     ) -> dict[str, Any]:
-        tables = self._tables(suffix)
-        scale_x, scale_h, shift, scale_c, shift_c = (
-            None if table is None else table[min(start, table.shape[0] - 1) :] for table in tables
-        )
+        tables: list[Any] = [
+            None if table is None else table[min(start, table.shape[0] - 1) :]
+            for table in self._tables(suffix)
+        ]
+        scale_x, scale_h, shift, scale_c, shift_c = tables
         if "joint_terms" in self.ablations:
             bias, of_h = _as_batch_norm(shift, scale_h)
             of_x = _NOTHING
@@ -171,6 +172,7 @@ class FoldedLSTM(Layers):
             beta_c, of_c = shift_c[0], _NOTHING
         else:
             beta_c, of_c = _as_batch_norm(shift_c, scale_c)
+        moments: list[Any] = [*of_x[1:], *of_h[1:], *of_c[1:]]
         return {
             "wx": wx,
             "weight_hh": self._recurrent_weight(suffix, wx.dtype),
@@ -182,7 +184,7 @@ class FoldedLSTM(Layers):
             "h0": states[0],
             "c0": states[1],
             "lengths": lengths,
-            "population": Statistics(*of_x[1:], *of_h[1:], *of_c[1:]),
+            "population": Statistics(*moments),
             "eps": 0.0,
             "input_stats": "step",
             "padding": "exclude",
@@ -229,7 +231,7 @@ class FoldedLSTM(Layers):
         return self
 
 
-_NOTHING = (None, None, None)
+_NOTHING: tuple[Any, Any, Any] = (None, None, None)
 
 
 def _as_batch_norm(shift: Tensor, *scales: Tensor | None) -> tuple[Any, ...]:

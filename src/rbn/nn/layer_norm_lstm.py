@@ -11,6 +11,7 @@ from rbn.nn import checks, init
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
 from rbn.ops import steps
+from rbn.ops.cpu.inference import Weights
 
 
 class _LayerNormLSTM(Recurrence):
@@ -151,13 +152,15 @@ class LayerNormLSTMCell(_LayerNormLSTM, Cell):
         self._build(device, dtype)
 
     def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        weights: list[Any] = [self._parameter(name) for name in Weights._fields]
         return steps.ln_lstm(
             x,
-            self._own("weight_ih"),
-            self._own("weight_hh"),
-            self._parameter("bias"),
-            *(self._own(name) for name in ("gamma_x", "gamma_h", "gamma_c", "beta_c")),
-            *states,
+            Weights(*weights),
+            states[0],
+            states[1],
             self.eps,
             self.zoneout,
         )
+
+
+LayerNormLSTM.cell_class = LayerNormLSTMCell

@@ -2,9 +2,8 @@
 
 The recurrences of `rbn.ops` prepare a call for many steps; for one step that takes longer than the
 step. These functions normalize with population statistics or none, run on the CPU and on CUDA, and
-are differentiable any number of times. With a batch of one, float32 on the CPU and no gradient, an
-LSTM's step is a single call of the compiled kernel. Statistics that a backward pass will need must not
-change until then.
+are differentiable any number of times. With a batch of one in float32 on the CPU, an LSTM's step
+is a single call of the compiled kernel. Statistics must not change before the backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from rbn.ops import dispatch
 from rbn.ops.cpu import inference
-from rbn.ops.cpu.inference import Row
+from rbn.ops.cpu.inference import Row, Weights
 from rbn.ops.custom import is_traced
 from rbn.ops.types import Nonlinearity
 
@@ -50,13 +49,7 @@ def kernel_covers(weight: Tensor, *tensors: Tensor) -> bool:
 
 def lstm(
     x: Tensor,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None,
-    gamma_x: Tensor | None,
-    gamma_h: Tensor | None,
-    gamma_c: Tensor | None,
-    beta_c: Tensor | None,
+    weights: Weights,
     h: Tensor,
     c: Tensor,
     rows: Rows = (None, None, None),
@@ -68,9 +61,7 @@ def lstm(
 
     Args:
         x: ``[B, I]``.
-        weight_ih: W_x, ``[4H, I]``.
-        weight_hh: W_h, ``[4H, H]``.
-        bias, gamma_x, gamma_h, gamma_c, beta_c: as in `rbn.ops.bn_lstm`.
+        weights: the parameters, as in `rbn.ops.bn_lstm`.
         h: the previous hidden state, ``[B, H]``.
         c: the previous cell, ``[B, H]``.
         rows: the population statistics of this step.
@@ -81,25 +72,17 @@ def lstm(
     Returns:
         The new h and c, ``[B, H]`` each.
     """
-    tensors = (x, weight_ih, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c, h, c)
+    tensors = (x, *weights, h, c)
     options = (rows, eps, zoneout, pass_normalized_cell)
     if torch.is_grad_enabled() and _any_requires_grad(tensors):
         found: tuple[Tensor, Tensor] = _apply(options, *tensors)  # type: ignore[no-untyped-call]
         return found
-    if _kernel_takes(x):
-        return inference.step(*tensors, *options)
-    return _lstm(*tensors, *options)
+    return (inference.step if _kernel_takes(x) else _lstm)(x, weights, h, c, *options)
 
 
 def _lstm(
     x: Tensor,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None,
-    gamma_x: Tensor | None,
-    gamma_h: Tensor | None,
-    gamma_c: Tensor | None,
-    beta_c: Tensor | None,
+    weights: Weights,
     h: Tensor,
     c: Tensor,
     rows: Rows,
@@ -108,6 +91,7 @@ def _lstm(
     pass_normalized_cell: bool,
 ) -> tuple[Tensor, Tensor]:
     """`lstm` from PyTorch's operators."""
+    weight_ih, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c = weights
     of_x, of_h, of_c = rows
     wx, wh = F.linear(x, weight_ih), F.linear(h, weight_hh)
     if gamma_h is None:
@@ -135,18 +119,19 @@ class _LSTMStep(torch.autograd.Function):
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, Tensor]:
         ctx.options = options
         ctx.save_for_backward(*tensors)
-        if _kernel_takes(tensors[0]):
-            return inference.step(*tensors, *options)
-        return _lstm(*tensors, *options)
+        x, *weights, h, c = tensors
+        run = inference.step if _kernel_takes(x) else _lstm
+        return run(x, Weights(*weights), h, c, *options)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
             # Views, so that a tensor which is given twice gets the gradient of each use.
-            tensors = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
+            tensors: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
             wanted = [t for t in tensors if t is not None and t.requires_grad]
-            outputs = _lstm(*tensors, *ctx.options)
+            x, *weights, h, c = tensors
+            outputs = _lstm(x, Weights(*weights), h, c, *ctx.options)
             found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=create_graph))
         return None, *(next(found) if t is not None and t.requires_grad else None for t in tensors)
 
@@ -156,20 +141,10 @@ _apply = super(torch.autograd.Function, _LSTMStep).apply
 
 
 def ln_lstm(
-    x: Tensor,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None,
-    gamma_x: Tensor,
-    gamma_h: Tensor,
-    gamma_c: Tensor,
-    beta_c: Tensor,
-    h: Tensor,
-    c: Tensor,
-    eps: float,
-    zoneout: tuple[float, ...],
+    x: Tensor, weights: Weights, h: Tensor, c: Tensor, eps: float, zoneout: tuple[float, ...]
 ) -> tuple[Tensor, Tensor]:
     """One step of the layer-normalized LSTM; arguments and results as in `lstm`."""
+    weight_ih, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c = weights
     hidden = (weight_hh.shape[1],)
     features = (weight_hh.shape[0],)
     wx = F.layer_norm(F.linear(x, weight_ih), features, gamma_x, bias, eps)

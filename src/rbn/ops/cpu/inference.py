@@ -1,4 +1,4 @@
-"""Inference of the LSTM by the compiled kernel: no buffers for a backward pass, no copies of weights.
+"""Inference of the LSTM by the compiled kernel, which keeps nothing for a backward pass.
 
 Covers float32 on the CPU. A call over several steps of one sequence is a single call of the kernel;
 for larger minibatches PyTorch multiplies by W_h and the kernel does the rest of each step.
@@ -42,15 +42,21 @@ class Row(NamedTuple):
     row: int
 
 
+class Weights(NamedTuple):
+    """The parameters of one layer of an LSTM, as in `rbn.ops.bn_lstm`; absent ones are None."""
+
+    weight_ih: Tensor  # [4H, I]
+    weight_hh: Tensor  # [4H, H]
+    bias: Tensor | None  # [4H]
+    gamma_x: Tensor | None  # [4H]
+    gamma_h: Tensor | None  # [4H]
+    gamma_c: Tensor | None  # [H]
+    beta_c: Tensor | None  # [H]
+
+
 def step(
     x: Tensor,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None,
-    gamma_x: Tensor | None,
-    gamma_h: Tensor | None,
-    gamma_c: Tensor | None,
-    beta_c: Tensor | None,
+    weights: Weights,
     h: Tensor,
     c: Tensor,
     statistics: Sequence[Row | None],
@@ -60,10 +66,11 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """One step of one sequence, plain or batch-normalized: the new h and c, ``[1, H]`` each.
 
-    x ``[1, I]``, h and c ``[1, H]``; parameters as in `rbn.ops.bn_lstm`; the statistics of the
-    terms x, h and c. All are float32 on the CPU.
+    x ``[1, I]``, h and c ``[1, H]``, the statistics of the terms x, h and c. All tensors are
+    float32 on the CPU.
     """
     function: Any = load()
+    weight_ih, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c = weights
     hidden, inputs = weight_hh.shape[1], weight_ih.shape[1]
     new_h, new_c, terms = torch.empty(1, hidden), torch.empty(1, hidden), torch.empty(8 * hidden)
     # All stay referenced, copies too, until the call returns.
@@ -112,9 +119,13 @@ def sequence(
     Args:
         wx: input term W_x x_t, ``[T, B, 4H]``.
         weight_hh: W_h, ``[4H, H]``.
-        scale_x, scale_h, shift: ``[S, 4H]``, S of each; the last row serves every step beyond.
-        scale_c, shift_c: ``[S, H]``, both with the same S.
-        h0, c0: ``[B, H]``.
+        scale_x: ``[S, 4H]``; the last row serves every step beyond, here and below.
+        scale_h: ``[S, 4H]``, with its own S.
+        shift: ``[S, 4H]``, with its own S.
+        scale_c: ``[S, H]``.
+        shift_c: ``[S, H]``, as many rows as scale_c.
+        h0: ``[B, H]``.
+        c0: ``[B, H]``.
         start: the time step of ``wx[0]``.
         joint: scale_h is that of the sum of both terms.
         zoneout: the rates (cell, hidden).
@@ -128,7 +139,9 @@ def sequence(
     wx, weight_hh, h, c = (tensor.contiguous() for tensor in (wx, weight_hh, h0, c0))
     output, c_n = wx.new_empty(steps, batch, hidden), torch.empty_like(c)
     wh = wx.new_empty(batch, gates)
-    tables = [None if t is None else t.contiguous() for t in (scale_x, scale_h, shift, scale_c, shift_c)]
+    tables = [
+        None if t is None else t.contiguous() for t in (scale_x, scale_h, shift, scale_c, shift_c)
+    ]
     rows = [0 if t is None else t.shape[0] for t in (*tables[:3], tables[4])]
     addresses = [0 if t is None else t.data_ptr() for t in tables]
 

@@ -45,7 +45,7 @@ def compare(layer, folded, x, **arguments):
     """The folded layer is as close to the equations in float64 as the layer itself is.
 
     Rounding errors differ, and where a variance is 0 they are scaled by up to 0.3 / sqrt(eps), so
-    that the layer's own error is the measure: 8 times it, and 1e-5 (float64: 1e-11) where that is small.
+    that the layer's own error is the measure: 8 times it, plus 1e-5 (float64: 1e-11).
     """
     double = copy.deepcopy(layer).double()
     given = dict(arguments)

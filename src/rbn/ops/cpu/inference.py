@@ -160,6 +160,8 @@ def sequence(
     else:
         threads = torch.get_num_threads() if batch * hidden >= compiled_lstm.SMALL else 1
         transposed = weight_hh.t()
+        if steps >= 16:  # products with a copy are faster by more than it costs
+            transposed = transposed.contiguous()
         for t, new_h in enumerate(output.unbind()):
             torch.mm(h, transposed, out=wh)
             run(t, 1, 0, h, c)

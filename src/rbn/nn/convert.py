@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
+from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.recurrence import Cell, Layers, Recurrence
 from rbn.nn.statistics import PopulationStatistics
 
@@ -120,6 +121,8 @@ def _copy(source: Recurrence, of_source: str, target: Recurrence, of_target: str
             if parameter is not None and name.endswith(of_target):
                 given = source._own(name.removesuffix(of_target) + of_source)
                 parameter.copy_(given).requires_grad_(given.requires_grad)
+    if isinstance(source, BatchNormalized):
+        source.refresh()
     for name, module in target._modules.items():
         if isinstance(module, PopulationStatistics) and name.endswith(of_target):
             of_same = source.get_submodule(name.removesuffix(of_target) + of_source)

@@ -282,6 +282,7 @@ def fold(module: nn.Module) -> nn.Module:
     if not layers:
         raise ValueError(f"module must have a BatchNormLSTM to fold, got {type(module).__name__}")
     for layer in layers.values():
+        layer.refresh()
         if not all(statistics.find_estimates() for statistics in layer._all_statistics()):
             raise RuntimeError(
                 f"{type(layer).__name__} has no population statistics to fold: train it, or call "

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from rbn.nn.recent_calls import version
 from rbn.nn.statistics import PopulationStatistics
 from rbn.ops.cpu.inference import Row
 
@@ -37,18 +38,37 @@ def step_rows(cell: BatchNormalized, step: int, x: Tensor) -> list[Row | None] |
 
     Returns:
         For each of ``cell.terms`` its row, None if it is not normalized. None instead of the list
-        where the cell uses statistics of the minibatch, or has them in another dtype than x.
+        where the cell uses statistics of the minibatch, has none, or in another dtype than x.
     """
     terms = _cache.get(cell)
-    if terms is None or not all(term is None or _is_current(term) for term in terms):
+    if (
+        terms is None
+        or not all(term is None or _is_current(term) for term in terms)
+        or (cell.recent_calls and cell.recent_calls.is_stale(cell._signature()))
+    ):
         _cache.pop(cell, None)
-        cell._check_ready(x.shape[0])
-        found = [cell._modules.get(f"stats_{name}") for name in cell.terms]
-        terms = [_term(s) if isinstance(s, PopulationStatistics) else None for s in found]
-        if not all(term is None or _usable(term, x) for term in terms):
+        terms = _terms(cell, x.dtype)
+        if terms is None:
             return None
         _cache[cell] = terms
     return [None if term is None else _row(term, step) for term in terms]
+
+
+def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | None:
+    """Refreshed statistics of the cell's terms; None where `step_rows` has nothing to return."""
+    every = cell._all_statistics()
+    if any(statistics.uses_batch for statistics in every):
+        return None
+    cell.refresh()
+    cell.recent_calls.release()
+    if not all(statistics.find_estimates() for statistics in every):
+        return None
+    found = [cell._modules.get(f"stats_{name}") for name in cell.terms]
+    terms = [_term(s) if isinstance(s, PopulationStatistics) else None for s in found]
+    for term in terms:  # without versions nothing can be kept in mind
+        if term is not None and (-1 in term.versions or term.buffers[0].dtype != dtype):
+            return None
+    return terms
 
 
 def _is_current(term: _Term) -> bool:
@@ -69,14 +89,8 @@ def _term(statistics: PopulationStatistics) -> _Term:
     buffers = (statistics.mean, statistics.var, statistics.count)
     contiguous = buffers[0].is_contiguous() and buffers[1].is_contiguous()
     seen = statistics.surely_seen if contiguous and not statistics.shared else 0
-    mean, var, count = (-1 if buffer.is_inference() else buffer._version for buffer in buffers)
+    mean, var, count = (version(buffer) for buffer in buffers)
     return _Term(statistics, buffers, (mean, var, count), seen, {}, [])
-
-
-def _usable(term: _Term, x: Tensor) -> bool:
-    """Whether statistics can be kept in mind: they have versions, and the type of x."""
-    batch, mean = term.statistics.uses_batch, term.buffers[0]
-    return not batch and -1 not in term.versions and mean.dtype == x.dtype
 
 
 def _row(term: _Term, step: int) -> Row:

@@ -63,6 +63,19 @@ def test_the_small_sweep(tmp_path, monkeypatch):
             assert files.read(each).trials == int(trials)
 
 
+def test_streaming_and_folding():
+    torch.manual_seed(0)
+    names = {}
+    for example in code_of("streaming.md"):
+        exec(compile(example, "streaming.md", "exec"), names)
+    assert names["difference"] < 1e-5
+    assert names["size"]["served"] < names["size"]["trained"]
+    x, layer = names["sequence"], names["layer"]
+    wanted = layer(x)[0]
+    for module in (names["same"], names["served"], names["loaded"], names["program"].module()):
+        torch.testing.assert_close(module(x)[0], wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_leads_somewhere(page):
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):

@@ -92,3 +92,61 @@ def test_the_wrong_device_is_named():
         rbn.BatchNormLSTM(3, 4)(torch.randn(6, 5, 3, device="cuda"))
     with pytest.raises(RuntimeError, match="but the input is on cuda"), rbn.backend("cpu"):
         rbn.BatchNormLSTM(3, 4).cuda()(torch.randn(6, 5, 3, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("cell_class", "options"),
+    [
+        (rbn.LSTMCell, {}),
+        (rbn.LayerNormLSTMCell, {}),
+        (rbn.BatchNormRNNCell, {"nonlinearity": "relu"}),
+        (rbn.BatchNormLSTMCell, {"zoneout": (0.1, 0.2)}),
+        (rbn.BatchNormLSTMCell, {"ablations": ("joint_terms", "pass_normalized_cell")}),
+        (rbn.BatchNormLSTMCell, {"ablations": ("raw_output", "shared_stats"), "bias": False}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_single_steps_are_those_of_the_cpu(cell_class, options, batch):
+    torch.manual_seed(0)
+    cell = cell_class(5, 7, dtype=torch.float64, **options)
+    for step in range(4):
+        cell(torch.randn(6, 5, dtype=torch.float64), None, step)
+    cell.eval()
+    twin = copy.deepcopy(cell).cuda()
+    x = torch.randn(batch, 5, dtype=torch.float64)
+    for mode in (torch.no_grad, torch.enable_grad):
+        wanted = found = None
+        with mode():
+            for step in (0, 1, 3, 8):
+                wanted = cell(x, wanted, step)
+                found = twin(x.cuda(), found, step)
+        pairs = zip(wanted, found, strict=True) if isinstance(wanted, tuple) else [(wanted, found)]
+        for one, other in pairs:
+            torch.testing.assert_close(other.cpu(), one, rtol=1e-9, atol=1e-11)
+    for states in (wanted, found):
+        (states[0] if isinstance(states, tuple) else states).square().sum().backward()
+    for name, parameter in cell.named_parameters():
+        if parameter.grad is not None:
+            grad = twin.get_parameter(name).grad.cpu()
+            torch.testing.assert_close(grad, parameter.grad, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("ablations", [(), ("shared_stats",), ("joint_terms",), ("raw_output",)])
+@pytest.mark.parametrize("batch", [1, 9])
+def test_a_folded_layer_is_the_layer(ablations, batch):
+    torch.manual_seed(0)
+    layer = rbn.BatchNormLSTM(5, 16, 2, bidirectional=True, ablations=ablations, device="cuda")
+    layer(torch.randn(6, 20, 5, device="cuda"))
+    folded = rbn.fold(layer.eval())
+    x = torch.randn(9, batch, 5, device="cuda")
+    lengths = torch.randint(1, 10, (batch,))
+    with torch.no_grad():
+        for given in (None, lengths):
+            # Products may be in tf32, of 10 bits, and scales reach 0.1 / sqrt(eps) = 32.
+            wanted, found = layer(x, lengths=given)[0], folded(x, lengths=given)[0]
+            torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+        double = copy.deepcopy(layer).double()
+        found = rbn.fold(double)(x.double(), lengths=lengths)[0]
+        wanted = double(x.double(), lengths=lengths)[0]
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)

@@ -3,6 +3,7 @@
 from rbn.nn import init
 from rbn.nn.batch_norm_lstm import BatchNormLSTM, BatchNormLSTMCell
 from rbn.nn.batch_norm_rnn import BatchNormRNN, BatchNormRNNCell
+from rbn.nn.folded import FoldedLSTM, fold
 from rbn.nn.layer_norm_lstm import LayerNormLSTM, LayerNormLSTMCell
 from rbn.nn.lstm import LSTM, LSTMCell
 from rbn.nn.match import match_statistics
@@ -21,12 +22,14 @@ __all__ = [
     "BatchNormLSTMCell",
     "BatchNormRNN",
     "BatchNormRNNCell",
+    "FoldedLSTM",
     "LSTMCell",
     "LayerNormLSTM",
     "LayerNormLSTMCell",
     "PopulationStatistics",
     "average_population_stats",
     "batch_statistics",
+    "fold",
     "init",
     "kept_statistics",
     "match_statistics",

@@ -11,6 +11,9 @@ from torch import Tensor
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, States
+from rbn.nn.streaming import step_rows
+from rbn.ops import steps
+from rbn.ops.cpu.inference import Weights
 
 
 class _BatchNormLSTM(BatchNormalized):
@@ -228,3 +231,22 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell):
             refresh_stats,
         )
         self._build(device, dtype)
+
+    def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        rows = step_rows(self, step, x)
+        if rows is None:
+            return None
+        weights: list[Any] = [self._parameter(name) for name in Weights._fields]
+        return steps.lstm(
+            x,
+            Weights(*weights),
+            states[0],
+            states[1],
+            rows,
+            self.eps,
+            self.zoneout,
+            "pass_normalized_cell" in self.ablations,
+        )
+
+
+BatchNormLSTM.cell_class = BatchNormLSTMCell

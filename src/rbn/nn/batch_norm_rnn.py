@@ -10,7 +10,10 @@ from torch import Tensor
 
 from rbn.nn import checks
 from rbn.nn.batch_normalized import BatchNormalized
-from rbn.nn.recurrence import Cell, Layers, States
+from rbn.nn.convert import CellLayers
+from rbn.nn.recurrence import Cell, States
+from rbn.nn.streaming import step_rows
+from rbn.ops import steps
 from rbn.ops.types import Nonlinearity
 
 
@@ -48,7 +51,7 @@ class _BatchNormRNN(BatchNormalized):
         }
 
 
-class BatchNormRNN(_BatchNormRNN, Layers):
+class BatchNormRNN(_BatchNormRNN, CellLayers):
     r"""A batch-normalized simple RNN (equation 1), called like `torch.nn.RNN`.
 
     .. math::
@@ -177,3 +180,25 @@ class BatchNormRNNCell(_BatchNormRNN, Cell):
             refresh_stats,
         )
         self._build(device, dtype)
+
+    def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        rows = step_rows(self, step, x)
+        if rows is None:
+            return None
+        h = steps.bn_rnn(
+            x,
+            self._own("weight_ih"),
+            self._own("weight_hh"),
+            self._parameter("bias"),
+            self._own("gamma_x"),
+            self._own("gamma_h"),
+            states[0],
+            self.nonlinearity,
+            rows,
+            self.eps,
+            self.zoneout,
+        )
+        return (h,)
+
+
+BatchNormRNN.cell_class = BatchNormRNNCell

@@ -1,18 +1,135 @@
-"""Layers of this package from `torch.nn.LSTM`; the way back is `rbn.LSTM.to_lstm`."""
+"""Layers from cells and from `torch.nn.LSTM`, and back."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
-from rbn.nn.recurrence import Layers
+from rbn.nn.batch_normalized import BatchNormalized
+from rbn.nn.recurrence import Cell, Layers, Recurrence
+from rbn.nn.statistics import PopulationStatistics
 
+C = TypeVar("C", bound="CellLayers")
 T = TypeVar("T", bound="LSTMLayers")
 
 
-class LSTMLayers(Layers):
+class CellLayers(Layers):
+    """A stack with a cell for one step of each of its layers."""
+
+    cell_class: ClassVar[type[Cell]]
+
+    def to_cells(self) -> list[Any]:
+        """A cell for each layer and direction, in the order of torch's states: l0, l0_reverse, l1.
+
+        Each has copies of the parameters and the population statistics, and the options that cells
+        have. In `eval()` a loop over the cell computes what the layer does. Statistics of the input
+        term over the sequence (``input_stats="sequence"``) serve every step of the cell.
+        """
+        cells: list[Any] = []
+        for suffix, input_size in self._directions():
+            cell = self.cell_class(input_size, **_options(self, self.cell_class), **_factory(self))
+            _copy(self, suffix, cell, "")
+            cells.append(cell.train(self.training))
+        return cells
+
+    @classmethod
+    def from_cells(
+        cls: type[C],
+        cells: Sequence[Cell],
+        batch_first: bool = False,
+        bidirectional: bool = False,
+        **options: Any,
+    ) -> C:
+        """A new layer with copies of the cells' parameters and statistics: `to_cells` undone.
+
+        Args:
+            cells: one for each layer and direction, in the order of `to_cells`.
+            batch_first: input and output as ``[B, T, features]``.
+            bidirectional: every second cell runs backwards in time.
+            options: what only layers have, such as ``dropout``.
+        """
+        cells = list(cells)
+        directions = 2 if bidirectional else 1
+        if not cells or len(cells) % directions:
+            raise ValueError(
+                f"cells must have {directions} for each layer, got {len(cells)} in all"
+            )
+        for cell in cells:
+            if not isinstance(cell, cls.cell_class):
+                wanted = cls.cell_class.__name__
+                raise TypeError(f"cells must be of {wanted}, got a {type(cell).__name__}")
+        common = _options(cells[0], cls.cell_class)
+        for k, cell in enumerate(cells):
+            for name, value in _options(cell, cls.cell_class).items():
+                if value != common[name]:
+                    raise ValueError(
+                        f"cells must share their options, got {name}={common[name]!r} in cell 0 "
+                        f"and {value!r} in cell {k}"
+                    )
+        new = cls(
+            cells[0].input_size,
+            num_layers=len(cells) // directions,
+            batch_first=batch_first,
+            bidirectional=bidirectional,
+            **{**common, **options},
+            **_factory(cells[0]),
+        )
+        for k, (cell, (suffix, size)) in enumerate(zip(cells, new._directions(), strict=True)):
+            if cell.input_size != size:
+                raise ValueError(
+                    f"cells must follow each other: cell {k} must have input_size={size}, "
+                    f"got {cell.input_size}"
+                )
+            _copy(cell, "", new, suffix)
+        return new.train(cells[0].training)
+
+    def _directions(self) -> list[tuple[str, int]]:
+        """The suffix and the input size of each layer and direction."""
+        hidden = self.hidden_size * self.directions
+        return [
+            (suffix, self.input_size if layer == 0 else hidden)
+            for layer in range(self.num_layers)
+            for suffix in self._suffixes(layer)
+        ]
+
+
+def _options(module: Recurrence, cell_class: type[Cell]) -> dict[str, Any]:
+    """The arguments of a cell like this module, without its input size and the type."""
+    options: dict[str, Any] = {}
+    for name in inspect.signature(cell_class).parameters:
+        if name in ("input_size", "device", "dtype"):
+            continue
+        options[name] = module.has_bias if name == "bias" else getattr(module, name)
+    if len(module.states) == 1:
+        options["zoneout"] = module.zoneout[0]
+    return options
+
+
+def _factory(module: Recurrence) -> dict[str, Any]:
+    weight = module._weight()
+    return {"device": weight.device, "dtype": weight.dtype}
+
+
+def _copy(source: Recurrence, of_source: str, target: Recurrence, of_target: str) -> None:
+    """Copy the parameters and statistics of one layer and direction, which have these suffixes."""
+    with torch.no_grad():
+        for name, parameter in target._parameters.items():
+            if parameter is not None and name.endswith(of_target):
+                given = source._own(name.removesuffix(of_target) + of_source)
+                parameter.copy_(given).requires_grad_(given.requires_grad)
+    if isinstance(source, BatchNormalized):
+        source.refresh()
+    for name, module in target._modules.items():
+        if isinstance(module, PopulationStatistics) and name.endswith(of_target):
+            of_same = source.get_submodule(name.removesuffix(of_target) + of_source)
+            module.load_state_dict(of_same.state_dict())
+
+
+class LSTMLayers(CellLayers):
     """A stack with the weights of `torch.nn.LSTM`, gate by gate."""
 
     @classmethod

@@ -10,6 +10,8 @@ from torch import Tensor
 from rbn.nn import checks, init
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
+from rbn.ops import steps
+from rbn.ops.cpu.inference import Weights
 
 
 class _LayerNormLSTM(Recurrence):
@@ -148,3 +150,17 @@ class LayerNormLSTMCell(_LayerNormLSTM, Cell):
         )
         self._set_normalization(gamma, eps)
         self._build(device, dtype)
+
+    def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        weights: list[Any] = [self._parameter(name) for name in Weights._fields]
+        return steps.ln_lstm(
+            x,
+            Weights(*weights),
+            states[0],
+            states[1],
+            self.eps,
+            self.zoneout,
+        )
+
+
+LayerNormLSTM.cell_class = LayerNormLSTMCell

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from rbn.nn.checks import boolean
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
+from rbn.ops import steps
+from rbn.ops.cpu.inference import Weights
 
 
 class _LSTM(Recurrence):
@@ -158,3 +160,12 @@ class LSTMCell(_LSTM, Cell):
         )
         self.cell_bias = boolean("cell_bias", cell_bias)
         self._build(device, dtype)
+
+    def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        bias, beta_c = self._parameter("bias"), self._parameter("beta_c")
+        weight_ih, weight_hh = self._own("weight_ih"), self._own("weight_hh")
+        weights = Weights(weight_ih, weight_hh, bias, None, None, None, beta_c)
+        return steps.lstm(x, weights, states[0], states[1], zoneout=self.zoneout)
+
+
+LSTM.cell_class = LSTMCell

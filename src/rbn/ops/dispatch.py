@@ -185,6 +185,11 @@ def _under_torch_func() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def chosen_by_device() -> bool:
+    """Whether nothing but the input's device chooses: no `backend` block, no transform."""
+    return _forced is None and not _under_torch_func()
+
+
 def select(op: str, like: Tensor) -> Callable[..., Any]:
     """The implementation of `op` for a tensor like this one."""
     device = like.device.type

@@ -27,7 +27,7 @@ from rbn.ops.cpu.norms import SequenceNorm
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 _NONE, _BATCH, _GIVEN = 0, 1, 2
-_SMALL = 2048  # units times rows below which a second thread costs more than it brings
+SMALL = 2048  # units times rows below which a second thread costs more than it brings
 _BUFFERS = ("wx", "wh", "gates", "cand", "tanh_c", "hidden_states", "c0")
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 _MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
@@ -131,7 +131,7 @@ class _Call:
             if mode == _GIVEN:
                 setattr(args, f"rows_{term}", len(a.population[2 * k]))
         args.point(c0=self.c0, **self.vectors)
-        big = self.packing.batch * H >= _SMALL
+        big = self.packing.batch * H >= SMALL
         self.threads = torch.get_num_threads() if big else 1
         starts = [0]
         for n in self.packing.sizes:

@@ -55,6 +55,25 @@ typedef struct {
     int backward;
 } Step;
 
+/* Inference over all steps of a call, without anything that only a backward pass would need. A term
+ * is normalized as (term - mean) / sqrt(var + eps) * scale, where an absent (null) mean is 0, an absent
+ * divisor 1 and an absent scale 1. Row min(start + t, rows - 1) of each table belongs to step t. */
+typedef struct {
+    int64_t hidden, inputs, batch, start; /* H, I, B, the first time step */
+    int64_t joint;                        /* 1: one normalization of W_h h + W_x x */
+    int64_t pass_normalized_cell;         /* 1: the next step continues from the normalized cell */
+    int64_t rows_x, rows_h, rows_shift, rows_c;
+    double eps, zoneout_c, zoneout_h;
+    const float *x, *weight_x, *weight_h; /* [T, B, I], [4H, I], [4H, H] */
+    float *wx, *wh;                       /* [T, B, 4H], [B, 4H]: computed where the weight is not null */
+    const float *scale_x, *scale_h, *shift, *scale_c, *shift_c;
+    const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
+    const float *h, *c;                   /* [B, H], the states before the first step */
+    float *output, *c_n;                  /* [T, B, H] and [B, H], out */
+} Inference;
+
+static int64_t row_at(int64_t rows, int64_t t) { return t < rows ? t : rows ? rows - 1 : 0; }
+
 /* A few neighbouring columns of a matrix: a row every stride numbers. */
 typedef struct {
     float *p;
@@ -66,15 +85,19 @@ typedef struct {
 #include "kernel_step.h"
 
 typedef void (*block_fn)(const Step *, int64_t, int);
+typedef void (*inference_fn)(const Inference *, int64_t, int64_t, int);
+typedef void (*product_fn)(const float *, const float *, int64_t, int64_t, float *);
 typedef void (*elementary_fn)(const float *, int64_t, float *, float *);
 
 /* The versions this processor runs, the widest first. The last has 4 lanes and takes fewer too. */
 typedef struct {
     int lanes;
     block_fn block;
+    inference_fn inference;
+    product_fn product;
     elementary_fn elementary;
 } Version;
-#define VERSION(name, lanes) {lanes, block_##name, elementary_##name}
+#define VERSION(name, lanes) {lanes, block_##name, inference_block_##name, product_##name, elementary_##name}
 static Version versions[3] = {VERSION(base, 4)};
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -107,15 +130,41 @@ __attribute__((constructor)) static void choose(void) {
 }
 #endif
 
+/* What the threads of one step share: a step of training or, where `inference` is set, of inference. */
+typedef struct {
+    const Step *step;
+    const Inference *inference;
+    int64_t hidden, t;
+} Work;
+
+/* The products of units first to stop, all four gates of them. */
+static void products(const Inference *a, int64_t t, int64_t first, int64_t stop) {
+    const int64_t H = a->hidden, G = 4 * H, B = a->batch, I = a->inputs;
+    for (int64_t r = 0; r < B; r++) {
+        const int64_t row = t * B + r;
+        const float *h = t ? a->output + (row - B) * H : a->h + r * H;
+        for (int64_t col = first; col < G; col += H) {
+            if (a->weight_x)
+                versions->product(a->weight_x + col * I, a->x + row * I, I, stop - first, a->wx + row * G + col);
+            if (a->weight_h)
+                versions->product(a->weight_h + col * H, h, H, stop - first, a->wh + r * G + col);
+        }
+    }
+}
+
 /* The units of one thread. Where rows are whole cache lines threads share none of them. Elsewhere
  * they share some at the borders anyway, and whole registers divide the work more evenly. */
-static void run(const Step *step, int thread, int threads) {
+static void run(const Work *work, int thread, int threads) {
     const Version *v = versions;
-    const int64_t H = step->a->hidden, size = H % LINE ? v->lanes : LINE, parts = (H + size - 1) / size;
+    const int64_t H = work->hidden, size = H % LINE ? v->lanes : LINE, parts = (H + size - 1) / size;
     const int64_t last = size * (parts * (thread + 1) / threads), stop = last < H ? last : H;
-    for (int64_t j = size * (parts * thread / threads); j < stop; j += v->lanes) {
+    const int64_t first = size * (parts * thread / threads);
+    if (work->inference) products(work->inference, work->t, first, stop);
+    for (int64_t j = first; j < stop; j += v->lanes) {
         while (v->lanes > stop - j && v->lanes > 4) v++;
-        v->block(step, j, (int)(stop - j < v->lanes ? stop - j : v->lanes));
+        const int w = (int)(stop - j < v->lanes ? stop - j : v->lanes);
+        if (work->inference) v->inference(work->inference, work->t, j, w);
+        else v->block(work->step, j, w);
     }
 }
 
@@ -132,23 +181,27 @@ EXPORT void rbn_use_openmp(void *p, void *number, void *count) {
     num_threads = (number_fn)count;
 }
 
-static void in_thread(void *step) { run((const Step *)step, thread_num(), num_threads()); }
+static void in_thread(void *work) { run((const Work *)work, thread_num(), num_threads()); }
 
-static void launch(Step *step, int64_t threads) {
-    if (parallel && threads > 1) parallel(in_thread, step, (unsigned)threads, 0);
-    else run(step, 0, 1);
+static void launch(Work work, int64_t threads) {
+    if (parallel && threads > 1) parallel(in_thread, &work, (unsigned)threads, 0);
+    else run(&work, 0, 1);
 }
 
 EXPORT void rbn_lstm_forward(const Args *a, int64_t t, int64_t row, int64_t n, int64_t prev,
                              int64_t threads) {
-    Step step = {a, t, row, n, prev, 0};
-    launch(&step, threads);
+    const Step step = {a, t, row, n, prev, 0};
+    launch((Work){&step, 0, a->hidden, t}, threads);
 }
 
 EXPORT void rbn_lstm_backward(const Args *a, int64_t t, int64_t row, int64_t n, int64_t prev,
                               int64_t threads) {
-    Step step = {a, t, row, n, prev, 1};
-    launch(&step, threads);
+    const Step step = {a, t, row, n, prev, 1};
+    launch((Work){&step, 0, a->hidden, t}, threads);
+}
+
+EXPORT void rbn_lstm_inference(const Inference *a, int64_t steps, int64_t threads) {
+    for (int64_t t = 0; t < steps; t++) launch((Work){0, a, a->hidden, t}, threads);
 }
 
 /* For tests: the elementary functions themselves. */
@@ -157,3 +210,4 @@ EXPORT void rbn_elementary(const float *x, int64_t n, float *sigmoid, float *tan
 }
 
 EXPORT int64_t rbn_args_size(void) { return (int64_t)sizeof(Args); }
+EXPORT int64_t rbn_inference_size(void) { return (int64_t)sizeof(Inference); }

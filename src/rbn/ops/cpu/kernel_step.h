@@ -378,6 +378,8 @@ static void NAME(elementary)(const float *x, int64_t n, float *sigmoid, float *t
     }
 }
 
+#include "kernel_inference.h"
+
 #undef V
 #undef I
 #undef LANES

@@ -1,0 +1,112 @@
+"""The population statistics of a single time step, for cells."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from rbn.nn.recent_calls import version
+from rbn.nn.statistics import PopulationStatistics
+from rbn.ops.cpu.inference import Row
+
+if TYPE_CHECKING:
+    from rbn.nn.batch_normalized import BatchNormalized
+
+
+class _Term(NamedTuple):
+    """What is known of one term's statistics while its buffers are these, in these versions."""
+
+    statistics: PopulationStatistics
+    buffers: tuple[Tensor, Tensor, Tensor]  # mean, var, count
+    versions: tuple[int, int, int]
+    seen: int  # steps, the first ones, that have their own row in mean and var
+    rows: dict[int, Row]  # of other steps, by step
+    copies: list[tuple[Tensor, Tensor]]  # of mean and var, once made, for steps with a gradient
+
+
+_cache: WeakKeyDictionary[BatchNormalized, list[_Term | None]] = WeakKeyDictionary()
+
+
+def step_rows(cell: BatchNormalized, step: int, x: Tensor) -> list[Row | None] | None:
+    """The statistics with which a step of x ``[B, I]`` normalizes each of the cell's terms.
+
+    Buffers are read again only after someone replaced them or wrote into them. With gradients
+    enabled, rows are those of a copy, which is made once and never changes.
+
+    Returns:
+        For each of ``cell.terms`` its row, None if it is not normalized. None instead of the list
+        where the cell uses statistics of the minibatch, has none, or in another dtype than x.
+    """
+    terms = _cache.get(cell)
+    if (
+        terms is None
+        or not all(term is None or _is_current(term) for term in terms)
+        or (cell.recent_calls and cell.recent_calls.is_stale(cell._signature()))
+    ):
+        _cache.pop(cell, None)
+        terms = _terms(cell, x.dtype)
+        if terms is None:
+            return None
+        _cache[cell] = terms
+    return [None if term is None else _row(term, step) for term in terms]
+
+
+def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | None:
+    """Refreshed statistics of the cell's terms; None where `step_rows` has nothing to return."""
+    every = cell._all_statistics()
+    if any(statistics.uses_batch for statistics in every):
+        return None
+    cell.refresh()
+    cell.recent_calls.release()
+    if not all(statistics.find_estimates() for statistics in every):
+        return None
+    found = [cell._modules.get(f"stats_{name}") for name in cell.terms]
+    terms = [_term(s) if isinstance(s, PopulationStatistics) else None for s in found]
+    for term in terms:  # without versions nothing can be kept in mind
+        if term is not None and (-1 in term.versions or term.buffers[0].dtype != dtype):
+            return None
+    return terms
+
+
+def _is_current(term: _Term) -> bool:
+    statistics, (mean, var, count), (of_mean, of_var, of_count), *_ = term
+    buffers = statistics._buffers  # several times as fast as its attributes
+    return (
+        count is buffers["count"]
+        and mean is buffers["mean"]
+        and var is buffers["var"]
+        and count._version == of_count
+        and mean._version == of_mean
+        and var._version == of_var
+        and not statistics.uses_batch
+    )
+
+
+def _term(statistics: PopulationStatistics) -> _Term:
+    buffers = (statistics.mean, statistics.var, statistics.count)
+    contiguous = buffers[0].is_contiguous() and buffers[1].is_contiguous()
+    seen = statistics.surely_seen if contiguous and not statistics.shared else 0
+    mean, var, count = (version(buffer) for buffer in buffers)
+    return _Term(statistics, buffers, (mean, var, count), seen, {}, [])
+
+
+def _row(term: _Term, step: int) -> Row:
+    mean, var, count = term.buffers
+    step = 0 if term.statistics.shared else min(step, count.shape[0] - 1)
+    if step < term.seen:
+        if torch.is_grad_enabled():  # what a backward pass will need must not change until then
+            if not term.copies:
+                with torch.inference_mode(False):
+                    term.copies.append((mean.clone(), var.clone()))
+            mean, var = term.copies[0]
+        return Row(mean, var, step)
+    row = term.rows.get(step)
+    if row is None:
+        with torch.inference_mode(False), torch.no_grad():
+            mean, var = term.statistics.read(step, 1)
+            row = Row(mean.contiguous(), var.contiguous(), 0)
+        term.rows[step] = row
+    return row

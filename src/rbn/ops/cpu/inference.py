@@ -1,0 +1,173 @@
+"""Inference of the LSTM by the compiled kernel, which keeps nothing for a backward pass.
+
+Covers float32 on the CPU. A call over several steps of one sequence is a single call of the kernel;
+for larger minibatches PyTorch multiplies by W_h and the kernel does the rest of each step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rbn.ops.cpu import compiled_lstm
+
+_PER_THREAD = 1 << 17  # multiplications of a step that are worth another thread
+# The struct Inference of kernel.c. As bytes: ctypes.Structure takes three times as long to fill.
+_STRUCT = struct.Struct("=10q3d20Q")
+
+
+@functools.lru_cache(maxsize=1)
+def load() -> Any | None:
+    """The compiled function, or None where there is none (see `compiled_lstm.load`)."""
+    library = compiled_lstm.load()
+    if library is None or library.rbn_inference_size() != _STRUCT.size:
+        return None
+    function = library.rbn_lstm_inference
+    function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+    function.restype = None
+    return function
+
+
+class Row(NamedTuple):
+    """One row of a term's population statistics, ``mean[row]`` and ``var[row]``."""
+
+    mean: Tensor  # [S, F]
+    var: Tensor  # [S, F]
+    row: int
+
+
+class Weights(NamedTuple):
+    """The parameters of one layer of an LSTM, as in `rbn.ops.bn_lstm`; absent ones are None."""
+
+    weight_ih: Tensor  # [4H, I]
+    weight_hh: Tensor  # [4H, H]
+    bias: Tensor | None  # [4H]
+    gamma_x: Tensor | None  # [4H]
+    gamma_h: Tensor | None  # [4H]
+    gamma_c: Tensor | None  # [H]
+    beta_c: Tensor | None  # [H]
+
+
+def step(
+    x: Tensor,
+    weights: Weights,
+    h: Tensor,
+    c: Tensor,
+    statistics: Sequence[Row | None],
+    eps: float,
+    zoneout: tuple[float, ...],
+    pass_normalized_cell: bool,
+) -> tuple[Tensor, Tensor]:
+    """One step of one sequence, plain or batch-normalized: the new h and c, ``[1, H]`` each.
+
+    x ``[1, I]``, h and c ``[1, H]``, the statistics of the terms x, h and c. All tensors are
+    float32 on the CPU.
+    """
+    function: Any = load()
+    weight_ih, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c = weights
+    hidden, inputs = weight_hh.shape[1], weight_ih.shape[1]
+    new_h, new_c, terms = torch.empty(1, hidden), torch.empty(1, hidden), torch.empty(8 * hidden)
+    # All stay referenced, copies too, until the call returns.
+    tensors = [
+        tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+        for tensor in (x, weight_ih, weight_hh, gamma_x, gamma_h, bias, gamma_c, beta_c, h, c)
+    ]
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    moments: list[int] = []
+    for found in statistics:
+        if found is None:
+            moments += (0, 0)
+        else:
+            mean, var, row = found
+            offset = 4 * row * mean.shape[1]
+            moments += (mean.data_ptr() + offset, var.data_ptr() + offset)
+    wx = terms.data_ptr()
+    arguments = _STRUCT.pack(
+        *(hidden, inputs, 1, 0, gamma_h is not None and gamma_x is None, pass_normalized_cell),
+        *(1, 1, 1, 1, eps, zoneout[0], zoneout[1]),
+        *(*addresses[:3], wx, wx + 16 * hidden, *addresses[3:8], *moments, *addresses[8:]),
+        *(new_h.data_ptr(), new_c.data_ptr()),
+    )
+    function(arguments, 1, _threads(4 * hidden * (hidden + inputs)))
+    return new_h, new_c
+
+
+def sequence(
+    wx: Tensor,
+    weight_hh: Tensor,
+    scale_x: Tensor | None,
+    scale_h: Tensor | None,
+    shift: Tensor,
+    scale_c: Tensor | None,
+    shift_c: Tensor,
+    h0: Tensor,
+    c0: Tensor,
+    *,
+    start: int,
+    joint: bool,
+    zoneout: tuple[float, ...],
+    pass_normalized_cell: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """An LSTM with folded normalization: see `rbn.nn.folded.FoldedLSTM` for the equations.
+
+    Args:
+        wx: input term W_x x_t, ``[T, B, 4H]``.
+        weight_hh: W_h, ``[4H, H]``.
+        scale_x: ``[S, 4H]``; the last row serves every step beyond, here and below.
+        scale_h: ``[S, 4H]``, with its own S.
+        shift: ``[S, 4H]``, with its own S.
+        scale_c: ``[S, H]``.
+        shift_c: ``[S, H]``, as many rows as scale_c.
+        h0: ``[B, H]``.
+        c0: ``[B, H]``.
+        start: the time step of ``wx[0]``.
+        joint: scale_h is that of the sum of both terms.
+        zoneout: the rates (cell, hidden).
+        pass_normalized_cell: the next step continues from the scaled and shifted cell.
+
+    Returns:
+        The output ``[T, B, H]``, h_n and c_n ``[B, H]``. All tensors are float32 on the CPU.
+    """
+    function: Any = load()
+    (steps, batch, gates), hidden = wx.shape, weight_hh.shape[1]
+    wx, weight_hh, h, c = (tensor.contiguous() for tensor in (wx, weight_hh, h0, c0))
+    output, c_n = wx.new_empty(steps, batch, hidden), torch.empty_like(c)
+    wh = wx.new_empty(batch, gates)
+    tables = [
+        None if t is None else t.contiguous() for t in (scale_x, scale_h, shift, scale_c, shift_c)
+    ]
+    rows = [0 if t is None else t.shape[0] for t in (*tables[:3], tables[4])]
+    addresses = [0 if t is None else t.data_ptr() for t in tables]
+
+    def run(t: int, steps: int, weight: int, h: Tensor, c: Tensor) -> None:
+        arguments = _STRUCT.pack(
+            *(hidden, 0, batch, start + t, joint, pass_normalized_cell, *rows, 0.0, *zoneout),
+            *(0, 0, weight, wx.data_ptr() + 4 * t * batch * gates, wh.data_ptr(), *addresses),
+            *(0, 0, 0, 0, 0, 0, h.data_ptr(), c.data_ptr()),
+            *(output.data_ptr() + 4 * t * batch * hidden, c_n.data_ptr()),
+        )
+        function(arguments, steps, threads)
+
+    if batch == 1:
+        threads = _threads(gates * hidden)
+        run(0, steps, weight_hh.data_ptr(), h, c)
+    else:
+        threads = torch.get_num_threads() if batch * hidden >= compiled_lstm.SMALL else 1
+        transposed = weight_hh.t()
+        if steps >= 16:  # products with a copy are faster by more than it costs
+            transposed = transposed.contiguous()
+        for t, new_h in enumerate(output.unbind()):
+            torch.mm(h, transposed, out=wh)
+            run(t, 1, 0, h, c)
+            h, c = new_h, c_n
+    return output, output[-1].clone(), c_n
+
+
+def _threads(work: int) -> int:
+    return max(1, min(torch.get_num_threads(), work // _PER_THREAD))

@@ -408,7 +408,7 @@ class Layers(Recurrence):
         if steps == 0:
             raise ValueError("input must have at least one time step, got none")
         start = checks.whole("start", start)
-        if start < 0 or (start > 0 and self.bidirectional):
+        if start < 0 or (self.bidirectional and start > 0):
             raise ValueError(f"start must be 0, or positive with one direction, got {start}")
         lengths = checks.lengths(lengths, steps, batch, x.device)
         shape = (self.num_layers * self.directions, batch, self.hidden_size)

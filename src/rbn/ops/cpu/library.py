@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu import compiled_lstm, fused_lstm, fused_rnn
+from rbn.ops.cpu import compiled_lstm, fused_lstm, fused_rnn, scan
 from rbn.ops.custom import Formula, Operator, like_inputs, results
 from rbn.ops.types import compute_dtype
 
@@ -180,3 +180,4 @@ lstm_op = Operator(
 rnn_op = Operator(
     _rnn, _rnn_backward, Formula(fused_rnn.Inputs, fused_rnn.Grads._fields, results=2)
 )
+scan.register()

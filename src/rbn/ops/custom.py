@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
+from rbn.ops.compiling import exporting_to_onnx
 from rbn.ops.types import compute_dtype
 
 
@@ -134,6 +135,7 @@ class Operator:
     consuming: what runs in the place of `backward_op` where nobody will need again what the forward
         pass saved, and it may be overwritten; by default the same.
     direct: what runs in the place of `op` in eager mode; by default the same function.
+    in_onnx: what `torch.onnx.export` sees in the place of `op`, made of PyTorch's own operators.
     """
 
     def __init__(
@@ -143,8 +145,9 @@ class Operator:
         formula: Formula,
         consuming: Any | None = None,
         direct: Any | None = None,
+        in_onnx: Any | None = None,
     ) -> None:
-        self.op = op
+        self.op, self._in_onnx = op, in_onnx or op
         forward, backward = direct or op._init_fn, backward_op._init_fn
 
         def op_backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
@@ -163,7 +166,9 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """The outputs, the first of them differentiable."""
-        return self.op(*args) if is_traced(args[0]) else self._direct(*args)
+        if not is_traced(args[0]):
+            return self._direct(*args)
+        return self._in_onnx(*args) if exporting_to_onnx() else self.op(*args)
 
 
 class Direct:

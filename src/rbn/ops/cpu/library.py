@@ -175,9 +175,14 @@ def _(
 
 
 lstm_op = Operator(
-    _lstm, _lstm_backward, Formula(fused_lstm.Inputs, fused_lstm.Grads._fields, results=3)
+    _lstm,
+    _lstm_backward,
+    Formula(fused_lstm.Inputs, fused_lstm.Grads._fields, results=3),
+    in_onnx=scan.lstm,
 )
 rnn_op = Operator(
-    _rnn, _rnn_backward, Formula(fused_rnn.Inputs, fused_rnn.Grads._fields, results=2)
+    _rnn,
+    _rnn_backward,
+    Formula(fused_rnn.Inputs, fused_rnn.Grads._fields, results=2),
+    in_onnx=scan.rnn,
 )
-scan.register()

@@ -1,8 +1,8 @@
 """The fused recurrences as a scan over time, made of operators that every exporter knows.
 
 `torch.ops.rbn.lstm` and `torch.ops.rbn.rnn` mean nothing outside of PyTorch. `torch.onnx.export`
-replaces them by the functions here, which it finds in PyTorch's table of decompositions, and turns
-the scan into ONNX's ``Scan``. Inference only: with population statistics and without masks.
+sees these functions in their place and turns the scan into `Scan` of ONNX. Inference only, with
+population statistics and without masks.
 """
 
 from __future__ import annotations
@@ -18,14 +18,6 @@ from rbn.ops.cpu import fused_lstm, fused_rnn
 from rbn.ops.types import compute_dtype, valid_steps
 
 Step = dict[str, Tensor]  # what one step reads, by name
-
-
-def register() -> None:
-    """Put both functions into the table in which `torch.onnx.export` looks for operators."""
-    from torch._decomp import register_decomposition
-
-    register_decomposition(torch.ops.rbn.lstm.default)(lstm)
-    register_decomposition(torch.ops.rbn.rnn.default)(rnn)
 
 
 def lstm(*args: Any) -> tuple[Tensor, ...]:

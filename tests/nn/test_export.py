@@ -172,3 +172,25 @@ def test_a_language_model(device):
     for steps, rows in SIZES:
         symbols = torch.randint(5, (steps, rows), device=device)
         torch.testing.assert_close(program.module()(symbols), model(symbols))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [*LAYERS, *CELLS])
+def test_torchscript_is_refused(make):
+    """The module itself and a model that has one; nothing is left behind."""
+    module = make(3, 6)
+    x = torch.randn(4, 3) if make in CELLS else torch.randn(5, 4, 3)
+    for model in (module, torch.nn.Sequential(module)):
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.script does not .* torch\.export"):
+            torch.jit.script(model)
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.trace does not .* torch\.export"):
+            torch.jit.trace(model, x)
+    module(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_older_onnx_exporter_is_refused():
+    pytest.importorskip("onnx", reason="torch.onnx.export needs onnx")
+    layer = trained(rbn.BatchNormLSTM, "cpu")
+    with pytest.raises(RuntimeError, match=r"torch\.onnx\.export\(\.\.\., dynamo=True\)"):
+        torch.onnx.export(layer, (random_input(layer, 5, 4),), io.BytesIO(), dynamo=False)

@@ -36,6 +36,20 @@ def test_your_own_data(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "series" / "metrics.jsonl").exists()
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # the exporter's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_export_to_onnx(tmp_path, monkeypatch):
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name, reason="the page exports and runs a model")
+    if tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 8):
+        pytest.skip("the page needs torch 2.8")
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for example in code_of("how-to/onnx.md"):  # the last line compares
+        exec(compile(example, "onnx.md", "exec"), names)
+    assert names["scores"].shape == (1, 35, 5)
+
+
 def test_the_small_sweep(tmp_path, monkeypatch):
     pytest.importorskip("optuna")
     from typer.testing import CliRunner

@@ -86,6 +86,54 @@ def test_sequences_of_different_length(make, options, device):
         torch.testing.assert_close(found, layer(x, lengths=lengths))
 
 
+CELLS = [rbn.BatchNormLSTMCell, rbn.LSTMCell, rbn.LayerNormLSTMCell, rbn.BatchNormRNNCell]
+INTEGERS = pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8),
+    reason="torch.export takes integers for constants before 2.8",
+)
+
+
+@INTEGERS
+@pytest.mark.parametrize("example", [0, 1, 4, 9])
+@pytest.mark.parametrize("make", CELLS)
+def test_a_cell_for_every_step(make, example):
+    """With statistics of five steps, the first, the last and those beyond."""
+    torch.manual_seed(0)
+    cell = make(3, 6)
+    for step in range(5):
+        cell(torch.randn(8, 3), step=step)
+    cell.eval()
+    one = make is rbn.BatchNormRNNCell
+
+    def states(rows):
+        return torch.randn(rows, 6) if one else (torch.randn(rows, 6), torch.randn(rows, 6))
+
+    rows = {0: Dim.AUTO}
+    shapes = (rows, rows if one else (rows, rows), Dim.AUTO)
+    run = export(cell, (torch.randn(4, 3), states(4), example), dynamic_shapes=shapes).module()
+    for step in range(8):
+        for batch in (1, 3):
+            x, hx = torch.randn(batch, 3), states(batch)
+            torch.testing.assert_close(run(x, hx, step), cell(x, hx, step))
+
+
+@INTEGERS
+@pytest.mark.parametrize("options", [{}, {"max_length": 25}, {"input_stats": "sequence"}])
+def test_a_piece_from_every_start(options):
+    layer = trained(rbn.BatchNormLSTM, "cpu", **options)
+    program = export(
+        layer,
+        (random_input(layer, 3, 4),),
+        {"start": 6},
+        dynamic_shapes={"input": ANY, "start": Dim.AUTO},
+    )
+    run = program.module()
+    for start in range(28):
+        for steps in (1, 2, 25):
+            x = random_input(layer, steps, 2)
+            torch.testing.assert_close(run(x, start=start), layer(x, start=start))
+
+
 @pytest.mark.parametrize("make", LAYERS)
 def test_without_operators_of_our_own(make):
     """For a fixed number of steps, and for what knows no more than PyTorch's operators."""
@@ -124,3 +172,25 @@ def test_a_language_model(device):
     for steps, rows in SIZES:
         symbols = torch.randint(5, (steps, rows), device=device)
         torch.testing.assert_close(program.module()(symbols), model(symbols))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [*LAYERS, *CELLS])
+def test_torchscript_is_refused(make):
+    """The module itself and a model that has one; nothing is left behind."""
+    module = make(3, 6)
+    x = torch.randn(4, 3) if make in CELLS else torch.randn(5, 4, 3)
+    for model in (module, torch.nn.Sequential(module)):
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.script does not .* torch\.export"):
+            torch.jit.script(model)
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.trace does not .* torch\.export"):
+            torch.jit.trace(model, x)
+    module(x)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_older_onnx_exporter_is_refused():
+    pytest.importorskip("onnx", reason="torch.onnx.export needs onnx")
+    layer = trained(rbn.BatchNormLSTM, "cpu")
+    with pytest.raises(RuntimeError, match=r"torch\.onnx\.export\(\.\.\., dynamo=True\)"):
+        torch.onnx.export(layer, (random_input(layer, 5, 4),), io.BytesIO(), dynamo=False)

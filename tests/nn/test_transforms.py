@@ -229,3 +229,62 @@ def test_shapes_on_the_meta_device(layer_class):
     assert output.shape == (5, 6, 4)
     output.sum().backward()
     assert layer.weight_hh_l0.grad.shape == layer.weight_hh_l0.shape
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "training", "backend"),
+    [
+        *((layer, training, "cpu") for layer in LAYERS for training in (True, False)),
+        (rbn.BatchNormLSTM, True, "reference"),
+        pytest.param(rbn.BatchNormRNN, True, "gpu", marks=need_triton),
+    ],
+)
+def test_batches_of_gradients(layer_class, training, backend):
+    """One after the other and all at once; the graph is free afterwards, and not before."""
+    torch.manual_seed(0)
+    layer = layer_class(2, 3, bidirectional=backend == "cpu")
+    x = torch.randn(3, 4, 2)
+    layer(x)
+    layer.train(training)
+
+    def run(x):
+        output, states = layer(x)
+        return output.sum(2)[1:], states[0]
+
+    with rbn.backend(backend):
+        if backend != "gpu":  # which may be interpreted
+            found = torch.autograd.functional.jacobian(run, x, vectorize=True)
+            torch.testing.assert_close(found, torch.autograd.functional.jacobian(run, x))
+        inputs = [x.requires_grad_(), *layer.parameters()]
+        output, _ = layer(x)
+        given = torch.randn(2, *output.shape)
+        expected = [torch.autograd.grad(output, inputs, one, retain_graph=True) for one in given]
+        found = torch.autograd.grad(output, inputs, given, is_grads_batched=True)
+        for one, other in zip(found, zip(*expected, strict=True), strict=True):
+            torch.testing.assert_close(one, torch.stack(other))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(output, inputs, given[0])
+
+
+@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN])
+def test_vmap_in_training(layer_class):
+    """With minibatch statistics that are not kept; otherwise one sentence says how."""
+    torch.manual_seed(0)
+    layer = layer_class(2, 3, dtype=torch.float64)
+    x = torch.randn(5, 4, 6, 2, dtype=torch.float64)
+    layer(x[0])
+    before = layer.stats_h_l0.mean.clone(), layer.stats_h_l0.count.clone()
+
+    def run(x):
+        return layer(x)[0].square().sum()
+
+    for transform in (torch.func.vmap(run), torch.func.vmap(torch.func.grad(run))):
+        with pytest.raises(RuntimeError, match=r"inside rbn\.batch_statistics\(model\)"):
+            transform(x)
+    with rbn.batch_statistics(layer):
+        found = torch.func.vmap(torch.func.grad(run))(x)
+        for one, each in zip(found, x, strict=True):
+            each = each.clone().requires_grad_()
+            (expected,) = torch.autograd.grad(run(each), each)
+            torch.testing.assert_close(one, expected)
+    torch.testing.assert_close((layer.stats_h_l0.mean, layer.stats_h_l0.count), before)

@@ -413,7 +413,16 @@ class BatchNormalized(Recurrence):
                     updates.append((statistics, mean, var, 0, several))
             elif not alone:
                 updates.append((statistics, mean, var, start, reached))
-        update_all(updates)
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            update_all(updates)
+            return
+        try:
+            update_all(updates)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{type(self).__name__} in training changes its population statistics, which "
+                "torch.func.vmap refuses: call it in eval(), or inside rbn.batch_statistics(model)"
+            ) from error
 
     def _add_to_pools(
         self,

@@ -11,7 +11,7 @@ import abc
 import contextlib
 import inspect
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +116,22 @@ class Recurrence(nn.Module, abc.ABC):
         init.zeros_but_weights_(self)
         init.orthogonal_weights_(self)
         init.forget_bias_(self, 1.0)
+
+    # TorchScript --------------------------------------------------------------------------------
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by `torch.jit.script`."""
+        self._refuse_torchscript("script")
+
+    def _slow_forward(self, *args: object, **kwargs: object) -> NoReturn:
+        """Called in the place of `forward` by `torch.jit.trace`."""
+        self._refuse_torchscript("trace")
+
+    def _refuse_torchscript(self, name: str) -> NoReturn:
+        raise RuntimeError(
+            f"torch.jit.{name} does not work with {type(self).__name__}: use "
+            "torch.export.export, or torch.onnx.export(..., dynamo=True)"
+        )
 
     # One layer, one direction -------------------------------------------------------------------
 
@@ -409,7 +425,7 @@ class Layers(Recurrence):
         if steps == 0:
             raise ValueError("input must have at least one time step, got none")
         start = checks.whole("start", start)
-        if start < 0 or (start > 0 and self.bidirectional):
+        if start < 0 or (self.bidirectional and start > 0):
             raise ValueError(f"start must be 0, or positive with one direction, got {start}")
         lengths = checks.lengths(lengths, steps, batch, x.device)
         shape = (self.num_layers * self.directions, batch, self.hidden_size)

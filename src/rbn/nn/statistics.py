@@ -268,23 +268,33 @@ class PopulationStatistics(nn.Module):
         """Mean and variance for `steps` steps from `start` on, ``[S', features]``, S' <= steps.
 
         Where there are fewer rows, the last serves every step beyond. A step without an estimate of
-        its own uses that of the last step before it that has one. When compiled or exported, all
-        rows from `start` on, so that what is made serves sequences of any length.
+        its own uses that of the last step before it that has one; steps before the first estimate
+        use that one. Compiled or exported, S' is `steps`, so that one program serves any start.
         """
         rows = self.count.shape[0]
-        start = min(start, rows - 1)
-        stop = rows if torch.compiler.is_compiling() else min(start + steps, rows)
-        if not self.shared and stop <= self.surely_seen:
-            mean, var = _part(self.mean, start, stop), _part(self.var, start, stop)
-            # What a backward pass will need must not change until then.
-            return (mean.clone(), var.clone()) if torch.is_grad_enabled() else (mean, var)
+        compiling = torch.compiler.is_compiling()
+        if not self.shared and not compiling:
+            start = min(start, rows - 1)
+            stop = min(start + steps, rows)
+            if stop <= self.surely_seen:
+                mean, var = _part(self.mean, start, stop), _part(self.var, start, stop)
+                # What a backward pass will need must not change until then.
+                return (mean.clone(), var.clone()) if torch.is_grad_enabled() else (mean, var)
         seen = self.count > 0
         if self.shared:
             weight = (seen.to(self.mean.dtype) / seen.sum())[:, None]
             return (self.mean * weight).sum(0, True), (self.var * weight).sum(0, True)
-        each = torch.arange(rows, device=self.count.device)
-        first = seen.to(torch.int8).argmax()
-        found = torch.where(seen, each, first).cummax(0).values[start:stop]
+        # position[n]: the n-th step that has an estimate. Unlike cummax, ONNX knows all of this.
+        number = seen.cumsum(0)
+        position = number.new_zeros(rows + 1).scatter(
+            0, number * seen, torch.arange(rows, device=number.device)
+        )
+        found = position[number.clamp(min=1)]
+        if compiling:  # `steps` rows, whatever `start` is: it may be an input of the program
+            step = torch.arange(steps, device=number.device) + start
+            found = found[step.clamp(max=rows - 1)]
+        else:
+            found = found[start:stop]
         return self.mean[found], self.var[found]
 
     def grow(self, rows: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -16,3 +18,9 @@ def constant_result(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_result
+def exporting_to_onnx() -> bool:
+    """`torch.onnx.is_in_onnx_export`, which torch.compile would take for False."""
+    return torch.onnx.is_in_onnx_export()

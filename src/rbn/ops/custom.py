@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
+from rbn.ops.compiling import exporting_to_onnx
 from rbn.ops.types import compute_dtype
 
 
@@ -56,6 +60,43 @@ def without_second_derivative(op: str, backward: Any) -> Any:
         with torch.no_grad():
             found = tuple(backward(*given))
         return undifferentiable(op, found, [v for v in given if isinstance(v, Tensor)])
+
+    return run
+
+
+_repeated = threading.local()  # `now`: the backward pass of this thread goes over a graph again
+
+
+def one_by_one(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of an `autograd.Function`, for a batch of gradients too.
+
+    `torch.autograd.grad(is_grads_batched=True)` and `jacobian(vectorize=True)` pass on
+    all gradients at once, as tensors that no kernel can read. They are taken one after the other.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        if not any(grad is not None and is_legacy_batchedtensor(grad) for grad in grads):
+            return backward(ctx, *grads)
+        level = torch._C._vmapmode_increment_nesting() - 1  # that of the vmap that is going on
+        torch._C._vmapmode_decrement_nesting()
+        parts: list[Any] = []
+        for grad in grads:
+            batched = grad is not None and is_legacy_batchedtensor(grad)
+            parts.append(torch._remove_batch_dim(grad, level, 1, 0) if batched else None)
+        size = next(len(part) for part in parts if part is not None)
+        found = []
+        _repeated.now = True
+        try:
+            for k in range(size):
+                each = zip(grads, parts, strict=True)
+                found.append(backward(ctx, *(g if part is None else part[k] for g, part in each)))
+        finally:
+            _repeated.now = False
+        return tuple(
+            None if values[0] is None else torch._add_batch_dim(torch.stack(values), 0, level)
+            for values in zip(*found, strict=True)
+        )
 
     return run
 
@@ -134,6 +175,7 @@ class Operator:
     consuming: what runs in the place of `backward_op` where nobody will need again what the forward
         pass saved, and it may be overwritten; by default the same.
     direct: what runs in the place of `op` in eager mode; by default the same function.
+    in_onnx: what `torch.onnx.export` sees in the place of `op`, made of PyTorch's own operators.
     """
 
     def __init__(
@@ -143,8 +185,9 @@ class Operator:
         formula: Formula,
         consuming: Any | None = None,
         direct: Any | None = None,
+        in_onnx: Any | None = None,
     ) -> None:
-        self.op = op
+        self.op, self._in_onnx = op, in_onnx or op
         forward, backward = direct or op._init_fn, backward_op._init_fn
 
         def op_backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
@@ -163,7 +206,9 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """The outputs, the first of them differentiable."""
-        return self.op(*args) if is_traced(args[0]) else self._direct(*args)
+        if not is_traced(args[0]):
+            return self._direct(*args)
+        return self._in_onnx(*args) if exporting_to_onnx() else self.op(*args)
 
 
 class Direct:
@@ -185,6 +230,7 @@ class Direct:
                 return output
 
             @staticmethod
+            @one_by_one
             def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
                 if torch.is_grad_enabled():
                     # With create_graph the operator says, if asked, that there is no second
@@ -223,6 +269,8 @@ class without_autocast:
 
 def graph_is_kept() -> bool:
     """Whether the backward pass that runs now may be followed by another over the same graph."""
+    if getattr(_repeated, "now", False):
+        return True
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return True if asked is None else bool(asked())
 

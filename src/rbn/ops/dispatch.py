@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rbn.ops import cpu, reference
-from rbn.ops.compiling import constant_result
+from rbn.ops.compiling import constant_result, exporting_to_onnx
 from rbn.ops.custom import is_traced, without_autocast
 
 if TYPE_CHECKING:
@@ -194,6 +194,10 @@ def select(op: str, like: Tensor) -> Callable[..., Any]:
     """The implementation of `op` for a tensor like this one."""
     device = like.device.type
     name = _forced or _BY_DEVICE.get(device, "reference")
+    if _forced is None and torch.compiler.is_compiling() and exporting_to_onnx():
+        # On any device: nothing runs, and these operators are replaced by what ONNX knows.
+        exported: Callable[..., Any] = getattr(cpu, op)
+        return exported
     if name != "reference" and _under_torch_func():
         if _forced is not None:
             raise RuntimeError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu import compiled_lstm, fused_lstm, fused_rnn
+from rbn.ops.cpu import compiled_lstm, fused_lstm, fused_rnn, scan
 from rbn.ops.custom import Formula, Operator, like_inputs, results
 from rbn.ops.types import compute_dtype
 
@@ -175,8 +175,14 @@ def _(
 
 
 lstm_op = Operator(
-    _lstm, _lstm_backward, Formula(fused_lstm.Inputs, fused_lstm.Grads._fields, results=3)
+    _lstm,
+    _lstm_backward,
+    Formula(fused_lstm.Inputs, fused_lstm.Grads._fields, results=3),
+    in_onnx=scan.lstm,
 )
 rnn_op = Operator(
-    _rnn, _rnn_backward, Formula(fused_rnn.Inputs, fused_rnn.Grads._fields, results=2)
+    _rnn,
+    _rnn_backward,
+    Formula(fused_rnn.Inputs, fused_rnn.Grads._fields, results=2),
+    in_onnx=scan.rnn,
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rbn.ops import reference
 from rbn.ops.arguments import needs_grad
-from rbn.ops.custom import is_traced, undifferentiable
+from rbn.ops.custom import is_traced, one_by_one, undifferentiable
 from rbn.ops.gpu.cross_entropy_kernels import cross_entropy_backward, cross_entropy_forward
 from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.gpu.stepwise import power_of_two, product
@@ -159,6 +159,7 @@ class _Node(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, dloss: Tensor) -> Any:
         create_graph = torch.is_grad_enabled()
         with torch.no_grad(), torch.autocast(dloss.device.type, enabled=False):

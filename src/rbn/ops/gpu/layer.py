@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rbn.ops.arguments import needs_grad
 from rbn.ops.checks import check_masks, check_sequence_lengths
-from rbn.ops.custom import graph_is_kept, is_traced, undifferentiable, without_autocast
+from rbn.ops.custom import graph_is_kept, is_traced, one_by_one, undifferentiable, without_autocast
 from rbn.ops.gpu import launch
 from rbn.ops.gpu.beginning import padded_factors
 from rbn.ops.gpu.call import Call
@@ -196,6 +196,7 @@ class _Node(torch.autograd.Function):
         return _results(found, n)
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved = ctx.saved_tensors
         device = saved[0].device.type

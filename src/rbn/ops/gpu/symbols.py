@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rbn.ops import reference
-from rbn.ops.custom import is_traced
+from rbn.ops.custom import is_traced, one_by_one
 from rbn.ops.gpu.plan import has_product
 from rbn.ops.gpu.repeated import launch_kept
 from rbn.ops.gpu.symbol_sums import add_shares, symbol_sums
@@ -56,6 +56,7 @@ class _SymbolRows(torch.autograd.Function):
         return _look_up(symbols, weight, dtype)
 
     @staticmethod
+    @one_by_one
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None

@@ -1,0 +1,182 @@
+"""The fused recurrences as a scan over time, made of operators that every exporter knows.
+
+`torch.ops.rbn.lstm` and `torch.ops.rbn.rnn` mean nothing outside of PyTorch. `torch.onnx.export`
+sees these functions in their place and turns the scan into `Scan` of ONNX. Inference only, with
+population statistics and without masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rbn.ops.cpu import fused_lstm, fused_rnn
+from rbn.ops.types import compute_dtype, valid_steps
+
+Step = dict[str, Tensor]  # what one step reads, by name
+
+
+def lstm(*args: Any) -> tuple[Tensor, ...]:
+    """`torch.ops.rbn.lstm` as a scan: ``output [T, B, H]``, ``h_n``, ``c_n``; the others empty."""
+    a = fused_lstm.Inputs(*args)
+    _check_inference(a, normalized=a.norm == "batch", masks=(a.mask_c, a.mask_h))
+    terms = _Terms(a)
+    terms.add_input(a.gamma_x, None if a.joint else a.bias, a.norm, a.population[0:2])
+    terms.add("h", a.gamma_h, a.norm, a.population[2:4])
+    terms.add("c", a.gamma_c, a.norm, a.population[4:6])
+    if a.joint and a.bias is not None:
+        terms.fixed["bias"] = a.bias.to(terms.dtype)
+    if a.beta_c is not None:
+        terms.fixed["beta"] = a.beta_c.to(terms.dtype)
+
+    def step(states: tuple[Tensor, ...], now: Step) -> tuple[Tensor, ...]:
+        h, c = states
+        recurrent = h @ now["weight"]
+        if a.joint:  # one normalization of the sum
+            gates = terms.normalized("h", recurrent + now["x"], now)
+            if "bias" in now:
+                gates = gates + _like(gates, now["bias"])
+        else:
+            gates = terms.normalized("h", recurrent, now) + now["x"]
+        i, f, g, o = gates.chunk(4, dim=1)
+        c_t = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        c_hat = terms.normalized("c", c_t, now)
+        if "beta" in now:
+            c_hat = c_hat + _like(c_hat, now["beta"])
+        h_t = torch.sigmoid(o) * torch.tanh(c_hat)
+        if a.pass_normalized_cell:
+            c_t = c_hat
+        return _zoneout(a.rate_h, h, h_t), _zoneout(a.rate_c, c, c_t)
+
+    return _scanned(terms, step, (a.h0, a.c0), len(fused_lstm.Outputs._fields))
+
+
+def rnn(*args: Any) -> tuple[Tensor, ...]:
+    """`torch.ops.rbn.rnn` as a scan: ``output [T, B, H]``, ``h_n``; the others empty."""
+    a = fused_rnn.Inputs(*args)
+    _check_inference(a, normalized=True, masks=(a.mask_h,))
+    terms = _Terms(a)
+    terms.add_input(a.gamma_x, a.bias, "batch", a.population[0:2])
+    terms.add("h", a.gamma_h, "batch", a.population[2:4])
+
+    def step(states: tuple[Tensor, ...], now: Step) -> tuple[Tensor, ...]:
+        (h,) = states
+        sums = terms.normalized("h", h @ now["weight"], now) + now["x"]
+        h_t = torch.tanh(sums) if a.nonlinearity == "tanh" else torch.relu(sums)
+        return (_zoneout(a.rate_h, h, h_t),)
+
+    return _scanned(terms, step, (a.h0,), len(fused_rnn.Outputs._fields))
+
+
+class _Terms:
+    """What the steps read: one row for each of them (`rows`), or the same for all (`fixed`)."""
+
+    def __init__(self, a: fused_lstm.Inputs | fused_rnn.Inputs) -> None:
+        self.wx, self.eps, self.dtype = a.wx, a.eps, compute_dtype(a.wx.dtype)
+        self.steps = a.wx.shape[0]
+        self.valid = valid_steps(a.lengths, self.steps)  # [T, B]
+        self.rows: Step = {}
+        self.fixed: Step = {"weight": a.weight_hh.to(self.dtype).t()}  # [H, gates * H]
+        self.norms: dict[str, str] = {}
+        if self.valid is not None:
+            self.rows["valid"] = self.valid[:, :, None]
+
+    def add_input(
+        self, gamma: Tensor | None, bias: Tensor | None, norm: str, population: list[Tensor]
+    ) -> None:
+        """The input term of all steps, normalized, plus the bias."""
+        wx = self.wx.to(self.dtype)
+        if self.valid is not None:
+            wx = torch.where(self.valid[:, :, None], wx, 0)
+        if gamma is not None and norm == "layer":
+            wx = F.layer_norm(wx, wx.shape[2:], gamma.to(self.dtype), None, self.eps)
+        elif gamma is not None and norm == "batch":
+            mean, scale = self._of_steps(gamma, population)
+            wx = (wx - _like(wx, mean[:, None])) * _like(wx, scale[:, None])
+        if bias is not None:
+            wx = wx + _like(wx, bias.to(self.dtype))
+        self.rows["x"] = wx
+
+    def add(self, term: str, gamma: Tensor | None, norm: str, population: list[Tensor]) -> None:
+        """A term that is normalized step by step; without a gamma it is left as it is."""
+        self.norms[term] = "none" if gamma is None else norm
+        if self.norms[term] == "layer":
+            assert gamma is not None
+            self.fixed[f"gamma_{term}"] = gamma.to(self.dtype)
+        elif self.norms[term] == "batch":
+            assert gamma is not None
+            mean, scale = self._of_steps(gamma, population)
+            self.rows[f"mean_{term}"], self.rows[f"scale_{term}"] = mean, scale
+
+    def _of_steps(self, gamma: Tensor, population: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Mean and gamma / sqrt(var + eps), ``[T, F]``; the last row serves all steps beyond."""
+        mean, var = (statistic.to(self.dtype) for statistic in population)
+        row = torch.arange(self.steps, device=mean.device).clamp(max=mean.shape[0] - 1)
+        scale = gamma.to(self.dtype) * torch.rsqrt(var + self.eps)
+        return mean[row], scale[row]
+
+    def normalized(self, term: str, x: Tensor, now: Step) -> Tensor:
+        """X ``[B, F]`` of one step."""
+        if self.norms[term] == "batch":
+            return (x - _like(x, now[f"mean_{term}"])) * _like(x, now[f"scale_{term}"])
+        if self.norms[term] == "layer":
+            return F.layer_norm(x, x.shape[1:], now[f"gamma_{term}"], None, self.eps)
+        return x
+
+
+def _scanned(
+    terms: _Terms,
+    step: Callable[[tuple[Tensor, ...], Step], tuple[Tensor, ...]],
+    states: tuple[Tensor, ...],
+    count: int,
+) -> tuple[Tensor, ...]:
+    """Run `step` over time. Returns the output, the last states, and empty tensors up to `count`.
+
+    states: the initial ones, ``[B, H]`` each.
+    """
+    n, names = len(states), (*terms.rows, *terms.fixed)
+
+    def combine(*values: Tensor) -> list[Tensor]:
+        before, now = values[:n], dict(zip(names, values[n:], strict=True))
+        after = step(before, now)
+        if "valid" not in now:
+            return [*after, after[0].clone()]
+        after = tuple(torch.where(now["valid"], s, b) for s, b in zip(after, before, strict=True))
+        return [*after, torch.where(now["valid"], after[0], 0)]
+
+    *last, output = torch.ops.higher_order.scan(
+        combine,
+        [state.to(terms.dtype).contiguous() for state in states],
+        list(terms.rows.values()),
+        tuple(terms.fixed.values()),
+    )
+    dtype = terms.wx.dtype
+    found = [value.to(dtype) for value in (output, *last)]
+    return (*found, *(terms.wx.new_empty(0) for _ in range(count - len(found))))
+
+
+def _like(x: Tensor, values: Tensor) -> Tensor:
+    """Values that broadcast to x, expanded where a broadcast would not keep x's symbolic sizes.
+
+    That happens with a size that is 1 in the exporter's example: the result has the constant 1.
+    """
+    kept = all(type(n) is type(m) for n, m in zip((x + values).shape, x.shape, strict=True))
+    return values if kept else values.expand_as(x)
+
+
+def _zoneout(rate: float, previous: Tensor, new: Tensor) -> Tensor:
+    return new if rate == 0 else rate * previous + (1 - rate) * new
+
+
+def _check_inference(
+    a: fused_lstm.Inputs | fused_rnn.Inputs, normalized: bool, masks: tuple[Tensor | None, ...]
+) -> None:
+    if (normalized and not a.population) or any(mask is not None for mask in masks):
+        raise RuntimeError(
+            "torch.onnx.export needs the layer as it is evaluated, with population statistics and "
+            "without random masks: call model.eval() first"
+        )

@@ -260,6 +260,18 @@ def test_statistics_are_refreshed_when_the_weights_move(way):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
+def test_a_parametrized_cell(way):
+    cell = make(rbn.BatchNormLSTMCell)
+    check(cell, 1, 3)
+    torch.nn.utils.parametrizations.weight_norm(cell, "weight_hh")
+    check(cell, 1, 3)
+    with torch.no_grad():
+        cell.parametrizations.weight_hh.original0.mul_(2)
+    found = cell(x := torch.randn(1, 5), hx := states_of(cell, 1), 3)
+    for one, other in zip(found, truth(cell, x, hx, 3), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
 def test_minibatch_statistics_where_they_are_asked_for():
     cell = make(rbn.BatchNormLSTMCell)
     x, hx = torch.randn(4, 5), states_of(cell, 4)

@@ -30,7 +30,7 @@ OPTIONS = [
 def trained(inputs=5, hidden=7, steps=9, **options):
     """A layer in eval(), with statistics of `steps` steps and no parameter left at its start."""
     torch.manual_seed(0)
-    layer = rbn.BatchNormLSTM(inputs, hidden, **options)
+    layer = rbn.BatchNormLSTM(inputs, hidden, **{"refresh_stats": False, **options})
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if not name.startswith("weight"):
@@ -274,6 +274,15 @@ def test_a_model_with_layers_in_it():
         model.head.weight.zero_()
         model.layer.gamma_h_l0.zero_()
     assert served.head.weight.abs().sum() > 0
+
+
+def test_stale_statistics_are_refreshed_first():
+    layer = trained(refresh_stats=True)
+    with torch.no_grad():
+        layer.weight_hh_l0.mul_(-1)
+    x = torch.randn(11, 3, 5)
+    found = rbn.fold(layer)(x)[0]  # before the layer evaluates
+    torch.testing.assert_close(found, layer(x)[0], rtol=1e-4, atol=1e-4)
 
 
 def test_what_cannot_be_folded():

@@ -468,3 +468,51 @@ def test_an_untrained_layer_warns_once_and_uses_the_batch():
     assert not any(s.estimated for s in layer._all_statistics())
     with pytest.raises(RuntimeError, match="no population statistics"):
         layer(x[:, :1])
+
+
+def test_a_frozen_layer_keeps_its_statistics_while_its_weights_move():
+    layer = KINDS["lstm"]()
+    train(layer, inputs(3))
+    layer.eval()(inputs(1)[0])
+    before = {k: v.clone() for k, v in layer.named_buffers()}
+    train(layer, inputs(3, seed=1))  # in eval()
+    layer.state_dict()
+    assert_same(dict(layer.named_buffers()), before)
+    layer.train()
+    layer.eval()
+    assert_same(statistics(layer), statistics(expected(layer, inputs(3))))
+
+
+def test_statistics_that_are_copied_in_stay():
+    """As torch.distributed.checkpoint loads: into the tensors of a state dict."""
+    layer, other = KINDS["lstm"](max_length=6), KINDS["lstm"](max_length=6)
+    train(layer, inputs(3))
+    train(other, inputs(3, seed=1))
+    wanted = {k: v.clone() for k, v in other.state_dict().items()}
+    with torch.no_grad():
+        for name, value in layer.state_dict().items():
+            value.copy_(wanted[name])
+    layer.eval()(inputs(1)[0])
+    assert_same(dict(layer.named_buffers()), {k: wanted[k] for k, _ in layer.named_buffers()})
+
+
+def test_an_untrained_cell_uses_the_batch():
+    cell, x = rbn.BatchNormLSTMCell(3, 5), inputs(1)[0][0]
+    with pytest.warns(UserWarning, match="not trained"):
+        found = cell.eval()(x)
+    with rbn.batch_statistics(cell):
+        torch.testing.assert_close(found, cell(x))
+
+
+def test_folded_layers_and_cells_of_a_layer_have_fresh_statistics():
+    layer = KINDS["lstm"]()
+    train(layer, inputs(3))
+    (cell,) = layer.to_cells()
+    folded = rbn.fold(layer)
+    (x,) = inputs(1, seed=5)
+    wanted = layer.eval()(x)[0]
+    torch.testing.assert_close(folded(x)[0], wanted)
+    hx = None
+    for step, row in enumerate(x):
+        hx = cell.eval()(row, hx, step)
+    torch.testing.assert_close(hx[0], wanted[-1])

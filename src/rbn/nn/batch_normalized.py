@@ -38,6 +38,8 @@ class BatchNormalized(Recurrence):
 
     recent_calls: RecentCalls
     _pools: dict[str, _Pool] | None = None  # while `refresh` runs
+    _check_weights = True  # until an evaluation after `train` or `eval`
+    _written: tuple[int, ...] = ()  # versions of the statistics when they were last estimated
 
     terms: ClassVar[tuple[str, ...]] = ("x", "h", "c")
     ablation_names: ClassVar[tuple[str, ...]] = ("shared_stats",)
@@ -139,7 +141,7 @@ class BatchNormalized(Recurrence):
         if not self.refresh_stats or not calls or self._pools is not None or not self._is_whole():
             return False
         weights = self._signature()
-        if not calls.is_stale(weights) and not self._weights_swapped():
+        if not self._is_stale(weights):
             return False
         pools = self._pool(calls)
         if pools:
@@ -151,12 +153,41 @@ class BatchNormalized(Recurrence):
                 "weights: the inputs of its recent training calls were modified in place. Pass "
                 "inputs that stay as they are, or call rbn.update_population_stats(model, batches)"
             )
-        calls.mark_estimated(weights, self._norms())
+        self.mark_fresh()
         return bool(pools)
+
+    def refresh_once(self) -> None:
+        """Refresh the statistics for an evaluation, and release inputs that nobody needs then."""
+        if self.may_be_stale:
+            self.refresh()
+            self.recent_calls.release()
+            self._check_weights = False
 
     def mark_fresh(self) -> None:
         """Take the statistics for those of the current weights."""
-        self.recent_calls.mark_estimated(self._signature(), self._norms())
+        norms = self._norms() if self.recent_calls.has_relatives else ()
+        self.recent_calls.mark_estimated(self._signature(), norms)
+        self._written = self._versions()
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether the next evaluation has to look for new inputs or other weights."""
+        calls = self.recent_calls
+        return self._check_weights or calls.new_rows > 0 or (calls.is_copy and bool(calls))
+
+    def _is_stale(self, weights: Signature) -> bool:
+        """Whether the statistics are those of other weights, or of inputs before the last ones."""
+        calls = self.recent_calls
+        if calls.new_rows > 0:
+            return True
+        if calls.is_copy:  # such as an average of models
+            return weights != calls.estimated_at or self._weights_swapped()
+        if not self._check_weights:  # a frozen layer, whose weights may move, keeps its statistics
+            return False
+        if weights != calls.estimated_at and self._versions() != self._written:
+            self.mark_fresh()  # someone loaded weights and statistics, tensor by tensor
+            return False
+        return weights != calls.estimated_at or self._weights_swapped()
 
     def _pool(self, recent: RecentCalls) -> dict[str, _Pool]:
         """The statistics of recent training calls at the current weights, by module name."""
@@ -254,15 +285,17 @@ class BatchNormalized(Recurrence):
     def _signature(self) -> Signature:
         return tuple([(id(p), version(p)) for p in self.parameters()])
 
+    def _versions(self) -> tuple[int, ...]:
+        """How often the statistics were written into."""
+        return tuple([version(statistics.count) for statistics in self._all_statistics()])
+
     def _weights_swapped(self) -> bool:
         """Whether a copy's weights came through `Tensor.data`, which changes no version.
 
         Lightning's `WeightAveraging` does that. Waits for the device, but only if there is a copy.
         """
         before = self.recent_calls.norms
-        if not before or not self.recent_calls.has_relatives:
-            return False
-        now = self._norms()
+        now = self._norms() if before else ()
         return bool(now) and now != before
 
     def _norms(self) -> tuple[float, ...]:
@@ -293,6 +326,7 @@ class BatchNormalized(Recurrence):
     def train(self: T, mode: bool = True) -> T:
         """Switch between training and evaluation; refreshes the statistics before evaluation."""
         super().train(mode)
+        self._check_weights = True
         if not mode:
             self.refresh()
         return self
@@ -332,8 +366,7 @@ class BatchNormalized(Recurrence):
                 checks.single_row(type(self).__name__)
             return False
         if not torch.compiler.is_compiling():
-            self.refresh()
-            self.recent_calls.release()
+            self.refresh_once()
         if all(statistics.find_estimates() for statistics in all_statistics):
             return False
         checks.no_statistics(self, batch)

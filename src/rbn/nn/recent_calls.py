@@ -114,6 +114,11 @@ class RecentCalls:
         return bool(self._kept) or bool(self._source and self._source._kept)
 
     @property
+    def is_copy(self) -> bool:
+        """Whether the module is a copy that was not trained itself."""
+        return self._source is not None
+
+    @property
     def has_relatives(self) -> bool:
         """Whether the module has a copy, or is one, with which someone may swap weights."""
         return bool(self._copies) or self._source is not None
@@ -150,10 +155,6 @@ class RecentCalls:
     def remember(self, states: States, step: int) -> None:
         """What a step of a cell returned."""
         self._returned, self._last_step = tuple([weakref.ref(state) for state in states]), step
-
-    def is_stale(self, weights: Signature) -> bool:
-        """Whether an estimate at these weights would be a new one."""
-        return bool(self) and (self.new_rows > 0 or weights != self.estimated_at)
 
     def mark_estimated(self, weights: Signature, norms: tuple[float, ...]) -> None:
         """The statistics are now those of these weights."""

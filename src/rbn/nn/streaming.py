@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,16 +27,7 @@ class _Term(NamedTuple):
     copies: list[tuple[Tensor, Tensor]]  # of mean and var, once made, for steps with a gradient
 
 
-class _Known(NamedTuple):
-    """What is known of a cell."""
-
-    terms: list[_Term | None]
-    own: Sequence[Tensor | None]  # parameters, by which `RecentCalls` tells stale statistics
-    parameters: Sequence[Tensor]  # those of parametrizations, too
-    versions: list[int]
-
-
-_cache: WeakKeyDictionary[BatchNormalized, _Known] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[BatchNormalized, list[_Term | None]] = WeakKeyDictionary()
 
 
 def step_rows(cell: BatchNormalized, step: int, x: Tensor) -> list[Row | None] | None:
@@ -50,31 +40,18 @@ def step_rows(cell: BatchNormalized, step: int, x: Tensor) -> list[Row | None] |
         For each of ``cell.terms`` its row, None if it is not normalized. None instead of the list
         where the cell uses statistics of the minibatch, has none, or in another dtype than x.
     """
-    known = _cache.get(cell)
+    terms = _cache.get(cell)
     if (
-        known is None
-        or not all(term is None or _is_current(term) for term in known.terms)
-        or (cell.recent_calls and _may_be_stale(cell, known))
+        terms is None
+        or cell.may_be_stale
+        or not all(term is None or _is_current(term) for term in terms)
     ):
         _cache.pop(cell, None)
         terms = _terms(cell, x.dtype)
         if terms is None:
             return None
-        parameters = [p for p in cell.parameters() if not p.is_inference()]
-        own = list(cell._parameters.values())
-        known = _cache[cell] = _Known(terms, own, parameters, [p._version for p in parameters])
-    return [None if term is None else _row(term, step) for term in known.terms]
-
-
-def _may_be_stale(cell: BatchNormalized, known: _Known) -> bool:
-    """Whether `cell.refresh` may have something to do: its signature takes longer."""
-    own = cell._parameters.values()
-    return (
-        cell.recent_calls.new_rows > 0
-        or len(own) != len(known.own)
-        or any(a is not b for a, b in zip(own, known.own, strict=True))
-        or [p._version for p in known.parameters] != known.versions
-    )
+        _cache[cell] = terms
+    return [None if term is None else _row(term, step) for term in terms]
 
 
 def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | None:
@@ -82,8 +59,7 @@ def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | No
     every = cell._all_statistics()
     if any(statistics.uses_batch for statistics in every):
         return None
-    cell.refresh()
-    cell.recent_calls.release()
+    cell.refresh_once()
     if not all(statistics.find_estimates() for statistics in every):
         return None
     found = [cell._modules.get(f"stats_{name}") for name in cell.terms]

@@ -45,7 +45,7 @@ def test_export_to_onnx(tmp_path, monkeypatch):
         pytest.skip("the page needs torch 2.8")
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "page"}
-    for example in code_of("how-to/onnx.md"):  # the last line compares
+    for example in code_of("onnx.md"):  # the last line compares
         exec(compile(example, "onnx.md", "exec"), names)
     assert names["scores"].shape == (1, 35, 5)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, States
+from rbn.ops.types import Ablation, InitialState, InputStats, Padding
 
 
 class _BatchNormLSTM(BatchNormalized):
@@ -142,13 +143,13 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         gamma: float = 0.1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        input_stats: str = "step",
-        padding: str = "exclude",
-        initial_state: str = "learned",
+        input_stats: InputStats = "step",
+        padding: Padding = "exclude",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         weight_dropout: float = 0.0,
-        ablations: Iterable[str] = (),
+        ablations: Iterable[Ablation] = (),
         sync_stats: bool = False,
         refresh_stats: bool = True,
         device: torch.device | str | None = None,
@@ -181,7 +182,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         self._build(device, dtype)
 
 
-class BatchNormLSTMCell(_BatchNormLSTM, Cell):
+class BatchNormLSTMCell(_BatchNormLSTM, Cell[tuple[Tensor, Tensor]]):
     """One step of `BatchNormLSTM`, called like `torch.nn.LSTMCell` with the time step beside it.
 
     ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each. The
@@ -199,10 +200,10 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell):
         gamma: float = 0.1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
-        ablations: Iterable[str] = (),
+        ablations: Iterable[Ablation] = (),
         sync_stats: bool = False,
         refresh_stats: bool = True,
         device: torch.device | str | None = None,

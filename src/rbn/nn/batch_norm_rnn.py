@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from rbn.nn import checks
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.recurrence import Cell, Layers, States
-from rbn.ops.types import Nonlinearity
+from rbn.ops.types import InitialState, InputStats, Nonlinearity, Padding
 
 
 class _BatchNormRNN(BatchNormalized):
@@ -48,7 +48,7 @@ class _BatchNormRNN(BatchNormalized):
         }
 
 
-class BatchNormRNN(_BatchNormRNN, Layers):
+class BatchNormRNN(_BatchNormRNN, Layers[Tensor]):
     r"""A batch-normalized simple RNN (equation 1), called like `torch.nn.RNN`.
 
     .. math::
@@ -79,7 +79,7 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
-        nonlinearity: str = "tanh",
+        nonlinearity: Nonlinearity = "tanh",
         bias: bool = True,
         batch_first: bool = False,
         dropout: float = 0.0,
@@ -89,13 +89,13 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         gamma: float = 0.1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        input_stats: str = "step",
-        padding: str = "exclude",
-        initial_state: str = "learned",
+        input_stats: InputStats = "step",
+        padding: Padding = "exclude",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: float = 0.0,
         weight_dropout: float = 0.0,
-        ablations: Iterable[str] = (),
+        ablations: Iterable[Literal["shared_stats"]] = (),
         sync_stats: bool = False,
         refresh_stats: bool = True,
         device: torch.device | str | None = None,
@@ -129,7 +129,7 @@ class BatchNormRNN(_BatchNormRNN, Layers):
         self._build(device, dtype)
 
 
-class BatchNormRNNCell(_BatchNormRNN, Cell):
+class BatchNormRNNCell(_BatchNormRNN, Cell[Tensor]):
     """One step of `BatchNormRNN`, called like `torch.nn.RNNCell` with the time step beside it.
 
     ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns h ``[B, H]``. Options and
@@ -141,16 +141,16 @@ class BatchNormRNNCell(_BatchNormRNN, Cell):
         input_size: int,
         hidden_size: int,
         bias: bool = True,
-        nonlinearity: str = "tanh",
+        nonlinearity: Nonlinearity = "tanh",
         *,
         max_length: int | None = None,
         gamma: float = 0.1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: float = 0.0,
-        ablations: Iterable[str] = (),
+        ablations: Iterable[Literal["shared_stats"]] = (),
         sync_stats: bool = False,
         refresh_stats: bool = True,
         device: torch.device | str | None = None,

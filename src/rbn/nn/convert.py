@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rbn.nn.recurrence import Layers
 
 T = TypeVar("T", bound="LSTMLayers")
 
 
-class LSTMLayers(Layers):
+class LSTMLayers(Layers[tuple[Tensor, Tensor]]):
     """A stack with the weights of `torch.nn.LSTM`, gate by gate."""
 
     @classmethod
-    def from_lstm(cls: type[T], lstm: nn.LSTM, **options: Any) -> T:
+    def from_lstm(cls: type[T], lstm: nn.LSTM, **options: object) -> T:
         """A new module that starts from the weights of `lstm`.
 
         Sizes, layout, dropout, dtype and device are those of `lstm`, its two biases become their
@@ -37,7 +37,7 @@ class LSTMLayers(Layers):
             lstm.bidirectional,
             device=weight.device,
             dtype=weight.dtype,
-            **options,
+            **cast(dict[str, Any], options),
         )
         new.train(lstm.training)
         with torch.no_grad():

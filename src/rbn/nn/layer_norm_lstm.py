@@ -10,6 +10,7 @@ from torch import Tensor
 from rbn.nn import checks, init
 from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
+from rbn.ops.types import InitialState
 
 
 class _LayerNormLSTM(Recurrence):
@@ -93,7 +94,7 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
         *,
         gamma: float = 1.0,
         eps: float = 1e-5,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         weight_dropout: float = 0.0,
@@ -117,7 +118,7 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
         self._build(device, dtype)
 
 
-class LayerNormLSTMCell(_LayerNormLSTM, Cell):
+class LayerNormLSTMCell(_LayerNormLSTM, Cell[tuple[Tensor, Tensor]]):
     """One step of `LayerNormLSTM`, called like `torch.nn.LSTMCell`.
 
     ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each; `step` is
@@ -132,7 +133,7 @@ class LayerNormLSTMCell(_LayerNormLSTM, Cell):
         *,
         gamma: float = 1.0,
         eps: float = 1e-5,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         device: torch.device | str | None = None,

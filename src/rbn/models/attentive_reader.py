@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rbn.models.attention import AdditiveAttention, TanhOfTerms
 from rbn.nn import LSTM, BatchNormLSTM, checks, init
-from rbn.ops.types import valid_steps
+from rbn.ops.types import InitialState, InputStats, Padding, valid_steps
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Variant:
 
     normalized: bool = True
     everywhere: bool = True
-    input_stats: str = "step"
+    input_stats: InputStats = "step"
     bidirectional: bool = False
 
 
@@ -108,11 +108,11 @@ class AttentiveReader(nn.Module):
         gamma: float = 0.1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        padding: str = "exclude",
+        padding: Padding = "exclude",
         sync_stats: bool = False,
         max_document: int | None = None,
         max_question: int | None = None,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         bilinear: bool = False,
         document_skip: bool = False,
         initialization: str = "orthogonal",

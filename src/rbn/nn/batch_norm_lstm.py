@@ -14,6 +14,7 @@ from rbn.nn.recurrence import Cell, States
 from rbn.nn.streaming import step_rows
 from rbn.ops import steps
 from rbn.ops.cpu.inference import Weights
+from rbn.ops.types import Ablation, InitialState, InputStats, Padding
 
 
 class _BatchNormLSTM(BatchNormalized):
@@ -145,13 +146,13 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         gamma: float = 0.1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        input_stats: str = "step",
-        padding: str = "exclude",
-        initial_state: str = "learned",
+        input_stats: InputStats = "step",
+        padding: Padding = "exclude",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         weight_dropout: float = 0.0,
-        ablations: Iterable[str] = (),
+        ablations: Iterable[Ablation] = (),
         sync_stats: bool = False,
         refresh_stats: bool = True,
         device: torch.device | str | None = None,
@@ -184,7 +185,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         self._build(device, dtype)
 
 
-class BatchNormLSTMCell(_BatchNormLSTM, Cell):
+class BatchNormLSTMCell(_BatchNormLSTM, Cell[tuple[Tensor, Tensor]]):
     """One step of `BatchNormLSTM`, called like `torch.nn.LSTMCell` with the time step beside it.
 
     ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each. The
@@ -202,10 +203,10 @@ class BatchNormLSTMCell(_BatchNormLSTM, Cell):
         gamma: float = 0.1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
-        ablations: Iterable[str] = (),
+        ablations: Iterable[Ablation] = (),
         sync_stats: bool = False,
         refresh_stats: bool = True,
         device: torch.device | str | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from rbn.nn.convert import CellLayers
 from rbn.nn.recurrence import Cell, States
 from rbn.nn.streaming import step_rows
 from rbn.ops import steps
-from rbn.ops.types import Nonlinearity
+from rbn.ops.types import InitialState, InputStats, Nonlinearity, Padding
 
 
 class _BatchNormRNN(BatchNormalized):
@@ -51,7 +51,7 @@ class _BatchNormRNN(BatchNormalized):
         }
 
 
-class BatchNormRNN(_BatchNormRNN, CellLayers):
+class BatchNormRNN(_BatchNormRNN, CellLayers[Tensor]):
     r"""A batch-normalized simple RNN (equation 1), called like `torch.nn.RNN`.
 
     .. math::
@@ -82,7 +82,7 @@ class BatchNormRNN(_BatchNormRNN, CellLayers):
         input_size: int,
         hidden_size: int,
         num_layers: int = 1,
-        nonlinearity: str = "tanh",
+        nonlinearity: Nonlinearity = "tanh",
         bias: bool = True,
         batch_first: bool = False,
         dropout: float = 0.0,
@@ -92,13 +92,13 @@ class BatchNormRNN(_BatchNormRNN, CellLayers):
         gamma: float = 0.1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        input_stats: str = "step",
-        padding: str = "exclude",
-        initial_state: str = "learned",
+        input_stats: InputStats = "step",
+        padding: Padding = "exclude",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: float = 0.0,
         weight_dropout: float = 0.0,
-        ablations: Iterable[str] = (),
+        ablations: Iterable[Literal["shared_stats"]] = (),
         sync_stats: bool = False,
         refresh_stats: bool = True,
         device: torch.device | str | None = None,
@@ -132,7 +132,7 @@ class BatchNormRNN(_BatchNormRNN, CellLayers):
         self._build(device, dtype)
 
 
-class BatchNormRNNCell(_BatchNormRNN, Cell):
+class BatchNormRNNCell(_BatchNormRNN, Cell[Tensor]):
     """One step of `BatchNormRNN`, called like `torch.nn.RNNCell` with the time step beside it.
 
     ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns h ``[B, H]``. Options and
@@ -144,16 +144,16 @@ class BatchNormRNNCell(_BatchNormRNN, Cell):
         input_size: int,
         hidden_size: int,
         bias: bool = True,
-        nonlinearity: str = "tanh",
+        nonlinearity: Nonlinearity = "tanh",
         *,
         max_length: int | None = None,
         gamma: float = 0.1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: float = 0.0,
-        ablations: Iterable[str] = (),
+        ablations: Iterable[Literal["shared_stats"]] = (),
         sync_stats: bool = False,
         refresh_stats: bool = True,
         device: torch.device | str | None = None,

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rbn.nn.batch_normalized import BatchNormalized
-from rbn.nn.recurrence import Cell, Layers, Recurrence
+from rbn.nn.recurrence import Cell, GivenStates, Layers, Recurrence
 from rbn.nn.statistics import PopulationStatistics
 
-C = TypeVar("C", bound="CellLayers")
+C = TypeVar("C", bound="CellLayers[Any]")
 T = TypeVar("T", bound="LSTMLayers")
 
 
-class CellLayers(Layers):
+class CellLayers(Layers[GivenStates]):
     """A stack with a cell for one step of each of its layers."""
 
-    cell_class: ClassVar[type[Cell]]
+    cell_class: ClassVar[type[Cell[Any]]]
 
-    def to_cells(self) -> list[Any]:
+    def to_cells(self) -> list[Cell[GivenStates]]:
         """A cell for each layer and direction, in the order of torch's states: l0, l0_reverse, l1.
 
         Each has copies of the parameters and the population statistics, and the options that cells
         have. In `eval()` a loop over the cell computes what the layer does. Statistics of the input
         term over the sequence (``input_stats="sequence"``) serve every step of the cell.
         """
-        cells: list[Any] = []
+        cells: list[Cell[GivenStates]] = []
         for suffix, input_size in self._directions():
             cell = self.cell_class(input_size, **_options(self, self.cell_class), **_factory(self))
             _copy(self, suffix, cell, "")
@@ -39,7 +39,7 @@ class CellLayers(Layers):
     @classmethod
     def from_cells(
         cls: type[C],
-        cells: Sequence[Cell],
+        cells: Sequence[Cell[GivenStates]],
         batch_first: bool = False,
         bidirectional: bool = False,
         **options: Any,
@@ -97,7 +97,7 @@ class CellLayers(Layers):
         ]
 
 
-def _options(module: Recurrence, cell_class: type[Cell]) -> dict[str, Any]:
+def _options(module: Recurrence, cell_class: type[Cell[Any]]) -> dict[str, Any]:
     """The arguments of a cell like this module, without its input size and the type."""
     options: dict[str, Any] = {}
     for name in inspect.signature(cell_class).parameters:
@@ -129,11 +129,11 @@ def _copy(source: Recurrence, of_source: str, target: Recurrence, of_target: str
             module.load_state_dict(of_same.state_dict())
 
 
-class LSTMLayers(CellLayers):
+class LSTMLayers(CellLayers[tuple[Tensor, Tensor]]):
     """A stack with the weights of `torch.nn.LSTM`, gate by gate."""
 
     @classmethod
-    def from_lstm(cls: type[T], lstm: nn.LSTM, **options: Any) -> T:
+    def from_lstm(cls: type[T], lstm: nn.LSTM, **options: object) -> T:
         """A new module that starts from the weights of `lstm`.
 
         Sizes, layout, dropout, dtype and device are those of `lstm`, its two biases become their
@@ -154,7 +154,7 @@ class LSTMLayers(CellLayers):
             lstm.bidirectional,
             device=weight.device,
             dtype=weight.dtype,
-            **options,
+            **cast(dict[str, Any], options),
         )
         new.train(lstm.training)
         with torch.no_grad():

@@ -25,7 +25,7 @@ _TABLES = ("scale_x", "scale_h", "shift", "scale_c", "shift_c")
 _OPTIONAL = ("scale_x", "scale_h", "scale_c")
 
 
-class FoldedLSTM(Layers):
+class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     r"""`BatchNormLSTM` in `eval()`, as `fold` makes it: smaller, faster, and only for inference.
 
     .. math::

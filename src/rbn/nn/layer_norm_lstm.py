@@ -12,6 +12,7 @@ from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
 from rbn.ops import steps
 from rbn.ops.cpu.inference import Weights
+from rbn.ops.types import InitialState
 
 
 class _LayerNormLSTM(Recurrence):
@@ -95,7 +96,7 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
         *,
         gamma: float = 1.0,
         eps: float = 1e-5,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         weight_dropout: float = 0.0,
@@ -119,7 +120,7 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
         self._build(device, dtype)
 
 
-class LayerNormLSTMCell(_LayerNormLSTM, Cell):
+class LayerNormLSTMCell(_LayerNormLSTM, Cell[tuple[Tensor, Tensor]]):
     """One step of `LayerNormLSTM`, called like `torch.nn.LSTMCell`.
 
     ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each; `step` is
@@ -134,7 +135,7 @@ class LayerNormLSTMCell(_LayerNormLSTM, Cell):
         *,
         gamma: float = 1.0,
         eps: float = 1e-5,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         device: torch.device | str | None = None,

@@ -12,6 +12,7 @@ from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
 from rbn.ops import steps
 from rbn.ops.cpu.inference import Weights
+from rbn.ops.types import InitialState
 
 
 class _LSTM(Recurrence):
@@ -64,7 +65,7 @@ class LSTM(_LSTM, LSTMLayers):
         bidirectional: bool = False,
         *,
         cell_bias: bool = True,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         weight_dropout: float = 0.0,
@@ -88,7 +89,7 @@ class LSTM(_LSTM, LSTMLayers):
         self._build(device, dtype)
 
     @classmethod
-    def from_lstm(cls, lstm: nn.LSTM, **options: Any) -> LSTM:
+    def from_lstm(cls, lstm: nn.LSTM, **options: object) -> LSTM:
         """The same network as `lstm`: zero initial state and no cell bias unless asked for."""
         return super().from_lstm(lstm, **{"initial_state": "zeros", "cell_bias": False, **options})
 
@@ -130,7 +131,7 @@ class LSTM(_LSTM, LSTMLayers):
         return new
 
 
-class LSTMCell(_LSTM, Cell):
+class LSTMCell(_LSTM, Cell[tuple[Tensor, Tensor]]):
     """One step of `LSTM`, called like `torch.nn.LSTMCell`.
 
     ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each; `step` is
@@ -144,7 +145,7 @@ class LSTMCell(_LSTM, Cell):
         bias: bool = True,
         *,
         cell_bias: bool = True,
-        initial_state: str = "learned",
+        initial_state: InitialState = "learned",
         hidden_noise: float = 0.0,
         zoneout: tuple[float, float] = (0.0, 0.0),
         device: torch.device | str | None = None,

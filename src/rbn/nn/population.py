@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.processes import all_processes, as_many_on_all, average, of_all
 from rbn.nn.recent_calls import RecentCalls
 from rbn.nn.statistics import PopulationStatistics, temporarily
+
+Batch = TypeVar("Batch")
 
 
 def _statistics_of(model: nn.Module) -> list[PopulationStatistics]:
@@ -107,9 +109,9 @@ def average_population_stats(model: nn.Module) -> None:
 
 def update_population_stats(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[Batch],
     *,
-    forward: Callable[[nn.Module, Any], object] | None = None,
+    forward: Callable[[nn.Module, Batch], object] | None = None,
     device: torch.device | str | None = None,
     train_mode: bool = True,
     progress: bool = False,

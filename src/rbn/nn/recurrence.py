@@ -10,8 +10,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, overload
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 INITIAL_STATES = ("learned", "zeros")
 States = tuple[Tensor, ...]
+GivenStates = TypeVar("GivenStates")  # as users see them: (h, c) of an LSTM, h of a simple RNN
 
 
 def autocast_on(device: str) -> bool:
@@ -326,7 +328,7 @@ class Recurrence(nn.Module, abc.ABC):
         return states if len(states) > 1 else states[0]
 
 
-class Layers(Recurrence):
+class Layers(Recurrence, Generic[GivenStates]):
     """A stack of layers, one- or two-directional, called like `torch.nn.LSTM`."""
 
     def __init__(
@@ -366,14 +368,29 @@ class Layers(Recurrence):
     def flatten_parameters(self) -> None:
         """Does nothing; here so that code written for `torch.nn.LSTM` runs."""
 
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        hx: GivenStates | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
+        *,
+        start: int = 0,
+    ) -> tuple[Tensor, GivenStates]: ...
+
+    @overload
+    def forward(
+        self, input: PackedSequence, hx: GivenStates | None = None, *, start: int = 0
+    ) -> tuple[PackedSequence, GivenStates]: ...
+
     def forward(
         self,
         input: Tensor | PackedSequence,
-        hx: Any = None,
-        lengths: Any = None,
+        hx: GivenStates | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
         *,
         start: int = 0,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Tensor | PackedSequence, GivenStates]:
         """Run the layer over a batch of sequences.
 
         Args:
@@ -409,6 +426,9 @@ class Layers(Recurrence):
             return output.transpose(0, 1), self._wrap(finals)
         output, finals = self._forward_steps(input, hx, lengths, start)
         return output, self._wrap(finals)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _prepared(self, input: Tensor) -> Tensor:
         """An input in the layer's type, or symbols as int64 with a last dimension of one."""
@@ -496,7 +516,7 @@ class Layers(Recurrence):
         return PackedSequence(data, packed.batch_sizes, *indices), self._wrap(finals)
 
 
-class Cell(Recurrence):
+class Cell(Recurrence, Generic[GivenStates]):
     """One step at a time, called like `torch.nn.LSTMCell`."""
 
     def __init__(
@@ -521,7 +541,7 @@ class Cell(Recurrence):
         ((_, states),) = self._layer([("", x[None], states)], None, start)
         return states
 
-    def forward(self, input: Tensor, hx: Any = None, step: int = 0) -> Any:
+    def forward(self, input: Tensor, hx: GivenStates | None = None, step: int = 0) -> GivenStates:
         """One step.
 
         Args:
@@ -534,9 +554,10 @@ class Cell(Recurrence):
             The states after the step, ``(h, c)`` or ``h``, ``[B, H]`` each.
         """
         if not self.training:
-            found = self._stream(input, hx, step)
-            if found is not None:
-                return self._wrap(found)
+            streamed = self._stream(input, hx, step)
+            if streamed is not None:
+                result: GivenStates = self._wrap(streamed)
+                return result
         if not isinstance(input, Tensor) or input.dim() not in (1, 2):
             got = tuple(input.shape) if isinstance(input, Tensor) else type(input).__name__
             raise ValueError(f"input must have shape [B, {self.input_size}], got {got}")
@@ -558,7 +579,11 @@ class Cell(Recurrence):
         with self._batch_statistics() if untrained else contextlib.nullcontext():
             states = self._run_call(x, given, None, step)
         self._keep_states(states, step)
-        return self._wrap(states if batched else tuple(state[0] for state in states))
+        found: GivenStates = self._wrap(states if batched else tuple(state[0] for state in states))
+        return found
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _stream(self, input: Any, hx: Any, step: Any) -> States | None:
         """The states after one step in `eval()`, in as little time as possible.

@@ -12,7 +12,7 @@ import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,14 +25,15 @@ from rbn.ops.custom import is_traced, without_autocast
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_NAMES = ("reference", "cpu", "gpu")
+Backend = Literal["reference", "cpu", "gpu"]
+_NAMES: tuple[Backend, ...] = ("reference", "cpu", "gpu")
 _BY_DEVICE = {"cpu": "cpu", "cuda": "gpu"}
 _OLDEST = (7, 0)  # compute capability that the kernels' compiler supports
 _gpu: Any = None  # the module, once it was asked for
 _forced: str | None = None  # a plain global, which torch.compile can guard on
 
 
-def backends() -> tuple[str, ...]:
+def backends() -> tuple[Backend, ...]:
     """The names that `backend` takes."""
     return _NAMES
 
@@ -62,7 +63,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
+def backend(name: Backend) -> Iterator[None]:
     """Force one implementation inside the ``with`` block, in the whole process.
 
     ``"reference"`` runs the plain equations on any device (slow, differentiable any number of

@@ -10,6 +10,8 @@ from torch import Tensor
 InputStats = Literal["step", "sequence"]
 Padding = Literal["exclude", "include"]
 Nonlinearity = Literal["tanh", "relu"]
+InitialState = Literal["learned", "zeros"]
+Ablation = Literal["shared_stats", "joint_terms", "pass_normalized_cell", "raw_output"]
 
 # As long as all rows of the states and of the input are alike, before the first input that differs,
 # a recurrent or cell term whose variance over the minibatch is at most this part of eps passes no

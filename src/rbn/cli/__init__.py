@@ -21,9 +21,9 @@ def _main() -> None:
     except ImportError:
         print("rbn needs typer: pip install 'recurrent-batchnorm[demo]'", file=sys.stderr)
         sys.exit(2)
-    from rbn.training.interrupt import wait_for_extensions
+    from rbn.training.interrupt import handle_signals
 
-    wait_for_extensions()
+    handle_signals()
     from rbn.cli.app import app
 
     try:

@@ -40,8 +40,15 @@ def guarded(work: Callable[[], None]) -> None:
         stop(str(error), 1)
     except Stopped as error:
         stop(error.reason, error.code)
-    except KeyboardInterrupt:
-        stop("stopped before the end", 130)
+    except KeyboardInterrupt as error:
+        stop("stopped before the end", interrupted_code(error))
+
+
+def interrupted_code(error: KeyboardInterrupt) -> int:
+    """The exit code after a signal: 130 for Ctrl-C, 143 for SIGTERM."""
+    from rbn.training.interrupt import exit_signal
+
+    return 128 + exit_signal(error)
 
 
 def stop(reason: str, code: int) -> NoReturn:

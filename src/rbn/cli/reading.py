@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rbn.cli.common import stop
+from rbn.cli.common import interrupted_code, stop
 
 Articles = Annotated[
     Path,
@@ -40,8 +40,11 @@ def build_cloze(
         built = build(articles, out, split=split, processes=processes, progress=_say)
     except (DataAltered, OSError, ValueError) as error:
         stop(str(error), 2)
-    except KeyboardInterrupt:
-        stop(f"stopped before the end: remove {out / 'questions'} and begin again", 130)
+    except KeyboardInterrupt as error:
+        stop(
+            f"stopped before the end: remove {out / 'questions'} and begin again",
+            interrupted_code(error),
+        )
     _end_line()
     for question in built.sample:
         typer.echo(f"\n{question.url}\n  ... {' '.join(question.document[:60])} ...")
@@ -104,8 +107,8 @@ def questions(
             skipped = [line for part in facts["parts"].values() for line in part["malformed"]]
     except (OSError, ValueError) as error:
         stop(str(error), 2)
-    except KeyboardInterrupt:
-        stop("stopped before the end; the same command goes on from there", 130)
+    except KeyboardInterrupt as error:
+        stop("stopped before the end; the same command goes on from there", interrupted_code(error))
     vocabulary = reading.vocabulary
     typer.echo(f"{name}: {len(vocabulary):,} symbols, {vocabulary.entities} of them entities")
     typer.echo(

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rbn.cli.common import DataDir, Device, device_of, guarded, make_console, make_table, stop
+from rbn.cli.common import (
+    DataDir,
+    Device,
+    device_of,
+    guarded,
+    interrupted_code,
+    make_console,
+    make_table,
+    stop,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -142,8 +151,8 @@ def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
         try:
             bars = console if console.is_terminal else None
             return (0, "") if Worker(jobs[0], say, bars).work() else (3, "out of time")
-        except KeyboardInterrupt:
-            return 130, "stopped"
+        except KeyboardInterrupt as error:
+            return interrupted_code(error), "stopped"
         except TooManyFailed as error:
             return 1, str(error)
     # Missing data are found before anything starts, and what is made of them is made once.
@@ -151,8 +160,8 @@ def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
     codes = processes.run(jobs, say)
     if 0 in codes:  # only when all trials are over
         return 0, ""
-    if processes.INTERRUPTED in codes:
-        return 130, "stopped"
+    if max(codes) > 128:
+        return max(codes), "stopped"
     if processes.OUT_OF_TIME in codes:
         return 3, "out of time"
     return 1, "all workers have ended"

@@ -34,7 +34,7 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = invoke("train", "digits", *SMALL, "--device", "cpu", "--out", folder)
     assert done.exit_code == 0, done.output
-    assert "digits, bn-lstm, seed 1: test 0." in done.output
+    assert "digits, bn-lstm, seed 1: test accuracy " in done.output
     return folder
 
 
@@ -315,7 +315,7 @@ def test_a_run_that_was_tested_keeps_its_result(whole, tmp_path):
     before = path.read_text()
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0
-    assert f"test {json.loads(before)['test']:.4f}" in done.output
+    assert f"test accuracy {100 * json.loads(before)['test']:.2f} %" in done.output
     assert "Testing" not in done.output
     assert path.read_text() == before
     path.write_text("{")  # a damaged one is made again

@@ -51,9 +51,14 @@ def interrupted_code(error: KeyboardInterrupt) -> int:
     return 128 + exit_signal(error)
 
 
+def printable(text: str) -> str:
+    """Text from a file or a name, without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def stop(reason: str, code: int) -> NoReturn:
     """End with one sentence."""
-    typer.echo(f"rbn: {reason}", err=True)
+    typer.echo(f"rbn: {printable(reason)}", err=True)
     raise typer.Exit(code)
 
 

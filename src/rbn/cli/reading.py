@@ -144,17 +144,19 @@ def ask(
         str | None, typer.Option(help="With one @placeholder; that of a .question file if none.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the attention to this page.")] = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Ask a trained reader about a document, and see where it looked."""
     from rich.console import Console
 
     from rbn.experiments import asking, attention_page
     from rbn.training import CheckpointError
+    from rbn.training.whole import write_whole
 
     try:
-        answer = asking.ask(run, document, question)
+        answer = asking.ask(run, document, question, root=data_dir)
         if html is not None:
-            html.write_text(attention_page.page(answer), encoding="utf-8")
+            write_whole(html, attention_page.page(answer))
     except (CheckpointError, ImportError, OSError, ValueError) as error:
         stop(str(error), 2)
     console = Console(highlight=False)

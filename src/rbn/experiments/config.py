@@ -139,10 +139,10 @@ class Config:
         _check_optimizer(self.optimizer)
         if "seed" in self.data:
             check_seed("data.seed", self.data["seed"])
-        if not isinstance(self.tag, str) or not re.fullmatch(r"[\w.+-]*", self.tag):
+        if not isinstance(self.tag, str) or not re.fullmatch(r"(\w[\w.+-]*)?", self.tag):
             raise ValueError(
-                f"tag must be a word of letters, digits and . _ + -, as it names files, "
-                f"got {self.tag!r}"
+                f"tag must be a word of letters, digits and . _ + -, beginning with a letter or "
+                f"digit, as it names files, got {self.tag!r}"
             )
         for place, options in (("layer", self.layer), ("normalization", self.normalization)):
             for name in _OF_TASK & set(options):

@@ -29,7 +29,7 @@ from rbn.nn import checks
 PARTS = {"train": "training", "valid": "validation", "test": "test"}
 SECOND_TEST = "test-cnn"  # the part and its folder, which most sets of questions do not have
 SHARD = 500  # files
-FORMAT = 1  # of the cache; a change makes it anew
+FORMAT = 2  # of the cache; a change makes it anew
 
 Progress = Callable[[int, int], None]
 """Called with the files read so far and all there are."""

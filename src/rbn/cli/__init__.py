@@ -24,11 +24,14 @@ def _main() -> None:
     from rbn.training.interrupt import handle_signals
 
     handle_signals()
+    from rbn.cli import common
     from rbn.cli.app import app
 
     try:
         app()
     except SystemExit as left:
+        if left.code == 130 and not common.stopped:  # Typer leaves without a word
+            raise KeyboardInterrupt from left
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # as one of torchrun's processes
             from rbn.training.launcher import end_at_once
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PIPED = 200  # characters
+stopped = False  # whether `stop` has said why
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
@@ -30,13 +31,14 @@ class Stopped(Exception):
 
 def guarded(work: Callable[[], None]) -> None:
     """One sentence instead of a traceback for what a user can mend."""
+    from rbn.data.processes import HelperLost
     from rbn.training import CheckpointError, Diverged
 
     try:
         work()
     except (ImportError, OSError, ValueError) as error:
         stop(str(error), 2)
-    except (CheckpointError, Diverged) as error:
+    except (CheckpointError, Diverged, HelperLost) as error:
         stop(str(error), 1)
     except Stopped as error:
         stop(error.reason, error.code)
@@ -58,6 +60,8 @@ def printable(text: str) -> str:
 
 def stop(reason: str, code: int) -> NoReturn:
     """End with one sentence."""
+    global stopped
+    stopped = True
     typer.echo(f"rbn: {printable(reason)}", err=True)
     raise typer.Exit(code)
 

@@ -33,6 +33,7 @@ def build_cloze(
     """Make question files from news articles and their highlights."""
     from rbn.data.articles import build
     from rbn.data.errors import DataAltered
+    from rbn.data.processes import HelperLost
 
     if processes is not None and processes < 1:
         stop(f"processes must be at least 1, got {processes}", 2)
@@ -40,11 +41,11 @@ def build_cloze(
         built = build(articles, out, split=split, processes=processes, progress=_say)
     except (DataAltered, OSError, ValueError) as error:
         stop(str(error), 2)
+    except HelperLost as error:
+        stop(f"{error}; the same command resumes the build", 1)
     except KeyboardInterrupt as error:
-        stop(
-            f"stopped before the end: remove {out / 'questions'} and begin again",
-            interrupted_code(error),
-        )
+        said = "stopped before the end; the same command resumes the build"
+        stop(said, interrupted_code(error))
     _end_line()
     for question in built.sample:
         typer.echo(f"\n{question.url}\n  ... {' '.join(question.document[:60])} ...")
@@ -83,6 +84,7 @@ def questions(
     from rbn.data.cloze import cloze
     from rbn.data.cnn import QuestionBatches, baselines, load_questions
     from rbn.data.cnn.shards import Reduction
+    from rbn.data.processes import HelperLost
     from rbn.experiments.paper.counted import Counted, write_counts
     from rbn.experiments.reading import Reporter
 
@@ -107,6 +109,8 @@ def questions(
             skipped = [line for part in facts["parts"].values() for line in part["malformed"]]
     except (OSError, ValueError) as error:
         stop(str(error), 2)
+    except HelperLost as error:
+        stop(f"{error}; the same command goes on from there", 1)
     except KeyboardInterrupt as error:
         stop("stopped before the end; the same command goes on from there", interrupted_code(error))
     vocabulary = reading.vocabulary

@@ -82,6 +82,12 @@ def make_console() -> Console:
     return Console(width=_PIPED) if piped else found
 
 
+def check_out(out: Path | None) -> None:
+    """Refuse an empty --out, which Python takes for the current folder."""
+    if out is not None and out == Path():
+        raise ValueError("out must name a folder, got '' or '.'")
+
+
 def device_of(name: str) -> torch.device:
     """The device that a name on the command line means."""
     import torch
@@ -94,6 +100,8 @@ def device_of(name: str) -> torch.device:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cpu" and device.index not in (None, 0):
+        raise ValueError(f"there is no {name}: device cpu is one for all processors")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but PyTorch finds no GPU")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from rbn.cli.common import (
     DataDir,
     Device,
+    check_out,
     device_of,
     guarded,
     interrupted_code,
@@ -103,9 +104,10 @@ def run(
             raise ValueError(f"workers must be at least 1, got {workers}")
         if max_minutes is not None and not max_minutes > 0:
             raise ValueError(f"max-minutes must be positive, got {max_minutes}")
+        check_out(out)
         folder = out or Path("runs") / sweep.name
         where = storage or storages.default(folder)
-        until = None if max_minutes is None else time.time() + 60 * max_minutes
+        until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         job = Job(sweep, where, folder, device_of(device), data_dir, until)
         jobs = _jobs(job, workers, dealt=device == "auto" and job.device.type == "cuda")
         console = make_console()

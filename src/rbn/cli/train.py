@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rbn.cli.common import DataDir, Device, Stopped, device_of, guarded, interrupted_code
+from rbn.cli.common import (
+    DataDir,
+    Device,
+    Stopped,
+    check_out,
+    device_of,
+    guarded,
+    interrupted_code,
+)
 from rbn.experiments.config import Config
 
 if TYPE_CHECKING:
@@ -84,6 +92,9 @@ def train(
     from rbn.experiments import config as configs
 
     def work() -> None:
+        if model == "":
+            raise ValueError("model must be the name of a model, got ''")
+        check_out(out)
         found = configs.published(task) if config is None else configs.read(configs.find(config))
         if found.get("task", task) != task:
             raise ValueError(f"config {config} is for task {found['task']}, not {task}")

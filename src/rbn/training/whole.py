@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,17 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             part.unlink()
-        raise OSError(error.errno, f"could not write {path}: {error.strerror}") from error
+        raise OSError(error.errno, f"could not write {path}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, an error of the disk says which file could not be written."""
+    try:
+        yield
+    except OSError as error:
+        said = f"could not write {path}: {error.strerror or error}"
+        raise OSError(error.errno, said) from error
 
 
 def write_checked(path: Path, content: dict[str, Any]) -> None:

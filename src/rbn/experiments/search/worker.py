@@ -48,7 +48,8 @@ class Job:
         out: folder of the runs.
         device: to train on.
         root: where the data are; ``RBN_DATA`` by default.
-        until: time, as `time.time` gives it, at which to save and stop; None has no limit.
+        until: time, as `time.monotonic` gives it, at which to save and stop; None has no limit. It
+            holds for all processes of this machine, and does not follow changes of the clock.
         threads: of the CPU; None leaves them.
     """
 
@@ -142,7 +143,7 @@ class Worker:
 
     def _left(self) -> float:
         """Seconds."""
-        return math.inf if self.job.until is None else self.job.until - time.time()
+        return math.inf if self.job.until is None else self.job.until - time.monotonic()
 
     def _run(self, number: int, trials: Trials, heart: Heart, interrupts: Interrupts) -> None:
         """One trial, from where it is to its end or until it is given up."""

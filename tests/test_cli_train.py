@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from rbn.cli.app import app
 from rbn.training import checkpoint
+from rbn.training.whole import read_checked, write_checked
 
 SMALL = ["--set", "epochs=2", "--set", "hidden_size=8", "--set", "evaluate_every=6"]
 
@@ -312,7 +313,7 @@ def test_a_run_that_was_tested_keeps_its_result(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     path = folder / "result.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"commit": "0123456", "gpu": "H200"}))
+    write_checked(path, read_checked(path) | {"commit": "0123456", "gpu": "H200"})
     before = path.read_text()
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0

@@ -73,7 +73,7 @@ class Helpers:
             Exception: what `work` raised.
         """
         left = enumerate(jobs)
-        idle, busy = list(self._pipes), dict[Any, int]()
+        idle, busy = list(self._pipes), dict[Connection, int]()
         done: dict[int, Any] = {}
         following, more = 0, True
         while True:
@@ -87,13 +87,14 @@ class Helpers:
                     busy[pipe] = number
             if not busy:
                 return
-            for pipe in wait(list(busy)):
+            ready = wait(list(busy))
+            for pipe in [each for each in busy if each in ready]:
                 with self._losses():
-                    right, found = pipe.recv()  # type: ignore[union-attr]
+                    right, found = pipe.recv()
                 if not right:
                     raise found
                 done[busy.pop(pipe)] = found
-                idle.append(pipe)  # type: ignore[arg-type]
+                idle.append(pipe)
             while following in done:
                 yield done.pop(following)
                 following += 1

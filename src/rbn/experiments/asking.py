@@ -15,7 +15,7 @@ from rbn.data.cnn.question import read as read_question
 from rbn.data.cnn.sentences import select
 from rbn.data.cnn.shards import renumbering
 from rbn.experiments.measured import has_statistics
-from rbn.experiments.reading import VOCABULARY, make_reader
+from rbn.experiments.reading import VOCABULARY, ReadingTask, make_reader
 from rbn.experiments.runs import opened
 from rbn.experiments.trained import is_final, open_task, weights_of
 from rbn.training import checkpoint
@@ -83,6 +83,7 @@ def ask(
     if has_statistics(model) and not is_final(run):
         # The statistics kept with the best model so far lag behind it.
         _, task = open_task(run, torch.device("cpu"), root)
+        assert isinstance(task, ReadingTask)
         task.estimate_population(config.population_batch)
         model.load_state_dict(task.reader.state_dict())
     model.eval()

@@ -62,8 +62,9 @@ def steps_alike(
     before, after = alike[..., :-1], alike[..., 1:]
     if masked:
         before, after = (F.pad(found[..., :1], (0, wx.shape[-3] - 1)) for found in (before, after))
-    # A term is constant as a whole or not at all; both terms in one only if the input is alike too.
-    return before & (var_h <= limit).all(-1), after
+    if var_x is None:  # both terms in one: constant only if the input is alike as well
+        before = before & (var_h <= limit).all(-1)
+    return before, after
 
 
 def _inputs_alike(wx: Tensor, lengths: Tensor | None) -> Tensor:

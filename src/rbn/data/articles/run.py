@@ -245,7 +245,8 @@ class _Journal:
             found = _checked(line)
             if found is None:  # half written; all after it is done again
                 break
-            self.made.add(Built(*(Counter(found[name]) for name in _COUNTS)))
+            read, written, dropped = (Counter(found[name]) for name in _COUNTS)
+            self.made.add(Built(read, written, dropped))
             self.chunks += 1
             kept.append(line)
         _replace(self.path, b"".join(line + b"\n" for line in kept))

@@ -159,7 +159,10 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     h0 = layout.state(a.h0)
     hidden = r.hidden if r.hidden.numel() else r.output.reshape(-1, H)
     if isinstance(norm_h, BatchNorm):
-        norm_h.alike = _states_alike(norm_h.alike, packing.split(hidden), a.eps)
+        constant = (r.rstd_h.square() * a.eps > 1 - CONSTANT).all(-1).tolist()
+        alike = _states_alike(norm_h.alike, packing.split(hidden), a.eps)
+        # A term is constant as a whole or not at all.
+        norm_h.alike = [both and all_ for both, all_ in zip(alike, constant, strict=True)]
     phis = packing.split(r.phi if r.phi.numel() else hidden)
 
     transition.start_backward(r.wh)

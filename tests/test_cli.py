@@ -185,7 +185,7 @@ def test_an_interrupt_waits_until_an_extension_is_loaded(tmp_path: Path) -> None
         "import signal, sys, time\n"
         "from rbn.training import interrupt\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may have it ignored
-        "interrupt.wait_for_extensions()\n"
+        "interrupt.handle_signals()\n"
         "def load():\n"
         "    signal.raise_signal(signal.SIGINT)\n"
         "    print('loaded', flush=True)\n"

@@ -1,6 +1,7 @@
 """What can be done with trained runs: measure, write text, publish; several runs at once."""
 
 import csv
+import hashlib
 import json
 import shutil
 
@@ -15,6 +16,7 @@ from rbn.experiments.config import from_mapping, with_settings
 from rbn.experiments.paper import published
 from rbn.experiments.tasks import Classification
 from rbn.training import checkpoint
+from rbn.training.whole import read_checked, write_checked
 
 TEXT = ["--set", "epochs=1", "--set", "hidden_size=16", "--set", "batch_size=64"]
 
@@ -66,9 +68,11 @@ def test_measuring_a_classifier_again(digits_runs):
     run = digits_runs / "bn-lstm-seed1"
     result = json.loads((run / "result.json").read_text())
     done = invoke("evaluate", run, "--device", "cpu")
-    assert f"digits, bn-lstm: {result['test']:.4f} accuracy (test, population" in done.output
+    assert (
+        f"digits, bn-lstm: accuracy {100 * result['test']:.2f} % (test, population" in done.output
+    )
     done = invoke("evaluate", run, "--split", "valid", "--stats", "batch", "--device", "cpu")
-    assert f"{result['valid_batch']:.4f} accuracy (valid, batch" in done.output
+    assert f"accuracy {100 * result['valid_batch']:.2f} % (valid, batch" in done.output
     done = invoke("evaluate", run, "--length", "7", "--device", "cpu")
     assert done.exit_code == 2
     assert "length is for texts" in done.output
@@ -84,10 +88,12 @@ def test_measuring_the_best_model_so_far(tmp_path, monkeypatch):
     now = run.run()
     (record,) = (r for r in now.history if r["step"] == now.best_step)
     done = invoke("evaluate", tmp_path, "--split", "valid", "--device", "cpu")
-    wanted = f"{record['valid_population']:.4f} accuracy (valid, population statistics, the best"
+    value = 100 * record["valid_population"]
+    wanted = f"accuracy {value:.2f} % (valid, population stats, the best model so far)"
     assert wanted in done.output
     done = invoke("evaluate", tmp_path, "--split", "valid", "--stats", "batch", "--device", "cpu")
-    assert f"{record['valid_batch']:.4f} accuracy (valid, batch statistics, the best" in done.output
+    wanted = f"accuracy {100 * record['valid_batch']:.2f} % (valid, batch stats, the best"
+    assert wanted in done.output
     # What is wrong is said before there is any work.
     monkeypatch.setattr(Classification, "estimate_population", lambda *_: pytest.fail("estimated"))
     for option in (("--split", "all"), ("--stats", "both"), ("--length", "7")):
@@ -96,8 +102,10 @@ def test_measuring_the_best_model_so_far(tmp_path, monkeypatch):
 
 def test_measuring_a_text(text_run):
     result = json.loads((text_run / "result.json").read_text())
-    done = invoke("evaluate", text_run, "--length", "full", "--device", "cpu")
-    assert f"{result['test']:.4f} bits per character" in done.output, done.output
+    for options in ((), ("--length", "full")):  # what rbn train reported
+        done = invoke("evaluate", text_run, *options, "--device", "cpu")
+        wanted = f"{result['test']:.4f} bits per character (test, population stats, whole sequence)"
+        assert wanted in done.output, done.output
     values = {}
     for length in (10, 64):
         done = invoke("evaluate", text_run, "--length", length, "--device", "cpu")
@@ -239,9 +247,9 @@ def test_another_runs_result_is_not_overwritten(digits_runs, tmp_path):
         (run / name).write_bytes((digits_runs / "bn-lstm-seed1" / name).read_bytes())
     for _ in range(2):  # its own may be
         assert invoke("publish", run, "--to", to).exit_code == 0
-    result = json.loads((run / "result.json").read_text())
+    result = read_checked(run / "result.json")
     result["config"]["epochs"], result["test"] = 1000, 0.25
-    (run / "result.json").write_text(json.dumps(result))
+    write_checked(run / "result.json", result)
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2
     assert "is the result of a run with other settings" in done.output
@@ -266,7 +274,11 @@ def test_a_run_that_an_older_version_began_is_published(digits_runs, tmp_path):
         (run / name).write_bytes((digits_runs / "bn-lstm-seed1" / name).read_bytes())
     first, second = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     old = {k: v for k, v in first.items() if not k.endswith("_nats")}
-    (run / "metrics.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(second)}\n")
+    curve = f"{json.dumps(old)}\n{json.dumps(second)}\n"
+    (run / "metrics.jsonl").write_text(curve)
+    result = read_checked(run / "result.json")
+    result["metrics_sha256"] = hashlib.sha256(curve.encode()).hexdigest()
+    write_checked(run / "result.json", result)
     results.publish(run, tmp_path / "to")
     (found,) = published.read_results(tmp_path / "to")
     assert found.curve[0].keys() == set(results.CURVE)
@@ -304,3 +316,33 @@ def test_settings_by_name(tmp_path, monkeypatch):
     assert "seeds must be numbers such as 1,2,3, got 'a'" in words(done.output)
     done = invoke("train", "digits", "--precision", "fp4")
     assert "precision must be one of 32-true" in words(done.output)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("task", "../../up"),
+        ("tag", "../up"),
+        ("tag", "/etc/x"),
+        ("seed", "1/../../up"),
+        ("tag", ".."),
+        ("model", "a/b"),
+    ],
+)
+def test_publishing_stays_in_its_folder(name, value, digits_runs, tmp_path):
+    run, to = tmp_path / "run", tmp_path / "there" / "to"
+    shutil.copytree(digits_runs / "bn-lstm-seed1", run)
+    write_checked(run / "result.json", read_checked(run / "result.json") | {name: value})
+    before = sorted(tmp_path.rglob("*"))
+    done = invoke("publish", run, "--to", to)
+    assert done.exit_code == 2
+    assert "is not the result of a run" in words(done.output)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_terminal_obeys_no_file(digits_runs, tmp_path):
+    run = tmp_path / "runs" / "\x1b[31mred\x1b]0;title\x07"
+    shutil.copytree(digits_runs / "bn-lstm-seed1", run)
+    write_checked(run / "result.json", read_checked(run / "result.json") | {"steps": "\x1b[2J"})
+    for arguments in (["runs", tmp_path / "runs"], ["evaluate", run / "nothing"]):
+        assert "\x1b" not in invoke(*arguments).output

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from rbn.cli.app import app
 from rbn.training import checkpoint
+from rbn.training.whole import read_checked, write_checked
 
 SMALL = ["--set", "epochs=2", "--set", "hidden_size=8", "--set", "evaluate_every=6"]
 
@@ -26,7 +27,8 @@ def invoke(*arguments):
 
 def result_of(folder):
     found = json.loads((folder / "result.json").read_text())
-    return {k: v for k, v in found.items() if k not in ("seconds", "commit")}
+    changing = ("seconds", "commit", "metrics_sha256", "sha256")  # times are in the sums
+    return {k: v for k, v in found.items() if k not in changing}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = invoke("train", "digits", *SMALL, "--device", "cpu", "--out", folder)
     assert done.exit_code == 0, done.output
-    assert "digits, bn-lstm, seed 1: test 0." in done.output
+    assert "digits, bn-lstm, seed 1: test accuracy " in done.output
     return folder
 
 
@@ -311,11 +313,11 @@ def test_a_run_that_was_tested_keeps_its_result(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     path = folder / "result.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"commit": "0123456", "gpu": "H200"}))
+    write_checked(path, read_checked(path) | {"commit": "0123456", "gpu": "H200"})
     before = path.read_text()
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0
-    assert f"test {json.loads(before)['test']:.4f}" in done.output
+    assert f"test accuracy {100 * json.loads(before)['test']:.2f} %" in done.output
     assert "Testing" not in done.output
     assert path.read_text() == before
     path.write_text("{")  # a damaged one is made again
@@ -406,3 +408,40 @@ def test_a_file_is_no_folder(tmp_path):
         done = invoke(*words, file)
         assert done.exit_code == 2, done.output
         assert f"{file} is a file, not " in done.output.replace("\n", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", ""], "model must be the name of a model"),
+        (["--out", ""], "out must name a folder"),
+        (["--device", "cpu:7"], "there is no cpu:7"),
+    ],
+)
+def test_empty_and_missing_names_are_refused(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["train", "digits", "--set", "epochs=1", *options])
+    assert done.exit_code == 2
+    assert message in done.output
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to send to another process")
+def test_sigterm_saves_and_says_how_to_resume(tmp_path):
+    command = [sys.executable, "-m", "rbn", "train", "digits", "--set", "hidden_size=4"]
+    options = ["--set", "epochs=5000", "--set", "evaluate_every=2", "--device", "cpu"]
+    folder = tmp_path / "run"
+    with subprocess.Popen(
+        [*command, *options, "--out", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 240
+        while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, errors
+    assert f"saved. Go on with: rbn resume {folder}" in errors

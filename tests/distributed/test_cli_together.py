@@ -105,7 +105,7 @@ def test_torchrun(tmp_path):
     with started(*run, "-m", "rbn", "train", "digits", *SMALL, *options) as process:
         output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    assert output.count("digits, bn-lstm, seed 1: test 0.") == 1  # the first rank talks
+    assert output.count("digits, bn-lstm, seed 1: test accuracy ") == 1  # the first rank talks
     result = json.loads((folder / "result.json").read_text())
     assert (result["devices"], result["steps"]) == (2, 12)
     assert {path.name for path in folder.iterdir()} == {

@@ -1,5 +1,6 @@
 """Configs: every published one builds its model; mistakes are named."""
 
+import itertools
 import json
 
 import pytest
@@ -224,7 +225,7 @@ def test_settings_that_make_no_sense(setting, message):
         ("variants: {lstm: {variants: {}}}", "variants: lstm cannot have a variants of its own"),
         ("tag: 2024-13-45", r"own\.yaml is not YAML: month"),
         ("1: 2\nfoo: 1", "unknown setting 1"),
-        ("layer: &a {zoneout: *a}", "settings must be words|recursive"),
+        ("layer: &a {zoneout: *a}", "its aliases stand for more"),
     ],
 )
 def test_files_that_make_no_sense(text, message, tmp_path):
@@ -250,3 +251,37 @@ def test_a_model_is_a_word(model):
 def test_a_mapping_may_be_merged_into_another():
     found = configs.parsed("a: &base {x: 1, y: 2}\nb: {<<: *base, y: 3}")
     assert found["b"] == {"x": 1, "y": 3}
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in itertools.pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "its aliases stand for more than 10,000 values"),
+        ("a: &a [*a]", "its aliases stand for more than 10,000 values"),
+        ("layer: " + "[" * 5000, "it is nested too deeply"),
+        ("layer: " + "{a: " * 5000, "it is nested too deeply"),
+    ],
+)
+def test_yaml_that_would_never_end(text, message, tmp_path):
+    (tmp_path / "bomb.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        configs.read(tmp_path / "bomb.yaml")
+
+
+def test_aliases_are_shared_settings(tmp_path):
+    (tmp_path / "fine.yaml").write_text("layer: &x {dropout: 0.1}\ndata: *x\n")
+    shared = {"dropout": 0.1}
+    assert configs.read(tmp_path / "fine.yaml") == {"layer": shared, "data": shared}
+
+
+def test_a_synonym_is_not_taken_for_a_setting():
+    config = from_mapping({"task": "digits"})
+    with pytest.raises(ValueError, match=r"did you mean optimizer.lr\?"):
+        with_settings(config, ["optimizer.learning_rate=0.1"])
+    with pytest.raises(ValueError, match="tag must be a word"):
+        with_settings(config, ["tag=.."])

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from rbn.experiments.config import Config, from_mapping, with_settings
 from rbn.experiments.fit import Fit, Watch
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
+from rbn.training.whole import read_checked, write_checked
 
 CPU = torch.device("cpu")
 
@@ -176,7 +178,7 @@ def test_a_run_and_its_result(tmp_path):
     trainer = build.make_trainer(config, build.build(config, 5, CPU), tmp_path / "run")
     assert trainer.run().finished
     result = results.finish(config, 5, trainer, "rbn train digits")
-    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
+    assert read_checked(tmp_path / "run" / "result.json") == result
     assert {"task", "model", "tag", "seed", "metric", "valid", "test", "stats"} <= result.keys()
     assert {"steps", "seconds", "params", "config", "versions", "gpu", "commit"} <= result.keys()
     assert 0 <= result["test"] <= 1
@@ -208,7 +210,7 @@ def test_a_progress_bar_fits_into_80_columns(seeds, tmp_path):
     text = Styled.from_ansi(shown.getvalue().rpartition(erased)[2]).plain
     assert max(map(len, text.splitlines())) <= 80
     assert "\u2026" not in text  # nothing was cut off
-    for part in ("12/12", " steps/s, ", " images/s", "0:00:00", "loss 2.", "validation"):
+    for part in ("12/12", " steps/s, ", " images/s", "0:00:00", "train loss 2.", "validation"):
         assert text.count(part) == len(seeds), part
 
 
@@ -222,13 +224,11 @@ def test_lines_where_there_is_no_terminal(seeds, tmp_path):
     lines = shown.getvalue().splitlines()
     assert len(lines) == 2 * len(seeds)
     for line in lines:
-        for part in ("/12  ", " steps/s, ", " images/s  ", " left  loss 2.", "  validation 0."):
+        for part in ("/12  ", " steps/s, ", " images/s  ", " left  train loss 2.", " nats"):
             assert part in line, part
-    if len(seeds) == 2:
-        assert (
-            sorted(line.split()[0] for line in lines)
-            == ["bn-lstm-seed1"] * 2 + ["bn-lstm-seed2"] * 2
-        )
+        assert re.search(r"  validation accuracy [\d.]+ % \(batch stats\), [\d.]+ % \(popu", line)
+    names = sorted(line.split(": ")[0] for line in lines)  # each line names its run
+    assert names == [str(tmp_path / f"bn-lstm-seed{seed}") for seed in seeds for _ in range(2)]
 
 
 def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path):
@@ -262,5 +262,8 @@ def test_no_run_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no run"):
         runs.opened(tmp_path)
     (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config.json has no checksum"):
+        runs.opened(tmp_path)
+    write_checked(tmp_path / "config.json", {})
     with pytest.raises(ValueError, match="not the config of a run"):
         runs.opened(tmp_path)

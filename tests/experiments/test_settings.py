@@ -15,6 +15,7 @@ from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.experiments.trained import open_task
 from rbn.models import LanguageModel, SequenceClassifier
 from rbn.training import Progress, checkpoint
+from rbn.training.whole import write_checked
 
 CPU = torch.device("cpu")
 SMALL = {"task": "digits", "hidden_size": 4, "batch_size": 600, "evaluate_every": 1, "epochs": 2}
@@ -87,8 +88,8 @@ def test_the_precision_reaches_fabric(tmp_path):
 
 
 def test_a_trained_model_is_measured_in_its_precision(tmp_path):
+    runs.start(tmp_path, from_mapping(SMALL | {"precision": "bf16-mixed"}), 1)
     config, run = trained(tmp_path, precision="bf16-mixed")
-    runs.start(tmp_path, config, 1)
     results.finish(config, 1, run, "")
     _, task = open_task(tmp_path, CPU)
     inputs = task.splits.test.inputs[:, :5]
@@ -164,7 +165,7 @@ def test_the_result_of_another_best_step_is_not_the_runs(tmp_path):
     checkpoint.save(tmp_path / "final.safetensors", {"weight": torch.ones(2)}, {})
     content = {"steps": 9, "best_step": 3, "diverged_at": None, "valid": 0.5, "test": 0.5}
     content |= {"metric": "accuracy"}
-    (tmp_path / "result.json").write_text(json.dumps(content))
+    write_checked(tmp_path / "result.json", content)
     assert results.finished(tmp_path, Progress(step=9, best_step=3)) == content
     for other in ({"best_step": 4}, {"step": 8}, {"diverged_at": 9}):
         now = Progress(**({"step": 9, "best_step": 3} | other))

@@ -1,8 +1,11 @@
 """Every bad argument: one clear sentence, before any work."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 import rbn
 
@@ -241,3 +244,72 @@ def test_unsigned_lengths_are_lengths(dtype):
 def test_parameters_are_real_numbers(make, dtype):
     with pytest.raises(TypeError, match=f"dtype must be a real floating-point type .* got {dtype}"):
         make(3, 4, dtype=dtype)
+
+
+@pytest.mark.parametrize("sizes", [[2, 2], [3, 2, 2], [2, 3], [3, 2, 0], [6, -1], []])
+def test_a_packed_sequence_that_does_not_agree_with_itself(sizes):
+    packed = PackedSequence(torch.randn(5, 3), torch.tensor(sizes, dtype=torch.int64))
+    with pytest.raises(ValueError, match="of a PackedSequence must"):
+        rbn.BatchNormLSTM(3, 4)(packed)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eps": 0}, "eps must be positive, got 0"),
+        ({"weight_dropout": 1}, "weight_dropout must be below 1, got 1"),
+        ({"max_length": 10**12}, "max_length must be at most 100,000,000, got 1,000,000,000,000"),
+    ],
+)
+def test_options_that_leave_nothing(options, message):
+    with pytest.raises(ValueError, match=message):
+        rbn.BatchNormLSTM(3, 4, **options)
+
+
+def test_negative_variances_are_not_loaded():
+    layer = rbn.BatchNormLSTM(3, 4)
+    layer(torch.randn(5, 6, 3))
+    state = layer.state_dict()
+    name = next(name for name in state if name.endswith(".var"))
+    before = state[name].clone()
+    with pytest.raises(RuntimeError, match=r"var must not be negative, got -0\.5"):
+        layer.load_state_dict({**state, name: torch.full_like(before, -0.5)})
+    assert torch.equal(layer.state_dict()[name], before)
+
+
+def test_batches_with_nan_change_no_statistics():
+    layer = rbn.BatchNormLSTM(3, 4)
+    good = torch.randn(5, 6, 3)
+    rbn.update_population_stats(layer, [good])
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    bad = good.clone()
+    bad[2, 1, 0] = torch.nan
+    with pytest.raises(ValueError, match="batches give statistics that are not finite"):
+        rbn.update_population_stats(layer, [good, bad])
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_batch_statistics_are_of_their_thread():
+    layer = rbn.BatchNormLSTM(3, 4)
+    inputs = torch.randn(5, 6, 3)
+    rbn.update_population_stats(layer, [inputs, inputs + 1])
+    layer.eval()
+    inside, done, found = threading.Event(), threading.Event(), []
+
+    def other():
+        with rbn.batch_statistics(layer):
+            inside.set()
+            done.wait(60)
+            found.append(layer(inputs)[0])
+
+    expected = layer(inputs)[0]
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(60)
+    mine = layer(inputs)[0]
+    done.set()
+    thread.join()
+    assert torch.equal(mine, expected)
+    assert not torch.equal(found[0], expected)
+    assert torch.equal(layer(inputs)[0], expected)

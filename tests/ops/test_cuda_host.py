@@ -1,7 +1,6 @@
 """The host's side of the CUDA kernels: how the work is cut, what is compiled and kept."""
 
 import ctypes
-import tempfile
 
 import pytest
 import torch
@@ -155,7 +154,21 @@ def test_a_user_without_a_home(monkeypatch):
     for name in ("RBN_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(nvrtc.Path, "home", fail)
-    assert nvrtc.cache_folder().is_relative_to(tempfile.gettempdir())
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *args: b"code")
+    monkeypatch.setattr(nvrtc, "version", lambda: (12, 8))
+    monkeypatch.setattr(nvrtc, "_keep", lambda *args: pytest.fail("kept where others can write"))
+    assert nvrtc.cache_folder() is None
+    assert nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90") == b"code"
+
+
+@pytest.mark.parametrize("shared", ["file", "folder"])
+def test_code_that_others_can_write_is_not_used(shared, tmp_path, caplog):
+    path = tmp_path / "x.cubin"
+    nvrtc._keep(b"code", path)
+    assert nvrtc._kept(path) == b"code"
+    (path if shared == "file" else tmp_path).chmod(0o777)
+    assert nvrtc._kept(path) is None
+    assert "can be written by other users" in caplog.text
 
 
 class Compiler:

@@ -1,6 +1,7 @@
 """Which backend runs."""
 
 import inspect
+import threading
 
 import pytest
 import torch
@@ -64,6 +65,28 @@ def test_blocks_nest():
             assert selected() is cpu.bn_lstm
         assert selected() is reference.bn_lstm
     assert selected() is cpu.bn_lstm
+
+
+def test_a_block_is_of_its_thread():
+    inside, outside = threading.Event(), threading.Event()
+    found = []
+
+    def other():
+        with rbn.backend("reference"):
+            inside.set()
+            outside.wait(60)
+            found.append(selected())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(60)
+    assert selected() is cpu.bn_lstm
+    with rbn.backend("cpu"):
+        outside.set()
+        thread.join()
+        assert dispatch._forced == "cpu"  # what compiled functions see
+    assert found == [reference.bn_lstm]
+    assert dispatch._forced is None
 
 
 def test_an_exception_ends_the_block_too():

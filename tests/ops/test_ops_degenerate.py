@@ -26,6 +26,8 @@ from recurrence_cases import (
     shared,
 )
 
+import rbn
+
 NAN, INF = float("nan"), float("inf")
 
 # In float32 the LSTMs run through the compiled step, where there is one.
@@ -349,3 +351,36 @@ def test_infinite_cells_stay_so_where_units_keep_a_part(backend):
     found = call(case.with_tensors(c0=c0), backend)["c_n"]
     assert torch.equal(found.isinf().nonzero(), torch.tensor([[1, 1]]))
     assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("nonlinearity", ["tanh", "relu"])
+@pytest.mark.parametrize(("rows", "units"), [(2, 3), (9, 20), (64, 20)])
+def test_inputs_next_to_nothing_have_the_references_gradients(nonlinearity, rows, units):
+    """Normalization magnifies them step by step, until they are as large as any others."""
+    torch.manual_seed(0)
+    weights = [torch.randn(units, 5), torch.linalg.qr(torch.randn(units, units))[0]]
+    inputs, cotangent = torch.randn(12, rows, 5), torch.randn(12, rows, units)
+
+    def gradient(scale, backend, dtype):
+        leaf = weights[1].to(dtype, copy=True).requires_grad_()
+        wx = (scale * inputs.double()).to(dtype) @ weights[0].to(dtype).T
+        gammas = torch.full((2, units), 0.1, dtype=dtype)
+        with rbn.backend(backend):
+            output, *_ = rbn.ops.bn_rnn(
+                wx,
+                leaf,
+                torch.zeros(units, dtype=dtype),
+                *gammas,
+                torch.zeros(rows, units, dtype=dtype),
+                nonlinearity=nonlinearity,
+            )
+        (output * cotangent.to(dtype)).sum().backward()
+        return leaf.grad.double()
+
+    for scale in (1e-10, 1e-11, 1e-12, 3e-13, 1e-13, 1e-14):
+        wanted = gradient(scale, "reference", torch.float64)
+        # float32's reference is up to 5e-4 away: products of terms next to nothing.
+        for backend, dtype in (("reference", torch.float32), ("cpu", torch.float32)):
+            found = gradient(scale, backend, dtype)
+            error = (found - wanted).norm() / wanted.norm()
+            assert error < 2e-3, (scale, backend, float(error))

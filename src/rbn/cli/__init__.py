@@ -21,14 +21,17 @@ def _main() -> None:
     except ImportError:
         print("rbn needs typer: pip install 'recurrent-batchnorm[demo]'", file=sys.stderr)
         sys.exit(2)
-    from rbn.training.interrupt import wait_for_extensions
+    from rbn.training.interrupt import handle_signals
 
-    wait_for_extensions()
+    handle_signals()
+    from rbn.cli import common
     from rbn.cli.app import app
 
     try:
         app()
     except SystemExit as left:
+        if left.code == 130 and not common.stopped:  # Typer leaves without a word
+            raise KeyboardInterrupt from left
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # as one of torchrun's processes
             from rbn.training.launcher import end_at_once
 

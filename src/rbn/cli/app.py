@@ -9,7 +9,7 @@ import typer
 
 import rbn
 from rbn.cli import paper, reading, runs, train
-from rbn.cli.common import stop
+from rbn.cli.common import interrupted_code, stop
 from rbn.cli.data import app as data
 from rbn.cli.sweep import app as sweep
 from rbn.experiments.demo import Settings, run_demo
@@ -88,5 +88,5 @@ def demo(
         stop(str(error), 2)
     except FloatingPointError as error:
         stop(str(error), 1)
-    except KeyboardInterrupt:
-        stop("stopped before the end", 130)
+    except KeyboardInterrupt as error:
+        stop("stopped before the end", interrupted_code(error))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PIPED = 200  # characters
+stopped = False  # whether `stop` has said why
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
@@ -30,23 +31,38 @@ class Stopped(Exception):
 
 def guarded(work: Callable[[], None]) -> None:
     """One sentence instead of a traceback for what a user can mend."""
+    from rbn.data.processes import HelperLost
     from rbn.training import CheckpointError, Diverged
 
     try:
         work()
     except (ImportError, OSError, ValueError) as error:
         stop(str(error), 2)
-    except (CheckpointError, Diverged) as error:
+    except (CheckpointError, Diverged, HelperLost) as error:
         stop(str(error), 1)
     except Stopped as error:
         stop(error.reason, error.code)
-    except KeyboardInterrupt:
-        stop("stopped before the end", 130)
+    except KeyboardInterrupt as error:
+        stop("stopped before the end", interrupted_code(error))
+
+
+def interrupted_code(error: KeyboardInterrupt) -> int:
+    """The exit code after a signal: 130 for Ctrl-C, 143 for SIGTERM."""
+    from rbn.training.interrupt import exit_signal
+
+    return 128 + exit_signal(error)
+
+
+def printable(text: str) -> str:
+    """Text from a file or a name, without what a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def stop(reason: str, code: int) -> NoReturn:
     """End with one sentence."""
-    typer.echo(f"rbn: {reason}", err=True)
+    global stopped
+    stopped = True
+    typer.echo(f"rbn: {printable(reason)}", err=True)
     raise typer.Exit(code)
 
 
@@ -66,6 +82,12 @@ def make_console() -> Console:
     return Console(width=_PIPED) if piped else found
 
 
+def check_out(out: Path | None) -> None:
+    """Refuse an empty --out, which Python takes for the current folder."""
+    if out is not None and out == Path():
+        raise ValueError("out must name a folder, got '' or '.'")
+
+
 def device_of(name: str) -> torch.device:
     """The device that a name on the command line means."""
     import torch
@@ -78,6 +100,8 @@ def device_of(name: str) -> torch.device:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cpu" and device.index not in (None, 0):
+        raise ValueError(f"there is no {name}: device cpu is one for all processors")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but PyTorch finds no GPU")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rbn.cli.common import stop
+from rbn.cli.common import interrupted_code, stop
 from rbn.data.cnn.sets import SETS
 from rbn.data.download import Progress
 from rbn.data.errors import DataAltered, DataNotFound
@@ -62,8 +62,11 @@ def get(names: Names, data_dir: DataDir = None) -> None:
                     read(source, path)
             with _progress_bar() as progress:
                 paths = get_files(data.name, data_dir, progress)
-        except KeyboardInterrupt:
-            stop("stopped before the end; the same command goes on from there", 130)
+        except KeyboardInterrupt as error:
+            stop(
+                "stopped before the end; the same command goes on from there",
+                interrupted_code(error),
+            )
         except (DataNotFound, DataAltered, OSError) as error:
             stop(str(error), 1)
         for path in paths:

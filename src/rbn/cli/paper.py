@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rbn.cli.common import DataDir, Device, device_of, guarded, make_console, make_table, stop
+from rbn.cli.common import (
+    DataDir,
+    Device,
+    device_of,
+    guarded,
+    interrupted_code,
+    make_console,
+    make_table,
+    stop,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,8 +105,11 @@ def reproduce(
             return
         try:
             finished = asked.work(console)
-        except KeyboardInterrupt:
-            stop("stopped before the end; the same command goes on from there", 130)
+        except KeyboardInterrupt as error:
+            stop(
+                "stopped before the end; the same command goes on from there",
+                interrupted_code(error),
+            )
         shelf = Shelf.of(asked.results, quick)
         _show(asked, shelf, out or (base / "out" if quick else Path("reproduced")), console)
         for note in asked.notes:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rbn.cli.common import stop
+from rbn.cli.common import interrupted_code, stop
 
 Articles = Annotated[
     Path,
@@ -33,6 +33,7 @@ def build_cloze(
     """Make question files from news articles and their highlights."""
     from rbn.data.articles import build
     from rbn.data.errors import DataAltered
+    from rbn.data.processes import HelperLost
 
     if processes is not None and processes < 1:
         stop(f"processes must be at least 1, got {processes}", 2)
@@ -40,8 +41,11 @@ def build_cloze(
         built = build(articles, out, split=split, processes=processes, progress=_say)
     except (DataAltered, OSError, ValueError) as error:
         stop(str(error), 2)
-    except KeyboardInterrupt:
-        stop(f"stopped before the end: remove {out / 'questions'} and begin again", 130)
+    except HelperLost as error:
+        stop(f"{error}; the same command resumes the build", 1)
+    except KeyboardInterrupt as error:
+        said = "stopped before the end; the same command resumes the build"
+        stop(said, interrupted_code(error))
     _end_line()
     for question in built.sample:
         typer.echo(f"\n{question.url}\n  ... {' '.join(question.document[:60])} ...")
@@ -80,6 +84,7 @@ def questions(
     from rbn.data.cloze import cloze
     from rbn.data.cnn import QuestionBatches, baselines, load_questions
     from rbn.data.cnn.shards import Reduction
+    from rbn.data.processes import HelperLost
     from rbn.experiments.paper.counted import Counted, write_counts
     from rbn.experiments.reading import Reporter
 
@@ -104,8 +109,10 @@ def questions(
             skipped = [line for part in facts["parts"].values() for line in part["malformed"]]
     except (OSError, ValueError) as error:
         stop(str(error), 2)
-    except KeyboardInterrupt:
-        stop("stopped before the end; the same command goes on from there", 130)
+    except HelperLost as error:
+        stop(f"{error}; the same command goes on from there", 1)
+    except KeyboardInterrupt as error:
+        stop("stopped before the end; the same command goes on from there", interrupted_code(error))
     vocabulary = reading.vocabulary
     typer.echo(f"{name}: {len(vocabulary):,} symbols, {vocabulary.entities} of them entities")
     typer.echo(
@@ -141,17 +148,19 @@ def ask(
         str | None, typer.Option(help="With one @placeholder; that of a .question file if none.")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="Write the attention to this page.")] = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Ask a trained reader about a document, and see where it looked."""
     from rich.console import Console
 
     from rbn.experiments import asking, attention_page
     from rbn.training import CheckpointError
+    from rbn.training.whole import write_whole
 
     try:
-        answer = asking.ask(run, document, question)
+        answer = asking.ask(run, document, question, root=data_dir)
         if html is not None:
-            html.write_text(attention_page.page(answer), encoding="utf-8")
+            write_whole(html, attention_page.page(answer))
     except (CheckpointError, ImportError, OSError, ValueError) as error:
         stop(str(error), 2)
     console = Console(highlight=False)

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rbn.cli.common import DataDir, Device, Run, device_of, guarded, make_console, make_table, stop
+from rbn.cli.common import (
+    DataDir,
+    Device,
+    Run,
+    device_of,
+    guarded,
+    make_console,
+    make_table,
+    printable,
+    stop,
+)
 
 Split = Annotated[str, typer.Option(help="train, valid, test or test-cnn (dailymail-built).")]
 Statistics = Annotated[str, typer.Option(help="population or batch.")]
 Length = Annotated[
     str | None,
-    typer.Option(help="Of texts: characters of a window, or full for one sequence."),
+    typer.Option(
+        help="Of texts: characters of a window, or full for one sequence, as the test number of "
+        "rbn train is."
+    ),
 ]
 
 
@@ -24,44 +36,51 @@ def runs(
     """A table of the runs in a folder and their results."""
     from rich.markup import escape
 
-    table = make_table("run", "steps", "best validation", "valid", "test", "minutes")
+    table = make_table("run", "step", "last validation", "validation", "test", "minutes")
     found = sorted(folder.rglob("config.json"))
     for path in found:
-        table.add_row(escape(str(path.parent.relative_to(folder))), *_figures(path.parent))
+        name = printable(str(path.parent.relative_to(folder)))
+        table.add_row(escape(name), *map(escape, _figures(path.parent)))
     if not found:
         stop(f"there is no run in {folder}", 2)
     make_console().print(table)
 
 
 def _figures(run: Path) -> list[str]:
-    """Steps, best validation, valid, test and minutes of a run; a damaged file is named."""
+    """Step, last validation, validation, test and minutes of a run; a damaged file is named."""
+    from rbn.experiments import shown
+    from rbn.experiments.runs import opened
     from rbn.training.checkpoint import CheckpointError, load_facts
+    from rbn.training.whole import read_checked
 
-    steps = best = valid = test = minutes = ""
-    metrics, result = run / "metrics.jsonl", run / "result.json"
+    step = last = valid = test = minutes = ""
+    try:
+        config, _ = opened(run)
+    except (OSError, ValueError):
+        return ["config.json is damaged", "", "", "", ""]
     try:
         now = load_facts(run / "last.safetensors")["progress"]
-        steps, minutes = str(now["step"]), f"{now['seconds'] / 60:.1f}"
+        step, minutes = f"{now['step']:,d}", f"{now['seconds'] / 60:.1f}"
+        if now["history"]:
+            value = float(now["history"][-1][f"valid_{config.select}"])
+            last = f"{shown.figure(config, value)} ({config.select} stats)"
     except CheckpointError:
-        steps = "no checkpoint"
+        there = (run / "last.safetensors").exists()
+        last = "last.safetensors is damaged" if there else "no checkpoint"
     except (KeyError, TypeError, ValueError):  # a sound file, but not of a run's progress
-        steps, minutes = "", "last.safetensors is damaged"
+        last = "last.safetensors is damaged"
     try:
-        lines = metrics.read_text().splitlines() if metrics.exists() else []
-        if lines:
-            best = f"{json.loads(lines[-1])['valid_population']:.4f} (last)"
+        values = read_checked(run / "result.json")
+        valid = f"{shown.figure(config, values['valid'])} (population stats)"
+        test = f"{shown.figure(config, values['test'])} ({shown.test_kind(config)})"
+        step = f"{values['steps']:,d}, best at {values['best_step']:,d}"
+        if values["diverged_at"] is not None:
+            step += " (diverged)"
+    except FileNotFoundError:
+        pass
     except (KeyError, OSError, TypeError, ValueError):
-        best = f"{metrics.name} is damaged"
-    try:
-        if result.exists():
-            values = json.loads(result.read_text())
-            valid, test = f"{values['valid']:.4f}", f"{values['test']:.4f}"
-            steps, best = str(values["steps"]), f"at step {values['best_step']}"
-            if values["diverged_at"] is not None:
-                steps += " (diverged)"
-    except (KeyError, OSError, TypeError, ValueError):
-        test = f"{result.name} is damaged"
-    return [steps, best, valid, test, minutes]
+        test = "result.json is damaged"
+    return [step, last, valid, test, minutes]
 
 
 def publish(
@@ -90,19 +109,25 @@ def evaluate(
     data_dir: DataDir = None,
 ) -> None:
     """Measure a trained model."""
-    from rbn.experiments import trained
+    from rbn.experiments import shown, trained
 
     def work() -> None:
         if length is not None:
             trained.check_length(length)
         config, task = trained.open_task(run, device_of(device), data_dir)
         estimate = None if trained.is_final(run) else config.population_batch
-        value = trained.evaluate(task, split, stats, length, estimate)
-        unit = "bits per character" if config.is_text else "accuracy"
-        unit = "error rate" if config.is_reading else unit
-        how = f"{split}, {stats} statistics" + (f", length {length}" if length else "")
-        how += "" if estimate is None else ", the best model so far"
-        typer.echo(f"{config.task}, {config.name}: {value:.4f} {unit} ({how})")
+        over = length
+        if config.is_text and length is None:
+            # The number that rbn train reports: the whole text where the statistics allow it.
+            over = "full" if (split, stats) == ("test", "population") else str(config.length)
+        value = trained.evaluate(task, split, stats, over, estimate)
+        how = [split, f"{stats} stats"]
+        if over is not None:
+            how.append("whole sequence" if over == "full" else f"windows of {over} characters")
+        if estimate is not None:
+            how.append("the best model so far")
+        said = f"{config.task}, {config.name}: {shown.figure(config, value)} ({', '.join(how)})"
+        typer.echo(said)
 
     guarded(work)
 

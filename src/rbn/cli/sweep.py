@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rbn.cli.common import DataDir, Device, device_of, guarded, make_console, make_table, stop
+from rbn.cli.common import (
+    DataDir,
+    Device,
+    check_out,
+    device_of,
+    guarded,
+    interrupted_code,
+    make_console,
+    make_table,
+    stop,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,9 +104,10 @@ def run(
             raise ValueError(f"workers must be at least 1, got {workers}")
         if max_minutes is not None and not max_minutes > 0:
             raise ValueError(f"max-minutes must be positive, got {max_minutes}")
+        check_out(out)
         folder = out or Path("runs") / sweep.name
         where = storage or storages.default(folder)
-        until = None if max_minutes is None else time.time() + 60 * max_minutes
+        until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         job = Job(sweep, where, folder, device_of(device), data_dir, until)
         jobs = _jobs(job, workers, dealt=device == "auto" and job.device.type == "cuda")
         console = make_console()
@@ -142,8 +153,8 @@ def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
         try:
             bars = console if console.is_terminal else None
             return (0, "") if Worker(jobs[0], say, bars).work() else (3, "out of time")
-        except KeyboardInterrupt:
-            return 130, "stopped"
+        except KeyboardInterrupt as error:
+            return interrupted_code(error), "stopped"
         except TooManyFailed as error:
             return 1, str(error)
     # Missing data are found before anything starts, and what is made of them is made once.
@@ -151,8 +162,8 @@ def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
     codes = processes.run(jobs, say)
     if 0 in codes:  # only when all trials are over
         return 0, ""
-    if processes.INTERRUPTED in codes:
-        return 130, "stopped"
+    if max(codes) > 128:
+        return max(codes), "stopped"
     if processes.OUT_OF_TIME in codes:
         return 3, "out of time"
     return 1, "all workers have ended"

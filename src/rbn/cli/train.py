@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rbn.cli.common import DataDir, Device, Stopped, device_of, guarded
+from rbn.cli.common import (
+    DataDir,
+    Device,
+    Stopped,
+    check_out,
+    device_of,
+    guarded,
+    interrupted_code,
+)
 from rbn.experiments.config import Config
 
 if TYPE_CHECKING:
@@ -84,6 +92,9 @@ def train(
     from rbn.experiments import config as configs
 
     def work() -> None:
+        if model == "":
+            raise ValueError("model must be the name of a model, got ''")
+        check_out(out)
         found = configs.published(task) if config is None else configs.read(configs.find(config))
         if found.get("task", task) != task:
             raise ValueError(f"config {config} is for task {found['task']}, not {task}")
@@ -238,12 +249,14 @@ def _train(plan: Plan, world: World | None) -> None:
                 steps = " and ".join(f"{t.progress.step:,}" for t in fit.trainers)
                 saved = "saved" if isinstance(error, Interrupted) else "not saved there"
                 said = f"stopped after step {steps}, {saved}" if steps else "stopped"
-                raise Stopped(f"{said}. {plan.hint(count)}", 130) from None
+                code = interrupted_code(error)
+                raise Stopped(f"{said}. {plan.hint(count)}", code) from None
         try:
             for result in fit.results(console):
                 console.print(result, soft_wrap=True, markup=False)
-        except KeyboardInterrupt:
-            raise Stopped(f"stopped before the test was over. {plan.hint(count)}", 130) from None
+        except KeyboardInterrupt as error:
+            said, code = "stopped before the test was over", interrupted_code(error)
+            raise Stopped(f"{said}. {plan.hint(count)}", code) from None
         unfinished = [
             t for t in fit.trainers if not t.progress.finished and t.progress.diverged_at is None
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +15,11 @@ from rbn.data.cnn.question import read as read_question
 from rbn.data.cnn.sentences import select
 from rbn.data.cnn.shards import renumbering
 from rbn.experiments.measured import has_statistics
-from rbn.experiments.reading import VOCABULARY, make_reader
+from rbn.experiments.reading import VOCABULARY, ReadingTask, make_reader
 from rbn.experiments.runs import opened
-from rbn.experiments.trained import is_final, weights_of
+from rbn.experiments.trained import is_final, open_task, weights_of
 from rbn.training import checkpoint
+from rbn.training.whole import read_checked
 
 _OTHER = "an entity not in the texts"
 _COMMON = 5000  # the most frequent words are no names at the beginning of a sentence
@@ -44,7 +44,9 @@ class Answer:
     right: str | None = None
 
 
-def ask(run: Path, document: Path, question: str | None, most: int = 5) -> Answer:
+def ask(
+    run: Path, document: Path, question: str | None, most: int = 5, root: Path | None = None
+) -> Answer:
     """The answer of a run's best model to a question about a document.
 
     Args:
@@ -52,6 +54,8 @@ def ask(run: Path, document: Path, question: str | None, most: int = 5) -> Answe
         document: a text file, or a ``.question`` file.
         question: with one ``@placeholder``; None takes that of a ``.question`` file.
         most: candidates to give.
+        root: where the data are, which a run that is not finished needs for its statistics;
+            ``RBN_DATA`` by default.
     """
     config, _ = opened(run)
     if not config.is_reading:
@@ -77,10 +81,11 @@ def ask(run: Path, document: Path, question: str | None, most: int = 5) -> Answe
     weights, _ = weights_of(run)
     checkpoint.fill(model, weights)
     if has_statistics(model) and not is_final(run):
-        raise ValueError(
-            f"{run} is not finished, and its best model has no statistics of its own: finish it "
-            f"with rbn resume {run}"
-        )
+        # The statistics kept with the best model so far lag behind it.
+        _, task = open_task(run, torch.device("cpu"), root)
+        assert isinstance(task, ReadingTask)
+        task.estimate_population(config.population_batch)
+        model.load_state_dict(task.reader.state_dict())
     model.eval()
     with torch.no_grad():
         logits, attention = model(encoded(text), encoded(asked))
@@ -115,12 +120,13 @@ def read_vocabulary(run: Path) -> Vocabulary:
     """The symbols of a run's model."""
     path = run / VOCABULARY
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return Vocabulary(int(found["entities"]), tuple(map(str, found["words"])))
+        found = read_checked(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no {VOCABULARY} in {run}") from error
+    try:
+        return Vocabulary(int(found["entities"]), tuple(map(str, found["words"])))
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise ValueError(f"{path} is not a vocabulary: {error}") from error
 
 
 def _texts(

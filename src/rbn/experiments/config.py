@@ -22,6 +22,7 @@ STARTS = ("orthogonal", "identity-candidate", "identity-all")
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 SELECTIONS = ("batch", "population")
 OPTIMIZERS = ("adam", "adamw", "rmsprop", "sgd")
+_MOST_NODES = 10_000  # values of a YAML file
 LARGEST = 2**63 - 1  # whole number that torch takes
 LARGEST_RATE = 1e30  # an optimiser's products with it are still float32 numbers
 # Of an optimiser: what is true or false, what follows from how a run is trained, numbers of at
@@ -33,6 +34,7 @@ _SWITCHES = (
 _OF_TRAINER = ("capturable", "differentiable")
 _AMOUNTS = ("lr", "eps", "weight_decay")
 _SHARES = ("alpha", "momentum", "dampening")
+_SYNONYMS = {"learning_rate": "lr", "rate": "lr"}
 _OF_TASK = {"batch_first", "device", "dtype", "input_size", "hidden_size"}  # no options of a layer
 
 
@@ -139,10 +141,10 @@ class Config:
         _check_optimizer(self.optimizer)
         if "seed" in self.data:
             check_seed("data.seed", self.data["seed"])
-        if not isinstance(self.tag, str) or not re.fullmatch(r"[\w.+-]*", self.tag):
+        if not isinstance(self.tag, str) or not re.fullmatch(r"(\w[\w.+-]*)?", self.tag):
             raise ValueError(
-                f"tag must be a word of letters, digits and . _ + -, as it names files, "
-                f"got {self.tag!r}"
+                f"tag must be a word of letters, digits and . _ + -, beginning with a letter or "
+                f"digit, as it names files, got {self.tag!r}"
             )
         for place, options in (("layer", self.layer), ("normalization", self.normalization)):
             for name in _OF_TASK & set(options):
@@ -284,7 +286,31 @@ def parsed(text: str) -> Any:
     loader: Any = type("Loader", (yaml.SafeLoader,), {"construct_mapping": _without_twins})
     number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
     loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
-    return yaml.load(text, loader)
+    reader = loader(text)
+    try:
+        node = reader.get_single_node()
+        if _expanded(node, {}) > _MOST_NODES:
+            raise ValueError(f"its aliases stand for more than {_MOST_NODES:,} values")
+        return None if node is None else reader.construct_document(node)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    finally:
+        reader.dispose()
+
+
+def _expanded(node: Any, known: dict[int, int]) -> int:
+    """How many values a YAML node has where every alias is a copy."""
+    import yaml
+
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = _MOST_NODES  # an alias for what it is part of
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
+    return known[id(node)]
 
 
 def _without_twins(loader: Any, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -368,7 +394,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
             if not isinstance(place.get(part), dict):
                 raise _unknown(key, asdict(config))
             place = place[part]
-        if not path and last not in changed:
+        if (not path and last not in changed) or (path == ["optimizer"] and last in _SYNONYMS):
             raise _unknown(key, asdict(config))
         place[last] = value
     return from_mapping(changed)
@@ -378,6 +404,7 @@ def _unknown(key: str, settings: Mapping[str, Any]) -> ValueError:
     """What to say of a setting that is not there, with those it may be meant for."""
     inner = [f"{a}.{b}" for a, v in settings.items() if isinstance(v, dict) for b in v]
     near = [name for name in inner if name.endswith(f".{key}")]
+    near = near or [f"{a}.{_SYNONYMS[b]}" for a, _, b in [key.partition(".")] if b in _SYNONYMS]
     near = near or difflib.get_close_matches(key, [*settings, *inner], 1)
     instead = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(settings)}"
     return ValueError(f"there is no setting {key!r}{instead}")

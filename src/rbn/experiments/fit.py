@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rbn.experiments import build, results, runs
+from rbn.experiments import build, results, runs, shown
 from rbn.experiments.config import Config
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
@@ -182,12 +182,12 @@ class Fit:
         from rbn.training.scalars import Scalars
 
         scalars = Scalars(trainer.folder / "tensorboard", trainer.progress.step)
-        shown = trainer.on_record
+        before = trainer.on_record
 
         def on_record(record: dict[str, float]) -> None:
             scalars.write(record)
-            if shown is not None:
-                shown(record)
+            if before is not None:
+                before(record)
 
         trainer.on_record = on_record
 
@@ -208,10 +208,10 @@ class Fit:
                     console.print(said, style="dim", soft_wrap=True, markup=False)
                 result = results.finish(config, seed, trainer, runs.command_of(folder))
             yield (
-                f"{config.task}, {config.name}, seed {seed}: test {result['test']:.4f} "
-                f"({result['metric']}), validation {result['valid']:.4f}, best at step "
-                f"{now.best_step:,} of {now.step:,}. "
-                f"In {folder / 'result.json'}."
+                f"{config.task}, {config.name}, seed {seed}: test "
+                f"{shown.figure(config, result['test'])} ({shown.test_kind(config)}), validation "
+                f"{shown.figure(config, result['valid'])}{' (windows)' if config.is_text else ''}, "
+                f"best at step {now.best_step:,} of {now.step:,}. In {folder / 'result.json'}."
             )
 
 
@@ -284,19 +284,17 @@ class Watch:
             if not begun:
                 begun.append((now.step, now.seconds))
             elif now.step % 10 == 0 or now.step == total:
-                shown = f"loss {now.loss:.3f}"
-                self._bars.update(line, completed=now.step, loss=shown, speed=speed_of(now)[1])
+                loss = f"train loss {now.loss:.3f} nats"
+                self._bars.update(line, completed=now.step, loss=loss, speed=speed_of(now)[1])
 
         def on_record(record: dict[str, float]) -> None:
-            text = f"validation {record['valid_batch']:.4f}, {record['valid_population']:.4f}"
-            if "valid_batch_nats" in record:
-                text += f", {record['valid_batch_nats']:.4f} nats"
+            text = f"validation {shown.evaluation(config, record)}"
             self._bars.update(line, valid=text)
             if not self._console.is_terminal:
                 now = trainer.progress
                 said = [
-                    f"{name} {now.step:,}/{total:,}".strip(),
-                    f"loss {record['train']:.3f}",
+                    f"{trainer.folder}: step {now.step:,}/{total:,}",
+                    f"train loss {record['train']:.3f} nats",
                     text,
                 ]
                 if begun and now.step > begun[0][0]:

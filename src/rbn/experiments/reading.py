@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from rbn.experiments.measured import Measured, Measurement
 from rbn.experiments.tasks import right_and_nats
 from rbn.models import AttentiveReader
 from rbn.training import Ranks
-from rbn.training.whole import write_whole
+from rbn.training.whole import write_checked
 
 VOCABULARY = "vocabulary.json"
 _BATCHING = ("rename", "padding", "longest")
@@ -105,7 +104,7 @@ class ReadingTask(Measured):
         """Write the symbols into a run's folder: the model can be asked without the data then."""
         vocabulary = self.reading.vocabulary
         content = {"entities": vocabulary.entities, "words": vocabulary.words}
-        write_whole(folder / VOCABULARY, json.dumps(content) + "\n")
+        write_checked(folder / VOCABULARY, content)
 
     @staticmethod
     def forward(model: nn.Module, batch: Batch) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -16,15 +17,16 @@ from typing import Any
 import torch
 
 import rbn
-from rbn.experiments.config import Config
+from rbn.experiments.config import Config, check_seed
 from rbn.experiments.measured import has_statistics
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.training import Trainer, checkpoint
 from rbn.training.schedule import Progress
-from rbn.training.whole import write_whole
+from rbn.training.whole import read_checked, write_checked, write_whole
 
 CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
+_CURVE_SUM = "metrics_sha256"  # of the learning curve that belongs to a result
 NATS = ("valid_batch_nats", "valid_population_nats")  # where the figure is not the cross-entropy
 
 
@@ -41,7 +43,7 @@ def finished(folder: Path, progress: Progress) -> dict[str, Any] | None:
     It stays what it was when the run is gone on with on another machine, or by another version.
     """
     try:
-        found = json.loads((folder / "result.json").read_text())
+        found = read_checked(folder / "result.json")
         wanted = (progress.step, progress.best_step, progress.diverged_at)
         tested = (found["steps"], found["best_step"], found["diverged_at"]) == wanted
         numbers = all(isinstance(found[name], float) for name in ("valid", "test"))
@@ -97,6 +99,7 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
             facts["symbols"] = task.text.symbols
         final = trainer.folder / "final.safetensors"
         trainer.ranks.from_first(lambda: checkpoint.save(final, tensors, facts))
+    curve = trainer.ranks.from_first(trainer.write_history)
     on_gpu = next(task.model.parameters()).is_cuda
     result = {
         "task": config.task,
@@ -121,9 +124,10 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
         "commit": commit(),
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
+        _CURVE_SUM: hashlib.sha256(curve.encode()).hexdigest(),
     }
     path = trainer.folder / "result.json"
-    trainer.ranks.from_first(lambda: write_whole(path, json.dumps(result, indent=2) + "\n"))
+    trainer.ranks.from_first(lambda: write_checked(path, result))
     return result
 
 
@@ -134,18 +138,17 @@ def publish(run: Path, to: Path, replace: bool = False) -> Path:
     """
     path = run / "result.json"
     try:
-        result = json.loads(path.read_text())
+        result = read_checked(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{run} has no result: there is no {path.name} in it") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not the result of a run: {error}") from error
     try:
-        tag = f"-{result['tag']}" if result["tag"] else ""
-        model = result["model"].replace("*", "-star")
-        target: Path = to / result["task"] / f"{model}{tag}-seed{result['seed']}.json"
-    except (AttributeError, KeyError, TypeError) as error:
+        # A config refuses what is no part of a file's name.
+        named = Config(result["task"], result["model"], result["tag"])
+        check_seed("seed", result["seed"])
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the result of a run: {error}") from error
-    records = _records(run / "metrics.jsonl")
+    target = to / named.task / f"{named.name}-seed{result['seed']}.json"
+    records = _records(run / "metrics.jsonl", result.pop(_CURVE_SUM, None))
     if not replace:
         _check_place(target, result)
     columns = [*CURVE, *(name for name in NATS if any(name in record for record in records))]
@@ -158,10 +161,11 @@ def publish(run: Path, to: Path, replace: bool = False) -> Path:
     return target
 
 
-def _records(curve: Path) -> list[dict[str, Any]]:
+def _records(curve: Path, sha256: str | None) -> list[dict[str, Any]]:
     """The evaluations of a run, each with all that a published learning curve has."""
     try:
-        lines = curve.read_text().splitlines()
+        content = curve.read_bytes()
+        lines = content.decode().splitlines()
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{curve.parent} has no learning curve: {curve.name} is not there"
@@ -176,6 +180,11 @@ def _records(curve: Path) -> list[dict[str, Any]]:
             records.append(_record(line))
         except ValueError as error:
             raise ValueError(f"{curve} is damaged: line {number}: {error}") from error
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ValueError(
+            f"{curve} is damaged or was edited: it is not the learning curve of the result; "
+            f"rbn resume {curve.parent} writes it again"
+        )
     return records
 
 

@@ -9,14 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from rbn.experiments.config import Config, flat, from_mapping
-from rbn.training.whole import write_whole
+from rbn.training.whole import read_checked, write_checked
+
+_LEFT_BEHIND = (
+    *(f"{name}.safetensors" for name in ("last", "previous", "best", "final", "diverged")),
+    *("metrics.jsonl", "result.json"),
+)
 
 
 def check_free(folder: Path, config: Config, seed: int) -> None:
     """Refuse a folder that holds another run than this one, and what is no folder."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder} is a file, not a folder; name another (--out)")
-    if (folder / "config.json").exists() and (found := opened(folder)) != (config, seed):
+    if not (folder / "config.json").exists():
+        left = [name for name in _LEFT_BEHIND if (folder / name).exists()]
+        if left:
+            raise FileExistsError(
+                f"{folder} holds {' and '.join(left)} of a run whose config.json is gone, so its "
+                "settings are not known; remove the folder, or name another (--out)"
+            )
+    elif (found := opened(folder)) != (config, seed):
         raise FileExistsError(
             f"{folder} holds a run with other settings ({_others(found, (config, seed))}); name "
             "another folder (--out, or --runs of rbn reproduce)"
@@ -55,7 +67,7 @@ def start(folder: Path, config: Config, seed: int, command: str | None = None) -
         "command": f"{command} --seed {seed}",
         "config": json.loads(config.to_json()),
     }
-    write_whole(folder / "config.json", json.dumps(content, indent=2) + "\n")
+    write_checked(folder / "config.json", content)
 
 
 @contextlib.contextmanager
@@ -81,18 +93,19 @@ def held(folder: Path) -> Iterator[None]:
 
 def command_of(folder: Path) -> str:
     """The command that began the run in a folder."""
-    return str(json.loads((folder / "config.json").read_text())["command"])
+    return str(read_checked(folder / "config.json")["command"])
 
 
 def opened(folder: Path) -> tuple[Config, int]:
     """The config and seed of the run in a folder."""
     path = folder / "config.json"
     try:
-        found = json.loads(path.read_text())
-        return from_mapping(found["config"]), int(found["seed"])
-    except FileNotFoundError as error:
-        raise FileNotFoundError(f"{folder} holds no run: there is no {path.name} in it") from error
+        found = read_checked(path)
     except NotADirectoryError as error:
         raise NotADirectoryError(f"{folder} is a file, not the folder of a run") from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{folder} holds no run: there is no {path.name} in it") from error
+    try:
+        return from_mapping(found["config"]), int(found["seed"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the config of a run: {error}") from error

@@ -21,13 +21,17 @@ from rbn.training import CheckpointError, checkpoint, make_fabric
 
 
 def weights_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The model of a run: that with exact statistics where it is finished, else the best so far."""
-    for name in ("final", "best"):
+    """The model of a run: with exact statistics where it is finished, else the best so far.
+
+    Before the first evaluation it is the model of the last checkpoint.
+    """
+    for name in ("final", "best", "last"):
         path = folder / f"{name}.safetensors"
         if path.exists():
             tensors, facts = checkpoint.load(path)
-            return {k.removeprefix("model."): v for k, v in tensors.items()}, facts
-    raise CheckpointError(f"{folder} has no trained model yet: there was no evaluation so far")
+            kept = {k: v for k, v in tensors.items() if k.startswith("model.")}
+            return {k.removeprefix("model."): v for k, v in kept.items()}, facts
+    raise CheckpointError(f"{folder} has no trained model yet: there is no checkpoint")
 
 
 def is_final(folder: Path) -> bool:

@@ -28,6 +28,8 @@ T = TypeVar("T", bound="BatchNormalized")
 # of the last step before: a variance of a few rows may be close to 0.
 _FEW_ROWS = 16
 
+_MOST_STEPS = 100_000_000  # of statistics; memory for more is a mistake in the number
+
 
 class BatchNormalized(Recurrence):
     """A recurrence whose terms are batch-normalized, with population statistics for each.
@@ -59,9 +61,11 @@ class BatchNormalized(Recurrence):
         """Check and keep the options of the normalization."""
         if max_length is not None:
             checks.positive_integer("max_length", max_length)
+            if max_length > _MOST_STEPS:
+                raise ValueError(f"max_length must be at most {_MOST_STEPS:,}, got {max_length:,}")
         self.max_length = max_length
         self.gamma = checks.not_negative("gamma", gamma)
-        self.eps = checks.not_negative("eps", eps)
+        self.eps = checks.positive("eps", eps)
         self.momentum = momentum
         options = checks.choice("input_stats", input_stats, ("step", "sequence"))
         self.input_stats = cast(InputStats, options)

@@ -5,6 +5,7 @@ Nothing here reads values from an accelerator: that would make the host wait for
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import warnings
@@ -63,6 +64,14 @@ def not_negative(name: str, value: Any) -> float:
         raise ValueError(f"{name} must not be negative, got {value}")
     if not found < float("inf"):
         raise ValueError(f"{name} must be finite, got {value}")
+    return found
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite number above 0."""
+    found = not_negative(name, value)
+    if found == 0:
+        raise ValueError(f"{name} must be positive, got {value}")
     return found
 
 
@@ -174,6 +183,23 @@ def state(name: str, value: Any, shape: tuple[int, ...], weight: Tensor, autocas
         raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
     same_kind(name, value, weight, autocast)
     return value
+
+
+def packed(value: Any) -> None:
+    """Refuse a PackedSequence whose rows are not those that its batch_sizes count."""
+    if torch.compiler.is_compiling():
+        return
+    sizes = value.batch_sizes.tolist()
+    falling = all(a >= b for a, b in itertools.pairwise(sizes))
+    if not sizes or sizes[-1] < 1 or not falling:
+        raise ValueError(
+            f"batch_sizes of a PackedSequence must be positive and not rise, got {sizes}"
+        )
+    if sum(sizes) != len(value.data):
+        raise ValueError(
+            f"data of a PackedSequence must have as many rows as its batch_sizes say, "
+            f"{sum(sizes)}, got {len(value.data)}"
+        )
 
 
 def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:

@@ -24,7 +24,7 @@ class _LayerNormLSTM(Recurrence):
 
     def _set_normalization(self, gamma: float, eps: float) -> None:
         self.gamma = checks.not_negative("gamma", gamma)
-        self.eps = checks.not_negative("eps", eps)
+        self.eps = checks.positive("eps", eps)
 
     def _add_normalization(self, suffix: str, factory: dict[str, Any]) -> None:
         rows = self.gates * self.hidden_size

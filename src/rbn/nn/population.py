@@ -198,6 +198,12 @@ def update_population_stats(
                     "no batch has two sequences (of which statistics could be estimated): "
                     "nothing was changed"
                 )
+            for s in statistics:
+                if not bool(torch.isfinite(s.mean).all() and torch.isfinite(s.var).all()):
+                    raise ValueError(
+                        "batches give statistics that are not finite (NaN or infinity in the data "
+                        "or the parameters): nothing was changed"
+                    )
             done = True
         finally:
             for s, (momentum, mean, var, count, notes) in zip(statistics, before, strict=True):

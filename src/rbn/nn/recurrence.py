@@ -352,6 +352,10 @@ class Layers(Recurrence, Generic[GivenStates]):
         self.bidirectional = checks.boolean("bidirectional", bidirectional)
         self.directions = 2 if bidirectional else 1
         self.weight_dropout = checks.probability("weight_dropout", weight_dropout)
+        if self.weight_dropout == 1:
+            raise ValueError(
+                "weight_dropout must be below 1, got 1: no recurrent weight would stay"
+            )
 
     def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """Make all parameters and start them."""
@@ -502,6 +506,7 @@ class Layers(Recurrence, Generic[GivenStates]):
 
     def _forward_packed(self, packed: PackedSequence, hx: Any, start: int) -> tuple[Any, Any]:
         """Run in the packed rows' own order and pack the result the same way."""
+        checks.packed(packed)
         padded, lengths = pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))
         padded = self._prepared(padded)
         if hx is not None and packed.sorted_indices is not None:

@@ -7,6 +7,7 @@ average over the training set at test time; the last step's for every step beyon
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,8 @@ class PopulationStatistics(nn.Module):
         super().__init__()
         self.features, self.max_length = features, max_length
         self.momentum, self.shared, self.sync = momentum, shared, sync
-        self.forced: str | None = None  # "batch" or "record": see `batch_statistics`
+        self._forced: str | None = None  # what a block of any thread has set last
+        self._forced_by: dict[int, str] = {}  # what blocks of each thread have set
         rows = max_length or 0
         wide = (dtype or torch.get_default_dtype()) == torch.float64
         dtype = torch.float64 if wide else torch.float32
@@ -313,11 +315,29 @@ class PopulationStatistics(nn.Module):
                 self.note(*known)
                 self._copies.grow(rows)
 
+    @property
+    def forced(self) -> str | None:
+        """``"batch"`` or ``"record"`` inside such a block of this thread; see `batch_statistics`.
+
+        Compiled code and the threads of `torch.nn.DataParallel` take any thread's.
+        """
+        if torch.compiler.is_compiling() or "_is_replica" in self.__dict__:
+            return self._forced
+        return self._forced_by.get(threading.get_ident())
+
+    @forced.setter
+    def forced(self, value: str | None) -> None:
+        self._forced = value
+        if value is None:
+            self._forced_by.pop(threading.get_ident(), None)
+        else:
+            self._forced_by[threading.get_ident()] = value
+
     def __getstate__(self) -> dict[str, Any]:
         """What copies and files get: inside `batch_statistics`, too, those of a layer as it is."""
         estimated, seen = self.notes()
         notes = {"_estimated": estimated, "_seen": seen, "_noted": None}
-        return self.__dict__ | notes | {"forced": None}
+        return self.__dict__ | notes | {"_forced": None, "_forced_by": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """What was known of the one that was copied is known of this one."""
@@ -358,6 +378,9 @@ class PopulationStatistics(nn.Module):
                 f"[steps, {self.features}] and [steps], got {list(mean.shape)}, "
                 f"{list(var.shape)} and {list(count.shape)}"
             )
+            return
+        if var.device.type != "meta" and bool((var < 0).any()):
+            error_msgs.append(f"{prefix}var must not be negative, got {float(var.min())}")
             return
         if self.max_length is not None and rows > self.max_length:
             last = rows if count.device.type == "meta" else _last_seen(count)

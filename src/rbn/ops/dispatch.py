@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +31,22 @@ _NAMES: tuple[Backend, ...] = ("reference", "cpu", "gpu")
 _BY_DEVICE = {"cpu": "cpu", "cuda": "gpu"}
 _OLDEST = (7, 0)  # compute capability that the kernels' compiler supports
 _gpu: Any = None  # the module, once it was asked for
-_forced: str | None = None  # a plain global, which torch.compile can guard on
+# The innermost block of any thread: a plain global, which torch.compile can guard on.
+_forced: str | None = None
+_blocks: list[list[str]] = []  # of all threads, in the order in which they were entered
+_blocks_lock = threading.Lock()
+
+
+class _Own(threading.local):
+    name: str | None = None  # of this thread's innermost block
+
+
+_own = _Own()
+
+
+def _asked_for() -> str | None:
+    """The backend that a block of this thread forces; None outside of any."""
+    return _forced if torch.compiler.is_compiling() else _own.name
 
 
 def backends() -> tuple[Backend, ...]:
@@ -64,7 +80,10 @@ def _capability(device: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def backend(name: Backend) -> Iterator[None]:
-    """Force one implementation inside the ``with`` block, in the whole process.
+    """Force one implementation inside the ``with`` block, in this thread.
+
+    Functions of `torch.compile` cannot see which thread calls them: they follow the innermost block
+    of any thread.
 
     ``"reference"`` runs the plain equations on any device (slow, differentiable any number of
     times); ``"cpu"`` the fused CPU operator, for CPU tensors only; ``"gpu"`` the CUDA kernels, for
@@ -74,11 +93,18 @@ def backend(name: Backend) -> Iterator[None]:
     if name not in _NAMES:
         raise ValueError(f"backend must be one of {', '.join(_NAMES)}, got {name!r}")
     global _forced
-    before, _forced = _forced, name
+    block: list[str] = [name]
+    before, _own.name = _own.name, name
+    with _blocks_lock:
+        _blocks.append(block)
+        _forced = name
     try:
         yield
     finally:
-        _forced = before
+        _own.name = before
+        with _blocks_lock:
+            _blocks[:] = [other for other in _blocks if other is not block]
+            _forced = _blocks[-1][0] if _blocks else None
 
 
 def run(
@@ -91,11 +117,11 @@ def run(
     device = like.device.type
     if group is None:
         function = select(op, like)
-    elif _forced in (None, "reference"):
+    elif _asked_for() in (None, "reference"):
         function = functools.partial(getattr(reference, op), group=group)
     else:
         raise RuntimeError(
-            f'rbn.backend("{_forced}") has no statistics over several processes; only '
+            f'rbn.backend("{_asked_for()}") has no statistics over several processes; only '
             'rbn.backend("reference") does'
         )
     if device == "meta" or not torch.is_autocast_enabled(device):
@@ -157,7 +183,7 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float, seen: bool = 
     seen: it is known that there are no first ones, which is faster on a CPU.
     """
     like = terms[0][0]
-    by_kernel = like.is_cuda and _forced in (None, "gpu")
+    by_kernel = like.is_cuda and _asked_for() in (None, "gpu")
     if by_kernel and not is_traced(like) and not _under_torch_func():
         ready = _has_gpu_kernels(like.device.index or 0)
         if ready and _gpu.average_in(terms, momentum):
@@ -188,19 +214,20 @@ def _under_torch_func() -> bool:
 
 def chosen_by_device() -> bool:
     """Whether nothing but the input's device chooses: no `backend` block, no transform."""
-    return _forced is None and not _under_torch_func()
+    return _asked_for() is None and not _under_torch_func()
 
 
 def select(op: str, like: Tensor) -> Callable[..., Any]:
     """The implementation of `op` for a tensor like this one."""
     device = like.device.type
-    name = _forced or _BY_DEVICE.get(device, "reference")
-    if _forced is None and torch.compiler.is_compiling() and exporting_to_onnx():
+    forced = _asked_for()
+    name = forced or _BY_DEVICE.get(device, "reference")
+    if forced is None and torch.compiler.is_compiling() and exporting_to_onnx():
         # On any device: nothing runs, and these operators are replaced by what ONNX knows.
         exported: Callable[..., Any] = getattr(cpu, op)
         return exported
     if name != "reference" and _under_torch_func():
-        if _forced is not None:
+        if forced is not None:
             raise RuntimeError(
                 f'rbn.backend("{name}") does not work under torch.func or forward-mode AD; '
                 'only rbn.backend("reference") does'
@@ -213,7 +240,7 @@ def select(op: str, like: Tensor) -> Callable[..., Any]:
         ready = _has_gpu_kernels((like.device.index or 0) if device == "cuda" else None)
         if ready and (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
             module = _gpu
-        elif _forced is None:
+        elif forced is None:
             module = reference
         elif ready:
             raise RuntimeError(f'rbn.backend("gpu") was asked for, but the input is on {device}')

@@ -35,7 +35,12 @@ def save(
     from safetensors.torch import save_file
 
     plain = {name: v.detach().cpu().contiguous() for name, v in tensors.items()}
-    metadata = {"facts": json.dumps(facts), "crc32": str(_checksum(plain))}
+    text = json.dumps(facts)
+    metadata = {
+        "facts": text,
+        "facts_crc32": str(zlib.crc32(text.encode())),
+        "crc32": str(_checksum(plain)),
+    }
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +86,10 @@ def _reading(path: Path) -> Iterator[tuple[Any, dict[str, Any], int]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            yield file, json.loads(metadata["facts"]), int(metadata["crc32"])
+            text = metadata["facts"]
+            if zlib.crc32(text.encode()) != int(metadata["facts_crc32"]):
+                raise ValueError("its settings and progress are not those that were written")
+            yield file, json.loads(text), int(metadata["crc32"])
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except Exception as error:
@@ -91,8 +99,9 @@ def _reading(path: Path) -> Iterator[tuple[Any, dict[str, Any], int]]:
 def _checksum(tensors: dict[str, Tensor]) -> int:
     value = 0
     for name in sorted(tensors):
-        value = zlib.crc32(name.encode(), value)
-        value = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, value)
+        tensor = tensors[name]
+        value = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), value)
+        value = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, value)
     return value
 
 

@@ -1,44 +1,210 @@
-"""Ctrl-C that waits until an extension is loaded.
+"""Ctrl-C and SIGTERM that are never lost and never break off what must be finished.
 
-Extensions in C++ that make Python's enums while they are loaded, as Triton's does, end the process
-with SIGABRT when an interrupt comes in between.
+Python raises KeyboardInterrupt wherever the main thread happens to be. Inside a weakref callback or
+a `__del__` Python then prints and drops it; inside a database transaction it can leave the lock
+held. So long-running commands only remember the signal (`remembered`) and look at it where it is
+safe to stop, and an interrupt that Python dropped is sent again (`handle_signals`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from importlib.machinery import ExtensionFileLoader
 from types import CodeType, FrameType
+from typing import Any
 
 _LATER = 0.05  # seconds
+# Extensions in C++ that make Python's enums while they are loaded, as Triton's does, end the
+# process with SIGABRT when an interrupt comes in between.
 _LOADING: tuple[CodeType, ...] = (
     ExtensionFileLoader.create_module.__code__,
     ExtensionFileLoader.exec_module.__code__,
 )
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def wait_for_extensions() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt as it does, but not inside an extension's loading."""
+def handle_signals() -> None:
+    """Let Ctrl-C and SIGTERM raise KeyboardInterrupt, with the signal's number.
+
+    Not while an extension is being loaded: the signal comes again after that. An interrupt that
+    Python could only print and drop, as in a weakref callback, comes again as well.
+    """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupted)
+    if sys.unraisablehook is not _dropped:
+        global _before
+        _before, sys.unraisablehook = sys.unraisablehook, _dropped
+
+
+_before: Any = sys.unraisablehook
+
+
+def _dropped(unraisable: Any) -> None:
+    """Send an interrupt again that Python dropped."""
+    error = unraisable.exc_value
+    if isinstance(error, KeyboardInterrupt):
+        _send_later(exit_signal(error))
+    else:
+        _before(unraisable)
+
+
+def exit_signal(error: KeyboardInterrupt) -> int:
+    """The number of the signal behind an interrupt; that of Ctrl-C where it does not say."""
+    number = error.args[0] if error.args else None
+    return number if isinstance(number, int) else int(signal.SIGINT)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
+    global _sent_again
+    _sent_again = False
     here = frame
     while here is not None:
         if here.f_code in _LOADING:
-            again = threading.Timer(_LATER, _send, (number,))
-            again.daemon = True
-            again.start()
+            _send_later(number)
             return
         here = here.f_back
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(number)
 
 
-def _send(number: int) -> None:
-    """To the main thread, which may be waiting for something."""
+_sent_again = False
+
+
+def _send_later(number: int) -> None:
+    global _sent_again
+    _sent_again = True
+    again = threading.Timer(_LATER, send_to_main, (number,))
+    again.daemon = True
+    again.start()
+
+
+def send_to_main(number: int = signal.SIGINT) -> None:
+    """Send a signal to the main thread, which may be waiting for something."""
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, number)
     else:
         signal.raise_signal(number)
+
+
+class Interrupts:
+    """What `remembered` knows of the signals that came.
+
+    Attributes:
+        seen: the number of the first signal; 0 as long as there is none.
+    """
+
+    def __init__(self, raise_second: bool = True) -> None:
+        self.seen = 0
+        self.count = 0  # of the signals, without those that were sent again
+        self._raise_second = raise_second
+        self._breakable = False
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt if a signal came."""
+        if self.seen:
+            raise KeyboardInterrupt(self.seen)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not after a signal."""
+        end = time.monotonic() + seconds
+        while not self.seen and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LATER))
+
+    @contextlib.contextmanager
+    def breakable(self) -> Iterator[None]:
+        """Inside, a signal raises KeyboardInterrupt at once: for work that can be repeated."""
+        before, self._breakable = self._breakable, True
+        try:
+            self.check()
+            yield
+        finally:
+            self._breakable = before
+        self.check()  # one that was swallowed on its way
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        global _sent_again
+        self.seen = self.seen or number
+        again, _sent_again = _sent_again, False
+        self.count += not again
+        if self._breakable:
+            _interrupted(number, frame)
+        elif self.count > 1 and self._raise_second and not again:
+            raise KeyboardInterrupt(number)
+
+
+_active: Interrupts | None = None
+
+
+@contextlib.contextmanager
+def remembered(raise_second: bool = True) -> Iterator[Interrupts]:
+    """Inside, a first Ctrl-C is remembered instead of raised; so is SIGTERM after `handle_signals`.
+
+    A block inside of another shares what that one remembers. Outside of the main thread, which
+    alone can handle signals, nothing is remembered.
+
+    Args:
+        raise_second: whether a second signal raises KeyboardInterrupt at once.
+    """
+    global _active
+    if threading.current_thread() is not threading.main_thread():
+        yield Interrupts()
+        return
+    if _active is not None:
+        yield _active
+        return
+    _active = interrupts = Interrupts(raise_second)
+    handlers: dict[int, Any] = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
+    if signal.getsignal(signal.SIGTERM) is _interrupted:
+        handlers[signal.SIGTERM] = _interrupted
+    for number in handlers:
+        signal.signal(number, interrupts._note)
+    try:
+        yield interrupts
+    finally:
+        _active = None
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def pending() -> bool:
+    """Whether a signal was remembered that nobody has acted on yet."""
+    return _active is not None and bool(_active.seen)
+
+
+# Processes that are started by this one -----------------------------------------------------------
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Start processes in here: a signal waits until all are started, in them and in this one."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # it lifts the block when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def started(forget: bool) -> None:
+    """To be called first in a process that was started so.
+
+    Args:
+        forget: whether signals that came meanwhile are forgotten; else they count now.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        return
+    for number in _SIGNALS if forget else ():
+        handler = signal.signal(number, signal.SIG_IGN)  # which forgets a signal that is waiting
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

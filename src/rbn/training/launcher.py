@@ -20,8 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rbn.training import interrupt
 from rbn.training.world import World
 
+_TICK = 0.1  # seconds between looks at what was interrupted
 _GRACE = 2.0  # seconds in which the others may say what they know of a failure
 _LAST = 10.0  # and in which they may end when asked to
 # What gloo and NCCL say when another process is gone or silent.
@@ -100,25 +102,31 @@ def launch(work: Callable[..., None], arguments: tuple[Any, ...], count: int) ->
         )
         for k in range(count)
     ]
-    for process in processes:
-        process.start()
-    for _, sender in pipes:
-        sender.close()
-    try:
-        reports = _wait(processes, [receiver for receiver, _ in pipes])
-    finally:
-        _end(processes)
+    with interrupt.remembered(raise_second=False) as interrupts:
+        try:
+            with interrupt.starting():
+                for process in processes:
+                    process.start()
+            for _, sender in pipes:
+                sender.close()
+            reports = _wait(processes, [receiver for receiver, _ in pipes], interrupts)
+        finally:
+            _end([process for process in processes if process.pid is not None])
     _judge([process.exitcode for process in processes], reports)
 
 
-def _wait(processes: list[Any], receivers: list[Any]) -> list[BaseException | None]:
+def _wait(
+    processes: list[Any], receivers: list[Any], interrupts: interrupt.Interrupts
+) -> list[BaseException | None]:
     """Until all have ended well, or a moment after one has not. Gives what they said by then.
 
-    They are listened to all the time: who has much to say waits until it is heard.
+    They are listened to all the time: who has much to say waits until it is heard. Each signal of
+    `interrupts` is passed on to them.
     """
     reports: list[BaseException | None] = [None] * len(processes)
     unheard = dict(enumerate(receivers))
     deadline: float | None = None
+    passed_on = 0
     while True:
         codes = [process.exitcode for process in processes]
         if deadline is None and any(codes):
@@ -127,15 +135,16 @@ def _wait(processes: list[Any], receivers: list[Any]) -> list[BaseException | No
         if None not in codes or (limit is not None and limit <= 0):
             return [_report(unheard[k]) if k in unheard else told for k, told in enumerate(reports)]
         alive = [p for p, code in zip(processes, codes, strict=True) if code is None]
-        try:
-            ready = connection.wait([p.sentinel for p in alive] + list(unheard.values()), limit)
-            for k, receiver in list(unheard.items()):
-                if receiver in ready:
-                    reports[k] = _report(receiver)
-                    del unheard[k]
-        except KeyboardInterrupt:
+        if interrupts.count > passed_on:
+            passed_on = interrupts.count
             for process in alive:
                 os.kill(process.pid, signal.SIGINT)
+        limit = _TICK if limit is None else min(_TICK, limit)
+        ready = connection.wait([p.sentinel for p in alive] + list(unheard.values()), limit)
+        for k, receiver in list(unheard.items()):
+            if receiver in ready:
+                reports[k] = _report(receiver)
+                del unheard[k]
 
 
 def _report(receiver: Any) -> BaseException | None:
@@ -195,6 +204,7 @@ def _work_as(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_count))
     try:
+        interrupt.started(forget=False)
         work(*arguments)
         end_at_once(0)
     except BaseException as error:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
+from rbn.training.interrupt import remembered
 from rbn.training.ranks import Ranks
 
 
@@ -16,7 +15,7 @@ class Diverged(FloatingPointError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, after which all runs finished their step and were saved."""
+    """Ctrl-C or SIGTERM, after which all runs finished their step and were saved."""
 
 
 class Advancing(Protocol):
@@ -55,37 +54,16 @@ def train_together(trainers: Sequence[Advancing]) -> None:
             return False
 
     ranks = Ranks.here()
-    with _Interrupts() as interrupts:
+    with remembered() as interrupts:
         interrupted = False
         while active and not interrupted:
             active = [trainer for trainer in active if goes_on(trainer)]
             # It may have come to one process, or between other steps of the others.
-            interrupted = ranks.any(interrupts.seen)
+            interrupted = ranks.any(bool(interrupts.seen))
         if interrupted:
             for trainer in active:
                 with trainer.alone():
                     trainer.save()
-            raise Interrupted
+            raise Interrupted(interrupts.seen)
     if diverged:
         raise diverged[0]
-
-
-class _Interrupts:
-    """Remembers a Ctrl-C instead of breaking off in the middle of a step; the second one does."""
-
-    def __init__(self) -> None:
-        self.seen = False
-        self._before: Any = None
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.seen = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def __enter__(self) -> _Interrupts:
-        if threading.current_thread() is threading.main_thread():  # only it may set handlers
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)

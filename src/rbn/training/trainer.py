@@ -388,7 +388,7 @@ class Trainer:
             patience = self.schedule.patience
             if patience is not None and now.bad_looks >= patience:
                 now.finished = now.stopped_early = True
-        self.ranks.from_first(self._write_history)
+        self.ranks.from_first(self.write_history)
         return record
 
     def save(self) -> None:
@@ -436,7 +436,7 @@ class Trainer:
         self._ledger.loss_scale.fill_(self.progress.loss_scale)
         self._fetched = self.progress.loss_count
         self._closed = self.progress.finished
-        self.ranks.from_first(self._write_history)  # lines of steps that will be made again go
+        self.ranks.from_first(self.write_history)  # lines of steps that will be made again go
         return True
 
     def _load_last(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -457,12 +457,13 @@ class Trainer:
             warnings.warn(f"{error}. Going on from the one before, of step {step}.", stacklevel=2)
             return found
 
-    def _write_history(self) -> None:
-        """The evaluations so far as lines of JSON, replaced as a whole."""
+    def write_history(self) -> str:
+        """Write the evaluations so far as lines of JSON, atomically; returns the text."""
         path = self.folder / "metrics.jsonl"
         lines = "".join(json.dumps(record) + "\n" for record in self.progress.history)
         try:
             write_whole(path, lines)
+            return lines
         except OSError as error:
             raise checkpoint.CheckpointError(
                 f"{error.strerror}. The last checkpoint is still good."
@@ -479,6 +480,11 @@ class Trainer:
                 f"{self.folder} has no best model: of no evaluation is {self.task.metric} a number"
             )
         tensors, facts = self.ranks.from_first(lambda: checkpoint.load(self.best))
+        if facts.get("step") != self.progress.best_step:
+            raise checkpoint.CheckpointError(
+                f"{self.best} is the model of step {facts.get('step')}, but the best evaluation of "
+                f"this run was at step {self.progress.best_step}"
+            )
         with self.alone():
             checkpoint.fill(
                 self.module,

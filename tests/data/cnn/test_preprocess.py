@@ -436,3 +436,18 @@ def test_a_store_appears_whole_or_not_at_all(tmp_path):
     assert facts == {"of": "a test"}
     with pytest.raises(TypeError, match="int32 or int64"):
         writer.append("numbers", torch.tensor([1.0]))
+
+
+def test_any_changed_character_of_the_manifest_is_noticed(folder, tmp_path):
+    first, _ = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+    path = tmp_path / "cache" / Choice().key / "manifest.json"
+    content = path.read_bytes()
+    for place in range(0, len(content), max(1, len(content) // 60)):
+        old = content[place]
+        new = b"7" if old != ord("7") else b"8"
+        path.write_bytes(content[:place] + new + content[place + 1 :])
+        try:
+            found = decoded(prepared(folder, tmp_path / "cache", Choice())[0], "valid")
+        except DataAltered as error:
+            found = "named" if "manifest.json" in str(error) else error
+        assert found in ("named", decoded(first, "valid")), place

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rbn.cli.app import app
 from rbn.experiments.paper.counted import Counted, write_counts
-from rbn.experiments.paper.document import Grid, Items, Paragraph, markdown_page
+from rbn.experiments.paper.document import Grid, Heading, Items, Paragraph, markdown_page
 from rbn.experiments.paper.draw import draw
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import Finding
@@ -258,3 +258,15 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
             self.end_headers()
         else:
             super().do_GET()
+
+
+def test_markdown_has_no_html_of_a_results_file():
+    cruel = "<script>alert(1)</script>\n# a [link](javascript:x)"
+    blocks = [Heading(cruel), Paragraph(cruel), Items([cruel]), Grid(cruel, [cruel], [[cruel]])]
+    text = markdown_page("title", [*blocks, Items([cruel], code=True)])
+    *lines, code = text.splitlines()
+    assert code.startswith("    <script>")  # shown as it is
+    for line in lines:
+        assert "<" not in line.replace("\\<", "")
+        assert "[" not in line.replace("\\[", "")
+    assert sum(line.startswith("#") for line in lines) == 2

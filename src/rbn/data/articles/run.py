@@ -6,9 +6,9 @@ import hashlib
 import itertools
 import json
 import os
-from collections import Counter, deque
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +18,12 @@ from rbn.data.articles import questions, source
 from rbn.data.articles.names import Usage, count_usage
 from rbn.data.articles.tokens import sentences
 from rbn.data.cnn.question import Question, render
-from rbn.data.processes import helpers
+from rbn.data.processes import Helpers
 from rbn.nn import checks
 
 T = TypeVar("T")
 DONE = "build.json"
+_JOURNAL = "build.journal"
 _CHUNK = 200  # articles
 _SAMPLE = 3  # questions shown of each source
 
@@ -69,7 +70,8 @@ def build(
     Args:
         file: JSON lines, perhaps packed as .gz or .xz.
         out: gets ``questions/training``, ``questions/validation`` and ``questions/test``, and
-            ``build.json`` with the counts when all is done. Must not have questions yet.
+            ``build.json`` with the counts when all is done. Must not have questions yet, but those
+            of a build of the same file that was stopped or killed: it goes on.
         split: ``"source"`` trains on Daily Mail articles and takes the others by their part;
             ``"held-out"`` takes validation and test from the Daily Mail too, and the other articles
             as a second test set, ``questions/test-cnn``.
@@ -80,12 +82,17 @@ def build(
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
     target = out / "questions"
+    about = file.stat()
+    identity = {"file": file.name, "size": about.st_size, "changed": about.st_mtime_ns}
+    journal = _Journal(out / _JOURNAL, identity | {"split": split, "chunk": _CHUNK})
     if target.exists():
-        raise FileExistsError(f"{target} is there already: remove it, or name another folder")
+        if not journal.path.exists():
+            raise FileExistsError(f"{target} is there already: remove it, or name another folder")
+        journal.resume()
     processes = processes or os.cpu_count() or 1
     usage, seen = Usage(Counter(), Counter()), 0
     with _pool(processes) as pool:
-        for count, found in _each(pool, _usage, _chunks(file), processes):
+        for count, found in _each(pool, _usage, _chunks(file)):
             usage.lower.update(found.lower)
             usage.upper.update(found.upper)
             seen += count
@@ -93,17 +100,21 @@ def build(
                 progress("reading", seen)
     if seen == 0:
         raise ValueError(f"{file} has no lines")
+    out.mkdir(parents=True, exist_ok=True)
+    journal.start()
     for part in parts:
-        (target / part).mkdir(parents=True)
+        (target / part).mkdir(parents=True, exist_ok=True)
     words = set(usage.lower) & set(usage.upper)
     # Words that are always written one way need no counting.
     lower = {w: n if w in words else 1 for w, n in usage.lower.items()}
     upper = {w: n if w in words else 1 for w, n in usage.upper.items()}
-    made, done = Built(), 0
+    made = journal.made
+    done = sum(made.articles.values())
     with _pool(processes, lower, upper) as pool:
-        jobs = ((chunk, str(target), split) for chunk in _chunks(file))
-        for piece in _each(pool, _write, jobs, processes):
-            made.add(piece)
+        left = itertools.islice(_chunks(file), journal.chunks, None)
+        jobs = ((chunk, str(target), split) for chunk in left)
+        for piece in _each(pool, _write, jobs):
+            journal.enter(piece)
             made.sample = _few(made.sample)
             done += sum(piece.articles.values())
             if progress:
@@ -115,7 +126,8 @@ def build(
         "questions": dict(made.questions),
         "dropped": dict(made.dropped),
     }
-    (out / DONE).write_text(json.dumps(facts, indent=2) + "\n")
+    _replace(out / DONE, json.dumps(facts, indent=2).encode() + b"\n")
+    journal.path.unlink()
     return made
 
 
@@ -175,42 +187,104 @@ def _write(job: tuple[list[str], str, str]) -> Built:
         for question in found:
             content = render(question).encode()
             name = hashlib.sha1(content).hexdigest()
-            Path(target, article.part, f"{name}.question").write_bytes(content)
+            path = Path(target, article.part, f"{name}.question")
+            try:
+                path.write_bytes(content)
+            except OSError as error:
+                said = f"could not write {path}: {error.strerror}"
+                raise OSError(error.errno, said) from error
         made.sample = _few([*made.sample, *found[:1]])
     return made
 
 
 @contextmanager
-def _pool(processes: int, *shared: Any) -> Iterator[ProcessPoolExecutor | None]:
+def _pool(processes: int, *shared: Any) -> Iterator[Helpers | None]:
     """Processes that know how words are written; none where one is enough."""
     if processes == 1:
         if shared:
             _start(*shared)
         yield None
         return
-    pool = helpers(processes, _start if shared else None, *shared)
-    try:
-        with pool:
-            yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
+    with Helpers(processes, _start if shared else None, *shared) as pool:
+        yield pool
 
 
-def _each(
-    pool: ProcessPoolExecutor | None,
-    work: Callable[..., T],
-    jobs: Iterable[object],
-    processes: int,
-) -> Iterator[T]:
+def _each(pool: Helpers | None, work: Callable[..., T], jobs: Iterable[object]) -> Iterator[T]:
     """The results in the order of the jobs, a few of which are in memory at a time."""
-    if pool is None:
-        yield from map(work, jobs)
-        return
-    waiting: deque[Future[T]] = deque()
-    for job in jobs:
-        waiting.append(pool.submit(work, job))
-        if len(waiting) > 3 * processes:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    return map(work, jobs) if pool is None else pool.map(work, jobs)
+
+
+# A build that was stopped -------------------------------------------------------------------------
+
+
+class _Journal:
+    """What a build has written so far: a line for each chunk of articles, with a checksum.
+
+    Args:
+        path: of the file.
+        identity: of the articles and how they are divided; another one cannot go on.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self.path, self._identity = path, identity
+        self.made = Built()
+        self.chunks = 0
+
+    def resume(self) -> None:
+        """Read what was done before; nothing where there is no journal."""
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
+        if not lines:
+            return
+        if _checked(lines[0]) != self._identity:
+            raise FileExistsError(
+                f"{self.path.parent / 'questions'} is of a build from another file, of other "
+                "settings, or its journal is damaged: remove it, or name another folder"
+            )
+        kept = [lines[0]]
+        for line in lines[1:]:
+            found = _checked(line)
+            if found is None:  # half written; all after it is done again
+                break
+            read, written, dropped = (Counter(found[name]) for name in _COUNTS)
+            self.made.add(Built(read, written, dropped))
+            self.chunks += 1
+            kept.append(line)
+        _replace(self.path, b"".join(line + b"\n" for line in kept))
+
+    def start(self) -> None:
+        """Begin a new journal where there is none."""
+        if not self.path.exists():
+            _replace(self.path, _with_sum(self._identity))
+
+    def enter(self, piece: Built) -> None:
+        """Write down that a chunk is done."""
+        self.made.add(piece)
+        with self.path.open("ab") as file:
+            file.write(_with_sum({name: dict(getattr(piece, name)) for name in _COUNTS}))
+
+
+_COUNTS = ("articles", "questions", "dropped")
+
+
+def _with_sum(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _checked(line: bytes) -> dict[str, Any] | None:
+    """The content of a line with a right checksum, else None."""
+    check, _, text = line.partition(b" ")
+    if check != b"%08x" % zlib.crc32(text):
+        return None
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file atomically."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        raise OSError(error.errno, f"could not write {path}: {error.strerror}") from error

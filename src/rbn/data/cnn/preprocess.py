@@ -9,7 +9,6 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +22,13 @@ from rbn.data.cnn.shards import Job, Reduction
 from rbn.data.cnn.vocabulary import UNKNOWN, Vocabulary, entity_count
 from rbn.data.errors import DataAltered, DataNotFound
 from rbn.data.locks import one_at_a_time
-from rbn.data.processes import helpers
+from rbn.data.processes import Helpers
 from rbn.nn import checks
 
 PARTS = {"train": "training", "valid": "validation", "test": "test"}
 SECOND_TEST = "test-cnn"  # the part and its folder, which most sets of questions do not have
 SHARD = 500  # files
-FORMAT = 1  # of the cache; a change makes it anew
+FORMAT = 2  # of the cache; a change makes it anew
 
 Progress = Callable[[int, int], None]
 """Called with the files read so far and all there are."""
@@ -213,15 +212,9 @@ def _finished(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
             shards.make(job)
             yield job
         return
-    with helpers(min(processes, len(jobs))) as pool:
-        try:
-            started = {pool.submit(shards.make, job): job for job in jobs}
-            for future in as_completed(started):
-                future.result()
-                yield started[future]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with Helpers(min(processes, len(jobs))) as pool:
+        for job, _ in zip(jobs, pool.map(shards.make, jobs), strict=True):
+            yield job
 
 
 def _is_made(job: Job) -> bool:

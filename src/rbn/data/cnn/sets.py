@@ -113,6 +113,7 @@ def load_questions(
         raise DataNotFound(f"{name} is not in {folder}: {how}")
     if files.is_dir() and found.built and not (folder / DONE).is_file():
         raise DataNotFound(
-            f"{files} was not built to its end: remove it, and {found.how.format(folder=folder)}"
+            f"{files} was not built to its end: {found.how.format(folder=folder)}, which resumes "
+            "the build"
         )
     return prepared(files, place, choice, processes=processes, progress=progress)

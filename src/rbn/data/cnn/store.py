@@ -16,6 +16,7 @@ from torch import Tensor
 from rbn.data.errors import DataAltered
 
 MANIFEST = "manifest.json"
+_SUM = "sha256"
 _TYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
@@ -58,7 +59,8 @@ class Writer:
             os.fsync(file.fileno())
             file.close()
             self._arrays[name]["sha256"] = self._sums[name].hexdigest()
-        manifest = {"arrays": self._arrays, "facts": facts}
+        manifest: dict[str, Any] = {"arrays": self._arrays, "facts": facts}
+        manifest[_SUM] = _manifest_sum(manifest)
         with (self.part / MANIFEST).open("w", encoding="utf-8") as text:
             json.dump(manifest, text)
             text.flush()
@@ -69,13 +71,27 @@ class Writer:
 
 def facts(folder: Path) -> dict[str, Any] | None:
     """What was written beside the arrays; None where there is no such folder."""
+    manifest = _manifest(folder)
+    return None if manifest is None else manifest["facts"]
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """What is known of the arrays and what was written beside them, checked."""
+    path = folder / MANIFEST
     try:
-        found: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["facts"]
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        right = found.pop(_SUM) == _manifest_sum(found)
     except FileNotFoundError:
         return None
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataAltered(f"{folder / MANIFEST} is damaged: remove {folder}") from error
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise DataAltered(f"{path} is damaged: remove {folder}") from error
+    if not right:
+        raise DataAltered(f"{path} is damaged, its checksum does not match: remove {folder}")
     return found
+
+
+def _manifest_sum(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -84,12 +100,11 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         DataAltered: a file is missing, or its size or SHA-256 is not what was written; names it.
     """
-    found = facts(folder)
-    if found is None:
+    manifest = _manifest(folder)
+    if manifest is None:
         raise DataAltered(f"there is no {MANIFEST} in {folder}")
-    described = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["arrays"]
     arrays = {}
-    for name, about in described.items():
+    for name, about in manifest["arrays"].items():
         dtype = _TYPES[about["type"]]
         path = folder / f"{name}.{about['type']}"
         size = about["length"] * dtype.itemsize
@@ -102,7 +117,7 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             if size
             else torch.empty(0, dtype=dtype)
         )
-    return arrays, found
+    return arrays, manifest["facts"]
 
 
 def _sha256(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rbn.experiments.demo.result import THRESHOLDS, Result
+from rbn.training.whole import naming
 
 # From the Okabe-Ito palette, which colour-blind readers can tell apart.
 COLOURS = {"LSTM": "#D55E00", "BN-LSTM": "#0072B2"}
@@ -66,7 +67,8 @@ def draw(result: Result, path: Path) -> None:
     axes.set_xlabel("training steps", fontsize=12)
     axes.set_ylabel("validation accuracy, %", fontsize=12)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png")
+    with naming(path):
+        figure.savefig(path, format="png")
 
 
 def _spread(heights: list[float]) -> list[float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rbn.experiments.config import LARGEST, LARGEST_RATE
+from rbn.training.whole import naming, write_whole
 
 THRESHOLDS = (0.8, 0.9)  # validation accuracies whose first sight is reported
 _MOST_THREADS = 1024
@@ -197,11 +198,11 @@ class Result:
 
     def write_json(self, path: Path) -> None:
         """Everything but the curves."""
-        path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def write_csv(self, path: Path) -> None:
         """The curves, one evaluation of one model in a line."""
-        with path.open("w", encoding="utf-8", newline="") as file:
+        with naming(path), path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["model", *Record.__dataclass_fields__])
             for model in self.models:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -23,7 +24,7 @@ class Heading:
 
     def markdown(self) -> str:
         """As Markdown."""
-        return f"## {self.text}"
+        return f"## {_plain(self.text)}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Items:
     def markdown(self) -> str:
         """As Markdown."""
         if self.code:
-            return "\n".join(f"    {text}" for text in self.texts)
+            return "\n".join(f"    {_one_line(text)}" for text in self.texts)
         return "\n".join(f"- {_plain(text)}" for text in self.texts)
 
 
@@ -142,8 +143,12 @@ def markdown_page(title: str, blocks: Sequence[Block]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text whose stars, such as those of BN-e**, stay what they are."""
-    return text.replace("*", "\\*")
+    """Text in which Markdown sees no emphasis, such as the stars of BN-e**, no HTML, no links."""
+    return re.sub(r"([*<\[\]])", r"\\\1", _one_line(text))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())
 
 
 def _cell(text: str) -> str:

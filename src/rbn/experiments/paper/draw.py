@@ -10,6 +10,7 @@ from typing import Any
 
 from rbn.experiments.paper.lines import OURS, PAPER, Figure, Line, Panel, write_csv
 from rbn.experiments.paper.svg import compact
+from rbn.training.whole import naming, write_whole
 
 # From the Okabe-Ito palette, which colour-blind readers can tell apart.
 COLOURS = {
@@ -66,8 +67,9 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
         svg, png = folder / f"{figure.name}.svg", folder / f"{figure.name}.png"
         drawn = io.StringIO()
         picture.savefig(drawn, format="svg", metadata={"Date": None})
-        svg.write_text(compact(drawn.getvalue()), encoding="utf-8")
-        picture.savefig(png, metadata={"Software": None})
+        write_whole(svg, compact(drawn.getvalue()))
+        with naming(png):
+            picture.savefig(png, metadata={"Software": None})
     table = folder / f"{figure.name}.csv"
     write_csv(figure.panels, table)
     return [svg, png, table]

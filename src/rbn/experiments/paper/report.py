@@ -29,6 +29,7 @@ from rbn.experiments.paper.numbers import NAMES, TABLES
 from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS, QUESTIONS, Job, jobs
 from rbn.experiments.paper.published import Result
 from rbn.experiments.paper.tables import Row
+from rbn.training.whole import write_whole
 
 _CURVES = {"cnn": "fig4a", "cnn-full": "fig4b"}  # of the paper's readers
 TITLE = "Recurrent Batch Normalization: the paper's results and ours"
@@ -51,8 +52,8 @@ def write_report(shelf: Shelf, folder: Path) -> list[Path]:
         *_machines(shelf),
     ]
     page, text = folder / "index.html", folder / "report.md"
-    page.write_text(html_page(TITLE, blocks), encoding="utf-8")
-    text.write_text(markdown_page(TITLE, blocks), encoding="utf-8")
+    write_whole(page, html_page(TITLE, blocks))
+    write_whole(text, markdown_page(TITLE, blocks))
     return [page, text, *written]
 
 

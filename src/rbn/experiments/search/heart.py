@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rbn.experiments.search.trials import Trials
 
@@ -18,15 +14,12 @@ _TICK = 0.2  # seconds
 class Heart:
     """A thread that beats for the trial in hand, and notices when it is another's.
 
-    It also ends the worker, as Ctrl-C would, when it is told to or its parent process is no more.
-
     Args:
         trials: of this worker.
-        stop: an event that tells the worker to end; None if there is no one who could.
     """
 
-    def __init__(self, trials: Trials, stop: Any = None) -> None:
-        self._trials, self._stop = trials, stop
+    def __init__(self, trials: Trials) -> None:
+        self._trials = trials
         self._every = trials.sweep.heartbeat
         self._number: int | None = None
         self._lost = False
@@ -64,13 +57,8 @@ class Heart:
             self._on_lost = call
 
     def _beat(self) -> None:
-        parent = multiprocessing.parent_process()
-        last, told = time.monotonic(), False
+        last = time.monotonic()
         while not self._over.wait(_TICK):
-            orphan = parent is not None and not parent.is_alive()
-            if not told and (orphan or (self._stop is not None and self._stop.is_set())):
-                told = True
-                os.kill(os.getpid(), signal.SIGINT)
             if time.monotonic() - last >= self._every - _TICK / 2:
                 last = time.monotonic()
                 self._sign()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rbn.experiments.search.table import Standing
+from rbn.training.whole import naming
 
 # From the Okabe-Ito palette, which colour-blind readers can tell apart; styles tell apart in grey.
 _COLOURS = {
@@ -64,7 +65,8 @@ def draw(now: Standing, path: Path) -> None:
             ".png": {"Software": None},
             ".pdf": {"CreationDate": None},
         }
-        picture.savefig(path, metadata=metadata[path.suffix])
+        with naming(path):
+            picture.savefig(path, metadata=metadata[path.suffix])
 
 
 def _curves(axes: Any, now: Standing) -> None:

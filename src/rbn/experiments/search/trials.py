@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rbn.experiments.search import sampling
 from rbn.experiments.search.space import Choices, Parameter, Value
 from rbn.experiments.search.sweep import Sweep
+from rbn.training import interrupt
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
@@ -32,15 +33,18 @@ _PAUSES = (1, 2, 4, 8, 15)  # seconds between attempts to reach the storage
 
 
 def patiently(call: Callable[[], Result]) -> Result:
-    """Call again for half a minute where the storage cannot be reached."""
+    """Call again for half a minute where the storage cannot be reached; not after Ctrl-C."""
     from optuna.exceptions import StorageInternalError
 
-    for pause in _PAUSES:
-        try:
-            return call()
-        except StorageInternalError:
-            time.sleep(pause)
-    return call()
+    with interrupt.remembered() as interrupts:
+        for pause in _PAUSES:
+            try:
+                return call()
+            except StorageInternalError:
+                if interrupts.seen:
+                    raise
+                interrupts.wait(pause)
+        return call()
 
 
 class Trials:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +24,7 @@ from rbn.experiments.search.sweep import Sweep
 from rbn.experiments.search.trials import Trials, patiently
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.training import CheckpointError, Trainer
+from rbn.training.interrupt import Interrupts, remembered
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -47,7 +48,8 @@ class Job:
         out: folder of the runs.
         device: to train on.
         root: where the data are; ``RBN_DATA`` by default.
-        until: time, as `time.time` gives it, at which to save and stop; None has no limit.
+        until: time, as `time.monotonic` gives it, at which to save and stop; None has no limit. It
+            holds for all processes of this machine, and does not follow changes of the clock.
         threads: of the CPU; None leaves them.
     """
 
@@ -71,7 +73,6 @@ class Worker:
         job: what to do.
         say: called with a line for the user.
         console: for a progress bar; None shows none.
-        stop: an event that ends the worker as Ctrl-C would.
     """
 
     def __init__(
@@ -79,9 +80,8 @@ class Worker:
         job: Job,
         say: Callable[[str], None],
         console: Console | None = None,
-        stop: Any = None,
     ) -> None:
-        self.job, self.say, self._console, self._stop = job, say, console, stop
+        self.job, self.say, self._console = job, say, console
         self._loaded: dict[str, build.Loaded] = {}
         self._failures = 0
 
@@ -92,6 +92,11 @@ class Worker:
             TooManyFailed: when trials fail one after another.
             KeyboardInterrupt: on Ctrl-C; the trial in hand is saved and waits for the next worker.
         """
+        # An interrupt inside of the storage could leave its lock held, so none is raised there.
+        with remembered() as interrupts:
+            return self._work(interrupts)
+
+    def _work(self, interrupts: Interrupts) -> bool:
         job = self.job
         if job.threads is not None:
             torch.set_num_threads(job.threads)
@@ -102,10 +107,13 @@ class Worker:
         if trials.all_finished():
             return True
         base = job.sweep.config({})
-        Fit([], job.device, job.root, loaded=self._loaded).load(base)  # missing data cost no trial
+        with interrupts.breakable():
+            # Before a trial is taken: missing data cost none.
+            Fit([], job.device, job.root, loaded=self._loaded).load(base)
         waited = False
-        with Heart(trials, self._stop) as heart:
+        with Heart(trials) as heart:
             while self._left() > 0:
+                interrupts.check()
                 number = trials.take()
                 if number is None:
                     if trials.all_finished():
@@ -113,11 +121,11 @@ class Worker:
                     if not waited:
                         self.say("waiting for the trials of other workers")
                         waited = True
-                    time.sleep(min(self._left(), _LONGEST_WAIT, job.sweep.heartbeat))
+                    interrupts.wait(min(self._left(), _LONGEST_WAIT, job.sweep.heartbeat))
                     continue
                 heart.hold(number)
                 try:
-                    self._run(number, trials, heart)
+                    self._run(number, trials, heart, interrupts)
                 except BaseException:
                     with contextlib.suppress(Exception):
                         trials.release(number)
@@ -135,14 +143,15 @@ class Worker:
 
     def _left(self) -> float:
         """Seconds."""
-        return math.inf if self.job.until is None else self.job.until - time.time()
+        return math.inf if self.job.until is None else self.job.until - time.monotonic()
 
-    def _run(self, number: int, trials: Trials, heart: Heart) -> None:
+    def _run(self, number: int, trials: Trials, heart: Heart, interrupts: Interrupts) -> None:
         """One trial, from where it is to its end or until it is given up."""
         from optuna.exceptions import UpdateFinishedTrialError
 
         job = self.job
         trial, parameters = trials.begin(number)
+        interrupts.check()
         self.say(f"trial {number}: {listed(parameters)}")
         config = job.sweep.config(parameters, number)
         command = job.sweep.command(parameters, number)
@@ -156,7 +165,7 @@ class Worker:
                 looks = _Looks(trials, trial, heart, self.say, bar)
                 minutes = None if job.until is None else max(self._left(), 1e-3) / 60
                 fit.train(max_minutes=minutes, watch=looks)
-            self._conclude(number, trials, heart, fit, looks)
+            self._conclude(number, trials, heart, fit, looks, interrupts)
         except UpdateFinishedTrialError:
             self.say(f"trial {number}: another worker has finished it")
         except CheckpointError:
@@ -173,7 +182,15 @@ class Worker:
         else:
             self._failures = 0
 
-    def _conclude(self, number: int, trials: Trials, heart: Heart, fit: Fit, looks: _Looks) -> None:
+    def _conclude(
+        self,
+        number: int,
+        trials: Trials,
+        heart: Heart,
+        fit: Fit,
+        looks: _Looks,
+        interrupts: Interrupts,
+    ) -> None:
         """Tell the storage what came of a trial that was trained."""
         (trainer,) = fit.trainers
         now, best = trainer.progress, trainer.progress.best
@@ -194,8 +211,9 @@ class Worker:
             if trials.fail(number, why):
                 self.say(f"trial {number}: failed: {why}")
         else:
-            for _ in fit.results():  # writes them
-                pass
+            with interrupts.breakable():
+                for _ in fit.results():  # writes them
+                    pass
             if fit.diverged is not None:
                 trials.note(number, "diverged", now.diverged_at)
             if trials.complete(number, best):

@@ -5,6 +5,7 @@ The same plan as in `rbn.ops.cpu.fused_lstm`, with one nonlinearity and no cell.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from rbn.ops.arguments import alike_of
 from rbn.ops.cpu.layout import Layout, Rooms, like_parameter, moments_of, restore_moments
 from rbn.ops.cpu.norms import BatchNorm
 from rbn.ops.cpu.transition import Transition
+from rbn.ops.types import CONSTANT
 
 _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
@@ -128,6 +130,21 @@ def forward(a: Inputs) -> Outputs:
     )
 
 
+def _states_alike(alike: Sequence[bool], states: Sequence[Tensor], eps: float) -> list[bool]:
+    """The steps before which the rows of all states ``[B, H]`` are the same.
+
+    A normalization with a small variance magnifies what differs, so terms that count as constant
+    can give states that do not.
+    """
+    found = list(alike)
+    for t in range(1, len(found)):
+        var = states[t - 1].var(0, correction=0)
+        found[t] = found[t] and found[t - 1] and bool((var <= CONSTANT * eps).all())
+        if not found[t]:
+            return found[:t] + [False] * (len(found) - t)
+    return found
+
+
 def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None) -> Grads:
     """The gradients of all differentiable inputs, from those of the two results."""
     plan = _Plan(a)
@@ -141,6 +158,11 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
         norm_h.alike = found[0].tolist()
     h0 = layout.state(a.h0)
     hidden = r.hidden if r.hidden.numel() else r.output.reshape(-1, H)
+    if isinstance(norm_h, BatchNorm):
+        constant = (r.rstd_h.square() * a.eps > 1 - CONSTANT).all(-1).tolist()
+        alike = _states_alike(norm_h.alike, packing.split(hidden), a.eps)
+        # A term is constant as a whole or not at all.
+        norm_h.alike = [both and all_ for both, all_ in zip(alike, constant, strict=True)]
     phis = packing.split(r.phi if r.phi.numel() else hidden)
 
     transition.start_backward(r.wh)

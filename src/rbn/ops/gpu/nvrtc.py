@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 
@@ -134,22 +135,35 @@ def compile_source(text: str, name: str, defines: dict[str, int], arch: str) -> 
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def cache_folder() -> Path:
-    """Where compiled kernels are kept: RBN_CACHE, or the user's cache folder."""
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept: RBN_CACHE, or the user's cache folder.
+
+    None for a user without a home: a folder that all users share could hold anyone's code.
+    """
     if os.environ.get("RBN_CACHE"):
         return Path(os.environ["RBN_CACHE"])
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # a user without a home
-        base = Path(tempfile.gettempdir()) / f"rbn-{os.getuid()}"
-    return Path(base) / "rbn"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rbn"
+    except RuntimeError:
+        return None
+
+
+def _is_own(path: Path) -> bool:
+    """Whether only this user can have written a file or folder."""
+    about = path.stat()
+    return not hasattr(os, "getuid") or (
+        about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
 def compiled(name: str, defines: dict[str, int], arch: str) -> bytes:
     """Machine code from the disk's cache, or compiled and put there."""
     text = source(name)
     key = repr((text, sorted(defines.items()), arch, torch.version.cuda, version(), _OPTIONS))
-    path = cache_folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    folder = cache_folder()
+    if folder is None:
+        return compile_source(text, name, defines, arch)
+    path = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
     code = _kept(path)
     if code is None:
         code = compile_source(text, name, defines, arch)
@@ -161,7 +175,11 @@ def _kept(path: Path) -> bytes | None:
     """What `_keep` has put there; None where there is nothing, or something else."""
     try:
         whole = path.read_bytes()
+        own = _is_own(path) and _is_own(path.parent)
     except OSError:
+        return None
+    if not own:  # the checksum is no proof: whoever can write the file can write that too
+        log.warning("%s can be written by other users; it is not used", path)
         return None
     digest, code = whole[:_DIGEST], whole[_DIGEST:]
     if hashlib.sha256(code).digest() == digest:
@@ -173,7 +191,7 @@ def _kept(path: Path) -> bytes | None:
 def _keep(code: bytes, path: Path) -> None:
     """Put machine code there behind its checksum, all at once."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             try:
                 file.write(hashlib.sha256(code).digest() + code)

@@ -142,7 +142,7 @@ def test_out_of_time_and_gone_on_with(make, start, tmp_path, monkeypatch):
     assert whole.work()
     expected = history(tmp_path / "runs" / "trial-0000")
     (tmp_path / "runs").rename(tmp_path / "before")
-    worker, said = start(sweep, until=time.time() + 60)
+    worker, said = start(sweep, until=time.monotonic() + 60)
     times = iter([60.0, 1e-9, 0.0])
     monkeypatch.setattr(worker, "_left", lambda: next(times))
     assert not worker.work()

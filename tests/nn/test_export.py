@@ -194,3 +194,9 @@ def test_the_older_onnx_exporter_is_refused():
     layer = trained(rbn.BatchNormLSTM, "cpu")
     with pytest.raises(RuntimeError, match=r"torch\.onnx\.export\(\.\.\., dynamo=True\)"):
         torch.onnx.export(layer, (random_input(layer, 5, 4),), io.BytesIO(), dynamo=False)
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="torch 2.7 or newer")
+def test_an_untrained_layer_is_refused():
+    with pytest.raises(RuntimeError, match="no population statistics to export"):
+        torch.export.export(rbn.BatchNormLSTM(3, 4).eval(), (torch.randn(5, 6, 3),))

@@ -349,8 +349,16 @@ def test_inputs_are_bounded_and_released(monkeypatch):
     held = [weakref.ref(call.x) for calls in layer.recent_calls for call in calls]
     assert len(held) == 3  # of 4 rows each
     assert all(r().data_ptr() == x.data_ptr() for r, x in zip(held, batches[2:], strict=True))
-    layer.eval()(batches[0])
+    layer.requires_grad_(False).eval()(batches[0])  # its weights will not move any more
     assert all(r() is None for r in held)
+
+
+def test_inputs_that_layers_made_are_fewer():
+    layer = KINDS["lstm"]()
+    scale = torch.ones((), requires_grad=True)
+    for x in inputs(5, rows=100):
+        layer(x * scale)
+    assert len(list(layer.recent_calls)) == 3
 
 
 def test_short_epochs_keep_earlier_inputs():
@@ -470,6 +478,26 @@ def test_an_untrained_layer_warns_once_and_uses_the_batch():
         layer(x[:, :1])
 
 
+@pytest.mark.parametrize("rows", [4, 1100])
+@pytest.mark.parametrize("calls_eval", [True, False])
+def test_weights_that_are_swapped_for_an_evaluation_and_back(rows, calls_eval):
+    """As averages of weights are evaluated: store, copy in, evaluate, restore."""
+    layer = KINDS["lstm"]()
+    batches = inputs(2, rows=rows)
+    train(layer, batches)
+    kept = batches if rows == 4 else batches[1:]
+    layer.eval()
+    own = [p.detach().clone() for p in layer.parameters()]
+    with torch.no_grad():
+        layer(batches[0])
+        for values in ([1.5 * p for p in own], own):
+            torch._foreach_copy_(list(layer.parameters()), values)
+            if calls_eval:
+                layer.eval()
+            layer(batches[0])
+            assert_same(statistics(layer), statistics(expected(layer, kept)))
+
+
 def test_a_frozen_layer_keeps_its_statistics_while_its_weights_move():
     layer = KINDS["lstm"]()
     train(layer, inputs(3))
@@ -477,6 +505,8 @@ def test_a_frozen_layer_keeps_its_statistics_while_its_weights_move():
     before = {k: v.clone() for k, v in layer.named_buffers()}
     train(layer, inputs(3, seed=1))  # in eval()
     layer.state_dict()
+    with torch.no_grad():
+        layer.eval()(inputs(1)[0])
     assert_same(dict(layer.named_buffers()), before)
     layer.train()
     layer.eval()

@@ -150,3 +150,16 @@ def test_a_folded_layer_is_the_layer(ablations, batch):
         found = rbn.fold(double)(x.double(), lengths=lengths)[0]
         wanted = double(x.double(), lengths=lengths)[0]
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("make", [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN])
+def test_batches_of_gradients(make):
+    """All at once, though the backward pass runs in a thread of its own."""
+    layer, x = make(3, 64).cuda(), torch.randn(5, 6, 3, device="cuda", requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    output, _ = layer(x)
+    given = torch.randn(3, *output.shape, device="cuda")
+    expected = [torch.autograd.grad(output, inputs, one, retain_graph=True) for one in given]
+    found = torch.autograd.grad(output, inputs, given, is_grads_batched=True)
+    for one, other in zip(found, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(other))

@@ -21,7 +21,7 @@ METHODS = [
     getattr(one, name)
     for one in EXPORTED
     if inspect.isclass(one)
-    for name in ("__init__", "forward", "from_lstm", "to_lstm")
+    for name in ("__init__", "forward", "from_lstm", "to_lstm", "from_cells", "to_cells")
     if hasattr(one, name) and one is not rbn.PopulationStatistics
 ]
 

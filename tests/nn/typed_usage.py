@@ -34,6 +34,12 @@ def cells(x: Tensor, states: Pair, h: Tensor) -> None:
     assert_type(rbn.BatchNormRNNCell(3, 4, nonlinearity="relu")(x, h), Tensor)
 
 
+def conversion(x: Tensor, cells: list[rbn.BatchNormLSTMCell]) -> None:
+    assert_type(rbn.BatchNormLSTM.from_cells(cells, batch_first=True), rbn.BatchNormLSTM)
+    for cell in rbn.BatchNormLSTM(3, 4).to_cells():
+        assert_type(cell(x), Pair)
+
+
 def options(model: nn.Module, batches: list[Pair]) -> None:
     rbn.BatchNormLSTM(
         3,

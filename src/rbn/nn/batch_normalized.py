@@ -40,7 +40,8 @@ class BatchNormalized(Recurrence):
 
     recent_calls: RecentCalls
     _pools: dict[str, _Pool] | None = None  # while `refresh` runs
-    _check_weights = True  # until an evaluation after `train` or `eval`
+    _frozen = False  # it evaluates while its weights train
+    _check_norms = True  # until an evaluation after `train` or `eval`
     _written: tuple[int, ...] = ()  # versions of the statistics when they were last estimated
 
     terms: ClassVar[tuple[str, ...]] = ("x", "h", "c")
@@ -161,11 +162,19 @@ class BatchNormalized(Recurrence):
         return bool(pools)
 
     def refresh_once(self) -> None:
-        """Refresh the statistics for an evaluation, and release inputs that nobody needs then."""
+        """Refresh the statistics for an evaluation, and release inputs that nobody needs any more.
+
+        Weights that train while the layer evaluates, with gradients, are those of a frozen layer.
+        It keeps its statistics until `train` is called. Without trainable parameters the weights
+        will not move, and the inputs are released.
+        """
         if self.may_be_stale:
             self.refresh()
-            self.recent_calls.release()
-            self._check_weights = False
+            self._check_norms = False
+        if not self._frozen and torch.is_grad_enabled() and self.recent_calls:
+            self._frozen = any(p.requires_grad for p in self.parameters())
+            if not self._frozen and not self.recent_calls.has_relatives:
+                self.recent_calls.clear()
 
     def mark_fresh(self) -> None:
         """Take the statistics for those of the current weights."""
@@ -175,23 +184,27 @@ class BatchNormalized(Recurrence):
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether the next evaluation has to look for new inputs or other weights."""
+        """Whether there are new inputs, or other weights, since the last estimate."""
         calls = self.recent_calls
-        return self._check_weights or calls.new_rows > 0 or (calls.is_copy and bool(calls))
+        if calls.new_rows > 0:
+            return True
+        if self._frozen or not calls:
+            return False
+        return self._signature() != calls.estimated_at or (self._check_norms and bool(calls.norms))
 
     def _is_stale(self, weights: Signature) -> bool:
         """Whether the statistics are those of other weights, or of inputs before the last ones."""
         calls = self.recent_calls
         if calls.new_rows > 0:
             return True
-        if calls.is_copy:  # such as an average of models
-            return weights != calls.estimated_at or self._weights_swapped()
-        if not self._check_weights:  # a frozen layer, whose weights may move, keeps its statistics
+        if self._frozen:
             return False
-        if weights != calls.estimated_at and self._versions() != self._written:
+        if weights == calls.estimated_at:
+            return self._check_norms and self._weights_swapped()
+        if not calls.is_copy and self._versions() != self._written:
             self.mark_fresh()  # someone loaded weights and statistics, tensor by tensor
             return False
-        return weights != calls.estimated_at or self._weights_swapped()
+        return True
 
     def _pool(self, recent: RecentCalls) -> dict[str, _Pool]:
         """The statistics of recent training calls at the current weights, by module name."""
@@ -244,7 +257,7 @@ class BatchNormalized(Recurrence):
         if not self.refresh_stats or rows < 2 or not self._all_statistics()[0].records:
             return
         if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting():
+            if not is_exporting():
                 keep_compiled_call(
                     x.detach(),
                     [] if states is None else [state.detach() for state in states],
@@ -252,6 +265,7 @@ class BatchNormalized(Recurrence):
                     self._all_statistics()[0].count,
                     start,
                     self._type(self._weight()) if self._under_autocast() else None,
+                    x.requires_grad,
                     self._key,
                 )
             return
@@ -272,6 +286,7 @@ class BatchNormalized(Recurrence):
             lengths,
             start,
             torch.get_autocast_dtype(x.device.type) if self._under_autocast() else None,
+            x.requires_grad,
         )
         recent.add(call, rows, same_sequences=same_sequences)
 
@@ -287,7 +302,9 @@ class BatchNormalized(Recurrence):
         return temporarily(self._all_statistics(), "forced", "batch")
 
     def _signature(self) -> Signature:
-        return tuple([(id(p), version(p)) for p in self.parameters()])
+        own = self._parameters.values()
+        every = self.parameters() if "parametrizations" in self._modules else own
+        return tuple([(id(p), version(p)) for p in every if p is not None])
 
     def _versions(self) -> tuple[int, ...]:
         """How often the statistics were written into."""
@@ -329,8 +346,10 @@ class BatchNormalized(Recurrence):
 
     def train(self: T, mode: bool = True) -> T:
         """Switch between training and evaluation; refreshes the statistics before evaluation."""
+        if mode or self.training:
+            self._frozen = False
         super().train(mode)
-        self._check_weights = True
+        self._check_norms = True
         if not mode:
             self.refresh()
         return self
@@ -371,6 +390,11 @@ class BatchNormalized(Recurrence):
             return False
         if not torch.compiler.is_compiling():
             self.refresh_once()
+        if is_exporting() and not all(statistics.estimated for statistics in all_statistics):
+            raise RuntimeError(
+                f"{type(self).__name__} has no population statistics to export: train it, or call "
+                "rbn.update_population_stats(model, batches), before"
+            )
         if all(statistics.find_estimates() for statistics in all_statistics):
             return False
         checks.no_statistics(self, batch)
@@ -518,6 +542,12 @@ class _Pool:
         total = rows.clamp(min=1)[:, None]
         count = torch.where(enough, self._count, 0)
         statistics.replace(self._mean / total, self._var / total, count, keep=self._pieces)
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces the layer; not known before torch 2.7."""
+    asked = getattr(torch.compiler, "is_exporting", None)
+    return asked is not None and bool(asked())
 
 
 def is_recomputing() -> bool:

@@ -241,7 +241,8 @@ def no_statistics(module: nn.Module, rows: int) -> None:
         raise RuntimeError(
             f"{name} has no population statistics yet, and a batch of {rows} has none of its own "
             "to evaluate with: train it, or call rbn.update_population_stats(model, batches), or "
-            "evaluate at least 2 sequences together"
+            "evaluate at least 2 sequences together (for Lightning's sanity check: "
+            "Trainer(num_sanity_val_steps=0))"
         )
     if not torch.compiler.is_compiling() and not module.__dict__.get("_warned_untrained"):
         module.__dict__["_warned_untrained"] = True
@@ -256,7 +257,7 @@ def single_row(name: str) -> None:
     if not torch.compiler.is_compiling():
         warn(
             f"{name} normalizes with the statistics of a minibatch, and this one has a single "
-            "sequence: its variance at a time step is 0, and a term normalized by that vanishes. "
+            "sequence: all normalized terms are 0, so that the layer ignores its input. "
             "Population statistics of time steps leave it out. Use a batch of at least 2, or "
             "eval() to normalize with those."
         )

@@ -42,7 +42,7 @@ class CellLayers(Layers[GivenStates]):
         cells: Sequence[Cell[GivenStates]],
         batch_first: bool = False,
         bidirectional: bool = False,
-        **options: Any,
+        **options: object,
     ) -> C:
         """A new layer with copies of the cells' parameters and statistics: `to_cells` undone.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from rbn.nn.statistics import PopulationStatistics
 
-Checkpoint = Mapping[str, Any] | str | os.PathLike[str]
+Checkpoint = Mapping[str, object] | str | os.PathLike[str]
 
 
 def match_statistics(model: nn.Module, checkpoint: Checkpoint) -> int:

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 ROWS = 1024  # sequences to keep; benchmarks/fresh_statistics.py measures what they buy
+# Fewer if the inputs come from trainable layers: they are those of older weights, and the older the
+# further off.
+ROWS_OF_LAYERS = 256
 BYTES = 128 * 2**20  # that kept inputs may hold on to,
 LEAST_ROWS = 16  # unless so few sequences are larger than that
 
@@ -37,6 +40,7 @@ class Call:
         lengths: unpadded steps of each sequence ``[B]``, or None.
         start: the time step of the first row of x.
         autocast: the dtype autocast asked for, or None.
+        from_layers: whether trainable layers made x.
     """
 
     x: Tensor
@@ -44,6 +48,7 @@ class Call:
     lengths: Tensor | None = None
     start: int = 0
     autocast: torch.dtype | None = None
+    from_layers: bool = False
     versions: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +68,8 @@ class Call:
         """A copy of the first sequences of a layer's call."""
         states = None if self.states is None else tuple(s[:, :rows].clone() for s in self.states)
         lengths = None if self.lengths is None else self.lengths[:rows].clone()
-        return Call(self.x[:, :rows].clone(), states, lengths, self.start, self.autocast)
+        x = self.x[:, :rows].clone()
+        return Call(x, states, lengths, self.start, self.autocast, self.from_layers)
 
     def _tensors(self) -> list[Tensor]:
         return [t for t in (self.x, *(self.states or ()), self.lengths) if t is not None]
@@ -98,7 +104,6 @@ class RecentCalls:
         self._kept: deque[_Sequences] = deque()
         self._source = source
         self._copies: weakref.WeakSet[RecentCalls] = weakref.WeakSet()
-        self._full = False  # at the last estimate, with inputs that were all new
         self._returned: tuple[weakref.ref[Tensor], ...] = ()  # by the last step of a cell
         self._last_step = -1
         self.new_rows = 0
@@ -159,20 +164,10 @@ class RecentCalls:
     def mark_estimated(self, weights: Signature, norms: tuple[float, ...]) -> None:
         """The statistics are now those of these weights."""
         self.estimated_at, self.norms = weights, norms
-        self._full = self.new_rows >= ROWS or self._held() >= BYTES // 2
         self.new_rows = 0
 
-    def release(self) -> None:
-        """Let go of the inputs if the next estimate will not need them.
-
-        It needs them if fewer than `ROWS` sequences came since the one before: with short epochs
-        the next estimate would otherwise rest on few. And copies that follow this log need them.
-        """
-        if self._full and self.new_rows == 0 and not self._copies:
-            self._kept.clear()
-
     def clear(self) -> None:
-        """Forget everything."""
+        """Release all inputs."""
         self._kept.clear()
         self._unlink()
         self.new_rows = 0
@@ -182,12 +177,10 @@ class RecentCalls:
             self._source._copies.discard(self)
             self._source = None
 
-    def _held(self) -> int:
-        return sum(s.nbytes for s in self._kept)
-
     def _drop_oldest(self) -> None:
-        rows, held = sum(s.rows for s in self._kept), self._held()
-        while len(self._kept) > 1 and (rows - self._kept[0].rows >= ROWS or held > BYTES):
+        rows, held = sum(s.rows for s in self._kept), sum(s.nbytes for s in self._kept)
+        most = ROWS_OF_LAYERS if self._kept[-1].calls[0].from_layers else ROWS
+        while len(self._kept) > 1 and (rows - self._kept[0].rows >= most or held > BYTES):
             oldest = self._kept.popleft()
             rows, held = rows - oldest.rows, held - oldest.nbytes
 
@@ -223,7 +216,7 @@ def register(layer: Any) -> int:
     # `count` is not changed. It only says that the operator has an effect and must run.
     mutates_args=("count",),
     schema="(Tensor x, Tensor[] states, Tensor? lengths, Tensor(a!) count, SymInt start, "
-    "ScalarType? autocast, int key) -> ()",
+    "ScalarType? autocast, bool from_layers, int key) -> ()",
 )
 def keep_compiled_call(
     x: Tensor,
@@ -232,6 +225,7 @@ def keep_compiled_call(
     count: Tensor,
     start: int,
     autocast: torch.dtype | None,
+    from_layers: bool,
     key: int,
 ) -> None:
     """Keep a call of a compiled graph, copied: a graph reuses the memory of its tensors."""
@@ -239,5 +233,6 @@ def keep_compiled_call(
     if layer is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     kept = tuple([state.clone() for state in states]) or None
-    call = Call(x.clone(), kept, None if lengths is None else lengths.clone(), start, autocast)
+    lengths = None if lengths is None else lengths.clone()
+    call = Call(x.clone(), kept, lengths, start, autocast, from_layers)
     layer.recent_calls.add(call, x.shape[-2])

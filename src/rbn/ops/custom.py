@@ -78,8 +78,7 @@ def one_by_one(backward: Callable[..., Any]) -> Callable[..., Any]:
     def run(ctx: Any, *grads: Any) -> Any:
         if not any(grad is not None and is_legacy_batchedtensor(grad) for grad in grads):
             return backward(ctx, *grads)
-        level = torch._C._vmapmode_increment_nesting() - 1  # that of the vmap that is going on
-        torch._C._vmapmode_decrement_nesting()
+        level = 1  # of the only vmap there is; threads that run backward passes do not know it
         parts: list[Any] = []
         for grad in grads:
             batched = grad is not None and is_legacy_batchedtensor(grad)

@@ -153,7 +153,7 @@ def emptied_by_ddp(rank: int) -> Any:
 def refreshed(rank: int, sync: bool) -> Any:
     """Statistics at the current weights: of each process's own inputs, then of all."""
     layer = make(sync=sync)
-    model = DistributedDataParallel(layer, broadcast_buffers=False)
+    model = DistributedDataParallel(layer, **{OPTION: False})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     mine = [batch[:4] if len(batch) > 3 else batch for batch in batches()]
     mine = [batch[:, :2] if rank == 0 else batch[:, 2:] for batch in mine if len(batch) == 4]

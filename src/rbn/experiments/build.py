@@ -16,7 +16,6 @@ import rbn
 from rbn import data
 from rbn.data.cnn import Reading, Vocabulary
 from rbn.experiments.config import Config
-from rbn.experiments.measured import without_refresh
 from rbn.experiments.reading import ReadingTask, build_reading, load_reading, make_reader
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
@@ -140,7 +139,6 @@ def build(
     torch.manual_seed(seed)
     with _memory_for(config):
         task = _task(config, found, seed, device)
-    without_refresh(task.model)
     if not isinstance(task, ReadingTask):  # whose batches must be many, to have all lengths
         task.population_batch = config.population_batch
     task.metric = f"valid_{config.select}"

@@ -6,7 +6,7 @@ import abc
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,10 +18,8 @@ from rbn.nn import (
     own_statistics,
     update_population_stats,
 )
-from rbn.nn.batch_normalized import BatchNormalized
 from rbn.training import Ranks
 
-M = TypeVar("M", bound=nn.Module)
 ESTIMATE = 50  # minibatches behind the population statistics of a look at the validation data
 
 
@@ -33,14 +31,6 @@ def has_statistics(model: nn.Module) -> bool:
 def draws_noise(model: nn.Module) -> bool:
     """Whether initial states are noisy while training."""
     return any(getattr(module, "hidden_noise", 0) > 0 for module in model.modules())
-
-
-def without_refresh(model: M) -> M:
-    """The model with layers that keep their running averages: tasks estimate what they need."""
-    for module in model.modules():
-        if isinstance(module, BatchNormalized):
-            module.refresh_stats = False
-    return model
 
 
 class Measurement(NamedTuple):

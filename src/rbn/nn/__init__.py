@@ -10,6 +10,7 @@ from rbn.nn.match import match_statistics
 from rbn.nn.population import (
     average_population_stats,
     batch_statistics,
+    keep_running_averages,
     kept_statistics,
     own_statistics,
     update_population_stats,
@@ -31,6 +32,7 @@ __all__ = [
     "batch_statistics",
     "fold",
     "init",
+    "keep_running_averages",
     "kept_statistics",
     "match_statistics",
     "own_statistics",

@@ -17,6 +17,7 @@ from rbn.nn.recurrence import Recurrence, States
 from rbn.nn.statistics import PopulationStatistics, Update, temporarily, update_all
 from rbn.nn.update_bn import UpdateBN
 from rbn.ops import Statistics
+from rbn.ops.custom import is_traced
 from rbn.ops.types import InputStats, Padding, valid_steps
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ class BatchNormalized(Recurrence):
                     self._key,
                 )
             return
-        if is_recomputing() or type(x) is not Tensor or torch._C._are_functorch_transforms_active():
+        if is_recomputing() or is_traced(x) or torch._C._are_functorch_transforms_active():
             return
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             # Replays will not come here. Statistics are running averages then.
@@ -482,7 +483,7 @@ class BatchNormalized(Recurrence):
         except RuntimeError as error:
             raise RuntimeError(
                 f"{type(self).__name__} in training changes its population statistics, which "
-                "torch.func.vmap refuses: call it in eval(), or inside rbn.batch_statistics(model)"
+                "torch.func refuses: call it in eval(), or inside rbn.batch_statistics(model)"
             ) from error
 
     def _add_to_pools(

@@ -41,6 +41,14 @@ def _set_aside_inputs(model: nn.Module) -> Iterator[list[BatchNormalized]]:
             layer.recent_calls = calls
 
 
+def keep_running_averages(model: nn.Module) -> None:
+    """Turn `refresh_stats` off in all layers of a model: `eval()` uses the running averages."""
+    for module in model.modules():
+        if isinstance(module, BatchNormalized):
+            module.refresh_stats = False
+            module.recent_calls.clear()
+
+
 @contextlib.contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
     """Inside the ``with`` block the model normalizes with minibatch statistics, in eval() too.

@@ -328,6 +328,8 @@ class PopulationStatistics(nn.Module):
     @forced.setter
     def forced(self, value: str | None) -> None:
         self._forced = value
+        if torch.compiler.is_compiling():
+            return
         if value is None:
             self._forced_by.pop(threading.get_ident(), None)
         else:

@@ -93,15 +93,22 @@ def backend(name: Backend) -> Iterator[None]:
     if name not in _NAMES:
         raise ValueError(f"backend must be one of {', '.join(_NAMES)}, got {name!r}")
     global _forced
+    if torch.compiler.is_compiling():  # which can trace neither locks nor threads
+        before, _forced = _forced, name
+        try:
+            yield
+        finally:
+            _forced = before
+        return
     block: list[str] = [name]
-    before, _own.name = _own.name, name
+    outer, _own.name = _own.name, name
     with _blocks_lock:
         _blocks.append(block)
         _forced = name
     try:
         yield
     finally:
-        _own.name = before
+        _own.name = outer
         with _blocks_lock:
             _blocks[:] = [other for other in _blocks if other is not block]
             _forced = _blocks[-1][0] if _blocks else None

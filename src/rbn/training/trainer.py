@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rbn.nn import average_population_stats
+from rbn.nn import average_population_stats, keep_running_averages
 from rbn.training import checkpoint
 from rbn.training.adam import part_norms, suit
 from rbn.training.averaging import AveragedParameters
@@ -117,6 +117,9 @@ class Trainer:
         self.on_step, self.on_record = on_step, on_record
         self.progress = Progress()
         self.module, self._optimizer = task.model, optimizer  # without their wrappers
+        # What a task measures must not depend on when checkpoints were written: it has the running
+        # averages, or estimates statistics itself.
+        keep_running_averages(task.model)
         device = next(task.model.parameters()).device
         self.fabric = fabric or make_fabric(device)
         self.ranks = Ranks.here()

@@ -28,7 +28,6 @@ def build(name: str, settings: Settings) -> SequenceClassifier:
     if name == "LSTM":
         return SequenceClassifier(rbn.LSTM(1, settings.hidden_size, **options), CLASSES)
     options |= {"gamma": settings.gamma, "input_stats": settings.input_stats}
-    options["refresh_stats"] = False  # `fit` shows how running averages lag behind
     return SequenceClassifier(rbn.BatchNormLSTM(1, settings.hidden_size, **options), CLASSES)
 
 

@@ -137,7 +137,7 @@ def _states_alike(alike: Sequence[bool], states: Sequence[Tensor], eps: float) -
     can give states that do not.
     """
     found = list(alike)
-    for t in range(1, len(found)):
+    for t in range(1, min(len(found), len(states) + 1)):  # no row reaches the steps after those
         var = states[t - 1].var(0, correction=0)
         found[t] = found[t] and found[t - 1] and bool((var <= CONSTANT * eps).all())
         if not found[t]:

@@ -1,0 +1,389 @@
+"""Statistics at the current weights: what keeps evaluation right while a layer trains.
+
+Running averages lag behind the weights of a recurrent network. A layer therefore keeps its most
+recent training calls (`rbn.nn.recent_calls`) and runs them again before it evaluates, is saved or
+is copied.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rbn.nn import checks
+from rbn.nn.recent_calls import (
+    Call,
+    RecentCalls,
+    Signature,
+    keep_compiled_call,
+    register,
+    version,
+)
+from rbn.nn.recurrence import Recurrence, States
+from rbn.nn.statistics import PopulationStatistics, temporarily
+from rbn.nn.update_bn import UpdateBN
+from rbn.ops.custom import is_traced
+from rbn.ops.types import InputStats, valid_steps
+
+T = TypeVar("T", bound="FreshStatistics")
+# Steps that fewer of the kept sequences reach, and less than a quarter of them, use the statistics
+# of the last step before: a variance of a few rows may be close to 0.
+_FEW_ROWS = 16
+
+
+class FreshStatistics(Recurrence):
+    """A recurrence with population statistics that are refreshed when they are needed."""
+
+    input_stats: InputStats
+    momentum: float | None
+    refresh_stats: bool
+    recent_calls: RecentCalls
+    _pools: dict[str, _Pool] | None = None  # while `refresh` runs
+    _frozen = False  # it evaluates while its weights train
+    _check_norms = True  # until an evaluation after `train` or `eval`
+    _written: tuple[int, ...] = ()  # versions of the statistics when they were last estimated
+
+    @abc.abstractmethod
+    def _ignores_padding(self) -> bool:
+        """Whether padded positions have no influence at all."""
+
+    def _set_refresh(self, refresh_stats: bool) -> None:
+        """Start with an empty log of calls."""
+        self.refresh_stats = checks.boolean("refresh_stats", refresh_stats)
+        self.recent_calls, self._key = RecentCalls(), register(self)
+        self.update_bn = UpdateBN(self)
+
+    def reset_running_stats(self) -> None:
+        """Forget the population statistics, and the inputs kept to refresh them."""
+        self.recent_calls.clear()
+        for statistics in self._all_statistics():
+            statistics.reset()
+
+    def _all_statistics(self) -> list[PopulationStatistics]:
+        return [m for m in self._modules.values() if isinstance(m, PopulationStatistics)]
+
+    @torch.no_grad()
+    def refresh(self) -> bool:
+        """Re-estimate the population statistics at the current weights, if they are stale.
+
+        Runs the layer on the inputs of its most recent training calls, without dropout and zoneout,
+        and averages the minibatch statistics. Evaluation, `eval()`, `state_dict()` and copies do
+        this by themselves. Changes neither parameters nor the random state, and processes that
+        train together need not call it at the same time: each uses its own inputs.
+
+        Returns:
+            Whether the statistics are new.
+        """
+        calls = self.recent_calls
+        if not self.refresh_stats or not calls or self._pools is not None or not self._is_whole():
+            return False
+        weights = self._signature()
+        if not self._is_stale(weights):
+            return False
+        pools = self._pool(calls)
+        if pools:
+            for name, pool in pools.items():
+                pool.write_to(cast(PopulationStatistics, self._modules[name]))
+        else:
+            checks.warn(
+                f"{type(self).__name__} evaluates with running averages, which lag behind the "
+                "weights: the inputs of its recent training calls were modified in place. Pass "
+                "inputs that stay as they are, or call rbn.update_population_stats(model, batches)"
+            )
+        self.mark_fresh()
+        return bool(pools)
+
+    def refresh_once(self) -> None:
+        """Refresh the statistics for an evaluation, and release inputs that nobody needs any more.
+
+        Weights that train while the layer evaluates, with gradients, are those of a frozen layer.
+        It keeps its statistics until `train` is called. Without trainable parameters the weights
+        will not move, and the inputs are released.
+        """
+        if self.may_be_stale:
+            self.refresh()
+            self._check_norms = False
+        if not self._frozen and torch.is_grad_enabled() and self.recent_calls:
+            self._frozen = any(p.requires_grad for p in self.parameters())
+            if not self._frozen and not self.recent_calls.has_relatives:
+                self.recent_calls.clear()
+
+    def mark_fresh(self) -> None:
+        """Take the statistics for those of the current weights."""
+        norms = self._norms() if self.recent_calls.has_relatives else ()
+        self.recent_calls.mark_estimated(self._signature(), norms)
+        self._written = self._versions()
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether there are new inputs, or other weights, since the last estimate."""
+        calls = self.recent_calls
+        if calls.new_rows > 0:
+            return True
+        if self._frozen or not calls:
+            return False
+        return self._signature() != calls.estimated_at or (self._check_norms and bool(calls.norms))
+
+    def _is_stale(self, weights: Signature) -> bool:
+        """Whether the statistics are those of other weights, or of inputs before the last ones."""
+        calls = self.recent_calls
+        if calls.new_rows > 0:
+            return True
+        if self._frozen:
+            return False
+        if weights == calls.estimated_at:
+            return self._check_norms and self._weights_swapped()
+        if not calls.is_copy and self._versions() != self._written:
+            self.mark_fresh()  # someone loaded weights and statistics, tensor by tensor
+            return False
+        return True
+
+    def _pool(self, recent: RecentCalls) -> dict[str, _Pool]:
+        """The statistics of recent training calls at the current weights, by module name."""
+        statistics = self._all_statistics()
+        training, self._pools = self.training, {}
+        self.training = False  # no dropout, no zoneout
+        random: AbstractContextManager[None] = contextlib.nullcontext()
+        if self.hidden_noise > 0:  # which `_initial_states` draws as in training
+            weight = self._weight()
+            random = torch.random.fork_rng([weight.device] if weight.is_cuda else [])
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                random,
+                temporarily(statistics, "forced", "record"),
+                temporarily(statistics, "sync", False),
+            ):
+                for calls in recent:
+                    states: States | None = None
+                    if all(call.unchanged for call in calls):
+                        for call in calls:
+                            states = self._replay(call, states)
+            return self._pools
+        finally:
+            self._pools, self.training = None, training
+
+    def _replay(self, call: Call, states: States | None) -> States:
+        """Run a kept call again, where and as the weights are now."""
+        weight = self._weight()
+        x = call.x.to(weight.device)
+        dtype = weight.dtype if call.autocast is None else call.autocast
+        if x.is_floating_point():
+            x = x.to(dtype)
+        if call.states is not None:
+            states = tuple(state.to(weight.device, dtype) for state in call.states)
+        lengths = None if call.lengths is None else call.lengths.to(weight.device)
+        with torch.autocast(weight.device.type, call.autocast, enabled=call.autocast is not None):
+            return self._run_call(x, states, lengths, call.start)
+
+    def _keep_call(
+        self,
+        x: Tensor,
+        states: States | None,
+        lengths: Tensor | None,
+        start: int,
+        rows: int,
+    ) -> None:
+        """Keep the arguments of a training call, which `_run_call` takes, for `refresh`."""
+        if not self.refresh_stats or rows < 2 or not self._all_statistics()[0].records:
+            return
+        if torch.compiler.is_compiling():
+            if not is_exporting():
+                keep_compiled_call(
+                    x.detach(),
+                    [] if states is None else [state.detach() for state in states],
+                    lengths,
+                    self._all_statistics()[0].count,
+                    start,
+                    self._type(self._weight()) if self._under_autocast() else None,
+                    x.requires_grad,
+                    self._key,
+                )
+            return
+        if is_recomputing() or is_traced(x) or torch._C._are_functorch_transforms_active():
+            return
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            # Replays will not come here. Statistics are running averages then.
+            self.recent_calls.clear()
+            return
+        recent, same_sequences = self.recent_calls, False
+        if x.dim() == 2:  # of a cell
+            same_sequences = recent.follows(start, rows)
+            if same_sequences and recent.returned(states):
+                states = None
+        call = Call(
+            x.detach(),
+            None if states is None else tuple([state.detach() for state in states]),
+            lengths,
+            start,
+            torch.get_autocast_dtype(x.device.type) if self._under_autocast() else None,
+            x.requires_grad,
+        )
+        recent.add(call, rows, same_sequences=same_sequences)
+
+    def _draws_noise(self) -> bool:
+        """In training, and for statistics of the first steps, which may have no other variance."""
+        return self.training or self._pools is not None
+
+    def _keep_states(self, states: States, step: int) -> None:
+        if self.training and self.refresh_stats and not torch.compiler.is_compiling():
+            self.recent_calls.remember(states, step)
+
+    def _batch_statistics(self) -> AbstractContextManager[None]:
+        return temporarily(self._all_statistics(), "forced", "batch")
+
+    def _signature(self) -> Signature:
+        own = self._parameters.values()
+        every = self.parameters() if "parametrizations" in self._modules else own
+        return tuple([(id(p), version(p)) for p in every if p is not None])
+
+    def _versions(self) -> tuple[int, ...]:
+        """How often the statistics were written into."""
+        return tuple([version(statistics.count) for statistics in self._all_statistics()])
+
+    def _weights_swapped(self) -> bool:
+        """Whether a copy's weights came through `Tensor.data`, which changes no version.
+
+        Lightning's `WeightAveraging` does that. Waits for the device, but only if there is a copy.
+        """
+        before = self.recent_calls.norms
+        now = self._norms() if before else ()
+        return bool(now) and now != before
+
+    def _norms(self) -> tuple[float, ...]:
+        """The norm of each parameter; nothing where the host cannot see values."""
+        weight = self._weight()
+        if not self._is_whole() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return ()
+        with torch.no_grad():
+            norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in self.parameters()]
+            return tuple(torch.stack(norms).tolist())
+
+    def _is_whole(self) -> bool:
+        """Whether the parameters can be used here and now.
+
+        Not while a compiler or `torch.func` traces, and not the pieces that FSDP leaves between
+        calls of a module.
+        """
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return False
+        shape = (self.gates * self.hidden_size, self.hidden_size)
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta or hasattr(parameter, "device_mesh"):
+                return False
+            if name.startswith("weight_hh") and tuple(parameter.shape) != shape:
+                return False
+        return torch._C._len_torch_dispatch_stack() == 0
+
+    def train(self: T, mode: bool = True) -> T:
+        """Switch between training and evaluation; refreshes the statistics before evaluation."""
+        if mode or self.training:
+            self._frozen = False
+        super().train(mode)
+        self._check_norms = True
+        if not mode:
+            self.refresh()
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The parameters and refreshed statistics, which evaluate as this layer does."""
+        self.refresh()
+        return super().state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        if any(f"{prefix}{name}.count" in state_dict for name in self._modules):
+            self.recent_calls.clear()
+            self.mark_fresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and files, which get refreshed statistics and no inputs."""
+        self.refresh()
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._key = register(self)
+        if isinstance(self.update_bn, UpdateBN):  # and no SyncBatchNorm, as conversion makes of it
+            self.update_bn.link(self)
+        self.mark_fresh()
+
+    def _add_to_pools(
+        self,
+        suffix: str,
+        found: list[tuple[str, PopulationStatistics, Tensor, Tensor]],
+        lengths: Tensor | None,
+        start: int,
+        steps: int,
+        rows: int,
+    ) -> None:
+        """Collect minibatch statistics for `refresh`."""
+        assert self._pools is not None
+        reached = torch.full((steps,), rows, device=self._weight().device)
+        if lengths is not None and self._ignores_padding():
+            valid = valid_steps(lengths, steps)
+            assert valid is not None
+            reached = valid.sum(1)
+        for term, _, mean, var in found:
+            pool = self._pools.setdefault(f"stats_{term}{suffix}", _Pool())
+            if term == "x" and self.input_stats == "sequence":
+                pool.add(mean, var, 0, reached.sum()[None])
+            else:
+                pool.add(mean, var, start, reached)
+
+
+class _Pool:
+    """The average of several minibatches' statistics of one term, weighted with their rows."""
+
+    def __init__(self) -> None:
+        self._mean = self._var = self._rows = self._count = torch.empty(0)
+        self._pieces = False
+
+    def add(self, mean: Tensor, var: Tensor, start: int, rows: Tensor) -> None:
+        """Add statistics ``[T, features]`` of steps from `start` on that `rows` ``[T]`` reach."""
+        if not self._mean.numel():
+            self._mean, self._var = mean.new_zeros(0, mean.shape[1]), var.new_zeros(0, var.shape[1])
+            self._rows = self._count = rows.new_zeros(0)
+        stop = start + len(rows)
+        missing = stop - len(self._rows)
+        if missing > 0:
+            self._mean = F.pad(self._mean, (0, 0, 0, missing))
+            self._var = F.pad(self._var, (0, 0, 0, missing))
+            self._rows = F.pad(self._rows, (0, missing))
+            self._count = F.pad(self._count, (0, missing))
+        rows = torch.where(rows > 1, rows, 0)  # one row has no variance
+        self._mean[start:stop] += mean * rows[:, None]
+        self._var[start:stop] += var * rows[:, None]
+        self._rows[start:stop] += rows
+        self._count[start:stop] += rows > 0
+        self._pieces = self._pieces or start > 0
+
+    def write_to(self, statistics: PopulationStatistics) -> None:
+        """Put the averages in the place of the running ones."""
+        rows = self._rows
+        enough = (rows > 1) & (rows >= (rows.max() / 4).clamp(max=_FEW_ROWS))
+        total = rows.clamp(min=1)[:, None]
+        count = torch.where(enough, self._count, 0)
+        statistics.replace(self._mean / total, self._var / total, count, keep=self._pieces)
+
+
+def is_exporting() -> bool:
+    """Whether `torch.export` traces the layer; not known before torch 2.7."""
+    asked = getattr(torch.compiler, "is_exporting", None)
+    return asked is not None and bool(asked())
+
+
+def is_recomputing() -> bool:
+    """Whether a backward pass runs: `torch.utils.checkpoint` calls layers a second time then."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1

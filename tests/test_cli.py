@@ -52,14 +52,22 @@ def test_version() -> None:
     assert result.output == f"rbn {rbn.__version__}\n"
 
 
-def test_a_table_in_a_pipe_is_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("colors", [None, "1"])
+def test_a_table_in_a_pipe_is_not_folded(
+    colors: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    table = make_table("run")
-    table.add_row("a" * 150)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    if colors is not None:
+        monkeypatch.setenv("FORCE_COLOR", colors)
+    table = make_table("run", "test")
+    table.add_row("a" * 150, "b" * 150)
     console = make_console()
     with console.capture() as found:
         console.print(table)
     assert "a" * 150 in found.get()
+    assert "b" * 150 in found.get()
+    assert max(map(len, found.get().splitlines())) < 400  # not padded to the console's width
     monkeypatch.setenv("COLUMNS", "40")
     assert make_console().width == 40
 

@@ -46,6 +46,7 @@ def said(done):
 def folder(tmp_path, monkeypatch):
     """Where the commands run, with a sweep of four short trials."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
     (tmp_path / "mine.yaml").write_text(SWEEP % 1)
     return tmp_path
 

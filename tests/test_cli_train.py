@@ -106,6 +106,15 @@ def test_a_table_of_runs(whole, tmp_path):
     assert "there is no run in" in done.output
 
 
+def rows_of(folder):
+    """By name: step, last validation, validation, test and minutes, as `rbn runs` pipes them."""
+    wide = {"COLUMNS": None, "FORCE_COLOR": None}
+    done = CliRunner().invoke(app, ["runs", str(folder)], env=wide)
+    assert done.exit_code == 0, done.output
+    rows = [[c.strip() for c in line.split("│")[1:-1]] for line in done.output.splitlines()]
+    return {row[0]: row[1:] for row in rows if row}
+
+
 def test_a_table_of_unfinished_runs(whole, tmp_path):
     """Of one that goes on from between two evaluations, and of one that cannot go on."""
     shutil.copytree(whole, tmp_path / "going")
@@ -116,49 +125,49 @@ def test_a_table_of_unfinished_runs(whole, tmp_path):
     checkpoint.save(last, tensors, facts)
     shutil.copytree(tmp_path / "going", tmp_path / "damaged")
     (tmp_path / "damaged" / "last.safetensors").write_bytes(b"no checkpoint")
-    lines = invoke("runs", tmp_path).output.splitlines()
-    going, damaged = (next(line for line in lines if name in line) for name in ("going", "dama"))
-    assert "21" in going
-    assert "1.5" in going
-    assert "no" in damaged
+    found = rows_of(tmp_path)
+    going = found["going"]
+    assert going[0] == "21"
+    assert "%" in going[1]
+    assert going[2:] == ["", "", "1.5"]
+    assert found["damaged"] == ["", "last.safetensors is damaged", "", "", ""]
     shutil.copytree(whole, tmp_path / "result")
     (tmp_path / "result" / "result.json").write_text("{")
     (tmp_path / "going" / "metrics.jsonl").write_text('{"step": 1}\n')
-    done = invoke("runs", tmp_path)
-    assert done.exit_code == 0
-    assert done.output.count("damaged") == 3  # and the run of that name
+    (tmp_path / "damaged" / "last.safetensors").unlink()
+    found = rows_of(tmp_path)
+    assert found["going"] == going  # the table reads the checkpoint, not the curve
+    assert found["damaged"] == ["", "no checkpoint", "", "", ""]
+    assert found["result"][3] == "result.json is damaged"
 
 
-def test_a_table_with_a_checkpoint_of_something_else(whole, tmp_path, monkeypatch):
+def test_a_table_with_a_checkpoint_of_something_else(whole, tmp_path):
     """Sound, but it does not say how far the run is."""
-    monkeypatch.setenv("COLUMNS", "200")
     shutil.copytree(whole, tmp_path / "sound")
     shutil.copytree(whole, tmp_path / "tested")
     shutil.copy(whole / "final.safetensors", tmp_path / "tested" / "last.safetensors")
     shutil.copytree(tmp_path / "tested", tmp_path / "untested")
     (tmp_path / "untested" / "result.json").unlink()
-    done = invoke("runs", tmp_path)
-    assert done.exit_code == 0, done.output
-    rows = [[c.strip() for c in line.split("│")[1:-1]] for line in done.output.splitlines()]
-    found = {row[0]: row[1:] for row in rows if row}
+    found = rows_of(tmp_path)
     assert "damaged" not in "".join(found["sound"])
-    assert found["tested"][0] == "24"
+    assert found["tested"][0].startswith("24, best at ")
     assert found["untested"][0] == ""
     for name in ("tested", "untested"):
-        assert found[name][-1] == "last.safetensors is damaged"
+        assert found[name][1] == "last.safetensors is damaged"
+        assert found[name][-1] == ""
 
 
 def test_a_table_in_a_narrow_terminal_has_all_there_is(whole, tmp_path, monkeypatch):
     name = "a-run-with-quite-a-long-name"
     shutil.copytree(whole, tmp_path / name)
     path = tmp_path / name / "result.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"diverged_at": 24, "test": 0.12345}))
+    write_checked(path, read_checked(path) | {"best_step": 18, "diverged_at": 24, "test": 0.125})
     monkeypatch.setenv("COLUMNS", "40")
     rows = [line.split("│") for line in invoke("runs", tmp_path).output.splitlines() if "│" in line]
-    cells = ["".join(part.strip() for part in parts) for parts in zip(*rows, strict=True)]
+    cells = ["".join("".join(parts).split()) for parts in zip(*rows, strict=True)]
     assert cells[1] == name
-    assert cells[2] == "24(diverged)"
-    assert cells[5] in ("0.1234", "0.1235")
+    assert cells[2] == "24,bestat18(diverged)"
+    assert cells[5].startswith("accuracy12.50%(")
 
 
 def test_a_damaged_checkpoint_has_one_before(whole, tmp_path):
@@ -244,11 +253,11 @@ def unfinished_with(whole, folder, changed):
     shutil.copytree(whole, folder)
     (folder / "result.json").unlink()
     path = folder / "config.json"
-    found = json.loads(path.read_text())
+    found = read_checked(path)
     for name, value in changed.items():
         assert found["config"][name] != value
         found["config"][name] = value
-    path.write_text(json.dumps(found))
+    write_checked(path, found)
     return folder
 
 
@@ -300,8 +309,30 @@ def test_what_is_no_curve_is_not_published(whole, tmp_path, line, message):
 
 
 @pytest.mark.parametrize("text", ["null", "[]", "{}", '{"tag": 1, "model": 2}', "{"])
-def test_what_is_no_result_is_not_published(tmp_path, text):
-    (tmp_path / "result.json").write_text(text)
+def test_a_result_without_a_checksum_is_not_published(tmp_path, text):
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    done = invoke("publish", tmp_path, "--to", tmp_path / "results")
+    assert done.exit_code == 2
+    assert f"{path} " in done.output
+    assert "damaged" in done.output
+    assert "Traceback" not in done.output
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"tag": 1, "model": 2},
+        {"task": "digits", "model": "lstm", "tag": None, "seed": 1},
+        {"task": "digits", "model": "lstm", "tag": ""},
+        {"task": "digits", "model": "lstm", "tag": "", "seed": None},
+    ],
+)
+def test_what_is_no_result_is_not_published(tmp_path, content):
+    """Even with a right checksum."""
+    write_checked(tmp_path / "result.json", content)
     done = invoke("publish", tmp_path, "--to", tmp_path / "results")
     assert done.exit_code == 2
     assert "result.json is not the result of a run" in done.output

@@ -216,7 +216,7 @@ def test_both_test_sets_are_measured(tmp_path):
         assert found[name] * count == pytest.approx(round(found[name] * count))
         command = ("evaluate", out, "--split", split, "--device", "cpu", "--data-dir", root)
         result = call(*command)
-        assert f"{found[name]:.4f} error rate ({split}, population" in result.output
+        assert f"error rate {100 * found[name]:.2f} % ({split}, population" in result.output
     result = call("data", "questions", "dailymail-built", "--min-count", 5, "--data-dir", root)
     assert "test-cnn         30" in result.output
 

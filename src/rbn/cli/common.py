@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_PIPED = 200  # characters
+_PIPED = 100_000  # characters: no table is wider
 stopped = False  # whether `stop` has said why
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
@@ -74,11 +74,12 @@ def make_table(*columns: str, title: str | None = None) -> Table:
 
 
 def make_console() -> Console:
-    """Of the terminal's width; wide where there is none, so that no cell of a table is folded."""
+    """A console as wide as the terminal or COLUMNS; without either, no table is folded or cut."""
     from rich.console import Console
 
     found = Console()
-    piped = not found.is_terminal and "COLUMNS" not in os.environ
+    # The file itself is asked: FORCE_COLOR makes Rich take a pipe for a terminal of 80 columns.
+    piped = not found.file.isatty() and "COLUMNS" not in os.environ
     return Console(width=_PIPED) if piped else found
 
 

@@ -307,9 +307,9 @@ def test_a_finished_run_with_other_settings_is_no_result(tmp_path):
     arguments = ["--quick", "--seeds", "1"]
     assert invoke(tmp_path, "table2", *arguments).exit_code == 0
     (folder,) = (tmp_path / "runs/pydoc").glob("lstm-*")
-    config = json.loads((folder / "config.json").read_text())
+    config = whole.read_checked(folder / "config.json")
     config["config"]["clip"] = 5.0
-    (folder / "config.json").write_text(json.dumps(config))
+    whole.write_checked(folder / "config.json", config)
     for path in (tmp_path / "results/pydoc").glob("lstm-*"):
         path.unlink()
     done = invoke(tmp_path, "table2", *arguments)

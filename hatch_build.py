@@ -8,6 +8,7 @@ builds the file in place, for running from the source folder.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,10 @@ SOURCE = ROOT / "src/rbn/ops/cpu/kernel.c"
 LIBRARY = SOURCE.with_name("_kernel.so")
 # -fno-trapping-math lets comparisons become vector selects. Nothing that could lose a NaN is here.
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden"]
+# The threshold of constant terms, which types.py defines for all backends.
+CONSTANT = re.search(r"^CONSTANT = (\S+)$", (ROOT / "src/rbn/ops/types.py").read_text(), re.M)
+assert CONSTANT is not None
+FLAGS += [f"-DCONSTANT={CONSTANT[1]}f"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi"]
 
 

@@ -30,20 +30,23 @@ def kernels(family, all_wait):
 
     all_wait: compile those in CUDA C++ with barriers at which all wait.
     """
-    from rbn.ops.gpu import cuda_lstm, facts, nvrtc, paths, small_lstm, wide_lstm
+    from rbn.ops.gpu.lstm import cuda_kernels, families, plan
+    from rbn.ops.gpu.lstm.cluster import cluster_kernels
+    from rbn.ops.gpu.lstm.grid import grid_kernels
+    from rbn.ops.gpu.runtime import nvrtc
 
     compiled = nvrtc.compiled
     if all_wait:
         nvrtc.compiled = lambda name, defines, arch: compiled(name, defines | {"ALL_WAIT": 1}, arch)
 
     capability = torch.cuda.get_device_capability()
-    in_memory = (small_lstm, "choose", lambda wx: None)
+    in_memory = (cluster_kernels, "choose", lambda wx: None)
     patches = {
         "small": [],
         "cuda": [in_memory],
-        "wide": [in_memory, (cuda_lstm, "_fits", lambda wx: False)],
-        "triton": [(cuda_lstm, "covers", lambda a: False)],
-        "steps": [(paths, "choose", lambda a: paths.STEPS)],
+        "wide": [in_memory, (cuda_kernels, "_fits", lambda wx: False)],
+        "triton": [(cuda_kernels, "covers", lambda a: False)],
+        "steps": [(families, "choose", lambda a: families.STEPS)],
     }[family]
     types, layers = dict(TYPES), [rbn.LSTM, rbn.BatchNormLSTM]
     if all_wait and family == "wide":  # racecheck takes a minute for a few of them
@@ -57,11 +60,11 @@ def kernels(family, all_wait):
     }
     normalized = {}  # more of them, in bf16: inputs, units, what is patched
     if family == "small":
-        normalized["one feature"] = (1, 24, [(small_lstm, "ONE_FEATURE", (torch.bfloat16,))])
+        normalized["one feature"] = (1, 24, [(cluster_kernels, "ONE_FEATURE", (torch.bfloat16,))])
         if not all_wait:  # racecheck of this one goes on for minutes
             normalized["16 units"] = (3, 136, [])
     if family == "wide":
-        normalized["64 rows"] = (3, 24, [(wide_lstm, "PREFERRED", {64: 1})])
+        normalized["64 rows"] = (3, 24, [(grid_kernels, "PREFERRED", {64: 1})])
     for name, (inputs, hidden, more) in normalized.items():
         case = (rbn.BatchNormLSTM, inputs, hidden, torch.bfloat16, more)
         cases[f"bf16 BatchNormLSTM, {name}"] = case
@@ -79,7 +82,7 @@ def kernels(family, all_wait):
         works = {}
     for more, work in works.values():
         with contextlib.ExitStack() as stack:
-            for patch in ((facts, "_FOUND", {}), *patches, *more):
+            for patch in ((plan, "_FOUND", {}), *patches, *more):
                 stack.enter_context(mock.patch.object(*patch))
             work()
     print(json.dumps({"ran": list(works)}))

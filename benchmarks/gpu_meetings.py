@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from rbn.ops.gpu.device import arrive, wait
+from rbn.ops.gpu.runtime.triton_functions import arrive, wait
 
 
 @triton.jit

@@ -64,7 +64,7 @@ def launch_all():
     """Every pattern once, for racecheck to look at; prints how many numbers were wrong."""
     import torch
 
-    from rbn.ops.gpu import driver, nvrtc
+    from rbn.ops.gpu.runtime import driver, nvrtc
 
     major, minor = torch.cuda.get_device_capability()
     wrong = torch.zeros(1, device="cuda", dtype=torch.int32)

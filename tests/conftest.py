@@ -39,7 +39,7 @@ def pytest_report_header():
 @pytest.fixture(autouse=True)
 def own_choice_of_kernels(monkeypatch):
     """Nothing is left of what was found out while another test changed how kernels are chosen."""
-    facts = sys.modules.get("rbn.ops.gpu.facts")
+    facts = sys.modules.get("rbn.ops.gpu.lstm.plan")
     if facts is not None:
         monkeypatch.setattr(facts, "_FOUND", {})
 

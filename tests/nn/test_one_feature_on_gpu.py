@@ -9,7 +9,8 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, small_lstm
+from rbn.ops.gpu.lstm import cuda_kernels
+from rbn.ops.gpu.lstm.cluster import cluster_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,14 +36,14 @@ NORMALIZED = {
 def ran(monkeypatch):
     """Of the kernels for small layers that ran: the direction, whether without an input term."""
     found = []
-    run = cuda_lstm._run_small
+    run = cuda_kernels._run_small
 
     def counted(direction, call, *args):
         run(direction, call, *args)
         found.append((direction, call.w is not None))
 
-    monkeypatch.setattr(cuda_lstm, "_run_small", counted)
-    monkeypatch.setattr(small_lstm, "ONE_FEATURE", tuple(UNITS))
+    monkeypatch.setattr(cuda_kernels, "_run_small", counted)
+    monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", tuple(UNITS))
     return found
 
 
@@ -153,15 +154,15 @@ def test_other_ways_to_compile_them(units_of_16, switches, ran, monkeypatch):
     if units_of_16:
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("warps that give registers to others are of Hopper")
-        monkeypatch.setattr(small_lstm, "SIXTEEN", tuple(UNITS))
-    monkeypatch.setattr(small_lstm, "SWITCHES", switches)
-    small_lstm.kernel.cache_clear()
+        monkeypatch.setattr(cluster_kernels, "SIXTEEN", tuple(UNITS))
+    monkeypatch.setattr(cluster_kernels, "SWITCHES", switches)
+    cluster_kernels.kernel.cache_clear()
     try:
         for dtype, unit in UNITS.items():
             layer, twin = make(rbn.BatchNormLSTM, 150 if units_of_16 else 30, dtype, eps=0.1)
             compare(layer, twin, digits(7, 20, dtype), None, unit)
     finally:
-        small_lstm.kernel.cache_clear()
+        cluster_kernels.kernel.cache_clear()
     assert ran == [("forward", True), ("backward", True)] * 3
 
 
@@ -186,7 +187,7 @@ def test_the_same_as_with_an_input_term(ran, monkeypatch):
     layer, _ = make(rbn.BatchNormLSTM, 100, torch.float32, eps=0.1)
     x = digits(30, 100, torch.float32).cuda()
     ours = training_step(layer, x)
-    monkeypatch.setattr(small_lstm, "ONE_FEATURE", ())
+    monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", ())
     theirs = training_step(layer, x)
     assert [one for _, one in ran] == [True, True, False, False]
     assert_alike(layer, ours, theirs)

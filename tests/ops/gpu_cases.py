@@ -6,7 +6,7 @@ import faster_interpreter
 import torch
 from recurrence_cases import CALM, TOLERANCES, assert_same, differentiate, poisoned_memory
 
-from rbn.ops.gpu.plan import tf32_allowed
+from rbn.ops.gpu.lstm.persistent.tiles import tf32_allowed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {

@@ -17,7 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from rbn.ops.gpu import call, paths, plan, symbols
+from rbn.ops.gpu.lstm import families, kernel_arguments
+from rbn.ops.gpu.lstm.persistent import tiles
+from rbn.ops.gpu.symbols.symbol_rows import symbol_rows
 
 
 def main(capability, kilobytes):
@@ -38,30 +40,30 @@ def main(capability, kilobytes):
     def plan_for(wx):
         sizes = wx.shape[0] if wx.dim() == 4 else 1, wx.shape[-2], wx.shape[-1] // 4
         widened = not has_product(wx.device, wx.dtype)
-        return plan.make_plan(*sizes, 40, wx.itemsize, 1024 * kilobytes, widened)
+        return tiles.make_plan(*sizes, 40, wx.itemsize, 1024 * kilobytes, widened)
 
     def has_product(device, dtype):
-        return plan.has_product(torch.device("cuda", 0), dtype)
+        return tiles.has_product(torch.device("cuda", 0), dtype)
 
     driver.set_active(card)
     os.environ["TRITON_INTERPRET"] = "1"  # or tensors on the CPU were refused
     number = divmod(capability, 10)
-    patches = [(JITFunction, "run", run), (paths, "plan_for", plan_for)]
+    patches = [(JITFunction, "run", run), (families, "plan_for", plan_for)]
     patches += [(torch.cuda, "get_device_capability", lambda device: number)]
-    patches += [(module, "has_product", has_product) for module in (call, symbols)]
+    patches += [(module, "has_product", has_product) for module in (kernel_arguments, symbol_rows)]
     for patch in patches:
         mock.patch.object(*patch).start()
-    with mock.patch.object(paths, "choose", return_value=paths.PERSISTENT):
+    with mock.patch.object(families, "choose", return_value=families.PERSISTENT):
         options = calm("bn_lstm") | {"lengths": "random", "zoneout": ("mask", 0.3)}
         differentiate(make_case("bn_lstm", 2, 9, 17, dtype=torch.float32, **options), "gpu")
         for half in (torch.float16, torch.bfloat16):
             differentiate(make_case("lstm", 2, 200, 60, dtype=half), "gpu")
-    with mock.patch.object(paths, "choose", return_value=paths.STEPS):
+    with mock.patch.object(families, "choose", return_value=families.STEPS):
         differentiate(make_case("bn_lstm", 1, 9, 17, dtype=half, **calm("bn_lstm")), "gpu")
     for op in ("ln_lstm", "bn_rnn"):
         differentiate(make_case(op, 1, 9, 17, dtype=half, **calm(op)), "gpu")
     grad = torch.zeros(100, 64, dtype=half)
-    symbols.gradient(torch.zeros(100, dtype=torch.int64), grad, 256, half)
+    symbol_rows.gradient(torch.zeros(100, dtype=torch.int64), grad, 256, half)
     print(json.dumps(found))
 
 

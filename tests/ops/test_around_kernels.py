@@ -14,9 +14,11 @@ import rbn
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops import dispatch
-from rbn.ops.gpu import averaging, beginning, direct, gradients, launch, repeated
-from rbn.ops.gpu.call import VECTORS, Call
-from rbn.ops.gpu.signature import steps_of
+from rbn.ops.gpu import running_average
+from rbn.ops.gpu.lstm import backward, forward, prepare
+from rbn.ops.gpu.lstm.kernel_arguments import VECTORS, Call
+from rbn.ops.gpu.lstm.signature import steps_of
+from rbn.ops.gpu.runtime import direct_launch, launch_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,14 +34,14 @@ def new(*shape, dtype=torch.float32):
 @pytest.mark.parametrize("columns", [3, 50, 129, 255, 260])
 @pytest.mark.parametrize("whole", [True, False])
 def test_factors_are_padded_at_once(columns, dtype, whole, monkeypatch):
-    monkeypatch.setattr(beginning, "padding", lambda x: -x.shape[-1] % 8)
+    monkeypatch.setattr(prepare, "padding", lambda x: -x.shape[-1] % 8)
     monkeypatch.setattr(
-        beginning, "factors", lambda *given: tuple(F.pad(v, (0, -columns % 8)) for v in given)
+        prepare, "factors", lambda *given: tuple(F.pad(v, (0, -columns % 8)) for v in given)
     )
     x, w = new(5, 7, columns, dtype=dtype), new(24, columns, dtype=dtype)
     if not whole:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
-    for given, found in zip((x, w), beginning.padded_factors(x, w), strict=True):
+    for given, found in zip((x, w), prepare.padded_factors(x, w), strict=True):
         assert torch.equal(found, F.pad(given, (0, -columns % 8)))
         assert found.is_contiguous()
         assert found.data_ptr() % 16 == 0
@@ -88,7 +90,7 @@ def test_all_begins_as_it_should(lead, dtype, states, rows, absent):
     hs = torch.full((*lead, 3, B, stride), 7.0, device=DEVICE, dtype=dtype)
     c_n = torch.full((*lead, B, H), 7.0, device=DEVICE)
     room = room_of(c_n, 1500)
-    beginning.begin_states(given, hs, room)
+    prepare.begin_states(given, hs, room)
     h0, c0 = (s.unsqueeze(-2) if rows == "shared" else s for s in (a.h0, a.c0))
     first = hs.select(-3, 0)
     assert torch.equal(first[..., :H], h0.expand(*lead, B, H).to(dtype))
@@ -114,7 +116,7 @@ def test_last_states_are_those_of_the_last_step(lead, stride, dtype, padded):
     hs = new(*lead, T + 1, B, stride, dtype=dtype)
     h = new(*lead, B, H) if padded else steps_of(hs, H)
     c = new(*lead, B, H)
-    h_n, c_n = launch._last_states(given, h, room_of(c, 4))
+    h_n, c_n = forward._last_states(given, h, room_of(c, 4))
     assert torch.equal(h_n, (h if padded else hs[..., -1, :, :H]).to(dtype))
     assert torch.equal(c_n, c.to(dtype))
     assert h_n.is_contiguous()
@@ -128,7 +130,7 @@ def test_last_states_are_those_of_the_last_step(lead, stride, dtype, padded):
 def test_gradients_are_finished_at_once(lead, B, dtype, more):
     H = 45
     given = call_of(lead, B, H, dtype, dtype, (True, True), ("bias",))
-    sums = gradients._Sums(given)
+    sums = backward._Sums(given)
     sums.whole.copy_(new(len(sums.whole)))
     dh0, dc = new(*lead, B, H, dtype=dtype), new(*lead, B, H)
     dh = new(*lead, B, H) if more else None
@@ -163,7 +165,7 @@ def test_statistics_are_averaged_at_once(sizes, momentum):
     with rbn.backend("reference"):
         dispatch.average_in(wanted, momentum)
     before = [[tensor._version for tensor in term] for term in terms]
-    assert averaging.average_in(terms, momentum)
+    assert running_average.average_in(terms, momentum)
     for term, versions in zip(terms, before, strict=True):
         after = [tensor._version for tensor in term]
         changed = [a > b for a, b in zip(after, versions, strict=True)]
@@ -176,9 +178,9 @@ def test_statistics_are_averaged_at_once(sizes, momentum):
 
 def test_statistics_that_the_kernel_does_not_average():
     terms = terms_of([(3, 4)] * 4)
-    assert not averaging.average_in(terms, 0.1)
-    assert not averaging.average_in([[v.double() for v in terms[0]]], 0.1)
-    assert not averaging.average_in([[*(v.t() for v in terms[0][:4]), terms[0][4]]], 0.1)
+    assert not running_average.average_in(terms, 0.1)
+    assert not running_average.average_in([[v.double() for v in terms[0]]], 0.1)
+    assert not running_average.average_in([[*(v.t() for v in terms[0][:4]), terms[0][4]]], 0.1)
 
 
 def test_a_layer_on_a_card_averages_by_the_kernel(monkeypatch):
@@ -190,13 +192,13 @@ def test_a_layer_on_a_card_averages_by_the_kernel(monkeypatch):
     monkeypatch.setattr(
         importlib.import_module("rbn.ops.gpu"),
         "average_in",
-        lambda *given: seen.append(len(given[0])) or averaging.average_in(*given),
+        lambda *given: seen.append(len(given[0])) or running_average.average_in(*given),
     )
     x = torch.randn(4, 6, 3, device=DEVICE)
     for _ in range(3):
         layer(x)
     assert seen == ([3, 3, 3] if DEVICE == "cuda" else [])
-    monkeypatch.setattr(averaging, "average_in", lambda *given: False)
+    monkeypatch.setattr(running_average, "average_in", lambda *given: False)
     for _ in range(3):
         twin(x)
     for name, value in layer.named_buffers():
@@ -206,14 +208,16 @@ def test_a_layer_on_a_card_averages_by_the_kernel(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_driver_launches_all_but_the_first(monkeypatch):
     """On the stream of the moment, and from several threads at once."""
-    found, make = [], direct.launcher_at
-    monkeypatch.setattr(direct, "launcher_at", lambda *a: found.append(make(*a)) or found[-1])
-    monkeypatch.setattr(repeated, "_KEPT", {})
+    found, make = [], direct_launch.launcher_at
+    monkeypatch.setattr(
+        direct_launch, "launcher_at", lambda *a: found.append(make(*a)) or found[-1]
+    )
+    monkeypatch.setattr(launch_cache, "_KEPT", {})
 
     def averaged(terms):
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(50):
-                assert averaging.average_in(terms, 0.25)
+                assert running_average.average_in(terms, 0.25)
             torch.cuda.current_stream().synchronize()
 
     several = [terms_of([(3, 40), (3, 40), (3, 10)]) for _ in range(4)]

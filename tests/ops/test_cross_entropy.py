@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import DEVICE, products
 
-import rbn.ops.gpu.cross_entropy as fused
+import rbn.ops.gpu.cross_entropy.loss as fused
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 on_the_card = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")

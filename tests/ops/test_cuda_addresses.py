@@ -9,7 +9,9 @@ from recurrence_cases import call, make_case
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, gradients, launch, signature, small_lstm, wide_lstm
+from rbn.ops.gpu.lstm import backward, cuda_kernels, forward, signature
+from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.grid import grid_kernels
 
 
 class Writer:
@@ -21,7 +23,7 @@ class Writer:
         self.hidden, self.seen = hidden, {}
 
     def launch(self, grid, packed):
-        both = (cuda_lstm.ForwardArguments, cuda_lstm.BackwardArguments)
+        both = (cuda_kernels.ForwardArguments, cuda_kernels.BackwardArguments)
         (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
         arguments = struct.from_buffer_copy(packed)
         self.seen |= {name: getattr(arguments, name) for name in arguments.pointers}
@@ -38,16 +40,16 @@ class Writer:
 def test_results_are_what_the_kernels_wrote(monkeypatch, small):
     """Of sizes that leave parts of one room unaligned; and arguments are copied where they are."""
     kernel = Writer(6)
-    monkeypatch.setattr(cuda_lstm, "covers", lambda a: True)
-    monkeypatch.setattr(cuda_lstm, "_has_room", lambda *sizes: True)
-    monkeypatch.setattr(cuda_lstm, "_kernel", lambda *sizes: kernel)
+    monkeypatch.setattr(cuda_kernels, "covers", lambda a: True)
+    monkeypatch.setattr(cuda_kernels, "_has_room", lambda *sizes: True)
+    monkeypatch.setattr(cuda_kernels, "_kernel", lambda *sizes: kernel)
     if small:
-        monkeypatch.delattr(cuda_lstm, "_kernel")
-        cut = small_lstm.cut_small(torch.float32, 5, 6)
-        monkeypatch.setattr(small_lstm, "choose", lambda wx: cut)
-        monkeypatch.setattr(small_lstm, "cluster_of", lambda *sizes: cut.blocks)
-        monkeypatch.setattr(small_lstm, "kernel", lambda *sizes: kernel)
-    monkeypatch.setattr(launch, "input_moments", collections.defaultdict(lambda: moments_of))
+        monkeypatch.delattr(cuda_kernels, "_kernel")
+        cut = cluster_kernels.cut_small(torch.float32, 5, 6)
+        monkeypatch.setattr(cluster_kernels, "choose", lambda wx: cut)
+        monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *sizes: cut.blocks)
+        monkeypatch.setattr(cluster_kernels, "kernel", lambda *sizes: kernel)
+    monkeypatch.setattr(forward, "input_moments", collections.defaultdict(lambda: moments_of))
     case = make_case("bn_lstm", 3, 5, 6, dtype=torch.float32)
     leaves = {name: shifted(v).requires_grad_() for name, v in case.present().items()}
     results = call(case.with_tensors(**leaves), "gpu")
@@ -75,7 +77,7 @@ class Reader:
         self.sizes, self.seen, self.places = sizes, [], []
 
     def launch(self, grid, packed):
-        both = (cuda_lstm.ForwardArguments, cuda_lstm.BackwardArguments)
+        both = (cuda_kernels.ForwardArguments, cuda_kernels.BackwardArguments)
         (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
         arguments = struct.from_buffer_copy(packed)
         found = {}
@@ -127,36 +129,36 @@ def test_kernels_find_the_arguments_where_they_are_told(monkeypatch, option, dty
         rows = 2 if option == "population" else 0
         sizes |= {f"{what}_{name}": (full, n * rows * F) for what in ("mean", "var")}
     kernel = Reader(sizes)
-    monkeypatch.setattr(cuda_lstm, "covers", lambda a: True)
-    monkeypatch.setattr(cuda_lstm, "_has_room", lambda *sizes: True)
-    monkeypatch.setattr(cuda_lstm, "_kernel", lambda *sizes: kernel)
-    monkeypatch.setattr(launch, "input_moments", collections.defaultdict(lambda: moments_of))
-    results = launch.forward(a)
+    monkeypatch.setattr(cuda_kernels, "covers", lambda a: True)
+    monkeypatch.setattr(cuda_kernels, "_has_room", lambda *sizes: True)
+    monkeypatch.setattr(cuda_kernels, "_kernel", lambda *sizes: kernel)
+    monkeypatch.setattr(forward, "input_moments", collections.defaultdict(lambda: moments_of))
+    results = forward.forward(a)
     doutput, dh_n = new(T, B, H), new(B, H)
-    gradients.backward(a, results, doutput, dh_n if option == "lengths" else None, None)
-    forward, backward = kernel.seen
+    backward.backward(a, results, doutput, dh_n if option == "lengths" else None, None)
+    seen_forward, seen_backward = kernel.seen
     for name in ("wx", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c"):
-        for seen in (forward, backward):
+        for seen in (seen_forward, seen_backward):
             assert (name in seen) == (given[name] is not None)
             if name in seen:
                 assert torch.equal(seen[name], given[name].flatten().to(sizes[name][0])), name
-    assert torch.equal(forward["weight"], a.weight_hh.flatten())
-    assert torch.equal(backward["weight"], a.weight_hh.mT.flatten())
-    assert torch.equal(forward["c0"], a.c0.flatten().to(full))
-    states = forward["hs"].view(n, T + 1, B, 8)
+    assert torch.equal(seen_forward["weight"], a.weight_hh.flatten())
+    assert torch.equal(seen_backward["weight"], a.weight_hh.mT.flatten())
+    assert torch.equal(seen_forward["c0"], a.c0.flatten().to(full))
+    states = seen_forward["hs"].view(n, T + 1, B, 8)
     assert torch.equal(states[:, 0, :, :H].flatten(), a.h0.flatten())
     assert not states[:, 0, :, H:].any()
-    assert torch.equal(backward["doutput"], doutput.flatten())
-    assert torch.equal(backward["dh"], dh_n.flatten().to(full) * (option == "lengths"))
-    assert not backward["dc"].any()
-    assert not backward["counter"].any()
+    assert torch.equal(seen_backward["doutput"], doutput.flatten())
+    assert torch.equal(seen_backward["dh"], dh_n.flatten().to(full) * (option == "lengths"))
+    assert not seen_backward["dc"].any()
+    assert not seen_backward["counter"].any()
     if option == "lengths":
-        for seen in (forward, backward):
+        for seen in (seen_forward, seen_backward):
             assert seen["lengths"].tolist() == [3, 1, 2, 3, 2]
             torch.testing.assert_close(seen["inv_n"], torch.tensor([1 / 5, 1 / 4, 1 / 2]))
     if option == "population":
-        for seen in (forward, backward):
-            for name, value in zip(launch.MOMENTS, a.population, strict=True):
+        for seen in (seen_forward, seen_backward):
+            for name, value in zip(seen_forward.MOMENTS, a.population, strict=True):
                 assert torch.equal(seen[name], value.flatten()), name
     one, other = kernel.places
     assert [one[name] for name in ("cs", "wh")] == [other[name] for name in ("cs", "wh")]
@@ -174,7 +176,7 @@ class Masked:
         self.numbers, self.seen = numbers, []
 
     def launch(self, grid, packed):
-        both = (cuda_lstm.WideForwardArguments, cuda_lstm.WideBackwardArguments)
+        both = (cuda_kernels.WideForwardArguments, cuda_kernels.WideBackwardArguments)
         (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
         told = struct.from_buffer_copy(packed)
         places = (told.mask_c, told.mask_h)
@@ -191,8 +193,8 @@ class Masked:
 def test_wide_kernels_find_the_masks(monkeypatch, zoneout, R, spread):
     T, B, H, lead = 3, 5, 12, (R,) if R > 1 else ()
     kernel, defines = Masked(R * T * B * H), []
-    monkeypatch.setattr(cuda_lstm, "covers", cuda_lstm.takes_options)
-    monkeypatch.setattr(wide_lstm, "kernel", lambda cut, device, d: defines.append(d) or kernel)
+    monkeypatch.setattr(cuda_kernels, "covers", cuda_kernels.takes_options)
+    monkeypatch.setattr(grid_kernels, "kernel", lambda cut, device, d: defines.append(d) or kernel)
     generator = torch.Generator().manual_seed(0)
 
     def new(*shape):
@@ -208,8 +210,8 @@ def test_wide_kernels_find_the_masks(monkeypatch, zoneout, R, spread):
     fields |= {"c0": new(B, H), "eps": 0.0, "save": True}
     names = ("mask_c", "mask_h", "rate_c", "rate_h")
     a = signature.Inputs(**fields | dict(zip(names, masks + rates, strict=True)))
-    results = launch.forward(a)
-    gradients.backward(a, results, new(T, B, H), None, None)
+    results = forward.forward(a)
+    backward.backward(a, results, new(T, B, H), None, None)
     assert len(kernel.seen) == 2
     for *sizes, rate_c, rate_h, mask_c, mask_h in kernel.seen:
         assert (*sizes, rate_c, rate_h) == (T, B, *rates)

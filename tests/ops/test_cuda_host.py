@@ -7,8 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, driver, nvrtc, plan, signature
-from rbn.ops.gpu.input_moments import input_moments
+from rbn.ops.gpu.lstm import cuda_kernels, signature
+from rbn.ops.gpu.lstm.input_moments import input_moments
+from rbn.ops.gpu.lstm.persistent import tiles
+from rbn.ops.gpu.runtime import driver, nvrtc
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,8 +21,8 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("batch", [1, 16, 17, 64, 65, 100, 128])
 def test_a_cut_covers_the_batch_and_fits_the_card(dtype, hidden, batch):
     for make, columns, pitch, sums in (
-        (cuda_lstm.cut_forward, 4, 40, 64),
-        (cuda_lstm.cut_backward, 1, 8, 96),
+        (cuda_kernels.cut_forward, 4, 40, 64),
+        (cuda_kernels.cut_backward, 1, 8, 96),
     ):
         cut = make(dtype, batch, hidden)
         if cut is None:  # the Triton kernels run
@@ -37,15 +39,15 @@ def test_a_cut_covers_the_batch_and_fits_the_card(dtype, hidden, batch):
 def test_the_shapes_of_the_paper_are_cut():
     for batch, hidden in ((100, 100), (64, 240), (64, 1000)):
         for dtype in TYPES:
-            assert cuda_lstm.cut_forward(dtype, batch, hidden) is not None
-            assert cuda_lstm.cut_backward(dtype, batch, hidden) is not None
-    assert cuda_lstm.cut_forward(torch.float32, 129, 100) is None
+            assert cuda_kernels.cut_forward(dtype, batch, hidden) is not None
+            assert cuda_kernels.cut_backward(dtype, batch, hidden) is not None
+    assert cuda_kernels.cut_forward(torch.float32, 129, 100) is None
 
 
 def test_a_card_with_less_shared_memory():
     limit = 99 * 1024
-    assert cuda_lstm.cut_forward(torch.bfloat16, 100, 100, limit) is not None
-    assert cuda_lstm.cut_forward(torch.bfloat16, 64, 1000, limit) is None
+    assert cuda_kernels.cut_forward(torch.bfloat16, 100, 100, limit) is not None
+    assert cuda_kernels.cut_forward(torch.bfloat16, 64, 1000, limit) is None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_a_card_with_less_shared_memory():
     [(1056, 2, (3, 3)), (1058, 2, (1, 3)), (1055, 2, (1, 1)), (1058, 4, (1, 3)), (1056, 4, (3, 3))],
 )
 def test_rows_that_begin_anywhere_are_not_read_in_the_background(hidden, itemsize, stages):
-    found = plan.make_plan(1, 9, hidden, 132, itemsize, 227 * 1024)
+    found = tiles.make_plan(1, 9, hidden, 132, itemsize, 227 * 1024)
     assert (found.stages_forward, found.stages_backward) == stages
 
 
@@ -62,8 +64,8 @@ def test_rows_that_begin_anywhere_are_not_read_in_the_background(hidden, itemsiz
 @pytest.mark.parametrize("batch", [1, 64, 129, 400, 1000, 2000])
 @pytest.mark.parametrize("hidden", [1, 24, 40, 100, 1000])
 def test_the_tiles_of_triton_fit_the_card(shared, itemsize, batch, hidden):
-    found = plan.make_plan(1, batch, hidden, 132, itemsize, 1024 * shared)
-    rows = max(16, plan.power_of_two(batch))
+    found = tiles.make_plan(1, batch, hidden, 132, itemsize, 1024 * shared)
+    rows = max(16, tiles.power_of_two(batch))
     if found is None:
         # The smallest tile of four units does not fit, or the gates take too many registers.
         assert (rows + 16) * 16 * itemsize > 1024 * shared or rows * 16 * -(-hidden // 528) > 2**13
@@ -85,14 +87,14 @@ def test_what_is_saved_has_room_for_pairs_of_rows():
 @pytest.mark.parametrize(
     "name",
     [
-        *("lstm_forward", "lstm_backward", "wide_forward", "wide_backward"),
-        *("small_forward", "small_backward"),
+        *("portable_forward", "portable_backward", "grid_forward", "grid_backward"),
+        *("cluster_forward", "cluster_backward"),
     ],
 )
 def test_sources_are_whole(name):
     text = nvrtc.source(name)
     assert "#include" not in text
-    threads = "LAUNCHED" if name.startswith("small") else "THREADS"
+    threads = "LAUNCHED" if name.startswith("cluster") else "THREADS"
     assert f'extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(' in text
 
 
@@ -106,10 +108,10 @@ def test_compiled_code_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("RBN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(nvrtc, "compile_source", compile_source)
     for _ in range(2):
-        assert nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90") == b"code"
-    assert calls == [("lstm_forward", {"H": 8}, "sm_90")]
-    nvrtc.compiled("lstm_forward", {"H": 8}, "sm_80")
-    nvrtc.compiled("lstm_forward", {"H": 16}, "sm_90")
+        assert nvrtc.compiled("portable_forward", {"H": 8}, "sm_90") == b"code"
+    assert calls == [("portable_forward", {"H": 8}, "sm_90")]
+    nvrtc.compiled("portable_forward", {"H": 8}, "sm_80")
+    nvrtc.compiled("portable_forward", {"H": 16}, "sm_90")
     assert len(calls) == 3
     assert len(list((tmp_path / "cache").iterdir())) == 3
 
@@ -118,7 +120,7 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("RBN_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(nvrtc, "compile_source", lambda *args: b"code")
-    assert nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90") == b"code"
+    assert nvrtc.compiled("portable_forward", {"H": 8}, "sm_90") == b"code"
 
 
 @pytest.mark.parametrize(
@@ -127,11 +129,11 @@ def test_a_cache_that_cannot_be_written_does_not_matter(tmp_path, monkeypatch):
 def test_damaged_code_is_compiled_again(damage, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("RBN_CACHE", str(tmp_path))
     monkeypatch.setattr(nvrtc, "compile_source", lambda *args: b"code")
-    nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90")
+    nvrtc.compiled("portable_forward", {"H": 8}, "sm_90")
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
-    assert nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90") == b"code"
+    assert nvrtc.compiled("portable_forward", {"H": 8}, "sm_90") == b"code"
     assert "damaged" in caplog.text
     assert path.read_bytes() == whole
 
@@ -143,7 +145,7 @@ def test_code_that_cannot_be_kept_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setenv("RBN_CACHE", str(tmp_path))
     monkeypatch.setattr(nvrtc, "compile_source", lambda *args: b"code")
     monkeypatch.setattr(nvrtc.os, "replace", fail)
-    assert nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90") == b"code"
+    assert nvrtc.compiled("portable_forward", {"H": 8}, "sm_90") == b"code"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,7 +160,7 @@ def test_a_user_without_a_home(monkeypatch):
     monkeypatch.setattr(nvrtc, "version", lambda: (12, 8))
     monkeypatch.setattr(nvrtc, "_keep", lambda *args: pytest.fail("kept where others can write"))
     assert nvrtc.cache_folder() is None
-    assert nvrtc.compiled("lstm_forward", {"H": 8}, "sm_90") == b"code"
+    assert nvrtc.compiled("portable_forward", {"H": 8}, "sm_90") == b"code"
 
 
 @pytest.mark.parametrize("shared", ["file", "folder"])
@@ -291,13 +293,13 @@ def test_tf32_follows_the_setting_for_recurrent_networks():
     try:
         for allowed in (True, False):
             cudnn.allow_tf32 = allowed
-            assert plan.tf32_allowed() is allowed
+            assert tiles.tf32_allowed() is allowed
         if not hasattr(cudnn, "rnn"):
             return  # a torch without settings of its own for them
         for rnn, conv in (("tf32", "ieee"), ("ieee", "tf32")):
             cudnn.rnn.fp32_precision, cudnn.conv.fp32_precision = rnn, conv
             with pytest.raises(RuntimeError, match="TF32"):
                 cudnn.allow_tf32  # noqa: B018
-            assert plan.tf32_allowed() is (rnn == "tf32")
+            assert tiles.tf32_allowed() is (rnn == "tf32")
     finally:
         cudnn.allow_tf32 = before

@@ -11,8 +11,8 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, launch
-from rbn.ops.gpu.signature import Inputs
+from rbn.ops.gpu.lstm import cuda_kernels, forward
+from rbn.ops.gpu.lstm.signature import Inputs
 
 pytestmark = on_a_card
 
@@ -113,14 +113,14 @@ def test_results_of_the_operator_share_no_memory():
     found = torch.ops.rbn.gpu_lstm(*args)
     places = [value.untyped_storage().data_ptr() for value in found if value.numel()]
     assert len(set(places)) == len(places)
-    for one, other in zip(found[:9], launch.forward(Inputs(*args))[:9], strict=True):
+    for one, other in zip(found[:9], forward.forward(Inputs(*args))[:9], strict=True):
         assert torch.equal(one, other)
 
 
 def test_two_steps_in_triton(monkeypatch, calls):
     """A step that is number 1 is no constant of the kernel."""
     case = make_case("bn_lstm", 2, 9, 16, dtype=torch.float32, **calm("bn_lstm"))
-    monkeypatch.setattr(cuda_lstm, "covers", lambda a: False)
+    monkeypatch.setattr(cuda_kernels, "covers", lambda a: False)
     found = differentiate(case.on("cuda"), "gpu")
     assert not calls
     expected = differentiate(case.to(torch.float64), "reference")
@@ -131,7 +131,7 @@ def test_two_steps_in_triton(monkeypatch, calls):
 def test_triton_and_cuda_agree(dtype, monkeypatch):
     case = make_case("bn_lstm", 7, 33, 40, dtype=dtype, lengths="random", **calm("bn_lstm"))
     one = differentiate(case.on("cuda"), "gpu")
-    monkeypatch.setattr(cuda_lstm, "covers", lambda a: False)
+    monkeypatch.setattr(cuda_kernels, "covers", lambda a: False)
     other = differentiate(case.on("cuda"), "gpu")
     for a, b in zip(one, other, strict=True):
         assert_same(a, {k: None if v is None else v.cpu() for k, v in b.items()}, 16 * UNITS[dtype])
@@ -139,7 +139,7 @@ def test_triton_and_cuda_agree(dtype, monkeypatch):
 
 def test_a_batch_too_large_for_the_kernels(calls):
     case = make_case("bn_lstm", 3, 5000, 4, dtype=torch.float32, **calm("bn_lstm"))
-    assert launch.plan_for(case.tensors["wx"][None].cuda()) is None
+    assert forward.plan_for(case.tensors["wx"][None].cuda()) is None
     found = differentiate(case.on("cuda"), "gpu")
     assert not calls
     expected = differentiate(case.to(torch.float64), "reference")

@@ -15,8 +15,9 @@ from recurrence_cases import assert_same, calm, differentiate, make_case
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import launch, small_lstm
-from rbn.ops.gpu.signature import Inputs
+from rbn.ops.gpu.lstm import forward
+from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.signature import Inputs
 
 pytestmark = [*on_a_card, needs_clusters]
 
@@ -54,7 +55,7 @@ def test_small_layers_give_the_same_bits_every_time(dtype, small):
 @pytest.fixture
 def sixteen(monkeypatch, small):
     """Layers of more than 128 units run in one cluster, too."""
-    monkeypatch.setattr(small_lstm, "SIXTEEN", tuple(UNITS))
+    monkeypatch.setattr(cluster_kernels, "SIXTEEN", tuple(UNITS))
     return small
 
 
@@ -115,11 +116,11 @@ def switched(monkeypatch):
     """Small kernels compiled with other switches, of which none is left behind."""
 
     def switch(**switches):
-        monkeypatch.setattr(small_lstm, "SWITCHES", switches)
-        small_lstm.kernel.cache_clear()
+        monkeypatch.setattr(cluster_kernels, "SWITCHES", switches)
+        cluster_kernels.kernel.cache_clear()
 
     yield switch
-    small_lstm.kernel.cache_clear()
+    cluster_kernels.kernel.cache_clear()
 
 
 @needs_hopper
@@ -145,8 +146,8 @@ def test_more_small_layers_than_fit_at_once(B, H, sixteen):
         nothing = [None] * 5
         options = (0.0, 0.0, "none", 0.0, "step", "exclude", False, True, True)
         a = Inputs(x, w, *nothing, h0, c0, None, [], None, None, *options)
-        results = launch.forward(a)
-        return results, launch.backward(a, results, torch.ones_like(results.output), None, None)
+        results = forward.forward(a)
+        return results, forward.backward(a, results, torch.ones_like(results.output), None, None)
 
     together, gradients = run(slice(None))
     for r in range(0, R, 7):

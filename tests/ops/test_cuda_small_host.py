@@ -8,7 +8,9 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, driver, gradients, launch, nvrtc, small_lstm
+from rbn.ops.gpu.lstm import backward, cuda_kernels, forward
+from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.runtime import driver, nvrtc
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -17,9 +19,9 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("hidden", [2, 8, 10, 100, 128])
 @pytest.mark.parametrize("batch", [1, 8, 17, 100, 128])
 def test_a_small_cut_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
-    cut = small_lstm.cut_small(dtype, batch, hidden)
+    cut = cluster_kernels.cut_small(dtype, batch, hidden)
     assert 8 * cut.tiles * cut.warps >= batch
-    assert cut.blocks * small_lstm.UNITS >= hidden
+    assert cut.blocks * cluster_kernels.UNITS >= hidden
     assert cut.blocks <= 16
     assert cut.threads <= 512
     for direction in ("forward", "backward"):
@@ -29,14 +31,14 @@ def test_a_small_cut_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
 
 def test_layers_that_are_not_small():
     for batch, hidden in ((129, 100), (100, 130), (100, 99)):
-        assert small_lstm.cut_small(torch.float32, batch, hidden) is None
+        assert cluster_kernels.cut_small(torch.float32, batch, hidden) is None
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("hidden", [130, 240, 250, 256])
 @pytest.mark.parametrize("batch", [1, 32, 37, 64])
 def test_a_cut_of_16_units_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
-    cut = small_lstm.cut_sixteen(dtype, batch, hidden)
+    cut = cluster_kernels.cut_sixteen(dtype, batch, hidden)
     assert 8 * cut.tiles * cut.row_warps >= batch
     assert (cut.units, cut.row_warps, cut.warps) == (16, 4, 8)
     assert cut.blocks * cut.units >= hidden
@@ -49,23 +51,23 @@ def test_a_cut_of_16_units_covers_the_layer_and_fits_the_card(dtype, hidden, bat
 
 def test_layers_that_are_too_large_for_16_units():
     for batch, hidden in ((65, 240), (64, 258), (64, 131), (64, 16)):
-        assert small_lstm.cut_sixteen(torch.bfloat16, batch, hidden) is None
+        assert cluster_kernels.cut_sixteen(torch.bfloat16, batch, hidden) is None
 
 
 def test_blocks_of_16_units_run_in_the_types_that_ask_for_them(monkeypatch):
     wx = types.SimpleNamespace(
         shape=(1, 5, 64, 960), dtype=torch.float16, is_cuda=True, device=torch.device("cuda", 0)
     )
-    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 15)
+    monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 15)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         wx.dtype = dtype
-        assert small_lstm.choose(wx).units == 16
-    monkeypatch.setattr(small_lstm, "SIXTEEN", (torch.float16,))
-    assert small_lstm.choose(wx) == small_lstm.SmallCut(15, 8, 2, half=True, units=16)
+        assert cluster_kernels.choose(wx).units == 16
+    monkeypatch.setattr(cluster_kernels, "SIXTEEN", (torch.float16,))
+    assert cluster_kernels.choose(wx) == cluster_kernels.SmallCut(15, 8, 2, half=True, units=16)
     wx.shape = (1, 5, 100, 400)
-    assert small_lstm.choose(wx).units == 8
+    assert cluster_kernels.choose(wx).units == 8
     wx.shape, wx.dtype = (1, 5, 64, 960), torch.bfloat16
-    assert small_lstm.choose(wx) is None
+    assert cluster_kernels.choose(wx) is None
 
 
 @pytest.mark.parametrize(("hidden", "expected"), [(100, "sm_90"), (240, "sm_90a")])
@@ -74,41 +76,43 @@ def test_how_small_kernels_are_compiled(monkeypatch, hidden, expected):
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvrtc, "compiled", lambda *args: asked.append(args))
-    monkeypatch.setattr(small_lstm, "Kernel", lambda *args: args)
-    monkeypatch.setattr(small_lstm, "SWITCHES", {"ALL_WAIT": 1})
+    monkeypatch.setattr(cluster_kernels, "Kernel", lambda *args: args)
+    monkeypatch.setattr(cluster_kernels, "SWITCHES", {"ALL_WAIT": 1})
     sizes = (torch.float16, 64, hidden)
-    cut = small_lstm.cut_small(*sizes) or small_lstm.cut_sixteen(*sizes)
-    small_lstm.kernel.__wrapped__("forward", cut, cut.blocks, 0, (("H", hidden),))
+    cut = cluster_kernels.cut_small(*sizes) or cluster_kernels.cut_sixteen(*sizes)
+    cluster_kernels.kernel.__wrapped__("forward", cut, cut.blocks, 0, (("H", hidden),))
     defines = {"H": hidden, "MW": 4, "RT": 2, "ALL_WAIT": 1}
     if hidden > 128:
         defines |= {"UNITS": 16, "STAGGERED": 1}
-    assert asked == [("small_forward", defines, expected)]
+    assert asked == [("cluster_forward", defines, expected)]
 
 
 def test_blocks_of_16_units_are_for_hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    cut = small_lstm.cut_sixteen(torch.float16, 64, 240)
-    assert small_lstm.cluster_of.__wrapped__(cut, torch.float16, 240, 0) is None
+    cut = cluster_kernels.cut_sixteen(torch.float16, 64, 240)
+    assert cluster_kernels.cluster_of.__wrapped__(cut, torch.float16, 240, 0) is None
 
 
 def test_small_kernels_run_where_a_cluster_finds_room(monkeypatch):
     wx = types.SimpleNamespace(
         shape=(1, 5, 100, 400), dtype=torch.float32, is_cuda=True, device=torch.device("cuda", 0)
     )
-    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
-    assert small_lstm.choose(wx) == small_lstm.SmallCut(blocks=13, warps=7, tiles=2, half=False)
-    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: None)
-    assert small_lstm.choose(wx) is None
-    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
+    monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
+    assert cluster_kernels.choose(wx) == cluster_kernels.SmallCut(
+        blocks=13, warps=7, tiles=2, half=False
+    )
+    monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: None)
+    assert cluster_kernels.choose(wx) is None
+    monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
     wx.is_cuda = False
-    assert small_lstm.choose(wx) is None
+    assert cluster_kernels.choose(wx) is None
 
 
 @pytest.mark.usefixtures("hopper")
 def test_small_layers_side_by_side(monkeypatch):
     """Clusters need not run at once, so any number of recurrences is taken as one of them is."""
-    monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
-    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
+    monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
+    monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
 
     def kind(recurrences, batch=100, hidden=100):
         wx = types.SimpleNamespace(
@@ -117,11 +121,11 @@ def test_small_layers_side_by_side(monkeypatch):
             is_cuda=True,
             device=torch.device("cuda", 0),
         )
-        return cuda_lstm.kind(wx)
+        return cuda_kernels.kind(wx)
 
     assert [kind(1), kind(2), kind(20)] == ["small"] * 3
     assert kind(1, hidden=240) == "wide"
-    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: None)
+    monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: None)
     assert [kind(1), kind(2), kind(20)] == ["units of 8", "units of 8", None]
 
 
@@ -136,13 +140,13 @@ def test_the_size_of_a_cluster(monkeypatch, room, expected):
         asked.append((direction, size))
         return types.SimpleNamespace(at_once=size * room[size])
 
-    monkeypatch.setattr(small_lstm, "kernel", kernel)
-    monkeypatch.setattr(small_lstm, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(cluster_kernels, "kernel", kernel)
+    monkeypatch.setattr(cluster_kernels, "shared_limit", lambda device: 227 * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(nvrtc, "version", lambda: (12, 3))
-    find = small_lstm.cluster_of.__wrapped__
-    cut = small_lstm.cut_small(torch.bfloat16, 100, 100)
+    find = cluster_kernels.cluster_of.__wrapped__
+    cut = cluster_kernels.cut_small(torch.bfloat16, 100, 100)
     assert find(cut, torch.bfloat16, 100, 0) == expected
     assert asked[:2] == [("forward", 13), ("backward", 13)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -151,7 +155,7 @@ def test_the_size_of_a_cluster(monkeypatch, room, expected):
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "version", lambda: (12, 2))
         assert find(cut, torch.bfloat16, 100, 0) is None
-    monkeypatch.setattr(small_lstm, "shared_limit", lambda device: cut.shared("backward") - 1)
+    monkeypatch.setattr(cluster_kernels, "shared_limit", lambda device: cut.shared("backward") - 1)
     assert find(cut, torch.bfloat16, 100, 0) is None
 
 
@@ -165,10 +169,10 @@ def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
     given.in_rows = lambda state: state
     turned = da.transpose(-2, -1).flatten(-2)
     r = types.SimpleNamespace(output=hidden, hidden=None)
-    expected = gradients._through_weight(given, da.flatten(-2), weight, r, apart=True)
-    found = gradients._through_weight(given, turned, weight, r, apart=False)
+    expected = backward._through_weight(given, da.flatten(-2), weight, r, apart=True)
+    found = backward._through_weight(given, turned, weight, r, apart=False)
     r.hidden = torch.cat([h0.unsqueeze(-3), hidden], -3)  # in one piece
-    in_one = gradients._through_weight(given, turned, weight, r, apart=False)
+    in_one = backward._through_weight(given, turned, weight, r, apart=False)
     for one, *others in zip(expected, found, in_one, strict=True):
         for other in others:
             torch.testing.assert_close(one, other)
@@ -179,7 +183,7 @@ def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
 def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hidden):
     wx = torch.empty(3, batch, 4 * hidden, dtype=dtype)
     given = types.SimpleNamespace(lead=(), T=3, B=batch, H=hidden, flat=wx)
-    room = launch._room_for_states(given, hidden)
+    room = forward._room_for_states(given, hidden)
     assert room.shape == (4, batch, hidden)
     assert room[1].data_ptr() % 16 == 0
     assert room.data_ptr() % (2 * room.itemsize) == 0  # the kernel reads h0 in pairs
@@ -199,4 +203,4 @@ def test_a_size_of_clusters_that_the_card_refuses(drive, blocks, refused, room):
         return int(refused and attribute == driver._NON_PORTABLE)
 
     drive(cuFuncSetAttribute=allow, cuOccupancyMaxActiveClusters=clusters)
-    assert driver.Kernel(b"", "small_forward", 256, 1024, blocks).at_once == room
+    assert driver.Kernel(b"", "cluster_forward", 256, 1024, blocks).at_once == room

@@ -13,7 +13,10 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, driver, nvrtc, small_lstm, wide_lstm
+from rbn.ops.gpu.lstm import cuda_kernels
+from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.runtime import driver, nvrtc
 
 pytestmark = on_a_card
 
@@ -180,7 +183,12 @@ def test_two_streams_at_once_in_every_family(family, caplog):
 def test_what_was_compiled_is_found_on_disk(tmp_path, monkeypatch):
     """As by the next process, which compiles nothing."""
     monkeypatch.setenv("RBN_CACHE", str(tmp_path))
-    caches = (small_lstm.cluster_of, small_lstm.kernel, wide_lstm.kernel, cuda_lstm._kernel)
+    caches = (
+        cluster_kernels.cluster_of,
+        cluster_kernels.kernel,
+        grid_kernels.kernel,
+        cuda_kernels._kernel,
+    )
     cases = [
         make_case("bn_lstm", 3, 40, hidden, dtype=torch.bfloat16, **calm("bn_lstm")).on("cuda")
         for hidden in (40, 264, 1058)  # the last one in Triton

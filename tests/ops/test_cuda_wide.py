@@ -32,7 +32,8 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import products
 
-from rbn.ops.gpu import cuda_lstm, wide_lstm
+from rbn.ops.gpu.lstm import cuda_kernels
+from rbn.ops.gpu.lstm.grid import grid_kernels
 
 pytestmark = [*on_a_card, needs_hopper]
 
@@ -40,13 +41,13 @@ pytestmark = [*on_a_card, needs_hopper]
 @pytest.fixture(autouse=True)
 def whole(monkeypatch):
     """No batch of up to 128 rows is split, though there be room."""
-    monkeypatch.setattr(wide_lstm, "WHOLE", 128)
+    monkeypatch.setattr(grid_kernels, "WHOLE", 128)
 
 
 @pytest.fixture
 def wide(monkeypatch, in_memory):
     """Small layers, too, run the kernels for wide ones."""
-    monkeypatch.setattr(cuda_lstm, "_fits", lambda wx: False)
+    monkeypatch.setattr(cuda_kernels, "_fits", lambda wx: False)
 
 
 @pytest.mark.parametrize("dtype", UNITS)
@@ -80,7 +81,7 @@ def test_a_wide_layer_gives_the_same_bits_every_time(shape, dtype, calls):
 @pytest.fixture
 def rows_64(monkeypatch, wide):
     """Batches up to 64 rows, of any layer, run the kernels for wide ones with blocks of 64 rows."""
-    monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1})
+    monkeypatch.setattr(grid_kernels, "PREFERRED", {64: 1})
 
 
 @pytest.mark.parametrize("dtype", UNITS)
@@ -104,8 +105,8 @@ def with_switch(monkeypatch):
     """What compiles the kernels with a name of trials from now on."""
 
     def switch(name, value):
-        defines, more = cuda_lstm.defines, ((name, value),)
-        monkeypatch.setattr(cuda_lstm, "defines", lambda *args: defines(*args) + more)
+        defines, more = cuda_kernels.defines, ((name, value),)
+        monkeypatch.setattr(cuda_kernels, "defines", lambda *args: defines(*args) + more)
 
     return switch
 
@@ -155,14 +156,14 @@ def few_weights(monkeypatch):
 
     def limited(team):
         teams = {"forward": (1,), "backward": (team,)}
-        monkeypatch.setattr(wide_lstm, "TEAMS", teams)
-        monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: limit)
-        wide_lstm._choose.cache_clear()
+        monkeypatch.setattr(grid_kernels, "TEAMS", teams)
+        monkeypatch.setattr(grid_kernels, "shared_limit", lambda device: limit)
+        grid_kernels._choose.cache_clear()
         for direction in teams:
-            assert wide_lstm.cut_wide(direction, 488, *teams[direction], limit).second > 0
+            assert grid_kernels.cut_wide(direction, 488, *teams[direction], limit).second > 0
 
     yield limited
-    wide_lstm._choose.cache_clear()
+    grid_kernels._choose.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,7 +9,10 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, driver, facts, paths, signature, small_lstm, wide_lstm
+from rbn.ops.gpu.lstm import cuda_kernels, families, plan, signature
+from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.runtime import driver
 
 
 @pytest.mark.parametrize("limit", [110 * 1024, 227 * 1024])
@@ -17,9 +20,9 @@ from rbn.ops.gpu import cuda_lstm, driver, facts, paths, signature, small_lstm, 
 @pytest.mark.parametrize("hidden", [4, 52, 240, 1060, 2000, 2112])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows, limit):
-    for team in wide_lstm.TEAMS[direction]:
-        cut = wide_lstm.cut_wide(direction, hidden, team, limit, rows)
-        full = wide_lstm.cut_wide(direction, hidden, team, limit, rows, half=False)
+    for team in grid_kernels.TEAMS[direction]:
+        cut = grid_kernels.cut_wide(direction, hidden, team, limit, rows)
+        full = grid_kernels.cut_wide(direction, hidden, team, limit, rows, half=False)
         assert full == (cut and dataclasses.replace(cut, half=False))
         if cut is None:  # not even by reading everything twice
             assert limit < 227 * 1024
@@ -28,13 +31,13 @@ def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows
         assert cut.resident >= 3  # the second groups are asked for while two of them are used
         assert cut.slice % 4 == 0  # two groups at a time, and parts of the same size
         assert cut.blocks % team == 0
-        assert cut.blocks * wide_lstm.UNITS >= hidden
+        assert cut.blocks * grid_kernels.UNITS >= hidden
         assert cut.second <= cut.first  # the slots are as many as the first need
-        pieces = -(-hidden // wide_lstm.UNITS) * (1 if direction == "forward" else 4)
+        pieces = -(-hidden // grid_kernels.UNITS) * (1 if direction == "forward" else 4)
         assert 2 * cut.slice * team >= pieces
         assert pieces * 16 * 2 * rows <= cut.passed
         assert (full.shared, full.spilled) == (cut.shared, cut.spilled)  # of 16 bits either way
-        powers = -(-hidden // wide_lstm.UNITS) * rows // 16  # one for each block and warp
+        powers = -(-hidden // grid_kernels.UNITS) * rows // 16  # one for each block and warp
         scaled = direction == "backward"
         assert full.passed >= cut.passed + (4 * powers if scaled else 0)
         assert scaled or full.passed == cut.passed
@@ -42,21 +45,21 @@ def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows
 
 def test_text8_is_cut_as_planned():
     limit = 227 * 1024
-    forward = wide_lstm.cut_wide("forward", 2000, 1, limit)
-    backward = wide_lstm.cut_wide("backward", 2000, 8, limit)
+    forward = grid_kernels.cut_wide("forward", 2000, 1, limit)
+    backward = grid_kernels.cut_wide("backward", 2000, 8, limit)
     assert (forward.blocks, forward.first, forward.resident, forward.second) == (125, 9, 46, 9)
     assert (backward.blocks, backward.first, backward.resident, backward.second) == (128, 5, 22, 5)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_which_layers_are_preferably_wide(monkeypatch):
-    monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
+    monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
 
     def kind(batch, hidden, recurrences=1, dtype=torch.bfloat16):
         wx = torch.empty(recurrences, 1, batch, 4 * hidden, dtype=dtype)
-        rows = {cut.rows for d in wide_lstm.TEAMS if (cut := wide_lstm.choose(d, wx))}
+        rows = {cut.rows for d in grid_kernels.TEAMS if (cut := grid_kernels.choose(d, wx))}
         assert len(rows) <= 1
-        return (cuda_lstm.kind(wx), *rows)
+        return (cuda_kernels.kind(wx), *rows)
 
     assert kind(64, 1000) == kind(64, 2000) == ("wide", 64)  # Penn Treebank's layer
     assert kind(128, 2000) == ("wide", 128)  # text8's
@@ -67,10 +70,10 @@ def test_which_layers_are_preferably_wide(monkeypatch):
     assert kind(1, 2000) == ("wide", 64)  # no other has room
     assert kind(64, 240) == ("units of 8", 128)
     assert kind(65, 132) == ("units of 8", 64)
-    monkeypatch.setattr(wide_lstm, "PREFERRED", {})
+    monkeypatch.setattr(grid_kernels, "PREFERRED", {})
     assert kind(64, 1000) == ("units of 8", 128)
     assert kind(64, 2000) == ("wide", 128)
-    monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1000})
+    monkeypatch.setattr(grid_kernels, "PREFERRED", {64: 1000})
     assert kind(64, 1000) == kind(1, 2000) == ("wide", 64)
     assert kind(64, 1000, recurrences=2) == ("wide", 64)  # 128 blocks backward
     assert kind(64, 996) == kind(65, 1000) == ("units of 8", 128)
@@ -79,18 +82,18 @@ def test_which_layers_are_preferably_wide(monkeypatch):
     assert kind(64, 1000, dtype=torch.float32) == ("wide", 64)
     assert kind(128, 2000, dtype=torch.float32) == ("wide", 128)
     with monkeypatch.context() as patch:
-        patch.setattr(wide_lstm, "TYPES", wide_lstm.TYPES[1:])
+        patch.setattr(grid_kernels, "TYPES", grid_kernels.TYPES[1:])
         assert kind(64, 1000, dtype=torch.float32) == ("units of 8",)
         assert kind(128, 2000, dtype=torch.float32) == (None,)
         assert kind(64, 1000) == ("wide", 64)
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_lstm, "tf32_allowed", lambda: False)
+        patch.setattr(cuda_kernels, "tf32_allowed", lambda: False)
         assert kind(64, 1000, dtype=torch.float32)[0] is None
         assert kind(64, 1000) == ("wide", 64)
     wx = torch.empty(1, 1, 64, 4000).bfloat16()
-    cut = cuda_lstm.cut_of("forward", wx, cuda_lstm.family(wx))
-    assert cuda_lstm.meeting(cut) == (False, False)
-    monkeypatch.setattr(wide_lstm, "PREFERRED", {64: 1000, 128: 500})
+    cut = cuda_kernels.cut_of("forward", wx, cuda_kernels.family(wx))
+    assert cuda_kernels.meeting(cut) == (False, False)
+    monkeypatch.setattr(grid_kernels, "PREFERRED", {64: 1000, 128: 500})
     assert kind(64, 1000) == ("wide", 64)
     assert kind(65, 1000) == ("wide", 128)
     assert kind(64, 500) == ("units of 8", 128)
@@ -114,19 +117,19 @@ ZONEOUT = [{"mask_c": MASK}, {"mask_h": MASK}, {"rate_c": 0.5}, {"rate_h": 0.05}
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("zoneout", ZONEOUT)
 def test_which_zoned_calls_run_wide(zoneout, monkeypatch):
-    monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
-    monkeypatch.setattr(small_lstm, "cluster_of", lambda *args: 13)
+    monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
+    monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
 
     def runs(*sizes, **options):
         a = zoned_call(*sizes, **zoneout | options)
         assert a.zoned
-        assert cuda_lstm.family(a.wx, a.zoned) == "wide"
-        return cuda_lstm.covers(a)
+        assert cuda_kernels.family(a.wx, a.zoned) == "wide"
+        return cuda_kernels.covers(a)
 
     sizes = ((64, 1000), (128, 2000), (100, 100), (16, 512), (64, 240))
     # Also where small layers or few rows have other kernels, without zoneout.
     assert all(runs(*size) for size in sizes)
-    assert cuda_lstm.family(zoned_call(100, 100).wx) == "small"
+    assert cuda_kernels.family(zoned_call(100, 100).wx) == "small"
     assert all(runs(*size, dtype=torch.float32) for size in sizes)
     assert not runs(64, 1000, dtype=torch.float64)
     assert not runs(64, 1000, dtype=torch.float32, tf32=False)
@@ -143,14 +146,14 @@ def test_which_layers_are_wide(monkeypatch):
     card = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 227 * 1024)
-    monkeypatch.setattr(wide_lstm, "clusters", lambda size, device: 66)
-    monkeypatch.setattr(wide_lstm.nvrtc, "version", lambda: (12, 3))
+    monkeypatch.setattr(grid_kernels, "shared_limit", lambda device: 227 * 1024)
+    monkeypatch.setattr(grid_kernels, "clusters", lambda size, device: 66)
+    monkeypatch.setattr(grid_kernels.nvrtc, "version", lambda: (12, 3))
 
     def team(direction, wx):
-        wide_lstm._choose.cache_clear()
-        cut = wide_lstm.choose(direction, wx)
-        wide_lstm._choose.cache_clear()
+        grid_kernels._choose.cache_clear()
+        cut = grid_kernels.choose(direction, wx)
+        grid_kernels._choose.cache_clear()
         return cut and cut.team
 
     half = torch.empty(1, 1, 128, 8000, dtype=torch.bfloat16)
@@ -170,7 +173,7 @@ def test_which_layers_are_wide(monkeypatch):
     assert not team("forward", half)
     card.multi_processor_count = 125
     with monkeypatch.context() as patch:
-        patch.setattr(wide_lstm.nvrtc, "version", lambda: (11, 8))
+        patch.setattr(grid_kernels.nvrtc, "version", lambda: (11, 8))
         assert not team("forward", half)
     assert team("forward", half) == 1
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
@@ -182,9 +185,9 @@ def test_which_layers_are_wide(monkeypatch):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_blocks_look_at_begins_at_zero(direction, rows, half):
     """Pieces beyond the last unit, counters, and the sums, whose last bit says when they came."""
-    team = wide_lstm.TEAMS[direction][0]
-    cut = wide_lstm.cut_wide(direction, 72, team, 227 * 1024, rows, half)
-    sizes = wide_lstm.zeroed(cut, 2)
+    team = grid_kernels.TEAMS[direction][0]
+    cut = grid_kernels.cut_wide(direction, 72, team, 227 * 1024, rows, half)
+    sizes = grid_kernels.zeroed(cut, 2)
     pieces = sizes["passed"] // (2 * 2 * 2 * rows * 16)  # of two recurrences, for two steps
     assert pieces >= 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
     if direction == "backward":  # 8 blocks, from 7 others each a word of 16 bytes for every thread
@@ -200,16 +203,16 @@ def test_what_blocks_look_at_begins_at_zero(direction, rows, half):
 @pytest.mark.usefixtures("hopper")
 def test_which_batches_are_split(monkeypatch):
     """Where the card has room for all clusters, 60 of 2 blocks, 30 of 4, 15 of 8."""
-    monkeypatch.setattr(cuda_lstm, "_capable", lambda device: True)
+    monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
 
     def cuts(batch, hidden, recurrences=1, dtype=torch.bfloat16):
         wx = torch.empty(recurrences, 1, batch, 4 * hidden, dtype=dtype)
-        found = [wide_lstm.choose(direction, wx) for direction in ("forward", "backward")]
-        assert (cuda_lstm.kind(wx) == "wide") == wide_lstm.takes(wx) == all(found)
+        found = [grid_kernels.choose(direction, wx) for direction in ("forward", "backward")]
+        assert (cuda_kernels.kind(wx) == "wide") == grid_kernels.takes(wx) == all(found)
         return [(cut.splits, cut.rows, cut.blocks, cut.team) for cut in found if cut]
 
-    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", (128,))
-    monkeypatch.setattr(wide_lstm, "WHOLE", 128)
+    monkeypatch.setattr(grid_kernels, "SPLIT_ROWS", (128,))
+    monkeypatch.setattr(grid_kernels, "WHOLE", 128)
     assert cuts(129, 256) == cuts(256, 256) == [(2, 128, 16, 1), (2, 128, 16, 8)]
     assert cuts(257, 60, dtype=torch.float32) == [(3, 128, 4, 1), (3, 128, 8, 8)]
     assert cuts(512, 60, dtype=torch.float16) == [(4, 128, 4, 1), (4, 128, 8, 8)]
@@ -222,17 +225,17 @@ def test_which_batches_are_split(monkeypatch):
     assert cuts(512, 256, recurrences=2) == []
     assert cuts(256, 256, recurrences=2) == [(2, 128, 16, 1), (2, 128, 16, 8)]
     with monkeypatch.context() as patch:
-        patch.setattr(wide_lstm, "SPLITS", 1)
+        patch.setattr(grid_kernels, "SPLITS", 1)
         assert cuts(129, 256) == []
-        patch.setattr(wide_lstm, "SPLITS", 2)
+        patch.setattr(grid_kernels, "SPLITS", 2)
         assert cuts(257, 256) == []
-    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", (64, 128))
+    monkeypatch.setattr(grid_kernels, "SPLIT_ROWS", (64, 128))
     assert cuts(129, 60) == [(3, 64, 4, 1), (3, 64, 8, 8)]
     assert cuts(512, 60) == [(8, 64, 4, 1), (8, 64, 8, 8)]
     assert cuts(513, 60) == [(5, 128, 4, 1), (5, 128, 8, 8)]
     assert cuts(256, 480) == [(4, 64, 30, 1), (2, 128, 32, 8)]  # backward 32 blocks or none
     assert cuts(128, 264) == [(1, 128, 17, 1), (1, 128, 24, 8)]
-    monkeypatch.setattr(wide_lstm, "WHOLE", 64)
+    monkeypatch.setattr(grid_kernels, "WHOLE", 64)
     assert cuts(65, 264) == [(2, 64, 17, 1), (2, 64, 24, 8)]
     assert cuts(128, 2000) == [(1, 128, 125, 1), (1, 128, 128, 8)]
 
@@ -241,16 +244,16 @@ def test_which_batches_are_split(monkeypatch):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_splits_have_for_themselves(direction, splits):
     """All that blocks pass to each other, and room for the sums that they send."""
-    team, limit = wide_lstm.TEAMS[direction][0], 227 * 1024
-    one = wide_lstm.cut_wide(direction, 200, team, limit)
-    cut = wide_lstm.cut_wide(direction, 200, team, limit, splits=splits)
+    team, limit = grid_kernels.TEAMS[direction][0], 227 * 1024
+    one = grid_kernels.cut_wide(direction, 200, team, limit)
+    cut = grid_kernels.cut_wide(direction, 200, team, limit, splits=splits)
     assert dataclasses.replace(cut, splits=1) == one
     sums = 128 + 32 if direction == "forward" else 3 * 64 + 32
     assert cut.shared == one.shared + 4 * 8 + 2 * splits * 4 * sums  # 4 barriers
     assert cut.shared % 16 == 0
-    of_one, of_all = wide_lstm.zeroed(one, 3), wide_lstm.zeroed(cut, 3)
+    of_one, of_all = grid_kernels.zeroed(one, 3), grid_kernels.zeroed(cut, 3)
     assert of_all == {name: splits * size for name, size in of_one.items()}
-    few = wide_lstm.cut_wide(direction, 2000, team, limit, splits=splits)
+    few = grid_kernels.cut_wide(direction, 2000, team, limit, splits=splits)
     assert few.shared <= limit
     assert few.spilled == splits * few.blocks * (few.first + few.second) * few.group > 0
 
@@ -268,9 +271,9 @@ def test_how_many_clusters_the_card_has_room_for(drive, monkeypatch):
 
     drive(cuOccupancyMaxActiveClusters=clusters)
     monkeypatch.setattr(driver, "shared_limit", lambda device: 227 * 1024)
-    monkeypatch.setattr(wide_lstm.nvrtc, "compiled", lambda *args: b"")
+    monkeypatch.setattr(grid_kernels.nvrtc, "compiled", lambda *args: b"")
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    assert wide_lstm.clusters.__wrapped__(4, 0) == 30
+    assert grid_kernels.clusters.__wrapped__(4, 0) == 30
     assert asked == [([1, 4, 1], [1, 4, 1], 1)]
 
 
@@ -292,20 +295,20 @@ def test_a_split_batch_is_launched_in_clusters_all_at_once(drive, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
     monkeypatch.setattr(
-        wide_lstm.nvrtc, "compiled", lambda name, defines, arch: named.append(defines) or b""
+        grid_kernels.nvrtc, "compiled", lambda name, defines, arch: named.append(defines) or b""
     )
-    cut = wide_lstm.cut_wide("forward", 52, 1, 227 * 1024, splits=2)
-    kernel = wide_lstm.kernel.__wrapped__(cut, 0, (("H", 52),))
+    cut = grid_kernels.cut_wide("forward", 52, 1, 227 * 1024, splits=2)
+    kernel = grid_kernels.kernel.__wrapped__(cut, 0, (("H", 52),))
     assert named[0]["SPLITS"] == 2
     assert kernel.at_once == 132
     call = types.SimpleNamespace(R=3, T=1, B=200, a=types.SimpleNamespace(eps=0.0))
     more = (0.0, 0.0, 0, 0)
-    arguments = cuda_lstm.WideForwardArguments
-    cuda_lstm._run(kernel, cut.blocks, call, arguments, {}, [1, 1, 1], *more, splits=2)
+    arguments = cuda_kernels.WideForwardArguments
+    cuda_kernels._run(kernel, cut.blocks, call, arguments, {}, [1, 1, 1], *more, splits=2)
     assert launched == [([4, 6, 1], [1, 2, 1], [1, 0, 0], 2)]
     call.R = 17  # 136 blocks
     with pytest.raises(RuntimeError, match="no room for all blocks"):
-        cuda_lstm._run(kernel, cut.blocks, call, arguments, {}, [1, 1, 1], *more, splits=2)
+        cuda_kernels._run(kernel, cut.blocks, call, arguments, {}, [1, 1, 1], *more, splits=2)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -319,8 +322,8 @@ def test_a_split_batch_is_launched_in_clusters_all_at_once(drive, monkeypatch):
     ],
 )
 def test_splits_keep_step_where_they_have_sums_in_common(batch, norm, given, together, monkeypatch):
-    monkeypatch.setattr(cuda_lstm, "covers", lambda a: True)
-    monkeypatch.setattr(cuda_lstm, "_fits", lambda wx: False)
+    monkeypatch.setattr(cuda_kernels, "covers", lambda a: True)
+    monkeypatch.setattr(cuda_kernels, "_fits", lambda wx: False)
     H = 12
     fields = dict.fromkeys(signature.Inputs._fields)
     fields |= {"rate_c": 0.0, "rate_h": 0.0, "norm": norm, "input_stats": "step"}
@@ -330,6 +333,6 @@ def test_splits_keep_step_where_they_have_sums_in_common(batch, norm, given, tog
         fields |= dict.fromkeys(("gamma_c", "beta_c"), torch.ones(H))
     if given:
         fields["population"] = [torch.ones(1, 4 * H)] * 4 + [torch.ones(1, H)] * 2
-    found = facts.Facts(signature.Inputs(**fields), None, paths.CUDA)
+    found = plan.Facts(signature.Inputs(**fields), None, families.CUDA)
     assert {cut.splits for cut in found.cuts.values()} == {-(-batch // 64)}
     assert found.in_step == together

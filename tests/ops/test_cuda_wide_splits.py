@@ -20,7 +20,8 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, wide_lstm
+from rbn.ops.gpu.lstm import cuda_kernels
+from rbn.ops.gpu.lstm.grid import grid_kernels
 
 pytestmark = [*on_a_card, needs_hopper]
 
@@ -36,13 +37,13 @@ def launched(noting):
 @pytest.fixture(params=[64, 128])
 def rows(request, monkeypatch):
     """Of splits. Where there is room for those of 64 rows, others do not run otherwise."""
-    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", (request.param,))
+    monkeypatch.setattr(grid_kernels, "SPLIT_ROWS", (request.param,))
     return request.param
 
 
 @pytest.fixture
 def of_128(monkeypatch):
-    monkeypatch.setattr(wide_lstm, "SPLIT_ROWS", (128,))
+    monkeypatch.setattr(grid_kernels, "SPLIT_ROWS", (128,))
 
 
 def both(splits):
@@ -142,17 +143,17 @@ def test_split_batches_give_the_same_bits_every_time(op, shape, dtype, rows, lau
 @pytest.fixture
 def few_weights(monkeypatch):
     """Most weights of 488 units are read again in each step."""
-    monkeypatch.setattr(wide_lstm, "shared_limit", lambda device: 66 * 1024)
-    wide_lstm._choose.cache_clear()
+    monkeypatch.setattr(grid_kernels, "shared_limit", lambda device: 66 * 1024)
+    grid_kernels._choose.cache_clear()
     yield
-    wide_lstm._choose.cache_clear()
+    grid_kernels._choose.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("few_weights", "of_128")
 def test_weights_of_split_batches_that_do_not_fit(dtype, launched):
     wx = torch.empty(5, 200, 4 * 488, dtype=dtype)
-    assert all(wide_lstm.choose(direction, wx).second for direction in ("forward", "backward"))
+    assert all(grid_kernels.choose(direction, wx).second for direction in ("forward", "backward"))
     compare("bn_lstm", (5, 200, 488), dtype, OPTIONS["lengths"])
     assert launched == both(2)
 
@@ -162,8 +163,8 @@ def test_weights_of_split_batches_that_do_not_fit(dtype, launched):
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
 @pytest.mark.usefixtures("of_128")
 def test_a_block_of_one_split_may_be_late(op, block, place, monkeypatch, launched):
-    defines, more = cuda_lstm.defines, (("LATE", 4 * block + place),)
-    monkeypatch.setattr(cuda_lstm, "defines", lambda *args: defines(*args) + more)
+    defines, more = cuda_kernels.defines, (("LATE", 4 * block + place),)
+    monkeypatch.setattr(cuda_kernels, "defines", lambda *args: defines(*args) + more)
     compare(op, (9, 200, 52), torch.bfloat16, {})
     assert launched == both(2)
 
@@ -224,7 +225,7 @@ def test_batches_that_find_no_room_run_other_kernels(launched):
 
 
 def test_nothing_is_split_where_that_is_turned_off(monkeypatch, launched):
-    monkeypatch.setattr(wide_lstm, "SPLITS", 1)
+    monkeypatch.setattr(grid_kernels, "SPLITS", 1)
     case = make_case("bn_lstm", 3, 200, 60, fresh_seed(), dtype=torch.bfloat16, **calm("bn_lstm"))
     differentiate(case.on("cuda"), "gpu")
     assert not launched

@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, facts, paths
-from rbn.ops.gpu.call import Call
-from rbn.ops.gpu.room import Room
-from rbn.ops.gpu.signature import MOMENTS, Inputs
+from rbn.ops.gpu.lstm import cuda_kernels, families, plan
+from rbn.ops.gpu.lstm.kernel_arguments import Call
+from rbn.ops.gpu.lstm.signature import MOMENTS, Inputs
+from rbn.ops.gpu.lstm.workspace import Room
 
 T, B, H = 3, 5, 6
 
@@ -72,13 +72,13 @@ def test_calls_alike_have_the_same_facts():
         assert Call(inputs(**given)).facts is one
     assert len({id(one) for one in found}) == len(found)
     plain = inputs()
-    feature = facts.facts_of(plain, plain.wx[0, 0, :, None])
+    feature = plan.facts_of(plain, plain.wx[0, 0, :, None])
     assert feature not in found
 
 
 def test_facts_know_of_another_choice_of_kernels(monkeypatch):
     one = Call(inputs()).facts
-    monkeypatch.setattr(paths, "choose", lambda a: "another")
+    monkeypatch.setattr(families, "choose", lambda a: "another")
     assert Call(inputs()).facts.path == "another" != one.path
 
 
@@ -94,11 +94,11 @@ def test_facts_hold_no_tensors():
 
 
 def test_facts_are_forgotten_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(facts, "_FOUND", {})
-    monkeypatch.setattr(facts, "_MOST", 2)
+    monkeypatch.setattr(plan, "_FOUND", {})
+    monkeypatch.setattr(plan, "_MOST", 2)
     for given in OTHERS[:5]:
         Call(inputs(**given))
-    assert len(facts._FOUND) == 1
+    assert len(plan._FOUND) == 1
 
 
 @pytest.mark.parametrize("lead", [(), (2,)])
@@ -107,15 +107,15 @@ def test_facts_are_forgotten_when_there_are_too_many(monkeypatch):
 @pytest.mark.parametrize("given", [{}, {"input_stats": "sequence"}, {"gamma_c": None}])
 def test_parts_of_a_room_lie_side_by_side(lead, apart, cut, given, monkeypatch):
     """At multiples of 16 bytes, as the kernels ask for."""
-    monkeypatch.setattr(facts, "_FOUND", {})
+    monkeypatch.setattr(plan, "_FOUND", {})
     if cut != "no kernel":
-        family = "wide" if cut == "wide" else cuda_lstm.EIGHT
-        found = cuda_lstm.Cut(1, 1, 4, 4, registers=False, barrier=cut == "counts")
+        family = "wide" if cut == "wide" else cuda_kernels.EIGHT
+        found = cuda_kernels.Cut(1, 1, 4, 4, registers=False, barrier=cut == "counts")
         if cut == "wide":
-            found = cuda_lstm.wide_lstm.WideCut("forward", 8, 1, 1, 4, 1, 64)
-        monkeypatch.setattr(cuda_lstm, "covers", lambda a: True)
-        monkeypatch.setattr(cuda_lstm, "family", lambda wx, zoned: family)
-        monkeypatch.setattr(cuda_lstm, "cut_of", lambda direction, wx, family: found)
+            found = cuda_kernels.wide_lstm.WideCut("forward", 8, 1, 1, 4, 1, 64)
+        monkeypatch.setattr(cuda_kernels, "covers", lambda a: True)
+        monkeypatch.setattr(cuda_kernels, "family", lambda wx, zoned: family)
+        monkeypatch.setattr(cuda_kernels, "cut_of", lambda direction, wx, family: found)
     call = Call(inputs(lead, **given))
     room = Room(call, apart)
     zeroed = sum(call.facts.zeroed["forward"].values()) if call.in_cuda else 0

@@ -36,7 +36,7 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, batch_normalized, compare, products
 
-from rbn.ops.gpu import gradients, paths, signature
+from rbn.ops.gpu.lstm import backward, families, signature
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -48,9 +48,9 @@ def _triton():
     """The persistent Triton kernels run whatever else would, with exact products."""
 
     def persistent(a):  # a mock would keep what it is called with, and so all graphs
-        return paths.PERSISTENT
+        return families.PERSISTENT
 
-    with mock.patch.object(paths, "choose", persistent), products(tf32=False):
+    with mock.patch.object(families, "choose", persistent), products(tf32=False):
         yield
 
 
@@ -234,18 +234,18 @@ def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
     wh = torch.empty(kept + signature.beyond_products(given), dtype=dtype).narrow(0, 0, kept)
     facts = types.SimpleNamespace(saved=signature.saved_sizes(wx.shape, True), in_step=True)
     plain = types.SimpleNamespace(flat=wx.view(1, T, B, 4 * H), R=1, B=B, H=H, facts=facts)
-    da = gradients._consumed(plain, wh)
+    da = backward._consumed(plain, wh)
     assert da.shape == (1, T, B, 4 * H)
     assert (da.data_ptr() - wh.data_ptr()) % 16 == 0
     for t in range(T):
         begin = (da[0, t].data_ptr() - wh.data_ptr()) // dtype.itemsize
         for step in (kept // T, B * 4 * H):  # in CUDA C++, in Triton
             assert begin >= (t + 1) * step
-    assert gradients._consumed(plain, torch.empty(kept, dtype=dtype)) is None  # no room was left
+    assert backward._consumed(plain, torch.empty(kept, dtype=dtype)) is None  # no room was left
     facts.in_step = False  # some rows may be read later
-    assert gradients._consumed(plain, wh) is None
+    assert backward._consumed(plain, wh) is None
     plain.R, facts.in_step = 2, True
-    assert gradients._consumed(plain, wh) is None
+    assert backward._consumed(plain, wh) is None
 
 
 def arguments_of(op, rows=3, hidden=4, steps=5):

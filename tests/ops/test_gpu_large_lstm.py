@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import products
 
-from rbn.ops.gpu import facts, paths, wide_lstm
+from rbn.ops.gpu.lstm import families, plan
+from rbn.ops.gpu.lstm.grid import grid_kernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +34,7 @@ def compare(case, dtype, caplog):
     """Results, and gradients by their norm, beside the reference in float64 on the same card."""
     with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
         found = differentiate(case.to(dtype).on("cuda"), "gpu")
-    assert caplog.text.count(paths.STEPS) == 2
+    assert caplog.text.count(families.STEPS) == 2
     expected = differentiate(case.to(dtype).to(torch.float64).on("cuda"), "reference")
     expected = [{k: None if v is None else v.cpu() for k, v in part.items()} for part in expected]
     assert_same(found[0], expected[0], 16 * UNITS[dtype])
@@ -53,8 +54,8 @@ def test_batches_too_large_for_a_tile(shape, dtype, options, caplog):
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
 def test_text8_in_tf32(op, caplog, monkeypatch):
     """As on cards that have no kernels for wide layers."""
-    monkeypatch.setattr(wide_lstm, "TYPES", ())
-    monkeypatch.setattr(facts, "_FOUND", {})
+    monkeypatch.setattr(grid_kernels, "TYPES", ())
+    monkeypatch.setattr(plan, "_FOUND", {})
     compare(make_case(op, 5, 128, 2000, fresh_seed(), **calm(op)), torch.float32, caplog)
 
 

@@ -26,8 +26,9 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import batch_normalized, products
 
-from rbn.ops.gpu import cuda_lstm, lstm_op, paths
-from rbn.ops.gpu.plan import make_plan
+from rbn.ops.gpu import lstm_op
+from rbn.ops.gpu.lstm import cuda_kernels, families
+from rbn.ops.gpu.lstm.persistent.tiles import make_plan
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # float32 is tf32
@@ -163,8 +164,8 @@ def test_float32_is_true_where_tf32_is_not_allowed(features, hidden, bidirection
 def test_several_recurrences_in_one_launch_of_cuda(together, dtype, monkeypatch):
     """The directions of a layer, or models of several seeds: each has the bits it has alone."""
     launches = []
-    run = cuda_lstm.forward
-    monkeypatch.setattr(cuda_lstm, "forward", lambda *a: launches.append(a) or run(*a))
+    run = cuda_kernels.forward
+    monkeypatch.setattr(cuda_kernels, "forward", lambda *a: launches.append(a) or run(*a))
     made = [
         make_case("bn_lstm", 6, 33, 40, fresh_seed(), dtype=dtype, **calm("bn_lstm")).on("cuda")
         for _ in range(together)
@@ -198,7 +199,7 @@ def test_several_recurrences_in_one_launch_of_cuda(together, dtype, monkeypatch)
 def test_a_launch_without_room_fails_and_the_next_one_works():
     """All blocks must be on the card at once: more than fit are refused, not half started."""
     kernels = []
-    launch = cuda_lstm.Kernel.launch
+    launch = cuda_kernels.Kernel.launch
 
     def noted(kernel, grid, arguments):
         kernels.append((kernel, grid, arguments))
@@ -206,7 +207,7 @@ def test_a_launch_without_room_fails_and_the_next_one_works():
 
     case = make_case("bn_lstm", 4, 20, 240, fresh_seed(), dtype=torch.bfloat16).on("cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_lstm.Kernel, "launch", noted)
+        patch.setattr(cuda_kernels.Kernel, "launch", noted)
         before = call(case, "gpu")
     ((kernel, _, arguments),) = kernels
     with pytest.raises(RuntimeError, match="launching a recurrence: "):
@@ -227,8 +228,8 @@ def test_triton_without_room_fails_and_the_next_call_works():
     plan = make_plan(1, 16, H, 10**6, 2, 227 * 1024)
     assert plan.programs == 2048
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(paths, "choose", lambda a: paths.PERSISTENT)
-        patch.setattr(paths, "plan_for", lambda wx: plan)
+        patch.setattr(families, "choose", lambda a: families.PERSISTENT)
+        patch.setattr(families, "plan_for", lambda wx: plan)
         with pytest.raises(RuntimeError, match="too many blocks"):
             rbn.ops.lstm(wx, weight, None, None, h0, c0)
     torch.cuda.synchronize()
@@ -248,7 +249,7 @@ def test_no_room_is_said_before_anything_starts():
 
     two = type("Call", (), {"R": 2, "T": 1, "B": 1})()
     with pytest.raises(RuntimeError, match="no room for all blocks of the recurrence at once"):
-        cuda_lstm._run(Full(), 4, two, cuda_lstm.ForwardArguments, {}, [1, 1, 1])
+        cuda_kernels._run(Full(), 4, two, cuda_kernels.ForwardArguments, {}, [1, 1, 1])
 
 
 ALONE = """
@@ -299,7 +300,7 @@ def test_two_processes_share_the_card(hidden):
 @needs_cuda
 @pytest.mark.parametrize("dtype", UNITS)
 def test_the_triton_kernels_give_the_same_bits_every_time(dtype, monkeypatch):
-    monkeypatch.setattr(cuda_lstm, "covers", lambda a: False)
+    monkeypatch.setattr(cuda_kernels, "covers", lambda a: False)
     case = make_case("bn_lstm", 9, 40, 100, fresh_seed(), dtype=dtype).on("cuda")
     first = differentiate(case, "gpu")
     for _ in range(200):

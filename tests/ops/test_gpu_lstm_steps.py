@@ -32,8 +32,10 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, batch_normalized, compare, products
 
-from rbn.ops.gpu import direct, gradients, lstm_steps, paths
-from rbn.ops.gpu.repeated import Repeated
+from rbn.ops.gpu.lstm import backward, families
+from rbn.ops.gpu.lstm.steps import step_launches
+from rbn.ops.gpu.runtime import direct_launch
+from rbn.ops.gpu.runtime.launch_cache import Repeated
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -49,7 +51,7 @@ TILES = {"one tile": (1024, 2048, 1), "several": (1024, 16, 1), "more programs":
 def tiles(name):
     """Cut the batch and the layer so."""
     sizes = zip(("_TILE", "_LARGEST", "_PROGRAMS"), TILES[name], strict=True)
-    return mock.patch.multiple(lstm_steps, **dict(sizes))
+    return mock.patch.multiple(step_launches, **dict(sizes))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,9 +59,9 @@ def _steps():
     """Step by step whatever else would run, with exact products."""
 
     def steps(a):  # a mock would keep what it is called with, and so all graphs
-        return paths.STEPS
+        return families.STEPS
 
-    with mock.patch.object(paths, "choose", steps), products(tf32=False):
+    with mock.patch.object(families, "choose", steps), products(tf32=False):
         yield
 
 
@@ -91,7 +93,7 @@ def test_shapes(op, shape, name):
 def test_a_batch_beyond_the_tile_as_it_is():
     """Rows are gone over 512 at a time, with 4 units; for the means of the input 128 at a time."""
     case = make_case("bn_lstm", 2, 515, 3, fresh_seed(), lengths="random", **calm("bn_lstm"))
-    assert lstm_steps.tile_of(515, 3, 4) == (512, 4)
+    assert step_launches.tile_of(515, 3, 4) == (512, 4)
     compare(case)
 
 
@@ -211,9 +213,9 @@ def test_the_same_bits_from_a_graph_that_is_kept(monkeypatch):
     case = case.on(DEVICE)
     leaves = {name: v.requires_grad_() for name, v in case.present().items()}
     rooms = []
-    consumed = gradients._consumed
+    consumed = backward._consumed
     monkeypatch.setattr(
-        gradients, "_consumed", lambda *args: rooms.append(consumed(*args)) or rooms[-1]
+        backward, "_consumed", lambda *args: rooms.append(consumed(*args)) or rooms[-1]
     )
     with tiles("several"):
         output = call(case.with_tensors(**leaves), "gpu")["output"]
@@ -234,17 +236,17 @@ def test_the_same_bits_from_a_graph_that_is_kept(monkeypatch):
 def test_steps_launched_by_the_driver_or_by_triton(op, dtype, monkeypatch):
     """The same bits, whoever launches them, also from the second call on."""
     case = make_case(op, 6, 33, 40, fresh_seed(), dtype=dtype, **calm(op)).on(DEVICE)
-    launchers, launcher = [], direct.launcher
+    launchers, launcher = [], direct_launch.launcher
 
     def counted(*args):
         launchers.append(launcher(*args))
         return launchers[-1]
 
-    monkeypatch.setattr(direct, "launcher", counted)
+    monkeypatch.setattr(direct_launch, "launcher", counted)
     found = [differentiate(case, "gpu") for _ in range(2)]
     assert len(launchers) == 4
     assert None not in launchers
-    monkeypatch.setattr(direct, "launcher", lambda *args: None)
+    monkeypatch.setattr(direct_launch, "launcher", lambda *args: None)
     found.append(differentiate(case, "gpu"))
 
     def plainly(step, *numbers):
@@ -320,4 +322,4 @@ def test_the_log_names_both_directions(caplog):
     with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
         differentiate(case, "gpu")
     for way in ("forward", "backward"):
-        assert f"lstm {way} R=1 T=1 B=2 H=3 torch.float32: {paths.STEPS}" in caplog.text
+        assert f"lstm {way} R=1 T=1 B=2 H=3 torch.float32: {families.STEPS}" in caplog.text

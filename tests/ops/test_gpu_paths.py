@@ -11,30 +11,32 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from gpu_cases import DEVICE, products
 
 import rbn
-from rbn.ops.gpu import cuda_lstm, gradients, lstm_steps, paths, precision
-from rbn.ops.gpu.plan import make_plan
+from rbn.ops.gpu.lstm import backward, cuda_kernels, families
+from rbn.ops.gpu.lstm.persistent.tiles import make_plan
+from rbn.ops.gpu.lstm.steps import step_launches
+from rbn.ops.gpu.runtime import precision
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "path"),
     [
-        ((1, 180, 128, 2000), torch.float32, paths.STEPS),  # 64 MB of weights
-        ((1, 180, 128, 2000), torch.bfloat16, paths.STEPS),  # 32
-        ((1, 100, 64, 1000), torch.float32, paths.PERSISTENT),  # 16
-        ((1, 784, 5000, 100), torch.float32, paths.STEPS),  # no tile for the batch
-        ((1, 50, 4, 9000), torch.bfloat16, paths.STEPS),  # no room for all programs
-        ((2, 784, 100, 100), torch.float32, paths.PERSISTENT),
+        ((1, 180, 128, 2000), torch.float32, families.STEPS),  # 64 MB of weights
+        ((1, 180, 128, 2000), torch.bfloat16, families.STEPS),  # 32
+        ((1, 100, 64, 1000), torch.float32, families.PERSISTENT),  # 16
+        ((1, 784, 5000, 100), torch.float32, families.STEPS),  # no tile for the batch
+        ((1, 50, 4, 9000), torch.bfloat16, families.STEPS),  # no room for all programs
+        ((2, 784, 100, 100), torch.float32, families.PERSISTENT),
     ],
 )
 def test_which_path_is_taken(shape, dtype, path, monkeypatch):
     R, T, B, H = shape
     wx = torch.empty(R, T, B, 4 * H, dtype=dtype, device="meta")
     plan = make_plan(R, B, H, 132, dtype.itemsize, 227 * 1024)
-    monkeypatch.setattr(paths, "plan_for", lambda wx: plan)
+    monkeypatch.setattr(families, "plan_for", lambda wx: plan)
     given_ = types.SimpleNamespace(wx=wx)
-    assert paths.choose(given_) == path
-    monkeypatch.setattr(cuda_lstm, "covers", lambda a: True)
-    assert paths.choose(given_) == paths.CUDA
+    assert families.choose(given_) == path
+    monkeypatch.setattr(cuda_kernels, "covers", lambda a: True)
+    assert families.choose(given_) == families.CUDA
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_which_path_is_taken(shape, dtype, path, monkeypatch):
     ],
 )
 def test_the_tile_of_a_program(batch, hidden, itemsize, tile):
-    assert lstm_steps.tile_of(batch, hidden, itemsize) == tile
+    assert step_launches.tile_of(batch, hidden, itemsize) == tile
 
 
 @pytest.mark.parametrize("tf32", [True, False])
@@ -82,7 +84,7 @@ def test_the_gradient_of_the_weights_is_multiplied_as_the_kernels_do(tf32, level
     try:
         torch.set_float32_matmul_precision(level)
         outside = matmul.allow_tf32
-        with gradients._multiplied_as_by_kernels(call):
+        with backward._multiplied_as_by_kernels(call):
             assert matmul.allow_tf32 == (outside or (tf32 and dtype == torch.float32))
         assert matmul.allow_tf32 == outside
     finally:
@@ -124,9 +126,9 @@ def test_the_backward_pass_takes_the_path_of_the_forward_pass(monkeypatch):
 
     def choose(a):
         asked.append(a.tf32)
-        return paths.STEPS
+        return families.STEPS
 
-    monkeypatch.setattr(paths, "choose", choose)
+    monkeypatch.setattr(families, "choose", choose)
     wx = torch.randn(3, 2, 16, device=DEVICE, requires_grad=True)
     weight, states = torch.randn(16, 4, device=DEVICE), torch.zeros(2, 2, 4, device=DEVICE)
     for tf32 in (True, False):

@@ -9,8 +9,8 @@ pytest.importorskip("triton")
 
 import torch
 
-from rbn.ops.gpu import direct, driver, repeated
-from rbn.ops.gpu.repeated import Repeated, launch_kept
+from rbn.ops.gpu.runtime import direct_launch, driver, launch_cache
+from rbn.ops.gpu.runtime.launch_cache import Repeated, launch_kept
 
 
 class Compiled:
@@ -43,7 +43,7 @@ class Kernel:
 
 @pytest.mark.parametrize("takes_all", [True, False])
 def test_triton_looks_at_the_first_launch_alone(takes_all, monkeypatch):
-    monkeypatch.setattr(repeated, "_TAKES_ALL", takes_all)
+    monkeypatch.setattr(launch_cache, "_TAKES_ALL", takes_all)
     kernel = Kernel(Compiled())
     a, b = torch.ones(3), torch.ones(4)
     flags = {"SAVE": True, "UNITS": 8, "num_warps": 4}
@@ -160,7 +160,7 @@ def test_other_launches_are_left_to_triton(what, monkeypatch):
     if what == "old driver":
         cuda.cuFuncGetParamInfo = None
     if what == "hook":
-        monkeypatch.setattr(direct, "_hooked", lambda found: True)
+        monkeypatch.setattr(direct_launch, "_hooked", lambda found: True)
     if what == "compiled in":
         kernel.compiled.src.signature["t"] = "constexpr"
         cuda.sizes = [8, 8, 4]
@@ -190,17 +190,17 @@ def test_whoever_hooks_into_launches_is_heard(monkeypatch):
 
     hooks = types.SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
     monkeypatch.setattr(triton, "knobs", types.SimpleNamespace(runtime=hooks), raising=False)
-    assert not direct._hooked(None)
+    assert not direct_launch._hooked(None)
     hooks.launch_enter_hook = types.SimpleNamespace(calls=[])
-    assert not direct._hooked(None)
+    assert not direct_launch._hooked(None)
     hooks.launch_enter_hook.calls.append(print)
-    assert direct._hooked(None)
+    assert direct_launch._hooked(None)
     hooks.launch_enter_hook = print  # of other versions
-    assert direct._hooked(None)
+    assert direct_launch._hooked(None)
     monkeypatch.delattr(triton, "knobs")
-    assert not direct._hooked(Compiled())
+    assert not direct_launch._hooked(Compiled())
     monkeypatch.setattr(Compiled, "launch_exit_hook", print, raising=False)
-    assert direct._hooked(Compiled())
+    assert direct_launch._hooked(Compiled())
 
 
 def test_one_launch_of_many_calls():
@@ -224,7 +224,7 @@ def test_one_launch_of_many_calls():
     assert asked == [0]
     ((grid, arguments),) = kernel.compiled.calls
     assert grid == (3, 2, 1)
-    rest = (8, True) if repeated._TAKES_ALL else ()
+    rest = (8, True) if launch_cache._TAKES_ALL else ()
     assert arguments == (room[4:].data_ptr(), room[8:].data_ptr(), 5, 0.5, *rest)
     launch(1)  # not at a multiple of 16 bytes
     launch(0, rate=0.25)

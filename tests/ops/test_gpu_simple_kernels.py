@@ -142,7 +142,7 @@ def test_batches_of_several_tiles(padding):
 
 def test_a_program_for_each_row(monkeypatch):
     """As on a GPU; the interpreter is given several at once, to save time."""
-    steps = importlib.import_module("rbn.ops.gpu.ln_lstm_steps")
+    steps = importlib.import_module("rbn.ops.gpu.ln_lstm.ln_steps")
     monkeypatch.setattr(steps, "_TILE_INTERPRETED", 1)
     compare(make_case("ln_lstm", 2, 3, 5, lengths=[2, 1, 2], **calm("ln_lstm")))
 

@@ -11,7 +11,7 @@ import rbn.nn.recurrence
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-layer_node = importlib.import_module("rbn.ops.gpu.layer")
+layer_node = importlib.import_module("rbn.ops.gpu.lstm.layer")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_a_card = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test
@@ -30,7 +30,7 @@ def nodes(monkeypatch):
     )
     if DEVICE == "cpu":
         monkeypatch.setattr(layer_node, "pays", lambda wx, calls: True)
-        together = importlib.import_module("rbn.ops.gpu.together")
+        together = importlib.import_module("rbn.ops.gpu.lstm.together")
         monkeypatch.setattr(together, "pays", lambda wx, calls: True)
     with rbn.backend("gpu"):
         yield found

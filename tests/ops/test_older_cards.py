@@ -16,7 +16,10 @@ from rbn.ops import dispatch, reference
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops import gpu
-from rbn.ops.gpu import cuda_lstm, nvrtc, paths, plan, symbols
+from rbn.ops.gpu.lstm import cuda_kernels, families
+from rbn.ops.gpu.lstm.persistent import tiles
+from rbn.ops.gpu.runtime import nvrtc
+from rbn.ops.gpu.symbols.symbol_rows import symbol_rows
 
 ON_A_CARD = types.SimpleNamespace(device=torch.device("cuda", 0))
 
@@ -24,7 +27,7 @@ ON_A_CARD = types.SimpleNamespace(device=torch.device("cuda", 0))
 @pytest.fixture
 def card(monkeypatch):
     """Makes the card one of another compute capability."""
-    caches = (dispatch._capability, cuda_lstm._capable, cuda_lstm._has_room, paths._plan)
+    caches = (dispatch._capability, cuda_kernels._capable, cuda_kernels._has_room, families._plan)
 
     def of(*capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -61,17 +64,17 @@ def test_cards_of_another_maker_run_the_reference(card, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "compiler", "path"),
     [
-        ((7, 0), True, paths.PERSISTENT),
-        ((7, 5), True, paths.PERSISTENT),
-        ((8, 0), True, paths.CUDA),
-        ((8, 0), False, paths.PERSISTENT),
+        ((7, 0), True, families.PERSISTENT),
+        ((7, 5), True, families.PERSISTENT),
+        ((8, 0), True, families.CUDA),
+        ((8, 0), False, families.PERSISTENT),
     ],
 )
 def test_cuda_needs_ampere_and_its_compiler(capability, compiler, path, card, monkeypatch):
     card(*capability)
     properties = types.SimpleNamespace(multi_processor_count=80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for module in (cuda_lstm, plan):
+    for module in (cuda_kernels, tiles):
         monkeypatch.setattr(module, "shared_limit", lambda device: 96 * 1024)
     monkeypatch.setattr(nvrtc, "works", lambda number: compiler and number == capability)
     wx = types.SimpleNamespace(
@@ -83,7 +86,7 @@ def test_cuda_needs_ampere_and_its_compiler(capability, compiler, path, card, mo
         dim=lambda: 3,
     )
     given = dict.fromkeys(("joint", "include", "pass_normalized_cell", "zoned"), False)
-    assert paths.choose(types.SimpleNamespace(wx=wx, **given)) == path
+    assert families.choose(types.SimpleNamespace(wx=wx, **given)) == path
 
 
 @pytest.mark.parametrize(
@@ -99,12 +102,12 @@ def test_cuda_needs_ampere_and_its_compiler(capability, compiler, path, card, mo
 def test_where_products_of_half_precision_are_made(capability, dtype, expected, card, monkeypatch):
     """Elsewhere factors are widened, and take twice the shared memory."""
     card(*capability)
-    assert plan.has_product(torch.device("cuda", 0), dtype) is expected
+    assert tiles.has_product(torch.device("cuda", 0), dtype) is expected
     made = []
-    monkeypatch.setattr(paths, "multiprocessors", lambda where: 40)
-    monkeypatch.setattr(paths, "shared_memory", lambda where: 64 * 1024)
-    monkeypatch.setattr(paths, "make_plan", lambda *sizes: made.append(sizes))
-    paths._new_plan(1, 200, 60, dtype, 0)
+    monkeypatch.setattr(families, "multiprocessors", lambda where: 40)
+    monkeypatch.setattr(families, "shared_memory", lambda where: 64 * 1024)
+    monkeypatch.setattr(families, "make_plan", lambda *sizes: made.append(sizes))
+    families._new_plan(1, 200, 60, dtype, 0)
     assert made == [(1, 200, 60, 40, dtype.itemsize, 64 * 1024, not expected)]
 
 
@@ -112,9 +115,9 @@ def test_where_products_of_half_precision_are_made(capability, dtype, expected, 
 @pytest.mark.parametrize("batch", [1, 64, 129, 400])
 @pytest.mark.parametrize("hidden", [1, 24, 60, 100, 1000])
 def test_widened_tiles_fit_the_card(shared, batch, hidden):
-    found = plan.make_plan(1, batch, hidden, 80, 2, 1024 * shared, widened=True)
-    assert found == plan.make_plan(1, batch, hidden, 80, 2, 1024 * shared, True)
-    rows = max(16, plan.power_of_two(batch))
+    found = tiles.make_plan(1, batch, hidden, 80, 2, 1024 * shared, widened=True)
+    assert found == tiles.make_plan(1, batch, hidden, 80, 2, 1024 * shared, True)
+    rows = max(16, tiles.power_of_two(batch))
     if found is None:
         assert (rows + 16) * 16 * 4 > 1024 * shared or rows * 16 * -(-hidden // 320) > 2**13
         return
@@ -126,8 +129,8 @@ def test_widened_tiles_fit_the_card(shared, batch, hidden):
 
 
 def test_widened_symbols_are_multiplied_fewer_rows_at_a_time():
-    assert symbols._cut(256, torch.bfloat16, False)[1] == 64
-    assert symbols._cut(256, torch.bfloat16, True)[1] == 32
+    assert symbol_rows._cut(256, torch.bfloat16, False)[1] == 64
+    assert symbol_rows._cut(256, torch.bfloat16, True)[1] == 32
 
 
 KERNELS = {

@@ -11,9 +11,10 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import cuda_lstm, launch, small_lstm
-from rbn.ops.gpu import layer as layer_node
-from rbn.ops.gpu.input_moments import feature_moments
+from rbn.ops.gpu.lstm import cuda_kernels, forward
+from rbn.ops.gpu.lstm import layer as layer_node
+from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.input_moments import feature_moments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_the_host = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins for kernels")
@@ -75,15 +76,15 @@ class Made(Exception):
 
 
 def small_enough(wx):
-    return small_lstm.cut_small(wx.dtype, *(wx.shape[-2], wx.shape[-1] // 4))
+    return cluster_kernels.cut_small(wx.dtype, *(wx.shape[-2], wx.shape[-1] // 4))
 
 
 @pytest.fixture
 def stand_ins(monkeypatch):
     """The kernels for small layers take what they would take on a card."""
-    monkeypatch.setattr(small_lstm, "ONE_FEATURE", TYPES)
-    monkeypatch.setattr(cuda_lstm, "covers", cuda_lstm.takes_options)
-    monkeypatch.setattr(small_lstm, "choose", small_enough)
+    monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", TYPES)
+    monkeypatch.setattr(cuda_kernels, "covers", cuda_kernels.takes_options)
+    monkeypatch.setattr(cluster_kernels, "choose", small_enough)
     with rbn.backend("gpu"):
         yield
 
@@ -95,7 +96,7 @@ def which(monkeypatch, stand_ins):
     def end(error, *args):
         raise error
 
-    monkeypatch.setattr(launch, "forward_of_one_feature", functools.partial(end, Taken))
+    monkeypatch.setattr(forward, "forward_of_one_feature", functools.partial(end, Taken))
     monkeypatch.setattr(rbn.nn.recurrence, "input_product", functools.partial(end, Made))
     monkeypatch.setattr(layer_node, "padded_factors", functools.partial(end, Made))
 
@@ -181,7 +182,7 @@ def test_more_calls_whose_input_term_is_made(monkeypatch):
     for watching in (TorchDispatchMode(), rbn.backend("reference")):
         with pytest.raises(Made), watching:
             layer(x)
-    monkeypatch.setattr(small_lstm, "ONE_FEATURE", ())
+    monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", ())
     with pytest.raises(Made):
         layer(x)
 
@@ -190,7 +191,7 @@ def test_more_calls_whose_input_term_is_made(monkeypatch):
 @pytest.mark.usefixtures("which")
 @pytest.mark.parametrize("dtype", TYPES)
 def test_types_are_asked_for_by_name(dtype, monkeypatch):
-    monkeypatch.setattr(small_lstm, "ONE_FEATURE", (torch.float32,))
+    monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", (torch.float32,))
     with pytest.raises(Taken if dtype == torch.float32 else Made):
         rbn.BatchNormLSTM(1, 6).to(dtype)(torch.randn(3, 5, 1, dtype=dtype))
 
@@ -215,7 +216,7 @@ class Card:
         return self
 
     def launch(self, grid, packed):
-        both = (cuda_lstm.OneForwardArguments, cuda_lstm.OneBackwardArguments)
+        both = (cuda_kernels.OneForwardArguments, cuda_kernels.OneBackwardArguments)
         (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
         a = struct.from_buffer_copy(packed)
         assert all(getattr(a, name) % 16 == 0 for name in ("wx", "w", "weight"))
@@ -241,8 +242,8 @@ class Card:
 def test_what_kernels_are_given(monkeypatch, dtype, directions, kind):
     T, B, H, S = 3, 5, 6, 8
     card = Card(directions * T * S, directions * 4 * H)
-    monkeypatch.setattr(small_lstm, "cluster_of", lambda *sizes: 1)
-    monkeypatch.setattr(small_lstm, "kernel", card)
+    monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *sizes: 1)
+    monkeypatch.setattr(cluster_kernels, "kernel", card)
     options = (
         {} if kind == "none" else {"input_stats": "sequence" if kind == "sequence" else "step"}
     )
@@ -293,8 +294,8 @@ def test_what_kernels_are_given(monkeypatch, dtype, directions, kind):
 @pytest.mark.usefixtures("stand_ins")
 def test_a_graph_that_is_kept_and_one_that_is_differentiated(monkeypatch):
     card = Card(3 * 8, 24)
-    monkeypatch.setattr(small_lstm, "cluster_of", lambda *sizes: 1)
-    monkeypatch.setattr(small_lstm, "kernel", card)
+    monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *sizes: 1)
+    monkeypatch.setattr(cluster_kernels, "kernel", card)
     layer = rbn.BatchNormLSTM(1, 6)
     output, _ = layer(torch.randn(3, 5, 1))
     for _ in range(2):

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.alike import raised, steps_alike
-from rbn.ops.gpu.raised import raised_variances
+from rbn.ops.gpu.lstm.constant_terms import raised_variances
+from rbn.ops.identical_rows import raised, steps_alike
 from rbn.ops.types import CONSTANT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from gpu_cases import DEVICE
 
 from rbn.ops import reference, symbol_rows
-from rbn.ops.gpu import symbols as gpu_symbols
+from rbn.ops.gpu.symbols import symbol_rows as gpu_symbols
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
@@ -268,12 +268,14 @@ class TestOnTheCard:
 
 
 def test_launches_for_other_types_of_symbols_are_others(monkeypatch):
-    from rbn.ops.gpu import repeated, symbols
+    from rbn.ops.gpu.runtime import launch_cache
 
     seen = []
-    monkeypatch.setattr(repeated, "launch_known", lambda kernel, known, *rest: seen.append(known))
+    monkeypatch.setattr(
+        launch_cache, "launch_known", lambda kernel, known, *rest: seen.append(known)
+    )
     given = torch.randint(0, 5, (6, 4))
     for each in (given, given.int()):
-        symbols.gradient(each, torch.randn(6, 4, 8), 5, torch.float32)
+        gpu_symbols.gradient(each, torch.randn(6, 4, 8), 5, torch.float32)
     assert seen[0] != seen[2]
     assert seen[1] == seen[3]

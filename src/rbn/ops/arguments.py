@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.alike import steps_alike
+from rbn.ops.identical_rows import steps_alike
 from rbn.ops.types import Statistics
 
 
@@ -55,7 +55,7 @@ def alike_of(
     lengths: Tensor | None = None,
     include: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`rbn.ops.alike.steps_alike` from the mean and rstd of the terms x, h and c.
+    """`rbn.ops.identical_rows.steps_alike` from the mean and rstd of the terms x, h and c.
 
     masks: of zoneout. lengths, include: of padding.
     """

@@ -13,14 +13,14 @@ Nonlinearity = Literal["tanh", "relu"]
 InitialState = Literal["learned", "zeros"]
 Ablation = Literal["shared_stats", "joint_terms", "pass_normalized_cell", "raw_output"]
 
-# As long as all rows of the states and of the input are alike, before the first input that differs,
-# a recurrent or cell term whose variance over the minibatch is at most this part of eps passes no
-# gradient on to earlier steps. Nothing that the rows share can part them, so gradients cancel, but
-# each by itself grows by gamma / sqrt(eps) with every such step, and what rounding leaves of
-# them can outweigh all else. Leaving them out is exact for everything that the rows share; what
-# would part them, a W_x or a map to h0 that is exactly 0, gets none. Alike are rows whose terms
-# have such a variance, too: what differs by less than that counts as rounding.
-# kernel.c, device.py and common.cuh have the same number; `rbn.ops.alike` finds the steps.
+# The threshold of constant terms. While all rows of the minibatch are identical (blank leading
+# pixels, say), a recurrent or cell term has no variance, and each such step would multiply its
+# gradient by gamma / sqrt(eps). The gradients of all rows cancel, but the rounding errors left over
+# can outweigh everything else. So in those steps a term whose variance is at most CONSTANT * eps
+# passes no gradient to earlier steps. That is exact for everything the rows share. Only a W_x or a
+# map to h0 that is exactly 0 and would make the rows differ gets no gradient.
+# `rbn.ops.identical_rows` finds the steps. Every backend takes the number from here: the C kernel and the CUDA kernels are
+# compiled with it.
 CONSTANT = 5e-6
 
 

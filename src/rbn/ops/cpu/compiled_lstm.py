@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.alike import lowered
 from rbn.ops.arguments import alike_of
 from rbn.ops.cpu.fused_lstm import Grads, Inputs, Outputs, statistics_shapes
 from rbn.ops.cpu.layout import Layout, Rooms, like_parameter
 from rbn.ops.cpu.norms import SequenceNorm
+from rbn.ops.identical_rows import lowered
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 _NONE, _BATCH, _GIVEN = 0, 1, 2

@@ -18,7 +18,9 @@
 #define CHAINS 4 /* sums side by side within a chunk: an addition need not wait for the last one */
 #define ROWS 256 /* rows for which a thread has room on its stack */
 
-#define CONSTANT 5e-6f /* as in rbn.ops.types, which says why */
+#ifndef CONSTANT
+#error "CONSTANT comes from rbn/ops/types.py: build with hatch_build.py"
+#endif
 
 #define EXPORT __attribute__((visibility("default")))
 

@@ -60,7 +60,7 @@ class _MomentsOfSteps:
 class BatchNorm(_MomentsOfSteps):
     """Statistics of the minibatch, a set of its own for each step (the paper's training mode).
 
-    alike: the steps in which a constant term passes no gradient on (see `rbn.ops.alike`).
+    alike: the steps in which a constant term passes no gradient on (see `rbn.ops.identical_rows`).
     """
 
     alike: Sequence[bool] = ()

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from rbn.ops import reference
 from rbn.ops.arguments import needs_grad, population_list, zoneout_arguments
-from rbn.ops.gpu.averaging import average_in
-from rbn.ops.gpu.cross_entropy import linear_cross_entropy
-from rbn.ops.gpu.layer import from_inputs
-from rbn.ops.gpu.library import lstm_op
-from rbn.ops.gpu.ln_lstm_steps import LARGEST
-from rbn.ops.gpu.one_feature import from_one_feature, may_take
-from rbn.ops.gpu.plan import tf32_allowed
+from rbn.ops.gpu.cross_entropy.loss import linear_cross_entropy
+from rbn.ops.gpu.ln_lstm.ln_steps import LARGEST
+from rbn.ops.gpu.lstm.layer import from_inputs
+from rbn.ops.gpu.lstm.library import lstm_op
+from rbn.ops.gpu.lstm.one_feature import from_one_feature, may_take
+from rbn.ops.gpu.lstm.persistent.tiles import tf32_allowed
+from rbn.ops.gpu.lstm.together import together
+from rbn.ops.gpu.running_average import average_in
 from rbn.ops.gpu.steps_library import bn_rnn_op, ln_lstm_op
-from rbn.ops.gpu.symbols import symbol_rows
-from rbn.ops.gpu.together import together
+from rbn.ops.gpu.symbols.symbol_rows import symbol_rows
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu import device as kernel_device
+from rbn.ops.gpu.runtime import triton_functions as kernel_device
 from rbn.ops.types import valid_steps
 
 

@@ -1,0 +1,258 @@
+"""Kernels of the batch-normalized simple RNN: a program owns UNITS units, for every row.
+
+So every mean and variance over the batch is its own affair. It goes over the batch in tiles of ROWS
+rows, once for each thing that must be known of all rows before the next can be said of one. Names
+are those of `rbn.ops.reference.bn_rnn`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rbn.ops.gpu.runtime.triton_functions import (
+    BATCH,
+    MASK,
+    NONE,
+    RATE,
+    by_zoneout,
+    load,
+    slope,
+    tanh,
+    unpadded,
+)
+
+
+@triton.jit(do_not_specialize=["t", "B", "row_x", "row_h"])
+def bn_rnn_step(
+    wh,  # [B, H] float32: W_h h
+    wx,  # [T, B, H]
+    bias,  # [H]
+    gamma_x,  # [H]
+    gamma_h,  # [H]
+    mean_x,  # [rows, H], read where given, else written
+    var_x,
+    mean_h,  # [rows, H]
+    var_h,
+    hs,  # [T + 1, B, H]
+    centered,  # [T, B, H]: W_h h less its mean, for the backward pass
+    h_n,  # [B, H] float32, written where there are lengths
+    lengths,  # [B] int32
+    inv_n,  # [T] float32: 1 / rows that count
+    mask_h,  # [T, B, H] bool
+    t,
+    B,
+    row_x,
+    row_h,
+    rate_h,
+    eps,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    X: tl.constexpr,
+    NORM: tl.constexpr,
+    RELU: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    INCLUDE: tl.constexpr,
+    ZONE_H: tl.constexpr,
+    SAVE: tl.constexpr,
+):
+    """Step t after the product W_h h."""
+    EXCLUDE: tl.constexpr = LENGTHS and not INCLUDE
+    step = tl.cast(t, tl.int64) * B
+    units = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    inside = units < H
+    of_x = tl.cast(row_x, tl.int64) * H + units
+    of_h = tl.cast(row_h, tl.int64) * H + units
+
+    if NORM == BATCH:
+        scale = 1.0 / B
+        if EXCLUDE:
+            scale = tl.load(inv_n + t)
+        m_h = tl.zeros((UNITS,), tl.float32)
+        m_x = tl.zeros((UNITS,), tl.float32)
+        for first in range(0, B, ROWS):
+            rows = first + tl.arange(0, ROWS)
+            at = rows.to(tl.int64)[:, None] * H + units[None, :]
+            counts = unpadded(lengths, rows, t, B, EXCLUDE) & inside[None, :]
+            m_h += tl.sum(load(wh, at, counts), 0)
+            if X == BATCH:
+                m_x += tl.sum(load(wx, step * H + at, counts), 0)
+        m_h *= scale
+        m_x *= scale
+        v_h = tl.zeros((UNITS,), tl.float32)
+        v_x = tl.zeros((UNITS,), tl.float32)
+        for first in range(0, B, ROWS):
+            rows = first + tl.arange(0, ROWS)
+            at = rows.to(tl.int64)[:, None] * H + units[None, :]
+            counts = unpadded(lengths, rows, t, B, EXCLUDE) & inside[None, :]
+            d = tl.where(counts, load(wh, at, counts) - m_h[None, :], 0.0)
+            v_h += tl.sum(d * d, 0)
+            if X == BATCH:
+                d = tl.where(counts, load(wx, step * H + at, counts) - m_x[None, :], 0.0)
+                v_x += tl.sum(d * d, 0)
+        v_h *= scale
+        v_x *= scale
+        tl.store(mean_h + of_h, m_h, mask=inside)
+        tl.store(var_h + of_h, v_h, mask=inside)
+    else:
+        m_h = tl.load(mean_h + of_h, mask=inside, other=0.0)
+        v_h = tl.load(var_h + of_h, mask=inside, other=0.0)
+    if X == BATCH:
+        tl.store(mean_x + of_x, m_x, mask=inside)
+        tl.store(var_x + of_x, v_x, mask=inside)
+    else:
+        m_x = tl.load(mean_x + of_x, mask=inside, other=0.0)
+        v_x = tl.load(var_x + of_x, mask=inside, other=0.0)
+
+    scale_h = tl.load(gamma_h + units, mask=inside, other=0.0)
+    scale_x = tl.load(gamma_x + units, mask=inside, other=0.0)
+    b = tl.load(bias + units, mask=inside, other=0.0)
+    rstd_h = tl.rsqrt(v_h + eps)
+    rstd_x = tl.rsqrt(v_x + eps)
+    for first in range(0, B, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        at = rows.to(tl.int64)[:, None] * H + units[None, :]
+        ok = (rows < B)[:, None] & inside[None, :]
+        valid = unpadded(lengths, rows, t, B, LENGTHS) & inside[None, :]
+        # What does not count is read as zeros: NaN would spread.
+        read = valid if EXCLUDE else ok
+        a = tl.where(read, load(wh, at, read) - m_h[None, :], 0.0)
+        x = tl.where(read, load(wx, step * H + at, read) - m_x[None, :], 0.0)
+        pre = (a * rstd_h[None, :]) * scale_h[None, :] + b[None, :]
+        pre += (x * rstd_x[None, :]) * scale_x[None, :]
+        h_t = tl.where(pre <= 0.0, 0.0, pre) if RELU else tanh(pre)  # a NaN stays one
+
+        if ZONE_H != NONE or INCLUDE:
+            h = load(hs, step * H + at, ok)
+            if ZONE_H == MASK:
+                h_t = tl.where(tl.load(mask_h + step * H + at, mask=ok, other=0) != 0, h, h_t)
+            if ZONE_H == RATE:
+                h_t = rate_h * h + (1.0 - rate_h) * h_t
+            if INCLUDE:
+                h_t = tl.where(valid, h_t, h)
+        if EXCLUDE:
+            h_t = tl.where(valid, h_t, 0.0)
+        tl.store(hs + (step + B) * H + at, h_t.to(hs.dtype.element_ty), mask=ok)
+        if SAVE:
+            tl.store(centered + step * H + at, a.to(centered.dtype.element_ty), mask=ok)
+        if LENGTHS:
+            tl.store(h_n + at, h_t, mask=valid)
+
+
+@triton.jit(do_not_specialize=["t", "B", "T", "row_x", "row_h"])
+def bn_rnn_step_backward(
+    wx,  # [T, B, H]
+    bias,  # [H]
+    gamma_x,  # [H]
+    gamma_h,  # [H]
+    mean_x,  # [rows, H]
+    var_x,
+    var_h,  # [rows, H]
+    centered,  # [T, B, H]
+    lengths,  # [B] int32
+    inv_n,  # [T] float32
+    mask_h,  # [T, B, H] bool
+    doutput,  # [T, B, H]
+    through,  # [B, H] float32: what comes back through the product of the step after
+    dh,  # [B, H] float32: dh_n at first, then what skips the product
+    dpre,  # [B, H] float32, to work in: the gradient before the nonlinearity
+    da,  # [T, B, H]: d(W_h h)
+    dwx,  # [T, B, H]
+    sums,  # [3, T, H] float32: the step's share of the gradients of bias, gamma_x and gamma_h
+    t,
+    B,
+    T,
+    row_x,
+    row_h,
+    rate_h,
+    eps,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    X: tl.constexpr,
+    NORM: tl.constexpr,
+    RELU: tl.constexpr,
+    HAS_DOUTPUT: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    INCLUDE: tl.constexpr,
+    ZONE_H: tl.constexpr,
+):
+    """Step t back to d(W_h h); the product with W_h follows."""
+    EXCLUDE: tl.constexpr = LENGTHS and not INCLUDE
+    step = tl.cast(t, tl.int64) * B
+    units = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    inside = units < H
+    of_x = tl.cast(row_x, tl.int64) * H + units
+    of_h = tl.cast(row_h, tl.int64) * H + units
+    scale_h = tl.load(gamma_h + units, mask=inside, other=0.0)
+    scale_x = tl.load(gamma_x + units, mask=inside, other=0.0)
+    b = tl.load(bias + units, mask=inside, other=0.0)
+    m_x = tl.load(mean_x + of_x, mask=inside, other=0.0)
+    rstd_x = tl.rsqrt(tl.load(var_x + of_x, mask=inside, other=0.0) + eps)
+    rstd_h = tl.rsqrt(tl.load(var_h + of_h, mask=inside, other=0.0) + eps)
+
+    first_sum = tl.zeros((UNITS,), tl.float32)
+    of_a = tl.zeros((UNITS,), tl.float32)
+    of_input = tl.zeros((UNITS,), tl.float32)
+    for first in range(0, B, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        at = rows.to(tl.int64)[:, None] * H + units[None, :]
+        ok = (rows < B)[:, None] & inside[None, :]
+        valid = unpadded(lengths, rows, t, B, LENGTHS) & inside[None, :]
+        a_hat = load(centered, step * H + at, ok) * rstd_h[None, :]
+        read = valid if EXCLUDE else ok
+        x = tl.where(read, load(wx, step * H + at, read) - m_x[None, :], 0.0)
+        x_hat = x * rstd_x[None, :]
+        pre = a_hat * scale_h[None, :] + b[None, :]
+        pre += x_hat * scale_x[None, :]
+
+        dh_t = load(dh, at, ok) + load(through, at, ok)
+        if HAS_DOUTPUT:
+            dh_t += load(doutput, step * H + at, valid)
+        skip, d = by_zoneout(dh_t, mask_h, step * H + at, ok, rate_h, ZONE_H)
+        if LENGTHS:
+            skip = tl.where(valid, skip, dh_t)
+            d = tl.where(valid, d, 0.0)
+        if RELU:
+            d = tl.where(pre <= 0.0, 0.0, d)
+        else:
+            y = tanh(pre)
+            d *= 1.0 - y * y
+        first_sum += tl.sum(d, 0)
+        of_a += tl.sum(d * a_hat, 0)
+        of_input += tl.sum(d * x_hat, 0)
+        tl.store(dpre + at, d, mask=ok)
+        tl.debug_barrier()  # every thread has read this tile of dh
+        tl.store(dh + at, skip, mask=ok)
+    tl.store(sums + tl.cast(t, tl.int64) * H + units, first_sum, mask=inside)
+    tl.store(sums + (tl.cast(T, tl.int64) + t) * H + units, of_input, mask=inside)
+    tl.store(sums + (2 * tl.cast(T, tl.int64) + t) * H + units, of_a, mask=inside)
+
+    scale = 1.0 / B
+    if EXCLUDE:
+        scale = tl.load(inv_n + t)
+    slope_h = slope(rstd_h, scale_h, eps, NORM)
+    slope_x = rstd_x * scale_x
+    first_sum *= scale
+    of_a *= scale
+    of_input *= scale
+    tl.debug_barrier()  # dpre is written, whichever thread reads it
+    for first in range(0, B, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        at = rows.to(tl.int64)[:, None] * H + units[None, :]
+        ok = (rows < B)[:, None] & inside[None, :]
+        counts = unpadded(lengths, rows, t, B, EXCLUDE) & inside[None, :]
+        d = load(dpre, at, ok)
+        d_h = d
+        d_x = d
+        if NORM == BATCH:
+            a_hat = load(centered, step * H + at, ok) * rstd_h[None, :]
+            d_h = tl.where(counts, d - first_sum[None, :] - a_hat * of_a[None, :], 0.0)
+        if X == BATCH:
+            x_hat = (load(wx, step * H + at, counts) - m_x[None, :]) * rstd_x[None, :]
+            d_x = tl.where(counts, d - first_sum[None, :] - x_hat * of_input[None, :], 0.0)
+        d_h *= slope_h[None, :]
+        d_x *= slope_x[None, :]
+        tl.store(da + step * H + at, d_h.to(da.dtype.element_ty), mask=ok)
+        tl.store(dwx + step * H + at, d_x.to(dwx.dtype.element_ty), mask=ok)

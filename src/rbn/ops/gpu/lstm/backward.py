@@ -1,0 +1,424 @@
+"""The LSTM's backward pass on the GPU, from tensors to kernel launches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu.lstm import cuda_kernels, families
+from rbn.ops.gpu.lstm.constant_terms import raised_variances
+from rbn.ops.gpu.lstm.kernel_arguments import FAR, Call, aligned, laid_out, rows_of
+from rbn.ops.gpu.lstm.persistent.backward_kernel import lstm_backward
+from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
+from rbn.ops.gpu.lstm.prepare_kernels import finish
+from rbn.ops.gpu.lstm.signature import Grads, Inputs, Outputs
+from rbn.ops.gpu.lstm.steps import step_launches
+from rbn.ops.gpu.runtime.launch_cache import launch_known
+from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
+from rbn.ops.types import valid_steps
+
+log = logging.getLogger("rbn.ops.gpu")
+
+_AS_EVER = contextlib.nullcontext()
+_BLOCK, _UNITS = 512, 32  # sums, and columns of states, that a program of `finish` takes
+
+
+def _consumed(call: Call, wh: Tensor) -> Tensor | None:
+    """Room for d(W_h h) ``[T, B, 4H]`` inside that of W_h h, where the forward pass left enough.
+
+    The backward pass reads W_h h of step t, then writes d(W_h h) of step t, last step first. The
+    latter lies at the end of the room, so that step t's covers only what was kept of the steps
+    after t: every block has read that before any block can have what it needs for step t. Unless
+    they do not all wait for each other.
+    """
+    size, kept, numbers = call.flat.numel(), call.facts.saved[1], wh.numel()
+    if numbers == kept:  # as the operator gives it: there may be more behind it
+        numbers = wh.untyped_storage().nbytes() // wh.element_size()
+    begin = (numbers - size) // 8 * 8  # a multiple of 16 bytes
+    alone = call.R == 1 and call.facts.in_step
+    if not alone or wh.storage_offset() or begin < kept + call.B * 4 * call.H - size:
+        return None
+    strides = (size, call.B * 4 * call.H, 4 * call.H, 1)
+    return wh.as_strided(call.flat.shape, strides[-call.flat.dim() :], begin)
+
+
+class _Sums:
+    """Room for the gradients of `VECTORS`, and of w where there is one, float32, in one piece.
+
+    A part begins at a multiple of 16 bytes, which the kernels ask for.
+    """
+
+    def __init__(self, call: Call) -> None:
+        n = call.R * call.H
+        padded = -(-n // 4) * 4
+        self.sizes = [4 * n] * 3 + [padded] * 2
+        if call.w is not None:
+            self.sizes.append(4 * n)
+        new = torch.empty if call.in_cuda else torch.zeros
+        self.whole = new(sum(self.sizes), dtype=torch.float32, device=call.flat.device)
+
+    def parts(self) -> list[Tensor]:
+        return list(self.whole.split(self.sizes))
+
+    def at(self) -> dict[str, int]:
+        """The addresses of the parts, by the kernels' names of them."""
+        begin, n, padded = self.whole.data_ptr(), 4 * self.sizes[0], 4 * self.sizes[3]
+        found = {
+            "dbias": begin,
+            "dgamma_x": begin + n,
+            "dgamma_h": begin + 2 * n,
+            "dgamma_c": begin + 3 * n,
+            "dbeta_c": begin + 3 * n + padded,
+        }
+        if len(self.sizes) > len(found):
+            found["dwx"] = begin + 3 * n + 2 * padded
+        return found
+
+    def gradients(self, call: Call) -> list[Tensor | None]:
+        """The parts in the types and shapes of the parameters; None where there is none."""
+        whole, types = self.whole, {v.dtype for v in self._parameters(call) if v is not None}
+        if len(types) == 1 and whole.dtype not in types:  # rounded all at once
+            whole = whole.to(next(iter(types)))
+        return self._fitted(call, whole.split_with_sizes(self.sizes))
+
+    def with_states(
+        self, call: Call, dh0: Tensor, dh: Tensor | None, dc: Tensor
+    ) -> list[Tensor | None] | None:
+        """The same and then the gradients of initial states that all rows share, in one launch.
+
+        None where it does not come to that. dh0, dh: what goes through the last product and what,
+        if anything, does not. dc: that of c0, like dh in float32.
+        """
+        a = call.a
+        types = {v.dtype for v in (*self._parameters(call), a.h0, a.c0) if v is not None}
+        if not call.in_cuda or len(types) > 1 or not (call.shared(a.h0) and call.shared(a.c0)):
+            return None
+        count, units = self.whole.numel(), call.R * call.H
+        out = torch.empty(count + 2 * units, dtype=next(iter(types)), device=dc.device)
+        tensors = (self.whole, dh0, dc if dh is None else dh, dc, out)
+
+        def ask() -> Any:
+            return (
+                (max(-(-count // _BLOCK), -(-units // _UNITS)), 1),
+                tensors,
+                (count, units, call.B, call.H),
+                {
+                    "MORE": dh is not None,
+                    "ROWS": min(128, power_of_two(call.B)),
+                    "UNITS": _UNITS,
+                    "BLOCK": _BLOCK,
+                },
+            )
+
+        known = (count, units, call.B, call.H, dh is None, dh0.dtype, out.dtype)
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        launch_known(finish, known, addresses, ask, out)
+        *parts, of_h, of_c = out.split_with_sizes([*self.sizes, units, units])
+        states = (of_h, of_c) if not call.lead else (of_h.view(a.h0.shape), of_c.view(a.c0.shape))
+        return [*self._fitted(call, parts), *states]
+
+    def _parameters(self, call: Call) -> list[Tensor | None]:
+        a = call.a
+        given = [a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c]
+        return given if call.w is None else [*given, call.w]
+
+    def _fitted(self, call: Call, parts: Sequence[Tensor]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        given = self._parameters(call)
+        for parameter, part, size in zip(given, parts, self.sizes, strict=True):
+            if parameter is None:
+                found.append(None)
+                continue
+            if size != parameter.numel():
+                part = part.narrow(0, 0, parameter.numel())
+            if part.dtype != parameter.dtype:
+                part = part.to(parameter.dtype)
+            found.append(part.view(parameter.shape) if parameter.dim() > 1 else part)
+        return found
+
+
+def backward(
+    given: Inputs,
+    r: Outputs,
+    doutput: Tensor | None,
+    dh_n: Tensor | None,
+    dc_n: Tensor | None,
+    consume: bool = False,
+    w: Tensor | None = None,
+    inputs: Tensor | None = None,
+) -> Grads:
+    """The gradients of all differentiable inputs, from those of the three results.
+
+    consume: whether what the forward pass saved may be overwritten, as nobody will need it again.
+    w, inputs: for inputs of one feature, see `Call`, and as the forward pass has given them. The
+        gradient that is named after the input term is then that of w.
+    """
+    found = gradients(Call(given, w), r, doutput, dh_n, dc_n, consume, inputs)
+    empty = functools.partial(given.wx.new_empty, 0, dtype=torch.float32)
+    return Grads._make(empty() if value is None else value for value in found)
+
+
+def gradients(
+    call: Call,
+    r: Outputs,
+    doutput: Tensor | None,
+    dh_n: Tensor | None,
+    dc_n: Tensor | None,
+    consume: bool = False,
+    inputs: Tensor | None = None,
+) -> Grads:
+    """The same of a call; None for absent inputs."""
+    a, wx, w = call.a, call.flat, call.w
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug(
+            "lstm backward R=%d T=%d B=%d H=%d %s: %s",
+            *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
+        )
+    looks = call.in_cuda and call.facts.looks["backward"]
+    da = _consumed(call, r.wh) if consume and not looks else None
+    if looks:  # it begins EMPTY, so it has a room of its own
+        bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
+        da = torch.full(wx.shape, -1, dtype=bits, device=wx.device).view(wx.dtype)
+    elif da is None:
+        da = wx.new_empty(wx.shape)
+    shared = a.norm == "none" or a.joint  # the gradient of both terms is one
+    dwx = None if w is not None else da if shared else torch.empty_like(wx)
+    sums = _Sums(call)
+    moments = _moments(call, r)
+    weight = a.weight_hh if a.weight_hh.dtype == wx.dtype else a.weight_hh.to(wx.dtype)
+    weight = aligned(weight)
+    last = (dh_n, dc_n)
+    if call.in_cuda:
+        dh, dc = _in_cuda(call, r, moments, weight, doutput, last, da, dwx, sums, inputs)
+    else:
+        assert dwx is not None
+        dh, dc = _in_triton(call, r, moments, weight, doutput, last, da, dwx, sums)
+
+    if call.facts.sequence and dwx is not None:
+        _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
+    apart = shared or not (call.in_cuda and call.family == cuda_kernels.SMALL)
+    with _multiplied_as_by_kernels(call):
+        dweight, dh0 = _through_weight(call, da, weight, r, apart)
+    if dweight.dtype != a.weight_hh.dtype:
+        dweight = dweight.to(a.weight_hh.dtype)
+    found = sums.with_states(call, dh0, dh, dc)
+    if found is None:
+        found = sums.gradients(call)
+        if dh is not None:
+            dh0 = dh + dh0.to(torch.float32)
+        states = [_of_state(call, d, state) for d, state in ((dh0, a.h0), (dc, a.c0))]
+        return Grads._make((found.pop() if dwx is None else dwx, dweight, *found, *states))
+    return Grads._make((dwx, dweight, *found))
+
+
+def _of_state(call: Call, gradient: Tensor, state: Tensor) -> Tensor:
+    """In the type of an initial state, and summed over the rows that share it."""
+    if gradient.dtype != state.dtype:
+        gradient = gradient.to(state.dtype)
+    return gradient.sum(-2) if call.shared(state) else gradient
+
+
+def _moments(call: Call, r: Outputs) -> list[Tensor | None]:
+    """The statistics that the backward kernels normalize with."""
+    a = call.a
+    found = [call.full(p) for p in a.population] if a.population else r[3:9]
+    moments = [None if m is None or not m.numel() else m for m in found]
+    if a.norm == "batch" and not a.population:
+        var_x, var_h, var_c = moments[1::2]
+        assert var_h is not None
+        h0, c0 = [None if call.shared(s) else s for s in (a.h0, a.c0)]
+        masked = a.mask_c is not None or a.mask_h is not None
+        lengths = None if a.lengths is None else call.lengths
+        moments[3], moments[5] = raised_variances(
+            (h0, c0), a.wx, var_x, var_h, var_c, a.eps, masked, lengths, a.include
+        )
+    return moments
+
+
+def _in_cuda(
+    call: Call,
+    r: Outputs,
+    moments: list[Tensor | None],
+    weight: Tensor,
+    doutput: Tensor | None,
+    last: tuple[Tensor | None, Tensor | None],
+    da: Tensor,
+    dwx: Tensor | None,
+    sums: _Sums,
+    inputs: Tensor | None,
+) -> tuple[Tensor | None, Tensor]:
+    """One launch. Gives what of the gradients of h0 and c0 does not go through W_h.
+
+    Of the former None, where every row goes through every product.
+    """
+    wx = call.flat
+    at = call.addresses(cuda_kernels.backward_weight(call, weight))
+    at |= call.moments_at(moments)
+    at |= sums.at()
+    n, alone = call.R * call.B * call.H, last[0] is None and last[1] is None
+    own = -(-n // 4) * 16  # bytes of a last gradient
+    zeroed = call.facts.zeroed["backward"]
+    if alone:
+        zeroed = {"dh": own, "dc": own, "": 4 * FAR} | zeroed
+    zeros = torch.zeros(sum(zeroed.values()) // 4, dtype=torch.float32, device=wx.device)
+    at |= laid_out(zeroed, zeros.data_ptr())
+    if not alone:
+        dh, dc = (_copied(call, grad) for grad in last)
+        at["dh"], at["dc"] = dh.data_ptr(), dc.data_ptr()
+    at["cs"], at["wh"] = r.cs.data_ptr(), r.wh.data_ptr()
+    at["da"] = da.data_ptr()
+    if dwx is not None:
+        at["dwx"] = dwx.data_ptr()
+    if inputs is not None:
+        at |= call.inputs_at(inputs)
+    if doutput is not None:
+        at["doutput"] = call.address(doutput.contiguous())
+    cuda_kernels.backward(call, at, rows_of(moments), doutput is not None)
+    through = call.a.lengths is None and not call.facts.zoned
+    if alone:
+        shape = (*call.lead, call.B, call.H)
+        strides = (call.B * call.H, call.H, 1)[-len(shape) :]
+        dc = zeros.as_strided(shape, strides, own // 4)
+        return None if through else zeros.as_strided(shape, strides), dc
+    return None if through else dh, dc
+
+
+def _in_triton(
+    call: Call,
+    r: Outputs,
+    given: list[Tensor | None],
+    weight: Tensor,
+    doutput: Tensor | None,
+    last: tuple[Tensor | None, Tensor | None],
+    da: Tensor,
+    dwx: Tensor,
+    sums: _Sums,
+) -> tuple[Tensor | None, Tensor]:
+    """The same in one launch, or one for each step."""
+    a, T, B, wx = call.a, call.T, call.B, call.wx
+    da, dwx = da.view(wx.shape), dwx.view(wx.shape)
+    moments = [call.empty.narrow(0, 0, 0) if m is None else m for m in given]
+    dh, dc = (_copied(call, grad) for grad in last)
+    through = a.lengths is None and not a.zoned
+    if call.path == families.STEPS:
+        dy = None if doutput is None else doutput.contiguous()
+        step_launches.backward(call, moments, r.cs, r.wh, dy, dh, dc, da, dwx, sums.parts())
+        return None if through else dh, dc
+    barrier = torch.zeros(call.R, dtype=torch.int32, device=wx.device)
+    plan, transposed = call.plan, weight.transpose(-2, -1).contiguous()
+    flags = {"K": plan.k_backward, "HAS_DOUTPUT": doutput is not None}
+    vectors, masks = call.vectors(), call.masks()
+    pieces = [(T - 1, T)] if plan.persistent else [(t, 1) for t in range(T - 1, -1, -1)]
+    for first, steps in pieces:
+        arguments = [
+            wx,
+            transposed,
+            *vectors,
+            *(m if m.numel() else call.empty for m in (*moments[:2], *moments[3:])),
+            r.cs,
+            r.wh,
+            call.lengths,
+            call.inv_n,
+            *masks,
+            call.empty if doutput is None else doutput.contiguous(),
+            dh,
+            dc,
+            da,
+            dwx,
+            *sums.parts(),
+            barrier,
+            first,
+            steps,
+            T,
+            B,
+            *rows_of(moments),
+            a.rate_c,
+            a.rate_h,
+            a.eps,
+        ]
+        call.launch(lstm_backward, arguments, flags, plan.warps_backward, plan.stages_backward)
+    return None if through else dh, dc
+
+
+def _copied(call: Call, grad: Tensor | None) -> Tensor:
+    """The gradient of a last state in float32, to be written to."""
+    full: dict[str, Any] = {"dtype": torch.float32, "device": call.flat.device}
+    if grad is None:
+        return torch.zeros(*call.lead, call.B, call.H, **full)
+    return grad.to(copy=True, memory_format=torch.contiguous_format, **full)
+
+
+def _multiplied_as_by_kernels(call: Call) -> contextlib.AbstractContextManager[None]:
+    """Products of float32 are in tf32 where the kernels' were; else as PyTorch's switch says."""
+    if call.flat.is_cuda and call.flat.dtype == torch.float32 and call.a.tf32:
+        return multiplied_in_tf32(True)
+    return _AS_EVER
+
+
+def _through_weight(
+    call: Call, da: Tensor, weight: Tensor, r: Outputs, apart: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of W_h and, as far as it goes through the product, of h0.
+
+    apart: whether the columns of da are gate by gate, as the rows of W_h are, or unit by unit.
+    """
+    first = _rows_of(da, 1)
+    if r.hidden is not None and r.hidden.numel():
+        before = _rows_of(r.hidden, call.T)
+        dweight = _product(call, columns_of(da, 0, call.T), before)
+    else:
+        h0 = call.in_rows(call.a.h0)
+        h0 = aligned(h0 if h0.dtype == da.dtype else h0.to(da.dtype))
+        dweight = _product(call, first.transpose(-2, -1), h0)
+        if call.T > 1:
+            before = _rows_of(r.output, call.T - 1)
+            add = torch.baddbmm if call.lead else torch.addmm
+            dweight = add(dweight, columns_of(da, 1, call.T - 1), before)
+    if not apart:
+        dweight = dweight.unflatten(-2, (call.H, 4)).transpose(-3, -2).flatten(-3, -2)
+        first = first.unflatten(-1, (call.H, 4)).transpose(-2, -1).flatten(-2)
+    return dweight, _product(call, first, weight)
+
+
+def _product(call: Call, a: Tensor, b: Tensor) -> Tensor:
+    """``a b`` of matrices, or of as many as there are recurrences; less to ask than `matmul`."""
+    return torch.bmm(a, b) if call.lead else torch.mm(a, b)
+
+
+def _rows_of(x: Tensor, count: int) -> Tensor:
+    """So many first steps of x ``[..., T, B, F]``, contiguous, as rows ``[..., T' * B, F]``."""
+    *lead, _, B, F = x.shape
+    *strides, _, row, one = x.stride()
+    return x.as_strided((*lead, count * B, F), (*strides, row, one), x.storage_offset())
+
+
+def columns_of(x: Tensor, first: int, count: int) -> Tensor:
+    """So many steps of x ``[..., T, B, F]``, contiguous, as columns ``[..., F, T' * B]``."""
+    *lead, _, B, F = x.shape
+    *strides, rows, _, _ = x.stride()
+    begin = x.storage_offset() + first * rows
+    return x.as_strided((*lead, F, count * B), (*strides, 1, F), begin)
+
+
+def _sequence_backward(
+    call: Call, r: Outputs, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor
+) -> None:
+    """What sequencewise statistics add to the gradient of the input term, in place."""
+    a, wide = call.a, (call.R, 1, 1, 4 * call.H)
+    rstd = torch.rsqrt(r.var_x.view(wide) + a.eps)
+    x_hat = (call.wx - r.mean_x.view(wide)) * rstd
+    n: Tensor | int = call.T * call.B
+    spread = dbias.view(wide) + x_hat * dgamma_x.view(wide)
+    if a.lengths is not None:
+        valid = valid_steps(call.lengths, call.T)
+        assert valid is not None
+        n = valid.sum()
+        spread = torch.where(valid[None, :, :, None], spread, 0)
+    gamma_x = call.full(a.gamma_x).view(wide)
+    dwx -= (spread * (rstd * gamma_x) / n).to(dwx.dtype)

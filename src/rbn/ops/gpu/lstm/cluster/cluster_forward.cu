@@ -1,0 +1,584 @@
+// The LSTM's forward pass for small layers: one cluster of blocks for each recurrence, all steps.
+#define WORKER_REGISTERS 232
+#include "cluster.cuh"
+
+#define PLACES (BLOCKS * HALVES)  // of 8 units: the halves of a block side by side
+#define GROUPS (PLACES / 4)       // of 32 columns of h: those of a place for each thread of a quad
+#define REST (PLACES % 4)         // places beyond them
+#define SOURCES ((PLACES + 3) / 4 * 4)
+#define SOURCE (8 * ROW_TILES + 2)  // pieces of 16 bytes of a place: of each row; two so that reads have no conflicts
+#define SENDS ((BLOCKS + 2) / 4)      // stores go to four of the other blocks at once
+#define ROOM (80 * WARPS)               // sums of warps: 64 of gates, 16 of cells
+#define OF_H (4 * UNITS)   // what a step subtracts and multiplies with, in pairs: of the input term, from here of W_h h,
+#define OF_C (8 * UNITS)   // from here of the cell
+#define STATISTICS (18 * UNITS)
+#define CONSTANTS (8 * UNITS)  // bias; what undoes the scale of the weights
+#define WHOLE 16384.0f  // what 1 is in the exchange of a layer in float32
+#define CHAINS (RT > 1 ? 1 : 2)  // sums of a tile that are made side by side
+
+struct Forward {
+  const Input* wx;        // [R, T, B, 4H]; if SCALAR x [R, T, X_ROWS]
+  const Element* weight;  // [R, 4H, H]
+  const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
+  const float *mean_x, *var_x;              // [R, rows_x, 4H]; of x, if SCALAR and the minibatch's, var_x [R, rows_x]
+  float *mean_h, *var_h, *mean_c, *var_c;  // [R, rows, features]: read if given, else written
+  Element* hs;         // [R, T + 1, B, H]; hs[:, 0] is h0
+  float* cs;           // [R, T + 1, EIGHTS, PAIRS, 8, 2 rows], for the backward pass
+  Element* wh;         // [R, T, EIGHTS, PAIRS, 8, 4, 2 rows], likewise: W_h h less its mean, or
+                       // without a norm the gates before their nonlinearities
+  const float* c0;     // [R, B, H]
+  float *h_n, *c_n;    // [R, B, H]; h_n only where there are lengths
+  const int* lengths;  // [B]
+  const float* inv_n;  // [T]
+  u32* counter;        // not used but by CLOCK
+#if SCALAR
+  const float* w;      // [R, 4H]
+#endif
+  int T, B, rows_x, rows_h, rows_c;
+  float eps;
+};
+
+struct Layout {
+  uint4* hidden;       // [2][SOURCES][SOURCE]
+  float *room, *room_c;
+  float* given;        // [2][STATISTICS]: what to take away and what to multiply with
+  float* constants;
+  u32* sheets;         // [WARPS][5][SHEET]: the input term's gates, h
+  u32 barriers;        // [2]
+
+  __device__ __forceinline__ float2* statistics(int t) const {
+    return reinterpret_cast<float2*>(given + (t & 1) * STATISTICS);
+  }
+};
+
+// Bytes that come from all other blocks in a step.
+__device__ __forceinline__ u32 counted(int B) { return 16 * B * (BLOCKS - 1) * HALVES; }
+
+// What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
+__device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
+
+// The last warp: statistics. Its lane has a gate of a unit of each half.
+__device__ __forceinline__ void serve(const Forward& p, const Place& at, const Layout& in) {
+  const int own = at.own, quad = at.quad, first = slot(own, quad);
+  const i64 r = blockIdx.y, column = quad * H + at.unit;
+  const float scale = pick(quad == 2, scale_of(2), scale_of(0));
+  auto here = [&](int s) { return first + 16 * s; };
+  float g_x[HALVES], g_h[HALVES], g_c[HALVES];
+#if SCALAR
+  float w[HALVES], bias[HALVES];
+  EACH_HALF {
+    w[s] = at.has(s) ? p.w[r * GATES + column + 8 * s] : 0.0f;
+    bias[s] = (BIAS && at.has(s) ? p.bias[r * GATES + column + 8 * s] : 0.0f) * scale;
+  }
+#endif
+  EACH_HALF {
+    const bool mine = at.has(s);
+    g_x[s] = (MODE_X && mine ? p.gamma_x[r * GATES + column + 8 * s] : 0.0f) * scale;
+    g_h[s] = (MODE_H && mine ? p.gamma_h[r * GATES + column + 8 * s] : 0.0f) * scale;
+    g_c[s] = (MODE_C && mine ? p.gamma_c[r * H + at.unit + 8 * s] : 0.0f) * pre(2);
+    in.constants[4 * (own + 8 * s) + quad] = (BIAS && mine ? p.bias[r * GATES + column + 8 * s] : 0.0f) * scale;
+  }
+
+  // Statistics that are known, on their way from memory.
+  float mx[HALVES] = {}, vx[HALVES] = {}, mh[HALVES] = {}, vh[HALVES] = {}, mc[HALVES] = {}, vc[HALVES] = {}, inv = 1.0f / p.B;
+  auto ask = [&](int t) {
+    if (!at.mine || t >= p.T) return;
+    auto row_of = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
+    EACH_HALF {
+      if (s == 0 || at.has(s)) {
+        const i64 gate = column + 8 * s, unit = at.unit + 8 * s;
+        if (SCALAR && MODE_X == 1) vx[s] = p.var_x[row_of(p.rows_x)];
+        else if (MODE_X) mx[s] = p.mean_x[row_of(p.rows_x) * GATES + gate], vx[s] = p.var_x[row_of(p.rows_x) * GATES + gate];
+        if (MODE_H == 2) mh[s] = p.mean_h[row_of(p.rows_h) * GATES + gate], vh[s] = p.var_h[row_of(p.rows_h) * GATES + gate];
+        if (MODE_C == 2) mc[s] = p.mean_c[row_of(p.rows_c) * H + unit], vc[s] = p.var_c[row_of(p.rows_c) * H + unit];
+      }
+    }
+  };
+  auto put = [&](int t) {
+    float2* to = in.statistics(t);
+    EACH_HALF {
+#if SCALAR
+      if (MODE_X) {
+        const float factor = rsqrt_((MODE_X == 1 ? w[s] * w[s] * vx[s] : vx[s]) + p.eps) * g_x[s];
+        to[here(s)] = make_float2(MODE_X == 1 ? bias[s] : bias[s] - mx[s] * factor, w[s] * factor);
+      } else {
+        to[here(s)] = make_float2(bias[s], w[s] * scale);
+      }
+#else
+      if (MODE_X) to[here(s)] = make_float2(mx[s], rsqrt_(vx[s] + p.eps) * g_x[s]);
+#endif
+      if (MODE_H == 2) to[OF_H + here(s)] = make_float2(mh[s], rsqrt_(vh[s] + p.eps) * g_h[s]);
+      if (MODE_C == 2 && quad == 0) to[OF_C + own + 8 * s] = make_float2(mc[s], rsqrt_(vc[s] + p.eps) * g_c[s]);
+    }
+    ask(t + 1);
+  };
+  ask(0);
+  put(0);
+  __syncthreads();
+  meet_cluster();
+
+  i64 to_h = r * p.rows_h * GATES + column, to_c = r * p.rows_c * H + at.unit;
+  float shift_h[HALVES] = {}, shift_c[HALVES] = {}, var_c[HALVES] = {};  // the shifts: near the mean, so that nothing cancels
+  for (int t = 0; t < p.T; t++) {
+    MARKS(p.counter, t);
+    float2* statistics = in.statistics(t);
+    if (LENGTHS) inv = p.inv_n[t];
+    if (HALVES > 1) let_workers_meet();
+    if (SUM_H) {
+      MARK(4);
+      await<SUMS_1>();
+      MARK(5);
+      float var_h[HALVES];
+      EACH_HALF {
+        const float2 v = add_warps2(reinterpret_cast<float2*>(in.room) + s * MW * 32 + at.lane, 32);
+        const float off = v.x * inv, var = variance(v.y * inv, off);
+        shift_h[s] = pick(inv > 0.0f, shift_h[s] + off, 0.0f);
+        statistics[OF_H + here(s)] = make_float2(shift_h[s], rsqrt_(var + p.eps) * g_h[s]);
+        var_h[s] = var;
+      }
+      if (!SUM_C) put(t + 1);
+      __syncthreads();
+      MARK(6);
+      EACH_HALF
+        if (at.has(s)) p.mean_h[to_h + 8 * s] = shift_h[s], p.var_h[to_h + 8 * s] = var_h[s];
+      to_h += GATES;
+      if (SUM_C) put(t + 1);
+    }
+    if (SUM_C) {
+      MARK(7);
+      await<SUMS_2>();
+      MARK(8);
+      EACH_HALF {
+        const float2 v = add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
+        const float off = v.x * inv, var = variance(v.y * inv, off);
+        shift_c[s] = pick(inv > 0.0f, shift_c[s] + off, 0.0f);
+        if (quad == 0) statistics[OF_C + own + 8 * s] = make_float2(shift_c[s], rsqrt_(var + p.eps) * g_c[s]);
+        var_c[s] = var;
+      }
+      if (!SUM_H) put(t + 1);
+      __syncthreads();
+      MARK(9);
+    }
+    if (!SUM_H && !SUM_C) put(t + 1);
+    EACH_HALF
+      if (SUM_C && quad == 0 && at.has(s)) p.mean_c[to_c + 8 * s] = shift_c[s], p.var_c[to_c + 8 * s] = var_c[s];
+    to_c += H;
+    if (!SUM_H && !SUM_C) __syncthreads();
+  }
+}
+
+// The others: their rows.
+__device__ __forceinline__ void work(const Forward& p, const Place& at, const Layout& in) {
+  const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad, within = at.within;
+  const i64 r = blockIdx.y, B = p.B, rank = blockIdx.x, unit = at.unit;
+
+  // The weights of the unit: rows own and own + 8 of two sums are its gates.
+  uint4 w[GROUPS + 1][2][2];
+  auto column_of = [&](int place, int k) { return place < PLACES ? sender(place / HALVES) * UNITS + 8 * (place % HALVES) + k : H; };
+  {
+    const Element* weight = p.weight + r * GATES * H + (at.mine ? unit : 0) * H;
+    float up[4] = {1, 1, 1, 1};
+#if TYPE == 0
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+      u32 top = 0;
+      if (at.mine)
+        for (int k = quad; k < H; k += 4) top = max(top, size_of(weight[q * H * H + k]));
+      top = max(top, __shfl_xor_sync(~0u, top, 1));
+      top = max(top, __shfl_xor_sync(~0u, top, 2));
+      up[q] = scale_up(top);
+      if ((HALVES > 1 ? at.tile : warp) == 0 && quad == 0) in.constants[4 * UNITS + 4 * within + q] = scale_down(top) * (1.0f / WHOLE);
+    }
+#endif
+    // Those of columns k to k + 3.
+    auto four = [&](int m, int k) {
+      u32 v[4];
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const int q = 2 * m + n % 2, column = k + n / 2 * 2;
+        v[n] = at.mine && column < H ? operand(weight + q * H * H + column, up[q]) : 0;
+      }
+      return make_uint4(v[0], v[1], v[2], v[3]);
+    };
+#pragma unroll
+    for (int i = 0; i <= GROUPS; i++)
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          int place = 4 * i + quad, k = 4 * half;
+          if (i == GROUPS && REST == 1) place = half ? PLACES : 4 * i, k = 2 * quad;
+          if (i == GROUPS && REST == 2) place = half ? PLACES : 4 * i + (quad >> 1), k = 4 * (quad & 1);
+          w[i][m][half] = four(m, column_of(place, k));
+        }
+  }
+
+  // h0 of the warp's rows; the other buffer is empty, and stays so where there is no block.
+  const Element* h0 = p.hs + r * (p.T + 1) * B * H;
+#if TYPE == 0
+  u32 top = 0;
+  for (int i = lane; i < 8 * RT * H; i += 32)
+    if (8 * at.tile + i / H < B) top = max(top, finite_size(h0[i64(8 * at.tile) * H + i]));
+  top = __reduce_max_sync(~0u, top);
+  const float up_first = scale_up(top);
+  float unscale = scale_down(top) * WHOLE;
+#else
+  const float up_first = 1.0f;
+#endif
+  for (int i = lane; i < 8 * RT * SOURCES / HALVES; i += 32) {
+    const int row = 8 * at.tile + i % (8 * RT), place = i / (8 * RT) * HALVES + at.half;
+    u32 v[4];
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      const int column = column_of(place, 2 * n);
+      v[n] = row < B && column < H ? operand(h0 + i64(row) * H + column, up_first) : 0;
+    }
+    in.hidden[place * SOURCE + row] = make_uint4(v[0], v[1], v[2], v[3]);
+    in.hidden[(SOURCES + place) * SOURCE + row] = make_uint4(0, 0, 0, 0);
+  }
+
+  // Where the thread's numbers of a step lie, and those of the next.
+  const i64 step_saved = EIGHTS * PAIRS * 8, pair = (rank * HALVES + at.half) * PAIRS + 4 * at.tile + quad;
+#if SCALAR
+  const Input* wx = p.wx + r * p.T * X_ROWS + at.row(0, 0);
+#else
+  const Input* wx = p.wx + (r * p.T * B + 8 * at.tile) * GATES + rank * UNITS + FIRST(at.half);
+#endif
+  float* cs = p.cs + (r * (p.T + 1) * step_saved + pair * 8 + own) * 2;
+  Element* wh = p.wh + r * p.T * step_saved * 8 + eight_at(pair, own);
+  Element* hs = p.hs + ((r * (p.T + 1) + 1) * B + 8 * at.tile) * H + rank * UNITS + FIRST(at.half);
+  const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
+  bool saves[RT];
+  int length[RT][2];
+  float c[RT][2], x[RT][4][2];
+  auto sheet_of = [&](int i) { return in.sheets + (warp * 5 + i) * SHEET; };
+  auto valid = [&](int n, int e, int t) { return LENGTHS ? t < length[n][e] : at.in(n, e); };
+#pragma unroll
+  for (int n = 0; n < RT; n++) {
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      length[n][e] = LENGTHS && at.in(n, e) ? p.lengths[at.row(n, e)] : 0;
+      c[n][e] = at.in(n, e) ? p.c0[(r * B + at.row(n, e)) * H + unit] : 0.0f;
+    }
+    saves[n] = SAVE && at.row(n, 0) / 2 < PAIRS && (HALVES == 1 || unit - own < H);
+    if (saves[n]) store2(cs + 64 * n, c[n][0], c[n][1]);
+  }
+#if SCALAR
+  // Two rows of each tile, and what a step multiplies and adds with: read before h is sent, which would hold it up.
+  float2 inputs[RT], of_x[4];
+  auto ask_rows = [&]() {
+#pragma unroll
+    for (int n = 0; n < RT; n++) inputs[n] = load2(wx + 8 * n);
+    wx += X_ROWS;
+  };
+  auto look = [&](int t) { read_slots(of_x, in.statistics(t), within); };
+  auto prepare = [&](int t) {
+#pragma unroll
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) x[n][q][e] = (e ? inputs[n].y : inputs[n].x) * of_x[q].y + of_x[q].x;
+    if (t + 1 < p.T) ask_rows();
+  };
+#else
+  auto look = [](int) {};
+  auto ask_rows = [&]() {
+#pragma unroll
+    for (int q = 0; q < 4; q++) ask_sheet(sheet_of(q), wx + q * H, GATES, at);
+    wx += B * GATES;
+  };
+  // The input term of step t, asked for a step ago; then that of the next step is asked for.
+  auto prepare = [&](int t) {
+    fetched();
+    float2 of_x[4];
+    if (MODE_X) read_slots(of_x, in.statistics(t), within);
+    const float4 b = reinterpret_cast<const float4*>(in.constants)[within];
+    const float bias[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        const float2 v = from_sheet(sheet_of(q), n, at);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float number = e ? v.y : v.x;
+          if (LENGTHS) number = pick(valid(n, e, t), number, 0.0f);
+          x[n][q][e] = MODE_X ? (number - of_x[q].x) * of_x[q].y + bias[q] : number * scale_of(q) + bias[q];
+        }
+      }
+    __syncwarp();
+    if (t + 1 < p.T) ask_rows();
+  };
+#endif
+  ask_rows();
+
+  // Eight rows' pieces of 16 bytes go to four blocks at once, each block begins with its neighbour.
+  const int piece = lane & 7;
+  const u32 shared = address_of(in.hidden), first_place = 1 + (lane >> 3);
+  u32 to[SENDS > 0 ? SENDS : 1];
+#pragma unroll
+  for (int i = 0; i < SENDS; i++) to[i] = in_block(shared, receiver(4 * i + first_place < BLOCKS ? 4 * i + first_place : 0));
+  const u32 into = ((first_place * HALVES + at.half) * SOURCE + 8 * at.tile + piece) * 16, barrier_at = in.barriers - shared;
+
+  // What a step leaves behind, which nobody waits for: the cells are those of c until the next ones take their place.
+  Eight late[RT];
+  // Parts: the products of each tile, then everything else. In 16 bits the second half of the products is so
+  // little that it goes with the rest. `after`: 0, but made of what is to be read before.
+  auto keep = [&](int first, int last, u32 after = 0) {
+#pragma unroll
+    for (int n = 0; n < RT; n++) {
+      if (first <= n && n < last && saves[n]) late[n].store(wh + 256 * n + after);
+      if (last > RT && saves[n]) store2(cs + step_saved * 2 + 64 * n, c[n][0], c[n][1]);
+    }
+    if (last <= RT) return;
+    keep_sheet(hs, H, sheet_of(4), at);
+    wh += step_saved * 8, hs += B * H, cs += step_saved * 2;
+  };
+
+  const bool later = STAGGERED && warp >= (WARPS + 1) / 2;
+
+  __syncthreads();
+  look(0);
+  prepare(0);
+  meet_cluster();
+  Waiting waiting;
+
+  for (int t = 0; t < p.T; t++) {
+    MARKS(p.counter, t);
+    MARK(0);
+    const int now = t & 1;
+    const float2 *statistics = in.statistics(t), *before = in.statistics(t + 1);  // of step t - 1
+
+    // W_h h. In step 0 there is nothing to wait for, and a barrier says so of the phase before its first.
+    if (BLOCKS > 1) {
+      const u32 barrier = in.barriers + 8 * now;
+      waiting.until(barrier, u32((t - 1) >> 1));
+      if (EXPECTS && !waiting.tired) expect(barrier, EXPECTED(counted(p.B)));
+    } else {
+      __syncwarp();
+    }
+    // The warp of the other half has written its part of these rows. And none still waits for what came: one without rows
+    // could miss it, since the others, and with them other blocks, might go on without it.
+    if (HALVES > 1) meet_workers();
+    MARK(2);
+    float a[RT][4][2] = {};
+#ifndef NO_GATHER
+    {
+      const uint4* rows = in.hidden + now * SOURCES * SOURCE + 8 * at.tile + own;
+      float sums[RT][2][CHAINS][4] = {};
+#pragma unroll
+      for (int i = 0; i < GROUPS + (REST == 3); i++) {
+#pragma unroll
+        for (int n = 0; n < RT; n++) {
+          const uint4 b = rows[8 * n + (4 * i + quad) * SOURCE];
+#pragma unroll
+          for (int m = 0; m < 2; m++) {
+            multiply16(sums[n][m][0], w[i][m][0], b.x, b.y);
+            multiply16(sums[n][m][CHAINS - 1], w[i][m][1], b.z, b.w);
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < RT; n++) {
+        const u32* rest = reinterpret_cast<const u32*>(rows + 8 * n + 4 * GROUPS * SOURCE);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          const uint4 v = w[GROUPS][m][0];
+          if (REST == 1) multiply8(sums[n][m][0], v.x, v.y, rest[quad]);
+          if (REST == 2) {
+            const u32* two = rest + 4 * SOURCE * (quad >> 1) + 2 * (quad & 1);
+            multiply16(sums[n][m][0], v, two[0], two[1]);
+          }
+        }
+      }
+#if TYPE == 0
+      const float4 undo = reinterpret_cast<const float4*>(in.constants + 4 * UNITS)[within];
+      const float down[4] = {undo.x * unscale, undo.y * unscale, undo.z * unscale, undo.w * unscale};
+      unscale = 1.0f;
+#endif
+#pragma unroll
+      for (int n = 0; n < RT; n++)
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            const float(&part)[CHAINS][4] = sums[n][q / 2];
+            a[n][q][e] = part[0][q % 2 * 2 + e];
+            if (CHAINS > 1) a[n][q][e] += part[CHAINS - 1][q % 2 * 2 + e];
+#if TYPE == 0
+            a[n][q][e] *= down[q];
+#endif
+          }
+    }
+#endif
+    MARK(3);
+
+    // Equation 6
+    if (SUM_H) {
+      float v[2][4], sum[2];
+      float2 shift[4];
+      read_slots(shift, before + OF_H, within);
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+#pragma unroll
+        for (int i = 0; i < 2 * RT; i++) {
+          const float d = pick(valid(i / 2, i % 2, t), a[i / 2][q][i % 2] - shift[q].x, 0.0f);
+          v[0][q] = i ? v[0][q] + d : d;
+          v[1][q] = i ? v[1][q] + d * d : d * d;
+        }
+      sum_gates(sum, v, quad);
+      store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
+      MARK(4);
+      done<SUMS_1>();
+      if (t > 0) keep(0, RT / 2);
+      __syncthreads();
+      MARK(6);
+    }
+    float gate[RT][4][2], cand[RT][2];
+    float2 of_h[4] = {};
+    if (MODE_H) read_slots(of_h, statistics + OF_H, within);
+    const float shift_c = SUM_C ? before[OF_C + within].x : 0.0f;
+    // T is not negative, but the compiler does not know that; it would read after the stores.
+    const u32 never = u32(p.T) >> 31, seen = __float_as_uint(of_h[3].y) ^ __float_as_uint(of_h[0].y) ^ __float_as_uint(shift_c);
+    if (TYPE == 0 && t > 0) keep(SUM_H ? RT / 2 : 0, RT, MODE_H ? seen & never : 0);
+    auto open = [&](int n, int q, int e) {
+      float v = a[n][q][e];
+      if (MODE_H) v = a[n][q][e] = v - of_h[q].x;
+      v = (MODE_H ? v * of_h[q].y : v) + x[n][q][e];
+      if (!MODE_H) a[n][q][e] = v;
+      gate[n][q][e] = gate_of(q, MODE_H ? v : v * pre(q));
+    };
+    // Equation 7
+#pragma unroll
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int q = 0; q < 3; q++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) open(n, q, e);
+#pragma unroll
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) cand[n][e] = gate[n][1][e] * c[n][e] + gate[n][0][e] * gate[n][2][e];
+
+    // Equation 8
+    if (SUM_C) {
+      float v[2];
+#pragma unroll
+      for (int i = 0; i < 2 * RT; i++) {
+        const float d = pick(valid(i / 2, i % 2, t), cand[i / 2][i % 2] - shift_c, 0.0f);
+        v[0] = i ? v[0] + d : d;
+        v[1] = i ? v[1] + d * d : d * d;
+      }
+      sum_cells(in.room_c, v[0], v[1], at);
+      MARK(7);
+      done<SUMS_2>();
+    }
+    if (t > 0) keep(TYPE == 0 ? RT : SUM_H ? RT / 2 : 0, RT + 1);
+    u32 mixed = 0;
+#pragma unroll
+    for (int n = 0; n < RT; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        open(n, 3, e);
+        mixed ^= __float_as_uint(gate[n][3][e]);
+      }
+    // A store that is never made, but needs them: else they were computed after the wait.
+    if (SUM_C && (mixed & never)) in.room_c[0] = 0.0f;
+    if (SUM_C) {
+      MARK(8);
+      __syncthreads();
+    }
+    MARK(9);
+    const float2 of_c = MODE_C ? statistics[OF_C + within] : make_float2(0, pre(2));
+    if (SUM_H || SUM_C) look(t + 1);
+    float h[RT][2];
+    u32 line[RT];
+#pragma unroll
+    for (int n = 0; n < RT; n++) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const bool there = valid(n, e, t);
+        h[n][e] = pick(there, gate[n][3][e] * tanh_of((cand[n][e] - of_c.x) * of_c.y + beta), 0.0f);
+        c[n][e] = LENGTHS ? pick(there, cand[n][e], c[n][e]) : cand[n][e];
+      }
+      const float whole = TYPE == 0 ? WHOLE : 1.0f;
+      line[n] = turn(pack(whole * h[n][0], whole * h[n][1]));
+    }
+
+    // To all blocks, this one too.
+    auto pass = [&]() {
+#ifndef NO_EXCHANGE
+      if (t + 1 >= p.T) return;
+      u32* mine = reinterpret_cast<u32*>(in.hidden + ((now ^ 1) * SOURCES + at.half) * SOURCE + 8 * at.tile) + lane;
+#pragma unroll
+      for (int n = 0; n < RT; n++) mine[32 * n] = line[n];
+      // A row's eight units are gathered from the quad that has them.
+      const u32 buffer = (now ^ 1) * SOURCES * SOURCE * 16, barrier = barrier_at + (now ^ 1) * 8;
+#pragma unroll
+      for (int n = 0; n < RT; n++) {
+        uint4 chunk;
+        chunk.x = __shfl_sync(~0u, line[n], 4 * piece), chunk.y = __shfl_sync(~0u, line[n], 4 * piece + 1);
+        chunk.z = __shfl_sync(~0u, line[n], 4 * piece + 2), chunk.w = __shfl_sync(~0u, line[n], 4 * piece + 3);
+#pragma unroll
+        for (int i = 0; i < SENDS; i++)
+          send(4 * i + first_place < BLOCKS && 8 * (at.tile + n) + piece < B,
+               to[i] + into + buffer + 4 * i * HALVES * SOURCE * 16 + 128 * n, to[i] + barrier, chunk);
+      }
+#endif
+    };
+    if (!later) pass();
+    MARK(10);
+
+    __syncwarp();  // all lanes have read what is written over
+#pragma unroll
+    for (int n = 0; n < RT; n++) {
+      late[n].take(a[n]);
+      to_sheet(sheet_of(4), n, at, h[n][0], h[n][1]);
+      if (LENGTHS)
+#pragma unroll
+        for (int e = 0; e < 2; e++)
+          if (valid(n, e, t)) p.h_n[(r * B + at.row(n, e)) * H + unit] = h[n][e];
+    }
+    __syncwarp();
+    MARK(11);
+    if (!SUM_H && !SUM_C) __syncthreads(), look(t + 1);
+    if (t + 1 < p.T) prepare(t + 1);
+    if (later) pass();
+    MARK(12);
+  }
+  keep(0, RT + 1);
+#pragma unroll
+  for (int n = 0; n < RT; n++)
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+      if (at.in(n, e)) p.c_n[(r * B + at.row(n, e)) * H + unit] = c[n][e];
+}
+
+extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_forward(const Forward p) {
+  extern __shared__ uint4 shared[];
+  if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
+  Layout in;
+  in.hidden = shared;
+  in.room = reinterpret_cast<float*>(in.hidden + 2 * SOURCES * SOURCE);
+  in.room_c = in.room + 64 * WARPS;
+  in.given = in.room + ROOM;
+  in.constants = in.given + 2 * STATISTICS;
+  in.sheets = reinterpret_cast<u32*>(in.constants + CONSTANTS);
+  in.barriers = address_of(in.sheets + 5 * SHEET * WARPS);
+  const Place at = place_of(p.B);
+  for (int i = threadIdx.x; i < 2 * STATISTICS; i += THREADS) in.given[i] = 0.0f;
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i, ARRIVALS);
+  __syncthreads();
+  if (EXPECTS && BLOCKS > 1) expect(in.barriers + 8, EXPECTED(counted(p.B)));  // in step 1
+  if (HALVES > 1 ? at.warp >= WARPS : at.warp == WARPS) {
+    give_registers();
+    if (HALVES > 1 && at.warp > WARPS) return;
+    serve(p, at, in);
+  } else {
+    take_registers();
+    work(p, at, in);
+  }
+  meet_cluster();  // nobody leaves while its memory may still be written to
+}

@@ -1,0 +1,465 @@
+// What the forward and the backward kernel share.
+//
+// A block owns UNITS = 8 hidden units for all rows of the batch. Its warps form MW groups over the
+// rows and KS groups over the columns of the product; the sums over KS meet in shared memory. From
+// there on a thread owns two neighbouring units (PAIR = tid % 4) of the rows tid / 4, tid / 4 + STEP, ...
+//
+// Named from outside: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
+// CHUNK (column blocks read at once), REGISTERS (weights in registers or in shared memory),
+// BARRIER (meet at a counter, or wait for the data themselves), MODE_X, MODE_H, MODE_C (0 none,
+// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT. NO_WAIT, NO_GATHER, NO_SUM and NO_EXCHANGE
+// leave a stage out, to see what it costs; the numbers are then wrong.
+
+typedef unsigned int u32;
+typedef long long i64;
+
+#if TYPE == 0
+typedef float Element;
+typedef float2 Pair;
+#define VEC 4
+#else
+typedef unsigned short Element;
+typedef u32 Pair;
+#define VEC 8
+#endif
+
+#ifndef UNITS
+#define UNITS 8
+#endif
+#define OWN (UNITS / 4)  // units of a thread
+#define GATES (4 * H)
+#define HS ((H + 7) / 8 * 8)
+#define ROWS (16 * MT)
+#define MPW (MT / MW)
+#define WARPS (MW * KS)
+#define THREADS (32 * WARPS)
+#define STEP (THREADS / 4)
+#define RPT ((ROWS + STEP - 1) / STEP)
+#define BLOCK (4 * VEC)
+#define BLOCKS ((H + UNITS - 1) / UNITS)
+#define PADDED (WARPS | 1)
+#define EMPTY 0xffffffffu
+
+// Values ------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float2 widen(Pair p) {
+#if TYPE == 0
+  return p;
+#elif TYPE == 1
+  return make_float2(__uint_as_float(p << 16), __uint_as_float(p & 0xffff0000u));
+#else
+  float2 v;
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+      : "=f"(v.x), "=f"(v.y) : "r"(p));
+  return v;
+#endif
+}
+
+__device__ __forceinline__ Pair narrow(float2 v) {
+#if TYPE == 0
+  return v;
+#else
+  u32 p;
+#if TYPE == 1
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(v.y), "f"(v.x));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(v.y), "f"(v.x));
+#endif
+  return p;
+#endif
+}
+
+__device__ __forceinline__ void store_pair(Element* p, float2 v) {
+  *reinterpret_cast<Pair*>(p) = narrow(v);
+}
+
+__device__ __forceinline__ float2 load2(const float* p) {
+  return *reinterpret_cast<const float2*>(p);
+}
+
+__device__ __forceinline__ void store2(float* p, float x, float y) {
+  *reinterpret_cast<float2*>(p) = make_float2(x, y);
+}
+
+// The power of two that brings numbers of at most the size `top` (as bits) up to 2^15, and its inverse.
+__device__ __forceinline__ u32 exponent(u32 top) { return max(top >> 23, 15u); }
+__device__ __forceinline__ float scale_up(u32 top) { return __uint_as_float((268 - exponent(top)) << 23); }
+__device__ __forceinline__ float scale_down(u32 top) { return __uint_as_float((exponent(top) - 14) << 23); }
+
+__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7fffffffu; }
+
+// One that is not finite is left out: it must not make the others small.
+__device__ __forceinline__ u32 finite_size(float v) {
+  const u32 bits = size_of(v);
+  return bits < 0x7f800000u ? bits : 0;
+}
+
+// A value for the other blocks. None of its words is EMPTY: that pattern is a NaN that arithmetic
+// does not make, and which is replaced here should it come in from outside.
+__device__ __forceinline__ void publish(Element* p, float2 v) {
+#if TYPE == 0
+  u32 x = __float_as_uint(v.x), y = __float_as_uint(v.y);
+  if (x == EMPTY) x = 0x7fffffffu;
+  if (y == EMPTY) y = 0x7fffffffu;
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory");
+#else
+  u32 x = narrow(v);
+  if (x == EMPTY) x = 0x7fff7fffu;
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+#endif
+}
+
+__device__ __forceinline__ uint4 peek(const Element* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ bool missing(uint4 v) {
+  return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY;
+}
+
+__device__ __forceinline__ uint4 fetch(const Element* p) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+
+// A meeting of all blocks of a recurrence, in two halves. With GUARD, for trials, whoever waited for two
+// seconds or so ends all waiting: a mistake gives wrong numbers, not a card that hangs.
+__device__ __forceinline__ void announce(u32* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ __forceinline__ void wait_until(const u32* counter, u32 arrivals) {
+#ifdef NO_WAIT
+  arrivals = 0;
+#endif
+  u32 seen;
+#ifdef GUARD
+  const i64 since = clock64();
+#endif
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+#ifdef GUARD
+    if (clock64() - since > (1ll << 32)) atomicExch(const_cast<u32*>(counter), 1u << 30);
+#endif
+  } while (seen < arrivals);
+}
+
+__device__ __forceinline__ void arrive(u32* counter) {
+  __syncthreads();
+  if (threadIdx.x == 0) announce(counter);
+}
+
+__device__ __forceinline__ void wait_for(const u32* counter, u32 arrivals) {
+  if (threadIdx.x == 0) wait_until(counter, arrivals);
+  __syncthreads();
+}
+
+// In half precision the approximate tanh is as good as what is kept of it. FAST: in float32, too.
+#if TYPE == 0 && !defined(FAST)
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
+__device__ __forceinline__ float tanh_(float x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
+#else
+__device__ __forceinline__ float tanh_(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float sigmoid(float x) { return 0.5f * tanh_(0.5f * x) + 0.5f; }
+#endif
+
+// Normalization -----------------------------------------------------------------------------------
+
+// From the mean of squares around a shift and the mean of what was shifted. Below a part of what is
+// subtracted it is what rounding left of it; a NaN stays one.
+__device__ __forceinline__ float variance(float square, float off) {
+  const float var = square - off * off;
+  return var <= 2e-6f * off * off ? 0.0f : var;
+}
+
+// What a gradient is multiplied with on its way back through a term. Of minibatch statistics (MODE 1)
+// it is 0 if the term is constant: rbn.ops.types says why, and has the same number.
+template <int MODE>
+__device__ __forceinline__ float slope(float rstd, float gamma, float eps) {
+  return MODE == 1 && !(rstd * rstd * eps <= 1.0f - CONSTANT) ? 0.0f : rstd * gamma;
+}
+
+// Products ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if TYPE == 0
+#define SHAPE "m16n8k8.row.col.f32.tf32.tf32.f32"
+#elif TYPE == 1
+#define SHAPE "m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+#define SHAPE "m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+  asm volatile("mma.sync.aligned." SHAPE " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint4 rounded(uint4 v) {
+#if TYPE == 0
+  asm("cvt.rna.tf32.f32 %0, %0;" : "+r"(v.x));
+  asm("cvt.rna.tf32.f32 %0, %0;" : "+r"(v.y));
+  asm("cvt.rna.tf32.f32 %0, %0;" : "+r"(v.z));
+  asm("cvt.rna.tf32.f32 %0, %0;" : "+r"(v.w));
+#endif
+  return v;
+}
+
+// Both products of a block of columns. A thread's 16 bytes of a row stand for other columns than the
+// instruction names, but for the same ones in a (rows g and g + 8) and in b, and a sum has no order.
+__device__ __forceinline__ void multiply_block(float (&c)[4], uint4 low, uint4 high, uint4 b) {
+  multiply(c, low.x, high.x, low.y, high.y, b.x, b.y);
+  multiply(c, low.z, high.z, low.w, high.w, b.z, b.w);
+}
+
+// 16 bytes of row `row` of a matrix [rows, columns] from column `k`, zero beyond its end.
+__device__ __forceinline__ uint4 weight_at(const Element* w, i64 row, int columns, int k) {
+  Element v[VEC];
+#pragma unroll
+  for (int i = 0; i < VEC; i++) v[i] = k + i < columns ? w[row * columns + k + i] : Element(0);
+  return *reinterpret_cast<uint4*>(v);
+}
+
+// W fragments of NT tiles of 8 columns, for the column blocks of this warp.
+template <int NT, int KBW>
+struct Weights {
+#if REGISTERS
+  uint4 kept[KBW][NT];
+#else
+  const uint4* shared;
+#endif
+  // row(n): the row of the matrix for tile n; negative: none.
+  template <class Row>
+  __device__ __forceinline__ void load(const Element* w, int columns, int ks, int mw, int lane, uint4* room, Row row) {
+#if !REGISTERS
+    shared = room + ks * KBW * NT * 32 + lane;
+#endif
+#pragma unroll
+    for (int i = 0; i < KBW; i++)
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        i64 r = row(n);
+        int k = (ks * KBW + i) * BLOCK + (lane & 3) * VEC;
+        uint4 v = r < 0 ? make_uint4(0, 0, 0, 0) : rounded(weight_at(w, r, columns, k));
+#if REGISTERS
+        kept[i][n] = v;
+#else
+        if (mw == 0) room[(ks * KBW + i) * NT * 32 + n * 32 + lane] = v;
+#endif
+      }
+  }
+  __device__ __forceinline__ uint4 at(int i, int n) const {
+#if REGISTERS
+    return kept[i][n];
+#else
+    return shared[(i * NT + n) * 32];
+#endif
+  }
+};
+
+// sums[m][n] += rows of this warp times W. The rows [ROWS, width] (stride `stride`) come from the
+// other blocks: a 16-byte piece that is not there yet is read again.
+template <int NT, int KBW>
+__device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const Weights<NT, KBW>& w,
+                                                const Element* rows, int stride, int width, int B,
+                                                int ks, int mw, int lane, bool wait) {
+  constexpr int PIECES = (KBW + CHUNK - 1) / CHUNK;
+  uint4 a[PIECES > 1 ? 2 : 1][MPW][CHUNK][2];
+  const int g = lane >> 2;
+  auto address = [&](int m, int i, int half) {
+    return rows + i64((mw * MPW + m) * 16 + g + 8 * half) * stride + (ks * KBW + i) * BLOCK + (lane & 3) * VEC;
+  };
+  auto there = [&](int m, int i, int half) {
+    return i < KBW && (mw * MPW + m) * 16 + g + 8 * half < B && (ks * KBW + i) * BLOCK + (lane & 3) * VEC < width;
+  };
+  auto ask = [&](int piece) {
+#pragma unroll
+    for (int m = 0; m < MPW; m++)
+#pragma unroll
+      for (int i = 0; i < CHUNK; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int k = piece * CHUNK + i;
+          a[piece % 2][m][i][half] = !there(m, k, half) ? make_uint4(0, 0, 0, 0)
+                                     : BARRIER          ? fetch(address(m, k, half))
+                                                        : peek(address(m, k, half));
+        }
+  };
+#ifdef NO_GATHER
+  return;
+#endif
+#ifdef NO_WAIT
+  wait = false;
+#endif
+  // Until the others are about done, only one piece is asked for again and again.
+  constexpr bool EAGER = BARRIER || (PIECES == 1 && MPW * CHUNK <= 8);
+  if (EAGER) ask(0);
+  if (!BARRIER && wait && there(0, 0, 0)) {
+    uint4 probe = EAGER ? a[0][0][0][0] : peek(address(0, 0, 0));
+    while (missing(probe)) probe = peek(address(0, 0, 0));
+  }
+  if (!EAGER) ask(0);
+#pragma unroll
+  for (int piece = 0; piece < PIECES; piece++) {
+    if (piece + 1 < PIECES) ask(piece + 1);
+    if (!BARRIER && wait) {
+      bool again;
+      do {
+        again = false;
+#pragma unroll
+        for (int m = 0; m < MPW; m++)
+#pragma unroll
+          for (int i = 0; i < CHUNK; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+              if (missing(a[piece % 2][m][i][half])) {
+                a[piece % 2][m][i][half] = peek(address(m, piece * CHUNK + i, half));
+                again = true;
+              }
+      } while (again);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < CHUNK; i++) {
+      if (piece * CHUNK + i >= KBW) continue;
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        uint4 b = w.at(piece * CHUNK + i, n);
+#pragma unroll
+        for (int m = 0; m < MPW; m++)
+          multiply_block(sums[m][n], rounded(a[piece % 2][m][i][0]), rounded(a[piece % 2][m][i][1]), b);
+      }
+    }
+  }
+}
+
+// Sums of tiles into shared memory, [KS][ROWS][PITCH].
+template <int NT, int PITCH>
+__device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4], int ks, int mw, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int m = 0; m < MPW; m++)
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      float* p = part + (ks * ROWS + (mw * MPW + m) * 16 + g) * PITCH + n * 8 + 2 * t;
+      store2(p, sums[m][n][0], sums[m][n][1]);
+      store2(p + 8 * PITCH, sums[m][n][2], sums[m][n][3]);
+    }
+}
+
+// Sums over the batch ------------------------------------------------------------------------------
+
+// Each v[i] summed over all threads with the same pair of units, in a fixed order, given back to all.
+// `running`, of thread 4 i + pair, counts v[i] over all calls.
+template <int NV>
+__device__ __forceinline__ void sum_rows(float (&v)[NV], float* room, float* total, float& running) {
+#ifdef NO_SUM
+  return;
+#endif
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = tid & 3;
+  int n = NV, index = 0;
+#pragma unroll
+  for (int mask = 16; mask >= 4; mask >>= 1) {
+    if (n > 1) {
+      n /= 2;
+      const bool upper = lane & mask;
+#pragma unroll
+      for (int i = 0; i < NV / 2; i++)
+        if (i < n) {
+          const float keep = upper ? v[i + n] : v[i], send = upper ? v[i] : v[i + n];
+          v[i] = keep + __shfl_xor_sync(~0u, send, mask);
+        }
+      index += upper ? n : 0;
+    } else {
+      v[0] += __shfl_xor_sync(~0u, v[0], mask);
+    }
+  }
+  constexpr int LEFT = NV > 8 ? NV / 8 : 1;
+#pragma unroll
+  for (int i = 0; i < LEFT; i++) room[((index + i) * 4 + pair) * PADDED + warp] = v[i];
+  __syncthreads();
+  if (tid < 4 * NV) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += room[tid * PADDED + w];
+    total[(tid & 3) * NV + (tid >> 2)] = sum;
+    running += sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < NV / 4; i++) {
+    const float4 four = reinterpret_cast<const float4*>(total + pair * NV)[i];
+    v[4 * i] = four.x, v[4 * i + 1] = four.y, v[4 * i + 2] = four.z, v[4 * i + 3] = four.w;
+  }
+}
+
+template <int NV>
+__device__ __forceinline__ void sum_rows(float (&v)[NV], float* room, float* total) {
+  float unused = 0.0f;
+  sum_rows(v, room, total, unused);
+}
+
+// Parameters and statistics ------------------------------------------------------------------------
+
+// They are read once a step, and registers are scarce: in shared memory, [4 threads][4 gates][OWN].
+__device__ __forceinline__ int column_of(int i) {  // of the whole layer, or -1
+  const int thread = i / (4 * OWN) % 4, q = i / OWN % 4, unit = blockIdx.x * UNITS + OWN * thread + i % OWN;
+  return unit < H ? q * H + unit : -1;
+}
+
+__device__ __forceinline__ void read_gates(float (&v)[4][OWN], const float* from) {
+  const float4* p = reinterpret_cast<const float4*>(from + (threadIdx.x & 3) * 4 * OWN);
+  float flat[4 * OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) {
+    const float4 four = p[i];
+    flat[4 * i] = four.x, flat[4 * i + 1] = four.y, flat[4 * i + 2] = four.z, flat[4 * i + 3] = four.w;
+  }
+#pragma unroll
+  for (int i = 0; i < 4 * OWN; i++) v[i / OWN][i % OWN] = flat[i];
+}
+
+#define PARAMETERS (12 * UNITS)  // bias, gamma_x, gamma_h
+
+__device__ __forceinline__ void load_parameters(float* to, const float* bias, const float* gamma_x,
+                                                const float* gamma_h, i64 recurrence) {
+  for (int i = threadIdx.x; i < PARAMETERS; i += THREADS) {
+    const int kind = i / (4 * UNITS), column = column_of(i);
+    const bool present = kind == 0 ? BIAS : kind == 1 ? MODE_X : MODE_H;
+    const float* from = kind == 0 ? bias : kind == 1 ? gamma_x : gamma_h;
+    to[i] = present && column >= 0 ? from[recurrence * GATES + column] : 0.0f;
+  }
+}
+
+// Statistics that are given, N values for a step, read from memory a step before they are needed.
+template <int N>
+struct Staged {
+  static constexpr int PER_THREAD = (N + THREADS - 1) / THREADS;
+  float next[PER_THREAD > 0 ? PER_THREAD : 1];
+
+  template <class Value>
+  __device__ __forceinline__ void load(Value value) {
+#pragma unroll
+    for (int k = 0; k < PER_THREAD; k++) {
+      const int i = threadIdx.x + k * THREADS;
+      if (i < N) next[k] = value(i);
+    }
+  }
+  // is_var(i): whether it is a variance, of which 1 / sqrt(var + eps) is wanted.
+  template <class IsVar>
+  __device__ __forceinline__ void put(float* to, float eps, IsVar is_var) const {
+#pragma unroll
+    for (int k = 0; k < PER_THREAD; k++) {
+      const int i = threadIdx.x + k * THREADS;
+      if (i < N) to[i] = is_var(i) ? rsqrtf(next[k] + eps) : next[k];
+    }
+  }
+};

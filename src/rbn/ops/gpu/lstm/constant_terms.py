@@ -1,0 +1,65 @@
+"""The host's part of `CONSTANT` in one launch, see `rbn.ops.identical_rows`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu.lstm.constant_terms_kernel import raise_variances
+from rbn.ops.gpu.runtime.launch_cache import launch_known
+from rbn.ops.identical_rows import raised, steps_alike
+from rbn.ops.types import CONSTANT
+
+_BLOCK = 1024
+_PROGRAMS = 128  # each of them looks for the first step that differs, so not too many
+
+
+def raised_variances(
+    states: tuple[Tensor | None, Tensor | None],
+    wx: Tensor,
+    var_x: Tensor | None,
+    var_h: Tensor,
+    var_c: Tensor | None,
+    eps: float,
+    masked: bool = False,
+    lengths: Tensor | None = None,
+    include: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Variances ``[..., T, F]`` for the backward kernels, from those of the forward pass.
+
+    states: ``[..., B, H]`` each, None where all rows are one. wx: ``[..., T, B, 4H]``. var_x: over
+    a sequence ``[..., 1, 4H]``; None, like var_c, for absent terms. The others as in `steps_alike`.
+    """
+    T, B, G = wx.shape[-3:]
+    sequence = var_x is not None and var_x.shape[-2] != T
+    # The kernel's programs count on beyond the end.
+    large = max(T * G, B * G // 4) >= 2**31 - _PROGRAMS * _BLOCK
+    if var_x is None or sequence or include or large:  # rare, and the kernel does not know it
+        seen = tuple(state for state in states if state is not None)
+        variances = var_x, var_h, var_c
+        before, after = steps_alike(seen, wx, *variances, eps, masked, lengths, include)
+        return raised(var_h, before, eps), None if var_c is None else raised(var_c, after, eps)
+    different = [None if s is None or s.stride(-2) == 0 else s.contiguous() for s in states]
+    h0, c0 = [var_h if state is None else state for state in different]
+    look = [state is not None for state in different]
+    new_h, new_c = torch.empty_like(var_h), None if var_c is None else torch.empty_like(var_c)
+    cell = (var_h, new_h) if var_c is None or new_c is None else (var_c, new_c)
+    tensors = (h0, c0, var_x, var_h, cell[0], new_h, cell[1])
+
+    def ask() -> Any:
+        return (
+            (min(_PROGRAMS, -(-T * G // _BLOCK)), var_h.numel() // (T * G)),
+            tensors,
+            (T, B, G // 4, CONSTANT * eps, 2 * CONSTANT * eps),
+            {
+                **{"LOOK_H": look[0], "LOOK_C": look[1], "CELL": var_c is not None},
+                **{"MASKED": masked, "BLOCK": _BLOCK},
+            },
+        )
+
+    known = (wx.shape, *look, var_c is None, masked, eps, h0.dtype, c0.dtype)
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    launch_known(raise_variances, known, addresses, ask, var_h)
+    return new_h, new_c

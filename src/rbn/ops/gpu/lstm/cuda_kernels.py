@@ -1,0 +1,372 @@
+"""The LSTM through the kernels in CUDA C++, for the shapes and options they cover.
+
+Wide layers and layers with zoneout run the kernels of `grid`, small ones those of `cluster`, others
+those of `portable`. What none of them covers runs the Triton kernels of `persistent` or `steps`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.lstm.persistent.tiles import tf32_allowed
+from rbn.ops.gpu.lstm.signature import Inputs
+from rbn.ops.gpu.runtime import nvrtc
+from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structure
+from rbn.ops.gpu.stepwise import zone
+
+log = logging.getLogger("rbn.ops.gpu")
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_UNITS = 8
+_SHARED = 227 * 1024
+_TILES = 8  # of 16 rows
+SMALL, WIDE, EIGHT = "small", "wide", "units of 8"  # which kernels run
+
+_VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
+_MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
+_COMMON = ("wx", "weight", *_VECTORS, *_MOMENTS)
+_SIZES = ("T", "B", "rows_x", "rows_h", "rows_c")
+_FORWARD = (*_COMMON, "hs", "cs", "wh", "c0", "h_n", "c_n", "lengths", "inv_n", "counter")
+_BACKWARD = (
+    *(*_COMMON, "cs", "wh", "lengths", "inv_n", "doutput", "dh", "dc", "da", "dwx"),
+    *("dbias", "dgamma_x", "dgamma_h", "dgamma_c", "dbeta_c", "counter"),
+)
+
+
+def _members(pointers: tuple[str, ...]) -> list[tuple[str, Any]]:
+    return [(name, ctypes.c_void_p) for name in pointers] + [
+        (name, ctypes.c_int) for name in _SIZES
+    ]
+
+
+OneForwardArguments = structure(
+    "OneForward", [*_members((*_FORWARD, "w")), ("eps", ctypes.c_float)]
+)
+OneBackwardArguments = structure(
+    "OneBackward", [*_members((*_BACKWARD, "w")), ("eps", ctypes.c_float)]
+)
+_WIDE = ("passed", "spilled", "meetings")
+_ZONEOUT = (
+    *((name, ctypes.c_float) for name in ("rate_c", "rate_h")),
+    *((name, ctypes.c_void_p) for name in ("mask_c", "mask_h")),
+)
+ForwardArguments = structure("Forward", [*_members(_FORWARD), ("eps", ctypes.c_float)])
+BackwardArguments = structure("Backward", [*_members(_BACKWARD), ("eps", ctypes.c_float)])
+WideForwardArguments = structure(
+    "WideForward", [*_members((*_FORWARD, *_WIDE)), ("eps", ctypes.c_float), *_ZONEOUT]
+)
+WideBackwardArguments = structure(
+    "WideBackward",
+    [*_members((*_BACKWARD, *_WIDE, "handed")), ("eps", ctypes.c_float), *_ZONEOUT],
+)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the product of one kernel is divided among the warps of a block."""
+
+    tiles: int  # of 16 rows
+    row_warps: int
+    column_warps: int
+    chunk: int
+    registers: bool
+    barrier: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 32 * self.row_warps * self.column_warps
+
+    def shared(self, blocks: int, columns: int, pitch: int, sums: int) -> int:
+        """Bytes of shared memory, as the kernels lay it out."""
+        warps = self.row_warps * self.column_warps
+        floats = self.column_warps * 16 * self.tiles * pitch + sums * (warps | 1) + sums + 96 + 144
+        per_warp = -(-blocks // self.column_warps)
+        weights = 0 if self.registers else per_warp * self.column_warps * columns * 32 * 16
+        return 4 * floats + weights
+
+
+def _column_warps(tiles: int) -> int:
+    """So many that a block has 4 to 8 warps."""
+    return 1 if tiles > 4 else 2 if tiles > 1 else 4
+
+
+@functools.lru_cache(maxsize=256)
+def cut_forward(dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED) -> Cut | None:
+    """The division of the forward kernel, or None where `limit` bytes of shared memory are few."""
+    tiles = -(-batch // 16)
+    if tiles > _TILES:
+        return None
+    half = dtype != torch.float32
+    blocks = -(-hidden // (32 if half else 16))
+    if blocks <= 8 * (2 - half):  # a warp's share of the weights is small: wait for the data
+        columns = _column_warps(tiles)
+        per_warp = -(-blocks // columns)
+        cut = Cut(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
+    else:
+        cut = _cut_large(tiles)
+    return cut if cut.shared(blocks, 4, 40, 64) <= limit else None
+
+
+@functools.lru_cache(maxsize=256)
+def cut_backward(dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED) -> Cut | None:
+    """The same for the backward kernel."""
+    tiles = -(-batch // 16)
+    if tiles > _TILES:
+        return None
+    blocks = -(-4 * hidden // (16 if dtype == torch.float32 else 32))
+    small = Cut(tiles, tiles, _column_warps(tiles), 4, False, barrier=True)
+    cut = small if blocks <= 64 else _cut_large(tiles)
+    return cut if cut.shared(blocks, 1, 8, 96) <= limit else None
+
+
+def _cut_large(tiles: int) -> Cut:
+    rows = 1 if tiles <= 4 else 2
+    return Cut(-(-tiles // rows) * rows, rows, 8 // rows, 2, False, barrier=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(name: str, cut: Cut, device: int, shared: int, defines: tuple[Any, ...]) -> Kernel:
+    arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
+    assert arch is not None  # see `_capable`
+    named = dict(defines) | {
+        "MT": cut.tiles,
+        "MW": cut.row_warps,
+        "KS": cut.column_warps,
+        "CHUNK": cut.chunk,
+        "REGISTERS": cut.registers,
+        "BARRIER": cut.barrier,
+    }
+    code = nvrtc.compiled(name, named, arch)
+    return Kernel(code, name, cut.threads, shared)
+
+
+@functools.lru_cache(maxsize=64)
+def _capable(device: int) -> bool:
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (8, 0) and nvrtc.works(capability)
+
+
+def covers(a: Any) -> bool:
+    """Whether both kernels take this call."""
+    if not a.wx.is_cuda or not _capable(a.wx.device.index or 0):
+        return False
+    if a.wx.dtype == torch.float32 and not a.tf32:
+        return False
+    if not takes_options(a):
+        return False
+    return bool(a.zoned or _fits(a.wx) or cluster_kernels.choose(a.wx) or fits_wide(a.wx))
+
+
+def takes_options(a: Inputs) -> bool:
+    """Whether the kernels have all that this call asks for.
+
+    Zoneout only those for wide layers have, which then run whatever they take.
+    """
+    if a.joint or a.include or a.pass_normalized_cell:
+        return False
+    return not a.zoned or grid_kernels.takes(a.wx)
+
+
+def _fits(wx: Tensor) -> bool:
+    """Whether the card has room for all blocks of 8 units at once."""
+    *lead, _, B, G = wx.shape
+    return _has_room(wx.dtype, lead[0] if lead else 1, B, G // 4, wx.device.index or 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_room(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, device: int) -> bool:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    limit = shared_limit(device)
+    return bool(
+        hidden % 2 == 0
+        and processors >= recurrences * -(-hidden // _UNITS)
+        and cut_forward(dtype, batch, hidden, limit) is not None
+        and cut_backward(dtype, batch, hidden, limit) is not None
+    )
+
+
+def fits_wide(wx: Tensor) -> bool:
+    """Whether blocks of 16 units take it: there is no room for those of 8, or these are better."""
+    if _fits(wx):
+        return grid_kernels.preferred(wx)
+    return grid_kernels.takes(wx)
+
+
+def kind(wx: Tensor) -> str | None:
+    """Which kernels take a layer of this size and type, if its options allow it."""
+    if not _capable(wx.device.index or 0):
+        return None
+    if wx.dtype == torch.float32 and not tf32_allowed():
+        return None
+    if cluster_kernels.choose(wx):
+        return SMALL
+    return WIDE if fits_wide(wx) else EIGHT if _fits(wx) else None
+
+
+def family(wx: Tensor, zoned: bool = False) -> str:
+    """The same of a call that these kernels take, for `meeting` and launches."""
+    if zoned:
+        return WIDE
+    return SMALL if cluster_kernels.choose(wx) else WIDE if fits_wide(wx) else EIGHT
+
+
+def cut_of(direction: str, wx: Tensor, family: str) -> Any:
+    """How the kernel of a family is cut: a `Cut`, `SmallCut` or `WideCut`."""
+    B, G = wx.shape[-2:]
+    if family == EIGHT:
+        cut: Any = (cut_forward if direction == "forward" else cut_backward)(wx.dtype, B, G // 4)
+    else:
+        cut = cluster_kernels.choose(wx) if family == SMALL else grid_kernels.choose(direction, wx)
+    assert cut is not None
+    return cut
+
+
+def meeting(cut: Any) -> tuple[bool, bool]:
+    """Whether the blocks count at `counter`; whether what they exchange must begin EMPTY."""
+    return (cut.barrier, not cut.barrier) if isinstance(cut, Cut) else (False, False)
+
+
+def zeroed(cut: Any, recurrences: int) -> dict[str, int]:
+    """Bytes that a kernel wants to find as zeros, by the names of its struct, multiples of 16."""
+    if isinstance(cut, grid_kernels.WideCut):
+        return grid_kernels.zeroed(cut, recurrences)
+    return {"counter": -(-recurrences // 4) * 16} if meeting(cut)[0] else {}
+
+
+def defines(
+    a: Inputs, flags: dict[str, int], hidden: int, one_feature: bool, doutput: bool
+) -> tuple[Any, ...]:
+    """What a kernel is compiled with, besides how it is cut.
+
+    flags: the statistics that terms are normalized with. doutput: whether the output has a
+    gradient, for the backward kernel.
+    """
+    return (
+        ("TYPE", _TYPES[a.wx.dtype]),
+        ("H", hidden),
+        ("MODE_X", flags["X"]),
+        ("MODE_H", flags["NORM"]),
+        ("MODE_C", flags["CELL"]),
+        ("LENGTHS", int(a.lengths is not None)),
+        ("BIAS", int(a.bias is not None)),
+        ("BETA", int(a.beta_c is not None)),
+        ("SAVE", int(a.save)),
+        ("DOUTPUT", int(doutput)),
+        *([("SCALAR", 1)] if one_feature else []),
+        *([("ZONE_C", zone(a.mask_c, a.rate_c))] if a.zoned else []),
+        *([("ZONE_H", zone(a.mask_h, a.rate_h))] if a.zoned else []),
+    )
+
+
+def _run(
+    kernel: Kernel,
+    blocks: int,
+    call: Any,
+    structure: Any,
+    at: dict[str, int],
+    rows: list[int],
+    *more: float,
+    splits: int = 1,
+) -> None:
+    # Clusters that do not meet need not run at the same time.
+    if blocks * (call.R * splits if kernel.together else 1) > kernel.at_once:
+        raise RuntimeError("the card has no room for all blocks of the recurrence at once")
+    packed = structure.packed(at, call.T, call.B, *rows, call.a.eps, *more)
+    kernel.launch((blocks, call.R * splits), packed)
+
+
+def _run_wide(
+    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
+) -> None:
+    cut = call.facts.cuts[direction]
+    log.debug("lstm %s in CUDA, wide: %s", direction, cut)
+    with device_of(call.flat):
+        kernel = grid_kernels.kernel(cut, call.flat.device.index or 0, defines)
+        spilled = call.R * cut.spilled
+        room = torch.empty(spilled, dtype=torch.uint8, device=call.flat.device) if spilled else None
+        if room is not None:
+            at = at | {"spilled": room.data_ptr()}
+        arguments = WideForwardArguments if direction == "forward" else WideBackwardArguments
+        masks = (at.get(name, 0) for name in ("mask_c", "mask_h"))
+        _run(
+            kernel,
+            cut.blocks,
+            call,
+            arguments,
+            at,
+            rows,
+            call.a.rate_c,
+            call.a.rate_h,
+            *masks,
+            splits=cut.splits,
+        )
+
+
+def _run_small(
+    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
+) -> None:
+    wx, cut = call.flat, call.facts.cuts[direction]
+    device = wx.device.index or 0
+    cluster = cluster_kernels.cluster_of(cut, wx.dtype, call.H, device)
+    assert cluster is not None
+    log.debug("lstm %s in CUDA, small: %s, clusters of %d", direction, cut, cluster)
+    with device_of(wx):
+        kernel = cluster_kernels.kernel(direction, cut, cluster, device, defines)
+        if call.w is None:
+            arguments = ForwardArguments if direction == "forward" else BackwardArguments
+        else:
+            arguments = OneForwardArguments if direction == "forward" else OneBackwardArguments
+        _run(kernel, cluster, call, arguments, at, rows)
+
+
+def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
+    """Launch the forward kernel.
+
+    at: addresses by the names of its struct; absent ones are not looked at. rows: of the statistics
+    of x, h and c.
+    """
+    wx, defines = call.flat, call.facts.defines[False]
+    if call.family != EIGHT:
+        run = _run_small if call.family == SMALL else _run_wide
+        run("forward", call, at, rows, defines)
+        return
+    cut = call.facts.cuts["forward"]
+    blocks = -(-call.H // (16 if wx.dtype == torch.float32 else 32))
+    shared = cut.shared(blocks, 4, 40, 64)
+    log.debug("lstm forward in CUDA: %s", cut)
+    with device_of(wx):
+        kernel = _kernel("portable_forward", cut, wx.device.index or 0, shared, defines)
+        _run(kernel, -(-call.H // _UNITS), call, ForwardArguments, at, rows)
+
+
+def backward_weight(call: Any, weight: Tensor) -> Tensor:
+    """W_h as the backward kernel takes it."""
+    if call.family == WIDE:
+        return weight.contiguous()
+    return weight.transpose(-2, -1).contiguous()
+
+
+def backward(call: Any, at: dict[str, int], rows: list[int], has_doutput: bool) -> None:
+    """Launch the backward kernel, with W_h as `backward_weight` gives it; see `forward`."""
+    wx, defines = call.flat, call.facts.defines[has_doutput]
+    if call.family != EIGHT:
+        run = _run_small if call.family == SMALL else _run_wide
+        run("backward", call, at, rows, defines)
+        return
+    cut = call.facts.cuts["backward"]
+    blocks = -(-4 * call.H // (16 if wx.dtype == torch.float32 else 32))
+    shared = cut.shared(blocks, 1, 8, 96)
+    log.debug("lstm backward in CUDA: %s", cut)
+    with device_of(wx):
+        kernel = _kernel("portable_backward", cut, wx.device.index or 0, shared, defines)
+        _run(kernel, -(-call.H // _UNITS), call, BackwardArguments, at, rows)

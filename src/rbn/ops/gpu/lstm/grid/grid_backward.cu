@@ -1,0 +1,610 @@
+// The LSTM's backward pass for wide layers: one launch for all steps, from the last to the first.
+#define SIDE 16  // columns of a block: its units
+#define PASSED 4
+#include "grid.cuh"
+#include "grid_team.cuh"
+
+#define APART (MODE_H != 0)  // d(W_x x) is not d(W_h h)
+
+#define SKIPS (LENGTHS || ZONE_H)  // some of dh goes past the step
+
+#define STORES (APART ? 16 : 8)
+#define ASKED (10 + 2 * MASKS)
+// In float32 the registers are too few for all of both terms. So d(W_h h) is kept as it was passed on: it is for a product
+// with h, which takes no more bits. And the input term is asked for where the last pieces leave the registers.
+#define TIGHT (TYPE == 0 && APART)
+#define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
+#define GATE_SUMS (MODE_X ? 192 : MODE_H ? 128 : 64)  // of all rows
+// Whether sums over all splits are needed in each step, not only at the end, for the parameters.
+#define TOTAL_GATES (MODE_H == 1 || MODE_X == 1)
+#define TOTAL_CELL (MODE_C == 1)
+
+struct Backward {
+  const Element* wx;      // [R, T, B, 4H]
+  const Element* weight;  // [R, 4H, H]
+  const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
+  const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
+  const float* cs;     // [R, T + 1, SUBS, B, 8]
+  const Element* wh;   // [R, T, SUBS, 4, B, 8]
+  const int* lengths;  // [B]
+  const float* inv_n;  // [T]
+  const Element* doutput;  // [R, T, B, H]
+  float *dh, *dc;          // [R, B, H]: those of h_n and c_n; then what skips W_h, and dc0
+  Element* da;             // [R, T, B, 4H]: d(W_h h)
+  Element* dwx;            // [R, T, B, 4H]
+  float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
+  u32* counter;    // not used but by CLOCK
+  uint4* passed;   // [R, SPLITS, BUFFERS, STEP_WORDS], zero: d(W_h h) of the last steps
+  uint4* spilled;  // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
+  u32* meetings;   // [R, SPLITS, TEAM, 32], zero: counters of the slices
+  uint4* handed;   // [R, SPLITS, HANDED_WORDS], zero: sums for the team [GRID, TEAM - 1, HOLDERS] and what they are times
+  int T, B, rows_x, rows_h, rows_c;
+  float eps, rate_c, rate_h;
+  const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Backward p) {
+  extern __shared__ __align__(128) uint4 slots[];
+  uint4* resident = slots + FIRST * GROUP_WORDS;
+  float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
+  // Tables. For the gates: what W_h h and the input term are multiplied with, what is added to them.
+  float *open_h = room + WARPS * PITCH, *open_x = open_h + TABLE, *bias = open_x + TABLE;
+  // d(W_h h) is dpre times slope_h, plus W_h h times times_h, plus plus_h; so is d(W_x x). Slopes are there
+  // twice: those of the next step are written while some warps may still read.
+  float *slope_h = bias + TABLE, *times_h = slope_h + 2 * TABLE, *plus_h = times_h + TABLE;
+  float *slope_x = plus_h + TABLE, *times_x = slope_x + TABLE, *plus_x = times_x + TABLE;
+  // The same of the cell.
+  float *mean_of_c = plus_x + TABLE, *open_c = mean_of_c + UNITS, *slope_c = open_c + UNITS;
+  float *times_c = slope_c + 2 * UNITS, *plus_c = times_c + UNITS;
+  // Parameters, for the threads that have a column: [64] each, then one for each unit.
+  float *gamma_h = plus_c + UNITS, *gamma_x = gamma_h + 64, *bias_of = gamma_x + 64, *gamma_c = bias_of + 64;
+  float *beta_of = gamma_c + UNITS, *barriers = beta_of + UNITS;
+  // Behind two barriers for weights those for splits, and what these send.
+  const OverSplits<GATE_SUMS> of_gates = {barriers + 12, shared_address(barriers + 4)};
+  const OverSplits<32> of_cell = {of_gates.room + 2 * SPLITS * GATE_SUMS, of_gates.barriers + 16};
+
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
+  const int first = first_row(p.B), row0 = first + warp * 16 + (lane >> 2);  // and row0 + 8
+  const int unit = blockIdx.x * UNITS + 4 * quad, sub = blockIdx.x * 2 + quad / 2;
+  const bool mine = unit < H;
+  const i64 r = blockIdx.y / SPLITS, part = blockIdx.y, B = p.B, end = end_of_rows(p.B);
+  const u32 nothing = u32(p.B) >> 31;
+  uint4* passed = p.passed + part * BUFFERS * STEP_WORDS;
+  uint4* spilled = p.spilled + (part * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
+  const uint4* slice = slice_of(passed);
+  u32 begin = beginning() * 2 * HOLDERS;
+  asm volatile("" : "+r"(begin));
+  u32* meeting = p.meetings + part * TEAM * 32;
+  uint4* handed = p.handed + part * HANDED_WORDS;
+  const Refill refill = {slots, spilled, shared_address(barriers)};
+  if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
+  of_gates.start(), of_cell.start();
+
+  const Element* weight = p.weight + r * GATES * H;
+  const float undo = pack(resident, spilled, room, [&](int n, int piece, int u) {
+    const int of = unit_of(n), k = piece / 4 * UNITS + u;
+    if (of >= H || k >= H) return Raw4{};
+    const Element* from = weight + i64(piece % 4 * H + k) * H + of;
+#if TYPE == 0
+    return make_float4(__ldg(from), __ldg(from + H), __ldg(from + 2 * H), __ldg(from + 3 * H));
+#else
+    u32 v[4];
+#pragma unroll
+    for (int e = 0; e < 4; e++) v[e] = __ldg(from + e * H);
+    return make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);
+#endif
+  });
+  refill.ask_first();
+  meet_cluster();
+
+  // Each column's sums are three threads': of dpre warps 0 and 1, times W_h h warps 2 and 3, times the
+  // input term warps 4 and 5. Those of the cell are warp 7's, in two halves.
+  const bool for_c = warp == 7, for_gates = warp < 6;
+  const int kind = for_c ? lane >> 4 : tid >> 6, number = tid & 63;
+  const int own_gate = gate_at(number), own = for_c ? cell_at(lane) : unit_at(number);
+  const int place = place_in_table(own_gate, own);
+  const bool has = (for_c || for_gates) && blockIdx.x * UNITS + own < H;
+  const int column = blockIdx.x * UNITS + own + (for_c ? 0 : own_gate * H);
+  float running = 0.0f, mean_x = 0.0f;
+  float next_mean = 0.0f, next_var_h = 0.0f, next_var = 0.0f;  // of h; of x or c
+  float to_total = 1.0f, to_term = 0.0f;                       // what a sum is multiplied with
+  if (tid < 64) {
+    gamma_h[tid] = has && MODE_H ? p.gamma_h[r * GATES + column] : 0.0f;
+    gamma_x[tid] = has && MODE_X ? p.gamma_x[r * GATES + column] : 0.0f;
+    bias_of[tid] = has && BIAS ? p.bias[r * GATES + column] : 0.0f;
+  }
+  if (for_c && kind == 0) gamma_c[own] = has && MODE_C ? p.gamma_c[r * H + column] : 0.0f;
+  if (for_c && kind == 0) beta_of[own] = has && BETA ? p.beta_c[r * H + column] : 0.0f;
+  __syncthreads();
+  auto ask_statistics = [&](int t) {
+    if (!has) return;
+    auto at = [&](int rows, int features) { return (r * rows + (t < rows ? t : rows - 1)) * features + column; };
+    if (for_c) {
+      if (MODE_C) next_mean = p.mean_c[at(p.rows_c, H)], next_var = p.var_c[at(p.rows_c, H)];
+      return;
+    }
+    if (MODE_H && kind < 2) next_var_h = p.var_h[at(p.rows_h, GATES)];
+    if (MODE_X && kind != 1) next_var = p.var_x[at(p.rows_x, GATES)];
+    if (MODE_X && kind != 1) next_mean = p.mean_x[at(p.rows_x, GATES)];
+  };
+  // What was asked for, for step t. Nobody reads these tables between passing on and the next product.
+  auto put_statistics = [&](int t) {
+    const float rstd_h = rsqrtf(next_var_h + p.eps), rstd = rsqrtf(next_var + p.eps);
+    if (for_c) {
+      const float slope_of = slope<MODE_C>(rstd, gamma_c[own], p.eps);
+      to_total = kind ? rstd : 1.0f, to_term = kind ? slope_of * rstd : slope_of;
+      if (MODE_C && kind == 0) {
+        mean_of_c[own] = next_mean, open_c[own] = rstd * gamma_c[own];
+        slope_c[t % 2 * UNITS + own] = slope_of;
+      }
+    } else if (for_gates) {
+      const float slope_of = slope<MODE_H>(rstd_h, gamma_h[number], p.eps);
+      const float of_x = MODE_X ? rstd * gamma_x[number] : 1.0f;
+      to_total = kind == 0 ? 1.0f : kind == 1 ? rstd_h : rstd;
+      to_term = kind == 0 ? slope_of : kind == 1 ? slope_of * rstd_h : of_x;
+      if (kind == 0) {
+        open_h[place] = rstd_h * gamma_h[number] * pre(own_gate), slope_h[t % 2 * TABLE + place] = slope_of;
+        open_x[place] = of_x * pre(own_gate);
+        bias[place] = (MODE_X ? bias_of[number] - next_mean * of_x : bias_of[number]) * pre(own_gate);
+      }
+      mean_x = next_mean;
+    }
+  };
+  float sum_b[16] = {}, sum_beta[8] = {};
+
+  float dc[2][4] = {}, skip[2][4] = {}, c_t[2][4] = {}, c_before[2][4] = {};
+  Raw4 raw_h[2][4] = {}, raw_x[2][4] = {}, dy[2] = {};
+  u32 zone_c[2] = {}, zone_h[2] = {};
+  int length[2];
+  bool in[2];
+  // Of the last step; then they go back, step by step.
+  const i64 last = p.T - 1;
+  const Element* wh = p.wh + ((r * p.T + last) * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2) + row0 * 8;
+  const float* cs = p.cs + ((r * (p.T + 1) + p.T) * SUBS + sub) * B * 8 + 4 * (quad % 2) + row0 * 8;
+  const Element* doutput = p.doutput + ((r * p.T + last) * B + row0) * H + unit;
+  i64 at = ((r * p.T + last) * B + row0) * GATES + unit;  // in wx, dwx and da
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const i64 row = row0 + 8 * j, of = (r * B + row) * H + unit;
+    in[j] = row < end && mine;
+    length[j] = p.T;
+    if (LENGTHS) length[j] = in[j] ? p.lengths[row] : 0;
+    if (!in[j]) continue;
+    if (SKIPS) load4(skip[j], p.dh + of);
+    load4(dc[j], p.dc + of);
+    load4(c_before[j], cs + 64 * j);
+  }
+
+  // d(W_h h) and d(W_x x) of a step, stored one by one beside the next product: all at once they keep the loads
+  // behind them waiting, and those the product.
+  Raw4 kept[1 + APART][2][4] = {};
+#if TIGHT
+  uint2 sent[2][4] = {};
+  float down = 0.0f;  // what it is to be multiplied with
+#endif
+  auto save = [&](int k, i64 of, bool on) {
+    const int j = k / 4 % 2, q = k % 4;
+    Element* to = (k < 8 ? p.da : p.dwx) + of + 8 * j * GATES + q * H;
+#if TIGHT
+    if (k < 8) kept[0][j][q] = from_factors(sent[j][q], down);
+#endif
+    store_here(to, kept[APART ? k / 8 : 0][j][q], on && in[j]);
+  };
+
+  // What a step takes from memory, in ASKED parts, and the way to the next one's.
+  auto zone_at = [&] { return (at - unit >> 2) + unit; };  // in the masks
+  auto ask = [&](int k) {
+    const int j = k < 10 ? k / 5 : k % 2, q = k % 5;
+    if (k >= 10) {
+      if (ZONE_C == 1 && k < 12) zone_c[j] = load_mask(p.mask_c + zone_at() + 8 * j * H, in[j]);
+      else zone_h[j] = load_mask(p.mask_h + zone_at() + 8 * j * H, in[j]);
+    } else if (q < 4) {
+      raw_h[j][q] = load_here(wh + (q * anew(p.B) + 8 * j) * 8, in[j]);
+      if (APART && !TIGHT) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
+    } else {
+      load_here4(c_before[j], cs + 64 * j, in[j]);
+      if (DOUTPUT) dy[j] = load_here(doutput + 8 * j * H, in[j]);
+    }
+  };
+  auto next_cell = [&] {
+    cs -= SUBS * B * 8;
+#pragma unroll
+    for (int i = 0; i < 8; i++) c_t[i / 4][i % 4] = c_before[i / 4][i % 4];
+  };
+  // The same into L2, before that.
+  auto bring_step = [&] {
+    const int row = first + tid % ROWS, subs = min(2, SUBS - int(blockIdx.x) * 2);
+    const u32 row_bytes = TYPE == 0 ? 32 : 16;
+    if (SPLITS > 1) {  // its rows are apart
+      const int second = quad / 2, rows = int(end) - first;
+      const i64 back = second * B * 8 + 4 * (quad % 2) + (row0 - first) * 8;
+      if (tid < 4 * subs && rows > 0) bring_row(wh - back - 3 * second * B * 8 + tid * B * 8, rows * row_bytes);
+      if (tid < subs && rows > 0) bring_row(cs - SUBS * B * 8 - back + tid * B * 8, rows * 32);
+    } else if (tid == 0 && subs > 0) {
+      bring_row(wh - (4 * (quad % 2) + row0 * 8), subs * 4 * B * row_bytes);
+      bring_row(cs - SUBS * B * 8 - (4 * (quad % 2) + row0 * 8), subs * B * 32);
+    }
+    if (row < end && blockIdx.x * UNITS < H) {
+      const Element* from = p.wx + at + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
+      const bool more = TYPE == 0 && blockIdx.x * UNITS + 8 < H;  // sectors
+      if (APART) bring(from), bring(from + H);
+      if (APART && more) bring(from + 8), bring(from + H + 8);
+      if (DOUTPUT && tid < ROWS) bring(doutput + i64(row - row0) * H - 4 * quad);
+      if (DOUTPUT && tid < ROWS && more) bring(doutput + i64(row - row0) * H - 4 * quad + 8);
+      const i64 of_masks = zone_at() + i64(row - row0) * H - 4 * quad;
+      if (ZONE_C == 1 && tid < ROWS) bring(p.mask_c + of_masks);
+      if (ZONE_H == 1 && tid >= ROWS) bring(p.mask_h + of_masks);
+    }
+    __syncwarp();
+  };
+  // Beside group i of the product of step t: the gradients of the step after it are stored, then the data asked for.
+  auto beside = [&](int i, int t) {
+    if (i == 0) bring_step();
+#pragma unroll
+    for (int k = 0; k < STORES; k++)
+      if (k * (SLICE / 2) / STORES == i) save(k, at + B * GATES, t < p.T - 1);
+    if (i == SLICE / 2) next_cell();
+#pragma unroll
+    for (int k = 0; k < ASKED; k++)
+      if (SLICE / 2 + k * (SLICE / 4) / ASKED == i) ask(k);
+#pragma unroll
+    for (int k = 0; k < (TIGHT ? 8 : 0); k++)
+      if (SLICE - 4 + k / 2 == i) raw_x[k / 4][k % 4] = load_here(p.wx + at + 8 * (k / 4) * GATES + k % 4 * H, in[k / 4]);
+    __syncwarp();
+  };
+
+  ask_statistics(p.T - 1);
+  put_statistics(p.T - 1);
+
+  float inv = 1.0f / p.B;
+  auto total_of_cell = [&](u32 times) {
+    await<SUMS_READY>();
+    float sum = over_warps(room + lane, 32);
+    if (TOTAL_CELL) sum = of_cell.all(sum, lane, times);
+    const float total = sum * to_total;
+    (kind ? times_c : plus_c)[own] = MODE_C == 1 ? -total * inv * to_term : 0.0f;
+    running += total;
+    done<TOTALS_READY>();
+  };
+  auto totals_of_gates = [&](u32 times) {
+    if (for_gates && kind < 2) {
+      float sum = over_warps(room + tid, PITCH);
+      if (TOTAL_GATES) sum = of_gates.all(sum, tid, times);
+      const float total = sum * to_total;
+      running += total;
+      (kind ? times_h : plus_h)[place] = MODE_H == 1 ? -total * inv * to_term : 0.0f;
+    }
+    if (MODE_X && for_gates && kind == 2) {
+      float all = over_warps(room + number, PITCH), with_x = over_warps(room + tid, PITCH);
+      if (TOTAL_GATES) with_x = of_gates.all(with_x, tid, times), all = of_gates.total(all, number, times);
+      const float total = (with_x - mean_x * all) * to_total;
+      running += total;
+      const float factor = MODE_X == 1 ? -total * inv * to_term * to_total : 0.0f;
+      slope_x[place] = to_term, times_x[place] = factor;
+      plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
+    }
+  };
+  // Who has no rows is at the meetings below, too, and does its share there.
+  for (int t = p.T - 1; t >= 0 && !has_rows(); t--) {
+    if (LENGTHS) inv = p.inv_n[t];
+    wait_for_slices(meeting, u32(p.T - 1 - t));
+    if (SECOND) refill.ask_second();
+    if (t > 0) ask_statistics(t - 1);
+    if (MODE_C && for_c) total_of_cell(u32(p.T - 1 - t));
+    else if (MODE_C) done<SUMS_READY>(), await<TOTALS_READY>();
+    if (MODE_H) {
+      __syncthreads();
+      totals_of_gates(u32(p.T - 1 - t));
+      __syncthreads();
+    }
+    arrive_at_slices(meeting);
+    if (t > 0) refill.ask_first(), put_statistics(t - 1);
+  }
+  for (int t = p.T - 1; t >= 0 && has_rows(); t--) {
+    MARKS(p.counter, t);
+    MARK(0);
+    if (LENGTHS) inv = p.inv_n[t];
+    const u32 times = u32(p.T - 1 - t);  // that the team has met before
+
+    // dh through W_h. After the last step there is none: a product with zeros, and one way through the code.
+    float sums[COLUMNS / 2];
+    const uint4* from = slice + times % BUFFERS * STEP_WORDS;
+    asm volatile("" : "+l"(from));
+    wait_for_slices(meeting, times);
+    MARK(1);
+    maybe_late(0);
+#if SCALED
+    Powers powers;
+    powers.ask(exponents_of(passed + times % BUFFERS * STEP_WORDS));
+#else
+    AsPassed powers;
+#endif
+    product(sums, from, begin, resident, refill, times, powers, [&](int i) { beside(i, t); });
+    wh -= SUBS * 4 * B * 8, doutput -= B * H;
+    MARK(2);
+    maybe_late(1);
+    hand_over(sums, handed, times, powers.back(undo));
+    if (t > 0) ask_statistics(t - 1);
+    MARK(3);
+
+    // The forward step again, while the team meets: what dh, and what the gradient of the cell, is
+    // multiplied with. Before the product their numbers would not fit beside its own.
+    float c_less[2][4], f[2][4];
+    float k_cell[2][4], k_o[2][4], k_i[2][4], k_f[2][4], k_g[2][4];
+    bool counts[2];
+    Held held;
+    {
+      float of_h[4][4], of_x[4][4], b[4][4], mc[4] = {}, oc[4] = {}, beta[4];
+      load4(beta, beta_of + 4 * quad);
+      if (MODE_H) {
+        read_table(of_h, open_h);
+        read_table(b, bias);
+        read_table(of_x, open_x);
+      }
+      if (MODE_C) load4(mc, mean_of_c + 4 * quad), load4(oc, open_c + 4 * quad);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        counts[j] = in[j] && t < length[j];
+        float gate[4][4];
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+          float a[4], x[4];
+          if (LENGTHS && !counts[j]) raw_x[j][q] = Raw4{};
+          widen4(a, raw_h[j][q]);
+          widen4(x, raw_x[j][q]);
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            gate[q][e] = gate_of(q, APART ? a[e] * of_h[q][e] + (x[e] * of_x[q][e] + b[q][e]) : a[e] * pre(q));
+          anew(raw_h[j][q]);
+          anew(raw_x[j][q]);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const float i = gate[0][e], g = gate[2][e], o = gate[3][e];
+          f[j][e] = gate[1][e];
+          // What was kept of a zoned cell is not what the output was made of.
+          const float cell = ZONE_C ? f[j][e] * c_before[j][e] + i * g : c_t[j][e];
+          c_less[j][e] = MODE_C ? cell - mc[e] : cell;
+          const float th = tanh_((MODE_C ? c_less[j][e] * oc[e] : c_less[j][e]) + beta[e]);
+          k_cell[j][e] = zoned<ZONE_H>(zone_h[j], e, p.rate_h, 0.0f, o * (1.0f - th * th));
+          k_o[j][e] = zoned<ZONE_H>(zone_h[j], e, p.rate_h, 0.0f, th * o * (1.0f - o));
+          k_i[j][e] = g * i * (1.0f - i);
+          k_f[j][e] = c_before[j][e] * f[j][e] * (1.0f - f[j][e]);
+          k_g[j][e] = i * (1.0f - g * g);
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          if (!counts[j]) k_cell[j][e] = k_o[j][e] = k_i[j][e] = k_f[j][e] = k_g[j][e] = 0.0f;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          held.hold(k_cell[j][e]), held.hold(k_o[j][e]), held.hold(k_i[j][e]);
+          held.hold(k_f[j][e]), held.hold(k_g[j][e]);
+        }
+      }
+    }
+    MARK(4);
+    float dh[2][4];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      float y[4] = {};
+      if (DOUTPUT) widen4(y, dy[j]);
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const float kept = SKIPS ? skip[j][e] : 0.0f;
+        dh[j][e] = LENGTHS && !counts[j] ? kept : kept + y[e];
+      }
+    }
+    maybe_late(2);
+    take_over(sums, handed, times, held.zero(nothing));
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) dh[j][e] += sums[e / 2 * 4 + 2 * j + e % 2];
+    if (!SKIPS && t == p.T - 1)  // else they are in `skip`
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float given[4] = {};
+        if (in[j]) load4(given, p.dh + (r * B + row0 + 8 * j) * H + unit);
+#pragma unroll
+        for (int e = 0; e < 4; e++) dh[j][e] += given[e];
+      }
+    MARK(5);
+
+    // Equation 8
+    float a[2][4][4], x[2][4][4];
+    float dpre[2][4][4], d_cell[2][4], v[3][16] = {};
+    auto gather = [&](int q, int e) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float d = dpre[j][q][e];
+        v[0][q * 4 + e] += d;
+        if (MODE_H) v[1][q * 4 + e] += d * a[j][q][e];
+        if (MODE_X) v[2][q * 4 + e] += d * x[j][q][e];
+      }
+    };
+    auto output_gate = [&] {
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        widen4(a[i / 4][i % 4], raw_h[i / 4][i % 4]);
+        widen4(x[i / 4][i % 4], raw_x[i / 4][i % 4]);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        dpre[0][3][e] = dh[0][e] * k_o[0][e], dpre[1][3][e] = dh[1][e] * k_o[1][e];
+        gather(3, e);
+      }
+    };
+    float v_c[8];
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const float d0 = d_cell[0][e] = dh[0][e] * k_cell[0][e], d1 = d_cell[1][e] = dh[1][e] * k_cell[1][e];
+      v_c[e] = d0 + d1;
+      v_c[4 + e] = d0 * c_less[0][e] + d1 * c_less[1][e];
+    }
+    if (MODE_C) {
+      fold_rows(v_c);
+      room[warp * 32 + lane] = v_c[0];
+      MARK(6);
+      if (for_c) total_of_cell(times);
+      else done<SUMS_READY>();
+      output_gate();
+      if (!for_c) await<TOTALS_READY>();
+      __syncwarp();
+    } else {
+      output_gate();
+#pragma unroll
+      for (int e = 0; e < 4; e++) sum_beta[e] += v_c[e];
+    }
+    MARK(7);
+
+    // Equation 7
+    {
+      float slope_of[4], times_of[4], plus_of[4];
+      if (MODE_C) {
+        load4(slope_of, slope_c + t % 2 * UNITS + 4 * quad);
+        load4(times_of, times_c + 4 * quad);
+        load4(plus_of, plus_c + 4 * quad);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          float d = zoned<ZONE_C>(zone_c[j], e, p.rate_c, 0.0f, dc[j][e]);
+          if (MODE_C) d += d_cell[j][e] * slope_of[e] + (c_less[j][e] * times_of[e] + plus_of[e]);
+          else d += d_cell[j][e];
+          dpre[j][0][e] = d * k_i[j][e];
+          dpre[j][1][e] = d * k_f[j][e];
+          dpre[j][2][e] = d * k_g[j][e];
+          float before = d * f[j][e];  // the gradient of the cell before
+          if (ZONE_C) before += zoned<ZONE_C>(zone_c[j], e, p.rate_c, dc[j][e], 0.0f);
+          dc[j][e] = !LENGTHS || counts[j] ? before : dc[j][e];
+          const float past = zoned<ZONE_H>(zone_h[j], e, p.rate_h, dh[j][e], 0.0f);
+          if (SKIPS) skip[j][e] = !LENGTHS || counts[j] ? past : dh[j][e];
+        }
+#pragma unroll
+      for (int i = 0; i < 12; i++) gather(i / 4, i % 4);
+    }
+
+    // Equation 6
+    if (MODE_H) {
+#pragma unroll
+      for (int k = 0; k < (MODE_X ? 3 : 2); k++) {
+        fold_rows(v[k]);
+        store2(room + warp * PITCH + 64 * k + 2 * lane, v[k][0], v[k][1]);
+      }
+      MARK(8);
+      __syncthreads();
+      MARK(9);
+      totals_of_gates(times);
+      __syncthreads();
+      MARK(10);
+    }
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+      float slope_of[4], times_of[4], plus_of[4];
+      if (MODE_H) {
+        load4(slope_of, slope_h + t % 2 * TABLE + quad * LINE + 4 * q);
+        load4(times_of, times_h + quad * LINE + 4 * q);
+        load4(plus_of, plus_h + quad * LINE + 4 * q);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float d[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          d[e] = MODE_H ? dpre[j][q][e] * slope_of[e] + (a[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
+        kept[0][j][q] = masked(narrow4(d), counts[j]);
+      }
+#if !SCALED
+      pass_on(passed + (times + 1) % BUFFERS * STEP_WORDS, q, kept[0][0][q], kept[0][1][q]);
+#endif
+    }
+#if SCALED
+    {
+      uint4* step = passed + (times + 1) % BUFFERS * STEP_WORDS;
+      float all[32];
+#pragma unroll
+      for (int i = 0; i < 32; i += 4) {
+        const float4 four = kept[0][i / 16][i / 4 % 4];
+        all[i] = four.x, all[i + 1] = four.y, all[i + 2] = four.z, all[i + 3] = four.w;
+      }
+      const u32 top = largest(all);
+      const float up = scale_up(top);
+#if !TIGHT
+      uint2 sent[2][4];
+#else
+      down = scale_down(top);
+#endif
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        sent[0][q] = as_factors(kept[0][0][q], up), sent[1][q] = as_factors(kept[0][1][q], up);
+        pass_on(step, q, sent[0][q], sent[1][q]);
+      }
+      if (lane == 0 && blockIdx.x < OWNERS) pass_exponent(exponents_of(step) + blockIdx.x, exponent(top));
+      __syncwarp();
+    }
+#endif
+    MARK(11);
+    arrive_at_slices(meeting);
+    MARK(12);
+
+    // What nobody waits for.
+    if (t > 0) refill.ask_first();
+    if (!MODE_H)
+#pragma unroll
+      for (int i = 0; i < 16; i++) sum_b[i] += v[0][i];
+    if (APART)
+#pragma unroll
+      for (int q = 0; q < 4; q++) {
+        float slope_of[4], times_of[4], plus_of[4];
+        load4(slope_of, slope_x + quad * LINE + 4 * q);
+        load4(times_of, times_x + quad * LINE + 4 * q);
+        load4(plus_of, plus_x + quad * LINE + 4 * q);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          float d[4];
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            d[e] = MODE_X ? dpre[j][q][e] * slope_of[e] + (x[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
+          kept[APART][j][q] = masked(narrow4(d), counts[j]);
+        }
+      }
+    at -= B * GATES;
+    MARK(13);
+    if (t > 0) put_statistics(t - 1);
+    MARK(14);
+  }
+
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const i64 of = (r * B + row0 + 8 * j) * H + unit;
+    if (!in[j]) continue;
+    if (!SKIPS) skip[j][0] = skip[j][1] = skip[j][2] = skip[j][3] = 0.0f;
+    store4(p.dh + of, skip[j]);
+    store4(p.dc + of, dc[j]);
+  }
+#pragma unroll
+  for (int k = 0; k < STORES; k++) save(k, at + B * GATES, true);
+  // Sums that were not made step by step are made here.
+  __syncthreads();
+  if (!MODE_H) {
+    fold_rows(sum_b);
+    store2(room + warp * PITCH + 2 * lane, sum_b[0], sum_b[1]);
+    __syncthreads();
+    if (tid < 64) running = over_warps(room + tid, PITCH);
+    __syncthreads();
+  }
+  if (!MODE_C) {
+    fold_rows(sum_beta);
+    room[warp * 32 + lane] = sum_beta[0];
+    __syncthreads();
+    if (for_c) running = over_warps(room + lane, 32);
+  }
+  if (!TOTAL_GATES && tid < GATE_SUMS) running = of_gates.all(running, tid, 0);
+  if (!TOTAL_CELL && for_c) running = of_cell.all(running, lane, 0);
+  meet_cluster();  // nobody leaves while its memory may still be written to
+  if (own_split()) return;
+  if (for_c && has) (kind ? p.dgamma_c : p.dbeta_c)[r * H + column] = running;
+  float* sums = kind == 0 ? p.dbias : kind == 1 ? p.dgamma_h : p.dgamma_x;
+  if (for_gates && has && (MODE_H || kind == 0)) sums[r * GATES + column] = running;
+}

@@ -1,0 +1,230 @@
+"""The LSTM through the kernels in CUDA C++ for wide layers, whose blocks share work in teams.
+
+A block owns 16 units, so that layers of up to 16 units for each multiprocessor fit on the card. See
+``cuda/wide.cuh`` for how the blocks of a team divide the product, and ``cuda/wide_splits.cuh`` for
+batches whose rows several blocks share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu.runtime import driver, nvrtc
+from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
+
+UNITS = 16
+# Types that run here. In float32 products are of float16, which has as many bits as tf32: that must
+# be allowed.
+TYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+_THREADS = 256
+_ROWS = 128
+
+# Rows of a batch, fewer first, and from how many units on such batches come here where blocks of 8
+# units would do, too, if they have more than `_FEW` rows. Without splits, blocks of 64 rows are
+# taken only where they are named here.
+PREFERRED: dict[int, int] = {64: 264, _ROWS: 136}
+_FEW = 32
+
+# Batches of more rows than `WHOLE` are split over so many blocks at most; with 1 none comes here. A
+# card may refuse clusters of more than 8. The rows of each are 64 or `_ROWS`, the better first.
+SPLITS = 8
+SPLIT_ROWS: tuple[int, ...] = (64, _ROWS)
+WHOLE = 64
+
+# Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
+# hand to each other grow.
+TEAMS: dict[str, tuple[int, ...]] = {"forward": (1,), "backward": (8, 4)}
+_SIDE = {"forward": 64, "backward": 16}  # columns of the product for each block
+_PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block passes on in a step
+# float32 numbers beside the weights: sums of each warp, tables of a number for each column (80) or
+# unit (16), parameters, 2 barriers.
+_NUMBERS = {
+    "forward": 8 * 144 + 4 * 80 + 3 * 16 + 4,
+    "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 2 * 16 + 4,
+}
+_EXCHANGED = {"forward": 128 + 32, "backward": 192 + 32}  # sums that splits send each other
+_DEPTH = 8  # groups asked for ahead; registers are scarce
+_PARTS = 4  # groups are a multiple of it: the places, or twice those, at which a slice may begin
+
+
+@dataclass(frozen=True)
+class WideCut:
+    """How the weights of a block are divided: `first` and `second` are read again in each step.
+
+    They are counted in groups of 32 columns of what is multiplied.
+    """
+
+    direction: str
+    blocks: int  # of a recurrence
+    team: int
+    first: int
+    resident: int
+    second: int
+    rows: int = _ROWS
+    half: bool = True  # whether numbers take 16 bits; weights, and what is passed on, always do
+    splits: int = 1  # of the batch, each with as many blocks
+
+    @property
+    def slice(self) -> int:
+        """Groups that a block multiplies."""
+        return self.first + self.resident + self.second
+
+    @property
+    def group(self) -> int:
+        """Bytes of a group of weights."""
+        return 64 * _SIDE[self.direction] * self.team
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory, as the kernels lay it out."""
+        weights = (self.first + self.resident) * self.group
+        return weights + 4 * (_NUMBERS[self.direction] + self._for_splits)
+
+    @property
+    def _for_splits(self) -> int:
+        """Numbers, among them 4 barriers: room for what the others send, twice."""
+        return 8 + 2 * self.splits * _EXCHANGED[self.direction] if self.splits > 1 else 0
+
+    @property
+    def passed(self) -> int:
+        """Bytes that the blocks of a split pass to each other in a step.
+
+        In float32 each warp of 16 rows passes on a power of two, beside every 4 pieces.
+        """
+        pieces = 2 * self.slice * self.team
+        scaled = not self.half and self.direction == "backward"
+        return pieces * 16 * 2 * self.rows + (pieces * self.rows // 16 if scaled else 0)
+
+    @property
+    def spilled(self) -> int:
+        """Bytes of weights of all blocks that are not resident."""
+        return self.splits * self.blocks * (self.first + self.second) * self.group
+
+    @property
+    def handed(self) -> int:
+        """Bytes of sums for a block by the others of its team, in float32 with powers of two."""
+        powers = 0 if self.half else self.rows // 4  # 4 bytes for each warp
+        return (self.team - 1) * _SIDE[self.direction] * self.rows * 2 + powers
+
+
+def cut_wide(
+    direction: str,
+    hidden: int,
+    team: int,
+    limit: int,
+    rows: int = _ROWS,
+    half: bool = True,
+    splits: int = 1,
+) -> WideCut | None:
+    """The division with the fewest slots that fits into `limit` bytes, or None."""
+    blocks = -(-hidden // UNITS)
+    grid = -(-blocks // team) * team
+    groups = -(-blocks * _PASSED[direction] // (2 * team * _PARTS)) * _PARTS
+    for slots in range(groups + 1):
+        empty = WideCut(direction, grid, team, slots, 0, slots, rows, half, splits)
+        resident = min(groups, (limit - empty.shared) // empty.group)
+        if resident < 3:  # the second groups are asked for while two resident ones are used
+            return None
+        again = groups - resident
+        if again <= 2 * slots:
+            first = min(slots, again)
+            return dataclasses.replace(empty, first=first, resident=resident, second=again - first)
+    return None
+
+
+def _preferred_rows(batch: int, hidden: int) -> int | None:
+    for rows, least in PREFERRED.items():
+        if batch <= rows:
+            return rows if hidden >= least else None
+    return None
+
+
+def preferred(wx: Tensor) -> bool:
+    """Whether an input term (see `choose`) comes here though blocks of 8 units would do."""
+    *_, B, G = wx.shape
+    wanted = B > _FEW and _preferred_rows(B, G // 4) is not None
+    return wanted and takes(wx)
+
+
+def takes(wx: Tensor) -> bool:
+    """Whether both kernels take an input term (see `choose`)."""
+    return all(choose(d, wx) for d in TEAMS)
+
+
+def choose(direction: str, wx: Tensor) -> WideCut | None:
+    """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
+    *lead, _, B, G = wx.shape
+    half = wx.dtype != torch.float32
+    if wx.dtype not in TYPES or G % 16:
+        return None
+    for rows in SPLIT_ROWS if B > WHOLE else (_preferred_rows(B, G // 4) or _ROWS,):
+        splits = -(-B // rows)
+        if splits <= SPLITS:
+            sizes = lead[0] if lead else 1, G // 4, rows, half, splits
+            if cut := _choose(direction, *sizes, wx.device.index or 0):
+                return cut
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _choose(
+    direction: str, recurrences: int, hidden: int, rows: int, half: bool, splits: int, device: int
+) -> WideCut | None:
+    if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
+        return None
+    if nvrtc.version() < nvrtc.FOR_HOPPER:
+        return None
+    room = torch.cuda.get_device_properties(device).multi_processor_count
+    if splits > 1:
+        room = clusters(splits, device)
+    limit = shared_limit(device)
+    found = (cut_wide(direction, hidden, n, limit, rows, half, splits) for n in TEAMS[direction])
+    return next((cut for cut in found if cut and recurrences * cut.blocks <= room), None)
+
+
+@functools.lru_cache(maxsize=64)
+def clusters(size: int, device: int) -> int:
+    """Clusters of so many blocks that fit on the card, each on a multiprocessor of its own."""
+    with torch.cuda.device(device):
+        code = nvrtc.compiled("empty", {}, "sm_90a")
+        shared = driver.shared_limit(device)
+        empty = Kernel(code, "empty", _THREADS, shared, size, down=True)
+    return empty.at_once // size
+
+
+@functools.lru_cache(maxsize=256)
+def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
+    """The kernel for a division; `device` is the current one."""
+    named = {
+        "MT": cut.rows // 16,
+        "TEAM": cut.team,
+        "FIRST": cut.first,
+        "RESIDENT": cut.resident,
+        "SECOND": cut.second,
+        "DEPTH": _DEPTH,
+    } | dict(defines)
+    cluster = cut.splits if cut.splits > 1 else 0
+    if cluster:
+        named["SPLITS"] = cluster
+    name = f"grid_{cut.direction}"
+    code = nvrtc.compiled(name, named, "sm_90a")
+    return Kernel(code, name, _THREADS, cut.shared, cluster, together=True, down=True)
+
+
+def zeroed(cut: WideCut, recurrences: int) -> dict[str, int]:
+    """Bytes that the kernel wants to find as zeros, by the names of its struct.
+
+    Zero is multiplied beyond the last unit, and instead of d(W_h h) after the last step; counters
+    begin at zero, and sums, whose last bit says when they came. All are multiples of 16 bytes.
+    """
+    n = recurrences * cut.splits
+    found = {"passed": 2 * n * cut.passed, "meetings": n * 128 * cut.team}
+    if cut.direction == "backward":
+        found["handed"] = n * cut.blocks * cut.handed
+    return found

@@ -1,0 +1,96 @@
+"""Statistics of the input term, whose values are known for all steps before the first begins."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rbn.ops.gpu.runtime.triton_functions import (
+    centered_moments,
+    load,
+    merged,
+    rows_counted,
+    unpadded,
+)
+
+
+@triton.jit
+def input_moments(
+    wx,  # [R, T, B, F]
+    mean,  # [R, T, F] float32
+    var,
+    lengths,  # [B] int32
+    T,
+    B,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):
+    """Mean and biased variance over the batch: a program for each step and block of columns."""
+    step = tl.program_id(0).to(tl.int64)  # of all recurrences
+    t = step % T
+    rows = tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < F
+    at = rows[:, None] * F + columns[None, :]
+    m = tl.zeros((COLUMNS,), tl.float32)
+    squares = tl.zeros((COLUMNS,), tl.float32)
+    n = tl.zeros((), tl.float32)
+    for first in range(0, B, ROWS):
+        counts = unpadded(lengths, first + rows, t, B, LENGTHS)
+        tile_n = rows_counted(first, B, counts, ROWS, LENGTHS)
+        x = load(wx + (step * B + first) * F, at, counts & inside[None, :])
+        tile_m, tile_squares = centered_moments(x, counts, 1.0 / tl.maximum(tile_n, 1.0))
+        m, squares = merged(m, squares, n, tile_m, tile_squares * tile_n, tile_n)
+        n += tile_n
+    tl.store(mean + step * F + columns, m, mask=inside)
+    tl.store(var + step * F + columns, squares / tl.maximum(n, 1.0), mask=inside)
+
+
+@triton.jit
+def feature_moments(
+    x,  # [R, T, B], in any order of memory
+    w,  # [R, F] float32
+    room,  # [R, T, S] float32, and from `behind` on [R, T]
+    mean,  # [R, T, F] float32
+    var,
+    lengths,  # [B] int32
+    T,
+    B,
+    of_r,
+    of_t,
+    of_b,
+    behind,
+    F: tl.constexpr,
+    S: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BATCH: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):
+    """Inputs of one feature as the kernels take them: a program for each step.
+
+    `room` gets x, zeros where it is padded and up to row S. If BATCH, its mean is taken away, its
+    variance comes behind, and the statistics of the input term x w follow from both.
+    """
+    step = tl.program_id(0).to(tl.int64)  # of all recurrences
+    t = step % T
+    rows = tl.arange(0, ROWS)
+    counts = rows < B
+    if LENGTHS:
+        counts = counts & (t < tl.load(lengths + rows, mask=counts, other=0))
+    at = step // T * of_r + t * of_t + rows.to(tl.int64) * of_b
+    value = tl.load(x + at, mask=counts, other=0.0).to(tl.float32)
+    if BATCH:
+        n = tl.maximum(tl.sum(counts.to(tl.float32), 0), 1.0)
+        m = tl.sum(value, 0) / n
+        value = tl.where(counts, value - m, 0.0)
+        v = tl.sum(value * value, 0) / n
+        tl.store(room + behind + step, v)
+        columns = tl.arange(0, COLUMNS)
+        inside = columns < F
+        of_column = tl.load(w + step // T * F + columns, mask=inside, other=0.0)
+        tl.store(mean + step * F + columns, of_column * m, mask=inside)
+        tl.store(var + step * F + columns, of_column * of_column * v, mask=inside)
+    tl.store(room + step * S + rows, value, mask=rows < S)

@@ -1,0 +1,273 @@
+"""What a forward and a backward call of the GPU's LSTM have in common."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu.lstm import families
+from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.persistent.tiles import Plan, has_product
+from rbn.ops.gpu.lstm.plan import BATCH, Facts, facts_of
+from rbn.ops.gpu.lstm.signature import MOMENTS, Inputs
+from rbn.ops.gpu.stepwise import zone
+from rbn.ops.types import valid_steps
+
+VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
+FAR = 32  # numbers between results and counters: no line of the cache has both
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The same at an address that is a multiple of 16, which views need not begin at.
+
+    Kernels, cuBLAS's too, read others in other pieces, and so might add in another order.
+    """
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
+
+
+class Call:
+    """Sizes, modes and arguments, in the form that the kernels take.
+
+    Attributes:
+        a: the operator's arguments as they came.
+        flat: the input term, contiguous, in the shape that it came in.
+        lead: ``(R,)``, or nothing where the arguments have no leading dimension.
+        w: of inputs of one feature W_x, ``[R, 4H, 1]``. In the place of the input term is then the
+            feature, as many times as that has columns, and the input term is never made.
+        facts: what it has in common with others, such as the kernels that run.
+        joined: the parameters `VECTORS` widened in one tensor, as far as the kernels needed it so;
+            the backward pass need not do it again.
+        kept: what kernels were given the addresses of, and nobody else may hold.
+    """
+
+    def __init__(
+        self,
+        a: Inputs,
+        w: Tensor | None = None,
+        facts: Facts | None = None,
+        joined: Tensor | None = None,
+    ) -> None:
+        self.a, self.w, self.joined = a, w, joined
+        self.flat = aligned(a.wx.contiguous()) if w is None else a.wx
+        self.facts = facts = facts_of(a, w) if facts is None else facts
+        self.lead, self.R, self.T, self.B, self.H = facts.sizes
+        self.path, self.in_cuda, self.x = facts.path, facts.in_cuda, facts.x
+        self.kept: list[Tensor] = []
+
+    @functools.cached_property
+    def wx(self) -> Tensor:
+        """The input term ``[R, T, B, 4H]`` in any case.
+
+        Of all else the kernels see the memory alone, which a dimension of one does not change.
+        """
+        return self.flat if self.lead else self.flat[None]
+
+    @property
+    def family(self) -> str:
+        """Which of the kernels in CUDA C++ run."""
+        return self.facts.family
+
+    @functools.cached_property
+    def empty(self) -> Tensor:
+        """Something in the place of a tensor that a kernel does not look at."""
+        return self.flat.new_empty(1, dtype=torch.float32)
+
+    @functools.cached_property
+    def lengths(self) -> Tensor:
+        """Of each row, int32; anything where all are the same."""
+        lengths = self.a.lengths
+        if lengths is None:
+            return self.empty
+        return lengths.to(device=self.flat.device, dtype=torch.int32).contiguous()
+
+    @functools.cached_property
+    def inv_n(self) -> Tensor:
+        """1 / rows that count in each step, 0 where there are none; like `lengths`."""
+        if self.a.lengths is None:
+            return self.empty
+        valid = valid_steps(self.lengths, self.T)
+        assert valid is not None
+        n = valid.sum(1)
+        return torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
+
+    @property
+    def plan(self) -> Plan:
+        """How a persistent kernel runs."""
+        plan = families.plan_for(self.wx)
+        assert plan is not None
+        return plan
+
+    def shared(self, state: Tensor) -> bool:
+        """Whether an initial state is one for all rows."""
+        return state.dim() == len(self.lead) + 1
+
+    def in_rows(self, state: Tensor) -> Tensor:
+        """An initial state ``[..., B, H]``."""
+        if not self.shared(state):
+            return state
+        if self.lead:
+            state = state.unsqueeze(-2)
+        return state.expand(*self.lead, self.B, self.H)
+
+    def full(self, value: Tensor | None) -> Tensor:
+        """In float32 and contiguous; anything where it is absent."""
+        if value is None:
+            return self.empty
+        if value.dtype == torch.float32:
+            return value.contiguous()
+        return value.to(torch.float32, memory_format=torch.contiguous_format)
+
+    def vectors(self) -> list[Tensor]:
+        """The parameters `VECTORS` in float32; rounded ones are widened all at once."""
+        given = self._vectors()
+        self._join()
+        if self.joined is None:
+            return [self.full(v) for v in given]
+        parts = iter(self.joined.split([v.numel() for v in given if v is not None]))
+        return [self.empty if v is None else next(parts) for v in given]
+
+    def _vectors(self) -> tuple[Tensor | None, ...]:
+        a = self.a
+        return a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c
+
+    def to_join(self) -> tuple[Tensor | None, ...]:
+        """The parameters `VECTORS`, if they are to become `joined` and are not yet; else ()."""
+        if self.joined is not None:
+            return ()
+        given = self._vectors()
+        types = {v.dtype for v in given if v is not None}
+        return given if len(types) == 1 and torch.float32 not in types else ()
+
+    def _join(self) -> None:
+        """Those that are there, widened, into one tensor, if they need to be and are not yet."""
+        present = [v for v in self.to_join() if v is not None]
+        if present:
+            # Each begins at a multiple of 16 bytes: those of 4H come first.
+            flat = [v.reshape(-1) for v in present] if self.lead else present
+            self.joined = torch.cat(flat).float()
+
+    def masks(self) -> list[Tensor]:
+        """Zoneout masks as bytes."""
+        return [
+            self.empty if m is None else m.contiguous().view(torch.uint8)
+            for m in (self.a.mask_c, self.a.mask_h)
+        ]
+
+    # For the kernels in CUDA C++, which take addresses.
+
+    def address(self, tensor: Tensor) -> int:
+        """Of an argument; those of a caller may begin anywhere, and kernels read 16 bytes at once.
+
+        The tensor is held as long as this call.
+        """
+        at = tensor.data_ptr()
+        if at % 16:
+            tensor = tensor.clone()
+            at = tensor.data_ptr()
+        self.kept.append(tensor)
+        return at
+
+    def addresses(self, weight: Tensor) -> dict[str, int]:
+        """Of what both kernels are given, by the names they use; not of what is absent."""
+        found = {"weight": self.address(weight)}
+        if self.w is None:
+            found["wx"] = self.address(self.flat)
+        else:
+            found["w"] = self.address(self.full(self.w))
+        if self.joined is None:
+            self._join()
+        joined = self.joined
+        at = first = 0 if joined is None else joined.data_ptr()
+        for name, value in zip(VECTORS, self._vectors(), strict=True):
+            if value is None:
+                continue
+            if joined is None:
+                found[name] = self.address(self.full(value))
+                continue
+            size = value.numel()
+            found[name] = at
+            if at % 16:
+                found[name] = self.address(joined.narrow(0, (at - first) // 4, size))
+            at += 4 * size
+        if self.a.lengths is not None:
+            found["lengths"], found["inv_n"] = map(self.address, (self.lengths, self.inv_n))
+        if self.facts.zoned:
+            for name, mask in (("mask_c", self.a.mask_c), ("mask_h", self.a.mask_h)):
+                if mask is not None:
+                    found[name] = self.address(mask.contiguous())
+        return found
+
+    @functools.cached_property
+    def input_rows(self) -> int:
+        """Numbers that a step of inputs of one feature takes."""
+        cut: cluster_kernels.SmallCut = self.facts.cuts["forward"]
+        return cut.rows
+
+    def inputs_at(self, inputs: Tensor) -> dict[str, int]:
+        """The addresses of inputs of one feature, and of variances, which come behind them."""
+        at = inputs.data_ptr()
+        behind = at + 4 * self.R * self.T * self.input_rows
+        return {"wx": at, "var_x": behind} if self.x == BATCH else {"wx": at}
+
+    def moments_at(self, moments: Sequence[Tensor | None]) -> dict[str, int]:
+        """The addresses of statistics, like `addresses`."""
+        pairs = zip(MOMENTS, moments, strict=True)
+        return {name: self.address(m) for name, m in pairs if m is not None and m.numel()}
+
+    def launch(
+        self, kernel: Any, arguments: list[Any], flags: dict[str, Any], warps: int, stages: int
+    ) -> None:
+        """Launch a Triton kernel once."""
+        options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+        if self.plan.persistent:
+            options["launch_cooperative_grid"] = True
+        grid = (self.plan.programs, self.R)
+        with torch.cuda.device_of(self.wx):
+            kernel[grid](
+                *arguments, **self.facts.flags, **self._persistent_options(), **flags, **options
+            )
+
+    def options(self) -> dict[str, Any]:
+        """What every Triton kernel of the LSTM is told besides `flags`."""
+        a = self.a
+        return {
+            "H": self.H,
+            "JOINT": a.joint,
+            "PASS": a.pass_normalized_cell,
+            "HAS_BIAS": a.bias is not None,
+            "HAS_BETA": a.beta_c is not None,
+            "LENGTHS": a.lengths is not None,
+            "INCLUDE": a.include,
+            "ZONE_C": zone(a.mask_c, a.rate_c),
+            "ZONE_H": zone(a.mask_h, a.rate_h),
+            "FUSED": a.wx.is_cuda,
+        }
+
+    def _persistent_options(self) -> dict[str, Any]:
+        plan = self.plan
+        return self.options() | {
+            "PERSIST": plan.persistent,
+            "PRECISION": "tf32" if self.a.tf32 else "ieee",
+            "WIDEN": not has_product(self.wx.device, self.wx.dtype),
+            "ROWS": plan.rows,
+            "UNITS": plan.units,
+            "PROGRAMS": plan.programs,
+        }
+
+
+def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
+    """The address of each of some parts, from their bytes, one after another from `begin` on."""
+    found = {}
+    for name, size in sizes.items():
+        found[name] = begin
+        begin += size
+    return found
+
+
+def rows_of(moments: Sequence[Tensor | None]) -> list[int]:
+    """The number of rows of the terms x, h and c."""
+    return [m.shape[-2] if m is not None and m.numel() else 0 for m in moments[0::2]]

@@ -1,0 +1,151 @@
+"""Which blocks a recurrence is cut into, and whether it runs as one kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rbn.ops.compiling import constant_result
+from rbn.ops.gpu.runtime.driver import shared_limit
+
+# Elements of the tile of gates that a program holds in registers, at most: 32 for each thread. With
+# twice as many (512 rows of 8 units) a step took 17 times as long as step by step, on an H200.
+_TILE = 8192
+# Columns of h that are read at once while the weights stay on the chip, at most.
+_RESIDENT = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one launch is cut.
+
+    Attributes:
+        rows: rows of a tile, a power of two that holds the batch.
+        units: hidden units that a program owns, a power of two.
+        programs: programs of one recurrence.
+        k_forward: columns of h that a product takes at once.
+        k_backward: the same of d(W_h h).
+        warps_forward: of a program.
+        warps_backward: the same.
+        stages_forward: pieces of a product that are under way at once; 1 asks for one at a time.
+        stages_backward: the same.
+        persistent: one launch for all steps; otherwise one for each.
+    """
+
+    rows: int
+    units: int
+    programs: int
+    k_forward: int
+    k_backward: int
+    warps_forward: int
+    warps_backward: int
+    stages_forward: int
+    stages_backward: int
+    persistent: bool
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+@constant_result
+def multiprocessors(device: int) -> int:
+    """How many programs of a large kernel run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@constant_result
+def shared_memory(device: int) -> int:
+    """Bytes of shared memory that a program may have."""
+    return shared_limit(device)
+
+
+@constant_result
+def widens(device: int) -> bool:
+    """Whether products of half precision are made in float32.
+
+    Before Ampere there are none of bfloat16, and Triton widens those of float16 itself.
+    """
+    return torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def has_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are products in this type; elsewhere they are made in float32."""
+    if device.type != "cuda":
+        return False  # the interpreter
+    return dtype == torch.float32 or not widens(device.index or 0)
+
+
+def tf32_allowed() -> bool:
+    """Whether products of float32 may be made in tf32: as cuDNN's recurrent networks do."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # newer settings than that, which differ for convolutions
+        rnn: Any = torch.backends.cudnn.rnn
+        return bool(rnn.fp32_precision == "tf32")
+
+
+def _stages(pitch: int, tile: int, shared: int | None) -> int:
+    """How many pieces of a product are asked for ahead.
+
+    pitch: bytes from one row of what the programs exchange to the next. Of rows that do not begin
+    at multiples of 16 bytes, pieces are copied in the background through the L1 cache, which may
+    hold what was there a step ago; so those are read one by one, past it. tile: bytes of a piece.
+    """
+    return 3 if pitch % 16 == 0 and (shared is None or 3 * tile <= shared) else 1
+
+
+def make_plan(
+    recurrences: int,
+    batch: int,
+    hidden: int,
+    processors: int | None,
+    itemsize: int = 4,
+    shared: int | None = None,
+    widened: bool = False,
+) -> Plan | None:
+    """The plan for R recurrences of ``[B, H]``, or None where the batch is too large for a tile.
+
+    processors: programs that can run at the same time; None launches step by step. itemsize: bytes
+    of a number of h. shared: bytes of shared memory that a program may have; None: any number.
+    widened: whether products are made in float32 whatever the type, see `has_product`.
+    """
+    factor = 4 if widened else itemsize
+    rows = max(16, power_of_two(batch))
+    units = 4
+    while processors and -(-hidden // units) * recurrences > processors and units < 64:
+        units *= 2
+    if rows * 4 * units > _TILE:
+        return None
+
+    def fitted(k: int, columns: int, pitch: int) -> tuple[int, int]:
+        """How many columns a product takes at once, and how many such pieces are under way."""
+        tile = (rows + columns) * factor
+        while shared is not None and tile * k > shared and k > 16:
+            k //= 2
+        return k, _stages(pitch, tile * k, shared)
+
+    if shared is not None and (rows + 4 * units) * factor * 16 > shared:
+        return None
+    k = max(16, power_of_two(hidden))
+    k_forward, stages_forward = fitted(k if k <= _RESIDENT else 64, 4 * units, hidden * itemsize)
+    k_backward, stages_backward = fitted(
+        128 if hidden >= 32 else max(16, power_of_two(4 * hidden)), units, 4 * hidden * itemsize
+    )
+    programs = -(-hidden // units)
+    wide = rows * units >= 2048
+    return Plan(
+        rows=rows,
+        units=units,
+        programs=programs,
+        k_forward=k_forward,
+        k_backward=k_backward,
+        warps_forward=8 if wide else 4,
+        warps_backward=8 if wide else 4,
+        stages_forward=stages_forward,
+        stages_backward=stages_backward,
+        persistent=processors is not None and programs * recurrences <= processors,
+    )

@@ -1,0 +1,290 @@
+"""The LSTM's step after the product W_h h: a program owns UNITS units, all gates, for every row.
+
+So every mean and variance over the batch is its own affair. It goes over the batch in tiles of ROWS
+rows, once for each thing that must be known of all rows before the next can be said of one; where
+one tile holds the batch (SINGLE), what was read or made in one round is still there in the next.
+The four gates are four tiles ``[ROWS, UNITS]``. Names are those of `rbn.ops.reference.bn_lstm`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rbn.ops.gpu.runtime.triton_functions import (
+    BATCH,
+    MASK,
+    NONE,
+    RATE,
+    centered_moments,
+    load,
+    load_gates,
+    merged,
+    rows_counted,
+    sigmoid,
+    store_gates,
+    sum_four,
+    tanh,
+    unpadded,
+    variance,
+)
+
+
+@triton.jit
+def _recurrent(
+    wh, wx, at, ok, read, H: tl.constexpr, JOINT: tl.constexpr
+):  # fmt: skip
+    """W_h h, or its sum with the input term where both are normalized as one."""
+    i, f, g, o = load_gates(wh, at, ok, H)
+    if JOINT:
+        x_i, x_f, x_g, x_o = load_gates(wx, at, read, H)
+        i += x_i
+        f += x_f
+        g += x_g
+        o += x_o
+    return i, f, g, o
+
+
+@triton.jit
+def _gate(a, x, m_h, s_h, m_x, s_x, b, NORM: tl.constexpr, JOINT: tl.constexpr):
+    """Equation 6 of one gate: what is kept of the recurrent term, and the gate before its slope."""
+    if NORM == NONE:
+        pre = a + x + b[None, :]
+        kept = pre
+    else:
+        kept = a - m_h[None, :]  # rounded, the difference is worth more than the sum
+        pre = kept * s_h[None, :] + b[None, :]
+        if not JOINT:
+            pre += (x - m_x[None, :]) * s_x[None, :]
+    return kept, pre
+
+
+@triton.jit(do_not_specialize=["t", "B", "row_x", "row_h", "row_c", "cs_step"])
+def lstm_step(
+    wh,  # [B, 4H] float32: W_h h
+    wx,  # [T, B, 4H]
+    bias,  # [4H]
+    gamma_x,  # [4H]
+    gamma_h,  # [4H]
+    gamma_c,  # [H]
+    beta_c,  # [H]
+    mean_x,  # [rows, 4H]
+    var_x,
+    mean_h,  # [rows, 4H], read where given, else written
+    var_h,
+    mean_c,  # [rows, H]
+    var_c,
+    hs,  # [T + 1, B, HS]
+    cs,  # [T + 1, B, H] float32 or, with cs_step 0, [1, B, H]
+    kept,  # [T, B, 4H]: W_h h less its mean, or the gates before their slopes, where SAVE
+    h_n,  # [B, H] float32, written where there are lengths
+    lengths,  # [B] int32
+    mask_c,  # [T, B, H] bool
+    mask_h,
+    room,  # [2, B, H] float32, to work in unless SINGLE: c_t and the output gate
+    t,
+    B,
+    row_x,
+    row_h,
+    row_c,
+    cs_step,
+    rate_c,
+    rate_h,
+    eps,
+    H: tl.constexpr,
+    HS: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    SINGLE: tl.constexpr,
+    NORM: tl.constexpr,
+    CELL: tl.constexpr,
+    JOINT: tl.constexpr,
+    PASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_BETA: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    INCLUDE: tl.constexpr,
+    ZONE_C: tl.constexpr,
+    ZONE_H: tl.constexpr,
+    SAVE: tl.constexpr,
+    FUSED: tl.constexpr,
+):
+    """Step t."""
+    GATES: tl.constexpr = 4 * H
+    EXCLUDE: tl.constexpr = LENGTHS and not INCLUDE
+    SPLIT: tl.constexpr = NORM != NONE and not JOINT
+    units = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
+    inside = units < H
+    local = tl.arange(0, ROWS)
+    at = local[:, None] * H + units[None, :]
+    at_gates = local[:, None] * GATES + units[None, :]
+    step = tl.cast(t, tl.int64) * B  # rows of all steps before this one
+    end = B
+    if SINGLE:
+        end = ROWS
+
+    none = tl.zeros((UNITS,), tl.float32)
+    zero = tl.zeros((ROWS, UNITS), tl.float32)
+    a_i, a_f, a_g, a_o = zero, zero, zero, zero
+    m_i, m_f, m_g, m_o = none, none, none, none
+    v_i, v_f, v_g, v_o = none, none, none, none
+    of_h = tl.cast(row_h, tl.int64) * GATES + units
+    if NORM == BATCH:
+        n = tl.zeros((), tl.float32)
+        for first in range(0, end, ROWS):
+            rows = first + local
+            ok = (rows < B)[:, None] & inside[None, :]
+            counts = unpadded(lengths, rows, t, B, EXCLUDE)
+            before = tl.cast(first, tl.int64) * GATES
+            a_i, a_f, a_g, a_o = _recurrent(
+                wh + before, wx + step * GATES + before, at_gates, ok, counts & ok, H, JOINT
+            )
+            tile_n = rows_counted(first, B, counts, ROWS, EXCLUDE)
+            each = 1.0 / tl.maximum(tile_n, 1.0)
+            d_i, d_f, d_g, d_o = sum_four(
+                tl.where(counts, a_i, 0.0),
+                tl.where(counts, a_f, 0.0),
+                tl.where(counts, a_g, 0.0),
+                tl.where(counts, a_o, 0.0),
+                FUSED,
+            )
+            d_i *= each
+            d_f *= each
+            d_g *= each
+            d_o *= each
+            e_i = tl.where(counts, a_i - d_i[None, :], 0.0)
+            e_f = tl.where(counts, a_f - d_f[None, :], 0.0)
+            e_g = tl.where(counts, a_g - d_g[None, :], 0.0)
+            e_o = tl.where(counts, a_o - d_o[None, :], 0.0)
+            q_i, q_f, q_g, q_o = sum_four(e_i * e_i, e_f * e_f, e_g * e_g, e_o * e_o, FUSED)
+            m_i, v_i = merged(m_i, v_i, n, d_i, q_i, tile_n)
+            m_f, v_f = merged(m_f, v_f, n, d_f, q_f, tile_n)
+            m_g, v_g = merged(m_g, v_g, n, d_g, q_g, tile_n)
+            m_o, v_o = merged(m_o, v_o, n, d_o, q_o, tile_n)
+            n += tile_n
+        v_i = variance(v_i, n, m_i)
+        v_f = variance(v_f, n, m_f)
+        v_g = variance(v_g, n, m_g)
+        v_o = variance(v_o, n, m_o)
+        store_gates(mean_h, m_i, m_f, m_g, m_o, of_h, inside, H)
+        store_gates(var_h, v_i, v_f, v_g, v_o, of_h, inside, H)
+    elif NORM != NONE:
+        m_i, m_f, m_g, m_o = load_gates(mean_h, of_h, inside, H)
+        v_i, v_f, v_g, v_o = load_gates(var_h, of_h, inside, H)
+
+    s_i, s_f, s_g, s_o = none, none, none, none
+    if NORM != NONE:
+        s_i, s_f, s_g, s_o = load_gates(gamma_h, units, inside, H)
+        s_i *= tl.rsqrt(v_i + eps)
+        s_f *= tl.rsqrt(v_f + eps)
+        s_g *= tl.rsqrt(v_g + eps)
+        s_o *= tl.rsqrt(v_o + eps)
+    mx_i, mx_f, mx_g, mx_o = none, none, none, none
+    sx_i, sx_f, sx_g, sx_o = none, none, none, none
+    if SPLIT:
+        of_x = tl.cast(row_x, tl.int64) * GATES + units
+        mx_i, mx_f, mx_g, mx_o = load_gates(mean_x, of_x, inside, H)
+        v_i, v_f, v_g, v_o = load_gates(var_x, of_x, inside, H)
+        sx_i, sx_f, sx_g, sx_o = load_gates(gamma_x, units, inside, H)
+        sx_i *= tl.rsqrt(v_i + eps)
+        sx_f *= tl.rsqrt(v_f + eps)
+        sx_g *= tl.rsqrt(v_g + eps)
+        sx_o *= tl.rsqrt(v_o + eps)
+    b_i, b_f, b_g, b_o = none, none, none, none
+    if HAS_BIAS:
+        b_i, b_f, b_g, b_o = load_gates(bias, units, inside, H)
+
+    # Equations 6 and 7
+    cs += tl.cast(t, tl.int64) * cs_step
+    c, cand, out = zero, zero, zero
+    m_c, v_c = none, none
+    n = tl.zeros((), tl.float32)
+    for first in range(0, end, ROWS):
+        rows = first + local
+        ok = (rows < B)[:, None] & inside[None, :]
+        counts = unpadded(lengths, rows, t, B, EXCLUDE)
+        before = tl.cast(first, tl.int64)
+        x_at = wx + (step + before) * GATES
+        # What does not count is read as zeros: NaN would spread.
+        read = counts & ok
+        if NORM != BATCH or not SINGLE:
+            a_i, a_f, a_g, a_o = _recurrent(wh + before * GATES, x_at, at_gates, ok, read, H, JOINT)
+        x_i, x_f, x_g, x_o = zero, zero, zero, zero
+        if not JOINT:
+            x_i, x_f, x_g, x_o = load_gates(x_at, at_gates, read, H)
+        k_i, p_i = _gate(a_i, x_i, m_i, s_i, mx_i, sx_i, b_i, NORM, JOINT)
+        k_f, p_f = _gate(a_f, x_f, m_f, s_f, mx_f, sx_f, b_f, NORM, JOINT)
+        k_g, p_g = _gate(a_g, x_g, m_g, s_g, mx_g, sx_g, b_g, NORM, JOINT)
+        k_o, p_o = _gate(a_o, x_o, m_o, s_o, mx_o, sx_o, b_o, NORM, JOINT)
+        if SAVE:
+            at_kept = kept + (step + before) * GATES
+            store_gates(at_kept, k_i, k_f, k_g, k_o, at_gates, ok, H)
+        c = load(cs + before * H, at, ok)
+        cand = sigmoid(p_f) * c + sigmoid(p_i) * tanh(p_g)
+        out = sigmoid(p_o)
+        if CELL == BATCH:
+            tile_n = rows_counted(first, B, counts, ROWS, EXCLUDE)
+            tile_m, q = centered_moments(cand, counts, 1.0 / tl.maximum(tile_n, 1.0))
+            m_c, v_c = merged(m_c, v_c, n, tile_m, q * tile_n, tile_n)
+            n += tile_n
+        if not SINGLE:
+            tl.store(room + before * H + at, cand, mask=ok)
+            tl.store(room + (before + B) * H + at, out, mask=ok)
+
+    of_c = tl.cast(row_c, tl.int64) * H + units
+    if CELL == BATCH:
+        v_c = variance(v_c, n, m_c)
+        tl.store(mean_c + of_c, m_c, mask=inside)
+        tl.store(var_c + of_c, v_c, mask=inside)
+    elif CELL != NONE:
+        m_c = load(mean_c, of_c, inside)
+        v_c = load(var_c, of_c, inside)
+    s_c, beta = none, none
+    if CELL != NONE:
+        s_c = tl.rsqrt(v_c + eps) * load(gamma_c, units, inside)
+    if HAS_BETA:
+        beta = load(beta_c, units, inside)
+
+    # Equation 8
+    tl.debug_barrier()  # c and the room are read and written, whichever thread needs them next
+    for first in range(0, end, ROWS):
+        rows = first + local
+        ok = (rows < B)[:, None] & inside[None, :]
+        valid = unpadded(lengths, rows, t, B, LENGTHS) & inside[None, :]
+        before = tl.cast(first, tl.int64)
+        at_step = (step + before) * H + at
+        if not SINGLE:
+            cand = load(room + before * H, at, ok)
+            out = load(room + (before + B) * H, at, ok)
+            if LENGTHS or ZONE_C != NONE:
+                c = load(cs + before * H, at, ok)
+        c_hat = cand
+        if CELL != NONE:
+            c_hat = (cand - m_c[None, :]) * s_c[None, :]
+        c_hat += beta[None, :]
+        h_t = out * tanh(c_hat)
+        c_t = cand
+        if PASS:
+            c_t = c_hat
+        if ZONE_C == MASK:
+            c_t = tl.where(tl.load(mask_c + at_step, mask=ok, other=0) != 0, c, c_t)
+        if ZONE_C == RATE:
+            c_t = rate_c * c + (1.0 - rate_c) * c_t
+        at_h = (step + before) * HS + local[:, None] * HS + units[None, :]
+        if ZONE_H != NONE or INCLUDE:
+            h = load(hs, at_h, ok)
+            if ZONE_H == MASK:
+                h_t = tl.where(tl.load(mask_h + at_step, mask=ok, other=0) != 0, h, h_t)
+            if ZONE_H == RATE:
+                h_t = rate_h * h + (1.0 - rate_h) * h_t
+            if INCLUDE:
+                h_t = tl.where(valid, h_t, h)
+        if LENGTHS:
+            c_t = tl.where(valid, c_t, c)
+            tl.store(h_n + before * H + at, h_t, mask=valid)
+        if EXCLUDE:
+            h_t = tl.where(valid, h_t, 0.0)
+        tl.store(hs + tl.cast(B, tl.int64) * HS + at_h, h_t.to(hs.dtype.element_ty), mask=ok)
+        if not SINGLE:
+            tl.debug_barrier()  # every thread has read this tile of c, which may be overwritten
+        tl.store(cs + cs_step + before * H + at, c_t, mask=ok)

@@ -1,0 +1,63 @@
+"""Pieces of the LSTM's step back: terms of four gates, sums that grow from step to step."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rbn.ops.gpu.runtime.triton_functions import BATCH, load_gates
+
+
+@triton.jit
+def rstds(var, at, inside, eps, H: tl.constexpr):
+    """``1 / sqrt(var + eps)`` of the four gates."""
+    i, f, g, o = load_gates(var, at, inside, H)
+    return tl.rsqrt(i + eps), tl.rsqrt(f + eps), tl.rsqrt(g + eps), tl.rsqrt(o + eps)
+
+
+@triton.jit
+def scaled(base, at, ok, s_i, s_f, s_g, s_o, H: tl.constexpr):
+    """The normalized recurrent term from what was kept of it."""
+    i, f, g, o = load_gates(base, at, ok, H)
+    return i * s_i[None, :], f * s_f[None, :], g * s_g[None, :], o * s_o[None, :]
+
+
+@triton.jit
+def normalized(
+    base, at, ok, read, m_i, m_f, m_g, m_o, s_i, s_f, s_g, s_o, H: tl.constexpr
+):  # fmt: skip
+    """The normalized input term; what is not to be read counts as zero."""
+    i, f, g, o = load_gates(base, at, read, H)
+    i = tl.where(ok, i - m_i[None, :], 0.0) * s_i[None, :]
+    f = tl.where(ok, f - m_f[None, :], 0.0) * s_f[None, :]
+    g = tl.where(ok, g - m_g[None, :], 0.0) * s_g[None, :]
+    o = tl.where(ok, o - m_o[None, :], 0.0) * s_o[None, :]
+    return i, f, g, o
+
+
+@triton.jit
+def back(d, hat, first, second, factor, counts, MODE: tl.constexpr):
+    """The gradient of a term from that of its normalized and scaled values.
+
+    first, second: means of the latter, and of its product with the normalized values.
+    """
+    if MODE == BATCH:
+        d = tl.where(counts, d - first[None, :] - hat * second[None, :], 0.0)
+    return d * factor[None, :]
+
+
+@triton.jit
+def add(base, at, ok, value):
+    """To what is there."""
+    total = tl.load(base + at, mask=ok, other=0.0) + value
+    tl.debug_barrier()  # whichever threads read it
+    tl.store(base + at, total, mask=ok)
+
+
+@triton.jit
+def add_gates(base, i, f, g, o, at, ok, H: tl.constexpr):
+    """The same for four parts."""
+    add(base, at, ok, i)
+    add(base + H, at, ok, f)
+    add(base + 2 * H, at, ok, g)
+    add(base + 3 * H, at, ok, o)

@@ -1,0 +1,157 @@
+"""The LSTM step by step: a matrix product and one kernel for each, for calls of any shape.
+
+See `families.choose` for which calls those are. Several recurrences run one after another.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rbn.ops.gpu.lstm.kernel_arguments import Call, aligned, rows_of
+from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
+from rbn.ops.gpu.lstm.steps.backward_kernels import lstm_step_backward
+from rbn.ops.gpu.lstm.steps.forward_kernels import lstm_step
+from rbn.ops.gpu.runtime.launch_cache import Repeated
+from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
+from rbn.ops.gpu.stepwise import factor, products
+
+# Elements of a gate that a program works on at once: rather no more than the first number, so that
+# a multiprocessor has room for two programs, and never more than the second.
+_TILE, _LARGEST = 1024, 2048
+# Warps for so many elements; backward a thread's registers are few for 8 of them twice.
+_WARPS = {"forward": 8, "backward": 4}
+_PROGRAMS = 66  # at least, if that leaves each 4 units: half of the multiprocessors of an H200
+
+
+def tile_of(batch: int, hidden: int, itemsize: int) -> tuple[int, int]:
+    """Rows and units of a program's tile, powers of two.
+
+    Units are at most so many that a row of them is a sector of 32 bytes. There are fewer of them
+    where the batch would not fit into one tile, or few programs would run.
+    """
+    rows, units = power_of_two(batch), min(32 // itemsize, power_of_two(hidden))
+    while units > 4 and (rows * units > _TILE or -(-hidden // units) < _PROGRAMS):
+        units //= 2
+    return min(rows, _LARGEST // units), units
+
+
+class _Steps:
+    """What both directions need of one of the call's recurrences."""
+
+    def __init__(self, direction: str, call: Call, r: int, moments: list[Tensor]) -> None:
+        self.call, self.r = call, r
+        self.wx = call.wx[r]
+        self.vectors = [self.part(v) for v in call.vectors()]
+        self.masks = [self.part(m) for m in call.masks()]
+        self.moments = [self.part(m) if m.numel() else call.empty for m in moments]
+        self.rows = rows_of(moments)
+        rows, units = tile_of(call.B, call.H, call.wx.itemsize)
+        warps = 4 if rows * units < _TILE else _WARPS[direction] if rows * units == _TILE else 8
+        self.grid = (-(-call.H // units),)
+        self.single = rows >= call.B
+        self.flags = {
+            **call.facts.flags,
+            **call.options(),
+            "ROWS": rows,
+            "UNITS": units,
+            "SINGLE": self.single,
+            "num_warps": warps,
+            "num_stages": 1,
+        }
+        # A kernel's argument that is an integer would be compiled in.
+        self.numbers = float(call.a.rate_c), float(call.a.rate_h), float(call.a.eps)
+
+    def part(self, value: Tensor) -> Tensor:
+        """What of a tensor belongs to this recurrence."""
+        call = self.call
+        return value if value is call.empty or not call.lead else value.view(call.R, -1)[self.r]
+
+    def rows_at(self) -> list[tuple[int, ...]]:
+        """Which rows of the statistics of x, h and c each step uses."""
+        steps = range(self.call.T)
+        last = [max(0, rows - 1) for rows in self.rows]
+        return list(zip(*([min(t, n) for t in steps] for n in last), strict=True))
+
+    def room(self, planes: int) -> Tensor:
+        """Memory to work in, which one tile does without."""
+        call = self.call
+        return call.empty if self.single else call.empty.new_empty(planes, call.B, call.H)
+
+
+def _weights(call: Call) -> Tensor:
+    """W_h ``[R, 4H, H]`` as a factor of products."""
+    weight = factor(call.a.weight_hh, call.wx).contiguous()
+    return aligned(weight).view(call.R, 4 * call.H, call.H)
+
+
+def forward(
+    call: Call, moments: list[Tensor], hs: Tensor, cs: Tensor, kept: Tensor, h_n: Tensor
+) -> None:
+    """Run all steps.
+
+    moments: mean and var of x, h and c; those of the minibatch are written, but for x.
+    hs ``[R, T + 1, B, stride]`` and cs ``[R, T + 1 or 1, B, H]`` begin with the first states. kept:
+    numbers, ``[R, T, B, 4H]`` of them where the call saves.
+    """
+    a, T, B, H = call.a, call.T, call.B, call.H
+    hs, cs = hs.view(call.R, T + 1, B, -1), cs.view(call.R, -1, B, H)
+    weights = _weights(call)
+    wh = call.empty.new_empty(B, 4 * H)
+    with torch.cuda.device_of(call.wx), multiplied_in_tf32(call.a.tf32):
+        for r in range(call.R):
+            own = _Steps("forward", call, r, moments)
+            of_steps = kept.narrow(0, 0, call.wx.numel()).view_as(call.wx)[r] if a.save else kept
+            tensors = [wh, own.wx, *own.vectors, *own.moments, hs[r], cs[r], of_steps]
+            tensors += [own.part(h_n), call.lengths, *own.masks, own.room(2)]
+            flags = own.flags | {"HS": hs.shape[-1], "SAVE": a.save}
+            del flags["X"]  # its statistics are known
+            step = Repeated(lstm_step, own.grid, tensors, flags)
+            multiply = products(hs, weights[r].t(), wh)
+            cell, rows, numbers = B * H if a.save else 0, own.rows_at(), own.numbers
+            for t, h in enumerate(hs[r, :T].narrow(-1, 0, H).unbind()):
+                multiply(h)
+                step(t, B, *rows[t], cell, *numbers)
+
+
+def backward(
+    call: Call,
+    moments: list[Tensor],
+    cs: Tensor,
+    kept: Tensor,
+    doutput: Tensor | None,
+    dh: Tensor,
+    dc: Tensor,
+    da: Tensor,
+    dwx: Tensor,
+    sums: list[Tensor],
+) -> None:
+    """Run all steps, the last first.
+
+    moments, cs, kept: as the forward pass left them, variances raised. doutput ``[R, T, B, H]``;
+    dh and dc ``[R, B, H]``, which become what reaches the first states other than by the product;
+    da and dwx ``[R, T, B, 4H]``. sums: of the vectors' gradients, zero at first.
+    """
+    T, B, H = call.T, call.B, call.H
+    weights = _weights(call)
+    cells = cs.narrow(0, 0, call.R * (T + 1) * B * H).view(call.R, -1)
+    kept = kept.narrow(0, 0, call.wx.numel()).view_as(call.wx)
+    with torch.cuda.device_of(call.wx), multiplied_in_tf32(call.a.tf32):
+        for r in range(call.R):
+            own = _Steps("backward", call, r, moments)
+            through = torch.zeros(B, H, dtype=torch.float32, device=call.wx.device)
+            tensors = [own.wx, *own.vectors, *own.moments[:2], *own.moments[3:], cells[r], kept[r]]
+            tensors += [call.lengths, call.inv_n, *own.masks]
+            tensors += [call.empty if doutput is None else own.part(doutput), through]
+            tensors += [own.part(dh), own.part(dc), da[r], dwx[r]]
+            widths = [4 * H] * 3 + [H] * 2
+            tensors += [s.narrow(0, r * n, n) for s, n in zip(sums, widths, strict=True)]
+            tensors.append(own.room(8))
+            flags = own.flags | {"HAS_DOUTPUT": doutput is not None}
+            step = Repeated(lstm_step_backward, own.grid, tensors, flags)
+            multiply = products(da, weights[r], through)
+            steps, rows, numbers = da[r].unbind(), own.rows_at(), own.numbers
+            for t in range(T - 1, -1, -1):
+                step(t, B, *rows[t], *numbers)
+                if t > 0:
+                    multiply(steps[t])

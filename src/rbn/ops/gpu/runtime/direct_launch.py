@@ -1,0 +1,129 @@
+"""Launches of what Triton compiled by the CUDA driver itself, with arguments that stay in place."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+
+from rbn.ops.gpu.runtime import driver
+
+# Bytes of an argument by Triton's name of its type; pointers have 8.
+_BYTES = {"i32": 4, "i64": 8, "fp32": 4}
+_SCRATCH = 2  # pointers that Triton adds behind the arguments, at most; null where not asked for
+# What of a compiled kernel asks for another launch than the plainest one.
+_SPECIAL = (
+    *("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"),
+    "tensordesc_meta",
+)
+
+
+def _hooked(found: Any) -> bool:
+    """Whether someone, such as a profiler, is to be told of every launch by Triton."""
+    knobs = getattr(triton, "knobs", None)
+    where = type(found) if knobs is None else knobs.runtime
+    hooks = (getattr(where, f"launch_{when}_hook", None) for when in ("enter", "exit"))
+    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+def kinds_of(found: Any, names: Sequence[str]) -> list[str | None] | None:
+    """The types of a compiled kernel's arguments, None for those that it was compiled for.
+
+    None instead of a list where it cannot be launched in the plainest way, or is not what it seems:
+    the driver knows how many arguments it takes, and how large they are.
+    """
+    signature = getattr(getattr(found, "src", None), "signature", None)
+    metadata, function = getattr(found, "metadata", None), getattr(found, "function", None)
+    if not isinstance(signature, dict) or metadata is None or not isinstance(function, int):
+        return None
+    if torch.version.hip is not None:
+        return None
+    if any(getattr(metadata, name, None) for name in _SPECIAL):
+        return None
+    if getattr(metadata, "num_ctas", 1) != 1:
+        return None
+    kinds = [signature.get(name) for name in names]
+    kinds = [None if kind == "constexpr" else kind for kind in kinds]
+    sizes = [8 if kind.startswith("*") else _BYTES.get(kind) for kind in kinds if kind is not None]
+    taken = driver.parameter_sizes(function)
+    beyond = None if taken is None else taken[len(sizes) :]
+    if taken is None or taken[: len(sizes)] != sizes or beyond not in ([], [8], [8] * _SCRATCH):
+        return None
+    return kinds
+
+
+def _in_order(kinds: list[str | None]) -> bool:
+    """Whether pointers come first, then integers, then all others, none of them compiled in."""
+    ranks = [-1 if k is None else 0 if k[0] == "*" else 1 if k[0] == "i" else 2 for k in kinds]
+    return -1 not in ranks and ranks == sorted(ranks)
+
+
+def _bits(kind: str | None, value: Any) -> int:
+    return struct.unpack("<I", struct.pack("<f", value))[0] if kind == "fp32" else int(value)
+
+
+def launcher(
+    found: Any, kinds: list[str | None], grid: tuple[int, ...], values: Sequence[Any]
+) -> Callable[..., None] | None:
+    """What launches a compiled kernel on torch's current stream, as often as it is called.
+
+    kinds: as `kinds_of` gives them. values: addresses, integers and other numbers, in this order,
+    one for each of `kinds`. The launcher takes the integers anew, and looks at nothing else.
+    None where the launches are not for the driver alone.
+    """
+    if _hooked(found) or not _in_order(kinds):
+        return None
+    driver.enter()
+    slots = (ctypes.c_int64 * (len(kinds) + _SCRATCH))()  # null behind the arguments
+    for k, (kind, value) in enumerate(zip(kinds, values, strict=True)):
+        slots[k] = _bits(kind, value)
+    changing = [k for k, kind in enumerate(kinds) if kind in ("i32", "i64")]
+    first = ctypes.addressof(slots)
+    places = (ctypes.c_void_p * len(slots))(*range(first, first + 8 * len(slots), 8))
+    stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+    sizes = (*grid, 1, 1)[:3], 32 * found.metadata.num_warps, found.metadata.shared
+    start = driver.starter(found.function, *sizes, stream, places)
+
+    def launch(*numbers: int) -> None:
+        for place, number in zip(changing, numbers, strict=False):
+            slots[place] = number
+        start()
+
+    return launch
+
+
+def launcher_at(
+    found: Any, kinds: list[str | None], grid: tuple[int, ...], numbers: Sequence[Any]
+) -> Callable[[Sequence[int]], None] | None:
+    """The same for a kernel whose numbers stay, and which takes other addresses each time.
+
+    It may be called by several threads at once, on any stream. numbers: behind the addresses.
+    Whoever hooks into Triton's launches later is not told of these.
+    """
+    if _hooked(found):
+        return None
+    of_numbers = kinds[len(kinds) - len(numbers) :]
+    pairs = zip(of_numbers, numbers, strict=True)
+    rest = [_bits(kind, value) for kind, value in pairs if kind is not None] + [0] * _SCRATCH
+    tensors = len(kinds) - len(numbers)
+    count, write = tensors + len(rest), struct.Struct(f"{tensors}P").pack_into
+    free: list[tuple[Any, Any]] = []  # memory that no launch is using
+    sizes = (*grid, 1, 1)[:3], 32 * found.metadata.num_warps, found.metadata.shared
+    start = driver.starter_on_stream(found.function, *sizes)
+
+    def launch(addresses: Sequence[int]) -> None:
+        try:
+            slots, places = free.pop()
+        except IndexError:  # as many as threads launch at once
+            slots = (ctypes.c_int64 * count)(*[0] * tensors, *rest)
+            first = ctypes.addressof(slots)
+            places = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        write(slots, 0, *addresses)
+        start(places)  # the driver copies them
+        free.append((slots, places))
+
+    return launch

@@ -1,0 +1,179 @@
+"""Launches of a Triton kernel like one before, at little cost for the host."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from rbn.ops.gpu.runtime import direct_launch
+from rbn.ops.gpu.runtime.driver import device_of, on_current_device
+
+# Before, what Triton compiled was called without its compile-time arguments.
+_TAKES_ALL = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 3)
+
+
+def _as_triton(
+    kernel: Any, found: Any, grid: tuple[int, ...], count: int, flags: dict[str, Any]
+) -> tuple[Callable[..., object], list[Any]]:
+    """What launches a compiled kernel, and what it takes behind its `count` arguments."""
+    names = kernel.arg_names[count:]
+    return found[(*grid, 1, 1)[:3]], [flags[name] for name in names] if _TAKES_ALL else []
+
+
+def _is_compiled(found: Any) -> bool:
+    return hasattr(found, "packed_metadata")  # the interpreter gives nothing
+
+
+class Repeated:
+    """A kernel that is launched again and again, with the same tensors and other integers.
+
+    Triton looks at every argument of a launch, to find or compile the kernel that fits: with some
+    fifty of them, several times as long as a small kernel runs. Here it does so once for all calls
+    with tensors of the same types. The other launches are the driver's (`direct_launch`), or call what Triton found, with addresses for tensors.
+
+    Args:
+        kernel: takes tensors, then numbers, then `flags`. It must not be compiled for values of
+            those numbers that change (``do_not_specialize``).
+        grid: number of programs.
+        tensors: all stay where they are as long as this object is used.
+        flags: compile-time arguments and options, by name.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], tensors: Sequence[Tensor], flags: dict[str, Any]
+    ) -> None:
+        self._kernel, self._grid, self._flags = kernel, grid, flags
+        self._tensors = list(tensors)
+        self._again: Callable[..., object] | None = None
+
+    def __call__(self, *numbers: float) -> None:
+        """Launch with these numbers, whose types, and values but of integers, stay the same.
+
+        The tensors' device is the current one, and it and its stream are the same each time.
+        """
+        if self._again is not None:
+            self._again(*numbers)
+            return
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        key = self._key(addresses, numbers)
+        known = _COMPILED.get(key)
+        if known is None:
+            found = self._kernel[self._grid](*self._tensors, *numbers, **self._flags)
+            if not _is_compiled(found):
+                return
+            names = self._kernel.arg_names[: len(addresses) + len(numbers)]
+            if len(_COMPILED) >= _MOST:  # of layers long gone, probably
+                _COMPILED.clear()
+            # The kernel is held, so that its id stays its own.
+            kinds = direct_launch.kinds_of(found, names)
+            _COMPILED[key] = found, kinds, self._kernel
+            self._again = self._launcher(found, kinds, addresses, numbers)
+        else:
+            self._again = self._launcher(*known[:2], addresses, numbers)
+            self._again(*numbers)
+
+    def _key(self, addresses: list[int], numbers: tuple[float, ...]) -> tuple[Any, ...]:
+        """All that Triton may compile for, and more."""
+        types = tuple(tensor.dtype for tensor in self._tensors)
+        unaligned = tuple(at % 16 != 0 for at in addresses)
+        values = tuple(_kind(n) for n in numbers)
+        device = self._tensors[0].device
+        return id(self._kernel), device, types, unaligned, values, tuple(self._flags.items())
+
+    def _launcher(
+        self, found: Any, kinds: Any, addresses: list[int], numbers: tuple[float, ...]
+    ) -> Callable[..., object]:
+        values = (*addresses, *numbers)
+        launch = None if kinds is None else direct_launch.launcher(found, kinds, self._grid, values)
+        if launch is not None:
+            return launch
+        again, rest = _as_triton(self._kernel, found, self._grid, len(values), self._flags)
+        return lambda *numbers: again(*addresses, *numbers, *rest)
+
+
+def _kind(number: float) -> Any:
+    """What of a number Triton may compile for."""
+    if isinstance(number, float):
+        return float
+    return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
+
+
+_COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
+# The kernel is held, so that its id stays its own.
+_KEPT: dict[tuple[Any, ...], tuple[Callable[[Sequence[int]], object], Any]] = {}
+_MOST = 1024
+
+
+def launch_kept(
+    kernel: Any,
+    grid: tuple[int, int],
+    addresses: tuple[int, ...],
+    tensors: Callable[[], Sequence[Tensor]],
+    numbers: tuple[float, ...],
+    flags: dict[str, Any],
+    types: tuple[torch.dtype, ...],
+    like: Tensor,
+) -> None:
+    """Launch a kernel that Triton looks at once for all calls that differ in addresses alone.
+
+    addresses: of what `tensors` gives, which is asked for it only where Triton is to look.
+    numbers, flags: as in `Repeated`, but for all of them the kernel may be compiled.
+    types: of the tensors, as far as they may differ between calls. like: any on their device.
+    """
+    known = (grid, numbers, *flags.values(), *types)
+    launch_known(kernel, known, addresses, lambda: (grid, tensors(), numbers, flags), like)
+
+
+def launch_known(
+    kernel: Any,
+    known: tuple[Any, ...],
+    addresses: tuple[int, ...],
+    ask: Callable[[], tuple[tuple[int, int], Sequence[Tensor], tuple[float, ...], dict[str, Any]]],
+    like: Tensor,
+) -> None:
+    """`launch_kept` where all that it would look at follows from less.
+
+    known: what the grid, the numbers, the flags and the types of the tensors follow from.
+    ask: gives the grid, the tensors, the numbers and the flags, where Triton is to look.
+    """
+    key = (id(kernel), known, like.device)
+    kept = _KEPT.get(key)
+    # For others, and only those, the kernel is compiled differently.
+    aligned = functools.reduce(operator.or_, addresses) % 16 == 0
+    if kept is not None and aligned and on_current_device(like):
+        kept[0](addresses)
+        return
+    with device_of(like):
+        if kept is not None and aligned:
+            kept[0](addresses)
+            return
+        grid, tensors, numbers, flags = ask()
+        found = kernel[grid](*tensors, *numbers, **flags)
+    if aligned and _is_compiled(found):
+        if len(_KEPT) >= _MOST:
+            _KEPT.clear()
+        _KEPT[key] = _launcher_at(kernel, found, grid, len(addresses), numbers, flags), kernel
+
+
+def _launcher_at(
+    kernel: Any,
+    found: Any,
+    grid: tuple[int, int],
+    tensors: int,
+    numbers: tuple[float, ...],
+    flags: dict[str, Any],
+) -> Callable[[Sequence[int]], object]:
+    """What launches a compiled kernel with so many tensors, given their addresses."""
+    count = tensors + len(numbers)
+    kinds = direct_launch.kinds_of(found, kernel.arg_names[:count])
+    launch = None if kinds is None else direct_launch.launcher_at(found, kinds, grid, numbers)
+    if launch is not None:
+        return launch
+    again, rest = _as_triton(kernel, found, grid, count, flags)
+    return lambda addresses: again(*addresses, *numbers, *rest)

@@ -1,0 +1,207 @@
+"""CUDA C++ compiled at run time, by the compiler that comes with torch for CUDA.
+
+NVRTC turns the source into machine code for the card at hand in a second or two; the result is kept
+on disk, so that the next process finds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import hashlib
+import logging
+import os
+import re
+import stat
+import tempfile
+from pathlib import Path
+
+import torch
+
+from rbn.ops.types import CONSTANT
+
+log = logging.getLogger("rbn.ops.gpu")
+_SOURCES = {path.name: path for path in Path(__file__).parents[1].rglob("*.cu*")}  # by name
+# The version from which on it knows what kernels for Hopper ask for: st.async, numbers of 128 bits.
+FOR_HOPPER = (12, 3)
+_OPTIONS = ("--std=c++17", "-default-device", f"-DCONSTANT={CONSTANT}f")
+_DIGEST = hashlib.sha256().digest_size
+_INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> ctypes.CDLL | None:
+    """NVRTC, from torch's own packages or the system; None where there is none."""
+    major = (torch.version.cuda or "12").split(".")[0]
+    site = Path(torch.__file__).parent.parent
+    found = glob.glob(str(site / "nvidia" / "*" / "lib" / f"libnvrtc.so.{major}*"))
+    found += glob.glob(str(Path(torch.__file__).parent / "lib" / "libnvrtc*.so*"))
+    names = [f for f in sorted(found) if "alt" not in f and "builtins" not in f]
+    for name in [*names, f"libnvrtc.so.{major}", "libnvrtc.so"]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def source(name: str) -> str:
+    """The text of a kernel, its headers put in."""
+
+    def put_in(text: str) -> str:
+        return _INCLUDE.sub(lambda m: put_in(_SOURCES[m[1]].read_text()), text)
+
+    return put_in(_SOURCES[f"{name}.cu"].read_text())
+
+
+@functools.lru_cache(maxsize=1)
+def version() -> tuple[int, int]:
+    """Of NVRTC, such as (12, 8); (0, 0) where there is none."""
+    nvrtc = library()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    if nvrtc is None or nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)):
+        return 0, 0
+    return major.value, minor.value
+
+
+@functools.lru_cache(maxsize=1)
+def architectures() -> tuple[int, ...]:
+    """Those that NVRTC compiles for, such as 90; nothing where it does not say."""
+    nvrtc, count = library(), ctypes.c_int()
+    ask = getattr(nvrtc, "nvrtcGetNumSupportedArchs", None)
+    if nvrtc is None or ask is None or ask(ctypes.byref(count)):
+        return ()
+    found = (ctypes.c_int * count.value)()
+    return () if nvrtc.nvrtcGetSupportedArchs(found) else tuple(found)
+
+
+def architecture(capability: tuple[int, int]) -> str | None:
+    """The one to compile for, ``sm_90`` for (9, 0); None where NVRTC has none that the card runs.
+
+    A card runs what was compiled for an earlier one of the same generation.
+    """
+    major, minor = capability
+    known = architectures() or (10 * major + minor,)
+    same = [arch for arch in known if arch // 10 == major and arch % 10 <= minor]
+    return f"sm_{max(same)}" if same else None
+
+
+@functools.lru_cache(maxsize=64)
+def works(capability: tuple[int, int]) -> bool:
+    """Whether NVRTC is there, whole, and compiles for such a card; if not, the log says why."""
+    arch = architecture(capability)
+    if library() is None or arch is None:
+        log.debug("NVRTC %s compiles nothing for capability %s", version(), capability)
+        return False
+    try:
+        compile_source(source("empty"), "empty", {}, arch)
+    except RuntimeError as error:
+        log.warning("the kernels in CUDA C++ are left out: %s", error)
+        return False
+    return True
+
+
+def compile_source(text: str, name: str, defines: dict[str, int], arch: str) -> bytes:
+    """Machine code for `arch` (such as ``sm_90``), or RuntimeError with the compiler's words."""
+    nvrtc = library()
+    if nvrtc is None:
+        raise RuntimeError("there is no NVRTC library")
+    program = ctypes.c_void_p()
+    options = [f"--gpu-architecture={arch}", *_OPTIONS]
+    options += [f"-D{key}={int(value)}" for key, value in defines.items()]
+
+    def check(status: int) -> None:
+        if status == 0:
+            return
+        size = ctypes.c_size_t()
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        words = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, words)
+        raise RuntimeError(f"NVRTC refused {name}: {words.value.decode(errors='replace')}")
+
+    check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None
+        )
+    )
+    try:
+        array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+        check(nvrtc.nvrtcCompileProgram(program, len(options), array))
+        size = ctypes.c_size_t()
+        check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        code = ctypes.create_string_buffer(size.value)
+        check(nvrtc.nvrtcGetCUBIN(program, code))
+        return code.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept: RBN_CACHE, or the user's cache folder.
+
+    None for a user without a home: a folder that all users share could hold anyone's code.
+    """
+    if os.environ.get("RBN_CACHE"):
+        return Path(os.environ["RBN_CACHE"])
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rbn"
+    except RuntimeError:
+        return None
+
+
+def _is_own(path: Path) -> bool:
+    """Whether only this user can have written a file or folder."""
+    about = path.stat()
+    return not hasattr(os, "getuid") or (
+        about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
+
+
+def compiled(name: str, defines: dict[str, int], arch: str) -> bytes:
+    """Machine code from the disk's cache, or compiled and put there."""
+    text = source(name)
+    key = repr((text, sorted(defines.items()), arch, torch.version.cuda, version(), _OPTIONS))
+    folder = cache_folder()
+    if folder is None:
+        return compile_source(text, name, defines, arch)
+    path = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.cubin"
+    code = _kept(path)
+    if code is None:
+        code = compile_source(text, name, defines, arch)
+        _keep(code, path)
+    return code
+
+
+def _kept(path: Path) -> bytes | None:
+    """What `_keep` has put there; None where there is nothing, or something else."""
+    try:
+        whole = path.read_bytes()
+        own = _is_own(path) and _is_own(path.parent)
+    except OSError:
+        return None
+    if not own:  # the checksum is no proof: whoever can write the file can write that too
+        log.warning("%s can be written by other users; it is not used", path)
+        return None
+    digest, code = whole[:_DIGEST], whole[_DIGEST:]
+    if hashlib.sha256(code).digest() == digest:
+        return code
+    log.warning("%s is damaged; it is made again", path)
+    return None
+
+
+def _keep(code: bytes, path: Path) -> None:
+    """Put machine code there behind its checksum, all at once."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            try:
+                file.write(hashlib.sha256(code).digest() + code)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as error:  # the kernel runs all the same
+        log.debug("could not keep %s: %s", path, error)

@@ -1,0 +1,221 @@
+"""Functions that run inside the kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from rbn.ops import types
+
+# How a term is normalized.
+NONE = tl.constexpr(0)
+BATCH = tl.constexpr(1)
+GIVEN = tl.constexpr(2)
+
+# In a product these stand after a tensor: before one, the interpreter of Triton 3.7 takes the
+# product for a constexpr.
+
+# Variances below this part of the square that was subtracted are what rounding left of it.
+ROUNDING = tl.constexpr(2e-6)
+# The same where a mean of the rows themselves was subtracted, which is right to a few roundings.
+LAST_BITS = tl.constexpr(2e-13)
+CONSTANT = tl.constexpr(types.CONSTANT)
+
+# How zoneout is given.
+MASK = tl.constexpr(1)
+RATE = tl.constexpr(2)
+
+
+@triton.jit
+def sigmoid(x):
+    """The logistic function, exact at both ends."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent, to an absolute error of one rounding."""
+    return 2.0 * sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def load(base, at, ok):
+    """Values in float32, zero where they are not ok."""
+    return tl.load(base + at, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_gates(base, at, ok, H: tl.constexpr):
+    """The four parts of rows ``[4H]`` in float32."""
+    i = load(base, at, ok)
+    f = load(base + H, at, ok)
+    g = load(base + 2 * H, at, ok)
+    o = load(base + 3 * H, at, ok)
+    return i, f, g, o
+
+
+@triton.jit
+def store_gates(base, i, f, g, o, at, ok, H: tl.constexpr):
+    """Write rows ``[4H]`` from their four parts."""
+    tl.store(base + at, i.to(base.dtype.element_ty), mask=ok)
+    tl.store(base + H + at, f.to(base.dtype.element_ty), mask=ok)
+    tl.store(base + 2 * H + at, g.to(base.dtype.element_ty), mask=ok)
+    tl.store(base + 3 * H + at, o.to(base.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def unpadded(lengths, rows, t, B, LENGTHS: tl.constexpr):
+    """Which of these rows of the batch are not padding at step t, ``[ROWS, 1]``."""
+    ok = rows < B
+    if LENGTHS:
+        ok = ok & (t < tl.load(lengths + rows, mask=ok, other=0))
+    return ok[:, None]
+
+
+@triton.jit
+def by_zoneout(d, mask, at, ok, rate, ZONE: tl.constexpr):
+    """What of a state's gradient goes past the step, and what goes through it."""
+    past = tl.zeros_like(d)
+    new = d
+    if ZONE == MASK:
+        stays = tl.load(mask + at, mask=ok, other=0) != 0
+        past = tl.where(stays, d, 0.0)
+        new = tl.where(stays, 0.0, d)
+    if ZONE == RATE:
+        past = rate * d
+        new = (1.0 - rate) * d
+    return past, new
+
+
+@triton.jit
+def split_gates(p, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """Columns ``[ROWS, 4 * UNITS]``, gate by gate, as i, f, g, o ``[ROWS, UNITS]`` each."""
+    q = tl.permute(tl.reshape(p, (ROWS, 4, UNITS)), (0, 2, 1))
+    even, odd = tl.split(tl.reshape(q, (ROWS, UNITS, 2, 2)))
+    i, g = tl.split(even)
+    f, o = tl.split(odd)
+    return i, f, g, o
+
+
+@triton.jit
+def join_gates(i, f, g, o, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """The inverse of `split_gates`."""
+    q = tl.reshape(tl.join(tl.join(i, g), tl.join(f, o)), (ROWS, UNITS, 4))
+    return tl.reshape(tl.permute(q, (0, 2, 1)), (ROWS, 4 * UNITS))
+
+
+@triton.jit
+def _add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def sum_pair(a, b, FUSED: tl.constexpr):
+    """Sums over the rows of two tiles, in one reduction where FUSED."""
+    if FUSED:
+        first, second = tl.reduce((a, b), 0, _add_pairs)
+    else:
+        first = tl.sum(a, 0)
+        second = tl.sum(b, 0)
+    return first, second
+
+
+@triton.jit
+def moments(x, rows, shift, inv_n, FUSED: tl.constexpr):
+    """Mean and biased variance over the rows that count, in one pass around `shift`.
+
+    shift ``[F]``: anything near the mean, so that nothing cancels; the last step's mean is.
+    """
+    d = tl.where(rows, x - shift[None, :], 0.0)
+    first, second = sum_pair(d, d * d, FUSED)
+    off = first * inv_n
+    var = second * inv_n - off * off
+    var = tl.where(var <= off * ROUNDING * off, 0.0, var)  # but a NaN stays one
+    return tl.where(inv_n > 0, shift + off, 0.0), var
+
+
+@triton.jit
+def centered_moments(x, rows, inv_n):
+    """The same in two passes, for where there is time."""
+    mean = tl.sum(tl.where(rows, x, 0.0), 0) * inv_n
+    d = tl.where(rows, x - mean[None, :], 0.0)
+    return mean, tl.sum(d * d, 0) * inv_n
+
+
+@triton.jit
+def rows_counted(first, B, counts, ROWS: tl.constexpr, SOME: tl.constexpr):
+    """How many rows of the tile from row `first` on count: all of the batch's, or only SOME."""
+    n = tl.minimum(B - first, ROWS).to(tl.float32)
+    if SOME:
+        n = tl.sum(tl.sum(counts.to(tl.float32), 1), 0)
+    return n
+
+
+@triton.jit
+def merged(mean, squares, n, tile_mean, tile_squares, tile_n):
+    """Mean, and squares about it, of n rows and those of a further tile; nothing cancels.
+
+    After Chan, Golub and LeVeque (1979). With n = 0 they are the tile's, to the last bit.
+    """
+    share = tile_n / tl.maximum(n + tile_n, 1.0)
+    off = tile_mean - mean
+    return mean + off * share, squares + tile_squares + off * off * (n * share)
+
+
+@triton.jit
+def variance(squares, n, mean):
+    """Of n rows whose squares about their mean add up to `squares`; 0 where rounding made them."""
+    var = squares / tl.maximum(n, 1.0)
+    return tl.where(var <= mean * LAST_BITS * mean, 0.0, var)  # but a NaN stays one
+
+
+@triton.jit
+def _add_fours(a0, a1, a2, a3, b0, b1, b2, b3):
+    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+
+
+@triton.jit
+def sum_four(i, f, g, o, FUSED: tl.constexpr):
+    """Sums over the rows of four tiles, in one reduction where FUSED."""
+    if FUSED:
+        i, f, g, o = tl.reduce((i, f, g, o), 0, _add_fours)
+    else:
+        i = tl.sum(i, 0)
+        f = tl.sum(f, 0)
+        g = tl.sum(g, 0)
+        o = tl.sum(o, 0)
+    return i, f, g, o
+
+
+@triton.jit
+def slope(rstd, gamma, eps, MODE: tl.constexpr):
+    """What a gradient is multiplied with on its way back through a term; 0 if it is constant."""
+    s = rstd * gamma
+    if MODE == BATCH:
+        s = tl.where(rstd * rstd * eps <= 1.0 - CONSTANT, s, 0.0)
+    return s
+
+
+@triton.jit
+def product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """``acc + a b``, in float32 where there is no product in the type of a and b."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def arrive(barrier):
+    """Say that this program's stores so far may be read by the others."""
+    tl.debug_barrier()
+    tl.atomic_add(barrier, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait(barrier, target):
+    """Go on when `target` arrivals were counted; then what they stored can be read."""
+    while tl.load(barrier, volatile=True) < target:
+        pass
+    tl.atomic_add(barrier, 0, sem="acquire", scope="gpu")
+    tl.debug_barrier()

@@ -1,0 +1,135 @@
+"""Symbols as inputs: a look-up of rows, and its gradient without sorting or atomics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rbn.ops import reference
+from rbn.ops.custom import is_traced, one_by_one
+from rbn.ops.gpu.lstm.persistent.tiles import has_product
+from rbn.ops.gpu.runtime.launch_cache import launch_kept
+from rbn.ops.gpu.symbols.row_sums import add_shares, symbol_sums
+
+MOST = 256  # symbols; of more the one-hot matrix would cost more than sorting
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Two for each multiprocessor of an H200, which is enough for the memory of any card. That it is
+# the same on all of them gives all the same sums.
+_PROGRAMS = 264
+_AT_ONCE = 8
+
+
+def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `rbn.ops.symbol_rows`.
+
+    A tracer, more than `MOST` symbols and float64 get PyTorch's look-up, whose gradient may differ
+    in its last bits from run to run.
+    """
+    known = weight.shape[1] <= MOST and weight.dtype in _TYPES and dtype in _TYPES
+    if not known or is_traced(symbols):
+        return reference.symbol_rows(symbols, weight, dtype)
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return _look_up(symbols, weight, dtype)
+    rows: Tensor = _apply(symbols.contiguous(), weight, dtype)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _look_up(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reference, with one copy that rounds and turns around instead of two."""
+    columns = weight.t()
+    if weight.dtype == dtype:
+        columns = columns.contiguous()
+    else:
+        columns = columns.to(dtype, memory_format=torch.contiguous_format)
+    return F.embedding(symbols, columns)
+
+
+class _SymbolRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(symbols)
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight.shape[1], weight.dtype
+        return _look_up(symbols, weight, dtype)
+
+    @staticmethod
+    @one_by_one
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None
+        (symbols,) = ctx.saved_tensors
+        count, dtype = ctx.weight
+        if torch.is_grad_enabled():  # with create_graph; PyTorch's own can be differentiated
+            rows = torch.ops.aten.embedding_dense_backward(grad, symbols, count, -1, False)
+            return None, rows.t().to(dtype), None
+        return None, gradient(symbols, grad, count, dtype), None
+
+
+# Without what Python does first for transforms of `torch.func`, under which nobody calls.
+_apply = super(torch.autograd.Function, _SymbolRows).apply
+
+
+def _cut(count: int, dtype: torch.dtype, widened: bool) -> tuple[int, int, int, int, int]:
+    """Symbols, rows, columns, warps and tiles on their way of a program.
+
+    The sums of more than 64 symbols with 128 columns do not fit into the registers beside the rest.
+    widened: whether products are made in float32, so that factors take twice the shared memory.
+    """
+    symbols = max(32, 1 << (count - 1).bit_length())
+    rows = 32 if widened or dtype == torch.float32 else 64
+    return symbols, rows, 128 if symbols <= 64 else 64, 4 if symbols <= 128 else 8, 4
+
+
+def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """For each symbol, the sum of the rows of `grad` that it has: ``[G, count]``.
+
+    Sums are in float32, made in the same order every time, and rounded once. A row that is not
+    finite makes the sums of all symbols so, as it would with one-hot vectors.
+
+    symbols: int64 ``[...]``. grad: ``[..., G]``.
+    """
+    grad = grad.contiguous()
+    N, G = symbols.numel(), grad.shape[-1]
+    # Three of which make a number in float32.
+    factor = torch.bfloat16 if grad.dtype == torch.float32 else grad.dtype
+    widened = not has_product(grad.device, factor)
+    padded, rows, columns, warps, stages = _cut(count, grad.dtype, widened)
+    blocks, tiles = -(-G // columns), -(-N // rows)
+    shares = max(1, min(_PROGRAMS // blocks, tiles))
+    tiles = -(-tiles // shares)  # of each of them
+    sums = torch.empty(shares, count, G, dtype=torch.float32, device=grad.device)
+    out = torch.empty(G, count, dtype=dtype, device=grad.device)
+    at = sums.data_ptr()
+    launch_kept(
+        symbol_sums,
+        (blocks, shares),
+        (symbols.data_ptr(), grad.data_ptr(), at),
+        lambda: (symbols, grad, sums),
+        (N, count, tiles),
+        {
+            "G": G,
+            "SYMBOLS": padded,
+            "ROWS": rows,
+            "COLUMNS": columns,
+            "WIDEN": widened,
+            "num_warps": warps,
+            "num_stages": stages,
+        },
+        (symbols.dtype, grad.dtype),
+        grad,
+    )
+    columns = max(8, 1024 // padded)
+    launch_kept(
+        add_shares,
+        (-(-G // columns), 1),
+        (at, out.data_ptr()),
+        lambda: (sums, out),
+        (shares, count),
+        {"G": G, "SYMBOLS": padded, "COLUMNS": columns, "AT_ONCE": _AT_ONCE},
+        (dtype,),
+        grad,
+    )
+    return out

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from rbn.ops.gpu.lstm import families, kernel_arguments
 from rbn.ops.gpu.lstm.persistent import tiles
-from rbn.ops.gpu.symbols.symbol_rows import symbol_rows
+from rbn.ops.gpu.symbols import look_up
 
 
 def main(capability, kilobytes):
@@ -50,7 +50,7 @@ def main(capability, kilobytes):
     number = divmod(capability, 10)
     patches = [(JITFunction, "run", run), (families, "plan_for", plan_for)]
     patches += [(torch.cuda, "get_device_capability", lambda device: number)]
-    patches += [(module, "has_product", has_product) for module in (kernel_arguments, symbol_rows)]
+    patches += [(module, "has_product", has_product) for module in (kernel_arguments, look_up)]
     for patch in patches:
         mock.patch.object(*patch).start()
     with mock.patch.object(families, "choose", return_value=families.PERSISTENT):
@@ -63,7 +63,7 @@ def main(capability, kilobytes):
     for op in ("ln_lstm", "bn_rnn"):
         differentiate(make_case(op, 1, 9, 17, dtype=half, **calm(op)), "gpu")
     grad = torch.zeros(100, 64, dtype=half)
-    symbol_rows.gradient(torch.zeros(100, dtype=torch.int64), grad, 256, half)
+    look_up.gradient(torch.zeros(100, dtype=torch.int64), grad, 256, half)
     print(json.dumps(found))
 
 

@@ -212,10 +212,10 @@ def test_the_same_bits_from_a_graph_that_is_kept(monkeypatch):
     case = make_case("bn_lstm", 3, 3, 6, fresh_seed(), dtype=torch.float32, **calm("bn_lstm"))
     case = case.on(DEVICE)
     leaves = {name: v.requires_grad_() for name, v in case.present().items()}
-    rooms = []
+    buffers = []
     consumed = backward._consumed
     monkeypatch.setattr(
-        backward, "_consumed", lambda *args: rooms.append(consumed(*args)) or rooms[-1]
+        backward, "_consumed", lambda *args: buffers.append(consumed(*args)) or buffers[-1]
     )
     with tiles("several"):
         output = call(case.with_tensors(**leaves), "gpu")["output"]
@@ -225,7 +225,7 @@ def test_the_same_bits_from_a_graph_that_is_kept(monkeypatch):
             return torch.autograd.grad(output, list(leaves.values()), cotangent, **options)
 
         kept, last = differentiate_again(retain_graph=True), differentiate_again()
-    assert [room is not None for room in rooms] == [True]
+    assert [room is not None for room in buffers] == [True]
     for name, one, other in zip(leaves, kept, last, strict=True):
         assert torch.equal(one, other), name
 

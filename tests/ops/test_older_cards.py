@@ -19,7 +19,7 @@ from rbn.ops import gpu
 from rbn.ops.gpu.lstm import cuda_kernels, families
 from rbn.ops.gpu.lstm.persistent import tiles
 from rbn.ops.gpu.runtime import nvrtc
-from rbn.ops.gpu.symbols.symbol_rows import symbol_rows
+from rbn.ops.gpu.symbols import look_up
 
 ON_A_CARD = types.SimpleNamespace(device=torch.device("cuda", 0))
 
@@ -129,8 +129,8 @@ def test_widened_tiles_fit_the_card(shared, batch, hidden):
 
 
 def test_widened_symbols_are_multiplied_fewer_rows_at_a_time():
-    assert symbol_rows._cut(256, torch.bfloat16, False)[1] == 64
-    assert symbol_rows._cut(256, torch.bfloat16, True)[1] == 32
+    assert look_up._cut(256, torch.bfloat16, False)[1] == 64
+    assert look_up._cut(256, torch.bfloat16, True)[1] == 32
 
 
 KERNELS = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
-from rbn.ops.identical_rows import raised, steps_alike
+from rbn.ops.identical_rows import raised, identical_steps
 from rbn.ops.types import CONSTANT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -65,7 +65,7 @@ def test_as_the_operations_of_torch(data, lead, T, B, H, cell, sequence, masked,
     drawn = [data.draw(st.integers(1, T)) for _ in range(B)]
     lengths = None if include is None else torch.tensor(drawn, device=DEVICE)
     given = (states, wx, var_x, var_h, var_c, EPS, masked, lengths, bool(include))
-    before, after = steps_alike(*given)
+    before, after = identical_steps(*given)
     if include:
         assert not before[..., min(drawn) + 1 :].any()
         assert not after[..., min(drawn) :].any()
@@ -91,7 +91,7 @@ def test_what_the_kernel_does_not_know(absent):
     var_h = variances((), T, 4 * H, 3, generator)
     var_x = None if absent == "x" else torch.ones(1, 4 * H)
     found, none = raised_variances(states, wx, var_x, var_h, None, EPS)
-    before, _ = steps_alike(states, wx, var_x, var_h, None, EPS)
+    before, _ = identical_steps(states, wx, var_x, var_h, None, EPS)
     assert none is None
     assert torch.equal(found, raised(var_h, before, EPS))
     assert before.tolist() == [True, True, True, False]

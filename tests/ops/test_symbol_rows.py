@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from gpu_cases import DEVICE
 
 from rbn.ops import reference, symbol_rows
-from rbn.ops.gpu.symbols import symbol_rows as gpu_symbols
+from rbn.ops.gpu.symbols import look_up as gpu_symbols
 
 ON_GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu] if ON_GPU else []

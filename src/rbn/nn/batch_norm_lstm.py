@@ -14,13 +14,14 @@ from rbn.nn.recurrence import Cell, States
 from rbn.nn.streaming import step_rows
 from rbn.ops import steps
 from rbn.ops.cpu.inference import Weights
+from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.types import Ablation, InitialState, InputStats, Padding
 
 
 class _BatchNormLSTM(BatchNormalized):
     """Equations 6 to 8: which parameters there are, and which recurrence runs."""
 
-    op = "bn_lstm"
+    definition = LSTM
     ablation_names = ("shared_stats", "joint_terms", "pass_normalized_cell", "raw_output")
 
     def _set_normalization(self, *args: Any) -> None:
@@ -48,29 +49,43 @@ class _BatchNormLSTM(BatchNormalized):
         super()._add_normalization(suffix, factory)
         self._add(f"beta_c{suffix}", (self.hidden_size,), factory)
 
-    def _call(
-        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
-    ) -> dict[str, Any]:
-        return {
-            "wx": wx,
-            "weight_hh": self._recurrent_weight(suffix, wx.dtype),
-            "bias": self._parameter(f"bias{suffix}"),
-            "gamma_x": self._parameter(f"gamma_x{suffix}"),
-            "gamma_h": self._parameter(f"gamma_h{suffix}"),
-            "gamma_c": self._parameter(f"gamma_c{suffix}"),
-            "beta_c": self._parameter(f"beta_c{suffix}"),
-            "h0": states[0],
-            "c0": states[1],
-            "lengths": lengths,
-            "population": self._population(suffix, start, wx.shape[0]),
-            "eps": self.eps,
-            "input_stats": self.input_stats,
-            "padding": self.padding,
-            "zoneout_c": self._zoneout(self.zoneout[0], wx),
-            "zoneout_h": self._zoneout(self.zoneout[1], wx),
-            "pass_normalized_cell": "pass_normalized_cell" in self.ablations,
-            "group": self._group(),
-        }
+    def _arguments(
+        self,
+        suffix: str,
+        input: Tensor,
+        weight_ih: Tensor | None,
+        states: States,
+        lengths: Tensor | None,
+        start: int,
+    ) -> LSTMArguments:
+        weight_hh = self._recurrent_weight(suffix, input.dtype)
+        mask_c, rate_c = self._zoneout(self.zoneout[0], input)
+        mask_h, rate_h = self._zoneout(self.zoneout[1], input)
+        arguments = LSTMArguments(
+            input=input,
+            weight_ih=weight_ih,
+            weight_hh=weight_hh,
+            bias=self._parameter(f"bias{suffix}"),
+            gamma_x=self._parameter(f"gamma_x{suffix}"),
+            gamma_h=self._parameter(f"gamma_h{suffix}"),
+            gamma_c=self._parameter(f"gamma_c{suffix}"),
+            beta_c=self._parameter(f"beta_c{suffix}"),
+            h0=states[0],
+            c0=states[1],
+            lengths=lengths,
+            mask_c=mask_c,
+            mask_h=mask_h,
+            rate_c=rate_c,
+            rate_h=rate_h,
+            norm="batch",
+            eps=self.eps,
+            input_stats=self.input_stats,
+            padding=self.padding,
+            pass_normalized_cell="pass_normalized_cell" in self.ablations,
+        )
+        population = self._population(suffix, start, input.shape[0])
+        with_population: LSTMArguments = LSTM.with_population(arguments, population)
+        return with_population
 
 
 class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -14,13 +14,14 @@ from rbn.nn.convert import CellLayers
 from rbn.nn.recurrence import Cell, States
 from rbn.nn.streaming import step_rows
 from rbn.ops import steps
+from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.types import InitialState, InputStats, Nonlinearity, Padding
 
 
 class _BatchNormRNN(BatchNormalized):
     """Equation 1 with both terms normalized."""
 
-    op = "bn_rnn"
+    definition = RNN
     gates = 1
     states = ("h0",)
     terms = ("x", "h")
@@ -30,25 +31,36 @@ class _BatchNormRNN(BatchNormalized):
         name = checks.choice("nonlinearity", nonlinearity, ("tanh", "relu"))
         self.nonlinearity = cast(Nonlinearity, name)
 
-    def _call(
-        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
-    ) -> dict[str, Any]:
-        return {
-            "wx": wx,
-            "weight_hh": self._recurrent_weight(suffix, wx.dtype),
-            "bias": self._parameter(f"bias{suffix}"),
-            "gamma_x": self._parameter(f"gamma_x{suffix}"),
-            "gamma_h": self._parameter(f"gamma_h{suffix}"),
-            "h0": states[0],
-            "nonlinearity": self.nonlinearity,
-            "lengths": lengths,
-            "population": self._population(suffix, start, wx.shape[0]),
-            "eps": self.eps,
-            "input_stats": self.input_stats,
-            "padding": self.padding,
-            "zoneout_h": self._zoneout(self.zoneout[0], wx),
-            "group": self._group(),
-        }
+    def _arguments(
+        self,
+        suffix: str,
+        input: Tensor,
+        weight_ih: Tensor | None,
+        states: States,
+        lengths: Tensor | None,
+        start: int,
+    ) -> RNNArguments:
+        weight_hh = self._recurrent_weight(suffix, input.dtype)
+        mask_h, rate_h = self._zoneout(self.zoneout[0], input)
+        arguments = RNNArguments(
+            input=input,
+            weight_ih=weight_ih,
+            weight_hh=weight_hh,
+            bias=self._parameter(f"bias{suffix}"),
+            gamma_x=self._own(f"gamma_x{suffix}"),
+            gamma_h=self._own(f"gamma_h{suffix}"),
+            h0=states[0],
+            lengths=lengths,
+            mask_h=mask_h,
+            rate_h=rate_h,
+            eps=self.eps,
+            input_stats=self.input_stats,
+            padding=self.padding,
+            nonlinearity=self.nonlinearity,
+        )
+        population = self._population(suffix, start, input.shape[0])
+        with_population: RNNArguments = RNN.with_population(arguments, population)
+        return with_population
 
 
 class BatchNormRNN(_BatchNormRNN, CellLayers[Tensor]):

@@ -139,9 +139,9 @@ class BatchNormalized(FreshStatistics):
         return Statistics(**found)
 
     def _results(
-        self, suffix: str, found: tuple[Any, ...], lengths: Tensor | None, start: int
+        self, suffix: str, results: tuple[Any, ...], lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
-        output, *states, batch = found
+        output, *states, batch = results
         self._record(suffix, batch, lengths, start, *output.shape[:2])
         return output, tuple(states)
 

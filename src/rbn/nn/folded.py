@@ -17,6 +17,7 @@ from rbn.nn.recurrence import Layers, States
 from rbn.nn.statistics import PopulationStatistics
 from rbn.ops import steps
 from rbn.ops.cpu import inference
+from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.types import Statistics, compute_dtype
 
 _ABLATIONS = ("joint_terms", "pass_normalized_cell")
@@ -56,7 +57,7 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     ``scale_h_lk`` (except in half precision, where that would round the weights).
     """
 
-    op = "bn_lstm"
+    definition = LSTM
 
     def __init__(
         self,
@@ -106,8 +107,8 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     def reset_parameters(self) -> None:
         """Does nothing: there is nothing to train."""
 
-    def _zoneout(self, rate: float, wx: Tensor) -> Tensor | float:
-        return rate
+    def _zoneout(self, rate: float, x: Tensor) -> tuple[None, float]:
+        return None, rate
 
     # One layer, all its directions --------------------------------------------------------------
 
@@ -155,9 +156,15 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     def _tables(self, suffix: str) -> tuple[Any, ...]:
         return tuple(self._parameter(name + suffix) for name in _TABLES)
 
-    def _call(
-        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
-    ) -> dict[str, Any]:
+    def _arguments(
+        self,
+        suffix: str,
+        input: Tensor,
+        weight_ih: Tensor | None,
+        states: States,
+        lengths: Tensor | None,
+        start: int,
+    ) -> LSTMArguments:
         tables: list[Any] = [
             None if table is None else table[min(start, table.shape[0] - 1) :]
             for table in self._tables(suffix)
@@ -172,27 +179,26 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
             beta_c, of_c = shift_c[0], _NOTHING
         else:
             beta_c, of_c = _as_batch_norm(shift_c, scale_c)
+        arguments = LSTMArguments(
+            input=input,
+            weight_ih=weight_ih,
+            weight_hh=self._recurrent_weight(suffix, input.dtype),
+            bias=bias,
+            gamma_x=of_x[0],
+            gamma_h=of_h[0],
+            gamma_c=of_c[0],
+            beta_c=beta_c,
+            h0=states[0],
+            c0=states[1],
+            lengths=lengths,
+            rate_c=self.zoneout[0],
+            rate_h=self.zoneout[1],
+            norm="batch",
+            pass_normalized_cell="pass_normalized_cell" in self.ablations,
+        )
         moments: list[Any] = [*of_x[1:], *of_h[1:], *of_c[1:]]
-        return {
-            "wx": wx,
-            "weight_hh": self._recurrent_weight(suffix, wx.dtype),
-            "bias": bias,
-            "gamma_x": of_x[0],
-            "gamma_h": of_h[0],
-            "gamma_c": of_c[0],
-            "beta_c": beta_c,
-            "h0": states[0],
-            "c0": states[1],
-            "lengths": lengths,
-            "population": Statistics(*moments),
-            "eps": 0.0,
-            "input_stats": "step",
-            "padding": "exclude",
-            "zoneout_c": self.zoneout[0],
-            "zoneout_h": self.zoneout[1],
-            "pass_normalized_cell": "pass_normalized_cell" in self.ablations,
-            "group": None,
-        }
+        with_population: LSTMArguments = LSTM.with_population(arguments, Statistics(*moments))
+        return with_population
 
     def _results(
         self, suffix: str, found: tuple[Any, ...], lengths: Tensor | None, start: int

@@ -28,7 +28,7 @@ from rbn.nn.recent_calls import (
 from rbn.nn.recurrence import Recurrence, States
 from rbn.nn.statistics import PopulationStatistics, temporarily
 from rbn.nn.update_bn import UpdateBN
-from rbn.ops.custom import is_traced
+from rbn.ops.operator import is_traced
 from rbn.ops.types import InputStats, valid_steps
 
 T = TypeVar("T", bound="FreshStatistics")

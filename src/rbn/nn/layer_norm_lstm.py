@@ -12,6 +12,7 @@ from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
 from rbn.ops import steps
 from rbn.ops.cpu.inference import Weights
+from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.types import InitialState
 
 
@@ -19,7 +20,7 @@ class _LayerNormLSTM(Recurrence):
     """Which parameters there are, and which recurrence runs."""
 
     gamma: float
-    op = "ln_lstm"
+    definition = LSTM
     eps: float
 
     def _set_normalization(self, gamma: float, eps: float) -> None:
@@ -38,24 +39,37 @@ class _LayerNormLSTM(Recurrence):
         super().reset_parameters()
         init.gamma_(self, self.gamma)
 
-    def _call(
-        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
-    ) -> dict[str, Any]:
-        return {
-            "wx": wx,
-            "weight_hh": self._recurrent_weight(suffix, wx.dtype),
-            "bias": self._parameter(f"bias{suffix}"),
-            "gamma_x": self._parameter(f"gamma_x{suffix}"),
-            "gamma_h": self._parameter(f"gamma_h{suffix}"),
-            "gamma_c": self._parameter(f"gamma_c{suffix}"),
-            "beta_c": self._parameter(f"beta_c{suffix}"),
-            "h0": states[0],
-            "c0": states[1],
-            "lengths": lengths,
-            "eps": self.eps,
-            "zoneout_c": self._zoneout(self.zoneout[0], wx),
-            "zoneout_h": self._zoneout(self.zoneout[1], wx),
-        }
+    def _arguments(
+        self,
+        suffix: str,
+        input: Tensor,
+        weight_ih: Tensor | None,
+        states: States,
+        lengths: Tensor | None,
+        start: int,
+    ) -> LSTMArguments:
+        weight_hh = self._recurrent_weight(suffix, input.dtype)
+        mask_c, rate_c = self._zoneout(self.zoneout[0], input)
+        mask_h, rate_h = self._zoneout(self.zoneout[1], input)
+        return LSTMArguments(
+            input=input,
+            weight_ih=weight_ih,
+            weight_hh=weight_hh,
+            bias=self._parameter(f"bias{suffix}"),
+            gamma_x=self._parameter(f"gamma_x{suffix}"),
+            gamma_h=self._parameter(f"gamma_h{suffix}"),
+            gamma_c=self._parameter(f"gamma_c{suffix}"),
+            beta_c=self._parameter(f"beta_c{suffix}"),
+            h0=states[0],
+            c0=states[1],
+            lengths=lengths,
+            mask_c=mask_c,
+            mask_h=mask_h,
+            rate_c=rate_c,
+            rate_h=rate_h,
+            norm="layer",
+            eps=self.eps,
+        )
 
 
 class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):

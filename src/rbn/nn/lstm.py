@@ -12,33 +12,50 @@ from rbn.nn.convert import LSTMLayers
 from rbn.nn.recurrence import Cell, Recurrence, States
 from rbn.ops import steps
 from rbn.ops.cpu.inference import Weights
+from rbn.ops.definition import LSTM as LSTM_DEFINITION
+from rbn.ops.definition import LSTMArguments
 from rbn.ops.types import InitialState
 
 
 class _LSTM(Recurrence):
     """Equations 2 to 4: which parameters there are, and which recurrence runs."""
 
-    op = "lstm"
+    definition = LSTM_DEFINITION
     cell_bias: bool
 
     def _add_normalization(self, suffix: str, factory: dict[str, Any]) -> None:
         if self.cell_bias:
             self._add(f"beta_c{suffix}", (self.hidden_size,), factory)
 
-    def _call(
-        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
-    ) -> dict[str, Any]:
-        return {
-            "wx": wx,
-            "weight_hh": self._recurrent_weight(suffix, wx.dtype),
-            "bias": self._parameter(f"bias{suffix}"),
-            "beta_c": self._parameter(f"beta_c{suffix}"),
-            "h0": states[0],
-            "c0": states[1],
-            "lengths": lengths,
-            "zoneout_c": self._zoneout(self.zoneout[0], wx),
-            "zoneout_h": self._zoneout(self.zoneout[1], wx),
-        }
+    def _arguments(
+        self,
+        suffix: str,
+        input: Tensor,
+        weight_ih: Tensor | None,
+        states: States,
+        lengths: Tensor | None,
+        start: int,
+    ) -> LSTMArguments:
+        weight_hh = self._recurrent_weight(suffix, input.dtype)
+        mask_c, rate_c = self._zoneout(self.zoneout[0], input)
+        mask_h, rate_h = self._zoneout(self.zoneout[1], input)
+        return LSTMArguments(
+            input=input,
+            weight_ih=weight_ih,
+            weight_hh=weight_hh,
+            bias=self._parameter(f"bias{suffix}"),
+            gamma_x=None,
+            gamma_h=None,
+            gamma_c=None,
+            beta_c=self._parameter(f"beta_c{suffix}") if self.cell_bias else None,
+            h0=states[0],
+            c0=states[1],
+            lengths=lengths,
+            mask_c=mask_c,
+            mask_h=mask_h,
+            rate_c=rate_c,
+            rate_h=rate_h,
+        )
 
 
 class LSTM(_LSTM, LSTMLayers):

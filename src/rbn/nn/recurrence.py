@@ -23,8 +23,8 @@ import rbn.ops as ops
 from rbn.nn import checks, init
 from rbn.nn.processes import as_long_as_all, with_steps
 from rbn.ops import steps
-from rbn.ops.functional import from_inputs, from_one_feature, takes_features
-from rbn.ops.input_product import input_product
+from rbn.ops.backends import run
+from rbn.ops.definition import Arguments, Definition
 from rbn.ops.types import valid_steps
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def autocast_on(device: str) -> bool:
 class Recurrence(nn.Module, abc.ABC):
     """One kind of recurrent network: its parameters and how a layer of it runs."""
 
-    op: ClassVar[str]  # of `rbn.ops`
+    definition: ClassVar[Definition]  # of the operator that runs
     gates: ClassVar[int] = 4  # rows of the weight matrices, in hidden sizes
     states: ClassVar[tuple[str, ...]] = ("h0", "c0")
     weight_dropout = 0.0  # of layers; cells have none
@@ -138,16 +138,26 @@ class Recurrence(nn.Module, abc.ABC):
     # One layer, one direction -------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _call(
-        self, suffix: str, wx: Tensor, states: States, lengths: Tensor | None, start: int
-    ) -> dict[str, Any]:
-        """What `op` takes to run over wx ``[T, B, gates * H]`` from states ``[B, H]``."""
+    def _arguments(
+        self,
+        suffix: str,
+        input: Tensor,
+        weight_ih: Tensor | None,
+        states: States,
+        lengths: Tensor | None,
+        start: int,
+    ) -> Arguments:
+        """The operator's arguments for one layer and direction.
+
+        Shapes: input ``[T, B, I]``, or the input term ``[T, B, gates * H]`` without weight_ih;
+        states ``[B, H]``, or ``[H]`` for all rows.
+        """
 
     def _results(
-        self, suffix: str, found: tuple[Any, ...], lengths: Tensor | None, start: int
+        self, suffix: str, results: tuple[Any, ...], lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
-        """The output and the last states, from all that `op` found."""
-        output, *states = found
+        """The output and the last states, from all that the operator returned."""
+        output, *states, _ = results
         return output, tuple(states)
 
     def _check_ready(self, batch: int) -> bool:
@@ -187,23 +197,23 @@ class Recurrence(nn.Module, abc.ABC):
         lengths: Tensor | None,
         start: int,
     ) -> list[tuple[Tensor, States]]:
-        """The input products of all steps at once, then the recurrences.
+        """Run the directions of a layer.
 
         directions: for each one the suffix of its parameters, its input and the given states.
         """
-        calls: list[dict[str, Any]] = []
-        weights: list[Tensor] = []  # of inputs that are no symbols
+        calls: list[Arguments] = []
         empty: list[tuple[Tensor, States]] = []
-        alone = self._group() is None
+        group = self._group()
         for suffix, x, given in directions:
             weight = self._own(f"weight_ih{suffix}")
+            weight_ih: Tensor | None = None
             if x.is_floating_point():
-                weights.append(weight if weight.dtype == x.dtype else weight.to(x.dtype))
+                weight_ih = weight if weight.dtype == x.dtype else weight.to(x.dtype)
             else:  # W_x x_t for a one-hot x_t is a column of W_x
                 x = ops.symbol_rows(x[..., 0], weight, self._type(weight))
             batch = x.shape[1]
             states = self._initial_states(suffix, batch, weight) if given is None else given
-            if batch == 0 and alone:
+            if batch == 0 and group is None:
                 # No number depends on anything, but backward() finds gradients, zeros, of it all.
                 nothing = sum((t.sum().to(x.dtype) for t in (*self.parameters(), *states)), x.sum())
                 output = x.new_zeros(x.shape[0], 0, self.hidden_size) + nothing
@@ -211,38 +221,15 @@ class Recurrence(nn.Module, abc.ABC):
                     (output, tuple(x.new_zeros(0, self.hidden_size) + nothing for _ in states))
                 )
             else:
-                calls.append(self._call(suffix, x, states, lengths, start))
+                calls.append(self._arguments(suffix, x, weight_ih, states, lengths, start))
         if empty:
             return empty
-        found = self._run_from_inputs(calls, weights) if weights and alone else None
-        if found is None:
-            for k, weight in enumerate(weights):  # none where the inputs are symbols
-                calls[k]["wx"] = input_product(calls[k]["wx"], weight)  # W_x x_t for every t
-            found = ops.side_by_side(self.op, [self._with_rows(call) for call in calls])
         return [
             self._results(suffix, results, lengths, start)
-            for (suffix, _, _), results in zip(directions, found, strict=True)
+            for (suffix, _, _), results in zip(
+                directions, run(self.definition, calls, group), strict=True
+            )
         ]
-
-    def _run_from_inputs(
-        self, calls: list[dict[str, Any]], weights: list[Tensor]
-    ) -> list[tuple[Any, ...]] | None:
-        """What `op` finds, where it takes inputs in the place of input terms; else None."""
-        if takes_features(self.op, calls[0]["wx"]):  # all have the same shape
-            wide = [
-                self._with_rows({**call, "wx": call["wx"].expand(-1, -1, weight.shape[0])})
-                for call, weight in zip(calls, weights, strict=True)
-            ]
-            found = from_one_feature(self.op, wide, weights)
-            if found is not None:
-                return found
-        return from_inputs(self.op, calls, weights)
-
-    def _with_rows(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The call with states ``[B, H]``."""
-        shape = (call["wx"].shape[1], self.hidden_size)
-        rows = {name: call[name].expand(shape) for name in self.states if call[name].dim() == 1}
-        return {**call, **rows}  # with `|` torch.compile of 2.6 would stop here
 
     def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
         """The learned ``[H]`` or zero ``[B, H]`` initial states, with noise on h0 in training."""
@@ -261,12 +248,12 @@ class Recurrence(nn.Module, abc.ABC):
         """Whether the initial states are noisy now."""
         return self.training
 
-    def _zoneout(self, rate: float, wx: Tensor) -> Tensor | float:
+    def _zoneout(self, rate: float, x: Tensor) -> tuple[Tensor | None, float]:
         """A mask of the units that keep their value, bool ``[T, B, H]``, or the rate in eval()."""
         if rate == 0 or not self.training:
-            return rate
-        shape = (*wx.shape[:2], self.hidden_size)
-        return torch.rand(shape, device=wx.device, dtype=torch.float32) < rate
+            return None, rate
+        shape = (*x.shape[:2], self.hidden_size)
+        return torch.rand(shape, device=x.device, dtype=torch.float32) < rate, 0.0
 
     def _recurrent_weight(self, suffix: str, dtype: torch.dtype) -> Tensor:
         """W_h of one layer and direction as it is in this call.

@@ -1,13 +1,12 @@
 """Pure functions on tensors: the recurrences and a loss, forward and backward."""
 
-from rbn.ops.dispatch import backend, backends
+from rbn.ops.backends import backend, backends
 from rbn.ops.functional import (
     bn_lstm,
     bn_rnn,
     linear_cross_entropy,
     ln_lstm,
     lstm,
-    side_by_side,
     symbol_rows,
 )
 from rbn.ops.types import Statistics
@@ -21,6 +20,5 @@ __all__ = [
     "linear_cross_entropy",
     "ln_lstm",
     "lstm",
-    "side_by_side",
     "symbol_rows",
 ]

@@ -6,27 +6,14 @@ normalized and without a bias: a matrix product, or a look-up of rows for one-ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rbn.ops.checks import (
-    check_masks,
-    check_sequence_lengths,
-    check_shapes,
-    check_targets,
-    constant_statistics,
-)
-from rbn.ops.dispatch import (
-    may_take_feature,
-    run,
-    run_from_inputs,
-    run_from_one_feature,
-    run_together,
-    select,
-)
+from rbn.ops.backends import run, select
+from rbn.ops.checks import check_targets
+from rbn.ops.definition import LSTM, RNN, LSTMArguments, RNNArguments
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
 if TYPE_CHECKING:
@@ -85,27 +72,9 @@ def bn_lstm(
         The output ``[T, B, H]`` (zero where padded), h_n and c_n ``[B, H]`` after each row's last
         unpadded step, and the minibatch statistics (all None where `population` is given).
     """
-    H = check_shapes(
+    a = LSTMArguments(
         wx,
-        4,
-        may_be_empty=group is not None,
-        weight_hh=weight_hh,
-        bias=bias,
-        gamma_x=gamma_x,
-        gamma_h=gamma_h,
-        gamma_c=gamma_c,
-        beta_c=beta_c,
-        h0=h0,
-        c0=c0,
-    )
-    check_sequence_lengths(lengths, wx)
-    check_masks(wx, H, zoneout_c=zoneout_c, zoneout_h=zoneout_h)
-    x, c = None if gamma_x is None else 4 * H, None if gamma_c is None else H
-    population = constant_statistics(population, wx, x=x, h=4 * H, c=c)
-    result: tuple[Tensor, Tensor, Tensor, Statistics] = run(
-        "bn_lstm",
-        wx,
-        wx,
+        None,
         weight_hh,
         bias,
         gamma_x,
@@ -115,16 +84,15 @@ def bn_lstm(
         h0,
         c0,
         lengths=lengths,
-        population=population,
+        **_zoneout(c=zoneout_c, h=zoneout_h),
+        norm="batch",
         eps=eps,
         input_stats=input_stats,
         padding=padding,
-        zoneout_c=zoneout_c,
-        zoneout_h=zoneout_h,
         pass_normalized_cell=pass_normalized_cell,
-        group=group,
     )
-    return result
+    output, h_n, c_n, statistics = run(LSTM, [LSTM.with_population(a, population)], group)[0]
+    return output, h_n, c_n, statistics
 
 
 def lstm(
@@ -143,23 +111,10 @@ def lstm(
 
     beta_c ``[H]`` is the additive cell bias of the authors' baseline, h = o * tanh(c + beta_c).
     """
-    H = check_shapes(wx, 4, weight_hh=weight_hh, bias=bias, beta_c=beta_c, h0=h0, c0=c0)
-    check_sequence_lengths(lengths, wx)
-    check_masks(wx, H, zoneout_c=zoneout_c, zoneout_h=zoneout_h)
-    result: tuple[Tensor, Tensor, Tensor] = run(
-        "lstm",
-        wx,
-        wx,
-        weight_hh,
-        bias,
-        beta_c,
-        h0,
-        c0,
-        lengths=lengths,
-        zoneout_c=zoneout_c,
-        zoneout_h=zoneout_h,
-    )
-    return result
+    tensors = (wx, None, weight_hh, bias, None, None, None, beta_c, h0, c0, lengths)
+    a = LSTMArguments(*tensors, **_zoneout(c=zoneout_c, h=zoneout_h))
+    output, h_n, c_n, _ = run(LSTM, [a])[0]
+    return output, h_n, c_n
 
 
 def ln_lstm(
@@ -179,38 +134,11 @@ def ln_lstm(
     zoneout_h: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer-normalized LSTM; arguments and results as in `bn_lstm`, without statistics."""
-    H = check_shapes(
-        wx,
-        4,
-        weight_hh=weight_hh,
-        bias=bias,
-        gamma_x=gamma_x,
-        gamma_h=gamma_h,
-        gamma_c=gamma_c,
-        beta_c=beta_c,
-        h0=h0,
-        c0=c0,
-    )
-    check_sequence_lengths(lengths, wx)
-    check_masks(wx, H, zoneout_c=zoneout_c, zoneout_h=zoneout_h)
-    result: tuple[Tensor, Tensor, Tensor] = run(
-        "ln_lstm",
-        wx,
-        wx,
-        weight_hh,
-        bias,
-        gamma_x,
-        gamma_h,
-        gamma_c,
-        beta_c,
-        h0,
-        c0,
-        lengths=lengths,
-        eps=eps,
-        zoneout_c=zoneout_c,
-        zoneout_h=zoneout_h,
-    )
-    return result
+    tensors = (wx, None, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c, h0, c0, lengths)
+    zoneout = _zoneout(c=zoneout_c, h=zoneout_h)
+    a = LSTMArguments(*tensors, **zoneout, norm="layer", eps=eps)
+    output, h_n, c_n, _ = run(LSTM, [a])[0]
+    return output, h_n, c_n
 
 
 def bn_rnn(
@@ -235,64 +163,33 @@ def bn_rnn(
     Arguments as in `bn_lstm`, with H features where that has 4H; returns the output ``[T, B, H]``,
     h_n ``[B, H]`` and the minibatch statistics.
     """
-    H = check_shapes(
+    a = RNNArguments(
         wx,
-        1,
-        may_be_empty=group is not None,
-        weight_hh=weight_hh,
-        bias=bias,
-        gamma_x=gamma_x,
-        gamma_h=gamma_h,
-        h0=h0,
-    )
-    check_sequence_lengths(lengths, wx)
-    check_masks(wx, H, zoneout_h=zoneout_h)
-    population = constant_statistics(population, wx, x=H, h=H)
-    result: tuple[Tensor, Tensor, Statistics] = run(
-        "bn_rnn",
-        wx,
-        wx,
+        None,
         weight_hh,
         bias,
         gamma_x,
         gamma_h,
         h0,
-        nonlinearity=nonlinearity,
         lengths=lengths,
-        population=population,
+        **_zoneout(h=zoneout_h),
         eps=eps,
         input_stats=input_stats,
         padding=padding,
-        zoneout_h=zoneout_h,
-        group=group,
+        nonlinearity=nonlinearity,
     )
-    return result
+    output, h_n, statistics = run(RNN, [RNN.with_population(a, population)], group)[0]
+    return output, h_n, statistics
 
 
-_OPS: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "bn_lstm": bn_lstm,
-    "lstm": lstm,
-    "ln_lstm": ln_lstm,
-    "bn_rnn": bn_rnn,
-}
-
-
-def side_by_side(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Several calls of a recurrence that do not depend on each other, such as two directions.
-
-    On a GPU with room for them they are one launch.
-
-    Args:
-        op: ``"bn_lstm"``, ``"lstm"``, ``"ln_lstm"`` or ``"bn_rnn"``.
-        calls: the arguments of each call by name. All have the same shapes, options and lengths.
-
-    Returns:
-        What the recurrence returns for each of them.
-    """
-    if op not in _OPS:
-        raise ValueError(f"op must be one of {', '.join(_OPS)}, got {op!r}")
-    found = run_together(op, calls) if len(calls) > 1 else None
-    return [_OPS[op](**call) for call in calls] if found is None else found
+def _zoneout(**given: Tensor | float) -> dict[str, Any]:
+    """Masks and rates, by the names of the operators' arguments."""
+    arguments: dict[str, Any] = {}
+    for state, value in given.items():
+        masked = isinstance(value, Tensor)
+        arguments[f"mask_{state}"] = value if masked else None
+        arguments[f"rate_{state}"] = 0.0 if masked else value
+    return arguments
 
 
 def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -311,7 +208,7 @@ def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         ``[T, B, 4H]``.
     """
-    rows: Tensor = run("symbol_rows", weight, symbols, weight, dtype)
+    rows: Tensor = select("symbol_rows", weight)(symbols, weight, dtype)
     return rows
 
 
@@ -339,46 +236,3 @@ def linear_cross_entropy(
     check_targets(input, targets, reduction)
     loss: Tensor = select("linear_cross_entropy", input)(input, weight, bias, targets, reduction)
     return loss
-
-
-def takes_features(op: str, x: Tensor) -> bool:
-    """Whether `from_one_feature` may take an input ``[T, B, F]``: it has one feature, for example.
-
-    Nothing is made for that yet; `from_one_feature` may still decline.
-    """
-    return op in _OPS and x.shape[-1] == 1 and may_take_feature(op, x)
-
-
-def from_one_feature(
-    op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
-) -> list[tuple[Any, ...]] | None:
-    """`side_by_side` of inputs that `takes_features`, whose input terms need not be made.
-
-    Args:
-        op: the name of the recurrence.
-        calls: the arguments of each call by name. In the place of the input term is the input,
-            expanded to the shape of it.
-        weights: W_x ``[4H, 1]`` for each call, in the type of the input.
-
-    Returns:
-        What the recurrence returns for each call; None where the input terms have to be made.
-    """
-    return run_from_one_feature(op, calls, weights)
-
-
-def from_inputs(
-    op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
-) -> list[tuple[Any, ...]] | None:
-    """`side_by_side` with the products of the inputs, all in one node of autograd.
-
-    Args:
-        op: the name of the recurrence.
-        calls: the arguments of each call by name, all of them. In the place of the input term is
-            the input ``[T, B, I]``, and initial states that all rows share may be ``[H]``.
-        weights: W_x ``[4H, I]`` for each call, in the type of the input.
-
-    Returns:
-        What the recurrence returns for each call; None where input terms and states have to be
-        made first.
-    """
-    return run_from_inputs(op, calls, weights)

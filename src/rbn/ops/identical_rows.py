@@ -1,4 +1,4 @@
-"""The steps in which all rows of a minibatch are still alike: the host's part of `CONSTANT`.
+"""Finds the steps in which all rows of a minibatch are still identical, see `CONSTANT`.
 
 The backward kernels let no gradient through a recurrent or cell term whose variance is next to
 nothing. That is meant for the steps before the first input that differs; anywhere else such a
@@ -15,7 +15,7 @@ from torch import Tensor
 from rbn.ops.types import CONSTANT
 
 
-def steps_alike(
+def identical_steps(
     states: tuple[Tensor, ...],
     wx: Tensor,
     var_x: Tensor | None,
@@ -28,7 +28,7 @@ def steps_alike(
 ) -> tuple[Tensor, Tensor]:
     """In which steps the recurrent term, and in which the cell, may be taken for constant.
 
-    The rows of the states are alike before such a step, and for the cell those of the input are, in
+    The rows of the states are identical before such a step, and for the cell those of the input are, in
     this step and all before.
 
     states: ``[..., B, H]`` each, what the recurrence begins with. wx: ``[..., T, B, F]``. var_x,
@@ -49,7 +49,7 @@ def steps_alike(
     elif var_x.shape[-2] == wx.shape[-3]:
         constant = constant & (var_x <= limit).all(-1)
     else:
-        constant = constant & _inputs_alike(wx, None if include else lengths)
+        constant = constant & _identical_inputs(wx, None if include else lengths)
     if include and lengths is not None:  # the first row that ends is parted from the others
         each = torch.arange(wx.shape[-3], device=wx.device)
         constant = constant & (each < lengths.min().to(wx.device))
@@ -58,16 +58,16 @@ def steps_alike(
     else:
         first = begin.flatten(-2).all(-1, keepdim=True)
     found = torch.cat([first, constant], -1)
-    alike = found.to(torch.int32).cumprod(-1, dtype=torch.int32).to(torch.bool)
-    before, after = alike[..., :-1], alike[..., 1:]
+    identical = found.to(torch.int32).cumprod(-1, dtype=torch.int32).to(torch.bool)
+    before, after = identical[..., :-1], identical[..., 1:]
     if masked:
         before, after = (F.pad(found[..., :1], (0, wx.shape[-3] - 1)) for found in (before, after))
-    if var_x is None:  # both terms in one: constant only if the input is alike as well
+    if var_x is None:  # both terms in one: constant only if the input is identical as well
         before = before & (var_h <= limit).all(-1)
     return before, after
 
 
-def _inputs_alike(wx: Tensor, lengths: Tensor | None) -> Tensor:
+def _identical_inputs(wx: Tensor, lengths: Tensor | None) -> Tensor:
     """Whether all unpadded rows ``[..., T, B, F]`` of a step are the same, ``[..., T]``."""
     if lengths is None:
         return (wx == wx[..., :1, :]).flatten(-2).all(-1)
@@ -78,12 +78,17 @@ def _inputs_alike(wx: Tensor, lengths: Tensor | None) -> Tensor:
     return ((wx == longest) | padding).flatten(-2).all(-1)
 
 
-def raised(var: Tensor, alike: Tensor, eps: float) -> Tensor:
-    """Variances ``[..., T, F]`` by which only terms of steps alike ``[..., T]`` can be constant."""
-    return torch.where(alike[..., None], var, var.clamp(min=2 * CONSTANT * eps))
+def raise_variances(var: Tensor, identical: Tensor, eps: float) -> Tensor:
+    """Variances ``[..., T, F]`` above the threshold of constant terms, but for identical steps."""
+    return torch.where(identical[..., None], var, var.clamp(min=2 * CONSTANT * eps))
 
 
-def lowered(rstd: Tensor, alike: Tensor, eps: float) -> Tensor:
-    """The same for 1 / sqrt(var + eps)."""
+def lower_rstd(rstd: Tensor, identical: Tensor, eps: float) -> Tensor:
+    """`raise_variances` for 1 / sqrt(var + eps)."""
     limit = (eps + 2 * CONSTANT * eps) ** -0.5 if eps > 0 else torch.inf
-    return torch.minimum(rstd, torch.where(alike, torch.inf, limit).to(rstd)[..., None])
+    return torch.minimum(rstd, torch.where(identical, torch.inf, limit).to(rstd)[..., None])
+
+
+def variance(rstd: Tensor, eps: float) -> Tensor:
+    """The variance from 1 / sqrt(var + eps)."""
+    return (rstd.square().reciprocal() - eps).clamp_(min=0)

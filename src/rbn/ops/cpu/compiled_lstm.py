@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.arguments import alike_of
-from rbn.ops.cpu.fused_lstm import Grads, Inputs, Outputs, statistics_shapes
-from rbn.ops.cpu.layout import Layout, Rooms, like_parameter
+from rbn.ops.cpu.fused_lstm import Forward, Gradients, Saved, identical_steps_of, states_of
+from rbn.ops.cpu.layout import Buffers, Layout, like_parameter
 from rbn.ops.cpu.norms import SequenceNorm
-from rbn.ops.identical_rows import lowered
+from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.identical_rows import lower_rstd
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 _NONE, _BATCH, _GIVEN = 0, 1, 2
@@ -87,17 +87,17 @@ def _openmp_of_torch() -> tuple[ctypes.c_void_p, ...] | None:
     return None
 
 
-def usable(a: Inputs) -> bool:
+def usable(a: LSTMArguments) -> bool:
     """Whether the compiled step covers this case."""
     return (
-        a.wx.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        a.input.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and a.norm in ("none", "batch")
         and not a.joint
         and a.mask_c is None
         and a.mask_h is None
         and a.rate_c == a.rate_h == 0
         and not a.pass_normalized_cell
-        and (a.lengths is None or a.padding == "exclude" or bool(a.population))
+        and (a.lengths is None or a.padding == "exclude" or a.population)
         and load() is not None
     )
 
@@ -105,11 +105,11 @@ def usable(a: Inputs) -> bool:
 class _Call:
     """One forward or backward pass: the arguments of the compiled step and what they point to."""
 
-    def __init__(self, a: Inputs) -> None:
+    def __init__(self, a: LSTMArguments) -> None:
         self.library: Any = load()
-        self.layout = layout = Layout(a.wx, a.h0, a.lengths, include_padding=False)
+        self.layout = layout = Layout(a.input, a.h0, a.lengths, include_padding=False)
         self.packing, H = layout.packing, layout.hidden
-        self.wx = layout.rows(a.wx).contiguous()
+        self.wx = layout.rows(a.input).contiguous()
         self.weight = layout.cast(a.weight_hh)
         self.h0 = layout.state(a.h0).contiguous()
         self.c0 = layout.state(a.c0).contiguous()
@@ -118,18 +118,18 @@ class _Call:
             value = layout.optional(getattr(a, name))
             self.vectors[name] = None if value is None else value.contiguous()
         self.sequence: SequenceNorm | None = None
-        if a.norm == "batch" and not a.population and a.input_stats == "sequence":
+        if a.sequence:
             gamma_x = self.vectors["gamma_x"]
             assert gamma_x is not None
             self.sequence = SequenceNorm(gamma_x, a.eps, None)
         self.args = args = _Args(hidden=H, eps=a.eps)
-        for k, (term, gamma) in enumerate((("x", a.gamma_x), ("h", a.gamma_h), ("c", a.gamma_c))):
+        for term, gamma in (("x", a.gamma_x), ("h", a.gamma_h), ("c", a.gamma_c)):
             mode = _NONE if gamma is None else _GIVEN if a.population else _BATCH
             if term == "x" and self.sequence is not None:
                 mode = _NONE
             setattr(args, f"mode_{term}", mode)
             if mode == _GIVEN:
-                setattr(args, f"rows_{term}", len(a.population[2 * k]))
+                setattr(args, f"rows_{term}", len(getattr(a, f"mean_{term}")))
         args.point(c0=self.c0, **self.vectors)
         big = self.packing.batch * H >= SMALL
         self.threads = torch.get_num_threads() if big else 1
@@ -138,17 +138,20 @@ class _Call:
             starts.append(starts[-1] + n)
         self.starts = starts
 
-    def use_moments(self, moments: Sequence[Tensor]) -> None:
+    def use_moments(self, moments: Sequence[Tensor | None]) -> None:
         """Point to mean and rstd of the terms x, h and c."""
-        self.moments = [m.contiguous() for m in moments]
+        self.moments = [None if m is None else m.contiguous() for m in moments]
         self.args.point(**dict(zip(_MOMENTS, self.moments, strict=True)))
 
-    def given_moments(self, a: Inputs) -> list[Tensor]:
-        """Mean and rstd of the population, empty for absent terms."""
-        found = []
-        for mean, var in zip(a.population[0::2], a.population[1::2], strict=True):
-            found += [self.layout.cast(mean), torch.rsqrt(self.layout.cast(var) + a.eps)]
-        return found
+    def given_moments(self, a: LSTMArguments) -> list[Tensor | None]:
+        """Mean and rstd of the population, None for absent terms."""
+        moments: list[Tensor | None] = []
+        for mean, var in ((a.mean_x, a.var_x), (a.mean_h, a.var_h), (a.mean_c, a.var_c)):
+            if mean is None or var is None:
+                moments += [None, None]
+            else:
+                moments += [self.layout.cast(mean), torch.rsqrt(self.layout.cast(var) + a.eps)]
+        return moments
 
     def step(self, function: Any, t: int) -> None:
         """Run one step of the compiled function."""
@@ -157,30 +160,32 @@ class _Call:
         function(ctypes.addressof(self.args), t, self.starts[t], n, previous, self.threads)
 
 
-def forward(a: Inputs) -> Outputs:
+def forward(a: LSTMArguments) -> Forward:
     """Run the recurrence over all steps."""
     call = _Call(a)
     layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
-    H, dtype = layout.hidden, a.wx.dtype
+    H, dtype = layout.hidden, a.input.dtype
     unreached = a.eps**-0.5 if a.eps > 0 else float("inf")
-    new: list[Tensor] = []
-    for shape in statistics_shapes(a):
-        new += [wx.new_zeros(shape), wx.new_full(shape, unreached)]
+    new: list[Tensor | None] = []
+    for shape in LSTM.statistics_shapes(a):
+        new += (
+            [None, None] if shape is None else [wx.new_zeros(shape), wx.new_full(shape, unreached)]
+        )
     call.use_moments(call.given_moments(a) if a.population else new)
     x = wx
     if call.sequence is not None:
         x = call.sequence.forward(wx[: packing.rows])
         new[0:2] = call.sequence.moments(1)
 
-    rooms = Rooms(packing, wx, a.save)
-    hidden, gates = packing.buffer(H, wx), rooms.make(4 * H)
-    tanh_c, cand = rooms.make(H), rooms.make(H)
+    buffers = Buffers(packing, wx, a.save)
+    hidden, gates = packing.buffer(H, wx), buffers.make(4 * H)
+    tanh_c, cand = buffers.make(H), buffers.make(H)
     plain = args.mode_h == _NONE  # then W_h h + W_x x goes straight into the gates' buffer
-    wh = gates if plain else rooms.make(4 * H)
+    wh = gates if plain else buffers.make(4 * H)
     args.keep = int(a.save)
     args.point(wx=None if plain else x, wh=wh, gates=gates, cand=cand, tanh_c=tanh_c)
     args.point(hidden_states=hidden)
-    whs, hs, xs = rooms.views(wh), packing.split(hidden), packing.split(x)
+    whs, hs, xs = buffers.views(wh), packing.split(hidden), packing.split(x)
     W = call.weight.t().contiguous()  # [H, 4H]
     run = call.library.rbn_lstm_forward
 
@@ -198,33 +203,30 @@ def forward(a: Inputs) -> Outputs:
     h_n = packing.final(hidden)
     c_n = packing.final(cand) if a.save else packing.unsort(cand)
     saved: list[Tensor | None] = [None] * 6
+    own_hidden = output.data_ptr() != hidden.data_ptr()
     if a.save:
-        own_hidden = output.data_ptr() != hidden.data_ptr()
         saved = [None if plain else wh, gates, cand, None, tanh_c, hidden if own_hidden else None]
-    return Outputs(
-        output,
-        h_n.to(dtype),
-        c_n.to(dtype),
-        *new,
-        *(wx.new_empty(0) if s is None else s for s in saved),
-    )
+    kept = None if own_hidden or not a.save else output
+    return output, (h_n.to(dtype), c_n.to(dtype)), Saved(None, kept, *new, *saved)
 
 
 def backward(
-    a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
-) -> Grads:
-    """The gradients of all differentiable inputs, from those of the three results."""
+    a: LSTMArguments, r: Saved, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
+) -> Gradients:
+    """The gradients of all tensors that have one, from those of the three results."""
     call = _Call(a)
     layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
     H, rows, h0 = layout.hidden, packing.rows, call.h0
-    hidden = r.hidden if r.hidden.numel() else r.output.reshape(-1, H)
+    hidden = states_of(r, H)
     plain = args.mode_h == _NONE
-    moments = call.given_moments(a) if a.population else list(r[3:9])
-    if not plain and not a.population:
-        before, after = alike_of((a.h0, a.c0), a.wx, moments, a.eps, (), a.lengths)
-        moments[3] = lowered(moments[3], before, a.eps)
-        if moments[5].numel():
-            moments[5] = lowered(moments[5], after, a.eps)
+    own = [r.mean_x, r.rstd_x, r.mean_h, r.rstd_h, r.mean_c, r.rstd_c]
+    if a.batch_stats:
+        before, after = identical_steps_of(a, r)
+        assert r.rstd_h is not None
+        own[3] = lower_rstd(r.rstd_h, before, a.eps)
+        if r.rstd_c is not None:
+            own[5] = lower_rstd(r.rstd_c, after, a.eps)
+    moments = call.given_moments(a) if a.population else own
     call.use_moments(moments)
     args.keep = 1
     args.point(
@@ -250,15 +252,17 @@ def backward(
         torch.mm(dwhs[t], W, out=dh[: packing.sizes[t]])
 
     if call.sequence is not None:
+        assert r.mean_x is not None
+        assert r.rstd_x is not None
         call.sequence.restore(r.mean_x, r.rstd_x)
         dwx[:rows] = call.sequence.backward(dwx[:rows], wx[:rows])
         grads["dgamma_x"] = call.sequence.dgamma
     dweight = packing.outer(dwh, hidden, h0)
-    vectors = {name: like_parameter(grads["d" + name], getattr(a, name), wx) for name in _VECTORS}
-    return Grads(
-        wx=packing.unpack(dwx).to(a.wx.dtype),
-        weight_hh=dweight.to(a.weight_hh.dtype),
-        h0=packing.unsort(dh).to(a.h0.dtype),
-        c0=packing.unsort(dc).to(a.c0.dtype),
+    vectors = {name: like_parameter(grads["d" + name], getattr(a, name)) for name in _VECTORS}
+    return {
+        "input": packing.unpack(dwx).to(a.input.dtype),
+        "weight_hh": dweight.to(a.weight_hh.dtype),
+        "h0": packing.unsort(dh).to(a.h0.dtype),
+        "c0": packing.unsort(dc).to(a.c0.dtype),
         **vectors,
-    )
+    }

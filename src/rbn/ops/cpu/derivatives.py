@@ -33,8 +33,8 @@ class GateDerivatives:
             self.starts.append(self.starts[-1] + n)
         self.gates, self.cell, self.tanh_c, self.c0 = gates.view(-1, 4, H), cell, tanh_c, c0
         self.steps = max(1, _BLOCK // max(1, packing.batch * 4 * H))
-        self._gate_room = gates.new_empty(self.steps * packing.batch, 4, H)
-        self._cell_room = cell.new_empty(self.steps * packing.batch, H)
+        self._gate_buffer = gates.new_empty(self.steps * packing.batch, 4, H)
+        self._cell_buffer = cell.new_empty(self.steps * packing.batch, H)
         self._first = len(self.sizes)
 
     def at(self, t: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +61,7 @@ class GateDerivatives:
         rows = stop - start
         gates, tanh_c = self.gates[start:stop], self.tanh_c[start:stop]
         i, _, g, o = gates.unbind(1)
-        out, c_hat = self._gate_room[:rows], self._cell_room[:rows]
+        out, c_hat = self._gate_buffer[:rows], self._cell_buffer[:rows]
         out_i, out_f, out_g, out_o = out.unbind(1)
 
         torch.addcmul(gates, gates, gates, value=-1, out=out)  # s (1 - s)

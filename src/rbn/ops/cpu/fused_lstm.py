@@ -16,103 +16,45 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rbn.ops.arguments import alike_of
 from rbn.ops.cpu.derivatives import GateDerivatives
-from rbn.ops.cpu.layout import Layout, Rooms, like_parameter, moments_of, restore_moments
+from rbn.ops.cpu.layout import Buffers, Layout, like_parameter, moments_of, restore_moments
 from rbn.ops.cpu.norms import BatchNorm, Norm, Shift
 from rbn.ops.cpu.transition import Transition
+from rbn.ops.definition import LSTMArguments
+from rbn.ops.identical_rows import identical_steps, variance
 
 
-class Inputs(NamedTuple):
-    """The arguments of the operator, in its order. See `rbn.ops.bn_lstm` for their meaning."""
+class Saved(NamedTuple):
+    """What the backward pass needs; None where it is absent, or where nothing is saved."""
 
-    wx: Tensor
-    weight_hh: Tensor
-    bias: Tensor | None
-    gamma_x: Tensor | None
-    gamma_h: Tensor | None
-    gamma_c: Tensor | None
-    beta_c: Tensor | None
-    h0: Tensor
-    c0: Tensor
-    lengths: Tensor | None
-    population: list[Tensor]  # mean, var of x, h, c; empty tensors for absent terms; [] = batch
-    mask_c: Tensor | None
-    mask_h: Tensor | None
-    rate_c: float
-    rate_h: float
-    norm: str  # "none", "batch" or "layer"
-    eps: float
-    input_stats: str
-    padding: str
-    pass_normalized_cell: bool
-    save: bool  # keep what the backward pass needs
-
-    @property
-    def joint(self) -> bool:
-        """Whether the input and the recurrent term are normalized as one."""
-        return self.norm != "none" and self.gamma_x is None
+    wx: Tensor | None  # the input term, where the call made it
+    output: Tensor | None  # the output, where it holds the states
+    mean_x: Tensor | None
+    rstd_x: Tensor | None
+    mean_h: Tensor | None
+    rstd_h: Tensor | None
+    mean_c: Tensor | None
+    rstd_c: Tensor | None
+    wh: Tensor | None  # [T * B, 4H]
+    gates: Tensor | None  # [T * B, 4H], after their nonlinearities
+    cand: Tensor | None  # [T * B, H]
+    cell: Tensor | None  # [T * B, H], where it is not cand
+    tanh_c: Tensor | None  # [T * B, H]
+    hidden: Tensor | None  # [T * B, H], where it is not the output
 
 
-class Outputs(NamedTuple):
-    """The results of the operator: three for the user, then statistics, then what is saved."""
-
-    output: Tensor  # [T, B, H]
-    h_n: Tensor  # [B, H]
-    c_n: Tensor  # [B, H]
-    mean_x: Tensor
-    rstd_x: Tensor
-    mean_h: Tensor
-    rstd_h: Tensor
-    mean_c: Tensor
-    rstd_c: Tensor
-    wh: Tensor  # [T * B, 4H]
-    gates: Tensor  # [T * B, 4H], after their nonlinearities
-    cand: Tensor  # [T * B, H]
-    cell: Tensor  # [T * B, H], or empty where it is cand
-    tanh_c: Tensor  # [T * B, H]
-    hidden: Tensor  # [T * B, H], or empty where it is output
-
-
-class Grads(NamedTuple):
-    """The gradients of the operator's differentiable inputs; empty for absent ones."""
-
-    wx: Tensor
-    weight_hh: Tensor
-    bias: Tensor
-    gamma_x: Tensor
-    gamma_h: Tensor
-    gamma_c: Tensor
-    beta_c: Tensor
-    h0: Tensor
-    c0: Tensor
-
-
-def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
-    """The shapes of mean and rstd of the terms x, h and c, ``(0,)`` where there is none."""
-    steps, batch, features = a.wx.shape
-    hidden = features // 4
-    if a.norm == "layer":
-        return [(steps * batch, 1)] * 3
-    if a.norm == "none" or a.population:
-        return [(0,)] * 3
-    x = (1 if a.input_stats == "sequence" else steps, features)
-    return [
-        (0,) if a.joint else x,
-        (steps, features),
-        (0,) if a.gamma_c is None else (steps, hidden),
-    ]
+Forward = tuple[Tensor, tuple[Tensor, Tensor], Saved]  # output, last states, what is saved
+Gradients = dict[str, Tensor | None]
 
 
 class _Plan:
     """What forward and backward both derive from the arguments."""
 
-    def __init__(self, a: Inputs) -> None:
-        include = a.norm == "batch" and not a.population and a.padding == "include"
-        self.layout = layout = Layout(a.wx, a.h0, a.lengths, include)
+    def __init__(self, a: LSTMArguments) -> None:
+        self.layout = layout = Layout(a.input, a.h0, a.lengths, a.include)
         bias, beta_c = layout.optional(a.bias), layout.optional(a.beta_c)
         gamma_x, gamma_h, gamma_c = map(layout.optional, (a.gamma_x, a.gamma_h, a.gamma_c))
-        pop_x, pop_h, pop_c = a.population[0:2], a.population[2:4], a.population[4:6]
+        pop_x, pop_h, pop_c = (a.mean_x, a.var_x), (a.mean_h, a.var_h), (a.mean_c, a.var_c)
 
         norm_x, norm_h = None, None
         self.norm_c: Norm | None = None
@@ -125,12 +67,12 @@ class _Plan:
         elif beta_c is not None:
             self.norm_c = Shift(beta_c)
         self.norms = norm_x, norm_h, self.norm_c
-        self.transition = Transition(layout, a.wx, a.weight_hh, a.bias, norm_x, norm_h)
+        self.transition = Transition(layout, a.input, a.weight_hh, a.bias, norm_x, norm_h)
         self.zoneout_c = layout.zoneout(a.mask_c, a.rate_c)
         self.zoneout_h = layout.zoneout(a.mask_h, a.rate_h)
 
 
-def forward(a: Inputs) -> Outputs:
+def forward(a: LSTMArguments) -> Forward:
     """Run the recurrence over all steps."""
     plan = _Plan(a)
     layout, transition, norm_c = plan.layout, plan.transition, plan.norm_c
@@ -138,19 +80,19 @@ def forward(a: Inputs) -> Outputs:
     packing, like, H = layout.packing, transition.wx, layout.hidden
     h, c = layout.state(a.h0), layout.state(a.c0)
 
-    rooms = Rooms(packing, like, a.save)
-    transition.start(rooms)
+    buffers = Buffers(packing, like, a.save)
+    transition.start(buffers)
     hidden = packing.buffer(H, like)
     hs = packing.split(hidden)
-    gates, tanh_c, cand = rooms.make(4 * H), rooms.make(H), rooms.make(H)
-    pres, tanhs, cands = rooms.views(gates), rooms.views(tanh_c), rooms.views(cand)
-    ifs, gs, os = (rooms.views(part) for part in gates.split([2 * H, H, H], dim=1))
-    i_s, f_s = rooms.views(gates[:, :H]), rooms.views(gates[:, H : 2 * H])
+    gates, tanh_c, cand = buffers.make(4 * H), buffers.make(H), buffers.make(H)
+    pres, tanhs, cands = buffers.views(gates), buffers.views(tanh_c), buffers.views(cand)
+    ifs, gs, os = (buffers.views(part) for part in gates.split([2 * H, H, H], dim=1))
+    i_s, f_s = buffers.views(gates[:, :H]), buffers.views(gates[:, H : 2 * H])
     cell, cells = cand, cands
     own_cell = zoneout_c.active or a.pass_normalized_cell
     if own_cell:
-        cell = rooms.make(H)
-        cells = rooms.views(cell)
+        cell = buffers.make(H)
+        cells = buffers.views(cell)
 
     for t, n in enumerate(packing.sizes):
         if len(h) != n:
@@ -177,43 +119,40 @@ def forward(a: Inputs) -> Outputs:
             zoneout_h.forward(t, h, h_t, h_t)
         h, c = h_t, cells[t]
 
-    dtype = a.wx.dtype
+    dtype = a.input.dtype
     output = layout.padded(hidden).to(dtype)
     h_n = packing.final(hidden)
     c_n = packing.final(cell) if a.save else packing.unsort(cell)
+    rows = packing.steps * packing.batch if a.norm == "layer" else packing.steps
+    moments = moments_of(plan.norms, rows)
     saved: list[Tensor | None] = [None] * 6
+    own_hidden = output.data_ptr() != hidden.data_ptr()
     if a.save:
-        own_hidden = output.data_ptr() != hidden.data_ptr()
         saved = [transition.wh, gates, cand, cell if own_cell else None, tanh_c]
         saved.append(hidden if own_hidden else None)
-    rows = packing.steps * packing.batch if a.norm == "layer" else packing.steps
-    return Outputs(
-        output,
-        h_n.to(dtype),
-        c_n.to(dtype),
-        *moments_of(plan.norms, rows, like),
-        *(like.new_empty(0) if s is None else s for s in saved),
-    )
+    kept = None if own_hidden or not a.save else output
+    return output, (h_n.to(dtype), c_n.to(dtype)), Saved(None, kept, *moments, *saved)
 
 
 def backward(
-    a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
-) -> Grads:
-    """The gradients of all differentiable inputs, from those of the three results."""
+    a: LSTMArguments, r: Saved, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
+) -> Gradients:
+    """The gradients of all tensors that have one, from those of the three results."""
+    assert r.gates is not None
+    assert r.cand is not None
+    assert r.tanh_c is not None
     plan = _Plan(a)
     layout, transition, norm_c = plan.layout, plan.transition, plan.norm_c
     zoneout_c, zoneout_h = plan.zoneout_c, plan.zoneout_h
     packing, like, H = layout.packing, transition.wx, layout.hidden
     restore_moments(plan.norms, (r.mean_x, r.rstd_x, r.mean_h, r.rstd_h, r.mean_c, r.rstd_c))
-    if a.norm == "batch" and not a.population:
-        masks, include = (a.mask_c, a.mask_h), a.padding == "include"
-        found = alike_of((a.h0, a.c0), a.wx, r[3:9], a.eps, masks, a.lengths, include)
-        for norm, alike in zip(plan.norms[1:], found, strict=True):
+    if a.batch_stats:
+        for norm, identical in zip(plan.norms[1:], identical_steps_of(a, r), strict=True):
             if isinstance(norm, BatchNorm):
-                norm.alike = alike.tolist()
+                norm.identical = identical.tolist()
     h0, c0 = layout.state(a.h0), layout.state(a.c0)
-    hidden = r.hidden if r.hidden.numel() else r.output.reshape(-1, H)
-    cell = r.cell if r.cell.numel() else r.cand
+    hidden = states_of(r, H)
+    cell = r.cand if r.cell is None else r.cell
 
     transition.start_backward(r.wh)
     dys = layout.output_gradients(doutput)
@@ -226,7 +165,7 @@ def backward(
         n = packing.sizes[t]
         dh_t, dc_t, dc_hat = dh[:n], dc[:n], product[:n]
         to_ifg, to_o, to_c_hat = derivatives.at(t)
-        dpre = transition.gradient_room(t)
+        dpre = transition.gradient_buffer(t)
         dgates = dpre.view(n, 4, H)
 
         # The output, equation 4 or 8.
@@ -255,14 +194,32 @@ def backward(
 
     dwx, dweight, dbias, dgamma_x, dgamma_h = transition.finish_backward(hidden, h0)
     dgamma_c, dbeta_c = (None, None) if norm_c is None else (norm_c.dgamma, norm_c.dbeta)
-    return Grads(
-        dwx.to(a.wx.dtype),
-        dweight.to(a.weight_hh.dtype),
-        like_parameter(dbias, a.bias, like),
-        like_parameter(dgamma_x, a.gamma_x, like),
-        like_parameter(dgamma_h, a.gamma_h, like),
-        like_parameter(dgamma_c, a.gamma_c, like),
-        like_parameter(dbeta_c, a.beta_c, like),
-        packing.unsort(dh).to(a.h0.dtype),
-        packing.unsort(dc).to(a.c0.dtype),
-    )
+    return {
+        "input": dwx.to(a.input.dtype),
+        "weight_hh": dweight.to(a.weight_hh.dtype),
+        "bias": like_parameter(dbias, a.bias),
+        "gamma_x": like_parameter(dgamma_x, a.gamma_x),
+        "gamma_h": like_parameter(dgamma_h, a.gamma_h),
+        "gamma_c": like_parameter(dgamma_c, a.gamma_c),
+        "beta_c": like_parameter(dbeta_c, a.beta_c),
+        "h0": packing.unsort(dh).to(a.h0.dtype),
+        "c0": packing.unsort(dc).to(a.c0.dtype),
+    }
+
+
+def states_of(r: Saved, hidden: int) -> Tensor:
+    """The hidden states of all steps, ``[T * B, H]``."""
+    if r.hidden is not None:
+        return r.hidden
+    assert r.output is not None
+    return r.output.reshape(-1, hidden)
+
+
+def identical_steps_of(a: LSTMArguments, r: Saved) -> tuple[Tensor, Tensor]:
+    """The steps in which the recurrent term, and the cell, may count as constant: bool ``[T]``."""
+    variances = [None if rstd is None else variance(rstd, a.eps) for rstd in (r.rstd_x, r.rstd_h)]
+    var_c = None if r.rstd_c is None else variance(r.rstd_c, a.eps)
+    assert variances[1] is not None
+    masked = a.mask_c is not None or a.mask_h is not None
+    given = (a.eps, masked, a.lengths, a.padding == "include")
+    return identical_steps((a.h0, a.c0), a.input, variances[0], variances[1], var_c, *given)

@@ -12,6 +12,8 @@ from rbn.ops.cpu.packing import Packing
 from rbn.ops.cpu.zoneout import Zoneout
 from rbn.ops.types import compute_dtype, valid_steps
 
+Population = tuple[Tensor | None, Tensor | None]  # mean and var of a term
+
 
 class Layout:
     """The rows of each step, and how padding is treated.
@@ -67,20 +69,21 @@ class Layout:
         return Zoneout(rate, self.packing.split(self.packing.pack(mask)))
 
     def norm(
-        self, kind: str, gamma: Tensor, beta: Tensor | None, eps: float, population: list[Tensor]
+        self, kind: str, gamma: Tensor, beta: Tensor | None, eps: float, population: Population
     ) -> Norm:
-        """One term's normalization. population: mean and var, or empty for the batch's own."""
+        """One term's normalization. population: mean and var; None for the minibatch's own."""
         if kind == "layer":
             return LayerNorm(gamma, beta, eps, self.packing.sizes)
-        if population:
-            return PopulationNorm(gamma, beta, eps, *map(self.cast, population))
+        mean, var = population
+        if mean is not None and var is not None:
+            return PopulationNorm(gamma, beta, eps, self.cast(mean), self.cast(var))
         return BatchNorm(gamma, beta, eps)
 
     def input_norm(
-        self, kind: str, gamma: Tensor, eps: float, population: list[Tensor], input_stats: str
+        self, kind: str, gamma: Tensor, eps: float, population: Population, input_stats: str
     ) -> Norm | SequenceNorm:
         """The input term's normalization, which may be over the whole sequence at once."""
-        if kind == "batch" and not population and input_stats == "sequence":
+        if kind == "batch" and population[0] is None and input_stats == "sequence":
             return SequenceNorm(
                 gamma, eps, None if self.padding is None else ~self.padding.flatten()
             )
@@ -101,7 +104,7 @@ class Layout:
         return self.state(grad).clone(memory_format=torch.contiguous_format)
 
 
-class Rooms:
+class Buffers:
     """Buffers for all steps where they are saved, else one step's buffer used again and again."""
 
     def __init__(self, packing: Packing, like: Tensor, save: bool) -> None:
@@ -121,25 +124,24 @@ class Rooms:
         return [views[n] for n in self.packing.sizes]
 
 
-def moments_of(
-    norms: Sequence[Norm | SequenceNorm | None], rows: int, like: Tensor
-) -> list[Tensor]:
-    """Mean and rstd of each term, one after another; empty where there is none."""
-    found: list[Tensor] = []
+def moments_of(norms: Sequence[Norm | SequenceNorm | None], rows: int) -> list[Tensor | None]:
+    """Mean and rstd of each term, one after another; None where there is none."""
+    moments: list[Tensor | None] = []
     for norm in norms:
-        found += (like.new_empty(0), like.new_empty(0)) if norm is None else norm.moments(rows)
-    return found
+        mean, rstd = (None, None) if norm is None else norm.moments(rows)
+        moments += [mean, rstd]
+    return moments
 
 
-def restore_moments(norms: Sequence[Norm | SequenceNorm | None], moments: Sequence[Tensor]) -> None:
+def restore_moments(
+    norms: Sequence[Norm | SequenceNorm | None], moments: Sequence[Tensor | None]
+) -> None:
     """Give each term back what `moments_of` took."""
     for norm, mean, rstd in zip(norms, moments[0::2], moments[1::2], strict=True):
-        if norm is not None:
+        if norm is not None and mean is not None and rstd is not None:
             norm.restore(mean, rstd)
 
 
-def like_parameter(grad: Tensor | None, parameter: Tensor | None, like: Tensor) -> Tensor:
-    """The gradient of an optional parameter in its type; empty where it is absent."""
-    if grad is None or parameter is None:
-        return like.new_empty(0)
-    return grad.to(parameter.dtype)
+def like_parameter(grad: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    """The gradient of an optional parameter in its type; None where it is absent."""
+    return None if grad is None or parameter is None else grad.to(parameter.dtype)

@@ -60,10 +60,10 @@ class _MomentsOfSteps:
 class BatchNorm(_MomentsOfSteps):
     """Statistics of the minibatch, a set of its own for each step (the paper's training mode).
 
-    alike: the steps in which a constant term passes no gradient on (see `rbn.ops.identical_rows`).
+    identical: the steps in which a constant term passes no gradient on (see `rbn.ops.identical_rows`).
     """
 
-    alike: Sequence[bool] = ()
+    identical: Sequence[bool] = ()
 
     def forward(self, t: int, x: Tensor) -> Tensor:
         out, mean, rstd = torch.native_batch_norm(
@@ -85,7 +85,7 @@ class BatchNorm(_MomentsOfSteps):
     def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
         mean, rstd = self._means[t], self._rstds[t]
         gamma = self.gamma
-        if self.alike and self.alike[t]:
+        if self.identical and self.identical[t]:
             gamma = gamma * (rstd * rstd * self.eps <= 1 - CONSTANT)
         dx, dgamma, dbeta = _batch_norm_backward(
             dy, x, gamma, None, None, mean, rstd, True, self.eps, self._mask
@@ -128,10 +128,8 @@ class LayerNorm(_MomentsOfSteps):
 class _NoMoments:
     """For normalizations that have nothing to keep for the backward pass."""
 
-    like: Tensor
-
-    def moments(self, rows: int) -> tuple[Tensor, Tensor]:
-        return self.like.new_empty(0), self.like.new_empty(0)
+    def moments(self, rows: int) -> tuple[None, None]:
+        return None, None
 
     def restore(self, mean: Tensor, rstd: Tensor) -> None:
         pass
@@ -144,7 +142,7 @@ class PopulationNorm(_NoMoments):
         self, gamma: Tensor, beta: Tensor | None, eps: float, mean: Tensor, var: Tensor
     ) -> None:
         """mean, var: ``[S, F]``."""
-        self.like, self.mean, self.rstd = gamma, mean, torch.rsqrt(var + eps)
+        self.mean, self.rstd = mean, torch.rsqrt(var + eps)
         self._beta = torch.zeros_like(gamma) if beta is None else beta
         self._scales = (gamma * self.rstd).unbind(0)
         self._last = len(self._scales) - 1
@@ -168,7 +166,7 @@ class Shift(_NoMoments):
     """No normalization, only the additive beta: the plain LSTM's cell."""
 
     def __init__(self, beta: Tensor) -> None:
-        self.like = self.beta = beta
+        self.beta = beta
         self.dgamma: Tensor | None = None
         self.dbeta: Tensor | None = torch.zeros_like(beta)
 

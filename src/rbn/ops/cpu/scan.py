@@ -1,6 +1,6 @@
 """The fused recurrences as a scan over time, made of operators that every exporter knows.
 
-`torch.ops.rbn.lstm` and `torch.ops.rbn.rnn` mean nothing outside of PyTorch. `torch.onnx.export`
+`torch.ops.rbn.cpu_lstm` and `torch.ops.rbn.cpu_rnn` mean nothing outside of PyTorch. `torch.onnx.export`
 sees these functions in their place and turns the scan into `Scan` of ONNX. Inference only, with
 population statistics and without masks.
 """
@@ -14,20 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rbn.ops.cpu import fused_lstm, fused_rnn
+from rbn.ops.cpu.input_term import with_term
+from rbn.ops.definition import LSTM, RNN, Arguments, LSTMArguments, RNNArguments
 from rbn.ops.types import compute_dtype, valid_steps
 
 Step = dict[str, Tensor]  # what one step reads, by name
+Population = tuple[Tensor | None, Tensor | None]  # mean and var of a term
 
 
 def lstm(*args: Any) -> tuple[Tensor, ...]:
-    """`torch.ops.rbn.lstm` as a scan: ``output [T, B, H]``, ``h_n``, ``c_n``; the others empty."""
-    a = fused_lstm.Inputs(*args)
-    _check_inference(a, normalized=a.norm == "batch", masks=(a.mask_c, a.mask_h))
+    """`torch.ops.rbn.cpu_lstm` as a scan: ``output [T, B, H]``, ``h_n``, ``c_n``; the others empty."""
+    a: LSTMArguments = with_term(LSTM, LSTMArguments(*args))
+    _check_inference(a.norm != "batch" or a.population, (a.mask_c, a.mask_h))
     terms = _Terms(a)
-    terms.add_input(a.gamma_x, None if a.joint else a.bias, a.norm, a.population[0:2])
-    terms.add("h", a.gamma_h, a.norm, a.population[2:4])
-    terms.add("c", a.gamma_c, a.norm, a.population[4:6])
+    terms.add_input(a.gamma_x, None if a.joint else a.bias, a.norm, (a.mean_x, a.var_x))
+    terms.add("h", a.gamma_h, a.norm, (a.mean_h, a.var_h))
+    terms.add("c", a.gamma_c, a.norm, (a.mean_c, a.var_c))
     if a.joint and a.bias is not None:
         terms.fixed["bias"] = a.bias.to(terms.dtype)
     if a.beta_c is not None:
@@ -52,16 +54,16 @@ def lstm(*args: Any) -> tuple[Tensor, ...]:
             c_t = c_hat
         return _zoneout(a.rate_h, h, h_t), _zoneout(a.rate_c, c, c_t)
 
-    return _scanned(terms, step, (a.h0, a.c0), len(fused_lstm.Outputs._fields))
+    return _scanned(terms, step, (a.h0, a.c0), len(LSTM.moments))
 
 
 def rnn(*args: Any) -> tuple[Tensor, ...]:
-    """`torch.ops.rbn.rnn` as a scan: ``output [T, B, H]``, ``h_n``; the others empty."""
-    a = fused_rnn.Inputs(*args)
-    _check_inference(a, normalized=True, masks=(a.mask_h,))
+    """`torch.ops.rbn.cpu_rnn` as a scan: ``output [T, B, H]``, ``h_n``; the others empty."""
+    a: RNNArguments = with_term(RNN, RNNArguments(*args))
+    _check_inference(a.population, (a.mask_h,))
     terms = _Terms(a)
-    terms.add_input(a.gamma_x, a.bias, "batch", a.population[0:2])
-    terms.add("h", a.gamma_h, "batch", a.population[2:4])
+    terms.add_input(a.gamma_x, a.bias, "batch", (a.mean_x, a.var_x))
+    terms.add("h", a.gamma_h, "batch", (a.mean_h, a.var_h))
 
     def step(states: tuple[Tensor, ...], now: Step) -> tuple[Tensor, ...]:
         (h,) = states
@@ -69,15 +71,15 @@ def rnn(*args: Any) -> tuple[Tensor, ...]:
         h_t = torch.tanh(sums) if a.nonlinearity == "tanh" else torch.relu(sums)
         return (_zoneout(a.rate_h, h, h_t),)
 
-    return _scanned(terms, step, (a.h0,), len(fused_rnn.Outputs._fields))
+    return _scanned(terms, step, (a.h0,), len(RNN.moments))
 
 
 class _Terms:
     """What the steps read: one row for each of them (`rows`), or the same for all (`fixed`)."""
 
-    def __init__(self, a: fused_lstm.Inputs | fused_rnn.Inputs) -> None:
-        self.wx, self.eps, self.dtype = a.wx, a.eps, compute_dtype(a.wx.dtype)
-        self.steps = a.wx.shape[0]
+    def __init__(self, a: Arguments) -> None:
+        self.wx, self.eps, self.dtype = a.input, a.eps, compute_dtype(a.input.dtype)
+        self.steps = a.input.shape[0]
         self.valid = valid_steps(a.lengths, self.steps)  # [T, B]
         self.rows: Step = {}
         self.fixed: Step = {"weight": a.weight_hh.to(self.dtype).t()}  # [H, gates * H]
@@ -86,7 +88,7 @@ class _Terms:
             self.rows["valid"] = self.valid[:, :, None]
 
     def add_input(
-        self, gamma: Tensor | None, bias: Tensor | None, norm: str, population: list[Tensor]
+        self, gamma: Tensor | None, bias: Tensor | None, norm: str, population: Population
     ) -> None:
         """The input term of all steps, normalized, plus the bias."""
         wx = self.wx.to(self.dtype)
@@ -101,7 +103,7 @@ class _Terms:
             wx = wx + _like(wx, bias.to(self.dtype))
         self.rows["x"] = wx
 
-    def add(self, term: str, gamma: Tensor | None, norm: str, population: list[Tensor]) -> None:
+    def add(self, term: str, gamma: Tensor | None, norm: str, population: Population) -> None:
         """A term that is normalized step by step; without a gamma it is left as it is."""
         self.norms[term] = "none" if gamma is None else norm
         if self.norms[term] == "layer":
@@ -112,9 +114,10 @@ class _Terms:
             mean, scale = self._of_steps(gamma, population)
             self.rows[f"mean_{term}"], self.rows[f"scale_{term}"] = mean, scale
 
-    def _of_steps(self, gamma: Tensor, population: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _of_steps(self, gamma: Tensor, population: Population) -> tuple[Tensor, Tensor]:
         """Mean and gamma / sqrt(var + eps), ``[T, F]``; the last row serves all steps beyond."""
-        mean, var = (statistic.to(self.dtype) for statistic in population)
+        given = [statistic for statistic in population if statistic is not None]
+        mean, var = (statistic.to(self.dtype) for statistic in given)
         row = torch.arange(self.steps, device=mean.device).clamp(max=mean.shape[0] - 1)
         scale = gamma.to(self.dtype) * torch.rsqrt(var + self.eps)
         return mean[row], scale[row]
@@ -134,7 +137,7 @@ def _scanned(
     states: tuple[Tensor, ...],
     count: int,
 ) -> tuple[Tensor, ...]:
-    """Run `step` over time. Returns the output, the last states, and empty tensors up to `count`.
+    """Run `step` over time. Returns the output, the last states, and `count` empty tensors.
 
     states: the initial ones, ``[B, H]`` each.
     """
@@ -156,7 +159,7 @@ def _scanned(
     )
     dtype = terms.wx.dtype
     found = [value.to(dtype) for value in (output, *last)]
-    return (*found, *(terms.wx.new_empty(0) for _ in range(count - len(found))))
+    return (*found, *(terms.wx.new_empty(0) for _ in range(count)))
 
 
 def _like(x: Tensor, values: Tensor) -> Tensor:
@@ -172,10 +175,8 @@ def _zoneout(rate: float, previous: Tensor, new: Tensor) -> Tensor:
     return new if rate == 0 else rate * previous + (1 - rate) * new
 
 
-def _check_inference(
-    a: fused_lstm.Inputs | fused_rnn.Inputs, normalized: bool, masks: tuple[Tensor | None, ...]
-) -> None:
-    if (normalized and not a.population) or any(mask is not None for mask in masks):
+def _check_inference(evaluated: bool, masks: tuple[Tensor | None, ...]) -> None:
+    if not evaluated or any(mask is not None for mask in masks):
         raise RuntimeError(
             "torch.onnx.export needs the layer as it is evaluated, with population statistics and "
             "without random masks: call model.eval() first"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu.layout import Layout, Rooms
+from rbn.ops.cpu.layout import Buffers, Layout
 from rbn.ops.cpu.norms import Norm, SequenceNorm
 
 
@@ -39,7 +39,7 @@ class Transition:
 
     # Forward ------------------------------------------------------------------------------------
 
-    def start(self, rooms: Rooms) -> None:
+    def start(self, buffers: Buffers) -> None:
         """Make ready for the steps of the forward pass."""
         x_rows, rows = self.wx, self.packing.rows
         if self.sequence is not None:
@@ -47,10 +47,10 @@ class Transition:
         self._xs = self.packing.split(x_rows)
         self._weight_t = self.weight.t().contiguous()
         features = self.wx.shape[1]
-        self.wh = self.wx.new_empty(0)
+        self.wh: Tensor | None = None
         if self.norm_h is not None:
-            self.wh = rooms.make(features)
-            self._whs = rooms.views(self.wh)
+            self.wh = buffers.make(features)
+            self._whs = buffers.views(self.wh)
 
     def forward(self, t: int, h: Tensor, pre: Tensor) -> None:
         """Write the pre-activations of step t, ``[n, G]``, from the previous state ``[n, H]``."""
@@ -72,13 +72,14 @@ class Transition:
 
     # Backward -----------------------------------------------------------------------------------
 
-    def start_backward(self, wh: Tensor) -> None:
+    def start_backward(self, wh: Tensor | None) -> None:
         """Make ready for the steps of the backward pass. wh: as the forward pass left it."""
         packing, features = self.packing, self.wx.shape[1]
         self.dwx = packing.buffer(features, self.wx)
         self._dxs = packing.split(self.dwx)
         self.dwh = self.dwx
         if self.norm_h is not None:
+            assert wh is not None
             self._xs, self._whs = packing.split(self.wx), list(packing.split(wh))
             if not self.joint:
                 self.dwh = packing.buffer(features, self.wx)
@@ -87,7 +88,7 @@ class Transition:
         # Where a step's gradient is wanted: in its final place, unless norm_x comes between.
         self._in_place = self.norm_h is None or self.sequence is not None
 
-    def gradient_room(self, t: int) -> Tensor:
+    def gradient_buffer(self, t: int) -> Tensor:
         """Where the caller writes the gradient of the pre-activations of step t."""
         return self._dxs[t] if self._in_place else self._scratch[: self.packing.sizes[t]]
 

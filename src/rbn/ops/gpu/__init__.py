@@ -25,7 +25,7 @@ from rbn.ops.gpu.lstm.persistent.tiles import tf32_allowed
 from rbn.ops.gpu.lstm.together import together
 from rbn.ops.gpu.running_average import average_in
 from rbn.ops.gpu.steps_library import bn_rnn_op, ln_lstm_op
-from rbn.ops.gpu.symbols.symbol_rows import symbol_rows
+from rbn.ops.gpu.symbols.look_up import symbol_rows
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
 __all__ = [

@@ -11,11 +11,11 @@ from rbn.ops.reference.normalization import (
     InputTerm,
     Term,
     carry,
-    first_alike,
+    first_identical,
     in_type,
     pair,
     stack_steps,
-    still_alike,
+    still_identical,
     without_padding,
     zoneout,
 )
@@ -64,7 +64,7 @@ def bn_lstm(
     h_term = Term(pair(pop.mean_h, pop.var_h), group)
     c_term = Term(pair(pop.mean_c, pop.var_c), group)
 
-    alike = first_alike(h, c, group=group)
+    identical = first_identical(h, c, group=group)
     output = []
     for t in range(len(wx)):
         rows = None if counted is None else counted[t]
@@ -73,14 +73,14 @@ def bn_lstm(
         # Equation 6. The gates lie in torch's order i, f, g, o (the paper prints f, i, o, g).
         if gamma_x is None:  # ablation: one normalization of the sum
             summed = W_h_h + W_x_x
-            gates = h_term.bn(t, summed, gamma_h, b, rows, eps, alike)
+            gates = h_term.bn(t, summed, gamma_h, b, rows, eps, identical)
         else:
             gates = (
-                h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, alike)
+                h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, identical)
                 + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
                 + b
             )
-        alike = alike & (h_term if gamma_x is None else x_term).constant(t, eps)
+        identical = identical & (h_term if gamma_x is None else x_term).constant(t, eps)
         i, f, g, o = gates.chunk(4, dim=1)
 
         # Equation 7: the cell update itself is not normalized.
@@ -88,7 +88,7 @@ def bn_lstm(
 
         # Equation 8.
         c_hat = (
-            c_term.bn(t, c_t, gamma_c, beta, rows, eps, alike)
+            c_term.bn(t, c_t, gamma_c, beta, rows, eps, identical)
             if gamma_c is not None
             else c_t + beta  # ablation: the output reads the cell as the plain LSTM's does
         )
@@ -100,7 +100,7 @@ def bn_lstm(
         h_t = zoneout(zoneout_h, t, h, h_t)
 
         h, c = carry(valid, t, h_t, h), carry(valid, t, c_t, c)
-        alike = still_alike(alike, (h, c), rows, eps, group)
+        identical = still_identical(identical, (h, c), rows, eps, group)
         output.append(h)
 
     statistics = Statistics(*x_term.stacked(), *h_term.stacked(), *c_term.stacked())

@@ -11,11 +11,11 @@ from rbn.ops.reference.normalization import (
     InputTerm,
     Term,
     carry,
-    first_alike,
+    first_identical,
     in_type,
     pair,
     stack_steps,
-    still_alike,
+    still_identical,
     without_padding,
     zoneout,
 )
@@ -66,20 +66,20 @@ def bn_rnn(
     x_term = InputTerm(wx, valid, counted, input_stats, pair(pop.mean_x, pop.var_x), group)
     h_term = Term(pair(pop.mean_h, pop.var_h), group)
 
-    alike = first_alike(h, group=group)
+    identical = first_identical(h, group=group)
     output = []
     for t in range(len(wx)):
         rows = None if counted is None else counted[t]
         W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, H]
         h_t = phi(
-            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, alike)
+            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, identical)
             + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
             + b
         )
-        alike = alike & x_term.constant(t, eps)
+        identical = identical & x_term.constant(t, eps)
         h_t = zoneout(zoneout_h, t, h, h_t)
         h = carry(valid, t, h_t, h)
-        alike = still_alike(alike, (h,), rows, eps, group)
+        identical = still_identical(identical, (h,), rows, eps, group)
         output.append(h)
 
     statistics = Statistics(*x_term.stacked(), *h_term.stacked())

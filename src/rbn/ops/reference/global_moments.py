@@ -28,7 +28,7 @@ def global_moments(h: Tensor, rows: Tensor | None, group: ProcessGroup) -> tuple
     return found
 
 
-def global_alike(states: Tensor, group: ProcessGroup) -> Tensor:
+def identical_globally(states: Tensor, group: ProcessGroup) -> Tensor:
     """Whether all rows ``[B, F]`` of all processes of a group are the same: bool, on each of them.
 
     Every process must call it. One exchange of F + 2 numbers.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rbn.ops.reference.global_moments import global_alike, global_moments
+from rbn.ops.reference.global_moments import identical_globally, global_moments
 from rbn.ops.types import CONSTANT, InputStats
 
 if TYPE_CHECKING:
@@ -88,21 +88,21 @@ class Term:
         beta: Tensor | float,
         rows: Tensor | None,
         eps: float,
-        alike: Tensor | None = None,
+        identical: Tensor | None = None,
     ) -> Tensor:
         """`bn` of h ``[B, F]`` with the statistics of step t.
 
-        alike: bool, whether the rows of all that h is made of are; then a constant h gets no
+        identical: bool, whether the rows of all that h is made of are; then a constant h gets no
         gradient.
         """
         mean, var = self.statistics(t, h, rows)
-        if alike is not None and self.population is None:
-            varies = ~(alike & (var <= CONSTANT * eps).all())
+        if identical is not None and self.population is None:
+            varies = ~(identical & (var <= CONSTANT * eps).all())
             h, mean, var = (torch.where(varies, v, v.detach()) for v in (h, mean, var))
         return bn(h, gamma, beta, mean, var, eps)
 
     def constant(self, t: int, eps: float) -> Tensor | bool:
-        """Whether the minibatch's rows were alike in step t, as far as its statistics say."""
+        """Whether the minibatch's rows were identical in step t, as far as its statistics say."""
         return True if self.population is not None else (self.vars[t] <= CONSTANT * eps).all()
 
     def stacked(self) -> tuple[Tensor | None, Tensor | None]:
@@ -168,15 +168,15 @@ class InputTerm(Term):
         return ((rows == one) | ~counted[:, None]).all()
 
 
-def first_alike(*states: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def first_identical(*states: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Whether all rows of the states ``[B, H]`` that a recurrence begins with are the same."""
     if group is not None:
-        return global_alike(torch.cat(states, dim=1), group)
+        return identical_globally(torch.cat(states, dim=1), group)
     return torch.stack([(s == s[:1]).all() for s in states]).all()
 
 
-def still_alike(
-    alike: Tensor,
+def still_identical(
+    identical: Tensor,
     states: tuple[Tensor, ...],
     rows: Tensor | None,
     eps: float,
@@ -184,12 +184,12 @@ def still_alike(
 ) -> Tensor:
     """Whether they still are after a step (see `rbn.ops.types.CONSTANT`)."""
     if group is not None:  # once they differ, there is nothing more to exchange
-        if not alike:
-            return alike
+        if not identical:
+            return identical
         _, var = global_moments(torch.cat(states, dim=1).detach(), rows, group)
         return (var <= CONSTANT * eps).all()
     variances = [moments(s.detach(), rows)[1].max() for s in states]
-    return alike & (torch.stack(variances) <= CONSTANT * eps).all()
+    return identical & (torch.stack(variances) <= CONSTANT * eps).all()
 
 
 def zoneout(z: Tensor | float, t: int, previous: Tensor, new: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from rbn.ops.gpu.bn_rnn import rnn_kernels as kernels
 from rbn.ops.gpu.runtime import triton_functions
 from rbn.ops.gpu.runtime.launch_cache import Repeated
 from rbn.ops.gpu.stepwise import Call, factor, power_of_two, products, weight_gradient, zone
-from rbn.ops.identical_rows import raised, steps_alike
+from rbn.ops.identical_rows import raise_variances, identical_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -173,8 +173,8 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
         masked = a.mask_h is not None
         variances = r.var_x, r.var_h, None
         lengths = None if a.lengths is None else call.lengths
-        before, _ = steps_alike((a.h0,), wx, *variances, a.eps, masked, lengths, a.include)
-        moments[3] = raised(r.var_h, before, a.eps)
+        before, _ = identical_steps((a.h0,), wx, *variances, a.eps, masked, lengths, a.include)
+        moments[3] = raise_variances(r.var_h, before, a.eps)
     dh, through = call.state(dh_n, B, H), call.zeros(B, H)
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)
     sums = call.new(3, T, H)

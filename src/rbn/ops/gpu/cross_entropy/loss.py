@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rbn.ops import reference
-from rbn.ops.arguments import needs_grad
-from rbn.ops.custom import is_traced, one_by_one, undifferentiable
+from rbn.ops.operator import needs_grad
+from rbn.ops.operator import is_traced, one_by_one, undifferentiable
 from rbn.ops.gpu.cross_entropy.loss_kernels import cross_entropy_backward, cross_entropy_forward
 from rbn.ops.gpu.runtime.launch_cache import launch_kept
 from rbn.ops.gpu.stepwise import power_of_two, product

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rbn.ops.gpu.lstm.constant_terms_kernel import raise_variances
 from rbn.ops.gpu.runtime.launch_cache import launch_known
-from rbn.ops.identical_rows import raised, steps_alike
+from rbn.ops.identical_rows import raise_variances, identical_steps
 from rbn.ops.types import CONSTANT
 
 _BLOCK = 1024
@@ -30,7 +30,7 @@ def raised_variances(
     """Variances ``[..., T, F]`` for the backward kernels, from those of the forward pass.
 
     states: ``[..., B, H]`` each, None where all rows are one. wx: ``[..., T, B, 4H]``. var_x: over
-    a sequence ``[..., 1, 4H]``; None, like var_c, for absent terms. The others as in `steps_alike`.
+    a sequence ``[..., 1, 4H]``; None, like var_c, for absent terms. The others as in `identical_steps`.
     """
     T, B, G = wx.shape[-3:]
     sequence = var_x is not None and var_x.shape[-2] != T
@@ -39,8 +39,10 @@ def raised_variances(
     if var_x is None or sequence or include or large:  # rare, and the kernel does not know it
         seen = tuple(state for state in states if state is not None)
         variances = var_x, var_h, var_c
-        before, after = steps_alike(seen, wx, *variances, eps, masked, lengths, include)
-        return raised(var_h, before, eps), None if var_c is None else raised(var_c, after, eps)
+        before, after = identical_steps(seen, wx, *variances, eps, masked, lengths, include)
+        return raise_variances(var_h, before, eps), None if var_c is None else raise_variances(
+            var_c, after, eps
+        )
     different = [None if s is None or s.stride(-2) == 0 else s.contiguous() for s in states]
     h0, c0 = [var_h if state is None else state for state in different]
     look = [state is not None for state in different]

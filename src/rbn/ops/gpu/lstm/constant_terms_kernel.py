@@ -7,8 +7,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _rows_alike(state, size, H, BLOCK: tl.constexpr):
-    """1 where all rows of a state ``[B, H]`` are alike, else 0."""
+def _identical_rows(state, size, H, BLOCK: tl.constexpr):
+    """1 where all rows of a state ``[B, H]`` are identical, else 0."""
     same = 1
     start = 0
     while (start < size) & (same == 1):
@@ -34,12 +34,12 @@ def _small(var, size, limit, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _raise(var, out, size, F, alike, floor, BLOCK: tl.constexpr):
-    """Variances ``[T, F]`` of the steps that are not among the first `alike`."""
+def _raise(var, out, size, F, identical, floor, BLOCK: tl.constexpr):
+    """Variances ``[T, F]`` of the steps that are not among the first `identical`."""
     for start in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         v = tl.load(var + at, mask=at < size, other=0.0)
-        low = (at // F >= alike) & (v < floor)  # NaN stays
+        low = (at // F >= identical) & (v < floor)  # NaN stays
         tl.store(out + at, tl.where(low, floor, v), mask=at < size)
 
 
@@ -63,27 +63,27 @@ def raise_variances(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`raised` of both variances, by `steps_alike`; LOOK: whether rows of a state can differ."""
+    """`raised` of both variances, by `identical_steps`; LOOK: whether rows of a state can differ."""
     r = tl.program_id(1).to(tl.int64)
-    alike = 1
+    identical = 1
     if LOOK_H:
-        alike = _rows_alike(h0 + r * B * H, B * H, H, BLOCK)
+        identical = _identical_rows(h0 + r * B * H, B * H, H, BLOCK)
     if LOOK_C:
-        alike *= _rows_alike(c0 + r * B * H, B * H, H, BLOCK)
-    before = alike  # steps before which rows are alike
+        identical *= _identical_rows(c0 + r * B * H, B * H, H, BLOCK)
+    before = identical  # steps before which rows are identical
     after = 0  # and after which
     t = 0
-    while (t < T) & (alike == 1):
+    while (t < T) & (identical == 1):
         if CELL:
-            alike = _small(var_c + (r * T + t) * H, H, limit, BLOCK)
+            identical = _small(var_c + (r * T + t) * H, H, limit, BLOCK)
         else:
-            alike = _small(var_h + (r * T + t) * 4 * H, 4 * H, limit, BLOCK)
-        if alike == 1:
-            alike = _small(var_x + (r * T + t) * 4 * H, 4 * H, limit, BLOCK)
-        after += alike
+            identical = _small(var_h + (r * T + t) * 4 * H, 4 * H, limit, BLOCK)
+        if identical == 1:
+            identical = _small(var_x + (r * T + t) * 4 * H, 4 * H, limit, BLOCK)
+        after += identical
         if MASKED:
-            alike *= 0
-        before += alike
+            identical *= 0
+        before += identical
         t += 1
     _raise(var_h + r * T * 4 * H, new_h + r * T * 4 * H, T * 4 * H, 4 * H, before, floor, BLOCK)
     if CELL:

@@ -1,4 +1,4 @@
-"""What of the LSTM's call follows from shapes, types and options, found out once for all alike."""
+"""What of the LSTM's call follows from shapes, types and options, found out once for all identical."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def begin_states(call: Call, hs: Tensor, room: Room) -> None:
-    """h0 and c0 into their rooms, `Call.joined` made if it is needed, what is to be zeroed is.
+    """h0 and c0 into their buffers, `Call.joined` made if it is needed, what is to be zeroed is.
 
     hs: ``[..., T + 1, B, stride]``.
     """

@@ -70,7 +70,7 @@ def begin(
     BETA_C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first states into their rooms, vectors widened into one, zeros where they are needed."""
+    """The first states into their buffers, vectors widened into one, zeros where they are needed."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < states
     r, row, column = at // of_one, at % of_one // STRIDE, at % STRIDE
@@ -106,7 +106,7 @@ def last_states(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last states out of the rooms that the recurrence left them in, in the output's type."""
+    """The last states out of the buffers that the recurrence left them in, in the output's type."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     row = at % of_one // H

@@ -1,7 +1,7 @@
-"""Which implementation of a recurrence runs.
+"""Chooses the backend and runs it: `run` is the entry point of every recurrence.
 
-Each backend is a module with the functions `bn_lstm`, `lstm`, `ln_lstm` and `bn_rnn` of one
-signature, `symbol_rows` and `linear_cross_entropy`. By default the device of the input chooses;
+Each backend is a package with `operator_for`, which gives the operator of a recurrence, and the
+functions `symbol_rows` and `linear_cross_entropy`. By default the device of the input decides;
 `backend` forces one.
 """
 
@@ -21,7 +21,8 @@ from torch.autograd import forward_ad
 
 from rbn.ops import cpu, reference
 from rbn.ops.compiling import constant_result, exporting_to_onnx
-from rbn.ops.custom import is_traced, without_autocast
+from rbn.ops.definition import Arguments, Definition
+from rbn.ops.operator import CallResults, is_traced, needs_grad, without_autocast
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -115,71 +116,52 @@ def backend(name: Backend) -> Iterator[None]:
 
 
 def run(
-    op: str, like: Tensor, *args: Any, group: ProcessGroup | None = None, **options: Any
-) -> Any:
-    """Call the implementation of `op`, which knows its types itself: autocast stays outside.
+    definition: Definition, calls: Sequence[Arguments], group: ProcessGroup | None = None
+) -> list[CallResults]:
+    """The results of each call: output, last states and statistics.
 
-    group: processes that share the minibatch, which the reference alone can do.
+    Args:
+        definition: the recurrence.
+        calls: one, or several that differ in the values of their tensors alone, such as two
+            directions. A GPU with room for them runs them in one launch.
+        group: processes that share the minibatch, which the reference alone supports.
     """
-    device = like.device.type
+    a = calls[0]
+    device = a.input.device.type
+    for each in calls:
+        definition.check(each, may_be_empty=group is not None)
     if group is None:
-        function = select(op, like)
+        name = backend_for(a.input)
     elif _asked_for() in (None, "reference"):
-        function = functools.partial(getattr(reference, op), group=group)
+        name = "reference"
     else:
         raise RuntimeError(
             f'rbn.backend("{_asked_for()}") has no statistics over several processes; only '
             'rbn.backend("reference") does'
         )
+    module = _module(name)
+    save = any(needs_grad(each[: len(definition.gradients)]) for each in calls)
+    calls = [each._replace(save=save, tf32=module.tf32_allowed()) for each in calls]
+    with _autocast_off(device):
+        operator = module.operator_for(definition, calls)
+        if operator is None:
+            return [reference.run(definition, each, group) for each in calls]
+        if len(calls) == 1 or module.joins(definition, calls):
+            results: list[CallResults] = operator(calls)
+            return results
+        return [operator([each])[0] for each in calls]
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _autocast_off(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Operators know their dtypes themselves: autocast stays outside."""
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return function(*args, **options)
-    with torch.autocast(device, enabled=False):
-        return function(*args, **options)
-
-
-def run_together(op: str, calls: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]] | None:
-    """The results of several calls of one shape at once; None where they are made one by one."""
+        return _NOTHING
     if torch.compiler.is_compiling():
-        return None
-    like: Tensor = calls[0]["wx"]
-    if select(op, like) is not getattr(_gpu, op, None):
-        return None
-    with without_autocast(like.device.type):
-        found: list[tuple[Any, ...]] | None = _gpu.together(op, calls)
-    return found
-
-
-def may_take_feature(op: str, x: Tensor) -> bool:
-    """Whether `run_from_one_feature` may take inputs ``[T, B, 1]``."""
-    if torch.compiler.is_compiling() or select(op, x) is not getattr(_gpu, op, None):
-        return False
-    return bool(_gpu.may_take(op, x))
-
-
-def run_from_one_feature(
-    op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
-) -> list[tuple[Any, ...]] | None:
-    """The results of calls without their input terms; None where those must be made."""
-    with without_autocast(calls[0]["wx"].device.type):
-        found: list[tuple[Any, ...]] | None = _gpu.from_one_feature(op, calls, weights)
-    return found
-
-
-def run_from_inputs(
-    op: str, calls: Sequence[dict[str, Any]], weights: Sequence[Tensor]
-) -> list[tuple[Any, ...]] | None:
-    """The results of calls with the products of their inputs; None where those come first."""
-    x: Tensor = calls[0]["wx"]
-    if torch.compiler.is_compiling() or select(op, x) is not getattr(_gpu, op, None):
-        return None
-    device = x.device.type
-    found: list[tuple[Any, ...]] | None
-    if not torch.is_autocast_enabled(device):
-        found = _gpu.from_inputs(op, calls, weights)
-    else:
-        with without_autocast(device):
-            found = _gpu.from_inputs(op, calls, weights)
-    return found
+        return torch.autocast(device, enabled=False)
+    return without_autocast(device)
 
 
 def average_in(terms: Sequence[Sequence[Tensor]], momentum: float, seen: bool = False) -> None:
@@ -224,15 +206,24 @@ def chosen_by_device() -> bool:
     return _asked_for() is None and not _under_torch_func()
 
 
-def select(op: str, like: Tensor) -> Callable[..., Any]:
-    """The implementation of `op` for a tensor like this one."""
+def select(function: str, like: Tensor) -> Callable[..., Any]:
+    """The backend's function of that name for a tensor like this one."""
+    selected: Callable[..., Any] = getattr(_module(backend_for(like)), function)
+    return selected
+
+
+def _module(name: str) -> Any:
+    return {"reference": reference, "cpu": cpu, "gpu": _gpu}[name]
+
+
+def backend_for(like: Tensor) -> str:
+    """The name of the backend that runs for a tensor like this one."""
     device = like.device.type
     forced = _asked_for()
     name = forced or _BY_DEVICE.get(device, "reference")
     if forced is None and torch.compiler.is_compiling() and exporting_to_onnx():
         # On any device: nothing runs, and these operators are replaced by what ONNX knows.
-        exported: Callable[..., Any] = getattr(cpu, op)
-        return exported
+        return "cpu"
     if name != "reference" and _under_torch_func():
         if forced is not None:
             raise RuntimeError(
@@ -242,16 +233,13 @@ def select(op: str, like: Tensor) -> Callable[..., Any]:
         name = "reference"
     if name == "cpu" and device != "cpu":
         raise RuntimeError(f'rbn.backend("cpu") was asked for, but the input is on {device}')
-    module: Any = {"reference": reference, "cpu": cpu}.get(name)
     if name == "gpu":
         ready = _has_gpu_kernels((like.device.index or 0) if device == "cuda" else None)
         if ready and (device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
-            module = _gpu
-        elif forced is None:
-            module = reference
-        elif ready:
+            return "gpu"
+        if forced is None:
+            return "reference"
+        if ready:
             raise RuntimeError(f'rbn.backend("gpu") was asked for, but the input is on {device}')
-        else:
-            raise RuntimeError('rbn.backend("gpu") needs triton and a card it supports')
-    function: Callable[..., Any] = getattr(module, op)
-    return function
+        raise RuntimeError('rbn.backend("gpu") needs triton and a card it supports')
+    return name

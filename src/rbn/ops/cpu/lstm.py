@@ -1,0 +1,86 @@
+"""The LSTM on the CPU: plain, batch-normalized or layer-normalized.
+
+The compiled step of kernel.c runs where it covers a call, PyTorch's operators elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.cpu import compiled_lstm, fused_lstm
+from rbn.ops.cpu.fused_lstm import Gradients, Saved
+from rbn.ops.cpu.input_term import through_term, with_term
+from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.identical_rows import variance
+from rbn.ops.operator import Incoming, Results
+from rbn.ops.types import compute_dtype
+
+__all__ = ["Saved", "backward", "fake", "forward"]
+
+
+def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
+    """Run the recurrence over all steps."""
+    (call,) = calls
+    a: LSTMArguments = with_term(LSTM, call)
+    module: Any = compiled_lstm if compiled_lstm.usable(a) else fused_lstm
+    saved: Saved
+    output, states, saved = module.forward(a)
+    moments: tuple[Tensor | None, ...] = (None,) * 6
+    if a.batch_stats:
+        moments = _with_variances(saved, a.eps)
+    if a.save and a.weight_ih is not call.weight_ih:
+        saved = saved._replace(wx=a.input)
+    return Results(output, states, moments, saved)
+
+
+def _with_variances(saved: Saved, eps: float) -> tuple[Tensor | None, ...]:
+    pairs = (saved.mean_x, saved.rstd_x), (saved.mean_h, saved.rstd_h), (saved.mean_c, saved.rstd_c)
+    moments: list[Tensor | None] = []
+    for mean, rstd in pairs:
+        moments += [None, None] if rstd is None else [mean, variance(rstd, eps)]
+    return tuple(moments)
+
+
+def backward(
+    calls: Sequence[LSTMArguments], saved: Saved, plan: None, incoming: Incoming
+) -> list[Gradients]:
+    """The gradients of all tensors that have one."""
+    (call,) = calls
+    a: LSTMArguments = with_term(LSTM, call, saved.wx)
+    module: Any = compiled_lstm if compiled_lstm.usable(a) else fused_lstm
+    gradients: Gradients = module.backward(a, saved, incoming.output, *incoming.states)
+    return [through_term(call, gradients, incoming.input)]
+
+
+def fake(a: LSTMArguments) -> Results:
+    """Empty tensors with the shapes and dtypes of the results."""
+    (T, B), H = a.input.shape[:2], a.weight_hh.shape[1]
+    dtype, full = a.input.dtype, compute_dtype(a.input.dtype)
+
+    def new(*shape: int, dtype: torch.dtype = full) -> Tensor:
+        return a.input.new_empty(shape, dtype=dtype)
+
+    def kept(features: int, present: bool = True) -> Tensor | None:
+        return new(T * B, features) if a.save and present else None
+
+    shapes = LSTM.statistics_shapes(a)
+    estimated = [None if shape is None else new(*shape) for shape in shapes for _ in range(2)]
+    rows = [new(T * B, 1) for _ in range(6)] if a.norm == "layer" else estimated
+    own_cell = a.mask_c is not None or a.rate_c != 0 or a.pass_normalized_cell or a.include
+    saved = Saved(
+        wx=None if a.weight_ih is None or not a.save else new(T, B, 4 * H, dtype=dtype),
+        output=None,
+        **dict(zip(Saved._fields[2:8], rows, strict=True)),
+        wh=kept(4 * H, a.gamma_h is not None),
+        gates=kept(4 * H),
+        cand=kept(H),
+        cell=kept(H, own_cell),
+        tanh_c=kept(H),
+        hidden=kept(H, a.lengths is not None or dtype != full),
+    )
+    states = new(B, H, dtype=dtype), new(B, H, dtype=dtype)
+    return Results(new(T, B, H, dtype=dtype), states, tuple(estimated), saved)

@@ -1,0 +1,66 @@
+"""The batch-normalized simple RNN on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rbn.ops.cpu import fused_rnn
+from rbn.ops.cpu.fused_rnn import Saved
+from rbn.ops.cpu.input_term import through_term, with_term
+from rbn.ops.definition import RNN, RNNArguments
+from rbn.ops.identical_rows import variance
+from rbn.ops.operator import Incoming, Results
+from rbn.ops.types import compute_dtype
+
+__all__ = ["Saved", "backward", "fake", "forward"]
+
+
+def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
+    """Run the recurrence over all steps."""
+    (call,) = calls
+    a: RNNArguments = with_term(RNN, call)
+    output, states, saved = fused_rnn.forward(a)
+    moments: tuple[Tensor | None, ...] = (None,) * 4
+    if saved.rstd_x is not None and saved.rstd_h is not None:
+        var_x, var_h = variance(saved.rstd_x, a.eps), variance(saved.rstd_h, a.eps)
+        moments = (saved.mean_x, var_x, saved.mean_h, var_h)
+    if a.save and a.weight_ih is not call.weight_ih:
+        saved = saved._replace(wx=a.input)
+    return Results(output, states, moments, saved)
+
+
+def backward(
+    calls: Sequence[RNNArguments], saved: Saved, plan: None, incoming: Incoming
+) -> list[dict[str, Tensor | None]]:
+    """The gradients of all tensors that have one."""
+    (call,) = calls
+    a: RNNArguments = with_term(RNN, call, saved.wx)
+    gradients = fused_rnn.backward(a, saved, incoming.output, *incoming.states)
+    return [through_term(call, gradients, incoming.input)]
+
+
+def fake(a: RNNArguments) -> Results:
+    """Empty tensors with the shapes and dtypes of the results."""
+    (T, B), H = a.input.shape[:2], a.weight_hh.shape[1]
+    dtype, full = a.input.dtype, compute_dtype(a.input.dtype)
+
+    def new(*shape: int, dtype: torch.dtype = full) -> Tensor:
+        return a.input.new_empty(shape, dtype=dtype)
+
+    def kept(present: bool = True) -> Tensor | None:
+        return new(T * B, H) if a.save and present else None
+
+    shapes = RNN.statistics_shapes(a)
+    moments = [None if shape is None else new(*shape) for shape in shapes for _ in range(2)]
+    saved = Saved(
+        wx=None if a.weight_ih is None or not a.save else new(T, B, H, dtype=dtype),
+        output=None,
+        **dict(zip(Saved._fields[2:6], moments, strict=True)),
+        wh=kept(),
+        phi=kept(a.mask_h is not None or a.rate_h != 0 or a.include),
+        hidden=kept(a.lengths is not None or dtype != full),
+    )
+    return Results(new(T, B, H, dtype=dtype), (new(B, H, dtype=dtype),), tuple(moments), saved)

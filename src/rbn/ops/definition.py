@@ -1,0 +1,332 @@
+"""The operators, each defined once.
+
+`LSTMArguments` and `RNNArguments` list everything that a recurrence takes: tensors with a gradient,
+tensors without one, options. All else follows from these lists: the schema, the autograd wrapper
+(`rbn.ops.operator`), the argument checks, and what every backend is given. A new option is a new
+field here and a change of the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from rbn.ops.types import Statistics, check_lengths, compute_dtype, readable
+
+
+class LSTMArguments(NamedTuple):
+    """Arguments of the plain, the batch-normalized and the layer-normalized LSTM.
+
+    Shapes: T steps, B rows, I features, H units, G = 4H.
+    """
+
+    # Tensors with a gradient.
+    input: Tensor  # [T, B, I]; where weight_ih is None the input term W_x x_t itself, [T, B, G]
+    weight_ih: Tensor | None  # [G, I]
+    weight_hh: Tensor  # [G, H]
+    bias: Tensor | None  # [G]
+    gamma_x: Tensor | None  # [G]; None with a norm: both terms are normalized as one
+    gamma_h: Tensor | None  # [G]
+    gamma_c: Tensor | None  # [H]
+    beta_c: Tensor | None  # [H]
+    h0: Tensor  # [B, H], or [H] for all rows
+    c0: Tensor  # the same
+    # Tensors without one.
+    lengths: Tensor | None = None  # [B], integers
+    mask_c: Tensor | None = None  # zoneout, bool [T, B, H]
+    mask_h: Tensor | None = None
+    mean_x: Tensor | None = None  # population statistics [S, G]; the minibatch's where all are None
+    var_x: Tensor | None = None
+    mean_h: Tensor | None = None  # [S, G]
+    var_h: Tensor | None = None
+    mean_c: Tensor | None = None  # [S, H]
+    var_c: Tensor | None = None
+    # Options.
+    rate_c: float = 0.0  # zoneout by its expected value
+    rate_h: float = 0.0
+    norm: str = "none"  # "none", "batch" or "layer"
+    eps: float = 0.0
+    input_stats: str = "step"  # "step" or "sequence"
+    padding: str = "exclude"  # "exclude" or "include"
+    pass_normalized_cell: bool = False
+    save: bool = False  # keep what the backward pass needs
+    tf32: bool = False  # products of float32 may be in tf32
+
+    @property
+    def population(self) -> bool:
+        """Whether population statistics are given."""
+        return self.mean_h is not None
+
+    @property
+    def batch_stats(self) -> bool:
+        """Whether terms are normalized with the statistics of the minibatch."""
+        return self.norm == "batch" and self.mean_h is None
+
+    @property
+    def joint(self) -> bool:
+        """Whether the input and the recurrent term are normalized as one."""
+        return self.norm != "none" and self.gamma_x is None
+
+    @property
+    def sequence(self) -> bool:
+        """Whether the input term's statistics are those of all steps together."""
+        return self.input_stats == "sequence" and self.batch_stats and not self.joint
+
+    @property
+    def include(self) -> bool:
+        """Whether padded rows count in the statistics."""
+        return self.padding == "include" and self.lengths is not None and self.batch_stats
+
+    @property
+    def zoned(self) -> bool:
+        """Whether zoneout keeps values of units."""
+        masked = self.mask_c is not None or self.mask_h is not None
+        return masked or bool(self.rate_c or self.rate_h)
+
+
+class RNNArguments(NamedTuple):
+    """Arguments of the batch-normalized simple RNN. See `LSTMArguments`; here G = H."""
+
+    input: Tensor
+    weight_ih: Tensor | None
+    weight_hh: Tensor
+    bias: Tensor | None
+    gamma_x: Tensor
+    gamma_h: Tensor
+    h0: Tensor
+    lengths: Tensor | None = None
+    mask_h: Tensor | None = None
+    mean_x: Tensor | None = None
+    var_x: Tensor | None = None
+    mean_h: Tensor | None = None
+    var_h: Tensor | None = None
+    rate_h: float = 0.0
+    eps: float = 0.0
+    input_stats: str = "step"
+    padding: str = "exclude"
+    nonlinearity: str = "tanh"  # or "relu"
+    save: bool = False
+    tf32: bool = False
+
+    @property
+    def population(self) -> bool:
+        """Whether population statistics are given."""
+        return self.mean_h is not None
+
+    @property
+    def sequence(self) -> bool:
+        """Whether the input term's statistics are those of all steps together."""
+        return self.mean_h is None and self.input_stats == "sequence"
+
+    @property
+    def include(self) -> bool:
+        """Whether padded rows count in the statistics."""
+        return self.padding == "include" and self.lengths is not None and self.mean_h is None
+
+
+Arguments = Any  # LSTMArguments or RNNArguments
+
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", str: "str", bool: "bool"}
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """One recurrence: its arguments, and the names and shapes that all backends share.
+
+    Attributes:
+        name: the operators are called ``rbn::cpu_NAME`` and ``rbn::gpu_NAME``.
+        arguments: `LSTMArguments` or `RNNArguments`.
+        gates: rows of W_h, in hidden sizes.
+        shapes: of the tensors with a gradient behind the input and W_x, in letters.
+        states: results behind the output.
+        terms: normalized terms, whose mean and variance are results, too.
+
+    Derived from these:
+        gradients: the names of the tensors with a gradient, which come first.
+        tensors: the names of all tensors, which come before the options.
+        moments: the names of the statistics.
+        schema: the arguments in the language of PyTorch's schemas.
+    """
+
+    name: str
+    arguments: type[Any]
+    gates: int
+    shapes: Mapping[str, str]
+    states: tuple[str, ...]
+    terms: tuple[str, ...]
+    gradients: tuple[str, ...] = field(init=False)
+    tensors: tuple[str, ...] = field(init=False)
+    moments: tuple[str, ...] = field(init=False)
+    schema: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(self.arguments)
+        names: tuple[str, ...] = self.arguments._fields
+        derived = {
+            "gradients": ("input", "weight_ih", *self.shapes),
+            "tensors": tuple(name for name in names if hints[name] in (Tensor, Tensor | None)),
+            "moments": tuple(f"{kind}_{term}" for term in self.terms for kind in ("mean", "var")),
+            # None has a default: PyTorch would leave out what equals it, and find a gradient too
+            # many.
+            "schema": ", ".join(f"{_TYPES[hints[name]]} {name}" for name in names),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def check(self, a: Arguments, may_be_empty: bool = False) -> None:
+        """Refuse tensors whose shapes, dtypes or devices do not fit.
+
+        Looks at shapes and dtypes, and at values in the host's memory: it never waits for a GPU.
+
+        Args:
+            a: the arguments.
+            may_be_empty: whether there may be no rows, B = 0.
+        """
+        input, weight_hh = a.input, a.weight_hh
+        device = input.device
+        if a.weight_ih is None:
+            self._check_term(input, may_be_empty)
+            sizes = {"B": input.shape[1], "G": input.shape[2], "H": input.shape[2] // self.gates}
+        else:
+            H = weight_hh.shape[-1]
+            sizes = {"B": input.shape[1], "G": self.gates * H, "H": H, "I": input.shape[2]}
+            _check("weight_ih", a.weight_ih, (sizes["G"], sizes["I"]), device)
+        for name, letters in self.shapes.items():
+            tensor = getattr(a, name)
+            if tensor is None:
+                continue
+            shape = tuple([sizes[letter] for letter in letters])
+            if letters == "BH" and tensor.dim() == 1:
+                shape = shape[1:]
+            if tensor.shape != shape or tensor.device != device:
+                _check(name, tensor, shape, device)
+        if a.lengths is not None:
+            check_sequence_lengths(a.lengths, input)
+        for term in self.terms:
+            if getattr(a, f"mask_{term}", None) is not None:
+                self._check_mask(f"mask_{term}", a, (*input.shape[:2], sizes["H"]))
+        if a.mean_h is not None:
+            self._check_population(a, sizes)
+
+    def _check_term(self, wx: Tensor, may_be_empty: bool) -> None:
+        sizes = wx.shape[::2] if may_be_empty else wx.shape
+        if wx.dim() != 3 or wx.shape[2] % self.gates or 0 in sizes:
+            wanted = "H" if self.gates == 1 else f"{self.gates}H"
+            raise ValueError(f"wx must be [T, B, {wanted}] and not empty, got {list(wx.shape)}")
+        if not wx.is_floating_point():
+            raise TypeError(f"wx must be a floating point tensor, got {wx.dtype}")
+
+    def _check_mask(self, name: str, a: Arguments, shape: tuple[int, ...]) -> None:
+        mask: Tensor = getattr(a, name)
+        public = name.replace("mask", "zoneout")
+        _check_device(public, mask, a.input.device)
+        if mask.dtype != torch.bool or tuple(mask.shape) != shape:
+            raise ValueError(
+                f"{public} must be a rate or a bool tensor {list(shape)}, "
+                f"got {mask.dtype} {list(mask.shape)}"
+            )
+
+    def _check_population(self, a: Arguments, sizes: dict[str, int]) -> None:
+        for term in self.terms:
+            if getattr(a, f"gamma_{term}") is None:
+                continue
+            columns, rows = sizes["H" if term == "c" else "G"], None
+            for name in (f"mean_{term}", f"var_{term}"):
+                value: Tensor | None = getattr(a, name)
+                if value is None:
+                    raise ValueError(f"population.{name} is missing, but its term is normalized")
+                good = value.dim() == 2 and value.shape[1] == columns and value.shape[0] >= 1
+                if not good or value.shape[0] != (rows or value.shape[0]):
+                    wanted = f"[{rows or 'S >= 1'}, {columns}]"
+                    raise ValueError(
+                        f"population.{name} must have the shape {wanted}, got {list(value.shape)}"
+                    )
+                _check_device(f"population.{name}", value, a.input.device)
+                rows = value.shape[0]
+
+    def statistics_shapes(self, a: Arguments, *lead: int) -> list[tuple[int, ...] | None]:
+        """The shape of mean and variance of each term, None where the call estimates none.
+
+        lead: leading dimensions, of recurrences side by side.
+        """
+        if a.population or getattr(a, "norm", "batch") != "batch":
+            return [None] * len(self.terms)
+        T, H = a.input.shape[0], a.weight_hh.shape[-1]
+        G = self.gates * H
+        shapes: list[tuple[int, ...] | None] = []
+        for term in self.terms:
+            rows = 1 if term == "x" and a.sequence else T
+            present = getattr(a, f"gamma_{term}") is not None
+            shapes.append((*lead, rows, H if term == "c" else G) if present else None)
+        return shapes
+
+    def with_population(self, a: Arguments, population: Statistics | None) -> Arguments:
+        """The arguments with population statistics as constants, those of normalized terms only."""
+        if population is None:
+            return a
+        dtype = compute_dtype(a.input.dtype)
+        given: dict[str, Tensor | None] = {}
+        for term in self.terms:
+            for name in (f"mean_{term}", f"var_{term}"):
+                value: Tensor | None = getattr(population, name)
+                if value is not None:
+                    value = value.detach() if value.requires_grad else value
+                    value = value if value.dtype == dtype else value.to(dtype)
+                given[name] = None if getattr(a, f"gamma_{term}") is None else value
+                if given[name] is None and getattr(a, f"gamma_{term}") is not None:
+                    raise ValueError(f"population.{name} is missing, but its term is normalized")
+        return a._replace(**given)
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on wx's device, {device}, got {tensor.device}")
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have the shape {list(shape)}, got {list(tensor.shape)}")
+    _check_device(name, tensor, device)
+
+
+def check_sequence_lengths(lengths: Tensor, input: Tensor) -> None:
+    """Refuse lengths that are not integers ``[B]``, or (in the host's memory) not from 1 to T."""
+    steps, batch = input.shape[:2]
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
+    if tuple(lengths.shape) != (batch,):
+        raise ValueError(f"lengths must have the shape [{batch}], got {list(lengths.shape)}")
+    if readable(lengths):
+        check_lengths(lengths.tolist(), steps)
+
+
+LSTM = Definition(
+    "lstm",
+    LSTMArguments,
+    gates=4,
+    shapes={
+        "weight_hh": "GH",
+        "bias": "G",
+        "gamma_x": "G",
+        "gamma_h": "G",
+        "gamma_c": "H",
+        "beta_c": "H",
+        "h0": "BH",
+        "c0": "BH",
+    },
+    states=("h_n", "c_n"),
+    terms=("x", "h", "c"),
+)
+
+RNN = Definition(
+    "rnn",
+    RNNArguments,
+    gates=1,
+    shapes={"weight_hh": "GH", "bias": "G", "gamma_x": "G", "gamma_h": "G", "h0": "BH"},
+    states=("h_n",),
+    terms=("x", "h"),
+)

@@ -1,0 +1,432 @@
+"""The autograd wrapper of every recurrence on every backend.
+
+A backend implements a recurrence as a forward and a backward function on the arguments of its
+definition (`rbn.ops.definition`). `Operator` makes both of them differentiable in eager mode, and a
+custom operator of PyTorch for compilers and exporters.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+
+from rbn.ops.compiling import exporting_to_onnx
+from rbn.ops.definition import Arguments, Definition
+from rbn.ops.types import Statistics
+
+# The results of one call: output, last states and statistics; None where the op has none.
+CallResults = tuple[Any, ...]
+Moments = tuple[Tensor | None, ...]  # mean and variance of each term
+
+
+class Results(NamedTuple):
+    """What a forward function returns.
+
+    With several calls, recurrences side by side, every tensor has them as its first dimension.
+    """
+
+    output: Tensor  # [T, B, H]
+    states: tuple[Tensor, ...]  # [B, H] each
+    moments: Moments
+    saved: (
+        Any  # a NamedTuple of tensors for the backward pass; its field `output` may be the output
+    )
+    plan: Any = None  # anything else that the backward pass would have to compute again
+
+
+class Incoming(NamedTuple):
+    """What a backward function is given besides the calls and what was saved."""
+
+    output: Tensor | None  # the gradient of the output
+    states: tuple[Tensor | None, ...]  # those of the last states
+    input: bool = True  # whether the gradient of the input is needed
+    consume: bool = False  # whether saved tensors may be overwritten: nobody will need them again
+
+
+class Implementation(Protocol):
+    """One recurrence on one backend."""
+
+    Saved: type[Any]
+
+    def forward(self, calls: Sequence[Arguments], separate: bool) -> Results:
+        """Run. separate: no two results share memory, as custom operators demand."""
+        ...
+
+    def backward(
+        self, calls: Sequence[Arguments], saved: Any, plan: Any, incoming: Incoming
+    ) -> list[dict[str, Tensor | None]]:
+        """The gradients of each call by name. plan: of the forward pass, or None."""
+        ...
+
+    def fake(self, a: Arguments) -> Results:
+        """Empty tensors with the shapes and dtypes of the results of one call, for compilers."""
+        ...
+
+
+class Operator:
+    """A recurrence on a backend, differentiable.
+
+    Compilers and other tracers see the custom operator ``rbn::BACKEND_NAME``. In eager mode its
+    Python wrapping would cost more than many a kernel, so the same functions run in an
+    `autograd.Function`.
+
+    Args:
+        definition: the recurrence.
+        backend: ``"cpu"`` or ``"gpu"``.
+        implementation: its functions.
+        in_onnx: what `torch.onnx.export` sees instead, made of PyTorch's own operators.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        backend: str,
+        implementation: Implementation,
+        in_onnx: Callable[..., CallResults] | None = None,
+    ) -> None:
+        self.definition, self.implementation = definition, implementation
+        self._in_onnx = in_onnx
+        self.name = f"{backend}_{definition.name}"
+        self.op, self.backward_op = _custom_operators(self, "cpu" if backend == "cpu" else None)
+
+    def __call__(self, calls: Sequence[Arguments]) -> list[CallResults]:
+        """The results of each call. Several calls run side by side: they have equal shapes."""
+        if is_traced(calls[0].input):
+            return [self._traced(a) for a in calls]
+        if not calls[0].save:
+            return _results_of(self.implementation.forward(calls, False), len(calls))
+        count = len(self.definition.gradients)
+        tensors = [tensor for a in calls for tensor in a[:count]]
+        moments: list[Moments] = []
+        output, *states = _apply(self, calls, moments, *tensors)  # type: ignore[no-untyped-call]
+        if len(calls) == 1:
+            return [(output, *states, Statistics(*moments[0]))]
+        # Parted here, not inside the node: the node would have a gradient for each part.
+        parts = zip(output.unbind(), *_in_groups(states, len(calls)), strict=True)
+        parted = _parted_moments(moments[0], len(calls))
+        return [(*part, Statistics(*own)) for part, own in zip(parts, parted, strict=True)]
+
+    def _traced(self, a: Arguments) -> CallResults:
+        run = self._in_onnx if self._in_onnx is not None and exporting_to_onnx() else self.op
+        results = run(*a)
+        n = 1 + len(self.definition.states)
+        moments = results[n : n + len(self.definition.moments)]
+        return (*results[:n], Statistics(*(m if m.numel() else None for m in moments)))
+
+
+def _results_of(results: Results, count: int) -> list[CallResults]:
+    if count == 1:
+        return [(results.output, *results.states, Statistics(*results.moments))]
+    tensors = zip(*(value.unbind() for value in (results.output, *results.states)), strict=True)
+    moments = _parted_moments(results.moments, count)
+    return [(*part, Statistics(*own)) for part, own in zip(tensors, moments, strict=True)]
+
+
+def _parted_moments(moments: Moments, count: int) -> list[Moments]:
+    """The statistics of each of several calls."""
+    parts = ([None] * count if m is None else m.unbind() for m in moments)
+    return list(zip(*parts, strict=True))
+
+
+def _in_groups(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[k : k + size] for k in range(0, len(values), size)]
+
+
+# Eager mode ---------------------------------------------------------------------------------------
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        operator: Operator,
+        calls: Sequence[Arguments],
+        moments: list[Moments],
+        *tensors: Any,
+    ) -> tuple[Tensor, ...]:
+        """The output of all calls, then the last states of each.
+
+        tensors: those of the calls that have a gradient, for autograd. The statistics go into
+        `moments`: they are nothing for autograd.
+        """
+        results = operator.implementation.forward(calls, False)
+        moments.append(results.moments)
+        count, n = len(operator.definition.tensors), len(calls)
+        ctx.set_materialize_grads(False)
+        ctx.operator, ctx.calls, ctx.plan = operator, n, results.plan
+        ctx.options, ctx.saved = calls[0][count:], type(results.saved)
+        # Without the last states, which users may change: no backward pass looks at them.
+        ctx.save_for_backward(*(t for a in calls for t in a[:count]), *results.saved)
+        if n == 1:
+            return (results.output, *results.states)
+        return (results.output, *(part for state in results.states for part in state.unbind()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _backward(ctx, *grads)
+
+
+# Without what Python does first for transforms of `torch.func`, under which nobody calls this.
+_apply = super(torch.autograd.Function, _Recurrence).apply
+
+
+def one_by_one(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of an `autograd.Function`, for a batch of gradients too.
+
+    `torch.autograd.grad(is_grads_batched=True)` and `jacobian(vectorize=True)` pass on
+    all gradients at once, as tensors that no kernel can read. They are taken one after the other.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        if not any(grad is not None and is_legacy_batchedtensor(grad) for grad in grads):
+            return backward(ctx, *grads)
+        level = 1  # of the only vmap there is; threads that run backward passes do not know it
+        parts: list[Any] = []
+        for grad in grads:
+            batched = grad is not None and is_legacy_batchedtensor(grad)
+            parts.append(torch._remove_batch_dim(grad, level, 1, 0) if batched else None)
+        size = next(len(part) for part in parts if part is not None)
+        results = []
+        _repeated.now = True
+        try:
+            for k in range(size):
+                each = zip(grads, parts, strict=True)
+                results.append(backward(ctx, *(g if part is None else part[k] for g, part in each)))
+        finally:
+            _repeated.now = False
+        return tuple(
+            None if values[0] is None else torch._add_batch_dim(torch.stack(values), 0, level)
+            for values in zip(*results, strict=True)
+        )
+
+    return run
+
+
+_repeated = threading.local()  # `now`: the backward pass of this thread goes over a graph again
+
+
+@one_by_one
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    operator: Operator = ctx.operator
+    saved = ctx.saved_tensors
+    definition, n = operator.definition, ctx.calls
+    count, fields = len(definition.tensors), len(definition.gradients)
+    calls = [
+        definition.arguments(*saved[k * count : (k + 1) * count], *ctx.options) for k in range(n)
+    ]
+    kept = ctx.saved(*saved[n * count :])
+    states = grads[1:] if n == 1 else tuple(map(_stacked, _in_groups(grads[1:], n)))
+    create_graph = torch.is_grad_enabled()
+    consume = not create_graph and not graph_is_kept()
+    needed = any(ctx.needs_input_grad[3 + k * fields] for k in range(n))
+    incoming = Incoming(grads[0], states, needed, consume)
+    with torch.no_grad(), without_autocast(calls[0].input.device.type):
+        found = operator.implementation.backward(calls, kept, ctx.plan, incoming)
+    gradients: list[Tensor | None] = [
+        None if tensor is None else own[name]
+        for a, own in zip(calls, found, strict=True)
+        for name, tensor in zip(definition.gradients, a, strict=False)
+    ]
+    if create_graph:
+        origins = [t for t in (*saved, *grads) if t is not None]
+        gradients = undifferentiable(operator.name, gradients, origins)
+    return (None, None, None, *gradients)
+
+
+def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
+    """The gradients of one state of all calls, zeros for those without one."""
+    some = next((g for g in grads if g is not None), None)
+    if some is None:
+        return None
+    return torch.stack([torch.zeros_like(some) if g is None else g for g in grads])
+
+
+# Custom operators ---------------------------------------------------------------------------------
+
+
+def _custom_operators(operator: Operator, devices: str | None) -> tuple[Any, Any]:
+    """``rbn::NAME`` and ``rbn::NAME_backward``, which take and return nothing but tensors.
+
+    A tensor that is absent is an empty one there. What was saved comes behind the other results.
+    """
+    definition, implementation = operator.definition, operator.implementation
+    saved_names: tuple[str, ...] = implementation.Saved._fields
+    n_states, n_moments = len(definition.states), len(definition.moments)
+    n_results = 1 + n_states + n_moments
+
+    def flat(results: Results) -> tuple[Tensor, ...]:
+        """All tensors; what is saved and a result, too, is there once."""
+        like = results.output
+        values = [results.output, *results.states, *results.moments]
+        seen = {id(value) for value in values if value is not None}
+        values += [None if id(value) in seen else value for value in results.saved]
+        return tuple(like.new_empty(0) if v is None else v for v in values)
+
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        return flat(implementation.forward([definition.arguments(*args)], True))
+
+    def run_backward(*args: Any) -> tuple[Tensor, ...]:
+        *grads, results, needed = args[: n_states + 3]
+        a = definition.arguments(*args[n_states + 3 :])
+        also = dict(zip(("output", *definition.moments), results, strict=False))
+        kept: dict[str, Tensor | None] = {}
+        for name, value in zip(saved_names, results[len(also) :], strict=True):
+            value = value if value.numel() else also.get(name, value)
+            kept[name] = value if value.numel() else None
+        incoming = Incoming(grads[0], tuple(grads[1:]), needed, consume=False)
+        with without_autocast(a.input.device.type):
+            (own,) = implementation.backward([a], implementation.Saved(**kept), None, incoming)
+        return tuple(_own_memory(a, own))
+
+    def _own_memory(a: Arguments, gradients: dict[str, Tensor | None]) -> list[Tensor]:
+        """The gradients, none of which shares memory with another."""
+        seen: set[int] = set()
+        separate: list[Tensor] = []
+        for name in definition.gradients:
+            gradient = gradients[name]
+            if gradient is None or getattr(a, name) is None:
+                separate.append(a.input.new_empty(0))
+                continue
+            storage = gradient.untyped_storage().data_ptr()
+            separate.append(gradient.clone() if storage in seen else gradient)
+            seen.add(storage)
+        return separate
+
+    def fake_backward(*args: Any) -> tuple[Tensor, ...]:
+        needed = args[n_states + 2]
+        a = definition.arguments(*args[n_states + 3 :])
+        present = [getattr(a, name) for name in definition.gradients]
+        present[0] = present[0] if needed else None
+        return tuple(a.input.new_empty(0) if v is None else v.new_empty(v.shape) for v in present)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1 + n_states :])
+        count = len(definition.tensors)
+        ctx.options = inputs[count:]
+        ctx.save_for_backward(*inputs[:count], output[0], *output[1 + n_states :])
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        count = len(definition.tensors)
+        saved = ctx.saved_tensors
+        tensors, results = saved[:count], list(saved[count:])
+        needed = ctx.needs_input_grad[0]
+        args = (*grads[: 1 + n_states], results, needed, *tensors, *ctx.options)
+        found = dict(zip(definition.gradients, backward_op(*args), strict=True))
+        names: tuple[str, ...] = definition.arguments._fields
+        given = dict(zip(definition.tensors, tensors, strict=True))
+        if not needed:
+            found["input"] = None
+        return tuple(found.get(n) if given.get(n) is not None else None for n in names)
+
+    def refuse(ctx: Any, *grads: Any) -> None:
+        _refuse_double_backward(operator.name)
+
+    n_forward = n_results + len(saved_names)
+    op = torch.library.custom_op(
+        f"rbn::{operator.name}",
+        run,
+        mutates_args=(),
+        device_types=devices,
+        schema=f"({definition.schema}) -> {_tensors(n_forward)}",
+    )
+    incoming_schema = ", ".join(f"Tensor? d{name}" for name in ("output", *definition.states))
+    backward_op = torch.library.custom_op(
+        f"rbn::{operator.name}_backward",
+        run_backward,
+        mutates_args=(),
+        device_types=devices,
+        schema=(
+            f"({incoming_schema}, Tensor[] results, bool needs_input, {definition.schema}) -> "
+            f"{_tensors(len(definition.gradients))}"
+        ),
+    )
+    op.register_fake(lambda *args: flat(implementation.fake(definition.arguments(*args))))
+    backward_op.register_fake(fake_backward)
+    op.register_autograd(backward, setup_context=keep)
+    backward_op.register_autograd(refuse)
+    return op, backward_op
+
+
+def _tensors(n: int) -> str:
+    """The part of a schema that says that an operator returns n tensors."""
+    return "(" + ", ".join(["Tensor"] * n) + ")"
+
+
+# Second derivatives -------------------------------------------------------------------------------
+
+
+def _refuse_double_backward(name: str) -> None:
+    raise RuntimeError(
+        f"the fused {name} has no second derivative; run it under "
+        'rbn.backend("reference") for double backward'
+    )
+
+
+class _Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.name_of_op = name
+        return tuple(tensor.clone() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        _refuse_double_backward(ctx.name_of_op)
+
+
+def undifferentiable(
+    name: str, gradients: Sequence[Tensor | None], origins: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients, which depend on `origins`, such that they refuse to be differentiated."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    marked = iter(_Undifferentiable.apply(name, len(present), *present, *origins))  # type: ignore[no-untyped-call]
+    return [None if gradient is None else next(marked) for gradient in gradients]
+
+
+# What is going on ---------------------------------------------------------------------------------
+
+
+class without_autocast:
+    """`torch.autocast` of a device, disabled: no more than that, and for eager mode alone."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._before = torch.is_autocast_enabled(self._device)
+        if self._before:
+            torch.set_autocast_enabled(self._device, False)
+
+    def __exit__(self, *error: object) -> None:
+        if self._before:
+            torch.set_autocast_enabled(self._device, True)
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass that runs now may be followed by another over the same graph."""
+    if getattr(_repeated, "now", False):
+        return True
+    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if asked is None else bool(asked())
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether someone watches the operators that run, or tensors are not what they seem."""
+    return (
+        torch.compiler.is_compiling()
+        or type(tensor) is not Tensor
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def needs_grad(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether the forward pass must keep what the backward pass needs."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -38,10 +38,10 @@ def pytest_report_header():
 
 @pytest.fixture(autouse=True)
 def own_choice_of_kernels(monkeypatch):
-    """Nothing is left of what was found out while another test changed how kernels are chosen."""
-    facts = sys.modules.get("rbn.ops.gpu.lstm.plan")
-    if facts is not None:
-        monkeypatch.setattr(facts, "_FOUND", {})
+    """No plan is left over from a test that changed how kernels are chosen."""
+    plan = sys.modules.get("rbn.ops.gpu.lstm.plan")
+    if plan is not None:
+        monkeypatch.setattr(plan, "_CACHE", {})
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest-cov's

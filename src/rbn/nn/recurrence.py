@@ -23,8 +23,8 @@ import rbn.ops as ops
 from rbn.nn import checks, init
 from rbn.nn.processes import as_long_as_all, with_steps
 from rbn.ops import steps
-from rbn.ops.backends import run
 from rbn.ops.definition import Arguments, Definition
+from rbn.ops.dispatch import run
 from rbn.ops.types import valid_steps
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rbn.nn.processes import all_processes
 from rbn.nn.recent_calls import version as _version
-from rbn.ops.backends import average_in
+from rbn.ops.dispatch import average_in
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

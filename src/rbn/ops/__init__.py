@@ -1,6 +1,6 @@
 """Pure functions on tensors: the recurrences and a loss, forward and backward."""
 
-from rbn.ops.backends import backend, backends
+from rbn.ops.dispatch import backend, backends
 from rbn.ops.functional import (
     bn_lstm,
     bn_rnn,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rbn.ops.backends import run, select
 from rbn.ops.checks import check_targets
 from rbn.ops.definition import LSTM, RNN, LSTMArguments, RNNArguments
+from rbn.ops.dispatch import run, select
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ def identical_steps(
 ) -> tuple[Tensor, Tensor]:
     """In which steps the recurrent term, and in which the cell, may be taken for constant.
 
-    The rows of the states are identical before such a step, and for the cell those of the input are, in
-    this step and all before.
+    Before such a step the rows of the states are identical. For the cell, so are those of the
+    input, in this step and all before.
 
     states: ``[..., B, H]`` each, what the recurrence begins with. wx: ``[..., T, B, F]``. var_x,
     var_h, var_c: ``[..., T, F]`` (var_x ``[..., 1, F]`` over a sequence), None for absent terms.

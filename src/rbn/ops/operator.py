@@ -7,10 +7,11 @@ custom operator of PyTorch for compilers and exporters.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,24 +50,22 @@ class Incoming(NamedTuple):
     consume: bool = False  # whether saved tensors may be overwritten: nobody will need them again
 
 
-class Implementation(Protocol):
-    """One recurrence on one backend."""
+class Implementation(NamedTuple):
+    """One recurrence on one backend.
+
+    Attributes:
+        Saved: a NamedTuple of the tensors that the backward pass needs.
+        forward: ``(calls, separate) -> Results``. separate: no two results share memory, as custom
+            operators demand.
+        backward: ``(calls, saved, plan, incoming) -> gradients`` of each call by name. plan: of the
+            forward pass, or None.
+        fake: ``(call) -> Results`` of empty tensors, for compilers.
+    """
 
     Saved: type[Any]
-
-    def forward(self, calls: Sequence[Arguments], separate: bool) -> Results:
-        """Run. separate: no two results share memory, as custom operators demand."""
-        ...
-
-    def backward(
-        self, calls: Sequence[Arguments], saved: Any, plan: Any, incoming: Incoming
-    ) -> list[dict[str, Tensor | None]]:
-        """The gradients of each call by name. plan: of the forward pass, or None."""
-        ...
-
-    def fake(self, a: Arguments) -> Results:
-        """Empty tensors with the shapes and dtypes of the results of one call, for compilers."""
-        ...
+    forward: Callable[[Sequence[Any], bool], Results]
+    backward: Callable[[Sequence[Any], Any, Any, Incoming], list[dict[str, Tensor | None]]]
+    fake: Callable[[Any], Results]
 
 
 class Operator:
@@ -168,7 +167,7 @@ class _Recurrence(torch.autograd.Function):
         return (results.output, *(part for state in results.states for part in state.unbind()))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return _backward(ctx, *grads)
 
 
@@ -209,6 +208,7 @@ def one_by_one(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+_NOTHING = contextlib.nullcontext()
 _repeated = threading.local()  # `now`: the backward pass of this thread goes over a graph again
 
 
@@ -227,7 +227,10 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     consume = not create_graph and not graph_is_kept()
     needed = any(ctx.needs_input_grad[3 + k * fields] for k in range(n))
     incoming = Incoming(grads[0], states, needed, consume)
-    with torch.no_grad(), without_autocast(calls[0].input.device.type):
+    with (
+        torch.no_grad() if create_graph else _NOTHING,
+        without_autocast(calls[0].input.device.type),
+    ):
         found = operator.implementation.backward(calls, kept, ctx.plan, incoming)
     gradients: list[Tensor | None] = [
         None if tensor is None else own[name]

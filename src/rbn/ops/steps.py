@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rbn.ops import backends
+from rbn.ops import dispatch
 from rbn.ops.cpu import inference
 from rbn.ops.cpu.inference import Row, Weights
 from rbn.ops.operator import is_traced
@@ -27,7 +27,7 @@ Rows = Sequence[Row | None]  # of the terms x, h and c
 def supported(x: Tensor) -> bool:
     """Whether these functions may run for an input like this, in the present context."""
     return (
-        backends.chosen_by_device()
+        dispatch.chosen_by_device()
         and x.dtype in (torch.float32, torch.float64)
         and x.device.type in ("cpu", "cuda")
         and not is_traced(x)

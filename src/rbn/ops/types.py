@@ -19,8 +19,8 @@ Ablation = Literal["shared_stats", "joint_terms", "pass_normalized_cell", "raw_o
 # can outweigh everything else. So in those steps a term whose variance is at most CONSTANT * eps
 # passes no gradient to earlier steps. That is exact for everything the rows share. Only a W_x or a
 # map to h0 that is exactly 0 and would make the rows differ gets no gradient.
-# `rbn.ops.identical_rows` finds the steps. Every backend takes the number from here: the C kernel and the CUDA kernels are
-# compiled with it.
+# `rbn.ops.identical_rows` finds the steps. Every backend takes the number from here: the C kernel
+# and the CUDA kernels are compiled with it.
 CONSTANT = 5e-6
 
 

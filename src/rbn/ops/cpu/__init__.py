@@ -12,8 +12,8 @@ from rbn.ops.reference import linear_cross_entropy, symbol_rows
 __all__ = ["joins", "linear_cross_entropy", "operator_for", "symbol_rows", "tf32_allowed"]
 
 _OPERATORS = {
-    "lstm": Operator(LSTM, "cpu", lstm, in_onnx=scan.lstm),
-    "rnn": Operator(RNN, "cpu", rnn, in_onnx=scan.rnn),
+    "lstm": Operator(LSTM, "cpu", lstm.IMPLEMENTATION, in_onnx=scan.lstm),
+    "rnn": Operator(RNN, "cpu", rnn.IMPLEMENTATION, in_onnx=scan.rnn),
 }
 
 

@@ -110,19 +110,27 @@ def backward(
     """The gradients of all tensors that have one, from those of the two results."""
     plan = _Plan(a)
     layout, transition, zoneout_h = plan.layout, plan.transition, plan.zoneout_h
-    packing, like, H = layout.packing, transition.wx, layout.hidden
+    packing, H = layout.packing, layout.hidden
     restore_moments(plan.norms, (r.mean_x, r.rstd_x, r.mean_h, r.rstd_h))
     norm_h = plan.norms[1]
     h0 = layout.state(a.h0)
-    if r.hidden is None:
-        assert r.output is not None
-    hidden = r.output.reshape(-1, H) if r.hidden is None else r.hidden
+    states = r.output if r.hidden is None else r.hidden
+    assert states is not None
+    hidden = states.reshape(-1, H)
     if isinstance(norm_h, BatchNorm):
         assert r.rstd_x is not None
         assert r.rstd_h is not None
-        variances = (variance(r.rstd_x, a.eps), variance(r.rstd_h, a.eps), None)
-        given = (a.eps, a.mask_h is not None, a.lengths, a.padding == "include")
-        before, _ = identical_steps((a.h0,), a.input, *variances, *given)
+        before, _ = identical_steps(
+            (a.h0,),
+            a.input,
+            variance(r.rstd_x, a.eps),
+            variance(r.rstd_h, a.eps),
+            None,
+            a.eps,
+            a.mask_h is not None,
+            a.lengths,
+            a.padding == "include",
+        )
         constant = (r.rstd_h.square() * a.eps > 1 - CONSTANT).all(-1).tolist()
         identical = _identical_states(before.tolist(), packing.split(hidden), a.eps)
         # A term is constant as a whole or not at all.

@@ -16,10 +16,8 @@ from rbn.ops.cpu.fused_lstm import Gradients, Saved
 from rbn.ops.cpu.input_term import through_term, with_term
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.identical_rows import variance
-from rbn.ops.operator import Incoming, Results
+from rbn.ops.operator import Implementation, Incoming, Results
 from rbn.ops.types import compute_dtype
-
-__all__ = ["Saved", "backward", "fake", "forward"]
 
 
 def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
@@ -84,3 +82,6 @@ def fake(a: LSTMArguments) -> Results:
     )
     states = new(B, H, dtype=dtype), new(B, H, dtype=dtype)
     return Results(new(T, B, H, dtype=dtype), states, tuple(estimated), saved)
+
+
+IMPLEMENTATION = Implementation(Saved, forward, backward, fake)

@@ -29,7 +29,7 @@ class Norm(Protocol):
     def forward(self, t: int, x: Tensor) -> Tensor:
         """Normalize x ``[n, F]`` of step t. Steps come in order."""
 
-    def moments(self, rows: int) -> tuple[Tensor, Tensor]:
+    def moments(self, rows: int) -> tuple[Tensor | None, Tensor | None]:
         """Mean and rstd of the steps so far, filled up to `rows` rows; empty where none is kept."""
 
     def restore(self, mean: Tensor, rstd: Tensor) -> None:
@@ -60,7 +60,7 @@ class _MomentsOfSteps:
 class BatchNorm(_MomentsOfSteps):
     """Statistics of the minibatch, a set of its own for each step (the paper's training mode).
 
-    identical: the steps in which a constant term passes no gradient on (see `rbn.ops.identical_rows`).
+    identical: the steps in which a constant term passes no gradient (`rbn.ops.identical_rows`).
     """
 
     identical: Sequence[bool] = ()

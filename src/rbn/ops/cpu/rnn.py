@@ -12,10 +12,8 @@ from rbn.ops.cpu.fused_rnn import Saved
 from rbn.ops.cpu.input_term import through_term, with_term
 from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.identical_rows import variance
-from rbn.ops.operator import Incoming, Results
+from rbn.ops.operator import Implementation, Incoming, Results
 from rbn.ops.types import compute_dtype
-
-__all__ = ["Saved", "backward", "fake", "forward"]
 
 
 def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
@@ -64,3 +62,6 @@ def fake(a: RNNArguments) -> Results:
         hidden=kept(a.lengths is not None or dtype != full),
     )
     return Results(new(T, B, H, dtype=dtype), (new(B, H, dtype=dtype),), tuple(moments), saved)
+
+
+IMPLEMENTATION = Implementation(Saved, forward, backward, fake)

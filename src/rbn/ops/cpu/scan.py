@@ -1,8 +1,8 @@
 """The fused recurrences as a scan over time, made of operators that every exporter knows.
 
-`torch.ops.rbn.cpu_lstm` and `torch.ops.rbn.cpu_rnn` mean nothing outside of PyTorch. `torch.onnx.export`
-sees these functions in their place and turns the scan into `Scan` of ONNX. Inference only, with
-population statistics and without masks.
+`rbn::cpu_lstm` and `rbn::cpu_rnn` mean nothing outside of PyTorch. `torch.onnx.export` sees these
+functions in their place and turns the scan into `Scan` of ONNX. Inference only, with population
+statistics and without masks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Population = tuple[Tensor | None, Tensor | None]  # mean and var of a term
 
 
 def lstm(*args: Any) -> tuple[Tensor, ...]:
-    """`torch.ops.rbn.cpu_lstm` as a scan: ``output [T, B, H]``, ``h_n``, ``c_n``; the others empty."""
+    """`rbn::cpu_lstm` as a scan: ``output [T, B, H]``, ``h_n``, ``c_n``; the others empty."""
     a: LSTMArguments = with_term(LSTM, LSTMArguments(*args))
     _check_inference(a.norm != "batch" or a.population, (a.mask_c, a.mask_h))
     terms = _Terms(a)
@@ -58,7 +58,7 @@ def lstm(*args: Any) -> tuple[Tensor, ...]:
 
 
 def rnn(*args: Any) -> tuple[Tensor, ...]:
-    """`torch.ops.rbn.cpu_rnn` as a scan: ``output [T, B, H]``, ``h_n``; the others empty."""
+    """`rbn::cpu_rnn` as a scan: ``output [T, B, H]``, ``h_n``; the others empty."""
     a: RNNArguments = with_term(RNN, RNNArguments(*args))
     _check_inference(a.population, (a.mask_h,))
     terms = _Terms(a)

@@ -16,7 +16,7 @@ _TERMS = 3
 
 
 def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> bool:
-    """Whether it was done, see `rbn.ops.backends.average_in`."""
+    """Whether it was done, see `rbn.ops.dispatch.average_in`."""
     if len(terms) > _TERMS:
         return False
     features, steps = [], []

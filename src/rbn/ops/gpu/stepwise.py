@@ -70,7 +70,7 @@ def weight_gradient(da: Tensor, h0: Tensor, hidden: Tensor) -> Tensor:
     return found
 
 
-class Call:
+class StepCall:
     """What forward and backward passes of all such recurrences have in common."""
 
     def __init__(self, wx: Tensor, lengths: Tensor | None) -> None:
@@ -109,9 +109,9 @@ class Call:
         """Memory that nothing was written to."""
         return torch.empty(shape, dtype=dtype, device=self.wx.device)
 
-    def gradient(self, value: Tensor, parameter: Tensor | None) -> Tensor:
-        """In the type of the parameter; empty where there is none."""
-        return self.new(0) if parameter is None else value.to(parameter.dtype)
+    def gradient(self, value: Tensor, parameter: Tensor | None) -> Tensor | None:
+        """In the type of the parameter; None where there is none."""
+        return None if parameter is None else value.to(parameter.dtype)
 
 
 def zone(mask: Tensor | None, rate: float) -> int:

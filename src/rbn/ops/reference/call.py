@@ -29,9 +29,9 @@ def run(definition: Definition, a: Arguments, group: ProcessGroup | None) -> tup
         population = Statistics(*(getattr(a, name) for name in definition.moments))
     statistics = {"population": population, "input_stats": a.input_stats, "padding": a.padding}
     if definition.name == "rnn":
-        tensors = (wx, a.weight_hh, a.bias, a.gamma_x, a.gamma_h, a.h0.expand(rows))
+        of_rnn = (wx, a.weight_hh, a.bias, a.gamma_x, a.gamma_h, a.h0.expand(rows))
         given |= statistics | {"eps": a.eps, "nonlinearity": a.nonlinearity, "group": group}
-        return bn_rnn(*tensors, **given)
+        return bn_rnn(*of_rnn, **given)
     given["zoneout_c"] = _zoneout(a, "c")
     states = a.h0.expand(rows), a.c0.expand(rows)
     if a.norm == "none":

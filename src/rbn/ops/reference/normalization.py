@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rbn.ops.reference.global_moments import identical_globally, global_moments
+from rbn.ops.reference.global_moments import global_moments, identical_globally
 from rbn.ops.types import CONSTANT, InputStats
 
 if TYPE_CHECKING:

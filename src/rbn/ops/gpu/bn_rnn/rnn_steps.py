@@ -6,80 +6,45 @@ Each step is a matrix product and one kernel, in which a program owns a few unit
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.gpu.bn_rnn import rnn_kernels as kernels
+from rbn.ops.gpu.input_term import through_term, with_term
 from rbn.ops.gpu.runtime import triton_functions
 from rbn.ops.gpu.runtime.launch_cache import Repeated
-from rbn.ops.gpu.stepwise import Call, factor, power_of_two, products, weight_gradient, zone
-from rbn.ops.identical_rows import raise_variances, identical_steps
+from rbn.ops.gpu.stepwise import StepCall, factor, power_of_two, products, weight_gradient, zone
+from rbn.ops.identical_rows import identical_steps, raise_variances
+from rbn.ops.operator import Implementation, Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
 
 _BATCH, _GIVEN = triton_functions.BATCH.value, triton_functions.GIVEN.value
 
 
-class Inputs(NamedTuple):
-    """The arguments of the operator, in its order. See `rbn.ops.bn_rnn` for their meaning."""
+class Saved(NamedTuple):
+    """What the backward pass needs; None where it is absent, or where nothing is saved."""
 
-    wx: Tensor
-    weight_hh: Tensor
-    bias: Tensor | None
-    gamma_x: Tensor
-    gamma_h: Tensor
-    h0: Tensor
-    lengths: Tensor | None
-    population: list[Tensor]  # mean, var of x and h; [] = those of the batch
-    mask_h: Tensor | None
-    rate_h: float
-    eps: float
-    input_stats: str
-    padding: str
-    nonlinearity: str
-    save: bool  # keep what the backward pass needs
-
-    @property
-    def sequence(self) -> bool:
-        """Whether the input term's statistics are those of all steps together."""
-        return not self.population and self.input_stats == "sequence"
-
-    @property
-    def include(self) -> bool:
-        """Whether padded rows count in the statistics."""
-        return not self.population and self.lengths is not None and self.padding == "include"
+    wx: Tensor | None = None  # the input term and its factors, where the call made them
+    x: Tensor | None = None
+    w: Tensor | None = None
+    output: Tensor | None = None
+    mean_x: Tensor | None = None  # [T, H] float32, or [1, H] for sequencewise statistics
+    var_x: Tensor | None = None
+    mean_h: Tensor | None = None  # [T, H] float32
+    var_h: Tensor | None = None
+    centered: Tensor | None = None  # [T, B, H]: W_h h less its mean
+    hidden: Tensor | None = None  # [T, B, H], where it is not the output
 
 
-class Outputs(NamedTuple):
-    """The results of the operator: two for the user, then statistics, then what is saved."""
-
-    output: Tensor  # [T, B, H]
-    h_n: Tensor  # [B, H]
-    mean_x: Tensor  # [T, H] float32, or [1, H] for sequencewise statistics; empty where given
-    var_x: Tensor
-    mean_h: Tensor  # [T, H] float32
-    var_h: Tensor
-    centered: Tensor  # [T, B, H]: W_h h less its mean
-    hidden: Tensor  # [T, B, H], empty where it is the output
-
-
-class Grads(NamedTuple):
-    """The gradients of the operator's differentiable inputs; empty for absent ones."""
-
-    wx: Tensor
-    weight_hh: Tensor
-    bias: Tensor
-    gamma_x: Tensor
-    gamma_h: Tensor
-    h0: Tensor
-
-
-class _Call(Call):
-    def __init__(self, a: Inputs) -> None:
-        super().__init__(a.wx, a.lengths)
-        self.a, self.H = a, a.wx.shape[2]
+class _Call(StepCall):
+    def __init__(self, a: RNNArguments) -> None:
+        super().__init__(a.input, a.lengths)
+        self.a, self.H = a, a.input.shape[2]
         self.vectors = [self.bias(a.bias), self.full(a.gamma_x), self.full(a.gamma_h)]
         self.mask_h = self.mask(a.mask_h)
         self.inv_n = self.empty
@@ -104,13 +69,9 @@ class _Call(Call):
 
     def moments(self, own: list[Tensor]) -> list[Tensor]:
         """Mean and var of x and h: those given, or the minibatch's own."""
-        return [self.full(p) for p in self.a.population[:4]] if self.a.population else own
-
-
-def statistics_shapes(a: Inputs) -> list[tuple[int, ...]]:
-    """The shapes of mean and var of x, and of h, that a call gives."""
-    T, _, H = a.wx.shape
-    return [(0,)] * 2 if a.population else [(1 if a.sequence else T, H), (T, H)]
+        a = self.a
+        given = [v for v in (a.mean_x, a.var_x, a.mean_h, a.var_h) if v is not None]
+        return [self.full(value) for value in given] or own
 
 
 def _rows(moments: list[Tensor], t: int) -> list[int]:
@@ -118,28 +79,44 @@ def _rows(moments: list[Tensor], t: int) -> list[int]:
     return [min(t, m.shape[0] - 1) for m in moments[0::2]]
 
 
-def empty_outputs(a: Inputs) -> Outputs:
-    """Tensors of the shapes and types of the results."""
-    T, B, H = a.wx.shape
+def fake(a: RNNArguments) -> Results:
+    """Empty tensors with the shapes and dtypes of the results of one call."""
+    (T, B), H, dtype = a.input.shape[:2], a.weight_hh.shape[1], a.input.dtype
 
-    def new(*shape: int, dtype: torch.dtype = a.wx.dtype) -> Tensor:
-        return a.wx.new_empty(shape, dtype=dtype)
+    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return a.input.new_empty(shape, dtype=dtype)
 
     hidden = new(T + 1, B, H)[1:]
-    moments = [new(*shape, dtype=torch.float32) for shape in statistics_shapes(a) for _ in range(2)]
-    saved = [new(T if a.save else 0, B, H), hidden if a.include and a.save else new(0)]
-    return Outputs._make([new(T, B, H) if a.include else hidden, new(B, H), *moments, *saved])
+    shapes = RNN.statistics_shapes(a)
+    moments = [
+        None if shape is None else new(*shape, dtype=torch.float32)
+        for shape in shapes
+        for _ in range(2)
+    ]
+    saved = Saved()
+    if a.save:
+        saved = Saved(
+            wx=None if a.weight_ih is None else new(T, B, H),
+            **dict(zip(RNN.moments, moments, strict=True)),
+            centered=new(T, B, H),
+            hidden=hidden if a.include else None,
+        )
+    output = new(T, B, H) if a.include else hidden
+    return Results(output, (new(B, H),), tuple(moments), saved)
 
 
-def forward(a: Inputs) -> Outputs:
+def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
+    a: RNNArguments
+    a, kept = with_term(RNN, calls[0], separate=separate)
     call = _Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("bn_rnn forward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
     hs = call.new(T + 1, B, H, dtype=wx.dtype)
     hs[0] = a.h0
     centered = call.new(T if a.save else 0, B, H, dtype=wx.dtype)
-    own = [call.new(*shape) for shape in statistics_shapes(a) for _ in range(2)]
+    shapes = [shape for shape in RNN.statistics_shapes(a) if shape is not None]
+    own = [call.new(*shape) for shape in shapes for _ in range(2)]
     if a.sequence:
         _sequence_moments(call, own)
     moments = call.moments(own)
@@ -159,18 +136,32 @@ def forward(a: Inputs) -> Outputs:
         assert call.valid is not None
         output = torch.where(call.valid[:, :, None], hidden, 0)
     last = hs[T].clone() if a.lengths is None else h_n.to(wx.dtype)
-    own_hidden = hidden if a.include and a.save else call.new(0, dtype=wx.dtype)
-    return Outputs._make([output, last, *own, centered, own_hidden])
+    statistics = tuple(own) if own else (None,) * 4
+    saved = Saved()
+    if a.save:
+        kept |= dict(zip(RNN.moments, statistics, strict=True)) | {"centered": centered}
+        saved = Saved(**kept, output=None if a.include else output)
+        if a.include:
+            saved = saved._replace(hidden=hidden)
+    return Results(output, (last,), statistics, saved)
 
 
-def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None) -> Grads:
-    """The gradients of all differentiable inputs, from those of the two results."""
+def backward(
+    calls: Sequence[RNNArguments], r: Saved, plan: None, incoming: Incoming
+) -> list[dict[str, Tensor | None]]:
+    """The gradients of all tensors that have one."""
+    a: RNNArguments
+    a, _ = with_term(RNN, calls[0], r.wx)
+    doutput, (dh_n,) = incoming.output, incoming.states
+    assert r.centered is not None
     call = _Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("bn_rnn backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
-    moments = call.moments([r.mean_x, r.var_x, r.mean_h, r.var_h])
+    own = (r.mean_x, r.var_x, r.mean_h, r.var_h)
+    moments = call.moments([m for m in own if m is not None])
     if not a.population:
         masked = a.mask_h is not None
+        assert r.var_h is not None
         variances = r.var_x, r.var_h, None
         lengths = None if a.lengths is None else call.lengths
         before, _ = identical_steps((a.h0,), wx, *variances, a.eps, masked, lengths, a.include)
@@ -194,15 +185,17 @@ def backward(a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None)
     dbias, dgamma_x, dgamma_h = (s.sum(0) for s in sums)  # each in memory of its own
     if a.sequence:
         _sequence_backward(call, r, dwx, dbias, dgamma_x)
-    hidden = r.hidden if r.hidden.numel() else r.output
-    return Grads(
-        wx=dwx,
-        weight_hh=weight_gradient(da, a.h0, hidden).to(a.weight_hh.dtype),
-        bias=call.gradient(dbias, a.bias),
-        gamma_x=call.gradient(dgamma_x, a.gamma_x),
-        gamma_h=call.gradient(dgamma_h, a.gamma_h),
-        h0=(dh + through).to(a.h0.dtype),
-    )
+    hidden = r.output if r.hidden is None else r.hidden
+    assert hidden is not None
+    gradients = {
+        "input": dwx,
+        "weight_hh": weight_gradient(da, a.h0, hidden).to(a.weight_hh.dtype),
+        "bias": call.gradient(dbias, a.bias),
+        "gamma_x": call.gradient(dgamma_x, a.gamma_x),
+        "gamma_h": call.gradient(dgamma_h, a.gamma_h),
+        "h0": (dh + through).to(a.h0.dtype),
+    }
+    return [through_term(calls[0], r, gradients, incoming.input)]
 
 
 def _sequence_moments(call: _Call, own: list[Tensor]) -> None:
@@ -216,10 +209,10 @@ def _sequence_moments(call: _Call, own: list[Tensor]) -> None:
     own[1][0] = torch.where(keep, x - own[0], 0).square().sum((0, 1)) / n
 
 
-def _sequence_backward(
-    call: _Call, r: Outputs, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor
-) -> None:
+def _sequence_backward(call: _Call, r: Saved, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor) -> None:
     """What sequencewise statistics add to the gradient of the input term, in place."""
+    assert r.mean_x is not None
+    assert r.var_x is not None
     rstd = torch.rsqrt(r.var_x + call.a.eps)
     spread = dbias + (call.wx - r.mean_x) * rstd * dgamma_x
     n: Tensor | int = call.T * call.B
@@ -227,3 +220,6 @@ def _sequence_backward(
         n = call.valid.sum().clamp(min=1)
         spread = torch.where(call.valid[:, :, None], spread, 0)
     dwx -= (spread * (rstd * call.vectors[1]) / n).to(dwx.dtype)
+
+
+IMPLEMENTATION = Implementation(Saved, forward, backward, fake)

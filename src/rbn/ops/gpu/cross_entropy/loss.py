@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rbn.ops import reference
-from rbn.ops.operator import needs_grad
-from rbn.ops.operator import is_traced, one_by_one, undifferentiable
 from rbn.ops.gpu.cross_entropy.loss_kernels import cross_entropy_backward, cross_entropy_forward
 from rbn.ops.gpu.runtime.launch_cache import launch_kept
 from rbn.ops.gpu.stepwise import power_of_two, product
+from rbn.ops.operator import is_traced, needs_grad, one_by_one, undifferentiable
 
 LARGEST = 1024  # classes whose scores a program holds
 _NUMBERS = 2048  # of a program

@@ -8,14 +8,18 @@ term's normalization, the sums for gamma and bias, the weight gradient.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.gpu.input_term import through_term, with_term
 from rbn.ops.gpu.ln_lstm import ln_kernels as kernels
 from rbn.ops.gpu.runtime.launch_cache import Repeated
-from rbn.ops.gpu.stepwise import Call, factor, power_of_two, products, weight_gradient, zone
+from rbn.ops.gpu.stepwise import StepCall, factor, power_of_two, products, weight_gradient, zone
+from rbn.ops.operator import Implementation, Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -25,64 +29,30 @@ _KEPT = kernels.KEPT.value
 _TILE, _TILE_INTERPRETED = 128, 4096
 
 
-class Inputs(NamedTuple):
-    """The arguments of the operator, in its order. See `rbn.ops.ln_lstm` for their meaning."""
+class Saved(NamedTuple):
+    """What the backward pass needs; None where it is absent, or where nothing is saved."""
 
-    wx: Tensor
-    weight_hh: Tensor
-    bias: Tensor | None
-    gamma_x: Tensor
-    gamma_h: Tensor
-    gamma_c: Tensor
-    beta_c: Tensor
-    h0: Tensor
-    c0: Tensor
-    lengths: Tensor | None
-    population: list[Tensor]  # none: statistics are each row's own
-    mask_c: Tensor | None
-    mask_h: Tensor | None
-    rate_c: float
-    rate_h: float
-    eps: float
-    save: bool  # keep what the backward pass needs
+    wx: Tensor | None = None  # the input term and its factors, where the call made them
+    x: Tensor | None = None
+    w: Tensor | None = None
+    output: Tensor | None = None
+    centered: Tensor | None = None  # [T, B, 4H]: W_h h less its mean
+    cs: Tensor | None = None  # [T + 1, B, H] float32
+    moments: Tensor | None = None  # [T, B, 5] float32
 
 
-class Outputs(NamedTuple):
-    """The results of the operator: three for the user, then what is saved."""
-
-    output: Tensor  # [T, B, H]
-    h_n: Tensor  # [B, H]
-    c_n: Tensor  # [B, H]
-    centered: Tensor  # [T, B, 4H]: W_h h less its mean
-    cs: Tensor  # [T + 1, B, H] float32
-    moments: Tensor  # [T, B, 5] float32
-
-
-class Grads(NamedTuple):
-    """The gradients of the operator's differentiable inputs; empty for absent ones."""
-
-    wx: Tensor
-    weight_hh: Tensor
-    bias: Tensor
-    gamma_x: Tensor
-    gamma_h: Tensor
-    gamma_c: Tensor
-    beta_c: Tensor
-    h0: Tensor
-    c0: Tensor
-
-
-class _Call(Call):
-    def __init__(self, a: Inputs) -> None:
-        super().__init__(a.wx, a.lengths)
-        self.a, self.H = a, a.wx.shape[2] // 4
+class _Call(StepCall):
+    def __init__(self, a: LSTMArguments) -> None:
+        super().__init__(a.input, a.lengths)
+        self.a, self.H = a, a.input.shape[2] // 4
         self.vectors = [self.bias(a.bias)]
-        self.vectors += [self.full(v) for v in (a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)]
+        given = (a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)
+        self.vectors += [self.full(v) for v in given if v is not None]
         self.masks = [self.mask(a.mask_c), self.mask(a.mask_h)]
         # A kernel's argument that is an integer would be compiled in.
         self.rates = float(a.rate_c), float(a.rate_h)
         units = power_of_two(self.H)
-        tile = _TILE if a.wx.is_cuda else _TILE_INTERPRETED
+        tile = _TILE if a.input.is_cuda else _TILE_INTERPRETED
         self.rows = max(1, min(power_of_two(self.B), tile // units))
         self.row: dict[str, Any] = {
             "H": self.H,
@@ -101,26 +71,29 @@ class _Call(Call):
         return (-(-rows // self.rows),)
 
 
-def empty_outputs(a: Inputs) -> Outputs:
-    """Tensors of the shapes and types of the results."""
-    T, B, G = a.wx.shape
-    steps, H = T if a.save else 0, G // 4
+def fake(a: LSTMArguments) -> Results:
+    """Empty tensors with the shapes and dtypes of the results of one call."""
+    (T, B), H, dtype = a.input.shape[:2], a.weight_hh.shape[1], a.input.dtype
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return a.wx.new_empty(shape, dtype=dtype)
+        return a.input.new_empty(shape, dtype=dtype)
 
-    return Outputs(
-        output=new(T + 1, B, H, dtype=a.wx.dtype)[1:],
-        h_n=new(B, H, dtype=a.wx.dtype),
-        c_n=new(B, H, dtype=a.wx.dtype),
-        centered=new(steps, B, G, dtype=a.wx.dtype),
-        cs=new(T + 1, B, H) if a.save else new(0),
-        moments=new(steps, B, _KEPT),
-    )
+    saved = Saved()
+    if a.save:
+        saved = Saved(
+            wx=None if a.weight_ih is None else new(T, B, 4 * H, dtype=dtype),
+            centered=new(T, B, 4 * H, dtype=dtype),
+            cs=new(T + 1, B, H),
+            moments=new(T, B, _KEPT),
+        )
+    states = new(B, H, dtype=dtype), new(B, H, dtype=dtype)
+    return Results(new(T + 1, B, H, dtype=dtype)[1:], states, (None,) * 6, saved)
 
 
-def forward(a: Inputs) -> Outputs:
+def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
+    a: LSTMArguments
+    a, kept = with_term(LSTM, calls[0], separate=separate)
     call = _Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("ln_lstm forward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
@@ -140,20 +113,24 @@ def forward(a: Inputs) -> Outputs:
         for t, h in enumerate(hs[:T].unbind()):
             multiply(h)
             step(t, B, *call.rates, float(a.eps))
-    return Outputs(
-        output=hs[1:],
-        h_n=hs[T].clone() if a.lengths is None else h_n.to(wx.dtype),
-        c_n=cs[-1].to(wx.dtype, copy=True),
-        centered=centered,
-        cs=cs if a.save else call.new(0),
-        moments=moments,
-    )
+    output, h_n = hs[1:], hs[T].clone() if a.lengths is None else h_n.to(wx.dtype)
+    saved = Saved()
+    if a.save:
+        saved = Saved(**kept, output=output, centered=centered, cs=cs, moments=moments)
+    return Results(output, (h_n, cs[-1].to(wx.dtype, copy=True)), (None,) * 6, saved)
 
 
 def backward(
-    a: Inputs, r: Outputs, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
-) -> Grads:
-    """The gradients of all differentiable inputs, from those of the three results."""
+    calls: Sequence[LSTMArguments], r: Saved, plan: None, incoming: Incoming
+) -> list[dict[str, Tensor | None]]:
+    """The gradients of all tensors that have one."""
+    a: LSTMArguments
+    a, _ = with_term(LSTM, calls[0], r.wx)
+    doutput, (dh_n, dc_n) = incoming.output, incoming.states
+    assert r.output is not None
+    assert r.centered is not None
+    assert r.cs is not None
+    assert r.moments is not None
     call = _Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("ln_lstm backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
@@ -174,20 +151,21 @@ def backward(
             multiply(steps[t])
     dbias, dgamma_x, dgamma_h = _parameter_sums(call, r, dwx)
     _input_backward(call, r, dwx)
-    return Grads(
-        wx=dwx,
-        weight_hh=weight_gradient(da, a.h0, r.output).to(a.weight_hh.dtype),
-        bias=call.gradient(dbias, a.bias),
-        gamma_x=call.gradient(dgamma_x, a.gamma_x),
-        gamma_h=call.gradient(dgamma_h, a.gamma_h),
-        gamma_c=call.gradient(dgamma_c.sum(0), a.gamma_c),
-        beta_c=call.gradient(dbeta_c.sum(0), a.beta_c),
-        h0=(dh + through).to(a.h0.dtype),
-        c0=dc.to(a.c0.dtype),
-    )
+    gradients = {
+        "input": dwx,
+        "weight_hh": weight_gradient(da, a.h0, r.output).to(a.weight_hh.dtype),
+        "bias": call.gradient(dbias, a.bias),
+        "gamma_x": call.gradient(dgamma_x, a.gamma_x),
+        "gamma_h": call.gradient(dgamma_h, a.gamma_h),
+        "gamma_c": call.gradient(dgamma_c.sum(0), a.gamma_c),
+        "beta_c": call.gradient(dbeta_c.sum(0), a.beta_c),
+        "h0": (dh + through).to(a.h0.dtype),
+        "c0": dc.to(a.c0.dtype),
+    }
+    return [through_term(calls[0], r, gradients, incoming.input)]
 
 
-def _parameter_sums(call: _Call, r: Outputs, dpre: Tensor) -> list[Tensor]:
+def _parameter_sums(call: _Call, r: Saved, dpre: Tensor) -> list[Tensor]:
     """The gradients of bias, gamma_x and gamma_h, ``[4H]`` each, the same in every run.
 
     dpre: the gradient of the gates before their nonlinearities, ``[T, B, 4H]``.
@@ -208,9 +186,12 @@ def _parameter_sums(call: _Call, r: Outputs, dpre: Tensor) -> list[Tensor]:
     return [sums[:, k].sum(0) for k in range(3)]  # each in memory of its own
 
 
-def _input_backward(call: _Call, r: Outputs, dwx: Tensor) -> None:
+def _input_backward(call: _Call, r: Saved, dwx: Tensor) -> None:
     """From the gradient of the gates to that of wx ``[T, B, 4H]``, in place."""
     tensors = (call.wx, call.vectors[1], r.moments, call.lengths, dwx)
     n = call.T * call.B
     with torch.cuda.device_of(dwx):
         kernels.ln_input_backward[call.grid(n)](*tensors, call.B, n, **call.row)
+
+
+IMPLEMENTATION = Implementation(Saved, forward, backward, fake)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -11,57 +10,94 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbn.ops.definition import LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels, families
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
-from rbn.ops.gpu.lstm.kernel_arguments import FAR, Call, aligned, laid_out, rows_of
+from rbn.ops.gpu.lstm.joined import Saved, factors_of, join
+from rbn.ops.gpu.lstm.kernel_arguments import FAR, LSTMCall, aligned, laid_out, rows_of
 from rbn.ops.gpu.lstm.persistent.backward_kernel import lstm_backward
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
+from rbn.ops.gpu.lstm.plan import Plan, plan_for
+from rbn.ops.gpu.lstm.prepare import without_padding
 from rbn.ops.gpu.lstm.prepare_kernels import finish
-from rbn.ops.gpu.lstm.signature import Grads, Inputs, Outputs
 from rbn.ops.gpu.lstm.steps import step_launches
 from rbn.ops.gpu.runtime.launch_cache import launch_known
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
+from rbn.ops.operator import Incoming
 from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
-_AS_EVER = contextlib.nullcontext()
+_AS_BEFORE = contextlib.nullcontext()
 _BLOCK, _UNITS = 512, 32  # sums, and columns of states, that a program of `finish` takes
+# The gradients of a joined call, in the order of `_gradients`.
+_NAMES = ("weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0")
 
 
-def _consumed(call: Call, wh: Tensor) -> Tensor | None:
-    """Room for d(W_h h) ``[T, B, 4H]`` inside that of W_h h, where the forward pass left enough.
+def backward(
+    calls: Sequence[LSTMArguments], saved: Saved, plan: Plan | None, incoming: Incoming
+) -> list[dict[str, Tensor | None]]:
+    """The gradients of all tensors that have one, of each call by name."""
+    plan = plan_for(calls, separate=True) if plan is None else plan
+    call = join(calls, plan, saved)
+    d_input, *others = _gradients(call, saved, incoming)
+    n = len(calls)
+    gradients = [
+        dict.fromkeys(("input", "weight_ih"))
+        | {
+            name: value if n == 1 or value is None else value[k]
+            for name, value in zip(_NAMES, others, strict=True)
+        }
+        for k in range(n)
+    ]
+    if calls[0].weight_ih is None or plan.one_feature:
+        name = "weight_ih" if plan.one_feature else "input"
+        for k, own in enumerate(gradients):
+            own[name] = d_input if n == 1 else d_input[k]
+        return gradients
+    factors = factors_of(calls, saved)
+    for k, (own, a, (x, w)) in enumerate(zip(gradients, calls, factors, strict=True)):
+        d, columns = d_input if n == 1 else d_input[k], a.input.shape[-1]
+        if incoming.input:
+            own["input"] = without_padding(torch.matmul(d, w), columns)
+        dw = torch.mm(columns_of(d, 0, call.T), x.reshape(-1, x.shape[-1]))
+        own["weight_ih"] = without_padding(dw, columns)
+    return gradients
+
+
+def _consumed(call: LSTMCall, wh: Tensor) -> Tensor | None:
+    """Memory for d(W_h h) ``[T, B, 4H]`` inside that of W_h h, where the forward pass left enough.
 
     The backward pass reads W_h h of step t, then writes d(W_h h) of step t, last step first. The
-    latter lies at the end of the room, so that step t's covers only what was kept of the steps
+    latter lies at the end of the memory, so that step t's covers only what was kept of the steps
     after t: every block has read that before any block can have what it needs for step t. Unless
     they do not all wait for each other.
     """
-    size, kept, numbers = call.flat.numel(), call.facts.saved[1], wh.numel()
+    size, kept, numbers = call.term.numel(), call.plan.saved[1], wh.numel()
     if numbers == kept:  # as the operator gives it: there may be more behind it
         numbers = wh.untyped_storage().nbytes() // wh.element_size()
     begin = (numbers - size) // 8 * 8  # a multiple of 16 bytes
-    alone = call.R == 1 and call.facts.in_step
+    alone = call.R == 1 and call.plan.in_step
     if not alone or wh.storage_offset() or begin < kept + call.B * 4 * call.H - size:
         return None
     strides = (size, call.B * 4 * call.H, 4 * call.H, 1)
-    return wh.as_strided(call.flat.shape, strides[-call.flat.dim() :], begin)
+    return wh.as_strided(call.term.shape, strides[-call.term.dim() :], begin)
 
 
 class _Sums:
-    """Room for the gradients of `VECTORS`, and of w where there is one, float32, in one piece.
+    """Memory for the gradients of `VECTORS`, and of w where there is one, float32, in one piece.
 
     A part begins at a multiple of 16 bytes, which the kernels ask for.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: LSTMCall) -> None:
         n = call.R * call.H
         padded = -(-n // 4) * 4
         self.sizes = [4 * n] * 3 + [padded] * 2
         if call.w is not None:
             self.sizes.append(4 * n)
         new = torch.empty if call.in_cuda else torch.zeros
-        self.whole = new(sum(self.sizes), dtype=torch.float32, device=call.flat.device)
+        self.whole = new(sum(self.sizes), dtype=torch.float32, device=call.term.device)
 
     def parts(self) -> list[Tensor]:
         return list(self.whole.split(self.sizes))
@@ -80,7 +116,7 @@ class _Sums:
             found["dwx"] = begin + 3 * n + 2 * padded
         return found
 
-    def gradients(self, call: Call) -> list[Tensor | None]:
+    def gradients(self, call: LSTMCall) -> list[Tensor | None]:
         """The parts in the types and shapes of the parameters; None where there is none."""
         whole, types = self.whole, {v.dtype for v in self._parameters(call) if v is not None}
         if len(types) == 1 and whole.dtype not in types:  # rounded all at once
@@ -88,7 +124,7 @@ class _Sums:
         return self._fitted(call, whole.split_with_sizes(self.sizes))
 
     def with_states(
-        self, call: Call, dh0: Tensor, dh: Tensor | None, dc: Tensor
+        self, call: LSTMCall, dh0: Tensor, dh: Tensor | None, dc: Tensor
     ) -> list[Tensor | None] | None:
         """The same and then the gradients of initial states that all rows share, in one launch.
 
@@ -123,12 +159,12 @@ class _Sums:
         states = (of_h, of_c) if not call.lead else (of_h.view(a.h0.shape), of_c.view(a.c0.shape))
         return [*self._fitted(call, parts), *states]
 
-    def _parameters(self, call: Call) -> list[Tensor | None]:
+    def _parameters(self, call: LSTMCall) -> list[Tensor | None]:
         a = call.a
         given = [a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c]
         return given if call.w is None else [*given, call.w]
 
-    def _fitted(self, call: Call, parts: Sequence[Tensor]) -> list[Tensor | None]:
+    def _fitted(self, call: LSTMCall, parts: Sequence[Tensor]) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         given = self._parameters(call)
         for parameter, part, size in zip(given, parts, self.sizes, strict=True):
@@ -143,66 +179,38 @@ class _Sums:
         return found
 
 
-def backward(
-    given: Inputs,
-    r: Outputs,
-    doutput: Tensor | None,
-    dh_n: Tensor | None,
-    dc_n: Tensor | None,
-    consume: bool = False,
-    w: Tensor | None = None,
-    inputs: Tensor | None = None,
-) -> Grads:
-    """The gradients of all differentiable inputs, from those of the three results.
-
-    consume: whether what the forward pass saved may be overwritten, as nobody will need it again.
-    w, inputs: for inputs of one feature, see `Call`, and as the forward pass has given them. The
-        gradient that is named after the input term is then that of w.
-    """
-    found = gradients(Call(given, w), r, doutput, dh_n, dc_n, consume, inputs)
-    empty = functools.partial(given.wx.new_empty, 0, dtype=torch.float32)
-    return Grads._make(empty() if value is None else value for value in found)
-
-
-def gradients(
-    call: Call,
-    r: Outputs,
-    doutput: Tensor | None,
-    dh_n: Tensor | None,
-    dc_n: Tensor | None,
-    consume: bool = False,
-    inputs: Tensor | None = None,
-) -> Grads:
-    """The same of a call; None for absent inputs."""
-    a, wx, w = call.a, call.flat, call.w
+def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
+    """Those of the input term, or of W_x of one feature, and then of `_NAMES`; None for absent."""
+    a, wx, w = call.a, call.term, call.w
+    doutput, last = incoming.output, incoming.states
+    assert r.wh is not None
     if log.isEnabledFor(logging.DEBUG):
         log.debug(
             "lstm backward R=%d T=%d B=%d H=%d %s: %s",
             *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
         )
-    looks = call.in_cuda and call.facts.looks["backward"]
-    da = _consumed(call, r.wh) if consume and not looks else None
-    if looks:  # it begins EMPTY, so it has a room of its own
+    looks = call.in_cuda and call.plan.looks["backward"]
+    da = _consumed(call, r.wh) if incoming.consume and not looks else None
+    if looks:  # it starts as EMPTY, so it has memory of its own
         bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
         da = torch.full(wx.shape, -1, dtype=bits, device=wx.device).view(wx.dtype)
     elif da is None:
         da = wx.new_empty(wx.shape)
-    shared = a.norm == "none" or a.joint  # the gradient of both terms is one
+    shared = a.norm == "none" or call.plan.joint  # the gradient of both terms is one
     dwx = None if w is not None else da if shared else torch.empty_like(wx)
     sums = _Sums(call)
     moments = _moments(call, r)
     weight = a.weight_hh if a.weight_hh.dtype == wx.dtype else a.weight_hh.to(wx.dtype)
     weight = aligned(weight)
-    last = (dh_n, dc_n)
     if call.in_cuda:
-        dh, dc = _in_cuda(call, r, moments, weight, doutput, last, da, dwx, sums, inputs)
+        dh, dc = _in_cuda(call, r, moments, weight, doutput, last, da, dwx, sums)
     else:
         assert dwx is not None
         dh, dc = _in_triton(call, r, moments, weight, doutput, last, da, dwx, sums)
 
-    if call.facts.sequence and dwx is not None:
+    if call.plan.sequence and dwx is not None:
         _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
-    apart = shared or not (call.in_cuda and call.family == cuda_kernels.SMALL)
+    apart = shared or not (call.in_cuda and call.family == cuda_kernels.CLUSTER)
     with _multiplied_as_by_kernels(call):
         dweight, dh0 = _through_weight(call, da, weight, r, apart)
     if dweight.dtype != a.weight_hh.dtype:
@@ -213,57 +221,58 @@ def gradients(
         if dh is not None:
             dh0 = dh + dh0.to(torch.float32)
         states = [_of_state(call, d, state) for d, state in ((dh0, a.h0), (dc, a.c0))]
-        return Grads._make((found.pop() if dwx is None else dwx, dweight, *found, *states))
-    return Grads._make((dwx, dweight, *found))
+        first = found.pop() if dwx is None else dwx
+        return [first, dweight, *found, *states]
+    first = dwx if w is None else found.pop(len(found) - 3)
+    return [first, dweight, *found]
 
 
-def _of_state(call: Call, gradient: Tensor, state: Tensor) -> Tensor:
+def _of_state(call: LSTMCall, gradient: Tensor, state: Tensor) -> Tensor:
     """In the type of an initial state, and summed over the rows that share it."""
     if gradient.dtype != state.dtype:
         gradient = gradient.to(state.dtype)
     return gradient.sum(-2) if call.shared(state) else gradient
 
 
-def _moments(call: Call, r: Outputs) -> list[Tensor | None]:
+def _moments(call: LSTMCall, r: Saved) -> list[Tensor | None]:
     """The statistics that the backward kernels normalize with."""
     a = call.a
-    found = [call.full(p) for p in a.population] if a.population else r[3:9]
-    moments = [None if m is None or not m.numel() else m for m in found]
-    if a.norm == "batch" and not a.population:
+    own = [r.mean_x, r.var_x, r.mean_h, r.var_h, r.mean_c, r.var_c]
+    moments = call.population() if a.population else own
+    if a.batch_stats:
         var_x, var_h, var_c = moments[1::2]
         assert var_h is not None
         h0, c0 = [None if call.shared(s) else s for s in (a.h0, a.c0)]
         masked = a.mask_c is not None or a.mask_h is not None
         lengths = None if a.lengths is None else call.lengths
         moments[3], moments[5] = raised_variances(
-            (h0, c0), a.wx, var_x, var_h, var_c, a.eps, masked, lengths, a.include
+            (h0, c0), a.input, var_x, var_h, var_c, a.eps, masked, lengths, call.plan.include
         )
     return moments
 
 
 def _in_cuda(
-    call: Call,
-    r: Outputs,
+    call: LSTMCall,
+    r: Saved,
     moments: list[Tensor | None],
     weight: Tensor,
     doutput: Tensor | None,
-    last: tuple[Tensor | None, Tensor | None],
+    last: tuple[Tensor | None, ...],
     da: Tensor,
     dwx: Tensor | None,
     sums: _Sums,
-    inputs: Tensor | None,
 ) -> tuple[Tensor | None, Tensor]:
     """One launch. Gives what of the gradients of h0 and c0 does not go through W_h.
 
     Of the former None, where every row goes through every product.
     """
-    wx = call.flat
+    wx = call.term
     at = call.addresses(cuda_kernels.backward_weight(call, weight))
     at |= call.moments_at(moments)
     at |= sums.at()
     n, alone = call.R * call.B * call.H, last[0] is None and last[1] is None
     own = -(-n // 4) * 16  # bytes of a last gradient
-    zeroed = call.facts.zeroed["backward"]
+    zeroed = call.plan.zeroed["backward"]
     if alone:
         zeroed = {"dh": own, "dc": own, "": 4 * FAR} | zeroed
     zeros = torch.zeros(sum(zeroed.values()) // 4, dtype=torch.float32, device=wx.device)
@@ -271,16 +280,18 @@ def _in_cuda(
     if not alone:
         dh, dc = (_copied(call, grad) for grad in last)
         at["dh"], at["dc"] = dh.data_ptr(), dc.data_ptr()
+    assert r.cs is not None
+    assert r.wh is not None
     at["cs"], at["wh"] = r.cs.data_ptr(), r.wh.data_ptr()
     at["da"] = da.data_ptr()
     if dwx is not None:
         at["dwx"] = dwx.data_ptr()
-    if inputs is not None:
-        at |= call.inputs_at(inputs)
+    if r.inputs is not None:
+        at |= call.inputs_at(r.inputs)
     if doutput is not None:
         at["doutput"] = call.address(doutput.contiguous())
     cuda_kernels.backward(call, at, rows_of(moments), doutput is not None)
-    through = call.a.lengths is None and not call.facts.zoned
+    through = call.a.lengths is None and not call.plan.zoned
     if alone:
         shape = (*call.lead, call.B, call.H)
         strides = (call.B * call.H, call.H, 1)[-len(shape) :]
@@ -290,12 +301,12 @@ def _in_cuda(
 
 
 def _in_triton(
-    call: Call,
-    r: Outputs,
-    given: list[Tensor | None],
+    call: LSTMCall,
+    r: Saved,
+    moments: list[Tensor | None],
     weight: Tensor,
     doutput: Tensor | None,
-    last: tuple[Tensor | None, Tensor | None],
+    last: tuple[Tensor | None, ...],
     da: Tensor,
     dwx: Tensor,
     sums: _Sums,
@@ -303,24 +314,25 @@ def _in_triton(
     """The same in one launch, or one for each step."""
     a, T, B, wx = call.a, call.T, call.B, call.wx
     da, dwx = da.view(wx.shape), dwx.view(wx.shape)
-    moments = [call.empty.narrow(0, 0, 0) if m is None else m for m in given]
     dh, dc = (_copied(call, grad) for grad in last)
-    through = a.lengths is None and not a.zoned
+    through = a.lengths is None and not call.plan.zoned
     if call.path == families.STEPS:
         dy = None if doutput is None else doutput.contiguous()
+        assert r.cs is not None
+        assert r.wh is not None
         step_launches.backward(call, moments, r.cs, r.wh, dy, dh, dc, da, dwx, sums.parts())
         return None if through else dh, dc
     barrier = torch.zeros(call.R, dtype=torch.int32, device=wx.device)
-    plan, transposed = call.plan, weight.transpose(-2, -1).contiguous()
-    flags = {"K": plan.k_backward, "HAS_DOUTPUT": doutput is not None}
+    tiles, transposed = call.tiles, weight.transpose(-2, -1).contiguous()
+    flags = {"K": tiles.k_backward, "HAS_DOUTPUT": doutput is not None}
     vectors, masks = call.vectors(), call.masks()
-    pieces = [(T - 1, T)] if plan.persistent else [(t, 1) for t in range(T - 1, -1, -1)]
+    pieces = [(T - 1, T)] if tiles.persistent else [(t, 1) for t in range(T - 1, -1, -1)]
     for first, steps in pieces:
         arguments = [
             wx,
             transposed,
             *vectors,
-            *(m if m.numel() else call.empty for m in (*moments[:2], *moments[3:])),
+            *(call.empty if m is None else m for m in (*moments[:2], *moments[3:])),
             r.cs,
             r.wh,
             call.lengths,
@@ -342,34 +354,34 @@ def _in_triton(
             a.rate_h,
             a.eps,
         ]
-        call.launch(lstm_backward, arguments, flags, plan.warps_backward, plan.stages_backward)
+        call.launch(lstm_backward, arguments, flags, tiles.warps_backward, tiles.stages_backward)
     return None if through else dh, dc
 
 
-def _copied(call: Call, grad: Tensor | None) -> Tensor:
+def _copied(call: LSTMCall, grad: Tensor | None) -> Tensor:
     """The gradient of a last state in float32, to be written to."""
-    full: dict[str, Any] = {"dtype": torch.float32, "device": call.flat.device}
+    full: dict[str, Any] = {"dtype": torch.float32, "device": call.term.device}
     if grad is None:
         return torch.zeros(*call.lead, call.B, call.H, **full)
     return grad.to(copy=True, memory_format=torch.contiguous_format, **full)
 
 
-def _multiplied_as_by_kernels(call: Call) -> contextlib.AbstractContextManager[None]:
+def _multiplied_as_by_kernels(call: LSTMCall) -> contextlib.AbstractContextManager[None]:
     """Products of float32 are in tf32 where the kernels' were; else as PyTorch's switch says."""
-    if call.flat.is_cuda and call.flat.dtype == torch.float32 and call.a.tf32:
+    if call.term.is_cuda and call.term.dtype == torch.float32 and call.a.tf32:
         return multiplied_in_tf32(True)
-    return _AS_EVER
+    return _AS_BEFORE
 
 
 def _through_weight(
-    call: Call, da: Tensor, weight: Tensor, r: Outputs, apart: bool
+    call: LSTMCall, da: Tensor, weight: Tensor, r: Saved, apart: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of W_h and, as far as it goes through the product, of h0.
 
     apart: whether the columns of da are gate by gate, as the rows of W_h are, or unit by unit.
     """
     first = _rows_of(da, 1)
-    if r.hidden is not None and r.hidden.numel():
+    if r.hidden is not None:
         before = _rows_of(r.hidden, call.T)
         dweight = _product(call, columns_of(da, 0, call.T), before)
     else:
@@ -377,6 +389,7 @@ def _through_weight(
         h0 = aligned(h0 if h0.dtype == da.dtype else h0.to(da.dtype))
         dweight = _product(call, first.transpose(-2, -1), h0)
         if call.T > 1:
+            assert r.output is not None
             before = _rows_of(r.output, call.T - 1)
             add = torch.baddbmm if call.lead else torch.addmm
             dweight = add(dweight, columns_of(da, 1, call.T - 1), before)
@@ -386,7 +399,7 @@ def _through_weight(
     return dweight, _product(call, first, weight)
 
 
-def _product(call: Call, a: Tensor, b: Tensor) -> Tensor:
+def _product(call: LSTMCall, a: Tensor, b: Tensor) -> Tensor:
     """``a b`` of matrices, or of as many as there are recurrences; less to ask than `matmul`."""
     return torch.bmm(a, b) if call.lead else torch.mm(a, b)
 
@@ -407,10 +420,12 @@ def columns_of(x: Tensor, first: int, count: int) -> Tensor:
 
 
 def _sequence_backward(
-    call: Call, r: Outputs, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor
+    call: LSTMCall, r: Saved, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor
 ) -> None:
     """What sequencewise statistics add to the gradient of the input term, in place."""
     a, wide = call.a, (call.R, 1, 1, 4 * call.H)
+    assert r.mean_x is not None
+    assert r.var_x is not None
     rstd = torch.rsqrt(r.var_x.view(wide) + a.eps)
     x_hat = (call.wx - r.mean_x.view(wide)) * rstd
     n: Tensor | int = call.T * call.B

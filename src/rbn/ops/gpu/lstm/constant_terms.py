@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu.lstm.constant_terms_kernel import raise_variances
+from rbn.ops.gpu.lstm.constant_terms_kernel import raise_variances as kernel
 from rbn.ops.gpu.runtime.launch_cache import launch_known
-from rbn.ops.identical_rows import raise_variances, identical_steps
+from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.types import CONSTANT
 
 _BLOCK = 1024
@@ -30,7 +30,7 @@ def raised_variances(
     """Variances ``[..., T, F]`` for the backward kernels, from those of the forward pass.
 
     states: ``[..., B, H]`` each, None where all rows are one. wx: ``[..., T, B, 4H]``. var_x: over
-    a sequence ``[..., 1, 4H]``; None, like var_c, for absent terms. The others as in `identical_steps`.
+    a sequence ``[..., 1, 4H]``; None, like var_c, for absent terms. Others: see `identical_steps`.
     """
     T, B, G = wx.shape[-3:]
     sequence = var_x is not None and var_x.shape[-2] != T
@@ -63,5 +63,5 @@ def raised_variances(
 
     known = (wx.shape, *look, var_c is None, masked, eps, h0.dtype, c0.dtype)
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    launch_known(raise_variances, known, addresses, ask, var_h)
+    launch_known(kernel, known, addresses, ask, var_h)
     return new_h, new_c

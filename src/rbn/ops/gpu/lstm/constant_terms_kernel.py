@@ -63,7 +63,7 @@ def raise_variances(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`raised` of both variances, by `identical_steps`; LOOK: whether rows of a state can differ."""
+    """Raises both variances, see `identical_steps`; LOOK: whether rows of a state can differ."""
     r = tl.program_id(1).to(tl.int64)
     identical = 1
     if LOOK_H:

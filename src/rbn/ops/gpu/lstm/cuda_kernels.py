@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbn.ops.definition import LSTMArguments
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
-from rbn.ops.gpu.lstm.persistent.tiles import tf32_allowed
-from rbn.ops.gpu.lstm.signature import Inputs
+from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structure
 from rbn.ops.gpu.stepwise import zone
@@ -29,7 +29,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UNITS = 8
 _SHARED = 227 * 1024
 _TILES = 8  # of 16 rows
-SMALL, WIDE, EIGHT = "small", "wide", "units of 8"  # which kernels run
+CLUSTER, GRID, PORTABLE = "cluster", "grid", "portable"  # which kernels run
 
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 _MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
@@ -156,28 +156,28 @@ def _capable(device: int) -> bool:
     return capability >= (8, 0) and nvrtc.works(capability)
 
 
-def covers(a: Any) -> bool:
+def covers(term: Term, a: LSTMArguments) -> bool:
     """Whether both kernels take this call."""
-    if not a.wx.is_cuda or not _capable(a.wx.device.index or 0):
+    if not term.is_cuda or not _capable(term.device.index or 0):
         return False
-    if a.wx.dtype == torch.float32 and not a.tf32:
+    if term.dtype == torch.float32 and not a.tf32:
         return False
-    if not takes_options(a):
+    if not takes_options(term, a):
         return False
-    return bool(a.zoned or _fits(a.wx) or cluster_kernels.choose(a.wx) or fits_wide(a.wx))
+    return bool(a.zoned or _fits(term) or cluster_kernels.choose(term) or fits_grid(term))
 
 
-def takes_options(a: Inputs) -> bool:
+def takes_options(term: Term, a: LSTMArguments) -> bool:
     """Whether the kernels have all that this call asks for.
 
     Zoneout only those for wide layers have, which then run whatever they take.
     """
     if a.joint or a.include or a.pass_normalized_cell:
         return False
-    return not a.zoned or grid_kernels.takes(a.wx)
+    return not a.zoned or grid_kernels.takes(term)
 
 
-def _fits(wx: Tensor) -> bool:
+def _fits(wx: Term) -> bool:
     """Whether the card has room for all blocks of 8 units at once."""
     *lead, _, B, G = wx.shape
     return _has_room(wx.dtype, lead[0] if lead else 1, B, G // 4, wx.device.index or 0)
@@ -195,38 +195,40 @@ def _has_room(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, dev
     )
 
 
-def fits_wide(wx: Tensor) -> bool:
+def fits_grid(wx: Term) -> bool:
     """Whether blocks of 16 units take it: there is no room for those of 8, or these are better."""
     if _fits(wx):
         return grid_kernels.preferred(wx)
     return grid_kernels.takes(wx)
 
 
-def kind(wx: Tensor) -> str | None:
+def kind(wx: Term, tf32: bool) -> str | None:
     """Which kernels take a layer of this size and type, if its options allow it."""
     if not _capable(wx.device.index or 0):
         return None
-    if wx.dtype == torch.float32 and not tf32_allowed():
+    if wx.dtype == torch.float32 and not tf32:
         return None
     if cluster_kernels.choose(wx):
-        return SMALL
-    return WIDE if fits_wide(wx) else EIGHT if _fits(wx) else None
+        return CLUSTER
+    return GRID if fits_grid(wx) else PORTABLE if _fits(wx) else None
 
 
-def family(wx: Tensor, zoned: bool = False) -> str:
+def family(wx: Term, zoned: bool = False) -> str:
     """The same of a call that these kernels take, for `meeting` and launches."""
     if zoned:
-        return WIDE
-    return SMALL if cluster_kernels.choose(wx) else WIDE if fits_wide(wx) else EIGHT
+        return GRID
+    return CLUSTER if cluster_kernels.choose(wx) else GRID if fits_grid(wx) else PORTABLE
 
 
-def cut_of(direction: str, wx: Tensor, family: str) -> Any:
+def cut_of(direction: str, wx: Term, family: str) -> Any:
     """How the kernel of a family is cut: a `Cut`, `SmallCut` or `WideCut`."""
     B, G = wx.shape[-2:]
-    if family == EIGHT:
+    if family == PORTABLE:
         cut: Any = (cut_forward if direction == "forward" else cut_backward)(wx.dtype, B, G // 4)
     else:
-        cut = cluster_kernels.choose(wx) if family == SMALL else grid_kernels.choose(direction, wx)
+        cut = (
+            cluster_kernels.choose(wx) if family == CLUSTER else grid_kernels.choose(direction, wx)
+        )
     assert cut is not None
     return cut
 
@@ -244,7 +246,7 @@ def zeroed(cut: Any, recurrences: int) -> dict[str, int]:
 
 
 def defines(
-    a: Inputs, flags: dict[str, int], hidden: int, one_feature: bool, doutput: bool
+    a: LSTMArguments, flags: dict[str, int], hidden: int, one_feature: bool, doutput: bool
 ) -> tuple[Any, ...]:
     """What a kernel is compiled with, besides how it is cut.
 
@@ -252,7 +254,7 @@ def defines(
     gradient, for the backward kernel.
     """
     return (
-        ("TYPE", _TYPES[a.wx.dtype]),
+        ("TYPE", _TYPES[a.input.dtype]),
         ("H", hidden),
         ("MODE_X", flags["X"]),
         ("MODE_H", flags["NORM"]),
@@ -285,10 +287,10 @@ def _run(
     kernel.launch((blocks, call.R * splits), packed)
 
 
-def _run_wide(
+def _run_grid(
     direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
 ) -> None:
-    cut = call.facts.cuts[direction]
+    cut = call.plan.cuts[direction]
     log.debug("lstm %s in CUDA, wide: %s", direction, cut)
     with device_of(call.flat):
         kernel = grid_kernels.kernel(cut, call.flat.device.index or 0, defines)
@@ -312,17 +314,17 @@ def _run_wide(
         )
 
 
-def _run_small(
+def _run_cluster(
     direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
 ) -> None:
-    wx, cut = call.flat, call.facts.cuts[direction]
+    wx, cut = call.flat, call.plan.cuts[direction]
     device = wx.device.index or 0
     cluster = cluster_kernels.cluster_of(cut, wx.dtype, call.H, device)
     assert cluster is not None
     log.debug("lstm %s in CUDA, small: %s, clusters of %d", direction, cut, cluster)
     with device_of(wx):
         kernel = cluster_kernels.kernel(direction, cut, cluster, device, defines)
-        if call.w is None:
+        if not call.plan.one_feature:
             arguments = ForwardArguments if direction == "forward" else BackwardArguments
         else:
             arguments = OneForwardArguments if direction == "forward" else OneBackwardArguments
@@ -335,12 +337,12 @@ def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
     at: addresses by the names of its struct; absent ones are not looked at. rows: of the statistics
     of x, h and c.
     """
-    wx, defines = call.flat, call.facts.defines[False]
-    if call.family != EIGHT:
-        run = _run_small if call.family == SMALL else _run_wide
+    wx, defines = call.flat, call.plan.defines[False]
+    if call.family != PORTABLE:
+        run = _run_cluster if call.family == CLUSTER else _run_grid
         run("forward", call, at, rows, defines)
         return
-    cut = call.facts.cuts["forward"]
+    cut = call.plan.cuts["forward"]
     blocks = -(-call.H // (16 if wx.dtype == torch.float32 else 32))
     shared = cut.shared(blocks, 4, 40, 64)
     log.debug("lstm forward in CUDA: %s", cut)
@@ -351,19 +353,19 @@ def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
 
 def backward_weight(call: Any, weight: Tensor) -> Tensor:
     """W_h as the backward kernel takes it."""
-    if call.family == WIDE:
+    if call.family == GRID:
         return weight.contiguous()
     return weight.transpose(-2, -1).contiguous()
 
 
 def backward(call: Any, at: dict[str, int], rows: list[int], has_doutput: bool) -> None:
     """Launch the backward kernel, with W_h as `backward_weight` gives it; see `forward`."""
-    wx, defines = call.flat, call.facts.defines[has_doutput]
-    if call.family != EIGHT:
-        run = _run_small if call.family == SMALL else _run_wide
+    wx, defines = call.flat, call.plan.defines[has_doutput]
+    if call.family != PORTABLE:
+        run = _run_cluster if call.family == CLUSTER else _run_grid
         run("backward", call, at, rows, defines)
         return
-    cut = call.facts.cuts["backward"]
+    cut = call.plan.cuts["backward"]
     blocks = -(-4 * call.H // (16 if wx.dtype == torch.float32 else 32))
     shared = cut.shared(blocks, 1, 8, 96)
     log.debug("lstm backward in CUDA: %s", cut)

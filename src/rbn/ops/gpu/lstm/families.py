@@ -1,21 +1,21 @@
-"""Which kernels run a call of the LSTM."""
+"""Chooses the kernels that run a call of the LSTM."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
-from torch import Tensor
 
+from rbn.ops.definition import LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.persistent.tiles import (
-    Plan,
-    make_plan,
+    Tiles,
+    make_tiles,
     multiprocessors,
     shared_memory,
     widens,
 )
-from rbn.ops.gpu.lstm.signature import Inputs
+from rbn.ops.gpu.lstm.term import Term
 
 CUDA = "one kernel in CUDA C++"
 PERSISTENT = "one persistent kernel"
@@ -25,35 +25,31 @@ STEPS = "a product and a kernel for each step"
 STREAMED = 24 * 2**20
 
 
-def plan_for(wx: Tensor) -> Plan | None:
-    """How to run over an input term ``[R, T, B, 4H]``, or ``[T, B, 4H]`` for one recurrence."""
-    R = wx.shape[0] if wx.dim() == 4 else 1
-    B, G = wx.shape[-2:]
-    where = (wx.device.index or 0) if wx.is_cuda else None
-    if torch.compiler.is_compiling():  # which looks through caches, and says so
-        return _new_plan(R, B, G // 4, wx.dtype, where)
-    return _plan(R, B, G // 4, wx.dtype, where)
+def tiles_for(term: Term) -> Tiles | None:
+    """The tiles of the persistent kernels in Triton; None where the batch is too large for one."""
+    R = term.shape[0] if len(term.shape) == 4 else 1
+    B, G = term.shape[-2:]
+    where = (term.device.index or 0) if term.is_cuda else None
+    return _tiles(R, B, G // 4, term.dtype, where)
 
 
-def _new_plan(R: int, B: int, H: int, dtype: torch.dtype, where: int | None) -> Plan | None:
+@functools.lru_cache(maxsize=256)
+def _tiles(R: int, B: int, H: int, dtype: torch.dtype, where: int | None) -> Tiles | None:
     if where is None:
-        return make_plan(R, B, H, None)
+        return make_tiles(R, B, H, None)
     widened = dtype != torch.float32 and widens(where)
     sizes = (R, B, H, multiprocessors(where), dtype.itemsize, shared_memory(where))
-    return make_plan(*sizes, widened)
+    return make_tiles(*sizes, widened)
 
 
-_plan = functools.lru_cache(maxsize=256)(_new_plan)
+def is_streamed(term: Term) -> bool:
+    """Whether W_h is far too large to stay on the chip."""
+    G = term.shape[-1]
+    return G * (G // 4) * term.dtype.itemsize > STREAMED
 
 
-def is_streamed(wx: Tensor) -> bool:
-    """Whether W_h of a layer with this input term ``[..., 4H]`` is far too large for the chip."""
-    G = wx.shape[-1]
-    return G * (G // 4) * wx.itemsize > STREAMED
-
-
-def choose(a: Inputs) -> str:
-    """`CUDA`, `PERSISTENT` (in Triton) or `STEPS`, for an input term ``[R, T, B, 4H]``.
+def choose(term: Term, a: LSTMArguments) -> str:
+    """`CUDA`, `PERSISTENT` (in Triton) or `STEPS`.
 
     The kernels in CUDA C++ are the fastest for what they cover. A persistent kernel in Triton takes
     any option, but holds all rows of its units in registers, and all its programs must be on the
@@ -62,9 +58,9 @@ def choose(a: Inputs) -> str:
     product of cuBLAS; beyond `STREAMED` bytes that costs more than the launches it saves. All of
     those calls go step by step, which takes any shape.
     """
-    if cuda_kernels.covers(a):
+    if cuda_kernels.covers(term, a):
         return CUDA
-    plan = plan_for(a.wx)
-    if plan is None or not plan.persistent or is_streamed(a.wx):
+    tiles = tiles_for(term)
+    if tiles is None or not tiles.persistent or is_streamed(term):
         return STEPS
     return PERSISTENT

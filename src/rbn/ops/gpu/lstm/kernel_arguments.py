@@ -1,4 +1,4 @@
-"""What a forward and a backward call of the GPU's LSTM have in common."""
+"""The arguments of the LSTM's kernels: tensors and their addresses, forward and backward."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.lstm import families
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
-from rbn.ops.gpu.lstm.persistent.tiles import Plan, has_product
-from rbn.ops.gpu.lstm.plan import BATCH, Facts, facts_of
-from rbn.ops.gpu.lstm.signature import MOMENTS, Inputs
+from rbn.ops.gpu.lstm.persistent.tiles import Tiles, has_product
+from rbn.ops.gpu.lstm.plan import BATCH, Plan
 from rbn.ops.gpu.stepwise import zone
 from rbn.ops.types import valid_steps
 
@@ -29,34 +29,29 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
 
 
-class Call:
-    """Sizes, modes and arguments, in the form that the kernels take.
+class LSTMCall:
+    """Sizes, modes and tensors, in the form that the kernels take.
 
     Attributes:
-        a: the operator's arguments as they came.
-        flat: the input term, contiguous, in the shape that it came in.
-        lead: ``(R,)``, or nothing where the arguments have no leading dimension.
-        w: of inputs of one feature W_x, ``[R, 4H, 1]``. In the place of the input term is then the
-            feature, as many times as that has columns, and the input term is never made.
-        facts: what it has in common with others, such as the kernels that run.
-        joined: the parameters `VECTORS` widened in one tensor, as far as the kernels needed it so;
+        a: the operator's arguments; `input` is the input term, and tensors of several calls are
+            stacked. With `plan.one_feature` it is the feature, expanded to the term's shape.
+        term: the input term, contiguous, in the shape that it came in.
+        w: W_x of inputs of one feature, ``[R, 4H, 1]``.
+        joined: the parameters `VECTORS` in float32 in one tensor, if the kernels needed it so;
             the backward pass need not do it again.
-        kept: what kernels were given the addresses of, and nobody else may hold.
+        kept: tensors whose addresses the kernels were given, and which nobody else holds.
     """
 
     def __init__(
-        self,
-        a: Inputs,
-        w: Tensor | None = None,
-        facts: Facts | None = None,
-        joined: Tensor | None = None,
+        self, a: LSTMArguments, plan: Plan, w: Tensor | None = None, joined: Tensor | None = None
     ) -> None:
-        self.a, self.w, self.joined = a, w, joined
-        self.flat = aligned(a.wx.contiguous()) if w is None else a.wx
-        self.facts = facts = facts_of(a, w) if facts is None else facts
-        self.lead, self.R, self.T, self.B, self.H = facts.sizes
-        self.path, self.in_cuda, self.x = facts.path, facts.in_cuda, facts.x
+        self.a, self.plan, self.w, self.joined = a, plan, w, joined
+        self.term = aligned(a.input.contiguous()) if w is None else a.input
+        self.lead, self.R, self.T, self.B, self.H = plan.sizes
+        self.path, self.in_cuda, self.x = plan.path, plan.in_cuda, plan.x
         self.kept: list[Tensor] = []
+        self.factors: list[tuple[Tensor, Tensor]] = []  # of the input terms that were made
+        self.vectors_of_all: Tensor | None = None  # the parameters `VECTORS` of several calls
 
     @functools.cached_property
     def wx(self) -> Tensor:
@@ -64,17 +59,17 @@ class Call:
 
         Of all else the kernels see the memory alone, which a dimension of one does not change.
         """
-        return self.flat if self.lead else self.flat[None]
+        return self.term if self.lead else self.term[None]
 
     @property
     def family(self) -> str:
         """Which of the kernels in CUDA C++ run."""
-        return self.facts.family
+        return self.plan.family
 
     @functools.cached_property
     def empty(self) -> Tensor:
         """Something in the place of a tensor that a kernel does not look at."""
-        return self.flat.new_empty(1, dtype=torch.float32)
+        return self.term.new_empty(1, dtype=torch.float32)
 
     @functools.cached_property
     def lengths(self) -> Tensor:
@@ -82,7 +77,7 @@ class Call:
         lengths = self.a.lengths
         if lengths is None:
             return self.empty
-        return lengths.to(device=self.flat.device, dtype=torch.int32).contiguous()
+        return lengths.to(device=self.term.device, dtype=torch.int32).contiguous()
 
     @functools.cached_property
     def inv_n(self) -> Tensor:
@@ -94,12 +89,12 @@ class Call:
         n = valid.sum(1)
         return torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
 
-    @property
-    def plan(self) -> Plan:
-        """How a persistent kernel runs."""
-        plan = families.plan_for(self.wx)
-        assert plan is not None
-        return plan
+    @functools.cached_property
+    def tiles(self) -> Tiles:
+        """Those of the persistent kernels in Triton."""
+        tiles = families.tiles_for(self.plan.term)
+        assert tiles is not None
+        return tiles
 
     def shared(self, state: Tensor) -> bool:
         """Whether an initial state is one for all rows."""
@@ -150,6 +145,12 @@ class Call:
             flat = [v.reshape(-1) for v in present] if self.lead else present
             self.joined = torch.cat(flat).float()
 
+    def population(self) -> list[Tensor | None]:
+        """Given mean and var of the terms x, h and c in float32; None for absent ones."""
+        a = self.a
+        given = (a.mean_x, a.var_x, a.mean_h, a.var_h, a.mean_c, a.var_c)
+        return [None if value is None else self.full(value) for value in given]
+
     def masks(self) -> list[Tensor]:
         """Zoneout masks as bytes."""
         return [
@@ -175,7 +176,7 @@ class Call:
         """Of what both kernels are given, by the names they use; not of what is absent."""
         found = {"weight": self.address(weight)}
         if self.w is None:
-            found["wx"] = self.address(self.flat)
+            found["wx"] = self.address(self.term)
         else:
             found["w"] = self.address(self.full(self.w))
         if self.joined is None:
@@ -195,7 +196,7 @@ class Call:
             at += 4 * size
         if self.a.lengths is not None:
             found["lengths"], found["inv_n"] = map(self.address, (self.lengths, self.inv_n))
-        if self.facts.zoned:
+        if self.plan.zoned:
             for name, mask in (("mask_c", self.a.mask_c), ("mask_h", self.a.mask_h)):
                 if mask is not None:
                     found[name] = self.address(mask.contiguous())
@@ -204,7 +205,7 @@ class Call:
     @functools.cached_property
     def input_rows(self) -> int:
         """Numbers that a step of inputs of one feature takes."""
-        cut: cluster_kernels.SmallCut = self.facts.cuts["forward"]
+        cut: cluster_kernels.SmallCut = self.plan.cuts["forward"]
         return cut.rows
 
     def inputs_at(self, inputs: Tensor) -> dict[str, int]:
@@ -215,20 +216,20 @@ class Call:
 
     def moments_at(self, moments: Sequence[Tensor | None]) -> dict[str, int]:
         """The addresses of statistics, like `addresses`."""
-        pairs = zip(MOMENTS, moments, strict=True)
-        return {name: self.address(m) for name, m in pairs if m is not None and m.numel()}
+        pairs = zip(LSTM.moments, moments, strict=True)
+        return {name: self.address(m) for name, m in pairs if m is not None}
 
     def launch(
         self, kernel: Any, arguments: list[Any], flags: dict[str, Any], warps: int, stages: int
     ) -> None:
         """Launch a Triton kernel once."""
         options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-        if self.plan.persistent:
+        if self.tiles.persistent:
             options["launch_cooperative_grid"] = True
-        grid = (self.plan.programs, self.R)
+        grid = (self.tiles.programs, self.R)
         with torch.cuda.device_of(self.wx):
             kernel[grid](
-                *arguments, **self.facts.flags, **self._persistent_options(), **flags, **options
+                *arguments, **self.plan.flags, **self._persistent_options(), **flags, **options
             )
 
     def options(self) -> dict[str, Any]:
@@ -236,26 +237,26 @@ class Call:
         a = self.a
         return {
             "H": self.H,
-            "JOINT": a.joint,
+            "JOINT": self.plan.joint,
             "PASS": a.pass_normalized_cell,
             "HAS_BIAS": a.bias is not None,
             "HAS_BETA": a.beta_c is not None,
             "LENGTHS": a.lengths is not None,
-            "INCLUDE": a.include,
+            "INCLUDE": self.plan.include,
             "ZONE_C": zone(a.mask_c, a.rate_c),
             "ZONE_H": zone(a.mask_h, a.rate_h),
-            "FUSED": a.wx.is_cuda,
+            "FUSED": self.term.is_cuda,
         }
 
     def _persistent_options(self) -> dict[str, Any]:
-        plan = self.plan
+        tiles = self.tiles
         return self.options() | {
-            "PERSIST": plan.persistent,
+            "PERSIST": tiles.persistent,
             "PRECISION": "tf32" if self.a.tf32 else "ieee",
             "WIDEN": not has_product(self.wx.device, self.wx.dtype),
-            "ROWS": plan.rows,
-            "UNITS": plan.units,
-            "PROGRAMS": plan.programs,
+            "ROWS": tiles.rows,
+            "UNITS": tiles.units,
+            "PROGRAMS": tiles.programs,
         }
 
 
@@ -270,4 +271,4 @@ def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
 
 def rows_of(moments: Sequence[Tensor | None]) -> list[int]:
     """The number of rows of the terms x, h and c."""
-    return [m.shape[-2] if m is not None and m.numel() else 0 for m in moments[0::2]]
+    return [0 if m is None else m.shape[-2] for m in moments[0::2]]

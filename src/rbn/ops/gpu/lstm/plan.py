@@ -1,79 +1,90 @@
-"""What of the LSTM's call follows from shapes, types and options, found out once for all identical."""
+"""The launch plan: everything that depends only on shapes, dtypes and options. Cached."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
+from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels, families
-from rbn.ops.gpu.lstm.cuda_kernels import SMALL
-from rbn.ops.gpu.lstm.signature import Inputs, saved_sizes, statistics_cuts, stride_of
+from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.cuda_kernels import CLUSTER
+from rbn.ops.gpu.lstm.term import Term
+from rbn.ops.gpu.lstm.workspace import saved_sizes, statistics_layout, stride_of
 from rbn.ops.gpu.runtime import triton_functions
 
 NONE, BATCH, GIVEN = (
-    triton_functions.NONE.value,
-    triton_functions.BATCH.value,
-    triton_functions.GIVEN.value,
+    mode.value for mode in (triton_functions.NONE, triton_functions.BATCH, triton_functions.GIVEN)
 )
-_MOST = 256
+_MOST = 256  # plans in the cache
+_TENSORS, _GRADIENTS = len(LSTM.tensors), len(LSTM.gradients)
 
 
-class Facts:
-    """The kernels of a call and what they want; no tensors.
+class Plan:
+    """The kernels of a call and what they need; no tensors.
 
     Attributes:
-        path: see `paths.choose`.
-        sizes: ``(lead, R, T, B, H)``, lead being ``(R,)`` or, without that dimension, nothing.
+        term: shape, dtype and device of the input term, which the kernels are chosen by.
+        path: see `families.choose`.
+        sizes: ``(lead, R, T, B, H)``; lead is ``(R,)`` for recurrences side by side, else ``()``.
+        one_feature: the input has one feature, and the kernels take it and W_x instead of the
+            input term.
         x: which statistics the kernels normalize the input term with.
         flags: the same of all terms, for Triton's kernels.
-        zoned, sequence: as in `Inputs`.
-        moments: how they lie in one piece, behind `cell` and `clear`; see `statistics_cuts`.
+        zoned, sequence, include, joint: as in `LSTMArguments`.
+        moments: how the statistics lie in the workspace; see `statistics_layout`.
         saved: see `saved_sizes`.
-        in_step: whether no row is ever behind another by a step, in the backward pass.
+        in_step: whether no row is ever a step behind another, in the backward pass.
 
-    For the kernels in CUDA C++ also, by direction where they differ in it:
+    For the CUDA C++ kernels also, by direction where the directions differ:
         family: which of them run.
-        cuts: how they are cut.
+        cuts: their tiling.
         stride: numbers from one row of h to the next.
-        looks: whether what the blocks exchange must begin EMPTY.
-        zeroed: see `cuda_lstm.zeroed`.
-        cell, clear: numbers that the last cells take, and those that are zeroed, of the forward
-            pass; multiples of 4, and 0 for other kernels.
+        looks: whether what the blocks exchange must start as EMPTY.
+        zeroed: see `cuda_kernels.zeroed`.
+        cell, clear: numbers that the last cells take, and those that must be zero before the
+            forward pass; multiples of 4, and 0 for other kernels.
         defines: what they are compiled with, by whether the output has a gradient.
     """
 
-    def __init__(self, a: Inputs, w: Tensor | None, path: str) -> None:
-        *lead, T, B, G = a.wx.shape
+    def __init__(self, a: LSTMArguments, term: Term, one_feature: bool, path: str) -> None:
+        *lead, T, B, G = term.shape
         R, H = lead[0] if lead else 1, G // 4
-        self.path, self.in_cuda = path, path == families.CUDA
+        self.term, self.path, self.in_cuda = term, path, path == families.CUDA
         self.sizes = tuple(lead), R, T, B, H
-        self.zoned, self.sequence = a.zoned, a.sequence
-        term = GIVEN if a.population else BATCH
+        self.one_feature = one_feature
+        self.zoned, self.sequence, self.include, self.joint = (
+            a.zoned,
+            a.sequence,
+            a.include,
+            a.joint,
+        )
+        mode = GIVEN if a.population else BATCH
         normalized = a.norm == "batch"
         # Sequencewise statistics are given to kernels that do not know where they come from.
-        given = a.sequence and w is None
-        self.x = NONE if not normalized or a.joint else GIVEN if given else term
+        given = a.sequence and not one_feature
+        self.x = NONE if not normalized or a.joint else GIVEN if given else mode
         self.flags: dict[str, int] = {
             "X": self.x,
-            "NORM": term if normalized else NONE,
-            "CELL": term if normalized and a.gamma_c is not None else NONE,
+            "NORM": mode if normalized else NONE,
+            "CELL": mode if normalized and a.gamma_c is not None else NONE,
         }
-        self.saved = saved_sizes(a.wx.shape, a.save)
+        self.saved = saved_sizes(term.shape, a.save)
         self.cell = self.clear = 0
         self.in_step = True
         if self.in_cuda:
-            self._add_cuda(a, w)
-        self.moments = statistics_cuts(a, self.cell + self.clear)
+            self._add_cuda(a)
+        self.moments = statistics_layout(LSTM.statistics_shapes(a, *lead), self.cell + self.clear)
 
-    def _add_cuda(self, a: Inputs, w: Tensor | None) -> None:
+    def _add_cuda(self, a: LSTMArguments) -> None:
         _, R, _, B, H = self.sizes
-        self.family = family = cuda_kernels.family(a.wx, self.zoned)
-        # Rows that kernels read begin at 16 bytes.
-        self.stride = H if family == SMALL else stride_of(H)
+        self.family = family = cuda_kernels.family(self.term, self.zoned)
+        # Rows that kernels read start at multiples of 16 bytes.
+        self.stride = H if family == CLUSTER else stride_of(H)
         both = "forward", "backward"
-        self.cuts = {d: cuda_kernels.cut_of(d, a.wx, family) for d in both}
+        self.cuts = {d: cuda_kernels.cut_of(d, self.term, family) for d in both}
         self.looks = {d: cuda_kernels.meeting(cut)[1] for d, cut in self.cuts.items()}
         self.zeroed = {d: cuda_kernels.zeroed(cut, R) for d, cut in self.cuts.items()}
         # Splits of a batch meet for nothing but the sums over it.
@@ -82,33 +93,101 @@ class Facts:
         self.cell = -(-R * B * H // 4) * 4
         self.clear = sum(self.zeroed["forward"].values()) // 4
         self.defines = {
-            doutput: cuda_kernels.defines(a, self.flags, H, w is not None, doutput)
+            doutput: cuda_kernels.defines(a, self.flags, H, self.one_feature, doutput)
             for doutput in (False, True)
         }
 
 
-def facts_of(a: Inputs, w: Tensor | None) -> Facts:
-    """Those of a call, see `Call`."""
-    wx, path = a.wx, families.choose(a)
-    vectors = (a.bias is None, a.gamma_x is None, a.gamma_c is None, a.beta_c is None)
-    others = (w is None, a.lengths is None, not a.population, a.mask_c is None, a.mask_h is None)
-    # The last two are all that are no tensors, but eps, which kernels are given.
-    key = (path, wx.shape, wx.dtype, wx.device, vectors, others, a[13:16], a[17:])
-    found: Facts = once(key, lambda: Facts(a, w, path))
-    return found
+def plan_for(calls: Sequence[LSTMArguments], separate: bool) -> Plan:
+    """The plan of one call, or of several side by side.
 
-
-def once(key: tuple[Any, ...], find: Callable[[], Any]) -> Any:
-    """What `find` gives, which follows from the key; asked again when there are too many.
-
-    Whoever changes what kernels are chosen by, such as a test, has another `_FOUND` meanwhile.
+    separate: no two results share memory, and the input term is always made: a compiler's backward
+    pass could not know whether it was.
     """
-    found = _FOUND.get(key)
-    if found is None:
-        if len(_FOUND) >= _MOST:  # of layers long gone, probably
-            _FOUND.clear()
-        found = _FOUND[key] = find()
-    return found
+    a, count = calls[0], len(calls)
+    may_skip_term = not separate and _has_one_feature(a)
+    present = tuple([tensor is None for tensor in a[:_TENSORS]])
+    like = a.input.shape, a.weight_hh.shape, a.input.dtype, a.input.device
+    key = (count, *like, present, a[_TENSORS:], may_skip_term)
+    plan: Plan = once(key, lambda: _new_plan(a, count, may_skip_term))
+    return plan
 
 
-_FOUND: dict[tuple[Any, ...], Any] = {}
+def _new_plan(a: LSTMArguments, count: int, may_skip_term: bool) -> Plan:
+    term = term_of(a, count)
+    path = families.choose(term, a)
+    one_feature = (
+        may_skip_term
+        and path == families.CUDA
+        and not a.zoned
+        and (a.norm == "none" or (a.gamma_x is not None and a.gamma_c is not None))
+        and cluster_kernels.choose(term) is not None
+    )
+    return Plan(a, term, one_feature, path)
+
+
+def term_of(a: LSTMArguments, count: int) -> Term:
+    """Shape, dtype and device of the input term of so many calls."""
+    T, B = a.input.shape[:2]
+    lead = (count,) if count > 1 else ()
+    return Term((*lead, T, B, 4 * a.weight_hh.shape[1]), a.input.dtype, a.input.device)
+
+
+def _has_one_feature(a: LSTMArguments) -> bool:
+    """Whether kernels may take the input as it is: one feature, and no gradient of it is needed."""
+    return (
+        a.weight_ih is not None
+        and a.input.shape[-1] == 1
+        and a.input.dtype in cluster_kernels.ONE_FEATURE
+        and not (a.save and a.input.requires_grad)
+    )
+
+
+def joins(calls: Sequence[LSTMArguments]) -> bool:
+    """Whether several calls fit on the GPU at once, in the kernels that one of them would run."""
+    a, count = calls[0], len(calls)
+    key = ("joins", count, a.input.shape[:2], a.weight_hh.shape, a.input.dtype, a.input.device)
+    return all(_same_shapes(a, other) for other in calls[1:]) and bool(
+        once((*key, a.tf32, a.norm), lambda: _fits_side_by_side(a, count))
+    )
+
+
+def _fits_side_by_side(a: LSTMArguments, count: int) -> bool:
+    one, several = term_of(a, 1), term_of(a, count)
+    if not one.is_cuda or one.dtype == torch.float64 or a.norm == "layer":
+        return False
+    tiles, all_tiles = families.tiles_for(one), families.tiles_for(several)
+    if tiles is None or all_tiles is None or not all_tiles.persistent:
+        return False
+    kind = cuda_kernels.kind(one, a.tf32)
+    if kind is None:
+        return not families.is_streamed(one)
+    return cuda_kernels.kind(several, a.tf32) == kind
+
+
+def _same_shapes(a: LSTMArguments, other: LSTMArguments) -> bool:
+    """Whether two calls differ in nothing but the values of their tensors."""
+    if a.lengths is not other.lengths or a[_TENSORS:] != other[_TENSORS:]:
+        return False
+    one: Any
+    two: Any
+    for one, two in zip(a[:_TENSORS], other[:_TENSORS], strict=True):
+        if one is None or two is None:
+            if one is not two:
+                return False
+        elif one.shape != two.shape or one.dtype != two.dtype or one.device != two.device:
+            return False
+    return True
+
+
+def once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """What `make` returns, which depends on the key alone; cached."""
+    value = _CACHE.get(key)
+    if value is None:
+        if len(_CACHE) >= _MOST:  # of layers long gone, probably
+            _CACHE.clear()
+        value = _CACHE[key] = make()
+    return value
+
+
+_CACHE: dict[tuple[Any, ...], Any] = {}  # tests that change how kernels are chosen replace it

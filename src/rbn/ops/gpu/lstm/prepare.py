@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu.lstm.kernel_arguments import Call
+from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare_kernels import begin, pad_rows
-from rbn.ops.gpu.lstm.workspace import Room
+from rbn.ops.gpu.lstm.workspace import Workspace
 from rbn.ops.gpu.runtime.launch_cache import launch_kept, launch_known
 from rbn.ops.input_product import factors, padding
 
@@ -32,25 +32,31 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     if width > _WIDEST or not (x.is_contiguous() and weight.is_contiguous()):
         return factors(x, weight)
     n, m = T * B, weight.shape[0]
-    room = x.new_empty(n + m, width)
+    padded = x.new_empty(n + m, width)
     block = power_of_two(width)
     of_one = 2048 // block
     launch_kept(
         pad_rows,
         (-(-(n + m) // of_one), 1),
-        (x.data_ptr(), weight.data_ptr(), room.data_ptr()),
-        lambda: [x, weight, room],
+        (x.data_ptr(), weight.data_ptr(), padded.data_ptr()),
+        lambda: [x, weight, padded],
         (n, m),
         {"COLUMNS": columns, "WIDTH": width, "ROWS": of_one, "BLOCK": block},
         (x.dtype,),
         x,
     )
-    cut = room.as_strided
-    rows = cut((T, B, width), (B * width, width, 1))
-    return rows, cut((m, width), (width, 1), n * width)
+    view = padded.as_strided
+    rows = view((T, B, width), (B * width, width, 1))
+    return rows, view((m, width), (width, 1), n * width)
 
 
-def begin_states(call: Call, hs: Tensor, room: Room) -> None:
+def without_padding(gradient: Tensor, columns: int) -> Tensor:
+    """The gradient of a factor without the columns that `padded_factors` added."""
+    same = gradient.shape[-1] == columns
+    return gradient if same else gradient[..., :columns].contiguous()
+
+
+def begin_states(call: LSTMCall, hs: Tensor, space: Workspace) -> None:
     """h0 and c0 into their buffers, `Call.joined` made if it is needed, what is to be zeroed is.
 
     hs: ``[..., T + 1, B, stride]``.
@@ -66,7 +72,7 @@ def begin_states(call: Call, hs: Tensor, room: Room) -> None:
     tensors, strides = [h0, c0, *vectors, hs], (h_r, h_b, c_r, c_b)
 
     def ask() -> Any:
-        stride, cell, clear = hs.shape[-1], room.cell(), room.clear()
+        stride, cell, clear = hs.shape[-1], space.cell(), space.clear()
         of_one, units, zeros = call.B * stride, call.R * call.H, clear.numel()
         present = [v is not None for v in given]
         return (
@@ -79,13 +85,13 @@ def begin_states(call: Call, hs: Tensor, room: Room) -> None:
         )
 
     kinds = [None if v is None else v.dtype for v in given]
-    known = (call.facts, h0.dtype, c0.dtype, *kinds, *strides)
+    known = (call.plan, h0.dtype, c0.dtype, *kinds, *strides)
     at = [tensor.data_ptr() for tensor in tensors]
-    addresses = (*at, room.at["c_n"], joined.data_ptr(), room.at["clear"])
+    addresses = (*at, space.at["c_n"], joined.data_ptr(), space.at["clear"])
     launch_known(begin, known, addresses, ask, hs)
 
 
-def _with_strides(call: Call, state: Tensor) -> tuple[Tensor, int, int]:
+def _with_strides(call: LSTMCall, state: Tensor) -> tuple[Tensor, int, int]:
     """A state that kernels can read, and its strides from one recurrence to the next and of rows.
 
     Of one that all rows share, the latter is 0.

@@ -70,7 +70,7 @@ def begin(
     BETA_C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first states into their buffers, vectors widened into one, zeros where they are needed."""
+    """First states into their buffers, vectors widened into one, zeros where they are needed."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < states
     r, row, column = at // of_one, at % of_one // STRIDE, at % STRIDE

@@ -35,7 +35,8 @@ class Repeated:
 
     Triton looks at every argument of a launch, to find or compile the kernel that fits: with some
     fifty of them, several times as long as a small kernel runs. Here it does so once for all calls
-    with tensors of the same types. The other launches are the driver's (`direct_launch`), or call what Triton found, with addresses for tensors.
+    with tensors of the same types. The other launches are the driver's (`direct_launch`), or call
+    what Triton found, with addresses for tensors.
 
     Args:
         kernel: takes tensors, then numbers, then `flags`. It must not be compiled for values of

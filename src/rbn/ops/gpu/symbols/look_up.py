@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rbn.ops import reference
-from rbn.ops.operator import is_traced, one_by_one
 from rbn.ops.gpu.lstm.persistent.tiles import has_product
 from rbn.ops.gpu.runtime.launch_cache import launch_kept
 from rbn.ops.gpu.symbols.row_sums import add_shares, symbol_sums
+from rbn.ops.operator import is_traced, one_by_one
 
 MOST = 256  # symbols; of more the one-hot matrix would cost more than sorting
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
 
@@ -100,7 +100,7 @@ def cut_sixteen(dtype: torch.dtype, batch: int, hidden: int) -> SmallCut | None:
     return SmallCut(blocks, 2 * _ROW_WARPS, tiles, dtype != torch.float32, _TWICE)
 
 
-def choose(wx: Tensor) -> SmallCut | None:
+def choose(wx: Term) -> SmallCut | None:
     """The division for an input term ``[..., T, B, 4H]``; None where the kernels do not take it."""
     if not wx.is_cuda:
         return None

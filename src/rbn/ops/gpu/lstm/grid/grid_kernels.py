@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import driver, nvrtc
 from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
 
@@ -145,19 +145,19 @@ def _preferred_rows(batch: int, hidden: int) -> int | None:
     return None
 
 
-def preferred(wx: Tensor) -> bool:
+def preferred(wx: Term) -> bool:
     """Whether an input term (see `choose`) comes here though blocks of 8 units would do."""
     *_, B, G = wx.shape
     wanted = B > _FEW and _preferred_rows(B, G // 4) is not None
     return wanted and takes(wx)
 
 
-def takes(wx: Tensor) -> bool:
+def takes(wx: Term) -> bool:
     """Whether both kernels take an input term (see `choose`)."""
     return all(choose(d, wx) for d in TEAMS)
 
 
-def choose(direction: str, wx: Tensor) -> WideCut | None:
+def choose(direction: str, wx: Term) -> WideCut | None:
     """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
     *lead, _, B, G = wx.shape
     half = wx.dtype != torch.float32

@@ -1,7 +1,8 @@
 """The LSTM's backward pass: one kernel for all steps, from the last to the first.
 
-Programs own units as in the forward kernel. What a program needs of the others is d(W_h h) of the step after, from which its units' share of dh_{t} is one matrix product. The gates are not
-kept but computed again from W_h h and W_x x, which have to be read anyway.
+Programs own units as in the forward kernel. What a program needs of the others is d(W_h h) of the
+step after, from which its units' share of dh_{t} is one matrix product. The gates are not kept but
+computed again from W_h h and W_x x, which have to be read anyway.
 """
 
 from __future__ import annotations

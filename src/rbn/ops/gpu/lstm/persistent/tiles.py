@@ -1,4 +1,4 @@
-"""Which blocks a recurrence is cut into, and whether it runs as one kernel."""
+"""The tiles of the persistent kernels in Triton, and what the device offers them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RESIDENT = 256
 
 
 @dataclass(frozen=True)
-class Plan:
+class Tiles:
     """How one launch is cut.
 
     Attributes:
@@ -98,7 +98,7 @@ def _stages(pitch: int, tile: int, shared: int | None) -> int:
     return 3 if pitch % 16 == 0 and (shared is None or 3 * tile <= shared) else 1
 
 
-def make_plan(
+def make_tiles(
     recurrences: int,
     batch: int,
     hidden: int,
@@ -106,8 +106,8 @@ def make_plan(
     itemsize: int = 4,
     shared: int | None = None,
     widened: bool = False,
-) -> Plan | None:
-    """The plan for R recurrences of ``[B, H]``, or None where the batch is too large for a tile.
+) -> Tiles | None:
+    """The tiles for R recurrences of ``[B, H]``, or None where the batch is too large for a tile.
 
     processors: programs that can run at the same time; None launches step by step. itemsize: bytes
     of a number of h. shared: bytes of shared memory that a program may have; None: any number.
@@ -137,7 +137,7 @@ def make_plan(
     )
     programs = -(-hidden // units)
     wide = rows * units >= 2048
-    return Plan(
+    return Tiles(
         rows=rows,
         units=units,
         programs=programs,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rbn.ops.gpu.lstm.kernel_arguments import Call, aligned, rows_of
+from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, aligned, rows_of
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.steps.backward_kernels import lstm_step_backward
 from rbn.ops.gpu.lstm.steps.forward_kernels import lstm_step
@@ -39,19 +39,21 @@ def tile_of(batch: int, hidden: int, itemsize: int) -> tuple[int, int]:
 class _Steps:
     """What both directions need of one of the call's recurrences."""
 
-    def __init__(self, direction: str, call: Call, r: int, moments: list[Tensor]) -> None:
+    def __init__(
+        self, direction: str, call: LSTMCall, r: int, moments: list[Tensor | None]
+    ) -> None:
         self.call, self.r = call, r
         self.wx = call.wx[r]
         self.vectors = [self.part(v) for v in call.vectors()]
         self.masks = [self.part(m) for m in call.masks()]
-        self.moments = [self.part(m) if m.numel() else call.empty for m in moments]
+        self.moments = [call.empty if m is None else self.part(m) for m in moments]
         self.rows = rows_of(moments)
         rows, units = tile_of(call.B, call.H, call.wx.itemsize)
         warps = 4 if rows * units < _TILE else _WARPS[direction] if rows * units == _TILE else 8
         self.grid = (-(-call.H // units),)
         self.single = rows >= call.B
         self.flags = {
-            **call.facts.flags,
+            **call.plan.flags,
             **call.options(),
             "ROWS": rows,
             "UNITS": units,
@@ -73,20 +75,20 @@ class _Steps:
         last = [max(0, rows - 1) for rows in self.rows]
         return list(zip(*([min(t, n) for t in steps] for n in last), strict=True))
 
-    def room(self, planes: int) -> Tensor:
+    def scratch(self, planes: int) -> Tensor:
         """Memory to work in, which one tile does without."""
         call = self.call
         return call.empty if self.single else call.empty.new_empty(planes, call.B, call.H)
 
 
-def _weights(call: Call) -> Tensor:
+def _weights(call: LSTMCall) -> Tensor:
     """W_h ``[R, 4H, H]`` as a factor of products."""
     weight = factor(call.a.weight_hh, call.wx).contiguous()
     return aligned(weight).view(call.R, 4 * call.H, call.H)
 
 
 def forward(
-    call: Call, moments: list[Tensor], hs: Tensor, cs: Tensor, kept: Tensor, h_n: Tensor
+    call: LSTMCall, moments: list[Tensor | None], hs: Tensor, cs: Tensor, kept: Tensor, h_n: Tensor
 ) -> None:
     """Run all steps.
 
@@ -103,7 +105,7 @@ def forward(
             own = _Steps("forward", call, r, moments)
             of_steps = kept.narrow(0, 0, call.wx.numel()).view_as(call.wx)[r] if a.save else kept
             tensors = [wh, own.wx, *own.vectors, *own.moments, hs[r], cs[r], of_steps]
-            tensors += [own.part(h_n), call.lengths, *own.masks, own.room(2)]
+            tensors += [own.part(h_n), call.lengths, *own.masks, own.scratch(2)]
             flags = own.flags | {"HS": hs.shape[-1], "SAVE": a.save}
             del flags["X"]  # its statistics are known
             step = Repeated(lstm_step, own.grid, tensors, flags)
@@ -115,8 +117,8 @@ def forward(
 
 
 def backward(
-    call: Call,
-    moments: list[Tensor],
+    call: LSTMCall,
+    moments: list[Tensor | None],
     cs: Tensor,
     kept: Tensor,
     doutput: Tensor | None,
@@ -146,7 +148,7 @@ def backward(
             tensors += [own.part(dh), own.part(dc), da[r], dwx[r]]
             widths = [4 * H] * 3 + [H] * 2
             tensors += [s.narrow(0, r * n, n) for s, n in zip(sums, widths, strict=True)]
-            tensors.append(own.room(8))
+            tensors.append(own.scratch(8))
             flags = own.flags | {"HAS_DOUTPUT": doutput is not None}
             step = Repeated(lstm_step_backward, own.grid, tensors, flags)
             multiply = products(da, weights[r], through)

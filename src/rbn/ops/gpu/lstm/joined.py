@@ -1,0 +1,169 @@
+"""The arguments of all calls as the kernels take them: the input term, and stacked tensors.
+
+The input term is a product, or the input itself. Recurrences side by side, such as the directions
+of a layer, have their tensors stacked along a first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.gpu.lstm.kernel_arguments import VECTORS, LSTMCall
+from rbn.ops.gpu.lstm.plan import Plan
+from rbn.ops.gpu.lstm.prepare import padded_factors
+
+_OTHERS = LSTM.tensors[len(LSTM.gradients) :]  # tensors without a gradient
+
+
+class Saved(NamedTuple):
+    """What the backward pass needs; None where it is absent.
+
+    The first ones save making them again. x, w and so on are the factors of the input term where
+    they are not the arguments themselves; vectors has the parameters `VECTORS` of all calls.
+    """
+
+    term: Tensor | None = None  # [R, T, B, 4H], where the call made it
+    x: Tensor | None = None
+    w: Tensor | None = None
+    x_reverse: Tensor | None = None
+    w_reverse: Tensor | None = None
+    weights: Tensor | None = None  # [R, 4H, H], where several calls are stacked
+    vectors: Tensor | None = None
+    h0: Tensor | None = None
+    c0: Tensor | None = None
+    joined: Tensor | None = None  # see `LSTMCall`
+    inputs: Tensor | None = None  # inputs of one feature as the kernels take them
+    output: Tensor | None = None  # [R, T, B, H], where it is not a part of `hidden`
+    mean_x: Tensor | None = None  # [R, T, 4H], or [R, 1, 4H] for sequencewise statistics
+    var_x: Tensor | None = None
+    mean_h: Tensor | None = None
+    var_h: Tensor | None = None
+    mean_c: Tensor | None = None
+    var_c: Tensor | None = None
+    # For the kernels' own use, in the order of whichever ran:
+    wh: Tensor | None = None  # W_h h less its mean; without a norm the gates before nonlinearities
+    cs: Tensor | None = None  # cells in float32
+    hidden: Tensor | None = None  # h0 and h after each step [R, T + 1, B, H], if contiguous
+
+
+def join(calls: Sequence[LSTMArguments], plan: Plan, saved: Saved | None = None) -> LSTMCall:
+    """The calls as one, for the kernels. saved: of the forward pass, for the backward pass."""
+    if len(calls) > 1:
+        return _join_several(calls, plan, saved)
+    (a,) = calls
+    joined = None if saved is None else saved.joined
+    if a.weight_ih is None:
+        return LSTMCall(a, plan, None, joined)
+    if plan.one_feature:
+        x = a.input.expand(-1, -1, 4 * plan.sizes[-1])
+        return LSTMCall(a._replace(input=x), plan, a.weight_ih, joined)
+    if saved is not None:
+        assert saved.term is not None
+        return LSTMCall(a._replace(input=saved.term), plan, None, joined)
+    x, w = padded_factors(a.input, a.weight_ih)
+    call = LSTMCall(a._replace(input=F.linear(x, w)), plan)
+    call.factors = [(x, w)]
+    return call
+
+
+def _join_several(calls: Sequence[LSTMArguments], plan: Plan, saved: Saved | None) -> LSTMCall:
+    first = calls[0]
+    factors: list[tuple[Tensor, Tensor]] = []
+    w: Tensor | None = None
+    if saved is not None and saved.term is not None:
+        term = saved.term
+    elif first.weight_ih is None:
+        term = torch.stack([a.input for a in calls])
+    elif plan.one_feature:
+        term = torch.stack([a.input for a in calls]).expand(-1, -1, -1, 4 * plan.sizes[-1])
+        w = _stack(calls, "weight_ih")
+    else:
+        factors = [padded_factors(a.input, a.weight_ih) for a in calls if a.weight_ih is not None]
+        term = first.input.new_empty(plan.term.shape)
+        for (x, w_x), part in zip(factors, term.flatten(1, 2).unbind(), strict=True):
+            torch.mm(x.view(-1, x.shape[-1]), w_x.t(), out=part)
+    given: dict[str, Any] = {name: _stack(calls, name) for name in _OTHERS if name != "lengths"}
+    vectors, in_full = _vectors(calls, None if saved is None else saved.vectors)
+    if saved is None or saved.weights is None:
+        given |= {name: _stack(calls, name) for name in ("weight_hh", "h0", "c0")}
+    else:
+        given |= {"weight_hh": saved.weights, "h0": saved.h0, "c0": saved.c0}
+    given |= _split_vectors(calls, vectors)
+    joined = in_full if saved is None else saved.joined
+    call = LSTMCall(first._replace(input=term, weight_ih=None, **given), plan, w, joined)
+    call.factors, call.vectors_of_all = factors, vectors
+    return call
+
+
+def _stack(calls: Sequence[LSTMArguments], name: str) -> Tensor | None:
+    values = [getattr(a, name) for a in calls]
+    return None if values[0] is None else torch.stack(values)
+
+
+def _vectors(
+    calls: Sequence[LSTMArguments], made: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The parameters `VECTORS` of all calls in one tensor, and the same in float32 if it is not.
+
+    None where their dtypes differ.
+    """
+    if made is not None:
+        return made, None
+    present = [v for name in VECTORS for a in calls if (v := getattr(a, name)) is not None]
+    if len({vector.dtype for vector in present}) != 1:
+        return None, None
+    vectors = torch.cat(present)
+    return vectors, None if vectors.dtype == torch.float32 else vectors.float()
+
+
+def _split_vectors(calls: Sequence[LSTMArguments], vectors: Tensor | None) -> dict[str, Any]:
+    """The parameters `VECTORS` by name, stacked ``[R, ...]``."""
+    if vectors is None:
+        return {name: _stack(calls, name) for name in VECTORS}
+    parts: dict[str, Tensor | None] = {}
+    n, begin = len(calls), 0
+    for name in VECTORS:
+        vector: Tensor | None = getattr(calls[0], name)
+        if vector is None:
+            parts[name] = None
+            continue
+        size = vector.numel()
+        parts[name] = vectors.as_strided((n, size), (size, 1), begin)
+        begin += n * size
+    return parts
+
+
+def to_save(call: LSTMCall, calls: Sequence[LSTMArguments]) -> dict[str, Tensor | None]:
+    """The parts of `Saved` that `join` made."""
+    kept: dict[str, Tensor | None] = {"joined": call.joined}
+    if call.factors:
+        kept["term"] = call.a.input
+        names = (("x", "w"), ("x_reverse", "w_reverse"))
+        for own, pair, a in zip(names, call.factors, calls, strict=False):
+            given = (a.input, a.weight_ih)
+            kept |= {
+                name: None if factor is value else factor
+                for name, factor, value in zip(own, pair, given, strict=True)
+            }
+    if len(calls) > 1:
+        if call.w is None:
+            kept["term"] = call.a.input
+        kept |= {"weights": call.a.weight_hh, "vectors": call.vectors_of_all}
+        kept |= {"h0": call.a.h0, "c0": call.a.c0}
+    return kept
+
+
+def factors_of(calls: Sequence[LSTMArguments], saved: Saved) -> list[tuple[Tensor, Tensor]]:
+    """The factors of the input terms, as the forward pass multiplied them."""
+    made = ((saved.x, saved.w), (saved.x_reverse, saved.w_reverse))
+    factors: list[tuple[Tensor, Tensor]] = []
+    for a, (x, w) in zip(calls, made, strict=False):
+        assert a.weight_ih is not None
+        factors.append((a.input if x is None else x, a.weight_ih if w is None else w))
+    return factors

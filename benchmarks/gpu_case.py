@@ -40,13 +40,13 @@ def kernels(family, all_wait):
         nvrtc.compiled = lambda name, defines, arch: compiled(name, defines | {"ALL_WAIT": 1}, arch)
 
     capability = torch.cuda.get_device_capability()
-    in_memory = (cluster_kernels, "choose", lambda wx: None)
+    in_memory = (cluster_kernels, "choose", lambda term: None)
     patches = {
         "small": [],
         "cuda": [in_memory],
-        "wide": [in_memory, (cuda_kernels, "_fits", lambda wx: False)],
-        "triton": [(cuda_kernels, "covers", lambda a: False)],
-        "steps": [(families, "choose", lambda a: families.STEPS)],
+        "wide": [in_memory, (cuda_kernels, "_fits", lambda term: False)],
+        "triton": [(cuda_kernels, "covers", lambda term, a: False)],
+        "steps": [(families, "choose", lambda term, a: families.STEPS)],
     }[family]
     types, layers = dict(TYPES), [rbn.LSTM, rbn.BatchNormLSTM]
     if all_wait and family == "wide":  # racecheck takes a minute for a few of them
@@ -82,7 +82,7 @@ def kernels(family, all_wait):
         works = {}
     for more, work in works.values():
         with contextlib.ExitStack() as stack:
-            for patch in ((plan, "_FOUND", {}), *patches, *more):
+            for patch in ((plan, "_CACHE", {}), *patches, *more):
                 stack.enter_context(mock.patch.object(*patch))
             work()
     print(json.dumps({"ran": list(works)}))

@@ -73,26 +73,22 @@ def _product(a, b):
 @contextlib.contextmanager
 def stand_ins():
     """The kernels in CUDA C++ take every call, and do nothing; nor do products."""
-    beginning, cuda_lstm, facts, gradients, launch, layer, raised, together = (
-        importlib.import_module(f"rbn.ops.gpu.{name}")
-        for name in (
-            *("beginning", "cuda_lstm", "facts", "gradients", "launch"),
-            *("layer", "raised", "together"),
-        )
+    backward, constant_terms, cuda_kernels, forward, plan, prepare = (
+        importlib.import_module(f"rbn.ops.gpu.lstm.{name}")
+        for name in ("backward", "constant_terms", "cuda_kernels", "forward", "plan", "prepare")
     )
     with contextlib.ExitStack() as stack:
         for target, name, value in (
-            (cuda_lstm, "covers", lambda a: True),
-            (cuda_lstm, "_has_room", lambda *sizes: True),
-            (cuda_lstm, "_kernel", lambda *sizes: _Kernel()),
-            (facts, "_FOUND", {}),
-            (layer, "pays", lambda wx, calls: True),
-            (together, "pays", lambda wx, calls: True),
-            (beginning, "begin", _Triton()),
-            (gradients, "finish", _Triton()),
-            (launch, "input_moments", _Triton()),
-            (launch, "last_states", _Triton()),
-            (raised, "raise_variances", _Triton()),
+            (cuda_kernels, "covers", lambda term, a: True),
+            (cuda_kernels, "_has_room", lambda *sizes: True),
+            (cuda_kernels, "_kernel", lambda *sizes: _Kernel()),
+            (plan, "_CACHE", {}),
+            (plan, "_fits_side_by_side", lambda a, count: True),
+            (prepare, "begin", _Triton()),
+            (backward, "finish", _Triton()),
+            (forward, "input_moments", _Triton()),
+            (forward, "last_states", _Triton()),
+            (constant_terms, "kernel", _Triton()),
             (F, "linear", _linear),
             (torch, "matmul", _product),
             (torch, "mm", _mm),

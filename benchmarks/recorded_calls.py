@@ -75,6 +75,12 @@ DTYPES = {
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
 COMPILED_SHAPES = 4  # torch.compile takes seconds
+# On a GPU every case compiles kernels: most options run over a few shapes, and float16 is rare.
+EVERY_SHAPE = ("plain", "lengths", "two directions")
+FEW_SHAPES = {
+    "cpu": SHAPES["cpu"],
+    "cuda": [(5, 3, 4, 7), (9, 20, 16, 64), (7, 64, 1, 100), (5, 16, 32, 512), (5, 64, 50, 1000)],
+}
 
 
 def digest(tensors):
@@ -141,31 +147,40 @@ def run(kind, sizes, options, call, dtype, device):
     return found
 
 
+def cases(device):
+    """The name and the arguments of `run` of every case."""
+    for kind, name, dtype in itertools.product(LAYERS, OPTIONS, DTYPES[device]):
+        layer_options, call, kinds = OPTIONS[name]
+        shapes = SHAPES[device] if name in EVERY_SHAPE else FEW_SHAPES[device]
+        if kind not in kinds or (dtype == torch.float16 and name not in EVERY_SHAPE):
+            continue
+        for sizes in shapes[:COMPILED_SHAPES] if call.get("compiled") else shapes:
+            case = f"{kind}, {name}, {sizes}, {str(dtype).removeprefix('torch.')}"
+            yield case, (kind, sizes, layer_options, call, dtype)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, help="write the recording here")
     parser.add_argument("--compare", type=Path, help="a recording; differences are listed")
     parser.add_argument("--only", help="record only cases whose name contains this")
+    parser.add_argument("--shard", type=int, default=0, help="which part to record, from 0")
+    parser.add_argument("--shards", type=int, default=1, help="into how many parts to divide")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     logging.getLogger("torch").setLevel(logging.ERROR)
     found, errors = {}, 0
-    cases = itertools.product(
-        LAYERS, OPTIONS, DTYPES[options.device], range(len(SHAPES[options.device]))
-    )
-    for kind, name, dtype, k in cases:
-        layer_options, call, kinds = OPTIONS[name]
-        sizes = SHAPES[options.device][k]
-        if kind not in kinds or (call.get("compiled") and k >= COMPILED_SHAPES):
-            continue
-        case = f"{kind}, {name}, {sizes}, {str(dtype).removeprefix('torch.')}"
+    for number, (case, arguments) in enumerate(cases(options.device)):
         if options.only and options.only not in case:
             continue
+        if number % options.shards != options.shard:
+            continue
+        if arguments[3].get("compiled"):
+            torch._dynamo.reset()
         try:
-            torch._dynamo.reset() if call.get("compiled") else None
-            found[case] = run(kind, sizes, layer_options, call, dtype, options.device)
+            found[case] = run(*arguments, options.device)
         except Exception as error:
             errors += 1
             found[case] = {"error": f"{type(error).__name__}: {error}"[:200]}

@@ -10,7 +10,7 @@ from rbn.models import AttentiveReader
 from rbn.models.attention import AdditiveAttention
 from rbn.models.attentive_reader import VARIANTS
 from rbn.nn.batch_norm_term import BatchNormTerm
-from rbn.nn.recurrence import reverse
+from rbn.nn.layers import reverse
 
 SYMBOLS, ENTITIES, FIRST = 30, 6, 4
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}  # a few hundred operations in float64

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rbn
-from rbn.nn.recurrence import reverse
+from rbn.nn.layers import reverse
 
 LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}

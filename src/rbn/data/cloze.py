@@ -66,7 +66,7 @@ def cloze_questions(
 ) -> tuple[list[Question], list[Question], list[Question]]:
     """The same as questions in words, such as a question file holds."""
     _check_sizes(sizes)
-    if not 1 <= checks.whole("facts", facts) <= len(_ACTIONS):
+    if not 1 <= checks.integer("facts", facts) <= len(_ACTIONS):
         raise ValueError(f"facts must be from 1 to {len(_ACTIONS)}, got {facts}")
     draw = random.Random(f"cloze {seed}")
     made = [_question(draw, facts, k) for k in range(sum(sizes))]

@@ -124,7 +124,7 @@ class AttentiveReader(nn.Module):
         self.variant = variant
         self.vocabulary = checks.positive_integer("vocabulary", vocabulary)
         self.entities = checks.positive_integer("entities", entities)
-        if not 0 <= checks.whole("first_entity", first_entity) <= vocabulary - entities:
+        if not 0 <= checks.integer("first_entity", first_entity) <= vocabulary - entities:
             raise ValueError(
                 f"first_entity must be from 0 to {vocabulary - entities}, so that {entities} "
                 f"entities are among the {vocabulary} symbols, got {first_entity}"
@@ -228,9 +228,9 @@ class AttentiveReader(nn.Module):
         _, (final, _) = self.question(self._embed(question), lengths=question_lengths)
         asked = torch.cat(list(final), dim=-1)  # [B, H * directions]
         valid = valid_steps(document_lengths, document.shape[0])
-        found, weights = self.attention(states, asked, valid)
+        result, weights = self.attention(states, asked, valid)
         mean = _mean_of_unpadded(states, valid) if self.document_skip else None
-        joined = self.join(found, asked, c=mean)
+        joined = self.join(result, asked, c=mean)
         logits: Tensor = self.softmax(nn.functional.dropout(joined, self.dropout, self.training))
         return logits, weights
 

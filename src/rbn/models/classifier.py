@@ -29,7 +29,7 @@ class SequenceClassifier(nn.Module):
                 "recurrent must be a layer with a hidden_size, like rbn.LSTM, "
                 f"got {type(recurrent).__name__}"
             )
-        if checks.whole("classes", classes) < 2:
+        if checks.integer("classes", classes) < 2:
             raise ValueError(f"classes must be at least 2, got {classes}")
         self.recurrent = recurrent
         self.dropout = nn.Dropout(dropout)

@@ -13,7 +13,7 @@ def softmax_layer(recurrent: nn.Module, features: int, classes: int) -> nn.Linea
     """A linear layer with orthogonal weights, of the device and type of the recurrent layer."""
     like = next(recurrent.parameters(), None)
     made: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
-    found = nn.Linear(features, classes, **made)
-    init.orthogonal_(found.weight)
-    nn.init.zeros_(found.bias)
-    return found
+    result = nn.Linear(features, classes, **made)
+    init.orthogonal_(result.weight)
+    nn.init.zeros_(result.bias)
+    return result

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rbn.nn.batch_normalized import BatchNormalized
+from rbn.nn.cell import Cell
 from rbn.nn.convert import LSTMLayers
-from rbn.nn.recurrence import Cell, States
+from rbn.nn.recurrence import States
 from rbn.nn.streaming import step_rows
 from rbn.ops import steps
 from rbn.ops.cpu.inference import Weights

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rbn.nn import checks
 from rbn.nn.batch_normalized import BatchNormalized
+from rbn.nn.cell import Cell
 from rbn.nn.convert import CellLayers
-from rbn.nn.recurrence import Cell, States
+from rbn.nn.recurrence import States
 from rbn.nn.streaming import step_rows
 from rbn.ops import steps
 from rbn.ops.definition import RNN, RNNArguments

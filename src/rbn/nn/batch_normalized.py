@@ -128,15 +128,15 @@ class BatchNormalized(FreshStatistics):
 
     def _population(self, suffix: str, start: int, steps: int) -> Statistics | None:
         """The statistics to normalize with, or None for those of the minibatch."""
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         for term in self.terms:
             if f"stats_{term}{suffix}" not in self._modules:  # not normalized
                 continue
             statistics = self._statistics(term, suffix)
             if statistics.uses_batch:
                 return None
-            found[f"mean_{term}"], found[f"var_{term}"] = statistics.read(start, steps)
-        return Statistics(**found)
+            results[f"mean_{term}"], results[f"var_{term}"] = statistics.read(start, steps)
+        return Statistics(**results)
 
     def _results(
         self, suffix: str, results: tuple[Any, ...], lengths: Tensor | None, start: int
@@ -155,18 +155,18 @@ class BatchNormalized(FreshStatistics):
         rows: int,
     ) -> None:
         """Average the minibatch's statistics into the population's, where that is wanted."""
-        found: list[tuple[str, PopulationStatistics, Tensor, Tensor]] = []
+        results: list[tuple[str, PopulationStatistics, Tensor, Tensor]] = []
         for k, term in enumerate(self.terms):  # in their order; there may be fewer of them
             mean, var = batch[2 * k], batch[2 * k + 1]
             if mean is None or var is None:  # not normalized, or not with the minibatch's
                 continue
             statistics = self._statistics(term, suffix)
             if statistics.records:
-                found.append((term, statistics, mean, var))
-        if not found:
+                results.append((term, statistics, mean, var))
+        if not results:
             return
         if self._pools is not None:
-            self._add_to_pools(suffix, found, lengths, start, steps, rows)
+            self._add_to_pools(suffix, results, lengths, start, steps, rows)
             return
         if is_recomputing():
             return
@@ -183,7 +183,7 @@ class BatchNormalized(FreshStatistics):
         if last is not None:
             reached = torch.arange(steps, device=self._weight().device) < last
         updates: list[Update] = []
-        for term, statistics, mean, var in found:
+        for term, statistics, mean, var in results:
             if term == "x" and self.input_stats == "sequence":  # of all positions; one has none
                 if not alone:
                     updates.append((statistics, mean, var, 0, None))

@@ -24,7 +24,7 @@ _UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})  # which torch
 
 
 def positive_integer(name: str, value: Any) -> int:
-    """A whole number of at least 1."""
+    """An integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}")
     if value < 1:
@@ -32,11 +32,11 @@ def positive_integer(name: str, value: Any) -> int:
     return value
 
 
-def whole(name: str, value: Any) -> int:
-    """A whole number, of Python, numpy or a tensor; a symbol where a program is traced."""
-    found: int = value
+def integer(name: str, value: Any) -> int:
+    """An integer, of Python, numpy or a tensor; a symbol where a program is traced."""
+    result: int = value
     if type(value) in (int, torch.SymInt):
-        return found
+        return result
     try:
         return operator.index(value)
     except TypeError:
@@ -59,28 +59,28 @@ def number(name: str, value: Any) -> float:
 
 def not_negative(name: str, value: Any) -> float:
     """A finite number of at least 0."""
-    found = number(name, value)
-    if found < 0:
+    result = number(name, value)
+    if result < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
-    if not found < float("inf"):
+    if not result < float("inf"):
         raise ValueError(f"{name} must be finite, got {value}")
-    return found
+    return result
 
 
 def positive(name: str, value: Any) -> float:
     """A finite number above 0."""
-    found = not_negative(name, value)
-    if found == 0:
+    result = not_negative(name, value)
+    if result == 0:
         raise ValueError(f"{name} must be positive, got {value}")
-    return found
+    return result
 
 
 def probability(name: str, value: Any) -> float:
     """A number from 0 to 1."""
-    found = number(name, value)
-    if not 0 <= found <= 1:
+    result = number(name, value)
+    if not 0 <= result <= 1:
         raise ValueError(f"{name} must lie between 0 and 1, got {value}")
-    return found
+    return result
 
 
 def choice(name: str, value: Any, options: Sequence[str]) -> str:
@@ -225,8 +225,8 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
         )
     if readable(value):
         check_lengths(value.tolist(), steps)
-    found: Tensor = value.to(device=device, dtype=torch.int64)
-    return found
+    result: Tensor = value.to(device=device, dtype=torch.int64)
+    return result
 
 
 def warn(message: str) -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from rbn.nn.batch_normalized import BatchNormalized
-from rbn.nn.recurrence import Cell, GivenStates, Layers, Recurrence
+from rbn.nn.cell import Cell
+from rbn.nn.layers import Layers
+from rbn.nn.recurrence import GivenStates, Recurrence
 from rbn.nn.statistics import PopulationStatistics
 
 C = TypeVar("C", bound="CellLayers[Any]")

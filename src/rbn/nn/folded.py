@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import rbn.ops as ops
 from rbn.nn import checks
 from rbn.nn.batch_norm_lstm import BatchNormLSTM
-from rbn.nn.recurrence import Layers, States
+from rbn.nn.layers import Layers
+from rbn.nn.recurrence import States
 from rbn.nn.statistics import PopulationStatistics
 from rbn.ops import steps
 from rbn.ops.cpu import inference
@@ -22,7 +23,7 @@ from rbn.ops.types import Statistics, compute_dtype
 
 _ABLATIONS = ("joint_terms", "pass_normalized_cell")
 _WEIGHTS = ("weight_ih", "weight_hh")
-_TABLES = ("scale_x", "scale_h", "shift", "scale_c", "shift_c")
+_TABLES = inference.Tables._fields
 _OPTIONAL = ("scale_x", "scale_h", "scale_c")
 
 
@@ -135,15 +136,10 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
         else:
             wx = ops.symbol_rows(x[..., 0], weight, weight.dtype)
         h0, c0 = self._initial_states(suffix, batch, weight) if given is None else given
-        scale_x, scale_h, shift, scale_c, shift_c = self._tables(suffix)
         output, *states = inference.sequence(
             wx,
             self._own(f"weight_hh{suffix}"),
-            scale_x,
-            scale_h,
-            shift,
-            scale_c,
-            shift_c,
+            self._tables(suffix),
             h0.expand(batch, -1),
             c0.expand(batch, -1),
             start=start,
@@ -153,8 +149,9 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
         )
         return output, tuple(states)
 
-    def _tables(self, suffix: str) -> tuple[Any, ...]:
-        return tuple(self._parameter(name + suffix) for name in _TABLES)
+    def _tables(self, suffix: str) -> inference.Tables:
+        tables: list[Any] = [self._parameter(name + suffix) for name in _TABLES]
+        return inference.Tables(*tables)
 
     def _arguments(
         self,
@@ -201,9 +198,9 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
         return with_population
 
     def _results(
-        self, suffix: str, found: tuple[Any, ...], lengths: Tensor | None, start: int
+        self, suffix: str, result: tuple[Any, ...], lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
-        output, *states, _ = found
+        output, *states, _ = result
         return output, tuple(states)
 
     # Loading and casting ------------------------------------------------------------------------
@@ -332,9 +329,9 @@ def _fold_direction(layer: BatchNormLSTM, suffix: str) -> dict[str, Tensor | Non
         value = layer._parameter(name + suffix)
         return None if value is None else value.detach().to(device="cpu", dtype=torch.float64)
 
-    found: dict[str, Tensor | None] = {name: own(name) for name in (*_WEIGHTS, "h0", "c0")}
+    results: dict[str, Tensor | None] = {name: own(name) for name in (*_WEIGHTS, "h0", "c0")}
     if layer.initial_state != "learned":
-        del found["h0"], found["c0"]
+        del results["h0"], results["c0"]
     zeros = torch.zeros(1, 4 * layer.hidden_size, dtype=torch.float64)
     bias, beta_c = own("bias"), own("beta_c")
     shift = zeros if bias is None else bias[None]
@@ -356,11 +353,11 @@ def _fold_direction(layer: BatchNormLSTM, suffix: str) -> dict[str, Tensor | Non
         scale_or_none = scales[term]
         if scale_or_none is not None and scale_or_none.shape[0] == 1 and exact:
             for name in names:  # one scale for all steps
-                weight = found[name]
+                weight = results[name]
                 assert weight is not None
-                found[name] = scale_or_none[0, :, None] * weight
+                results[name] = scale_or_none[0, :, None] * weight
             scales[term] = None
-    return found | {
+    return results | {
         "scale_x": scales["x"],
         "scale_h": scales["h"],
         "shift": shift,

@@ -320,7 +320,7 @@ class FreshStatistics(Recurrence):
     def _add_to_pools(
         self,
         suffix: str,
-        found: list[tuple[str, PopulationStatistics, Tensor, Tensor]],
+        result: list[tuple[str, PopulationStatistics, Tensor, Tensor]],
         lengths: Tensor | None,
         start: int,
         steps: int,
@@ -333,7 +333,7 @@ class FreshStatistics(Recurrence):
             valid = valid_steps(lengths, steps)
             assert valid is not None
             reached = valid.sum(1)
-        for term, _, mean, var in found:
+        for term, _, mean, var in result:
             pool = self._pools.setdefault(f"stats_{term}{suffix}", _Pool())
             if term == "x" and self.input_stats == "sequence":
                 pool.add(mean, var, 0, reached.sum()[None])

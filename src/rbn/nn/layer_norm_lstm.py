@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from rbn.nn import checks, init
+from rbn.nn.cell import Cell
 from rbn.nn.convert import LSTMLayers
-from rbn.nn.recurrence import Cell, Recurrence, States
+from rbn.nn.recurrence import Recurrence, States
 from rbn.ops import steps
 from rbn.ops.cpu.inference import Weights
 from rbn.ops.definition import LSTM, LSTMArguments

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rbn.nn.cell import Cell
 from rbn.nn.checks import boolean
 from rbn.nn.convert import LSTMLayers
-from rbn.nn.recurrence import Cell, Recurrence, States
+from rbn.nn.recurrence import Recurrence, States
 from rbn.ops import steps
 from rbn.ops.cpu.inference import Weights
 from rbn.ops.definition import LSTM as LSTM_DEFINITION

@@ -47,12 +47,12 @@ def match_statistics(model: nn.Module, checkpoint: Checkpoint) -> int:
             continue
         wanted = rows.get(name)
         if wanted is None:  # wrappers and heads put names before it, on either side
-            found = {
+            results = {
                 size
                 for other, size in rows.items()
                 if other.endswith(f".{name}") or name.endswith(f".{other}")
             }
-            wanted = found.pop() if len(found) == 1 else None
+            wanted = results.pop() if len(results) == 1 else None
         if wanted is not None and wanted != len(statistics.count):
             with torch.inference_mode(False):
                 statistics.mean = statistics.mean.new_zeros(wanted, statistics.features)
@@ -95,13 +95,13 @@ def _file_in(folder: Path) -> Path:
         "*.pt",
         "*.pth",
     ):
-        found = sorted(folder.glob(pattern))
-        if len(found) > 1:
+        result = sorted(folder.glob(pattern))
+        if len(result) > 1:
             raise ValueError(
                 f"checkpoint: {folder} has several files {pattern}: name the one that is loaded"
             )
-        if found:
-            return found[0]
+        if result:
+            return result[0]
     raise FileNotFoundError(f"checkpoint: no .safetensors, .bin, .pt or .pth file in {folder}")
 
 

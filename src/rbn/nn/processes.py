@@ -21,7 +21,7 @@ class Estimate(Protocol):
     count: Tensor
 
     def grow(self, rows: int) -> None:
-        """Make room for that many steps."""
+        """Grow the buffers to that many steps."""
 
     def look(self) -> bool:
         """Note what there is."""
@@ -54,8 +54,8 @@ def average(statistics: Sequence[Estimate], group: ProcessGroup, spread: bool) -
     flat = torch.cat([part.flatten() for part in parts])
     dist.all_reduce(flat, group=group)
     sums = flat.split([part.numel() for part in parts])
-    found = iter([total.view_as(part) for total, part in zip(sums, parts, strict=True)])
-    for s, mean, var, count in zip(statistics, found, found, found, strict=True):
+    result = iter([total.view_as(part) for total, part in zip(sums, parts, strict=True)])
+    for s, mean, var, count in zip(statistics, result, result, result, strict=True):
         s.mean.copy_(mean / count.clamp(min=1))
         s.var.copy_(var / count.clamp(min=1))
         s.count.copy_(count[:, 0] if not spread else (count[:, 0] / group.size()).ceil())
@@ -66,8 +66,8 @@ def of_all(value: int, group: ProcessGroup, device: torch.device) -> list[int]:
     """A number of each process."""
     everyone = torch.empty(group.size(), dtype=torch.int64, device=device)
     dist.all_gather(list(everyone), torch.tensor(value, device=device), group=group)
-    found: list[int] = everyone.tolist()
-    return found
+    results: list[int] = everyone.tolist()
+    return results
 
 
 def as_many_on_all(
@@ -75,9 +75,9 @@ def as_many_on_all(
 ) -> Iterator[Any]:
     """The batches, or an error on all processes if they end on one before the others."""
     nothing, turn = object(), 0
-    found = iter(batches)
+    result = iter(batches)
     while True:
-        batch = next(found, nothing)
+        batch = next(result, nothing)
         there = of_all(int(batch is not nothing), group, device)
         if not any(there):
             return

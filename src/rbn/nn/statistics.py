@@ -42,9 +42,9 @@ class _Copies:
                 copy.grow(rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Copies:
-        found = _Copies()
-        self._copies.add(found)
-        return found
+        result = _Copies()
+        self._copies.add(result)
+        return result
 
     def __reduce__(self) -> tuple[type[_Copies], tuple[()]]:
         return _Copies, ()  # what is loaded from a file is no copy
@@ -115,11 +115,11 @@ class PopulationStatistics(nn.Module):
         self.__dict__.update(notes, _noted_at=_version(count))  # faster than as attributes
 
     def notes(self) -> tuple[bool, int]:
-        """What was noted of these buffers, for `note`."""
+        """What is cached about these buffers, for `note`."""
         return (self._estimated, self._seen) if self._knows() else (False, 0)
 
     def _note_update(self, start: int, stop: int, known: bool) -> None:
-        """Note that those steps have an estimate now. known: whether what was noted was right."""
+        """Note that those steps have an estimate now. known: whether the cache was right."""
         notes = self.__dict__  # several times as fast as attributes
         if known and stop <= notes["_seen"]:  # nothing new
             notes["_noted_at"] = _version(notes["_noted"])
@@ -128,7 +128,7 @@ class PopulationStatistics(nn.Module):
         self.note(True, max(stop, seen) if start <= seen else seen)
 
     def _knows(self) -> bool:
-        """Whether what was noted is of these buffers as they are.
+        """Whether the cache is about these buffers as they are.
 
         functional_call puts others in their place, and anyone may write into them.
         """
@@ -190,9 +190,9 @@ class PopulationStatistics(nn.Module):
 
     def look(self) -> bool:
         """Note what there is, and whether there is any estimate; waits for the device."""
-        found = self.count.device.type != "meta" and bool((self.count > 0).any())
-        self.note(found, seen_at_first(self.count) if found else 0)
-        return found
+        result = self.count.device.type != "meta" and bool((self.count > 0).any())
+        self.note(result, seen_at_first(self.count) if result else 0)
+        return result
 
     def reset(self) -> None:
         """Forget all estimates."""
@@ -291,20 +291,20 @@ class PopulationStatistics(nn.Module):
         position = number.new_zeros(rows + 1).scatter(
             0, number * seen, torch.arange(rows, device=number.device)
         )
-        found = position[number.clamp(min=1)]
+        result = position[number.clamp(min=1)]
         if compiling:  # `steps` rows, whatever `start` is: it may be an input of the program
             step = torch.arange(steps, device=number.device) + start
-            found = found[step.clamp(max=rows - 1)]
+            result = result[step.clamp(max=rows - 1)]
         else:
-            found = found[start:stop]
-        return self.mean[found], self.var[found]
+            result = result[start:stop]
+        return self.mean[result], self.var[result]
 
     def grow(self, rows: int) -> None:
-        """Make room for that many steps."""
+        """Grow the buffers to that many steps."""
         missing = rows - self.count.shape[0]
-        compiling = torch.compiler.is_compiling()  # which never asks for room in that mode
+        compiling = torch.compiler.is_compiling()  # which never grows buffers in that mode
         if missing > 0 and not compiling and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # the room is for training, too
+            with torch.inference_mode(False):  # the buffers are for training, too
                 self.grow(rows)
         elif missing > 0:
             known = (False, 0) if compiling else self.notes()
@@ -404,7 +404,7 @@ class PopulationStatistics(nn.Module):
                 fill = value.new_zeros(missing, *value.shape[1:])
                 state_dict[prefix + name] = torch.cat([value, fill])
         elif rows != len(self.count):
-            with torch.inference_mode(False):  # the room is for training, too
+            with torch.inference_mode(False):  # the buffers are for training, too
                 self.mean = self.mean.new_zeros(rows, self.features)
                 self.var = self.var.new_zeros(rows, self.features)
                 self.count = self.count.new_zeros(rows)
@@ -412,9 +412,9 @@ class PopulationStatistics(nn.Module):
         for name in ("mean", "var"):
             if getattr(self, name).dtype in (torch.float16, torch.bfloat16):  # by assign=True
                 setattr(self, name, getattr(self, name).float())
-        found = count.device.type != "meta" and bool((count > 0).any())
-        self._in_graphs = found
-        self.note(found, seen_at_first(count) if found else 0)
+        result = count.device.type != "meta" and bool((count > 0).any())
+        self._in_graphs = result
+        self.note(result, seen_at_first(count) if result else 0)
 
     def extra_repr(self) -> str:
         """The options, for ``print(module)``."""
@@ -445,7 +445,7 @@ def update_all(updates: list[Update]) -> None:
     updates: the statistics of each term and what their `update` takes.
     """
     together: dict[float, list[tuple[Tensor, ...]]] = {}
-    noted: list[tuple[PopulationStatistics, int, int, bool]] = []
+    cached: list[tuple[PopulationStatistics, int, int, bool]] = []
     compiling = torch.compiler.is_compiling()
     seen = not compiling and all_processes() is None  # all steps before, in the same buffers
     for statistics, mean, var, start, reached in updates:
@@ -459,7 +459,7 @@ def update_all(updates: list[Update]) -> None:
             statistics.update(mean, var, start, reached)
             continue
         known = not compiling and statistics._knows()
-        noted.append((statistics, start, stop, known))
+        cached.append((statistics, start, stop, known))
         seen = seen and known and stop <= statistics._seen
         if mean.dtype != means.dtype:
             mean, var = mean.to(means.dtype), var.to(means.dtype)
@@ -469,7 +469,7 @@ def update_all(updates: list[Update]) -> None:
         together.setdefault(momentum, []).append((means, variances, mean, var, count))
     for momentum, terms in together.items():
         average_in(terms, momentum, seen)
-    for statistics, start, stop, known in noted:
+    for statistics, start, stop, known in cached:
         if compiling:
             statistics._in_graphs = True
         else:

@@ -62,8 +62,8 @@ def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | No
     cell.refresh_once()
     if not all(statistics.find_estimates() for statistics in every):
         return None
-    found = [cell._modules.get(f"stats_{name}") for name in cell.terms]
-    terms = [_term(s) if isinstance(s, PopulationStatistics) else None for s in found]
+    results = [cell._modules.get(f"stats_{name}") for name in cell.terms]
+    terms = [_term(s) if isinstance(s, PopulationStatistics) else None for s in results]
     for term in terms:  # without versions nothing can be kept in mind
         if term is not None and (-1 in term.versions or term.buffers[0].dtype != dtype):
             return None

@@ -114,7 +114,7 @@ def constant_statistics(
     """
     if population is None:
         return None
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for term, columns in features.items():
         if columns is None:
             continue
@@ -133,5 +133,5 @@ def constant_statistics(
             rows = value.shape[0]
             dtype = compute_dtype(wx.dtype)
             value = value.detach() if value.requires_grad else value
-            found[name] = value if value.dtype == dtype else value.to(dtype)
-    return Statistics(**found)
+            results[name] = value if value.dtype == dtype else value.to(dtype)
+    return Statistics(**results)

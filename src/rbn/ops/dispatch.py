@@ -212,6 +212,11 @@ def select(function: str, like: Tensor) -> Callable[..., Any]:
     return selected
 
 
+def gpu_kernels(like: Tensor) -> Any | None:
+    """The GPU's backend, if it has kernels for the device of a CUDA tensor."""
+    return _gpu if _has_gpu_kernels(like.device.index or 0) else None
+
+
 def _module(name: str) -> Any:
     return {"reference": reference, "cpu": cpu, "gpu": _gpu}[name]
 

@@ -57,11 +57,13 @@ def identical_steps(
         first = torch.ones_like(constant[..., :1])
     else:
         first = begin.flatten(-2).all(-1, keepdim=True)
-    found = torch.cat([first, constant], -1)
-    identical = found.to(torch.int32).cumprod(-1, dtype=torch.int32).to(torch.bool)
+    result = torch.cat([first, constant], -1)
+    identical = result.to(torch.int32).cumprod(-1, dtype=torch.int32).to(torch.bool)
     before, after = identical[..., :-1], identical[..., 1:]
     if masked:
-        before, after = (F.pad(found[..., :1], (0, wx.shape[-3] - 1)) for found in (before, after))
+        before, after = (
+            F.pad(result[..., :1], (0, wx.shape[-3] - 1)) for result in (before, after)
+        )
     if var_x is None:  # both terms in one: constant only if the input is identical as well
         before = before & (var_h <= limit).all(-1)
     return before, after

@@ -231,10 +231,10 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         torch.no_grad() if create_graph else _NOTHING,
         without_autocast(calls[0].input.device.type),
     ):
-        found = operator.implementation.backward(calls, kept, ctx.plan, incoming)
+        result = operator.implementation.backward(calls, kept, ctx.plan, incoming)
     gradients: list[Tensor | None] = [
         None if tensor is None else own[name]
-        for a, own in zip(calls, found, strict=True)
+        for a, own in zip(calls, result, strict=True)
         for name, tensor in zip(definition.gradients, a, strict=False)
     ]
     if create_graph:
@@ -322,12 +322,12 @@ def _custom_operators(operator: Operator, devices: str | None) -> tuple[Any, Any
         tensors, results = saved[:count], list(saved[count:])
         needed = ctx.needs_input_grad[0]
         args = (*grads[: 1 + n_states], results, needed, *tensors, *ctx.options)
-        found = dict(zip(definition.gradients, backward_op(*args), strict=True))
+        result = dict(zip(definition.gradients, backward_op(*args), strict=True))
         names: tuple[str, ...] = definition.arguments._fields
         given = dict(zip(definition.tensors, tensors, strict=True))
         if not needed:
-            found["input"] = None
-        return tuple(found.get(n) if given.get(n) is not None else None for n in names)
+            result["input"] = None
+        return tuple(result.get(n) if given.get(n) is not None else None for n in names)
 
     def refuse(ctx: Any, *grads: Any) -> None:
         _refuse_double_backward(operator.name)

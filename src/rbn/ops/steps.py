@@ -2,13 +2,14 @@
 
 The recurrences of `rbn.ops` prepare a call for many steps; for one step that takes longer than the
 step. These functions normalize with population statistics or none, run on the CPU and on CUDA, and
-are differentiable any number of times. With a batch of one in float32 on the CPU, an LSTM's step
-is a single call of the compiled kernel. Statistics must not change before the backward pass.
+are differentiable any number of times. In float32 an LSTM's step is a single call of the compiled
+kernel on the CPU (for a batch of one), and two products and one kernel on a GPU. Statistics must
+not change before the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,9 +76,9 @@ def lstm(
     tensors = (x, *weights, h, c)
     options = (rows, eps, zoneout, pass_normalized_cell)
     if torch.is_grad_enabled() and _any_requires_grad(tensors):
-        found: tuple[Tensor, Tensor] = _apply(options, *tensors)  # type: ignore[no-untyped-call]
-        return found
-    return (inference.step if _kernel_takes(x) else _lstm)(x, weights, h, c, *options)
+        results: tuple[Tensor, Tensor] = _apply(options, *tensors)  # type: ignore[no-untyped-call]
+        return results
+    return _fastest(x)(x, weights, h, c, *options)
 
 
 def _lstm(
@@ -120,8 +121,7 @@ class _LSTMStep(torch.autograd.Function):
         ctx.options = options
         ctx.save_for_backward(*tensors)
         x, *weights, h, c = tensors
-        run = inference.step if _kernel_takes(x) else _lstm
-        return run(x, Weights(*weights), h, c, *options)
+        return _fastest(x)(x, Weights(*weights), h, c, *options)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,8 +132,10 @@ class _LSTMStep(torch.autograd.Function):
             wanted = [t for t in tensors if t is not None and t.requires_grad]
             x, *weights, h, c = tensors
             outputs = _lstm(x, Weights(*weights), h, c, *ctx.options)
-            found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=create_graph))
-        return None, *(next(found) if t is not None and t.requires_grad else None for t in tensors)
+            result = iter(
+                torch.autograd.grad(outputs, wanted, gradients, create_graph=create_graph)
+            )
+        return None, *(next(result) if t is not None and t.requires_grad else None for t in tensors)
 
 
 # Without what Python does first for transforms of `torch.func`, under which nobody calls this.
@@ -177,14 +179,16 @@ def _any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _kernel_takes(x: Tensor) -> bool:
-    """Whether the compiled kernel covers a step of this input."""
-    return (
-        x.shape[0] == 1
-        and x.dtype == torch.float32
-        and x.device.type == "cpu"
-        and inference.load() is not None
-    )
+def _fastest(x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The function that computes a step of the LSTM for an input like this."""
+    if x.dtype != torch.float32:
+        return _lstm
+    if x.is_cuda:
+        gpu = dispatch.gpu_kernels(x)
+        return _lstm if gpu is None else gpu.lstm_cell_step
+    if x.shape[0] == 1 and x.device.type == "cpu" and inference.load() is not None:
+        return inference.step
+    return _lstm
 
 
 def _bn(term: Tensor, gamma: Tensor, beta: Tensor | None, row: Row | None, eps: float) -> Tensor:

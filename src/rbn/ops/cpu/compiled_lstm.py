@@ -133,10 +133,11 @@ class _Call:
         args.point(c0=self.c0, **self.vectors)
         big = self.packing.batch * H >= SMALL
         self.threads = torch.get_num_threads() if big else 1
+        # The first row of each step and of the one before it; -1: that is the initial state.
         starts = [0]
         for n in self.packing.sizes:
             starts.append(starts[-1] + n)
-        self.starts = starts
+        self.rows = list(zip(starts[:-1], self.packing.sizes, [-1, *starts[:-2]], strict=True))
 
     def use_moments(self, moments: Sequence[Tensor | None]) -> None:
         """Point to mean and rstd of the terms x, h and c."""
@@ -152,12 +153,6 @@ class _Call:
             else:
                 moments += [self.layout.cast(mean), torch.rsqrt(self.layout.cast(var) + a.eps)]
         return moments
-
-    def step(self, function: Any, t: int) -> None:
-        """Run one step of the compiled function."""
-        previous = self.starts[t - 1] if t > 0 else -1
-        n = self.packing.sizes[t]
-        function(ctypes.addressof(self.args), t, self.starts[t], n, previous, self.threads)
 
 
 def forward(a: LSTMArguments) -> Forward:
@@ -187,7 +182,7 @@ def forward(a: LSTMArguments) -> Forward:
     args.point(hidden_states=hidden)
     whs, hs, xs = buffers.views(wh), packing.split(hidden), packing.split(x)
     W = call.weight.t().contiguous()  # [H, 4H]
-    run = call.library.rbn_lstm_forward
+    run, address = call.library.rbn_lstm_forward, ctypes.addressof(args)
 
     h = call.h0
     for t, n in enumerate(packing.sizes):
@@ -196,7 +191,8 @@ def forward(a: LSTMArguments) -> Forward:
             torch.addmm(xs[t], h, W, out=whs[t])
         else:
             torch.mm(h, W, out=whs[t])
-        call.step(run, t)
+        start, _, previous = call.rows[t]
+        run(address, t, start, n, previous, call.threads)
         h = hs[t]
 
     output = layout.padded(hidden).to(dtype)
@@ -245,11 +241,13 @@ def backward(
         for name, value in call.vectors.items()
     }
     args.point(dy=dy, dh=dh, dc=dc, dwh=dwh, dwx=None if plain else dwx, **grads)
-    dwhs, W, run = packing.split(dwh), call.weight.contiguous(), call.library.rbn_lstm_backward
+    dwhs, W = packing.split(dwh), call.weight.contiguous()
+    run, address = call.library.rbn_lstm_backward, ctypes.addressof(args)
 
     for t in range(len(packing.sizes) - 1, -1, -1):
-        call.step(run, t)
-        torch.mm(dwhs[t], W, out=dh[: packing.sizes[t]])
+        start, n, previous = call.rows[t]
+        run(address, t, start, n, previous, call.threads)
+        torch.mm(dwhs[t], W, out=dh[:n])
 
     if call.sequence is not None:
         assert r.mean_x is not None

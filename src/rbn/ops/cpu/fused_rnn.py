@@ -95,13 +95,13 @@ def _identical_states(
     A normalization with a small variance magnifies what differs, so terms that count as constant
     can give states that do not.
     """
-    found = list(identical)
-    for t in range(1, min(len(found), len(states) + 1)):  # no row reaches the steps after those
+    result = list(identical)
+    for t in range(1, min(len(result), len(states) + 1)):  # no row reaches the steps after those
         var = states[t - 1].var(0, correction=0)
-        found[t] = found[t] and found[t - 1] and bool((var <= CONSTANT * eps).all())
-        if not found[t]:
-            return found[:t] + [False] * (len(found) - t)
-    return found
+        result[t] = result[t] and result[t - 1] and bool((var <= CONSTANT * eps).all())
+        if not result[t]:
+            return result[:t] + [False] * (len(result) - t)
+    return result
 
 
 def backward(

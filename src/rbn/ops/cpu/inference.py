@@ -80,11 +80,11 @@ def step(
     ]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     moments: list[int] = []
-    for found in statistics:
-        if found is None:
+    for result in statistics:
+        if result is None:
             moments += (0, 0)
         else:
-            mean, var, row = found
+            mean, var, row = result
             offset = 4 * row * mean.shape[1]
             moments += (mean.data_ptr() + offset, var.data_ptr() + offset)
     wx = terms.data_ptr()
@@ -98,14 +98,20 @@ def step(
     return new_h, new_c
 
 
+class Tables(NamedTuple):
+    """Scales and shifts of a folded LSTM by step; the last row serves every step beyond."""
+
+    scale_x: Tensor | None  # [S, 4H]
+    scale_h: Tensor | None  # [S, 4H], with its own S
+    shift: Tensor  # [S, 4H], with its own S
+    scale_c: Tensor | None  # [S, H]
+    shift_c: Tensor  # [S, H], as many rows as scale_c
+
+
 def sequence(
     wx: Tensor,
     weight_hh: Tensor,
-    scale_x: Tensor | None,
-    scale_h: Tensor | None,
-    shift: Tensor,
-    scale_c: Tensor | None,
-    shift_c: Tensor,
+    folded: Tables,
     h0: Tensor,
     c0: Tensor,
     *,
@@ -119,11 +125,7 @@ def sequence(
     Args:
         wx: input term W_x x_t, ``[T, B, 4H]``.
         weight_hh: W_h, ``[4H, H]``.
-        scale_x: ``[S, 4H]``; the last row serves every step beyond, here and below.
-        scale_h: ``[S, 4H]``, with its own S.
-        shift: ``[S, 4H]``, with its own S.
-        scale_c: ``[S, H]``.
-        shift_c: ``[S, H]``, as many rows as scale_c.
+        folded: the scales and shifts.
         h0: ``[B, H]``.
         c0: ``[B, H]``.
         start: the time step of ``wx[0]``.
@@ -139,9 +141,7 @@ def sequence(
     wx, weight_hh, h, c = (tensor.contiguous() for tensor in (wx, weight_hh, h0, c0))
     output, c_n = wx.new_empty(steps, batch, hidden), torch.empty_like(c)
     wh = wx.new_empty(batch, gates)
-    tables = [
-        None if t is None else t.contiguous() for t in (scale_x, scale_h, shift, scale_c, shift_c)
-    ]
+    tables = [None if t is None else t.contiguous() for t in folded]
     rows = [0 if t is None else t.shape[0] for t in (*tables[:3], tables[4])]
     addresses = [0 if t is None else t.data_ptr() for t in tables]
 

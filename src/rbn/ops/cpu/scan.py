@@ -153,13 +153,13 @@ def _scanned(
 
     *last, output = torch.ops.higher_order.scan(
         combine,
-        [state.to(terms.dtype).contiguous() for state in states],
+        [state.to(terms.dtype).clone(memory_format=torch.contiguous_format) for state in states],
         list(terms.rows.values()),
         tuple(terms.fixed.values()),
     )
     dtype = terms.wx.dtype
-    found = [value.to(dtype) for value in (output, *last)]
-    return (*found, *(terms.wx.new_empty(0) for _ in range(count)))
+    results = [value.to(dtype) for value in (output, *last)]
+    return (*results, *(terms.wx.new_empty(0) for _ in range(count)))
 
 
 def _like(x: Tensor, values: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from rbn.ops.gpu.lstm.backward import backward
 from rbn.ops.gpu.lstm.forward import fake, forward
 from rbn.ops.gpu.lstm.joined import Saved
 from rbn.ops.gpu.lstm.persistent.tiles import tf32_allowed
+from rbn.ops.gpu.lstm_cell.step import step as lstm_cell_step
 from rbn.ops.gpu.running_average import average_in
 from rbn.ops.gpu.symbols.look_up import symbol_rows
 from rbn.ops.operator import Implementation, Operator
@@ -30,6 +31,7 @@ __all__ = [
     "average_in",
     "joins",
     "linear_cross_entropy",
+    "lstm_cell_step",
     "operator_for",
     "symbol_rows",
     "tf32_allowed",

@@ -32,8 +32,8 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """
     if b.dtype != torch.float32 and _sums_in_full(b.dtype, b.device):
         multiply: Any = torch.mm
-        found: Tensor = multiply(a, b, out_dtype=torch.float32, out=out)
-        return found
+        result: Tensor = multiply(a, b, out_dtype=torch.float32, out=out)
+        return result
     return torch.mm(a.to(torch.float32), b.to(torch.float32), out=out)
 
 
@@ -64,10 +64,10 @@ def weight_gradient(da: Tensor, h0: Tensor, hidden: Tensor) -> Tensor:
 
     Shapes: da ``[T, B, F]``, h0 ``[B, H]``, hidden ``[T, B, H]``.
     """
-    found = product(da[0].t(), h0.to(da.dtype))
+    result = product(da[0].t(), h0.to(da.dtype))
     if len(da) > 1:
-        found += product(da[1:].flatten(0, 1).t(), hidden[:-1].flatten(0, 1))
-    return found
+        result += product(da[1:].flatten(0, 1).t(), hidden[:-1].flatten(0, 1))
+    return result
 
 
 class StepCall:

@@ -24,8 +24,8 @@ def global_moments(h: Tensor, rows: Tensor | None, group: ProcessGroup) -> tuple
         rows: bool ``[..., B]``, the rows that count (all of them by default).
         group: the processes.
     """
-    found: tuple[Tensor, Tensor] = _GlobalMoments.apply(h, rows, group)  # type: ignore[no-untyped-call]
-    return found
+    results: tuple[Tensor, Tensor] = _GlobalMoments.apply(h, rows, group)  # type: ignore[no-untyped-call]
+    return results
 
 
 def identical_globally(states: Tensor, group: ProcessGroup) -> Tensor:

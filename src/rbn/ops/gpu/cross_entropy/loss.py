@@ -36,8 +36,8 @@ def linear_cross_entropy(
     scale = 1 / targets.numel() if reduction == "mean" else 1.0
     with torch.autocast(device, enabled=False):
         if needs_grad(given[:3]):
-            found: Tensor = _apply(*given, dtype, scale)
-            return found
+            result: Tensor = _apply(*given, dtype, scale)
+            return result
         return _forward(*given, dtype, scale)[0]
 
 
@@ -129,15 +129,15 @@ def _gradients(ctx: Any, dloss: Tensor) -> list[Tensor | None]:
     dbias = logits.new_empty(P, -(-N // _tile(P)[0]) if has_bias else 1)
     tensors = (logits, added, targets, dloss, dlogits, dbias)
     _launch(cross_entropy_backward, tensors, C, scale, has_bias)
-    found: list[Tensor | None] = [None] * 3
+    results: list[Tensor | None] = [None] * 3
     if ctx.needs_input_grad[0]:
-        found[0] = torch.mm(dlogits, w).view(shape).to(types[0])
+        results[0] = torch.mm(dlogits, w).view(shape).to(types[0])
     if ctx.needs_input_grad[1]:
         multiply = torch.mm if types[1] == x.dtype else product  # the parameter's type at once
-        found[1] = multiply(dlogits.t(), x)[:C].to(types[1])
+        results[1] = multiply(dlogits.t(), x)[:C].to(types[1])
     if ctx.needs_input_grad[2]:
-        found[2] = dbias.sum(1)[:C].to(types[2])
-    return found
+        results[2] = dbias.sum(1)[:C].to(types[2])
+    return results
 
 
 class _Node(torch.autograd.Function):
@@ -162,10 +162,10 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> Any:
         create_graph = torch.is_grad_enabled()
         with torch.no_grad(), torch.autocast(dloss.device.type, enabled=False):
-            found = _gradients(ctx, dloss)
+            result = _gradients(ctx, dloss)
         if create_graph:
-            found = undifferentiable("linear_cross_entropy", found, (*ctx.saved_tensors, dloss))
-        return (*found, None, None, None)
+            result = undifferentiable("linear_cross_entropy", result, (*ctx.saved_tensors, dloss))
+        return (*result, None, None, None)
 
 
 # Without what Python does first for transforms of `torch.func`, under which nobody calls.

@@ -397,7 +397,7 @@ def ln_parameter_sums(
         of_bias += tl.sum(d, 0)
         of_x += tl.sum(d * (x - mean_x[:, None]) * rstd_x[:, None], 0)
         of_h += tl.sum(d * a * rstd_h[:, None], 0)
-    found = sums + part * 3 * F + columns
-    tl.store(found, of_bias, mask=inside)
-    tl.store(found + F, of_x, mask=inside)
-    tl.store(found + 2 * F, of_h, mask=inside)
+    result = sums + part * 3 * F + columns
+    tl.store(result, of_bias, mask=inside)
+    tl.store(result + F, of_x, mask=inside)
+    tl.store(result + 2 * F, of_h, mask=inside)

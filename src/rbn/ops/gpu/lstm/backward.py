@@ -97,31 +97,31 @@ class _Sums:
         if call.w is not None:
             self.sizes.append(4 * n)
         new = torch.empty if call.in_cuda else torch.zeros
-        self.whole = new(sum(self.sizes), dtype=torch.float32, device=call.term.device)
+        self.memory = new(sum(self.sizes), dtype=torch.float32, device=call.term.device)
 
     def parts(self) -> list[Tensor]:
-        return list(self.whole.split(self.sizes))
+        return list(self.memory.split(self.sizes))
 
     def at(self) -> dict[str, int]:
         """The addresses of the parts, by the kernels' names of them."""
-        begin, n, padded = self.whole.data_ptr(), 4 * self.sizes[0], 4 * self.sizes[3]
-        found = {
+        begin, n, padded = self.memory.data_ptr(), 4 * self.sizes[0], 4 * self.sizes[3]
+        results = {
             "dbias": begin,
             "dgamma_x": begin + n,
             "dgamma_h": begin + 2 * n,
             "dgamma_c": begin + 3 * n,
             "dbeta_c": begin + 3 * n + padded,
         }
-        if len(self.sizes) > len(found):
-            found["dwx"] = begin + 3 * n + 2 * padded
-        return found
+        if len(self.sizes) > len(results):
+            results["dwx"] = begin + 3 * n + 2 * padded
+        return results
 
     def gradients(self, call: LSTMCall) -> list[Tensor | None]:
         """The parts in the types and shapes of the parameters; None where there is none."""
-        whole, types = self.whole, {v.dtype for v in self._parameters(call) if v is not None}
-        if len(types) == 1 and whole.dtype not in types:  # rounded all at once
-            whole = whole.to(next(iter(types)))
-        return self._fitted(call, whole.split_with_sizes(self.sizes))
+        memory, types = self.memory, {v.dtype for v in self._parameters(call) if v is not None}
+        if len(types) == 1 and memory.dtype not in types:  # rounded all at once
+            memory = memory.to(next(iter(types)))
+        return self._fitted(call, memory.split_with_sizes(self.sizes))
 
     def with_states(
         self, call: LSTMCall, dh0: Tensor, dh: Tensor | None, dc: Tensor
@@ -135,9 +135,9 @@ class _Sums:
         types = {v.dtype for v in (*self._parameters(call), a.h0, a.c0) if v is not None}
         if not call.in_cuda or len(types) > 1 or not (call.shared(a.h0) and call.shared(a.c0)):
             return None
-        count, units = self.whole.numel(), call.R * call.H
+        count, units = self.memory.numel(), call.R * call.H
         out = torch.empty(count + 2 * units, dtype=next(iter(types)), device=dc.device)
-        tensors = (self.whole, dh0, dc if dh is None else dh, dc, out)
+        tensors = (self.memory, dh0, dc if dh is None else dh, dc, out)
 
         def ask() -> Any:
             return (
@@ -165,18 +165,18 @@ class _Sums:
         return given if call.w is None else [*given, call.w]
 
     def _fitted(self, call: LSTMCall, parts: Sequence[Tensor]) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
+        results: list[Tensor | None] = []
         given = self._parameters(call)
         for parameter, part, size in zip(given, parts, self.sizes, strict=True):
             if parameter is None:
-                found.append(None)
+                results.append(None)
                 continue
             if size != parameter.numel():
                 part = part.narrow(0, 0, parameter.numel())
             if part.dtype != parameter.dtype:
                 part = part.to(parameter.dtype)
-            found.append(part.view(parameter.shape) if parameter.dim() > 1 else part)
-        return found
+            results.append(part.view(parameter.shape) if parameter.dim() > 1 else part)
+        return results
 
 
 def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
@@ -215,16 +215,16 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
         dweight, dh0 = _through_weight(call, da, weight, r, apart)
     if dweight.dtype != a.weight_hh.dtype:
         dweight = dweight.to(a.weight_hh.dtype)
-    found = sums.with_states(call, dh0, dh, dc)
-    if found is None:
-        found = sums.gradients(call)
+    result = sums.with_states(call, dh0, dh, dc)
+    if result is None:
+        result = sums.gradients(call)
         if dh is not None:
             dh0 = dh + dh0.to(torch.float32)
         states = [_of_state(call, d, state) for d, state in ((dh0, a.h0), (dc, a.c0))]
-        first = found.pop() if dwx is None else dwx
-        return [first, dweight, *found, *states]
-    first = dwx if w is None else found.pop(len(found) - 3)
-    return [first, dweight, *found]
+        first = result.pop() if dwx is None else dwx
+        return [first, dweight, *result, *states]
+    first = dwx if w is None else result.pop(len(result) - 3)
+    return [first, dweight, *result]
 
 
 def _of_state(call: LSTMCall, gradient: Tensor, state: Tensor) -> Tensor:

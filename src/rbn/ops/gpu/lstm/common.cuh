@@ -238,9 +238,9 @@ struct Weights {
 #endif
   // row(n): the row of the matrix for tile n; negative: none.
   template <class Row>
-  __device__ __forceinline__ void load(const Element* w, int columns, int ks, int mw, int lane, uint4* room, Row row) {
+  __device__ __forceinline__ void load(const Element* w, int columns, int ks, int mw, int lane, uint4* scratch, Row row) {
 #if !REGISTERS
-    shared = room + ks * KBW * NT * 32 + lane;
+    shared = scratch + ks * KBW * NT * 32 + lane;
 #endif
 #pragma unroll
     for (int i = 0; i < KBW; i++)
@@ -252,7 +252,7 @@ struct Weights {
 #if REGISTERS
         kept[i][n] = v;
 #else
-        if (mw == 0) room[(ks * KBW + i) * NT * 32 + n * 32 + lane] = v;
+        if (mw == 0) scratch[(ks * KBW + i) * NT * 32 + n * 32 + lane] = v;
 #endif
       }
   }
@@ -360,7 +360,7 @@ __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4],
 // Each v[i] summed over all threads with the same pair of units, in a fixed order, given back to all.
 // `running`, of thread 4 i + pair, counts v[i] over all calls.
 template <int NV>
-__device__ __forceinline__ void sum_rows(float (&v)[NV], float* room, float* total, float& running) {
+__device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total, float& running) {
 #ifdef NO_SUM
   return;
 #endif
@@ -384,12 +384,12 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* room, float* tot
   }
   constexpr int LEFT = NV > 8 ? NV / 8 : 1;
 #pragma unroll
-  for (int i = 0; i < LEFT; i++) room[((index + i) * 4 + pair) * PADDED + warp] = v[i];
+  for (int i = 0; i < LEFT; i++) scratch[((index + i) * 4 + pair) * PADDED + warp] = v[i];
   __syncthreads();
   if (tid < 4 * NV) {
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < WARPS; w++) sum += room[tid * PADDED + w];
+    for (int w = 0; w < WARPS; w++) sum += scratch[tid * PADDED + w];
     total[(tid & 3) * NV + (tid >> 2)] = sum;
     running += sum;
   }
@@ -402,9 +402,9 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* room, float* tot
 }
 
 template <int NV>
-__device__ __forceinline__ void sum_rows(float (&v)[NV], float* room, float* total) {
+__device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total) {
   float unused = 0.0f;
-  sum_rows(v, room, total, unused);
+  sum_rows(v, scratch, total, unused);
 }
 
 // Parameters and statistics ------------------------------------------------------------------------

@@ -292,12 +292,14 @@ def _run_grid(
 ) -> None:
     cut = call.plan.cuts[direction]
     log.debug("lstm %s in CUDA, wide: %s", direction, cut)
-    with device_of(call.flat):
-        kernel = grid_kernels.kernel(cut, call.flat.device.index or 0, defines)
+    with device_of(call.term):
+        kernel = grid_kernels.kernel(cut, call.term.device.index or 0, defines)
         spilled = call.R * cut.spilled
-        room = torch.empty(spilled, dtype=torch.uint8, device=call.flat.device) if spilled else None
-        if room is not None:
-            at = at | {"spilled": room.data_ptr()}
+        spill = (
+            torch.empty(spilled, dtype=torch.uint8, device=call.term.device) if spilled else None
+        )
+        if spill is not None:
+            at = at | {"spilled": spill.data_ptr()}
         arguments = WideForwardArguments if direction == "forward" else WideBackwardArguments
         masks = (at.get(name, 0) for name in ("mask_c", "mask_h"))
         _run(
@@ -317,7 +319,7 @@ def _run_grid(
 def _run_cluster(
     direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
 ) -> None:
-    wx, cut = call.flat, call.plan.cuts[direction]
+    wx, cut = call.term, call.plan.cuts[direction]
     device = wx.device.index or 0
     cluster = cluster_kernels.cluster_of(cut, wx.dtype, call.H, device)
     assert cluster is not None
@@ -337,7 +339,7 @@ def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
     at: addresses by the names of its struct; absent ones are not looked at. rows: of the statistics
     of x, h and c.
     """
-    wx, defines = call.flat, call.plan.defines[False]
+    wx, defines = call.term, call.plan.defines[False]
     if call.family != PORTABLE:
         run = _run_cluster if call.family == CLUSTER else _run_grid
         run("forward", call, at, rows, defines)
@@ -360,7 +362,7 @@ def backward_weight(call: Any, weight: Tensor) -> Tensor:
 
 def backward(call: Any, at: dict[str, int], rows: list[int], has_doutput: bool) -> None:
     """Launch the backward kernel, with W_h as `backward_weight` gives it; see `forward`."""
-    wx, defines = call.flat, call.plan.defines[has_doutput]
+    wx, defines = call.term, call.plan.defines[has_doutput]
     if call.family != PORTABLE:
         run = _run_cluster if call.family == CLUSTER else _run_grid
         run("backward", call, at, rows, defines)

@@ -358,14 +358,14 @@ def _inputs_of_one_feature(call: LSTMCall, new: Workspace, w: int) -> Tensor:
 def _sequence_centered(call: LSTMCall, var: Tensor, new: Workspace) -> Tensor:
     """X ``[R, T, B, 1]`` less its mean over all unpadded positions; the variance into `var`."""
     assert call.w is not None
-    whole = call.wx.narrow(-1, 0, 1).to(torch.float32)
-    mean, found = whole.new_empty(2, call.R, 1)
-    _sequence_moments(whole, call.lengths if call.a.lengths is not None else None, mean, found)
-    var.copy_(found.view(-1))
+    feature = call.wx.narrow(-1, 0, 1).to(torch.float32)
+    mean, result = feature.new_empty(2, call.R, 1)
+    _sequence_moments(feature, call.lengths if call.a.lengths is not None else None, mean, result)
+    var.copy_(result.view(-1))
     w = call.full(call.w).view(call.R, -1)
-    for part, value in zip(new.input_moments(), (mean * w, found * w.square()), strict=True):
+    for part, value in zip(new.input_moments(), (mean * w, result * w.square()), strict=True):
         part.copy_(value.view_as(part))
-    centered: Tensor = whole - mean[:, None, None]
+    centered: Tensor = feature - mean[:, None, None]
     return centered
 
 

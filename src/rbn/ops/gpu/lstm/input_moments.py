@@ -52,7 +52,7 @@ def input_moments(
 def feature_moments(
     x,  # [R, T, B], in any order of memory
     w,  # [R, F] float32
-    room,  # [R, T, S] float32, and from `behind` on [R, T]
+    memory,  # [R, T, S] float32, and from `behind` on [R, T]
     mean,  # [R, T, F] float32
     var,
     lengths,  # [B] int32
@@ -71,7 +71,7 @@ def feature_moments(
 ):
     """Inputs of one feature as the kernels take them: a program for each step.
 
-    `room` gets x, zeros where it is padded and up to row S. If BATCH, its mean is taken away, its
+    `memory` gets x, zeros where it is padded and up to row S. If BATCH, its mean is taken away, its
     variance comes behind, and the statistics of the input term x w follow from both.
     """
     step = tl.program_id(0).to(tl.int64)  # of all recurrences
@@ -87,10 +87,10 @@ def feature_moments(
         m = tl.sum(value, 0) / n
         value = tl.where(counts, value - m, 0.0)
         v = tl.sum(value * value, 0) / n
-        tl.store(room + behind + step, v)
+        tl.store(memory + behind + step, v)
         columns = tl.arange(0, COLUMNS)
         inside = columns < F
         of_column = tl.load(w + step // T * F + columns, mask=inside, other=0.0)
         tl.store(mean + step * F + columns, of_column * m, mask=inside)
         tl.store(var + step * F + columns, of_column * of_column * v, mask=inside)
-    tl.store(room + step * S + rows, value, mask=rows < S)
+    tl.store(memory + step * S + rows, value, mask=rows < S)

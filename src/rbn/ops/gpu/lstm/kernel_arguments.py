@@ -174,11 +174,11 @@ class LSTMCall:
 
     def addresses(self, weight: Tensor) -> dict[str, int]:
         """Of what both kernels are given, by the names they use; not of what is absent."""
-        found = {"weight": self.address(weight)}
+        results = {"weight": self.address(weight)}
         if self.w is None:
-            found["wx"] = self.address(self.term)
+            results["wx"] = self.address(self.term)
         else:
-            found["w"] = self.address(self.full(self.w))
+            results["w"] = self.address(self.full(self.w))
         if self.joined is None:
             self._join()
         joined = self.joined
@@ -187,20 +187,20 @@ class LSTMCall:
             if value is None:
                 continue
             if joined is None:
-                found[name] = self.address(self.full(value))
+                results[name] = self.address(self.full(value))
                 continue
             size = value.numel()
-            found[name] = at
+            results[name] = at
             if at % 16:
-                found[name] = self.address(joined.narrow(0, (at - first) // 4, size))
+                results[name] = self.address(joined.narrow(0, (at - first) // 4, size))
             at += 4 * size
         if self.a.lengths is not None:
-            found["lengths"], found["inv_n"] = map(self.address, (self.lengths, self.inv_n))
+            results["lengths"], results["inv_n"] = map(self.address, (self.lengths, self.inv_n))
         if self.plan.zoned:
             for name, mask in (("mask_c", self.a.mask_c), ("mask_h", self.a.mask_h)):
                 if mask is not None:
-                    found[name] = self.address(mask.contiguous())
-        return found
+                    results[name] = self.address(mask.contiguous())
+        return results
 
     @functools.cached_property
     def input_rows(self) -> int:
@@ -262,11 +262,11 @@ class LSTMCall:
 
 def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
     """The address of each of some parts, from their bytes, one after another from `begin` on."""
-    found = {}
+    results = {}
     for name, size in sizes.items():
-        found[name] = begin
+        results[name] = begin
         begin += size
-    return found
+    return results
 
 
 def rows_of(moments: Sequence[Tensor | None]) -> list[int]:

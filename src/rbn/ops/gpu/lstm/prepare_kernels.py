@@ -121,7 +121,7 @@ def _sum_rows(
 ):
     """Of ``[R, B, H]`` the sums over B of UNITS columns, from unit `first` of all on."""
     unit = first + tl.arange(0, UNITS)
-    found = tl.zeros((UNITS,), tl.float32)
+    result = tl.zeros((UNITS,), tl.float32)
     for begin in range(0, B, ROWS):
         row = (begin + tl.arange(0, ROWS))[:, None]
         at = unit[None, :] // H * B * H + row * H + unit[None, :] % H
@@ -129,8 +129,8 @@ def _sum_rows(
         value = tl.load(state + at, mask=inside, other=0.0).to(tl.float32)
         if MORE:
             value += tl.load(more + at, mask=inside, other=0.0)
-        found += tl.sum(value, axis=0)
-    return found
+        result += tl.sum(value, axis=0)
+    return result
 
 
 @triton.jit
@@ -167,8 +167,8 @@ def _lerp(old, new, at, valid, seen, momentum, LARGE: tl.constexpr):
     """As `torch.lerp` does it, but the first estimate stands alone."""
     a = tl.load(old + at, mask=valid, other=0.0)
     b = tl.load(new + at, mask=valid, other=0.0)
-    found = b - (b - a) * (1.0 - momentum) if LARGE else a + momentum * (b - a)
-    tl.store(old + at, tl.where(seen > 0, found, b), mask=valid)
+    result = b - (b - a) * (1.0 - momentum) if LARGE else a + momentum * (b - a)
+    tl.store(old + at, tl.where(seen > 0, result, b), mask=valid)
 
 
 @triton.jit

@@ -85,12 +85,12 @@ def states_buffer(plan: Plan, stride: int, empty: bool = False) -> Tensor:
     shape, dtype, device = (*lead, T + 1, B, stride), plan.term.dtype, plan.term.device
     skip = -B * stride % 8
     size = math.prod(shape)
-    whole = (skip + size,) if skip else shape
+    padded = (skip + size,) if skip else shape
     if empty:
         bits = torch.int16 if dtype != torch.float32 else torch.int32
-        buffer = torch.full(whole, -1, dtype=bits, device=device).view(dtype)
+        buffer = torch.full(padded, -1, dtype=bits, device=device).view(dtype)
     else:
-        buffer = torch.empty(whole, dtype=dtype, device=device)
+        buffer = torch.empty(padded, dtype=dtype, device=device)
     return buffer.narrow(0, skip, size).view(shape) if skip else buffer
 
 

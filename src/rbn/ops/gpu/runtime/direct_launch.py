@@ -22,22 +22,22 @@ _SPECIAL = (
 )
 
 
-def _hooked(found: Any) -> bool:
+def _hooked(result: Any) -> bool:
     """Whether someone, such as a profiler, is to be told of every launch by Triton."""
     knobs = getattr(triton, "knobs", None)
-    where = type(found) if knobs is None else knobs.runtime
+    where = type(result) if knobs is None else knobs.runtime
     hooks = (getattr(where, f"launch_{when}_hook", None) for when in ("enter", "exit"))
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
-def kinds_of(found: Any, names: Sequence[str]) -> list[str | None] | None:
+def kinds_of(result: Any, names: Sequence[str]) -> list[str | None] | None:
     """The types of a compiled kernel's arguments, None for those that it was compiled for.
 
     None instead of a list where it cannot be launched in the plainest way, or is not what it seems:
     the driver knows how many arguments it takes, and how large they are.
     """
-    signature = getattr(getattr(found, "src", None), "signature", None)
-    metadata, function = getattr(found, "metadata", None), getattr(found, "function", None)
+    signature = getattr(getattr(result, "src", None), "signature", None)
+    metadata, function = getattr(result, "metadata", None), getattr(result, "function", None)
     if not isinstance(signature, dict) or metadata is None or not isinstance(function, int):
         return None
     if torch.version.hip is not None:
@@ -67,7 +67,7 @@ def _bits(kind: str | None, value: Any) -> int:
 
 
 def launcher(
-    found: Any, kinds: list[str | None], grid: tuple[int, ...], values: Sequence[Any]
+    result: Any, kinds: list[str | None], grid: tuple[int, ...], values: Sequence[Any]
 ) -> Callable[..., None] | None:
     """What launches a compiled kernel on torch's current stream, as often as it is called.
 
@@ -75,7 +75,7 @@ def launcher(
     one for each of `kinds`. The launcher takes the integers anew, and looks at nothing else.
     None where the launches are not for the driver alone.
     """
-    if _hooked(found) or not _in_order(kinds):
+    if _hooked(result) or not _in_order(kinds):
         return None
     driver.enter()
     slots = (ctypes.c_int64 * (len(kinds) + _SCRATCH))()  # null behind the arguments
@@ -85,8 +85,8 @@ def launcher(
     first = ctypes.addressof(slots)
     places = (ctypes.c_void_p * len(slots))(*range(first, first + 8 * len(slots), 8))
     stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-    sizes = (*grid, 1, 1)[:3], 32 * found.metadata.num_warps, found.metadata.shared
-    start = driver.starter(found.function, *sizes, stream, places)
+    sizes = (*grid, 1, 1)[:3], 32 * result.metadata.num_warps, result.metadata.shared
+    start = driver.starter(result.function, *sizes, stream, places)
 
     def launch(*numbers: int) -> None:
         for place, number in zip(changing, numbers, strict=False):
@@ -97,14 +97,14 @@ def launcher(
 
 
 def launcher_at(
-    found: Any, kinds: list[str | None], grid: tuple[int, ...], numbers: Sequence[Any]
+    result: Any, kinds: list[str | None], grid: tuple[int, ...], numbers: Sequence[Any]
 ) -> Callable[[Sequence[int]], None] | None:
     """The same for a kernel whose numbers stay, and which takes other addresses each time.
 
     It may be called by several threads at once, on any stream. numbers: behind the addresses.
     Whoever hooks into Triton's launches later is not told of these.
     """
-    if _hooked(found):
+    if _hooked(result):
         return None
     of_numbers = kinds[len(kinds) - len(numbers) :]
     pairs = zip(of_numbers, numbers, strict=True)
@@ -112,8 +112,8 @@ def launcher_at(
     tensors = len(kinds) - len(numbers)
     count, write = tensors + len(rest), struct.Struct(f"{tensors}P").pack_into
     free: list[tuple[Any, Any]] = []  # memory that no launch is using
-    sizes = (*grid, 1, 1)[:3], 32 * found.metadata.num_warps, found.metadata.shared
-    start = driver.starter_on_stream(found.function, *sizes)
+    sizes = (*grid, 1, 1)[:3], 32 * result.metadata.num_warps, result.metadata.shared
+    start = driver.starter_on_stream(result.function, *sizes)
 
     def launch(addresses: Sequence[int]) -> None:
         try:

@@ -67,12 +67,12 @@ def _check(status: int, what: str) -> None:
 @functools.lru_cache(maxsize=64)
 def shared_limit(device: int) -> int:
     """Bytes of shared memory that a block may have."""
-    cuda, handle, found = _driver(), ctypes.c_int(), ctypes.c_int()
+    cuda, handle, result = _driver(), ctypes.c_int(), ctypes.c_int()
     torch.cuda.init()
     _check(cuda.cuDeviceGet(ctypes.byref(handle), device), f"finding device {device}")
-    status = cuda.cuDeviceGetAttribute(ctypes.byref(found), _SHARED_LIMIT, handle)
+    status = cuda.cuDeviceGetAttribute(ctypes.byref(result), _SHARED_LIMIT, handle)
     _check(status, "asking for the limit of shared memory")
-    return found.value
+    return result.value
 
 
 def enter() -> None:
@@ -94,11 +94,11 @@ def parameter_sizes(function: int) -> list[int] | None:
     if ask is None:
         return None
     handle, offset, size = ctypes.c_void_p(function), ctypes.c_size_t(), ctypes.c_size_t()
-    found: list[int] = []
+    results: list[int] = []
     where = ctypes.byref(offset), ctypes.byref(size)
-    while ask(handle, ctypes.c_size_t(len(found)), *where) == 0:  # until there is none
-        found.append(size.value)
-    return found
+    while ask(handle, ctypes.c_size_t(len(results)), *where) == 0:  # until there is none
+        results.append(size.value)
+    return results
 
 
 def starter(

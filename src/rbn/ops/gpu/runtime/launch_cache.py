@@ -19,15 +19,15 @@ _TAKES_ALL = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 3)
 
 
 def _as_triton(
-    kernel: Any, found: Any, grid: tuple[int, ...], count: int, flags: dict[str, Any]
+    kernel: Any, result: Any, grid: tuple[int, ...], count: int, flags: dict[str, Any]
 ) -> tuple[Callable[..., object], list[Any]]:
     """What launches a compiled kernel, and what it takes behind its `count` arguments."""
     names = kernel.arg_names[count:]
-    return found[(*grid, 1, 1)[:3]], [flags[name] for name in names] if _TAKES_ALL else []
+    return result[(*grid, 1, 1)[:3]], [flags[name] for name in names] if _TAKES_ALL else []
 
 
-def _is_compiled(found: Any) -> bool:
-    return hasattr(found, "packed_metadata")  # the interpreter gives nothing
+def _is_compiled(result: Any) -> bool:
+    return hasattr(result, "packed_metadata")  # the interpreter gives nothing
 
 
 class Repeated:
@@ -65,16 +65,16 @@ class Repeated:
         key = self._key(addresses, numbers)
         known = _COMPILED.get(key)
         if known is None:
-            found = self._kernel[self._grid](*self._tensors, *numbers, **self._flags)
-            if not _is_compiled(found):
+            result = self._kernel[self._grid](*self._tensors, *numbers, **self._flags)
+            if not _is_compiled(result):
                 return
             names = self._kernel.arg_names[: len(addresses) + len(numbers)]
             if len(_COMPILED) >= _MOST:  # of layers long gone, probably
                 _COMPILED.clear()
             # The kernel is held, so that its id stays its own.
-            kinds = direct_launch.kinds_of(found, names)
-            _COMPILED[key] = found, kinds, self._kernel
-            self._again = self._launcher(found, kinds, addresses, numbers)
+            kinds = direct_launch.kinds_of(result, names)
+            _COMPILED[key] = result, kinds, self._kernel
+            self._again = self._launcher(result, kinds, addresses, numbers)
         else:
             self._again = self._launcher(*known[:2], addresses, numbers)
             self._again(*numbers)
@@ -88,13 +88,15 @@ class Repeated:
         return id(self._kernel), device, types, unaligned, values, tuple(self._flags.items())
 
     def _launcher(
-        self, found: Any, kinds: Any, addresses: list[int], numbers: tuple[float, ...]
+        self, result: Any, kinds: Any, addresses: list[int], numbers: tuple[float, ...]
     ) -> Callable[..., object]:
         values = (*addresses, *numbers)
-        launch = None if kinds is None else direct_launch.launcher(found, kinds, self._grid, values)
+        launch = (
+            None if kinds is None else direct_launch.launcher(result, kinds, self._grid, values)
+        )
         if launch is not None:
             return launch
-        again, rest = _as_triton(self._kernel, found, self._grid, len(values), self._flags)
+        again, rest = _as_triton(self._kernel, result, self._grid, len(values), self._flags)
         return lambda *numbers: again(*addresses, *numbers, *rest)
 
 
@@ -155,16 +157,16 @@ def launch_known(
             kept[0](addresses)
             return
         grid, tensors, numbers, flags = ask()
-        found = kernel[grid](*tensors, *numbers, **flags)
-    if aligned and _is_compiled(found):
+        result = kernel[grid](*tensors, *numbers, **flags)
+    if aligned and _is_compiled(result):
         if len(_KEPT) >= _MOST:
             _KEPT.clear()
-        _KEPT[key] = _launcher_at(kernel, found, grid, len(addresses), numbers, flags), kernel
+        _KEPT[key] = _launcher_at(kernel, result, grid, len(addresses), numbers, flags), kernel
 
 
 def _launcher_at(
     kernel: Any,
-    found: Any,
+    result: Any,
     grid: tuple[int, int],
     tensors: int,
     numbers: tuple[float, ...],
@@ -172,9 +174,9 @@ def _launcher_at(
 ) -> Callable[[Sequence[int]], object]:
     """What launches a compiled kernel with so many tensors, given their addresses."""
     count = tensors + len(numbers)
-    kinds = direct_launch.kinds_of(found, kernel.arg_names[:count])
-    launch = None if kinds is None else direct_launch.launcher_at(found, kinds, grid, numbers)
+    kinds = direct_launch.kinds_of(result, kernel.arg_names[:count])
+    launch = None if kinds is None else direct_launch.launcher_at(result, kinds, grid, numbers)
     if launch is not None:
         return launch
-    again, rest = _as_triton(kernel, found, grid, count, flags)
+    again, rest = _as_triton(kernel, result, grid, count, flags)
     return lambda addresses: again(*addresses, *numbers, *rest)

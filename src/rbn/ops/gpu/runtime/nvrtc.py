@@ -35,9 +35,9 @@ def library() -> ctypes.CDLL | None:
     """NVRTC, from torch's own packages or the system; None where there is none."""
     major = (torch.version.cuda or "12").split(".")[0]
     site = Path(torch.__file__).parent.parent
-    found = glob.glob(str(site / "nvidia" / "*" / "lib" / f"libnvrtc.so.{major}*"))
-    found += glob.glob(str(Path(torch.__file__).parent / "lib" / "libnvrtc*.so*"))
-    names = [f for f in sorted(found) if "alt" not in f and "builtins" not in f]
+    result = glob.glob(str(site / "nvidia" / "*" / "lib" / f"libnvrtc.so.{major}*"))
+    result += glob.glob(str(Path(torch.__file__).parent / "lib" / "libnvrtc*.so*"))
+    names = [f for f in sorted(result) if "alt" not in f and "builtins" not in f]
     for name in [*names, f"libnvrtc.so.{major}", "libnvrtc.so"]:
         try:
             return ctypes.CDLL(name)
@@ -72,8 +72,8 @@ def architectures() -> tuple[int, ...]:
     ask = getattr(nvrtc, "nvrtcGetNumSupportedArchs", None)
     if nvrtc is None or ask is None or ask(ctypes.byref(count)):
         return ()
-    found = (ctypes.c_int * count.value)()
-    return () if nvrtc.nvrtcGetSupportedArchs(found) else tuple(found)
+    result = (ctypes.c_int * count.value)()
+    return () if nvrtc.nvrtcGetSupportedArchs(result) else tuple(result)
 
 
 def architecture(capability: tuple[int, int]) -> str | None:
@@ -89,7 +89,7 @@ def architecture(capability: tuple[int, int]) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def works(capability: tuple[int, int]) -> bool:
-    """Whether NVRTC is there, whole, and compiles for such a card; if not, the log says why."""
+    """Whether NVRTC is there, complete, and compiles for such a card; if not, the log says why."""
     arch = architecture(capability)
     if library() is None or arch is None:
         log.debug("NVRTC %s compiles nothing for capability %s", version(), capability)
@@ -176,14 +176,14 @@ def compiled(name: str, defines: dict[str, int], arch: str) -> bytes:
 def _kept(path: Path) -> bytes | None:
     """What `_keep` has put there; None where there is nothing, or something else."""
     try:
-        whole = path.read_bytes()
+        content = path.read_bytes()
         own = _is_own(path) and _is_own(path.parent)
     except OSError:
         return None
     if not own:  # the checksum is no proof: whoever can write the file can write that too
         log.warning("%s can be written by other users; it is not used", path)
         return None
-    digest, code = whole[:_DIGEST], whole[_DIGEST:]
+    digest, code = content[:_DIGEST], content[_DIGEST:]
     if hashlib.sha256(code).digest() == digest:
         return code
     log.warning("%s is damaged; it is made again", path)

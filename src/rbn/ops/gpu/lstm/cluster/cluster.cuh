@@ -290,10 +290,10 @@ __device__ __forceinline__ void send(bool there, u32 to, u32 barrier, u32 v) {
 #ifdef CLOCK
 struct Marks {
   volatile u32* at;
-  __device__ __forceinline__ void begin(u32* room, int step) {
+  __device__ __forceinline__ void begin(u32* scratch, int step) {
     const int block = blockIdx.x == 0 ? 0 : 1;
     const bool now = (blockIdx.x == 0 || blockIdx.x == 5) && threadIdx.x % 32 == 0 && step >= CLOCK && step < CLOCK + 32;
-    at = now ? room + ((block * 32 + step - CLOCK) * (THREADS / 32) + threadIdx.x / 32) * 16 : nullptr;
+    at = now ? scratch + ((block * 32 + step - CLOCK) * (THREADS / 32) + threadIdx.x / 32) * 16 : nullptr;
   }
   __device__ __forceinline__ void pass(int stage) const {
     u32 when;
@@ -301,10 +301,10 @@ struct Marks {
     if (at) at[stage] = when;
   }
 };
-#define MARKS(room, step) Marks marks; marks.begin(room, step)
+#define MARKS(scratch, step) Marks marks; marks.begin(scratch, step)
 #define MARK(stage) marks.pass(stage)
 #else
-#define MARKS(room, step)
+#define MARKS(scratch, step)
 #define MARK(stage)
 #endif
 
@@ -336,29 +336,29 @@ __device__ __forceinline__ void sum_gates(float (&out)[N], const float (&v)[N][4
   for (int n = 0; n < N; n++) out[n] = pick(odd, y[n], x[n]) + __shfl_xor_sync(~0u, pick(odd, x[n], y[n]), 1);
 }
 
-// Two numbers of a unit over its four threads, into `room` [WARPS][8][2].
-__device__ __forceinline__ void sum_cells(float* room, float first, float second, const Place& at) {
+// Two numbers of a unit over its four threads, into `scratch` [WARPS][8][2].
+__device__ __forceinline__ void sum_cells(float* scratch, float first, float second, const Place& at) {
   const bool upper = at.quad & 2;
   float sum = pick(upper, second, first) + __shfl_xor_sync(~0u, pick(upper, first, second), 2);
   sum += __shfl_xor_sync(~0u, sum, 1);
-  if (!(at.quad & 1)) room[at.warp * 16 + 2 * at.own + (at.quad >> 1)] = sum;
+  if (!(at.quad & 1)) scratch[at.warp * 16 + 2 * at.own + (at.quad >> 1)] = sum;
 }
 
-// room[index] of all warps of a half, `pitch` apart, in a fixed order.
-__device__ __forceinline__ float2 add_warps2(const float2* room, int pitch) {
+// scratch[index] of all warps of a half, `pitch` apart, in a fixed order.
+__device__ __forceinline__ float2 add_warps2(const float2* scratch, int pitch) {
   float2 sum[4] = {};
 #pragma unroll
   for (int w = 0; w < MW; w++) {
-    const float2 v = room[w * pitch];
+    const float2 v = scratch[w * pitch];
     sum[w % 4].x += v.x, sum[w % 4].y += v.y;
   }
   return make_float2((sum[0].x + sum[1].x) + (sum[2].x + sum[3].x), (sum[0].y + sum[1].y) + (sum[2].y + sum[3].y));
 }
 
-__device__ __forceinline__ float add_warps(const float* room, int pitch) {
+__device__ __forceinline__ float add_warps(const float* scratch, int pitch) {
   float sum[4] = {};
 #pragma unroll
-  for (int w = 0; w < MW; w++) sum[w % 4] += room[w * pitch];
+  for (int w = 0; w < MW; w++) sum[w % 4] += scratch[w * pitch];
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 

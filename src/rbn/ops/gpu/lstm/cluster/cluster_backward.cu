@@ -75,13 +75,13 @@ struct Backward {
 #define AHEAD (RT * SAVED * WORKERS + 5 * SHEET * WARPS)  // words of all
 
 struct Ahead {
-  u32* room;  // [RT][SAVED][WORKERS], first 16 bytes of each thread, then 8; [WARPS][5][SHEET]
+  u32* scratch;  // [RT][SAVED][WORKERS], first 16 bytes of each thread, then 8; [WARPS][5][SHEET]
 
   __device__ __forceinline__ u32* words(int n, int first, int width) const {
-    return room + (n * SAVED + first) * WORKERS + width * threadIdx.x;
+    return scratch + (n * SAVED + first) * WORKERS + width * threadIdx.x;
   }
   __device__ __forceinline__ u32* sheet(int i, const Place& at) const {
-    return room + RT * SAVED * WORKERS + (at.warp * 5 + i) * SHEET;
+    return scratch + RT * SAVED * WORKERS + (at.warp * 5 + i) * SHEET;
   }
 
   __device__ __forceinline__ void ask_saved(int n, const Element* wh, const float* cs, bool there) const {
@@ -105,7 +105,7 @@ struct Layout {
   u32* shares;    // [2][BLOCKS][SOURCE]: from all blocks
   Ahead ahead;
   u32* late;  // [RT][EIGHTH][WORKERS][4]; [WARPS][4][SHEET]
-  float *room, *room_x, *room_c;
+  float *scratch, *room_x, *room_c;
   float* room_w;  // [WARPS][4 * SHEET]: where nothing is kept, one sum more
   float* given;  // [2][TABLES]
   float4* totals;
@@ -221,7 +221,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       float2 sum[HALVES];
       float off[HALVES], sum_x[HALVES];
       EACH_HALF {
-        sum[s] = add_warps2(reinterpret_cast<float2*>(in.room) + s * MW * 32 + at.lane, 32);
+        sum[s] = add_warps2(reinterpret_cast<float2*>(in.scratch) + s * MW * 32 + at.lane, 32);
         const float f = slope<MODE_H>(rh[s], g_h[s], p.eps);
         off[s] = sum[s].x * inv;
         in.totals[here(s)] = make_float4(f, -off[s] * f, -(sum[s].y * inv) * (rh[s] * rh[s]) * f, 0.0f);
@@ -249,7 +249,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
 
   __syncthreads();  // sums that were not made step by step are made here
   EACH_HALF {
-    const float2 sum = SUM_H ? all_h[s] : add_warps2(reinterpret_cast<float2*>(in.room) + s * MW * 32 + at.lane, 32);
+    const float2 sum = SUM_H ? all_h[s] : add_warps2(reinterpret_cast<float2*>(in.scratch) + s * MW * 32 + at.lane, 32);
     const float2 c = SUM_C ? all_c[s] : add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
     if (!at.has(s)) return;  // of later halves there is nothing either
     p.dbias[r * GATES + column + 8 * s] = sum.x;
@@ -592,7 +592,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     if (SUM_H) {
       float sum[SUMS];
       sum_gates(sum, v, quad);
-      store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
+      store2(in.scratch + (warp * 32 + lane) * 2, sum[0], sum[1]);
       if (MODE_X) in.room_x[warp * 32 + lane] = sum[2];
       MARK(8);
       done<SUMS_2>();
@@ -830,7 +830,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   if (!SUM_H) {
     float sum[SUMS];
     sum_gates(sum, sum_v, quad);
-    store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
+    store2(in.scratch + (warp * 32 + lane) * 2, sum[0], sum[1]);
     in.room_x[warp * 32 + lane] = sum[2];
     if (SUMS > 3) in.room_w[warp * 4 * SHEET + lane] = sum[SUMS - 1];
   }
@@ -843,12 +843,12 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_backward(const
   if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
   Layout in;
   in.shares = reinterpret_cast<u32*>(shared);
-  in.ahead.room = in.shares + 2 * BLOCKS * SOURCE;
-  in.late = in.ahead.room + AHEAD;
-  in.room = reinterpret_cast<float*>(in.late + LATE);
+  in.ahead.scratch = in.shares + 2 * BLOCKS * SOURCE;
+  in.late = in.ahead.scratch + AHEAD;
+  in.scratch = reinterpret_cast<float*>(in.late + LATE);
   in.room_w = reinterpret_cast<float*>(in.late + RT * 4 * EIGHTH * WORKERS);
-  in.room_x = in.room + 64 * WARPS, in.room_c = in.room_x + 32 * WARPS;
-  in.given = in.room + ROOM;
+  in.room_x = in.scratch + 64 * WARPS, in.room_c = in.room_x + 32 * WARPS;
+  in.given = in.scratch + ROOM;
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);
   in.lines = reinterpret_cast<uint4*>(in.given + 3 * TABLES);
   in.exponents = reinterpret_cast<u32*>(in.given + 3 * TABLES + LINES);

@@ -40,7 +40,7 @@ struct Forward {
 
 struct Layout {
   uint4* hidden;       // [2][SOURCES][SOURCE]
-  float *room, *room_c;
+  float *scratch, *room_c;
   float* given;        // [2][STATISTICS]: what to take away and what to multiply with
   float* constants;
   u32* sheets;         // [WARPS][5][SHEET]: the input term's gates, h
@@ -130,7 +130,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       MARK(5);
       float var_h[HALVES];
       EACH_HALF {
-        const float2 v = add_warps2(reinterpret_cast<float2*>(in.room) + s * MW * 32 + at.lane, 32);
+        const float2 v = add_warps2(reinterpret_cast<float2*>(in.scratch) + s * MW * 32 + at.lane, 32);
         const float off = v.x * inv, var = variance(v.y * inv, off);
         shift_h[s] = pick(inv > 0.0f, shift_h[s] + off, 0.0f);
         statistics[OF_H + here(s)] = make_float2(shift_h[s], rsqrt_(var + p.eps) * g_h[s]);
@@ -428,7 +428,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
           v[1][q] = i ? v[1][q] + d * d : d * d;
         }
       sum_gates(sum, v, quad);
-      store2(in.room + (warp * 32 + lane) * 2, sum[0], sum[1]);
+      store2(in.scratch + (warp * 32 + lane) * 2, sum[0], sum[1]);
       MARK(4);
       done<SUMS_1>();
       if (t > 0) keep(0, RT / 2);
@@ -560,9 +560,9 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_forward(const 
   if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
   Layout in;
   in.hidden = shared;
-  in.room = reinterpret_cast<float*>(in.hidden + 2 * SOURCES * SOURCE);
-  in.room_c = in.room + 64 * WARPS;
-  in.given = in.room + ROOM;
+  in.scratch = reinterpret_cast<float*>(in.hidden + 2 * SOURCES * SOURCE);
+  in.room_c = in.scratch + 64 * WARPS;
+  in.given = in.scratch + ROOM;
   in.constants = in.given + 2 * STATISTICS;
   in.sheets = reinterpret_cast<u32*>(in.constants + CONSTANTS);
   in.barriers = address_of(in.sheets + 5 * SHEET * WARPS);

@@ -46,9 +46,9 @@ struct Backward {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Backward p) {
   extern __shared__ __align__(128) uint4 slots[];
   uint4* resident = slots + FIRST * GROUP_WORDS;
-  float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
+  float* scratch = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
   // Tables. For the gates: what W_h h and the input term are multiplied with, what is added to them.
-  float *open_h = room + WARPS * PITCH, *open_x = open_h + TABLE, *bias = open_x + TABLE;
+  float *open_h = scratch + WARPS * PITCH, *open_x = open_h + TABLE, *bias = open_x + TABLE;
   // d(W_h h) is dpre times slope_h, plus W_h h times times_h, plus plus_h; so is d(W_x x). Slopes are there
   // twice: those of the next step are written while some warps may still read.
   float *slope_h = bias + TABLE, *times_h = slope_h + 2 * TABLE, *plus_h = times_h + TABLE;
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   float *beta_of = gamma_c + UNITS, *barriers = beta_of + UNITS;
   // Behind two barriers for weights those for splits, and what these send.
   const OverSplits<GATE_SUMS> of_gates = {barriers + 12, shared_address(barriers + 4)};
-  const OverSplits<32> of_cell = {of_gates.room + 2 * SPLITS * GATE_SUMS, of_gates.barriers + 16};
+  const OverSplits<32> of_cell = {of_gates.scratch + 2 * SPLITS * GATE_SUMS, of_gates.barriers + 16};
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
   const int first = first_row(p.B), row0 = first + warp * 16 + (lane >> 2);  // and row0 + 8
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   of_gates.start(), of_cell.start();
 
   const Element* weight = p.weight + r * GATES * H;
-  const float undo = pack(resident, spilled, room, [&](int n, int piece, int u) {
+  const float undo = pack(resident, spilled, scratch, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece / 4 * UNITS + u;
     if (of >= H || k >= H) return Raw4{};
     const Element* from = weight + i64(piece % 4 * H + k) * H + of;
@@ -259,7 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   float inv = 1.0f / p.B;
   auto total_of_cell = [&](u32 times) {
     await<SUMS_READY>();
-    float sum = over_warps(room + lane, 32);
+    float sum = over_warps(scratch + lane, 32);
     if (TOTAL_CELL) sum = of_cell.all(sum, lane, times);
     const float total = sum * to_total;
     (kind ? times_c : plus_c)[own] = MODE_C == 1 ? -total * inv * to_term : 0.0f;
@@ -268,14 +268,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   };
   auto totals_of_gates = [&](u32 times) {
     if (for_gates && kind < 2) {
-      float sum = over_warps(room + tid, PITCH);
+      float sum = over_warps(scratch + tid, PITCH);
       if (TOTAL_GATES) sum = of_gates.all(sum, tid, times);
       const float total = sum * to_total;
       running += total;
       (kind ? times_h : plus_h)[place] = MODE_H == 1 ? -total * inv * to_term : 0.0f;
     }
     if (MODE_X && for_gates && kind == 2) {
-      float all = over_warps(room + number, PITCH), with_x = over_warps(room + tid, PITCH);
+      float all = over_warps(scratch + number, PITCH), with_x = over_warps(scratch + tid, PITCH);
       if (TOTAL_GATES) with_x = of_gates.all(with_x, tid, times), all = of_gates.total(all, number, times);
       const float total = (with_x - mean_x * all) * to_total;
       running += total;
@@ -443,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     }
     if (MODE_C) {
       fold_rows(v_c);
-      room[warp * 32 + lane] = v_c[0];
+      scratch[warp * 32 + lane] = v_c[0];
       MARK(6);
       if (for_c) total_of_cell(times);
       else done<SUMS_READY>();
@@ -490,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
 #pragma unroll
       for (int k = 0; k < (MODE_X ? 3 : 2); k++) {
         fold_rows(v[k]);
-        store2(room + warp * PITCH + 64 * k + 2 * lane, v[k][0], v[k][1]);
+        store2(scratch + warp * PITCH + 64 * k + 2 * lane, v[k][0], v[k][1]);
       }
       MARK(8);
       __syncthreads();
@@ -589,16 +589,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   __syncthreads();
   if (!MODE_H) {
     fold_rows(sum_b);
-    store2(room + warp * PITCH + 2 * lane, sum_b[0], sum_b[1]);
+    store2(scratch + warp * PITCH + 2 * lane, sum_b[0], sum_b[1]);
     __syncthreads();
-    if (tid < 64) running = over_warps(room + tid, PITCH);
+    if (tid < 64) running = over_warps(scratch + tid, PITCH);
     __syncthreads();
   }
   if (!MODE_C) {
     fold_rows(sum_beta);
-    room[warp * 32 + lane] = sum_beta[0];
+    scratch[warp * 32 + lane] = sum_beta[0];
     __syncthreads();
-    if (for_c) running = over_warps(room + lane, 32);
+    if (for_c) running = over_warps(scratch + lane, 32);
   }
   if (!TOTAL_GATES && tid < GATE_SUMS) running = of_gates.all(running, tid, 0);
   if (!TOTAL_CELL && for_c) running = of_cell.all(running, lane, 0);

@@ -49,14 +49,14 @@ __device__ __forceinline__ float moments(float sum, float inv, float& shift) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forward p) {
   extern __shared__ __align__(128) uint4 slots[];
   uint4* resident = slots + FIRST * GROUP_WORDS;
-  float* room = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
+  float* scratch = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
   // Tables: what a column's W_h h is less, and times; its input term times, and plus; the same of a cell.
-  float *mean_of_h = room + WARPS * PITCH, *scale_of_h = mean_of_h + TABLE, *scale_of_x = scale_of_h + TABLE;
+  float *mean_of_h = scratch + WARPS * PITCH, *scale_of_h = mean_of_h + TABLE, *scale_of_x = scale_of_h + TABLE;
   float *plus_x = scale_of_x + TABLE, *mean_of_c = plus_x + TABLE, *scale_of_c = mean_of_c + UNITS;
   float *beta_of = scale_of_c + UNITS, *barriers = beta_of + UNITS;
   // Behind two barriers for weights those for splits, and what these send.
   const OverSplits<128> of_h = {barriers + 12, shared_address(barriers + 4)};
-  const OverSplits<32> of_c = {of_h.room + 2 * SPLITS * 128, of_h.barriers + 16};
+  const OverSplits<32> of_c = {of_h.scratch + 2 * SPLITS * 128, of_h.barriers + 16};
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
   const int first = first_row(p.B), row0 = first + warp * 16 + (lane >> 2);  // and row0 + 8
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   of_h.start(), of_c.start();
 
   const Element* weight = p.weight + r * GATES * H;
-  const float undo = pack(resident, spilled, room, [&](int n, int piece, int u) {
+  const float undo = pack(resident, spilled, scratch, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece * UNITS + u;
     if (of >= H || k >= H) return Raw4{};
     return __ldg(reinterpret_cast<const Raw4*>(weight + i64(n / 16 % 4 * H + of) * H + k));
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
       if (SUM_H) __syncthreads();
       if (SUM_C && for_c) {
         await<SUMS_READY>();
-        const float var = moments(of_c.all(over_warps(room + lane, 32), lane, u32(t)), inv, shift);
+        const float var = moments(of_c.all(over_warps(scratch + lane, 32), lane, u32(t)), inv, shift);
         if (owner) mean_of_c[own] = shift, scale_of_c[own] = rsqrtf(var + p.eps) * gamma;
         done<TOTALS_READY>();
         keep(t, shift, var);
@@ -319,14 +319,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
       }
       fold_rows(v);
       fold_rows(squares);
-      store2(room + warp * PITCH + 2 * lane, v[0], v[1]);
-      store2(room + warp * PITCH + SECOND_AT + 2 * lane, squares[0], squares[1]);
+      store2(scratch + warp * PITCH + 2 * lane, v[0], v[1]);
+      store2(scratch + warp * PITCH + SECOND_AT + 2 * lane, squares[0], squares[1]);
       MARK(4);
       __syncthreads();
       MARK(5);
       float var = 0.0f;
       if (for_h) {
-        const float sum = over_warps(room + (lane < 16 ? 0 : SECOND_AT) + number, PITCH);
+        const float sum = over_warps(scratch + (lane < 16 ? 0 : SECOND_AT) + number, PITCH);
         var = moments(of_h.all(sum, tid, u32(t)), inv, shift);
         if (owner) mean_of_h[place] = shift, scale_of_h[place] = rsqrtf(var + p.eps) * gamma;
       } else {
@@ -380,11 +380,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
             v[4 + e] += d * d;
           }
       fold_rows(v);
-      room[warp * 32 + lane] = v[0];
+      scratch[warp * 32 + lane] = v[0];
       MARK(7);
       if (for_c) {
         await<SUMS_READY>();
-        const float var = moments(of_c.all(over_warps(room + lane, 32), lane, u32(t)), inv, shift);
+        const float var = moments(of_c.all(over_warps(scratch + lane, 32), lane, u32(t)), inv, shift);
         if (owner) mean_of_c[own] = shift, scale_of_c[own] = rsqrtf(var + p.eps) * gamma;
         done<TOTALS_READY>();
         keep(t, shift, var);

@@ -88,7 +88,7 @@ class WideCut:
 
     @property
     def _for_splits(self) -> int:
-        """Numbers, among them 4 barriers: room for what the others send, twice."""
+        """Numbers, among them 4 barriers: memory for what the others send, twice."""
         return 8 + 2 * self.splits * _EXCHANGED[self.direction] if self.splits > 1 else 0
 
     @property
@@ -180,12 +180,12 @@ def _choose(
         return None
     if nvrtc.version() < nvrtc.FOR_HOPPER:
         return None
-    room = torch.cuda.get_device_properties(device).multi_processor_count
+    available = torch.cuda.get_device_properties(device).multi_processor_count
     if splits > 1:
-        room = clusters(splits, device)
+        available = clusters(splits, device)
     limit = shared_limit(device)
-    found = (cut_wide(direction, hidden, n, limit, rows, half, splits) for n in TEAMS[direction])
-    return next((cut for cut in found if cut and recurrences * cut.blocks <= room), None)
+    results = (cut_wide(direction, hidden, n, limit, rows, half, splits) for n in TEAMS[direction])
+    return next((cut for cut in results if cut and recurrences * cut.blocks <= available), None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -224,7 +224,7 @@ def zeroed(cut: WideCut, recurrences: int) -> dict[str, int]:
     begin at zero, and sums, whose last bit says when they came. All are multiples of 16 bytes.
     """
     n = recurrences * cut.splits
-    found = {"passed": 2 * n * cut.passed, "meetings": n * 128 * cut.team}
+    results = {"passed": 2 * n * cut.passed, "meetings": n * 128 * cut.team}
     if cut.direction == "backward":
-        found["handed"] = n * cut.blocks * cut.handed
-    return found
+        results["handed"] = n * cut.blocks * cut.handed
+    return results

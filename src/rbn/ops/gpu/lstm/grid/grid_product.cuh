@@ -82,9 +82,9 @@ __device__ __forceinline__ void store_here(Element* p, uint2 v, bool on) {
 // This block's weights: the resident ones into shared memory, the others into `spilled`, as the tensor
 // cores take them (8 columns of 16 bytes are 128 bytes in a row). four(n, piece, u): the weights of
 // column n of the product for units u to u + 3 of a piece, by loads that need not wait for stores before them.
-// Gives what a product is to be multiplied with: 1, but in float32, where `room` for a word of each warp is needed.
+// Gives what a product is to be multiplied with: 1, but in float32, where `scratch` for a word of each warp is needed.
 template <class Four>
-__device__ __forceinline__ float pack(uint4* resident, uint4* spilled, float* room, Four four) {
+__device__ __forceinline__ float pack(uint4* resident, uint4* spilled, float* scratch, Four four) {
   float up = 1.0f, down = 1.0f;
 #if TYPE == 0
   u32 top = 0;
@@ -100,9 +100,9 @@ __device__ __forceinline__ float pack(uint4* resident, uint4* spilled, float* ro
     }
   }
   top = __reduce_max_sync(~0u, top);
-  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = __uint_as_float(top);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = __uint_as_float(top);
   __syncthreads();
-  top = __reduce_max_sync(~0u, __float_as_uint(room[threadIdx.x % WARPS]));
+  top = __reduce_max_sync(~0u, __float_as_uint(scratch[threadIdx.x % WARPS]));
   up = scale_up(top), down = scale_down(top);
 #endif
 #pragma unroll 2

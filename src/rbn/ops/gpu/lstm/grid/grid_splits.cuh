@@ -4,7 +4,7 @@
 // rows. Whoever has one of them sends it to the same thread of the other splits, into their shared memory, and adds
 // all in the order of the splits: so all have the same bits.
 //
-// A barrier counts the bytes that come. There are two of each, and of the room, for every other step: a split that sends
+// A barrier counts the bytes that come. There are two of each, and of the memory, for every other step: a split that sends
 // in a step has got what the others sent in the step before, so they have read what came two steps ago.
 #ifndef SPLITS
 #define SPLITS 1
@@ -39,7 +39,7 @@ __device__ __forceinline__ void send(u32 to, u32 barrier, float v) {
 // NUMBERS sums of a step, one of each of as many threads, whole warps.
 template <int NUMBERS>
 struct OverSplits {
-  float* room;   // [2][SPLITS][NUMBERS]
+  float* scratch;   // [2][SPLITS][NUMBERS]
   u32 barriers;  // two
 
   __device__ __forceinline__ void start() const {
@@ -48,7 +48,7 @@ struct OverSplits {
   // times: that this was done before.
   __device__ __forceinline__ void give(float own, int number, u32 times) const {
     if (SPLITS == 1) return;
-    const u32 at = shared_address(room) + ((times % 2 * SPLITS + own_split()) * NUMBERS + number) * 4;
+    const u32 at = shared_address(scratch) + ((times % 2 * SPLITS + own_split()) * NUMBERS + number) * 4;
     const u32 barrier = barriers + times % 2 * 8;
     if (number == 0) expect(barrier, (SPLITS - 1) * NUMBERS * 4);
 #pragma unroll
@@ -64,7 +64,7 @@ struct OverSplits {
   // Of a number that was given and waited for.
   __device__ __forceinline__ float total(float own, int number, u32 times) const {
     if (SPLITS == 1) return own;
-    const float* come = room + times % 2 * SPLITS * NUMBERS + number;
+    const float* come = scratch + times % 2 * SPLITS * NUMBERS + number;
     float sum = 0.0f;
 #pragma unroll
     for (u32 s = 0; s < SPLITS; s++) {

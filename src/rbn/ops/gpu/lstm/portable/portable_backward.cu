@@ -35,8 +35,8 @@ struct Backward {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const Backward p) {
   extern __shared__ uint4 shared[];
   float* part = reinterpret_cast<float*>(shared);
-  float* room = part + KS * ROWS * PITCH;
-  float* total = room + 96 * PADDED;
+  float* scratch = part + KS * ROWS * PITCH;
+  float* total = scratch + 96 * PADDED;
   float* parameters = total + 96;
   float* given = parameters + PARAMETERS;
   uint4* weights = reinterpret_cast<uint4*>(given + 112);
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
         }
       }
     }
-    if (MODE_C) sum_rows(v_c, room, total, running_cell);
+    if (MODE_C) sum_rows(v_c, scratch, total, running_cell);
     else
       sum_beta[0] += v_c[0], sum_beta[1] += v_c[1];
 
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
       }
 
     // Equation 6
-    if (MODE_H) sum_rows(v, room, total, running_gates);
+    if (MODE_H) sum_rows(v, scratch, total, running_gates);
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
       const i64 row = (tid >> 2) + j * STEP;
@@ -314,8 +314,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
   }
   // Sums that were not made step by step are made here.
   __syncthreads();
-  if (!MODE_H) sum_rows(sum_b, room, total, running_gates);
-  if (!MODE_C) sum_rows(sum_beta, room, total, running_cell);
+  if (!MODE_H) sum_rows(sum_b, scratch, total, running_gates);
+  if (!MODE_C) sum_rows(sum_beta, scratch, total, running_cell);
   const int of = blockIdx.x * UNITS + 2 * (tid & 3) + ((tid >> 2) & 1);
   if (of < H && tid < 16) (tid < 8 ? p.dbeta_c : p.dgamma_c)[r * H + of] = running_cell;
   if (of < H && tid < (MODE_H ? 96 : 32)) {

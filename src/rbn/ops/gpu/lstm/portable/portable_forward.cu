@@ -34,8 +34,8 @@ struct Forward {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const Forward p) {
   extern __shared__ uint4 shared[];
   float* part = reinterpret_cast<float*>(shared);
-  float* room = part + KS * ROWS * PITCH;
-  float* total = room + 64 * PADDED;
+  float* scratch = part + KS * ROWS * PITCH;
+  float* total = scratch + 64 * PADDED;
   float* parameters = total + 64;
   float* given = parameters + PARAMETERS;
   uint4* weights = reinterpret_cast<uint4*>(given + 144);
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
             v[i] += d;
             v[8 + i] += d * d;
           }
-      sum_rows(v, room, total);
+      sum_rows(v, scratch, total);
 #pragma unroll
       for (int i = 0; i < 8; i++) {
         const int q = i / 2, e = i % 2;
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
             v[e] += d;
             v[2 + e] += d * d;
           }
-      sum_rows(v, room, total);
+      sum_rows(v, scratch, total);
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         const float off = v[e] * inv;

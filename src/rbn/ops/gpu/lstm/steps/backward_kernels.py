@@ -55,7 +55,7 @@ def lstm_step_backward(
     dgamma_h,
     dgamma_c,  # [H]
     dbeta_c,
-    room,  # [8, B, H] float32, to work in unless SINGLE: [B, 4H], then four times [B, H]
+    scratch,  # [8, B, H] float32, to work in unless SINGLE: [B, 4H], then four times [B, H]
     t,
     B,
     row_x,
@@ -205,8 +205,8 @@ def lstm_step_backward(
         tl.store(dh + before * H + at, dh_skip, mask=ok)
         if not SINGLE:
             tl.store(dc + before * H + at, dc_skip, mask=ok)
-            store_gates(room + before * GATES, d_i, d_f, d_g, d_o, at_gates, ok, H)
-            more = room + (4 * plane + before * H) + at
+            store_gates(scratch + before * GATES, d_i, d_f, d_g, d_o, at_gates, ok, H)
+            more = scratch + (4 * plane + before * H) + at
             tl.store(more, dcell, mask=ok)
             tl.store(more + plane, c_hat, mask=ok)
             tl.store(more + 2 * plane, dcand, mask=ok)
@@ -222,7 +222,7 @@ def lstm_step_backward(
     first_i, first_f, first_g, first_o = none, none, none, none
     of_i, of_f, of_g, of_o = none, none, none, none
     by_i, by_f, by_g, by_o = none, none, none, none
-    tl.debug_barrier()  # the room is written, whichever thread reads it
+    tl.debug_barrier()  # the scratch is written, whichever thread reads it
     for first in range(0, end, ROWS):
         rows = first + local
         ok = (rows < B)[:, None] & inside[None, :]
@@ -230,13 +230,13 @@ def lstm_step_backward(
         before = tl.cast(first, tl.int64)
         tile = step + before
         if not SINGLE:
-            more = room + (4 * plane + before * H)
+            more = scratch + (4 * plane + before * H)
             dcell = load(more, at, ok)
             c_hat = load(more + plane, at, ok)
             dcand = load(more + 2 * plane, at, ok)
             forget = load(more + 3 * plane, at, ok)
             dc_skip = load(dc + before * H, at, ok)
-            d_i, d_f, d_g, d_o = load_gates(room + before * GATES, at_gates, ok, H)
+            d_i, d_f, d_g, d_o = load_gates(scratch + before * GATES, at_gates, ok, H)
         if CELL == NONE:
             dcand += dcell
         else:
@@ -274,7 +274,7 @@ def lstm_step_backward(
         tl.debug_barrier()  # every thread has read this tile of what is now overwritten
         tl.store(dc + before * H + at, dcand * forget + dc_skip, mask=ok)
         if not SINGLE:
-            store_gates(room + before * GATES, d_i, d_f, d_g, d_o, at_gates, ok, H)
+            store_gates(scratch + before * GATES, d_i, d_f, d_g, d_o, at_gates, ok, H)
     add_gates(dbias, first_i, first_f, first_g, first_o, units, inside, H)
     if NORM != NONE:
         add_gates(dgamma_h, of_i, of_f, of_g, of_o, units, inside, H)
@@ -294,7 +294,7 @@ def lstm_step_backward(
     by_f *= scale
     by_g *= scale
     by_o *= scale
-    tl.debug_barrier()  # the room is written, whichever thread reads it
+    tl.debug_barrier()  # the scratch is written, whichever thread reads it
     for first in range(0, end, ROWS):
         rows = first + local
         ok = (rows < B)[:, None] & inside[None, :]
@@ -302,7 +302,7 @@ def lstm_step_backward(
         before = tl.cast(first, tl.int64)
         tile = step + before
         if not SINGLE:
-            d_i, d_f, d_g, d_o = load_gates(room + before * GATES, at_gates, ok, H)
+            d_i, d_f, d_g, d_o = load_gates(scratch + before * GATES, at_gates, ok, H)
         e_i, e_f, e_g, e_o = d_i, d_f, d_g, d_o
         if NORM != NONE:
             if not SINGLE:

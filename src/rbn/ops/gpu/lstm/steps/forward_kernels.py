@@ -81,7 +81,7 @@ def lstm_step(
     lengths,  # [B] int32
     mask_c,  # [T, B, H] bool
     mask_h,
-    room,  # [2, B, H] float32, to work in unless SINGLE: c_t and the output gate
+    scratch,  # [2, B, H] float32, to work in unless SINGLE: c_t and the output gate
     t,
     B,
     row_x,
@@ -228,8 +228,8 @@ def lstm_step(
             m_c, v_c = merged(m_c, v_c, n, tile_m, q * tile_n, tile_n)
             n += tile_n
         if not SINGLE:
-            tl.store(room + before * H + at, cand, mask=ok)
-            tl.store(room + (before + B) * H + at, out, mask=ok)
+            tl.store(scratch + before * H + at, cand, mask=ok)
+            tl.store(scratch + (before + B) * H + at, out, mask=ok)
 
     of_c = tl.cast(row_c, tl.int64) * H + units
     if CELL == BATCH:
@@ -246,7 +246,7 @@ def lstm_step(
         beta = load(beta_c, units, inside)
 
     # Equation 8
-    tl.debug_barrier()  # c and the room are read and written, whichever thread needs them next
+    tl.debug_barrier()  # c and the scratch are read and written, whichever thread needs them next
     for first in range(0, end, ROWS):
         rows = first + local
         ok = (rows < B)[:, None] & inside[None, :]
@@ -254,8 +254,8 @@ def lstm_step(
         before = tl.cast(first, tl.int64)
         at_step = (step + before) * H + at
         if not SINGLE:
-            cand = load(room + before * H, at, ok)
-            out = load(room + (before + B) * H, at, ok)
+            cand = load(scratch + before * H, at, ok)
+            out = load(scratch + (before + B) * H, at, ok)
             if LENGTHS or ZONE_C != NONE:
                 c = load(cs + before * H, at, ok)
         c_hat = cand

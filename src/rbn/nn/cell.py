@@ -1,0 +1,127 @@
+"""One step of a recurrent network, called like `torch.nn.LSTMCell`."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from typing import TYPE_CHECKING, Any, Generic
+
+import torch
+from torch import Tensor
+
+from rbn.nn import checks
+from rbn.nn.recurrence import GivenStates, Recurrence, States, autocast_on
+from rbn.ops import steps
+
+
+class Cell(Recurrence, Generic[GivenStates]):
+    """One step at a time, called like `torch.nn.LSTMCell`."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool,
+        **options: Any,
+    ) -> None:
+        """Check the options. The subclass calls `_build` when it has checked its own."""
+        super().__init__(input_size, hidden_size, bias=bias, **options)
+
+    def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Make all parameters and start them."""
+        checks.floating("dtype", dtype)
+        self._add_parameters("", self.input_size, {"device": device, "dtype": dtype})
+        self.reset_parameters()
+
+    def _run_call(
+        self, x: Tensor, states: States | None, lengths: Tensor | None, start: int
+    ) -> States:
+        ((_, states),) = self._layer([("", x[None], states)], None, start)
+        return states
+
+    def forward(self, input: Tensor, hx: GivenStates | None = None, step: int = 0) -> GivenStates:
+        """One step.
+
+        Args:
+            input: ``[B, input_size]``, or ``[input_size]`` without a batch.
+            hx: previous states as `torch.nn.LSTMCell` takes them, ``[B, H]`` each; by default the
+                initial ones.
+            step: the time step, from 0: chooses the statistics.
+
+        Returns:
+            The states after the step, ``(h, c)`` or ``h``, ``[B, H]`` each.
+        """
+        if not self.training:
+            streamed = self._stream(input, hx, step)
+            if streamed is not None:
+                result: GivenStates = self._wrap(streamed)
+                return result
+        if not isinstance(input, Tensor) or input.dim() not in (1, 2):
+            got = tuple(input.shape) if isinstance(input, Tensor) else type(input).__name__
+            raise ValueError(f"input must have shape [B, {self.input_size}], got {got}")
+        checks.features(input, self.input_size, self._weight(), self._under_autocast())
+        step = checks.integer("step", step)
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
+        batched = input.dim() == 2
+        x = input if batched else input[None]
+        given: States | None = None
+        if hx is not None:
+            shape = (x.shape[0], self.hidden_size) if batched else (self.hidden_size,)
+            given = self._given_states(hx, shape)
+            if not batched:
+                given = tuple(state[None] for state in given)
+        x = self._autocast(x)
+        untrained = self._check_ready(x.shape[0])
+        self._keep_call(x, given, None, step, x.shape[0])
+        with self._batch_statistics() if untrained else contextlib.nullcontext():
+            states = self._run_call(x, given, None, step)
+        self._keep_states(states, step)
+        value: GivenStates = self._wrap(states if batched else tuple(state[0] for state in states))
+        return value
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _stream(self, input: Any, hx: Any, step: Any) -> States | None:
+        """The states after one step in `eval()`, in as little time as possible.
+
+        None for whatever is not a plain step, bad arguments too: `forward` goes its longer way.
+        """
+        if type(input) is not Tensor or type(step) is not int or step < 0:
+            return None
+        if not steps.supported(input) or autocast_on(input.device.type):
+            return None
+        like = self._weight()
+        states = (hx,) if len(self.states) == 1 else hx
+        if hx is not None and (
+            not isinstance(states, (tuple, list)) or len(states) != len(self.states)
+        ):
+            return None
+        batch, dtype, device = input.shape[:-1], like.dtype, like.device
+        if input.dtype != dtype or input.device != device or 0 in batch:
+            return None
+        if input.shape != (*batch, self.input_size) or len(batch) > 1:
+            return None
+        if hx is None:
+            rows = batch or (1,)
+            states = [s.expand(*rows, -1) for s in self._initial_states("", rows[0], like)]
+        else:
+            shape = (*batch, self.hidden_size)
+            for state in states:
+                if type(state) is not Tensor or state.shape != shape:
+                    return None
+                if state.dtype != dtype or state.device != device:
+                    return None
+        if batch:
+            return self._step(input, tuple(states), step)
+        states = tuple(state if state.dim() == 2 else state[None] for state in states)
+        result = self._step(input[None], states, step)
+        return None if result is None else tuple(state[0] for state in result)
+
+    @abc.abstractmethod
+    def _step(self, x: Tensor, states: States, step: int) -> States | None:
+        """The states after one step in `eval()`, all tensors ``[B, ...]``, by `rbn.ops.steps`.
+
+        None where that does not cover the case: `_layer` runs then.
+        """

@@ -1,0 +1,240 @@
+"""A stack of recurrent layers, called like `torch.nn.LSTM`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from rbn.nn import checks
+from rbn.nn.processes import as_long_as_all, with_steps
+from rbn.nn.recurrence import GivenStates, Recurrence, States
+from rbn.ops.types import valid_steps
+
+Restore = Callable[[Tensor, States], tuple[Any, Any]]
+
+
+class Layers(Recurrence, Generic[GivenStates]):
+    """A stack of layers, one- or two-directional, called like `torch.nn.LSTM`."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
+        weight_dropout: float,
+        **options: Any,
+    ) -> None:
+        """Check the options. The subclass calls `_build` when it has checked its own."""
+        super().__init__(input_size, hidden_size, bias=bias, **options)
+        self.bias = bias
+        self.num_layers = checks.positive_integer("num_layers", num_layers)
+        self.batch_first = checks.boolean("batch_first", batch_first)
+        self.dropout = checks.probability("dropout", dropout)
+        self.bidirectional = checks.boolean("bidirectional", bidirectional)
+        self.directions = 2 if bidirectional else 1
+        self.weight_dropout = checks.probability("weight_dropout", weight_dropout)
+        if self.weight_dropout == 1:
+            raise ValueError(
+                "weight_dropout must be below 1, got 1: no recurrent weight would stay"
+            )
+
+    def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Make all parameters and start them."""
+        checks.floating("dtype", dtype)
+        for layer in range(self.num_layers):
+            size = self.input_size if layer == 0 else self.hidden_size * self.directions
+            for suffix in self._suffixes(layer):
+                self._add_parameters(suffix, size, {"device": device, "dtype": dtype})
+        self.reset_parameters()
+
+    def _suffixes(self, layer: int) -> tuple[str, ...]:
+        return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
+
+    def flatten_parameters(self) -> None:
+        """Does nothing; here so that code written for `torch.nn.LSTM` runs."""
+
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        hx: GivenStates | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
+        *,
+        start: int = 0,
+    ) -> tuple[Tensor, GivenStates]: ...
+
+    @overload
+    def forward(
+        self, input: PackedSequence, hx: GivenStates | None = None, *, start: int = 0
+    ) -> tuple[PackedSequence, GivenStates]: ...
+
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: GivenStates | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
+        *,
+        start: int = 0,
+    ) -> tuple[Tensor | PackedSequence, GivenStates]:
+        """Run the layer over a batch of sequences.
+
+        Args:
+            input: ``[T, B, input_size]``, ``[B, T, input_size]`` with batch_first,
+                ``[T, input_size]`` for one sequence without a batch, or a PackedSequence. Integers
+                of one dimension less are symbols from 0 to input_size - 1 and stand for one-hot
+                vectors: a look-up in the weights instead of a product with zeros.
+            hx: initial states as `torch.nn.LSTM` takes them, ``[layers * directions, B, H]`` each;
+                overrides the learned ones.
+            lengths: unpadded steps of each sequence, integers ``[B]`` in any order.
+            start: the time step at which the input begins, for sequences fed in pieces: chooses the
+                statistics. One direction only.
+
+        Returns:
+            ``output, states`` with the shapes of `torch.nn.LSTM`. Padded positions of the output
+            are zero; the states are those after each sequence's last unpadded step.
+        """
+        x, hx, lengths, restore = self._in_steps(input, hx, lengths)
+        steps, batch, _ = x.shape
+        given, lengths = self._check_call(x, hx, lengths, start)
+        untrained = self._check_ready(batch)
+        self._keep_call(x, given, lengths, start, batch)
+        if untrained:
+            with self._batch_statistics():
+                return restore(*self._stack(x, given, lengths, start))
+        group = self._group()
+        if group is None:
+            return restore(*self._stack(x, given, lengths, start))
+        x, lengths, self._common_steps = as_long_as_all(x, lengths, group)
+        try:
+            output, finals = self._stack(x, given, lengths, start)
+        finally:
+            self._common_steps = None
+        return restore(with_steps(output, steps), finals)
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def _prepared(self, input: Tensor) -> Tensor:
+        """An input in the layer's type, or symbols as int64 with a last dimension of one."""
+        weight = self._weight()
+        if checks.is_symbols(input):
+            return checks.symbols(input, self.input_size, weight)
+        autocast = self._under_autocast()
+        checks.sequence_input(input, self.input_size, weight, autocast)
+        return input.to(self._type(input)) if autocast else input
+
+    def _in_steps(self, input: Any, hx: Any, lengths: Any) -> tuple[Tensor, Any, Any, Restore]:
+        """The input as ``[T, B, input_size]``, its states and lengths, and what undoes that.
+
+        The last turns output and last states into what the user gets.
+        """
+        if isinstance(input, PackedSequence):
+            if lengths is not None:
+                raise ValueError("lengths must not be given with a PackedSequence: it has its own")
+            return self._unpacked(input, hx)
+        x = self._prepared(input)
+        if x.dim() == 2:
+            if lengths is not None:
+                raise ValueError("lengths needs a batched input, got one without a batch")
+            if hx is not None:
+                shape = (self.num_layers * self.directions, self.hidden_size)
+                hx = self._wrap(tuple(h[:, None] for h in self._given_states(hx, shape)))
+            return x[:, None], hx, None, self._without_batch
+        if self.batch_first:
+            return x.transpose(0, 1), hx, lengths, self._with_batch_first
+        return x, hx, lengths, self._with_steps_first
+
+    def _with_steps_first(self, output: Tensor, finals: States) -> tuple[Tensor, Any]:
+        return output, self._wrap(finals)
+
+    def _with_batch_first(self, output: Tensor, finals: States) -> tuple[Tensor, Any]:
+        return output.transpose(0, 1), self._wrap(finals)
+
+    def _without_batch(self, output: Tensor, finals: States) -> tuple[Tensor, Any]:
+        return output[:, 0], self._wrap(tuple(state[:, 0] for state in finals))
+
+    def _unpacked(self, packed: PackedSequence, hx: Any) -> tuple[Tensor, Any, Tensor, Restore]:
+        """A packed sequence in its rows' own order; the result is packed the same way."""
+        checks.packed(packed)
+        padded, lengths = pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))
+        x = self._prepared(padded)
+        if hx is not None and packed.sorted_indices is not None:
+            shape = (self.num_layers * self.directions, x.shape[1], self.hidden_size)
+            states = self._given_states(hx, shape)
+            hx = self._wrap(tuple(h[:, packed.sorted_indices] for h in states))
+
+        def restore(output: Tensor, finals: States) -> tuple[PackedSequence, Any]:
+            if packed.unsorted_indices is not None:
+                finals = tuple(state[:, packed.unsorted_indices] for state in finals)
+            data = pack_padded_sequence(output, lengths).data
+            indices = packed.sorted_indices, packed.unsorted_indices
+            return PackedSequence(data, packed.batch_sizes, *indices), self._wrap(finals)
+
+        return x, hx, lengths, restore
+
+    def _check_call(
+        self, x: Tensor, hx: Any, lengths: Any, start: int
+    ) -> tuple[States | None, Tensor | None]:
+        """The given states and the lengths, checked."""
+        steps, batch, _ = x.shape
+        if steps == 0:
+            raise ValueError("input must have at least one time step, got none")
+        start = checks.integer("start", start)
+        if start < 0 or (self.bidirectional and start > 0):
+            raise ValueError(f"start must be 0, or positive with one direction, got {start}")
+        checked = checks.lengths(lengths, steps, batch, x.device)
+        shape = (self.num_layers * self.directions, batch, self.hidden_size)
+        return None if hx is None else self._given_states(hx, shape), checked
+
+    def _run_call(
+        self, x: Tensor, states: States | None, lengths: Tensor | None, start: int
+    ) -> States:
+        return self._stack(x, states, lengths, start)[1]
+
+    def _stack(
+        self, x: Tensor, given: States | None, lengths: Tensor | None, start: int
+    ) -> tuple[Tensor, States]:
+        """All layers and directions over x ``[T, B, input_size]``."""
+        if lengths is not None and self._ignores_padding():
+            valid = valid_steps(lengths, x.shape[0])
+            assert valid is not None
+            x = torch.where(valid[:, :, None], x, 0)  # whatever it holds, it must not spread
+        finals: list[States] = []
+        for layer in range(self.num_layers):
+            directions: list[tuple[str, Tensor, States | None]] = []
+            for direction, suffix in enumerate(self._suffixes(layer)):
+                k = layer * self.directions + direction
+                states = None if given is None else tuple(state[k] for state in given)
+                directions.append((suffix, reverse(x, lengths) if direction == 1 else x, states))
+            outputs = []
+            for direction, (output, final) in enumerate(self._layer(directions, lengths, start)):
+                outputs.append(reverse(output, lengths) if direction == 1 else output)
+                finals.append(final)
+            x = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+            if self.dropout and layer < self.num_layers - 1:
+                x = F.dropout(x, self.dropout, self.training)
+        if len(finals) == 1:
+            return x, tuple([state.unsqueeze(0) for state in finals[0]])
+        return x, tuple(torch.stack(state) for state in zip(*finals, strict=True))
+
+    def _ignores_padding(self) -> bool:
+        """Whether padded positions have no influence at all."""
+        return True
+
+
+def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """X ``[T, B, F]`` backwards in time: only the unpadded part, padding stays at the end."""
+    if lengths is None:
+        return x.flip(0)
+    steps = torch.arange(x.shape[0], device=x.device)[:, None]
+    index = torch.where(steps < lengths, lengths - 1 - steps, steps)
+    return x.gather(0, index[:, :, None].expand_as(x))

@@ -16,7 +16,7 @@ from rbn.experiments.config import from_mapping, with_settings
 from rbn.experiments.paper import published
 from rbn.experiments.tasks import Classification
 from rbn.training import checkpoint
-from rbn.training.whole import read_checked, write_checked
+from rbn.training.atomic_files import read_checked, write_checked
 
 TEXT = ["--set", "epochs=1", "--set", "hidden_size=16", "--set", "batch_size=64"]
 

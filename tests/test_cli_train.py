@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rbn.cli.app import app
 from rbn.training import checkpoint
-from rbn.training.whole import read_checked, write_checked
+from rbn.training.atomic_files import read_checked, write_checked
 
 SMALL = ["--set", "epochs=2", "--set", "hidden_size=8", "--set", "evaluate_every=6"]
 
@@ -273,7 +273,7 @@ def test_an_optimiser_that_does_not_fit_the_checkpoint(whole, tmp_path, changed)
     folder = unfinished_with(whole, tmp_path / "run", changed)
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 1
-    assert "the checkpoint does not fit the run's settings" in done.output
+    assert "the checkpoint does not match the run's settings" in done.output
     assert "Traceback" not in done.output
 
 
@@ -282,7 +282,7 @@ def test_settings_that_do_not_fit_the_checkpoint(whole, tmp_path, command):
     folder = unfinished_with(whole, tmp_path / "run", {"hidden_size": 17})
     done = invoke(command, folder, "--device", "cpu")
     assert done.exit_code == 1
-    assert "the checkpoint does not fit the run's settings, which may have been" in done.output
+    assert "the checkpoint does not match the run's settings" in done.output
     assert "Traceback" not in done.output
 
 

@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
 import torch
-from tasks import Letters
+from letters_task import Letters
 
 from rbn.data import Split, Splits, Text
 from rbn.experiments import build, config, results
@@ -83,7 +83,7 @@ def run(name: str, folder: Path, rank: int | None = None, stop: int | None = Non
         return trainer
     while trainer.progress.step < stop:
         trainer.advance()
-    with trainer.alone():
+    with trainer.isolated():
         trainer.save()
     return trainer
 
@@ -114,7 +114,7 @@ def stopped_and_resumed(rank: int, folder: Path) -> None:
     first = letters(folder / "stopped", rank)
     while first.progress.step < 7:
         first.advance()
-    with first.alone():
+    with first.isolated():
         first.save()
     torch.manual_seed(99 + rank)
     letters(folder / "stopped", rank, Parted(seed=99)).run()
@@ -163,7 +163,7 @@ def full_disk(rank: int, folder: Path) -> str:
         folder.joinpath("last.safetensors").unlink()
         folder.joinpath("last.safetensors").mkdir()  # as good as a full disk
     try:
-        with trainer.alone():
+        with trainer.isolated():
             trainer.save()
     except CheckpointError as error:
         return str(error)

@@ -18,7 +18,7 @@ def stopped_and_whole(tmp_path):
         whole.run()
         for _ in range(steps):
             first.advance()
-        with first.alone():
+        with first.isolated():
             first.save()
         second = trainer("stopped")
         assert second.progress.step == steps

@@ -20,7 +20,7 @@ from rbn.experiments.config import Config, from_mapping, with_settings
 from rbn.experiments.fit import Fit, Watch
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.models import LanguageModel, SequenceClassifier
-from rbn.training.whole import read_checked, write_checked
+from rbn.training.atomic_files import read_checked, write_checked
 
 CPU = torch.device("cpu")
 

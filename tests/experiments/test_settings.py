@@ -15,7 +15,7 @@ from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.experiments.trained import open_task
 from rbn.models import LanguageModel, SequenceClassifier
 from rbn.training import Progress, checkpoint
-from rbn.training.whole import write_checked
+from rbn.training.atomic_files import write_checked
 
 CPU = torch.device("cpu")
 SMALL = {"task": "digits", "hidden_size": 4, "batch_size": 600, "evaluate_every": 1, "epochs": 2}

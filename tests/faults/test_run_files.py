@@ -163,7 +163,7 @@ def numbers_or_named(folder, name):
 def test_the_vocabulary_of_a_reader(tmp_path, tries):
     from rbn.data.cnn import Vocabulary
     from rbn.experiments.reading import VOCABULARY
-    from rbn.training.whole import write_checked
+    from rbn.training.atomic_files import write_checked
 
     whole = Vocabulary(3, ("the", "a", "run"))
     write_checked(tmp_path / VOCABULARY, {"entities": 3, "words": whole.words})

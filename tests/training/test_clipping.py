@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tasks import Letters, assert_same_run, trainer
+from letters_task import Letters, assert_same_run, trainer
 
 from rbn.training import Diverged, Schedule, Trainer
 

@@ -33,9 +33,9 @@ def _main() -> None:
         if left.code == 130 and not common.stopped:  # Typer leaves without a word
             raise KeyboardInterrupt from left
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # as one of torchrun's processes
-            from rbn.training.launcher import end_at_once
+            from rbn.training.launcher import exit_at_once
 
-            end_at_once(left.code if isinstance(left.code, int) else int(left.code is not None))
+            exit_at_once(left.code if isinstance(left.code, int) else int(left.code is not None))
         raise
     finally:
         # After an interrupt inside of exec(), as when an import makes a dataclass, `python -m` ends

@@ -155,12 +155,12 @@ def ask(
 
     from rbn.experiments import asking, attention_page
     from rbn.training import CheckpointError
-    from rbn.training.whole import write_whole
+    from rbn.training.atomic_files import write_atomic
 
     try:
         answer = asking.ask(run, document, question, root=data_dir)
         if html is not None:
-            write_whole(html, attention_page.page(answer))
+            write_atomic(html, attention_page.page(answer))
     except (CheckpointError, ImportError, OSError, ValueError) as error:
         stop(str(error), 2)
     console = Console(highlight=False)

@@ -50,8 +50,8 @@ def _figures(run: Path) -> list[str]:
     """Step, last validation, validation, test and minutes of a run; a damaged file is named."""
     from rbn.experiments import shown
     from rbn.experiments.runs import opened
-    from rbn.training.checkpoint import CheckpointError, load_facts
-    from rbn.training.whole import read_checked
+    from rbn.training.atomic_files import read_checked
+    from rbn.training.checkpoint import CheckpointError, load_metadata
 
     step = last = valid = test = minutes = ""
     try:
@@ -59,7 +59,7 @@ def _figures(run: Path) -> list[str]:
     except (OSError, ValueError):
         return ["config.json is damaged", "", "", "", ""]
     try:
-        now = load_facts(run / "last.safetensors")["progress"]
+        now = load_metadata(run / "last.safetensors")["progress"]
         step, minutes = f"{now['step']:,d}", f"{now['seconds'] / 60:.1f}"
         if now["history"]:
             value = float(now["history"][-1][f"valid_{config.select}"])

@@ -192,7 +192,7 @@ def _go_on(plan: Plan, devices: int | None) -> None:
     from rbn.experiments.runs import check_free
     from rbn.training import RankLost, World, launch
 
-    world = World.of_environment()
+    world = World.from_environment()
     if world is not None and devices not in (None, world.local_count):
         raise ValueError(
             f"devices must be left out, or be {world.local_count} as torchrun started them here, "
@@ -218,7 +218,7 @@ def _train_as_told(plan: Plan) -> None:
     """Train as one of the processes that `launch` started."""
     from rbn.training import World
 
-    _train(plan, World.of_environment())
+    _train(plan, World.from_environment())
 
 
 def _train(plan: Plan, world: World | None) -> None:
@@ -231,13 +231,13 @@ def _train(plan: Plan, world: World | None) -> None:
     from rich.console import Console
 
     from rbn.experiments.fit import Fit, Watch
-    from rbn.training import Interrupted, in_touch
+    from rbn.training import Interrupted, process_group
 
     place = device_of(plan.device)
     first = world is None or world.rank == 0
     count = 1 if world is None else world.count
     console = Console(quiet=not first)
-    with in_touch(world):
+    with process_group(world):
         device = place if world is None else world.device(place)
         fit = Fit(plan.runs, device, plan.data_dir, plan.command, world=world)
         with Watch(fit, console) if first else nullcontext() as watch:

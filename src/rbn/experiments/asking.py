@@ -19,7 +19,7 @@ from rbn.experiments.reading import VOCABULARY, ReadingTask, make_reader
 from rbn.experiments.runs import opened
 from rbn.experiments.trained import is_final, open_task, weights_of
 from rbn.training import checkpoint
-from rbn.training.whole import read_checked
+from rbn.training.atomic_files import read_checked
 
 _OTHER = "an entity not in the texts"
 _COMMON = 5000  # the most frequent words are no names at the beginning of a sentence

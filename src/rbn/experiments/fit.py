@@ -23,7 +23,7 @@ from rbn.training import (
     World,
     check_devices,
     make_fabric,
-    train_together,
+    train_interleaved,
 )
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class Fit:
             for trainer in unfinished:
                 trainer.progress.together = max(trainer.progress.together, len(unfinished))
             try:
-                train_together(self.trainers)
+                train_interleaved(self.trainers)
             except Diverged as error:
                 self.diverged = error
 
@@ -179,17 +179,10 @@ class Fit:
 
     @staticmethod
     def _write_scalars(trainer: Trainer) -> None:
-        from rbn.training.scalars import Scalars
+        from rbn.training.tensorboard import TensorBoardLog
 
-        scalars = Scalars(trainer.folder / "tensorboard", trainer.progress.step)
-        before = trainer.on_record
-
-        def on_record(record: dict[str, float]) -> None:
-            scalars.write(record)
-            if before is not None:
-                before(record)
-
-        trainer.on_record = on_record
+        log = TensorBoardLog(trainer.folder / "tensorboard", trainer.progress.step)
+        trainer.record_callbacks.append(log.write)
 
     def results(self, console: Console | None = None) -> Iterator[str]:
         """Test the runs that are over, and say what came out of each in a sentence.
@@ -304,4 +297,5 @@ class Watch:
                 self._console.print("  ".join(said), soft_wrap=True, markup=False, highlight=False)
                 self._console.file.flush()
 
-        trainer.on_step, trainer.on_record = on_step, on_record
+        trainer.step_callbacks.append(on_step)
+        trainer.record_callbacks.append(on_record)

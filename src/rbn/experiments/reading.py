@@ -19,7 +19,7 @@ from rbn.experiments.measured import Measured, Measurement
 from rbn.experiments.tasks import right_and_nats
 from rbn.models import AttentiveReader
 from rbn.training import Ranks
-from rbn.training.whole import write_checked
+from rbn.training.atomic_files import write_checked
 
 VOCABULARY = "vocabulary.json"
 _BATCHING = ("rename", "padding", "longest")

@@ -22,8 +22,8 @@ from rbn.experiments.measured import has_statistics
 from rbn.experiments.reading import ReadingTask
 from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.training import Trainer, checkpoint
+from rbn.training.atomic_files import read_checked, write_atomic, write_checked
 from rbn.training.schedule import Progress
-from rbn.training.whole import read_checked, write_checked, write_whole
 
 CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
 _CURVE_SUM = "metrics_sha256"  # of the learning curve that belongs to a result
@@ -76,7 +76,7 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
     task, progress = trainer.task, trainer.progress
     assert isinstance(task, Classification | NextSymbol | ReadingTask)
     trainer.load_best()
-    with trainer.alone():
+    with trainer.isolated():
         exact_statistics(config, task)
         figures = {
             "valid": task.measure_with("valid", "population"),
@@ -156,8 +156,8 @@ def publish(run: Path, to: Path, replace: bool = False) -> Path:
     writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(map(_rounded, records))
-    write_whole(target.with_suffix(".csv"), table.getvalue())
-    write_whole(target, json.dumps(result, indent=2) + "\n")  # last: it is what says published
+    write_atomic(target.with_suffix(".csv"), table.getvalue())
+    write_atomic(target, json.dumps(result, indent=2) + "\n")  # last: it is what says published
     return target
 
 

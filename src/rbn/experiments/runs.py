@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rbn.experiments.config import Config, flat, from_mapping
-from rbn.training.whole import read_checked, write_checked
+from rbn.training.atomic_files import read_checked, write_checked
 
 _LEFT_BEHIND = (
     *(f"{name}.safetensors" for name in ("last", "previous", "best", "final", "diverged")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rbn.experiments.demo.result import THRESHOLDS, Result
-from rbn.training.whole import naming
+from rbn.training.atomic_files import naming_file
 
 # From the Okabe-Ito palette, which colour-blind readers can tell apart.
 COLOURS = {"LSTM": "#D55E00", "BN-LSTM": "#0072B2"}
@@ -67,7 +67,7 @@ def draw(result: Result, path: Path) -> None:
     axes.set_xlabel("training steps", fontsize=12)
     axes.set_ylabel("validation accuracy, %", fontsize=12)
     axes.spines[["top", "right"]].set_visible(False)
-    with naming(path):
+    with naming_file(path):
         figure.savefig(path, format="png")
 
 

@@ -11,7 +11,7 @@ from string import Template
 from rbn.experiments.demo.result import Result, Settings
 from rbn.experiments.demo.summary import expectation, headline, on_reach, outcome, percent
 from rbn.experiments.demo.terminal import column_titles, rows
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 
 def write_page(result: Result, picture: Path, path: Path) -> None:
@@ -35,7 +35,7 @@ def write_page(result: Result, picture: Path, path: Path) -> None:
         "facts": "\n".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _facts(result)),
     }
     escaped = {name: escape(value) for name, value in text.items()}
-    write_whole(path, template.substitute(escaped, **markup))
+    write_atomic(path, template.substitute(escaped, **markup))
 
 
 def _cells(tag: str, texts: list[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rbn.experiments.config import LARGEST, LARGEST_RATE
-from rbn.training.whole import naming, write_whole
+from rbn.training.atomic_files import naming_file, write_atomic
 
 THRESHOLDS = (0.8, 0.9)  # validation accuracies whose first sight is reported
 _MOST_THREADS = 1024
@@ -198,11 +198,11 @@ class Result:
 
     def write_json(self, path: Path) -> None:
         """Everything but the curves."""
-        write_whole(path, json.dumps(self.as_dict(), indent=2) + "\n")
+        write_atomic(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def write_csv(self, path: Path) -> None:
         """The curves, one evaluation of one model in a line."""
-        with naming(path), path.open("w", encoding="utf-8", newline="") as file:
+        with naming_file(path), path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["model", *Record.__dataclass_fields__])
             for model in self.models:

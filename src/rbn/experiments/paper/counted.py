@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 COLUMNS = (
     *("task", "text", "part", "questions", "not in the text", "most frequent entity"),
@@ -49,7 +49,7 @@ class Counted:
 def write_counts(counts: Iterable[Counted], command: str, path: Path) -> None:
     """Write them as ``questions*.json`` into the folder of a task's results."""
     content = {"parts": [asdict(each) for each in counts], "command": command}
-    write_whole(path, json.dumps(content, indent=2) + "\n")
+    write_atomic(path, json.dumps(content, indent=2) + "\n")
 
 
 def read_counts(folder: Path) -> tuple[list[Counted], list[str]]:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 FOLDER = "findings"
 
@@ -40,7 +40,7 @@ class Finding:
     def write(self, folder: Path) -> Path:
         """Keep it next to the results."""
         path = folder / FOLDER / f"{self.name}.json"
-        write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
+        write_atomic(path, json.dumps(asdict(self), indent=2) + "\n")
         return path
 
 

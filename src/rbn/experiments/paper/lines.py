@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 PAPER, OURS = "paper", "ours"
 _COLUMNS = ("panel", "series", "source", "x", "y", "low", "high")
@@ -105,7 +105,7 @@ def write_csv(panels: Iterable[Panel], path: Path) -> None:
                 band = [f"{edge[k]:.6g}" if edge else "" for edge in (line.low, line.high)]
                 row = (panel.title, line.name, line.source, f"{x:.8g}", f"{y:.6g}", *band)
                 writer.writerow(row)
-    write_whole(path, file.getvalue())
+    write_atomic(path, file.getvalue())
 
 
 def read_csv(path: Path) -> dict[str, list[Line]]:

@@ -29,7 +29,7 @@ from rbn.experiments.paper.numbers import NAMES, TABLES
 from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS, QUESTIONS, Job, jobs
 from rbn.experiments.paper.published import Result
 from rbn.experiments.paper.tables import Row
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 _CURVES = {"cnn": "fig4a", "cnn-full": "fig4b"}  # of the paper's readers
 TITLE = "Recurrent Batch Normalization: the paper's results and ours"
@@ -52,8 +52,8 @@ def write_report(shelf: Shelf, folder: Path) -> list[Path]:
         *_machines(shelf),
     ]
     page, text = folder / "index.html", folder / "report.md"
-    write_whole(page, html_page(TITLE, blocks))
-    write_whole(text, markdown_page(TITLE, blocks))
+    write_atomic(page, html_page(TITLE, blocks))
+    write_atomic(text, markdown_page(TITLE, blocks))
     return [page, text, *written]
 
 

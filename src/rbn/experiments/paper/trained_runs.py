@@ -16,7 +16,7 @@ from rbn.experiments.paper.lines import OURS, Line
 from rbn.experiments.paper.numbers import NAMES
 from rbn.experiments.tasks import NextSymbol
 from rbn.training import CheckpointError
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 LENGTHS = tuple(range(100, 1001, 100))
 WHOLE = "whole"
@@ -75,7 +75,7 @@ def measure_lengths(
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("length", "statistics", "bits"))
     writer.writerows((length, kind, f"{value:.6f}") for length, kind, value in rows)
-    write_whole(path, file.getvalue())
+    write_atomic(path, file.getvalue())
     return path
 
 
@@ -122,7 +122,7 @@ def keep_statistics(run: Path, results: Path) -> Path:
     writer.writerow(("step", *columns))
     for step, row in enumerate(zip(*columns.values(), strict=True), start=1):
         writer.writerow((step, *(f"{value:.5g}" for value in row)))
-    write_whole(path, file.getvalue())
+    write_atomic(path, file.getvalue())
     return path
 
 

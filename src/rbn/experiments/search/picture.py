@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rbn.experiments.search.table import Standing
-from rbn.training.whole import naming
+from rbn.training.atomic_files import naming_file
 
 # From the Okabe-Ito palette, which colour-blind readers can tell apart; styles tell apart in grey.
 _COLOURS = {
@@ -65,7 +65,7 @@ def draw(now: Standing, path: Path) -> None:
             ".png": {"Software": None},
             ".pdf": {"CreationDate": None},
         }
-        with naming(path):
+        with naming_file(path):
             picture.savefig(path, metadata=metadata[path.suffix])
 
 

@@ -244,14 +244,7 @@ class _Looks:
             self._say(f"trial {self._trial.number}: goes on at step {trainer.progress.step:,}")
         if self._bar is not None:
             self._bar.add(trainer, config, task)
-        shown = trainer.on_record
-
-        def on_record(record: dict[str, float]) -> None:
-            if shown is not None:
-                shown(record)
-            self._report(trainer, record[task.metric])
-
-        trainer.on_record = on_record
+        trainer.record_callbacks.append(lambda record: self._report(trainer, record[task.metric]))
         self._heart.when_lost(trainer.stop)
 
     def _report(self, trainer: Trainer, value: float) -> None:

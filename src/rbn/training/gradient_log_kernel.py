@@ -1,4 +1,4 @@
-"""`Ledger.enter` as one kernel instead of some fifteen, each of which a step would wait for."""
+"""`GradientLog.record` as one kernel; PyTorch's operations would launch about fifteen per step."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import triton.language as tl
 
 
 @triton.jit
-def enter(
+def record(
     loss,
     norm,
     total,  # float64
     counts,  # int64: bad, skipped, in a row, number
-    factors,  # float32: divide by, not finite, the loss's scale
+    factors,  # float32: divisor, overflow, loss scale
     clip,
-    small,
-    parts,  # of which there are norms
+    eps,
+    parts,  # number of norms
     CLIPPED: tl.constexpr,
-    PARTS: tl.constexpr,  # no fewer, a power of 2
-    LESS: tl.constexpr,
-    LEAST: tl.constexpr,
-    ROOM: tl.constexpr,
+    PARTS: tl.constexpr,  # the next power of 2
+    BACKOFF: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    GROW_BELOW: tl.constexpr,
 ):
-    """One program."""
+    """Runs as a single program."""
     value = tl.load(loss).to(tl.float32)
     number = tl.load(counts + 3)
     bad = tl.load(counts)
@@ -36,11 +36,11 @@ def enter(
             at = tl.arange(0, PARTS)
             each = tl.load(norm + at, mask=at < parts, other=0.0).to(tl.float32)
             n = tl.sqrt(tl.sum(each * each))
-        skip = 1 - (tl.abs(n) < float("inf")).to(tl.int64)  # also for no number
+        skip = 1 - (tl.abs(n) < float("inf")).to(tl.int64)  # NaN too
         tl.store(counts + 1, tl.load(counts + 1) + skip)
         tl.store(counts + 2, (tl.load(counts + 2) + 1) * skip)
         scale = tl.load(factors + 2)
-        tl.store(factors, tl.maximum((n + small * scale) / clip, scale))
+        tl.store(factors, tl.maximum((n + eps * scale) / clip, scale))
         tl.store(factors + 1, skip.to(tl.float32))
-        larger = tl.minimum(tl.where(n < ROOM, scale * 2, scale), 1.0)
-        tl.store(factors + 2, tl.where(skip != 0, tl.maximum(scale * LESS, LEAST), larger))
+        larger = tl.minimum(tl.where(n < GROW_BELOW, scale * 2, scale), 1.0)
+        tl.store(factors + 2, tl.where(skip != 0, tl.maximum(scale * BACKOFF, MIN_SCALE), larger))

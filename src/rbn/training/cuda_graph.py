@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Ordinary steps before a capture: kernels are compiled and buffers made in them.
+# Ordinary steps before a capture, which compile kernels and allocate buffers.
 _WARM_UP = 3
 
 
@@ -20,14 +20,14 @@ class _Recording:
 
 
 class CapturedStep:
-    """Calls `work` for the first few steps, then replays what it did.
+    """Calls `work` for the first few steps, then captures it as a CUDA graph and replays that.
 
-    Every shape of batch is captured by itself. `work` must do the same for all batches of a shape,
-    never wait for the device, and leave whatever it changes in tensors that stay where they are.
+    Each batch shape gets its own graph. `work` must do the same for all batches of a shape, never
+    synchronize with the host, and keep its state in tensors with fixed addresses.
 
     Args:
         work: a training step, from the tensors of a batch to its loss.
-        stream: on which it runs; not the device's default one.
+        stream: to run on; not the default stream.
     """
 
     def __init__(self, work: Callable[..., Tensor], stream: torch.cuda.Stream) -> None:
@@ -37,17 +37,17 @@ class CapturedStep:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, *batch: Tensor) -> Tensor:
-        """Make a step; the loss is overwritten by the next one."""
+        """Make a step. The next step overwrites the returned loss."""
         key = tuple((tensor.shape, tensor.dtype) for tensor in batch)
-        found = self._recordings.get(key)
-        if found is None:
+        recording = self._recordings.get(key)
+        if recording is None:
             self._calls[key] = self._calls.get(key, 0) + 1
             if self._calls[key] <= _WARM_UP:
                 return self._work(*batch)
-            found = self._recordings[key] = self._record(batch)
-        torch._foreach_copy_(found.batch, batch)  # in one launch where their types are one
-        found.graph.replay()
-        return found.loss
+            recording = self._recordings[key] = self._record(batch)
+        torch._foreach_copy_(recording.batch, batch)  # one launch if all dtypes are equal
+        recording.graph.replay()
+        return recording.loss
 
     def _record(self, batch: tuple[Tensor, ...]) -> _Recording:
         copies = tuple(tensor.clone() for tensor in batch)

@@ -48,18 +48,18 @@ def trainer(folder, task=None, schedule=None, **options):
 
 def final(folder):
     """Everything a run leaves behind, less the time it took."""
-    tensors, facts = checkpoint.load(folder / "last.safetensors")
-    progress = facts["progress"]
+    tensors, metadata = checkpoint.load(folder / "last.safetensors")
+    progress = metadata["progress"]
     progress.pop("seconds")
     progress.pop("loss")  # of the steps fetched together
     for record in progress["history"]:
         record.pop("seconds")
-    return tensors, facts
+    return tensors, metadata
 
 
 def assert_same_run(one, other):
-    (tensors, facts), (tensors2, facts2) = final(one), final(other)
-    assert facts == facts2
+    (tensors, metadata), (tensors2, metadata2) = final(one), final(other)
+    assert metadata == metadata2
     assert tensors.keys() == tensors2.keys()
     for name, value in tensors.items():
         assert torch.equal(value, tensors2[name]), name

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 
-class Scalars:
-    """Writes the figures of evaluations to a folder that TensorBoard reads.
+class TensorBoardLog:
+    """Writes the metrics of evaluations as TensorBoard event files.
 
     Args:
         folder: of the event files.
-        step: from which the run goes on; what was written beyond it is hidden.
+        step: at which the run resumes; TensorBoard hides what was written after it.
     """
 
     def __init__(self, folder: Path, step: int = 0) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_SUM = "sha256"
+_CHECKSUM = "sha256"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that gets its name when all of it is written; a kill leaves what was there."""
+def write_atomic(path: Path, text: str) -> None:
+    """Write a text file under a temporary name, then rename it: a kill leaves the old file."""
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,37 +27,37 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Inside, an error of the disk says which file could not be written."""
+def naming_file(path: Path) -> Iterator[None]:
+    """Inside, an OSError names the file that could not be written."""
     try:
         yield
     except OSError as error:
-        said = f"could not write {path}: {error.strerror or error}"
-        raise OSError(error.errno, said) from error
+        message = f"could not write {path}: {error.strerror or error}"
+        raise OSError(error.errno, message) from error
 
 
 def write_checked(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file atomically, with a checksum of its content under the key ``sha256``."""
-    write_whole(path, json.dumps({**content, _SUM: _sum(content)}, indent=2) + "\n")
+    write_atomic(path, json.dumps({**content, _CHECKSUM: _checksum(content)}, indent=2) + "\n")
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """The content of a file of `write_checked`, without the checksum.
+    """Read a file of `write_checked`, without the checksum.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not what was written; names the file.
+        OSError: the file cannot be read.
+        ValueError: the content does not match the checksum; names the file.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, it is not JSON: {error}") from error
-    if not isinstance(found, dict) or _SUM not in found:
+    if not isinstance(content, dict) or _CHECKSUM not in content:
         raise ValueError(f"{path} has no checksum: it is damaged, or of an older version")
-    if found.pop(_SUM) != _sum(found):
+    if content.pop(_CHECKSUM) != _checksum(content):
         raise ValueError(f"{path} is damaged or was edited: its checksum does not match")
-    return found
+    return content
 
 
-def _sum(content: dict[str, Any]) -> str:
+def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

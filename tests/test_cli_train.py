@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_has_one_before(whole, tmp_path):
     shutil.copytree(whole, folder)
     (folder / "result.json").unlink()
     (folder / "last.safetensors").write_bytes(b"no checkpoint")
-    with pytest.warns(UserWarning, match=r"last\.safetensors .* Going on from the one before"):
+    with pytest.warns(UserWarning, match=r"last\.safetensors .* Resuming from"):
         done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0, done.output
     assert result_of(folder) == result_of(whole)

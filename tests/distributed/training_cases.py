@@ -81,8 +81,9 @@ def run(name: str, folder: Path, rank: int | None = None, stop: int | None = Non
         if trainer.ranks.count > 1:
             results.finish(wanted, 1, trainer, "")
         return trainer
-    while trainer.progress.step < stop:
-        trainer.advance()
+    for progress in trainer.steps():
+        if progress.step == stop:
+            break
     with trainer.isolated():
         trainer.save()
     return trainer
@@ -112,8 +113,9 @@ def stopped_and_resumed(rank: int, folder: Path) -> None:
     """With noise, zoneout and dropout; statistics of each process."""
     letters(folder / "whole", rank).run()
     first = letters(folder / "stopped", rank)
-    while first.progress.step < 7:
-        first.advance()
+    for progress in first.steps():
+        if progress.step == 7:
+            break
     with first.isolated():
         first.save()
     torch.manual_seed(99 + rank)
@@ -158,7 +160,7 @@ def diverged(rank: int, folder: Path) -> str:
 def full_disk(rank: int, folder: Path) -> str:
     """The first process cannot write."""
     trainer = letters(folder, rank)
-    trainer.advance()
+    next(trainer.steps())
     if rank == 0:
         folder.joinpath("last.safetensors").unlink()
         folder.joinpath("last.safetensors").mkdir()  # as good as a full disk

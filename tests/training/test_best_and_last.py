@@ -134,7 +134,7 @@ def test_a_damaged_last_is_replaced_at_once(tmp_path):
     """Else it would be the one before when the next is saved."""
     trainer(tmp_path).run()
     (tmp_path / "last.safetensors").write_bytes(b"no checkpoint")
-    with pytest.warns(UserWarning, match="Going on"):
+    with pytest.warns(UserWarning, match="Resuming from"):
         trainer(tmp_path)
     checkpoint.load(tmp_path / "last.safetensors")
 

@@ -158,7 +158,9 @@ def test_an_evaluation_that_fails_leaves_the_parameters(tmp_path):
     task, seen = Failing(), []
     optimizer = torch.optim.SGD(task.model.parameters(), 1.0)
     run = Trainer(task, optimizer, Schedule(4, evaluate_every=4, average=0.5), tmp_path)
-    run.on_step = lambda _: seen.append(run.module.state_dict()["softmax.weight"].clone())
+    run.step_callbacks.append(
+        lambda _: seen.append(run.module.state_dict()["softmax.weight"].clone())
+    )
     with pytest.raises(KeyError, match="a figure"):
         run.run()
     assert torch.equal(run.module.state_dict()["softmax.weight"], seen[-1])

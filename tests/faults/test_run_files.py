@@ -41,7 +41,7 @@ def train(folder, steps=None):
                 if now.step == steps:
                     trainer.stop()
 
-            trainer.on_step = on_step
+            trainer.step_callbacks.append(on_step)
 
     fit.train(watch=Stop())
     return list(fit.results())

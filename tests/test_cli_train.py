@@ -220,7 +220,7 @@ def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch)
         (["train", "digits", "--config", "mnist"], "config mnist is for task mnist, not digits"),
         (["train", "digits", "--device", "cpu", "--graph"], "graph needs a CUDA device"),
         (["train", "digits", "--device", "cpu", "--max-minutes", "0"], "max_minutes must be pos"),
-        (["train", "digits", "--set", "layer.foo=1"], "the settings do not fit"),
+        (["train", "digits", "--set", "layer.foo=1"], "the settings are not valid"),
         (["train", "digits", "--set", "average=1.5"], "average must be at least 0 and below 1"),
         (["train", "digits", "--set", "decay_from=2"], "decay_from must be from 0 to 1"),
         (["train", "digits", "--seed", "-1"], "a seed must be a whole number from 0"),
@@ -429,7 +429,7 @@ def test_one_sequence_is_no_minibatch(tmp_path):
 def test_settings_of_texts_alone(setting, tmp_path):
     done = invoke("train", "digits", "--set", setting, "--out", tmp_path / "run")
     assert done.exit_code == 2
-    assert f"{setting.split('=')[0]} is a setting of texts, which digits is not" in done.output
+    assert f"{setting.split('=')[0]} is not a setting of digits" in done.output
 
 
 def test_a_file_is_no_folder(tmp_path):

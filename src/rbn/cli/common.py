@@ -31,14 +31,14 @@ class Stopped(Exception):
 
 def guarded(work: Callable[[], None]) -> None:
     """One sentence instead of a traceback for what a user can mend."""
-    from rbn.data.processes import HelperLost
+    from rbn.data.process_pool import WorkerLost
     from rbn.training import CheckpointError, Diverged
 
     try:
         work()
     except (ImportError, OSError, ValueError) as error:
         stop(str(error), 2)
-    except (CheckpointError, Diverged, HelperLost) as error:
+    except (CheckpointError, Diverged, WorkerLost) as error:
         stop(str(error), 1)
     except Stopped as error:
         stop(error.reason, error.code)

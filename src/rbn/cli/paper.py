@@ -145,15 +145,17 @@ def report(results: Folder = Path("results"), out: Report = Path("docs/report"))
 
 
 def _list(asked: Reproduction, console: Console) -> None:
-    from rbn.experiments.paper.estimate import spoken
+    from rbn.experiments.paper.estimate import format_duration
 
     table = make_table("run", "state", "time, about")
     rows, total = asked.listing()
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    todo = sum(1 for row in rows if row[1] != "there")
-    console.print(f"{todo} of {len(rows)} to do, in about {spoken(total)} on {asked.device.type}.")
+    todo = sum(1 for row in rows if row[1] != "done")
+    console.print(
+        f"{todo} of {len(rows)} to do, in about {format_duration(total)} on {asked.device.type}."
+    )
     for note in asked.notes:
         console.print(note, soft_wrap=True, highlight=False, markup=False)
 

@@ -33,7 +33,7 @@ def build_cloze(
     """Make question files from news articles and their highlights."""
     from rbn.data.articles import build
     from rbn.data.errors import DataAltered
-    from rbn.data.processes import HelperLost
+    from rbn.data.process_pool import WorkerLost
 
     if processes is not None and processes < 1:
         stop(f"processes must be at least 1, got {processes}", 2)
@@ -41,7 +41,7 @@ def build_cloze(
         built = build(articles, out, split=split, processes=processes, progress=_say)
     except (DataAltered, OSError, ValueError) as error:
         stop(str(error), 2)
-    except HelperLost as error:
+    except WorkerLost as error:
         stop(f"{error}; the same command resumes the build", 1)
     except KeyboardInterrupt as error:
         said = "stopped before the end; the same command resumes the build"
@@ -84,18 +84,18 @@ def questions(
     from rbn.data.cloze import cloze
     from rbn.data.cnn import QuestionBatches, baselines, load_questions
     from rbn.data.cnn.shards import Reduction
-    from rbn.data.processes import HelperLost
-    from rbn.experiments.paper.counted import Counted, write_counts
-    from rbn.experiments.reading import Reporter
+    from rbn.data.process_pool import WorkerLost
+    from rbn.experiments.paper.question_baselines import QuestionBaselines, write_counts
+    from rbn.experiments.reading import PreprocessingProgress
 
     skipped: list[str] = []
-    counts: list[Counted] = []
+    counts: list[QuestionBaselines] = []
     try:
         Reduction(sentences or None)  # which refuses a number below 0
         if name == "cloze":
             reading = cloze()
         else:
-            report = Reporter()
+            report = PreprocessingProgress()
             reading, facts = load_questions(
                 name,
                 sentences=sentences or None,
@@ -109,7 +109,7 @@ def questions(
             skipped = [line for part in facts["parts"].values() for line in part["malformed"]]
     except (OSError, ValueError) as error:
         stop(str(error), 2)
-    except HelperLost as error:
+    except WorkerLost as error:
         stop(f"{error}; the same command goes on from there", 1)
     except KeyboardInterrupt as error:
         stop("stopped before the end; the same command goes on from there", interrupted_code(error))
@@ -125,7 +125,7 @@ def questions(
         if part == "train":
             padding = f"{QuestionBatches(found, vocabulary, 64).padding_share:.1%}"
         values = baselines(found, vocabulary)
-        counts.append(Counted(name, sentences or None, part, len(found), **values))
+        counts.append(QuestionBaselines(name, sentences or None, part, len(found), **values))
         spread = f"{lengths.mean():.1f}, {lengths.median():.0f}, {lengths.max():.0f}"
         typer.echo(
             f"{part:<9} {len(found):>9,}  {spread:>38}  {asked.mean():>14.1f}  "
@@ -153,12 +153,12 @@ def ask(
     """Ask a trained reader about a document, and see where it looked."""
     from rich.console import Console
 
-    from rbn.experiments import asking, attention_page
+    from rbn.experiments import attention_page, question_answering
     from rbn.training import CheckpointError
     from rbn.training.atomic_files import write_atomic
 
     try:
-        answer = asking.ask(run, document, question, root=data_dir)
+        answer = question_answering.ask(run, document, question, root=data_dir)
         if html is not None:
             write_atomic(html, attention_page.page(answer))
     except (CheckpointError, ImportError, OSError, ValueError) as error:

@@ -95,7 +95,9 @@ def train(
         if model == "":
             raise ValueError("model must be the name of a model, got ''")
         check_out(out)
-        found = configs.published(task) if config is None else configs.read(configs.find(config))
+        found = (
+            configs.published(task) if config is None else configs.read_yaml(configs.find(config))
+        )
         if found.get("task", task) != task:
             raise ValueError(f"config {config} is for task {found['task']}, not {task}")
         wanted = [f"precision={precision}"] if precision else []
@@ -141,13 +143,13 @@ def resume(
     data_dir: DataDir = None,
 ) -> None:
     """Go on with runs that were stopped or killed, on any number of devices."""
-    from rbn.experiments.runs import opened
+    from rbn.experiments.run_folder import read_config
 
     def work() -> None:
         for folder in runs:
             if sum(folder.resolve() == other.resolve() for other in runs) > 1:
                 raise ValueError(f"{folder} is named twice")
-        found = [(folder, *opened(folder)) for folder in runs]
+        found = [(folder, *read_config(folder)) for folder in runs]
         _go_on(Plan(found, device, graph, tensorboard, max_minutes, data_dir), devices)
 
     guarded(work)
@@ -188,8 +190,8 @@ class Plan:
 
 def _go_on(plan: Plan, devices: int | None) -> None:
     """Train runs to their end in this process, in several, or as one of those of torchrun."""
-    from rbn.experiments.fit import check_together
-    from rbn.experiments.runs import check_free
+    from rbn.experiments.run_folder import check_available
+    from rbn.experiments.training_session import check_processes
     from rbn.training import RankLost, World, launch
 
     world = World.from_environment()
@@ -200,7 +202,7 @@ def _go_on(plan: Plan, devices: int | None) -> None:
         )
     local = (1 if devices is None else devices) if world is None else world.local_count
     count = local if world is None else world.count
-    check_together(plan.runs, device_of(plan.device), local, count, plan.graph)
+    check_processes(plan.runs, device_of(plan.device), local, count, plan.graph)
     if plan.command is not None and count > 1:
         plan = replace(plan, command=f"{plan.command} --devices {count}")
     try:
@@ -208,7 +210,7 @@ def _go_on(plan: Plan, devices: int | None) -> None:
             _train(plan, world)
             return
         for folder, config, seed in plan.runs:
-            check_free(folder, config, seed)
+            check_available(folder, config, seed)
         launch(_train_as_told, (plan,), count)
     except RankLost as error:
         raise Stopped(f"{error}. {plan.hint(count)}", 1) from error
@@ -230,7 +232,8 @@ def _train(plan: Plan, world: World | None) -> None:
 
     from rich.console import Console
 
-    from rbn.experiments.fit import Fit, Watch
+    from rbn.experiments.progress_bars import ProgressBars
+    from rbn.experiments.training_session import TrainingSession
     from rbn.training import Interrupted, process_group
 
     place = device_of(plan.device)
@@ -239,34 +242,37 @@ def _train(plan: Plan, world: World | None) -> None:
     console = Console(quiet=not first)
     with process_group(world):
         device = place if world is None else world.device(place)
-        fit = Fit(plan.runs, device, plan.data_dir, plan.command, world=world)
-        with Watch(fit, console) if first else nullcontext() as watch:
+        session = TrainingSession(plan.runs, device, plan.data_dir, plan.command, world=world)
+        bars = ProgressBars(console, len(plan.runs)) if first else nullcontext()
+        with bars as observer:
             try:
-                fit.train(plan.graph, plan.tensorboard, plan.max_minutes, watch)
+                session.train(plan.graph, plan.tensorboard, plan.max_minutes, observer)
             except KeyboardInterrupt as error:
-                if watch is not None:
-                    watch.close()
-                steps = " and ".join(f"{t.progress.step:,}" for t in fit.trainers)
+                if observer is not None:
+                    observer.close()
+                steps = " and ".join(f"{t.progress.step:,}" for t in session.trainers)
                 saved = "saved" if isinstance(error, Interrupted) else "not saved there"
                 said = f"stopped after step {steps}, {saved}" if steps else "stopped"
                 code = interrupted_code(error)
                 raise Stopped(f"{said}. {plan.hint(count)}", code) from None
         try:
-            for result in fit.results(console):
+            for result in session.results(console):
                 console.print(result, soft_wrap=True, markup=False)
         except KeyboardInterrupt as error:
             said, code = "stopped before the test was over", interrupted_code(error)
             raise Stopped(f"{said}. {plan.hint(count)}", code) from None
         unfinished = [
-            t for t in fit.trainers if not t.progress.finished and t.progress.diverged_at is None
+            t
+            for t in session.trainers
+            if not t.progress.finished and t.progress.diverged_at is None
         ]
         if unfinished:
             step = unfinished[0].progress.step
             rest = [run for run in plan.runs if run[0] in [t.folder for t in unfinished]]
             hint = replace(plan, runs=rest).hint(count)
             said = f"out of time at step {step:,}, saved. {hint}"
-            if fit.diverged is None:
+            if session.diverged is None:
                 raise Stopped(said, 3)
             console.print(said, soft_wrap=True, markup=False)
-        if fit.diverged is not None:
-            raise fit.diverged
+        if session.diverged is not None:
+            raise session.diverged

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from rbn.experiments.asking import Answer
+from rbn.experiments.question_answering import Answer
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -51,7 +51,10 @@ class Task(Protocol):
 
     model: nn.Module
     metric: str  # the key of `evaluate` that chooses the best model
-    higher_is_better: bool
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a higher value of the metric is better."""
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         """Minibatch number `step`, from 0, on the model's device."""

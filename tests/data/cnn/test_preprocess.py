@@ -19,7 +19,7 @@ from rbn.data.cnn.question import render
 from rbn.data.cnn.shards import Reduction
 from rbn.data.cnn.vocabulary import Vocabulary, normal
 from rbn.data.errors import DataAltered, DataNotFound
-from rbn.data.locks import one_at_a_time
+from rbn.data.file_lock import file_lock
 
 SIZES = (30, 12, 8)
 
@@ -69,7 +69,7 @@ def test_files_in_numbers(folder, questions, tmp_path):
             "malformed": [],
         }
     assert reading.vocabulary.entities == 12
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [whole().key]
+    assert [p.name for p in (tmp_path / "cache").iterdir() if p.is_dir()] == [whole().key]
 
 
 def test_a_second_test_set(folder, questions, tmp_path):
@@ -207,8 +207,7 @@ def test_a_link_to_nowhere_is_skipped(folder, tmp_path):
 
 
 def test_one_makes_the_cache_and_the_others_wait(folder, tmp_path, monkeypatch, caplog):
-    """A lock is of an open file, so that threads wait for each other as processes do."""
-    pytest.importorskip("fcntl")
+    """Each call opens the lock file, so threads wait for each other like processes."""
     real, made = shards.make, []
     begun, go_on = threading.Event(), threading.Event()
 
@@ -225,7 +224,7 @@ def test_one_makes_the_cache_and_the_others_wait(folder, tmp_path, monkeypatch, 
             waiting.release()
 
     waiting, handler = threading.Semaphore(0), Said()
-    logging.getLogger("rbn.data.locks").addHandler(handler)
+    logging.getLogger("rbn.data.cnn.preprocess").addHandler(handler)
     cache = tmp_path / "cache"
     try:
         with ThreadPoolExecutor(3) as pool:
@@ -236,11 +235,11 @@ def test_one_makes_the_cache_and_the_others_wait(folder, tmp_path, monkeypatch, 
             go_on.set()
             readings = [call.result()[0] for call in calls]
     finally:
-        logging.getLogger("rbn.data.locks").removeHandler(handler)
+        logging.getLogger("rbn.data.cnn.preprocess").removeHandler(handler)
     assert all(there)
     assert sum(len(job.files) for job in made) == sum(SIZES)
     assert len({str(decoded(reading, "train")) for reading in readings}) == 1
-    assert [p.name for p in cache.iterdir()] == [Choice().key]
+    assert sorted(p.name for p in cache.iterdir()) == [Choice().key, f"{Choice().key}.lock"]
     assert caplog.messages == [f"another process is reading {folder}: waiting for it"] * 2
 
 
@@ -270,14 +269,19 @@ def test_a_killed_process_lets_go(folder, tmp_path):
         finally:
             holder.kill()
     assert len(reading.train) == SIZES[0]
-    assert not lock.exists()
 
 
-def test_without_the_systems_locks(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("rbn.data.locks.find_spec", lambda _: None)
-    with one_at_a_time(tmp_path / "a.lock", ""), one_at_a_time(tmp_path / "a.lock", ""):
-        assert not (tmp_path / "a.lock").exists()
-    prepared(folder, tmp_path / "cache", Choice(), processes=1)
+def test_a_lock_that_is_refused_instead_of_waited_for(tmp_path):
+    def refuse():
+        raise FileExistsError("it is held")
+
+    for _ in range(2):
+        with (
+            file_lock(tmp_path / "a.lock", refuse),
+            pytest.raises(FileExistsError, match="it is held"),
+            file_lock(tmp_path / "a.lock", refuse),
+        ):
+            raise AssertionError("both hold it")
 
 
 def test_a_disk_without_locks(folder, tmp_path, monkeypatch):
@@ -287,8 +291,8 @@ def test_a_disk_without_locks(folder, tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    prepared(folder, tmp_path / "cache", Choice(), processes=1)
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [Choice().key]
+    reading, _ = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+    assert len(reading.train) == SIZES[0]
 
 
 def test_a_folder_that_cannot_be_written(folder, tmp_path, monkeypatch):
@@ -296,7 +300,7 @@ def test_a_folder_that_cannot_be_written(folder, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     prepared(folder, cache, Choice(), processes=1)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    monkeypatch.setattr("rbn.data.cnn.preprocess.one_at_a_time", None)
+    monkeypatch.setattr("rbn.data.cnn.preprocess.file_lock", None)
     prepared(folder, cache, Choice(), processes=1)
     with pytest.raises(PermissionError, match=r"cache has no cache of the files .* set cache to"):
         prepared(folder, cache, whole(), processes=1)

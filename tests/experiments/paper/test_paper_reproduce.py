@@ -15,8 +15,8 @@ from made_up import publish
 from rbn.cli.app import app
 from rbn.data import Splits, digits
 from rbn.data.errors import DataNotFound
-from rbn.experiments import build
-from rbn.experiments.measured import has_statistics
+from rbn.experiments import build, task_kinds
+from rbn.experiments.base_task import has_statistics
 from rbn.experiments.paper import findings, initial_states, plan, tables
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import read_findings
@@ -26,7 +26,7 @@ from rbn.experiments.paper.published import read_results
 from rbn.experiments.paper.reproduce import Reproduction
 from rbn.experiments.paper.trained_runs import keep_statistics, measure_lengths, read_lengths
 from rbn.experiments.tasks import Classification
-from rbn.training import CheckpointError, whole
+from rbn.training import CheckpointError, atomic_files
 
 CPU = torch.device("cpu")
 TEXT = ("epochs=1", "hidden_size=6", "length=40", "batch_size=200")
@@ -52,10 +52,10 @@ def tiny(monkeypatch):
 
     def shorter(config, *rest):
         text = read(config, *rest)
-        if config.is_text:  # the whole test sequence is read a character at a time
+        if config.kind is task_kinds.TEXT:  # the whole test sequence is read a character at a time
             short = {"train": text.train[:40_000], "test": text.test[:3000]}
             return type(text)(valid=text.valid[:3000], symbols=text.symbols, **short)
-        return text if config.is_reading else few(text)
+        return text if config.kind is task_kinds.QUESTIONS else few(text)
 
     monkeypatch.setattr(build, "load", shorter)
     monkeypatch.setattr(initial_states, "digits", lambda: few(digits()))
@@ -250,7 +250,7 @@ def test_killed_while_a_result_is_published(written, tmp_path, monkeypatch):
         replace(part, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(whole.os, "replace", killed)
+        patch.setattr(atomic_files.os, "replace", killed)
         assert invoke(tmp_path, "fig5", "--quick").exit_code == 130
     assert len(files) == written
     done = invoke(tmp_path, "fig5", "--quick")
@@ -307,9 +307,9 @@ def test_a_finished_run_with_other_settings_is_no_result(tmp_path):
     arguments = ["--quick", "--seeds", "1"]
     assert invoke(tmp_path, "table2", *arguments).exit_code == 0
     (folder,) = (tmp_path / "runs/pydoc").glob("lstm-*")
-    config = whole.read_checked(folder / "config.json")
+    config = atomic_files.read_checked(folder / "config.json")
     config["config"]["clip"] = 5.0
-    whole.write_checked(folder / "config.json", config)
+    atomic_files.write_checked(folder / "config.json", config)
     for path in (tmp_path / "results/pydoc").glob("lstm-*"):
         path.unlink()
     done = invoke(tmp_path, "table2", *arguments)

@@ -18,7 +18,7 @@ from rbn.data.articles import questions, source
 from rbn.data.articles.names import Usage, count_usage
 from rbn.data.articles.tokens import sentences
 from rbn.data.cnn.question import Question, render
-from rbn.data.processes import Helpers
+from rbn.data.process_pool import ProcessPool
 from rbn.nn import checks
 
 T = TypeVar("T")
@@ -198,18 +198,18 @@ def _write(job: tuple[list[str], str, str]) -> Built:
 
 
 @contextmanager
-def _pool(processes: int, *shared: Any) -> Iterator[Helpers | None]:
+def _pool(processes: int, *shared: Any) -> Iterator[ProcessPool | None]:
     """Processes that know how words are written; none where one is enough."""
     if processes == 1:
         if shared:
             _start(*shared)
         yield None
         return
-    with Helpers(processes, _start if shared else None, *shared) as pool:
+    with ProcessPool(processes, _start if shared else None, *shared) as pool:
         yield pool
 
 
-def _each(pool: Helpers | None, work: Callable[..., T], jobs: Iterable[object]) -> Iterator[T]:
+def _each(pool: ProcessPool | None, work: Callable[..., T], jobs: Iterable[object]) -> Iterator[T]:
     """The results in the order of the jobs, a few of which are in memory at a time."""
     return map(work, jobs) if pool is None else pool.map(work, jobs)
 

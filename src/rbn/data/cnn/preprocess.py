@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections import Counter
@@ -21,8 +22,8 @@ from rbn.data.cnn.passages import Passages, Reading
 from rbn.data.cnn.shards import Job, Reduction
 from rbn.data.cnn.vocabulary import UNKNOWN, Vocabulary, entity_count
 from rbn.data.errors import DataAltered, DataNotFound
-from rbn.data.locks import one_at_a_time
-from rbn.data.processes import Helpers
+from rbn.data.file_lock import file_lock
+from rbn.data.process_pool import ProcessPool
 from rbn.nn import checks
 
 PARTS = {"train": "training", "valid": "validation", "test": "test"}
@@ -113,7 +114,7 @@ def prepared(
     The first time the files are read, by several processes; later the arrays in the cache are
     mapped, after a check of their SHA-256. Files that are added, removed or changed, by their size
     or time, make the cache anew. If the work is killed, the next call goes on with the files that
-    are left. Of several processes one does the work while the others wait (see `one_at_a_time`).
+    are left. Of several processes one does the work while the others wait (see `file_lock`).
 
     Args:
         folder: has ``training``, ``validation`` and ``test``, and perhaps ``test-cnn``, with
@@ -134,8 +135,13 @@ def prepared(
         fingerprint = {part: [len(each), _sum(each)] for part, each in files.items()}
         if not _is_of(place, fingerprint):
             _check_writable(cache, folder)
-            waiting = f"another process is reading {folder}: waiting for it"
-            with one_at_a_time(cache / f"{choice.key}.lock", waiting):
+
+            def log_wait() -> None:
+                logging.getLogger(__name__).warning(
+                    "another process is reading %s: waiting for it", folder
+                )
+
+            with file_lock(cache / f"{choice.key}.lock", log_wait):
                 if not _is_of(place, fingerprint):  # nobody made it meanwhile
                     _prepare(folder, files, place, choice, fingerprint, processes, progress)
     elif store.facts(place) is None:
@@ -212,7 +218,7 @@ def _finished(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
             shards.make(job)
             yield job
         return
-    with Helpers(min(processes, len(jobs))) as pool:
+    with ProcessPool(min(processes, len(jobs))) as pool:
         for job, _ in zip(jobs, pool.map(shards.make, jobs), strict=True):
             yield job
 

@@ -120,7 +120,7 @@ class Trained:
         test_accuracy: from 0 to 1, with the parameters of the best validation accuracy and, for the
             BN-LSTM, exact population statistics.
         reach: how strongly the loss depends on the first pixels, relative to the last, before
-            training: see `rbn.experiments.demo.fit.reach`.
+            training: see `rbn.experiments.demo.train.reach`.
     """
 
     name: str

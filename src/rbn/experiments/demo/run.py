@@ -18,10 +18,10 @@ import torch
 from rbn import __version__
 from rbn.data import Splits, digits
 from rbn.experiments.demo.figure import draw
-from rbn.experiments.demo.fit import fit
 from rbn.experiments.demo.page import write_page
 from rbn.experiments.demo.result import Result, Settings
 from rbn.experiments.demo.terminal import Bar, progress_bars, show
+from rbn.experiments.demo.train import fit
 
 if TYPE_CHECKING:
     from rich.console import Console

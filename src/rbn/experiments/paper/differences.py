@@ -9,6 +9,7 @@ from typing import Any
 from rbn.experiments import config as configs
 from rbn.experiments.paper.numbers import NAMES
 from rbn.experiments.paper.published import Result
+from rbn.experiments.task_kinds import TASKS
 
 _WHY = {
     "decay_from": "the learning rate falls linearly to 0 after this part of the steps, where the "
@@ -69,7 +70,7 @@ def changed(result: Result) -> dict[str, tuple[Any, Any]]:
     if name in _QUESTIONS:
         whole = result.config.get("data", {}).get("sentences") is None
         name = "cnn-full" if whole else "cnn"
-    read = configs.read(configs.find(name))
+    read = configs.read_yaml(configs.find(name))
     chosen = configs.for_model(read, result.model)
     paper = configs.from_mapping({"task": result.task, **chosen})
     theirs, ours = configs.flat(asdict(paper)), configs.flat(result.config)
@@ -92,7 +93,7 @@ def sentences(results: Iterable[Result]) -> list[str]:
     found: dict[tuple[str, str, str], dict[str, Runs]] = {}
     runs: dict[str, Runs] = {}
     for result in results:
-        if result.task not in configs.TASKS:
+        if result.task not in TASKS:
             continue
         where = _settings_of(result)
         run, model = (result.model, result.tag, result.seed), NAMES[result.model]

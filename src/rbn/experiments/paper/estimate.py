@@ -65,7 +65,7 @@ def seconds_of(config: Config, device: torch.device, results: Iterable[Result]) 
     return rate * steps_of(config) * _TESTING.get(device.type, 1.2)
 
 
-def spoken(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A time in words."""
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -17,7 +17,6 @@ from rbn.experiments import build, results
 from rbn.experiments.paper.finding import Finding
 from rbn.experiments.paper.initial_states import data_start, no_noise
 from rbn.experiments.paper.short_training import CPU, Tick, fit, on_digits
-from rbn.experiments.tasks import Classification
 from rbn.nn import PopulationStatistics
 
 
@@ -27,7 +26,6 @@ def shared_stats(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
     rows, own, averaged = [], [], []
     for seed in range(1, seeds + 1):
         task = build.build(config, seed, CPU)
-        assert isinstance(task, Classification)
         fit(task, config, steps, tick)
         results.exact_statistics(config, task)
         own.append(task.measure_with("test", "population"))
@@ -64,7 +62,6 @@ def small_gamma(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         for seed in range(1, seeds + 1):
             config = on_digits(f"normalization.gamma={gamma}", "data.permuted=true")
             task = build.build(config, seed, CPU)
-            assert isinstance(task, Classification)
             traces.append(fit(task, config, steps, tick))
             right.append(task.evaluate()["valid_population"])
         finite = [[n for n in trace.norms if math.isfinite(n)] for trace in traces]

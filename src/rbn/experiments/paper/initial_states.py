@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import rbn
 from rbn.data import Splits, digits
 from rbn.experiments import build, results
+from rbn.experiments.base_task import BaseTask
 from rbn.experiments.paper.finding import Finding
 from rbn.experiments.paper.short_training import CPU, Tick, fit, on_digits
-from rbn.experiments.tasks import Classification
 from rbn.models import SequenceClassifier
 from rbn.ops.reference.normalization import bn, moments
 
@@ -79,7 +79,6 @@ def no_noise(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         first, right, bad = [], [], 0
         for seed in range(1, seeds + 1):
             task = build.build(config, seed, CPU, loaded=splits)
-            assert isinstance(task, Classification)
             trace = fit(task, config, steps, tick)
             first.append(trace.norms[0])
             bad += trace.bad
@@ -154,9 +153,9 @@ _STARTS: dict[Start, str] = {
 }
 
 
-def _start_by_data(task: Classification, start: Start, seed: int) -> None:
+def _start_by_data(task: BaseTask, inputs: Tensor, start: Start, seed: int) -> None:
     """Begin a task's model with its images' mean, or projections as wide as the paper's noise."""
-    model, inputs = task.model, task.splits.train.inputs
+    model = task.model
     assert isinstance(model, SequenceClassifier)
     hidden: int = model.recurrent.hidden_size  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(seed)
@@ -185,9 +184,8 @@ def data_start(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         found = []
         for seed in range(1, seeds + 1):
             task = build.build(config, seed, CPU, loaded=splits)
-            assert isinstance(task, Classification)
             if start != "noise":
-                _start_by_data(task, start, seed)
+                _start_by_data(task, splits.train.inputs, start, seed)
             fit(task, config, steps, tick)
             results.exact_statistics(config, task)
             found.append(100 * task.measure_with("test", "population"))

@@ -69,7 +69,7 @@ class Job:
 
     def config(self) -> Config:
         """All settings, as ``rbn train`` puts them together."""
-        found = configs.read(configs.find(self.base))
+        found = configs.read_yaml(configs.find(self.base))
         chosen = configs.for_model(found, self.model)
         settings = configs.from_mapping({"task": self.task, **chosen})
         return configs.with_settings(settings, self.settings)

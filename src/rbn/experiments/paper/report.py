@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 from rbn.experiments.config import flat
-from rbn.experiments.paper import counted, curves, differences, tables
+from rbn.experiments.paper import curves, differences, question_baselines, tables
 from rbn.experiments.paper.document import (
     Block,
     Grid,
@@ -44,7 +44,7 @@ def write_report(shelf: Shelf, folder: Path) -> list[Path]:
     blocks: list[Block] = [
         *_summary(rows),
         *_tables(rows),
-        *_counted(shelf, rows),
+        *_baselines(shelf, rows),
         *_figures(figures, folder),
         *_findings(shelf),
         *_differences(shelf),
@@ -112,9 +112,9 @@ def _tables(rows: dict[str, list[Row]]) -> list[Block]:
     return blocks
 
 
-def _counted(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
+def _baselines(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
     """What the readers' error rates are to be compared with."""
-    counts, commands = counted.read_counts(shelf.folder)
+    counts, commands = question_baselines.read_counts(shelf.folder)
     if not counts:
         return []
     title = "Questions answered without reading; error rate, %"
@@ -123,14 +123,16 @@ def _counted(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
         "than the answer is not in it; the paper's four sentences lack it in 43% of its questions."
     )
     return [
-        Grid(title, counted.COLUMNS, [each.cells for each in counts]),
+        Grid(title, question_baselines.COLUMNS, [each.cells for each in counts]),
         Paragraph(note + _unlearned(rows, counts)),
         Paragraph("To do again:"),
         Items(commands, code=True),
     ]
 
 
-def _unlearned(rows: dict[str, list[Row]], counts: Sequence[counted.Counted]) -> str:
+def _unlearned(
+    rows: dict[str, list[Row]], counts: Sequence[question_baselines.QuestionBaselines]
+) -> str:
     """A sentence that names the readers which err more often than counting does."""
     named = []
     for row in (row for found in rows.values() for row in found if row.results):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from rbn.experiments.paper.estimate import spoken
+from rbn.experiments.paper.estimate import format_duration
 from rbn.experiments.paper.numbers import NAMES, Entry, Table
 from rbn.experiments.paper.places import Place
 from rbn.experiments.paper.published import Result, finished
@@ -99,7 +99,7 @@ class Row:
         together = sorted({int(result.values.get("together") or 1) for result in self.results})
         ends = dict.fromkeys((together[0], together[-1]))
         shared = f", {' to '.join(map(str, ends))} at once" if together[-1] > 1 else ""
-        return f"{spoken(seconds)} ({device}{shared})"
+        return f"{format_duration(seconds)} ({device}{shared})"
 
     @property
     def command(self) -> str:

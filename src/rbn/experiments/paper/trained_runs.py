@@ -9,12 +9,11 @@ from pathlib import Path
 
 import torch
 
-from rbn.experiments import runs, trained
+from rbn.experiments import run_folder, trained_models
+from rbn.experiments.base_task import has_statistics
 from rbn.experiments.config import Config
-from rbn.experiments.measured import has_statistics
 from rbn.experiments.paper.lines import OURS, Line
 from rbn.experiments.paper.numbers import NAMES
-from rbn.experiments.tasks import NextSymbol
 from rbn.training import CheckpointError
 from rbn.training.atomic_files import write_atomic
 
@@ -58,18 +57,16 @@ def measure_lengths(
         on_point: called after every measurement.
     """
     config, seed = _finished(run)
-    loaded, task = trained.open_task(run, device, root)
-    if not isinstance(task, NextSymbol):
-        raise ValueError(f"{run} is a run on {loaded.task}: windows of any length are for texts")
+    _, task = trained_models.open_task(run, device, root)
     kinds = ("population", "batch") if has_statistics(task.model) else ("population",)
     rows: list[tuple[str, str, float]] = []
     for kind in kinds:
         for length in lengths:
-            value = trained.evaluate(task, "test", kind, str(length))
+            value = trained_models.evaluate(task, "test", kind, str(length))
             rows.append((str(length), kind, value))
             if on_point:
                 on_point()
-    rows.append((WHOLE, "population", trained.evaluate(task, "test", "population", "full")))
+    rows.append((WHOLE, "population", trained_models.evaluate(task, "test", "population", "full")))
     path = lengths_path(results, config, seed)
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
@@ -105,7 +102,7 @@ def read_lengths(path: Path, model: str) -> tuple[list[Line], float | None]:
 def keep_statistics(run: Path, results: Path) -> Path:
     """Figure 5: population statistics of some units at every step, from a trained run."""
     config, seed = _finished(run)
-    tensors, _ = trained.weights_of(run)
+    tensors, _ = trained_models.load_weights(run)
     generator = torch.Generator().manual_seed(1)
     columns: dict[str, list[float]] = {}
     for title, (module, name) in STATISTICS.items():
@@ -146,4 +143,4 @@ def read_statistics(path: Path) -> dict[str, list[Line]]:
 def _finished(run: Path) -> tuple[Config, int]:
     if not (run / "final.safetensors").exists():
         raise CheckpointError(f"{run} is not finished: there is no final.safetensors in it")
-    return runs.opened(run)
+    return run_folder.read_config(run)

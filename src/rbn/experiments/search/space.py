@@ -148,11 +148,11 @@ def together(spaces: tuple[Space, ...]) -> Space:
     return found
 
 
-def spoken(value: Value) -> str:
+def format_value(value: Value) -> str:
     """A value for the eye."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def listed(parameters: Mapping[str, Value]) -> str:
     """Settings in a line."""
-    return ", ".join(f"{key}={spoken(value)}" for key, value in parameters.items())
+    return ", ".join(f"{key}={format_value(value)}" for key, value in parameters.items())

@@ -60,9 +60,8 @@ class Sweep:
 
     @property
     def maximize(self) -> bool:
-        """Whether a higher validation figure is better: accuracy, not bits or an error rate."""
-        config = self.config({})
-        return not (config.is_text or config.is_reading)
+        """Whether a higher validation metric is better."""
+        return self.config({}).kind.higher_is_better
 
     def config(self, parameters: Mapping[str, Value], number: int | None = None) -> Config:
         """The settings of a trial.

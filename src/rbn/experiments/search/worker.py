@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from rbn.experiments import build
-from rbn.experiments.config import Config
-from rbn.experiments.fit import Fit, Watch, Watcher
-from rbn.experiments.reading import ReadingTask
-from rbn.experiments.search.heart import Heart
+from rbn.experiments.base_task import BaseTask
+from rbn.experiments.progress_bars import ProgressBars
+from rbn.experiments.search.heartbeat import Heartbeat
 from rbn.experiments.search.space import listed
 from rbn.experiments.search.storage import open_study
 from rbn.experiments.search.sweep import Sweep
 from rbn.experiments.search.trials import Trials, patiently
-from rbn.experiments.tasks import Classification, NextSymbol
+from rbn.experiments.training_session import Observer, TrainingSession
 from rbn.training import CheckpointError, Trainer
 from rbn.training.interrupt import Interrupts, remembered
 
@@ -109,9 +108,9 @@ class Worker:
         base = job.sweep.config({})
         with interrupts.breakable():
             # Before a trial is taken: missing data cost none.
-            Fit([], job.device, job.root, loaded=self._loaded).load(base)
+            TrainingSession([], job.device, job.root, loaded=self._loaded).load(base)
         waited = False
-        with Heart(trials) as heart:
+        with Heartbeat(trials) as heartbeat:
             while self._left() > 0:
                 interrupts.check()
                 number = trials.take()
@@ -123,15 +122,15 @@ class Worker:
                         waited = True
                     interrupts.wait(min(self._left(), _LONGEST_WAIT, job.sweep.heartbeat))
                     continue
-                heart.hold(number)
+                heartbeat.start(number)
                 try:
-                    self._run(number, trials, heart, interrupts)
+                    self._run(number, trials, heartbeat, interrupts)
                 except BaseException:
                     with contextlib.suppress(Exception):
                         trials.release(number)
                     raise
                 finally:
-                    heart.drop()
+                    heartbeat.pause()
                 self._clean()
         return False
 
@@ -145,7 +144,9 @@ class Worker:
         """Seconds."""
         return math.inf if self.job.until is None else self.job.until - time.monotonic()
 
-    def _run(self, number: int, trials: Trials, heart: Heart, interrupts: Interrupts) -> None:
+    def _run(
+        self, number: int, trials: Trials, heartbeat: Heartbeat, interrupts: Interrupts
+    ) -> None:
         """One trial, from where it is to its end or until it is given up."""
         from optuna.exceptions import UpdateFinishedTrialError
 
@@ -155,17 +156,17 @@ class Worker:
         self.say(f"trial {number}: {listed(parameters)}")
         config = job.sweep.config(parameters, number)
         command = job.sweep.command(parameters, number)
-        wanted = [(job.folder(number), config, job.sweep.seed)]
-        fit = Fit(wanted, job.device, job.root, command, self._loaded)
+        run = job.folder(number), config, job.sweep.seed
+        session = TrainingSession([run], job.device, job.root, command, self._loaded)
         try:
             with contextlib.ExitStack() as stack:
                 bar = None
                 if self._console is not None:
-                    bar = stack.enter_context(Watch(fit, self._console))
-                looks = _Looks(trials, trial, heart, self.say, bar)
+                    bar = stack.enter_context(ProgressBars(self._console))
+                looks = _Looks(trials, trial, heartbeat, self.say, bar)
                 minutes = None if job.until is None else max(self._left(), 1e-3) / 60
-                fit.train(max_minutes=minutes, watch=looks)
-            self._conclude(number, trials, heart, fit, looks, interrupts)
+                session.train(max_minutes=minutes, observer=looks)
+            self._conclude(number, trials, heartbeat, session, looks, interrupts)
         except UpdateFinishedTrialError:
             self.say(f"trial {number}: another worker has finished it")
         except CheckpointError:
@@ -186,24 +187,24 @@ class Worker:
         self,
         number: int,
         trials: Trials,
-        heart: Heart,
-        fit: Fit,
+        heartbeat: Heartbeat,
+        session: TrainingSession,
         looks: _Looks,
         interrupts: Interrupts,
     ) -> None:
         """Tell the storage what came of a trial that was trained."""
-        (trainer,) = fit.trainers
+        (trainer,) = session.trainers
         now, best = trainer.progress, trainer.progress.best
-        if heart.lost:
+        if heartbeat.lost:
             self.say(f"trial {number}: another worker has taken it")
         elif looks.pruned and not now.finished:
             if trials.prune(number):
                 figure = "no figure yet" if best is None else f"best {best:.4f}"
                 self.say(f"trial {number}: pruned at step {now.step:,}, {figure}")
-        elif fit.diverged is not None and not trainer.best.exists():
+        elif session.diverged is not None and not trainer.best.exists():
             if trials.fail(number, f"diverged at step {now.diverged_at}"):
-                self.say(f"trial {number}: failed: {fit.diverged}")
-        elif fit.diverged is None and not now.finished:
+                self.say(f"trial {number}: failed: {session.diverged}")
+        elif session.diverged is None and not now.finished:
             if trials.release(number):
                 self.say(f"trial {number}: out of time at step {now.step:,}, saved")
         elif best is None or not math.isfinite(best):
@@ -212,9 +213,9 @@ class Worker:
                 self.say(f"trial {number}: failed: {why}")
         else:
             with interrupts.breakable():
-                for _ in fit.results():  # writes them
+                for _ in session.results():  # writes them
                     pass
-            if fit.diverged is not None:
+            if session.diverged is not None:
                 trials.note(number, "diverged", now.diverged_at)
             if trials.complete(number, best):
                 self.say(f"trial {number}: validation {best:.4f} after {now.step:,} steps")
@@ -227,25 +228,23 @@ class _Looks:
         self,
         trials: Trials,
         trial: Trial,
-        heart: Heart,
+        heartbeat: Heartbeat,
         say: Callable[[str], None],
-        bar: Watcher | None = None,
+        bar: Observer | None = None,
     ) -> None:
-        self._trials, self._trial, self._heart = trials, trial, heart
+        self._trials, self._trial, self._heartbeat = trials, trial, heartbeat
         self._say, self._bar = say, bar
         self._known = set(trials.frozen(trial.number).intermediate_values)
         self.pruned = False
 
-    def add(
-        self, trainer: Trainer, config: Config, task: Classification | NextSymbol | ReadingTask
-    ) -> None:
-        """Watch a run."""
+    def add(self, trainer: Trainer, task: BaseTask) -> None:
+        """Observe a run."""
         if trainer.progress.step > 0:
             self._say(f"trial {self._trial.number}: goes on at step {trainer.progress.step:,}")
         if self._bar is not None:
-            self._bar.add(trainer, config, task)
+            self._bar.add(trainer, task)
         trainer.record_callbacks.append(lambda record: self._report(trainer, record[task.metric]))
-        self._heart.when_lost(trainer.stop)
+        self._heartbeat.when_lost(trainer.stop)
 
     def _report(self, trainer: Trainer, value: float) -> None:
         now, number = trainer.progress, self._trial.number

@@ -14,11 +14,13 @@ from rich.text import Text as Styled
 
 import rbn
 from rbn.data import Split, Splits, Text
-from rbn.experiments import build, results, runs
+from rbn.experiments import build, results, run_folder
 from rbn.experiments import config as configs
 from rbn.experiments.config import Config, from_mapping, with_settings
-from rbn.experiments.fit import Fit, Watch
+from rbn.experiments.progress_bars import ProgressBars
+from rbn.experiments.task_kinds import TEXT
 from rbn.experiments.tasks import Classification, NextSymbol
+from rbn.experiments.training_session import TrainingSession
 from rbn.models import LanguageModel, SequenceClassifier
 from rbn.training.atomic_files import read_checked, write_checked
 
@@ -159,22 +161,22 @@ def test_two_steps(task, model):
         loss.backward()
         optimizer.step()
         assert loss.isfinite()
-    chance = math.log(10 if not config.is_text else len(built.text.symbols))
+    chance = math.log(10 if config.kind is not TEXT else len(built.text.symbols))
     assert float(loss.detach()) == pytest.approx(chance, rel=0.5)
 
 
 def test_a_run_and_its_result(tmp_path):
     settings = ["epochs=2", "hidden_size=8", "evaluate_every=6"]
     config = with_settings(from_mapping(configs.published("digits")), settings)
-    runs.start(tmp_path / "run", config, 5)
-    runs.start(tmp_path / "run", config, 5)  # the same run
-    with pytest.raises(FileExistsError, match=r"other settings \(seed 5 there, 6 here\); name"):
-        runs.start(tmp_path / "run", config, 6)
+    run_folder.create(tmp_path / "run", config, 5)
+    run_folder.create(tmp_path / "run", config, 5)  # the same run
+    with pytest.raises(FileExistsError, match=r"other settings \(seed 5 there, 6 here\)"):
+        run_folder.create(tmp_path / "run", config, 6)
     other = with_settings(config, ["optimizer.lr=0.5", "epochs=9", "clip=2", "tag=x"])
     what = r"\(tag \"\" there, \"x\" here; epochs 2 there, 9 here; clip .*; and 1 more\)"
     with pytest.raises(FileExistsError, match=what):
-        runs.start(tmp_path / "run", other, 5)
-    assert runs.opened(tmp_path / "run") == (config, 5)
+        run_folder.create(tmp_path / "run", other, 5)
+    assert run_folder.read_config(tmp_path / "run") == (config, 5)
     trainer = build.make_trainer(config, build.build(config, 5, CPU), tmp_path / "run")
     assert trainer.run().finished
     result = results.finish(config, 5, trainer, "rbn train digits")
@@ -189,11 +191,11 @@ def test_a_run_that_went_on_alone_still_shared_the_device(tmp_path):
     small = {"task": "digits", "hidden_size": 4, "batch_size": 600, "evaluate_every": 1}
     short, long = from_mapping(small | {"epochs": 1}), from_mapping(small | {"epochs": 2})
     wanted = [(tmp_path / "short", short, 1), (tmp_path / "long", long, 1)]
-    both = Fit(wanted, CPU, tmp_path)
+    both = TrainingSession(wanted, CPU, tmp_path)
     both.train(max_minutes=1e-9)  # one step of each
     assert [trainer.progress.finished for trainer in both.trainers] == [False, False]
     for folder, config, seed in wanted:
-        alone = Fit([(folder, config, seed)], CPU, tmp_path)
+        alone = TrainingSession([(folder, config, seed)], CPU, tmp_path)
         alone.train()
         assert len(list(alone.results())) == 1
         assert json.loads((folder / "result.json").read_text())["together"] == 2
@@ -202,10 +204,12 @@ def test_a_run_that_went_on_alone_still_shared_the_device(tmp_path):
 @pytest.mark.parametrize("seeds", [[1], [1, 2]])
 def test_a_progress_bar_fits_into_80_columns(seeds, tmp_path):
     config = from_mapping({"task": "digits", "hidden_size": 4, "epochs": 1, "evaluate_every": 6})
-    fit = Fit([(tmp_path / f"bn-lstm-seed{seed}", config, seed) for seed in seeds], CPU, tmp_path)
+    fit = TrainingSession(
+        [(tmp_path / f"bn-lstm-seed{seed}", config, seed) for seed in seeds], CPU, tmp_path
+    )
     shown = io.StringIO()
-    with Watch(fit, Console(file=shown, width=80, force_terminal=True)) as watch:
-        fit.train(watch=watch)
+    with ProgressBars(Console(file=shown, width=80, force_terminal=True), len(seeds)) as watch:
+        fit.train(observer=watch)
     erased = "\x1b[2K"  # before all is shown again
     text = Styled.from_ansi(shown.getvalue().rpartition(erased)[2]).plain
     assert max(map(len, text.splitlines())) <= 80
@@ -217,10 +221,12 @@ def test_a_progress_bar_fits_into_80_columns(seeds, tmp_path):
 @pytest.mark.parametrize("seeds", [[1], [1, 2]])
 def test_lines_where_there_is_no_terminal(seeds, tmp_path):
     config = from_mapping({"task": "digits", "hidden_size": 4, "epochs": 1, "evaluate_every": 6})
-    fit = Fit([(tmp_path / f"bn-lstm-seed{seed}", config, seed) for seed in seeds], CPU, tmp_path)
+    fit = TrainingSession(
+        [(tmp_path / f"bn-lstm-seed{seed}", config, seed) for seed in seeds], CPU, tmp_path
+    )
     shown = io.StringIO()
-    with Watch(fit, Console(file=shown, width=80)) as watch:
-        fit.train(watch=watch)
+    with ProgressBars(Console(file=shown, width=80), len(seeds)) as watch:
+        fit.train(observer=watch)
     lines = shown.getvalue().splitlines()
     assert len(lines) == 2 * len(seeds)
     for line in lines:
@@ -233,12 +239,12 @@ def test_lines_where_there_is_no_terminal(seeds, tmp_path):
 
 def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path):
     small = from_mapping({"task": "digits", "hidden_size": 4, "batch_size": 600, "epochs": 1})
-    fit = Fit([(tmp_path / "run", small, 1)], CPU, tmp_path)
-    runs.start(tmp_path / "run", small, 1)
-    with runs.held(tmp_path / "run"):
+    fit = TrainingSession([(tmp_path / "run", small, 1)], CPU, tmp_path)
+    run_folder.create(tmp_path / "run", small, 1)
+    with run_folder.locked(tmp_path / "run"):
         with pytest.raises(FileExistsError, match="is being trained by another process"):
             fit.train()
-        assert os.listdir(tmp_path / "run") == ["config.json"]
+        assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "run.lock"]
     fit.trainers.clear()
     fit.train()
     assert fit.trainers[0].progress.finished
@@ -247,7 +253,7 @@ def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path):
 def test_float16_needs_a_gpu(tmp_path):
     half = from_mapping({"task": "digits", "precision": "16-mixed"})
     with pytest.raises(ValueError, match="precision 16-mixed needs a GPU; bf16-mixed runs on"):
-        Fit([(tmp_path / "run", half, 1)], CPU, tmp_path).train()
+        TrainingSession([(tmp_path / "run", half, 1)], CPU, tmp_path).train()
     assert not (tmp_path / "run").exists()
 
 
@@ -260,10 +266,10 @@ def test_exact_statistics_are_those_of_the_training_set():
 
 def test_no_run_there(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"holds no run"):
-        runs.opened(tmp_path)
+        run_folder.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config.json has no checksum"):
-        runs.opened(tmp_path)
+        run_folder.read_config(tmp_path)
     write_checked(tmp_path / "config.json", {})
     with pytest.raises(ValueError, match="not the config of a run"):
-        runs.opened(tmp_path)
+        run_folder.read_config(tmp_path)

@@ -16,7 +16,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Counted:
+class QuestionBaselines:
     """Accuracies, from 0 to 1, on one part of a set of questions.
 
     Attributes:
@@ -46,20 +46,20 @@ class Counted:
         return (self.task, text, self.part, f"{self.questions:,}", *errors)
 
 
-def write_counts(counts: Iterable[Counted], command: str, path: Path) -> None:
+def write_counts(counts: Iterable[QuestionBaselines], command: str, path: Path) -> None:
     """Write them as ``questions*.json`` into the folder of a task's results."""
     content = {"parts": [asdict(each) for each in counts], "command": command}
     write_atomic(path, json.dumps(content, indent=2) + "\n")
 
 
-def read_counts(folder: Path) -> tuple[list[Counted], list[str]]:
+def read_counts(folder: Path) -> tuple[list[QuestionBaselines], list[str]]:
     """All counts in a folder of results, and the commands that made them."""
-    counts: list[Counted] = []
+    counts: list[QuestionBaselines] = []
     commands = []
     for path in sorted(folder.glob("*/questions*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            counts += [Counted(**each) for each in content["parts"]]
+            counts += [QuestionBaselines(**each) for each in content["parts"]]
             commands.append(str(content["command"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} does not hold counts of questions: {error}") from error

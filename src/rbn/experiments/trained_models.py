@@ -1,4 +1,4 @@
-"""Trained models, opened again."""
+"""Loads trained models, evaluates them, and samples text from them."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import torch
 from torch import Tensor, nn
 
 from rbn.data.text import encode
-from rbn.experiments import build, runs
+from rbn.experiments import build, run_folder
+from rbn.experiments.base_task import BaseTask, has_statistics
 from rbn.experiments.config import Config
-from rbn.experiments.measured import has_statistics
-from rbn.experiments.reading import ReadingTask
-from rbn.experiments.tasks import Classification, NextSymbol
+from rbn.experiments.recurrent_layers import recurrent_layer
+from rbn.experiments.task_kinds import TEXT
 from rbn.models import LanguageModel
 from rbn.training import CheckpointError, checkpoint, make_fabric
 
 
-def weights_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The model of a run: with exact statistics where it is finished, else the best so far.
+def load_weights(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights and metadata of a run's model: final with exact statistics, or best so far.
 
-    Before the first evaluation it is the model of the last checkpoint.
+    Before the first evaluation, they are those of the last checkpoint.
     """
     for name in ("final", "best", "last"):
         path = folder / f"{name}.safetensors"
         if path.exists():
-            tensors, facts = checkpoint.load(path)
-            kept = {k: v for k, v in tensors.items() if k.startswith("model.")}
-            return {k.removeprefix("model."): v for k, v in kept.items()}, facts
+            tensors, metadata = checkpoint.load(path)
+            weights = {k: v for k, v in tensors.items() if k.startswith("model.")}
+            return {k.removeprefix("model."): v for k, v in weights.items()}, metadata
     raise CheckpointError(f"{folder} has no trained model yet: there is no checkpoint")
 
 
 def is_final(folder: Path) -> bool:
-    """Whether a run's model has the exact statistics that it gets at the end."""
+    """Whether a run is finished, so that its model has exact statistics."""
     return (folder / "final.safetensors").exists()
 
 
 def open_task(
     folder: Path, device: torch.device, root: Path | None = None
-) -> tuple[Config, Classification | NextSymbol | ReadingTask]:
+) -> tuple[Config, BaseTask]:
     """A run's settings, and its task with the trained model."""
-    config, seed = runs.opened(folder)
-    weights, _ = weights_of(folder)
+    config, seed = run_folder.read_config(folder)
+    weights, _ = load_weights(folder)
     task = build.build(config, seed, device, root)
     checkpoint.fill(task.model, weights)
     task.model = make_fabric(device, config.precision).setup_module(task.model)
@@ -53,83 +53,72 @@ def open_task(
 
 
 def evaluate(
-    task: Classification | NextSymbol | ReadingTask,
+    task: BaseTask,
     split: str = "test",
     statistics: str = "population",
     length: str | None = None,
     estimate: int | None = None,
 ) -> float:
-    """The figure of a trained model.
+    """Measure a trained model.
 
     Args:
         task: from `open_task`.
-        split: ``train``, ``valid`` or ``test``; ``test-cnn`` of questions that have a second test
-            set.
+        split: one of the task's `split_names`.
         statistics: ``population`` or ``batch``.
-        length: characters of a window, or ``full`` for the text as one sequence, which needs
-            population statistics; the training's by default. For texts.
-        estimate: first give the model statistics of its own, from minibatches of this size. The
-            best model so far of a run that is not finished needs that: what was kept with it lags
-            behind, and with `average` is of other parameters.
+        length: for texts: characters per window, or ``full`` for the text as one sequence, which
+            needs population statistics; the training length by default.
+        estimate: first estimate population statistics, from minibatches of this size. The best
+            model of an unfinished run needs that: the statistics saved with it lag behind, and with
+            `average` belong to other parameters.
     """
-    splits = tuple(task.parts) if isinstance(task, ReadingTask) else ("train", "valid", "test")
     for name, value, known in (
-        ("split", split, splits),
+        ("split", split, task.split_names),
         ("stats", statistics, ("population", "batch")),
     ):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     if length is not None:
-        if not isinstance(task, NextSymbol):
-            raise ValueError("length is for texts; here every sequence has the length it has")
-        if length == "full" and statistics == "batch":
-            raise ValueError("length full is a batch of one sequence: it needs stats population")
         check_length(length)
+        task.check_length(length, statistics)
     if estimate is not None and statistics == "population" and has_statistics(task.model):
         task.estimate_population(estimate)
-    if length is None or not isinstance(task, NextSymbol):
+    if length is None:
         return task.measure_with(split, statistics)
-    if length == "full":
-        return task.measure_whole(split)
-    before, task.length = task.length, int(length)
-    try:
-        return task.measure_with(split, statistics)
-    finally:
-        task.length = before
+    return task.measure_at_length(split, statistics, length)
 
 
 def check_length(length: str) -> None:
-    """Refuse what is no length of windows."""
+    """Refuse anything that is not a length of windows."""
     if length != "full" and (not length.isdecimal() or int(length) < 2):
         raise ValueError(f"length must be a number from 2 up or full, got {length!r}")
 
 
 def open_language_model(folder: Path, device: torch.device) -> tuple[nn.Module, str]:
     """A run's language model and its symbols, without the data."""
-    config, _ = runs.opened(folder)
-    if not config.is_text:
-        raise ValueError(f"{folder} is a run on {config.task}, which is no text")
-    weights, facts = weights_of(folder)
-    if "symbols" not in facts:
+    config, _ = run_folder.read_config(folder)
+    if config.kind is not TEXT:
+        raise ValueError(f"{folder} is a run on {config.task}, which is not a text")
+    weights, metadata = load_weights(folder)
+    if "symbols" not in metadata:
         raise ValueError(f"{folder} is not finished: finish it with rbn resume {folder}")
-    model = LanguageModel(build.recurrent_layer(config, len(facts["symbols"])))
+    model = LanguageModel(recurrent_layer(config, len(metadata["symbols"])))
     checkpoint.fill(model, weights)
-    return model.to(device).eval(), facts["symbols"]
+    return model.to(device).eval(), metadata["symbols"]
 
 
 @torch.no_grad()
 def sample(
     model: nn.Module, symbols: str, prompt: str, length: int, temperature: float, seed: int
 ) -> Iterator[str]:
-    """Text that goes on from a prompt, a character at a time.
+    """Continue a prompt, a character at a time.
 
     Args:
         model: from `open_language_model`.
         symbols: the alphabet.
         prompt: at least one character.
-        length: characters to draw.
-        temperature: 0 takes the most likely character, 1 draws as the model says.
-        seed: of the draws.
+        length: characters to sample.
+        temperature: 0 takes the most likely character, 1 samples from the model's distribution.
+        seed: of the samples.
     """
     if not prompt:
         raise ValueError("prompt must have at least one character")
@@ -147,7 +136,7 @@ def sample(
         if temperature == 0:
             number = int(scores.argmax())
         else:
-            # The likeliest one's is 0, and no temperature makes that infinite.
+            # The largest score is 0, so no temperature makes it infinite.
             scores = (scores - scores.max()).double() / temperature
             chances = torch.softmax(scores, 0)
             number = int(torch.multinomial(chances, 1, generator=generator))

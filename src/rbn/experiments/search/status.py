@@ -50,7 +50,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Standing:
+class SweepStatus:
     """A sweep as it is now.
 
     Attributes:
@@ -92,7 +92,7 @@ class Standing:
         return f"{self.name}: {self.finished} of {self.total} trials finished ({', '.join(parts)})"
 
 
-def standing(study: Study) -> Standing:
+def sweep_status(study: Study) -> SweepStatus:
     """The sweep of a study."""
     total = int(study.user_attrs.get("trials", 0))
     maximize = study.direction.name == "MAXIMIZE"
@@ -103,9 +103,7 @@ def standing(study: Study) -> Standing:
     order = list(dict.fromkeys(key for space in identity["space"] for key in space))
     rows = tuple(_row(trial, maximize, order) for trial in found)
     config = from_mapping(next(iter(identity["config"].values())))
-    figure = "bits per character" if config.is_text else "accuracy"
-    figure = "error rate" if config.is_reading else figure
-    return Standing(study.study_name, figure, maximize, rows, max(total, len(rows)))
+    return SweepStatus(study.study_name, config.kind.metric, maximize, rows, max(total, len(rows)))
 
 
 def _row(trial: FrozenTrial, maximize: bool, order: Sequence[str]) -> Row:

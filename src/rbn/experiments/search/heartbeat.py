@@ -1,4 +1,4 @@
-"""The signs of life of a worker."""
+"""The heartbeat of a sweep's worker."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rbn.experiments.search.trials import Trials
 _TICK = 0.2  # seconds
 
 
-class Heart:
-    """A thread that beats for the trial in hand, and notices when it is another's.
+class Heartbeat:
+    """A thread that renews a worker's claim on its trial, and notices when another takes it.
 
     Args:
         trials: of this worker.
@@ -24,46 +24,46 @@ class Heart:
         self._number: int | None = None
         self._lost = False
         self._on_lost: Callable[[], None] | None = None
-        self._lock = threading.Lock()  # of the trial in hand: not dropped while beating for it
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._lock = threading.Lock()  # the trial does not change during a beat
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> Heart:
+    def __enter__(self) -> Heartbeat:
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._over.set()
+        self._stop.set()
         self._thread.join()
 
-    def hold(self, number: int) -> None:
+    def start(self, number: int) -> None:
         """Beat for a trial from now on."""
         with self._lock:
             self._number, self._lost, self._on_lost = number, False, None
 
-    def drop(self) -> None:
-        """Beat for none."""
+    def pause(self) -> None:
+        """Beat for no trial."""
         with self._lock:
             self._number = self._on_lost = None
 
     @property
     def lost(self) -> bool:
-        """Whether the trial was taken by another worker."""
+        """Whether another worker has taken the trial."""
         return self._lost
 
     def when_lost(self, call: Callable[[], None]) -> None:
-        """What to do when the trial is taken by another worker."""
+        """Call a function when another worker has taken the trial."""
         with self._lock:
             self._on_lost = call
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         last = time.monotonic()
-        while not self._over.wait(_TICK):
+        while not self._stop.wait(_TICK):
             if time.monotonic() - last >= self._every - _TICK / 2:
                 last = time.monotonic()
-                self._sign()
+                self._beat()
 
-    def _sign(self) -> None:
+    def _beat(self) -> None:
         with self._lock:
             if self._number is None or self._lost:
                 return
@@ -71,7 +71,7 @@ class Heart:
                 if self._trials.holds(self._number):
                     self._trials.beat(self._number)
                     return
-            except Exception:  # the storage is away: the next beat may reach it
+            except Exception:  # the storage cannot be reached: the next beat may succeed
                 return
             self._lost = True
             if self._on_lost is not None:

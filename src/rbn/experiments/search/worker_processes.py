@@ -1,4 +1,4 @@
-"""Several workers at once, each a process."""
+"""Several workers of a sweep, each in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that help and end with the one they help."""
+"""A pool of worker processes that notices when one is killed."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from multiprocessing import get_context, parent_process, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_AHEAD = 3  # jobs for each process that are taken before the first of them is done
+_AHEAD = 3  # jobs per process that may be waiting or unordered
 
 
-class HelperLost(RuntimeError):
-    """A helping process was killed or ended by itself."""
+class WorkerLost(RuntimeError):
+    """A worker process was killed or exited."""
 
 
-class Helpers:
-    """Some fresh processes, as a context manager; on leaving it all of them are gone.
+class ProcessPool:
+    """Worker processes, as a context manager that ends all of them.
 
-    A process that is killed raises `HelperLost` here at once: each has pipes of its own, so none
-    waits for a lock that a dead one holds. Ctrl-C is for the one who is helped alone.
+    `multiprocessing.Pool` hangs if a worker is killed; here `WorkerLost` is raised at once. Each
+    worker has its own pipe, so none waits for a lock that a dead one holds. Workers ignore Ctrl-C
+    and exit when their parent is gone.
 
     Args:
-        count: how many.
-        start: called once in each of them, with what is `shared`.
-        shared: anything that can be pickled.
+        count: number of processes.
+        start: called once in each process, with `shared`.
+        shared: picklable arguments.
     """
 
     def __init__(self, count: int, start: Callable[..., None] | None = None, *shared: Any) -> None:
-        self._count, self._start = count, (start, shared)
+        self._count, self._initializer = count, (start, shared)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
-    def __enter__(self) -> Helpers:
+    def __enter__(self) -> ProcessPool:
         context = get_context("spawn")
         pairs = [context.Pipe() for _ in range(self._count)]
         self._processes = [
-            context.Process(target=_help, args=(theirs, *self._start), daemon=True)
+            context.Process(target=_run_worker, args=(theirs, *self._initializer), daemon=True)
             for _, theirs in pairs
         ]
         self._pipes = [ours for ours, _ in pairs]
@@ -48,7 +49,7 @@ class Helpers:
                 for process in self._processes:
                     process.start()
             for _, theirs in pairs:
-                theirs.close()  # else nobody would notice that the other end is gone
+                theirs.close()  # so that a dead worker closes the pipe
         except BaseException:
             self._end()
             raise
@@ -66,10 +67,10 @@ class Helpers:
             pipe.close()
 
     def map(self, work: Callable[..., Any], jobs: Iterable[object]) -> Iterator[Any]:
-        """``work(job)`` of each job, in their order; a few of them are in memory at a time.
+        """Yield ``work(job)`` for each job, in order, with a few jobs in memory at a time.
 
         Raises:
-            HelperLost: a process ended before its job was done.
+            WorkerLost: a process ended before its job was done.
             Exception: what `work` raised.
         """
         left = enumerate(jobs)
@@ -90,10 +91,10 @@ class Helpers:
             ready = wait(list(busy))
             for pipe in [each for each in busy if each in ready]:
                 with self._losses():
-                    right, found = pipe.recv()
-                if not right:
-                    raise found
-                done[busy.pop(pipe)] = found
+                    succeeded, result = pipe.recv()
+                if not succeeded:
+                    raise result
+                done[busy.pop(pipe)] = result
                 idle.append(pipe)
             while following in done:
                 yield done.pop(following)
@@ -104,27 +105,27 @@ class Helpers:
         try:
             yield
         except (BrokenPipeError, ConnectionResetError, EOFError) as error:
-            raise HelperLost(f"a helping process {self._how()}") from error
+            raise WorkerLost(f"a worker process {self._cause()}") from error
 
-    def _how(self) -> str:
-        """How the first process that is gone ended."""
+    def _cause(self) -> str:
+        """How the first dead process ended."""
         gone = wait([process.sentinel for process in self._processes], timeout=10)
         codes = [p.exitcode for p in self._processes if p.sentinel in gone]
         code = next((code for code in codes if code is not None), None)
         if code is not None and code < 0:
             name = signal.Signals(-code).name
-            short = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-            return f"was killed by {name}{short}"
+            hint = ", possibly because memory ran out" if name == "SIGKILL" else ""
+            return f"was killed by {name}{hint}"
         return f"ended with {code}"
 
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Signals wait until all processes are started, in them and in this one."""
+    """Signals are held back until all processes are started."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    resource_tracker.ensure_running()  # it lifts the block when it starts
+    resource_tracker.ensure_running()  # starting it would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -132,8 +133,10 @@ def _signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _help(pipe: Connection, start: Callable[..., None] | None, shared: tuple[Any, ...]) -> None:
-    """One of the processes."""
+def _run_worker(
+    pipe: Connection, start: Callable[..., None] | None, shared: tuple[Any, ...]
+) -> None:
+    """The main function of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -152,7 +155,7 @@ def _help(pipe: Connection, start: Callable[..., None] | None, shared: tuple[Any
 
 
 def _end_with_parent() -> None:
-    """Wait until the process that is helped is gone, however it ended."""
+    """Exit when the parent process is gone, however it ended."""
     parent = parent_process()
     if parent is not None:
         parent.join()

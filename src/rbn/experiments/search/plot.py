@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rbn.experiments.search.table import Standing
+from rbn.experiments.search.status import SweepStatus
 from rbn.training.atomic_files import naming_file
 
 # From the Okabe-Ito palette, which colour-blind readers can tell apart; styles tell apart in grey.
@@ -35,7 +35,7 @@ def check(path: Path) -> None:
         ) from error
 
 
-def draw(now: Standing, path: Path) -> None:
+def draw(now: SweepStatus, path: Path) -> None:
     """Write the picture. The same trials give the same file."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -69,7 +69,7 @@ def draw(now: Standing, path: Path) -> None:
             picture.savefig(path, metadata=metadata[path.suffix])
 
 
-def _curves(axes: Any, now: Standing) -> None:
+def _curves(axes: Any, now: SweepStatus) -> None:
     for row in now.rows:
         if row.curve:
             looks = range(1, len(row.curve) + 1)
@@ -84,7 +84,7 @@ def _curves(axes: Any, now: Standing) -> None:
     _finish(axes, now)
 
 
-def _against(axes: Any, now: Standing, name: str) -> None:
+def _against(axes: Any, now: SweepStatus, name: str) -> None:
     """The best figure of each trial over the values of one setting."""
     rows = [row for row in now.rows if name in row.parameters and row.best is not None]
     values = [row.parameters[name] for row in rows]
@@ -105,13 +105,13 @@ def _against(axes: Any, now: Standing, name: str) -> None:
     _finish(axes, now)
 
 
-def _finish(axes: Any, now: Standing) -> None:
+def _finish(axes: Any, now: SweepStatus) -> None:
     axes.set_ylabel(f"validation {now.figure}")
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(picture: Any, now: Standing) -> None:
+def _legend(picture: Any, now: SweepStatus) -> None:
     from matplotlib.lines import Line2D
 
     states = [state for state in _COLOURS if any(r.state == state and r.curve for r in now.rows)]

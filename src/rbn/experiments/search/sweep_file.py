@@ -43,7 +43,7 @@ def read(name: str, settings: Sequence[str] = (), trials: int | None = None) -> 
     """
     path = find(name)
     try:
-        return _checked(path, configs.read(path), configs.pairs(settings), trials)
+        return _checked(path, configs.read_yaml(path), configs.parse_settings(settings), trials)
     except ValueError as error:
         text = str(error)
         raise ValueError(text if str(path) in text else f"{path}: {text}") from error
@@ -64,7 +64,7 @@ def _checked(path: Path, found: dict[str, Any], given: dict[str, Any], trials: i
     sweep = Sweep(
         name=path.stem,
         source=source,
-        values=configs.read(configs.find(source)),
+        values=configs.read_yaml(configs.find(source)),
         model=str(found.get("model", "bn-lstm")),
         settings={**settings, **given},
         spaces=parse(found["space"]),

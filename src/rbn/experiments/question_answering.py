@@ -1,4 +1,4 @@
-"""Asking a trained reader."""
+"""Asks a trained reader a question about a document."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from rbn.data.cnn.question import ENTITY
 from rbn.data.cnn.question import read as read_question
 from rbn.data.cnn.sentences import select
 from rbn.data.cnn.shards import renumbering
-from rbn.experiments.measured import has_statistics
-from rbn.experiments.reading import VOCABULARY, ReadingTask, make_reader
-from rbn.experiments.runs import opened
-from rbn.experiments.trained import is_final, open_task, weights_of
+from rbn.experiments.base_task import has_statistics
+from rbn.experiments.reading import VOCABULARY, make_reader
+from rbn.experiments.run_folder import read_config
+from rbn.experiments.task_kinds import QUESTIONS
+from rbn.experiments.trained_models import is_final, load_weights, open_task
 from rbn.training import checkpoint
 from rbn.training.atomic_files import read_checked
 
 _OTHER = "an entity not in the texts"
-_COMMON = 5000  # the most frequent words are no names at the beginning of a sentence
+_COMMON = 5000  # the most frequent words, which are not names when they start a sentence
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reader says.
+    """A reader's answer.
 
     Attributes:
-        tokens: of the document as it was read, names in the place of entities.
-        attention: the weight of each, from 0 to 1; they sum to 1.
+        tokens: of the document, with names in place of entities.
+        attention: the weight of each token, from 0 to 1; they sum to 1.
         question: its tokens.
         candidates: answers and their probabilities, the best first.
-        right: the answer, where it is known.
+        right: the correct answer, if it is known.
     """
 
     tokens: tuple[str, ...]
@@ -45,28 +46,28 @@ class Answer:
 
 
 def ask(
-    run: Path, document: Path, question: str | None, most: int = 5, root: Path | None = None
+    run: Path, document: Path, question: str | None, limit: int = 5, root: Path | None = None
 ) -> Answer:
-    """The answer of a run's best model to a question about a document.
+    """Ask a run's best model a question about a document.
 
     Args:
         run: folder of a run on a reading task.
         document: a text file, or a ``.question`` file.
-        question: with one ``@placeholder``; None takes that of a ``.question`` file.
-        most: candidates to give.
-        root: where the data are, which a run that is not finished needs for its statistics;
-            ``RBN_DATA`` by default.
+        question: with one ``@placeholder``; None: that of a ``.question`` file.
+        limit: largest number of candidates.
+        root: the data folder, which an unfinished run needs for its statistics; ``RBN_DATA`` by
+            default.
     """
-    config, _ = opened(run)
-    if not config.is_reading:
-        raise ValueError(f"{run} is a run of {config.task}, which has no questions")
+    config, _ = read_config(run)
+    if config.kind is not QUESTIONS:
+        raise ValueError(f"{run} is a run on {config.task}, which has no questions")
     vocabulary = read_vocabulary(run)
     text, asked, surface, right = _texts(document, question, vocabulary)
     sentences = config.data.get("sentences")
     if sentences is not None:
         text = select(text, asked, sentences)
     text = text[: config.data.get("longest")]
-    # What entities are called does not matter; the first symbols are those the model knows best.
+    # The symbols of entities are arbitrary; the model has seen the first ones most often.
     new = renumbering((*text, *asked))
     if len(new) > vocabulary.entities:
         raise ValueError(
@@ -78,14 +79,13 @@ def ask(
         return torch.tensor(vocabulary.encode(new.get(token, token) for token in tokens))[:, None]
 
     model = make_reader(config, vocabulary)
-    weights, _ = weights_of(run)
+    weights, _ = load_weights(run)
     checkpoint.fill(model, weights)
     if has_statistics(model) and not is_final(run):
-        # The statistics kept with the best model so far lag behind it.
+        # The statistics saved with the best model so far lag behind it.
         _, task = open_task(run, torch.device("cpu"), root)
-        assert isinstance(task, ReadingTask)
         task.estimate_population(config.population_batch)
-        model.load_state_dict(task.reader.state_dict())
+        model.load_state_dict(task.model.state_dict())
     model.eval()
     with torch.no_grad():
         logits, attention = model(encoded(text), encoded(asked))
@@ -95,36 +95,36 @@ def ask(
         tokens=tuple(surface.get(token, token) for token in text),
         attention=tuple(attention[:, 0].tolist()),
         question=tuple(surface.get(token, token) for token in asked),
-        candidates=_candidates(symbols, chances.tolist(), names, most),
+        candidates=_candidates(symbols, chances.tolist(), names, limit),
         right=None if right is None else surface.get(right, right),
     )
 
 
 def _candidates(
-    symbols: Sequence[str], chances: Sequence[float], names: Mapping[str, str], most: int
+    symbols: Sequence[str], chances: Sequence[float], names: Mapping[str, str], limit: int
 ) -> tuple[tuple[str, float], ...]:
     """The most probable answers by name.
 
-    Symbols of entities that are not in the texts stand for nothing there: they are one candidate.
+    All symbols of entities that are not in the texts count as one candidate.
     """
-    found: dict[str, float] = {}
+    probabilities: dict[str, float] = {}
     for symbol, chance in zip(symbols, chances, strict=True):
         other = symbol not in names and ENTITY.fullmatch(symbol) is not None
         name = _OTHER if other else names.get(symbol, symbol)
-        found[name] = found.get(name, 0.0) + chance
-    best = sorted(found.items(), key=lambda item: -item[1])
-    return tuple(best[:most])
+        probabilities[name] = probabilities.get(name, 0.0) + chance
+    best = sorted(probabilities.items(), key=lambda item: -item[1])
+    return tuple(best[:limit])
 
 
 def read_vocabulary(run: Path) -> Vocabulary:
     """The symbols of a run's model."""
     path = run / VOCABULARY
     try:
-        found = read_checked(path)
+        content = read_checked(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"there is no {VOCABULARY} in {run}") from error
     try:
-        return Vocabulary(int(found["entities"]), tuple(map(str, found["words"])))
+        return Vocabulary(int(content["entities"]), tuple(map(str, content["words"])))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a vocabulary: {error}") from error
 
@@ -132,12 +132,12 @@ def read_vocabulary(run: Path) -> Vocabulary:
 def _texts(
     document: Path, question: str | None, vocabulary: Vocabulary
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str], str | None]:
-    """Document and question in tokens, what entities stand for, and the answer if it is known."""
+    """The tokens of document and question, the names of entities, and the answer if known."""
     if document.suffix == ".question":
-        found = read_question(document)
+        example = read_question(document)
         if question is None:
-            return found.document, found.question, found.entities, found.answer
-        other = replace(found, question=question_tokens(question))
+            return example.document, example.question, example.entities, example.answer
+        other = replace(example, question=question_tokens(question))
         return other.document, other.question, other.entities, None
     if question is None:
         raise ValueError("a question is needed: --question '... @placeholder ...'")

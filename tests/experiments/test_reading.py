@@ -326,7 +326,7 @@ def test_what_is_not_in_the_texts_has_none_of_their_names(run, tmp_path):
     names = [name for name, _ in answer.candidates]
     assert sorted(names) == ["@entity10", "@entity4", "an entity not in the texts"]
     assert sum(chance for _, chance in answer.candidates) == pytest.approx(1, abs=1e-5)
-    assert ask(run, text, "@placeholder won the cup", most=2).candidates == answer.candidates[:2]
+    assert ask(run, text, "@placeholder won the cup", limit=2).candidates == answer.candidates[:2]
     text.write_text("they won the cup .\n")
     ((name, chance),) = ask(run, text, "@placeholder won the cup").candidates
     assert (name, chance) == ("an entity not in the texts", pytest.approx(1, abs=1e-5))
@@ -432,7 +432,7 @@ def test_a_page_escapes_every_word():
     answer = Answer((bad, "b"), (0.25, 0.75), (bad, "@placeholder"), ((bad, 0.9),), bad)
     shown = page(answer)
     assert "<img" not in shown
-    assert shown.count("&lt;img src=x onerror=&quot;alert(1)&quot;&gt;") == 6
+    assert shown.count("&lt;img src=x onerror=&#34;alert(1)&#34;&gt;") == 6
     assert "rgba(255, 150, 0, 0.333)" in shown
     text = highlighted(answer)
     assert text.plain == f"{bad} b "

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _NEEDS = {
+    "jinja2": "Jinja2",
     "lightning": "lightning",
     "matplotlib": "matplotlib",
     "rich": "rich",

@@ -120,9 +120,9 @@ def test_a_table_of_unfinished_runs(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "going")
     (tmp_path / "going" / "result.json").unlink()
     last = tmp_path / "going" / "last.safetensors"
-    tensors, facts = checkpoint.load(last)
-    facts["progress"] |= {"step": 21, "seconds": 90.0}
-    checkpoint.save(last, tensors, facts)
+    tensors, metadata = checkpoint.load(last)
+    metadata["progress"] |= {"step": 21, "seconds": 90.0}
+    checkpoint.save(last, tensors, metadata)
     shutil.copytree(tmp_path / "going", tmp_path / "damaged")
     (tmp_path / "damaged" / "last.safetensors").write_bytes(b"no checkpoint")
     found = rows_of(tmp_path)

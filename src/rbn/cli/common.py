@@ -77,10 +77,10 @@ def make_console() -> Console:
     """A console as wide as the terminal or COLUMNS; without either, no table is folded or cut."""
     from rich.console import Console
 
-    found = Console()
+    console = Console()
     # The file itself is asked: FORCE_COLOR makes Rich take a pipe for a terminal of 80 columns.
-    piped = not found.file.isatty() and "COLUMNS" not in os.environ
-    return Console(width=_PIPED) if piped else found
+    piped = not console.file.isatty() and "COLUMNS" not in os.environ
+    return Console(width=_PIPED) if piped else console
 
 
 def check_out(out: Path | None) -> None:

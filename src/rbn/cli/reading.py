@@ -96,7 +96,7 @@ def questions(
             reading = cloze()
         else:
             report = PreprocessingProgress()
-            reading, facts = load_questions(
+            reading, summary = load_questions(
                 name,
                 sentences=sentences or None,
                 min_count=min_count,
@@ -106,7 +106,7 @@ def questions(
                 progress=report,
             )
             report.close()
-            skipped = [line for part in facts["parts"].values() for line in part["malformed"]]
+            skipped = [line for part in summary["parts"].values() for line in part["malformed"]]
     except (OSError, ValueError) as error:
         stop(str(error), 2)
     except WorkerLost as error:
@@ -119,16 +119,16 @@ def questions(
         "part      questions  document words (mean, median, longest)  question words  padding  "
         "ceiling  most frequent  not in question"
     )
-    for part, found in reading.parts.items():
-        lengths, asked = found.document_lengths.double(), found.question_lengths.double()
+    for part, passages in reading.parts.items():
+        lengths, asked = passages.document_lengths.double(), passages.question_lengths.double()
         padding = ""
         if part == "train":
-            padding = f"{QuestionBatches(found, vocabulary, 64).padding_share:.1%}"
-        values = baselines(found, vocabulary)
-        counts.append(QuestionBaselines(name, sentences or None, part, len(found), **values))
+            padding = f"{QuestionBatches(passages, vocabulary, 64).padding_share:.1%}"
+        values = baselines(passages, vocabulary)
+        counts.append(QuestionBaselines(name, sentences or None, part, len(passages), **values))
         spread = f"{lengths.mean():.1f}, {lengths.median():.0f}, {lengths.max():.0f}"
         typer.echo(
-            f"{part:<9} {len(found):>9,}  {spread:>38}  {asked.mean():>14.1f}  "
+            f"{part:<9} {len(passages):>9,}  {spread:>38}  {asked.mean():>14.1f}  "
             f"{padding:>7}  {values['ceiling']:>7.1%}  "
             f"{values['frequent']:>13.1%}  {values['frequent_unasked']:>15.1%}"
         )

@@ -37,11 +37,11 @@ def runs(
     from rich.markup import escape
 
     table = make_table("run", "step", "last validation", "validation", "test", "minutes")
-    found = sorted(folder.rglob("config.json"))
-    for path in found:
+    configs = sorted(folder.rglob("config.json"))
+    for path in configs:
         name = printable(str(path.parent.relative_to(folder)))
         table.add_row(escape(name), *map(escape, _figures(path.parent)))
-    if not found:
+    if not configs:
         stop(f"there is no run in {folder}", 2)
     make_console().print(table)
 

@@ -131,11 +131,11 @@ def _jobs(job: Job, workers: int, dealt: bool) -> list[Job]:
     import torch
 
     threads = None if workers == 1 else max(1, torch.get_num_threads() // workers)
-    found = [replace(job, threads=threads) for _ in range(workers)]
+    jobs = [replace(job, threads=threads) for _ in range(workers)]
     if not dealt:
-        return found
+        return jobs
     count = torch.cuda.device_count()
-    return [replace(j, device=torch.device("cuda", k % count)) for k, j in enumerate(found)]
+    return [replace(j, device=torch.device("cuda", k % count)) for k, j in enumerate(jobs)]
 
 
 def _work(jobs: list[Job], console: Console) -> tuple[int, str]:

@@ -95,11 +95,11 @@ def train(
         if model == "":
             raise ValueError("model must be the name of a model, got ''")
         check_out(out)
-        found = (
+        values = (
             configs.published(task) if config is None else configs.read_yaml(configs.find(config))
         )
-        if found.get("task", task) != task:
-            raise ValueError(f"config {config} is for task {found['task']}, not {task}")
+        if values.get("task", task) != task:
+            raise ValueError(f"config {config} is for task {values['task']}, not {task}")
         wanted = [f"precision={precision}"] if precision else []
         named = {setting.partition("=")[0].strip() for setting in set_ or []}
         if "model" in named:
@@ -108,9 +108,9 @@ def train(
             )
         if "task" in named:
             raise ValueError("the task cannot be changed by --set: it is what stands behind train")
-        named_there = found.get("model")
+        named_there = values.get("model")
         chosen = model or ("bn-lstm" if named_there is None else named_there)
-        settings = configs.from_mapping({"task": task, **configs.for_model(found, chosen)})
+        settings = configs.from_mapping({"task": task, **configs.for_model(values, chosen)})
         settings = configs.with_settings(settings, [*wanted, *(set_ or [])])
         if seed is not None and seeds is not None:
             raise ValueError("either --seed or --seeds, not both")
@@ -149,8 +149,8 @@ def resume(
         for folder in runs:
             if sum(folder.resolve() == other.resolve() for other in runs) > 1:
                 raise ValueError(f"{folder} is named twice")
-        found = [(folder, *read_config(folder)) for folder in runs]
-        _go_on(Plan(found, device, graph, tensorboard, max_minutes, data_dir), devices)
+        existing = [(folder, *read_config(folder)) for folder in runs]
+        _go_on(Plan(existing, device, graph, tensorboard, max_minutes, data_dir), devices)
 
     guarded(work)
 

@@ -74,12 +74,12 @@ def _load(url: str, published: Published, part: Path, progress: Progress | None)
         else:
             if _size(part) <= before:
                 raise ConnectionError(f"stopped after {before:,} of {published.size:,} bytes")
-    found = _sha256(part)
-    if found != published.sha256:
+    actual = _sha256(part)
+    if actual != published.sha256:
         part.unlink()
         raise DataAltered(
             f"{url} is not the expected {published.name}: "
-            f"SHA-256 expected {published.sha256}, found {found}"
+            f"SHA-256 expected {published.sha256}, found {actual}"
         )
 
 
@@ -115,10 +115,10 @@ def _transfer(
                     progress(published.name, have, published.size)
 
 
-def _wrong_size(url: str, published: Published, found: str) -> DataAltered:
+def _wrong_size(url: str, published: Published, actual: str) -> DataAltered:
     return DataAltered(
         f"{url} is not the expected {published.name}: "
-        f"expected {published.size:,} bytes, found {found}"
+        f"expected {published.size:,} bytes, found {actual}"
     )
 
 

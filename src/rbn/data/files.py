@@ -125,7 +125,7 @@ def _altered(
     if path.name == source.published.name:
         size, sha256, content = source.published.size, source.published.sha256, packed
     if content is None:
-        found = f"a file of {len(packed):,} bytes"
+        actual = f"a file of {len(packed):,} bytes"
     else:
-        found = f"{len(content):,} bytes, SHA-256 {hashlib.sha256(content).hexdigest()}"
-    return DataAltered(f"{path} {what}: expected {size:,} bytes, SHA-256 {sha256}; found {found}")
+        actual = f"{len(content):,} bytes, SHA-256 {hashlib.sha256(content).hexdigest()}"
+    return DataAltered(f"{path} {what}: expected {size:,} bytes, SHA-256 {sha256}; found {actual}")

@@ -58,11 +58,11 @@ def whole(**options):
 
 
 def test_files_in_numbers(folder, questions, tmp_path):
-    reading, facts = prepared(folder, tmp_path / "cache", whole(), processes=1)
+    reading, summary = prepared(folder, tmp_path / "cache", whole(), processes=1)
     for part, found in questions.items():
         expected = [(q.document, q.question, (q.answer,)) for q in found]
         assert decoded(reading, part) == expected
-        assert facts["parts"][part] == {
+        assert summary["parts"][part] == {
             "questions": len(found),
             "answerable": len(found),
             "kept": len(found),
@@ -80,10 +80,10 @@ def test_a_second_test_set(folder, questions, tmp_path):
     second, _, _ = cloze_questions((9, 0, 0), seed=5)
     for k, question in enumerate(second):
         (folder / "test-cnn" / f"{k}.question").write_text(render(question))
-    reading, facts = prepared(folder, tmp_path / "cache", whole(), processes=1)
+    reading, summary = prepared(folder, tmp_path / "cache", whole(), processes=1)
     assert list(reading.to("cpu").parts) == ["train", "valid", "test", "test-cnn"]
     assert decoded(reading, "test_cnn") == [(q.document, q.question, (q.answer,)) for q in second]
-    assert facts["parts"]["test-cnn"]["questions"] == 9
+    assert summary["parts"]["test-cnn"]["questions"] == 9
     assert decoded(reading, "test") == [
         (q.document, q.question, (q.answer,)) for q in questions["test"]
     ]
@@ -201,8 +201,8 @@ def test_shards_of_changed_files_are_made_anew(folder, questions, tmp_path, monk
 def test_a_link_to_nowhere_is_skipped(folder, tmp_path):
     (folder / "test" / "lost.question").symlink_to(tmp_path / "nowhere")
     for _ in range(2):
-        _, facts = prepared(folder, tmp_path / "cache", Choice(), processes=1)
-        (said,) = facts["parts"]["test"]["malformed"]
+        _, summary = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+        (said,) = summary["parts"]["test"]["malformed"]
         assert "lost.question" in said
 
 
@@ -332,11 +332,11 @@ def test_malformed_files_are_named_and_counted(folder, tmp_path):
     (folder / "training" / "broken.question").write_text("no question")
     (folder / "training" / "bytes.question").write_bytes(b"\xff\xfe")
     (folder / "training" / "notes.txt").write_text("not looked at")
-    reading, facts = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+    reading, summary = prepared(folder, tmp_path / "cache", Choice(), processes=1)
     assert len(reading.train) == SIZES[0]
-    found = facts["parts"]["train"]["malformed"]
+    found = summary["parts"]["train"]["malformed"]
     assert [line.split(":")[0] for line in found] == ["broken.question", "bytes.question"]
-    assert facts["parts"]["valid"]["malformed"] == []
+    assert summary["parts"]["valid"]["malformed"] == []
 
 
 def test_a_part_of_malformed_files_alone(folder, tmp_path):
@@ -352,12 +352,12 @@ def test_sentences_and_counts_of_kept_answers(folder, tmp_path):
         "\n\n@placeholder and the dog , cat , cow and hen\n\n@entity5\n"
     )
     (folder / "test" / "z.question").write_text(text)
-    reading, facts = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+    reading, summary = prepared(folder, tmp_path / "cache", Choice(), processes=1)
     assert decoded(reading, "test")[-1][0][:3] == ("a", "@unknown", "@unknown")
     assert len(decoded(reading, "test")[-1][0]) == 16
     total = SIZES[2] + 1
-    assert facts["parts"]["test"]["answerable"] == total
-    assert facts["parts"]["test"]["kept"] < total
+    assert summary["parts"]["test"]["answerable"] == total
+    assert summary["parts"]["test"]["kept"] < total
 
 
 def test_renumbered_entities(folder, questions, tmp_path):
@@ -430,14 +430,14 @@ def test_a_missing_part(folder, tmp_path):
 def test_a_store_appears_whole_or_not_at_all(tmp_path):
     writer = store.Writer(tmp_path / "a")
     writer.append("numbers", torch.tensor([1, 2]))
-    assert store.facts(tmp_path / "a") is None
+    assert store.read_metadata(tmp_path / "a") is None
     writer.append("numbers", torch.tensor([3]))
     writer.append("none", torch.empty(0, dtype=torch.int32))
     writer.finish({"of": "a test"})
-    arrays, facts = store.read(tmp_path / "a")
+    arrays, summary = store.read(tmp_path / "a")
     assert arrays["numbers"].tolist() == [1, 2, 3]
     assert arrays["none"].dtype == torch.int32
-    assert facts == {"of": "a test"}
+    assert summary == {"of": "a test"}
     with pytest.raises(TypeError, match="int32 or int64"):
         writer.append("numbers", torch.tensor([1.0]))
 

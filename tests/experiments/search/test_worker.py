@@ -104,8 +104,8 @@ def test_pruned_on_the_validation_curve(make, start, tmp_path):
     assert second.curve[1] < first.curve[1]
     assert f"trial 1: pruned at step 8, best {second.best:.4f}" in said
     folder = tmp_path / "runs" / "trial-0001"
-    _, facts = checkpoint.load(folder / "last.safetensors")
-    assert (facts["progress"]["step"], facts["progress"]["finished"]) == (8, False)
+    _, metadata = checkpoint.load(folder / "last.safetensors")
+    assert (metadata["progress"]["step"], metadata["progress"]["finished"]) == (8, False)
     assert not (folder / "result.json").exists()
     # Who wants it may still train it to its end.
     fit = TrainingSession([(folder, *run_folder.read_config(folder))], CPU)

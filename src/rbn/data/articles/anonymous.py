@@ -33,9 +33,9 @@ def anonymous(
     Raises:
         MalformedQuestion: the question has no ``@placeholder``, or several.
     """
-    found, whole = question.count(PLACEHOLDER), len(_WHOLE.findall(question))
-    if found != 1 or whole != 1:
-        number = whole if found == 1 else found
+    count, whole = question.count(PLACEHOLDER), len(_WHOLE.findall(question))
+    if count != 1 or whole != 1:
+        number = whole if count == 1 else count
         raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, it has {number}")
     if "@entity" in document:
         return tuple(document.split()), question_tokens(question), {}

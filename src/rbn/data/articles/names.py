@@ -67,7 +67,7 @@ def count_usage(texts: Iterable[Sentence]) -> Usage:
 def find_names(sentence: Sentence, usage: Usage, known: frozenset[str] = frozenset()) -> list[Name]:
     """The names of a sentence, from left to right.
 
-    A word at the beginning of a sentence, and any in a headline, is capitalised whatever it is; it
+    The first word of a sentence, and any word in a headline, is capitalised whatever it is; it
     counts where it is usually a name, or where it alone or with the next is among the `known`.
 
     Args:

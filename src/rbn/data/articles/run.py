@@ -92,9 +92,9 @@ def build(
     processes = processes or os.cpu_count() or 1
     usage, seen = Usage(Counter(), Counter()), 0
     with _pool(processes) as pool:
-        for count, found in _each(pool, _usage, _chunks(file)):
-            usage.lower.update(found.lower)
-            usage.upper.update(found.upper)
+        for count, counted in _each(pool, _usage, _chunks(file)):
+            usage.lower.update(counted.lower)
+            usage.upper.update(counted.upper)
             seen += count
             if progress:
                 progress("reading", seen)
@@ -119,21 +119,21 @@ def build(
             done += sum(piece.articles.values())
             if progress:
                 progress("writing", done)
-    facts = {
+    summary = {
         "file": file.name,
         "split": split,
         "articles": dict(made.articles),
         "questions": dict(made.questions),
         "dropped": dict(made.dropped),
     }
-    _replace(out / DONE, json.dumps(facts, indent=2).encode() + b"\n")
+    _replace(out / DONE, json.dumps(summary, indent=2).encode() + b"\n")
     journal.path.unlink()
     return made
 
 
 def _chunks(file: Path) -> Iterator[list[str]]:
-    found = source.lines(file)
-    while chunk := list(itertools.islice(found, _CHUNK)):
+    lines = source.lines(file)
+    while chunk := list(itertools.islice(lines, _CHUNK)):
         yield chunk
 
 
@@ -166,9 +166,9 @@ def _usage(chunk: list[str]) -> tuple[int, Usage]:
             text = source.article(line).text
         except ValueError:
             continue  # counted when questions are made
-        found = count_usage(sentences(text))
-        usage.lower.update(found.lower)
-        usage.upper.update(found.upper)
+        counted = count_usage(sentences(text))
+        usage.lower.update(counted.lower)
+        usage.upper.update(counted.upper)
     return len(chunk), usage
 
 
@@ -182,9 +182,9 @@ def _write(job: tuple[list[str], str, str]) -> Built:
             made.dropped[str(error)] += 1
             continue
         made.articles[article.part] += 1
-        found = questions.make(article, _shared, made.dropped)
-        made.questions[article.part] += len(found)
-        for question in found:
+        new = questions.make(article, _shared, made.dropped)
+        made.questions[article.part] += len(new)
+        for question in new:
             content = render(question).encode()
             name = hashlib.sha1(content).hexdigest()
             path = Path(target, article.part, f"{name}.question")
@@ -193,7 +193,7 @@ def _write(job: tuple[list[str], str, str]) -> Built:
             except OSError as error:
                 said = f"could not write {path}: {error.strerror}"
                 raise OSError(error.errno, said) from error
-        made.sample = _few([*made.sample, *found[:1]])
+        made.sample = _few([*made.sample, *new[:1]])
     return made
 
 
@@ -242,10 +242,10 @@ class _Journal:
             )
         kept = [lines[0]]
         for line in lines[1:]:
-            found = _checked(line)
-            if found is None:  # half written; all after it is done again
+            counts = _checked(line)
+            if counts is None:  # half written; all after it is done again
                 break
-            read, written, dropped = (Counter(found[name]) for name in _COUNTS)
+            read, written, dropped = (Counter(counts[name]) for name in _COUNTS)
             self.made.add(Built(read, written, dropped))
             self.chunks += 1
             kept.append(line)
@@ -276,8 +276,8 @@ def _checked(line: bytes) -> dict[str, Any] | None:
     check, _, text = line.partition(b" ")
     if check != b"%08x" % zlib.crc32(text):
         return None
-    found: dict[str, Any] = json.loads(text)
-    return found
+    content: dict[str, Any] = json.loads(text)
+    return content
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -125,18 +125,18 @@ class QuestionBatches:
         block, k = divmod(step, _BLOCK)
         if block != self._block:
             self._draw(block)
-        found = self.gather(self._rows[k], *self.shapes[self._which[k]])
+        batch = self.gather(self._rows[k], *self.shapes[self._which[k]])
         if self.rename is None:
-            return found
+            return batch
         self._generator.manual_seed(
             int(torch.randint(2**62, (), generator=epoch_generator(self.seed, step)))
         )
         first, count = self.vocabulary.first_entity, self.vocabulary.entities
-        texts = (found.document, found.question, found.answers[None])
+        texts = (batch.document, batch.question, batch.answers[None])
         present = names.occurring(texts, first, count)
         table = names.entity_table(present, self._generator, self.rename)
         document, question, answers = (names.renamed(text, table, first) for text in texts)
-        return Batch(document, question, found.document_lengths, found.question_lengths, answers[0])
+        return Batch(document, question, batch.document_lengths, batch.question_lengths, answers[0])
 
     def in_order(self, batch_size: int | None = None, mixed: bool = False) -> Iterator[Batch]:
         """All questions once, in batches of similar length.

@@ -79,14 +79,14 @@ def question_files(folder: Path) -> dict[str, list[QuestionFile]]:
     Raises:
         DataNotFound: a part has none; names the folder.
     """
-    found = {}
+    files = {}
     for name, part in (PARTS | _second_test(folder)).items():
         place = folder / part
         entries = os.scandir(place) if place.is_dir() else ()
-        found[name] = sorted(_listed(e) for e in entries if e.name.endswith(".question"))
-        if not found[name]:
+        files[name] = sorted(_listed(e) for e in entries if e.name.endswith(".question"))
+        if not files[name]:
             raise DataNotFound(f"there are no .question files in {place}")
-    return found
+    return files
 
 
 def _second_test(folder: Path) -> dict[str, str]:
@@ -109,7 +109,7 @@ def prepared(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Reading, dict[str, Any]]:
-    """The questions of a folder in numbers, and facts about them.
+    """The questions of a folder as arrays, and a summary.
 
     The first time the files are read, by several processes; later the arrays in the cache are
     mapped, after a check of their SHA-256. Files that are added, removed or changed, by their size
@@ -125,7 +125,7 @@ def prepared(
         progress: told of every few hundred files.
 
     Returns:
-        The reading, and for each part in ``facts["parts"]``: ``questions``; ``answerable``, those
+        The reading, and for each part in ``summary["parts"]``: ``questions``; ``answerable``, those
         with the answer in the whole document; ``kept``, those with the answer in what is kept of
         it; and ``malformed``, a sentence for each file that was skipped.
     """
@@ -144,7 +144,7 @@ def prepared(
             with file_lock(cache / f"{choice.key}.lock", log_wait):
                 if not _is_of(place, fingerprint):  # nobody made it meanwhile
                     _prepare(folder, files, place, choice, fingerprint, processes, progress)
-    elif store.facts(place) is None:
+    elif store.read_metadata(place) is None:
         raise DataNotFound(f"there is no folder {folder}")
     return _load(place)
 
@@ -157,7 +157,7 @@ def _sum(files: Sequence[QuestionFile]) -> str:
 
 def _is_of(place: Path, fingerprint: dict[str, list[Any]]) -> bool:
     """Whether there is a cache, made of these files."""
-    known = store.facts(place)
+    known = store.read_metadata(place)
     return known is not None and known["files"] == fingerprint
 
 
@@ -182,9 +182,9 @@ def _prepare(
 ) -> None:
     work = place.with_name(place.name + ".shards")
     jobs: dict[str, list[Job]] = {}
-    for part, found in files.items():
+    for part, part_files in files.items():
         begin = str(folder / PARTS.get(part, part))
-        pieces = [found[k : k + SHARD] for k in range(0, len(found), SHARD)]
+        pieces = [part_files[k : k + SHARD] for k in range(0, len(part_files), SHARD)]
         jobs[part] = [
             Job(
                 tuple(os.path.join(begin, file.name) for file in piece),
@@ -225,14 +225,14 @@ def _finished(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
 
 def _is_made(job: Job) -> bool:
     try:
-        found = store.facts(Path(job.folder))
+        existing = store.read_metadata(Path(job.folder))
     except DataAltered:
         return False
     return (
-        found is not None
-        and tuple(found["files"]) == job.files
-        and found["reduction"] == asdict(job.reduction)
-        and found.get("sum") == job.sum
+        existing is not None
+        and tuple(existing["files"]) == job.files
+        and existing["reduction"] == asdict(job.reduction)
+        and existing.get("sum") == job.sum
     )
 
 
@@ -246,13 +246,13 @@ def _merge(
     for part, made in jobs.items():
         parts[part] = {"questions": 0, "answerable": 0, "kept": 0, "malformed": []}
         for job in made:
-            facts = store.facts(Path(job.folder))
-            assert facts is not None
-            entities = max(entities, entity_count(facts["symbols"]))
+            metadata = store.read_metadata(Path(job.folder))
+            assert metadata is not None
+            entities = max(entities, entity_count(metadata["symbols"]))
             if part == "train":
-                counts.update(facts["counts"])
+                counts.update(metadata["counts"])
             for name in parts[part]:
-                parts[part][name] += facts[name]
+                parts[part][name] += metadata[name]
         if parts[part]["questions"] == 0:
             reason = parts[part]["malformed"][0]
             name = PARTS.get(part, part)
@@ -265,10 +265,10 @@ def _merge(
         for name in begins:
             writer.append(f"{part}.{name}_offsets", torch.zeros(1, dtype=torch.int64))
         for job in made:
-            arrays, facts = store.read(Path(job.folder))
+            arrays, metadata = store.read(Path(job.folder))
             number = vocabulary.numbers
             table = torch.tensor(
-                [number.get(symbol, unknown) for symbol in facts["symbols"]], dtype=torch.int32
+                [number.get(symbol, unknown) for symbol in metadata["symbols"]], dtype=torch.int32
             )
             for name in ("documents", "questions", "answers"):
                 local = arrays[name]
@@ -289,8 +289,8 @@ def _merge(
 
 
 def _load(place: Path) -> tuple[Reading, dict[str, Any]]:
-    arrays, facts = store.read(place)
-    vocabulary = Vocabulary(facts["entities"], tuple(facts.pop("words")))
+    arrays, metadata = store.read(place)
+    vocabulary = Vocabulary(metadata["entities"], tuple(metadata.pop("words")))
 
     def part(name: str) -> Passages:
         def array(field: str) -> Tensor:
@@ -304,5 +304,5 @@ def _load(place: Path) -> tuple[Reading, dict[str, Any]]:
             array("answers"),
         )
 
-    second = part(SECOND_TEST) if SECOND_TEST in facts["parts"] else None
-    return Reading(part("train"), part("valid"), part("test"), vocabulary, second), facts
+    second = part(SECOND_TEST) if SECOND_TEST in metadata["parts"] else None
+    return Reading(part("train"), part("valid"), part("test"), vocabulary, second), metadata

@@ -51,8 +51,8 @@ class Question:
         if not self.document:
             raise MalformedQuestion("the document is empty")
         if self.question.count(PLACEHOLDER) != 1:
-            found = self.question.count(PLACEHOLDER)
-            raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, it has {found}")
+            count = self.question.count(PLACEHOLDER)
+            raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, it has {count}")
         if not ENTITY.fullmatch(self.answer):
             raise MalformedQuestion(f"the answer must be an @entity, got {self.answer[:40]!r}")
 

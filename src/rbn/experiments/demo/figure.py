@@ -35,10 +35,10 @@ def draw(result: Result, path: Path) -> None:
         if in_batch != curve:
             axes.plot(steps, in_batch, color=colour, linewidth=1.4, linestyle=(0, (4, 2)))
             # Named where the two curves differ most, above what lies beneath the words.
-            beginning = len(steps) // 4 + 1
+            first_quarter = len(steps) // 4 + 1
             axes.annotate(
                 f"{model.name} with\nbatch statistics",
-                (steps[0], max(curve[:beginning] + in_batch[:beginning])),
+                (steps[0], max(curve[:first_quarter] + in_batch[:first_quarter])),
                 xytext=(0, 6),
                 textcoords="offset points",
                 color=colour,

@@ -34,7 +34,7 @@ def build(name: str, settings: Settings) -> SequenceClassifier:
 def reach(model: SequenceClassifier, data: Split, batch_size: int) -> float:
     """The norm of the loss's gradient at the first eighth of the steps, over that at the last.
 
-    Near 1, the model can learn from all steps alike; near 0, only from the last ones. Measured on
+    Near 1, the model can learn from all steps; near 0, only from the last ones. Measured on
     the first `batch_size` sequences, in training mode.
     """
     inputs = data.inputs[:, :batch_size].clone().requires_grad_()
@@ -52,9 +52,9 @@ class _Timed(Classification):
 
     def evaluate(self) -> dict[str, float]:
         began = time.perf_counter()
-        found = super().evaluate()
+        metrics = super().evaluate()
         self.spent += time.perf_counter() - began
-        return found
+        return metrics
 
 
 def fit(
@@ -79,10 +79,10 @@ def fit(
     records: list[Record] = []
     spent = 0.0  # on the evaluations before the present one
 
-    def record(found: dict[str, float]) -> None:
+    def record(evaluation: dict[str, float]) -> None:
         nonlocal spent
-        figures = [found[key] for key in ("train", "valid_batch", "valid_population")]
-        records.append(Record(int(found["step"]), found["seconds"] - spent, *figures))
+        figures = [evaluation[key] for key in ("train", "valid_batch", "valid_population")]
+        records.append(Record(int(evaluation["step"]), evaluation["seconds"] - spent, *figures))
         spent = task.spent
         if on_record:
             on_record(records[-1])

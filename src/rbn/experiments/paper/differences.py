@@ -52,7 +52,7 @@ GENERAL = (
     "start from the identity for the candidate and orthogonal for the gates, as in the code. The "
     "permutation takes every pixel once, as the paper says; the code draws pixels with "
     "replacement. The configs mnist-code and pmnist-code are the code's.",
-    "As long as all rows of a minibatch are alike, constant terms pass no gradient on.",
+    "While all rows of a minibatch are identical, constant terms pass on no gradient.",
     "Noise in the initial state is drawn in training alone; the authors' code draws it when it "
     "evaluates, too.",
     "The reader's padded positions count in no statistic; in the authors' statistics of single "
@@ -90,7 +90,7 @@ def sentences(results: Iterable[Result]) -> list[str]:
 
     A model is named where not all runs of those settings, or those of one model alone, do.
     """
-    found: dict[tuple[str, str, str], dict[str, Runs]] = {}
+    differing: dict[tuple[str, str, str], dict[str, Runs]] = {}
     runs: dict[str, Runs] = {}
     for result in results:
         if result.task not in TASKS:
@@ -102,9 +102,9 @@ def sentences(results: Iterable[Result]) -> list[str]:
             if name == "normalization.gamma" and result.gamma_tag is not None:
                 continue  # what the sweep is of
             key = name, _shown(paper), _shown(ours)
-            found.setdefault(key, {}).setdefault(where, {})[run] = model
+            differing.setdefault(key, {}).setdefault(where, {})[run] = model
     texts = []
-    for (name, paper, ours), places in found.items():
+    for (name, paper, ours), places in differing.items():
         named = [_named(where, of, runs[where]) for where, of in places.items()]
         why = f": {_WHY[name]}" if name in _WHY else ""
         texts.append(f"{', '.join(named)}: {name} is {ours} instead of {paper}{why}.")

@@ -66,9 +66,9 @@ class _Gathered:
 
 def _seeds(results: Iterable[Result]) -> str:
     """A sentence that says of which seeds the lines are."""
-    found = sorted({result.seed for result in results})
-    many = "s" if len(found) > 1 else ""
-    return f" Seed{many} {', '.join(map(str, found))}." if found else ""
+    seeds = sorted({result.seed for result in results})
+    many = "s" if len(seeds) > 1 else ""
+    return f" Seed{many} {', '.join(map(str, seeds))}." if seeds else ""
 
 
 def _origin(results: Iterable[Result]) -> str:
@@ -96,15 +96,15 @@ def figure(name: str, shelf: Shelf) -> Figure:
 
 def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> _Gathered:
     """Validation curves of some models, with both kinds of statistics where there are two."""
-    found = _Gathered()
+    gathered = _Gathered()
     for model, every in place.shown(shelf.results, models).items():
         group = finished(every)
         name = NAMES[model]
         line = mean_curve(group, "valid_batch", name)
         if line is None:
-            found.missing.append(f"{name} on {place.title}")
+            gathered.missing.append(f"{name} on {place.title}")
             continue
-        found.diverged += [
+        gathered.diverged += [
             f"{name} on {place.title}, seed {result.seed}, after {result.diverged_at:,} steps"
             for result in every
             if result.diverged_at is not None
@@ -113,9 +113,9 @@ def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> _Gathered:
         for each in (line, other):
             if each is None or (each is other and each.y == line.y):
                 continue
-            found.lines.append(each)
-        found.shown += group
-    return found
+            gathered.lines.append(each)
+        gathered.shown += group
+    return gathered
 
 
 def _images(shelf: Shelf) -> Figure:
@@ -123,11 +123,11 @@ def _images(shelf: Shelf) -> Figure:
     shown: list[Result] = []
     for name in ("mnist", "pmnist"):
         place = shelf.places[name]
-        found = _learning(shelf, place, ("lstm", "bn-lstm"))
-        lines = (*shelf.paper(f"fig2-{name}").values(), *found.lines)
-        missing += found.missing
-        diverged += found.diverged
-        shown += found.shown
+        gathered = _learning(shelf, place, ("lstm", "bn-lstm"))
+        lines = (*shelf.paper(f"fig2-{name}").values(), *gathered.lines)
+        missing += gathered.missing
+        diverged += gathered.diverged
+        shown += gathered.shown
         label = "validation accuracy"
         panels.append(Panel(place.title, _STEPS, label, lines, y_range=(0.0, 1.0)))
     caption = (
@@ -150,18 +150,18 @@ def _images(shelf: Shelf) -> Figure:
 
 def _text(shelf: Shelf) -> Figure:
     place = shelf.places["ptb"]
-    found = _learning(shelf, place, ("lstm", "bn-lstm"))
+    gathered = _learning(shelf, place, ("lstm", "bn-lstm"))
     paper = shelf.paper("fig3a").values()
     limits = None if shelf.quick else (1.4, 2.3)
-    panel = Panel(place.title, _STEPS, _BITS, (*paper, *found.lines), y_range=limits)
+    panel = Panel(place.title, _STEPS, _BITS, (*paper, *gathered.lines), y_range=limits)
     return Figure(
         "fig3a",
         "Penn Treebank, while training",
         "Validation windows of the training length, in bits per character, with the statistics of "
         "the minibatch as in the paper; for the BN-LSTM also with population statistics."
-        + _origin(found.shown),
+        + _origin(gathered.shown),
         (panel,),
-        tuple(found.missing),
+        tuple(gathered.missing),
     )
 
 
@@ -181,8 +181,8 @@ def _lengths(shelf: Shelf) -> Figure:
     for model, group in groups.items():
         measured, totals = [], []
         for result in group:
-            found, total = read_lengths(_beside(result, "lengths"), model)
-            measured.append(found)
+            lines_of_run, total = read_lengths(_beside(result, "lengths"), model)
+            measured.append(lines_of_run)
             totals += [] if total is None else [total]
         if not measured:
             missing.append(f"{NAMES[model]}, measured on longer windows of {place.title}")
@@ -201,14 +201,14 @@ def _lengths(shelf: Shelf) -> Figure:
 
 def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figure:
     place = shelf.places[where]
-    found = _learning(shelf, place, models)
+    gathered = _learning(shelf, place, models)
     paper = [
         replace(line, series=series.removesuffix(" valid"))
         for series, line in shelf.paper(name).items()
         if series.endswith(" valid")
     ]
     # The paper's runs are far longer than ours: on a logarithmic axis both can be seen.
-    lines = [_after_start(line) for line in (*paper, *found.lines)]
+    lines = [_after_start(line) for line in (*paper, *gathered.lines)]
     groups = place.shown(shelf.results, models)
     shown = [result for group in groups.values() for result in group]
     trained = (mean_curve(group, "train", NAMES[model]) for model, group in groups.items())
@@ -234,7 +234,7 @@ def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figur
         f"The Attentive Reader, {title}",
         caption,
         tuple(panels),
-        tuple(found.missing),
+        tuple(gathered.missing),
     )
 
 

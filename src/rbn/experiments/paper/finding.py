@@ -46,13 +46,13 @@ class Finding:
 
 def read_findings(folder: Path) -> list[Finding]:
     """Those that were made."""
-    found = []
+    findings = []
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             values["columns"] = tuple(values["columns"])
             values["rows"] = tuple(tuple(row) for row in values["rows"])
-            found.append(Finding(**values))
+            findings.append(Finding(**values))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a finding: {error}") from error
-    return found
+    return findings

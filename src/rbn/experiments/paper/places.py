@@ -54,14 +54,14 @@ class Place:
 
     def groups(self, results: Iterable[Result], model: str) -> list[list[Result]]:
         """A model's results, those of different seeds together, the paper's own settings first."""
-        found: dict[tuple[int, int, str], list[Result]] = {}
+        groups: dict[tuple[int, int, str], list[Result]] = {}
         for result in results:
             if result.model == model and self.holds(result):
                 known = result.tag in _PREFERRED
                 rank = _PREFERRED.index(result.tag) if known else len(_PREFERRED)
                 key = (self.tasks.index(result.task), rank, result.tag)
-                found.setdefault(key, []).append(result)
-        return [sorted(found[key], key=lambda r: r.seed) for key in sorted(found)]
+                groups.setdefault(key, []).append(result)
+        return [sorted(groups[key], key=lambda r: r.seed) for key in sorted(groups)]
 
     def shown(self, results: Iterable[Result], models: Iterable[str]) -> dict[str, list[Result]]:
         """The results that are held against each other, by model; of a model without any, none.
@@ -72,15 +72,15 @@ class Place:
         """
         known = list(results)
         groups = {model: _finishing(self.groups(known, model)) for model in models}
-        trained = [{g[0].settings: g[0].task for g in found} for found in groups.values() if found]
-        every = {name: task for found in trained for name, task in found.items()}
-        taken = {name for name in every if all(name in found for found in trained)}
+        trained = [{g[0].settings: g[0].task for g in each} for each in groups.values() if each]
+        every = {name: task for each in trained for name, task in each.items()}
+        taken = {name for name in every if all(name in each for each in trained)}
         if not taken:
             first = min((self.tasks.index(task) for task in every.values()), default=0)
             taken = {name for name, task in every.items() if task == self.tasks[first]}
         return {
-            model: next((g for g in found if g[0].settings in taken), [])
-            for model, found in groups.items()
+            model: next((g for g in each if g[0].settings in taken), [])
+            for model, each in groups.items()
         }
 
 

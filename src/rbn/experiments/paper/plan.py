@@ -69,8 +69,8 @@ class Job:
 
     def config(self) -> Config:
         """All settings, as ``rbn train`` puts them together."""
-        found = configs.read_yaml(configs.find(self.base))
-        chosen = configs.for_model(found, self.model)
+        values = configs.read_yaml(configs.find(self.base))
+        chosen = configs.for_model(values, self.model)
         settings = configs.from_mapping({"task": self.task, **chosen})
         return configs.with_settings(settings, self.settings)
 
@@ -166,7 +166,7 @@ def needed(
         precision: of all, instead of the config's.
         questions: task of the readers, one of `QUESTIONS`.
     """
-    found: dict[tuple[Job, int], Run] = {}
+    unique: dict[tuple[Job, int], Run] = {}
     for target in targets:
         one = target in ONE_SEED
         for job in jobs(target, recipe, questions):
@@ -176,5 +176,5 @@ def needed(
             config = job.config()
             for seed in range(1, 2 if one else seeds + 1):
                 place = folder / config.task / f"{config.name}-seed{seed}"
-                found.setdefault((job, seed), Run(job, config, seed, place))
-    return list(found.values())
+                unique.setdefault((job, seed), Run(job, config, seed, place))
+    return list(unique.values())

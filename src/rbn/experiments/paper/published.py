@@ -54,8 +54,8 @@ class Result:
     @property
     def config(self) -> dict[str, Any]:
         """All settings."""
-        found: dict[str, Any] = self.values["config"]
-        return found
+        config: dict[str, Any] = self.values["config"]
+        return config
 
     @property
     def settings(self) -> str:
@@ -86,15 +86,15 @@ class Result:
 
 def read_results(folder: Path) -> list[Result]:
     """All results in a folder, in the order of their names."""
-    found = []
+    results = []
     for path in sorted(folder.glob("*/*-seed*.json")):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             _check(values)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not the result of a run: {error}") from error
-        found.append(Result(path, values, _curve(path.with_suffix(".csv"))))
-    return found
+        results.append(Result(path, values, _curve(path.with_suffix(".csv"))))
+    return results
 
 
 def _check(values: dict[str, Any]) -> None:
@@ -144,8 +144,8 @@ def mean_curve(
 
     Of runs that have it: those published before it was recorded are left out.
     """
-    found = ([row for row in result.curve if field in row] for result in results)
-    curves = [{row["step"]: row[field] * factor for row in rows} for rows in found if rows]
+    known = ([row for row in result.curve if field in row] for result in results)
+    curves = [{row["step"]: row[field] * factor for row in rows} for rows in known if rows]
     if not curves:
         return None
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))

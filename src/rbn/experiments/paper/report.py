@@ -59,9 +59,9 @@ def write_report(shelf: Shelf, folder: Path) -> list[Path]:
 
 def _summary(rows: dict[str, list[Row]]) -> list[Block]:
     sentences = []
-    for found in rows.values():
+    for table_rows in rows.values():
         trained: dict[str, list[Row]] = {}
-        for row in found:
+        for row in table_rows:
             if row.results and row.entry.field == "test":
                 trained.setdefault(row.place.title_of(row.results), []).append(row)
         for place, same in trained.items():
@@ -101,14 +101,17 @@ def _compared(rows: Sequence[Row]) -> dict[str, Row]:
 
 def _tables(rows: dict[str, list[Row]]) -> list[Block]:
     blocks: list[Block] = [Heading("Tables")]
-    for name, found in rows.items():
-        if not any(row.results for row in found):
+    for name, table_rows in rows.items():
+        if not any(row.results for row in table_rows):
             continue
         table = TABLES[name]
-        cells = [row.cells for row in found]
+        cells = [row.cells for row in table_rows]
         blocks.append(Grid(f"{_titled(name)}: {table.title}; {table.unit}", tables.COLUMNS, cells))
-        commands = dict.fromkeys(row.command for row in found if row.results)
-        blocks += [Paragraph("To do again:"), Items([*_again(name, found), *commands], code=True)]
+        commands = dict.fromkeys(row.command for row in table_rows if row.results)
+        blocks += [
+            Paragraph("Reproduce:"),
+            Items([*_again(name, table_rows), *commands], code=True),
+        ]
     return blocks
 
 
@@ -125,7 +128,7 @@ def _baselines(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
     return [
         Grid(title, question_baselines.COLUMNS, [each.cells for each in counts]),
         Paragraph(note + _unlearned(rows, counts)),
-        Paragraph("To do again:"),
+        Paragraph("Reproduce:"),
         Items(commands, code=True),
     ]
 
@@ -135,7 +138,7 @@ def _unlearned(
 ) -> str:
     """A sentence that names the readers which err more often than counting does."""
     named = []
-    for row in (row for found in rows.values() for row in found if row.results):
+    for row in (row for table_rows in rows.values() for row in table_rows if row.results):
         first, ours = row.results[0], mean(row.values)
         sentences = first.config.get("data", {}).get("sentences")
         for each in counts:
@@ -145,8 +148,8 @@ def _unlearned(
                     theirs = curves.paper_lines(_CURVES[row.entry.place])
                     last = theirs[f"{row.cells[1]} valid"].x[-1]
                     steps = f"{first.values['steps']:,} steps, the paper's {last:,.0f}"
-                    found = f"{ours:.1f} against {least:.1f}; {steps}"
-                    named.append(f"{row.cells[1]} on {row.cells[0]} ({found})")
+                    comparison = f"{ours:.1f} against {least:.1f}; {steps}"
+                    named.append(f"{row.cells[1]} on {row.cells[0]} ({comparison})")
     return (
         f" Readers that err more often than the better of both: {'; '.join(named)}."
         if named
@@ -214,14 +217,14 @@ def _figures(figures: Sequence[Figure], folder: Path) -> list[Block]:
 
 
 def _findings(shelf: Shelf) -> list[Block]:
-    found = read_findings(shelf.folder)
-    if not found:
+    findings = read_findings(shelf.folder)
+    if not findings:
         return []
     blocks: list[Block] = [Heading("Statements without a figure")]
-    for each in found:
+    for each in findings:
         blocks.append(Grid(each.statement, each.columns, each.rows))
-        facts = f"{each.setup} {each.outcome} ({each.command}; {each.seconds:.0f} s, "
-        blocks.append(Paragraph(f"{facts}{each.versions}.)"))
+        details = f"{each.setup} {each.outcome} ({each.command}; {each.seconds:.0f} s, "
+        blocks.append(Paragraph(f"{details}{each.versions}.)"))
     return blocks
 
 
@@ -232,14 +235,14 @@ def _differences(shelf: Shelf) -> list[Block]:
         if result.gamma_tag is not None or any(p.holds(result) for p in shelf.places.values())
     ]
     texts = [*differences.sentences(own), *differences.GENERAL]
-    note = "Of all models alike, but where one is named in brackets."
+    note = "Unless a model is named in parentheses, this holds for all models."
     return [Heading("What differs from the paper, and why"), Paragraph(note), Items(texts)]
 
 
 def _missing(rows: dict[str, list[Row]], figures: Sequence[Figure], shelf: Shelf) -> list[Block]:
     texts = []
-    for name, found in rows.items():
-        absent = [row for row in found if not row.results]
+    for name, table_rows in rows.items():
+        absent = [row for row in table_rows if not row.results]
         if absent and name not in FIGURE_TARGETS:  # those are named below
             of = ", ".join(
                 dict.fromkeys(f"{NAMES[row.entry.model]} on {row.place.title}" for row in absent)
@@ -261,8 +264,8 @@ def _machines(shelf: Shelf) -> list[Block]:
         values = result.values
         device = str(values.get("gpu") or "CPU")
         commit = re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", str(values.get("commit")))
-        facts = (device, str(values.get("versions")), commit)
-        key = (*facts, str(values.get("date")))
+        setup = (device, str(values.get("versions")), commit)
+        key = (*setup, str(values.get("date")))
         groups.setdefault(key, []).append(result.minutes)
     cells = [(*k, str(len(v)), f"{mean(v):.1f}") for k, v in groups.items()]
     columns = ("device", "versions", "commit", "date", "runs", "minutes of a run, mean")

@@ -91,14 +91,14 @@ def _attribute(name: str, value: str, names: dict[str, str]) -> str:
     if name == "id":
         return names[value]
     if name in (_HREF, "clip-path"):
-        return _REFERENCE.sub(lambda found: names[found[0]], value)
+        return _REFERENCE.sub(lambda match: names[match[0]], value)
     if name == "d":
         return _path(value)
     if name in ("x", "y"):
         return _short(_hundredths(value))
     if name == "transform":
         return _TRANSLATE.sub(
-            lambda found: f"translate({' '.join(_short(_hundredths(v)) for v in found.groups())})",
+            lambda match: f"translate({' '.join(_short(_hundredths(v)) for v in match.groups())})",
             value,
         )
     if name == "style":

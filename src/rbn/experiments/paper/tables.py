@@ -128,9 +128,9 @@ class Row:
 
 def rows(table: Table, places: dict[str, Place], results: Iterable[Result]) -> list[Row]:
     """A table's rows; a model that was trained with several settings has several."""
-    found, known = [], list(results)
+    table_rows, known = [], list(results)
     for entry in table.entries:
         place = places[entry.place]
         groups = place.groups(known, entry.model) or [[]]
-        found += [Row(entry, place, table, tuple(group)) for group in groups]
-    return found
+        table_rows += [Row(entry, place, table, tuple(group)) for group in groups]
+    return table_rows

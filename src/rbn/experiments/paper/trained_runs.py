@@ -91,8 +91,8 @@ def read_lengths(path: Path, model: str) -> tuple[list[Line], float | None]:
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold errors by length: {error}") from error
     lines = []
-    for kind, found in points.items():
-        x, y = zip(*found, strict=True)
+    for kind, pairs in points.items():
+        x, y = zip(*pairs, strict=True)
         name = NAMES[model]
         series = f"{name} {kind} statistics" if "batch" in points else name
         lines.append(Line(series, OURS, x, y))
@@ -127,17 +127,17 @@ def read_statistics(path: Path) -> dict[str, list[Line]]:
     """The lines of a file that `keep_statistics` wrote, by statistic."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    found: dict[str, list[Line]] = {title: [] for title in STATISTICS}
+    lines: dict[str, list[Line]] = {title: [] for title in STATISTICS}
     try:
         x = tuple(float(row["step"]) for row in rows)
         for column in rows[0]:
             title, _, unit = column.rpartition(" ")
-            if title in found:
+            if title in lines:
                 y = tuple(float(row[column]) for row in rows)
-                found[title].append(Line(f"unit {unit}", OURS, x, y))
+                lines[title].append(Line(f"unit {unit}", OURS, x, y))
     except (IndexError, KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold population statistics: {error}") from error
-    return found
+    return lines
 
 
 def _finished(run: Path) -> tuple[Config, int]:

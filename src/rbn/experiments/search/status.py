@@ -98,10 +98,10 @@ def sweep_status(study: Study) -> SweepStatus:
     maximize = study.direction.name == "MAXIMIZE"
     # Also those that were finished when there were to be more of them.
     every = study.get_trials(deepcopy=False)
-    found = [t for t in every if t.number < total or t.state.is_finished()]
+    trials = [t for t in every if t.number < total or t.state.is_finished()]
     identity = study.user_attrs["sweep"]
     order = list(dict.fromkeys(key for space in identity["space"] for key in space))
-    rows = tuple(_row(trial, maximize, order) for trial in found)
+    rows = tuple(_row(trial, maximize, order) for trial in trials)
     config = from_mapping(next(iter(identity["config"].values())))
     return SweepStatus(study.study_name, config.kind.metric, maximize, rows, max(total, len(rows)))
 
@@ -129,15 +129,17 @@ def _key(maximize: bool) -> Any:
 
 
 def _remark(trial: FrozenTrial) -> str:
-    facts = trial.user_attrs
+    attributes = trial.user_attrs
     if trial.state.name == "FAIL":
-        return str(facts.get("reason", ""))
-    if trial.state.name == "RUNNING" and facts.get("beat"):
-        silence = time.time() - facts["beat"]["time"]  # by this machine's clock: for the eye only
-        if silence > SILENT * facts["beat"]["every"]:
+        return str(attributes.get("reason", ""))
+    if trial.state.name == "RUNNING" and attributes.get("beat"):
+        silence = (
+            time.time() - attributes["beat"]["time"]
+        )  # by this machine's clock, only to display
+        if silence > SILENT * attributes["beat"]["every"]:
             return f"silent for {silence / 60:.0f} min"
-    if "diverged" in facts:
-        return f"diverged at step {facts['diverged']}"
+    if "diverged" in attributes:
+        return f"diverged at step {attributes['diverged']}"
     if trial.state.name == "WAITING" and trial.params:
-        return "to be gone on with"
+        return "to be resumed"
     return ""

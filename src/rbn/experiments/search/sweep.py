@@ -103,12 +103,12 @@ class Sweep:
     def differences(self, stored: Mapping[str, Any]) -> list[str]:
         """Which parts of another sweep's `identity` are not this one's."""
         mine: dict[str, Any] = json.loads(json.dumps(self.identity()))
-        found = {name for name in mine if mine[name] != stored.get(name)}
+        different = {name for name in mine if mine[name] != stored.get(name)}
         # An older version may have known fewer settings: those have their defaults.
         before = {k: configs.from_mapping(v) for k, v in stored.get("config", {}).items()}
         if before == {k: configs.from_mapping(v) for k, v in mine["config"].items()}:
-            found.discard("config")
-        return sorted(found)
+            different.discard("config")
+        return sorted(different)
 
 
 def _plain(parameter: Parameter) -> Any:

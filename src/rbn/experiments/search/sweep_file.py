@@ -49,30 +49,32 @@ def read(name: str, settings: Sequence[str] = (), trials: int | None = None) -> 
         raise ValueError(text if str(path) in text else f"{path}: {text}") from error
 
 
-def _checked(path: Path, found: dict[str, Any], given: dict[str, Any], trials: int | None) -> Sweep:
-    unknown = sorted(set(map(str, found)) - set(KEYS))
+def _checked(
+    path: Path, content: dict[str, Any], given: dict[str, Any], trials: int | None
+) -> Sweep:
+    unknown = sorted(set(map(str, content)) - set(KEYS))
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}; there are {', '.join(KEYS)}")
     for key in ("config", "space"):
-        if key not in found:
+        if key not in content:
             raise ValueError(f"{key} is missing")
-    settings = found.get("set") or {}
+    settings = content.get("set") or {}
     if not isinstance(settings, dict):
         raise ValueError(f"set must hold settings by name, got {settings!r}")
     settings = {str(key): value for key, value in settings.items()}
-    source = _source(str(found["config"]), path)
+    source = _source(str(content["config"]), path)
     sweep = Sweep(
         name=path.stem,
         source=source,
         values=configs.read_yaml(configs.find(source)),
-        model=str(found.get("model", "bn-lstm")),
+        model=str(content.get("model", "bn-lstm")),
         settings={**settings, **given},
-        spaces=parse(found["space"]),
-        sampler=_method("sampler", found.get("sampler", "tpe"), sampling.SAMPLERS),
-        pruner=_method("pruner", found.get("pruner", "none"), sampling.PRUNERS),
+        spaces=parse(content["space"]),
+        sampler=_method("sampler", content.get("sampler", "tpe"), sampling.SAMPLERS),
+        pruner=_method("pruner", content.get("pruner", "none"), sampling.PRUNERS),
         trials=0,
-        seed=_seed(found.get("seed", 1)),
-        heartbeat=_seconds(found.get("heartbeat", 15)),
+        seed=_seed(content.get("seed", 1)),
+        heartbeat=_seconds(content.get("heartbeat", 15)),
     )
     for place, keys in (("set", sweep.settings), ("space", sweep.space)):
         if "task" in keys:
@@ -87,7 +89,7 @@ def _checked(path: Path, found: dict[str, Any], given: dict[str, Any], trials: i
     for space in sweep.spaces:
         _check_values(sweep, space)
     sampling.check(sweep)
-    wanted = found.get("trials") if trials is None else trials
+    wanted = content.get("trials") if trials is None else trials
     if sweep.sampler.name == "grid":
         points = _points(sweep)
         count = len(points) if wanted is None else _whole("trials", wanted, 1)
@@ -106,10 +108,10 @@ def _source(name: str, path: Path) -> str:
     return name if name in configs.names() else str(path.parent / name)
 
 
-def _method(kind: str, found: Any, known: Sequence[str]) -> Method:
-    options = dict(found) if isinstance(found, dict) else {"name": found}
+def _method(kind: str, content: Any, known: Sequence[str]) -> Method:
+    options = dict(content) if isinstance(content, dict) else {"name": content}
     name = options.pop("name", None)
-    name = "none" if name is None and found is None else name
+    name = "none" if name is None and content is None else name
     if name not in known:
         raise ValueError(f"{kind} must be one of {', '.join(known)}, got {name!r}")
     return Method(str(name), options)
@@ -148,11 +150,11 @@ def _check_values(sweep: Sweep, space: Space) -> None:
 
 def _points(sweep: Sweep) -> tuple[dict[str, Value], ...]:
     """The combinations of all grids; those that come to the same settings only once."""
-    found: dict[str, dict[str, Value]] = {}
+    unique: dict[str, dict[str, Value]] = {}
     for space in sweep.spaces:
         size = math.prod(len(parameter.examples) for parameter in space.values())
         if size > _LARGEST_GRID:
             raise ValueError(f"a grid of {size:,} is too large; {_LARGEST_GRID:,} is most")
         for point in grid(space):
-            found.setdefault(sweep.config(point).to_json(), point)
-    return tuple(found.values())
+            unique.setdefault(sweep.config(point).to_json(), point)
+    return tuple(unique.values())

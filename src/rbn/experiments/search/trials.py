@@ -65,13 +65,13 @@ class Trials:
 
     def take(self) -> int | None:
         """The number of a trial that is this worker's now; None if there is none to be had."""
-        found = patiently(self._all)
-        freed = [trial.number for trial in found if self._silent(trial) and self._free(trial)]
-        waiting = [t.number for t in found if t.state.name == "WAITING"]
+        trials = patiently(self._all)
+        freed = [trial.number for trial in trials if self._silent(trial) and self._free(trial)]
+        waiting = [t.number for t in trials if t.state.name == "WAITING"]
         for number in sorted(freed + waiting):
             if self._claim(number):
                 return number
-        if len(found) < self.sweep.trials:
+        if len(trials) < self.sweep.trials:
             # Two workers may make one too many: its number is beyond the last, so it never runs.
             patiently(lambda: self.study.enqueue_trial({}))
             return self.take()
@@ -79,12 +79,12 @@ class Trials:
 
     def all_finished(self) -> bool:
         """Whether the sweep is at its end."""
-        found = patiently(self._all)
-        return len(found) == self.sweep.trials and all(t.state.is_finished() for t in found)
+        trials = patiently(self._all)
+        return len(trials) == self.sweep.trials and all(t.state.is_finished() for t in trials)
 
     def _all(self) -> list[FrozenTrial]:
-        found = self.study.get_trials(deepcopy=False)
-        return [trial for trial in found if trial.number < self.sweep.trials]
+        trials = self.study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.number < self.sweep.trials]
 
     def id_of(self, number: int) -> int:
         """What the storage calls a trial."""
@@ -129,7 +129,7 @@ class Trials:
             if now.state != TrialState.RUNNING or now.user_attrs != trial.user_attrs:
                 return False  # another one was faster
             deaths = int(now.user_attrs.get("deaths", 0)) + 1
-            self.note(trial.number, "deaths", deaths)
+            self.set_attribute(trial.number, "deaths", deaths)
             if deaths >= _MOST_DEATHS:
                 self._fail(trial.number, f"{deaths} workers died of it")
                 return False
@@ -146,7 +146,7 @@ class Trials:
         """Give a sign of life."""
         self._count += 1
         sign = {"worker": self.worker, "count": self._count, "every": self.sweep.heartbeat}
-        self.note(number, "beat", {**sign, "time": time.time()})
+        self.set_attribute(number, "beat", {**sign, "time": time.time()})
 
     def holds(self, number: int) -> bool:
         """Whether a trial is still this worker's."""
@@ -154,8 +154,8 @@ class Trials:
         sign = trial.user_attrs.get("beat") or {}
         return trial.state.name == "RUNNING" and sign.get("worker") == self.worker
 
-    def note(self, number: int, key: str, value: Any) -> None:
-        """Write a fact into a trial."""
+    def set_attribute(self, number: int, key: str, value: Any) -> None:
+        """Store an attribute of a trial."""
         self._storage.set_trial_user_attr(self.id_of(number), key, value)
 
     def begin(self, number: int) -> tuple[Trial, dict[str, Value]]:
@@ -198,7 +198,7 @@ class Trials:
     def _fail(self, number: int, reason: str) -> None:
         from optuna.trial import TrialState
 
-        self.note(number, "reason", reason)
+        self.set_attribute(number, "reason", reason)
         self.study.tell(number, state=TrialState.FAIL)
 
     def _end(self, number: int, work: Callable[[], object]) -> bool:

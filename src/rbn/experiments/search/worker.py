@@ -216,7 +216,7 @@ class Worker:
                 for _ in session.results():  # writes them
                     pass
             if session.diverged is not None:
-                trials.note(number, "diverged", now.diverged_at)
+                trials.set_attribute(number, "diverged", now.diverged_at)
             if trials.complete(number, best):
                 self.say(f"trial {number}: validation {best:.4f} after {now.step:,} steps")
 
@@ -253,7 +253,7 @@ class _Looks:
             patiently(lambda: self._trial.report(value, look))
             self._known.add(look)
         at = {"step": now.step, "seconds": round(now.seconds, 1)}
-        patiently(lambda: self._trials.note(number, "at", at))
+        patiently(lambda: self._trials.set_attribute(number, "at", at))
         if patiently(self._trial.should_prune):
             self.pruned = True
             trainer.stop()

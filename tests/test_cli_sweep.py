@@ -116,7 +116,7 @@ def test_control_c_and_the_same_command_again(folder):
     done = invoke("mine.yaml", "--workers", "2", "--device", "cpu")
     presser.join()
     assert done.exit_code == 130, done.output
-    assert "rbn: stopped; the same command goes on from there" in done.output
+    assert "rbn: stopped; the same command resumes" in done.output
     now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
     assert [row.remark for row in now.rows] == ["to be gone on with"] * 2
     done = invoke("mine.yaml", "--device", "cpu")
@@ -125,7 +125,7 @@ def test_control_c_and_the_same_command_again(folder):
         (step,) = (
             int(line.split()[-1])
             for line in done.output.splitlines()
-            if line.startswith(f"trial {number}: goes on at step")
+            if line.startswith(f"trial {number}: resumes at step")
         )
         assert step >= now.rows[number].steps
     assert "mine: 2 of 2 trials finished (2 complete)" in done.output
@@ -159,7 +159,7 @@ def test_out_of_time(folder):
     options = ("mine.yaml", "--device", "cpu", "--trials", "1")
     done = invoke(*options, "--max-minutes", "1e-9")
     assert done.exit_code == 3
-    assert "out of time; the same command goes on from there" in done.output
+    assert "out of time; the same command resumes" in done.output
     assert "mine: 0 of 1 trials finished (1 waiting)" in done.output
     assert invoke(*options).exit_code == 0
 
@@ -189,7 +189,7 @@ def test_failures_are_shown(folder):
     assert "best:" not in done.output
     done = invoke("mine.yaml", "--device", "cpu", "--trials", "3")
     assert done.exit_code == 1
-    assert "rbn: no trial came to its end" in done.output
+    assert "rbn: no trial finished" in done.output
     assert (folder / "none.png").exists()
 
 

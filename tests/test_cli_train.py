@@ -46,7 +46,7 @@ def test_out_of_time_and_resumed(whole, tmp_path):
     done = invoke("train", "digits", *SMALL, *options)
     assert done.exit_code == 3, done.output
     said = " ".join(done.output.split())
-    assert f"rbn: out of time at step 1, saved. Go on with: rbn resume {folder}" in said
+    assert f"rbn: out of time at step 1, saved. Resume with: rbn resume {folder}" in said
     assert not (folder / "result.json").exists()
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0, done.output
@@ -93,7 +93,7 @@ def test_control_c_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
-    assert f"saved. Go on with: rbn resume {folder}" in errors
+    assert f"saved. Resume with: rbn resume {folder}" in errors
     assert "Traceback" not in errors
 
 
@@ -205,7 +205,7 @@ def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch)
         patch.setattr("rbn.experiments.results.exact_statistics", interrupted)
         done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 130
-    assert f"stopped before the test was over. Go on with: rbn resume {folder}" in done.output
+    assert f"stopped during the test. Resume with: rbn resume {folder}" in done.output
     assert invoke("resume", folder, "--device", "cpu").exit_code == 0
     assert result_of(folder) == result_of(whole)
 
@@ -475,4 +475,4 @@ def test_sigterm_saves_and_says_how_to_resume(tmp_path):
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 143, errors
-    assert f"saved. Go on with: rbn resume {folder}" in errors
+    assert f"saved. Resume with: rbn resume {folder}" in errors

@@ -69,7 +69,7 @@ def test_stopped_then_a_rank_killed_then_gone_on_with_alone(tmp_path):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
-    assert f"saved. Go on with: rbn resume {folder} --devices 2" in errors
+    assert f"saved. Resume with: rbn resume {folder} --devices 2" in errors
     assert "Traceback" not in errors
     stopped = step_of(folder)
     assert stopped > 0
@@ -85,7 +85,7 @@ def test_stopped_then_a_rank_killed_then_gone_on_with_alone(tmp_path):
     assert process.returncode == 1, errors
     (said,) = (line for line in errors.splitlines() if line.startswith("rbn: "))
     assert "rank 1 of 2 was killed by SIGKILL; the others were ended" in said
-    assert said.endswith(f"Go on with: rbn resume {folder} --devices 2")
+    assert said.endswith(f"Resume with: rbn resume {folder} --devices 2")
     assert "Traceback" not in errors
     assert not Path(f"/proc/{first}").exists()
     assert step_of(folder) >= stopped

@@ -64,7 +64,7 @@ def get(names: Names, data_dir: DataDir = None) -> None:
                 paths = get_files(data.name, data_dir, progress)
         except KeyboardInterrupt as error:
             stop(
-                "stopped before the end; the same command goes on from there",
+                "stopped before the end; the same command resumes",
                 interrupted_code(error),
             )
         except (DataNotFound, DataAltered, OSError) as error:

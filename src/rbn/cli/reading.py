@@ -59,7 +59,7 @@ def build_cloze(
     for reason, count in built.dropped.most_common():
         typer.echo(f"{count:>9,}  {reason}")
     if not any(built.questions.values()):
-        stop(f"no question could be made of {articles}: mend it, remove {out}, begin again", 1)
+        stop(f"no question could be made of {articles}: fix it, remove {out} and start again", 1)
 
 
 def questions(
@@ -110,9 +110,9 @@ def questions(
     except (OSError, ValueError) as error:
         stop(str(error), 2)
     except WorkerLost as error:
-        stop(f"{error}; the same command goes on from there", 1)
+        stop(f"{error}; the same command resumes", 1)
     except KeyboardInterrupt as error:
-        stop("stopped before the end; the same command goes on from there", interrupted_code(error))
+        stop("stopped before the end; the same command resumes", interrupted_code(error))
     vocabulary = reading.vocabulary
     typer.echo(f"{name}: {len(vocabulary):,} symbols, {vocabulary.entities} of them entities")
     typer.echo(
@@ -136,7 +136,7 @@ def questions(
         command = f"rbn data questions {name} --sentences {sentences} --min-count {min_count}"
         write_counts(counts, command if words is None else f"{command} --words {words}", out)
     if skipped:
-        typer.echo(f"{len(skipped):,} files are no questions and were skipped")
+        typer.echo(f"{len(skipped):,} malformed files were skipped")
         for line in skipped[:10]:
             typer.echo(f"  {line}")
 
@@ -150,7 +150,7 @@ def ask(
     html: Annotated[Path | None, typer.Option(help="Write the attention to this page.")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Ask a trained reader about a document, and see where it looked."""
+    """Ask a trained reader about a document, and see what it attended to."""
     from rich.console import Console
 
     from rbn.experiments import attention_page, question_answering
@@ -170,7 +170,7 @@ def ask(
     for name, chance in answer.candidates:
         console.print(f"{chance:>7.1%}  {name}", markup=False)
     if answer.right is not None:
-        console.print(f"the right answer: {answer.right}", markup=False)
+        console.print(f"the correct answer: {answer.right}", markup=False)
     if html is not None:
         console.print(f"page: {html}", markup=False)
 

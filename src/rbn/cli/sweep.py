@@ -65,7 +65,7 @@ class FileOrCommand(TyperGroup):
 app = typer.Typer(
     name="sweep",
     cls=FileOrCommand,
-    help="Try settings: a grid, at random or by TPE; 'sweep status' shows how it stands.",
+    help="Try settings: a grid, at random or by TPE; 'sweep status' shows its state.",
 )
 
 
@@ -83,10 +83,10 @@ def run(
 ) -> None:
     """Try the settings that a file names, each in a run of its own.
 
-    May be stopped or killed at any time: the same command goes on. Started on several machines with
+    May be stopped or killed at any time: the same command resumes. Started on several machines with
     one --storage, they share the work.
 
-    'rbn sweep status FILE' shows how it stands.
+    'rbn sweep status FILE' shows its state.
     """
     from rbn.experiments.search.sampling import need_optuna
 
@@ -117,17 +117,17 @@ def run(
             now = sweep_status(study)
             _report(now, folder, console)
         except OptunaError as error:
-            stop(f"the storage {storages.shown(where)}: {error.__cause__ or error}", 1)
+            stop(f"the storage {storages.redacted(where)}: {error.__cause__ or error}", 1)
         if code:
-            stop(f"{reason}; the same command goes on from there", code)
+            stop(f"{reason}; the same command resumes", code)
         if now.best is None:
-            stop("no trial came to its end", 1)
+            stop("no trial finished", 1)
 
     guarded(work)
 
 
 def _jobs(job: Job, workers: int, dealt: bool) -> list[Job]:
-    """A job for each worker; dealt: the machine's GPUs in turn."""
+    """A job for each worker. dealt: assign the machine's GPUs in turn."""
     import torch
 
     threads = None if workers == 1 else max(1, torch.get_num_threads() // workers)
@@ -139,7 +139,7 @@ def _jobs(job: Job, workers: int, dealt: bool) -> list[Job]:
 
 
 def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
-    """Do the jobs; 0, or an exit code and the reason for it."""
+    """Run the jobs. Returns 0, or an exit code and the reason."""
     import torch
 
     from rbn.experiments import build
@@ -157,16 +157,16 @@ def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
             return interrupted_code(error), "stopped"
         except TooManyFailed as error:
             return 1, str(error)
-    # Missing data are found before anything starts, and what is made of them is made once.
+    # Load once before starting workers: missing data are reported, and caches are filled.
     build.load(jobs[0].sweep.config({}), torch.device("cpu"), jobs[0].root)
     codes = worker_processes.run(jobs, say)
-    if 0 in codes:  # only when all trials are over
+    if 0 in codes:  # all trials are finished
         return 0, ""
     if max(codes) > 128:
         return max(codes), "stopped"
     if worker_processes.OUT_OF_TIME in codes:
         return 3, "out of time"
-    return 1, "all workers have ended"
+    return 1, "all workers have exited"
 
 
 def _report(now: SweepStatus, folder: Path, console: Console) -> None:

@@ -87,7 +87,7 @@ def train(
 ) -> None:
     """Train a model on one of the paper's tasks, with the paper's settings.
 
-    A run that is killed goes on with ``rbn resume``, to the same numbers.
+    ``rbn resume`` continues a run that was killed, to the same numbers.
     """
     from rbn.experiments import config as configs
 
@@ -104,10 +104,10 @@ def train(
         named = {setting.partition("=")[0].strip() for setting in set_ or []}
         if "model" in named:
             raise ValueError(
-                "the model cannot be changed by --set: give --model, whose settings count"
+                "--set cannot change the model: use --model, which selects its settings"
             )
         if "task" in named:
-            raise ValueError("the task cannot be changed by --set: it is what stands behind train")
+            raise ValueError("--set cannot change the task: it is the first argument of rbn train")
         named_there = values.get("model")
         chosen = model or ("bn-lstm" if named_there is None else named_there)
         settings = configs.from_mapping({"task": task, **configs.for_model(values, chosen)})
@@ -128,7 +128,7 @@ def train(
             words += ["--set", setting]
         words += ["--precision", precision] if precision else []
         options = device, graph, tensorboard, max_minutes, data_dir
-        _go_on(Plan(runs, *options, shlex.join(words)), devices)
+        _run(Plan(runs, *options, shlex.join(words)), devices)
 
     guarded(work)
 
@@ -142,7 +142,7 @@ def resume(
     max_minutes: Minutes = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Go on with runs that were stopped or killed, on any number of devices."""
+    """Resume runs that were stopped or killed, on any number of devices."""
     from rbn.experiments.run_folder import read_config
 
     def work() -> None:
@@ -150,7 +150,7 @@ def resume(
             if sum(folder.resolve() == other.resolve() for other in runs) > 1:
                 raise ValueError(f"{folder} is named twice")
         existing = [(folder, *read_config(folder)) for folder in runs]
-        _go_on(Plan(existing, device, graph, tensorboard, max_minutes, data_dir), devices)
+        _run(Plan(existing, device, graph, tensorboard, max_minutes, data_dir), devices)
 
     guarded(work)
 
@@ -167,7 +167,7 @@ def _numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train, and how: all that each of several processes must be told."""
+    """What to train, and how; picklable, for several processes."""
 
     runs: list[tuple[Path, Config, int]]
     device: str
@@ -178,18 +178,18 @@ class Plan:
     command: str | None = None
 
     def hint(self, count: int) -> str:
-        """How the runs can be gone on with, or begun again if there is nothing yet."""
+        """How to resume the runs, if training has started."""
         folders = shlex.join(str(folder) for folder, _, _ in self.runs)
         options = f" --devices {count}" if count > 1 else ""
         if self.data_dir is not None:
             options += f" --data-dir {shlex.quote(str(self.data_dir))}"
         if not all((folder / "config.json").exists() for folder, _, _ in self.runs):
-            return "It had not begun to train"
-        return f"Go on with: rbn resume {folders}{options}"
+            return "Training had not started"
+        return f"Resume with: rbn resume {folders}{options}"
 
 
-def _go_on(plan: Plan, devices: int | None) -> None:
-    """Train runs to their end in this process, in several, or as one of those of torchrun."""
+def _run(plan: Plan, devices: int | None) -> None:
+    """Train in this process, in several new ones, or as one of torchrun's processes."""
     from rbn.experiments.run_folder import check_available
     from rbn.experiments.training_session import check_processes
     from rbn.training import RankLost, World, launch
@@ -211,12 +211,12 @@ def _go_on(plan: Plan, devices: int | None) -> None:
             return
         for folder, config, seed in plan.runs:
             check_available(folder, config, seed)
-        launch(_train_as_told, (plan,), count)
+        launch(_train_rank, (plan,), count)
     except RankLost as error:
         raise Stopped(f"{error}. {plan.hint(count)}", 1) from error
 
 
-def _train_as_told(plan: Plan) -> None:
+def _train_rank(plan: Plan) -> None:
     """Train as one of the processes that `launch` started."""
     from rbn.training import World
 
@@ -224,9 +224,9 @@ def _train_as_told(plan: Plan) -> None:
 
 
 def _train(plan: Plan, world: World | None) -> None:
-    """Train runs to their end, with a progress bar, and report.
+    """Train runs to the end, with progress bars, and report the results.
 
-    Their folders are made when data and models are there, so that a mistake leaves nothing.
+    Folders are created after data and models are built, so that wrong settings leave none.
     """
     from contextlib import nullcontext
 
@@ -251,7 +251,7 @@ def _train(plan: Plan, world: World | None) -> None:
                 if observer is not None:
                     observer.close()
                 steps = " and ".join(f"{t.progress.step:,}" for t in session.trainers)
-                saved = "saved" if isinstance(error, Interrupted) else "not saved there"
+                saved = "saved" if isinstance(error, Interrupted) else "not saved"
                 said = f"stopped after step {steps}, {saved}" if steps else "stopped"
                 code = interrupted_code(error)
                 raise Stopped(f"{said}. {plan.hint(count)}", code) from None
@@ -259,7 +259,7 @@ def _train(plan: Plan, world: World | None) -> None:
             for result in session.results(console):
                 console.print(result, soft_wrap=True, markup=False)
         except KeyboardInterrupt as error:
-            said, code = "stopped before the test was over", interrupted_code(error)
+            said, code = "stopped during the test", interrupted_code(error)
             raise Stopped(f"{said}. {plan.hint(count)}", code) from None
         unfinished = [
             t

@@ -77,7 +77,7 @@ def invoke(folder, *arguments):
 def test_from_nothing_to_figures_and_again(tmp_path):
     done = invoke(tmp_path, "fig3b", "--quick", "--max-minutes", "1e-9")
     assert done.exit_code == 3, done.output
-    assert "out of time; the same command goes on from there" in done.output
+    assert "out of time; the same command resumes" in done.output
     assert not list(tmp_path.rglob("result.json"))
     done = invoke(tmp_path, "fig3b", "--quick")
     assert done.exit_code == 0, done.output
@@ -224,7 +224,7 @@ def test_data_that_are_missing_are_named_and_the_rest_is_done(tmp_path, monkeypa
     done = invoke(tmp_path, "fig6", "--quick")
     assert done.exit_code == 1, done.output
     assert "digits was left out: the digits are not there" in done.output
-    assert "rbn: not all of it was done, see above" in done.output
+    assert "rbn: some of it was skipped, see above" in done.output
     assert len(list((tmp_path / "results").rglob("*.json"))) == 2
 
 

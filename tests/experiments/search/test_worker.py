@@ -152,7 +152,7 @@ def test_out_of_time_and_gone_on_with(make, start, tmp_path, monkeypatch):
     assert row.remark == "to be gone on with"
     again, said = start(sweep)
     assert again.work()
-    assert "trial 0: goes on at step 1" in said
+    assert "trial 0: resumes at step 1" in said
     assert history(tmp_path / "runs" / "trial-0000") == expected
 
 
@@ -173,7 +173,7 @@ def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
     assert whole.work()
     expected = history(tmp_path / "runs" / "trial-0000")
     (tmp_path / "runs").rename(tmp_path / "before")
-    report = module._Looks._report
+    report = module._TrialObserver._report
 
     def killed(self, trainer, value):
         report(self, trainer, value)
@@ -182,7 +182,7 @@ def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
 
     worker, _ = start(sweep)
     with monkeypatch.context() as patch:
-        patch.setattr(module._Looks, "_report", killed)
+        patch.setattr(module._TrialObserver, "_report", killed)
         patch.setattr(Trials, "release", lambda self, number: True)  # the dead release nothing
         with pytest.raises(Killed):
             worker.work()
@@ -190,7 +190,7 @@ def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
     again, said = start(sweep)
     assert again.work()
     assert "waiting for the trials of other workers" in said
-    assert "trial 0: goes on at step 2" in said
+    assert "trial 0: resumes at step 2" in said
     assert history(tmp_path / "runs" / "trial-0000") == expected
     (row,) = sweep_status(load_study(sweep.name, again.job.storage)).rows
     assert list(row.curve) == [record["valid_population"] for record in expected]
@@ -241,7 +241,7 @@ def test_a_trial_without_a_figure_fails(make, start, monkeypatch):
     assert worker.work()
     (row,) = sweep_status(load_study(worker.job.sweep.name, worker.job.storage)).rows
     assert (row.state, row.best) == ("failed", None)
-    assert row.remark == "no look at the validation data gave a number"
+    assert row.remark == "the validation metric was never a number"
 
 
 def test_interrupted_trials_wait(make, start, monkeypatch):

@@ -1,4 +1,4 @@
-"""What a sweep tries: values to choose from and ranges to draw from."""
+"""The search space of a sweep: lists of values and ranges."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Choices:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included; whole ones where both are whole.
+    """Numbers from `low` to `high`, both included; integers if both are integers.
 
     Attributes:
         low: the least.
         high: the greatest.
-        log: whether their logarithms are drawn evenly.
-        step: between the numbers; None takes all there are.
+        log: whether to sample on a logarithmic scale.
+        step: between the numbers; None: continuous.
     """
 
     low: int | float
@@ -136,8 +136,8 @@ def grid(space: Space) -> list[dict[str, Value]]:
     return [dict(zip(space, values, strict=True)) for values in itertools.product(*lists)]
 
 
-def together(spaces: tuple[Space, ...]) -> Space:
-    """One space that holds all values of several; their names in order of appearance."""
+def merge(spaces: tuple[Space, ...]) -> Space:
+    """Merge several spaces into one with all their values."""
     merged: Space = {}
     for key, parameter in (item for space in spaces for item in space.items()):
         before = merged.get(key)
@@ -149,10 +149,10 @@ def together(spaces: tuple[Space, ...]) -> Space:
 
 
 def format_value(value: Value) -> str:
-    """A value for the eye."""
+    """A value as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def listed(parameters: Mapping[str, Value]) -> str:
-    """Settings in a line."""
+    """Settings as one line."""
     return ", ".join(f"{key}={format_value(value)}" for key, value in parameters.items())

@@ -1,4 +1,4 @@
-"""What there is of a sweep: its trials as rows, and the best of them."""
+"""The state of a sweep: its trials as rows, and the best of them."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Row:
 
 @dataclass(frozen=True)
 class SweepStatus:
-    """A sweep as it is now.
+    """The current state of a sweep.
 
     Attributes:
         name: of the sweep.
-        figure: what is measured on the validation data.
-        maximize: whether higher figures are better.
+        figure: the validation metric.
+        maximize: whether a higher metric is better.
         rows: its trials.
-        total: how many there are to be.
+        total: number of trials, including those that have not started.
     """
 
     name: str
@@ -79,13 +79,13 @@ class SweepStatus:
 
     @property
     def best(self) -> Row | None:
-        """The best trial that came to its end."""
+        """The best complete trial."""
         done = [row for row in self.rows if row.state == "complete" and row.best is not None]
         key = _key(self.maximize)
         return max(done, key=lambda row: key(row.best), default=None)
 
     def summary(self) -> str:
-        """All of it in a line."""
+        """The state in one line."""
         counts = Counter(row.state for row in self.rows)
         counts["waiting"] += self.total - len(self.rows)
         parts = [f"{counts[state]} {state}" for state in STATES.values() if counts[state]]

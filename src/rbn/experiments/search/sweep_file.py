@@ -1,4 +1,4 @@
-"""The files of sweeps, checked from end to end before any work."""
+"""Reads the files of sweeps and checks them before any work."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def find(name: str) -> Path:
 
 
 def read(name: str, settings: Sequence[str] = (), trials: int | None = None) -> Sweep:
-    """The sweep of a name or path, with every mistake found that can be found without its data.
+    """The sweep of a name or path. Reports every mistake that can be found without the data.
 
     Args:
         name: one of `names`, or a path.
-        settings: ``key=value`` pairs that all trials have.
-        trials: how many, instead of the file's number.
+        settings: ``key=value`` pairs for all trials.
+        trials: number of trials, instead of the file's.
     """
     path = find(name)
     try:
@@ -104,7 +104,7 @@ def _checked(
 
 
 def _source(name: str, path: Path) -> str:
-    """A config's name as it is, a path as it is seen from the sweep's file."""
+    """A config's name, or a path relative to the sweep's file."""
     return name if name in configs.names() else str(path.parent / name)
 
 
@@ -135,7 +135,7 @@ def _seconds(value: Any) -> float:
 
 
 def _check_values(sweep: Sweep, space: Space) -> None:
-    """Every value of every setting, those before it being at their first."""
+    """Check every value of every setting, with the first value of the settings before it."""
     from rbn.experiments import build  # for the others of this module it is a slow import
 
     first: dict[str, Value] = {}
@@ -149,7 +149,7 @@ def _check_values(sweep: Sweep, space: Space) -> None:
 
 
 def _points(sweep: Sweep) -> tuple[dict[str, Value], ...]:
-    """The combinations of all grids; those that come to the same settings only once."""
+    """The combinations of all grids, without duplicates."""
     unique: dict[str, dict[str, Value]] = {}
     for space in sweep.spaces:
         size = math.prod(len(parameter.examples) for parameter in space.values())

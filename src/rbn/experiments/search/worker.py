@@ -1,4 +1,4 @@
-"""A worker: takes trials of a sweep and trains them, as ``rbn train`` would."""
+"""A worker: takes trials of a sweep and trains them like ``rbn train``."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MOST_FAILURES = 3  # in a row
-_LONGEST_WAIT = 5.0  # seconds between looks at the trials of others
+_LONGEST_WAIT = 5.0  # seconds between checks of other workers' trials
 
 
 class TooManyFailed(RuntimeError):
-    """Several trials in a row came to nothing: likely not their fault."""
+    """Several trials in a row failed, so the cause is probably not their settings."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is to do.
+    """The job of a worker.
 
     Attributes:
         sweep: whose trials.
@@ -85,13 +85,13 @@ class Worker:
         self._failures = 0
 
     def work(self) -> bool:
-        """Train until the sweep is at its end, or, with False, the time is.
+        """Train until the sweep is finished, or return False when the time runs out.
 
         Raises:
             TooManyFailed: when trials fail one after another.
             KeyboardInterrupt: on Ctrl-C; the trial in hand is saved and waits for the next worker.
         """
-        # An interrupt inside of the storage could leave its lock held, so none is raised there.
+        # An interrupt inside the storage could leave its lock held, so none is raised there.
         with remembered() as interrupts:
             return self._work(interrupts)
 
@@ -107,7 +107,7 @@ class Worker:
             return True
         base = job.sweep.config({})
         with interrupts.breakable():
-            # Before a trial is taken: missing data cost none.
+            # Before taking a trial: missing data do not cost one.
             TrainingSession([], job.device, job.root, loaded=self._loaded).load(base)
         waited = False
         with Heartbeat(trials) as heartbeat:
@@ -135,7 +135,7 @@ class Worker:
         return False
 
     def _clean(self) -> None:
-        """Give back the memory of the last trial: its parts hold each other."""
+        """Free the memory of the last trial, which has reference cycles."""
         gc.collect()
         if self.job.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -147,7 +147,7 @@ class Worker:
     def _run(
         self, number: int, trials: Trials, heartbeat: Heartbeat, interrupts: Interrupts
     ) -> None:
-        """One trial, from where it is to its end or until it is given up."""
+        """Train one trial, from its last checkpoint to its end or until it is pruned."""
         from optuna.exceptions import UpdateFinishedTrialError
 
         job = self.job
@@ -163,14 +163,14 @@ class Worker:
                 bar = None
                 if self._console is not None:
                     bar = stack.enter_context(ProgressBars(self._console))
-                looks = _Looks(trials, trial, heartbeat, self.say, bar)
+                observer = _TrialObserver(trials, trial, heartbeat, self.say, bar)
                 minutes = None if job.until is None else max(self._left(), 1e-3) / 60
-                session.train(max_minutes=minutes, observer=looks)
-            self._conclude(number, trials, heartbeat, session, looks, interrupts)
+                session.train(max_minutes=minutes, observer=observer)
+            self._conclude(number, trials, heartbeat, session, observer, interrupts)
         except UpdateFinishedTrialError:
             self.say(f"trial {number}: another worker has finished it")
         except CheckpointError:
-            raise  # the disk is full or broken, which is no fault of the trial
+            raise  # the disk is full or broken; the trial is not at fault
         except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             trials.fail(number, reason)
@@ -189,15 +189,15 @@ class Worker:
         trials: Trials,
         heartbeat: Heartbeat,
         session: TrainingSession,
-        looks: _Looks,
+        observer: _TrialObserver,
         interrupts: Interrupts,
     ) -> None:
-        """Tell the storage what came of a trial that was trained."""
+        """Store the outcome of a trial."""
         (trainer,) = session.trainers
         now, best = trainer.progress, trainer.progress.best
         if heartbeat.lost:
             self.say(f"trial {number}: another worker has taken it")
-        elif looks.pruned and not now.finished:
+        elif observer.pruned and not now.finished:
             if trials.prune(number):
                 figure = "no figure yet" if best is None else f"best {best:.4f}"
                 self.say(f"trial {number}: pruned at step {now.step:,}, {figure}")
@@ -208,7 +208,7 @@ class Worker:
             if trials.release(number):
                 self.say(f"trial {number}: out of time at step {now.step:,}, saved")
         elif best is None or not math.isfinite(best):
-            why = "no look at the validation data gave a number"
+            why = "the validation metric was never a number"
             if trials.fail(number, why):
                 self.say(f"trial {number}: failed: {why}")
         else:
@@ -221,8 +221,8 @@ class Worker:
                 self.say(f"trial {number}: validation {best:.4f} after {now.step:,} steps")
 
 
-class _Looks:
-    """Reports every look at the validation data, and stops the run when it is pruned."""
+class _TrialObserver:
+    """Reports every evaluation to the storage, and stops the run if it is pruned."""
 
     def __init__(
         self,
@@ -240,7 +240,7 @@ class _Looks:
     def add(self, trainer: Trainer, task: BaseTask) -> None:
         """Observe a run."""
         if trainer.progress.step > 0:
-            self._say(f"trial {self._trial.number}: goes on at step {trainer.progress.step:,}")
+            self._say(f"trial {self._trial.number}: resumes at step {trainer.progress.step:,}")
         if self._bar is not None:
             self._bar.add(trainer, task)
         trainer.record_callbacks.append(lambda record: self._report(trainer, record[task.metric]))
@@ -249,7 +249,7 @@ class _Looks:
     def _report(self, trainer: Trainer, value: float) -> None:
         now, number = trainer.progress, self._trial.number
         look = len(now.history) - 1
-        if look not in self._known:  # those made again after a kill have the same numbers
+        if look not in self._known:  # after a kill, repeated evaluations have the same values
             patiently(lambda: self._trial.report(value, look))
             self._known.add(look)
         at = {"step": now.step, "seconds": round(now.seconds, 1)}

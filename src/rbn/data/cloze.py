@@ -1,4 +1,4 @@
-"""Questions that are made up: of the shape of the news ones, and without any file."""
+"""Synthetic questions in the format of the news questions; needs no files."""
 
 from __future__ import annotations
 

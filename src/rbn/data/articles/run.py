@@ -1,4 +1,4 @@
-"""All articles of a file: twice through it, with several processes."""
+"""Builds questions from all articles of a file, in two passes, with several processes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _CHUNK = 200  # articles
 _SAMPLE = 3  # questions shown of each source
 
 Progress = Callable[[str, int], None]
-"""Called with what is going on and the articles done so far."""
+"""Called with the current step and the articles done so far."""
 
 
 @dataclass
 class Built:
-    """What came of it.
+    """The outcome of a build.
 
     Attributes:
         articles: read, by part.
@@ -48,7 +48,7 @@ class Built:
     sample: list[Question] = field(default_factory=list)
 
     def add(self, other: Built) -> None:
-        """Take in what came of other articles."""
+        """Add the counts of other articles."""
         self.articles += other.articles
         self.questions += other.questions
         self.dropped += other.dropped
@@ -199,7 +199,7 @@ def _write(job: tuple[list[str], str, str]) -> Built:
 
 @contextmanager
 def _pool(processes: int, *shared: Any) -> Iterator[ProcessPool | None]:
-    """Processes that know how words are written; none where one is enough."""
+    """A pool of processes with the word counts; None if one process is enough."""
     if processes == 1:
         if shared:
             _start(*shared)
@@ -210,7 +210,7 @@ def _pool(processes: int, *shared: Any) -> Iterator[ProcessPool | None]:
 
 
 def _each(pool: ProcessPool | None, work: Callable[..., T], jobs: Iterable[object]) -> Iterator[T]:
-    """The results in the order of the jobs, a few of which are in memory at a time."""
+    """The results in the order of the jobs; only a few are in memory at a time."""
     return map(work, jobs) if pool is None else pool.map(work, jobs)
 
 
@@ -231,7 +231,7 @@ class _Journal:
         self.chunks = 0
 
     def resume(self) -> None:
-        """Read what was done before; nothing where there is no journal."""
+        """Read the journal, if there is one."""
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         if not lines:
             return
@@ -252,12 +252,12 @@ class _Journal:
         _replace(self.path, b"".join(line + b"\n" for line in kept))
 
     def start(self) -> None:
-        """Begin a new journal where there is none."""
+        """Create the journal if there is none."""
         if not self.path.exists():
             _replace(self.path, _with_sum(self._identity))
 
     def enter(self, piece: Built) -> None:
-        """Write down that a chunk is done."""
+        """Record that a chunk is done."""
         self.made.add(piece)
         with self.path.open("ab") as file:
             file.write(_with_sum({name: dict(getattr(piece, name)) for name in _COUNTS}))
@@ -272,7 +272,7 @@ def _with_sum(content: dict[str, Any]) -> bytes:
 
 
 def _checked(line: bytes) -> dict[str, Any] | None:
-    """The content of a line with a right checksum, else None."""
+    """The content of a line; None if its checksum is wrong."""
     check, _, text = line.partition(b" ")
     if check != b"%08x" % zlib.crc32(text):
         return None

@@ -29,7 +29,7 @@ _HELD_OUT = 340  # of 10,000 Daily Mail articles, for validation and again for t
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a file, unpacked where its name ends in .gz or .xz."""
+    """The lines of a file, which may be packed (.gz or .xz)."""
     try:
         with _opened(path) as file:
             yield from file

@@ -1,4 +1,4 @@
-"""Questions and their documents as integer tensors, one after another without padding."""
+"""Questions and their documents as integer tensors, concatenated without padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All question files of a folder, once, in parallel, into a cache of arrays."""
+"""Converts all question files of a folder, in parallel, into a cache of arrays."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SHARD = 500  # files
 FORMAT = 2  # of the cache; a change makes it anew
 
 Progress = Callable[[int, int], None]
-"""Called with the files read so far and all there are."""
+"""Called with the number of files read so far and of all files."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is made of the files.
+    """How the files are converted.
 
     Attributes:
         reduction: what of the documents is kept.
@@ -64,7 +64,7 @@ class Choice:
 
 
 class QuestionFile(NamedTuple):
-    """A file as its folder lists it: what differs where the file is another."""
+    """A file's name, size and time, which show whether it has changed."""
 
     name: str
     size: int
@@ -150,13 +150,13 @@ def prepared(
 
 
 def _sum(files: Sequence[QuestionFile]) -> str:
-    """What shows that files are the same: a sum of their names, sizes and times."""
+    """A checksum of the names, sizes and times of files."""
     lines = "\n".join(f"{file.name} {file.size} {file.changed}" for file in files)
     return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
 
 
 def _is_of(place: Path, fingerprint: dict[str, list[Any]]) -> bool:
-    """Whether there is a cache, made of these files."""
+    """Whether there is a cache of exactly these files."""
     known = store.read_metadata(place)
     return known is not None and known["files"] == fingerprint
 
@@ -201,7 +201,7 @@ def _prepare(
 
 
 def _run(jobs: Sequence[Job], processes: int, progress: Progress | None) -> None:
-    """Make all shards that are not there yet."""
+    """Make all missing shards."""
     total = sum(len(job.files) for job in jobs)
     missing = [job for job in jobs if not _is_made(job)]
     done = total - sum(len(job.files) for job in missing)

@@ -26,7 +26,7 @@ _PARTS = ("address", "document", "question", "answer", "entities")
 
 
 class MalformedQuestion(ValueError):
-    """A file that is no question; says why."""
+    """A file is not a valid question; says why."""
 
 
 @dataclass(frozen=True)

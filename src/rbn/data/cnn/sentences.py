@@ -1,4 +1,4 @@
-"""The sentences of a document that have most to do with a question."""
+"""Selects the sentences of a document that are most relevant to a question."""
 
 from __future__ import annotations
 

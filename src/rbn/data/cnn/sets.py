@@ -1,4 +1,4 @@
-"""The sets of questions by name: where their files are, and how they are loaded."""
+"""The sets of questions by name: their files, and how to load them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entities under other names: what they are called must not matter."""
+"""Renames entities at random, so that a model cannot learn their names."""
 
 from __future__ import annotations
 

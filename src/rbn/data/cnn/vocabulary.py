@@ -1,4 +1,4 @@
-"""Words as numbers."""
+"""The vocabulary: words as numbers."""
 
 from __future__ import annotations
 

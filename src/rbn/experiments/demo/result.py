@@ -1,4 +1,4 @@
-"""What the demo is told and what it finds."""
+"""The demo's options and results."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def task(self) -> str:
-        """What the models read, in words."""
+        """The task in words."""
         return "permuted sequential digits" if self.permuted else "sequential digits"
 
     @property
@@ -91,7 +91,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Record:
-    """What one look at the validation images saw.
+    """One evaluation on the validation images.
 
     Attributes:
         step: optimisation steps taken so far.
@@ -111,7 +111,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Trained:
-    """One model's course.
+    """The training of one model.
 
     Attributes:
         name: ``"LSTM"`` or ``"BN-LSTM"``.
@@ -146,7 +146,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Result:
-    """A whole run of the demo.
+    """A run of the demo.
 
     Attributes:
         settings: what it was told.
@@ -170,7 +170,7 @@ class Result:
         return self.lstm, self.bn_lstm
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the curves, in types that JSON knows."""
+        """Everything but the curves, for JSON."""
         models = {}
         for model in self.models:
             reached = {f"{100 * t:.0f}%": model.reached(t) for t in THRESHOLDS}

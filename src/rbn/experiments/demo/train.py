@@ -45,7 +45,7 @@ def reach(model: SequenceClassifier, data: Split, batch_size: int) -> float:
 
 
 class _Timed(Classification):
-    """Evaluated with the running averages; counts the time that takes."""
+    """Evaluates with the running averages, and measures the time of evaluations."""
 
     estimate = None
     spent = 0.0
@@ -65,7 +65,7 @@ def fit(
     on_record: Callable[[Record], None] | None = None,
     device: torch.device | str = "cpu",
 ) -> Trained:
-    """Train, return to the best parameters, estimate the population statistics exactly, test.
+    """Train, load the best parameters, compute exact population statistics, test.
 
     Args:
         name: ``"LSTM"`` or ``"BN-LSTM"``.

@@ -1,4 +1,4 @@
-"""Figures as pictures, for the screen and for print."""
+"""Draws figures as SVG and PNG."""
 
 from __future__ import annotations
 

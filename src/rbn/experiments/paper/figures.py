@@ -1,4 +1,4 @@
-"""The paper's figures, made of what results there are."""
+"""The paper's figures, from the available results."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class Shelf:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is anything that tables, figures or findings could show."""
+        """Whether there is anything to show in tables, figures or findings."""
         trained = any(place.holds(r) for place in self.places.values() for r in self.results)
         sweep = any(result.gamma_tag is not None for result in self.results)
         kept = any(any((self.folder / n).glob("*")) for n in (COMPUTED, finding.FOLDER))
         return trained or sweep or kept
 
     def paper(self, figure: str) -> dict[str, Line]:
-        """The paper's lines, where they may be compared."""
+        """The paper's lines, if they are comparable."""
         return {} if self.quick else paper_lines(figure)
 
 
 @dataclass
 class _Gathered:
-    """Lines for a panel, the results they are of, what was not found, and which runs diverged."""
+    """Lines for a panel, their results, what is missing, and which runs diverged."""
 
     lines: list[Line] = field(default_factory=list)
     shown: list[Result] = field(default_factory=list)
@@ -65,14 +65,14 @@ class _Gathered:
 
 
 def _seeds(results: Iterable[Result]) -> str:
-    """A sentence that says of which seeds the lines are."""
+    """A sentence that names the seeds of the lines."""
     seeds = sorted({result.seed for result in results})
     many = "s" if len(seeds) > 1 else ""
     return f" Seed{many} {', '.join(map(str, seeds))}." if seeds else ""
 
 
 def _origin(results: Iterable[Result]) -> str:
-    """The same with the names of the settings, by which the tables know the runs."""
+    """The same with the names of the settings, as in the tables."""
     known = list(results)
     names = ", ".join(dict.fromkeys(result.settings for result in known))
     return f" Settings: {names}.{_seeds(known)}" if known else ""
@@ -95,7 +95,7 @@ def figure(name: str, shelf: Shelf) -> Figure:
 
 
 def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> _Gathered:
-    """Validation curves of some models, with both kinds of statistics where there are two."""
+    """Validation curves of some models, with both kinds of statistics if there are two."""
     gathered = _Gathered()
     for model, every in place.shown(shelf.results, models).items():
         group = finished(every)
@@ -166,7 +166,7 @@ def _text(shelf: Shelf) -> Figure:
 
 
 def _beside(result: Result, kind: str) -> Path:
-    """The file of what was measured on a result's model."""
+    """The file with the measurements of a result's model."""
     return result.path.with_name(f"{kind}-{result.path.stem}.csv")
 
 
@@ -239,7 +239,7 @@ def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figur
 
 
 def _after_start(line: Line) -> Line:
-    """A line without its points at step 0, which a logarithmic axis does not have."""
+    """A line without its points at step 0, which a logarithmic axis cannot show."""
     kept = [k for k, x in enumerate(line.x) if x > 0]
     columns = (line.x, line.y, line.low, line.high)
     x, y, low, high = (tuple(c[k] for k in kept) if c else () for c in columns)
@@ -275,7 +275,7 @@ def _stationarity(shelf: Shelf) -> Figure:
 
 
 def _loss(name: str, part: str) -> tuple[str, float]:
-    """The column of a learning curve with the cross-entropy, and what makes nats of it."""
+    """The column of a learning curve with the cross-entropy, and its factor to nats."""
     if part == "train":
         return "train", 1.0
     # Of images the figure is the accuracy, and the loss beside it; of texts it is bits.

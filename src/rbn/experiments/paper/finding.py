@@ -1,4 +1,4 @@
-"""A statement of the paper without a figure, and what came of it here."""
+"""A claim of the paper without a figure, and the outcome of our experiment."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Finding:
     versions: str = ""
 
     def write(self, folder: Path) -> Path:
-        """Keep it next to the results."""
+        """Write it next to the results."""
         path = folder / FOLDER / f"{self.name}.json"
         write_atomic(path, json.dumps(asdict(self), indent=2) + "\n")
         return path
 
 
 def read_findings(folder: Path) -> list[Finding]:
-    """Those that were made."""
+    """The findings in a folder of results."""
     findings = []
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:

@@ -1,4 +1,4 @@
-"""What the paper states without a figure, each as a small experiment on embedded data."""
+"""The paper's claims without a figure, each as a small experiment on embedded data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rbn.nn import PopulationStatistics
 
 
 def shared_stats(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
-    """Population statistics averaged over time, in place of one for each step."""
+    """Population statistics averaged over time, instead of one for each step."""
     config = on_digits("normalization.input_stats=step")
     rows, own, averaged = [], [], []
     for seed in range(1, seeds + 1):
@@ -114,7 +114,7 @@ QUICK_STEPS = {"shared-stats": 60, "small-gamma": 24, "no-noise": 12, "data-star
 
 
 def find(name: str, seeds: int, quick: bool, folder: Path, tick: Tick | None = None) -> Finding:
-    """Make one of `EXPERIMENTS`, and keep it in a folder of results."""
+    """Run one of `EXPERIMENTS`, and write it to a folder of results."""
     began = time.perf_counter()
     steps = (QUICK_STEPS if quick else STEPS)[name]
     finding = EXPERIMENTS[name](1 if quick else seeds, steps, tick)

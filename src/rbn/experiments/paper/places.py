@@ -1,4 +1,4 @@
-"""Where the results of each of the paper's tasks are found."""
+"""The results that belong to each of the paper's tasks."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class Place:
         return self.whole is None or self.whole == (sentences is None)
 
     def title_of(self, results: Sequence[Result]) -> str:
-        """The title where these results are shown, which names a task that is not the paper's."""
+        """The title for these results; names the task if it is not the paper's."""
         if self.stand_in or not results or self.is_papers(results):
             return self.title
         _, _, rest = self.title.partition(", ")
         return f"{results[0].task}, {rest}"
 
     def is_papers(self, results: Sequence[Result]) -> bool:
-        """Whether results are of the very task of the paper, so that numbers may be compared."""
+        """Whether the results are on exactly the paper's task, so that numbers are comparable."""
         return not self.stand_in and all(r.task == self.tasks[0] for r in results)
 
     def groups(self, results: Iterable[Result], model: str) -> list[list[Result]]:
-        """A model's results, those of different seeds together, the paper's own settings first."""
+        """A model's results, grouped over seeds, the paper's own settings first."""
         groups: dict[tuple[int, int, str], list[Result]] = {}
         for result in results:
             if result.model == model and self.holds(result):
@@ -85,7 +85,7 @@ class Place:
 
 
 def _finishing(groups: list[list[Result]]) -> list[list[Result]]:
-    """Those with a run that did not diverge; where there is none, all."""
+    """The groups with a run that did not diverge; all if there is none."""
     return [g for g in groups if any(r.diverged_at is None for r in g)] or groups
 
 

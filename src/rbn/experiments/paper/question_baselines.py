@@ -1,4 +1,4 @@
-"""What can be answered about questions without reading: the ceiling and answers by counting."""
+"""Baselines for questions: the share that can be answered, and answers by counting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: the paper's tables and figures with ours, as a page and as text."""
+"""The report: the paper's tables and figures with ours, as HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TITLE = "Recurrent Batch Normalization: the paper's results and ours"
 
 
 def write_report(shelf: Shelf, folder: Path) -> list[Path]:
-    """Write ``index.html``, ``report.md`` and the figures; all that is not there is named."""
+    """Write ``index.html``, ``report.md`` and the figures; lists what is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = {n: tables.rows(t, shelf.places, shelf.results) for n, t in TABLES.items()}
     figures = [figure(name, shelf) for name in FIGURE_TARGETS]
@@ -90,7 +90,7 @@ def _summary(rows: dict[str, list[Row]]) -> list[Block]:
 
 
 def _compared(rows: Sequence[Row]) -> dict[str, Row]:
-    """Of the rows of a task those that are held against each other, by model."""
+    """The rows of a task to compare, by model."""
     results = [result for row in rows for result in row.results]
     models = dict.fromkeys(row.entry.model for row in rows)
     shown = rows[0].place.shown(results, models)
@@ -116,7 +116,7 @@ def _tables(rows: dict[str, list[Row]]) -> list[Block]:
 
 
 def _baselines(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
-    """What the readers' error rates are to be compared with."""
+    """The baselines for the readers' error rates."""
     counts, commands = question_baselines.read_counts(shelf.folder)
     if not counts:
         return []
@@ -136,7 +136,7 @@ def _baselines(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
 def _unlearned(
     rows: dict[str, list[Row]], counts: Sequence[question_baselines.QuestionBaselines]
 ) -> str:
-    """A sentence that names the readers which err more often than counting does."""
+    """A sentence that names the readers with a higher error rate than counting."""
     named = []
     for row in (row for table_rows in rows.values() for row in table_rows if row.results):
         first, ours = row.results[0], mean(row.values)

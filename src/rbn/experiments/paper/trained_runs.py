@@ -1,4 +1,4 @@
-"""What figures 3b and 5 need of trained models, kept as files next to the results."""
+"""Measurements of trained models for Figures 3b and 5, kept next to the results."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ STATISTICS = {
 
 
 def lengths_path(results: Path, config: Config, seed: int) -> Path:
-    """Where a run's errors on windows of growing length are kept."""
+    """The file with a run's errors on windows of growing length."""
     return results / config.task / f"lengths-{config.name}-seed{seed}.csv"
 
 
 def statistics_path(results: Path, config: Config, seed: int) -> Path:
-    """Where some of a run's population statistics are kept."""
+    """The file with some of a run's population statistics."""
     return results / config.task / f"statistics-{config.name}-seed{seed}.csv"
 
 

@@ -118,7 +118,7 @@ def test_control_c_and_the_same_command_again(folder):
     assert done.exit_code == 130, done.output
     assert "rbn: stopped; the same command resumes" in done.output
     now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
-    assert [row.remark for row in now.rows] == ["to be gone on with"] * 2
+    assert [row.remark for row in now.rows] == ["to be resumed"] * 2
     done = invoke("mine.yaml", "--device", "cpu")
     assert done.exit_code == 0, done.output
     for number in (0, 1):

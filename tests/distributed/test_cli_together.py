@@ -125,7 +125,7 @@ def test_torchrun(tmp_path):
         (["--devices", "0"], "devices must be at least 1, got 0"),
         (["--devices", "101"], "batch_size must be at least 1 for each of 101 devices, got 100"),
         (["--devices", "2", "--seeds", "1,2"], "2 runs at once share one device"),
-        (["--devices", "2", "--graph"], "graph is for one device, and there are 2"),
+        (["--devices", "2", "--graph"], "graph needs a single device, got 2"),
     ],
 )
 def test_mistakes_are_one_sentence_before_any_work(arguments, message, tmp_path, monkeypatch):

@@ -142,10 +142,10 @@ def test_a_missing_file_is_named_or_made_again(finished, tmp_path):
         shutil.copytree(finished, folder)
         (folder / path.name).unlink()
         if path.name == "config.json":  # as an rm -r in the middle of training leaves it
-            with pytest.raises(FileExistsError, match=r"of a run whose config.json is gone"):
+            with pytest.raises(FileExistsError, match=r"of a run, but no config.json"):
                 train(folder)
             other = from_mapping(SMALL | {"optimizer": {"name": "adam", "lr": 0.5}})
-            with pytest.raises(FileExistsError, match=r"of a run whose config.json is gone"):
+            with pytest.raises(FileExistsError, match=r"of a run, but no config.json"):
                 TrainingSession([(folder, other, 2)], CPU)
         else:
             with warnings.catch_warnings():

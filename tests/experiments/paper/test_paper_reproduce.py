@@ -223,7 +223,7 @@ def test_data_that_are_missing_are_named_and_the_rest_is_done(tmp_path, monkeypa
     monkeypatch.setattr(build, "load", missing)
     done = invoke(tmp_path, "fig6", "--quick")
     assert done.exit_code == 1, done.output
-    assert "digits was left out: the digits are not there" in done.output
+    assert "digits was skipped: the digits are not there" in done.output
     assert "rbn: some of it was skipped, see above" in done.output
     assert len(list((tmp_path / "results").rglob("*.json"))) == 2
 
@@ -232,7 +232,7 @@ def test_a_figure_without_its_data_is_made_when_they_are_there(tmp_path):
     none = tmp_path / "none"
     done = invoke(tmp_path, "fig1a", "--seeds", "1", "--data-dir", none)
     assert done.exit_code == 1, done.output
-    assert "fig1a was left out" in done.output
+    assert "fig1a was skipped" in done.output
     done = invoke(tmp_path, "fig1a", "--seeds", "1", "--data-dir", none, "--dry-run")
     assert "1 of 1 to do" in done.output
 
@@ -269,7 +269,7 @@ def test_a_model_that_is_not_here_is_trained_for_its_figure(results, tmp_path):
     (run.folder / "final.safetensors").touch()
     assert asked.to_train() == []
     assert asked.listing()[0] == [
-        ("ptb, bn-lstm-short, seed 1", "there", ""),
+        ("ptb, bn-lstm-short, seed 1", "done", ""),
         ("ptb, bn-lstm-short, seed 1, for fig5", "to measure", ""),
     ]
 

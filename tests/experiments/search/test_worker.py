@@ -149,7 +149,7 @@ def test_out_of_time_and_gone_on_with(make, start, tmp_path, monkeypatch):
     assert said[-1] == "trial 0: out of time at step 1, saved"
     assert states(sweep, worker.job.storage) == ["waiting"]
     (row,) = sweep_status(load_study(sweep.name, worker.job.storage)).rows
-    assert row.remark == "to be gone on with"
+    assert row.remark == "to be resumed"
     again, said = start(sweep)
     assert again.work()
     assert "trial 0: resumes at step 1" in said

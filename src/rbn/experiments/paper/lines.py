@@ -83,7 +83,7 @@ class Figure:
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:
-    """At most `count` evenly spaced indices, including the first and the last."""
+    """At most `most` evenly spaced indices, including the first and the last."""
     count = len(values)
     if count <= most:
         return list(range(count))

@@ -182,7 +182,7 @@ def test_mistakes_in_writing(options, message, text_run):
 def test_no_text_from_a_classifier(digits_runs, tmp_path):
     done = invoke("sample", digits_runs / "bn-lstm-seed1", "--device", "cpu")
     assert done.exit_code == 2
-    assert "a run on digits, which is no text" in words(done.output)
+    assert "a run on digits, which is not a text" in words(done.output)
     done = invoke("evaluate", tmp_path)
     assert done.exit_code == 2
     assert "holds no run" in done.output
@@ -213,7 +213,7 @@ def test_publishing_without_a_curve(digits_runs, tmp_path):
     (run / "result.json").write_bytes((digits_runs / "bn-lstm-seed1/result.json").read_bytes())
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2
-    assert "has no learning curve: metrics.jsonl is not there" in words(done.output)
+    assert "has no learning curve: there is no metrics.jsonl" in words(done.output)
     (run / "metrics.jsonl").touch()
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2

@@ -142,7 +142,7 @@ def first(T, B, I, H, precision):  # noqa: E741
 def demo(device, model, seed):
     from rbn.data import digits
     from rbn.experiments.demo import Settings
-    from rbn.experiments.demo.fit import fit
+    from rbn.experiments.demo.train import fit
 
     torch.set_num_threads(1)
     began, data = time.perf_counter(), digits()

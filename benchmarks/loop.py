@@ -135,7 +135,7 @@ def main():
     rows = []
     for config_name in arguments.configs.split(","):
         for model in arguments.models.split(","):
-            found = configs.for_model(configs.read(configs.find(config_name)), model)
+            found = configs.for_model(configs.read_yaml(configs.find(config_name)), model)
             endless = ["epochs=100000", "evaluate_every=100000"]
             settings = [f"precision={arguments.precision}", *endless, *arguments.set]
             config = configs.with_settings(configs.from_mapping(found), settings)

@@ -143,7 +143,7 @@ def test_get_names_a_file_that_is_there_and_wrong(root: Path, web: list[str]) ->
         (DataNotFound("ptb could not be downloaded"), 1, "rbn: ptb could not be downloaded\n"),
         (DataAltered("http://web/b is not the expected b"), 1, "rbn: http://web/b is not the"),
         (PermissionError(13, "Permission denied", "ptb"), 1, "rbn: [Errno 13] Permission denied"),
-        (KeyboardInterrupt(), 130, "rbn: stopped before the end; the same command goes on from"),
+        (KeyboardInterrupt(), 130, "rbn: stopped before the end; the same command resumes"),
     ],
 )
 def test_get_ends_with_one_sentence(

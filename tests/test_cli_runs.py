@@ -10,13 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 from rbn.cli.app import app
-from rbn.experiments import build, results, runs, trained
+from rbn.experiments import build, results, run_folder, trained_models
 from rbn.experiments import config as configs
 from rbn.experiments.config import from_mapping, with_settings
 from rbn.experiments.paper import published
 from rbn.experiments.tasks import Classification
 from rbn.training import checkpoint
-from rbn.training.whole import read_checked, write_checked
+from rbn.training.atomic_files import read_checked, write_checked
 
 TEXT = ["--set", "epochs=1", "--set", "hidden_size=16", "--set", "batch_size=64"]
 
@@ -83,7 +83,7 @@ def test_measuring_the_best_model_so_far(tmp_path, monkeypatch):
     settings = ["epochs=6", "hidden_size=8", "evaluate_every=6", "average=0.9"]
     settings.append("layer.hidden_noise=0")  # which would be drawn anew
     config = with_settings(from_mapping(configs.published("digits")), settings)
-    runs.start(tmp_path, config, 1)
+    run_folder.create(tmp_path, config, 1)
     run = build.make_trainer(config, build.build(config, 1, torch.device("cpu")), tmp_path)
     now = run.run()
     (record,) = (r for r in now.history if r["step"] == now.best_step)
@@ -150,9 +150,9 @@ def test_writing_text(text_run):
 
 def test_text_is_written_with_the_states_of_what_was_read(text_run):
     """A character at a time gives what reading the whole at once does."""
-    model, symbols = trained.open_language_model(text_run, torch.device("cpu"))
+    model, symbols = trained_models.open_language_model(text_run, torch.device("cpu"))
     prompt = "class"
-    written = "".join(trained.sample(model, symbols, prompt, 6, 0.0, 1))
+    written = "".join(trained_models.sample(model, symbols, prompt, 6, 0.0, 1))
     numbers = torch.tensor([symbols.index(character) for character in prompt + written])
     with torch.no_grad():
         logits, _ = model(numbers[:, None])
@@ -182,7 +182,7 @@ def test_mistakes_in_writing(options, message, text_run):
 def test_no_text_from_a_classifier(digits_runs, tmp_path):
     done = invoke("sample", digits_runs / "bn-lstm-seed1", "--device", "cpu")
     assert done.exit_code == 2
-    assert "a run on digits, which is no text" in words(done.output)
+    assert "a run on digits, which is not a text" in words(done.output)
     done = invoke("evaluate", tmp_path)
     assert done.exit_code == 2
     assert "holds no run" in done.output
@@ -213,7 +213,7 @@ def test_publishing_without_a_curve(digits_runs, tmp_path):
     (run / "result.json").write_bytes((digits_runs / "bn-lstm-seed1/result.json").read_bytes())
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2
-    assert "has no learning curve: metrics.jsonl is not there" in words(done.output)
+    assert "has no learning curve: there is no metrics.jsonl" in words(done.output)
     (run / "metrics.jsonl").touch()
     done = invoke("publish", run, "--to", to)
     assert done.exit_code == 2
@@ -302,7 +302,7 @@ def test_curves_for_tensorboard(text_run):
 
 @pytest.mark.parametrize("name", configs.names())
 def test_every_config_is_one(name):
-    found = configs.read(configs.find(name))
+    found = configs.read_yaml(configs.find(name))
     settings = from_mapping(configs.for_model(found, "bn-lstm"))
     assert name.split("/")[-1].startswith(settings.task)
 

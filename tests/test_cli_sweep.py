@@ -16,11 +16,11 @@ pytest.importorskip("optuna")
 
 from rbn.cli.app import app
 from rbn.cli.sweep import _jobs
-from rbn.experiments import runs
-from rbn.experiments.fit import Fit
+from rbn.experiments import run_folder
+from rbn.experiments.search.status import sweep_status
 from rbn.experiments.search.storage import load_study
-from rbn.experiments.search.table import standing
 from rbn.experiments.search.worker import Job
+from rbn.experiments.training_session import TrainingSession
 
 SWEEP = """
 config: digits
@@ -94,11 +94,13 @@ def test_two_processes_on_one_file_and_one_is_killed(folder):
     assert "was killed by SIGKILL; its trial will be taken up again" in done.output
     assert len(set(killer.found.values())) == 2  # each process had one
     number = min(killer.found)
-    now = standing(load_study("mine", "runs/mine/sweep.db"))
+    now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
     assert [row.state for row in now.rows] == ["complete"] * 2
     # The trial of the killed one has the numbers of a run that nobody disturbed.
     run = folder / f"runs/mine/trial-{number:04d}"
-    undisturbed = Fit([(folder / "again", *runs.opened(run))], torch.device("cpu"))
+    undisturbed = TrainingSession(
+        [(folder / "again", *run_folder.read_config(run))], torch.device("cpu")
+    )
     undisturbed.train()
     assert history(run) == history(folder / "again")
     curve = [record["valid_population"] for record in history(run)]
@@ -114,16 +116,16 @@ def test_control_c_and_the_same_command_again(folder):
     done = invoke("mine.yaml", "--workers", "2", "--device", "cpu")
     presser.join()
     assert done.exit_code == 130, done.output
-    assert "rbn: stopped; the same command goes on from there" in done.output
-    now = standing(load_study("mine", "runs/mine/sweep.db"))
-    assert [row.remark for row in now.rows] == ["to be gone on with"] * 2
+    assert "rbn: stopped; the same command resumes" in done.output
+    now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
+    assert [row.remark for row in now.rows] == ["to be resumed"] * 2
     done = invoke("mine.yaml", "--device", "cpu")
     assert done.exit_code == 0, done.output
     for number in (0, 1):
         (step,) = (
             int(line.split()[-1])
             for line in done.output.splitlines()
-            if line.startswith(f"trial {number}: goes on at step")
+            if line.startswith(f"trial {number}: resumes at step")
         )
         assert step >= now.rows[number].steps
     assert "mine: 2 of 2 trials finished (2 complete)" in done.output
@@ -136,7 +138,7 @@ def test_a_sweep_its_table_and_its_picture(folder):
     done = invoke("mine.yaml", "--device", "cpu", "--trials", "2")
     assert done.exit_code == 0, done.output
     assert "mine: 2 of 2 trials finished (2 complete)" in done.output
-    best = standing(load_study("mine", "runs/mine/sweep.db")).best
+    best = sweep_status(load_study("mine", "runs/mine/sweep.db")).best
     assert f"best: trial {best.number}, validation {best.best:.4f}, model=lstm" in done.output
     assert f"in runs/mine/trial-{best.number:04d}" in done.output
     for name, begins in (("a.svg", b"<?xml"), ("b.png", b"\x89PNG"), ("c.pdf", b"%PDF")):
@@ -157,7 +159,7 @@ def test_out_of_time(folder):
     options = ("mine.yaml", "--device", "cpu", "--trials", "1")
     done = invoke(*options, "--max-minutes", "1e-9")
     assert done.exit_code == 3
-    assert "out of time; the same command goes on from there" in done.output
+    assert "out of time; the same command resumes" in done.output
     assert "mine: 0 of 1 trials finished (1 waiting)" in done.output
     assert invoke(*options).exit_code == 0
 
@@ -170,7 +172,7 @@ def test_other_settings_need_another_place(folder):
     assert "holds a sweep mine with another config" in said(done)
     done = invoke(*options, "--set", "epochs=2", "--storage", "other.log", "--out", "elsewhere")
     assert done.exit_code == 0, done.output
-    assert runs.opened(folder / "elsewhere" / "trial-0000")[0].epochs == 2
+    assert run_folder.read_config(folder / "elsewhere" / "trial-0000")[0].epochs == 2
     done = invoke("status", "mine.yaml", "--storage", "other.log")
     assert "1 of 1 trials finished" in done.output
 
@@ -187,7 +189,7 @@ def test_failures_are_shown(folder):
     assert "best:" not in done.output
     done = invoke("mine.yaml", "--device", "cpu", "--trials", "3")
     assert done.exit_code == 1
-    assert "rbn: no trial came to its end" in done.output
+    assert "rbn: no trial finished" in done.output
     assert (folder / "none.png").exists()
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rbn.cli.app import app
 from rbn.training import checkpoint
-from rbn.training.whole import read_checked, write_checked
+from rbn.training.atomic_files import read_checked, write_checked
 
 SMALL = ["--set", "epochs=2", "--set", "hidden_size=8", "--set", "evaluate_every=6"]
 
@@ -46,7 +46,7 @@ def test_out_of_time_and_resumed(whole, tmp_path):
     done = invoke("train", "digits", *SMALL, *options)
     assert done.exit_code == 3, done.output
     said = " ".join(done.output.split())
-    assert f"rbn: out of time at step 1, saved. Go on with: rbn resume {folder}" in said
+    assert f"rbn: out of time at step 1, saved. Resume with: rbn resume {folder}" in said
     assert not (folder / "result.json").exists()
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0, done.output
@@ -93,7 +93,7 @@ def test_control_c_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 130, errors
-    assert f"saved. Go on with: rbn resume {folder}" in errors
+    assert f"saved. Resume with: rbn resume {folder}" in errors
     assert "Traceback" not in errors
 
 
@@ -120,9 +120,9 @@ def test_a_table_of_unfinished_runs(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "going")
     (tmp_path / "going" / "result.json").unlink()
     last = tmp_path / "going" / "last.safetensors"
-    tensors, facts = checkpoint.load(last)
-    facts["progress"] |= {"step": 21, "seconds": 90.0}
-    checkpoint.save(last, tensors, facts)
+    tensors, metadata = checkpoint.load(last)
+    metadata["progress"] |= {"step": 21, "seconds": 90.0}
+    checkpoint.save(last, tensors, metadata)
     shutil.copytree(tmp_path / "going", tmp_path / "damaged")
     (tmp_path / "damaged" / "last.safetensors").write_bytes(b"no checkpoint")
     found = rows_of(tmp_path)
@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_has_one_before(whole, tmp_path):
     shutil.copytree(whole, folder)
     (folder / "result.json").unlink()
     (folder / "last.safetensors").write_bytes(b"no checkpoint")
-    with pytest.warns(UserWarning, match=r"last\.safetensors .* Going on from the one before"):
+    with pytest.warns(UserWarning, match=r"last\.safetensors .* Resuming from"):
         done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0, done.output
     assert result_of(folder) == result_of(whole)
@@ -205,7 +205,7 @@ def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch)
         patch.setattr("rbn.experiments.results.exact_statistics", interrupted)
         done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 130
-    assert f"stopped before the test was over. Go on with: rbn resume {folder}" in done.output
+    assert f"stopped during the test. Resume with: rbn resume {folder}" in done.output
     assert invoke("resume", folder, "--device", "cpu").exit_code == 0
     assert result_of(folder) == result_of(whole)
 
@@ -220,7 +220,7 @@ def test_control_c_while_testing_says_how_to_go_on(whole, tmp_path, monkeypatch)
         (["train", "digits", "--config", "mnist"], "config mnist is for task mnist, not digits"),
         (["train", "digits", "--device", "cpu", "--graph"], "graph needs a CUDA device"),
         (["train", "digits", "--device", "cpu", "--max-minutes", "0"], "max_minutes must be pos"),
-        (["train", "digits", "--set", "layer.foo=1"], "the settings do not fit"),
+        (["train", "digits", "--set", "layer.foo=1"], "the settings are not valid"),
         (["train", "digits", "--set", "average=1.5"], "average must be at least 0 and below 1"),
         (["train", "digits", "--set", "decay_from=2"], "decay_from must be from 0 to 1"),
         (["train", "digits", "--seed", "-1"], "a seed must be a whole number from 0"),
@@ -273,7 +273,7 @@ def test_an_optimiser_that_does_not_fit_the_checkpoint(whole, tmp_path, changed)
     folder = unfinished_with(whole, tmp_path / "run", changed)
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 1
-    assert "the checkpoint does not fit the run's settings" in done.output
+    assert "the checkpoint does not match the run's settings" in done.output
     assert "Traceback" not in done.output
 
 
@@ -282,7 +282,7 @@ def test_settings_that_do_not_fit_the_checkpoint(whole, tmp_path, command):
     folder = unfinished_with(whole, tmp_path / "run", {"hidden_size": 17})
     done = invoke(command, folder, "--device", "cpu")
     assert done.exit_code == 1
-    assert "the checkpoint does not fit the run's settings, which may have been" in done.output
+    assert "the checkpoint does not match the run's settings" in done.output
     assert "Traceback" not in done.output
 
 
@@ -388,7 +388,7 @@ def test_a_damaged_curve_is_named(whole, tmp_path):
 
 def test_the_model_and_the_task_are_no_settings(tmp_path):
     """They decide which settings there are."""
-    for key, instead in (("model=lstm", "give --model"), ("task=ptb", "stands behind train")):
+    for key, instead in (("model=lstm", "use --model"), ("task=ptb", "first argument")):
         done = invoke("train", "digits", "--set", key, "--out", tmp_path / "run")
         assert done.exit_code == 2
         assert instead in done.output
@@ -400,8 +400,8 @@ def test_the_model_and_the_task_are_no_settings(tmp_path):
     [
         ("model: [a]", "model must be one of lstm, "),
         ("model: 0", "model must be one of lstm, "),
-        ("variants: {bn-lstm: {task: pydoc}}", "variants: bn-lstm cannot have a task of its own"),
-        ("tag: \xe9", "own.yaml is not a text in UTF-8"),
+        ("variants: {bn-lstm: {task: pydoc}}", "variants: bn-lstm cannot set task"),
+        ("tag: \xe9", "own.yaml is not UTF-8 text"),
     ],
 )
 def test_configs_that_make_no_sense(text, message, tmp_path, monkeypatch):
@@ -429,7 +429,7 @@ def test_one_sequence_is_no_minibatch(tmp_path):
 def test_settings_of_texts_alone(setting, tmp_path):
     done = invoke("train", "digits", "--set", setting, "--out", tmp_path / "run")
     assert done.exit_code == 2
-    assert f"{setting.split('=')[0]} is a setting of texts, which digits is not" in done.output
+    assert f"{setting.split('=')[0]} is not a setting of digits" in done.output
 
 
 def test_a_file_is_no_folder(tmp_path):
@@ -475,4 +475,4 @@ def test_sigterm_saves_and_says_how_to_resume(tmp_path):
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 143, errors
-    assert f"saved. Go on with: rbn resume {folder}" in errors
+    assert f"saved. Resume with: rbn resume {folder}" in errors

@@ -55,6 +55,7 @@ def test_the_small_sweep(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
     from rbn.cli.app import app
+    from rbn.experiments.search import sweep_file
 
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "sweeps.md").read_text()
@@ -68,13 +69,11 @@ def test_the_small_sweep(tmp_path, monkeypatch):
     assert (tmp_path / "digits-lr.svg").exists()
     assert (tmp_path / "runs/digits-lr/trial-0004/metrics.jsonl").exists()
 
-    from rbn.experiments.search import file as files
-
     (tmp_path / "lines.yaml").write_text(one_at_a_time)
-    assert files.read("lines.yaml").trials == 5
+    assert sweep_file.read("lines.yaml").trials == 5
     for name, trials in re.findall(r"^\| (`.*-table5`) \| (\d+) \|", text, flags=re.M):
         for each in re.findall(r"`([^`]+)`", name):
-            assert files.read(each).trials == int(trials)
+            assert sweep_file.read(each).trials == int(trials)
 
 
 def test_streaming_and_folding():

@@ -49,7 +49,7 @@ def test_the_published_numbers_are_those_of_the_files(task, tag, factor, digits,
 def shipped_beyond(task, tag, model="bn-lstm"):
     from rbn.experiments import config
 
-    values = {**config.read(config.find(f"beyond/{task}")), "model": model, "tag": tag}
+    values = {**config.read_yaml(config.find(f"beyond/{task}")), "model": model, "tag": tag}
     there = config.with_settings(config.from_mapping(values), ["precision=bf16-mixed"])
     return json.loads(there.to_json())
 
@@ -192,7 +192,7 @@ def test_the_accuracy_of_the_lstm_past_the_paper_is_that_of_the_files():
         assert run["config"] == shipped_beyond("pmnist", "beyond", "lstm")
 
 
-def spoken(seconds):
+def format_duration(seconds):
     return f"{seconds / 60:.0f} min" if seconds > 100 else f"{seconds:.0f} s"
 
 
@@ -204,7 +204,9 @@ def test_the_numbers_past_the_paper_are_those_of_the_files(task, tag, name):
     found = json.loads((ROOT / f"results/{task}/bn-lstm-{tag}-seed1.json").read_text())
     plain = json.loads((ROOT / f"results/{task}/lstm-beyond-seed1.json").read_text())
     epochs = found["config"]["epochs"]
-    ours, other = (rf"{run['test']:.3f} \({spoken(run['seconds'])}.*\)" for run in (found, plain))
+    ours, other = (
+        rf"{run['test']:.3f} \({format_duration(run['seconds'])}.*\)" for run in (found, plain)
+    )
     line = rf"^\| {name} \|.*\| {ours} \| {other} \|.*, {epochs} epochs \|$"
     assert re.search(line, (ROOT / "docs/experiments.md").read_text(), flags=re.M)
     command = f"`rbn train {task} --config beyond/{task} --precision bf16-mixed`"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rbn.training.launcher import end_at_once
+from rbn.training.launcher import exit_at_once
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "ops"))  # recurrence_cases
@@ -89,7 +89,7 @@ def main(rank: int, folder: Path) -> None:
     torch.save(found, folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    end_at_once(0)  # gloo's threads may not be ready for the end
+    exit_at_once(0)  # gloo's threads may not be ready for the end
 
 
 if __name__ == "__main__":

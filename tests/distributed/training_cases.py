@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
 import torch
-from tasks import Letters
+from letters_task import Letters
 
 from rbn.data import Split, Splits, Text
 from rbn.experiments import build, config, results
@@ -81,9 +81,10 @@ def run(name: str, folder: Path, rank: int | None = None, stop: int | None = Non
         if trainer.ranks.count > 1:
             results.finish(wanted, 1, trainer, "")
         return trainer
-    while trainer.progress.step < stop:
-        trainer.advance()
-    with trainer.alone():
+    for progress in trainer.steps():
+        if progress.step == stop:
+            break
+    with trainer.isolated():
         trainer.save()
     return trainer
 
@@ -112,9 +113,10 @@ def stopped_and_resumed(rank: int, folder: Path) -> None:
     """With noise, zoneout and dropout; statistics of each process."""
     letters(folder / "whole", rank).run()
     first = letters(folder / "stopped", rank)
-    while first.progress.step < 7:
-        first.advance()
-    with first.alone():
+    for progress in first.steps():
+        if progress.step == 7:
+            break
+    with first.isolated():
         first.save()
     torch.manual_seed(99 + rank)
     letters(folder / "stopped", rank, Parted(seed=99)).run()
@@ -158,12 +160,12 @@ def diverged(rank: int, folder: Path) -> str:
 def full_disk(rank: int, folder: Path) -> str:
     """The first process cannot write."""
     trainer = letters(folder, rank)
-    trainer.advance()
+    next(trainer.steps())
     if rank == 0:
         folder.joinpath("last.safetensors").unlink()
         folder.joinpath("last.safetensors").mkdir()  # as good as a full disk
     try:
-        with trainer.alone():
+        with trainer.isolated():
             trainer.save()
     except CheckpointError as error:
         return str(error)

@@ -16,9 +16,10 @@ def stopped_and_whole(tmp_path):
 
         whole, first = trainer("whole"), trainer("stopped")
         whole.run()
-        for _ in range(steps):
-            first.advance()
-        with first.alone():
+        for progress in first.steps():
+            if progress.step == steps:
+                break
+        with first.isolated():
             first.save()
         second = trainer("stopped")
         assert second.progress.step == steps

@@ -23,11 +23,11 @@ from rich.console import Console
 from rbn.data import Splits, digits
 from rbn.experiments.demo import Result, Settings, Trained, run_demo
 from rbn.experiments.demo.figure import draw
-from rbn.experiments.demo.fit import build, fit, reach
 from rbn.experiments.demo.page import write_page
 from rbn.experiments.demo.result import Record
 from rbn.experiments.demo.summary import expectation, faster, headline, on_reach, outcome
 from rbn.experiments.demo.terminal import NOTE, rows
+from rbn.experiments.demo.train import build, fit, reach
 from rbn.training import Diverged
 
 SMALL = Settings(epochs=2, hidden_size=8, batch_size=20, evaluate_every=2)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from rbn.experiments.build import build, check, make_optimizer
+from rbn.experiments.build import build, check
 from rbn.experiments.config import from_mapping
+from rbn.experiments.optimizers import make_optimizer
 
 CPU = torch.device("cpu")
 SMALL = {"task": "digits", "hidden_size": 4, "batch_size": 600, "epochs": 3, "decay_from": 0.3}
@@ -51,7 +52,7 @@ def test_betas_may_be_whole_numbers():
 
 def test_options_that_do_not_go_together():
     optimizer = {"name": "adam", "fused": True, "foreach": True}
-    with pytest.raises(ValueError, match=r"the optimizer's settings do not fit: .*foreach"):
+    with pytest.raises(ValueError, match=r"the optimizer's settings are not valid: .*foreach"):
         check(from_mapping(SMALL | {"optimizer": optimizer}))
 
 

@@ -16,17 +16,18 @@ from rbn.data.cloze import cloze, cloze_questions
 from rbn.data.cnn.preprocess import PARTS
 from rbn.data.cnn.question import render
 from rbn.experiments import config as configs
-from rbn.experiments import results, runs
-from rbn.experiments.asking import Answer, ask
+from rbn.experiments import results, run_folder
 from rbn.experiments.attention_page import highlighted, page
 from rbn.experiments.build import build, make_trainer
-from rbn.experiments.config import CONFIGS, READERS, READING, Config, from_mapping
-from rbn.experiments.paper.counted import read_counts
+from rbn.experiments.config import CONFIGS, Config, from_mapping
 from rbn.experiments.paper.numbers import TABLES
 from rbn.experiments.paper.places import places as places_of_results
 from rbn.experiments.paper.published import read_results
+from rbn.experiments.paper.question_baselines import read_counts
 from rbn.experiments.paper.tables import rows
+from rbn.experiments.question_answering import Answer, ask
 from rbn.experiments.reading import ReadingTask, make_reader
+from rbn.experiments.task_kinds import QUESTIONS, READERS
 from rbn.training import checkpoint
 
 CPU = torch.device("cpu")
@@ -48,8 +49,8 @@ def small(variant="bn-e**", **settings):
 def test_every_config_builds_its_readers(path):
     reading = cloze((40, 10, 10))
     for variant in READERS:
-        config = from_mapping(configs.for_model(configs.read(path), variant))
-        assert config.task in READING
+        config = from_mapping(configs.for_model(configs.read_yaml(path), variant))
+        assert config.kind is QUESTIONS
         reader = make_reader(config, reading.vocabulary)
         assert reader.variant == variant
 
@@ -82,7 +83,7 @@ def test_options_of_the_authors_code_from_the_command_line(tmp_path):
 def test_the_papers_numbers():
     for name, hidden in (("cnn", 240), ("cnn-full", 120), ("cnn-built", 240)):
         found = {
-            v: from_mapping(configs.for_model(configs.read(CONFIGS / f"{name}.yaml"), v))
+            v: from_mapping(configs.for_model(configs.read_yaml(CONFIGS / f"{name}.yaml"), v))
             for v in READERS
         }
         for variant, config in found.items():
@@ -190,7 +191,7 @@ def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
     arguments = ["train", "cnn", "--variant", "bn-e**", "--config", "cnn-full", "--device", "cpu"]
     result = call(*arguments, *settings, "--data-dir", root, "--out", out)
     assert result.exit_code == 0, result.output
-    assert "1 test files are no questions and were skipped: bad.question: it must" in result.stderr
+    assert "skipped 1 malformed test files: bad.question: it must" in result.stderr
     found = json.loads((out / "result.json").read_text())
     assert found["metric"] == "error rate"
     assert found["task"] == "cnn"
@@ -277,7 +278,7 @@ def run(tmp_path_factory):
     config = small(epochs=1)
     torch.manual_seed(0)
     task = build(config, 1, CPU)
-    runs.start(folder, config, 1)
+    run_folder.create(folder, config, 1)
     trainer = make_trainer(config, task, folder)
     trainer.run()
     assert isinstance(task, ReadingTask)
@@ -321,11 +322,11 @@ def test_asking(run, tmp_path):
 def test_what_is_not_in_the_texts_has_none_of_their_names(run, tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("@entity4 won the cup . @entity10 left the house .\n")
-    answer = ask(run, text, "@placeholder won the cup", most=100)
+    answer = ask(run, text, "@placeholder won the cup", limit=100)
     names = [name for name, _ in answer.candidates]
     assert sorted(names) == ["@entity10", "@entity4", "an entity not in the texts"]
     assert sum(chance for _, chance in answer.candidates) == pytest.approx(1, abs=1e-5)
-    assert ask(run, text, "@placeholder won the cup", most=2).candidates == answer.candidates[:2]
+    assert ask(run, text, "@placeholder won the cup", limit=2).candidates == answer.candidates[:2]
     text.write_text("they won the cup .\n")
     ((name, chance),) = ask(run, text, "@placeholder won the cup").candidates
     assert (name, chance) == ("an entity not in the texts", pytest.approx(1, abs=1e-5))
@@ -415,12 +416,12 @@ def test_fewer_sentences_than_none(tmp_path):
 
 
 def test_asking_what_is_no_reader(tmp_path):
-    runs.start(tmp_path, Config("digits"), 1)
+    run_folder.create(tmp_path, Config("digits"), 1)
     file = tmp_path / "a.txt"
     file.write_text("word")
     result = call("ask", tmp_path, "--document", file, "--question", "@placeholder")
     assert result.exit_code == 2
-    assert result.output.endswith("is a run of digits, which has no questions\n")
+    assert result.output.endswith("is a run on digits, which has no questions\n")
     result = call("ask", tmp_path / "none", "--document", file, "--question", "@placeholder")
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
@@ -431,7 +432,7 @@ def test_a_page_escapes_every_word():
     answer = Answer((bad, "b"), (0.25, 0.75), (bad, "@placeholder"), ((bad, 0.9),), bad)
     shown = page(answer)
     assert "<img" not in shown
-    assert shown.count("&lt;img src=x onerror=&quot;alert(1)&quot;&gt;") == 6
+    assert shown.count("&lt;img src=x onerror=&#34;alert(1)&#34;&gt;") == 6
     assert "rgba(255, 150, 0, 0.333)" in shown
     text = highlighted(answer)
     assert text.plain == f"{bad} b "

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rbn.experiments.build import build
-from rbn.experiments.config import READERS, Config
+from rbn.experiments.config import Config
+from rbn.experiments.task_kinds import READERS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,14 +8,15 @@ import torch
 import rbn
 from rbn import data
 from rbn.data import Split, Splits
-from rbn.experiments import build, results, runs
+from rbn.experiments import build, results, run_folder
 from rbn.experiments.config import from_mapping
-from rbn.experiments.fit import Fit
+from rbn.experiments.optimizers import make_optimizer
 from rbn.experiments.tasks import Classification, NextSymbol
-from rbn.experiments.trained import open_task
+from rbn.experiments.trained_models import open_task
+from rbn.experiments.training_session import TrainingSession
 from rbn.models import LanguageModel, SequenceClassifier
 from rbn.training import Progress, checkpoint
-from rbn.training.whole import write_checked
+from rbn.training.atomic_files import write_checked
 
 CPU = torch.device("cpu")
 SMALL = {"task": "digits", "hidden_size": 4, "batch_size": 600, "evaluate_every": 1, "epochs": 2}
@@ -76,19 +77,21 @@ def test_the_task(task):
 
 def test_runs_with_other_data_do_not_share_them(tmp_path):
     configs = [from_mapping(SMALL | {"data": {"permuted": p}}) for p in (False, True)]
-    fit = Fit([(tmp_path / str(k), config, 1) for k, config in enumerate(configs)], CPU)
+    fit = TrainingSession([(tmp_path / str(k), config, 1) for k, config in enumerate(configs)], CPU)
     one, other = (fit.load(config).train.inputs for config in configs)
     assert not torch.equal(one, other)
 
 
 def test_the_precision_reaches_fabric(tmp_path):
-    fit = Fit([(tmp_path / "run", from_mapping(SMALL | {"precision": "bf16-mixed"}), 1)], CPU)
+    fit = TrainingSession(
+        [(tmp_path / "run", from_mapping(SMALL | {"precision": "bf16-mixed"}), 1)], CPU
+    )
     fit.train(max_minutes=1e-9)
     assert fit.trainers[0].fabric.strategy.precision.precision == "bf16-mixed"
 
 
 def test_a_trained_model_is_measured_in_its_precision(tmp_path):
-    runs.start(tmp_path, from_mapping(SMALL | {"precision": "bf16-mixed"}), 1)
+    run_folder.create(tmp_path, from_mapping(SMALL | {"precision": "bf16-mixed"}), 1)
     config, run = trained(tmp_path, precision="bf16-mixed")
     results.finish(config, 1, run, "")
     _, task = open_task(tmp_path, CPU)
@@ -105,7 +108,7 @@ def test_an_optimiser_without_a_rate_has_its_own(name):
     """Also where a CUDA graph is to hold the step, and the rate is a tensor."""
     config = from_mapping(SMALL | {"optimizer": {"name": name}, "decay_from": 0.5})
     eager, graph = (
-        build.make_optimizer(config, torch.nn.Linear(2, 2), graph).param_groups[0]["lr"]
+        make_optimizer(config, torch.nn.Linear(2, 2), graph).param_groups[0]["lr"]
         for graph in (False, True)
     )
     assert isinstance(graph, torch.Tensor)
@@ -176,18 +179,18 @@ def test_a_run_that_diverged_is_tested(tmp_path):
     class Spoilt:
         """Makes the loss of step 2 no number."""
 
-        def add(self, run, config, task):
+        def add(self, trainer, task):
             batch, loss = task.batch, task.loss
 
-            def noted(step):
+            def remember(step):
                 self.step = step
                 return batch(step)
 
-            task.batch = noted
+            task.batch = remember
             task.loss = lambda *parts: loss(*parts) * (torch.nan if self.step == 2 else 1)
 
-    fit = Fit([(tmp_path / "run", from_mapping(SMALL), 1)], CPU)
-    fit.train(watch=Spoilt())
+    fit = TrainingSession([(tmp_path / "run", from_mapping(SMALL), 1)], CPU)
+    fit.train(observer=Spoilt())
     assert fit.diverged is not None
     assert len(list(fit.results())) == 1
     found = json.loads((tmp_path / "run" / "result.json").read_text())

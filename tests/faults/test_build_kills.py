@@ -15,7 +15,7 @@ import pytest
 
 from rbn.cli.app import app  # noqa: F401  (the command that the tests start can be imported)
 from rbn.data.articles import build, run
-from rbn.data.processes import HelperLost, Helpers
+from rbn.data.process_pool import ProcessPool, WorkerLost
 
 ARTICLES = 40
 
@@ -134,13 +134,13 @@ def fails(job):
 
 @pytest.mark.slow
 def test_helpers_give_results_in_order_and_say_how_they_were_lost():
-    with Helpers(2) as pool:
+    with ProcessPool(2) as pool:
         # Jobs larger than a pipe holds.
         jobs = [bytes([k % 256]) * 100_000 for k in range(20)]
         assert list(pool.map(identity, jobs)) == jobs
         with pytest.raises(ValueError, match="bad 3"):
             list(pool.map(fails, [3]))
-    with Helpers(2) as pool, pytest.raises(HelperLost, match="was killed by SIGKILL"):
+    with ProcessPool(2) as pool, pytest.raises(WorkerLost, match="was killed by SIGKILL"):
         list(pool.map(ends, jobs))
 
 

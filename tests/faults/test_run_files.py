@@ -12,11 +12,11 @@ import torch
 from damage import faults
 
 from rbn.cli.runs import _figures
-from rbn.experiments import results, runs
-from rbn.experiments.asking import read_vocabulary
+from rbn.experiments import results, run_folder
 from rbn.experiments.config import from_mapping
-from rbn.experiments.fit import Fit
-from rbn.experiments.trained import weights_of
+from rbn.experiments.question_answering import read_vocabulary
+from rbn.experiments.trained_models import load_weights
+from rbn.experiments.training_session import TrainingSession
 from rbn.training import CheckpointError
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ SMALL = {
 
 def train(folder, steps=None):
     """Train a run from where it is to its end, or until it has made some steps."""
-    fit = Fit([(folder, from_mapping(SMALL), 1)], CPU, loaded=LOADED)
+    fit = TrainingSession([(folder, from_mapping(SMALL), 1)], CPU, loaded=LOADED)
 
     class Stop:
         def add(self, trainer, *_):
@@ -41,9 +41,9 @@ def train(folder, steps=None):
                 if now.step == steps:
                     trainer.stop()
 
-            trainer.on_step = on_step
+            trainer.step_callbacks.append(on_step)
 
-    fit.train(watch=Stop())
+    fit.train(observer=Stop())
     return list(fit.results())
 
 
@@ -72,12 +72,12 @@ def numbers(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         line.pop("seconds")
-    weights, _ = weights_of(folder)
+    weights, _ = load_weights(folder)
     return result, lines, {name: value.tolist() for name, value in weights.items()}
 
 
 def resumed(folder):
-    runs.opened(folder)
+    run_folder.read_config(folder)
     train(folder)
     return numbers(folder)
 
@@ -88,8 +88,8 @@ def published(folder):
 
 
 def evaluated(folder):
-    runs.opened(folder)
-    weights, _ = weights_of(folder)
+    run_folder.read_config(folder)
+    weights, _ = load_weights(folder)
     return {name: value.tolist() for name, value in weights.items()}
 
 
@@ -142,11 +142,11 @@ def test_a_missing_file_is_named_or_made_again(finished, tmp_path):
         shutil.copytree(finished, folder)
         (folder / path.name).unlink()
         if path.name == "config.json":  # as an rm -r in the middle of training leaves it
-            with pytest.raises(FileExistsError, match=r"of a run whose config.json is gone"):
+            with pytest.raises(FileExistsError, match=r"of a run, but no config.json"):
                 train(folder)
             other = from_mapping(SMALL | {"optimizer": {"name": "adam", "lr": 0.5}})
-            with pytest.raises(FileExistsError, match=r"of a run whose config.json is gone"):
-                Fit([(folder, other, 2)], CPU)
+            with pytest.raises(FileExistsError, match=r"of a run, but no config.json"):
+                TrainingSession([(folder, other, 2)], CPU)
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -163,7 +163,7 @@ def numbers_or_named(folder, name):
 def test_the_vocabulary_of_a_reader(tmp_path, tries):
     from rbn.data.cnn import Vocabulary
     from rbn.experiments.reading import VOCABULARY
-    from rbn.training.whole import write_checked
+    from rbn.training.atomic_files import write_checked
 
     whole = Vocabulary(3, ("the", "a", "run"))
     write_checked(tmp_path / VOCABULARY, {"entities": 3, "words": whole.words})

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("optuna")
 
+from rbn.experiments.search.status import sweep_status
 from rbn.experiments.search.storage import load_study
-from rbn.experiments.search.table import standing
 
 pytestmark = [
     pytest.mark.slow,
@@ -98,7 +98,7 @@ def at_work(folder):
 
 
 def finished(folder):
-    return sum(row.state == "complete" for row in standing(study(folder)).rows)
+    return sum(row.state == "complete" for row in sweep_status(study(folder)).rows)
 
 
 def study(folder):
@@ -137,7 +137,7 @@ def test_interrupts_at_random_moments(tmp_path, tries, count_outcomes):
         assert code == 128 + number, (attempt, moment, said)
         assert "Traceback" not in said, (attempt, moment, said)
         if wait:
-            states = {row.state for row in standing(study(folder)).rows}
+            states = {row.state for row in sweep_status(study(folder)).rows}
             assert states <= {"complete", "waiting"}, (attempt, moment, said)  # all are released
     count_outcomes("signals to a sweep with two workers", outcomes)
 
@@ -155,6 +155,6 @@ def test_workers_stop_when_their_parent_is_killed(tmp_path, tries, count_outcome
             ended = wait_for(lambda found=started: not any(map(is_alive, found)), LONGEST)
             outcomes["all workers ended" if ended else "workers went on"] += 1
             assert ended
-        states = {row.state for row in standing(study(folder)).rows}
+        states = {row.state for row in sweep_status(study(folder)).rows}
         assert states <= {"complete", "waiting"}
     count_outcomes("kills of the parent of two workers", outcomes)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rbn.training import Adam, AdamW
-from rbn.training.adam import part_norms, suit, update
+from rbn.training.adam import part_norms, supports, update
 
 pytest.importorskip("triton", reason="the kernels are in Triton's language")
 
@@ -115,8 +115,8 @@ def test_many_numbers_have_no_more_parts_than_one_program_adds():
 
 def test_what_the_kernels_are_not_for():
     x = torch.zeros(4)
-    assert not suit([])
-    assert not suit([x])  # on a CPU
+    assert not supports([])
+    assert not supports([x])  # on a CPU
 
 
 def model_and_gradients(device):
@@ -174,7 +174,7 @@ def test_options_as_pytorch_takes_them():
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}])
 def test_it_is_always_fused(options):
-    with pytest.raises(ValueError, match=r"rbn\.training\.Adam is fused"):
+    with pytest.raises(ValueError, match=r"rbn\.training\.Adam is always fused"):
         Adam([torch.nn.Parameter(torch.ones(2))], **options)
 
 

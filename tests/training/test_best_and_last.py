@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from tasks import Letters, trainer
+from letters_task import Letters, trainer
 
 from rbn.training import Schedule, Trainer, checkpoint
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 
 class Scripted(Letters):
@@ -46,7 +46,7 @@ def test_patience_begins_anew_with_a_better_one(tmp_path):
 def test_figures_that_are_no_numbers_have_no_best(tmp_path):
     run = trainer(tmp_path, Scripted([math.nan] * 2, True), Schedule(2, evaluate_every=1))
     assert run.run().best is None
-    with pytest.raises(checkpoint.CheckpointError, match="of no evaluation is valid a number"):
+    with pytest.raises(checkpoint.CheckpointError, match="has no best model: valid "):
         run.load_best()
 
 
@@ -107,22 +107,23 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 def test_a_text_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
-    write_whole(path, "old")
+    write_atomic(path, "old")
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        write_whole(path, "new")
+        write_atomic(path, "new")
     assert path.read_text() == "old"
 
 
 def test_lines_of_steps_that_are_made_again_go(tmp_path):
     schedule = Schedule(20, evaluate_every=5, checkpoint_every=3, checkpoint_seconds=3600)
     run = trainer(tmp_path, schedule=schedule)
-    while run.progress.step < 11:
-        run.advance()
+    for progress in run.steps():
+        if progress.step == 11:
+            break
     metrics = tmp_path / "metrics.jsonl"
     assert metrics.read_text().count("\n") == 2
     assert trainer(tmp_path).progress.step == 0
@@ -133,7 +134,7 @@ def test_a_damaged_last_is_replaced_at_once(tmp_path):
     """Else it would be the one before when the next is saved."""
     trainer(tmp_path).run()
     (tmp_path / "last.safetensors").write_bytes(b"no checkpoint")
-    with pytest.warns(UserWarning, match="Going on"):
+    with pytest.warns(UserWarning, match="Resuming from"):
         trainer(tmp_path)
     checkpoint.load(tmp_path / "last.safetensors")
 
@@ -157,7 +158,9 @@ def test_an_evaluation_that_fails_leaves_the_parameters(tmp_path):
     task, seen = Failing(), []
     optimizer = torch.optim.SGD(task.model.parameters(), 1.0)
     run = Trainer(task, optimizer, Schedule(4, evaluate_every=4, average=0.5), tmp_path)
-    run.on_step = lambda _: seen.append(run.module.state_dict()["softmax.weight"].clone())
+    run.step_callbacks.append(
+        lambda _: seen.append(run.module.state_dict()["softmax.weight"].clone())
+    )
     with pytest.raises(KeyError, match="a figure"):
         run.run()
     assert torch.equal(run.module.state_dict()["softmax.weight"], seen[-1])

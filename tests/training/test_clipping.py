@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tasks import Letters, assert_same_run, trainer
+from letters_task import Letters, assert_same_run, trainer
 
 from rbn.training import Diverged, Schedule, Trainer
 
@@ -97,7 +97,7 @@ def test_a_small_loss_grows_again_and_goes_on_after_a_stop(tmp_path):
 
     assert run("whole").run().loss_scale == 1
     stopped = run("parts")
-    stopped.on_step = lambda now: stopped.stop() if now.step == 8 else None
+    stopped.step_callbacks.append(lambda now: stopped.stop() if now.step == 8 else None)
     assert stopped.run().loss_scale == 2.0**-37
     run("parts").run()
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
@@ -121,7 +121,9 @@ def test_a_run_that_was_stopped_diverges_at_the_same_step(tmp_path):
             task = Overflowing()
             task.steps = range(2, 10**6)
             run = trainer(tmp_path / folder, task, Schedule(100, evaluate_every=100))
-            run.on_step = lambda now, run=run, stop=stop: run.stop() if now.step == stop else None
+            run.step_callbacks.append(
+                lambda now, run=run, stop=stop: run.stop() if now.step == stop else None
+            )
             if stop:
                 assert run.run().step == stop
             else:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tasks import Letters
+from letters_task import Letters
 
-from rbn.training import Schedule, Trainer, checkpoint, train_together
+from rbn.training import Schedule, Trainer, checkpoint, train_interleaved
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,8 +39,8 @@ def trainer(folder, seed=0, graph=True, optimizer="adam", **options):
 
 
 def final(folder):
-    tensors, facts = checkpoint.load(folder / "last.safetensors")
-    return tensors, [record["valid"] for record in facts["progress"]["history"]]
+    tensors, metadata = checkpoint.load(folder / "last.safetensors")
+    return tensors, [record["valid"] for record in metadata["progress"]["history"]]
 
 
 def assert_same(one, other):
@@ -61,7 +61,7 @@ def test_a_graph_gives_the_numbers_of_ordinary_steps(optimizer, tmp_path):
 def test_several_at_once_give_the_numbers_of_each_alone(tmp_path):
     for seed in (1, 2, 3):
         trainer(tmp_path / f"alone{seed}", seed).run()
-    train_together([trainer(tmp_path / f"together{seed}", seed) for seed in (1, 2, 3)])
+    train_interleaved([trainer(tmp_path / f"together{seed}", seed) for seed in (1, 2, 3)])
     for seed in (1, 2, 3):
         assert_same(tmp_path / f"alone{seed}", tmp_path / f"together{seed}")
 

@@ -10,7 +10,7 @@ def main() -> None:
     """Run the command line; the entry point of the `rbn` script."""
     try:
         _main()
-    except KeyboardInterrupt:  # before there was a command to say more
+    except KeyboardInterrupt:  # before a command could handle it
         print("rbn: stopped before the end", file=sys.stderr)
         sys.exit(130)
 
@@ -30,14 +30,14 @@ def _main() -> None:
     try:
         app()
     except SystemExit as left:
-        if left.code == 130 and not common.stopped:  # Typer leaves without a word
+        if left.code == 130 and not common.stopped:  # Typer exits without a message
             raise KeyboardInterrupt from left
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # as one of torchrun's processes
-            from rbn.training.launcher import end_at_once
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:  # started by torchrun
+            from rbn.training.launcher import exit_at_once
 
-            end_at_once(left.code if isinstance(left.code, int) else int(left.code is not None))
+            exit_at_once(left.code if isinstance(left.code, int) else int(left.code is not None))
         raise
     finally:
-        # After an interrupt inside of exec(), as when an import makes a dataclass, `python -m` ends
-        # by the signal even though it was handled. The next exec() takes that mark away.
+        # After an interrupt inside exec(), as when an import creates a dataclass, `python -m` exits
+        # with the signal even though it was handled. Another exec() clears that state.
         exec("")

@@ -1,4 +1,4 @@
-"""What several commands share."""
+"""Options, errors and tables that several commands share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_PIPED = 100_000  # characters: no table is wider
-stopped = False  # whether `stop` has said why
+_PIPED = 100_000  # characters, wider than any table
+stopped = False  # whether `stop` has printed a reason
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
-DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
+DataDir = Annotated[Path | None, typer.Option(help="The data folder; RBN_DATA by default.")]
 Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
 
 
 class Stopped(Exception):
-    """The end of a command, with the sentence that says why and the exit code."""
+    """Ends a command with a message and an exit code."""
 
     def __init__(self, reason: str, code: int) -> None:
         super().__init__(reason, code)  # both, so that it can be pickled
@@ -30,15 +30,15 @@ class Stopped(Exception):
 
 
 def guarded(work: Callable[[], None]) -> None:
-    """One sentence instead of a traceback for what a user can mend."""
-    from rbn.data.processes import HelperLost
+    """Run a command; print one sentence instead of a traceback for errors that a user can fix."""
+    from rbn.data.process_pool import WorkerLost
     from rbn.training import CheckpointError, Diverged
 
     try:
         work()
     except (ImportError, OSError, ValueError) as error:
         stop(str(error), 2)
-    except (CheckpointError, Diverged, HelperLost) as error:
+    except (CheckpointError, Diverged, WorkerLost) as error:
         stop(str(error), 1)
     except Stopped as error:
         stop(error.reason, error.code)
@@ -54,12 +54,12 @@ def interrupted_code(error: KeyboardInterrupt) -> int:
 
 
 def printable(text: str) -> str:
-    """Text from a file or a name, without what a terminal would obey."""
+    """Text without control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def stop(reason: str, code: int) -> NoReturn:
-    """End with one sentence."""
+    """Print a reason and exit."""
     global stopped
     stopped = True
     typer.echo(f"rbn: {printable(reason)}", err=True)
@@ -67,30 +67,30 @@ def stop(reason: str, code: int) -> NoReturn:
 
 
 def make_table(*columns: str, title: str | None = None) -> Table:
-    """An empty table that loses nothing in a narrow terminal."""
+    """An empty table that wraps in a narrow terminal instead of cutting text off."""
     from rich.table import Column, Table
 
     return Table(*(Column(column, overflow="fold") for column in columns), title=title)
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal or COLUMNS; without either, no table is folded or cut."""
+    """A console as wide as the terminal or COLUMNS; without either, tables are never wrapped."""
     from rich.console import Console
 
-    found = Console()
-    # The file itself is asked: FORCE_COLOR makes Rich take a pipe for a terminal of 80 columns.
-    piped = not found.file.isatty() and "COLUMNS" not in os.environ
-    return Console(width=_PIPED) if piped else found
+    console = Console()
+    # Check the file itself: with FORCE_COLOR, Rich treats a pipe as a terminal of 80 columns.
+    piped = not console.file.isatty() and "COLUMNS" not in os.environ
+    return Console(width=_PIPED) if piped else console
 
 
 def check_out(out: Path | None) -> None:
-    """Refuse an empty --out, which Python takes for the current folder."""
+    """Refuse an empty --out, which Python treats as the current folder."""
     if out is not None and out == Path():
         raise ValueError("out must name a folder, got '' or '.'")
 
 
 def device_of(name: str) -> torch.device:
-    """The device that a name on the command line means."""
+    """The device of a name on the command line."""
     import torch
 
     if name == "auto":

@@ -38,10 +38,10 @@ def list_sets(data_dir: DataDir = None) -> None:
     for data in DATASETS.values():
         size = f"{data.download_size / 1e6:.1f} MB" if data.sources else "none"
         rows.append((data.name, data.about, size, _where(data, data_dir)))
-    for found in SETS.values():
-        folder = data_folder(data_dir) / found.name
+    for questions in SETS.values():
+        folder = data_folder(data_dir) / questions.name
         where = str(folder) if (folder / "questions").is_dir() else "missing"
-        rows.append((found.name, found.about, "by hand", where))
+        rows.append((questions.name, questions.about, "by hand", where))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, about, size, where in rows:
         columns = (name.ljust(widths[0]), about.ljust(widths[1]), size.rjust(widths[2]), where)
@@ -64,7 +64,7 @@ def get(names: Names, data_dir: DataDir = None) -> None:
                 paths = get_files(data.name, data_dir, progress)
         except KeyboardInterrupt as error:
             stop(
-                "stopped before the end; the same command goes on from there",
+                "stopped before the end; the same command resumes",
                 interrupted_code(error),
             )
         except (DataNotFound, DataAltered, OSError) as error:
@@ -122,8 +122,8 @@ def _chosen(names: list[str], root: Path | None) -> list[DataSet]:
 
 def _where(data: DataSet, root: Path | None) -> str:
     if not data.sources:
-        found = find_spec(data.comes_with) is not None
-        return f"comes with {_package(data)}" if found else f"missing: {_package(data)}"
+        installed = find_spec(data.comes_with) is not None
+        return f"comes with {_package(data)}" if installed else f"missing: {_package(data)}"
     absent = missing(data, root)
     if not absent:
         return str(data_folder(root) / data.folder)

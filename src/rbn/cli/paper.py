@@ -69,9 +69,9 @@ def reproduce(
     device: Device = "auto",
     data_dir: DataDir = None,
 ) -> None:
-    """Make a table or figure of the paper: train what is missing, reuse what is there.
+    """Reproduce a table or figure of the paper: train the missing runs, reuse the others.
 
-    May be killed at any time; the same command goes on.
+    May be killed at any time; the same command resumes.
     """
     from rbn.experiments.paper import plan
     from rbn.experiments.paper.figures import Shelf
@@ -107,7 +107,7 @@ def reproduce(
             finished = asked.work(console)
         except KeyboardInterrupt as error:
             stop(
-                "stopped before the end; the same command goes on from there",
+                "stopped before the end; the same command resumes",
                 interrupted_code(error),
             )
         shelf = Shelf.of(asked.results, quick)
@@ -115,9 +115,9 @@ def reproduce(
         for note in asked.notes:
             console.print(note, soft_wrap=True, highlight=False, markup=False)
         if not finished:
-            stop("out of time; the same command goes on from there", 3)
+            stop("out of time; the same command resumes", 3)
         if asked.left_out:
-            stop("not all of it was done, see above", 1)
+            stop("some of it was skipped, see above", 1)
 
     guarded(work)
 
@@ -145,15 +145,17 @@ def report(results: Folder = Path("results"), out: Report = Path("docs/report"))
 
 
 def _list(asked: Reproduction, console: Console) -> None:
-    from rbn.experiments.paper.estimate import spoken
+    from rbn.experiments.paper.estimate import format_duration
 
     table = make_table("run", "state", "time, about")
     rows, total = asked.listing()
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    todo = sum(1 for row in rows if row[1] != "there")
-    console.print(f"{todo} of {len(rows)} to do, in about {spoken(total)} on {asked.device.type}.")
+    todo = sum(1 for row in rows if row[1] != "done")
+    console.print(
+        f"{todo} of {len(rows)} to do, in about {format_duration(total)} on {asked.device.type}."
+    )
     for note in asked.notes:
         console.print(note, soft_wrap=True, highlight=False, markup=False)
 

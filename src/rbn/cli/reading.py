@@ -33,7 +33,7 @@ def build_cloze(
     """Make question files from news articles and their highlights."""
     from rbn.data.articles import build
     from rbn.data.errors import DataAltered
-    from rbn.data.processes import HelperLost
+    from rbn.data.process_pool import WorkerLost
 
     if processes is not None and processes < 1:
         stop(f"processes must be at least 1, got {processes}", 2)
@@ -41,7 +41,7 @@ def build_cloze(
         built = build(articles, out, split=split, processes=processes, progress=_say)
     except (DataAltered, OSError, ValueError) as error:
         stop(str(error), 2)
-    except HelperLost as error:
+    except WorkerLost as error:
         stop(f"{error}; the same command resumes the build", 1)
     except KeyboardInterrupt as error:
         said = "stopped before the end; the same command resumes the build"
@@ -59,7 +59,7 @@ def build_cloze(
     for reason, count in built.dropped.most_common():
         typer.echo(f"{count:>9,}  {reason}")
     if not any(built.questions.values()):
-        stop(f"no question could be made of {articles}: mend it, remove {out}, begin again", 1)
+        stop(f"no question could be made of {articles}: fix it, remove {out} and start again", 1)
 
 
 def questions(
@@ -84,19 +84,19 @@ def questions(
     from rbn.data.cloze import cloze
     from rbn.data.cnn import QuestionBatches, baselines, load_questions
     from rbn.data.cnn.shards import Reduction
-    from rbn.data.processes import HelperLost
-    from rbn.experiments.paper.counted import Counted, write_counts
-    from rbn.experiments.reading import Reporter
+    from rbn.data.process_pool import WorkerLost
+    from rbn.experiments.paper.question_baselines import QuestionBaselines, write_counts
+    from rbn.experiments.reading import PreprocessingProgress
 
     skipped: list[str] = []
-    counts: list[Counted] = []
+    counts: list[QuestionBaselines] = []
     try:
         Reduction(sentences or None)  # which refuses a number below 0
         if name == "cloze":
             reading = cloze()
         else:
-            report = Reporter()
-            reading, facts = load_questions(
+            report = PreprocessingProgress()
+            reading, summary = load_questions(
                 name,
                 sentences=sentences or None,
                 min_count=min_count,
@@ -106,29 +106,29 @@ def questions(
                 progress=report,
             )
             report.close()
-            skipped = [line for part in facts["parts"].values() for line in part["malformed"]]
+            skipped = [line for part in summary["parts"].values() for line in part["malformed"]]
     except (OSError, ValueError) as error:
         stop(str(error), 2)
-    except HelperLost as error:
-        stop(f"{error}; the same command goes on from there", 1)
+    except WorkerLost as error:
+        stop(f"{error}; the same command resumes", 1)
     except KeyboardInterrupt as error:
-        stop("stopped before the end; the same command goes on from there", interrupted_code(error))
+        stop("stopped before the end; the same command resumes", interrupted_code(error))
     vocabulary = reading.vocabulary
     typer.echo(f"{name}: {len(vocabulary):,} symbols, {vocabulary.entities} of them entities")
     typer.echo(
         "part      questions  document words (mean, median, longest)  question words  padding  "
         "ceiling  most frequent  not in question"
     )
-    for part, found in reading.parts.items():
-        lengths, asked = found.document_lengths.double(), found.question_lengths.double()
+    for part, passages in reading.parts.items():
+        lengths, asked = passages.document_lengths.double(), passages.question_lengths.double()
         padding = ""
         if part == "train":
-            padding = f"{QuestionBatches(found, vocabulary, 64).padding_share:.1%}"
-        values = baselines(found, vocabulary)
-        counts.append(Counted(name, sentences or None, part, len(found), **values))
+            padding = f"{QuestionBatches(passages, vocabulary, 64).padding_share:.1%}"
+        values = baselines(passages, vocabulary)
+        counts.append(QuestionBaselines(name, sentences or None, part, len(passages), **values))
         spread = f"{lengths.mean():.1f}, {lengths.median():.0f}, {lengths.max():.0f}"
         typer.echo(
-            f"{part:<9} {len(found):>9,}  {spread:>38}  {asked.mean():>14.1f}  "
+            f"{part:<9} {len(passages):>9,}  {spread:>38}  {asked.mean():>14.1f}  "
             f"{padding:>7}  {values['ceiling']:>7.1%}  "
             f"{values['frequent']:>13.1%}  {values['frequent_unasked']:>15.1%}"
         )
@@ -136,7 +136,7 @@ def questions(
         command = f"rbn data questions {name} --sentences {sentences} --min-count {min_count}"
         write_counts(counts, command if words is None else f"{command} --words {words}", out)
     if skipped:
-        typer.echo(f"{len(skipped):,} files are no questions and were skipped")
+        typer.echo(f"{len(skipped):,} malformed files were skipped")
         for line in skipped[:10]:
             typer.echo(f"  {line}")
 
@@ -150,17 +150,17 @@ def ask(
     html: Annotated[Path | None, typer.Option(help="Write the attention to this page.")] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Ask a trained reader about a document, and see where it looked."""
+    """Ask a trained reader about a document, and see what it attended to."""
     from rich.console import Console
 
-    from rbn.experiments import asking, attention_page
+    from rbn.experiments import attention_page, question_answering
     from rbn.training import CheckpointError
-    from rbn.training.whole import write_whole
+    from rbn.training.atomic_files import write_atomic
 
     try:
-        answer = asking.ask(run, document, question, root=data_dir)
+        answer = question_answering.ask(run, document, question, root=data_dir)
         if html is not None:
-            write_whole(html, attention_page.page(answer))
+            write_atomic(html, attention_page.page(answer))
     except (CheckpointError, ImportError, OSError, ValueError) as error:
         stop(str(error), 2)
     console = Console(highlight=False)
@@ -170,7 +170,7 @@ def ask(
     for name, chance in answer.candidates:
         console.print(f"{chance:>7.1%}  {name}", markup=False)
     if answer.right is not None:
-        console.print(f"the right answer: {answer.right}", markup=False)
+        console.print(f"the correct answer: {answer.right}", markup=False)
     if html is not None:
         console.print(f"page: {html}", markup=False)
 

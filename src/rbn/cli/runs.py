@@ -37,33 +37,32 @@ def runs(
     from rich.markup import escape
 
     table = make_table("run", "step", "last validation", "validation", "test", "minutes")
-    found = sorted(folder.rglob("config.json"))
-    for path in found:
+    configs = sorted(folder.rglob("config.json"))
+    for path in configs:
         name = printable(str(path.parent.relative_to(folder)))
         table.add_row(escape(name), *map(escape, _figures(path.parent)))
-    if not found:
+    if not configs:
         stop(f"there is no run in {folder}", 2)
     make_console().print(table)
 
 
 def _figures(run: Path) -> list[str]:
     """Step, last validation, validation, test and minutes of a run; a damaged file is named."""
-    from rbn.experiments import shown
-    from rbn.experiments.runs import opened
-    from rbn.training.checkpoint import CheckpointError, load_facts
-    from rbn.training.whole import read_checked
+    from rbn.experiments.run_folder import read_config
+    from rbn.training.atomic_files import read_checked
+    from rbn.training.checkpoint import CheckpointError, load_metadata
 
     step = last = valid = test = minutes = ""
     try:
-        config, _ = opened(run)
+        config, _ = read_config(run)
     except (OSError, ValueError):
         return ["config.json is damaged", "", "", "", ""]
     try:
-        now = load_facts(run / "last.safetensors")["progress"]
+        now = load_metadata(run / "last.safetensors")["progress"]
         step, minutes = f"{now['step']:,d}", f"{now['seconds'] / 60:.1f}"
         if now["history"]:
             value = float(now["history"][-1][f"valid_{config.select}"])
-            last = f"{shown.figure(config, value)} ({config.select} stats)"
+            last = f"{config.kind.format(value)} ({config.select} stats)"
     except CheckpointError:
         there = (run / "last.safetensors").exists()
         last = "last.safetensors is damaged" if there else "no checkpoint"
@@ -71,8 +70,8 @@ def _figures(run: Path) -> list[str]:
         last = "last.safetensors is damaged"
     try:
         values = read_checked(run / "result.json")
-        valid = f"{shown.figure(config, values['valid'])} (population stats)"
-        test = f"{shown.figure(config, values['test'])} ({shown.test_kind(config)})"
+        valid = f"{config.kind.format(values['valid'])} (population stats)"
+        test = f"{config.kind.format(values['test'])} ({config.kind.test_label})"
         step = f"{values['steps']:,d}, best at {values['best_step']:,d}"
         if values["diverged_at"] is not None:
             step += " (diverged)"
@@ -109,25 +108,21 @@ def evaluate(
     data_dir: DataDir = None,
 ) -> None:
     """Measure a trained model."""
-    from rbn.experiments import shown, trained
+    from rbn.experiments import trained_models
 
     def work() -> None:
         if length is not None:
-            trained.check_length(length)
-        config, task = trained.open_task(run, device_of(device), data_dir)
-        estimate = None if trained.is_final(run) else config.population_batch
-        over = length
-        if config.is_text and length is None:
-            # The number that rbn train reports: the whole text where the statistics allow it.
-            over = "full" if (split, stats) == ("test", "population") else str(config.length)
-        value = trained.evaluate(task, split, stats, over, estimate)
+            trained_models.check_length(length)
+        config, task = trained_models.open_task(run, device_of(device), data_dir)
+        estimate = None if trained_models.is_final(run) else config.population_batch
+        over = task.default_length(split, stats) if length is None else length
+        value = trained_models.evaluate(task, split, stats, over, estimate)
         how = [split, f"{stats} stats"]
         if over is not None:
             how.append("whole sequence" if over == "full" else f"windows of {over} characters")
         if estimate is not None:
             how.append("the best model so far")
-        said = f"{config.task}, {config.name}: {shown.figure(config, value)} ({', '.join(how)})"
-        typer.echo(said)
+        typer.echo(f"{config.task}, {config.name}: {config.kind.format(value)} ({', '.join(how)})")
 
     guarded(work)
 
@@ -141,13 +136,13 @@ def sample(
     device: Device = "auto",
 ) -> None:
     """Write text with a trained language model."""
-    from rbn.experiments import trained
+    from rbn.experiments import trained_models
     from rbn.experiments.config import check_seed
 
     def work() -> None:
         check_seed("seed", seed)
-        model, symbols = trained.open_language_model(run, device_of(device))
-        characters = trained.sample(model, symbols, prompt, length, temperature, seed)
+        model, symbols = trained_models.open_language_model(run, device_of(device))
+        characters = trained_models.sample(model, symbols, prompt, length, temperature, seed)
         for k, character in enumerate(characters):
             typer.echo((prompt if k == 0 else "") + character, nl=False)
         typer.echo("" if length else prompt)

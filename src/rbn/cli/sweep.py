@@ -25,7 +25,7 @@ from rbn.cli.common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rbn.experiments.search.table import Standing
+    from rbn.experiments.search.status import SweepStatus
     from rbn.experiments.search.worker import Job
 
 _RUN = "run"
@@ -65,7 +65,7 @@ class FileOrCommand(TyperGroup):
 app = typer.Typer(
     name="sweep",
     cls=FileOrCommand,
-    help="Try settings: a grid, at random or by TPE; 'sweep status' shows how it stands.",
+    help="Try settings: a grid, at random or by TPE; 'sweep status' shows its state.",
 )
 
 
@@ -83,10 +83,10 @@ def run(
 ) -> None:
     """Try the settings that a file names, each in a run of its own.
 
-    May be stopped or killed at any time: the same command goes on. Started on several machines with
+    May be stopped or killed at any time: the same command resumes. Started on several machines with
     one --storage, they share the work.
 
-    'rbn sweep status FILE' shows how it stands.
+    'rbn sweep status FILE' shows its state.
     """
     from rbn.experiments.search.sampling import need_optuna
 
@@ -94,12 +94,12 @@ def run(
         need_optuna()
         from optuna.exceptions import OptunaError
 
-        from rbn.experiments.search import file as files
         from rbn.experiments.search import storage as storages
-        from rbn.experiments.search.table import standing
+        from rbn.experiments.search import sweep_file
+        from rbn.experiments.search.status import sweep_status
         from rbn.experiments.search.worker import Job
 
-        sweep = files.read(file, set_ or [], trials)
+        sweep = sweep_file.read(file, set_ or [], trials)
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
         if max_minutes is not None and not max_minutes > 0:
@@ -114,36 +114,36 @@ def run(
         try:
             study, _ = storages.open_study(sweep, where)
             code, reason = _work(jobs, console)
-            now = standing(study)
+            now = sweep_status(study)
             _report(now, folder, console)
         except OptunaError as error:
-            stop(f"the storage {storages.shown(where)}: {error.__cause__ or error}", 1)
+            stop(f"the storage {storages.redacted(where)}: {error.__cause__ or error}", 1)
         if code:
-            stop(f"{reason}; the same command goes on from there", code)
+            stop(f"{reason}; the same command resumes", code)
         if now.best is None:
-            stop("no trial came to its end", 1)
+            stop("no trial finished", 1)
 
     guarded(work)
 
 
 def _jobs(job: Job, workers: int, dealt: bool) -> list[Job]:
-    """A job for each worker; dealt: the machine's GPUs in turn."""
+    """A job for each worker. dealt: assign the machine's GPUs in turn."""
     import torch
 
     threads = None if workers == 1 else max(1, torch.get_num_threads() // workers)
-    found = [replace(job, threads=threads) for _ in range(workers)]
+    jobs = [replace(job, threads=threads) for _ in range(workers)]
     if not dealt:
-        return found
+        return jobs
     count = torch.cuda.device_count()
-    return [replace(j, device=torch.device("cuda", k % count)) for k, j in enumerate(found)]
+    return [replace(j, device=torch.device("cuda", k % count)) for k, j in enumerate(jobs)]
 
 
 def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
-    """Do the jobs; 0, or an exit code and the reason for it."""
+    """Run the jobs. Returns 0, or an exit code and the reason."""
     import torch
 
     from rbn.experiments import build
-    from rbn.experiments.search import processes
+    from rbn.experiments.search import worker_processes
     from rbn.experiments.search.worker import TooManyFailed, Worker
 
     def say(line: str) -> None:
@@ -157,19 +157,19 @@ def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
             return interrupted_code(error), "stopped"
         except TooManyFailed as error:
             return 1, str(error)
-    # Missing data are found before anything starts, and what is made of them is made once.
+    # Load once before starting workers: missing data are reported, and caches are filled.
     build.load(jobs[0].sweep.config({}), torch.device("cpu"), jobs[0].root)
-    codes = processes.run(jobs, say)
-    if 0 in codes:  # only when all trials are over
+    codes = worker_processes.run(jobs, say)
+    if 0 in codes:  # all trials are finished
         return 0, ""
     if max(codes) > 128:
         return max(codes), "stopped"
-    if processes.OUT_OF_TIME in codes:
+    if worker_processes.OUT_OF_TIME in codes:
         return 3, "out of time"
-    return 1, "all workers have ended"
+    return 1, "all workers have exited"
 
 
-def _report(now: Standing, folder: Path, console: Console) -> None:
+def _report(now: SweepStatus, folder: Path, console: Console) -> None:
     from rbn.experiments.search.space import listed
 
     lines = [now.summary()]
@@ -194,21 +194,21 @@ def status(
 
     def work() -> None:
         need_optuna()
-        from rbn.experiments.search import file as files
-        from rbn.experiments.search import picture
+        from rbn.experiments.search import plot as plots
         from rbn.experiments.search import storage as storages
-        from rbn.experiments.search.space import spoken
-        from rbn.experiments.search.table import standing
+        from rbn.experiments.search import sweep_file
+        from rbn.experiments.search.space import format_value
+        from rbn.experiments.search.status import sweep_status
 
         if plot is not None:
-            picture.check(plot)
-        name = files.find(file).stem
+            plots.check(plot)
+        name = sweep_file.find(file).stem
         folder = out or Path("runs") / name
-        now = standing(storages.load_study(name, storage or storages.default(folder)))
+        now = sweep_status(storages.load_study(name, storage or storages.default(folder)))
         columns = ["trial", "state", *now.parameters, f"best {now.figure}", "steps", "minutes"]
         table = make_table(*columns)
         for row in now.rows:
-            chosen = [spoken(row.parameters.get(name, "")) for name in now.parameters]
+            chosen = [format_value(row.parameters.get(name, "")) for name in now.parameters]
             best = "" if row.best is None else f"{row.best:.4f}"
             numbers = [best, f"{row.steps:,}", f"{row.seconds / 60:.1f}"]
             table.add_row(str(row.number), row.state, *chosen, *numbers)
@@ -220,7 +220,7 @@ def status(
                 console.print(line, soft_wrap=True, highlight=False, markup=False)
         _report(now, folder, console)
         if plot is not None:
-            picture.draw(now, plot)
+            plots.draw(now, plot)
             console.print(str(plot), soft_wrap=True, highlight=False, markup=False)
 
     guarded(work)

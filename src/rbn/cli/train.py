@@ -87,7 +87,7 @@ def train(
 ) -> None:
     """Train a model on one of the paper's tasks, with the paper's settings.
 
-    A run that is killed goes on with ``rbn resume``, to the same numbers.
+    ``rbn resume`` continues a run that was killed, to the same numbers.
     """
     from rbn.experiments import config as configs
 
@@ -95,20 +95,22 @@ def train(
         if model == "":
             raise ValueError("model must be the name of a model, got ''")
         check_out(out)
-        found = configs.published(task) if config is None else configs.read(configs.find(config))
-        if found.get("task", task) != task:
-            raise ValueError(f"config {config} is for task {found['task']}, not {task}")
+        values = (
+            configs.published(task) if config is None else configs.read_yaml(configs.find(config))
+        )
+        if values.get("task", task) != task:
+            raise ValueError(f"config {config} is for task {values['task']}, not {task}")
         wanted = [f"precision={precision}"] if precision else []
         named = {setting.partition("=")[0].strip() for setting in set_ or []}
         if "model" in named:
             raise ValueError(
-                "the model cannot be changed by --set: give --model, whose settings count"
+                "--set cannot change the model: use --model, which selects its settings"
             )
         if "task" in named:
-            raise ValueError("the task cannot be changed by --set: it is what stands behind train")
-        named_there = found.get("model")
+            raise ValueError("--set cannot change the task: it is the first argument of rbn train")
+        named_there = values.get("model")
         chosen = model or ("bn-lstm" if named_there is None else named_there)
-        settings = configs.from_mapping({"task": task, **configs.for_model(found, chosen)})
+        settings = configs.from_mapping({"task": task, **configs.for_model(values, chosen)})
         settings = configs.with_settings(settings, [*wanted, *(set_ or [])])
         if seed is not None and seeds is not None:
             raise ValueError("either --seed or --seeds, not both")
@@ -126,7 +128,7 @@ def train(
             words += ["--set", setting]
         words += ["--precision", precision] if precision else []
         options = device, graph, tensorboard, max_minutes, data_dir
-        _go_on(Plan(runs, *options, shlex.join(words)), devices)
+        _run(Plan(runs, *options, shlex.join(words)), devices)
 
     guarded(work)
 
@@ -140,15 +142,15 @@ def resume(
     max_minutes: Minutes = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Go on with runs that were stopped or killed, on any number of devices."""
-    from rbn.experiments.runs import opened
+    """Resume runs that were stopped or killed, on any number of devices."""
+    from rbn.experiments.run_folder import read_config
 
     def work() -> None:
         for folder in runs:
             if sum(folder.resolve() == other.resolve() for other in runs) > 1:
                 raise ValueError(f"{folder} is named twice")
-        found = [(folder, *opened(folder)) for folder in runs]
-        _go_on(Plan(found, device, graph, tensorboard, max_minutes, data_dir), devices)
+        existing = [(folder, *read_config(folder)) for folder in runs]
+        _run(Plan(existing, device, graph, tensorboard, max_minutes, data_dir), devices)
 
     guarded(work)
 
@@ -165,7 +167,7 @@ def _numbers(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train, and how: all that each of several processes must be told."""
+    """What to train, and how; picklable, for several processes."""
 
     runs: list[tuple[Path, Config, int]]
     device: str
@@ -176,23 +178,23 @@ class Plan:
     command: str | None = None
 
     def hint(self, count: int) -> str:
-        """How the runs can be gone on with, or begun again if there is nothing yet."""
+        """How to resume the runs, if training has started."""
         folders = shlex.join(str(folder) for folder, _, _ in self.runs)
         options = f" --devices {count}" if count > 1 else ""
         if self.data_dir is not None:
             options += f" --data-dir {shlex.quote(str(self.data_dir))}"
         if not all((folder / "config.json").exists() for folder, _, _ in self.runs):
-            return "It had not begun to train"
-        return f"Go on with: rbn resume {folders}{options}"
+            return "Training had not started"
+        return f"Resume with: rbn resume {folders}{options}"
 
 
-def _go_on(plan: Plan, devices: int | None) -> None:
-    """Train runs to their end in this process, in several, or as one of those of torchrun."""
-    from rbn.experiments.fit import check_together
-    from rbn.experiments.runs import check_free
+def _run(plan: Plan, devices: int | None) -> None:
+    """Train in this process, in several new ones, or as one of torchrun's processes."""
+    from rbn.experiments.run_folder import check_available
+    from rbn.experiments.training_session import check_processes
     from rbn.training import RankLost, World, launch
 
-    world = World.of_environment()
+    world = World.from_environment()
     if world is not None and devices not in (None, world.local_count):
         raise ValueError(
             f"devices must be left out, or be {world.local_count} as torchrun started them here, "
@@ -200,7 +202,7 @@ def _go_on(plan: Plan, devices: int | None) -> None:
         )
     local = (1 if devices is None else devices) if world is None else world.local_count
     count = local if world is None else world.count
-    check_together(plan.runs, device_of(plan.device), local, count, plan.graph)
+    check_processes(plan.runs, device_of(plan.device), local, count, plan.graph)
     if plan.command is not None and count > 1:
         plan = replace(plan, command=f"{plan.command} --devices {count}")
     try:
@@ -208,65 +210,69 @@ def _go_on(plan: Plan, devices: int | None) -> None:
             _train(plan, world)
             return
         for folder, config, seed in plan.runs:
-            check_free(folder, config, seed)
-        launch(_train_as_told, (plan,), count)
+            check_available(folder, config, seed)
+        launch(_train_rank, (plan,), count)
     except RankLost as error:
         raise Stopped(f"{error}. {plan.hint(count)}", 1) from error
 
 
-def _train_as_told(plan: Plan) -> None:
+def _train_rank(plan: Plan) -> None:
     """Train as one of the processes that `launch` started."""
     from rbn.training import World
 
-    _train(plan, World.of_environment())
+    _train(plan, World.from_environment())
 
 
 def _train(plan: Plan, world: World | None) -> None:
-    """Train runs to their end, with a progress bar, and report.
+    """Train runs to the end, with progress bars, and report the results.
 
-    Their folders are made when data and models are there, so that a mistake leaves nothing.
+    Folders are created after data and models are built, so that wrong settings leave none.
     """
     from contextlib import nullcontext
 
     from rich.console import Console
 
-    from rbn.experiments.fit import Fit, Watch
-    from rbn.training import Interrupted, in_touch
+    from rbn.experiments.progress_bars import ProgressBars
+    from rbn.experiments.training_session import TrainingSession
+    from rbn.training import Interrupted, process_group
 
     place = device_of(plan.device)
     first = world is None or world.rank == 0
     count = 1 if world is None else world.count
     console = Console(quiet=not first)
-    with in_touch(world):
+    with process_group(world):
         device = place if world is None else world.device(place)
-        fit = Fit(plan.runs, device, plan.data_dir, plan.command, world=world)
-        with Watch(fit, console) if first else nullcontext() as watch:
+        session = TrainingSession(plan.runs, device, plan.data_dir, plan.command, world=world)
+        bars = ProgressBars(console, len(plan.runs)) if first else nullcontext()
+        with bars as observer:
             try:
-                fit.train(plan.graph, plan.tensorboard, plan.max_minutes, watch)
+                session.train(plan.graph, plan.tensorboard, plan.max_minutes, observer)
             except KeyboardInterrupt as error:
-                if watch is not None:
-                    watch.close()
-                steps = " and ".join(f"{t.progress.step:,}" for t in fit.trainers)
-                saved = "saved" if isinstance(error, Interrupted) else "not saved there"
+                if observer is not None:
+                    observer.close()
+                steps = " and ".join(f"{t.progress.step:,}" for t in session.trainers)
+                saved = "saved" if isinstance(error, Interrupted) else "not saved"
                 said = f"stopped after step {steps}, {saved}" if steps else "stopped"
                 code = interrupted_code(error)
                 raise Stopped(f"{said}. {plan.hint(count)}", code) from None
         try:
-            for result in fit.results(console):
+            for result in session.results(console):
                 console.print(result, soft_wrap=True, markup=False)
         except KeyboardInterrupt as error:
-            said, code = "stopped before the test was over", interrupted_code(error)
+            said, code = "stopped during the test", interrupted_code(error)
             raise Stopped(f"{said}. {plan.hint(count)}", code) from None
         unfinished = [
-            t for t in fit.trainers if not t.progress.finished and t.progress.diverged_at is None
+            t
+            for t in session.trainers
+            if not t.progress.finished and t.progress.diverged_at is None
         ]
         if unfinished:
             step = unfinished[0].progress.step
             rest = [run for run in plan.runs if run[0] in [t.folder for t in unfinished]]
             hint = replace(plan, runs=rest).hint(count)
             said = f"out of time at step {step:,}, saved. {hint}"
-            if fit.diverged is None:
+            if session.diverged is None:
                 raise Stopped(said, 3)
             console.print(said, soft_wrap=True, markup=False)
-        if fit.diverged is not None:
-            raise fit.diverged
+        if session.diverged is not None:
+            raise session.diverged

@@ -1,4 +1,4 @@
-"""Questions that are made up: of the shape of the news ones, and without any file."""
+"""Synthetic questions in the format of the news questions; needs no files."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def _question(draw: random.Random, facts: int, number: int) -> Question:
     for sentence in draw.sample(_CHATTER, draw.randint(0, 2)):
         sentences.insert(draw.randint(0, len(sentences)), sentence)
     asked = draw.randrange(facts)
-    # In several forms: where all questions begin alike, a step has no variance to normalize by.
+    # Several forms: if all questions started with the same words, those steps would have no
+    # variance to normalize by.
     form = draw.choice(_ASKED)
     question = form.format(who=PLACEHOLDER, did=did[asked], what=what[asked])
     return Question(

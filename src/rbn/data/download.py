@@ -1,4 +1,4 @@
-"""Files from the web: a download that goes on where it stopped, and checks what it got."""
+"""Downloads files: resumes after an interruption, and checks size and SHA-256."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def download(published: Published, folder: Path, progress: Progress | None = Non
 
 
 def _load(url: str, published: Published, part: Path, progress: Progress | None) -> None:
-    """Complete the part file and check it; one that is not right is removed."""
+    """Complete the part file and check it; a wrong one is removed."""
     if _size(part) > published.size:
         part.unlink()
     # Every round brings the file nearer to its size, or raises.
@@ -74,19 +74,19 @@ def _load(url: str, published: Published, part: Path, progress: Progress | None)
         else:
             if _size(part) <= before:
                 raise ConnectionError(f"stopped after {before:,} of {published.size:,} bytes")
-    found = _sha256(part)
-    if found != published.sha256:
+    actual = _sha256(part)
+    if actual != published.sha256:
         part.unlink()
         raise DataAltered(
             f"{url} is not the expected {published.name}: "
-            f"SHA-256 expected {published.sha256}, found {found}"
+            f"SHA-256 expected {published.sha256}, found {actual}"
         )
 
 
 def _transfer(
     url: str, published: Published, part: Path, have: int, progress: Progress | None
 ) -> None:
-    """Ask once, for what is missing, and write what comes."""
+    """Request the missing bytes once, and append them."""
     headers = {"User-Agent": "rbn"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
         opened = urlopen(Request(url, headers=headers), timeout=TIMEOUT)
@@ -115,10 +115,10 @@ def _transfer(
                     progress(published.name, have, published.size)
 
 
-def _wrong_size(url: str, published: Published, found: str) -> DataAltered:
+def _wrong_size(url: str, published: Published, actual: str) -> DataAltered:
     return DataAltered(
         f"{url} is not the expected {published.name}: "
-        f"expected {published.size:,} bytes, found {found}"
+        f"expected {published.size:,} bytes, found {actual}"
     )
 
 

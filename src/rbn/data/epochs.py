@@ -1,4 +1,4 @@
-"""Passes over data that can be repeated from any point."""
+"""Epochs that can be resumed at any batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """A CPU generator that depends on nothing but these two numbers."""
+    """A CPU generator that depends only on these two numbers."""
     digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 

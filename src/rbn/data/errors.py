@@ -1,4 +1,4 @@
-"""What can be wrong with a data set's files."""
+"""Errors about a data set's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data folder: where files are, whether they are right, and how they get there."""
+"""The data folder: finds, checks and downloads files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def data_folder(root: str | Path | None = None) -> Path:
 
 
 def find(source: Source, folder: Path) -> Path | None:
-    """The file in one of its forms, the unpacked one first; None where there is none."""
+    """The file in one of its forms, the unpacked one first; None if it is missing."""
     paths = (folder / form for form in source.forms)
     return next((path for path in paths if path.is_file()), None)
 
@@ -94,7 +94,7 @@ def get(name: str, root: str | Path | None = None, progress: Progress | None = N
 def not_found(
     data: DataSet, absent: list[Source], root: str | Path | None = None, reason: str = ""
 ) -> DataNotFound:
-    """The error that says all a person needs to get the files."""
+    """The error that says how to get the files."""
     folder = data_folder(root) / data.folder
     if reason:
         opening = f"{data.name} could not be downloaded ({reason}): put these files into {folder}"
@@ -120,12 +120,12 @@ def _unpack(source: Source, path: Path, packed: bytes) -> bytes:
 def _altered(
     source: Source, path: Path, what: str, packed: bytes, content: bytes | None = None
 ) -> DataAltered:
-    """Compares the file itself where its sum is known, else what it unpacks to."""
+    """The error for a file with the wrong content."""
     size, sha256 = source.size, source.sha256
     if path.name == source.published.name:
         size, sha256, content = source.published.size, source.published.sha256, packed
     if content is None:
-        found = f"a file of {len(packed):,} bytes"
+        actual = f"a file of {len(packed):,} bytes"
     else:
-        found = f"{len(content):,} bytes, SHA-256 {hashlib.sha256(content).hexdigest()}"
-    return DataAltered(f"{path} {what}: expected {size:,} bytes, SHA-256 {sha256}; found {found}")
+        actual = f"{len(content):,} bytes, SHA-256 {hashlib.sha256(content).hexdigest()}"
+    return DataAltered(f"{path} {what}: expected {size:,} bytes, SHA-256 {sha256}; found {actual}")

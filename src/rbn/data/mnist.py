@@ -95,9 +95,9 @@ def read_idx(content: bytes, magic: int) -> Tensor:
     header = 4 * (1 + dimensions)
     if len(content) < header:
         raise ValueError(f"an idx file has at least {header} bytes, got {len(content)}")
-    found, *shape = struct.unpack(f">{1 + dimensions}I", content[:header])
-    if found != magic:
-        raise ValueError(f"the magic number must be {magic:#06x}, got {found:#06x}")
+    actual, *shape = struct.unpack(f">{1 + dimensions}I", content[:header])
+    if actual != magic:
+        raise ValueError(f"the magic number must be {magic:#06x}, got {actual:#06x}")
     numbers = torch.frombuffer(bytearray(content), dtype=torch.uint8)[header:]
     if len(numbers) != torch.Size(shape).numel():
         raise ValueError(f"an array of {shape} was expected, got {len(numbers)} bytes")

@@ -25,5 +25,5 @@ def ptb(*, root: str | Path | None = None, download: bool = False) -> Text:
 
 
 def without_first_spaces(content: bytes) -> str:
-    """The text, less one space at the beginning of each line."""
+    """The text, without one space at the start of each line."""
     return content.decode("ascii").replace("\n ", "\n").removeprefix(" ")

@@ -46,6 +46,11 @@ class Text:
             symbols=symbols,
         )
 
+    def to(self, device: torch.device | str) -> Text:
+        """The same on another device."""
+        train, valid, test = (part.to(device) for part in (self.train, self.valid, self.test))
+        return Text(train, valid, test, self.symbols)
+
     def encode(self, text: str) -> Tensor:
         """Characters to numbers: uint8 ``[len(text)]``; a ValueError names an unknown one."""
         return encode(text, self.symbols)

@@ -103,8 +103,8 @@ class Windows:
 
     def _characters(self, starts: Tensor) -> Tensor:
         """The windows that begin there, ``[K, B]``: int64 ``[K, length, B]``."""
-        found = self._windows.index_select(0, starts.flatten()).view(*starts.shape, self.length)
-        turned = found.transpose(1, 2)
+        windows = self._windows.index_select(0, starts.flatten()).view(*starts.shape, self.length)
+        turned = windows.transpose(1, 2)
         # In one copy; where the type stays, `to` makes none.
         return turned.to(torch.int64, memory_format=torch.contiguous_format).contiguous()
 

@@ -1,4 +1,4 @@
-"""The reading tasks: answering questions about a document."""
+"""Answering questions about a document."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from torch import Tensor, nn
 from rbn.data.cloze import cloze
 from rbn.data.cnn import Batch, QuestionBatches, Reading, Vocabulary, load_questions
 from rbn.data.cnn.batches import check_options
+from rbn.experiments.base_task import BaseTask, Measurement
 from rbn.experiments.config import Config
-from rbn.experiments.measured import Measured, Measurement
-from rbn.experiments.tasks import right_and_nats
+from rbn.experiments.task_kinds import QUESTIONS
+from rbn.experiments.tasks import correct_and_nats
 from rbn.models import AttentiveReader
 from rbn.training import Ranks
-from rbn.training.whole import write_checked
+from rbn.training.atomic_files import write_checked
 
 VOCABULARY = "vocabulary.json"
 _BATCHING = ("rename", "padding", "longest")
 
 
-class ReadingTask(Measured):
-    """Questions about documents; measured by the error rate, from 0 to 1, as in Figure 4.
+class ReadingTask(BaseTask):
+    """Questions about documents; the metric is the error rate, from 0 to 1, as in Figure 4.
+
+    It ignores `population_batch` in evaluations: they need many batches, to cover all lengths.
 
     Args:
         model: the reader.
         reading: the data, on the model's device.
         batch_size: of training and of evaluation.
-        seed: of the draws and of the entities' names.
+        seed: of the order of the questions and of the entities' names.
         options: of `QuestionBatches`.
     """
 
-    higher_is_better = False
+    kind = QUESTIONS
     row_dims = (1, 1, 0, 0, 0)
 
     def __init__(
@@ -51,14 +54,49 @@ class ReadingTask(Measured):
         }
         self.batches = self.parts["train"]
 
+    @staticmethod
+    def load_data(config: Config, root: Path | None = None) -> Reading:
+        """The questions of a config."""
+        check_options(**{k: v for k, v in config.data.items() if k in _BATCHING})
+        options = {k: v for k, v in config.data.items() if k not in _BATCHING}
+        if config.task == "cloze":
+            return cloze(**options)
+        progress = PreprocessingProgress()
+        reading, summary = load_questions(config.task, root=root, progress=progress, **options)
+        progress.close()
+        for part, counts in summary["parts"].items():
+            if counts["malformed"] and Ranks.here().first:
+                examples = "; ".join(counts["malformed"][:3])
+                print(
+                    f"skipped {len(counts['malformed'])} malformed {part} files: {examples}",
+                    file=sys.stderr,
+                )
+        return reading
+
+    @classmethod
+    def from_config(
+        cls, config: Config, data: Reading, seed: int, device: torch.device
+    ) -> ReadingTask:
+        """The task of a run on questions that are on the device."""
+        batching = {k: v for k, v in config.data.items() if k in _BATCHING}
+        batches = QuestionBatches(data.train, data.vocabulary, config.batch_size, **batching)
+        longest = batches.document_shapes[-1], batches.question_shapes[-1]
+        model = make_reader(config, data.vocabulary, longest)
+        return cls(model.to(device), data, config.batch_size, seed, **batching)
+
+    @staticmethod
+    def check_model(config: Config) -> nn.Module:
+        """Build the reader, which refuses wrong options."""
+        return make_reader(config, Vocabulary(1, ()), (1, 1))
+
     @property
     def batches_per_epoch(self) -> int:
-        """Minibatches that show as many questions as there are to train on."""
+        """Minibatches with as many questions as the training set has."""
         return self.batches.batches_per_epoch
 
     @property
     def items_per_step(self) -> int:
-        """Questions of a minibatch."""
+        """Questions per minibatch."""
         return self.batches.batch_size
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
@@ -66,8 +104,8 @@ class ReadingTask(Measured):
 
         Its padded lengths are one of `self.batches.shapes`.
         """
-        found = self.batches.batch(step)
-        return (*found.texts, found.answers)
+        batch = self.batches.batch(step)
+        return (*batch.texts, batch.answers)
 
     def loss(
         self,
@@ -81,66 +119,60 @@ class ReadingTask(Measured):
         logits, _ = self.model(document, question, document_lengths, question_lengths)
         return F.cross_entropy(logits.float(), self.reader.classes(answers))
 
-    def measure(self, part: str) -> Measurement:
-        """The part of the questions, from 0 to 1, that is answered wrongly; the cross-entropy."""
-        batches = self.parts[part]
+    @property
+    def split_names(self) -> tuple[str, ...]:
+        """The splits that can be measured; some sets have a second test set, ``test-cnn``."""
+        return tuple(self.parts)
+
+    def measure(self, split: str) -> Measurement:
+        """The error rate, from 0 to 1, and the cross-entropy."""
+        batches = self.parts[split]
         sums = torch.zeros(2, dtype=torch.float64, device=batches.passages.answers.device)
         ranks = Ranks.here()
         for batch in ranks.share(batches.in_order()):
             logits, _ = self.model(*batch.texts)
-            sums += right_and_nats(logits, self.reader.classes(batch.answers))
-        right, nats = ranks.total(*sums.tolist())
+            sums += correct_and_nats(logits, self.reader.classes(batch.answers))
+        correct, nats = ranks.total(*sums.tolist())
         count = len(batches.passages)
-        return Measurement(1 - right / count, nats / count)
+        return Measurement(1 - correct / count, nats / count)
 
     def population_batches(self, batch_size: int) -> Iterator[Batch]:
         """The training questions once, for exact population statistics.
 
-        Batches of all lengths are mixed, so that the first few stand for all.
+        Batches of all lengths are mixed, so that the first few are representative.
         """
         return self.batches.in_order(batch_size, mixed=True)
 
-    def save_vocabulary(self, folder: Path) -> None:
-        """Write the symbols into a run's folder: the model can be asked without the data then."""
+    def final_metrics(self) -> dict[str, float]:
+        """With those of the second test set, if there is one."""
+        metrics = super().final_metrics()
+        if "test-cnn" in self.parts:
+            metrics["test_cnn"] = self.measure_with("test-cnn", "population")
+            metrics["test_cnn_batch"] = self.measure_with("test-cnn", "batch")
+        return metrics
+
+    def write_files(self, folder: Path) -> None:
+        """Write the vocabulary: the model can answer questions without the data then."""
         vocabulary = self.reading.vocabulary
         content = {"entities": vocabulary.entities, "words": vocabulary.words}
         write_checked(folder / VOCABULARY, content)
 
     @staticmethod
     def forward(model: nn.Module, batch: Batch) -> object:
-        """Run the model on a batch, for `rbn.update_population_stats`."""
+        """Run the model on a batch of `population_batches`."""
         return model(*batch.texts)
-
-
-def load_reading(config: Config, root: Path | None = None) -> Reading:
-    """The questions of a config."""
-    check_options(**{k: v for k, v in config.data.items() if k in _BATCHING})
-    options = {k: v for k, v in config.data.items() if k not in _BATCHING}
-    if config.task == "cloze":
-        return cloze(**options)
-    report = Reporter()
-    reading, facts = load_questions(config.task, root=root, progress=report, **options)
-    report.close()
-    for part, found in facts["parts"].items():
-        if found["malformed"] and Ranks.here().first:
-            some = "; ".join(found["malformed"][:3])
-            print(
-                f"{len(found['malformed'])} {part} files are no questions and were skipped: {some}",
-                file=sys.stderr,
-            )
-    return reading
 
 
 def make_reader(
     config: Config, vocabulary: Vocabulary, longest: tuple[int, int] | None = None
 ) -> AttentiveReader:
-    """The model of a config.
+    """The reader of a config.
 
     Args:
-        config: what to make.
-        vocabulary: says which symbols there are.
-        longest: steps of the longest padded document and question, for population statistics; None
-            takes as many as a checkpoint has.
+        config: of the run.
+        vocabulary: of the run's data.
+        longest: padded length of the longest document and question, for population statistics;
+            None: as in the checkpoint that is loaded.
     """
     return AttentiveReader(
         len(vocabulary),
@@ -155,23 +187,14 @@ def make_reader(
     )
 
 
-def build_reading(config: Config, reading: Reading, seed: int, device: torch.device) -> ReadingTask:
-    """The task of a run on questions that lie on the device."""
-    batching = {k: v for k, v in config.data.items() if k in _BATCHING}
-    plan = QuestionBatches(reading.train, reading.vocabulary, config.batch_size, **batching)
-    longest = plan.document_shapes[-1], plan.question_shapes[-1]
-    model = make_reader(config, reading.vocabulary, longest)
-    return ReadingTask(model.to(device), reading, config.batch_size, seed, **batching)
-
-
-class Reporter:
-    """Tells on standard error how far preprocessing is, in tenths where that is no terminal."""
+class PreprocessingProgress:
+    """Progress of preprocessing on standard error; without a terminal, a line for every tenth."""
 
     def __init__(self) -> None:
         self.shown = -1
 
     def __call__(self, done: int, total: int) -> None:
-        """Say that so many files of all are read."""
+        """Report that `done` of `total` files are read."""
         tenth = 10 * done // total
         if not sys.stderr.isatty() and tenth == self.shown:
             return

@@ -1,4 +1,4 @@
-"""From a trained run to its published result."""
+"""The result of a trained run: tested, written, published."""
 
 from __future__ import annotations
 
@@ -17,43 +17,41 @@ from typing import Any
 import torch
 
 import rbn
+from rbn.experiments.base_task import BaseTask, has_statistics
 from rbn.experiments.config import Config, check_seed
-from rbn.experiments.measured import has_statistics
-from rbn.experiments.reading import ReadingTask
-from rbn.experiments.tasks import Classification, NextSymbol
 from rbn.training import Trainer, checkpoint
+from rbn.training.atomic_files import read_checked, write_atomic, write_checked
 from rbn.training.schedule import Progress
-from rbn.training.whole import read_checked, write_checked, write_whole
 
 CURVE = ("step", "seconds", "train", "valid_batch", "valid_population")
-_CURVE_SUM = "metrics_sha256"  # of the learning curve that belongs to a result
-NATS = ("valid_batch_nats", "valid_population_nats")  # where the figure is not the cross-entropy
+_CURVE_CHECKSUM = "metrics_sha256"  # of the learning curve that belongs to a result
+NATS = ("valid_batch_nats", "valid_population_nats")  # if the metric is not the cross-entropy
 
 
 @torch.no_grad()
-def exact_statistics(config: Config, task: Classification | NextSymbol | ReadingTask) -> None:
-    """Population statistics of the training set at the model as it is, as the paper reports."""
+def exact_statistics(config: Config, task: BaseTask) -> None:
+    """Compute the current model's population statistics on the training set, as in the paper."""
     if has_statistics(task.model):
         task.estimate_population(config.population_batch)
 
 
 def finished(folder: Path, progress: Progress) -> dict[str, Any] | None:
-    """What ``result.json`` says of a run that has been tested as it is now; None where it does not.
+    """The content of ``result.json``; None if the run has not been tested since its last step.
 
-    It stays what it was when the run is gone on with on another machine, or by another version.
+    Resuming the finished run on another machine or with another version does not test it again.
     """
     try:
-        found = read_checked(folder / "result.json")
-        wanted = (progress.step, progress.best_step, progress.diverged_at)
-        tested = (found["steps"], found["best_step"], found["diverged_at"]) == wanted
-        numbers = all(isinstance(found[name], float) for name in ("valid", "test"))
+        result = read_checked(folder / "result.json")
+        current = (progress.step, progress.best_step, progress.diverged_at)
+        tested = (result["steps"], result["best_step"], result["diverged_at"]) == current
+        has_numbers = all(isinstance(result[name], float) for name in ("valid", "test"))
     except (OSError, KeyError, TypeError, ValueError):
         return None
-    whole = tested and numbers and "metric" in found and _is_whole(folder / "final.safetensors")
-    return found if whole else None
+    is_complete = tested and has_numbers and "metric" in result
+    return result if is_complete and _is_intact(folder / "final.safetensors") else None
 
 
-def _is_whole(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     try:
         checkpoint.load(path)
     except checkpoint.CheckpointError:
@@ -64,41 +62,24 @@ def _is_whole(path: Path) -> bool:
 def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[str, Any]:
     """Test the best model with exact statistics, in the precision it was trained in.
 
-    Writes ``result.json``, and the model with those statistics as ``final.safetensors``. Of several
-    processes all must call it.
+    Writes ``result.json``, and the model with those statistics as ``final.safetensors``. All
+    processes of the run must call it.
 
     Args:
         config: of the run.
         seed: of the run.
         trainer: that trained it.
-        command: with which it can be done again.
+        command: that reproduces the run.
     """
     task, progress = trainer.task, trainer.progress
-    assert isinstance(task, Classification | NextSymbol | ReadingTask)
+    assert isinstance(task, BaseTask)
     trainer.load_best()
-    with trainer.alone():
+    with trainer.isolated():
         exact_statistics(config, task)
-        figures = {
-            "valid": task.measure_with("valid", "population"),
-            "valid_batch": task.measure_with("valid", "batch"),
-            "test_batch": task.measure_with("test", "batch"),
-        }
-        if isinstance(task, NextSymbol):
-            figures["test_windows"] = task.measure_with("test", "population")
-            figures["test"] = task.measure_whole("test")
-            metric = "bits per character, whole sequence"
-        else:
-            figures["test"] = task.measure_with("test", "population")
-            metric = "error rate" if isinstance(task, ReadingTask) else "accuracy"
-        if isinstance(task, ReadingTask) and "test-cnn" in task.parts:
-            figures["test_cnn"] = task.measure_with("test-cnn", "population")
-            figures["test_cnn_batch"] = task.measure_with("test-cnn", "batch")
+        metrics = task.final_metrics()
         tensors = {f"model.{k}": v for k, v in task.model.state_dict().items()}
-        facts: dict[str, Any] = {}
-        if isinstance(task, NextSymbol):
-            facts["symbols"] = task.text.symbols
         final = trainer.folder / "final.safetensors"
-        trainer.ranks.from_first(lambda: checkpoint.save(final, tensors, facts))
+        trainer.ranks.from_first(lambda: checkpoint.save(final, tensors, task.model_metadata()))
     curve = trainer.ranks.from_first(trainer.write_history)
     on_gpu = next(task.model.parameters()).is_cuda
     result = {
@@ -106,13 +87,13 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
         "model": config.model,
         "tag": config.tag,
         "seed": seed,
-        "metric": metric,
-        **figures,
+        "metric": task.kind.result_metric,
+        **metrics,
         "stats": "population",
         "steps": progress.step,
         "best_step": progress.best_step,
         "diverged_at": progress.diverged_at,
-        "skipped": progress.skipped,  # steps whose gradient was not finite
+        "skipped": progress.skipped,
         "seconds": round(progress.seconds, 1),
         "together": progress.together,
         "devices": trainer.ranks.count,
@@ -124,7 +105,7 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
         "commit": commit(),
         "command": command,
         "date": time.strftime("%Y-%m-%d"),
-        _CURVE_SUM: hashlib.sha256(curve.encode()).hexdigest(),
+        _CURVE_CHECKSUM: hashlib.sha256(curve.encode()).hexdigest(),
     }
     path = trainer.folder / "result.json"
     trainer.ranks.from_first(lambda: write_checked(path, result))
@@ -134,7 +115,7 @@ def finish(config: Config, seed: int, trainer: Trainer, command: str) -> dict[st
 def publish(run: Path, to: Path, replace: bool = False) -> Path:
     """Copy a run's result and learning curve to ``TASK/MODEL[-TAG]-seedN.json`` and ``.csv``.
 
-    replace: also where there is one of a run with other settings.
+    replace: overwrite the result of a run with other settings.
     """
     path = run / "result.json"
     try:
@@ -142,33 +123,35 @@ def publish(run: Path, to: Path, replace: bool = False) -> Path:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{run} has no result: there is no {path.name} in it") from error
     try:
-        # A config refuses what is no part of a file's name.
+        # A config refuses names that could lead outside the folder.
         named = Config(result["task"], result["model"], result["tag"])
         check_seed("seed", result["seed"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the result of a run: {error}") from error
     target = to / named.task / f"{named.name}-seed{result['seed']}.json"
-    records = _records(run / "metrics.jsonl", result.pop(_CURVE_SUM, None))
+    records = _records(run / "metrics.jsonl", result.pop(_CURVE_CHECKSUM, None))
     if not replace:
-        _check_place(target, result)
+        _check_target(target, result)
     columns = [*CURVE, *(name for name in NATS if any(name in record for record in records))]
     table = io.StringIO()
     writer = csv.DictWriter(table, columns, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(map(_rounded, records))
-    write_whole(target.with_suffix(".csv"), table.getvalue())
-    write_whole(target, json.dumps(result, indent=2) + "\n")  # last: it is what says published
+    write_atomic(target.with_suffix(".csv"), table.getvalue())
+    write_atomic(
+        target, json.dumps(result, indent=2) + "\n"
+    )  # last: it marks the result as published
     return target
 
 
 def _records(curve: Path, sha256: str | None) -> list[dict[str, Any]]:
-    """The evaluations of a run, each with all that a published learning curve has."""
+    """The evaluations of a run, checked for all columns of a published learning curve."""
     try:
         content = curve.read_bytes()
         lines = content.decode().splitlines()
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{curve.parent} has no learning curve: {curve.name} is not there"
+            f"{curve.parent} has no learning curve: there is no {curve.name}"
         ) from error
     except ValueError as error:
         raise ValueError(f"{curve} is damaged: {error}") from error
@@ -199,14 +182,14 @@ def _record(line: str) -> dict[str, Any]:
     return record
 
 
-def _check_place(target: Path, result: dict[str, Any]) -> None:
+def _check_target(target: Path, result: dict[str, Any]) -> None:
     try:
-        there = json.loads(target.read_text())["config"]
+        existing = json.loads(target.read_text())["config"]
     except FileNotFoundError:
         return
     except (KeyError, TypeError, ValueError):
-        there = None
-    if there != result.get("config"):
+        existing = None
+    if existing != result.get("config"):
         raise ValueError(
             f"{target} is the result of a run with other settings: publish to another folder "
             "(--to), or give --replace"
@@ -218,16 +201,16 @@ def _rounded(record: dict[str, float]) -> dict[str, float]:
 
 
 def commit() -> str:
-    """The state of the source that runs, as git describes it, or as RBN_COMMIT says.
+    """The commit of the running source, from git or from RBN_COMMIT.
 
-    ``unknown`` where the source is not in a repository of its own.
+    ``unknown`` if the source is not in its own repository.
     """
     named = os.environ.get("RBN_COMMIT")
     if named:
         return named
     here = Path(__file__)
     try:
-        # Installed inside of another project's repository, it is not of that one's commits.
+        # Installed inside another project's repository: its commits are not ours.
         _git(here.parent, "ls-files", "--error-unmatch", here.name)
         return _git(here.parent, "describe", "--always", "--dirty", "--abbrev=10")
     except (OSError, subprocess.CalledProcessError):

@@ -1,34 +1,42 @@
-"""The paper's sequence tasks: what is measured, and how."""
+"""Classifying sequences, and predicting the next character of a text."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rbn import data
 from rbn.data import Minibatches, Split, Splits, Text, Windows
-from rbn.experiments.measured import Measured, Measurement
+from rbn.experiments.base_task import BaseTask, Measurement
+from rbn.experiments.config import Config
+from rbn.experiments.recurrent_layers import check_layer, recurrent_layer
+from rbn.experiments.task_kinds import IMAGES, TEXT
+from rbn.models import LanguageModel, SequenceClassifier
 from rbn.training import Ranks
 
+CLASSES = 10
 
-def right_and_nats(logits: Tensor, classes: Tensor) -> Tensor:
-    """How many are answered rightly, and the sum of the cross-entropies, ``[2]``.
+
+def correct_and_nats(logits: Tensor, classes: Tensor) -> Tensor:
+    """The number of correct predictions, and the sum of the cross-entropies, ``[2]``.
 
     Args:
         logits: ``[B, classes]``.
-        classes: the right ones, ``[B]``.
+        classes: the correct ones, ``[B]``.
     """
-    right = (logits.argmax(dim=-1) == classes).sum()
-    return torch.stack((right, F.cross_entropy(logits.float(), classes, reduction="sum")))
+    correct = (logits.argmax(dim=-1) == classes).sum()
+    return torch.stack((correct, F.cross_entropy(logits.float(), classes, reduction="sum")))
 
 
-class Classification(Measured):
-    """One label for each sequence; measured by accuracy, from 0 to 1.
+class Classification(BaseTask):
+    """One label per sequence; the metric is the accuracy, from 0 to 1.
 
     Args:
         model: takes ``[T, B, features]`` and returns logits ``[B, classes]``.
@@ -37,21 +45,45 @@ class Classification(Measured):
         seed: of the order of the sequences.
     """
 
-    higher_is_better = True
+    kind = IMAGES
     row_dims = (1, 0)
 
     def __init__(self, model: nn.Module, splits: Splits, batch_size: int, seed: int) -> None:
         self.model, self.splits, self.batch_size = model, splits, batch_size
         self.batches = Minibatches(splits.train, batch_size, seed)
 
+    @staticmethod
+    def load_data(config: Config, root: Path | None = None) -> Splits:
+        """The images of a config."""
+        if config.task == "digits":
+            return data.digits(**config.data)
+        loader: Any = data.pmnist if config.task == "pmnist" else data.mnist
+        splits: Splits = loader(root=root, **config.data)
+        return splits
+
+    @classmethod
+    def from_config(
+        cls, config: Config, data: Splits, seed: int, device: torch.device
+    ) -> Classification:
+        """The task of a run on images that are on the device."""
+        model = SequenceClassifier(recurrent_layer(config, 1), CLASSES, config.dropout)
+        task = cls(model.to(device), data, config.batch_size, seed)
+        task.population_batch = config.population_batch
+        return task
+
+    @staticmethod
+    def check_model(config: Config) -> nn.Module:
+        """Build the recurrent layer, which refuses wrong options."""
+        return check_layer(config)
+
     @property
     def batches_per_epoch(self) -> int:
-        """Minibatches of a pass over the training sequences."""
+        """Minibatches per pass over the training sequences."""
         return self.batches.batches_per_epoch
 
     @property
     def items_per_step(self) -> int:
-        """Sequences of a minibatch."""
+        """Sequences per minibatch."""
         return self.batches.batch_size
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
@@ -62,20 +94,20 @@ class Classification(Measured):
         """Cross-entropy, in nats."""
         return F.cross_entropy(self.model(inputs).float(), labels)
 
-    def measure(self, part: str) -> Measurement:
-        """Accuracy, and the cross-entropy beside it."""
-        split: Split = getattr(self.splits, part)
-        size = len(split)
-        # Both in one tensor, which comes to the host at once.
-        sums = torch.zeros(2, dtype=torch.float64, device=split.labels.device)
-        # As equal in size as can be: minibatch statistics of a small rest would say little.
+    def measure(self, split: str) -> Measurement:
+        """The accuracy and the cross-entropy."""
+        part: Split = getattr(self.splits, split)
+        size = len(part)
+        # Both in one tensor: a single transfer to the host.
+        sums = torch.zeros(2, dtype=torch.float64, device=part.labels.device)
+        # Batches of nearly equal size: the minibatch statistics of a small rest would be noisy.
         pieces = torch.arange(size).tensor_split(math.ceil(size / self.batches.batch_size))
         ranks = Ranks.here()
         for rows in ranks.share(pieces):
             piece = slice(int(rows[0]), int(rows[-1]) + 1)
-            sums += right_and_nats(self.model(split.inputs[:, piece]), split.labels[piece])
-        right, nats = ranks.total(*sums.tolist())
-        return Measurement(right / size, nats / size)
+            sums += correct_and_nats(self.model(part.inputs[:, piece]), part.labels[piece])
+        correct, nats = ranks.total(*sums.tolist())
+        return Measurement(correct / size, nats / size)
 
     def population_batches(self, batch_size: int) -> Iterator[Tensor]:
         """The training inputs once, for exact population statistics."""
@@ -84,21 +116,21 @@ class Classification(Measured):
             yield inputs[:, start : start + batch_size]
 
 
-class NextSymbol(Measured):
-    """The next character of a text; measured in bits per character.
+class NextSymbol(BaseTask):
+    """The next character of a text; the metric is bits per character.
 
     Args:
         model: a `rbn.models.LanguageModel`, or another that takes symbols ``[T, B]``, states and
             ``start`` and returns logits and states; with ``targets`` and ``reduction`` the loss
             instead, if it takes those.
         text: the data, on the model's device.
-        length: characters of a window.
-        batch_size: windows of a minibatch.
-        seed: of cuts and orders.
-        valid_windows: validation windows to look at, the first ones; None for all.
+        length: characters per window.
+        batch_size: windows per minibatch.
+        seed: of the windows and their order.
+        valid_windows: evaluate only so many validation windows, the first ones; None: all.
     """
 
-    higher_is_better = False
+    kind = TEXT
     row_dims = (1, 1)
 
     def __init__(
@@ -111,20 +143,43 @@ class NextSymbol(Measured):
         valid_windows: int | None = None,
     ) -> None:
         self.model, self.text, self.length = model, text, length
-        # Asked now: what wraps the model for training takes anything.
+        # Checked now: the wrapper for training accepts any argument.
         self._has_loss = "targets" in inspect.signature(model.forward).parameters
         self.batch_size = batch_size
         self.valid_windows = valid_windows
         self.batches = Windows(text.train, length, batch_size, seed=seed)
 
+    @staticmethod
+    def load_data(config: Config, root: Path | None = None) -> Text:
+        """The text of a config."""
+        if config.task == "pydoc":
+            return data.pydoc(**config.data)
+        loader: Any = data.ptb if config.task == "ptb" else data.text8
+        text: Text = loader(root=root, **config.data)
+        return text
+
+    @classmethod
+    def from_config(cls, config: Config, data: Text, seed: int, device: torch.device) -> NextSymbol:
+        """The task of a run on a text that is on the device."""
+        model = LanguageModel(recurrent_layer(config, len(data.symbols)), config.dropout)
+        windows = config.length, config.batch_size, seed, config.valid_windows
+        task = cls(model.to(device), data, *windows)
+        task.population_batch = config.population_batch
+        return task
+
+    @staticmethod
+    def check_model(config: Config) -> nn.Module:
+        """Build the recurrent layer, which refuses wrong options."""
+        return check_layer(config)
+
     @property
     def batches_per_epoch(self) -> int:
-        """Minibatches of a pass over the training text."""
+        """Minibatches per pass over the training text."""
         return self.batches.batches_per_epoch
 
     @property
     def items_per_step(self) -> int:
-        """Characters that a minibatch predicts."""
+        """Characters to predict per minibatch."""
         return self.batches.batch_size * (self.length - 1)
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
@@ -147,11 +202,11 @@ class NextSymbol(Measured):
         logits = logits.float().flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten(), reduction=reduction), after
 
-    def measure(self, part: str, length: int | None = None) -> Measurement:
-        """Bits per character of a part's windows, of the training length by default."""
-        stream: Tensor = getattr(self.text, part)
+    def measure(self, split: str, length: int | None = None) -> Measurement:
+        """Bits per character on windows, of the training length by default."""
+        stream: Tensor = getattr(self.text, split)
         length = self.length if length is None else length
-        if part == "valid" and self.valid_windows is not None:
+        if split == "valid" and self.valid_windows is not None:
             stream = stream[: self.valid_windows * length]
         windows = Windows(stream, length, self.batches.batch_size, shuffle=False)
         nats = torch.zeros((), dtype=torch.float64, device=stream.device)
@@ -164,13 +219,12 @@ class NextSymbol(Measured):
         return Measurement(total / characters / math.log(2))
 
     @torch.no_grad()
-    def measure_whole(self, part: str, piece: int = 10_000) -> float:
-        """Bits per character of a part as one sequence, with population statistics.
+    def measure_whole(self, split: str, piece: int = 10_000) -> float:
+        """Bits per character of a split as one sequence, with population statistics.
 
-        The text is read in pieces, each going on from the states of the one before, so memory does
-        not grow with its length.
+        Reads the text in pieces and passes the states on, so memory does not grow with its length.
         """
-        stream: Tensor = getattr(self.text, part)
+        stream: Tensor = getattr(self.text, split)
         was_training = self.model.training
         self.model.eval()
         nats, states = torch.zeros((), dtype=torch.float64, device=stream.device), None
@@ -181,6 +235,35 @@ class NextSymbol(Measured):
             nats += loss
         self.model.train(was_training)
         return float(nats) / (len(stream) - 1) / math.log(2)
+
+    def default_length(self, split: str, statistics: str) -> str | None:
+        """The number that ``rbn train`` reports: the whole text if the statistics allow it."""
+        return "full" if (split, statistics) == ("test", "population") else str(self.length)
+
+    def check_length(self, length: str, statistics: str) -> None:
+        """Refuse ``full`` with minibatch statistics: the batch is a single sequence."""
+        if length == "full" and statistics == "batch":
+            raise ValueError("length full is a batch of one sequence: it needs stats population")
+
+    def measure_at_length(self, split: str, statistics: str, length: str) -> float:
+        """Bits per character on windows of a length, or on the text as one sequence (``full``)."""
+        if length == "full":
+            return self.measure_whole(split)
+        before, self.length = self.length, int(length)
+        try:
+            return self.measure_with(split, statistics)
+        finally:
+            self.length = before
+
+    def final_metrics(self) -> dict[str, float]:
+        """``test`` is of the test text as one sequence, ``test_windows`` of windows."""
+        metrics = super().final_metrics()
+        metrics["test_windows"] = metrics.pop("test")
+        return metrics | {"test": self.measure_whole("test")}
+
+    def model_metadata(self) -> dict[str, Any]:
+        """The alphabet: the model can write text without the data then."""
+        return {"symbols": self.text.symbols}
 
     def population_batches(self, batch_size: int) -> Iterator[Tensor]:
         """The training windows once, for exact population statistics."""

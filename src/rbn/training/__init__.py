@@ -1,12 +1,13 @@
-"""Optimising a model and watching it."""
+"""Training: the loop, checkpoints, Adam, and several processes."""
 
 from rbn.training.adam import Adam, AdamW
 from rbn.training.checkpoint import CheckpointError
-from rbn.training.launcher import RankLost, in_touch, launch
+from rbn.training.interleaved import train_interleaved
+from rbn.training.interrupt import Interrupted
+from rbn.training.launcher import RankLost, launch, process_group
 from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule
-from rbn.training.together import Diverged, Interrupted, train_together
-from rbn.training.trainer import Task, Trainer
+from rbn.training.trainer import Diverged, Task, Trainer
 from rbn.training.world import World, check_devices, make_fabric
 
 __all__ = [
@@ -23,8 +24,8 @@ __all__ = [
     "Trainer",
     "World",
     "check_devices",
-    "in_touch",
     "launch",
     "make_fabric",
-    "train_together",
+    "process_group",
+    "train_interleaved",
 ]

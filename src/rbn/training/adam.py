@@ -1,8 +1,8 @@
-"""Adam whose step, and the norm of whose gradients, are one kernel each for the whole card.
+"""Adam with one kernel for the step and one for the gradient norm.
 
-PyTorch's fused step gives 65,536 numbers to a block, which a model of a few million parameters does
-not have many of: half of an H200 has nothing to do, for as long as one block takes. Its norms are
-made of several kernels. Both are noticed where a training step takes a millisecond.
+PyTorch's fused step gives each block 65,536 numbers. A model with a few million parameters has too
+few such blocks: half of an H200 is idle during the step. PyTorch's gradient norm takes several
+kernels. Both matter when a training step takes about a millisecond.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MOST = 64  # tensors of a kernel, each with five addresses
-_BLOCK = 1024  # numbers of a program's turn
-_PARTS = 4096  # norms that are added by one program afterwards
+_MAX_TENSORS = 64  # per kernel; each has five pointers
+_BLOCK = 1024  # numbers that a program handles at a time
+_MAX_PARTS = 4096  # norms that one program combines afterwards
 
 
-def suit(tensors: Sequence[Tensor]) -> bool:
-    """Whether there is a kernel for these together."""
+def supports(tensors: Sequence[Tensor]) -> bool:
+    """Whether one kernel can handle all these tensors."""
     return (
-        0 < len(tensors) <= _MOST
+        0 < len(tensors) <= _MAX_TENSORS
         and all(
             t.is_cuda
             and t.layout == torch.strided
@@ -34,13 +34,13 @@ def suit(tensors: Sequence[Tensor]) -> bool:
             and t.numel() > 0
             for t in tensors
         )
-        and _has_tuples()
+        and _triton_takes_tuples()
     )
 
 
 @functools.cache
-def _has_tuples() -> bool:
-    """Whether Triton is there, of the versions whose kernels take tuples."""
+def _triton_takes_tuples() -> bool:
+    """Whether Triton is installed, in a version whose kernels take tuples."""
     if importlib.util.find_spec("triton") is None:
         return False
     import triton
@@ -49,25 +49,28 @@ def _has_tuples() -> bool:
 
 
 def part_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The norms of parts of the tensors, ``[N]``; that of these is the norm of all together."""
+    """The norms of parts of the tensors, ``[N]``; their norm is the norm of all tensors."""
     from rbn.training.adam_kernels import norms
 
     rounds = 4
-    while _programs(tensors, rounds * _BLOCK)[1] > max(_PARTS, len(tensors)):
+    while _programs(tensors, rounds * _BLOCK)[1] > max(_MAX_PARTS, len(tensors)):
         rounds *= 2
     first, count = _programs(tensors, rounds * _BLOCK)
-    found = tensors[0].new_empty(count)
-    with torch.cuda.device_of(found):
+    result = tensors[0].new_empty(count)
+    with torch.cuda.device_of(result):
         norms[(count,)](
-            *(tuple(tensors), found, first, tuple(t.numel() for t in tensors)),
+            *(tuple(tensors), result, first, tuple(t.numel() for t in tensors)),
             BLOCK=_BLOCK,
             ROUNDS=rounds,
         )
-    return found
+    return result
 
 
 def _programs(tensors: Sequence[Tensor], numbers: int) -> tuple[tuple[int, ...], int]:
-    """The first program of each tensor, and how many there are, with so many numbers each."""
+    """The index of each tensor's first program, and the number of programs.
+
+    numbers: that one program handles.
+    """
     first, count = [], 0
     for tensor in tensors:
         first.append(count)
@@ -76,46 +79,46 @@ def _programs(tensors: Sequence[Tensor], numbers: int) -> tuple[tuple[int, ...],
 
 
 class _OneKernel(torch.optim.Optimizer):
-    """The step of an optimiser of PyTorch's that comes after it, by a kernel where that suits."""
+    """Mixin for a PyTorch optimiser: one kernel for the step, if it supports the parameters."""
 
     def __init__(self, params: Any, *values: Any, **options: Any) -> None:
         if options.get("foreach") or options.get("fused") is False:
             raise ValueError(
-                f"rbn.training.{type(self).__name__} is fused: without that, or with foreach, use "
-                f"torch.optim.{type(self).__name__}"
+                f"rbn.training.{type(self).__name__} is always fused: for foreach=True or "
+                f"fused=False use torch.optim.{type(self).__name__}"
             )
         super().__init__(params, *values, **options | {"fused": True})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make a step. closure: computes the loss anew, which is then returned."""
+        """Make a step. closure: recomputes the loss, which is then returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         groups = [[p for p in g["params"] if p.grad is not None] for g in self.param_groups]
-        if all(self._suits(*found) for found in zip(self.param_groups, groups, strict=True)):
+        if all(map(self._supports, self.param_groups, groups)):
             for group, parameters in zip(self.param_groups, groups, strict=True):
                 self._step(group, parameters)
         else:
-            step = super().step  # which has hooks of its own if there was such an optimiser
+            step = super().step  # wrapped with hooks once a plain optimiser of this class existed
             hooked = getattr(step, "hooked", False)
             step.__wrapped__(self) if hooked else step()  # type: ignore[attr-defined]
         return loss
 
     def _decay(self, group: dict[str, Any]) -> float:
-        """By which a step makes parameters smaller, times the learning rate."""
+        """The decoupled weight decay: AdamW's, 0 for Adam."""
         return float(group["weight_decay"]) if isinstance(self, torch.optim.AdamW) else 0.0
 
-    def _suits(self, group: dict[str, Any], parameters: list[Tensor]) -> bool:
-        more = ("amsgrad", "maximize", "differentiable")
+    def _supports(self, group: dict[str, Any], parameters: list[Tensor]) -> bool:
+        unsupported = ("amsgrad", "maximize", "differentiable")
         gradients = [p.grad for p in parameters if p.grad is not None]
         rate = group["lr"]
         return (
-            not any(group[name] for name in more)
+            not any(group[name] for name in unsupported)
             and group["weight_decay"] == self._decay(group)
-            and suit(parameters)
-            and suit(gradients)
+            and supports(parameters)
+            and supports(gradients)
             and (not isinstance(rate, Tensor) or rate.is_cuda)
         )
 
@@ -146,15 +149,15 @@ class _OneKernel(torch.optim.Optimizer):
 
 
 class Adam(_OneKernel, torch.optim.Adam):
-    """`torch.optim.Adam`, fused, with a kernel of its own where that suits the parameters.
+    """`torch.optim.Adam`, fused, with its own kernel if that supports the parameters.
 
-    Options, state and what it is told about scaled gradients are PyTorch's; gradients keep their
-    scale.
+    Options, state, `grad_scale` and `found_inf` are the same as PyTorch's; the gradients themselves
+    stay scaled.
     """
 
 
 class AdamW(_OneKernel, torch.optim.AdamW):
-    """`torch.optim.AdamW`, likewise: with weight decay that is none of the gradients."""
+    """`torch.optim.AdamW`, likewise: Adam with decoupled weight decay."""
 
 
 def update(
@@ -171,21 +174,32 @@ def update(
     divisor: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> None:
-    """A step of Adam, in place. Its number, from 1, the divisor and `skip` are on the device.
+    """An Adam step, in place.
 
-    decay: parameters are made smaller by so much times the rate before.
+    Args:
+        parameters: float32, contiguous, like all lists of tensors here.
+        gradients: of the parameters.
+        means: first moments.
+        squares: second moments.
+        steps: the number of this step, from 1, one scalar per parameter, on the device.
+        rate: the learning rate, a number or a scalar on the device.
+        betas: decay of the moments.
+        eps: added to the root of the second moment.
+        decay: decoupled weight decay.
+        divisor: scalar on the device that divides the gradients.
+        skip: scalar on the device; if it is not 0, nothing changes.
     """
     from rbn.training.adam_kernels import update as kernel
 
     first, count = _programs(parameters, _BLOCK)
-    given = steps[0]  # an address where there is none
-    with torch.cuda.device_of(given):
+    unused = steps[0]  # a valid pointer for arguments that are not given
+    with torch.cuda.device_of(unused):
         kernel[(count,)](
             *(tuple(t) for t in (parameters, gradients, means, squares, steps)),
-            *(rate, given if divisor is None else divisor, given if skip is None else skip),
+            *(rate, unused if divisor is None else divisor, unused if skip is None else skip),
             *(first, tuple(p.numel() for p in parameters)),
             (*betas, *(math.log(b) if b > 0 else -1e9 for b in betas), eps, decay),
-            RATE_THERE=isinstance(rate, Tensor),
+            RATE_TENSOR=isinstance(rate, Tensor),
             DIVIDES=divisor is not None,
             SKIPS=skip is not None,
             BLOCK=_BLOCK,

@@ -1,4 +1,4 @@
-"""A running average of a model's parameters, which is often better than any of their values."""
+"""A running average of a model's parameters, which often generalizes better than the last ones."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rbn.training.checkpoint import CheckpointError
 class AveragedParameters:
     """The exponential moving average of a model's parameters.
 
-    Step n, from 0, counts as ``max(1 - decay, 1 / (n + 1))``, so that early on it is the mean of
-    all steps so far and does not remember the model's beginning.
+    Step n, from 0, has the weight ``max(1 - decay, 1 / (n + 1))``. So the first averages are the
+    mean of all steps so far, and do not depend on the initial parameters.
 
     Args:
-        model: whose parameters are averaged; they stay where they are.
-        decay: what remains of the average with every step, at least 0 and below 1.
+        model: its parameters are averaged, and not modified.
+        decay: factor of the old average in every step, at least 0 and below 1.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -31,20 +31,20 @@ class AveragedParameters:
 
     @torch.no_grad()
     def update(self, step: Tensor) -> None:
-        """Take in the present parameters. step: of this update, a scalar on their device."""
+        """Add the current parameters. step: number of this update, a scalar on their device."""
         weight = (1 / (step + 1)).clamp(min=1 - self.decay)
         for name, parameter in self._parameters.items():
             self.average[name].lerp_(parameter, weight.to(parameter))
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model has the average for its parameters."""
-        present = {name: p.detach().clone() for name, p in self._parameters.items()}
+        """Inside, the model's parameters are the averages."""
+        current = {name: p.detach().clone() for name, p in self._parameters.items()}
         try:
             self._put(self.average)
             yield
         finally:
-            self._put(present)
+            self._put(current)
 
     def state(self) -> dict[str, Tensor]:
         """The averages by name, for a checkpoint."""
@@ -52,15 +52,15 @@ class AveragedParameters:
 
     @torch.no_grad()
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `state` gave, out of a checkpoint's tensors."""
+        """Load the averages that `state` returned from a checkpoint's tensors."""
         for name, value in self.average.items():
-            found = tensors.get(f"average.{name}")
-            if found is None:
+            saved = tensors.get(f"average.{name}")
+            if saved is None:
                 raise CheckpointError(
-                    "the checkpoint does not fit the run's settings, which may have been changed: "
+                    "the checkpoint does not match the run's settings, which may have changed: "
                     f"it has no average of {name}"
                 )
-            value.copy_(found)
+            value.copy_(saved)
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints: one safetensors file each, written whole or not at all, read without pickle."""
+"""Checkpoints: safetensors files with metadata and checksums, written atomically."""
 
 from __future__ import annotations
 
@@ -13,83 +13,84 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+_METADATA, _METADATA_CRC = "facts", "facts_crc32"  # names in the files of all versions
+
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read, with the reason."""
+    """A checkpoint cannot be written or read; says why."""
 
 
 def save(
-    path: Path, tensors: dict[str, Tensor], facts: dict[str, Any], before: Path | None = None
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any], previous: Path | None = None
 ) -> None:
-    """Write tensors and facts (anything JSON can hold) to one file, atomically.
+    """Write tensors and metadata to one file, atomically.
 
-    The file appears under its name only when it is complete and on the disk; what was there under
-    that name before stays until then.
+    The file gets its name only when all of it is on the disk; until then the old one stays.
 
     Args:
         path: of the file.
         tensors: by name.
-        facts: whatever else there is to know.
-        before: the name under which the file that is replaced stays, where the disk has links.
+        metadata: anything JSON can hold.
+        previous: the new name of the file that is replaced, on disks that support hard links.
     """
     from safetensors.torch import save_file
 
     plain = {name: v.detach().cpu().contiguous() for name, v in tensors.items()}
-    text = json.dumps(facts)
-    metadata = {
-        "facts": text,
-        "facts_crc32": str(zlib.crc32(text.encode())),
+    text = json.dumps(metadata)
+    header = {
+        _METADATA: text,
+        _METADATA_CRC: str(zlib.crc32(text.encode())),
         "crc32": str(_checksum(plain)),
     }
     part = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.touch()
-        mode = part.stat().st_mode  # as other files of the user's have; safetensors makes its own
-        save_file(plain, part, metadata=metadata)
+        mode = part.stat().st_mode  # the user's default; safetensors sets a stricter one
+        save_file(plain, part, metadata=header)
         part.chmod(mode)
-        _to_disk(part)
-        if before is not None:
+        _sync(part)
+        if previous is not None:
             with contextlib.suppress(OSError):
-                before.unlink(missing_ok=True)
-                os.link(path, before)
+                previous.unlink(missing_ok=True)
+                os.link(path, previous)
         os.replace(part, path)
-        _to_disk(path.parent)
-    except Exception as error:  # safetensors has errors of its own for a full disk
+        _sync(path.parent)
+    except Exception as error:  # safetensors has its own exceptions for a full disk
         with contextlib.suppress(OSError):
             part.unlink()
         raise CheckpointError(
-            f"could not write {path}: {error}. The checkpoint before it is still good."
+            f"could not write {path}: {error}. The previous checkpoint is intact."
         ) from error
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What `save` wrote, on the CPU."""
-    with _reading(path) as (file, facts, checksum):
+    """The tensors, on the CPU, and metadata that `save` wrote."""
+    with _open(path) as (file, metadata, checksum):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if _checksum(tensors) != checksum:
-        raise CheckpointError(f"{path} is damaged: its numbers are not those that were written")
-    return tensors, facts
+        raise CheckpointError(f"{path} is damaged: the checksum of its tensors does not match")
+    return tensors, metadata
 
 
-def load_facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint; its tensors are neither read nor checked."""
-    with _reading(path) as (_, facts, _):
-        return facts
+def load_metadata(path: Path) -> dict[str, Any]:
+    """The metadata of a checkpoint; its tensors are neither read nor checked."""
+    with _open(path) as (_, metadata, _):
+        return metadata
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[tuple[Any, dict[str, Any], int]]:
-    """The open file, its facts and the checksum that its tensors must have."""
+def _open(path: Path) -> Iterator[tuple[Any, dict[str, Any], int]]:
+    """The open file, its metadata and the expected checksum of its tensors."""
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            text = metadata["facts"]
-            if zlib.crc32(text.encode()) != int(metadata["facts_crc32"]):
-                raise ValueError("its settings and progress are not those that were written")
-            yield file, json.loads(text), int(metadata["crc32"])
+            header = file.metadata() or {}
+            text = header[_METADATA]
+            if zlib.crc32(text.encode()) != int(header[_METADATA_CRC]):
+                raise ValueError("the checksum of its settings and progress does not match")
+            yield file, json.loads(text), int(header["crc32"])
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint {path}") from error
     except Exception as error:
@@ -105,8 +106,8 @@ def _checksum(tensors: dict[str, Tensor]) -> int:
     return value
 
 
-def _to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would survive the machine's end."""
+def _sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,23 +115,23 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-# What a training run consists of -----------------------------------------------------------------
+# The state of a training run ---------------------------------------------------------------------
 
 
-# How an optimiser computes, which depends on the device and not on the run.
-_OF_DEVICE = ("capturable", "foreach", "fused")
-# Settings by which optimisers of different kinds can be told apart.
-_OF_A_KIND = ("betas", "alpha", "dampening")
+# Options that depend on the device, not on the run.
+_DEVICE_OPTIONS = ("capturable", "foreach", "fused")
+# Options that tell Adam, RMSprop and SGD apart.
+_KIND_OPTIONS = ("betas", "alpha", "dampening")
 
 
 def state_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Model, optimiser and random states as tensors, and what of them is no tensor."""
+    """The tensors of a model, its optimiser and the random state; the optimiser's other options."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    found = optimizer.state_dict()
+    saved = optimizer.state_dict()
     numbers: dict[str, dict[str, Any]] = {}
-    for index, state in found["state"].items():
+    for index, state in saved["state"].items():
         for key, value in state.items():
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{index}.{key}"] = value
@@ -141,19 +142,19 @@ def state_of(
         tensors["random.cuda"] = torch.cuda.get_rng_state()
     groups = [
         {k: float(v) if isinstance(v, Tensor) else v for k, v in group.items()}
-        for group in found["param_groups"]
+        for group in saved["param_groups"]
     ]
     return tensors, {"groups": groups, "numbers": numbers}
 
 
 def fill(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Give a model parameters and statistics by name."""
+    """Load a model's parameters and statistics."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
         lines = str(error).splitlines()
         raise CheckpointError(
-            "the checkpoint does not fit the run's settings, which may have been changed: "
+            "the checkpoint does not match the run's settings, which may have changed: "
             + (lines[1] if len(lines) > 1 else lines[0]).strip()
         ) from error
 
@@ -162,29 +163,29 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     tensors: dict[str, Tensor],
-    facts: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
-    """Put back what `state_of` took."""
-    fill(model, _under("model.", tensors))
+    """Load what `state_of` returned."""
+    fill(model, _with_prefix("model.", tensors))
     state: dict[int, dict[str, Any]] = {
-        int(index): dict(values) for index, values in facts["numbers"].items()
+        int(index): dict(values) for index, values in options["numbers"].items()
     }
-    for name, value in _under("optimizer.", tensors).items():
+    for name, value in _with_prefix("optimizer.", tensors).items():
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = value
     kinds = [
-        [[name in group for name in _OF_A_KIND] for group in groups]
-        for groups in (facts["groups"], optimizer.param_groups)
+        [[name in group for name in _KIND_OPTIONS] for group in groups]
+        for groups in (options["groups"], optimizer.param_groups)
     ]
     if kinds[0] != kinds[1]:
         raise CheckpointError(
-            "the checkpoint does not fit the run's settings, which may have been changed: it is of "
-            f"another optimiser than {type(optimizer).__name__}, or with other groups of parameters"
+            "the checkpoint does not match the run's settings, which may have changed: it has "
+            f"another optimiser than {type(optimizer).__name__}, or other parameter groups"
         )
     groups = [
         {k: tuple(v) if k == "betas" else v for k, v in group.items()}
-        | {k: v for k, v in own.items() if k in _OF_DEVICE}
-        for group, own in zip(facts["groups"], optimizer.param_groups, strict=True)
+        | {k: v for k, v in own.items() if k in _DEVICE_OPTIONS}
+        for group, own in zip(options["groups"], optimizer.param_groups, strict=True)
     ]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     torch.set_rng_state(tensors["random.cpu"])
@@ -192,5 +193,5 @@ def restore(
         torch.cuda.set_rng_state(tensors["random.cuda"])
 
 
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _with_prefix(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): v for name, v in tensors.items() if name.startswith(prefix)}

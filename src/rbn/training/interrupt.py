@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM that are never lost and never break off what must be finished.
+"""Ctrl-C and SIGTERM: never lost, and never in the middle of work that must complete.
 
 Python raises KeyboardInterrupt wherever the main thread happens to be. Inside a weakref callback or
-a `__del__` Python then prints and drops it; inside a database transaction it can leave the lock
-held. So long-running commands only remember the signal (`remembered`) and look at it where it is
-safe to stop, and an interrupt that Python dropped is sent again (`handle_signals`).
+a `__del__`, Python prints and drops it; inside a database transaction, it can leave the lock held.
+So long-running commands only remember the signal (`remembered`) and check it where it is safe to
+stop. An interrupt that Python dropped is sent again (`handle_signals`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 _LATER = 0.05  # seconds
-# Extensions in C++ that make Python's enums while they are loaded, as Triton's does, end the
-# process with SIGABRT when an interrupt comes in between.
+# An interrupt while a C++ extension creates Python enums at import, as Triton's does, aborts the
+# process.
 _LOADING: tuple[CodeType, ...] = (
     ExtensionFileLoader.create_module.__code__,
     ExtensionFileLoader.exec_module.__code__,
@@ -31,8 +31,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def handle_signals() -> None:
     """Let Ctrl-C and SIGTERM raise KeyboardInterrupt, with the signal's number.
 
-    Not while an extension is being loaded: the signal comes again after that. An interrupt that
-    Python could only print and drop, as in a weakref callback, comes again as well.
+    While an extension is being loaded, the signal is sent again later instead. So is an interrupt
+    that Python dropped, as in a weakref callback.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
@@ -47,7 +47,7 @@ _before: Any = sys.unraisablehook
 
 
 def _dropped(unraisable: Any) -> None:
-    """Send an interrupt again that Python dropped."""
+    """Send a dropped interrupt again."""
     error = unraisable.exc_value
     if isinstance(error, KeyboardInterrupt):
         _send_later(exit_signal(error))
@@ -56,7 +56,7 @@ def _dropped(unraisable: Any) -> None:
 
 
 def exit_signal(error: KeyboardInterrupt) -> int:
-    """The number of the signal behind an interrupt; that of Ctrl-C where it does not say."""
+    """The number of the signal behind an interrupt; SIGINT if it has none."""
     number = error.args[0] if error.args else None
     return number if isinstance(number, int) else int(signal.SIGINT)
 
@@ -85,33 +85,38 @@ def _send_later(number: int) -> None:
 
 
 def send_to_main(number: int = signal.SIGINT) -> None:
-    """Send a signal to the main thread, which may be waiting for something."""
+    """Send a signal to the main thread, even if it is blocked."""
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, number)
     else:
         signal.raise_signal(number)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM, raised after all runs finished their step and were saved."""
+
+
 class Interrupts:
-    """What `remembered` knows of the signals that came.
+    """The signals that `remembered` has caught.
 
     Attributes:
-        seen: the number of the first signal; 0 as long as there is none.
+        seen: the number of the first signal; 0 if there was none.
+        count: number of signals, without those that were sent again.
     """
 
     def __init__(self, raise_second: bool = True) -> None:
         self.seen = 0
-        self.count = 0  # of the signals, without those that were sent again
+        self.count = 0
         self._raise_second = raise_second
         self._breakable = False
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal came."""
+        """Raise KeyboardInterrupt if there was a signal."""
         if self.seen:
             raise KeyboardInterrupt(self.seen)
 
     def wait(self, seconds: float) -> None:
-        """Sleep, but not after a signal."""
+        """Sleep until the time is over or a signal arrives."""
         end = time.monotonic() + seconds
         while not self.seen and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _LATER))
@@ -125,9 +130,9 @@ class Interrupts:
             yield
         finally:
             self._breakable = before
-        self.check()  # one that was swallowed on its way
+        self.check()  # an interrupt that was swallowed on its way
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         global _sent_again
         self.seen = self.seen or number
         again, _sent_again = _sent_again, False
@@ -145,8 +150,8 @@ _active: Interrupts | None = None
 def remembered(raise_second: bool = True) -> Iterator[Interrupts]:
     """Inside, a first Ctrl-C is remembered instead of raised; so is SIGTERM after `handle_signals`.
 
-    A block inside of another shares what that one remembers. Outside of the main thread, which
-    alone can handle signals, nothing is remembered.
+    A nested block shares the signals of the outer one. Only the main thread can handle signals; in
+    other threads the block has no effect.
 
     Args:
         raise_second: whether a second signal raises KeyboardInterrupt at once.
@@ -163,7 +168,7 @@ def remembered(raise_second: bool = True) -> Iterator[Interrupts]:
     if signal.getsignal(signal.SIGTERM) is _interrupted:
         handlers[signal.SIGTERM] = _interrupted
     for number in handlers:
-        signal.signal(number, interrupts._note)
+        signal.signal(number, interrupts._handle)
     try:
         yield interrupts
     finally:
@@ -173,22 +178,22 @@ def remembered(raise_second: bool = True) -> Iterator[Interrupts]:
 
 
 def pending() -> bool:
-    """Whether a signal was remembered that nobody has acted on yet."""
+    """Whether an enclosing `remembered` block has caught a signal."""
     return _active is not None and bool(_active.seen)
 
 
-# Processes that are started by this one -----------------------------------------------------------
+# Child processes ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Start processes in here: a signal waits until all are started, in them and in this one."""
+    """Start child processes in this block: signals are held back until all are started."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
     from multiprocessing import resource_tracker
 
-    resource_tracker.ensure_running()  # it lifts the block when it starts
+    resource_tracker.ensure_running()  # starting it would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -197,14 +202,14 @@ def starting() -> Iterator[None]:
 
 
 def started(forget: bool) -> None:
-    """To be called first in a process that was started so.
+    """Call this first in a child process started in a `starting` block.
 
     Args:
-        forget: whether signals that came meanwhile are forgotten; else they count now.
+        forget: drop signals that were held back; otherwise they are delivered now.
     """
     if not hasattr(signal, "pthread_sigmask"):
         return
     for number in _SIGNALS if forget else ():
-        handler = signal.signal(number, signal.SIG_IGN)  # which forgets a signal that is waiting
+        handler = signal.signal(number, signal.SIG_IGN)  # drops a pending signal
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

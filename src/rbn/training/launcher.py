@@ -1,4 +1,4 @@
-"""Several processes for one run: started, watched and ended together."""
+"""Starts the processes of one run, watches them, and ends all of them if one fails."""
 
 from __future__ import annotations
 
@@ -23,15 +23,23 @@ import torch.distributed as dist
 from rbn.training import interrupt
 from rbn.training.world import World
 
-_TICK = 0.1  # seconds between looks at what was interrupted
-_GRACE = 2.0  # seconds in which the others may say what they know of a failure
-_LAST = 10.0  # and in which they may end when asked to
-# What gloo and NCCL say when another process is gone or silent.
-_LOST = ("closed by peer", "reset by peer", "broken pipe", "timed out", "timeout", "nccl", "gloo")
+_TICK = 0.1  # seconds between checks for Ctrl-C
+_GRACE = 2.0  # seconds for the other processes to report after one has failed
+_EXIT_TIMEOUT = 10.0  # seconds for a process to exit after SIGTERM
+# Parts of the messages of gloo and NCCL when another process is gone or does not respond.
+_LOST_MESSAGES = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "nccl",
+    "gloo",
+)
 
 
 class RankLost(RuntimeError):
-    """One of the processes of a run died, or the others cannot reach it."""
+    """A process of the run died or cannot be reached."""
 
 
 def is_lost(error: BaseException) -> bool:
@@ -39,33 +47,33 @@ def is_lost(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     return isinstance(error, (RankLost, dist.DistError)) or any(
-        s in str(error).lower() for s in _LOST
+        s in str(error).lower() for s in _LOST_MESSAGES
     )
 
 
 @contextlib.contextmanager
-def in_touch(world: World | None) -> Iterator[None]:
-    """A block in which several processes work together; alone, it does nothing.
+def process_group(world: World | None) -> Iterator[None]:
+    """A block in which several processes work together; without effect for a single one.
 
     Raises:
-        RankLost: when one of the others cannot be reached, or this one is asked to end: torchrun
-            does that where another failed.
+        RankLost: another process cannot be reached, or this one got SIGTERM, which torchrun sends
+            after another one failed.
     """
     if world is None:
         yield
         return
 
-    def told_to_end(number: int, frame: Any) -> None:
-        raise RankLost(f"rank {world.rank} of {world.count} was told to end: another one failed")
+    def terminated(number: int, frame: Any) -> None:
+        raise RankLost(f"rank {world.rank} of {world.count} got SIGTERM: another rank failed")
 
-    before = signal.signal(signal.SIGTERM, told_to_end)
+    before = signal.signal(signal.SIGTERM, terminated)
     try:
         yield
     except RuntimeError as error:
         if not is_lost(error):
             raise
         raise RankLost(
-            f"rank {world.rank} of {world.count} cannot reach another one, which has ended or "
+            f"rank {world.rank} of {world.count} cannot reach another rank, which has ended or "
             f"hangs ({_short(error)})"
         ) from error
     finally:
@@ -80,25 +88,25 @@ def _short(error: BaseException) -> str:
 
 
 def launch(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
-    """Call ``work(*arguments)`` in several processes of this machine, as torchrun would start them.
+    """Call ``work(*arguments)`` in several processes on this machine, like torchrun.
 
     If one fails, all are ended. Ctrl-C is passed on to them once.
 
     Args:
-        work: a function at the top of a module.
-        arguments: what can be pickled.
-        count: of the processes.
+        work: a module-level function.
+        arguments: picklable.
+        count: number of processes.
 
     Raises:
-        RankLost: one was killed, or ended without a word; says which.
-        Exception: what `work` raised, in the lowest-numbered process that knows.
+        RankLost: a process was killed or exited without an error message; says which.
+        Exception: the error that `work` raised, of the lowest rank that reported one.
     """
     context = get_context("spawn")
     port = _free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     processes = [
         context.Process(
-            target=_work_as, args=(World(k, count, k, count), port, pipes[k][1], work, arguments)
+            target=_run_rank, args=(World(k, count, k, count), port, pipes[k][1], work, arguments)
         )
         for k in range(count)
     ]
@@ -112,19 +120,22 @@ def launch(work: Callable[..., None], arguments: tuple[Any, ...], count: int) ->
             reports = _wait(processes, [receiver for receiver, _ in pipes], interrupts)
         finally:
             _end([process for process in processes if process.pid is not None])
-    _judge([process.exitcode for process in processes], reports)
+    _raise_cause([process.exitcode for process in processes], reports)
 
 
 def _wait(
     processes: list[Any], receivers: list[Any], interrupts: interrupt.Interrupts
 ) -> list[BaseException | None]:
-    """Until all have ended well, or a moment after one has not. Gives what they said by then.
+    """Wait until all processes have exited, or until shortly after one failed.
 
-    They are listened to all the time: who has much to say waits until it is heard. Each signal of
-    `interrupts` is passed on to them.
+    Reads their reports all the time: a process with a long report blocks until it is read. Passes
+    each signal of `interrupts` on to them.
+
+    Returns:
+        The error that each process reported, or None.
     """
     reports: list[BaseException | None] = [None] * len(processes)
-    unheard = dict(enumerate(receivers))
+    unread = dict(enumerate(receivers))
     deadline: float | None = None
     passed_on = 0
     while True:
@@ -133,26 +144,26 @@ def _wait(
             deadline = time.monotonic() + _GRACE
         limit = None if deadline is None else deadline - time.monotonic()
         if None not in codes or (limit is not None and limit <= 0):
-            return [_report(unheard[k]) if k in unheard else told for k, told in enumerate(reports)]
+            return [_report(unread[k]) if k in unread else seen for k, seen in enumerate(reports)]
         alive = [p for p, code in zip(processes, codes, strict=True) if code is None]
         if interrupts.count > passed_on:
             passed_on = interrupts.count
             for process in alive:
                 os.kill(process.pid, signal.SIGINT)
         limit = _TICK if limit is None else min(_TICK, limit)
-        ready = connection.wait([p.sentinel for p in alive] + list(unheard.values()), limit)
-        for k, receiver in list(unheard.items()):
+        ready = connection.wait([p.sentinel for p in alive] + list(unread.values()), limit)
+        for k, receiver in list(unread.items()):
             if receiver in ready:
                 reports[k] = _report(receiver)
-                del unheard[k]
+                del unread[k]
 
 
 def _report(receiver: Any) -> BaseException | None:
-    """What a process said before it ended."""
+    """The error that a process reported, or None."""
     with contextlib.suppress(EOFError, OSError):
         if receiver.poll():
-            found: BaseException = pickle.loads(receiver.recv_bytes())
-            return found
+            error: BaseException = pickle.loads(receiver.recv_bytes())
+            return error
     return None
 
 
@@ -160,7 +171,7 @@ def _end(processes: list[Any]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
-    deadline = time.monotonic() + _LAST
+    deadline = time.monotonic() + _EXIT_TIMEOUT
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
@@ -168,10 +179,10 @@ def _end(processes: list[Any]) -> None:
             process.join()
 
 
-def _judge(codes: list[int | None], reports: list[BaseException | None]) -> None:
-    """Raise what is the cause of a failure, and not what follows from it."""
-    told = [error for error in reports if error is not None]
-    for error in told:
+def _raise_cause(codes: list[int | None], reports: list[BaseException | None]) -> None:
+    """Raise the error that caused a failure, rather than one that followed from it."""
+    errors = [error for error in reports if error is not None]
+    for error in errors:
         if not is_lost(error):
             raise error
     for rank, (code, report) in enumerate(zip(codes, reports, strict=True)):
@@ -180,25 +191,25 @@ def _judge(codes: list[int | None], reports: list[BaseException | None]) -> None
                 f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
             )
             raise RankLost(f"rank {rank} of {len(codes)} {how}; the others were ended")
-    if told:
-        raise told[0]
+    if errors:
+        raise errors[0]
     if any(codes):
-        raise RankLost("the processes were ended from outside")
+        raise RankLost("the processes were terminated from outside")
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
         return port
 
 
-def _work_as(
+def _run_rank(
     world: World, port: int, sender: Any, work: Callable[..., None], arguments: tuple[Any, ...]
 ) -> None:
-    """One of the processes, from its first moment to its last."""
+    """The main function of one process."""
     if hasattr(os, "setsid"):
-        os.setsid()  # Ctrl-C comes from the one that watches, and from it alone
+        os.setsid()  # only the parent gets a terminal's Ctrl-C, and passes it on
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(world.environment(port))
     if "OMP_NUM_THREADS" not in os.environ:
@@ -206,7 +217,7 @@ def _work_as(
     try:
         interrupt.started(forget=False)
         work(*arguments)
-        end_at_once(0)
+        exit_at_once(0)
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt) and not is_lost(error):
             error.__notes__ = [f"in rank {world.rank}:\n{traceback.format_exc()}"]
@@ -215,17 +226,17 @@ def _work_as(
         except Exception:
             content = pickle.dumps(RuntimeError(traceback.format_exc()))
         sender.send_bytes(content)
-        end_at_once(1)  # without a last meeting of the processes, which may not come about
+        exit_at_once(1)  # skips the barrier of the process group, which may never complete
 
 
-def end_at_once(code: int) -> None:
-    """End a process that worked with others, without taking the interpreter down.
+def exit_at_once(code: int) -> None:
+    """Exit a process of a group without finalizing the interpreter.
 
-    A thread of gloo may still be about to let go of the tensors it exchanged last. For that it
-    needs the interpreter's lock, and in an interpreter that is being taken down it gets none but
-    is ended, which aborts the process after all its work is done.
+    A gloo thread may still have to release the tensors it exchanged last. For that it needs the
+    GIL, and requesting it during finalization ends the thread, which aborts the process after all
+    its work is done.
     """
-    if code == 0:  # else they might wait for the others, who may not come
+    if code == 0:  # otherwise exit functions might wait for processes that are gone
         with contextlib.suppress(Exception):
             atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -235,7 +246,7 @@ def end_at_once(code: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait until the process that watches is gone, however it ended."""
+    """Exit when the parent process is gone, however it ended."""
     parent = parent_process()
     if parent is not None:
         parent.join()

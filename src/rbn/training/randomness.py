@@ -1,4 +1,4 @@
-"""The random numbers of one run, apart from those of others in the same process."""
+"""Each run's own random numbers, independent of other runs in the same process."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 
 
 def seed_of_step(seed: int, step: int, rank: int) -> int:
-    """What a process other than the first draws a step's random numbers from.
+    """The seed for a step's random numbers in all processes but the first.
 
-    So nothing of its state has to be saved, whatever number of processes goes on.
+    With it, checkpoints need no random state per process, and the number of processes may change.
     """
     digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch's seeds are signed
 
 
 class RandomState:
-    """A stream of random numbers that begins at the process's present state.
+    """A stream of random numbers that starts at the process's current state.
 
-    Inside `current` torch's default generators continue this stream; outside they are as they were.
-    So runs that take turns draw the numbers that each would draw alone. On a GPU the generator's
-    state object itself is exchanged, not its value: a CUDA graph captured inside `current` goes on
-    drawing from the stream of its run, whichever others are replayed meanwhile.
+    Inside `current`, torch's default generators continue this stream; outside, they are unchanged.
+    So interleaved runs draw the numbers that each would draw alone. On a GPU the generator's state
+    object is swapped, not its value: a CUDA graph captured inside `current` keeps drawing from the
+    stream of its run, even if graphs of other runs are replayed in between.
 
     Args:
         device: of the run.
@@ -40,7 +40,7 @@ class RandomState:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make this stream the one that torch draws from."""
+        """Let torch draw from this stream."""
         before = torch.get_rng_state()
         torch.set_rng_state(self._cpu)
         default = self._default

@@ -1,7 +1,7 @@
-"""The processes that make one run together, and what they tell each other.
+"""Communication among the processes of one run.
 
-What is trained goes through Fabric's DDP; here is all else on which they must agree: which part of
-a minibatch is whose, when to stop, what a look at the validation data found.
+Gradients go through Fabric's DDP. This is for everything else the processes must agree on: who
+takes which part of a minibatch, when to stop, what an evaluation measured.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-_here: tuple[Any, Ranks] | None = None  # the process group for which they were made
+_here: tuple[Any, Ranks] | None = None  # with the process group it belongs to
 
 
 class Ranks:
-    """This process and its like; alone where `torch.distributed` has not begun.
+    """The processes of a run; a single one if `torch.distributed` is not initialized.
 
-    All methods but `part` and `share` must be called by every process, in the same order. They
-    speak over the host's memory: a GPU is never waited for.
+    Every process must call all methods except `part` and `share`, in the same order. They
+    communicate through host memory and never wait for a GPU.
 
     Attributes:
         rank: number of this process, from 0.
-        count: of the processes.
+        count: number of processes.
     """
 
     def __init__(self, rank: int = 0, count: int = 1, group: ProcessGroup | None = None) -> None:
@@ -37,14 +37,14 @@ class Ranks:
 
     @classmethod
     def here(cls) -> Ranks:
-        """Those of this process."""
+        """The processes that this one belongs to."""
         global _here
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
         world = dist.group.WORLD
         if _here is None or _here[0] is not world:
-            talk = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-            _here = world, cls(dist.get_rank(), dist.get_world_size(), talk)
+            group = world if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+            _here = world, cls(dist.get_rank(), dist.get_world_size(), group)
         return _here[1]
 
     @property
@@ -59,7 +59,7 @@ class Ranks:
 
         Args:
             batch: tensors with the rows of all processes.
-            dims: along which dimension of each tensor the rows lie.
+            dims: the batch dimension of each tensor.
         """
         if self.count == 1:
             return tuple(batch), 1.0
@@ -69,51 +69,51 @@ class Ranks:
             )
         rows = batch[0].shape[dims[0]]
         if rows < self.count:
-            raise ValueError(f"a minibatch of {rows} cannot be shared by {self.count} processes")
+            raise ValueError(f"a minibatch of {rows} cannot be split among {self.count} processes")
         first, end = (rows * k // self.count for k in (self.rank, self.rank + 1))
         mine = (v.narrow(d, first, end - first) for v, d in zip(batch, dims, strict=True))
         return tuple(mine), (end - first) / rows
 
     def share(self, items: Iterable[T]) -> Iterator[T]:
-        """This process's items, of those that all have: every so many-th."""
+        """This process's part of items that all processes have: every `count`-th."""
         return itertools.islice(items, self.rank, None, self.count)
 
     def gathered(self, *values: float) -> list[list[float]]:
-        """Some numbers of every process, by process."""
+        """The numbers of every process, as a list per process."""
         if self.count == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = mine.new_empty(self.count, len(values))
         dist.all_gather(list(everyone), mine, group=self._group)
-        found: list[list[float]] = everyone.tolist()
-        return found
+        rows: list[list[float]] = everyone.tolist()
+        return rows
 
     def total(self, *values: float) -> list[float]:
-        """The sums of some numbers over the processes."""
+        """The sum of each number over the processes."""
         return [sum(column) for column in zip(*self.gathered(*values), strict=True)]
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says so."""
-        return any(found[0] for found in self.gathered(float(flag)))
+        """Whether the flag is set in any process."""
+        return any(values[0] for values in self.gathered(float(flag)))
 
     def from_first(self, work: Callable[[], T]) -> T:
-        """What the first process finds, on all of them; if it fails, all fail with its error."""
+        """Run `work` in the first process and return its result, or raise its error, in all."""
         if self.count == 1:
             return work()
-        found: list[Any] = [None, None]
+        outcome: list[Any] = [None, None]  # result and error
         if self.first:
             try:
-                found[0] = work()
+                outcome[0] = work()
             except Exception as error:
-                found[1] = error
-        dist.broadcast_object_list(found, src=0, group=self._group)
-        if found[1] is not None:
-            raise found[1]
-        value: T = found[0]
-        return value
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: T = outcome[0]
+        return result
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """What each finds for itself, but the first before the others: it may leave a cache."""
+        """Run `work` in every process, in the first one before the others: it may fill a cache."""
         mine: list[T] = []
         self.from_first(lambda: mine.append(work()))
         return mine[0] if mine else work()

@@ -1,4 +1,4 @@
-"""When things happen in a training run, and where it is."""
+"""The schedule of a training run, and its progress."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Schedule:
-    """When things happen.
+    """How long to train, and when to evaluate and save.
 
     Attributes:
-        steps: optimisation steps in all.
-        evaluate_every: steps between looks at the validation data; one follows the last step too.
-        checkpoint_every: steps between checkpoints; one follows every evaluation too.
-        patience: evaluations without a better one before training stops; None never does.
-        clip: largest global norm of all gradients together; None leaves them alone. A step whose
-            norm is not finite is made without a gradient, or left out by a fused optimiser, and
-            counted; the gradients of the next are those of a smaller loss, which clipping makes
-            the same.
-        decay_from: the part of the steps after which the learning rate falls linearly, to 0 at the
-            last; 1 keeps it constant.
-        average: the decay of a running average of the parameters, which is then what evaluations
-            look at and what is kept as the best; None looks at the parameters themselves.
-        checkpoint_seconds: shortest time between two checkpoints that are not the last one.
-        max_minutes: of this process, after which it saves and stops unfinished; None has no limit.
+        steps: number of optimisation steps.
+        evaluate_every: steps between evaluations; the last step is always followed by one.
+        checkpoint_every: steps between checkpoints; every evaluation is followed by one.
+        patience: evaluations without improvement before training stops; None: no early stopping.
+        clip: largest global norm of the gradients; None: no clipping. If the norm is not finite,
+            the step has a zero gradient (a fused optimiser skips it) and is counted. The next loss
+            is scaled down, which clipping compensates.
+        decay_from: fraction of the steps after which the learning rate decays linearly to 0; 1: it
+            stays constant.
+        average: decay of a running average of the parameters, which is then evaluated and kept as
+            the best model; None: the parameters themselves.
+        checkpoint_seconds: least time between two checkpoints, except the last one.
+        max_minutes: after which this process saves and stops unfinished; None: no limit.
     """
 
     steps: int
@@ -51,28 +50,28 @@ class Schedule:
             raise ValueError(f"average must be at least 0 and below 1, got {self.average}")
 
     def rate(self, step: int) -> float:
-        """What the learning rate is multiplied with at a step, from 0."""
+        """The factor of the learning rate at a step, from 0."""
         first = self.decay_from * self.steps
         return 1.0 if step < first else (self.steps - step) / (self.steps - first)
 
 
 @dataclass
 class Progress:
-    """Where a run is: all of it that is no tensor."""
+    """The progress of a run: all of its state except tensors."""
 
     step: int = 0
-    seconds: float = 0.0  # of training, over all processes that took part
-    together: int = 1  # runs that shared the device, and so the time, at most
+    seconds: float = 0.0  # of training, summed over all sessions
+    together: int = 1  # largest number of runs that shared the device, and so the time
     best: float | None = None
     best_step: int = 0
     bad_looks: int = 0  # evaluations since the best one
-    loss: float = 0.0  # mean of the steps that were looked at last
+    loss: float = 0.0  # mean over the steps that were fetched last
     loss_sum: float = 0.0  # since the last evaluation
     loss_count: int = 0
-    skipped: int = 0  # steps whose gradient was not finite
-    in_a_row: int = 0  # of those, the last ones
-    loss_scale: float = 1.0  # what the next loss is multiplied with for that reason
+    skipped: int = 0  # steps with a gradient that was not finite
+    in_a_row: int = 0  # how many of those were the most recent steps
+    loss_scale: float = 1.0  # factor of the next loss, below 1 after such steps
     finished: bool = False
     stopped_early: bool = False
-    diverged_at: int | None = None  # the step, if training ended that way
+    diverged_at: int | None = None  # step
     history: list[dict[str, float]] = field(default_factory=list)

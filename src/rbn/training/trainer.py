@@ -1,8 +1,8 @@
-"""A training run that can be killed at any moment and goes on where it was.
+"""The training loop: a run can be killed at any moment and resumes from its last checkpoint.
 
-A `Task` knows the data and the model; the `Trainer` knows when to step, look, save and stop;
-devices and precision are Lightning Fabric's. Batches are addressed by the number of the step, so
-nothing of the data's order has to be saved.
+A `Task` knows the data and the model; the `Trainer` decides when to step, evaluate, save and stop;
+Lightning Fabric handles devices and precision. A batch is a function of the step number, so the
+order of the data needs no saving.
 """
 
 from __future__ import annotations
@@ -23,31 +23,38 @@ from torch import Tensor, nn
 
 from rbn.nn import average_population_stats, keep_running_averages
 from rbn.training import checkpoint
-from rbn.training.adam import part_norms, suit
+from rbn.training.adam import part_norms, supports
+from rbn.training.atomic_files import write_atomic
 from rbn.training.averaging import AveragedParameters
-from rbn.training.captured import CapturedStep
-from rbn.training.ledger import Ledger
+from rbn.training.cuda_graph import CapturedStep
+from rbn.training.gradient_log import GradientLog
+from rbn.training.interrupt import Interrupted, remembered
 from rbn.training.randomness import RandomState, seed_of_step
 from rbn.training.ranks import Ranks
 from rbn.training.schedule import Progress, Schedule
-from rbn.training.together import Diverged, train_together
-from rbn.training.whole import write_whole
 from rbn.training.world import make_fabric
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 
-class Task(Protocol):
-    """What is trained, on what, and how well it does.
+class Diverged(FloatingPointError):
+    """A loss, or too many gradients in a row, are not finite."""
 
-    To be trained by several processes it must also have `row_dims`, a tuple that says along which
-    dimension of each tensor of a minibatch its rows lie: each process takes some of the rows.
+
+class Task(Protocol):
+    """A model, its data and its evaluation.
+
+    Training with several processes also needs `row_dims`: a tuple with the batch dimension of each
+    tensor of a minibatch. Each process takes some of the rows.
     """
 
     model: nn.Module
-    metric: str  # the name of what `evaluate` returns
-    higher_is_better: bool
+    metric: str  # the key of `evaluate` that chooses the best model
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a higher value of the metric is better."""
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         """Minibatch number `step`, from 0, on the model's device."""
@@ -57,47 +64,49 @@ class Task(Protocol):
         """From the tensors of a minibatch to a scalar, the mean over its rows."""
 
     def evaluate(self) -> dict[str, float]:
-        """Figures on the validation data, `metric` among them. The model's mode is restored.
+        """Metrics on the validation data, `metric` among them. Leaves the model's mode unchanged.
 
-        Of several processes that train together all call it; the first one's figures count.
+        All processes of a run call it; the results of the first one count.
         """
 
 
-_DIVIDING = torch.optim.Adam, torch.optim.AdamW
-_MOST_SKIPPED = 50  # steps in a row whose gradient is not finite before training is given up
+_HAS_GRAD_SCALE = torch.optim.Adam, torch.optim.AdamW  # divide the gradients in a fused step
+_MAX_SKIPPED = 50  # steps in a row with a gradient that is not finite before the run is given up
 
 
 class Trainer:
     """Optimises a task's model, with checkpoints in a folder.
 
-    The folder holds ``last.safetensors`` (to go on from), ``previous.safetensors`` (the one before,
-    should the last be damaged), ``best.safetensors`` (the model of the best evaluation) and
-    ``metrics.jsonl`` (one line for each evaluation).
+    The folder holds ``last.safetensors`` (to resume from), ``previous.safetensors`` (the checkpoint
+    before it, in case the last one is damaged), ``best.safetensors`` (the model of the best
+    evaluation) and ``metrics.jsonl`` (one line per evaluation).
 
-    The run has its own stream of random numbers, which begins at the process's present state.
+    The run has its own stream of random numbers, which starts at the process's current state.
 
-    Of several processes (see `make_fabric`) each takes its part of every minibatch; gradients are
-    those of all rows together. The minibatches are those that one process would have. Checkpoints
-    do not depend on the number of processes, which may be another when a run goes on. Where a model
-    draws random numbers, those of the first process go on as they would alone; the others draw, for
-    every step, from a stream of their own.
+    With several processes (see `make_fabric`) each one takes its part of every minibatch, and the
+    gradients are those of all rows. Minibatches and checkpoints do not depend on the number of
+    processes, which may change when a run is resumed. If the model draws random numbers, the first
+    process draws those of a single-process run; the others use a stream of their own for each step.
 
     Attributes:
-        module: the model without Fabric's wrapper, so in full precision.
-        ranks: the processes.
+        module: the model without Fabric's wrapper, in full precision.
+        ranks: the processes of the run.
+        step_callbacks: called in order after every step, with the progress.
+        record_callbacks: called in order after every evaluation, with its record: ``step``,
+            ``seconds``, ``train`` (the mean loss) and the metrics of `Task.evaluate`.
 
     Args:
-        task: the model, its data and its measure. Its `model` becomes Fabric's wrapper of it.
+        task: the model, its data and its evaluation. Its `model` is replaced by Fabric's wrapper.
         optimizer: of the model's parameters.
-        schedule: when things happen.
-        folder: of the run. A checkpoint that is there is gone on from.
+        schedule: how long to train, and when to evaluate and save.
+        folder: of the run. If it holds a checkpoint, training resumes from it.
         fabric: device, precision and processes; by default the model's device in full precision.
-        graph: whether the step is captured as a CUDA graph; for CUDA devices. The optimiser must
-            be `capturable`, and where the rate decays its rates tensors.
-        look_back: steps after which losses are fetched from the model's device and checked; 1 makes
-            the host wait for every step. By default that is so on the CPU alone.
-        on_step: called after every step with the progress.
-        on_record: called after every evaluation with its figures.
+        graph: capture the step as a CUDA graph. The optimiser must be `capturable`, and its
+            learning rates must be tensors if they decay.
+        look_back: steps between two transfers of the losses to the host, where they are checked; 1
+            makes the host wait for every step. Default: 1 on the CPU, 100 on a GPU.
+        on_step: the first of the `step_callbacks`.
+        on_record: the first of the `record_callbacks`.
     """
 
     def __init__(
@@ -114,10 +123,11 @@ class Trainer:
         on_record: Callable[[dict[str, float]], None] | None = None,
     ) -> None:
         self.task, self.schedule, self.folder = task, schedule, Path(folder)
-        self.on_step, self.on_record = on_step, on_record
+        self.step_callbacks = [] if on_step is None else [on_step]
+        self.record_callbacks = [] if on_record is None else [on_record]
         self.progress = Progress()
         self.module, self._optimizer = task.model, optimizer  # without their wrappers
-        # What a task measures must not depend on when checkpoints were written: it has the running
+        # Evaluations must not depend on when checkpoints were written: a task uses the running
         # averages, or estimates statistics itself.
         keep_running_averages(task.model)
         device = next(task.model.parameters()).device
@@ -125,57 +135,60 @@ class Trainer:
         self.ranks = Ranks.here()
         if self.ranks.count > 1 and not hasattr(task, "row_dims"):
             raise ValueError(
-                f"{type(task).__name__} has no row_dims, so its minibatches cannot be shared by "
+                f"{type(task).__name__} has no row_dims, so its minibatches cannot be split among "
                 f"{self.ranks.count} processes"
             )
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            # What adds a gradient up stays with the stream it was made on, and is kept by DDP,
-            # which Fabric sets up on another stream. So it is made first, on ours.
-            kept = [p.view_as(p).grad_fn for p in task.model.parameters() if p.requires_grad]
+            # A node that accumulates gradients stays on the stream it was created on, and DDP keeps
+            # it. Fabric sets DDP up on another stream, so create the nodes first, on ours.
+            accumulators = [
+                p.view_as(p).grad_fn for p in task.model.parameters() if p.requires_grad
+            ]
             task.model, self._wrapped = self.fabric.setup(task.model, optimizer)
-        del kept
+        del accumulators
         self.look_back = look_back or (1 if device.type == "cpu" else 100)
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._first_rates = [float(rate) for rate in self._rates]
-        self._ledger = Ledger(device)
-        # Where Fabric scales the loss, it clips as well. A fused Adam divides the gradients itself,
-        # and can leave a step out. (So does a fused SGD, but for its momentum, which is not set.)
+        self._log = GradientLog(device)
+        # If Fabric scales the loss, it clips as well. A fused Adam divides the gradients itself and
+        # can skip a step. (So can a fused SGD, but not its momentum.)
         self._clips = schedule.clip is not None and not self._scales_loss()
-        fused = isinstance(optimizer, _DIVIDING) and bool(optimizer.defaults.get("fused"))
+        fused = isinstance(optimizer, _HAS_GRAD_SCALE) and bool(optimizer.defaults.get("fused"))
         self._divides = self._clips and fused
-        self._fetched = 0  # of progress.loss_count
+        self._fetched = 0  # the part of progress.loss_count whose losses are on the host
         self._average: AveragedParameters | None = None
         if schedule.average is not None:
             self._average = AveragedParameters(self.module, schedule.average)
         self._unsaved_best: tuple[dict[str, Tensor], dict[str, Any]] | None = None
-        self._began: float | None = None
-        self._saved = 0.0  # seconds since then
-        self._closed = False  # finished, and all of it on the disk
+        self._is_complete = False  # finished, with the final checkpoint written
         self._stopping = False
         self._random = RandomState(device)
         self._seed = self.ranks.from_first(torch.initial_seed)
-        self._share = 1.0  # of the rows of the present minibatch
-        self._step: Callable[..., Tensor] = self._optimise
+        self._share = 1.0  # of the rows of the current minibatch
+        self._step: Callable[..., Tensor] = self._optimize
         self._captures = graph
         if graph:
             if self._stream is None:
                 raise ValueError(f"graph needs a CUDA device, the model is on {device}")
             if self.ranks.count > 1:
-                raise ValueError("graph is for one process: several exchange gradients in a step")
-            self._step = CapturedStep(self._optimise, self._stream)
-        self._saved_before = self._resume()
+                raise ValueError(
+                    f"graph needs a single process, got {self.ranks.count}: they exchange "
+                    "gradients within a step"
+                )
+            self._step = CapturedStep(self._optimize, self._stream)
+        self._has_checkpoint = self._resume()
 
     @property
     def last(self) -> Path:
-        """The checkpoint to go on from."""
+        """The checkpoint to resume from."""
         return self.folder / "last.safetensors"
 
     @property
     def previous(self) -> Path:
-        """The checkpoint before the last, to go on from where that is damaged."""
+        """The checkpoint before the last, to resume from if the last one is damaged."""
         return self.folder / "previous.safetensors"
 
     @property
@@ -184,84 +197,107 @@ class Trainer:
         return self.folder / "best.safetensors"
 
     def run(self) -> Progress:
-        """Train to the end, or until patience or the time is over; then return where it is.
+        """Train until the last step, until patience or the time runs out, or until `stop`.
+
+        Returns:
+            The progress; `finished` unless the time ran out or `stop` was called.
 
         Raises:
-            Diverged: when a loss, or 50 gradients in a row, are not finite;
-                ``diverged.safetensors`` has the model.
-            KeyboardInterrupt: on Ctrl-C, after the step was finished and a checkpoint written. A
-                second Ctrl-C does not wait for that.
+            Diverged: a loss, or 50 gradients in a row, were not finite. The model is in
+                ``diverged.safetensors``.
+            Interrupted: Ctrl-C or SIGTERM, after the step was completed and a checkpoint written. A
+                second Ctrl-C raises KeyboardInterrupt at once.
         """
-        train_together([self])
+        with remembered() as interrupts:
+            for _ in self.steps():
+                # The signal may have reached only one of several processes.
+                if self.ranks.any(bool(interrupts.seen)):
+                    with self.isolated():
+                        self.save()
+                    break
+            if self.ranks.any(bool(interrupts.seen)):
+                raise Interrupted(interrupts.seen)
         return self.progress
 
-    def advance(self) -> bool:
-        """Make one step and what is due after it. False when there is nothing more to do."""
+    def steps(self) -> Iterator[Progress]:
+        """The training loop: yields the progress after every step.
+
+        Between steps torch's random state and stream are the caller's, so that several trainers can
+        take turns (see `train_interleaved`).
+        """
         now, schedule = self.progress, self.schedule
-        with self.alone():
-            if self._began is None:
-                self._begin()
-            assert self._began is not None
-            if now.finished or now.step >= schedule.steps:
-                self._finish()
-                return False
-            self._make_step()
-            spent = time.monotonic() - self._began
-            now.seconds = self._before + spent
-            if self.on_step:
-                self.on_step(now)
-            due = now.step % schedule.checkpoint_every == 0
-            if now.step % schedule.evaluate_every == 0 or now.step == schedule.steps:
-                self._look()
-                due = True
-            if now.finished or now.step == schedule.steps:
-                self._finish()
-                return False
-            stops = self._stopping or (
-                schedule.max_minutes is not None
-                and self.ranks.any(spent >= 60 * schedule.max_minutes)
-            )
-            if stops or (
-                due and self.ranks.any(spent - self._saved >= schedule.checkpoint_seconds)
-            ):
-                self.save()
-                self._saved = spent
-            return not stops
+        began, seconds_before, last_save = time.monotonic(), now.seconds, 0.0
+        with self.isolated():
+            self._start()
+        while not now.finished and now.step < schedule.steps:
+            with self.isolated():
+                self._train_step()
+                spent = time.monotonic() - began
+                now.seconds = seconds_before + spent
+                for on_step in self.step_callbacks:
+                    on_step(now)
+
+                is_last = now.step == schedule.steps
+                evaluates = is_last or now.step % schedule.evaluate_every == 0
+                if evaluates:
+                    self._evaluate()  # sets `finished` when patience runs out
+
+                stops = False
+                if not is_last and not now.finished:
+                    stops = self._stopping or self._out_of_time(spent)
+                    checkpoint_due = evaluates or now.step % schedule.checkpoint_every == 0
+                    if stops or (
+                        checkpoint_due
+                        and self.ranks.any(spent - last_save >= schedule.checkpoint_seconds)
+                    ):
+                        self.save()
+                        last_save = spent
+            if stops:
+                return
+            yield now
+        with self.isolated():
+            self._finish()
 
     def stop(self) -> None:
-        """Save and stop unfinished after this step, as when the time is over.
+        """Save and stop unfinished after the current step, as when the time runs out.
 
-        Where several processes train one run, all of them must be told.
+        Of several processes that train one run, all must call it.
         """
         self._stopping = True
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def isolated(self) -> Iterator[None]:
         """Inside, torch uses the run's own random numbers and, on a GPU, its own stream."""
         with self._random.current(), torch.cuda.stream(self._stream):  # no stream: no effect
             yield
 
-    def _begin(self) -> None:
-        self._began, self._before = time.monotonic(), self.progress.seconds
+    def _start(self) -> None:
         if self._stream is not None:
             torch.cuda.synchronize(self._stream.device)  # model and data came from other streams
         self.task.model.train()
-        if not self._saved_before:
+        if not self._has_checkpoint:
             self.save()
+            self._has_checkpoint = True
 
     def _finish(self) -> None:
-        if not self._closed:
-            self.progress.finished = self._closed = True
+        """Write the final checkpoint, unless the run was loaded from it."""
+        if not self._is_complete:
+            self.progress.finished = self._is_complete = True
             self.save()
 
-    def _make_step(self) -> None:
+    def _out_of_time(self, spent: float) -> bool:
+        limit = self.schedule.max_minutes
+        return limit is not None and self.ranks.any(spent >= 60 * limit)
+
+    def _train_step(self) -> None:
         now = self.progress
         if self.schedule.decay_from < 1:
             self._set_rates(self.schedule.rate(now.step))
         now.loss_count += 1
         batch = self.task.batch(now.step)
         if self.ranks.count > 1:
-            batch, self._share = self.ranks.part(batch, self.task.row_dims)  # type: ignore[attr-defined]
+            dims = self.task.row_dims  # type: ignore[attr-defined]
+            batch, self._share = self.ranks.part(batch, dims)
             if not self.ranks.first:
                 torch.manual_seed(seed_of_step(self._seed, now.step, self.ranks.rank))
         self._step(*batch)
@@ -269,40 +305,40 @@ class Trainer:
         if now.loss_count % self.look_back == 0:
             self._fetch()
 
-    def _optimise(self, *batch: Tensor) -> Tensor:
-        """One optimisation step, without a word from the host: it may be captured as a graph."""
+    def _optimize(self, *batch: Tensor) -> Tensor:
+        """One optimisation step without host synchronization, so that a graph can capture it."""
         self._wrapped.zero_grad(set_to_none=True)
         loss = self.task.loss(*batch)
-        # DDP averages over processes what is to be averaged over rows.
+        # DDP averages over processes; the gradients must be averaged over rows.
         total = loss if self.ranks.count == 1 else loss * (self._share * self.ranks.count)
-        scale = self._ledger.loss_scale.to(loss.dtype) if self._clips else None
+        scale = self._log.loss_scale.to(loss.dtype) if self._clips else None
         self.fabric.backward(total, gradient=scale)
         value = loss.detach()
         if self.ranks.count > 1:
             value = value * self._share
         if self.schedule.clip is None:
-            self._ledger.enter(value)
+            self._log.record(value)
         else:
             self._clip(value, self.schedule.clip)
         if self.look_back == 1 and not self._captures:
-            self._fetch()  # before the model is spoilt by a gradient that is not finite
+            self._fetch()  # before a gradient that is not finite destroys the model
         self._wrapped.step()
         if self._average is not None:
-            self._average.update(self._ledger.number - 1)
+            self._average.update(self._log.number - 1)
         return value
 
     def _clip(self, loss: Tensor, clip: float) -> None:
-        """Clip the gradients; one that overflowed has no direction, so the step goes without it."""
+        """Clip the gradients; if they overflowed, they have no direction: skip the step."""
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         if self._clips:
-            norm = part_norms(grads) if suit(grads) else torch.nn.utils.get_total_norm(grads)
+            norm = part_norms(grads) if supports(grads) else torch.nn.utils.get_total_norm(grads)
         else:
-            found = self.fabric.clip_gradients(
+            total = self.fabric.clip_gradients(
                 self.task.model, self._wrapped, max_norm=clip, error_if_nonfinite=False
             )
-            assert found is not None
-            norm = found
-        divisor, bad = self._ledger.enter(loss, norm, clip)
+            assert total is not None
+            norm = total
+        divisor, bad = self._log.record(loss, norm, clip)
         if self._divides:
             optimizer: Any = self._optimizer
             optimizer.grad_scale, optimizer.found_inf = divisor, bad
@@ -313,7 +349,7 @@ class Trainer:
             grad.masked_fill_(bad != 0, 0)
 
     def _scales_loss(self) -> bool:
-        """Whether Fabric multiplies the loss, and tells the optimiser so."""
+        """Whether Fabric scales the loss (16-mixed)."""
         return getattr(self.fabric.strategy.precision, "scaler", None) is not None
 
     def _set_rates(self, factor: float) -> None:
@@ -325,23 +361,23 @@ class Trainer:
                 group["lr"] = first * factor
 
     def _fetch(self) -> None:
-        """Bring the losses to the host, and stop if one was not finite."""
-        found = self.ranks.gathered(int(self._ledger.bad), float(self._ledger.total))
-        bad = min((int(b) for b, _ in found if b >= 0), default=-1)
-        total = sum(part for _, part in found)
+        """Bring the losses to the host, and give up if one was not finite."""
+        gathered = self.ranks.gathered(int(self._log.bad), float(self._log.total))
+        bad = min((int(b) for b, _ in gathered if b >= 0), default=-1)
+        total = sum(part for _, part in gathered)
         now = self.progress
         steps = now.loss_count - self._fetched
-        now.skipped, now.in_a_row = int(self._ledger.skipped), int(self._ledger.in_a_row)
+        now.skipped, now.in_a_row = int(self._log.skipped), int(self._log.in_a_row)
         if bad >= 0:
             self._give_up(bad, f"the loss of minibatch {bad} is not finite")
-        if now.in_a_row >= _MOST_SKIPPED:
+        if now.in_a_row >= _MAX_SKIPPED:
             self._give_up(now.step, f"the last {now.in_a_row} gradients are not finite")
         if steps > 0:
             now.loss = total / steps
         now.loss_sum += total
-        now.loss_scale = float(self._ledger.loss_scale)
+        now.loss_scale = float(self._log.loss_scale)
         self._fetched = now.loss_count
-        self._ledger.total.zero_()
+        self._log.total.zero_()
 
     def _give_up(self, step: int, why: str) -> None:
         self.progress.diverged_at = step
@@ -353,36 +389,37 @@ class Trainer:
             checkpoint.save(path, *self._state())
 
         self.ranks.from_first(write)
-        when = "before that step" if step == self.progress.step else "when it was noticed"
+        when = "before that step" if step == self.progress.step else "when this was detected"
         raise Diverged(
             f"training diverged at step {step}: {why}. The model {when} is in {path}, the last "
             f"good checkpoint in {self.last}."
         )
 
-    def _look(self) -> None:
-        """Evaluate, write it down, and remember the best."""
+    def _evaluate(self) -> None:
+        """Evaluate the model, or its running average, and report the record."""
         self._fetch()
         average_population_stats(self.module)
         with contextlib.nullcontext() if self._average is None else self._average.in_place():
-            record = self._evaluate()
-        if self.on_record:
-            self.on_record(record)
+            record = self._evaluation_record()
+        for on_record in self.record_callbacks:
+            on_record(record)
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluation_record(self) -> dict[str, float]:
+        """Evaluate, append the record to the history, keep the best model, count patience."""
         now, task = self.progress, self.task
-        figures = task.evaluate()
+        metrics = task.evaluate()
         record: dict[str, float] = {
             "step": now.step,
             "seconds": round(now.seconds, 3),
             "train": now.loss_sum / max(1, now.loss_count),
-            **self.ranks.from_first(lambda: figures),
+            **self.ranks.from_first(lambda: metrics),
         }
         now.loss_sum, now.loss_count, self._fetched = 0.0, 0, 0
         now.history.append(record)
         value = record[task.metric]
         sign = 1 if task.higher_is_better else -1
-        number = not math.isnan(value)
-        if number and (now.best is None or not sign * value <= sign * now.best):
+        is_number = not math.isnan(value)
+        if is_number and (now.best is None or not sign * value <= sign * now.best):
             now.best, now.best_step, now.bad_looks = value, now.step, 0
             state = {f"model.{k}": v.clone() for k, v in self.module.state_dict().items()}
             self._unsaved_best = state, {"step": now.step, task.metric: value}
@@ -395,7 +432,7 @@ class Trainer:
         return record
 
     def save(self) -> None:
-        """Write the best model, if it is new, and the checkpoint to go on from."""
+        """Write the best model, if it is new, and the checkpoint to resume from."""
         self._fetch()
         average_population_stats(self.module)
         self.ranks.from_first(self._write_checkpoints)
@@ -407,43 +444,43 @@ class Trainer:
 
     def _write_checkpoints(self) -> None:
         self._write_best()
-        checkpoint.save(self.last, *self._state(), before=self.previous)
+        checkpoint.save(self.last, *self._state(), previous=self.previous)
 
     def _state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, facts = checkpoint.state_of(self.module, self._optimizer)
+        tensors, optimizer = checkpoint.state_of(self.module, self._optimizer)
         if self._average is not None:
             tensors |= self._average.state()
         return tensors, {
-            "optimizer": facts,
+            "optimizer": optimizer,
             "progress": asdict(self.progress),
             "seed": self._seed,
         }
 
     def _resume(self) -> bool:
-        """Go on from the checkpoint, if there is one."""
-        found = self.ranks.from_first(self._load_last)
-        if found is None:
+        """Load the last checkpoint. Returns whether there was one."""
+        loaded = self.ranks.from_first(self._load_last)
+        if loaded is None:
             return False
-        tensors, facts = found
-        self._seed = facts.get("seed", self._seed)
-        self.progress = Progress(**facts["progress"])
+        tensors, metadata = loaded
+        self._seed = metadata.get("seed", self._seed)
+        self.progress = Progress(**metadata["progress"])
         with self._random.current():
-            checkpoint.restore(self.module, self._optimizer, tensors, facts["optimizer"])
+            checkpoint.restore(self.module, self._optimizer, tensors, metadata["optimizer"])
             if self._average is not None:
                 self._average.restore(tensors)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate
-        self._ledger.number.fill_(self.progress.step)
-        self._ledger.skipped.fill_(self.progress.skipped)
-        self._ledger.in_a_row.fill_(self.progress.in_a_row)
-        self._ledger.loss_scale.fill_(self.progress.loss_scale)
+        self._log.number.fill_(self.progress.step)
+        self._log.skipped.fill_(self.progress.skipped)
+        self._log.in_a_row.fill_(self.progress.in_a_row)
+        self._log.loss_scale.fill_(self.progress.loss_scale)
         self._fetched = self.progress.loss_count
-        self._closed = self.progress.finished
-        self.ranks.from_first(self.write_history)  # lines of steps that will be made again go
+        self._is_complete = self.progress.finished
+        self.ranks.from_first(self.write_history)  # drops the lines of steps after the checkpoint
         return True
 
     def _load_last(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The last checkpoint, or the one before if it is damaged; None where there is none."""
+        """The last checkpoint, or the previous one if it is damaged; None if there is neither."""
         if not self.last.exists() and not self.previous.exists():
             return None
         try:
@@ -452,45 +489,50 @@ class Trainer:
             if not self.previous.exists():
                 raise
             try:
-                found = checkpoint.load(self.previous)
+                previous = checkpoint.load(self.previous)
             except checkpoint.CheckpointError as other:
                 raise checkpoint.CheckpointError(f"{error}; and {other}") from other
             os.replace(self.previous, self.last)
-            step = found[1]["progress"]["step"]
-            warnings.warn(f"{error}. Going on from the one before, of step {step}.", stacklevel=2)
-            return found
+            step = previous[1]["progress"]["step"]
+            warnings.warn(
+                f"{error}. Resuming from the previous checkpoint (step {step}).", stacklevel=2
+            )
+            return previous
 
     def write_history(self) -> str:
-        """Write the evaluations so far as lines of JSON, atomically; returns the text."""
+        """Write the evaluations so far as JSON lines, atomically. Returns the text."""
         path = self.folder / "metrics.jsonl"
         lines = "".join(json.dumps(record) + "\n" for record in self.progress.history)
         try:
-            write_whole(path, lines)
+            write_atomic(path, lines)
             return lines
         except OSError as error:
             raise checkpoint.CheckpointError(
-                f"{error.strerror}. The last checkpoint is still good."
+                f"{error.strerror}. The last checkpoint is intact."
             ) from error
 
     def load_best(self) -> dict[str, Any]:
-        """Give the model the parameters and statistics of the best evaluation; its facts.
+        """Load the parameters and statistics of the best evaluation.
+
+        Returns:
+            Its step and metric.
 
         Raises:
-            CheckpointError: there is none: no figure was a number.
+            CheckpointError: there is none, because the metric of every evaluation was NaN.
         """
         if self.progress.history and self.progress.best is None:
             raise checkpoint.CheckpointError(
-                f"{self.folder} has no best model: of no evaluation is {self.task.metric} a number"
+                f"{self.folder} has no best model: {self.task.metric} was NaN in every evaluation"
             )
-        tensors, facts = self.ranks.from_first(lambda: checkpoint.load(self.best))
-        if facts.get("step") != self.progress.best_step:
+        tensors, metadata = self.ranks.from_first(lambda: checkpoint.load(self.best))
+        if metadata.get("step") != self.progress.best_step:
             raise checkpoint.CheckpointError(
-                f"{self.best} is the model of step {facts.get('step')}, but the best evaluation of "
-                f"this run was at step {self.progress.best_step}"
+                f"{self.best} is the model of step {metadata.get('step')}, but the best evaluation "
+                f"of this run was at step {self.progress.best_step}"
             )
-        with self.alone():
+        with self.isolated():
             checkpoint.fill(
                 self.module,
                 {name.removeprefix("model."): value for name, value in tensors.items()},
             )
-        return facts
+        return metadata

@@ -1,4 +1,4 @@
-"""Where this process stands among those that train a run, and Fabric for it."""
+"""The rank of this process among those of a run, and Lightning Fabric for it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
-# How long a process waits for another that is alive but silent. One that dies is noticed at once.
-PATIENCE = datetime.timedelta(minutes=30)
+# How long a process waits for one that is alive but does not respond. A death is noticed at once.
+TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, as torchrun and `rbn train --devices` number them.
+    """The rank of this process and the size of its group, as torchrun counts them.
 
     Attributes:
         rank: of this process, from 0, over all machines.
-        count: of the processes on all machines.
+        count: number of processes on all machines.
         local_rank: of this process on its machine.
-        local_count: of the processes on this machine.
+        local_count: number of processes on this machine.
     """
 
     rank: int
@@ -35,26 +35,25 @@ class World:
     local_count: int
 
     @classmethod
-    def of_environment(cls) -> World | None:
-        """What the environment says, or None where this process is alone."""
+    def from_environment(cls) -> World | None:
+        """Read it from the environment variables of torchrun; None for a single process."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        found = [os.environ.get(name) for name in names]
-        if None in found or found[1] == "1":
+        values = [os.environ.get(name) for name in names]
+        if None in values or values[1] == "1":
             return None
-        said = ", ".join(f"{name}={value}" for name, value in zip(names, found, strict=True))
+        settings = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         try:
-            world = cls(*(int(value) for value in found if value is not None))
+            world = cls(*(int(value) for value in values if value is not None))
         except ValueError:
-            raise ValueError(f"the environment must hold numbers, got {said}") from None
-        fit = 0 <= world.rank < world.count and 0 <= world.local_rank < world.local_count
-        if not fit:
-            raise ValueError(f"a process must be one of those that there are, got {said}")
+            raise ValueError(f"torchrun's variables must be numbers, got {settings}") from None
+        if not (0 <= world.rank < world.count and 0 <= world.local_rank < world.local_count):
+            raise ValueError(f"a rank must be at least 0 and below the size, got {settings}")
         if world.count % world.local_count:
-            raise ValueError(f"every machine must have as many processes, got {said}")
+            raise ValueError(f"all machines must have the same number of processes, got {settings}")
         return world
 
     def environment(self, port: int) -> dict[str, str]:
-        """The variables from which it is read again, for processes on one machine."""
+        """The variables that `from_environment` reads, for processes on one machine."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.count),
@@ -65,19 +64,19 @@ class World:
         }
 
     def device(self, kind: torch.device) -> torch.device:
-        """The device of this process, of that kind."""
+        """The device of this process: cpu, or the GPU with its local rank."""
         check_devices(kind, self.local_count)
         return kind if kind.type == "cpu" else torch.device(kind.type, self.local_rank)
 
 
 def check_devices(kind: torch.device, count: int) -> None:
-    """Refuse more processes on this machine than it has devices, or one named device for all."""
+    """Refuse more processes than this machine has devices, or one specific device for all."""
     if count < 1:
         raise ValueError(f"devices must be at least 1, got {count}")
     if count == 1 or kind.type == "cpu":
         return
     if kind.index is not None:
-        raise ValueError(f"device must be cuda or cpu for {count} processes, got {kind}")
+        raise ValueError(f"device must be cuda or cpu with {count} processes, got {kind}")
     present = torch.cuda.device_count()
     if count > present:
         raise ValueError(f"devices must be at most the {present} GPUs of this machine, got {count}")
@@ -86,17 +85,22 @@ def check_devices(kind: torch.device, count: int) -> None:
 def make_fabric(
     device: torch.device, precision: Any = "32-true", world: World | None = None
 ) -> Fabric:
-    """Fabric for one device, or for each of several processes, with a precision as it names it.
+    """Lightning Fabric for one device, or for this process of several.
 
-    Of several processes each takes up contact with the others here (gloo for CPUs, NCCL for GPUs).
+    Initializes the process group of several processes: gloo for CPUs, NCCL for GPUs.
+
+    Args:
+        device: of this process.
+        precision: in Fabric's words, such as ``"bf16-mixed"``.
+        world: rank and size; None for a single process.
     """
     from lightning.fabric import Fabric
 
     if device.type == "cpu" and str(precision).startswith("16-"):
-        # Fabric would take bfloat16 instead, and whoever reads of the run would not know.
+        # Fabric would silently use bfloat16 instead.
         raise ValueError(f"precision {precision} needs a GPU; bf16-mixed runs on a CPU too")
     for name in ("lightning.fabric", "lightning.pytorch"):
-        # They say who registered where, and advise to round float32's products, on every GPU.
+        # Silences messages about the process group and advice to use TF32.
         logging.getLogger(name).setLevel(logging.WARNING)
     if world is None:
         devices: Any = 1 if device.type == "cpu" else [device.index or 0]
@@ -106,7 +110,7 @@ def make_fabric(
 
     strategy = DDPStrategy(
         process_group_backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=PATIENCE,
+        timeout=TIMEOUT,
         **ddp_options(),
     )
     fabric = Fabric(
@@ -122,10 +126,10 @@ def make_fabric(
 
 
 def ddp_options() -> dict[str, Any]:
-    """What DDP must know of models with population statistics.
+    """Options of DDP for models with population statistics.
 
-    It must not copy buffers before every step, as it does by default: those that grow with the
-    longest sequence may have other shapes on other processes.
+    By default DDP copies buffers before every step. Statistics grow with the longest sequence, so
+    their shapes may differ among processes, and the copy must be off.
     """
     known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

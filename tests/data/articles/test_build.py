@@ -105,8 +105,8 @@ def test_files_and_counts(tmp_path):
     assert built.dropped["a line that is no article (its text is no text)"] == 2
     assert {q.url.split("/")[0] for q in built.sample} == {"cnn", "dailymail"}
     assert told[-1] == ("writing", 12)
-    facts = json.loads((tmp_path / "a" / "build.json").read_text())
-    assert facts["questions"] == dict(built.questions)
+    summary = json.loads((tmp_path / "a" / "build.json").read_text())
+    assert summary["questions"] == dict(built.questions)
     with pytest.raises(FileExistsError, match="is there already"):
         build(file, tmp_path / "a")
 

@@ -19,7 +19,7 @@ from rbn.data.cnn.question import render
 from rbn.data.cnn.shards import Reduction
 from rbn.data.cnn.vocabulary import Vocabulary, normal
 from rbn.data.errors import DataAltered, DataNotFound
-from rbn.data.locks import one_at_a_time
+from rbn.data.file_lock import file_lock
 
 SIZES = (30, 12, 8)
 
@@ -58,18 +58,18 @@ def whole(**options):
 
 
 def test_files_in_numbers(folder, questions, tmp_path):
-    reading, facts = prepared(folder, tmp_path / "cache", whole(), processes=1)
+    reading, summary = prepared(folder, tmp_path / "cache", whole(), processes=1)
     for part, found in questions.items():
         expected = [(q.document, q.question, (q.answer,)) for q in found]
         assert decoded(reading, part) == expected
-        assert facts["parts"][part] == {
+        assert summary["parts"][part] == {
             "questions": len(found),
             "answerable": len(found),
             "kept": len(found),
             "malformed": [],
         }
     assert reading.vocabulary.entities == 12
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [whole().key]
+    assert [p.name for p in (tmp_path / "cache").iterdir() if p.is_dir()] == [whole().key]
 
 
 def test_a_second_test_set(folder, questions, tmp_path):
@@ -80,10 +80,10 @@ def test_a_second_test_set(folder, questions, tmp_path):
     second, _, _ = cloze_questions((9, 0, 0), seed=5)
     for k, question in enumerate(second):
         (folder / "test-cnn" / f"{k}.question").write_text(render(question))
-    reading, facts = prepared(folder, tmp_path / "cache", whole(), processes=1)
+    reading, summary = prepared(folder, tmp_path / "cache", whole(), processes=1)
     assert list(reading.to("cpu").parts) == ["train", "valid", "test", "test-cnn"]
     assert decoded(reading, "test_cnn") == [(q.document, q.question, (q.answer,)) for q in second]
-    assert facts["parts"]["test-cnn"]["questions"] == 9
+    assert summary["parts"]["test-cnn"]["questions"] == 9
     assert decoded(reading, "test") == [
         (q.document, q.question, (q.answer,)) for q in questions["test"]
     ]
@@ -201,14 +201,13 @@ def test_shards_of_changed_files_are_made_anew(folder, questions, tmp_path, monk
 def test_a_link_to_nowhere_is_skipped(folder, tmp_path):
     (folder / "test" / "lost.question").symlink_to(tmp_path / "nowhere")
     for _ in range(2):
-        _, facts = prepared(folder, tmp_path / "cache", Choice(), processes=1)
-        (said,) = facts["parts"]["test"]["malformed"]
+        _, summary = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+        (said,) = summary["parts"]["test"]["malformed"]
         assert "lost.question" in said
 
 
 def test_one_makes_the_cache_and_the_others_wait(folder, tmp_path, monkeypatch, caplog):
-    """A lock is of an open file, so that threads wait for each other as processes do."""
-    pytest.importorskip("fcntl")
+    """Each call opens the lock file, so threads wait for each other like processes."""
     real, made = shards.make, []
     begun, go_on = threading.Event(), threading.Event()
 
@@ -225,7 +224,7 @@ def test_one_makes_the_cache_and_the_others_wait(folder, tmp_path, monkeypatch, 
             waiting.release()
 
     waiting, handler = threading.Semaphore(0), Said()
-    logging.getLogger("rbn.data.locks").addHandler(handler)
+    logging.getLogger("rbn.data.cnn.preprocess").addHandler(handler)
     cache = tmp_path / "cache"
     try:
         with ThreadPoolExecutor(3) as pool:
@@ -236,11 +235,11 @@ def test_one_makes_the_cache_and_the_others_wait(folder, tmp_path, monkeypatch, 
             go_on.set()
             readings = [call.result()[0] for call in calls]
     finally:
-        logging.getLogger("rbn.data.locks").removeHandler(handler)
+        logging.getLogger("rbn.data.cnn.preprocess").removeHandler(handler)
     assert all(there)
     assert sum(len(job.files) for job in made) == sum(SIZES)
     assert len({str(decoded(reading, "train")) for reading in readings}) == 1
-    assert [p.name for p in cache.iterdir()] == [Choice().key]
+    assert sorted(p.name for p in cache.iterdir()) == [Choice().key, f"{Choice().key}.lock"]
     assert caplog.messages == [f"another process is reading {folder}: waiting for it"] * 2
 
 
@@ -270,14 +269,19 @@ def test_a_killed_process_lets_go(folder, tmp_path):
         finally:
             holder.kill()
     assert len(reading.train) == SIZES[0]
-    assert not lock.exists()
 
 
-def test_without_the_systems_locks(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("rbn.data.locks.find_spec", lambda _: None)
-    with one_at_a_time(tmp_path / "a.lock", ""), one_at_a_time(tmp_path / "a.lock", ""):
-        assert not (tmp_path / "a.lock").exists()
-    prepared(folder, tmp_path / "cache", Choice(), processes=1)
+def test_a_lock_that_is_refused_instead_of_waited_for(tmp_path):
+    def refuse():
+        raise FileExistsError("it is held")
+
+    for _ in range(2):
+        with (
+            file_lock(tmp_path / "a.lock", refuse),
+            pytest.raises(FileExistsError, match="it is held"),
+            file_lock(tmp_path / "a.lock", refuse),
+        ):
+            raise AssertionError("both hold it")
 
 
 def test_a_disk_without_locks(folder, tmp_path, monkeypatch):
@@ -287,8 +291,8 @@ def test_a_disk_without_locks(folder, tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    prepared(folder, tmp_path / "cache", Choice(), processes=1)
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [Choice().key]
+    reading, _ = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+    assert len(reading.train) == SIZES[0]
 
 
 def test_a_folder_that_cannot_be_written(folder, tmp_path, monkeypatch):
@@ -296,7 +300,7 @@ def test_a_folder_that_cannot_be_written(folder, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     prepared(folder, cache, Choice(), processes=1)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    monkeypatch.setattr("rbn.data.cnn.preprocess.one_at_a_time", None)
+    monkeypatch.setattr("rbn.data.cnn.preprocess.file_lock", None)
     prepared(folder, cache, Choice(), processes=1)
     with pytest.raises(PermissionError, match=r"cache has no cache of the files .* set cache to"):
         prepared(folder, cache, whole(), processes=1)
@@ -328,11 +332,11 @@ def test_malformed_files_are_named_and_counted(folder, tmp_path):
     (folder / "training" / "broken.question").write_text("no question")
     (folder / "training" / "bytes.question").write_bytes(b"\xff\xfe")
     (folder / "training" / "notes.txt").write_text("not looked at")
-    reading, facts = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+    reading, summary = prepared(folder, tmp_path / "cache", Choice(), processes=1)
     assert len(reading.train) == SIZES[0]
-    found = facts["parts"]["train"]["malformed"]
+    found = summary["parts"]["train"]["malformed"]
     assert [line.split(":")[0] for line in found] == ["broken.question", "bytes.question"]
-    assert facts["parts"]["valid"]["malformed"] == []
+    assert summary["parts"]["valid"]["malformed"] == []
 
 
 def test_a_part_of_malformed_files_alone(folder, tmp_path):
@@ -348,12 +352,12 @@ def test_sentences_and_counts_of_kept_answers(folder, tmp_path):
         "\n\n@placeholder and the dog , cat , cow and hen\n\n@entity5\n"
     )
     (folder / "test" / "z.question").write_text(text)
-    reading, facts = prepared(folder, tmp_path / "cache", Choice(), processes=1)
+    reading, summary = prepared(folder, tmp_path / "cache", Choice(), processes=1)
     assert decoded(reading, "test")[-1][0][:3] == ("a", "@unknown", "@unknown")
     assert len(decoded(reading, "test")[-1][0]) == 16
     total = SIZES[2] + 1
-    assert facts["parts"]["test"]["answerable"] == total
-    assert facts["parts"]["test"]["kept"] < total
+    assert summary["parts"]["test"]["answerable"] == total
+    assert summary["parts"]["test"]["kept"] < total
 
 
 def test_renumbered_entities(folder, questions, tmp_path):
@@ -426,14 +430,14 @@ def test_a_missing_part(folder, tmp_path):
 def test_a_store_appears_whole_or_not_at_all(tmp_path):
     writer = store.Writer(tmp_path / "a")
     writer.append("numbers", torch.tensor([1, 2]))
-    assert store.facts(tmp_path / "a") is None
+    assert store.read_metadata(tmp_path / "a") is None
     writer.append("numbers", torch.tensor([3]))
     writer.append("none", torch.empty(0, dtype=torch.int32))
     writer.finish({"of": "a test"})
-    arrays, facts = store.read(tmp_path / "a")
+    arrays, summary = store.read(tmp_path / "a")
     assert arrays["numbers"].tolist() == [1, 2, 3]
     assert arrays["none"].dtype == torch.int32
-    assert facts == {"of": "a test"}
+    assert summary == {"of": "a test"}
     with pytest.raises(TypeError, match="int32 or int64"):
         writer.append("numbers", torch.tensor([1.0]))
 

@@ -4,6 +4,7 @@ import json
 
 from rbn.experiments import config as configs
 from rbn.experiments.config import Config
+from rbn.experiments.task_kinds import TASKS
 
 
 def publish(
@@ -18,7 +19,7 @@ def publish(
     **more,
 ):
     """A result and a learning curve, as `rbn publish` writes them; `nats`: the losses beside."""
-    base = configs.published(task) if task in configs.TASKS else {"task": task}
+    base = configs.published(task) if task in TASKS else {"task": task}
     reader = {"data": {"sentences": more.pop("sentences")}} if "sentences" in more else {}
     config = json.loads(Config(**{**configs.published("ptb"), "task": "ptb"}).to_json())
     config |= base | reader | {"task": task, "model": model, "tag": tag}

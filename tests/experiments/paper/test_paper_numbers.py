@@ -8,12 +8,12 @@ import pytest
 from made_up import publish
 
 from rbn.experiments.paper import curves, differences, tables
-from rbn.experiments.paper.counted import Counted, read_counts, write_counts
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.lines import OURS, PAPER, Line, Panel, read_csv, thinned, write_csv
 from rbn.experiments.paper.numbers import TABLES
 from rbn.experiments.paper.plan import FIGURE_TARGETS
 from rbn.experiments.paper.published import mean_line, read_results
+from rbn.experiments.paper.question_baselines import QuestionBaselines, read_counts, write_counts
 from rbn.experiments.paper.trained_runs import STATISTICS
 
 
@@ -228,8 +228,8 @@ def test_errors_on_other_questions_than_the_papers(tmp_path):
 
 def test_counts_come_back_from_a_file(tmp_path):
     counts = [
-        Counted("cnn-built", 4, "valid", 1200, 0.85, 0.2, 0.347),
-        Counted("cnn-built", None, "test", 7, 1.0, 0.25, 0.5),
+        QuestionBaselines("cnn-built", 4, "valid", 1200, 0.85, 0.2, 0.347),
+        QuestionBaselines("cnn-built", None, "test", 7, 1.0, 0.25, 0.5),
     ]
     write_counts(counts, "rbn data questions cnn-built", tmp_path / "cnn-built" / "questions.json")
     assert read_counts(tmp_path) == (counts, ["rbn data questions cnn-built"])

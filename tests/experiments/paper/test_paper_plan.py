@@ -101,7 +101,7 @@ def test_time_is_that_of_runs_alike(results):
     [(5, "5 s"), (120, "2 min"), (7200, "2.0 h"), (200_000, "2.3 days")],
 )
 def test_spoken(seconds, words):
-    assert estimate.spoken(seconds) == words
+    assert estimate.format_duration(seconds) == words
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_spoken(seconds, words):
     ],
 )
 def test_steps_of_readers_follow_from_their_minibatches(name, model, steps):
-    found = configs.for_model(configs.read(configs.find(name)), model)
+    found = configs.for_model(configs.read_yaml(configs.find(name)), model)
     whole = configs.from_mapping(found)
     assert estimate.steps_of(whole) == steps
     part = configs.with_settings(whole, ["data.sentences=4"])

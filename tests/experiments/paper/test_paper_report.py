@@ -15,13 +15,13 @@ from made_up import fill, publish
 from typer.testing import CliRunner
 
 from rbn.cli.app import app
-from rbn.experiments.paper.counted import Counted, write_counts
 from rbn.experiments.paper.document import Grid, Heading, Items, Paragraph, markdown_page
 from rbn.experiments.paper.draw import draw
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import Finding
 from rbn.experiments.paper.lines import OURS, Line, Panel, read_csv, write_csv
 from rbn.experiments.paper.plan import Job
+from rbn.experiments.paper.question_baselines import QuestionBaselines, write_counts
 
 ROOT = Path(__file__).parents[3]
 BROWSER = next(
@@ -121,7 +121,7 @@ def test_readers_that_err_more_often_than_counting(tmp_path):
     folder = tmp_path / "results"
     publish(folder, task="cnn-built", model="lstm", test=0.8, sentences=4, tag="")
     publish(folder, task="cnn-built", model="bn-e**", test=0.6, sentences=4, tag="")
-    counts = [Counted("cnn-built", 4, "valid", 1200, 0.85, 0.2, 0.347)]
+    counts = [QuestionBaselines("cnn-built", 4, "valid", 1200, 0.85, 0.2, 0.347)]
     write_counts(counts, "rbn data questions", folder / "cnn-built" / "questions.json")
     write(folder, tmp_path / "report")
     text = (tmp_path / "report" / "report.md").read_text()

@@ -15,8 +15,8 @@ from made_up import publish
 from rbn.cli.app import app
 from rbn.data import Splits, digits
 from rbn.data.errors import DataNotFound
-from rbn.experiments import build
-from rbn.experiments.measured import has_statistics
+from rbn.experiments import build, task_kinds
+from rbn.experiments.base_task import has_statistics
 from rbn.experiments.paper import findings, initial_states, plan, tables
 from rbn.experiments.paper.figures import Shelf, figure
 from rbn.experiments.paper.finding import read_findings
@@ -26,7 +26,7 @@ from rbn.experiments.paper.published import read_results
 from rbn.experiments.paper.reproduce import Reproduction
 from rbn.experiments.paper.trained_runs import keep_statistics, measure_lengths, read_lengths
 from rbn.experiments.tasks import Classification
-from rbn.training import CheckpointError, whole
+from rbn.training import CheckpointError, atomic_files
 
 CPU = torch.device("cpu")
 TEXT = ("epochs=1", "hidden_size=6", "length=40", "batch_size=200")
@@ -52,10 +52,10 @@ def tiny(monkeypatch):
 
     def shorter(config, *rest):
         text = read(config, *rest)
-        if config.is_text:  # the whole test sequence is read a character at a time
+        if config.kind is task_kinds.TEXT:  # the whole test sequence is read a character at a time
             short = {"train": text.train[:40_000], "test": text.test[:3000]}
             return type(text)(valid=text.valid[:3000], symbols=text.symbols, **short)
-        return text if config.is_reading else few(text)
+        return text if config.kind is task_kinds.QUESTIONS else few(text)
 
     monkeypatch.setattr(build, "load", shorter)
     monkeypatch.setattr(initial_states, "digits", lambda: few(digits()))
@@ -77,7 +77,7 @@ def invoke(folder, *arguments):
 def test_from_nothing_to_figures_and_again(tmp_path):
     done = invoke(tmp_path, "fig3b", "--quick", "--max-minutes", "1e-9")
     assert done.exit_code == 3, done.output
-    assert "out of time; the same command goes on from there" in done.output
+    assert "out of time; the same command resumes" in done.output
     assert not list(tmp_path.rglob("result.json"))
     done = invoke(tmp_path, "fig3b", "--quick")
     assert done.exit_code == 0, done.output
@@ -223,8 +223,8 @@ def test_data_that_are_missing_are_named_and_the_rest_is_done(tmp_path, monkeypa
     monkeypatch.setattr(build, "load", missing)
     done = invoke(tmp_path, "fig6", "--quick")
     assert done.exit_code == 1, done.output
-    assert "digits was left out: the digits are not there" in done.output
-    assert "rbn: not all of it was done, see above" in done.output
+    assert "digits was skipped: the digits are not there" in done.output
+    assert "rbn: some of it was skipped, see above" in done.output
     assert len(list((tmp_path / "results").rglob("*.json"))) == 2
 
 
@@ -232,7 +232,7 @@ def test_a_figure_without_its_data_is_made_when_they_are_there(tmp_path):
     none = tmp_path / "none"
     done = invoke(tmp_path, "fig1a", "--seeds", "1", "--data-dir", none)
     assert done.exit_code == 1, done.output
-    assert "fig1a was left out" in done.output
+    assert "fig1a was skipped" in done.output
     done = invoke(tmp_path, "fig1a", "--seeds", "1", "--data-dir", none, "--dry-run")
     assert "1 of 1 to do" in done.output
 
@@ -250,7 +250,7 @@ def test_killed_while_a_result_is_published(written, tmp_path, monkeypatch):
         replace(part, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(whole.os, "replace", killed)
+        patch.setattr(atomic_files.os, "replace", killed)
         assert invoke(tmp_path, "fig5", "--quick").exit_code == 130
     assert len(files) == written
     done = invoke(tmp_path, "fig5", "--quick")
@@ -269,7 +269,7 @@ def test_a_model_that_is_not_here_is_trained_for_its_figure(results, tmp_path):
     (run.folder / "final.safetensors").touch()
     assert asked.to_train() == []
     assert asked.listing()[0] == [
-        ("ptb, bn-lstm-short, seed 1", "there", ""),
+        ("ptb, bn-lstm-short, seed 1", "done", ""),
         ("ptb, bn-lstm-short, seed 1, for fig5", "to measure", ""),
     ]
 
@@ -307,9 +307,9 @@ def test_a_finished_run_with_other_settings_is_no_result(tmp_path):
     arguments = ["--quick", "--seeds", "1"]
     assert invoke(tmp_path, "table2", *arguments).exit_code == 0
     (folder,) = (tmp_path / "runs/pydoc").glob("lstm-*")
-    config = whole.read_checked(folder / "config.json")
+    config = atomic_files.read_checked(folder / "config.json")
     config["config"]["clip"] = 5.0
-    whole.write_checked(folder / "config.json", config)
+    atomic_files.write_checked(folder / "config.json", config)
     for path in (tmp_path / "results/pydoc").glob("lstm-*"):
         path.unlink()
     done = invoke(tmp_path, "table2", *arguments)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rbn.experiments.search import file as files
+from rbn.experiments.search import sweep_file
 from rbn.experiments.search.sampling import need_optuna
 from rbn.experiments.search.storage import open_study
 from rbn.experiments.search.trials import Trials
@@ -107,7 +107,7 @@ def make(tmp_path):
         } | content
         path = tmp_path / f"{name or tmp_path.name}.yaml"  # its own name in a server that is shared
         path.write_text(yaml.safe_dump(found, sort_keys=False))
-        return files.read(str(path), settings)
+        return sweep_file.read(str(path), settings)
 
     return make
 

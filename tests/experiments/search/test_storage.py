@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from rbn.experiments.search.storage import load_study, shown
+from rbn.experiments.search.storage import load_study, redacted
 
 
 def test_another_sweep_of_that_name_is_refused(where, make, tmp_path, worker):
@@ -39,6 +39,6 @@ def test_no_such_sweep(where):
 
 
 def test_passwords_are_not_shown():
-    assert shown("postgresql://me:secret@host/db") == "postgresql://me:***@host/db"
-    assert shown("postgresql://host/db") == "postgresql://host/db"
-    assert shown("runs/sweep.db") == "runs/sweep.db"
+    assert redacted("postgresql://me:secret@host/db") == "postgresql://me:***@host/db"
+    assert redacted("postgresql://host/db") == "postgresql://host/db"
+    assert redacted("runs/sweep.db") == "runs/sweep.db"

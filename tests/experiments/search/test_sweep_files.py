@@ -6,21 +6,22 @@ import yaml
 pytest.importorskip("optuna")
 
 from rbn.experiments import config as configs
-from rbn.experiments.search import file as files
+from rbn.experiments.search import sweep_file
 from rbn.experiments.search.space import Choices, Range
+from rbn.experiments.task_kinds import TASKS
 
 
 def trials_of(name):
-    sweep = files.read(name)
+    sweep = sweep_file.read(name)
     return [sweep.config(point) for point in sweep.points]
 
 
-@pytest.mark.parametrize("name", files.names())
+@pytest.mark.parametrize("name", sweep_file.names())
 def test_every_packaged_sweep_is_right(name):
-    sweep = files.read(name)
+    sweep = sweep_file.read(name)
     assert sweep.name == name
     assert sweep.trials >= 1
-    assert sweep.config({}).task in configs.TASKS
+    assert sweep.config({}).task in TASKS
 
 
 @pytest.mark.parametrize("task", ["mnist", "pmnist"])
@@ -85,7 +86,7 @@ def test_a_trial_is_repeated_by_its_command(make):
     words = command.split()
     assert words[:7] == ["rbn", "train", "digits", "--model", "bn-lstm", "--config", "digits"]
     settings = [words[k + 1] for k, word in enumerate(words) if word == "--set"]
-    found = configs.for_model(configs.read(configs.find("digits")), "bn-lstm")
+    found = configs.for_model(configs.read_yaml(configs.find("digits")), "bn-lstm")
     again = configs.with_settings(configs.from_mapping(found), settings)
     assert again == sweep.config(point, 1)
     assert again.tag == "repeated-1"
@@ -207,15 +208,15 @@ def test_the_task_is_not_set_on_the_command_line_either(make):
 
 def test_no_such_file():
     with pytest.raises(ValueError, match=r"no file no-such, and no such sweep: .*ptb-table5"):
-        files.read("no-such")
+        sweep_file.read("no-such")
 
 
 def test_the_command_lines_number_of_trials_counts(make, tmp_path):
     make("counted", trials=2)
     path = str(tmp_path / "counted.yaml")
-    assert [files.read(path, (), n).trials for n in (None, 1)] == [2, 1]
+    assert [sweep_file.read(path, (), n).trials for n in (None, 1)] == [2, 1]
     with pytest.raises(ValueError, match="trials must be at most the grid's 2, got 4"):
-        files.read(path, (), 4)
+        sweep_file.read(path, (), 4)
 
 
 def test_a_setting_of_the_command_line_is_checked(make):

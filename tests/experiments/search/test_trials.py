@@ -12,24 +12,24 @@ import pytest
 pytest.importorskip("optuna")
 
 from rbn.experiments.search import trials as module
-from rbn.experiments.search.heart import Heart
+from rbn.experiments.search.heartbeat import Heartbeat
+from rbn.experiments.search.status import sweep_status
 from rbn.experiments.search.storage import load_study
-from rbn.experiments.search.table import standing
 from rbn.experiments.search.trials import SILENT
 
 # Takes a trial and gives signs of life until it is killed.
 HOLDER = """
 import pickle, sys, time
-from rbn.experiments.search.heart import Heart
+from rbn.experiments.search.heartbeat import Heartbeat
 from rbn.experiments.search.storage import open_study
 from rbn.experiments.search.trials import Trials
 with open(sys.argv[1], "rb") as file:
     sweep, where = pickle.load(file)
 trials = Trials(sweep, *open_study(sweep, where))
-with Heart(trials) as heart:
+with Heartbeat(trials) as heartbeat:
     number = trials.take()
     trials.begin(number)
-    heart.hold(number)
+    heartbeat.start(number)
     print(number, flush=True)
     time.sleep(600)
 """
@@ -174,29 +174,29 @@ def test_fewer_trials_later(make, tmp_path, worker):
     assert mine.take() == 2  # and is not finished
     fewer = worker(make("shrinking", space=space, trials=1), where)
     assert fewer.all_finished()
-    now = standing(load_study("shrinking", where))
+    now = sweep_status(load_study("shrinking", where))
     assert [(row.number, row.best) for row in now.rows] == [(0, 0.5), (1, 0.25)]
     assert now.total == 2
     assert "2 of 2 trials finished (2 complete)" in now.summary()
 
 
-def test_a_heart_beats_and_notices(make, tmp_path, worker):
+def test_a_heartbeat_renews_and_notices(make, tmp_path, worker):
     sweep, where = make(heartbeat=0.2), str(tmp_path / "sweep.db")
     mine, other = worker(sweep, where), worker(sweep, where)
     number = mine.take()
     first = mine.frozen(number).user_attrs["beat"]
     told = threading.Event()
-    with Heart(mine) as heart:
-        heart.hold(number)
-        heart.when_lost(told.set)
+    with Heartbeat(mine) as heartbeat:
+        heartbeat.start(number)
+        heartbeat.when_lost(told.set)
         deadline = time.monotonic() + 60
         while mine.frozen(number).user_attrs["beat"]["count"] < first["count"] + 3:
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        assert not heart.lost
+        assert not heartbeat.lost
         other.beat(number)
         assert told.wait(60)
-        assert heart.lost
+        assert heartbeat.lost
         count = other.frozen(number).user_attrs["beat"]
         time.sleep(0.6)
         assert other.frozen(number).user_attrs["beat"] == count  # it has stopped

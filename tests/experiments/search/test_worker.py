@@ -10,15 +10,15 @@ import torch
 pytest.importorskip("optuna")
 
 from rbn.data.errors import DataNotFound
-from rbn.experiments import build, runs
-from rbn.experiments.fit import Fit
+from rbn.experiments import build, run_folder
 from rbn.experiments.search import worker as module
-from rbn.experiments.search.heart import Heart
+from rbn.experiments.search.heartbeat import Heartbeat
+from rbn.experiments.search.status import sweep_status
 from rbn.experiments.search.storage import load_study, open_study
-from rbn.experiments.search.table import standing
 from rbn.experiments.search.trials import Trials
 from rbn.experiments.search.worker import Job, TooManyFailed, Worker
 from rbn.experiments.tasks import Classification
+from rbn.experiments.training_session import TrainingSession
 from rbn.training import checkpoint
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def start(tmp_path):
 
 
 def states(sweep, where):
-    return [row.state for row in standing(load_study(sweep.name, where)).rows]
+    return [row.state for row in sweep_status(load_study(sweep.name, where)).rows]
 
 
 def history(folder):
@@ -49,11 +49,11 @@ def test_trials_are_ordinary_runs(where, make, start, tmp_path):
     sweep = make("plain" + tmp_path.name, space={"optimizer.lr": [0.02, 0.002]})
     worker, said = start(sweep, where)
     assert worker.work()
-    now = standing(load_study(sweep.name, where))
+    now = sweep_status(load_study(sweep.name, where))
     assert (now.finished, now.maximize, now.figure) == (2, True, "accuracy")
     for row, rate in zip(now.rows, (0.02, 0.002), strict=True):
         folder = tmp_path / "runs" / f"trial-{row.number:04d}"
-        config, seed = runs.opened(folder)
+        config, seed = run_folder.read_config(folder)
         assert (config.optimizer["lr"], config.hidden_size, seed) == (rate, 4, 1)
         assert row.parameters == {"optimizer.lr": rate}
         curve = [record["valid_population"] for record in history(folder)]
@@ -96,7 +96,7 @@ def test_pruned_on_the_validation_curve(make, start, tmp_path):
     )
     worker, said = start(sweep)
     assert worker.work()
-    first, second, third = standing(load_study(sweep.name, worker.job.storage)).rows
+    first, second, third = sweep_status(load_study(sweep.name, worker.job.storage)).rows
     assert (first.state, second.state) == ("complete", "pruned")
     assert third.state in ("complete", "pruned")
     assert len(first.curve) == 6
@@ -104,11 +104,11 @@ def test_pruned_on_the_validation_curve(make, start, tmp_path):
     assert second.curve[1] < first.curve[1]
     assert f"trial 1: pruned at step 8, best {second.best:.4f}" in said
     folder = tmp_path / "runs" / "trial-0001"
-    _, facts = checkpoint.load(folder / "last.safetensors")
-    assert (facts["progress"]["step"], facts["progress"]["finished"]) == (8, False)
+    _, metadata = checkpoint.load(folder / "last.safetensors")
+    assert (metadata["progress"]["step"], metadata["progress"]["finished"]) == (8, False)
     assert not (folder / "result.json").exists()
     # Who wants it may still train it to its end.
-    fit = Fit([(folder, *runs.opened(folder))], CPU)
+    fit = TrainingSession([(folder, *run_folder.read_config(folder))], CPU)
     fit.train()
     assert fit.trainers[0].progress.finished
     assert len(history(folder)) == 6
@@ -131,7 +131,7 @@ def test_pruned_before_it_has_a_figure(make, start, monkeypatch):
     monkeypatch.setattr(Classification, "evaluate", without_number)
     worker, said = start(sweep)
     assert worker.work()
-    first, second = standing(load_study(sweep.name, worker.job.storage)).rows
+    first, second = sweep_status(load_study(sweep.name, worker.job.storage)).rows
     assert (first.state, second.state) == ("complete", "pruned")
     assert "trial 1: pruned at step 8, no figure yet" in said
 
@@ -148,11 +148,11 @@ def test_out_of_time_and_gone_on_with(make, start, tmp_path, monkeypatch):
     assert not worker.work()
     assert said[-1] == "trial 0: out of time at step 1, saved"
     assert states(sweep, worker.job.storage) == ["waiting"]
-    (row,) = standing(load_study(sweep.name, worker.job.storage)).rows
-    assert row.remark == "to be gone on with"
+    (row,) = sweep_status(load_study(sweep.name, worker.job.storage)).rows
+    assert row.remark == "to be resumed"
     again, said = start(sweep)
     assert again.work()
-    assert "trial 0: goes on at step 1" in said
+    assert "trial 0: resumes at step 1" in said
     assert history(tmp_path / "runs" / "trial-0000") == expected
 
 
@@ -173,7 +173,7 @@ def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
     assert whole.work()
     expected = history(tmp_path / "runs" / "trial-0000")
     (tmp_path / "runs").rename(tmp_path / "before")
-    report = module._Looks._report
+    report = module._TrialObserver._report
 
     def killed(self, trainer, value):
         report(self, trainer, value)
@@ -182,7 +182,7 @@ def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
 
     worker, _ = start(sweep)
     with monkeypatch.context() as patch:
-        patch.setattr(module._Looks, "_report", killed)
+        patch.setattr(module._TrialObserver, "_report", killed)
         patch.setattr(Trials, "release", lambda self, number: True)  # the dead release nothing
         with pytest.raises(Killed):
             worker.work()
@@ -190,9 +190,9 @@ def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
     again, said = start(sweep)
     assert again.work()
     assert "waiting for the trials of other workers" in said
-    assert "trial 0: goes on at step 2" in said
+    assert "trial 0: resumes at step 2" in said
     assert history(tmp_path / "runs" / "trial-0000") == expected
-    (row,) = standing(load_study(sweep.name, again.job.storage)).rows
+    (row,) = sweep_status(load_study(sweep.name, again.job.storage)).rows
     assert list(row.curve) == [record["valid_population"] for record in expected]
 
 
@@ -200,7 +200,7 @@ def test_what_fails_is_told_and_the_others_go_on(make, start):
     sweep = make(space={"batch_size": [5000, 200]}, set={"hidden_size": 4, "epochs": 1})
     worker, said = start(sweep)
     assert worker.work()
-    failed, complete = standing(load_study(sweep.name, worker.job.storage)).rows
+    failed, complete = sweep_status(load_study(sweep.name, worker.job.storage)).rows
     assert (failed.state, complete.state) == ("failed", "complete")
     assert failed.remark.startswith("ValueError: too few sequences for one batch")
     assert f"trial 0: failed: {failed.remark}" in said
@@ -227,7 +227,7 @@ def test_a_trial_that_diverges(seconds, good, make, start, monkeypatch):
     monkeypatch.setattr(Classification, "loss", bad)
     worker, _ = start(make(trials=1))
     assert worker.work()
-    (row,) = standing(load_study(worker.job.sweep.name, worker.job.storage)).rows
+    (row,) = sweep_status(load_study(worker.job.sweep.name, worker.job.storage)).rows
     looks = 1 if good == 5 else 0
     assert row.state == ("complete" if looks else "failed")
     assert row.remark == f"diverged at step {good}"
@@ -239,9 +239,9 @@ def test_a_trial_without_a_figure_fails(make, start, monkeypatch):
     monkeypatch.setattr(Classification, "evaluate", lambda self: nothing)
     worker, _ = start(make(trials=1))
     assert worker.work()
-    (row,) = standing(load_study(worker.job.sweep.name, worker.job.storage)).rows
+    (row,) = sweep_status(load_study(worker.job.sweep.name, worker.job.storage)).rows
     assert (row.state, row.best) == ("failed", None)
-    assert row.remark == "no look at the validation data gave a number"
+    assert row.remark == "the validation metric was never a number"
 
 
 def test_interrupted_trials_wait(make, start, monkeypatch):
@@ -250,7 +250,7 @@ def test_interrupted_trials_wait(make, start, monkeypatch):
 
     worker, _ = start(make(trials=1))
     with monkeypatch.context() as patch:
-        patch.setattr(Fit, "train", interrupted)
+        patch.setattr(TrainingSession, "train", interrupted)
         with pytest.raises(KeyboardInterrupt):
             worker.work()
     assert states(worker.job.sweep, worker.job.storage) == ["waiting"]
@@ -261,7 +261,7 @@ def test_interrupted_trials_wait(make, start, monkeypatch):
 def test_a_trial_that_another_has_taken(make, start, monkeypatch):
     worker, said = start(make(trials=1))
     with monkeypatch.context() as patch:
-        patch.setattr(Heart, "lost", True)
+        patch.setattr(Heartbeat, "lost", True)
         times = iter([1.0, 0.0])
         patch.setattr(worker, "_left", lambda: next(times))
         assert not worker.work()
@@ -298,7 +298,7 @@ def test_missing_data_cost_no_trial(make, start, tmp_path):
 def test_a_folder_with_another_run_stops_the_worker(make, start, tmp_path):
     sweep = make(trials=1)
     worker, _ = start(sweep)
-    runs.start(tmp_path / "runs" / "trial-0000", sweep.config({"optimizer.lr": 0.5}), 1)
+    run_folder.create(tmp_path / "runs" / "trial-0000", sweep.config({"optimizer.lr": 0.5}), 1)
     with pytest.raises(FileExistsError, match="trial-0000 holds a run with other settings"):
         worker.work()
     assert states(sweep, worker.job.storage) == ["waiting"]

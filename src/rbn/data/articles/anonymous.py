@@ -1,4 +1,4 @@
-"""One document and one question, anonymised as the questions of a set are."""
+"""Anonymises one document and one question, like the questions of a set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIECE = re.compile(r"@\w+|'(?:s|ve|m|re|ll|d)\b|\w+|\.\.\.|--|[^\w\s]")
 def anonymous(
     document: str, question: str, common: Iterable[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...], dict[str, str]]:
-    """Tokens of a document and a question, with what their entities stand for.
+    """Tokens of a document and a question, and the names of their entities.
 
     Text that has ``@entity`` symbols already is taken as tokens separated by spaces, but what is
     written close to the ``@placeholder``, such as a question mark, is split off.
@@ -33,9 +33,9 @@ def anonymous(
     Raises:
         MalformedQuestion: the question has no ``@placeholder``, or several.
     """
-    found, whole = question.count(PLACEHOLDER), len(_WHOLE.findall(question))
-    if found != 1 or whole != 1:
-        number = whole if found == 1 else found
+    count, whole = question.count(PLACEHOLDER), len(_WHOLE.findall(question))
+    if count != 1 or whole != 1:
+        number = whole if count == 1 else count
         raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, it has {number}")
     if "@entity" in document:
         return tuple(document.split()), question_tokens(question), {}

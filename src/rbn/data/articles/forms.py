@@ -1,4 +1,4 @@
-"""Short and long forms of a name, brought together."""
+"""Matches short and long forms of a name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLACE = frozenset(["in", "at", "near", "across", "outside", "inside"])
 
 @dataclass
 class Mention:
-    """What the document says of a form.
+    """How a form of a name occurs in the document.
 
     Attributes:
         surface: the form as first written.
@@ -35,12 +35,12 @@ def form(tokens: Iterable[str]) -> Form:
 
 
 def is_place(before: str) -> bool:
-    """Whether the word before a name says that it is a place."""
+    """Whether the word before a name shows that it is a place."""
     return before.lower() in _PLACE
 
 
 def merged(mentions: dict[Form, Mention]) -> dict[Form, Form]:
-    """The long form that each form stands for, itself where there is none.
+    """The long form of each form; itself if there is none.
 
     A form stands for a longer one where it is the end of it (a surname) or leaves out some of its
     middle; where it is the first of two or three words (a first name) and nothing says that it is a

@@ -67,7 +67,7 @@ def count_usage(texts: Iterable[Sentence]) -> Usage:
 def find_names(sentence: Sentence, usage: Usage, known: frozenset[str] = frozenset()) -> list[Name]:
     """The names of a sentence, from left to right.
 
-    A word at the beginning of a sentence, and any in a headline, is capitalised whatever it is; it
+    The first word of a sentence, and any word in a headline, is capitalised whatever it is; it
     counts where it is usually a name, or where it alone or with the next is among the `known`.
 
     Args:
@@ -110,7 +110,7 @@ def _may_name(
 
 
 def _goes_on(sentence: Sentence, wanted: list[bool], end: int) -> int:
-    """By how many tokens a name that stops before `end` goes on."""
+    """How many more tokens belong to a name that stops before `end`."""
     tokens, glued = sentence.tokens, sentence.glued
     if end < len(tokens) and wanted[end] and not (glued[end] and tokens[end - 1] == "."):
         return 1
@@ -122,7 +122,7 @@ def _goes_on(sentence: Sentence, wanted: list[bool], end: int) -> int:
 
 
 def _is_ordinary(tokens: tuple[str, ...], usage: Usage, known: frozenset[str]) -> bool:
-    """Whether a run is one word that is hardly ever a name."""
+    """Whether a run is a single word that is rarely a name."""
     if len(tokens) > 1 or tokens[0].lower() in known:
         return False
     share = usage.share(tokens[0].lower())

@@ -95,7 +95,7 @@ def anonymised(
     root = forms.merged(mentions)
     numbers: dict[Form, str] = {}
     texts = [tuple(t for m in one for t in _anonymous(m, root, numbers)) for one in marked]
-    return texts, {symbol: mentions[found].surface for found, symbol in numbers.items()}
+    return texts, {symbol: mentions[form].surface for form, symbol in numbers.items()}
 
 
 def _gaps(
@@ -110,11 +110,11 @@ def _gaps(
         reason = f"fewer than {_LEAST}" if few else f"more than {_MOST}"
         dropped[f"highlight of {reason} words"] += 1
         return []
-    found = list(dict.fromkeys(token for token in text if token.startswith("@entity")))
-    if not found:
+    entities = list(dict.fromkeys(token for token in text if token.startswith("@entity")))
+    if not entities:
         dropped["highlight without an entity"] += 1
     gaps = []
-    for entity in found:
+    for entity in entities:
         if entity not in inside:
             dropped["entity that is not in the document"] += 1
         elif text.count(entity) > 1:
@@ -125,25 +125,25 @@ def _gaps(
 
 
 def _marked(
-    found: Sequence[Sentence], usage: Usage, known: frozenset[str] = frozenset()
+    sentences: Sequence[Sentence], usage: Usage, known: frozenset[str] = frozenset()
 ) -> list[_Marked]:
-    return [_Marked(s, tuple(names.find_names(s, usage, known))) for s in found]
+    return [_Marked(s, tuple(names.find_names(s, usage, known))) for s in sentences]
 
 
 def _mentions(marked: Sequence[_Marked]) -> dict[Form, Mention]:
     """Every form of every name, in the order of their first mention."""
-    found: dict[Form, Mention] = {}
+    mentions: dict[Form, Mention] = {}
     for m in marked:
         tokens = m.sentence.tokens
         for name in m.names:
             written = tokens[name.begin : name.end]
             key = forms.form(written)
-            mention = found.setdefault(key, Mention(" ".join(written), len(found)))
+            mention = mentions.setdefault(key, Mention(" ".join(written), len(mentions)))
             mention.count += 1
             mention.capitals = mention.capitals or "".join(written).replace(".", "").isupper()
             if name.begin > 0 and forms.is_place(tokens[name.begin - 1]):
                 mention.place = True
-    return found
+    return mentions
 
 
 def _anonymous(m: _Marked, root: dict[Form, Form], numbers: dict[Form, str]) -> list[str]:

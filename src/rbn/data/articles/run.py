@@ -1,4 +1,4 @@
-"""All articles of a file: twice through it, with several processes."""
+"""Builds questions from all articles of a file, in two passes, with several processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rbn.data.articles import questions, source
 from rbn.data.articles.names import Usage, count_usage
 from rbn.data.articles.tokens import sentences
 from rbn.data.cnn.question import Question, render
-from rbn.data.processes import Helpers
+from rbn.data.process_pool import ProcessPool
 from rbn.nn import checks
 
 T = TypeVar("T")
@@ -28,12 +28,12 @@ _CHUNK = 200  # articles
 _SAMPLE = 3  # questions shown of each source
 
 Progress = Callable[[str, int], None]
-"""Called with what is going on and the articles done so far."""
+"""Called with the current step and the articles done so far."""
 
 
 @dataclass
 class Built:
-    """What came of it.
+    """The outcome of a build.
 
     Attributes:
         articles: read, by part.
@@ -48,7 +48,7 @@ class Built:
     sample: list[Question] = field(default_factory=list)
 
     def add(self, other: Built) -> None:
-        """Take in what came of other articles."""
+        """Add the counts of other articles."""
         self.articles += other.articles
         self.questions += other.questions
         self.dropped += other.dropped
@@ -92,9 +92,9 @@ def build(
     processes = processes or os.cpu_count() or 1
     usage, seen = Usage(Counter(), Counter()), 0
     with _pool(processes) as pool:
-        for count, found in _each(pool, _usage, _chunks(file)):
-            usage.lower.update(found.lower)
-            usage.upper.update(found.upper)
+        for count, counted in _each(pool, _usage, _chunks(file)):
+            usage.lower.update(counted.lower)
+            usage.upper.update(counted.upper)
             seen += count
             if progress:
                 progress("reading", seen)
@@ -119,21 +119,21 @@ def build(
             done += sum(piece.articles.values())
             if progress:
                 progress("writing", done)
-    facts = {
+    summary = {
         "file": file.name,
         "split": split,
         "articles": dict(made.articles),
         "questions": dict(made.questions),
         "dropped": dict(made.dropped),
     }
-    _replace(out / DONE, json.dumps(facts, indent=2).encode() + b"\n")
+    _replace(out / DONE, json.dumps(summary, indent=2).encode() + b"\n")
     journal.path.unlink()
     return made
 
 
 def _chunks(file: Path) -> Iterator[list[str]]:
-    found = source.lines(file)
-    while chunk := list(itertools.islice(found, _CHUNK)):
+    lines = source.lines(file)
+    while chunk := list(itertools.islice(lines, _CHUNK)):
         yield chunk
 
 
@@ -166,9 +166,9 @@ def _usage(chunk: list[str]) -> tuple[int, Usage]:
             text = source.article(line).text
         except ValueError:
             continue  # counted when questions are made
-        found = count_usage(sentences(text))
-        usage.lower.update(found.lower)
-        usage.upper.update(found.upper)
+        counted = count_usage(sentences(text))
+        usage.lower.update(counted.lower)
+        usage.upper.update(counted.upper)
     return len(chunk), usage
 
 
@@ -182,9 +182,9 @@ def _write(job: tuple[list[str], str, str]) -> Built:
             made.dropped[str(error)] += 1
             continue
         made.articles[article.part] += 1
-        found = questions.make(article, _shared, made.dropped)
-        made.questions[article.part] += len(found)
-        for question in found:
+        new = questions.make(article, _shared, made.dropped)
+        made.questions[article.part] += len(new)
+        for question in new:
             content = render(question).encode()
             name = hashlib.sha1(content).hexdigest()
             path = Path(target, article.part, f"{name}.question")
@@ -193,24 +193,24 @@ def _write(job: tuple[list[str], str, str]) -> Built:
             except OSError as error:
                 said = f"could not write {path}: {error.strerror}"
                 raise OSError(error.errno, said) from error
-        made.sample = _few([*made.sample, *found[:1]])
+        made.sample = _few([*made.sample, *new[:1]])
     return made
 
 
 @contextmanager
-def _pool(processes: int, *shared: Any) -> Iterator[Helpers | None]:
-    """Processes that know how words are written; none where one is enough."""
+def _pool(processes: int, *shared: Any) -> Iterator[ProcessPool | None]:
+    """A pool of processes with the word counts; None if one process is enough."""
     if processes == 1:
         if shared:
             _start(*shared)
         yield None
         return
-    with Helpers(processes, _start if shared else None, *shared) as pool:
+    with ProcessPool(processes, _start if shared else None, *shared) as pool:
         yield pool
 
 
-def _each(pool: Helpers | None, work: Callable[..., T], jobs: Iterable[object]) -> Iterator[T]:
-    """The results in the order of the jobs, a few of which are in memory at a time."""
+def _each(pool: ProcessPool | None, work: Callable[..., T], jobs: Iterable[object]) -> Iterator[T]:
+    """The results in the order of the jobs; only a few are in memory at a time."""
     return map(work, jobs) if pool is None else pool.map(work, jobs)
 
 
@@ -231,7 +231,7 @@ class _Journal:
         self.chunks = 0
 
     def resume(self) -> None:
-        """Read what was done before; nothing where there is no journal."""
+        """Read the journal, if there is one."""
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else []
         if not lines:
             return
@@ -242,22 +242,22 @@ class _Journal:
             )
         kept = [lines[0]]
         for line in lines[1:]:
-            found = _checked(line)
-            if found is None:  # half written; all after it is done again
+            counts = _checked(line)
+            if counts is None:  # half written; all after it is done again
                 break
-            read, written, dropped = (Counter(found[name]) for name in _COUNTS)
+            read, written, dropped = (Counter(counts[name]) for name in _COUNTS)
             self.made.add(Built(read, written, dropped))
             self.chunks += 1
             kept.append(line)
         _replace(self.path, b"".join(line + b"\n" for line in kept))
 
     def start(self) -> None:
-        """Begin a new journal where there is none."""
+        """Create the journal if there is none."""
         if not self.path.exists():
             _replace(self.path, _with_sum(self._identity))
 
     def enter(self, piece: Built) -> None:
-        """Write down that a chunk is done."""
+        """Record that a chunk is done."""
         self.made.add(piece)
         with self.path.open("ab") as file:
             file.write(_with_sum({name: dict(getattr(piece, name)) for name in _COUNTS}))
@@ -272,12 +272,12 @@ def _with_sum(content: dict[str, Any]) -> bytes:
 
 
 def _checked(line: bytes) -> dict[str, Any] | None:
-    """The content of a line with a right checksum, else None."""
+    """The content of a line; None if its checksum is wrong."""
     check, _, text = line.partition(b" ")
     if check != b"%08x" % zlib.crc32(text):
         return None
-    found: dict[str, Any] = json.loads(text)
-    return found
+    content: dict[str, Any] = json.loads(text)
+    return content
 
 
 def _replace(path: Path, content: bytes) -> None:

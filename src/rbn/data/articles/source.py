@@ -29,7 +29,7 @@ _HELD_OUT = 340  # of 10,000 Daily Mail articles, for validation and again for t
 
 
 def lines(path: Path) -> Iterator[str]:
-    """The lines of a file, unpacked where its name ends in .gz or .xz."""
+    """The lines of a file, which may be packed (.gz or .xz)."""
     try:
         with _opened(path) as file:
             yield from file
@@ -62,10 +62,10 @@ def article(line: str, split: str = "source") -> Article:
         ValueError: says what is wrong with the line.
     """
     try:
-        found: dict[str, Any] = json.loads(line)
-        text, given = found["article"], found["highlights"]
-        source, number = str(found.get("source", "articles")), str(found["id"])
-        part = str(found.get("part", "train"))
+        record: dict[str, Any] = json.loads(line)
+        text, given = record["article"], record["highlights"]
+        source, number = str(record.get("source", "articles")), str(record["id"])
+        part = str(record.get("part", "train"))
     except (KeyError, TypeError, ValueError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else "it is no JSON object"
         raise ValueError(f"a line that is no article ({reason})") from error
@@ -76,7 +76,7 @@ def article(line: str, split: str = "source") -> Article:
     if source != "dailymail" and part not in _PARTS:
         raise ValueError(f"a line that is no article (part {part!r})")
     return Article(
-        url=_first_line(found.get("url")) or _first_line(f"{source}/{part}/{number}"),
+        url=_first_line(record.get("url")) or _first_line(f"{source}/{part}/{number}"),
         part=_part(source, part, text, split),
         text=text,
         highlights=tuple(h for h in highlights if h.strip()),

@@ -48,7 +48,7 @@ def plain(text: str) -> str:
 
 def sentences(text: str) -> list[Sentence]:
     """The sentences of a text, typographic quotes and dashes made plain."""
-    found: list[Sentence] = []
+    sentences: list[Sentence] = []
     tokens: list[str] = []
     glued: list[bool] = []
     end = -1
@@ -57,7 +57,7 @@ def sentences(text: str) -> list[Sentence]:
         token, close = match.group(), match.start() == end
         # Quotes and brackets right after a full stop belong to the sentence that it ends.
         if ended and not (close and token in ("'", '"', ")")):
-            found.append(Sentence(tuple(tokens), tuple(glued)))
+            sentences.append(Sentence(tuple(tokens), tuple(glued)))
             tokens, glued = [], []
             ended = False
         tokens.append(token)
@@ -65,5 +65,5 @@ def sentences(text: str) -> list[Sentence]:
         ended = ended or token in _ENDS
         end = match.end()
     if tokens:
-        found.append(Sentence(tuple(tokens), tuple(glued)))
-    return found
+        sentences.append(Sentence(tuple(tokens), tuple(glued)))
+    return sentences

@@ -1,4 +1,4 @@
-"""What can be answered without reading."""
+"""Baselines: answers by counting, without reading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions in batches whose shapes are few, gathered on the device of the data."""
+"""Batches of questions with few different shapes, gathered on the device of the data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Batch:
 
     @property
     def texts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What a reader is given: all but the answers."""
+        """The reader's inputs: all but the answers."""
         return self.document, self.question, self.document_lengths, self.question_lengths
 
 
@@ -109,12 +109,12 @@ class QuestionBatches:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches that show as many examples as there are."""
+        """Batches with as many examples as the training set has."""
         return max(1, len(self.passages) // self.batch_size)
 
     @property
     def padding_share(self) -> float:
-        """The part of all positions that is padding when training, from 0 to 1."""
+        """The fraction of all positions that is padding in training, from 0 to 1."""
         padded = sum(
             len(rows) * sum(shape) for rows, shape in zip(self._buckets, self.shapes, strict=True)
         )
@@ -125,18 +125,18 @@ class QuestionBatches:
         block, k = divmod(step, _BLOCK)
         if block != self._block:
             self._draw(block)
-        found = self.gather(self._rows[k], *self.shapes[self._which[k]])
+        batch = self.gather(self._rows[k], *self.shapes[self._which[k]])
         if self.rename is None:
-            return found
+            return batch
         self._generator.manual_seed(
             int(torch.randint(2**62, (), generator=epoch_generator(self.seed, step)))
         )
         first, count = self.vocabulary.first_entity, self.vocabulary.entities
-        texts = (found.document, found.question, found.answers[None])
+        texts = (batch.document, batch.question, batch.answers[None])
         present = names.occurring(texts, first, count)
         table = names.entity_table(present, self._generator, self.rename)
         document, question, answers = (names.renamed(text, table, first) for text in texts)
-        return Batch(document, question, found.document_lengths, found.question_lengths, answers[0])
+        return Batch(document, question, batch.document_lengths, batch.question_lengths, answers[0])
 
     def in_order(self, batch_size: int | None = None, mixed: bool = False) -> Iterator[Batch]:
         """All questions once, in batches of similar length.
@@ -160,7 +160,7 @@ class QuestionBatches:
             yield self.gather(rows.to(self.passages.answers.device), *shape)
 
     def gather(self, rows: Tensor, document_length: int, question_length: int) -> Batch:
-        """Some examples, padded to the given lengths, their entities as they are."""
+        """Some examples, padded to the given lengths, without renaming entities."""
         data = self.passages
         document, document_lengths = gather(
             data.documents, data.document_offsets, rows, document_length

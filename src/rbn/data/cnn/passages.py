@@ -1,4 +1,4 @@
-"""Questions and their documents as integer tensors, one after another without padding."""
+"""Questions and their documents as integer tensors, concatenated without padding."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class Reading:
     @property
     def parts(self) -> dict[str, Passages]:
         """The parts by the names that ``rbn evaluate --split`` has for them."""
-        found = {"train": self.train, "valid": self.valid, "test": self.test}
-        return found if self.test_cnn is None else {**found, "test-cnn": self.test_cnn}
+        parts = {"train": self.train, "valid": self.valid, "test": self.test}
+        return parts if self.test_cnn is None else {**parts, "test-cnn": self.test_cnn}
 
     def to(self, device: torch.device | str) -> Reading:
         """The same with all parts on another device."""

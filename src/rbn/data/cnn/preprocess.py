@@ -1,10 +1,11 @@
-"""All question files of a folder, once, in parallel, into a cache of arrays."""
+"""Converts all question files of a folder, in parallel, into a cache of arrays."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections import Counter
@@ -21,8 +22,8 @@ from rbn.data.cnn.passages import Passages, Reading
 from rbn.data.cnn.shards import Job, Reduction
 from rbn.data.cnn.vocabulary import UNKNOWN, Vocabulary, entity_count
 from rbn.data.errors import DataAltered, DataNotFound
-from rbn.data.locks import one_at_a_time
-from rbn.data.processes import Helpers
+from rbn.data.file_lock import file_lock
+from rbn.data.process_pool import ProcessPool
 from rbn.nn import checks
 
 PARTS = {"train": "training", "valid": "validation", "test": "test"}
@@ -31,12 +32,12 @@ SHARD = 500  # files
 FORMAT = 2  # of the cache; a change makes it anew
 
 Progress = Callable[[int, int], None]
-"""Called with the files read so far and all there are."""
+"""Called with the number of files read so far and of all files."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is made of the files.
+    """How the files are converted.
 
     Attributes:
         reduction: what of the documents is kept.
@@ -63,7 +64,7 @@ class Choice:
 
 
 class QuestionFile(NamedTuple):
-    """A file as its folder lists it: what differs where the file is another."""
+    """A file's name, size and time, which show whether it has changed."""
 
     name: str
     size: int
@@ -78,14 +79,14 @@ def question_files(folder: Path) -> dict[str, list[QuestionFile]]:
     Raises:
         DataNotFound: a part has none; names the folder.
     """
-    found = {}
+    files = {}
     for name, part in (PARTS | _second_test(folder)).items():
         place = folder / part
         entries = os.scandir(place) if place.is_dir() else ()
-        found[name] = sorted(_listed(e) for e in entries if e.name.endswith(".question"))
-        if not found[name]:
+        files[name] = sorted(_listed(e) for e in entries if e.name.endswith(".question"))
+        if not files[name]:
             raise DataNotFound(f"there are no .question files in {place}")
-    return found
+    return files
 
 
 def _second_test(folder: Path) -> dict[str, str]:
@@ -108,12 +109,12 @@ def prepared(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Reading, dict[str, Any]]:
-    """The questions of a folder in numbers, and facts about them.
+    """The questions of a folder as arrays, and a summary.
 
     The first time the files are read, by several processes; later the arrays in the cache are
     mapped, after a check of their SHA-256. Files that are added, removed or changed, by their size
     or time, make the cache anew. If the work is killed, the next call goes on with the files that
-    are left. Of several processes one does the work while the others wait (see `one_at_a_time`).
+    are left. Of several processes one does the work while the others wait (see `file_lock`).
 
     Args:
         folder: has ``training``, ``validation`` and ``test``, and perhaps ``test-cnn``, with
@@ -124,7 +125,7 @@ def prepared(
         progress: told of every few hundred files.
 
     Returns:
-        The reading, and for each part in ``facts["parts"]``: ``questions``; ``answerable``, those
+        The reading, and for each part in ``summary["parts"]``: ``questions``; ``answerable``, those
         with the answer in the whole document; ``kept``, those with the answer in what is kept of
         it; and ``malformed``, a sentence for each file that was skipped.
     """
@@ -134,24 +135,29 @@ def prepared(
         fingerprint = {part: [len(each), _sum(each)] for part, each in files.items()}
         if not _is_of(place, fingerprint):
             _check_writable(cache, folder)
-            waiting = f"another process is reading {folder}: waiting for it"
-            with one_at_a_time(cache / f"{choice.key}.lock", waiting):
+
+            def log_wait() -> None:
+                logging.getLogger(__name__).warning(
+                    "another process is reading %s: waiting for it", folder
+                )
+
+            with file_lock(cache / f"{choice.key}.lock", log_wait):
                 if not _is_of(place, fingerprint):  # nobody made it meanwhile
                     _prepare(folder, files, place, choice, fingerprint, processes, progress)
-    elif store.facts(place) is None:
+    elif store.read_metadata(place) is None:
         raise DataNotFound(f"there is no folder {folder}")
     return _load(place)
 
 
 def _sum(files: Sequence[QuestionFile]) -> str:
-    """What shows that files are the same: a sum of their names, sizes and times."""
+    """A checksum of the names, sizes and times of files."""
     lines = "\n".join(f"{file.name} {file.size} {file.changed}" for file in files)
     return hashlib.sha256(lines.encode(errors="surrogateescape")).hexdigest()
 
 
 def _is_of(place: Path, fingerprint: dict[str, list[Any]]) -> bool:
-    """Whether there is a cache, made of these files."""
-    known = store.facts(place)
+    """Whether there is a cache of exactly these files."""
+    known = store.read_metadata(place)
     return known is not None and known["files"] == fingerprint
 
 
@@ -176,9 +182,9 @@ def _prepare(
 ) -> None:
     work = place.with_name(place.name + ".shards")
     jobs: dict[str, list[Job]] = {}
-    for part, found in files.items():
+    for part, part_files in files.items():
         begin = str(folder / PARTS.get(part, part))
-        pieces = [found[k : k + SHARD] for k in range(0, len(found), SHARD)]
+        pieces = [part_files[k : k + SHARD] for k in range(0, len(part_files), SHARD)]
         jobs[part] = [
             Job(
                 tuple(os.path.join(begin, file.name) for file in piece),
@@ -195,7 +201,7 @@ def _prepare(
 
 
 def _run(jobs: Sequence[Job], processes: int, progress: Progress | None) -> None:
-    """Make all shards that are not there yet."""
+    """Make all missing shards."""
     total = sum(len(job.files) for job in jobs)
     missing = [job for job in jobs if not _is_made(job)]
     done = total - sum(len(job.files) for job in missing)
@@ -212,21 +218,21 @@ def _finished(jobs: Sequence[Job], processes: int) -> Iterator[Job]:
             shards.make(job)
             yield job
         return
-    with Helpers(min(processes, len(jobs))) as pool:
+    with ProcessPool(min(processes, len(jobs))) as pool:
         for job, _ in zip(jobs, pool.map(shards.make, jobs), strict=True):
             yield job
 
 
 def _is_made(job: Job) -> bool:
     try:
-        found = store.facts(Path(job.folder))
+        existing = store.read_metadata(Path(job.folder))
     except DataAltered:
         return False
     return (
-        found is not None
-        and tuple(found["files"]) == job.files
-        and found["reduction"] == asdict(job.reduction)
-        and found.get("sum") == job.sum
+        existing is not None
+        and tuple(existing["files"]) == job.files
+        and existing["reduction"] == asdict(job.reduction)
+        and existing.get("sum") == job.sum
     )
 
 
@@ -240,13 +246,13 @@ def _merge(
     for part, made in jobs.items():
         parts[part] = {"questions": 0, "answerable": 0, "kept": 0, "malformed": []}
         for job in made:
-            facts = store.facts(Path(job.folder))
-            assert facts is not None
-            entities = max(entities, entity_count(facts["symbols"]))
+            metadata = store.read_metadata(Path(job.folder))
+            assert metadata is not None
+            entities = max(entities, entity_count(metadata["symbols"]))
             if part == "train":
-                counts.update(facts["counts"])
+                counts.update(metadata["counts"])
             for name in parts[part]:
-                parts[part][name] += facts[name]
+                parts[part][name] += metadata[name]
         if parts[part]["questions"] == 0:
             reason = parts[part]["malformed"][0]
             name = PARTS.get(part, part)
@@ -259,10 +265,10 @@ def _merge(
         for name in begins:
             writer.append(f"{part}.{name}_offsets", torch.zeros(1, dtype=torch.int64))
         for job in made:
-            arrays, facts = store.read(Path(job.folder))
+            arrays, metadata = store.read(Path(job.folder))
             number = vocabulary.numbers
             table = torch.tensor(
-                [number.get(symbol, unknown) for symbol in facts["symbols"]], dtype=torch.int32
+                [number.get(symbol, unknown) for symbol in metadata["symbols"]], dtype=torch.int32
             )
             for name in ("documents", "questions", "answers"):
                 local = arrays[name]
@@ -283,8 +289,8 @@ def _merge(
 
 
 def _load(place: Path) -> tuple[Reading, dict[str, Any]]:
-    arrays, facts = store.read(place)
-    vocabulary = Vocabulary(facts["entities"], tuple(facts.pop("words")))
+    arrays, metadata = store.read(place)
+    vocabulary = Vocabulary(metadata["entities"], tuple(metadata.pop("words")))
 
     def part(name: str) -> Passages:
         def array(field: str) -> Tensor:
@@ -298,5 +304,5 @@ def _load(place: Path) -> tuple[Reading, dict[str, Any]]:
             array("answers"),
         )
 
-    second = part(SECOND_TEST) if SECOND_TEST in facts["parts"] else None
-    return Reading(part("train"), part("valid"), part("test"), vocabulary, second), facts
+    second = part(SECOND_TEST) if SECOND_TEST in metadata["parts"] else None
+    return Reading(part("train"), part("valid"), part("test"), vocabulary, second), metadata

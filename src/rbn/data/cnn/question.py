@@ -26,7 +26,7 @@ _PARTS = ("address", "document", "question", "answer", "entities")
 
 
 class MalformedQuestion(ValueError):
-    """A file that is no question; says why."""
+    """A file is not a valid question; says why."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Question:
         if not self.document:
             raise MalformedQuestion("the document is empty")
         if self.question.count(PLACEHOLDER) != 1:
-            found = self.question.count(PLACEHOLDER)
-            raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, it has {found}")
+            count = self.question.count(PLACEHOLDER)
+            raise MalformedQuestion(f"the question must have one {PLACEHOLDER}, it has {count}")
         if not ENTITY.fullmatch(self.answer):
             raise MalformedQuestion(f"the answer must be an @entity, got {self.answer[:40]!r}")
 

@@ -1,4 +1,4 @@
-"""The sentences of a document that have most to do with a question."""
+"""Selects the sentences of a document that are most relevant to a question."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def split(document: Sequence[str]) -> list[tuple[str, ...]]:
 def _closes(document: Sequence[str], at: int) -> bool:
     """Whether a quotation mark after a full stop ends the sentence rather than begins the next.
 
-    The marks of both ends look alike; the one before a sentence follows an even number of them.
+    The marks at both ends are identical; the one before a sentence follows an even number of them.
     """
     mark = document[at]
     if mark in (")", "”", "’"):

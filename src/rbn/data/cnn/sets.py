@@ -1,4 +1,4 @@
-"""The sets of questions by name: where their files are, and how they are loaded."""
+"""The sets of questions by name: their files, and how to load them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _ARCHIVE = (
 )
 
 SETS = {
-    found.name: found
-    for found in (
+    each.name: each
+    for each in (
         QuestionSet("cnn", "questions about CNN articles", _ARCHIVE.format(name="cnn")),
         QuestionSet(
             "dailymail", "questions about Daily Mail articles", _ARCHIVE.format(name="dailymail")
@@ -82,7 +82,7 @@ def load_questions(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Reading, dict[str, Any]]:
-    """A set of questions in numbers, and facts about it (see `prepared`).
+    """A set of questions as arrays, and a summary (see `prepared`).
 
     The preprocessed arrays alone will do: a machine that only trains needs no question files.
 
@@ -101,19 +101,19 @@ def load_questions(
     Raises:
         DataNotFound: says how to get the set.
     """
-    found = question_set(name)
+    chosen = question_set(name)
     folder = data_folder(root) / name
     if processes is not None:
         checks.positive_integer("processes", processes)
     choice = Choice(Reduction(sentences, renumber), min_count, words)
     files = folder / "questions"
     place = folder / "cache" if cache is None else Path(cache).expanduser()
-    if not files.is_dir() and store.facts(place / choice.key) is None:
-        how = found.how.format(folder=folder)
+    if not files.is_dir() and store.read_metadata(place / choice.key) is None:
+        how = chosen.how.format(folder=folder)
         raise DataNotFound(f"{name} is not in {folder}: {how}")
-    if files.is_dir() and found.built and not (folder / DONE).is_file():
+    if files.is_dir() and chosen.built and not (folder / DONE).is_file():
         raise DataNotFound(
-            f"{files} was not built to its end: {found.how.format(folder=folder)}, which resumes "
+            f"{files} was not built to its end: {chosen.how.format(folder=folder)}, which resumes "
             "the build"
         )
     return prepared(files, place, choice, processes=processes, progress=progress)

@@ -1,4 +1,4 @@
-"""Few padded lengths for many lengths, such that little is padding."""
+"""Chooses a few padded lengths so that there is little padding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _trace(previous: list[Tensor], last: int) -> list[int]:
 
 
 def padding_share(lengths: Tensor, padded: tuple[int, ...]) -> float:
-    """The part of all positions that is padding, from 0 to 1."""
+    """The fraction of all positions that is padding, from 0 to 1."""
     edges = torch.tensor(padded)
     to = edges[torch.searchsorted(edges, lengths.cpu())]
     return 1 - float(lengths.sum()) / float(to.sum())

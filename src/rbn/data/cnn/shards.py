@@ -1,4 +1,4 @@
-"""Question files in numbers, some hundred at a time: what one process does at a time."""
+"""Converts a few hundred question files at a time into a shard of arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rbn.nn import checks
 
 @dataclass(frozen=True)
 class Reduction:
-    """What of a document is kept.
+    """Which part of a document is kept.
 
     Attributes:
         sentences: the so many most relevant sentences; None for all.
@@ -39,7 +39,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Job:
-    """Files to read, where the result goes, and a sum that is another where a file is."""
+    """Files to read, the folder of the result, and a checksum of the files."""
 
     files: tuple[str, ...]
     folder: str

@@ -1,4 +1,4 @@
-"""Entities under other names: what they are called must not matter."""
+"""Renames entities at random, so that a model cannot learn their names."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def occurring(texts: tuple[Tensor, ...], first: int, count: int) -> Tensor:
     Returns:
         bool ``[B, E]``.
     """
-    found = torch.zeros(
+    present = torch.zeros(
         texts[0].shape[1], count + 1, dtype=torch.bool, device=texts[0].device
     )  # the last column gathers all that is no entity
     for text in texts:
         number = text - first
         number = torch.where((number >= 0) & (number < count), number, count)
-        found.scatter_(1, number.t(), True)
-    return found[:, :count]
+        present.scatter_(1, number.t(), True)
+    return present[:, :count]
 
 
 def renamed(text: Tensor, table: Tensor, first: int) -> Tensor:

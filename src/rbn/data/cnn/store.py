@@ -1,4 +1,4 @@
-"""Integer arrays in a folder: memory-mapped when read, and checked."""
+"""Folders of integer arrays, with checksums; reading maps them into memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from rbn.data.errors import DataAltered
 
 MANIFEST = "manifest.json"
 _SUM = "sha256"
+_METADATA = "facts"  # its name in the files of all versions
 _TYPES = {"int32": torch.int32, "int64": torch.int64}
 
 
 class Writer:
-    """Writes arrays piece by piece; the folder gets its name when all of it is on the disk.
+    """Writes arrays piece by piece; the folder gets its final name when it is complete.
 
     Args:
-        folder: what is there under that name is replaced.
+        folder: to write; an existing one is replaced.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,14 +53,14 @@ class Writer:
         self._sums[name].update(content)
         self._arrays[name]["length"] += len(values)
 
-    def finish(self, facts: dict[str, Any]) -> None:
-        """Write the facts, anything JSON can hold, and give the folder its name."""
+    def finish(self, metadata: dict[str, Any]) -> None:
+        """Write the metadata, anything JSON can hold, and give the folder its final name."""
         for name, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
             file.close()
             self._arrays[name]["sha256"] = self._sums[name].hexdigest()
-        manifest: dict[str, Any] = {"arrays": self._arrays, "facts": facts}
+        manifest: dict[str, Any] = {"arrays": self._arrays, _METADATA: metadata}
         manifest[_SUM] = _manifest_sum(manifest)
         with (self.part / MANIFEST).open("w", encoding="utf-8") as text:
             json.dump(manifest, text)
@@ -69,25 +70,25 @@ class Writer:
         os.replace(self.part, self.folder)
 
 
-def facts(folder: Path) -> dict[str, Any] | None:
-    """What was written beside the arrays; None where there is no such folder."""
+def read_metadata(folder: Path) -> dict[str, Any] | None:
+    """The metadata of a folder of arrays; None if there is no such folder."""
     manifest = _manifest(folder)
-    return None if manifest is None else manifest["facts"]
+    return None if manifest is None else manifest[_METADATA]
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """What is known of the arrays and what was written beside them, checked."""
+    """The manifest of a folder, checked."""
     path = folder / MANIFEST
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        right = found.pop(_SUM) == _manifest_sum(found)
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        right = manifest.pop(_SUM) == _manifest_sum(manifest)
     except FileNotFoundError:
         return None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise DataAltered(f"{path} is damaged: remove {folder}") from error
     if not right:
         raise DataAltered(f"{path} is damaged, its checksum does not match: remove {folder}")
-    return found
+    return manifest
 
 
 def _manifest_sum(manifest: dict[str, Any]) -> str:
@@ -95,7 +96,7 @@ def _manifest_sum(manifest: dict[str, Any]) -> str:
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The arrays, memory-mapped, and the facts.
+    """The arrays, memory-mapped, and the metadata.
 
     Raises:
         DataAltered: a file is missing, or its size or SHA-256 is not what was written; names it.
@@ -117,7 +118,7 @@ def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             if size
             else torch.empty(0, dtype=dtype)
         )
-    return arrays, manifest["facts"]
+    return arrays, manifest[_METADATA]
 
 
 def _sha256(path: Path) -> str:

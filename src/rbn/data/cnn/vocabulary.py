@@ -1,4 +1,4 @@
-"""Words as numbers."""
+"""The vocabulary: words as numbers."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ class Vocabulary:
 
 def entity_count(tokens: Sequence[str]) -> int:
     """Entity symbols needed for these tokens: one more than the largest number."""
-    found = (ENTITY.fullmatch(token) for token in tokens)
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    matches = (ENTITY.fullmatch(token) for token in tokens)
+    return max((int(match[1]) + 1 for match in matches if match), default=0)

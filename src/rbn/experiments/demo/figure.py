@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rbn.experiments.demo.result import THRESHOLDS, Result
-from rbn.training.whole import naming
+from rbn.training.atomic_files import naming_file
 
 # From the Okabe-Ito palette, which colour-blind readers can tell apart.
 COLOURS = {"LSTM": "#D55E00", "BN-LSTM": "#0072B2"}
@@ -35,10 +35,10 @@ def draw(result: Result, path: Path) -> None:
         if in_batch != curve:
             axes.plot(steps, in_batch, color=colour, linewidth=1.4, linestyle=(0, (4, 2)))
             # Named where the two curves differ most, above what lies beneath the words.
-            beginning = len(steps) // 4 + 1
+            first_quarter = len(steps) // 4 + 1
             axes.annotate(
                 f"{model.name} with\nbatch statistics",
-                (steps[0], max(curve[:beginning] + in_batch[:beginning])),
+                (steps[0], max(curve[:first_quarter] + in_batch[:first_quarter])),
                 xytext=(0, 6),
                 textcoords="offset points",
                 color=colour,
@@ -67,7 +67,7 @@ def draw(result: Result, path: Path) -> None:
     axes.set_xlabel("training steps", fontsize=12)
     axes.set_ylabel("validation accuracy, %", fontsize=12)
     axes.spines[["top", "right"]].set_visible(False)
-    with naming(path):
+    with naming_file(path):
         figure.savefig(path, format="png")
 
 

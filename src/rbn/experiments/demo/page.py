@@ -1,45 +1,36 @@
-"""The demo's page: one file that needs nothing else."""
+"""The demo's HTML page, in a single file."""
 
 from __future__ import annotations
 
 import base64
-from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
 from rbn.experiments.demo.result import Result, Settings
 from rbn.experiments.demo.summary import expectation, headline, on_reach, outcome, percent
 from rbn.experiments.demo.terminal import column_titles, rows
-from rbn.training.whole import write_whole
+from rbn.experiments.html_templates import render
+from rbn.training.atomic_files import write_atomic
 
 
 def write_page(result: Result, picture: Path, path: Path) -> None:
-    """Put the picture, the table and the sentences about them into one HTML file."""
-    template = Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    text = {
-        "headline": headline(result),
-        "introduction": _introduction(result),
-        "alt": _alternative(result),
-        "caption": _caption(result),
-        "expectation": expectation(result),
-        "reach": on_reach(result),
-        "command": result.settings.command,
-    }
-    markup = {
-        "png": base64.b64encode(picture.read_bytes()).decode("ascii"),
-        "table_head": _cells("th", ["model", *column_titles()]),
-        "table_body": "\n".join(f"<tr>{_cells('td', row)}</tr>" for row in rows(result)),
-        "outcome": "\n".join(f"<p>{escape(sentence)}</p>" for sentence in outcome(result)),
-        "fairness": "\n".join(f"<p>{escape(sentence)}</p>" for sentence in _fairness(result)),
-        "facts": "\n".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in _facts(result)),
-    }
-    escaped = {name: escape(value) for name, value in text.items()}
-    write_whole(path, template.substitute(escaped, **markup))
-
-
-def _cells(tag: str, texts: list[str]) -> str:
-    return "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
+    """Write the picture, the table and the sentences about them into one HTML file."""
+    text = render(
+        "demo.html",
+        headline=headline(result),
+        introduction=_introduction(result),
+        png=base64.b64encode(picture.read_bytes()).decode("ascii"),
+        alt=_alternative(result),
+        caption=_caption(result),
+        columns=["model", *column_titles()],
+        rows=rows(result),
+        outcome=outcome(result),
+        expectation=expectation(result),
+        reach=on_reach(result),
+        fairness=_fairness(result),
+        command=result.settings.command,
+        details=_details(result),
+    )
+    write_atomic(path, text)
 
 
 def _introduction(result: Result) -> str:
@@ -76,8 +67,8 @@ def _fairness(result: Result) -> list[str]:
         f"with the same {s.hidden_size} units, optimiser, learning rate, clipping and noise. The "
         f"LSTM learns {result.lstm.parameters:,} numbers, the BN-LSTM "
         f"{result.bn_lstm.parameters:,}: the γ are its own.",
-        f"The demo's learning rate, {default.learning_rate:g}, is not the one that suits the plain "
-        "LSTM best: at 0.01 it learns faster and comes closer, while the BN-LSTM hardly changes. "
+        f"The demo's learning rate, {default.learning_rate:g}, is not the best one for the plain "
+        "LSTM: at 0.01 it learns faster and comes closer, while the BN-LSTM hardly changes. "
         "See for yourself: rbn demo --learning-rate 0.01.",
         "The input term's mean and variance are shared by all time steps, as in section 5.4 of the "
         "paper. Its experiments on images keep them for each step; here that would slow the "
@@ -94,7 +85,7 @@ def _images(result: Result) -> str:
     )
 
 
-def _facts(result: Result) -> list[tuple[str, str]]:
+def _details(result: Result) -> list[tuple[str, str]]:
     s = result.settings
     start = "orthogonal weights, forget bias 1, learned initial states"
     threads = f"{s.threads} CPU thread" + ("s" if s.threads > 1 else "")

@@ -1,4 +1,4 @@
-"""What the demo is told and what it finds."""
+"""The demo's options and results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rbn.experiments.config import LARGEST, LARGEST_RATE
-from rbn.training.whole import naming, write_whole
+from rbn.training.atomic_files import naming_file, write_atomic
 
 THRESHOLDS = (0.8, 0.9)  # validation accuracies whose first sight is reported
 _MOST_THREADS = 1024
@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def task(self) -> str:
-        """What the models read, in words."""
+        """The task in words."""
         return "permuted sequential digits" if self.permuted else "sequential digits"
 
     @property
@@ -91,7 +91,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Record:
-    """What one look at the validation images saw.
+    """One evaluation on the validation images.
 
     Attributes:
         step: optimisation steps taken so far.
@@ -111,7 +111,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Trained:
-    """One model's course.
+    """The training of one model.
 
     Attributes:
         name: ``"LSTM"`` or ``"BN-LSTM"``.
@@ -120,7 +120,7 @@ class Trained:
         test_accuracy: from 0 to 1, with the parameters of the best validation accuracy and, for the
             BN-LSTM, exact population statistics.
         reach: how strongly the loss depends on the first pixels, relative to the last, before
-            training: see `rbn.experiments.demo.fit.reach`.
+            training: see `rbn.experiments.demo.train.reach`.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Result:
-    """A whole run of the demo.
+    """A run of the demo.
 
     Attributes:
         settings: what it was told.
@@ -170,7 +170,7 @@ class Result:
         return self.lstm, self.bn_lstm
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the curves, in types that JSON knows."""
+        """Everything but the curves, for JSON."""
         models = {}
         for model in self.models:
             reached = {f"{100 * t:.0f}%": model.reached(t) for t in THRESHOLDS}
@@ -198,11 +198,11 @@ class Result:
 
     def write_json(self, path: Path) -> None:
         """Everything but the curves."""
-        write_whole(path, json.dumps(self.as_dict(), indent=2) + "\n")
+        write_atomic(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def write_csv(self, path: Path) -> None:
         """The curves, one evaluation of one model in a line."""
-        with naming(path), path.open("w", encoding="utf-8", newline="") as file:
+        with naming_file(path), path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["model", *Record.__dataclass_fields__])
             for model in self.models:

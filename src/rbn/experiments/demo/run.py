@@ -1,4 +1,4 @@
-"""The demo from start to end."""
+"""Runs the demo."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ import torch
 from rbn import __version__
 from rbn.data import Splits, digits
 from rbn.experiments.demo.figure import draw
-from rbn.experiments.demo.fit import fit
 from rbn.experiments.demo.page import write_page
 from rbn.experiments.demo.result import Result, Settings
 from rbn.experiments.demo.terminal import Bar, progress_bars, show
+from rbn.experiments.demo.train import fit
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _NEEDS = {
+    "jinja2": "Jinja2",
     "lightning": "lightning",
     "matplotlib": "matplotlib",
     "rich": "rich",
@@ -42,7 +43,7 @@ def run_demo(
     data: Splits | None = None,
     console: Console | None = None,
 ) -> Result:
-    """Train both models, show the difference, and write it down.
+    """Train both models, show the difference, and write the files.
 
     Writes ``index.html``, ``curves.png``, ``curves.csv`` and ``result.json``, over those of an
     earlier run. Nothing is trained unless everything needed is there and `out` can be written to.
@@ -105,7 +106,7 @@ def _require_writable(folder: Path) -> None:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """How many threads torch uses inside the block."""
+    """Limit torch's threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""The outcome in sentences. Each follows from the numbers, whichever way they fell."""
+"""The outcome in sentences, which follow from the numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def percent(accuracy: float) -> str:
 
 
 def faster(result: Result) -> Trained | None:
-    """Who was first at the highest threshold that any model reached; None where nobody was."""
+    """The model that first reached the highest threshold reached; None if neither was first."""
     plain, normalized = result.models
     for threshold in sorted(THRESHOLDS, reverse=True):
         a, b = plain.reached(threshold), normalized.reached(threshold)
@@ -65,7 +65,7 @@ def to_threshold(result: Result, threshold: float) -> str:
 
 
 def cost(result: Result) -> str:
-    """What a step of each costs."""
+    """The time of a training step of each model."""
     plain, normalized = (1000 * m.last.seconds / m.last.step for m in result.models)
     return (
         f"A training step took {plain:.0f} ms for the LSTM and {normalized:.0f} ms for the "
@@ -75,7 +75,7 @@ def cost(result: Result) -> str:
 
 
 def on_test(result: Result) -> str:
-    """The test accuracies, and whether their difference says anything."""
+    """The test accuracies, and whether their difference is significant."""
     images = result.sizes[2]
     plain, normalized = (model.test_accuracy for model in result.models)
     text = (
@@ -92,7 +92,7 @@ def on_test(result: Result) -> str:
 
 
 def outcome(result: Result) -> list[str]:
-    """All that is to be said about the numbers."""
+    """All sentences about the numbers."""
     sentences = []
     for threshold in THRESHOLDS:
         sentences.append(to_threshold(result, threshold))
@@ -102,7 +102,7 @@ def outcome(result: Result) -> list[str]:
 
 
 def expectation(result: Result) -> str:
-    """How the outcome stands to the paper's."""
+    """How the outcome compares with the paper's."""
     if faster(result) is result.bn_lstm:
         return "The paper reports the same for its larger tasks."
     return (
@@ -112,7 +112,7 @@ def expectation(result: Result) -> str:
 
 
 def on_reach(result: Result) -> str:
-    """How far back the gradient comes before anything is learned."""
+    """How far back the gradient reaches before training."""
     plain, normalized = (_share(model.reach) for model in result.models)
     return (
         "Measured here before the first training step: at the first eight pixels the loss's "

@@ -1,4 +1,4 @@
-"""What the demo shows in the terminal: progress while it trains, a table at the end."""
+"""The demo's terminal output: progress bars, and a table at the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bar:
 
 @contextmanager
 def progress_bars(console: Console) -> Iterator[Progress]:
-    """A place for bars, on the console as long as the block runs."""
+    """Progress bars on the console while the block runs."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -63,7 +63,7 @@ def progress_bars(console: Console) -> Iterator[Progress]:
 
 
 def show(result: Result, console: Console) -> None:
-    """The table, and what it says."""
+    """Print the table and the sentences about it."""
     from rich.table import Table
 
     table = Table(title=f"{result.settings.task}, seed {result.settings.seed}")

@@ -18,11 +18,11 @@ FIGURES = (
 def _table() -> dict[str, dict[str, list[tuple[float, float]]]]:
     text = files(__package__).joinpath("curves.csv").read_text(encoding="utf-8")
     rows = (row for row in text.splitlines() if not row.startswith("#"))
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    table: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in csv.DictReader(rows):
-        points = found.setdefault(row["figure"], {}).setdefault(row["series"], [])
+        points = table.setdefault(row["figure"], {}).setdefault(row["series"], [])
         points.append((float(row["x"]), float(row["y"])))
-    return found
+    return table
 
 
 def paper_lines(figure: str) -> dict[str, Line]:

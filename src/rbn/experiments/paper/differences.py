@@ -9,6 +9,7 @@ from typing import Any
 from rbn.experiments import config as configs
 from rbn.experiments.paper.numbers import NAMES
 from rbn.experiments.paper.published import Result
+from rbn.experiments.task_kinds import TASKS
 
 _WHY = {
     "decay_from": "the learning rate falls linearly to 0 after this part of the steps, where the "
@@ -51,7 +52,7 @@ GENERAL = (
     "start from the identity for the candidate and orthogonal for the gates, as in the code. The "
     "permutation takes every pixel once, as the paper says; the code draws pixels with "
     "replacement. The configs mnist-code and pmnist-code are the code's.",
-    "As long as all rows of a minibatch are alike, constant terms pass no gradient on.",
+    "While all rows of a minibatch are identical, constant terms pass on no gradient.",
     "Noise in the initial state is drawn in training alone; the authors' code draws it when it "
     "evaluates, too.",
     "The reader's padded positions count in no statistic; in the authors' statistics of single "
@@ -69,7 +70,7 @@ def changed(result: Result) -> dict[str, tuple[Any, Any]]:
     if name in _QUESTIONS:
         whole = result.config.get("data", {}).get("sentences") is None
         name = "cnn-full" if whole else "cnn"
-    read = configs.read(configs.find(name))
+    read = configs.read_yaml(configs.find(name))
     chosen = configs.for_model(read, result.model)
     paper = configs.from_mapping({"task": result.task, **chosen})
     theirs, ours = configs.flat(asdict(paper)), configs.flat(result.config)
@@ -89,10 +90,10 @@ def sentences(results: Iterable[Result]) -> list[str]:
 
     A model is named where not all runs of those settings, or those of one model alone, do.
     """
-    found: dict[tuple[str, str, str], dict[str, Runs]] = {}
+    differing: dict[tuple[str, str, str], dict[str, Runs]] = {}
     runs: dict[str, Runs] = {}
     for result in results:
-        if result.task not in configs.TASKS:
+        if result.task not in TASKS:
             continue
         where = _settings_of(result)
         run, model = (result.model, result.tag, result.seed), NAMES[result.model]
@@ -101,9 +102,9 @@ def sentences(results: Iterable[Result]) -> list[str]:
             if name == "normalization.gamma" and result.gamma_tag is not None:
                 continue  # what the sweep is of
             key = name, _shown(paper), _shown(ours)
-            found.setdefault(key, {}).setdefault(where, {})[run] = model
+            differing.setdefault(key, {}).setdefault(where, {})[run] = model
     texts = []
-    for (name, paper, ours), places in found.items():
+    for (name, paper, ours), places in differing.items():
         named = [_named(where, of, runs[where]) for where, of in places.items()]
         why = f": {_WHY[name]}" if name in _WHY else ""
         texts.append(f"{', '.join(named)}: {name} is {ours} instead of {paper}{why}.")

@@ -6,21 +6,19 @@ import base64
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
+from typing import ClassVar
+
+from rbn.experiments.html_templates import render
 
 
 @dataclass(frozen=True)
 class Heading:
-    """A title of a part."""
+    """The heading of a section."""
+
+    kind: ClassVar[str] = "heading"
 
     text: str
-
-    def html(self) -> str:
-        """As HTML."""
-        return f"<h2>{escape(self.text)}</h2>"
 
     def markdown(self) -> str:
         """As Markdown."""
@@ -29,13 +27,11 @@ class Heading:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """Sentences."""
+    """A paragraph of text."""
+
+    kind: ClassVar[str] = "paragraph"
 
     text: str
-
-    def html(self) -> str:
-        """As HTML."""
-        return f"<p>{escape(self.text)}</p>"
 
     def markdown(self) -> str:
         """As Markdown."""
@@ -44,16 +40,15 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Items:
-    """Sentences, each for itself; commands among them where `code`."""
+    """A list of sentences, or of commands if `code`."""
 
     texts: Sequence[str]
     code: bool = False
 
-    def html(self) -> str:
-        """As HTML."""
-        if self.code:
-            return f"<pre>{escape(chr(10).join(self.texts))}</pre>"
-        return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in self.texts) + "</ul>"
+    @property
+    def kind(self) -> str:
+        """The kind of block in the HTML template."""
+        return "commands" if self.code else "items"
 
     def markdown(self) -> str:
         """As Markdown."""
@@ -66,22 +61,11 @@ class Items:
 class Grid:
     """A table with a caption."""
 
+    kind: ClassVar[str] = "table"
+
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-
-    def html(self) -> str:
-        """As HTML; on a narrow screen the table scrolls, not the page."""
-        head = "".join(f"<th>{escape(text)}</th>" for text in self.columns)
-        body = "\n".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in self.rows
-        )
-        caption = f"<caption>{escape(self.caption)}</caption>"
-        return (
-            f'<div class="wide"><table>{caption}<thead><tr>{head}</tr></thead>\n'
-            f"<tbody>\n{body}\n</tbody></table></div>"
-        )
 
     def markdown(self) -> str:
         """As Markdown."""
@@ -107,17 +91,12 @@ class Image:
     title: str
     caption: str
     large: bool = False
+    kind: ClassVar[str] = "image"
 
-    def html(self) -> str:
-        """As HTML that needs no other file."""
-        content = base64.b64encode(self.svg.read_bytes()).decode("ascii")
-        return (
-            f'<figure id="{escape(self.svg.stem)}">'
-            f'<div class="wide{" large" if self.large else ""}">'
-            f'<img src="data:image/svg+xml;base64,{content}" alt="{escape(self.title)}"></div>'
-            f"<figcaption><strong>{escape(self.title)}.</strong> {escape(self.caption)}"
-            "</figcaption></figure>"
-        )
+    @property
+    def content(self) -> str:
+        """The picture's content, for a data URI."""
+        return base64.b64encode(self.svg.read_bytes()).decode("ascii")
 
     def markdown(self) -> str:
         """As Markdown, with the files next to it."""
@@ -131,14 +110,12 @@ Block = Heading | Paragraph | Items | Grid | Image
 
 
 def html_page(title: str, blocks: Sequence[Block]) -> str:
-    """The whole page in one file."""
-    template = Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
-    body = "\n".join(block.html() for block in blocks)
-    return template.substitute(title=escape(title), body=body)
+    """The page as HTML, in a single file."""
+    return render("report.html", title=title, blocks=blocks)
 
 
 def markdown_page(title: str, blocks: Sequence[Block]) -> str:
-    """The same as text."""
+    """The page as Markdown, with the pictures next to it."""
     return f"# {title}\n\n" + "\n\n".join(block.markdown() for block in blocks) + "\n"
 
 

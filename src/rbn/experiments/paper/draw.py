@@ -1,4 +1,4 @@
-"""Figures as pictures, for the screen and for print."""
+"""Draws figures as SVG and PNG."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rbn.experiments.paper.lines import OURS, PAPER, Figure, Line, Panel, write_csv
 from rbn.experiments.paper.svg import compact
-from rbn.training.whole import naming, write_whole
+from rbn.training.atomic_files import naming_file, write_atomic
 
 # From the Okabe-Ito palette, which colour-blind readers can tell apart.
 COLOURS = {
@@ -67,8 +67,8 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
         svg, png = folder / f"{figure.name}.svg", folder / f"{figure.name}.png"
         drawn = io.StringIO()
         picture.savefig(drawn, format="svg", metadata={"Date": None})
-        write_whole(svg, compact(drawn.getvalue()))
-        with naming(png):
+        write_atomic(svg, compact(drawn.getvalue()))
+        with naming_file(png):
             picture.savefig(png, metadata={"Software": None})
     table = folder / f"{figure.name}.csv"
     write_csv(figure.panels, table)

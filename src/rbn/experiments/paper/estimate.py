@@ -1,4 +1,4 @@
-"""How long a run will take, from runs like it or from rates that were measured."""
+"""Estimates how long a run takes, from similar runs or measured rates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TESTING = {"cpu": 1.2, "cuda": 1.15}  # evaluations and the test come on top
 
 
 def steps_of(config: Config) -> int:
-    """Optimisation steps of a run, unless it stops early."""
+    """Optimisation steps of a run without early stopping."""
     if config.task in _QUESTIONS:
         return config.epochs * (_QUESTIONS[config.task] // config.batch_size)
     return config.epochs * _EPOCHS.get(config.task, 1000)
@@ -65,8 +65,8 @@ def seconds_of(config: Config, device: torch.device, results: Iterable[Result]) 
     return rate * steps_of(config) * _TESTING.get(device.type, 1.2)
 
 
-def spoken(seconds: float) -> str:
-    """A time in words."""
+def format_duration(seconds: float) -> str:
+    """A duration as text."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

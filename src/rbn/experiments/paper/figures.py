@@ -1,4 +1,4 @@
-"""The paper's figures, made of what results there are."""
+"""The paper's figures, from the available results."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ class Shelf:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is anything that tables, figures or findings could show."""
+        """Whether there is anything to show in tables, figures or findings."""
         trained = any(place.holds(r) for place in self.places.values() for r in self.results)
         sweep = any(result.gamma_tag is not None for result in self.results)
         kept = any(any((self.folder / n).glob("*")) for n in (COMPUTED, finding.FOLDER))
         return trained or sweep or kept
 
     def paper(self, figure: str) -> dict[str, Line]:
-        """The paper's lines, where they may be compared."""
+        """The paper's lines, if they are comparable."""
         return {} if self.quick else paper_lines(figure)
 
 
 @dataclass
 class _Gathered:
-    """Lines for a panel, the results they are of, what was not found, and which runs diverged."""
+    """Lines for a panel, their results, what is missing, and which runs diverged."""
 
     lines: list[Line] = field(default_factory=list)
     shown: list[Result] = field(default_factory=list)
@@ -65,14 +65,14 @@ class _Gathered:
 
 
 def _seeds(results: Iterable[Result]) -> str:
-    """A sentence that says of which seeds the lines are."""
-    found = sorted({result.seed for result in results})
-    many = "s" if len(found) > 1 else ""
-    return f" Seed{many} {', '.join(map(str, found))}." if found else ""
+    """A sentence that names the seeds of the lines."""
+    seeds = sorted({result.seed for result in results})
+    many = "s" if len(seeds) > 1 else ""
+    return f" Seed{many} {', '.join(map(str, seeds))}." if seeds else ""
 
 
 def _origin(results: Iterable[Result]) -> str:
-    """The same with the names of the settings, by which the tables know the runs."""
+    """The same with the names of the settings, as in the tables."""
     known = list(results)
     names = ", ".join(dict.fromkeys(result.settings for result in known))
     return f" Settings: {names}.{_seeds(known)}" if known else ""
@@ -95,16 +95,16 @@ def figure(name: str, shelf: Shelf) -> Figure:
 
 
 def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> _Gathered:
-    """Validation curves of some models, with both kinds of statistics where there are two."""
-    found = _Gathered()
+    """Validation curves of some models, with both kinds of statistics if there are two."""
+    gathered = _Gathered()
     for model, every in place.shown(shelf.results, models).items():
         group = finished(every)
         name = NAMES[model]
         line = mean_curve(group, "valid_batch", name)
         if line is None:
-            found.missing.append(f"{name} on {place.title}")
+            gathered.missing.append(f"{name} on {place.title}")
             continue
-        found.diverged += [
+        gathered.diverged += [
             f"{name} on {place.title}, seed {result.seed}, after {result.diverged_at:,} steps"
             for result in every
             if result.diverged_at is not None
@@ -113,9 +113,9 @@ def _learning(shelf: Shelf, place: Place, models: Sequence[str]) -> _Gathered:
         for each in (line, other):
             if each is None or (each is other and each.y == line.y):
                 continue
-            found.lines.append(each)
-        found.shown += group
-    return found
+            gathered.lines.append(each)
+        gathered.shown += group
+    return gathered
 
 
 def _images(shelf: Shelf) -> Figure:
@@ -123,11 +123,11 @@ def _images(shelf: Shelf) -> Figure:
     shown: list[Result] = []
     for name in ("mnist", "pmnist"):
         place = shelf.places[name]
-        found = _learning(shelf, place, ("lstm", "bn-lstm"))
-        lines = (*shelf.paper(f"fig2-{name}").values(), *found.lines)
-        missing += found.missing
-        diverged += found.diverged
-        shown += found.shown
+        gathered = _learning(shelf, place, ("lstm", "bn-lstm"))
+        lines = (*shelf.paper(f"fig2-{name}").values(), *gathered.lines)
+        missing += gathered.missing
+        diverged += gathered.diverged
+        shown += gathered.shown
         label = "validation accuracy"
         panels.append(Panel(place.title, _STEPS, label, lines, y_range=(0.0, 1.0)))
     caption = (
@@ -150,23 +150,23 @@ def _images(shelf: Shelf) -> Figure:
 
 def _text(shelf: Shelf) -> Figure:
     place = shelf.places["ptb"]
-    found = _learning(shelf, place, ("lstm", "bn-lstm"))
+    gathered = _learning(shelf, place, ("lstm", "bn-lstm"))
     paper = shelf.paper("fig3a").values()
     limits = None if shelf.quick else (1.4, 2.3)
-    panel = Panel(place.title, _STEPS, _BITS, (*paper, *found.lines), y_range=limits)
+    panel = Panel(place.title, _STEPS, _BITS, (*paper, *gathered.lines), y_range=limits)
     return Figure(
         "fig3a",
         "Penn Treebank, while training",
         "Validation windows of the training length, in bits per character, with the statistics of "
         "the minibatch as in the paper; for the BN-LSTM also with population statistics."
-        + _origin(found.shown),
+        + _origin(gathered.shown),
         (panel,),
-        tuple(found.missing),
+        tuple(gathered.missing),
     )
 
 
 def _beside(result: Result, kind: str) -> Path:
-    """The file of what was measured on a result's model."""
+    """The file with the measurements of a result's model."""
     return result.path.with_name(f"{kind}-{result.path.stem}.csv")
 
 
@@ -181,8 +181,8 @@ def _lengths(shelf: Shelf) -> Figure:
     for model, group in groups.items():
         measured, totals = [], []
         for result in group:
-            found, total = read_lengths(_beside(result, "lengths"), model)
-            measured.append(found)
+            lines_of_run, total = read_lengths(_beside(result, "lengths"), model)
+            measured.append(lines_of_run)
             totals += [] if total is None else [total]
         if not measured:
             missing.append(f"{NAMES[model]}, measured on longer windows of {place.title}")
@@ -201,14 +201,14 @@ def _lengths(shelf: Shelf) -> Figure:
 
 def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figure:
     place = shelf.places[where]
-    found = _learning(shelf, place, models)
+    gathered = _learning(shelf, place, models)
     paper = [
         replace(line, series=series.removesuffix(" valid"))
         for series, line in shelf.paper(name).items()
         if series.endswith(" valid")
     ]
     # The paper's runs are far longer than ours: on a logarithmic axis both can be seen.
-    lines = [_after_start(line) for line in (*paper, *found.lines)]
+    lines = [_after_start(line) for line in (*paper, *gathered.lines)]
     groups = place.shown(shelf.results, models)
     shown = [result for group in groups.values() for result in group]
     trained = (mean_curve(group, "train", NAMES[model]) for model, group in groups.items())
@@ -234,12 +234,12 @@ def _reader(shelf: Shelf, name: str, where: str, models: Sequence[str]) -> Figur
         f"The Attentive Reader, {title}",
         caption,
         tuple(panels),
-        tuple(found.missing),
+        tuple(gathered.missing),
     )
 
 
 def _after_start(line: Line) -> Line:
-    """A line without its points at step 0, which a logarithmic axis does not have."""
+    """A line without its points at step 0, which a logarithmic axis cannot show."""
     kept = [k for k, x in enumerate(line.x) if x > 0]
     columns = (line.x, line.y, line.low, line.high)
     x, y, low, high = (tuple(c[k] for k in kept) if c else () for c in columns)
@@ -275,7 +275,7 @@ def _stationarity(shelf: Shelf) -> Figure:
 
 
 def _loss(name: str, part: str) -> tuple[str, float]:
-    """The column of a learning curve with the cross-entropy, and what makes nats of it."""
+    """The column of a learning curve with the cross-entropy, and its factor to nats."""
     if part == "train":
         return "train", 1.0
     # Of images the figure is the accuracy, and the loss beside it; of texts it is bits.

@@ -1,4 +1,4 @@
-"""A statement of the paper without a figure, and what came of it here."""
+"""A claim of the paper without a figure, and the outcome of our experiment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 FOLDER = "findings"
 
@@ -38,21 +38,21 @@ class Finding:
     versions: str = ""
 
     def write(self, folder: Path) -> Path:
-        """Keep it next to the results."""
+        """Write it next to the results."""
         path = folder / FOLDER / f"{self.name}.json"
-        write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
+        write_atomic(path, json.dumps(asdict(self), indent=2) + "\n")
         return path
 
 
 def read_findings(folder: Path) -> list[Finding]:
-    """Those that were made."""
-    found = []
+    """The findings in a folder of results."""
+    findings = []
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             values["columns"] = tuple(values["columns"])
             values["rows"] = tuple(tuple(row) for row in values["rows"])
-            found.append(Finding(**values))
+            findings.append(Finding(**values))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a finding: {error}") from error
-    return found
+    return findings

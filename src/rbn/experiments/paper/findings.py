@@ -1,4 +1,4 @@
-"""What the paper states without a figure, each as a small experiment on embedded data."""
+"""The paper's claims without a figure, each as a small experiment on embedded data."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ from rbn.experiments import build, results
 from rbn.experiments.paper.finding import Finding
 from rbn.experiments.paper.initial_states import data_start, no_noise
 from rbn.experiments.paper.short_training import CPU, Tick, fit, on_digits
-from rbn.experiments.tasks import Classification
 from rbn.nn import PopulationStatistics
 
 
 def shared_stats(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
-    """Population statistics averaged over time, in place of one for each step."""
+    """Population statistics averaged over time, instead of one for each step."""
     config = on_digits("normalization.input_stats=step")
     rows, own, averaged = [], [], []
     for seed in range(1, seeds + 1):
         task = build.build(config, seed, CPU)
-        assert isinstance(task, Classification)
         fit(task, config, steps, tick)
         results.exact_statistics(config, task)
         own.append(task.measure_with("test", "population"))
@@ -64,7 +62,6 @@ def small_gamma(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         for seed in range(1, seeds + 1):
             config = on_digits(f"normalization.gamma={gamma}", "data.permuted=true")
             task = build.build(config, seed, CPU)
-            assert isinstance(task, Classification)
             traces.append(fit(task, config, steps, tick))
             right.append(task.evaluate()["valid_population"])
         finite = [[n for n in trace.norms if math.isfinite(n)] for trace in traces]
@@ -117,7 +114,7 @@ QUICK_STEPS = {"shared-stats": 60, "small-gamma": 24, "no-noise": 12, "data-star
 
 
 def find(name: str, seeds: int, quick: bool, folder: Path, tick: Tick | None = None) -> Finding:
-    """Make one of `EXPERIMENTS`, and keep it in a folder of results."""
+    """Run one of `EXPERIMENTS`, and write it to a folder of results."""
     began = time.perf_counter()
     steps = (QUICK_STEPS if quick else STEPS)[name]
     finding = EXPERIMENTS[name](1 if quick else seeds, steps, tick)

@@ -1,4 +1,4 @@
-"""Figure 1: how gamma decides what becomes of a gradient on its way back in time (section 4)."""
+"""Figure 1: how gamma determines the size of gradients through time (section 4)."""
 
 from __future__ import annotations
 

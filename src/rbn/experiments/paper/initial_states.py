@@ -1,4 +1,4 @@
-"""What the paper says of the initial hidden state of images that begin alike (section 5.1)."""
+"""The paper's claims about initial states of images with identical first pixels (section 5.1)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import rbn
 from rbn.data import Splits, digits
 from rbn.experiments import build, results
+from rbn.experiments.base_task import BaseTask
 from rbn.experiments.paper.finding import Finding
 from rbn.experiments.paper.short_training import CPU, Tick, fit, on_digits
-from rbn.experiments.tasks import Classification
 from rbn.models import SequenceClassifier
 from rbn.ops.reference.normalization import bn, moments
 
@@ -37,8 +37,8 @@ def black_beginning() -> Splits:
 def plain_gradient(inputs: Tensor, labels: Tensor, noise: float, seed: int = 1) -> float:
     """The norm of the gradient at the recurrent weights, by equations 6 to 8 as they are written.
 
-    `rbn`'s own layers differ in one thing: while all rows are alike, constant terms pass none
-    on.
+    `rbn`'s own layers differ in one thing: while all rows are identical, constant terms pass on no
+    gradient.
 
     Args:
         inputs: ``[T, B, 1]``.
@@ -79,7 +79,6 @@ def no_noise(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         first, right, bad = [], [], 0
         for seed in range(1, seeds + 1):
             task = build.build(config, seed, CPU, loaded=splits)
-            assert isinstance(task, Classification)
             trace = fit(task, config, steps, tick)
             first.append(trace.norms[0])
             bad += trace.bad
@@ -96,7 +95,7 @@ def no_noise(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         "that it has with noise. "
     )
     outcome += (
-        "The layers of rbn pass no gradient on through constant terms while all rows are alike: "
+        "The layers of rbn pass no gradient through constant terms while all rows are identical: "
         f"there, {rows[1][3]} of {seeds * steps} steps without noise had a gradient that was not "
         "finite."
     )
@@ -154,9 +153,9 @@ _STARTS: dict[Start, str] = {
 }
 
 
-def _start_by_data(task: Classification, start: Start, seed: int) -> None:
+def _start_by_data(task: BaseTask, inputs: Tensor, start: Start, seed: int) -> None:
     """Begin a task's model with its images' mean, or projections as wide as the paper's noise."""
-    model, inputs = task.model, task.splits.train.inputs
+    model = task.model
     assert isinstance(model, SequenceClassifier)
     hidden: int = model.recurrent.hidden_size  # type: ignore[assignment]
     generator = torch.Generator().manual_seed(seed)
@@ -172,7 +171,7 @@ def _start_by_data(task: Classification, start: Start, seed: int) -> None:
 
 def _standard_error(first: Sequence[float], second: Sequence[float]) -> float:
     """Of the difference of two means."""
-    return math.hypot(*(stdev(found) / math.sqrt(len(found)) for found in (first, second)))
+    return math.hypot(*(stdev(values) / math.sqrt(len(values)) for values in (first, second)))
 
 
 def data_start(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
@@ -182,18 +181,17 @@ def data_start(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
     for start, name in _STARTS.items():
         noise = NOISE if start == "noise" else 0.0
         config = on_digits(f"layer.hidden_noise={noise}", "normalization.input_stats=step")
-        found = []
+        accuracies = []
         for seed in range(1, seeds + 1):
             task = build.build(config, seed, CPU, loaded=splits)
-            assert isinstance(task, Classification)
             if start != "noise":
-                _start_by_data(task, start, seed)
+                _start_by_data(task, splits.train.inputs, start, seed)
             fit(task, config, steps, tick)
             results.exact_statistics(config, task)
-            found.append(100 * task.measure_with("test", "population"))
-        right[name] = found
-        spread = f"{stdev(found):.1f}" if len(found) > 1 else "-"
-        rows.append((name, f"{mean(found):.1f}", spread))
+            accuracies.append(100 * task.measure_with("test", "population"))
+        right[name] = accuracies
+        spread = f"{stdev(accuracies):.1f}" if len(accuracies) > 1 else "-"
+        rows.append((name, f"{mean(accuracies):.1f}", spread))
     noisy, *others = right.values()
     best = max(others, key=mean)
     behind = mean(best) - mean(noisy)

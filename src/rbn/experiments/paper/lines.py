@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 PAPER, OURS = "paper", "ours"
 _COLUMNS = ("panel", "series", "source", "x", "y", "low", "high")
@@ -38,7 +38,7 @@ class Line:
 
     @property
     def name(self) -> str:
-        """Series and detail, as in tables."""
+        """Series and detail."""
         return f"{self.series}, {self.detail}" if self.detail else self.series
 
 
@@ -78,12 +78,12 @@ class Figure:
 
     @property
     def has_ours(self) -> bool:
-        """Whether there is a line of ours in it."""
+        """Whether it has a line of ours."""
         return any(line.source == OURS for panel in self.panels for line in panel.lines)
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:
-    """Indices of at most so many of the values, evenly spread, the first and last among them."""
+    """At most `most` evenly spaced indices, including the first and the last."""
     count = len(values)
     if count <= most:
         return list(range(count))
@@ -91,7 +91,7 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
 
 
 def write_csv(panels: Iterable[Panel], path: Path) -> None:
-    """Every point of every line, one in a row; lines of the paper in several panels once."""
+    """Write every point of every line as a row; the paper's lines only once."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -105,7 +105,7 @@ def write_csv(panels: Iterable[Panel], path: Path) -> None:
                 band = [f"{edge[k]:.6g}" if edge else "" for edge in (line.low, line.high)]
                 row = (panel.title, line.name, line.source, f"{x:.8g}", f"{y:.6g}", *band)
                 writer.writerow(row)
-    write_whole(path, file.getvalue())
+    write_atomic(path, file.getvalue())
 
 
 def read_csv(path: Path) -> dict[str, list[Line]]:

@@ -1,4 +1,4 @@
-"""Where the results of each of the paper's tasks are found."""
+"""The results that belong to each of the paper's tasks."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ class Place:
         return self.whole is None or self.whole == (sentences is None)
 
     def title_of(self, results: Sequence[Result]) -> str:
-        """The title where these results are shown, which names a task that is not the paper's."""
+        """The title for these results; names the task if it is not the paper's."""
         if self.stand_in or not results or self.is_papers(results):
             return self.title
         _, _, rest = self.title.partition(", ")
         return f"{results[0].task}, {rest}"
 
     def is_papers(self, results: Sequence[Result]) -> bool:
-        """Whether results are of the very task of the paper, so that numbers may be compared."""
+        """Whether the results are on exactly the paper's task, so that numbers are comparable."""
         return not self.stand_in and all(r.task == self.tasks[0] for r in results)
 
     def groups(self, results: Iterable[Result], model: str) -> list[list[Result]]:
-        """A model's results, those of different seeds together, the paper's own settings first."""
-        found: dict[tuple[int, int, str], list[Result]] = {}
+        """A model's results, grouped over seeds, the paper's own settings first."""
+        groups: dict[tuple[int, int, str], list[Result]] = {}
         for result in results:
             if result.model == model and self.holds(result):
                 known = result.tag in _PREFERRED
                 rank = _PREFERRED.index(result.tag) if known else len(_PREFERRED)
                 key = (self.tasks.index(result.task), rank, result.tag)
-                found.setdefault(key, []).append(result)
-        return [sorted(found[key], key=lambda r: r.seed) for key in sorted(found)]
+                groups.setdefault(key, []).append(result)
+        return [sorted(groups[key], key=lambda r: r.seed) for key in sorted(groups)]
 
     def shown(self, results: Iterable[Result], models: Iterable[str]) -> dict[str, list[Result]]:
         """The results that are held against each other, by model; of a model without any, none.
@@ -72,20 +72,20 @@ class Place:
         """
         known = list(results)
         groups = {model: _finishing(self.groups(known, model)) for model in models}
-        trained = [{g[0].settings: g[0].task for g in found} for found in groups.values() if found]
-        every = {name: task for found in trained for name, task in found.items()}
-        taken = {name for name in every if all(name in found for found in trained)}
+        trained = [{g[0].settings: g[0].task for g in each} for each in groups.values() if each]
+        every = {name: task for each in trained for name, task in each.items()}
+        taken = {name for name in every if all(name in each for each in trained)}
         if not taken:
             first = min((self.tasks.index(task) for task in every.values()), default=0)
             taken = {name for name, task in every.items() if task == self.tasks[first]}
         return {
-            model: next((g for g in found if g[0].settings in taken), [])
-            for model, found in groups.items()
+            model: next((g for g in each if g[0].settings in taken), [])
+            for model, each in groups.items()
         }
 
 
 def _finishing(groups: list[list[Result]]) -> list[list[Result]]:
-    """Those with a run that did not diverge; where there is none, all."""
+    """The groups with a run that did not diverge; all if there is none."""
     return [g for g in groups if any(r.diverged_at is None for r in g)] or groups
 
 

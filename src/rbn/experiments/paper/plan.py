@@ -1,4 +1,4 @@
-"""What each table and figure needs: runs, by settings and seed."""
+"""The runs that each table and figure needs, by settings and seed."""
 
 from __future__ import annotations
 
@@ -62,22 +62,22 @@ class Job:
 
     @property
     def command(self) -> str:
-        """The same run by hand, less the seed."""
+        """The command for the same run, without the seed."""
         base = "" if self.base == self.task else f" --config {self.base}"
         changes = "".join(f" --set {setting}" for setting in self.settings)
         return f"rbn train {self.task} --model {shlex.quote(self.model)}{base}{changes}"
 
     def config(self) -> Config:
-        """All settings, as ``rbn train`` puts them together."""
-        found = configs.read(configs.find(self.base))
-        chosen = configs.for_model(found, self.model)
+        """All settings, combined as in ``rbn train``."""
+        values = configs.read_yaml(configs.find(self.base))
+        chosen = configs.for_model(values, self.model)
         settings = configs.from_mapping({"task": self.task, **chosen})
         return configs.with_settings(settings, self.settings)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A job with a seed, and where its folder is."""
+    """A job with a seed and a folder."""
 
     job: Job
     config: Config
@@ -86,12 +86,12 @@ class Run:
 
     @property
     def title(self) -> str:
-        """For lists and progress."""
+        """The name in lists and progress."""
         return f"{self.config.task}, {self.config.name}, seed {self.seed}"
 
     @property
     def has_model(self) -> bool:
-        """Whether it was trained to the end here."""
+        """Whether it was trained to the end on this machine."""
         return (self.folder / "final.safetensors").exists()
 
     def result_in(self, results: Iterable[Result]) -> Result | None:
@@ -166,7 +166,7 @@ def needed(
         precision: of all, instead of the config's.
         questions: task of the readers, one of `QUESTIONS`.
     """
-    found: dict[tuple[Job, int], Run] = {}
+    unique: dict[tuple[Job, int], Run] = {}
     for target in targets:
         one = target in ONE_SEED
         for job in jobs(target, recipe, questions):
@@ -176,5 +176,5 @@ def needed(
             config = job.config()
             for seed in range(1, 2 if one else seeds + 1):
                 place = folder / config.task / f"{config.name}-seed{seed}"
-                found.setdefault((job, seed), Run(job, config, seed, place))
-    return list(found.values())
+                unique.setdefault((job, seed), Run(job, config, seed, place))
+    return list(unique.values())

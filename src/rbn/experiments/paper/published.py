@@ -1,4 +1,4 @@
-"""Published results, read again: ``TASK/MODEL[-TAG]-seedN.json`` and the learning curves."""
+"""Reads published results: ``TASK/MODEL[-TAG]-seedN.json`` and the learning curves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Result:
 
     @property
     def task(self) -> str:
-        """What was learned."""
+        """The task."""
         return str(self.values["task"])
 
     @property
@@ -54,17 +54,17 @@ class Result:
     @property
     def config(self) -> dict[str, Any]:
         """All settings."""
-        found: dict[str, Any] = self.values["config"]
-        return found
+        config: dict[str, Any] = self.values["config"]
+        return config
 
     @property
     def settings(self) -> str:
-        """The name that they have in tables: a config's, but for variants that have none."""
+        """The name of the settings in tables."""
         return f"{self.task}-{self.tag}" if self.tag else self.task
 
     @property
     def gamma_tag(self) -> float | None:
-        """The initial gamma of a run of the sweep, None of any other run."""
+        """The initial gamma of a run of the gamma sweep; None for other runs."""
         if not self.tag.startswith(_GAMMA):
             return None
         try:
@@ -74,7 +74,7 @@ class Result:
 
     @property
     def diverged_at(self) -> int | None:
-        """The step at which training ended that way, None of a run that was finished."""
+        """The step at which training diverged; None if it did not."""
         step = self.values.get("diverged_at")
         return None if step is None else int(step)
 
@@ -85,20 +85,20 @@ class Result:
 
 
 def read_results(folder: Path) -> list[Result]:
-    """All results in a folder, in the order of their names."""
-    found = []
+    """All results in a folder, sorted by name."""
+    results = []
     for path in sorted(folder.glob("*/*-seed*.json")):
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             _check(values)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not the result of a run: {error}") from error
-        found.append(Result(path, values, _curve(path.with_suffix(".csv"))))
-    return found
+        results.append(Result(path, values, _curve(path.with_suffix(".csv"))))
+    return results
 
 
 def _check(values: dict[str, Any]) -> None:
-    """Refuse what a file by another hand may have in place of a result's values."""
+    """Refuse values of the wrong type, as in an edited file."""
     for name, kinds in _NEEDED.items():
         if not isinstance(values[name], kinds) or isinstance(values[name], bool):
             raise ValueError(f"its {name} is {values[name]!r}")
@@ -115,7 +115,7 @@ def _check(values: dict[str, Any]) -> None:
 
 
 def finished(results: Sequence[Result]) -> list[Result]:
-    """Those that did not diverge; where all of them did, all."""
+    """The results that did not diverge; all if all of them did."""
     return [result for result in results if result.diverged_at is None] or list(results)
 
 
@@ -144,8 +144,8 @@ def mean_curve(
 
     Of runs that have it: those published before it was recorded are left out.
     """
-    found = ([row for row in result.curve if field in row] for result in results)
-    curves = [{row["step"]: row[field] * factor for row in rows} for rows in found if rows]
+    known = ([row for row in result.curve if field in row] for result in results)
+    curves = [{row["step"]: row[field] * factor for row in rows} for rows in known if rows]
     if not curves:
         return None
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))

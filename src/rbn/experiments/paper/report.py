@@ -1,4 +1,4 @@
-"""The report: the paper's tables and figures with ours, as a page and as text."""
+"""The report: the paper's tables and figures with ours, as HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import mean
 
 from rbn.experiments.config import flat
-from rbn.experiments.paper import counted, curves, differences, tables
+from rbn.experiments.paper import curves, differences, question_baselines, tables
 from rbn.experiments.paper.document import (
     Block,
     Grid,
@@ -29,14 +29,14 @@ from rbn.experiments.paper.numbers import NAMES, TABLES
 from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS, QUESTIONS, Job, jobs
 from rbn.experiments.paper.published import Result
 from rbn.experiments.paper.tables import Row
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 _CURVES = {"cnn": "fig4a", "cnn-full": "fig4b"}  # of the paper's readers
 TITLE = "Recurrent Batch Normalization: the paper's results and ours"
 
 
 def write_report(shelf: Shelf, folder: Path) -> list[Path]:
-    """Write ``index.html``, ``report.md`` and the figures; all that is not there is named."""
+    """Write ``index.html``, ``report.md`` and the figures; lists what is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = {n: tables.rows(t, shelf.places, shelf.results) for n, t in TABLES.items()}
     figures = [figure(name, shelf) for name in FIGURE_TARGETS]
@@ -44,7 +44,7 @@ def write_report(shelf: Shelf, folder: Path) -> list[Path]:
     blocks: list[Block] = [
         *_summary(rows),
         *_tables(rows),
-        *_counted(shelf, rows),
+        *_baselines(shelf, rows),
         *_figures(figures, folder),
         *_findings(shelf),
         *_differences(shelf),
@@ -52,16 +52,16 @@ def write_report(shelf: Shelf, folder: Path) -> list[Path]:
         *_machines(shelf),
     ]
     page, text = folder / "index.html", folder / "report.md"
-    write_whole(page, html_page(TITLE, blocks))
-    write_whole(text, markdown_page(TITLE, blocks))
+    write_atomic(page, html_page(TITLE, blocks))
+    write_atomic(text, markdown_page(TITLE, blocks))
     return [page, text, *written]
 
 
 def _summary(rows: dict[str, list[Row]]) -> list[Block]:
     sentences = []
-    for found in rows.values():
+    for table_rows in rows.values():
         trained: dict[str, list[Row]] = {}
-        for row in found:
+        for row in table_rows:
             if row.results and row.entry.field == "test":
                 trained.setdefault(row.place.title_of(row.results), []).append(row)
         for place, same in trained.items():
@@ -90,7 +90,7 @@ def _summary(rows: dict[str, list[Row]]) -> list[Block]:
 
 
 def _compared(rows: Sequence[Row]) -> dict[str, Row]:
-    """Of the rows of a task those that are held against each other, by model."""
+    """The rows of a task to compare, by model."""
     results = [result for row in rows for result in row.results]
     models = dict.fromkeys(row.entry.model for row in rows)
     shown = rows[0].place.shown(results, models)
@@ -101,20 +101,23 @@ def _compared(rows: Sequence[Row]) -> dict[str, Row]:
 
 def _tables(rows: dict[str, list[Row]]) -> list[Block]:
     blocks: list[Block] = [Heading("Tables")]
-    for name, found in rows.items():
-        if not any(row.results for row in found):
+    for name, table_rows in rows.items():
+        if not any(row.results for row in table_rows):
             continue
         table = TABLES[name]
-        cells = [row.cells for row in found]
+        cells = [row.cells for row in table_rows]
         blocks.append(Grid(f"{_titled(name)}: {table.title}; {table.unit}", tables.COLUMNS, cells))
-        commands = dict.fromkeys(row.command for row in found if row.results)
-        blocks += [Paragraph("To do again:"), Items([*_again(name, found), *commands], code=True)]
+        commands = dict.fromkeys(row.command for row in table_rows if row.results)
+        blocks += [
+            Paragraph("Reproduce:"),
+            Items([*_again(name, table_rows), *commands], code=True),
+        ]
     return blocks
 
 
-def _counted(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
-    """What the readers' error rates are to be compared with."""
-    counts, commands = counted.read_counts(shelf.folder)
+def _baselines(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
+    """The baselines for the readers' error rates."""
+    counts, commands = question_baselines.read_counts(shelf.folder)
     if not counts:
         return []
     title = "Questions answered without reading; error rate, %"
@@ -123,17 +126,19 @@ def _counted(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
         "than the answer is not in it; the paper's four sentences lack it in 43% of its questions."
     )
     return [
-        Grid(title, counted.COLUMNS, [each.cells for each in counts]),
+        Grid(title, question_baselines.COLUMNS, [each.cells for each in counts]),
         Paragraph(note + _unlearned(rows, counts)),
-        Paragraph("To do again:"),
+        Paragraph("Reproduce:"),
         Items(commands, code=True),
     ]
 
 
-def _unlearned(rows: dict[str, list[Row]], counts: Sequence[counted.Counted]) -> str:
-    """A sentence that names the readers which err more often than counting does."""
+def _unlearned(
+    rows: dict[str, list[Row]], counts: Sequence[question_baselines.QuestionBaselines]
+) -> str:
+    """A sentence that names the readers with a higher error rate than counting."""
     named = []
-    for row in (row for found in rows.values() for row in found if row.results):
+    for row in (row for table_rows in rows.values() for row in table_rows if row.results):
         first, ours = row.results[0], mean(row.values)
         sentences = first.config.get("data", {}).get("sentences")
         for each in counts:
@@ -143,8 +148,8 @@ def _unlearned(rows: dict[str, list[Row]], counts: Sequence[counted.Counted]) ->
                     theirs = curves.paper_lines(_CURVES[row.entry.place])
                     last = theirs[f"{row.cells[1]} valid"].x[-1]
                     steps = f"{first.values['steps']:,} steps, the paper's {last:,.0f}"
-                    found = f"{ours:.1f} against {least:.1f}; {steps}"
-                    named.append(f"{row.cells[1]} on {row.cells[0]} ({found})")
+                    comparison = f"{ours:.1f} against {least:.1f}; {steps}"
+                    named.append(f"{row.cells[1]} on {row.cells[0]} ({comparison})")
     return (
         f" Readers that err more often than the better of both: {'; '.join(named)}."
         if named
@@ -212,14 +217,14 @@ def _figures(figures: Sequence[Figure], folder: Path) -> list[Block]:
 
 
 def _findings(shelf: Shelf) -> list[Block]:
-    found = read_findings(shelf.folder)
-    if not found:
+    findings = read_findings(shelf.folder)
+    if not findings:
         return []
     blocks: list[Block] = [Heading("Statements without a figure")]
-    for each in found:
+    for each in findings:
         blocks.append(Grid(each.statement, each.columns, each.rows))
-        facts = f"{each.setup} {each.outcome} ({each.command}; {each.seconds:.0f} s, "
-        blocks.append(Paragraph(f"{facts}{each.versions}.)"))
+        details = f"{each.setup} {each.outcome} ({each.command}; {each.seconds:.0f} s, "
+        blocks.append(Paragraph(f"{details}{each.versions}.)"))
     return blocks
 
 
@@ -230,14 +235,14 @@ def _differences(shelf: Shelf) -> list[Block]:
         if result.gamma_tag is not None or any(p.holds(result) for p in shelf.places.values())
     ]
     texts = [*differences.sentences(own), *differences.GENERAL]
-    note = "Of all models alike, but where one is named in brackets."
+    note = "Unless a model is named in parentheses, this holds for all models."
     return [Heading("What differs from the paper, and why"), Paragraph(note), Items(texts)]
 
 
 def _missing(rows: dict[str, list[Row]], figures: Sequence[Figure], shelf: Shelf) -> list[Block]:
     texts = []
-    for name, found in rows.items():
-        absent = [row for row in found if not row.results]
+    for name, table_rows in rows.items():
+        absent = [row for row in table_rows if not row.results]
         if absent and name not in FIGURE_TARGETS:  # those are named below
             of = ", ".join(
                 dict.fromkeys(f"{NAMES[row.entry.model]} on {row.place.title}" for row in absent)
@@ -259,8 +264,8 @@ def _machines(shelf: Shelf) -> list[Block]:
         values = result.values
         device = str(values.get("gpu") or "CPU")
         commit = re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", str(values.get("commit")))
-        facts = (device, str(values.get("versions")), commit)
-        key = (*facts, str(values.get("date")))
+        setup = (device, str(values.get("versions")), commit)
+        key = (*setup, str(values.get("date")))
         groups.setdefault(key, []).append(result.minutes)
     cells = [(*k, str(len(v)), f"{mean(v):.1f}") for k, v in groups.items()]
     columns = ("device", "versions", "commit", "date", "runs", "minutes of a run, mean")

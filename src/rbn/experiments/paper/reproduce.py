@@ -1,4 +1,4 @@
-"""One command from the data to a table or figure: what is missing is trained, the rest reused."""
+"""Reproduces a table or figure: trains the missing runs, reuses the others."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 from rbn import data
 from rbn.data.errors import DataNotFound
 from rbn.experiments import results as published
-from rbn.experiments import runs
-from rbn.experiments.fit import Fit, Watch
+from rbn.experiments import run_folder
 from rbn.experiments.paper import finding, findings, gradients, plan
-from rbn.experiments.paper.estimate import seconds_of, spoken
+from rbn.experiments.paper.estimate import format_duration, seconds_of
 from rbn.experiments.paper.figures import COMPUTED
 from rbn.experiments.paper.lines import Panel, write_csv
 from rbn.experiments.paper.plan import Run
@@ -27,20 +26,22 @@ from rbn.experiments.paper.trained_runs import (
     measure_lengths,
     statistics_path,
 )
+from rbn.experiments.progress_bars import ProgressBars
+from rbn.experiments.training_session import TrainingSession
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _BATCH = 100  # sequences of Figure 1a
-_SMALL = 128  # units up to which a layer leaves most of a GPU idle
-_AT_ONCE = 6  # runs of such layers that a GPU trains in turns
+_SMALL = 128  # largest hidden size that leaves most of a GPU idle
+_AT_ONCE = 6  # runs with such layers that share a GPU
 _COMPUTED = {"fig1a": 40.0, "fig1b": 2.0}  # seconds, for one seed
 _FINDINGS = {"shared-stats": 30.0, "small-gamma": 40.0, "no-noise": 40.0, "data-start": 180.0}
 
 
 @dataclass
 class Reproduction:
-    """What is asked for, and how far it is.
+    """Tables, figures and findings to reproduce, and the state of the work.
 
     Attributes:
         targets: tables, figures and findings.
@@ -49,12 +50,12 @@ class Reproduction:
         results: folder of published results.
         runs: folder of training runs.
         device: to train on.
-        root: where the data are.
+        root: the data folder.
         precision: of all runs, instead of the configs'.
         max_minutes: after which to save and stop.
         questions: task of the readers, one of `plan.QUESTIONS`.
-        notes: what could not be done, in sentences.
-        left_out: whether something of it was not begun, for want of data.
+        notes: sentences about what could not be done.
+        left_out: whether something was skipped because data are missing.
     """
 
     targets: Sequence[str]
@@ -79,7 +80,7 @@ class Reproduction:
 
     @property
     def quick(self) -> bool:
-        """Whether embedded data stand in for the paper's."""
+        """Whether small embedded data sets replace the paper's."""
         return self.recipe == "quick"
 
     def _needed(self, targets: Sequence[str]) -> list[Run]:
@@ -88,7 +89,7 @@ class Reproduction:
         )
 
     def to_measure(self) -> list[tuple[Run, str]]:
-        """Trained models that Figures 3b and 5 still have to look at."""
+        """Trained models that have yet to be measured for Figures 3b and 5."""
         paths = {"fig3b": lengths_path, "fig5": statistics_path}
         return [
             (run, target)
@@ -99,7 +100,7 @@ class Reproduction:
         ]
 
     def to_train(self) -> list[Run]:
-        """Runs that have no result, or whose model is needed and not here."""
+        """Runs without a result, or without a model that a figure needs."""
         known = read_results(self.results)
         models = {run.folder for run, _ in self.to_measure() if not run.has_model}
         return [
@@ -109,32 +110,32 @@ class Reproduction:
         ]
 
     def to_compute(self) -> list[str]:
-        """Figures and findings without training runs that are not there yet."""
+        """Figures and findings that need no training runs and are still missing."""
         folders = {name: self.results / COMPUTED / f"{name}.csv" for name in _COMPUTED}
         folders |= {n: self.results / finding.FOLDER / f"{n}.json" for n in _FINDINGS}
         return [t for t in self.targets if t in folders and not folders[t].exists()]
 
     def listing(self) -> tuple[list[tuple[str, str, str]], float]:
-        """What there is to do: run or work, state, estimate; and the seconds of all."""
+        """All work as rows of name, state and estimated time; and the total in seconds."""
         known = read_results(self.results)
         missing = {run.folder for run in self.to_train()}
         total = sum(self._seconds(group, known) for group in self._groups(self.to_train()))
         rows = []
         for run in self._needed(self.targets):
             if run.folder not in missing:
-                rows.append((run.title, "there", ""))
+                rows.append((run.title, "done", ""))
                 continue
             seconds = self._seconds([run], known)
             state = "to train" if run.result_in(known) is None else "to train again, for its model"
             if (run.folder / "last.safetensors").exists():
-                state = "to go on with"
-            rows.append((run.title, state, spoken(seconds)))
+                state = "to resume"
+            rows.append((run.title, state, format_duration(seconds)))
         for run, target in self.to_measure():
             rows.append((f"{run.title}, for {target}", "to measure", ""))
         for name in self.to_compute():
             seconds = self._compute_seconds(name)
             total += seconds
-            rows.append((name, "to compute", spoken(seconds)))
+            rows.append((name, "to compute", format_duration(seconds)))
         return rows, total
 
     def _seconds(self, group: Sequence[Run], known: list[Result]) -> float:
@@ -145,15 +146,15 @@ class Reproduction:
         return rate / 4 if self.quick else rate * self.seeds
 
     def _left(self) -> float | None:
-        """Minutes, or None where there is no limit."""
+        """Minutes left, or None without a limit."""
         if self.max_minutes is None:
             return None
         return self.max_minutes - (time.monotonic() - self._began) / 60
 
     def work(self, console: Console) -> bool:
-        """Do all of it. False when the time was over before the end."""
+        """Do all the work. Returns False if the time ran out."""
         before = torch.get_num_threads()
-        if self.quick:  # so small that a second thread gains nothing, and loses on busy cores
+        if self.quick:  # too small to gain from a second thread, which is slower on busy cores
             torch.set_num_threads(1)
         try:
             return self._work(console)
@@ -162,7 +163,7 @@ class Reproduction:
 
     def _work(self, console: Console) -> bool:
         for run in (*self.to_train(), *(run for run, _ in self.to_measure())):
-            runs.check_free(run.folder, run.config, run.seed)
+            run_folder.check_available(run.folder, run.config, run.seed)
         groups, computing = self._groups(self.to_train()), self.to_compute()
         known = read_results(self.results)
         seconds = [self._seconds(group, known) for group in groups]
@@ -192,10 +193,10 @@ class Reproduction:
 
     def _leave_out(self, what: str, why: DataNotFound) -> None:
         self.left_out = True
-        self.notes.append(f"{what} was left out: {why}")
+        self.notes.append(f"{what} was skipped: {why}")
 
     def _groups(self, todo: Sequence[Run]) -> list[list[Run]]:
-        """Runs that are trained at once: on a GPU some of a task with small layers, else one."""
+        """Runs to train together: on a GPU several of one task with small layers, otherwise one."""
         groups: list[list[Run]] = []
         before = None
         for run in todo:
@@ -209,23 +210,24 @@ class Reproduction:
         return groups
 
     def _train(self, group: Sequence[Run], console: Console, minutes: float | None) -> bool:
-        """Train runs to their end and publish them. False when the time is over."""
+        """Train runs to the end and publish them. Returns False if the time ran out."""
         todo = [r for r in group if not ((r.folder / "result.json").exists() and r.has_model)]
         in_time = True
         if todo:
-            wanted = [(run.folder, run.config, run.seed) for run in todo]
-            fit = Fit(wanted, self.device, self.root, [run.job.command for run in todo])
-            with Watch(fit, console) as watch:
-                fit.train(max_minutes=minutes, watch=watch)
-            for sentence in fit.results(console):
+            runs = [(run.folder, run.config, run.seed) for run in todo]
+            commands = [run.job.command for run in todo]
+            session = TrainingSession(runs, self.device, self.root, commands)
+            with ProgressBars(console, len(runs)) as bars:
+                session.train(max_minutes=minutes, observer=bars)
+            for sentence in session.results(console):
                 console.print(sentence, soft_wrap=True, highlight=False, markup=False)
-            for run, trainer in zip(todo, fit.trainers, strict=True):
+            for run, trainer in zip(todo, session.trainers, strict=True):
                 step = trainer.progress.diverged_at
                 if step is not None:
                     model = run.folder / "diverged.safetensors"
                     self.notes.append(
-                        f"{run.title}: training diverged at step {step}. The model when it was "
-                        f"noticed is in {model}."
+                        f"{run.title}: training diverged at step {step}. The model when this was "
+                        f"detected is in {model}."
                     )
                 elif not trainer.progress.finished:
                     in_time = False
@@ -263,7 +265,7 @@ class Reproduction:
             if left is not None and left <= 0:
                 return False
             if not run.has_model:
-                continue  # its data are missing, or it diverged: there is a note
+                continue  # its data are missing, or it diverged; `notes` says so
             console.print(f"Measuring {run.title} for {target} ...", style="dim", soft_wrap=True)
             if target == "fig5":
                 keep_statistics(run.folder, self.results)
@@ -273,10 +275,10 @@ class Reproduction:
 
 
 def _headline(console: Console, number: int, title: str, seconds: list[float]) -> None:
-    """Where the whole is."""
+    """Print what comes next, and how long it and the rest will take."""
     console.print(
-        f"[{number + 1} of {len(seconds)}] {title}: about {spoken(seconds[number])}, all that is "
-        f"left about {spoken(sum(seconds[number:]))}",
+        f"[{number + 1} of {len(seconds)}] {title}: about {format_duration(seconds[number])}, "
+        f"{format_duration(sum(seconds[number:]))} left in total",
         soft_wrap=True,
         highlight=False,
         markup=False,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from rbn.experiments import build
 from rbn.experiments import config as configs
+from rbn.experiments.base_task import BaseTask
 from rbn.experiments.config import Config
-from rbn.experiments.tasks import Classification
+from rbn.experiments.optimizers import make_optimizer
 
 CPU = torch.device("cpu")
 Tick = Callable[[], None]
@@ -31,10 +31,10 @@ class Trace:
         return sum(not math.isfinite(norm) for norm in self.norms)
 
 
-def fit(task: Classification, config: Config, steps: int, tick: Tick | None = None) -> Trace:
+def fit(task: BaseTask, config: Config, steps: int, tick: Tick | None = None) -> Trace:
     """Train for some steps; a gradient that is not finite is left out and counted."""
     trace = Trace()
-    optimizer = build.make_optimizer(config, task.model)
+    optimizer = make_optimizer(config, task.model)
     task.model.train()
     for step in range(steps):
         loss = task.loss(*task.batch(step))

@@ -1,4 +1,4 @@
-"""Pictures as SVG in fewer bytes, the same for the eye."""
+"""Makes matplotlib's SVG files smaller, without a visible change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def thinned_path(points: list[Point]) -> list[Point]:
 
 
 def _distance(point: Point, start: Point, end: Point) -> float:
-    """From a point to the line between two others, not beyond its ends."""
+    """The distance of a point from the segment between two others."""
     (x, y), (x0, y0), (x1, y1) = point, start, end
     dx, dy = x1 - x0, y1 - y0
     square = dx * dx + dy * dy
@@ -67,7 +67,7 @@ def _distance(point: Point, start: Point, end: Point) -> float:
 
 
 def _shorten(element: ElementTree.Element, names: dict[str, str]) -> None:
-    """An element and all in it, in place."""
+    """Shorten an element and its children, in place."""
     for name, value in element.attrib.items():
         element.attrib[name] = _attribute(name, value, names)
     moved = _TRANSLATE.fullmatch(element.get("transform", ""))
@@ -91,14 +91,14 @@ def _attribute(name: str, value: str, names: dict[str, str]) -> str:
     if name == "id":
         return names[value]
     if name in (_HREF, "clip-path"):
-        return _REFERENCE.sub(lambda found: names[found[0]], value)
+        return _REFERENCE.sub(lambda match: names[match[0]], value)
     if name == "d":
         return _path(value)
     if name in ("x", "y"):
         return _short(_hundredths(value))
     if name == "transform":
         return _TRANSLATE.sub(
-            lambda found: f"translate({' '.join(_short(_hundredths(v)) for v in found.groups())})",
+            lambda match: f"translate({' '.join(_short(_hundredths(v)) for v in match.groups())})",
             value,
         )
     if name == "style":
@@ -134,6 +134,6 @@ def _hundredths(number: float | str) -> int:
 
 
 def _short(hundredths: int) -> str:
-    """A number of hundredths, in as few letters as can be."""
+    """A number of hundredths in as few characters as possible."""
     text = f"{hundredths / 100:.2f}".rstrip("0").rstrip(".")
     return re.sub(r"^(-?)0\.", r"\1.", text)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from rbn.experiments.paper.estimate import spoken
+from rbn.experiments.paper.estimate import format_duration
 from rbn.experiments.paper.numbers import NAMES, Entry, Table
 from rbn.experiments.paper.places import Place
 from rbn.experiments.paper.published import Result, finished
@@ -33,7 +33,7 @@ class Row:
 
     @property
     def values(self) -> list[float]:
-        """Of each seed that counts, in the table's unit."""
+        """The value of each seed that counts, in the table's unit."""
         return [self._value(result) for result in finished(self.results)]
 
     @property
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def said(self) -> str:
-        """The same for a sentence, with how many of the runs count where not all do."""
+        """The same for a sentence, with the number of runs if not all count."""
         counted, every = len(self.values), len(self.results)
         if any(result.diverged_at is not None for result in finished(self.results)):
             return f"{self.ours} (before diverging)"
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def difference(self) -> str:
-        """Ours less the paper's, where both are of the same data."""
+        """Ours minus the paper's, if both are on the same data."""
         if not self.results or self.place.stand_in:
             return ""
         if not self.place.is_papers(self.results):
@@ -78,7 +78,7 @@ class Row:
 
     @property
     def runs(self) -> str:
-        """How many count, and which do not: those that diverged, with their best model before."""
+        """How many runs count; those that diverged, with their best value before."""
         if not self.results:
             return ""
         counted = finished(self.results)
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def time(self) -> str:
-        """Mean wall time of a run, and on what."""
+        """Mean wall time of a run, and its device."""
         if not self.results:
             return ""
         seconds = mean(60 * result.minutes for result in finished(self.results))
@@ -99,11 +99,11 @@ class Row:
         together = sorted({int(result.values.get("together") or 1) for result in self.results})
         ends = dict.fromkeys((together[0], together[-1]))
         shared = f", {' to '.join(map(str, ends))} at once" if together[-1] > 1 else ""
-        return f"{spoken(seconds)} ({device}{shared})"
+        return f"{format_duration(seconds)} ({device}{shared})"
 
     @property
     def command(self) -> str:
-        """To do these runs again."""
+        """The command that reproduces these runs."""
         if not self.results:
             return ""
         seeds = ",".join(str(result.seed) for result in self.results)
@@ -127,10 +127,10 @@ class Row:
 
 
 def rows(table: Table, places: dict[str, Place], results: Iterable[Result]) -> list[Row]:
-    """A table's rows; a model that was trained with several settings has several."""
-    found, known = [], list(results)
+    """A table's rows: one for each model and its settings."""
+    table_rows, known = [], list(results)
     for entry in table.entries:
         place = places[entry.place]
         groups = place.groups(known, entry.model) or [[]]
-        found += [Row(entry, place, table, tuple(group)) for group in groups]
-    return found
+        table_rows += [Row(entry, place, table, tuple(group)) for group in groups]
+    return table_rows

@@ -1,4 +1,4 @@
-"""What figures 3b and 5 need of trained models, kept as files next to the results."""
+"""Measurements of trained models for Figures 3b and 5, kept next to the results."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from rbn.experiments import runs, trained
+from rbn.experiments import run_folder, trained_models
+from rbn.experiments.base_task import has_statistics
 from rbn.experiments.config import Config
-from rbn.experiments.measured import has_statistics
 from rbn.experiments.paper.lines import OURS, Line
 from rbn.experiments.paper.numbers import NAMES
-from rbn.experiments.tasks import NextSymbol
 from rbn.training import CheckpointError
-from rbn.training.whole import write_whole
+from rbn.training.atomic_files import write_atomic
 
 LENGTHS = tuple(range(100, 1001, 100))
 WHOLE = "whole"
@@ -30,12 +29,12 @@ STATISTICS = {
 
 
 def lengths_path(results: Path, config: Config, seed: int) -> Path:
-    """Where a run's errors on windows of growing length are kept."""
+    """The file with a run's errors on windows of growing length."""
     return results / config.task / f"lengths-{config.name}-seed{seed}.csv"
 
 
 def statistics_path(results: Path, config: Config, seed: int) -> Path:
-    """Where some of a run's population statistics are kept."""
+    """The file with some of a run's population statistics."""
     return results / config.task / f"statistics-{config.name}-seed{seed}.csv"
 
 
@@ -58,24 +57,22 @@ def measure_lengths(
         on_point: called after every measurement.
     """
     config, seed = _finished(run)
-    loaded, task = trained.open_task(run, device, root)
-    if not isinstance(task, NextSymbol):
-        raise ValueError(f"{run} is a run on {loaded.task}: windows of any length are for texts")
+    _, task = trained_models.open_task(run, device, root)
     kinds = ("population", "batch") if has_statistics(task.model) else ("population",)
     rows: list[tuple[str, str, float]] = []
     for kind in kinds:
         for length in lengths:
-            value = trained.evaluate(task, "test", kind, str(length))
+            value = trained_models.evaluate(task, "test", kind, str(length))
             rows.append((str(length), kind, value))
             if on_point:
                 on_point()
-    rows.append((WHOLE, "population", trained.evaluate(task, "test", "population", "full")))
+    rows.append((WHOLE, "population", trained_models.evaluate(task, "test", "population", "full")))
     path = lengths_path(results, config, seed)
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(("length", "statistics", "bits"))
     writer.writerows((length, kind, f"{value:.6f}") for length, kind, value in rows)
-    write_whole(path, file.getvalue())
+    write_atomic(path, file.getvalue())
     return path
 
 
@@ -94,8 +91,8 @@ def read_lengths(path: Path, model: str) -> tuple[list[Line], float | None]:
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold errors by length: {error}") from error
     lines = []
-    for kind, found in points.items():
-        x, y = zip(*found, strict=True)
+    for kind, pairs in points.items():
+        x, y = zip(*pairs, strict=True)
         name = NAMES[model]
         series = f"{name} {kind} statistics" if "batch" in points else name
         lines.append(Line(series, OURS, x, y))
@@ -105,7 +102,7 @@ def read_lengths(path: Path, model: str) -> tuple[list[Line], float | None]:
 def keep_statistics(run: Path, results: Path) -> Path:
     """Figure 5: population statistics of some units at every step, from a trained run."""
     config, seed = _finished(run)
-    tensors, _ = trained.weights_of(run)
+    tensors, _ = trained_models.load_weights(run)
     generator = torch.Generator().manual_seed(1)
     columns: dict[str, list[float]] = {}
     for title, (module, name) in STATISTICS.items():
@@ -122,7 +119,7 @@ def keep_statistics(run: Path, results: Path) -> Path:
     writer.writerow(("step", *columns))
     for step, row in enumerate(zip(*columns.values(), strict=True), start=1):
         writer.writerow((step, *(f"{value:.5g}" for value in row)))
-    write_whole(path, file.getvalue())
+    write_atomic(path, file.getvalue())
     return path
 
 
@@ -130,20 +127,20 @@ def read_statistics(path: Path) -> dict[str, list[Line]]:
     """The lines of a file that `keep_statistics` wrote, by statistic."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    found: dict[str, list[Line]] = {title: [] for title in STATISTICS}
+    lines: dict[str, list[Line]] = {title: [] for title in STATISTICS}
     try:
         x = tuple(float(row["step"]) for row in rows)
         for column in rows[0]:
             title, _, unit = column.rpartition(" ")
-            if title in found:
+            if title in lines:
                 y = tuple(float(row[column]) for row in rows)
-                found[title].append(Line(f"unit {unit}", OURS, x, y))
+                lines[title].append(Line(f"unit {unit}", OURS, x, y))
     except (IndexError, KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold population statistics: {error}") from error
-    return found
+    return lines
 
 
 def _finished(run: Path) -> tuple[Config, int]:
     if not (run / "final.safetensors").exists():
         raise CheckpointError(f"{run} is not finished: there is no final.safetensors in it")
-    return runs.opened(run)
+    return run_folder.read_config(run)

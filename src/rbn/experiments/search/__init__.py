@@ -1,1 +1,1 @@
-"""Sweeps: many runs of a config with different settings, found in files and kept by Optuna."""
+"""Sweeps: many runs of a config with different settings, from a file, with Optuna."""

@@ -42,7 +42,7 @@ def make_sampler(sweep: Sweep, number: int) -> BaseSampler:
     if sweep.sampler.name == "tpe":
         kind = samplers.TPESampler
         options.setdefault("constant_liar", True)  # trials of other workers count as bad ones
-    # Far apart for neighbouring sweeps and trials alike, and below the 2**32 that NumPy takes.
+    # Seeds of neighbouring sweeps and trials are far apart, and below 2**32, as NumPy requires.
     seed = (sweep.seed * 1_000_003 + number * 7919) % 2**32
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what Optuna calls experimental

@@ -1,4 +1,4 @@
-"""What a sweep tries: values to choose from and ranges to draw from."""
+"""The search space of a sweep: lists of values and ranges."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Choices:
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`, both included; whole ones where both are whole.
+    """Numbers from `low` to `high`, both included; integers if both are integers.
 
     Attributes:
         low: the least.
         high: the greatest.
-        log: whether their logarithms are drawn evenly.
-        step: between the numbers; None takes all there are.
+        log: whether to sample on a logarithmic scale.
+        step: between the numbers; None: continuous.
     """
 
     low: int | float
@@ -55,63 +55,63 @@ Parameter = Choices | Range
 Space = dict[str, Parameter]
 
 
-def parse(found: Any) -> tuple[Space, ...]:
+def parse(content: Any) -> tuple[Space, ...]:
     """The search space of a file: one by name, or a list of them."""
-    several = found if isinstance(found, list) else [found]
+    several = content if isinstance(content, list) else [content]
     if not several:
         raise ValueError("space is empty")
     return tuple(_one(each) for each in several)
 
 
-def _one(found: Any) -> Space:
-    if not isinstance(found, dict) or not found:
+def _one(content: Any) -> Space:
+    if not isinstance(content, dict) or not content:
         raise ValueError(
             f"space must name settings and what to try of each, as in "
-            f"'optimizer.lr: [0.01, 0.001]', got {found!r}"
+            f"'optimizer.lr: [0.01, 0.001]', got {content!r}"
         )
-    return {str(key): _parameter(str(key), value) for key, value in found.items()}
+    return {str(key): _parameter(str(key), value) for key, value in content.items()}
 
 
-def _parameter(key: str, found: Any) -> Parameter:
-    if isinstance(found, list):
-        return _choices(key, found)
-    if isinstance(found, dict):
-        return _range(key, found)
+def _parameter(key: str, content: Any) -> Parameter:
+    if isinstance(content, list):
+        return _choices(key, content)
+    if isinstance(content, dict):
+        return _range(key, content)
     raise ValueError(
         f"space: {key} must be a list of values or a range such as {{low: 0.001, high: 0.1}}, "
-        f"got {found!r}"
+        f"got {content!r}"
     )
 
 
-def _choices(key: str, found: list[Any]) -> Choices:
-    if not found:
+def _choices(key: str, values: list[Any]) -> Choices:
+    if not values:
         raise ValueError(f"space: {key} has no values to choose from")
-    for value in found:
+    for value in values:
         if not isinstance(value, str | int | float | bool | None):
             raise ValueError(
                 f"space: {key} must have numbers, words, true, false or null to choose from, "
                 f"got {value!r}"
             )
-    if len(set(found)) < len(found):
-        twice = next(value for value in found if found.count(value) > 1)
+    if len(set(values)) < len(values):
+        twice = next(value for value in values if values.count(value) > 1)
         raise ValueError(f"space: {key} has {twice!r} twice")
-    return Choices(tuple(found))
+    return Choices(tuple(values))
 
 
-def _range(key: str, found: Mapping[Any, Any]) -> Range:
-    unknown = sorted(set(map(str, found)) - {"low", "high", "log", "step"})
+def _range(key: str, content: Mapping[Any, Any]) -> Range:
+    unknown = sorted(set(map(str, content)) - {"low", "high", "log", "step"})
     if unknown:
         raise ValueError(f"space: {key} has an unknown {unknown[0]!r}; a range has low, high, ...")
-    log, step = found.get("log", False), found.get("step")
+    log, step = content.get("log", False), content.get("step")
     if not isinstance(log, bool):
         raise ValueError(f"space: {key}: log must be true or false, got {log!r}")
     for name in ("low", "high", "step"):
-        value = found.get(name)
+        value = content.get(name)
         if name == "step" and value is None:
             continue
         if not is_number(value):
             raise ValueError(f"space: {key}: {name} must be a number, got {value!r}")
-    low, high = found["low"], found["high"]
+    low, high = content["low"], content["high"]
     if low > high:
         raise ValueError(f"space: {key}: low must be at most high, got {low} and {high}")
     if log and low <= 0:
@@ -136,23 +136,23 @@ def grid(space: Space) -> list[dict[str, Value]]:
     return [dict(zip(space, values, strict=True)) for values in itertools.product(*lists)]
 
 
-def together(spaces: tuple[Space, ...]) -> Space:
-    """One space that holds all values of several; their names in order of appearance."""
-    found: Space = {}
+def merge(spaces: tuple[Space, ...]) -> Space:
+    """Merge several spaces into one with all their values."""
+    merged: Space = {}
     for key, parameter in (item for space in spaces for item in space.items()):
-        before = found.get(key)
+        before = merged.get(key)
         if isinstance(before, Choices) and isinstance(parameter, Choices):
             new = tuple(value for value in parameter.values if value not in before.values)
             parameter = Choices(before.values + new)
-        found[key] = parameter
-    return found
+        merged[key] = parameter
+    return merged
 
 
-def spoken(value: Value) -> str:
-    """A value for the eye."""
+def format_value(value: Value) -> str:
+    """A value as text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def listed(parameters: Mapping[str, Value]) -> str:
-    """Settings in a line."""
-    return ", ".join(f"{key}={spoken(value)}" for key, value in parameters.items())
+    """Settings as one line."""
+    return ", ".join(f"{key}={format_value(value)}" for key, value in parameters.items())

@@ -1,4 +1,4 @@
-"""Where a sweep's trials are kept: an SQLite file, a journal file, or a database's URL."""
+"""The storage of a sweep's trials: an SQLite file, a journal file, or a database URL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def default(out: Path) -> str:
     return str(out / "sweep.db")
 
 
-def shown(where: str) -> str:
+def redacted(where: str) -> str:
     """A storage's name without its password."""
     if "://" not in where:
         return where
@@ -34,7 +34,7 @@ def shown(where: str) -> str:
 
 
 def open_study(sweep: Sweep, where: str) -> tuple[Study, BaseStorage]:
-    """The study of a sweep, made if there is none; refused if it is of other trials."""
+    """The study of a sweep, created if it does not exist. Refuses one with other settings."""
     import optuna
 
     storage = _open(where)
@@ -50,15 +50,15 @@ def open_study(sweep: Sweep, where: str) -> tuple[Study, BaseStorage]:
     different = sweep.differences(study.user_attrs["sweep"])
     if different:
         raise ValueError(
-            f"{shown(where)} holds a sweep {sweep.name} with another {' and '.join(different)}; "
-            "go on with what it was started with, or name another --out or --storage"
+            f"{redacted(where)} holds a sweep {sweep.name} with another {' and '.join(different)}; "
+            "use its original settings, or choose another --out or --storage"
         )
     study.set_user_attr("trials", sweep.trials)
     return study, storage
 
 
 def load_study(name: str, where: str) -> Study:
-    """The study of a sweep that was begun."""
+    """The study of an existing sweep."""
     import optuna
 
     if "://" not in where and not Path(where).exists():
@@ -67,7 +67,7 @@ def load_study(name: str, where: str) -> Study:
         study = optuna.load_study(study_name=name, storage=_open(where))
         study.user_attrs["sweep"]  # another program's study has none
     except KeyError as error:
-        raise ValueError(f"there is no sweep {name} in {shown(where)}") from error
+        raise ValueError(f"there is no sweep {name} in {redacted(where)}") from error
     return study
 
 
@@ -81,8 +81,8 @@ def _open(where: str) -> BaseStorage:
         path = Path(where).resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in JOURNAL:
-            # The other lock of Optuna's stays for ever when its holder is killed, if the path is
-            # relative; this one is broken after half a minute.
+            # Optuna's other lock stays forever if its holder is killed and the path is relative;
+            # this one expires after half a minute.
             lock = JournalFileOpenLock(str(path))
             return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
         if path.suffix not in SQLITE:
@@ -97,37 +97,39 @@ def _open(where: str) -> BaseStorage:
 
 
 def _database(url: str, **options: Any) -> RDBStorage:
-    """Open a database; again if another worker was making its tables at the same moment."""
+    """Open a database; retry if another worker is creating its tables at the same time."""
     from optuna.storages import RDBStorage
     from sqlalchemy.exc import SQLAlchemyError
     from sqlalchemy.pool import NullPool
 
-    # A worker says something every few seconds: it need not keep a connection, and so does not
-    # mind a server that was restarted.
+    # A worker writes every few seconds. Without a permanent connection it survives a restart of
+    # the server.
     options["poolclass"] = NullPool
     for left in (2, 1, 0):
         try:
             return RDBStorage(url, engine_kwargs=options)
         except ImportError as error:
-            raise ImportError(f"{shown(url)} needs a driver: {error.__cause__ or error}") from error
+            raise ImportError(
+                f"{redacted(url)} needs a driver: {error.__cause__ or error}"
+            ) from error
         except (SQLAlchemyError, ValueError) as error:
             if left == 0:
                 reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
-                raise ValueError(f"cannot open the storage {shown(url)}: {reason}") from error
+                raise ValueError(f"cannot open the storage {redacted(url)}: {reason}") from error
             time.sleep(1)
     raise AssertionError
 
 
 def _one_writer(storage: RDBStorage) -> None:
-    """Let SQLite's transactions begin with the write lock.
+    """Let SQLite's transactions start with the write lock.
 
-    Python's driver begins them at the first write, so two workers could both read that a trial is
+    Python's driver starts them at the first write, so two workers could both see that a trial is
     waiting, and then both take it.
     """
     from sqlalchemy import event
 
     def connect(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # the driver begins nothing by itself
+        connection.isolation_level = None  # the driver starts no transactions itself
 
     def begin(connection: Any) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -1,4 +1,4 @@
-"""A sweep: a config, what to try of its settings, and in which way."""
+"""A sweep: a config, its search space, and how to search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rbn.experiments import config as configs
 from rbn.experiments.config import Config
-from rbn.experiments.search.space import Choices, Parameter, Space, Value, together
+from rbn.experiments.search.space import Choices, Parameter, Space, Value, merge
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,20 @@ class Method:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All that a sweep's file says, checked.
+    """The content of a sweep's file, checked.
 
     Attributes:
         name: of the file, and of the study in the storage.
         source: the config's name or path.
         values: what the config's file says.
-        model: where the search space does not name it.
-        settings: that all trials have, by key, over those of the config.
-        spaces: what is tried. A grid may have several; others have one.
-        sampler: who chooses.
-        pruner: who gives up trials that look bad.
-        trials: how many there are to be.
+        model: if the search space does not name it.
+        settings: of all trials, by key; they override those of the config.
+        spaces: the search spaces. A grid may have several, other samplers have one.
+        sampler: chooses the settings of trials.
+        pruner: stops trials that look bad.
+        trials: number of trials.
         seed: of every trial's weights and order, and of the sampler.
-        heartbeat: seconds between signs of life of a worker.
+        heartbeat: seconds between heartbeats of a worker.
         points: the trials of a grid in order, else None.
     """
 
@@ -56,13 +56,12 @@ class Sweep:
     @property
     def space(self) -> Space:
         """All settings that are tried, with all their values."""
-        return together(self.spaces)
+        return merge(self.spaces)
 
     @property
     def maximize(self) -> bool:
-        """Whether a higher validation figure is better: accuracy, not bits or an error rate."""
-        config = self.config({})
-        return not (config.is_text or config.is_reading)
+        """Whether a higher validation metric is better."""
+        return self.config({}).kind.higher_is_better
 
     def config(self, parameters: Mapping[str, Value], number: int | None = None) -> Config:
         """The settings of a trial.
@@ -90,7 +89,7 @@ class Sweep:
         return shlex.join(words)
 
     def identity(self) -> dict[str, Any]:
-        """What makes the trials those of this sweep, as JSON can hold it."""
+        """What identifies the sweep in the storage, for JSON."""
         models = self.space.get("model", Choices((self.model,)))
         base = {str(m): asdict(self.config({"model": m})) for m in models.examples}
         return {
@@ -102,14 +101,14 @@ class Sweep:
         }
 
     def differences(self, stored: Mapping[str, Any]) -> list[str]:
-        """Which parts of another sweep's `identity` are not this one's."""
+        """The parts of another sweep's `identity` that differ from this one's."""
         mine: dict[str, Any] = json.loads(json.dumps(self.identity()))
-        found = {name for name in mine if mine[name] != stored.get(name)}
-        # An older version may have known fewer settings: those have their defaults.
+        different = {name for name in mine if mine[name] != stored.get(name)}
+        # An older version may lack settings, which then have their defaults.
         before = {k: configs.from_mapping(v) for k, v in stored.get("config", {}).items()}
         if before == {k: configs.from_mapping(v) for k, v in mine["config"].items()}:
-            found.discard("config")
-        return sorted(found)
+            different.discard("config")
+        return sorted(different)
 
 
 def _plain(parameter: Parameter) -> Any:

@@ -1,10 +1,10 @@
-"""Who works on which trial.
+"""Assigns trials to workers, with heartbeats.
 
-A trial waits, runs, and is finished. A worker that takes one writes its name and a rising count
-into it, again and again. A trial whose count stands still has lost its worker: whoever notices lets
-it wait again, and the next one goes on from its last checkpoint. A worker that finds another's name
-in its trial was only thought to be dead, and leaves it to the other. Of a storage this needs only
-that a waiting trial can be taken once, and no clock but each worker's own.
+A trial is waiting, running or finished. The worker that takes it stores its own name and a growing
+count in it at every heartbeat. If the count stops growing, the worker is dead: any worker that
+notices resets the trial to waiting, and the next one resumes from its last checkpoint. A worker
+that finds another name in its trial was wrongly considered dead, and gives the trial up. The
+storage only has to make sure that a waiting trial is taken once. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial, Trial
 
 Result = TypeVar("Result")
-SILENT = 4  # heartbeats that may be missing
-_MOST_DEATHS = 3  # workers that may be lost on one trial
+SILENT = 4  # missing heartbeats after which a worker counts as dead
+_MOST_DEATHS = 3  # of workers on one trial before it fails
 _PAUSES = (1, 2, 4, 8, 15)  # seconds between attempts to reach the storage
 
 
 def patiently(call: Callable[[], Result]) -> Result:
-    """Call again for half a minute where the storage cannot be reached; not after Ctrl-C."""
+    """Retry for half a minute if the storage cannot be reached; not after Ctrl-C."""
     from optuna.exceptions import StorageInternalError
 
     with interrupt.remembered() as interrupts:
@@ -65,13 +65,13 @@ class Trials:
 
     def take(self) -> int | None:
         """The number of a trial that is this worker's now; None if there is none to be had."""
-        found = patiently(self._all)
-        freed = [trial.number for trial in found if self._silent(trial) and self._free(trial)]
-        waiting = [t.number for t in found if t.state.name == "WAITING"]
+        trials = patiently(self._all)
+        freed = [trial.number for trial in trials if self._silent(trial) and self._free(trial)]
+        waiting = [t.number for t in trials if t.state.name == "WAITING"]
         for number in sorted(freed + waiting):
             if self._claim(number):
                 return number
-        if len(found) < self.sweep.trials:
+        if len(trials) < self.sweep.trials:
             # Two workers may make one too many: its number is beyond the last, so it never runs.
             patiently(lambda: self.study.enqueue_trial({}))
             return self.take()
@@ -79,12 +79,12 @@ class Trials:
 
     def all_finished(self) -> bool:
         """Whether the sweep is at its end."""
-        found = patiently(self._all)
-        return len(found) == self.sweep.trials and all(t.state.is_finished() for t in found)
+        trials = patiently(self._all)
+        return len(trials) == self.sweep.trials and all(t.state.is_finished() for t in trials)
 
     def _all(self) -> list[FrozenTrial]:
-        found = self.study.get_trials(deepcopy=False)
-        return [trial for trial in found if trial.number < self.sweep.trials]
+        trials = self.study.get_trials(deepcopy=False)
+        return [trial for trial in trials if trial.number < self.sweep.trials]
 
     def id_of(self, number: int) -> int:
         """What the storage calls a trial."""
@@ -119,7 +119,7 @@ class Trials:
         return bool(now - since > SILENT * every)
 
     def _free(self, trial: FrozenTrial) -> bool:
-        """Let a dead worker's trial wait again; False if it was not dead or is given up."""
+        """Reset a dead worker's trial to waiting. False if the worker lives or the trial failed."""
         from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import TrialState
 
@@ -127,9 +127,9 @@ class Trials:
         try:
             now = self.frozen(trial.number)
             if now.state != TrialState.RUNNING or now.user_attrs != trial.user_attrs:
-                return False  # another one was faster
+                return False  # another worker was faster
             deaths = int(now.user_attrs.get("deaths", 0)) + 1
-            self.note(trial.number, "deaths", deaths)
+            self.set_attribute(trial.number, "deaths", deaths)
             if deaths >= _MOST_DEATHS:
                 self._fail(trial.number, f"{deaths} workers died of it")
                 return False
@@ -143,23 +143,23 @@ class Trials:
         return self._storage.get_trial(self.id_of(number))
 
     def beat(self, number: int) -> None:
-        """Give a sign of life."""
+        """Store a heartbeat."""
         self._count += 1
         sign = {"worker": self.worker, "count": self._count, "every": self.sweep.heartbeat}
-        self.note(number, "beat", {**sign, "time": time.time()})
+        self.set_attribute(number, "beat", {**sign, "time": time.time()})
 
     def holds(self, number: int) -> bool:
-        """Whether a trial is still this worker's."""
+        """Whether a trial still belongs to this worker."""
         trial = self.frozen(number)
         sign = trial.user_attrs.get("beat") or {}
         return trial.state.name == "RUNNING" and sign.get("worker") == self.worker
 
-    def note(self, number: int, key: str, value: Any) -> None:
-        """Write a fact into a trial."""
+    def set_attribute(self, number: int, key: str, value: Any) -> None:
+        """Store an attribute of a trial."""
         self._storage.set_trial_user_attr(self.id_of(number), key, value)
 
     def begin(self, number: int) -> tuple[Trial, dict[str, Value]]:
-        """Choose a trial's settings, or find those that were chosen before."""
+        """Choose a trial's settings, or load those that were chosen before."""
         from optuna.trial import Trial
 
         self.study.sampler = sampling.make_sampler(self.sweep, number)
@@ -170,10 +170,10 @@ class Trials:
         space = self.sweep.space
         return trial, {name: _suggest(trial, name, space[name]) for name in names}
 
-    # The ends of a trial. Each is False where it is no longer this worker's.
+    # The ends of a trial. Each returns False if another worker has taken it.
 
     def release(self, number: int) -> bool:
-        """Let a trial wait for another worker, or another time."""
+        """Reset a trial to waiting, for another worker or another time."""
         from optuna.trial import TrialState
 
         def work() -> None:
@@ -182,23 +182,23 @@ class Trials:
         return self._end(number, work)
 
     def complete(self, number: int, value: float) -> bool:
-        """Finish a trial with its figure."""
+        """Finish a trial with its metric."""
         return self._end(number, lambda: self.study.tell(number, value))
 
     def prune(self, number: int) -> bool:
-        """Finish a trial before its time."""
+        """Stop a trial early."""
         from optuna.trial import TrialState
 
         return self._end(number, lambda: self.study.tell(number, state=TrialState.PRUNED))
 
     def fail(self, number: int, reason: str) -> bool:
-        """Finish a trial that came to nothing."""
+        """Mark a trial as failed."""
         return self._end(number, lambda: self._fail(number, reason))
 
     def _fail(self, number: int, reason: str) -> None:
         from optuna.trial import TrialState
 
-        self.note(number, "reason", reason)
+        self.set_attribute(number, "reason", reason)
         self.study.tell(number, state=TrialState.FAIL)
 
     def _end(self, number: int, work: Callable[[], object]) -> bool:
@@ -214,7 +214,7 @@ class Trials:
             return patiently(attempt)
         except UpdateFinishedTrialError:
             return False
-        except ValueError:  # Optuna's word for a trial that does not run
+        except ValueError:  # Optuna's error for a trial that is not running
             if self.holds(number):
                 raise
             return False

@@ -1,4 +1,4 @@
-"""A worker: takes trials of a sweep and trains them, as ``rbn train`` would."""
+"""A worker: takes trials of a sweep and trains them like ``rbn train``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from rbn.experiments import build
-from rbn.experiments.config import Config
-from rbn.experiments.fit import Fit, Watch, Watcher
-from rbn.experiments.reading import ReadingTask
-from rbn.experiments.search.heart import Heart
+from rbn.experiments.base_task import BaseTask
+from rbn.experiments.progress_bars import ProgressBars
+from rbn.experiments.search.heartbeat import Heartbeat
 from rbn.experiments.search.space import listed
 from rbn.experiments.search.storage import open_study
 from rbn.experiments.search.sweep import Sweep
 from rbn.experiments.search.trials import Trials, patiently
-from rbn.experiments.tasks import Classification, NextSymbol
+from rbn.experiments.training_session import Observer, TrainingSession
 from rbn.training import CheckpointError, Trainer
 from rbn.training.interrupt import Interrupts, remembered
 
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _MOST_FAILURES = 3  # in a row
-_LONGEST_WAIT = 5.0  # seconds between looks at the trials of others
+_LONGEST_WAIT = 5.0  # seconds between checks of other workers' trials
 
 
 class TooManyFailed(RuntimeError):
-    """Several trials in a row came to nothing: likely not their fault."""
+    """Several trials in a row failed, so the cause is probably not their settings."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is to do.
+    """The job of a worker.
 
     Attributes:
         sweep: whose trials.
@@ -86,13 +85,13 @@ class Worker:
         self._failures = 0
 
     def work(self) -> bool:
-        """Train until the sweep is at its end, or, with False, the time is.
+        """Train until the sweep is finished, or return False when the time runs out.
 
         Raises:
             TooManyFailed: when trials fail one after another.
             KeyboardInterrupt: on Ctrl-C; the trial in hand is saved and waits for the next worker.
         """
-        # An interrupt inside of the storage could leave its lock held, so none is raised there.
+        # An interrupt inside the storage could leave its lock held, so none is raised there.
         with remembered() as interrupts:
             return self._work(interrupts)
 
@@ -108,10 +107,10 @@ class Worker:
             return True
         base = job.sweep.config({})
         with interrupts.breakable():
-            # Before a trial is taken: missing data cost none.
-            Fit([], job.device, job.root, loaded=self._loaded).load(base)
+            # Before taking a trial: missing data do not cost one.
+            TrainingSession([], job.device, job.root, loaded=self._loaded).load(base)
         waited = False
-        with Heart(trials) as heart:
+        with Heartbeat(trials) as heartbeat:
             while self._left() > 0:
                 interrupts.check()
                 number = trials.take()
@@ -123,20 +122,20 @@ class Worker:
                         waited = True
                     interrupts.wait(min(self._left(), _LONGEST_WAIT, job.sweep.heartbeat))
                     continue
-                heart.hold(number)
+                heartbeat.start(number)
                 try:
-                    self._run(number, trials, heart, interrupts)
+                    self._run(number, trials, heartbeat, interrupts)
                 except BaseException:
                     with contextlib.suppress(Exception):
                         trials.release(number)
                     raise
                 finally:
-                    heart.drop()
+                    heartbeat.pause()
                 self._clean()
         return False
 
     def _clean(self) -> None:
-        """Give back the memory of the last trial: its parts hold each other."""
+        """Free the memory of the last trial, which has reference cycles."""
         gc.collect()
         if self.job.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -145,8 +144,10 @@ class Worker:
         """Seconds."""
         return math.inf if self.job.until is None else self.job.until - time.monotonic()
 
-    def _run(self, number: int, trials: Trials, heart: Heart, interrupts: Interrupts) -> None:
-        """One trial, from where it is to its end or until it is given up."""
+    def _run(
+        self, number: int, trials: Trials, heartbeat: Heartbeat, interrupts: Interrupts
+    ) -> None:
+        """Train one trial, from its last checkpoint to its end or until it is pruned."""
         from optuna.exceptions import UpdateFinishedTrialError
 
         job = self.job
@@ -155,21 +156,21 @@ class Worker:
         self.say(f"trial {number}: {listed(parameters)}")
         config = job.sweep.config(parameters, number)
         command = job.sweep.command(parameters, number)
-        wanted = [(job.folder(number), config, job.sweep.seed)]
-        fit = Fit(wanted, job.device, job.root, command, self._loaded)
+        run = job.folder(number), config, job.sweep.seed
+        session = TrainingSession([run], job.device, job.root, command, self._loaded)
         try:
             with contextlib.ExitStack() as stack:
                 bar = None
                 if self._console is not None:
-                    bar = stack.enter_context(Watch(fit, self._console))
-                looks = _Looks(trials, trial, heart, self.say, bar)
+                    bar = stack.enter_context(ProgressBars(self._console))
+                observer = _TrialObserver(trials, trial, heartbeat, self.say, bar)
                 minutes = None if job.until is None else max(self._left(), 1e-3) / 60
-                fit.train(max_minutes=minutes, watch=looks)
-            self._conclude(number, trials, heart, fit, looks, interrupts)
+                session.train(max_minutes=minutes, observer=observer)
+            self._conclude(number, trials, heartbeat, session, observer, interrupts)
         except UpdateFinishedTrialError:
             self.say(f"trial {number}: another worker has finished it")
         except CheckpointError:
-            raise  # the disk is full or broken, which is no fault of the trial
+            raise  # the disk is full or broken; the trial is not at fault
         except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             trials.fail(number, reason)
@@ -186,82 +187,73 @@ class Worker:
         self,
         number: int,
         trials: Trials,
-        heart: Heart,
-        fit: Fit,
-        looks: _Looks,
+        heartbeat: Heartbeat,
+        session: TrainingSession,
+        observer: _TrialObserver,
         interrupts: Interrupts,
     ) -> None:
-        """Tell the storage what came of a trial that was trained."""
-        (trainer,) = fit.trainers
+        """Store the outcome of a trial."""
+        (trainer,) = session.trainers
         now, best = trainer.progress, trainer.progress.best
-        if heart.lost:
+        if heartbeat.lost:
             self.say(f"trial {number}: another worker has taken it")
-        elif looks.pruned and not now.finished:
+        elif observer.pruned and not now.finished:
             if trials.prune(number):
                 figure = "no figure yet" if best is None else f"best {best:.4f}"
                 self.say(f"trial {number}: pruned at step {now.step:,}, {figure}")
-        elif fit.diverged is not None and not trainer.best.exists():
+        elif session.diverged is not None and not trainer.best.exists():
             if trials.fail(number, f"diverged at step {now.diverged_at}"):
-                self.say(f"trial {number}: failed: {fit.diverged}")
-        elif fit.diverged is None and not now.finished:
+                self.say(f"trial {number}: failed: {session.diverged}")
+        elif session.diverged is None and not now.finished:
             if trials.release(number):
                 self.say(f"trial {number}: out of time at step {now.step:,}, saved")
         elif best is None or not math.isfinite(best):
-            why = "no look at the validation data gave a number"
+            why = "the validation metric was never a number"
             if trials.fail(number, why):
                 self.say(f"trial {number}: failed: {why}")
         else:
             with interrupts.breakable():
-                for _ in fit.results():  # writes them
+                for _ in session.results():  # writes them
                     pass
-            if fit.diverged is not None:
-                trials.note(number, "diverged", now.diverged_at)
+            if session.diverged is not None:
+                trials.set_attribute(number, "diverged", now.diverged_at)
             if trials.complete(number, best):
                 self.say(f"trial {number}: validation {best:.4f} after {now.step:,} steps")
 
 
-class _Looks:
-    """Reports every look at the validation data, and stops the run when it is pruned."""
+class _TrialObserver:
+    """Reports every evaluation to the storage, and stops the run if it is pruned."""
 
     def __init__(
         self,
         trials: Trials,
         trial: Trial,
-        heart: Heart,
+        heartbeat: Heartbeat,
         say: Callable[[str], None],
-        bar: Watcher | None = None,
+        bar: Observer | None = None,
     ) -> None:
-        self._trials, self._trial, self._heart = trials, trial, heart
+        self._trials, self._trial, self._heartbeat = trials, trial, heartbeat
         self._say, self._bar = say, bar
         self._known = set(trials.frozen(trial.number).intermediate_values)
         self.pruned = False
 
-    def add(
-        self, trainer: Trainer, config: Config, task: Classification | NextSymbol | ReadingTask
-    ) -> None:
-        """Watch a run."""
+    def add(self, trainer: Trainer, task: BaseTask) -> None:
+        """Observe a run."""
         if trainer.progress.step > 0:
-            self._say(f"trial {self._trial.number}: goes on at step {trainer.progress.step:,}")
+            self._say(f"trial {self._trial.number}: resumes at step {trainer.progress.step:,}")
         if self._bar is not None:
-            self._bar.add(trainer, config, task)
-        shown = trainer.on_record
-
-        def on_record(record: dict[str, float]) -> None:
-            if shown is not None:
-                shown(record)
-            self._report(trainer, record[task.metric])
-
-        trainer.on_record = on_record
-        self._heart.when_lost(trainer.stop)
+            self._bar.add(trainer, task)
+        trainer.record_callbacks.append(lambda record: self._report(trainer, record[task.metric]))
+        self._heartbeat.when_lost(trainer.stop)
 
     def _report(self, trainer: Trainer, value: float) -> None:
         now, number = trainer.progress, self._trial.number
         look = len(now.history) - 1
-        if look not in self._known:  # those made again after a kill have the same numbers
+        if look not in self._known:  # after a kill, repeated evaluations have the same values
             patiently(lambda: self._trial.report(value, look))
             self._known.add(look)
         at = {"step": now.step, "seconds": round(now.seconds, 1)}
-        patiently(lambda: self._trials.note(number, "at", at))
+        patiently(lambda: self._trials.set_attribute(number, "at", at))
         if patiently(self._trial.should_prune):
             self.pruned = True
             trainer.stop()

@@ -1,0 +1,162 @@
+"""A pool of worker processes that notices when one is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import get_context, parent_process, resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_AHEAD = 3  # jobs per process that may be waiting or unordered
+
+
+class WorkerLost(RuntimeError):
+    """A worker process was killed or exited."""
+
+
+class ProcessPool:
+    """Worker processes, as a context manager that ends all of them.
+
+    `multiprocessing.Pool` hangs if a worker is killed; here `WorkerLost` is raised at once. Each
+    worker has its own pipe, so none waits for a lock that a dead one holds. Workers ignore Ctrl-C
+    and exit when their parent is gone.
+
+    Args:
+        count: number of processes.
+        start: called once in each process, with `shared`.
+        shared: picklable arguments.
+    """
+
+    def __init__(self, count: int, start: Callable[..., None] | None = None, *shared: Any) -> None:
+        self._count, self._initializer = count, (start, shared)
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> ProcessPool:
+        context = get_context("spawn")
+        pairs = [context.Pipe() for _ in range(self._count)]
+        self._processes = [
+            context.Process(target=_run_worker, args=(theirs, *self._initializer), daemon=True)
+            for _, theirs in pairs
+        ]
+        self._pipes = [ours for ours, _ in pairs]
+        try:
+            with _signals_wait():
+                for process in self._processes:
+                    process.start()
+            for _, theirs in pairs:
+                theirs.close()  # so that a dead worker closes the pipe
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def map(self, work: Callable[..., Any], jobs: Iterable[object]) -> Iterator[Any]:
+        """Yield ``work(job)`` for each job, in order, with a few jobs in memory at a time.
+
+        Raises:
+            WorkerLost: a process ended before its job was done.
+            Exception: what `work` raised.
+        """
+        left = enumerate(jobs)
+        idle, busy = list(self._pipes), dict[Connection, int]()
+        done: dict[int, Any] = {}
+        following, more = 0, True
+        while True:
+            while more and idle and len(busy) + len(done) < _AHEAD * self._count:
+                number, job = next(left, (-1, None))
+                more = number >= 0
+                if more:
+                    pipe = idle.pop()
+                    with self._losses():
+                        pipe.send((work, job))
+                    busy[pipe] = number
+            if not busy:
+                return
+            ready = wait(list(busy))
+            for pipe in [each for each in busy if each in ready]:
+                with self._losses():
+                    succeeded, result = pipe.recv()
+                if not succeeded:
+                    raise result
+                done[busy.pop(pipe)] = result
+                idle.append(pipe)
+            while following in done:
+                yield done.pop(following)
+                following += 1
+
+    @contextlib.contextmanager
+    def _losses(self) -> Iterator[None]:
+        try:
+            yield
+        except (BrokenPipeError, ConnectionResetError, EOFError) as error:
+            raise WorkerLost(f"a worker process {self._cause()}") from error
+
+    def _cause(self) -> str:
+        """How the first dead process ended."""
+        gone = wait([process.sentinel for process in self._processes], timeout=10)
+        codes = [p.exitcode for p in self._processes if p.sentinel in gone]
+        code = next((code for code in codes if code is not None), None)
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = ", possibly because memory ran out" if name == "SIGKILL" else ""
+            return f"was killed by {name}{hint}"
+        return f"ended with {code}"
+
+
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Signals are held back until all processes are started."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run_worker(
+    pipe: Connection, start: Callable[..., None] | None, shared: tuple[Any, ...]
+) -> None:
+    """The main function of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if start is not None:
+        start(*shared)
+    while True:
+        try:
+            work, job = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, work(job)))
+        except Exception as error:
+            pipe.send((False, error))
+
+
+def _end_with_parent() -> None:
+    """Exit when the parent process is gone, however it ended."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(1)

@@ -1,0 +1,69 @@
+"""Checks of the values of single settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+LARGEST = 2**63 - 1  # the largest integer that torch takes
+LARGEST_RATE = 1e30  # an optimiser's products with it still fit into float32
+# Options of optimisers, by the values they take.
+_BOOLEANS = (
+    *("fused", "foreach", "nesterov", "amsgrad", "centered", "maximize"),
+    "decoupled_weight_decay",
+)
+_NOT_NEGATIVE = ("lr", "eps", "weight_decay")
+_FRACTIONS = ("alpha", "momentum", "dampening")
+_SET_BY_TRAINER = ("capturable", "differentiable")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer too large for a float
+        return False
+
+
+def check_seed(name: str, value: Any) -> None:
+    """Refuse anything that is not a seed of random numbers."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= LARGEST:
+        raise ValueError(f"{name} must be a whole number from 0 to {LARGEST}, got {value!r}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Refuse anything that is not a finite number, or too large for torch."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not is_number(value):
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    if isinstance(value, int) and value > LARGEST:
+        raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+
+
+def check_optimizer(options: Mapping[str, Any]) -> None:
+    """Refuse values that make no sense; torch's classes accept many of them."""
+    for name in _SET_BY_TRAINER:
+        if name in options:
+            raise ValueError(f"optimizer.{name} cannot be set: the trainer sets it")
+    for name in _BOOLEANS:
+        if not isinstance(options.get(name, False), bool):
+            raise ValueError(f"optimizer.{name} must be true or false, got {options[name]!r}")
+    for name in (*_NOT_NEGATIVE, *_FRACTIONS):
+        value = options.get(name, 0)
+        check_number(f"optimizer.{name}", value)
+        if value < 0:
+            raise ValueError(f"optimizer.{name} must not be negative, got {value!r}")
+        if name in _FRACTIONS and value > 1:
+            raise ValueError(f"optimizer.{name} must be at most 1, got {value!r}")
+        if value > LARGEST_RATE:
+            raise ValueError(f"optimizer.{name} must be at most {LARGEST_RATE}, got {value!r}")
+    betas = options.get("betas", (0, 0))
+    pair = isinstance(betas, list | tuple) and len(betas) == 2
+    if not pair or not all(is_number(beta) and 0 <= beta < 1 for beta in betas):
+        raise ValueError(
+            f"optimizer.betas must be two numbers of at least 0 and below 1, got {betas!r}"
+        )

@@ -1,0 +1,53 @@
+"""The recurrent layer of a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+import rbn
+from rbn.experiments.config import Config
+
+_LAYERS = {
+    "lstm": rbn.LSTM,
+    "bn-lstm": rbn.BatchNormLSTM,
+    "ln-lstm": rbn.LayerNormLSTM,
+    "bn-rnn": rbn.BatchNormRNN,
+}
+
+
+def recurrent_layer(config: Config, input_size: int) -> nn.Module:
+    """The layer of a config, initialized as it says."""
+    options: dict[str, Any] = dict(config.layer)
+    if config.model in ("rnn", "irnn"):
+        # The settings of some tasks have noise in the initial state; torch.nn.RNN has none.
+        unknown = sorted(set(options) - {"hidden_noise"})
+        if unknown:
+            raise ValueError(f"model {config.model} is torch.nn.RNN, which has no {unknown[0]}")
+        kind = "relu" if config.model == "irnn" else "tanh"
+        layer: nn.Module = nn.RNN(input_size, config.hidden_size, nonlinearity=kind)
+        if config.model == "irnn":  # Le et al. (2015)
+            rbn.init.identity_recurrent_(layer)
+            for name, parameter in layer.named_parameters():
+                if name.startswith("bias"):
+                    nn.init.zeros_(parameter)
+        return layer
+    if config.model.startswith("bn-"):
+        options |= config.normalization
+    layer = _LAYERS[config.model](input_size, config.hidden_size, **options)
+    if config.start != "orthogonal":
+        blocks: Any = config.start.removeprefix("identity-")
+        rbn.init.identity_recurrent_(layer, blocks)
+    return layer
+
+
+def check_layer(config: Config) -> nn.Module:
+    """Build the layer, which refuses wrong options, including those of `normalization`.
+
+    All models share a config, so `normalization` is checked for models that do not use it, too.
+    """
+    layer = recurrent_layer(config, 1)
+    if not config.model.startswith("bn-"):
+        rbn.BatchNormLSTM(1, config.hidden_size, **config.normalization)
+    return layer

@@ -65,7 +65,7 @@ class Server:
         self.address = f"http://127.0.0.1:{port}/"
         self.files: dict[str, bytes] = {}
         self.ranges: list[str | None] = []  # of each request
-        self.cuts: list[int] = []  # the first requests break off after so many bytes
+        self.tilings: list[int] = []  # the first requests break off after so many bytes
         self.knows_ranges = True
         self.says_length = True
 
@@ -86,7 +86,7 @@ class Server:
         if self.says_length:
             handler.send_header("Content-Length", str(len(content) - start))
         handler.end_headers()
-        cut = self.cuts.pop(0) if self.cuts else len(content)
+        cut = self.tilings.pop(0) if self.tilings else len(content)
         handler.wfile.write(content[start : start + cut])
 
 

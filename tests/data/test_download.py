@@ -46,7 +46,7 @@ def test_whole_file_in_a_new_folder(
 def test_goes_on_in_the_same_call_after_cut_connections(
     publish: Callable[..., Published], server: Any, tmp_path: Path
 ) -> None:
-    server.cuts = [100_000, 1, 50_001]
+    server.tilings = [100_000, 1, 50_001]
     assert download(publish(), tmp_path).read_bytes() == CONTENT
     assert server.ranges == [None, "bytes=100000-", "bytes=100001-", "bytes=150002-"]
 
@@ -55,7 +55,7 @@ def test_goes_on_where_an_earlier_call_stopped(
     publish: Callable[..., Published], server: Any, tmp_path: Path
 ) -> None:
     published = publish()
-    server.cuts = [70_000, 0]
+    server.tilings = [70_000, 0]
     with pytest.raises(ConnectionError, match=r"stopped after 70,000 of 256,000 bytes"):
         download(published, tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.part"]
@@ -78,7 +78,7 @@ def test_server_without_ranges_starts_again(
     publish: Callable[..., Published], server: Any, tmp_path: Path
 ) -> None:
     server.knows_ranges = False
-    server.cuts = [100_000]
+    server.tilings = [100_000]
     assert download(publish(), tmp_path).read_bytes() == CONTENT
     assert server.ranges == [None, "bytes=100000-"]
 

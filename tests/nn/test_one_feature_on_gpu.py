@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 # As in cuda_cases.py. Gradients may be off by twice as much as there: steps in
-# which all rows are alike leave little of that of c0, say.
+# which all rows are identical leave little of that of c0, say.
 UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 NORMALIZED = {
     "plain": {},
@@ -34,15 +34,15 @@ NORMALIZED = {
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Of the kernels for small layers that ran: the direction, whether without an input term."""
+    """Of the kernels with one cluster that ran: the direction, whether without an input term."""
     found = []
-    run = cuda_kernels._run_small
+    run = cuda_kernels._cluster_launch
 
     def counted(direction, call, *args):
-        run(direction, call, *args)
         found.append((direction, call.w is not None))
+        return run(direction, call, *args)
 
-    monkeypatch.setattr(cuda_kernels, "_run_small", counted)
+    monkeypatch.setattr(cuda_kernels, "_cluster_launch", counted)
     monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", tuple(UNITS))
     return found
 
@@ -190,10 +190,10 @@ def test_the_same_as_with_an_input_term(ran, monkeypatch):
     monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", ())
     theirs = training_step(layer, x)
     assert [one for _, one in ran] == [True, True, False, False]
-    assert_alike(layer, ours, theirs)
+    assert_close_gradients(layer, ours, theirs)
 
 
-def assert_alike(layer, ours, theirs):
+def assert_close_gradients(layer, ours, theirs):
     for (name, _), one, other in zip(layer.named_parameters(), ours, theirs, strict=True):
         assert (one - other).norm() <= 2**-9 * other.norm().clamp(min=1e-3), name
 
@@ -257,4 +257,4 @@ def test_compiled(ran):
     torch.compile(lambda v: layer(v)[0].square().mean(), fullgraph=True)(x).backward()
     assert not any(one for _, one in ran)
     twin(x)[0].square().mean().backward()
-    assert_alike(layer, *([p.grad for p in each.parameters()] for each in (layer, twin)))
+    assert_close_gradients(layer, *([p.grad for p in each.parameters()] for each in (layer, twin)))

@@ -10,6 +10,7 @@ from torch.export import Dim
 import rbn
 from rbn.ops import reference
 from rbn.ops.cpu import scan
+from rbn.ops.definition import LSTM, RNN, LSTMArguments, RNNArguments
 from rbn.ops.types import Statistics
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -253,7 +254,7 @@ def test_scan_of_an_lstm(norm, lengths):
     beta, h0, c0 = double(H), double(B, H), double(B, H)
     lengths = None if lengths is None else torch.tensor(lengths)
     options = {"lengths": lengths, "zoneout_c": 0.2, "zoneout_h": 0.3}
-    given = []
+    given, statistics = [], None
     if norm == "none":
         expected = reference.lstm(wx, weight, bias, beta, h0, c0, **options)
         gammas = [None] * 3
@@ -266,10 +267,15 @@ def test_scan_of_an_lstm(norm, lengths):
         statistics = Statistics(*given)
         options |= {"population": statistics, "pass_normalized_cell": norm == "joint", "eps": 0.1}
         expected = reference.bn_lstm(wx, weight, bias, *gammas, beta, h0, c0, **options)
-    kind = "batch" if given else norm
-    tail = (kind, 0.1, "step", "exclude", norm == "joint", False)
-    arguments = (wx, weight, bias, *gammas, beta, h0, c0, lengths, given, None, None, 0.2, 0.3)
-    found = scan.lstm(*arguments, *tail)
+    arguments = LSTMArguments(
+        *(wx, None, weight, bias, *gammas, beta, h0, c0, lengths),
+        rate_c=0.2,
+        rate_h=0.3,
+        norm="batch" if given else norm,
+        eps=0.1,
+        pass_normalized_cell=norm == "joint",
+    )
+    found = scan.lstm(*LSTM.with_population(arguments, statistics))
     torch.testing.assert_close(found[:3], expected[:3])
 
 
@@ -289,6 +295,12 @@ def test_scan_of_a_simple_rnn(nonlinearity):
         population=Statistics(*given),
         zoneout_h=0.1,
     )
-    tail = (None, 0.1, 1e-5, "step", "exclude", nonlinearity, False)
-    found = scan.rnn(wx, weight, None, *gammas, h0, lengths, given, *tail)
+    arguments = RNNArguments(
+        *(wx, None, weight, None, *gammas, h0, lengths),
+        **dict(zip(RNN.moments, given, strict=True)),
+        rate_h=0.1,
+        eps=1e-5,
+        nonlinearity=nonlinearity,
+    )
+    found = scan.rnn(*arguments)
     torch.testing.assert_close(found[:2], expected[:2])

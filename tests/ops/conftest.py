@@ -34,34 +34,32 @@ def calls(monkeypatch):
     """The names of the kernels that run."""
     from rbn.ops.gpu.lstm import cuda_kernels
 
-    found = []
-    for name in ("forward", "backward"):
-        run = getattr(cuda_kernels, name)
+    kernels, launch_for = [], cuda_kernels.launch_for
 
-        def counted(*args, _run=run, _name=name):
-            found.append(_name)
-            return _run(*args)
+    def counted(direction, *rest):
+        kernels.append(direction)
+        return launch_for(direction, *rest)
 
-        monkeypatch.setattr(cuda_kernels, name, counted)
-    return found
+    monkeypatch.setattr(cuda_kernels, "launch_for", counted)
+    return kernels
 
 
 @pytest.fixture
-def noting(monkeypatch):
-    """What notes the runs of a family's kernels, by the name of the function that runs them."""
+def record_runs(monkeypatch):
+    """Records the launches of a family's kernels, by the name of the function that makes them."""
     from rbn.ops.gpu.lstm import cuda_kernels
 
-    def note(name, what=lambda direction, call: direction):
+    def record(name, what=lambda direction, call: direction):
         found, run = [], getattr(cuda_kernels, name)
 
-        def noted(direction, call, *rest):
-            run(direction, call, *rest)
+        def recorded(direction, call, *rest):
             found.append(what(direction, call))
+            return run(direction, call, *rest)
 
-        monkeypatch.setattr(cuda_kernels, name, noted)
+        monkeypatch.setattr(cuda_kernels, name, recorded)
         return found
 
-    return note
+    return record
 
 
 @pytest.fixture
@@ -83,4 +81,4 @@ def in_memory(monkeypatch):
     """Small layers, too, run the kernels whose blocks meet in memory, as on cards before Hopper."""
     from rbn.ops.gpu.lstm.cluster import cluster_kernels
 
-    monkeypatch.setattr(cluster_kernels, "choose", lambda wx: None)
+    monkeypatch.setattr(cluster_kernels, "choose", lambda term: None)

@@ -31,7 +31,7 @@ on_a_card = [
 ]
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="the kernels for wide layers have instructions of Hopper only",
+    reason="the grid kernels have instructions of Hopper only",
 )
 needs_clusters = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),

@@ -1,12 +1,23 @@
 """What the tests of the GPU's LSTM share: every option, and a comparison with the reference."""
 
 import contextlib
+from unittest import mock
 
 import faster_interpreter
 import torch
-from recurrence_cases import CALM, TOLERANCES, assert_same, differentiate, poisoned_memory
+from recurrence_cases import (
+    RESULTS,
+    TOLERANCES,
+    arguments,
+    assert_same,
+    differentiate,
+    poisoned_memory,
+)
 
-from rbn.ops.gpu.lstm.persistent.tiles import tf32_allowed
+import rbn
+from rbn.ops.definition import LSTM
+from rbn.ops.dispatch import run
+from rbn.ops.gpu.lstm import plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {
@@ -40,10 +51,29 @@ def products(tf32):
     torch.backends.cudnn.allow_tf32 = before
 
 
-def batch_normalized(population=(), mask_c=None):
-    """The operator's arguments behind the lengths; by default with the minibatch's statistics."""
-    rates, rest = (0.0, 0.0), ("batch", CALM, "step", "exclude", False, True, tf32_allowed())
-    return [*population], mask_c, None, *rates, *rest
+def differentiate_together(made):
+    """`differentiate` of each of several cases, which run side by side however large they are."""
+    made = [
+        case.with_tensors(**{n: v.detach().requires_grad_() for n, v in case.present().items()})
+        for case in made
+    ]
+    with (
+        rbn.backend("gpu"),
+        mock.patch.object(plan, "_fits_side_by_side", return_value=True),
+        mock.patch.object(plan, "_CACHE", {}),
+    ):
+        values = run(LSTM, [arguments(case) for case in made])
+    names = RESULTS["lstm"]
+    outputs = [value for each in values for value in each[: len(names)]]
+    cotangents = [case.cotangents[name] for case in made for name in names]
+    leaves = [leaf for case in made for leaf in case.present().values()]
+    grads = iter(torch.autograd.grad(outputs, leaves, cotangents))
+    found = []
+    for case, each in zip(made, values, strict=True):
+        results = dict(zip(names, each, strict=False)) | each[-1]._asdict()
+        results = {name: None if v is None else v.detach() for name, v in results.items()}
+        found.append((results, {name: next(grads) for name in case.present()}))
+    return found
 
 
 def compare(case, dtype=torch.float32, tolerances=TOLERANCES[torch.float32]):

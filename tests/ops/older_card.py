@@ -37,10 +37,10 @@ def main(capability, kilobytes):
         code = compiled(kernel, *args, grid=grid, warmup=True, **options)
         found.append((kernel.__name__, code.metadata.shared))
 
-    def plan_for(wx):
-        sizes = wx.shape[0] if wx.dim() == 4 else 1, wx.shape[-2], wx.shape[-1] // 4
-        widened = not has_product(wx.device, wx.dtype)
-        return tiles.make_plan(*sizes, 40, wx.itemsize, 1024 * kilobytes, widened)
+    def tiles_for(term):
+        sizes = term.shape[0] if len(term.shape) == 4 else 1, term.shape[-2], term.shape[-1] // 4
+        widened = not has_product(term.device, term.dtype)
+        return tiles.make_tiles(*sizes, 40, term.dtype.itemsize, 1024 * kilobytes, widened)
 
     def has_product(device, dtype):
         return tiles.has_product(torch.device("cuda", 0), dtype)
@@ -48,7 +48,7 @@ def main(capability, kilobytes):
     driver.set_active(card)
     os.environ["TRITON_INTERPRET"] = "1"  # or tensors on the CPU were refused
     number = divmod(capability, 10)
-    patches = [(JITFunction, "run", run), (families, "plan_for", plan_for)]
+    patches = [(JITFunction, "run", run), (families, "tiles_for", tiles_for)]
     patches += [(torch.cuda, "get_device_capability", lambda device: number)]
     patches += [(module, "has_product", has_product) for module in (kernel_arguments, look_up)]
     for patch in patches:

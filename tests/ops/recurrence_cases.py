@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -18,6 +18,8 @@ from torch import Tensor
 import rbn.ops
 from rbn.ops import Statistics
 from rbn.ops.cpu import compiled_lstm
+from rbn.ops.definition import LSTM, RNN, Arguments, Definition
+from rbn.ops.operator import Operator
 
 OPS = ("bn_lstm", "lstm", "ln_lstm", "bn_rnn")
 NORMALIZED_BY_BATCH = ("bn_lstm", "bn_rnn")
@@ -169,6 +171,65 @@ def call(case: Case, backend: str | None = None) -> dict[str, Tensor | None]:
     if isinstance(values[-1], Statistics):
         found |= values[-1]._asdict()
     return found
+
+
+def definition_of(op: str) -> Definition:
+    return RNN if op == "bn_rnn" else LSTM
+
+
+def arguments(case: Case) -> Arguments:
+    """The same call for `rbn.ops.dispatch.run`."""
+    definition = definition_of(case.op)
+    given = dict.fromkeys(definition.gradients) | case.tensors
+    given["input"] = given.pop("wx")
+    options = ({} if case.op == "lstm" else {"eps": 1e-5}) | case.options
+    population = options.pop("population", None)
+    for name in [name for name in options if name.startswith("zoneout")]:
+        value, state = options.pop(name), name.removeprefix("zoneout_")
+        options[("mask_" if isinstance(value, Tensor) else "rate_") + state] = value
+    if definition is LSTM:
+        options["norm"] = {"bn_lstm": "batch", "lstm": "none", "ln_lstm": "layer"}[case.op]
+    return definition.with_population(definition.arguments(**given, **options), population)
+
+
+def operator_call(case: Case, backend: str) -> tuple[str, Arguments]:
+    """The name of the operator that a call runs, and the arguments that it is given."""
+    found: list[tuple[str, Any]] = []
+    run = Operator.__call__
+
+    def counted(operator: Operator, calls: Any) -> Any:
+        found.append((operator.name, calls))
+        return run(operator, calls)
+
+    with mock.patch.object(Operator, "__call__", counted):
+        call(case, backend)
+    ((name, (given,)),) = found
+    return name, given
+
+
+def from_input(given: Arguments, features: int = 2) -> Arguments:
+    """Arguments like these, with an input and W_x, and initial states that all rows share."""
+    g = torch.Generator().manual_seed(1)
+    term = given.input
+
+    def leaf(value: Tensor) -> Tensor:
+        return value.to(term).detach().requires_grad_(term.requires_grad)
+
+    x = torch.randn(*term.shape[:2], features, generator=g)
+    weight = torch.randn(term.shape[2], features, generator=g)
+    states = {n: leaf(getattr(given, n)[0]) for n in ("h0", "c0") if n in given._fields}
+    return given._replace(input=leaf(x), weight_ih=leaf(weight), **states)
+
+
+def results_to_keep(op: str, results: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the forward operator that the backward operator is given: not the last states."""
+    return [results[0], *results[1 + len(definition_of(op).states) :]]
+
+
+def saved_results(op: str, results: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Those of the forward operator that are only for the backward pass."""
+    definition = definition_of(op)
+    return results[1 + len(definition.states) + len(definition.moments) :]
 
 
 def differentiate(
@@ -323,7 +384,7 @@ def assert_same(
 
 
 def constant_beginning(op: str, constant: int, *shape: int, **options: Any) -> Case:
-    """A call ``[T, B, H]`` whose rows are alike in the first steps, as before a first input."""
+    """A call ``[T, B, H]`` whose rows are identical in the first steps, as before a first input."""
     case = make_case(op, *shape, **options)
     tensors = case.present()
     wx = tensors["wx"].clone()
@@ -337,7 +398,7 @@ def constant_beginning(op: str, constant: int, *shape: int, **options: Any) -> C
 
 
 def could_be_parted(op: str) -> dict[str, Case]:
-    """Calls whose rows seem alike, by the variances of their cells or states, and are not.
+    """Calls whose rows seem identical, by the variances of their cells or states, and are not.
 
     By inputs that differ, behind a gamma of zero; by zoneout, in front of weights of zero, and
     there by a sequence that ends and keeps its state, or by gates that the cells do not show.

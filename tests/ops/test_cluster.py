@@ -1,4 +1,4 @@
-"""The kernels for small layers, whose blocks meet in a cluster, on a card."""
+"""The cluster kernels, for small layers, on a card."""
 
 import pytest
 import torch
@@ -15,17 +15,18 @@ from recurrence_cases import assert_same, calm, differentiate, make_case
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu.lstm import forward
+from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.gpu.lstm import backward, forward
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
-from rbn.ops.gpu.lstm.signature import Inputs
+from rbn.ops.operator import Incoming
 
 pytestmark = [*on_a_card, needs_clusters]
 
 
 @pytest.fixture
-def small(noting):
-    """The directions in which the kernels for small layers ran."""
-    return noting("_run_small")
+def runs(record_runs):
+    """The directions in which the cluster kernels ran."""
+    return record_runs("_cluster_launch")
 
 
 @pytest.mark.parametrize("dtype", UNITS)
@@ -40,23 +41,23 @@ def small(noting):
         *(("lstm", name, (5, 40, 24)) for name in ("plain", "lengths")),
     ],
 )
-def test_small_layers_against_the_reference(op, name, shape, dtype, calls, small):
+def test_small_layers_against_the_reference(op, name, shape, dtype, calls, runs):
     compare(op, shape, dtype, OPTIONS[name])
     assert calls == ["forward", "backward"]
-    assert small == ["forward", "backward"]
+    assert runs == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_small_layers_give_the_same_bits_every_time(dtype, small):
+def test_small_layers_give_the_same_bits_every_time(dtype, runs):
     same_bits(make_case("bn_lstm", 9, 100, 100, dtype=dtype).on("cuda"), 200)
-    assert len(small) == 402
+    assert len(runs) == 402
 
 
 @pytest.fixture
-def sixteen(monkeypatch, small):
+def sixteen(monkeypatch, runs):
     """Layers of more than 128 units run in one cluster, too."""
     monkeypatch.setattr(cluster_kernels, "SIXTEEN", tuple(UNITS))
-    return small
+    return runs
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_blocks_of_16_units_give_the_same_bits_every_time(dtype, sixteen):
 
 @pytest.fixture
 def switched(monkeypatch):
-    """Small kernels compiled with other switches, of which none is left behind."""
+    """Cluster kernels compiled with other switches, of which none is left behind."""
 
     def switch(**switches):
         monkeypatch.setattr(cluster_kernels, "SWITCHES", switches)
@@ -127,7 +128,7 @@ def switched(monkeypatch):
 @pytest.mark.parametrize("hidden", [100, 240])
 @pytest.mark.parametrize("name", ["STAGGERED", "ALL_WAIT"])
 @pytest.mark.parametrize("dtype", UNITS)
-def test_switches_of_small_kernels(hidden, name, dtype, sixteen, switched):
+def test_switches_of_cluster_kernels(hidden, name, dtype, sixteen, switched):
     switched(**{name: 1})
     compare("bn_lstm", (7, 64, hidden), dtype, {})
     assert sixteen == ["forward", "backward"]
@@ -137,21 +138,23 @@ def test_switches_of_small_kernels(hidden, name, dtype, sixteen, switched):
 def test_more_small_layers_than_fit_at_once(B, H, sixteen):
     R, T = 20, 30
     torch.manual_seed(0)
-    wx, weight = torch.randn(R, T, B, 4 * H), torch.randn(R, 4 * H, H) * H**-0.5
-    state = torch.randn(2, R, B, H)
+    shapes = {"input": (T, B, 4 * H), "weight_hh": (4 * H, H), "h0": (B, H), "c0": (B, H)}
 
-    def run(pick):
-        tensors = (v[pick].cuda() for v in (wx, weight, state[0], state[1]))
-        x, w, h0, c0 = tensors
-        nothing = [None] * 5
-        options = (0.0, 0.0, "none", 0.0, "step", "exclude", False, True, True)
-        a = Inputs(x, w, *nothing, h0, c0, None, [], None, None, *options)
-        results = forward.forward(a)
-        return results, forward.backward(a, results, torch.ones_like(results.output), None, None)
+    def new_call():
+        given = {name: torch.randn(shape) for name, shape in shapes.items()}
+        given["weight_hh"] *= H**-0.5
+        tensors = dict.fromkeys(LSTM.tensors) | {name: v.cuda() for name, v in given.items()}
+        return LSTMArguments(**tensors, save=True, tf32=True)
 
-    together, gradients = run(slice(None))
+    def run(calls):
+        results = forward.forward(calls, separate=False)
+        incoming = Incoming(torch.ones_like(results.output), (None, None))
+        return results, backward.backward(calls, results.saved, results.plan, incoming)
+
+    calls = [new_call() for _ in range(R)]
+    together, gradients = run(calls)
     for r in range(0, R, 7):
-        alone, gradient = run(slice(r, r + 1))
-        assert torch.equal(together.output[r], alone.output[0])
-        assert torch.equal(gradients.wx[r], gradient.wx[0])
+        alone, (gradient,) = run([calls[r]])
+        assert torch.equal(together.output[r], alone.output)
+        assert torch.equal(gradients[r]["input"], gradient["input"])
     assert len(sixteen) == 8

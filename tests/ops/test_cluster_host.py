@@ -1,4 +1,4 @@
-"""The host's side of the CUDA kernels for small layers: how it is cut, and which they take."""
+"""The host's side of the cluster kernels: how small layers are cut, and which they take."""
 
 import contextlib
 import types
@@ -8,18 +8,22 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu.lstm import backward, cuda_kernels, forward
+from rbn.ops.gpu.lstm import backward, cuda_kernels
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.joined import Saved
+from rbn.ops.gpu.lstm.term import Term
+from rbn.ops.gpu.lstm.workspace import states_buffer
 from rbn.ops.gpu.runtime import driver, nvrtc
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+CARD = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("hidden", [2, 8, 10, 100, 128])
 @pytest.mark.parametrize("batch", [1, 8, 17, 100, 128])
-def test_a_small_cut_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
-    cut = cluster_kernels.cut_small(dtype, batch, hidden)
+def test_a_cut_of_8_units_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
+    cut = cluster_kernels.cluster_tiling(dtype, batch, hidden)
     assert 8 * cut.tiles * cut.warps >= batch
     assert cut.blocks * cluster_kernels.UNITS >= hidden
     assert cut.blocks <= 16
@@ -29,16 +33,16 @@ def test_a_small_cut_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
         assert cut.shared(direction) % 8 == 0
 
 
-def test_layers_that_are_not_small():
+def test_layers_that_are_too_large_for_8_units():
     for batch, hidden in ((129, 100), (100, 130), (100, 99)):
-        assert cluster_kernels.cut_small(torch.float32, batch, hidden) is None
+        assert cluster_kernels.cluster_tiling(torch.float32, batch, hidden) is None
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("hidden", [130, 240, 250, 256])
 @pytest.mark.parametrize("batch", [1, 32, 37, 64])
 def test_a_cut_of_16_units_covers_the_layer_and_fits_the_card(dtype, hidden, batch):
-    cut = cluster_kernels.cut_sixteen(dtype, batch, hidden)
+    cut = cluster_kernels.cluster_tiling_16(dtype, batch, hidden)
     assert 8 * cut.tiles * cut.row_warps >= batch
     assert (cut.units, cut.row_warps, cut.warps) == (16, 4, 8)
     assert cut.blocks * cut.units >= hidden
@@ -51,27 +55,25 @@ def test_a_cut_of_16_units_covers_the_layer_and_fits_the_card(dtype, hidden, bat
 
 def test_layers_that_are_too_large_for_16_units():
     for batch, hidden in ((65, 240), (64, 258), (64, 131), (64, 16)):
-        assert cluster_kernels.cut_sixteen(torch.bfloat16, batch, hidden) is None
+        assert cluster_kernels.cluster_tiling_16(torch.bfloat16, batch, hidden) is None
 
 
 def test_blocks_of_16_units_run_in_the_types_that_ask_for_them(monkeypatch):
-    wx = types.SimpleNamespace(
-        shape=(1, 5, 64, 960), dtype=torch.float16, is_cuda=True, device=torch.device("cuda", 0)
-    )
+    def choose(batch, hidden, dtype):
+        return cluster_kernels.choose(Term((1, 5, batch, 4 * hidden), dtype, CARD))
+
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 15)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        wx.dtype = dtype
-        assert cluster_kernels.choose(wx).units == 16
+    for dtype in TYPES:
+        assert choose(64, 240, dtype).units == 16
     monkeypatch.setattr(cluster_kernels, "SIXTEEN", (torch.float16,))
-    assert cluster_kernels.choose(wx) == cluster_kernels.SmallCut(15, 8, 2, half=True, units=16)
-    wx.shape = (1, 5, 100, 400)
-    assert cluster_kernels.choose(wx).units == 8
-    wx.shape, wx.dtype = (1, 5, 64, 960), torch.bfloat16
-    assert cluster_kernels.choose(wx) is None
+    expected = cluster_kernels.ClusterTiling(15, 8, 2, half=True, units=16)
+    assert choose(64, 240, torch.float16) == expected
+    assert choose(100, 100, torch.float16).units == 8
+    assert choose(64, 240, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize(("hidden", "expected"), [(100, "sm_90"), (240, "sm_90a")])
-def test_how_small_kernels_are_compiled(monkeypatch, hidden, expected):
+def test_how_cluster_kernels_are_compiled(monkeypatch, hidden, expected):
     """Warps of blocks of 16 units give each other registers, as only Hopper's own code can."""
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -79,7 +81,7 @@ def test_how_small_kernels_are_compiled(monkeypatch, hidden, expected):
     monkeypatch.setattr(cluster_kernels, "Kernel", lambda *args: args)
     monkeypatch.setattr(cluster_kernels, "SWITCHES", {"ALL_WAIT": 1})
     sizes = (torch.float16, 64, hidden)
-    cut = cluster_kernels.cut_small(*sizes) or cluster_kernels.cut_sixteen(*sizes)
+    cut = cluster_kernels.cluster_tiling(*sizes) or cluster_kernels.cluster_tiling_16(*sizes)
     cluster_kernels.kernel.__wrapped__("forward", cut, cut.blocks, 0, (("H", hidden),))
     defines = {"H": hidden, "MW": 4, "RT": 2, "ALL_WAIT": 1}
     if hidden > 128:
@@ -89,23 +91,18 @@ def test_how_small_kernels_are_compiled(monkeypatch, hidden, expected):
 
 def test_blocks_of_16_units_are_for_hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    cut = cluster_kernels.cut_sixteen(torch.float16, 64, 240)
+    cut = cluster_kernels.cluster_tiling_16(torch.float16, 64, 240)
     assert cluster_kernels.cluster_of.__wrapped__(cut, torch.float16, 240, 0) is None
 
 
-def test_small_kernels_run_where_a_cluster_finds_room(monkeypatch):
-    wx = types.SimpleNamespace(
-        shape=(1, 5, 100, 400), dtype=torch.float32, is_cuda=True, device=torch.device("cuda", 0)
-    )
+def test_cluster_kernels_run_where_a_cluster_fits(monkeypatch):
+    term = Term((1, 5, 100, 400), torch.float32, CARD)
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
-    assert cluster_kernels.choose(wx) == cluster_kernels.SmallCut(
-        blocks=13, warps=7, tiles=2, half=False
-    )
+    expected = cluster_kernels.ClusterTiling(blocks=13, warps=7, tiles=2, half=False)
+    assert cluster_kernels.choose(term) == expected
+    assert cluster_kernels.choose(term._replace(device=torch.device("cpu"))) is None
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: None)
-    assert cluster_kernels.choose(wx) is None
-    monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
-    wx.is_cuda = False
-    assert cluster_kernels.choose(wx) is None
+    assert cluster_kernels.choose(term) is None
 
 
 @pytest.mark.usefixtures("hopper")
@@ -115,30 +112,25 @@ def test_small_layers_side_by_side(monkeypatch):
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
 
     def kind(recurrences, batch=100, hidden=100):
-        wx = types.SimpleNamespace(
-            shape=(recurrences, 5, batch, 4 * hidden),
-            dtype=torch.float32,
-            is_cuda=True,
-            device=torch.device("cuda", 0),
-        )
-        return cuda_kernels.kind(wx)
+        shape = (recurrences, 5, batch, 4 * hidden)
+        return cuda_kernels.kind(Term(shape, torch.float32, CARD), tf32=True)
 
-    assert [kind(1), kind(2), kind(20)] == ["small"] * 3
-    assert kind(1, hidden=240) == "wide"
+    assert [kind(1), kind(2), kind(20)] == [cuda_kernels.CLUSTER] * 3
+    assert kind(1, hidden=240) == cuda_kernels.GRID
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: None)
-    assert [kind(1), kind(2), kind(20)] == ["units of 8", "units of 8", None]
+    assert [kind(1), kind(2), kind(20)] == [cuda_kernels.PORTABLE] * 2 + [None]
 
 
 @pytest.mark.parametrize(
-    ("room", "expected"), [({13: 7, 16: 6}, 13), ({13: 0, 16: 6}, 16), ({13: 0, 16: 0}, None)]
+    ("at_once", "expected"), [({13: 7, 16: 6}, 13), ({13: 0, 16: 6}, 16), ({13: 0, 16: 0}, None)]
 )
-def test_the_size_of_a_cluster(monkeypatch, room, expected):
+def test_the_size_of_a_cluster(monkeypatch, at_once, expected):
     """The number of blocks, or the next power of two, or none."""
     asked = []
 
     def kernel(direction, cut, size, device, defines):
         asked.append((direction, size))
-        return types.SimpleNamespace(at_once=size * room[size])
+        return types.SimpleNamespace(at_once=size * at_once[size])
 
     monkeypatch.setattr(cluster_kernels, "kernel", kernel)
     monkeypatch.setattr(cluster_kernels, "shared_limit", lambda device: 227 * 1024)
@@ -146,7 +138,7 @@ def test_the_size_of_a_cluster(monkeypatch, room, expected):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(nvrtc, "version", lambda: (12, 3))
     find = cluster_kernels.cluster_of.__wrapped__
-    cut = cluster_kernels.cut_small(torch.bfloat16, 100, 100)
+    cut = cluster_kernels.cluster_tiling(torch.bfloat16, 100, 100)
     assert find(cut, torch.bfloat16, 100, 0) == expected
     assert asked[:2] == [("forward", 13), ("backward", 13)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -161,18 +153,18 @@ def test_the_size_of_a_cluster(monkeypatch, room, expected):
 
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
-    """Kernels for small layers write the gates of a unit side by side."""
+    """The cluster kernels write the gates of a unit side by side."""
     T, B, H = 3, 4, 5
     da, weight = torch.randn(*lead, T, B, 4, H), torch.randn(*lead, 4 * H, H)
     hidden, h0 = torch.randn(*lead, T, B, H), torch.randn(*lead, B, H)
     given = types.SimpleNamespace(a=types.SimpleNamespace(h0=h0), T=T, H=H, lead=lead)
     given.in_rows = lambda state: state
     turned = da.transpose(-2, -1).flatten(-2)
-    r = types.SimpleNamespace(output=hidden, hidden=None)
-    expected = backward._through_weight(given, da.flatten(-2), weight, r, apart=True)
-    found = backward._through_weight(given, turned, weight, r, apart=False)
-    r.hidden = torch.cat([h0.unsqueeze(-3), hidden], -3)  # in one piece
-    in_one = backward._through_weight(given, turned, weight, r, apart=False)
+    saved = Saved(output=hidden)
+    expected = backward._through_weight(given, da.flatten(-2), weight, saved, apart=True)
+    found = backward._through_weight(given, turned, weight, saved, apart=False)
+    saved = Saved(hidden=torch.cat([h0.unsqueeze(-3), hidden], -3))  # in one piece
+    in_one = backward._through_weight(given, turned, weight, saved, apart=False)
     for one, *others in zip(expected, found, in_one, strict=True):
         for other in others:
             torch.testing.assert_close(one, other)
@@ -180,20 +172,23 @@ def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("batch", "hidden"), [(100, 100), (5, 6), (17, 50)])
-def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hidden):
-    wx = torch.empty(3, batch, 4 * hidden, dtype=dtype)
-    given = types.SimpleNamespace(lead=(), T=3, B=batch, H=hidden, flat=wx)
-    room = forward._room_for_states(given, hidden)
-    assert room.shape == (4, batch, hidden)
-    assert room[1].data_ptr() % 16 == 0
-    assert room.data_ptr() % (2 * room.itemsize) == 0  # the kernel reads h0 in pairs
+@pytest.mark.parametrize("empty", [False, True])
+def test_outputs_of_small_layers_begin_at_multiples_of_16_bytes(dtype, batch, hidden, empty):
+    term = Term((3, batch, 4 * hidden), dtype, torch.device("cpu"))
+    plan = types.SimpleNamespace(term=term, sizes=((), 1, 3, batch, hidden))
+    states = states_buffer(plan, hidden, empty)
+    assert (states.shape, states.dtype) == ((4, batch, hidden), dtype)
+    assert states[1].data_ptr() % 16 == 0
+    assert states.data_ptr() % (2 * states.itemsize) == 0  # the kernel reads h0 in pairs
+    if empty:  # a number that no kernel writes
+        assert (states.view(torch.uint8) == 255).all()
 
 
 @pytest.mark.parametrize(
-    ("blocks", "refused", "room"), [(13, True, 0), (13, False, 26), (8, True, 16)]
+    ("blocks", "refused", "at_once"), [(13, True, 0), (13, False, 26), (8, True, 16)]
 )
-def test_a_size_of_clusters_that_the_card_refuses(drive, blocks, refused, room):
-    """Then there is no room for them, and other kernels run; 8 blocks need not be asked for."""
+def test_a_size_of_clusters_that_the_card_refuses(drive, blocks, refused, at_once):
+    """Then none of them fits, and other kernels run; 8 blocks need not be asked for."""
 
     def clusters(count, function, config):
         count._obj.value = 2
@@ -203,4 +198,4 @@ def test_a_size_of_clusters_that_the_card_refuses(drive, blocks, refused, room):
         return int(refused and attribute == driver._NON_PORTABLE)
 
     drive(cuFuncSetAttribute=allow, cuOccupancyMaxActiveClusters=clusters)
-    assert driver.Kernel(b"", "cluster_forward", 256, 1024, blocks).at_once == room
+    assert driver.Kernel(b"", "cluster_forward", 256, 1024, blocks).at_once == at_once

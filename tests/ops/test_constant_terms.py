@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
-from rbn.ops.identical_rows import raised, identical_steps
+from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.types import CONSTANT
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,6 +25,9 @@ def variances(lead, steps, features, zeros, generator):
 
 
 def states_of(kind, lead, B, H, generator):
+    """``[..., B, H]``, or None for a state of shape ``[..., H]`` that all rows share."""
+    if kind == "shared":
+        return None
     row = torch.randn(*lead, 1, H, generator=generator)
     if kind == "one row":
         return row.expand(*lead, B, H)
@@ -36,7 +39,7 @@ def states_of(kind, lead, B, H, generator):
     return state
 
 
-KINDS = ("one row", "alike", "differ", "nan")
+KINDS = ("shared", "one row", "identical", "differ", "nan")
 
 
 @settings(max_examples=60)
@@ -50,10 +53,10 @@ KINDS = ("one row", "alike", "differ", "nan")
 )
 def test_as_the_operations_of_torch(data, lead, T, B, H, cell, sequence, masked, include):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    states = tuple(
-        states_of(data.draw(st.sampled_from(KINDS)), lead, B, H, generator).to(DEVICE)
-        for _ in range(2)
-    )
+    drawn_states = [
+        states_of(data.draw(st.sampled_from(KINDS)), lead, B, H, generator) for _ in range(2)
+    ]
+    states = tuple(None if state is None else state.to(DEVICE) for state in drawn_states)
     zeros = [data.draw(st.integers(0, T)) for _ in range(3)]
     var_x, var_h, var_c = (
         variances(lead, T, features, n, generator).to(DEVICE)
@@ -64,18 +67,18 @@ def test_as_the_operations_of_torch(data, lead, T, B, H, cell, sequence, masked,
     wx = torch.zeros(*lead, T, B, 4 * H, device=DEVICE)
     drawn = [data.draw(st.integers(1, T)) for _ in range(B)]
     lengths = None if include is None else torch.tensor(drawn, device=DEVICE)
-    given = (states, wx, var_x, var_h, var_c, EPS, masked, lengths, bool(include))
-    before, after = identical_steps(*given)
+    rest = (wx, var_x, var_h, var_c, EPS, masked, lengths, bool(include))
+    before, after = identical_steps(tuple(s for s in states if s is not None), *rest)
     if include:
         assert not before[..., min(drawn) + 1 :].any()
         assert not after[..., min(drawn) :].any()
     if masked:
         assert not before[..., 1:].any()
         assert not after[..., 1:].any()
-    found_h, found_c = raised_variances(*given)
-    assert torch.equal(found_h, raised(var_h, before, EPS))
+    found_h, found_c = raised_variances(states, *rest)
+    assert torch.equal(found_h, raise_variances(var_h, before, EPS))
     if cell:
-        assert torch.equal(found_c, raised(var_c, after, EPS))
+        assert torch.equal(found_c, raise_variances(var_c, after, EPS))
     else:
         assert found_c is None
 
@@ -93,7 +96,7 @@ def test_what_the_kernel_does_not_know(absent):
     found, none = raised_variances(states, wx, var_x, var_h, None, EPS)
     before, _ = identical_steps(states, wx, var_x, var_h, None, EPS)
     assert none is None
-    assert torch.equal(found, raised(var_h, before, EPS))
+    assert torch.equal(found, raise_variances(var_h, before, EPS))
     assert before.tolist() == [True, True, True, False]
 
 

@@ -1,4 +1,4 @@
-"""What the CUDA kernels find, and leave, at the addresses that they are given."""
+"""What the kernels in CUDA C++ find, and leave, at the addresses that they are given."""
 
 import collections
 import ctypes
@@ -9,9 +9,11 @@ from recurrence_cases import call, make_case
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu.lstm import backward, cuda_kernels, forward, signature
+from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.gpu.lstm import backward, cuda_kernels, forward
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.operator import Incoming
 
 
 class Writer:
@@ -36,17 +38,17 @@ class Writer:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="addresses of the host's memory")
-@pytest.mark.parametrize("small", [False, True])
-def test_results_are_what_the_kernels_wrote(monkeypatch, small):
-    """Of sizes that leave parts of one room unaligned; and arguments are copied where they are."""
+@pytest.mark.parametrize("family", [cuda_kernels.PORTABLE, cuda_kernels.CLUSTER])
+def test_results_are_what_the_kernels_wrote(monkeypatch, family):
+    """Of sizes that leave parts of a buffer unaligned; arguments are copied where they are."""
     kernel = Writer(6)
-    monkeypatch.setattr(cuda_kernels, "covers", lambda a: True)
+    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
     monkeypatch.setattr(cuda_kernels, "_has_room", lambda *sizes: True)
     monkeypatch.setattr(cuda_kernels, "_kernel", lambda *sizes: kernel)
-    if small:
+    if family == cuda_kernels.CLUSTER:
         monkeypatch.delattr(cuda_kernels, "_kernel")
-        cut = cluster_kernels.cut_small(torch.float32, 5, 6)
-        monkeypatch.setattr(cluster_kernels, "choose", lambda wx: cut)
+        cut = cluster_kernels.cluster_tiling(torch.float32, 5, 6)
+        monkeypatch.setattr(cluster_kernels, "choose", lambda term: cut)
         monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *sizes: cut.blocks)
         monkeypatch.setattr(cluster_kernels, "kernel", lambda *sizes: kernel)
     monkeypatch.setattr(forward, "input_moments", collections.defaultdict(lambda: moments_of))
@@ -62,8 +64,8 @@ def test_results_are_what_the_kernels_wrote(monkeypatch, small):
         assert (found[name] == pattern).all(), name
     for name in ("wx", "weight", "bias", "gamma_x", "c0"):
         assert kernel.seen[name] % 16 == 0, name
-    # d(W_h h) lies in the room of W_h h: step 0 of the former behind step 0 of the latter, of which
-    # small kernels keep 6 rows of 8 units.
+    # d(W_h h) lies in the memory of W_h h: step 0 of the former behind step 0 of the latter, of
+    # which the cluster kernels keep 6 rows of 8 units.
     behind = kernel.seen["da"] - kernel.seen["wh"]
     assert 4 * (6 * 4 * 8) <= behind < 4 * (3 * 6 * 4 * 8)
 
@@ -89,64 +91,91 @@ class Reader:
         self.places.append({name: getattr(arguments, name) for name in arguments.pointers})
 
 
+OPTIONS = ("plain", "lengths", "population", "raw output", "inputs", "shared states")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="addresses of the host's memory")
-@pytest.mark.parametrize("option", ["plain", "lengths", "population", "raw output"])
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("R", [0, 2])
+@pytest.mark.parametrize("R", [1, 2])
 @pytest.mark.parametrize("spread", [False, True])
 def test_kernels_find_the_arguments_where_they_are_told(monkeypatch, option, dtype, R, spread):
-    """Of every kind of memory: with and without a leading dimension, contiguous or not."""
-    T, B, H = 3, 5, 6
-    lead, n, full = ((R,) if R else ()), max(R, 1), torch.float32
+    """Of every kind of memory: of one call and of two side by side, contiguous or not."""
+    T, B, H, full = 3, 5, 6, torch.float32
     generator = torch.Generator().manual_seed(0)
 
     def new(*shape, dtype=dtype):
-        value = torch.randn(*lead, *shape, generator=generator).to(dtype)
+        value = torch.randn(*shape, generator=generator).to(dtype)
         return value if not spread else value.mT.contiguous().mT if len(shape) > 1 else value
 
-    shapes = {"wx": (T, B, 4 * H), "weight_hh": (4 * H, H), "h0": (B, H), "c0": (B, H)}
+    shapes = {"input": (T, B, 4 * H), "weight_hh": (4 * H, H), "h0": (B, H), "c0": (B, H)}
     shapes |= dict.fromkeys(("bias", "gamma_x", "gamma_h"), (4 * H,))
     shapes |= dict.fromkeys(("gamma_c", "beta_c"), (H,))
-    given = dict.fromkeys(signature.Inputs._fields) | {k: new(*v) for k, v in shapes.items()}
-    given |= {"population": [], "rate_c": 0.0, "rate_h": 0.0, "norm": "batch", "eps": 1e-5}
-    given |= {"input_stats": "step", "padding": "exclude", "pass_normalized_cell": False}
-    given["save"] = True
-    if option == "lengths":
-        given["lengths"] = torch.tensor([3, 1, 2, 3, 2])
-    if option == "population":
-        features = [4 * H] * 4 + [H] * 2
-        given["population"] = [new(2, F, dtype=full).square() for F in features]
+    if option == "inputs":
+        shapes |= {"input": (T, B, 7), "weight_ih": (4 * H, 7)}
+    if option == "shared states":
+        shapes |= {"h0": (H,), "c0": (H,)}
     if option == "raw output":
-        given |= {"gamma_c": None, "bias": None}
-    a = signature.Inputs(**given)
-    sizes = dict.fromkeys(("bias", "gamma_x", "gamma_h"), (full, n * 4 * H))
-    sizes |= dict.fromkeys(("gamma_c", "beta_c"), (full, n * H))
-    sizes |= dict.fromkeys(("c0", "dh", "dc"), (full, n * B * H))
-    sizes |= {"wx": (dtype, n * T * B * 4 * H), "weight": (dtype, n * 4 * H * H)}
-    sizes |= {"doutput": (dtype, n * T * B * H), "hs": (dtype, n * (T + 1) * B * 8)}
-    sizes |= {"lengths": (torch.int32, B), "inv_n": (full, T), "counter": (torch.int32, n)}
+        shapes = {name: v for name, v in shapes.items() if name not in ("gamma_c", "bias")}
+    lengths = torch.tensor([3, 1, 2, 3, 2]) if option == "lengths" else None
+
+    def new_call():
+        given = dict.fromkeys(LSTM.tensors) | {k: new(*v) for k, v in shapes.items()}
+        if option == "population":
+            sizes = zip(LSTM.moments, [4 * H] * 4 + [H] * 2, strict=True)
+            given |= {name: new(2, F, dtype=full).square() for name, F in sizes}
+        given["lengths"] = lengths
+        return LSTMArguments(**given, norm="batch", eps=1e-5, save=True)
+
+    calls = [new_call() for _ in range(R)]
+    sizes = dict.fromkeys(("bias", "gamma_x", "gamma_h"), (full, R * 4 * H))
+    sizes |= dict.fromkeys(("gamma_c", "beta_c"), (full, R * H))
+    sizes |= dict.fromkeys(("c0", "dh", "dc"), (full, R * B * H))
+    sizes |= {"wx": (dtype, R * T * B * 4 * H), "weight": (dtype, R * 4 * H * H)}
+    sizes |= {"doutput": (dtype, R * T * B * H), "hs": (dtype, R * (T + 1) * B * 8)}
+    sizes |= {"lengths": (torch.int32, B), "inv_n": (full, T), "counter": (torch.int32, R)}
     for name, F in zip(("x", "h", "c"), (4 * H, 4 * H, H), strict=True):
         rows = 2 if option == "population" else 0
-        sizes |= {f"{what}_{name}": (full, n * rows * F) for what in ("mean", "var")}
+        sizes |= {f"{what}_{name}": (full, R * rows * F) for what in ("mean", "var")}
     kernel = Reader(sizes)
-    monkeypatch.setattr(cuda_kernels, "covers", lambda a: True)
+    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
     monkeypatch.setattr(cuda_kernels, "_has_room", lambda *sizes: True)
     monkeypatch.setattr(cuda_kernels, "_kernel", lambda *sizes: kernel)
     monkeypatch.setattr(forward, "input_moments", collections.defaultdict(lambda: moments_of))
-    results = forward.forward(a)
-    doutput, dh_n = new(T, B, H), new(B, H)
-    backward.backward(a, results, doutput, dh_n if option == "lengths" else None, None)
+    results = forward.forward(calls, separate=False)
+    lead = (R,) if R > 1 else ()
+    doutput, dh_n = new(*lead, T, B, H), new(*lead, B, H)
+    incoming = Incoming(doutput, (dh_n if option == "lengths" else None, None))
+    gradients = backward.backward(calls, results.saved, results.plan, incoming)
+    assert len(gradients) == R
+    for a, own in zip(calls, gradients, strict=True):
+        for name in LSTM.gradients:
+            tensor = getattr(a, name)
+            assert (own[name] is None) == (tensor is None), name
+            if tensor is not None:
+                assert own[name].shape == tensor.shape, name
+                assert own[name].dtype == tensor.dtype, name
+
     seen_forward, seen_backward = kernel.seen
-    for name in ("wx", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c"):
-        for seen in (seen_forward, seen_backward):
-            assert (name in seen) == (given[name] is not None)
+
+    def together(name, change=lambda value: value):
+        return torch.cat([change(getattr(a, name)).flatten() for a in calls])
+
+    def in_rows(state):
+        return state.expand(B, H)
+
+    term = torch.cat([term_of(a).flatten() for a in calls])
+    for seen in (seen_forward, seen_backward):
+        assert torch.equal(seen["wx"], term)
+        for name in ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c"):
+            assert (name in seen) == (name in shapes)
             if name in seen:
-                assert torch.equal(seen[name], given[name].flatten().to(sizes[name][0])), name
-    assert torch.equal(seen_forward["weight"], a.weight_hh.flatten())
-    assert torch.equal(seen_backward["weight"], a.weight_hh.mT.flatten())
-    assert torch.equal(seen_forward["c0"], a.c0.flatten().to(full))
-    states = seen_forward["hs"].view(n, T + 1, B, 8)
-    assert torch.equal(states[:, 0, :, :H].flatten(), a.h0.flatten())
+                assert torch.equal(seen[name], together(name).to(full)), name
+    assert torch.equal(seen_forward["weight"], together("weight_hh"))
+    assert torch.equal(seen_backward["weight"], together("weight_hh", lambda w: w.mT))
+    assert torch.equal(seen_forward["c0"], together("c0", in_rows).to(full))
+    states = seen_forward["hs"].view(R, T + 1, B, 8)
+    assert torch.equal(states[:, 0, :, :H].flatten(), together("h0", in_rows))
     assert not states[:, 0, :, H:].any()
     assert torch.equal(seen_backward["doutput"], doutput.flatten())
     assert torch.equal(seen_backward["dh"], dh_n.flatten().to(full) * (option == "lengths"))
@@ -158,17 +187,22 @@ def test_kernels_find_the_arguments_where_they_are_told(monkeypatch, option, dty
             torch.testing.assert_close(seen["inv_n"], torch.tensor([1 / 5, 1 / 4, 1 / 2]))
     if option == "population":
         for seen in (seen_forward, seen_backward):
-            for name, value in zip(seen_forward.MOMENTS, a.population, strict=True):
-                assert torch.equal(seen[name], value.flatten()), name
+            for name in LSTM.moments:
+                assert torch.equal(seen[name], together(name)), name
     one, other = kernel.places
     assert [one[name] for name in ("cs", "wh")] == [other[name] for name in ("cs", "wh")]
     if option != "population":  # written by the one, read by the other; raised variances are new
-        assert one["mean_h"] == other["mean_h"] == results.mean_h.data_ptr()
-        assert one["mean_x"] == other["mean_x"] == results.mean_x.data_ptr()
+        moments = dict(zip(LSTM.moments, results.moments, strict=True))
+        for name in ("mean_x", "mean_h"):
+            assert one[name] == other[name] == moments[name].data_ptr()
+
+
+def term_of(a):
+    return a.input if a.weight_ih is None else torch.nn.functional.linear(a.input, a.weight_ih)
 
 
 class Masked:
-    """A stand-in for the kernels for wide layers that keeps what they are told of zoneout."""
+    """A stand-in for the grid kernels that keeps what they are told of zoneout."""
 
     at_once, cluster, together = 1000, 0, True
 
@@ -176,7 +210,7 @@ class Masked:
         self.numbers, self.seen = numbers, []
 
     def launch(self, grid, packed):
-        both = (cuda_kernels.WideForwardArguments, cuda_kernels.WideBackwardArguments)
+        both = (cuda_kernels.GridForwardArguments, cuda_kernels.GridBackwardArguments)
         (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
         told = struct.from_buffer_copy(packed)
         places = (told.mask_c, told.mask_h)
@@ -190,28 +224,36 @@ class Masked:
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("R", [1, 2])
 @pytest.mark.parametrize("zoneout", [("mask", "mask"), ("mask", 0.25), (0.5, 0.25), (0.0, "mask")])
-def test_wide_kernels_find_the_masks(monkeypatch, zoneout, R, spread):
-    T, B, H, lead = 3, 5, 12, (R,) if R > 1 else ()
+def test_grid_kernels_find_the_masks(monkeypatch, zoneout, R, spread):
+    T, B, H = 3, 5, 12
     kernel, defines = Masked(R * T * B * H), []
     monkeypatch.setattr(cuda_kernels, "covers", cuda_kernels.takes_options)
     monkeypatch.setattr(grid_kernels, "kernel", lambda cut, device, d: defines.append(d) or kernel)
     generator = torch.Generator().manual_seed(0)
 
     def new(*shape):
-        return torch.randn(*lead, *shape, generator=generator).bfloat16()
+        return torch.randn(*shape, generator=generator).bfloat16()
 
-    given = [new(T, B, H) > 0, new(T, B, H) > 0]
-    if spread:
-        given = [given[0].mT.contiguous().mT, shifted(given[1])]
-    masks = [mask if z == "mask" else None for z, mask in zip(zoneout, given, strict=True)]
     rates = [0.0 if z == "mask" else z for z in zoneout]
-    fields = dict.fromkeys(signature.Inputs._fields) | {"population": [], "norm": "none"}
-    fields |= {"wx": new(T, B, 4 * H), "weight_hh": new(4 * H, H), "h0": new(B, H)}
-    fields |= {"c0": new(B, H), "eps": 0.0, "save": True}
-    names = ("mask_c", "mask_h", "rate_c", "rate_h")
-    a = signature.Inputs(**fields | dict(zip(names, masks + rates, strict=True)))
-    results = forward.forward(a)
-    backward.backward(a, results, new(T, B, H), None, None)
+
+    def new_call():
+        given = [new(T, B, H) > 0, new(T, B, H) > 0]
+        if spread:
+            given = [given[0].mT.contiguous().mT, shifted(given[1])]
+        masks = [mask if z == "mask" else None for z, mask in zip(zoneout, given, strict=True)]
+        fields = dict.fromkeys(LSTM.tensors) | {"input": new(T, B, 4 * H)}
+        fields |= {"weight_hh": new(4 * H, H), "h0": new(B, H), "c0": new(B, H)}
+        names = ("mask_c", "mask_h", "rate_c", "rate_h")
+        fields |= dict(zip(names, masks + rates, strict=True))
+        return LSTMArguments(**fields, save=True)
+
+    calls = [new_call() for _ in range(R)]
+    results = forward.forward(calls, separate=False)
+    lead = (R,) if R > 1 else ()
+    incoming = Incoming(new(*lead, T, B, H), (None, None))
+    backward.backward(calls, results.saved, results.plan, incoming)
+    both = ([a.mask_c for a in calls], [a.mask_h for a in calls])
+    masks = [None if own[0] is None else torch.stack(own) for own in both]
     assert len(kernel.seen) == 2
     for *sizes, rate_c, rate_h, mask_c, mask_h in kernel.seen:
         assert (*sizes, rate_c, rate_h) == (T, B, *rates)
@@ -227,6 +269,6 @@ def moments_of(*arguments, **flags):
 
 
 def shifted(value):
-    """The same numbers, four bytes beside where memory begins."""
-    room = value.new_empty(value.numel() + 1)
-    return room[1:].view(value.shape).copy_(value)
+    """The same numbers, one number beside where memory begins."""
+    memory = value.new_empty(value.numel() + 1)
+    return memory[1:].view(value.shape).copy_(value)

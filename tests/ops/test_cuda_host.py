@@ -1,4 +1,4 @@
-"""The host's side of the CUDA kernels: how the work is cut, what is compiled and kept."""
+"""The host's side of the kernels in CUDA C++: how work is cut, what is compiled and kept."""
 
 import ctypes
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu.lstm import cuda_kernels, signature
+from rbn.ops.gpu.lstm import cuda_kernels, workspace
 from rbn.ops.gpu.lstm.input_moments import input_moments
 from rbn.ops.gpu.lstm.persistent import tiles
 from rbn.ops.gpu.runtime import driver, nvrtc
@@ -21,8 +21,8 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("batch", [1, 16, 17, 64, 65, 100, 128])
 def test_a_cut_covers_the_batch_and_fits_the_card(dtype, hidden, batch):
     for make, columns, pitch, sums in (
-        (cuda_kernels.cut_forward, 4, 40, 64),
-        (cuda_kernels.cut_backward, 1, 8, 96),
+        (cuda_kernels.portable_forward, 4, 40, 64),
+        (cuda_kernels.portable_backward, 1, 8, 96),
     ):
         cut = make(dtype, batch, hidden)
         if cut is None:  # the Triton kernels run
@@ -39,15 +39,15 @@ def test_a_cut_covers_the_batch_and_fits_the_card(dtype, hidden, batch):
 def test_the_shapes_of_the_paper_are_cut():
     for batch, hidden in ((100, 100), (64, 240), (64, 1000)):
         for dtype in TYPES:
-            assert cuda_kernels.cut_forward(dtype, batch, hidden) is not None
-            assert cuda_kernels.cut_backward(dtype, batch, hidden) is not None
-    assert cuda_kernels.cut_forward(torch.float32, 129, 100) is None
+            assert cuda_kernels.portable_forward(dtype, batch, hidden) is not None
+            assert cuda_kernels.portable_backward(dtype, batch, hidden) is not None
+    assert cuda_kernels.portable_forward(torch.float32, 129, 100) is None
 
 
 def test_a_card_with_less_shared_memory():
     limit = 99 * 1024
-    assert cuda_kernels.cut_forward(torch.bfloat16, 100, 100, limit) is not None
-    assert cuda_kernels.cut_forward(torch.bfloat16, 64, 1000, limit) is None
+    assert cuda_kernels.portable_forward(torch.bfloat16, 100, 100, limit) is not None
+    assert cuda_kernels.portable_forward(torch.bfloat16, 64, 1000, limit) is None
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_card_with_less_shared_memory():
     [(1056, 2, (3, 3)), (1058, 2, (1, 3)), (1055, 2, (1, 1)), (1058, 4, (1, 3)), (1056, 4, (3, 3))],
 )
 def test_rows_that_begin_anywhere_are_not_read_in_the_background(hidden, itemsize, stages):
-    found = tiles.make_plan(1, 9, hidden, 132, itemsize, 227 * 1024)
+    found = tiles.make_tiles(1, 9, hidden, 132, itemsize, 227 * 1024)
     assert (found.stages_forward, found.stages_backward) == stages
 
 
@@ -64,7 +64,7 @@ def test_rows_that_begin_anywhere_are_not_read_in_the_background(hidden, itemsiz
 @pytest.mark.parametrize("batch", [1, 64, 129, 400, 1000, 2000])
 @pytest.mark.parametrize("hidden", [1, 24, 40, 100, 1000])
 def test_the_tiles_of_triton_fit_the_card(shared, itemsize, batch, hidden):
-    found = tiles.make_plan(1, batch, hidden, 132, itemsize, 1024 * shared)
+    found = tiles.make_tiles(1, batch, hidden, 132, itemsize, 1024 * shared)
     rows = max(16, tiles.power_of_two(batch))
     if found is None:
         # The smallest tile of four units does not fit, or the gates take too many registers.
@@ -79,9 +79,9 @@ def test_the_tiles_of_triton_fit_the_card(shared, itemsize, batch, hidden):
         assert stages * (rows + columns) * k * itemsize <= 1024 * shared
 
 
-def test_what_is_saved_has_room_for_pairs_of_rows():
+def test_what_is_saved_has_space_for_pairs_of_rows():
     for batch, rows in ((1, 2), (7, 8), (100, 100)):
-        assert signature.saved_rows(batch) == rows
+        assert workspace.saved_rows(batch) == rows
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_compiler_that_refuses_everything_is_none(compiler, caplog):
     """Such as one whose second library is missing."""
     compiler(Compiler(refuses=True))
     assert not nvrtc.works((9, 0))
-    assert "left out: NVRTC refused nothing" in caplog.text
+    assert "left out: NVRTC refused empty" in caplog.text
 
 
 @pytest.mark.parametrize("cluster", [0, 2])
@@ -239,7 +239,7 @@ def test_a_thread_that_has_used_no_cuda_enters_a_context(cluster, drive, monkeyp
     monkeypatch.setattr(driver.Kernel, "_blocks", lambda self, name: 1)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    kernel = driver.Kernel(b"", "nothing", 32, 0, cluster)
+    kernel = driver.Kernel(b"", "empty", 32, 0, cluster)
     entered.clear()
     kernel.launch((1, 1), b"")
     assert (statuses, len(entered)) == ([], 1)
@@ -251,7 +251,7 @@ def test_a_thread_that_has_used_no_cuda_enters_a_context(cluster, drive, monkeyp
 def test_no_compiler(monkeypatch):
     monkeypatch.setattr(nvrtc, "library", lambda: None)
     with pytest.raises(RuntimeError, match="no NVRTC library"):
-        nvrtc.compile_source("", "nothing", {}, "sm_90")
+        nvrtc.compile_source("", "empty", {}, "sm_90")
 
 
 @pytest.mark.parametrize("rows", [16, 2])  # a tile for the batch, or several

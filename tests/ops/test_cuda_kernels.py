@@ -1,4 +1,4 @@
-"""The kernels in CUDA C++, on a card: what all of them have in common, and those of 8 units."""
+"""The kernels in CUDA C++, on a card: what all of them have in common, and the portable ones."""
 
 import dataclasses
 
@@ -11,8 +11,9 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu.lstm import cuda_kernels, forward
-from rbn.ops.gpu.lstm.signature import Inputs
+from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.gpu.lstm import cuda_kernels, families, forward, plan
+from rbn.ops.gpu.lstm.term import Term
 
 pytestmark = on_a_card
 
@@ -48,8 +49,8 @@ def test_arguments_that_begin_anywhere(calls):
     expected = differentiate(case, "gpu")
 
     def moved(value):
-        room = value.new_empty(value.numel() + 1)
-        return room[1:].view(value.shape).copy_(value)
+        memory = value.new_empty(value.numel() + 1)
+        return memory[1:].view(value.shape).copy_(value)
 
     shifted = case.with_tensors(**{name: moved(v) for name, v in case.present().items()})
     found = differentiate(shifted, "gpu")
@@ -105,22 +106,32 @@ def test_what_a_call_returned_stays(shape, dtype):
             assert torch.equal(value, part[name]), name
 
 
-def test_results_of_the_operator_share_no_memory():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", [None, 5])
+def test_results_of_the_operator_share_no_memory(features, dtype):
     """As PyTorch's compiler takes for granted; called directly, statistics are parts of one."""
-    case = make_case("bn_lstm", 4, 16, 24, dtype=torch.float32).on("cuda")
-    args = (*case.tensors.values(), None, [], None, None, 0.0, 0.0)
-    args += ("batch", 1e-5, "step", "exclude", False, True, True)
-    found = torch.ops.rbn.gpu_lstm(*args)
+    case = make_case("bn_lstm", 4, 16, 24, dtype=dtype).on("cuda")
+    tensors = dict.fromkeys(LSTM.tensors) | case.tensors
+    tensors["input"] = tensors.pop("wx")
+    if features:
+        tensors["input"] = tensors["input"][..., :features].contiguous()
+        tensors["weight_ih"] = torch.randn(96, features, device="cuda").to(dtype)
+    a = LSTMArguments(**tensors, norm="batch", eps=1e-5, save=True, tf32=True)
+    found = torch.ops.rbn.gpu_lstm(*a)
     places = [value.untyped_storage().data_ptr() for value in found if value.numel()]
     assert len(set(places)) == len(places)
-    for one, other in zip(found[:9], forward.forward(Inputs(*args))[:9], strict=True):
+    direct = forward.forward([a], separate=False)
+    expected = (direct.output, *direct.states, *direct.moments)
+    assert len(expected) == 9
+    for one, other in zip(found, expected, strict=False):
         assert torch.equal(one, other)
+    assert len({value.untyped_storage().data_ptr() for value in direct.moments}) == 1
 
 
 def test_two_steps_in_triton(monkeypatch, calls):
     """A step that is number 1 is no constant of the kernel."""
     case = make_case("bn_lstm", 2, 9, 16, dtype=torch.float32, **calm("bn_lstm"))
-    monkeypatch.setattr(cuda_kernels, "covers", lambda a: False)
+    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: False)
     found = differentiate(case.on("cuda"), "gpu")
     assert not calls
     expected = differentiate(case.to(torch.float64), "reference")
@@ -128,18 +139,22 @@ def test_two_steps_in_triton(monkeypatch, calls):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_and_cuda_agree(dtype, monkeypatch):
+def test_triton_and_cuda_agree(dtype, monkeypatch, calls):
     case = make_case("bn_lstm", 7, 33, 40, dtype=dtype, lengths="random", **calm("bn_lstm"))
     one = differentiate(case.on("cuda"), "gpu")
-    monkeypatch.setattr(cuda_kernels, "covers", lambda a: False)
+    assert calls == ["forward", "backward"]
+    monkeypatch.setattr(plan, "_CACHE", {})
+    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: False)
     other = differentiate(case.on("cuda"), "gpu")
+    assert len(calls) == 2
     for a, b in zip(one, other, strict=True):
         assert_same(a, {k: None if v is None else v.cpu() for k, v in b.items()}, 16 * UNITS[dtype])
 
 
 def test_a_batch_too_large_for_the_kernels(calls):
     case = make_case("bn_lstm", 3, 5000, 4, dtype=torch.float32, **calm("bn_lstm"))
-    assert forward.plan_for(case.tensors["wx"][None].cuda()) is None
+    term = Term((1, 3, 5000, 16), torch.float32, torch.device("cuda", 0))
+    assert families.tiles_for(term) is None
     found = differentiate(case.on("cuda"), "gpu")
     assert not calls
     expected = differentiate(case.to(torch.float64), "reference")

@@ -24,9 +24,9 @@ pytestmark = on_a_card
 def test_a_thread_that_has_used_no_cuda_loads_code():
     """It is in no context, and torch puts it into one only with the first work it gives."""
     arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    code = nvrtc.compile_source('extern "C" __global__ void nothing() {}', "nothing", {}, arch)
+    code = nvrtc.compile_source(nvrtc.source("empty"), "empty", {}, arch)
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(driver.Kernel, code, "nothing", 32, 0).result().at_once > 0
+        assert pool.submit(driver.Kernel, code, "empty", 32, 0).result().at_once > 0
 
 
 def train_step(layer, x):
@@ -117,12 +117,12 @@ def test_long_sequences_in_inference():
 
 # Every family of kernels: units, rows, type, and what the log calls it.
 FAMILIES = {
-    "small": (100, 64, torch.float32, "in CUDA, small"),
-    "16 units": (240, 64, torch.bfloat16, "in CUDA, small"),
-    "8 units": (300, 20, torch.float32, "in CUDA: Cut"),
-    "wide": (1000, 64, torch.bfloat16, "in CUDA, wide"),
-    "wide, float32": (1000, 64, torch.float32, "in CUDA, wide"),
-    "triton": (33, 20, torch.bfloat16, "one persistent kernel"),
+    "cluster": (100, 64, torch.float32, "in CUDA, cluster"),
+    "cluster, 16 units": (240, 64, torch.bfloat16, "in CUDA, cluster"),
+    "portable": (300, 20, torch.float32, "in CUDA: PortableTiling"),
+    "grid": (1000, 64, torch.bfloat16, "in CUDA, grid"),
+    "grid, float32": (1000, 64, torch.float32, "in CUDA, grid"),
+    "persistent": (33, 20, torch.bfloat16, "one persistent kernel"),
     "steps": (22, 600, torch.float32, "a product and a kernel for each step"),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -172,7 +172,7 @@ def test_two_streams_at_once_in_every_family(family, caplog):
             with torch.cuda.stream(stream):
                 together.append(differentiate(case, "gpu"))
     torch.cuda.synchronize()
-    # Products of cuBLAS may add in another order where a stream has another room to work in.
+    # Products of cuBLAS may add in another order where a stream has another workspace.
     for one, other in zip(alone * 3, together, strict=True):
         for name, value in (one[0] | one[1]).items():
             error = (value.float() - (other[0] | other[1])[name].float()).norm()

@@ -5,9 +5,16 @@ import itertools
 
 import pytest
 import torch
-from recurrence_cases import OPS, RESULTS, call, make_case, poisoned_memory
-
-from rbn.ops import cpu
+from recurrence_cases import (
+    OPS,
+    RESULTS,
+    from_input,
+    make_case,
+    operator_call,
+    poisoned_memory,
+    results_to_keep,
+    saved_results,
+)
 
 LENGTHS = [4, 2, 1, 4]
 SETS = {
@@ -37,61 +44,67 @@ every_call = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture
-def operator_call(monkeypatch):
-    """A function that gives the operator that a call ends in, and its arguments there."""
-
-    def find(case):
-        name = "rnn" if case.op == "bn_rnn" else "lstm"
-        run, found = getattr(cpu, f"{name}_op"), []
-        with monkeypatch.context() as patch:
-            patch.setattr(cpu, f"{name}_op", lambda *args: found.append(args) or run(*args))
-            call(case, "cpu")
-        (args,) = found
-        return name, args
-
-    return find
-
-
 @pytest.mark.no_cover
 @every_call
-def test_forward(op, options, operator_call):
+def test_forward(op, options):
     case = make_case(op, 4, 4, 3, **options)
     training = "population" not in options
     leaves = {k: v.clone().requires_grad_(training) for k, v in case.present().items()}
-    name, args = operator_call(case.with_tensors(**leaves))
-    assert args[-1] is training  # save
-    checks = torch.library.opcheck(getattr(torch.ops.rbn, name).default, args)
+    name, args = operator_call(case.with_tensors(**leaves), "cpu")
+    assert args.save is training
+    checks = torch.library.opcheck(getattr(torch.ops.rbn, name).default, tuple(args))
     assert len(checks) >= 4
     assert set(checks.values()) == {"SUCCESS"}
 
 
 @pytest.mark.no_cover
 @every_call
-def test_backward(op, options, operator_call):
+def test_backward(op, options):
     case = make_case(op, 4, 4, 3, **options)
-    name, args = operator_call(case)
-    args = (*args[:-1], True)  # save
-    results = getattr(torch.ops.rbn, name).default(*args)
+    name, args = operator_call(case, "cpu")
+    args = args._replace(save=True)
+    results = results_to_keep(op, getattr(torch.ops.rbn, name).default(*args))
     cotangents = [case.cotangents[k] for k in RESULTS[op]]
     if "lengths" in options:
         cotangents[0] = None  # a loss of the final states alone
     checks = torch.library.opcheck(
-        getattr(torch.ops.rbn, f"{name}_backward").default, (*cotangents, list(results), *args)
+        getattr(torch.ops.rbn, f"{name}_backward").default, (*cotangents, results, True, *args)
     )
     assert len(checks) >= 4
     assert set(checks.values()) == {"SUCCESS"}
 
 
+@pytest.mark.no_cover
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_from_an_input_and_states_for_all_rows(op, dtype):
+    case = make_case(op, 4, 4, 3, dtype=dtype, lengths=LENGTHS)
+    leaves = {k: v.clone().requires_grad_() for k, v in case.present().items()}
+    name, args = operator_call(case.with_tensors(**leaves), "cpu")
+    args = from_input(args)
+    checks = torch.library.opcheck(getattr(torch.ops.rbn, name).default, tuple(args))
+    assert set(checks.values()) == {"SUCCESS"}
+    args = args._replace(**{n: v.detach() for n, v in args._asdict().items() if torch.is_tensor(v)})
+    results = results_to_keep(op, getattr(torch.ops.rbn, name).default(*args))
+    cotangents = [case.cotangents[k] for k in RESULTS[op]]
+    for needs_input in (True, False):
+        checks = torch.library.opcheck(
+            getattr(torch.ops.rbn, f"{name}_backward").default,
+            (*cotangents, results, needs_input, *args),
+        )
+        assert set(checks.values()) == {"SUCCESS"}
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 4, 2), (3, 1, 2), (2, 2, 1)])
 @pytest.mark.parametrize("op", OPS)
-def test_fake_shapes_of_small_calls(op, shape, operator_call):
+def test_fake_shapes_of_small_calls(op, shape):
     """Shapes, types and strides, which opcheck compares at one size only."""
     T, B, _ = shape
     for lengths, training in itertools.product((None, [1] * B, [T] * B), (True, False)):
         case = make_case(op, *shape, lengths=lengths)
         leaves = {k: v.clone().requires_grad_(training) for k, v in case.present().items()}
-        name, args = operator_call(case.with_tensors(**leaves))
+        name, args = operator_call(case.with_tensors(**leaves), "cpu")
+        args = tuple(args)
         torch.library.opcheck(
             getattr(torch.ops.rbn, name).default,
             args,
@@ -108,10 +121,10 @@ def test_fake_shapes_of_small_calls(op, shape, operator_call):
 
 
 @every_call
-def test_no_result_has_undefined_elements(op, options, operator_call):
+def test_no_result_has_undefined_elements(op, options):
     """Those that are only saved, too: operators are compared and replayed as a whole."""
-    name, args = operator_call(make_case(op, 4, 4, 3, **options))
-    operator, args = getattr(torch.ops.rbn, name).default, (*args[:-1], True)
+    name, args = operator_call(make_case(op, 4, 4, 3, **options), "cpu")
+    operator, args = getattr(torch.ops.rbn, name).default, args._replace(save=True)
     with poisoned_memory():
         results = operator(*args)
     assert len(results) >= 9
@@ -119,22 +132,28 @@ def test_no_result_has_undefined_elements(op, options, operator_call):
         assert torch.equal(value, again)
 
 
-def test_without_a_gradient_nothing_is_saved(operator_call):
-    case = make_case("bn_lstm", 4, 4, 3)
-    name, args = operator_call(case)
-    results = getattr(torch.ops.rbn, name).default(*args)
-    saved = results[3 + 6 :]  # behind the three results and the six statistics
-    assert len(saved) == 6
-    assert all(value.numel() == 0 for value in saved)
+@pytest.mark.parametrize("op", OPS)
+def test_without_a_gradient_nothing_is_saved(op):
+    name, args = operator_call(make_case(op, 4, 4, 3), "cpu")
+    operator = getattr(torch.ops.rbn, name).default
+    sizes = [value.numel() for value in saved_results(op, operator(*args))]
+    kept = [value.numel() for value in saved_results(op, operator(*args._replace(save=True)))]
+    assert len(sizes) == len(kept) >= 9
+    assert sum(sizes) <= 4 * (2 * 12 + 3)  # no more than statistics
+    assert sum(kept) >= sum(sizes) + 4 * 4 * 3
 
 
-@pytest.mark.parametrize("library", ["cpu.library", "gpu.library", "gpu.steps_library"])
-def test_no_argument_has_a_default(library):
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [("cpu", ("cpu_lstm", "cpu_rnn")), ("gpu", ("gpu_lstm", "gpu_ln_lstm", "gpu_rnn"))],
+)
+def test_no_argument_has_a_default(backend, names):
     """PyTorch would leave out of a compiled call what equals it, and then miscount gradients."""
-    if library.startswith("gpu"):
+    if backend == "gpu":
         pytest.importorskip("triton", reason="the GPU's kernels need triton")
-    importlib.import_module(f"rbn.ops.{library}")
-    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("rbn::")]
-    assert schemas
+    importlib.import_module(f"rbn.ops.{backend}")
+    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith(f"rbn::{backend}_")]
+    both = (f"rbn::{name}{which}" for name in names for which in ("", "_backward"))
+    assert sorted(s.name for s in schemas) == sorted(both)
     for schema in schemas:
         assert not [a.name for a in schema.arguments if a.has_default_value()], schema.name

@@ -1,11 +1,20 @@
 """Which backend runs."""
 
+import importlib
 import inspect
 import threading
 
 import pytest
 import torch
-from recurrence_cases import OPS, RESULTS, call, make_case
+from recurrence_cases import (
+    OPS,
+    RESULTS,
+    arguments,
+    call,
+    definition_of,
+    make_case,
+    operator_call,
+)
 
 import rbn
 from rbn.ops import cpu, dispatch, functional, reference
@@ -14,7 +23,7 @@ ON_CPU, ON_META = torch.empty(1), torch.empty(1, device="meta")
 
 
 def selected(like=ON_CPU):
-    return dispatch.select("bn_lstm", like)
+    return dispatch.backend_for(like)
 
 
 def test_the_names():
@@ -23,26 +32,44 @@ def test_the_names():
 
 
 def test_the_device_chooses_by_default():
-    assert selected(ON_CPU) is cpu.bn_lstm
-    assert selected(ON_META) is reference.bn_lstm
+    assert selected(ON_CPU) == "cpu"
+    assert selected(ON_META) == "reference"
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_op_is_found_by_its_name(op):
-    assert dispatch.select(op, ON_CPU) is getattr(cpu, op)
+@pytest.mark.parametrize("name", ["symbol_rows", "linear_cross_entropy"])
+def test_every_function_is_found_by_its_name(name):
+    assert dispatch.select(name, ON_CPU) is getattr(cpu, name)
     with rbn.backend("reference"):
-        assert dispatch.select(op, ON_CPU) is getattr(reference, op)
+        assert dispatch.select(name, ON_CPU) is getattr(reference, name)
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_all_backends_have_the_signature_of_the_public_function(op):
+def test_every_op_has_an_operator(op):
+    case = make_case(op, 2, 3, 2)
+    assert operator_call(case, "cpu")[0] == ("cpu_rnn" if op == "bn_rnn" else "cpu_lstm")
+    assert reference.operator_for(definition_of(op), [arguments(case)]) is None
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_reference_has_the_signature_of_the_public_function(op):
     def parameters(module):
         found = inspect.signature(getattr(module, op)).parameters.values()
         return [(p.name, p.kind, p.default) for p in found]
 
     assert parameters(reference) == parameters(functional)
-    # Rows of several processes are the reference's affair.
-    assert parameters(cpu) == [p for p in parameters(functional) if p[0] != "group"]
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_every_backend_is_asked_the_same(name):
+    if name == "gpu":
+        pytest.importorskip("triton", reason="the GPU's kernels need triton")
+    module = importlib.import_module(f"rbn.ops.{name}")
+    for function, names in (
+        ("operator_for", ["definition", "calls"]),
+        ("joins", ["definition", "calls"]),
+        ("tf32_allowed", []),
+    ):
+        assert list(inspect.signature(getattr(module, function)).parameters) == names
 
 
 @pytest.mark.parametrize("op", ["bn_lstm", "bn_rnn"])
@@ -57,14 +84,14 @@ def test_rows_of_several_processes_run_the_reference_alone(op):
 
 def test_blocks_nest():
     with rbn.backend("reference"):
-        assert selected() is reference.bn_lstm
+        assert selected() == "reference"
         with rbn.backend("cpu"):
-            assert selected() is cpu.bn_lstm
+            assert selected() == "cpu"
             with rbn.backend("reference"):
-                assert selected() is reference.bn_lstm
-            assert selected() is cpu.bn_lstm
-        assert selected() is reference.bn_lstm
-    assert selected() is cpu.bn_lstm
+                assert selected() == "reference"
+            assert selected() == "cpu"
+        assert selected() == "reference"
+    assert selected() == "cpu"
 
 
 def test_a_block_is_of_its_thread():
@@ -80,12 +107,12 @@ def test_a_block_is_of_its_thread():
     thread = threading.Thread(target=other)
     thread.start()
     inside.wait(60)
-    assert selected() is cpu.bn_lstm
+    assert selected() == "cpu"
     with rbn.backend("cpu"):
         outside.set()
         thread.join()
         assert dispatch._forced == "cpu"  # what compiled functions see
-    assert found == [reference.bn_lstm]
+    assert found == ["reference"]
     assert dispatch._forced is None
 
 
@@ -93,7 +120,7 @@ def test_an_exception_ends_the_block_too():
     with rbn.backend("cpu"):
         with pytest.raises(KeyError), rbn.backend("reference"):
             raise KeyError
-        assert selected() is cpu.bn_lstm
+        assert selected() == "cpu"
         assert dispatch._forced == "cpu"
     assert dispatch._forced is None
 
@@ -108,8 +135,8 @@ def test_an_unknown_name_is_refused_and_changes_nothing():
     with rbn.backend("reference"):
         with pytest.raises(ValueError, match="'CPU'"), rbn.backend("CPU"):
             pytest.fail("the block must not be entered")
-        assert selected() is reference.bn_lstm
-    assert selected() is cpu.bn_lstm
+        assert selected() == "reference"
+    assert selected() == "cpu"
 
 
 def test_the_cpu_operator_takes_no_tensor_from_elsewhere():
@@ -130,14 +157,12 @@ def test_other_devices_run_the_reference(op):
 
 def test_the_block_decides_what_a_call_runs(monkeypatch):
     case, ran = make_case("lstm", 2, 2, 2), []
-    for module in (reference, cpu):
-        original = module.lstm
+    for module, name in ((reference, "run"), (cpu, "operator_for")):
+        original = getattr(module, name)
         monkeypatch.setattr(
             module,
-            "lstm",
-            lambda *args, _run=original, _name=module.__name__, **options: (
-                ran.append(_name) or _run(*args, **options)
-            ),
+            name,
+            lambda *args, _run=original, _name=module.__name__: ran.append(_name) or _run(*args),
         )
     call(case)
     call(case, "reference")
@@ -153,6 +178,6 @@ def test_under_torch_func_the_reference_runs():
     found = []
     torch.func.grad(chosen)(torch.ones(2))
     torch.func.vmap(chosen)(torch.ones(2, 2))
-    assert found == [reference.bn_lstm, reference.bn_lstm]
+    assert found == ["reference", "reference"]
     with rbn.backend("cpu"), pytest.raises(RuntimeError, match=r'only rbn\.backend\("reference"\)'):
         torch.func.grad(chosen)(torch.ones(2))

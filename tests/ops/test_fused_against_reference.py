@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from recurrence_cases import (
+    BACKENDS,
     EPS64,
     GRADIENT_TOLERANCE,
     NORMALIZED_BY_BATCH,
@@ -117,6 +118,19 @@ def test_the_order_of_the_rows_does_not_matter(op, data):
     results, moved = call(case, "cpu"), call(shuffled, "cpu")
     expected = {k: results[k].index_select(results[k].dim() - 2, order) for k in RESULTS[op]}
     assert_same({k: moved[k] for k in RESULTS[op]}, expected, RESULT_TOLERANCE)
+
+
+@pytest.mark.parametrize("lengths", [None, [2, 4, 1]])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", OPS)
+def test_initial_states_for_all_rows(op, backend, lengths):
+    case = make_case(op, 4, 3, 2, lengths=lengths)
+    states = [name for name in ("h0", "c0") if name in case.tensors]
+    one = case.with_tensors(**{name: case.tensors[name][0] for name in states})
+    rows = case.with_tensors(**{name: case.tensors[name][:1].expand(3, 2) for name in states})
+    (found, gradients), (expected, of_rows) = (differentiate(c, backend) for c in (one, rows))
+    assert_same(found, expected, 0.0)
+    assert_same(gradients, of_rows | {n: of_rows[n].sum(0) for n in states}, GRADIENT_TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])

@@ -5,7 +5,6 @@ itself; all but the barrier between the steps is the code that runs on the card.
 """
 
 import copy
-import importlib
 import types
 from unittest import mock
 
@@ -24,7 +23,9 @@ from recurrence_cases import (
     could_be_parted,
     differentiate,
     fresh_seed,
+    from_input,
     make_case,
+    operator_call,
     poisoned_memory,
     relative,
     shared,
@@ -34,9 +35,9 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, batch_normalized, compare, products
+from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, compare, differentiate_together, products
 
-from rbn.ops.gpu.lstm import backward, families, signature
+from rbn.ops.gpu.lstm import backward, families, workspace
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -47,7 +48,7 @@ OPS = ("bn_lstm", "lstm")
 def _triton():
     """The persistent Triton kernels run whatever else would, with exact products."""
 
-    def persistent(a):  # a mock would keep what it is called with, and so all graphs
+    def persistent(term, a):  # a mock would keep what it is called with, and so all graphs
         return families.PERSISTENT
 
     with mock.patch.object(families, "choose", persistent), products(tf32=False):
@@ -141,19 +142,27 @@ def test_nothing_is_kept_without_a_gradient(op):
 
 @pytest.mark.no_cover
 @pytest.mark.parametrize("options", [{}, {"lengths": [4, 1, 2, 2], "padding": "include"}])
-def test_the_operator(options, monkeypatch):
+def test_the_operator(options):
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
-    # With 8 units and an even batch the saved buffers have no unwritten room, which would differ
+    # With 8 units and an even batch the saved buffers have no unwritten parts, which would differ
     # from call to call.
     case = make_case("bn_lstm", 4, 4, 8, dtype=torch.float32, **calm("bn_lstm"), **options)
     leaves = {name: v.requires_grad_() for name, v in case.on(DEVICE).present().items()}
-    gpu, found = importlib.import_module("rbn.ops.gpu"), []
-    run = gpu.lstm_op
-    monkeypatch.setattr(gpu, "lstm_op", lambda *args: found.append(args) or run(*args))
-    call(case.on(DEVICE).with_tensors(**leaves), "gpu")
-    (args,) = found
+    name, args = operator_call(case.on(DEVICE).with_tensors(**leaves), "gpu")
+    assert name == "gpu_lstm"
+    assert args.save
     # A compiled call may differ from this one in the last bits.
-    torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, args, rtol=1e-4, atol=1e-5)
+    torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, tuple(args), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("options", [{}, {"lengths": [4, 1, 2, 2], "padding": "include"}])
+def test_the_operator_from_an_input_and_states_for_all_rows(options):
+    case = make_case("bn_lstm", 4, 4, 8, dtype=torch.float32, **calm("bn_lstm"), **options)
+    leaves = {name: v.requires_grad_() for name, v in case.on(DEVICE).present().items()}
+    _, args = operator_call(case.on(DEVICE).with_tensors(**leaves), "gpu")
+    args = from_input(args)
+    torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, tuple(args), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tf32", [False, True])
@@ -181,22 +190,12 @@ def test_several_recurrences_at_once():
         for seed in (0, 1)
     ]
     alone = [differentiate(case, "gpu") for case in cases_]
-    leaves = [
-        torch.stack([case.tensors[name] for case in cases_]).requires_grad_()
-        for name in cases_[0].tensors
-    ]
-    options = batch_normalized()
-    results = importlib.import_module("rbn.ops.gpu").lstm_op(*leaves, None, *options)
-    for r, (found, _) in enumerate(alone):
-        for name, value in zip(("output", "h_n", "c_n"), results, strict=False):
-            torch.testing.assert_close(value[r], found[name])
-    cotangents = [
-        torch.stack([case.cotangents[n] for case in cases_]) for n in ("output", "h_n", "c_n")
-    ]
-    grads = torch.autograd.grad(results[:3], leaves, cotangents)
-    for r, (_, found) in enumerate(alone):
-        for name, grad in zip(found, grads, strict=True):
-            torch.testing.assert_close(grad[r], found[name], rtol=1e-4, atol=1e-4)
+    together = differentiate_together(cases_)
+    for (results, gradients), (expected, expected_gradients) in zip(together, alone, strict=True):
+        for name, want in expected.items():
+            torch.testing.assert_close(results[name], want)
+        for name, want in expected_gradients.items():
+            torch.testing.assert_close(gradients[name], want, rtol=1e-4, atol=1e-4)
 
 
 # What is saved, and overwritten -----------------------------------------------------------------
@@ -226,25 +225,24 @@ def test_a_graph_that_is_kept_can_be_used_again(op):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 8), (7, 5, 6), (50, 100, 100), (9, 2, 33)])
 def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
-    """In the room of W_h h, whose steps are as far apart as the layouts of the kernels say."""
+    """In the memory of W_h h, whose steps are as far apart as the layouts of the kernels say."""
     T, B, H = shape
-    wx = torch.empty(*lead, T, B, 4 * H, dtype=dtype)
-    given = types.SimpleNamespace(wx=wx, lead=lead, save=True)
-    kept = signature.saved_products(given)
-    wh = torch.empty(kept + signature.beyond_products(given), dtype=dtype).narrow(0, 0, kept)
-    facts = types.SimpleNamespace(saved=signature.saved_sizes(wx.shape, True), in_step=True)
-    plain = types.SimpleNamespace(flat=wx.view(1, T, B, 4 * H), R=1, B=B, H=H, facts=facts)
+    term = torch.empty(*lead, T, B, 4 * H, dtype=dtype)
+    _, kept, beyond = saved = workspace.saved_sizes(term.shape, True)
+    wh = torch.empty(kept + beyond, dtype=dtype).narrow(0, 0, kept)
+    plan = types.SimpleNamespace(saved=saved, in_step=True)
+    plain = types.SimpleNamespace(term=term, R=1, B=B, H=H, plan=plan)
     da = backward._consumed(plain, wh)
-    assert da.shape == (1, T, B, 4 * H)
+    assert da.shape == term.shape
     assert (da.data_ptr() - wh.data_ptr()) % 16 == 0
     for t in range(T):
-        begin = (da[0, t].data_ptr() - wh.data_ptr()) // dtype.itemsize
+        begin = (da.view(T, B, 4 * H)[t].data_ptr() - wh.data_ptr()) // dtype.itemsize
         for step in (kept // T, B * 4 * H):  # in CUDA C++, in Triton
             assert begin >= (t + 1) * step
-    assert backward._consumed(plain, torch.empty(kept, dtype=dtype)) is None  # no room was left
-    facts.in_step = False  # some rows may be read later
+    assert backward._consumed(plain, torch.empty(kept, dtype=dtype)) is None  # nothing was left
+    plan.in_step = False  # some rows may be read later
     assert backward._consumed(plain, wh) is None
-    plain.R, facts.in_step = 2, True
+    plain.R, plan.in_step = 2, True
     assert backward._consumed(plain, wh) is None
 
 
@@ -291,7 +289,7 @@ def test_lengths_that_do_not_lie_side_by_side(op, dtype):
 @pytest.mark.parametrize("op", ["lstm", "bn_lstm", "ln_lstm", "bn_rnn"])
 def test_rows_without_a_step_keep_their_state(op, monkeypatch):
     """Lengths on a card are taken at their word."""
-    monkeypatch.setattr("rbn.ops.functional.check_sequence_lengths", lambda *args: None)
+    monkeypatch.setattr("rbn.ops.definition.check_sequence_lengths", lambda *args: None)
     lengths = torch.tensor([0, 5, 2], device=DEVICE)
     found, expected = beside_the_reference(op, lengths=lengths)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import products
 
-from rbn.ops.gpu.lstm import families, plan
+from rbn.ops.gpu.lstm import families
 from rbn.ops.gpu.lstm.grid import grid_kernels
 
 pytestmark = [
@@ -53,9 +53,8 @@ def test_batches_too_large_for_a_tile(shape, dtype, options, caplog):
 
 @pytest.mark.parametrize("op", ["bn_lstm", "lstm"])
 def test_text8_in_tf32(op, caplog, monkeypatch):
-    """As on cards that have no kernels for wide layers."""
+    """As on cards that do not have the kernels with a grid of blocks."""
     monkeypatch.setattr(grid_kernels, "TYPES", ())
-    monkeypatch.setattr(plan, "_FOUND", {})
     compare(make_case(op, 5, 128, 2000, fresh_seed(), **calm(op)), torch.float32, caplog)
 
 
@@ -114,5 +113,5 @@ def test_statistics_of_a_large_batch_cost_no_more_memory_than_the_results():
         before = torch.cuda.memory_allocated()
         layer(x)
     peak = torch.cuda.max_memory_allocated() - before
-    # wx 4, h 1 with its room for T + 1, the output's own copy 1; a tenth for one step and the rest.
+    # wx 4, h 1 with space for T + 1, the output's own copy 1; a tenth for one step and the rest.
     assert peak <= 1.1 * 6 * T * B * H * 4 + 32 * B * H * 4

@@ -24,11 +24,10 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from gpu_cases import batch_normalized, products
+from gpu_cases import differentiate_together, products
 
-from rbn.ops.gpu import lstm_op
 from rbn.ops.gpu.lstm import cuda_kernels, families
-from rbn.ops.gpu.lstm.persistent.tiles import make_plan
+from rbn.ops.gpu.lstm.persistent.tiles import make_tiles
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # float32 is tf32
@@ -80,7 +79,7 @@ def test_a_hundred_thousand_steps_in_inference(layer_class, dtype):
     [
         (rbn.BatchNormLSTM, 2, 17, torch.float32),  # in Triton
         (rbn.BatchNormLSTM, 2, 300, torch.float32),  # in CUDA C++, 8 units to a block
-        (rbn.BatchNormLSTM, 33, 264, torch.bfloat16),  # the same, wide
+        (rbn.BatchNormLSTM, 33, 264, torch.bfloat16),  # the same, a grid of 16 units to a block
         (rbn.BatchNormLSTM, 33, 264, torch.float32),
         (rbn.BatchNormLSTM, 600, 4, torch.float32),  # step by step, as are those below
         (rbn.LayerNormLSTM, 2, 16, torch.float32),
@@ -164,30 +163,22 @@ def test_float32_is_true_where_tf32_is_not_allowed(features, hidden, bidirection
 def test_several_recurrences_in_one_launch_of_cuda(together, dtype, monkeypatch):
     """The directions of a layer, or models of several seeds: each has the bits it has alone."""
     launches = []
-    run = cuda_kernels.forward
-    monkeypatch.setattr(cuda_kernels, "forward", lambda *a: launches.append(a) or run(*a))
+    run = cuda_kernels.launch_for
+    monkeypatch.setattr(cuda_kernels, "launch_for", lambda *a: launches.append(a) or run(*a))
     made = [
         make_case("bn_lstm", 6, 33, 40, fresh_seed(), dtype=dtype, **calm("bn_lstm")).on("cuda")
         for _ in range(together)
     ]
     alone = [differentiate(case, "gpu") for case in made]
     assert len(launches) == together
-    leaves = [
-        torch.stack([case.tensors[name] for case in made]).requires_grad_()
-        for name in made[0].tensors
-    ]
-    options = batch_normalized()
-    results = lstm_op(*leaves, None, *options)
+    joined = differentiate_together(made)
     assert len(launches) == together + 1
-    names = ("output", "h_n", "c_n")
-    cotangents = [torch.stack([case.cotangents[name] for case in made]) for name in names]
-    grads = torch.autograd.grad(results[:3], leaves, cotangents)
-    for r, (found, gradients) in enumerate(alone):
-        for name, value in zip(names, results, strict=False):
-            assert torch.equal(value[r], found[name]), name
-        for (name, want), grad in zip(gradients.items(), grads, strict=True):
+    for (results, grads), (found, gradients) in zip(joined, alone, strict=True):
+        for name in ("output", "h_n", "c_n"):
+            assert torch.equal(results[name], found[name]), name
+        for name, want in gradients.items():
             # The product that makes weight_hh's may add in another order for several of them.
-            error = (grad[r].float() - want.float()).norm() / want.float().norm()
+            error = (grads[name].float() - want.float()).norm() / want.float().norm()
             assert error <= (UNITS[dtype] if name in ("weight_hh", "h0") else 0), name
 
 
@@ -201,13 +192,13 @@ def test_a_launch_without_room_fails_and_the_next_one_works():
     kernels = []
     launch = cuda_kernels.Kernel.launch
 
-    def noted(kernel, grid, arguments):
+    def counted(kernel, grid, arguments):
         kernels.append((kernel, grid, arguments))
         launch(kernel, grid, arguments)
 
     case = make_case("bn_lstm", 4, 20, 240, fresh_seed(), dtype=torch.bfloat16).on("cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_kernels.Kernel, "launch", noted)
+        patch.setattr(cuda_kernels.Kernel, "launch", counted)
         before = call(case, "gpu")
     ((kernel, _, arguments),) = kernels
     with pytest.raises(RuntimeError, match="launching a recurrence: "):
@@ -225,11 +216,11 @@ def test_triton_without_room_fails_and_the_next_call_works():
     new = {"device": "cuda", "dtype": torch.bfloat16}
     wx, weight = torch.zeros(2, 16, 4 * H, **new), torch.zeros(4 * H, H, **new)
     h0, c0 = torch.zeros(2, 16, H, **new)
-    plan = make_plan(1, 16, H, 10**6, 2, 227 * 1024)
-    assert plan.programs == 2048
+    tiles = make_tiles(1, 16, H, 10**6, 2, 227 * 1024)
+    assert tiles.programs == 2048
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(families, "choose", lambda a: families.PERSISTENT)
-        patch.setattr(families, "plan_for", lambda wx: plan)
+        patch.setattr(families, "choose", lambda term, a: families.PERSISTENT)
+        patch.setattr(families, "tiles_for", lambda term: tiles)
         with pytest.raises(RuntimeError, match="too many blocks"):
             rbn.ops.lstm(wx, weight, None, None, h0, c0)
     torch.cuda.synchronize()
@@ -249,7 +240,7 @@ def test_no_room_is_said_before_anything_starts():
 
     two = type("Call", (), {"R": 2, "T": 1, "B": 1})()
     with pytest.raises(RuntimeError, match="no room for all blocks of the recurrence at once"):
-        cuda_kernels._run(Full(), 4, two, cuda_kernels.ForwardArguments, {}, [1, 1, 1])
+        cuda_kernels._launch(Full(), 4, two, cuda_kernels.ForwardArguments, {}, [1, 1, 1])
 
 
 ALONE = """
@@ -300,7 +291,7 @@ def test_two_processes_share_the_card(hidden):
 @needs_cuda
 @pytest.mark.parametrize("dtype", UNITS)
 def test_the_triton_kernels_give_the_same_bits_every_time(dtype, monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "covers", lambda a: False)
+    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: False)
     case = make_case("bn_lstm", 9, 40, 100, fresh_seed(), dtype=dtype).on("cuda")
     first = differentiate(case, "gpu")
     for _ in range(200):

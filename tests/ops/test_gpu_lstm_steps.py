@@ -4,7 +4,6 @@ On a GPU, or on the CPU by Triton's interpreter: the same code but for the matri
 """
 
 import copy
-import importlib
 import logging
 from unittest import mock
 
@@ -23,6 +22,7 @@ from recurrence_cases import (
     differentiate,
     fresh_seed,
     make_case,
+    operator_call,
     shared,
 )
 
@@ -30,7 +30,7 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, batch_normalized, compare, products
+from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, compare, differentiate_together, products
 
 from rbn.ops.gpu.lstm import backward, families
 from rbn.ops.gpu.lstm.steps import step_launches
@@ -49,7 +49,7 @@ TILES = {"one tile": (1024, 2048, 1), "several": (1024, 16, 1), "more programs":
 
 
 def tiles(name):
-    """Cut the batch and the layer so."""
+    """PortableTiling the batch and the layer so."""
     sizes = zip(("_TILE", "_LARGEST", "_PROGRAMS"), TILES[name], strict=True)
     return mock.patch.multiple(step_launches, **dict(sizes))
 
@@ -58,7 +58,7 @@ def tiles(name):
 def _steps():
     """Step by step whatever else would run, with exact products."""
 
-    def steps(a):  # a mock would keep what it is called with, and so all graphs
+    def steps(term, a):  # a mock would keep what it is called with, and so all graphs
         return families.STEPS
 
     with mock.patch.object(families, "choose", steps), products(tf32=False):
@@ -148,7 +148,7 @@ def test_a_mean_far_from_zero_takes_nothing_from_the_variance(name):
 
 
 @beyond_the_batch
-def test_rows_alike_have_no_variance_at_all():
+def test_identical_rows_have_no_variance_at_all():
     """However large their value, which a mean meets to the last bits only."""
     case = make_case("bn_lstm", 1, 5, 3, dtype=torch.float32, absent=("gamma_x",))
     row = torch.tensor(1e4 / 3)
@@ -188,23 +188,12 @@ def test_several_recurrences_one_after_another(population):
     made = [case.on(DEVICE) for case in made]
     with tiles("several"):
         alone = [differentiate(case, "gpu") for case in made]
-        leaves = [
-            torch.stack([case.tensors[name] for case in made]).requires_grad_()
-            for name in made[0].tensors
-        ]
-        given_ = [case.options.get("population", ()) for case in made]
-        stacked = [torch.stack(values) for values in zip(*given_, strict=True)]
-        mask = torch.stack([case.options["zoneout_c"] for case in made])
-        rest = batch_normalized(stacked, mask)
-        results = importlib.import_module("rbn.ops.gpu").lstm_op(*leaves, None, *rest)
-        names = ("output", "h_n", "c_n")
-        cotangents = [torch.stack([case.cotangents[name] for case in made]) for name in names]
-        grads = torch.autograd.grad(results[:3], leaves, cotangents)
-    for r, (found, gradients_) in enumerate(alone):
-        for name, value in zip(names, results, strict=False):
-            assert torch.equal(value[r], found[name]), name
-        for name, grad in zip(gradients_, grads, strict=True):
-            torch.testing.assert_close(grad[r], gradients_[name], rtol=1e-4, atol=1e-5)
+        together = differentiate_together(made)
+    for (results, gradients), (expected, expected_gradients) in zip(together, alone, strict=True):
+        for name, want in expected.items():
+            assert want is results[name] is None or torch.equal(results[name], want), name
+        for name, want in expected_gradients.items():
+            torch.testing.assert_close(gradients[name], want, rtol=1e-4, atol=1e-5)
 
 
 def test_the_same_bits_from_a_graph_that_is_kept(monkeypatch):
@@ -225,7 +214,7 @@ def test_the_same_bits_from_a_graph_that_is_kept(monkeypatch):
             return torch.autograd.grad(output, list(leaves.values()), cotangent, **options)
 
         kept, last = differentiate_again(retain_graph=True), differentiate_again()
-    assert [room is not None for room in buffers] == [True]
+    assert [buffer is not None for buffer in buffers] == [True]
     for name, one, other in zip(leaves, kept, last, strict=True):
         assert torch.equal(one, other), name
 
@@ -284,20 +273,18 @@ def test_a_graph_of_steps(layer_class, capture):
             assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
 
 
-def test_the_operator(monkeypatch):
+def test_the_operator():
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
-    # With 8 units and an even batch the saved buffers have no unwritten room, which would differ
+    # With 8 units and an even batch the saved buffers have no unwritten parts, which would differ
     # from call to call.
     options = calm("bn_lstm") | {"lengths": [2, 1, 2, 1], "padding": "include"}
     case = make_case("bn_lstm", 2, 4, 8, dtype=torch.float32, **options)
     leaves = {name: v.requires_grad_() for name, v in case.on(DEVICE).present().items()}
-    gpu, found = importlib.import_module("rbn.ops.gpu"), []
-    run = gpu.lstm_op
-    monkeypatch.setattr(gpu, "lstm_op", lambda *args: found.append(args) or run(*args))
-    call(case.on(DEVICE).with_tensors(**leaves), "gpu")
-    (args,) = found
+    name, args = operator_call(case.on(DEVICE).with_tensors(**leaves), "gpu")
+    assert name == "gpu_lstm"
+    assert args.save
     # A compiled call may differ from this one in the last bits.
-    torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, args, rtol=1e-4, atol=1e-5)
+    torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, tuple(args), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layer_class", [rbn.LSTM, rbn.BatchNormLSTM])

@@ -11,9 +11,10 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from gpu_cases import DEVICE, products
 
 import rbn
-from rbn.ops.gpu.lstm import backward, cuda_kernels, families
-from rbn.ops.gpu.lstm.persistent.tiles import make_plan
+from rbn.ops.gpu.lstm import backward, cuda_kernels, families, forward
+from rbn.ops.gpu.lstm.persistent.tiles import make_tiles
 from rbn.ops.gpu.lstm.steps import step_launches
+from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import precision
 
 
@@ -30,13 +31,13 @@ from rbn.ops.gpu.runtime import precision
 )
 def test_which_path_is_taken(shape, dtype, path, monkeypatch):
     R, T, B, H = shape
-    wx = torch.empty(R, T, B, 4 * H, dtype=dtype, device="meta")
-    plan = make_plan(R, B, H, 132, dtype.itemsize, 227 * 1024)
-    monkeypatch.setattr(families, "plan_for", lambda wx: plan)
-    given_ = types.SimpleNamespace(wx=wx)
-    assert families.choose(given_) == path
-    monkeypatch.setattr(cuda_kernels, "covers", lambda a: True)
-    assert families.choose(given_) == families.CUDA
+    term = Term((R, T, B, 4 * H), dtype, torch.device("meta"))
+    tiles = make_tiles(R, B, H, 132, dtype.itemsize, 227 * 1024)
+    monkeypatch.setattr(families, "tiles_for", lambda term: tiles)
+    given_ = types.SimpleNamespace()
+    assert families.choose(term, given_) == path
+    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
+    assert families.choose(term, given_) == families.CUDA
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_the_gradient_of_the_weights_is_multiplied_as_the_kernels_do(tf32, level
     matmul = torch.backends.cuda.matmul
     before = torch.get_float32_matmul_precision()
     call = types.SimpleNamespace(
-        flat=types.SimpleNamespace(is_cuda=True, dtype=dtype), a=types.SimpleNamespace(tf32=tf32)
+        term=types.SimpleNamespace(is_cuda=True, dtype=dtype), a=types.SimpleNamespace(tf32=tf32)
     )
     try:
         torch.set_float32_matmul_precision(level)
@@ -120,25 +121,37 @@ def test_threads_share_the_switch_of_products():
     assert not matmul.allow_tf32
 
 
-def test_the_backward_pass_takes_the_path_of_the_forward_pass(monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_backward_pass_takes_the_path_of_the_forward_pass(compiled, monkeypatch):
     """Though what it may multiply in was changed meanwhile: what was saved lies in its order."""
-    asked = []
+    paths, plans = {True: families.STEPS, False: families.PERSISTENT}, []
+    monkeypatch.setattr(families, "choose", lambda term, a: paths[a.tf32])
+    for module in (forward, backward):
+        join = module.join
 
-    def choose(a):
-        asked.append(a.tf32)
-        return families.STEPS
+        def counted(calls, plan, *saved, _join=join):
+            plans.append((plan, calls[0].tf32))
+            return _join(calls, plan, *saved)
 
-    monkeypatch.setattr(families, "choose", choose)
-    wx = torch.randn(3, 2, 16, device=DEVICE, requires_grad=True)
+        monkeypatch.setattr(module, "join", counted)
     weight, states = torch.randn(16, 4, device=DEVICE), torch.zeros(2, 2, 4, device=DEVICE)
-    for tf32 in (True, False):
+
+    def run(wx):
         with rbn.backend("gpu"):
-            with products(tf32):
-                output, *_ = rbn.ops.lstm(wx, weight, None, None, *states)
-            with products(not tf32):
-                output.sum().backward()
-        assert asked == [tf32, tf32]
-        asked.clear()
+            return rbn.ops.lstm(wx, weight, None, None, *states)[0].sum()
+
+    for tf32 in (True, False):
+        torch._dynamo.reset()
+        wx = torch.randn(3, 2, 16, device=DEVICE, requires_grad=True)
+        with products(tf32):
+            loss = (torch.compile(run, backend="aot_eager") if compiled else run)(wx)
+        with products(not tf32):
+            loss.backward()
+        (plan, first), (again, second) = plans
+        assert first == second == tf32
+        assert plan is again
+        assert plan.path == paths[tf32]
+        plans.clear()
 
 
 @pytest.mark.skipif(

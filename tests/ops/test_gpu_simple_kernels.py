@@ -4,8 +4,6 @@ On a GPU, or on the CPU by Triton's interpreter: the same code but for the matri
 """
 
 import copy
-import importlib
-import inspect
 import logging
 
 import pytest
@@ -22,17 +20,22 @@ from recurrence_cases import (
     cases,
     constant_beginning,
     differentiate,
+    from_input,
     make_case,
+    operator_call,
     poisoned_memory,
+    results_to_keep,
+    saved_results,
     shared,
 )
 
 import rbn
-from rbn.ops import functional
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import DEVICE
+
+from rbn.ops.gpu.ln_lstm import ln_steps
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -79,17 +82,6 @@ def _exact_products():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def operator_call(case, monkeypatch):
-    """The operator that a call ends in, and its arguments there."""
-    gpu, name, found = importlib.import_module("rbn.ops.gpu"), f"{case.op}_op", []
-    run = getattr(gpu, name)
-    with monkeypatch.context() as patch:
-        patch.setattr(gpu, name, lambda *args: found.append(args) or run(*args))
-        call(case, "gpu")
-    (args,) = found
-    return f"gpu_{case.op}", args
-
-
 def assert_equal(actual, expected):
     """The same bits, for whatever is there."""
     assert actual.keys() == expected.keys()
@@ -105,18 +97,6 @@ def compare(case):
     results, gradients = TOLERANCES[torch.float32]
     assert_same(found[0], expected[0], results)
     assert_same(found[1], expected[1], gradients)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_the_signature_of_the_public_function(op):
-    def parameters(module):
-        found = inspect.signature(getattr(module, op)).parameters.values()
-        # Statistics over several processes are the reference's alone.
-        return [(p.name, p.kind, p.default) for p in found if p.name != "group"]
-
-    # Rows of several processes are the reference's affair.
-    expected = [p for p in parameters(functional) if p[0] != "group"]
-    assert parameters(importlib.import_module("rbn.ops.gpu")) == expected
 
 
 @pytest.mark.no_cover
@@ -142,8 +122,7 @@ def test_batches_of_several_tiles(padding):
 
 def test_a_program_for_each_row(monkeypatch):
     """As on a GPU; the interpreter is given several at once, to save time."""
-    steps = importlib.import_module("rbn.ops.gpu.ln_lstm.ln_steps")
-    monkeypatch.setattr(steps, "_TILE_INTERPRETED", 1)
+    monkeypatch.setattr(ln_steps, "_TILE_INTERPRETED", 1)
     compare(make_case("ln_lstm", 2, 3, 5, lengths=[2, 1, 2], **calm("ln_lstm")))
 
 
@@ -204,13 +183,16 @@ def test_rounding_is_not_enlarged_by_constant_steps(constant):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_nothing_is_kept_without_a_gradient(op, monkeypatch):
+def test_nothing_is_kept_without_a_gradient(op):
     case = make_case(op, 4, 3, 5, dtype=torch.float32, lengths=[1, 4, 2], **calm(op)).on(DEVICE)
     expected = call(case.on("cpu").to(torch.float64), "reference")
     assert_same(call(case, "gpu"), expected, TOLERANCES[torch.float32][0])
-    name, args = operator_call(case, monkeypatch)
-    *_, centered, _, _ = (*getattr(torch.ops.rbn, name).default(*args), None)[-4:]
-    assert centered.numel() == 0
+    name, args = operator_call(case, "gpu")
+    saved = saved_results(op, getattr(torch.ops.rbn, name).default(*args))
+    assert len(saved) >= 7
+    assert not any(value.numel() for value in saved)
+    kept = saved_results(op, getattr(torch.ops.rbn, name).default(*args._replace(save=True)))
+    assert any(value.numel() for value in kept)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -284,8 +266,7 @@ def test_a_double_runs_the_reference(op, caplog):
 
 
 def test_rows_too_long_run_the_reference(monkeypatch, caplog):
-    gpu = importlib.import_module("rbn.ops.gpu")
-    monkeypatch.setattr(gpu, "LARGEST", 4)
+    monkeypatch.setattr(ln_steps, "LARGEST", 4)
     case = make_case("ln_lstm", 2, 2, 5, dtype=torch.float32).on(DEVICE)
     with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
         call(case, "gpu")
@@ -308,27 +289,45 @@ CHECKED += [("bn_rnn", {"population": 2})]
 
 
 @pytest.mark.parametrize(("op", "options"), CHECKED)
-def test_the_operator(op, options, monkeypatch):
+def test_the_operator(op, options):
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
     case = make_case(op, 4, 3, 5, dtype=torch.float32, **calm(op), **options).on(DEVICE)
     training = "population" not in options
     leaves = {name: v.requires_grad_(training) for name, v in case.present().items()}
-    name, args = operator_call(case.with_tensors(**leaves), monkeypatch)
-    assert args[-1] is training  # save
+    name, args = operator_call(case.with_tensors(**leaves), "gpu")
+    assert args.save is training
     # A compiled call may differ from this one in the last bits.
-    torch.library.opcheck(getattr(torch.ops.rbn, name).default, args, rtol=1e-4, atol=1e-5)
+    operator = getattr(torch.ops.rbn, name).default
+    torch.library.opcheck(operator, tuple(args), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("op", "options"), CHECKED)
-def test_the_backward_operator(op, options, monkeypatch):
+def test_the_backward_operator(op, options):
     case = make_case(op, 4, 3, 5, dtype=torch.float32, **calm(op), **options).on(DEVICE)
-    name, args = operator_call(case, monkeypatch)
-    args = (*args[:-1], True)  # save
-    results = getattr(torch.ops.rbn, name).default(*args)
+    name, args = operator_call(case, "gpu")
+    args = args._replace(save=True)
+    results = results_to_keep(op, getattr(torch.ops.rbn, name).default(*args))
     cotangents = list(case.cotangents.values())
     torch.library.opcheck(
-        getattr(torch.ops.rbn, f"{name}_backward").default, (*cotangents, list(results), *args)
+        getattr(torch.ops.rbn, f"{name}_backward").default, (*cotangents, results, True, *args)
     )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_operators_from_an_input_and_states_for_all_rows(op):
+    case = make_case(op, 4, 3, 5, dtype=torch.float32, **calm(op), lengths=[4, 1, 2]).on(DEVICE)
+    leaves = {name: v.requires_grad_() for name, v in case.present().items()}
+    name, args = operator_call(case.with_tensors(**leaves), "gpu")
+    args = from_input(args)
+    operator = getattr(torch.ops.rbn, name).default
+    torch.library.opcheck(operator, tuple(args), rtol=1e-4, atol=1e-5)
+    args = args._replace(**{n: v.detach() for n, v in args._asdict().items() if torch.is_tensor(v)})
+    results, cotangents = results_to_keep(op, operator(*args)), list(case.cotangents.values())
+    for needs_input in (True, False):
+        torch.library.opcheck(
+            getattr(torch.ops.rbn, f"{name}_backward").default,
+            (*cotangents, results, needs_input, *args),
+        )
 
 
 @pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN])

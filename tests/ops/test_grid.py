@@ -1,4 +1,4 @@
-"""The kernels for wide layers, on a card: blocks of 128 and of 64 rows, zoneout, no splits."""
+"""The grid kernels, for wide layers, on a card: blocks of 128 and 64 rows, zoneout, no splits."""
 
 import copy
 import dataclasses
@@ -45,9 +45,9 @@ def whole(monkeypatch):
 
 
 @pytest.fixture
-def wide(monkeypatch, in_memory):
-    """Small layers, too, run the kernels for wide ones."""
-    monkeypatch.setattr(cuda_kernels, "_fits", lambda wx: False)
+def grid(monkeypatch, in_memory):
+    """Small layers, too, run the grid kernels."""
+    monkeypatch.setattr(cuda_kernels, "_fits", lambda term: False)
 
 
 @pytest.mark.parametrize("dtype", UNITS)
@@ -59,8 +59,8 @@ def wide(monkeypatch, in_memory):
         *(("lstm", name, (5, 40, 24)) for name in ("plain", "lengths")),
     ],
 )
-@pytest.mark.usefixtures("wide")
-def test_wide_layers_against_the_reference(op, name, shape, dtype, calls):
+@pytest.mark.usefixtures("grid")
+def test_the_grid_against_the_reference(op, name, shape, dtype, calls):
     compare(op, shape, dtype, OPTIONS[name])
     assert calls == ["forward", "backward"]
 
@@ -79,8 +79,8 @@ def test_a_wide_layer_gives_the_same_bits_every_time(shape, dtype, calls):
 
 
 @pytest.fixture
-def rows_64(monkeypatch, wide):
-    """Batches up to 64 rows, of any layer, run the kernels for wide ones with blocks of 64 rows."""
+def rows_64(monkeypatch, grid):
+    """Batches up to 64 rows, of any layer, run the grid kernels with blocks of 64 rows."""
     monkeypatch.setattr(grid_kernels, "PREFERRED", {64: 1})
 
 
@@ -160,7 +160,7 @@ def few_weights(monkeypatch):
         monkeypatch.setattr(grid_kernels, "shared_limit", lambda device: limit)
         grid_kernels._choose.cache_clear()
         for direction in teams:
-            assert grid_kernels.cut_wide(direction, 488, *teams[direction], limit).second > 0
+            assert grid_kernels.grid_tiling(direction, 488, *teams[direction], limit).second > 0
 
     yield limited
     grid_kernels._choose.cache_clear()
@@ -190,9 +190,9 @@ ZONEOUT = {
 
 
 @pytest.fixture
-def zoned(noting):
-    """Zoned calls run the kernels for wide layers; the directions in which they did."""
-    return noting("_run_wide")
+def zoned(record_runs):
+    """Zoned calls run the grid kernels; the directions in which they did."""
+    return record_runs("_grid_launch")
 
 
 @pytest.mark.parametrize("dtype", UNITS)

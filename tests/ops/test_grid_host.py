@@ -1,4 +1,4 @@
-"""The host's side of the CUDA kernels for wide layers: how it is cut, and which they take."""
+"""The host's side of the grid kernels: how wide layers are cut, and which they take."""
 
 import contextlib
 import dataclasses
@@ -9,20 +9,26 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu.lstm import cuda_kernels, families, plan, signature
+from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.gpu.lstm import cuda_kernels, families
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.cuda_kernels import CLUSTER, GRID, PORTABLE
 from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.lstm.plan import Plan
+from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import driver
+
+HOST = torch.device("cpu")  # where no cluster kernels run
 
 
 @pytest.mark.parametrize("limit", [110 * 1024, 227 * 1024])
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("hidden", [4, 52, 240, 1060, 2000, 2112])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows, limit):
+def test_a_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows, limit):
     for team in grid_kernels.TEAMS[direction]:
-        cut = grid_kernels.cut_wide(direction, hidden, team, limit, rows)
-        full = grid_kernels.cut_wide(direction, hidden, team, limit, rows, half=False)
+        cut = grid_kernels.grid_tiling(direction, hidden, team, limit, rows)
+        full = grid_kernels.grid_tiling(direction, hidden, team, limit, rows, half=False)
         assert full == (cut and dataclasses.replace(cut, half=False))
         if cut is None:  # not even by reading everything twice
             assert limit < 227 * 1024
@@ -45,68 +51,64 @@ def test_a_wide_cut_covers_the_weights_and_fits_the_card(direction, hidden, rows
 
 def test_text8_is_cut_as_planned():
     limit = 227 * 1024
-    forward = grid_kernels.cut_wide("forward", 2000, 1, limit)
-    backward = grid_kernels.cut_wide("backward", 2000, 8, limit)
+    forward = grid_kernels.grid_tiling("forward", 2000, 1, limit)
+    backward = grid_kernels.grid_tiling("backward", 2000, 8, limit)
     assert (forward.blocks, forward.first, forward.resident, forward.second) == (125, 9, 46, 9)
     assert (backward.blocks, backward.first, backward.resident, backward.second) == (128, 5, 22, 5)
 
 
 @pytest.mark.usefixtures("hopper")
-def test_which_layers_are_preferably_wide(monkeypatch):
+def test_which_layers_prefer_the_grid(monkeypatch):
     monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
 
-    def kind(batch, hidden, recurrences=1, dtype=torch.bfloat16):
-        wx = torch.empty(recurrences, 1, batch, 4 * hidden, dtype=dtype)
-        rows = {cut.rows for d in grid_kernels.TEAMS if (cut := grid_kernels.choose(d, wx))}
+    def kind(batch, hidden, recurrences=1, dtype=torch.bfloat16, tf32=True):
+        term = Term((recurrences, 1, batch, 4 * hidden), dtype, HOST)
+        rows = {cut.rows for d in grid_kernels.TEAMS if (cut := grid_kernels.choose(d, term))}
         assert len(rows) <= 1
-        return (cuda_kernels.kind(wx), *rows)
+        return (cuda_kernels.kind(term, tf32), *rows)
 
-    assert kind(64, 1000) == kind(64, 2000) == ("wide", 64)  # Penn Treebank's layer
-    assert kind(128, 2000) == ("wide", 128)  # text8's
-    assert kind(33, 264) == ("wide", 64)
-    assert kind(65, 264) == kind(128, 136) == kind(128, 960) == ("wide", 64)  # two splits
-    assert kind(128, 1024) == ("wide", 128)  # no room for them
-    assert kind(32, 264) == kind(1, 1000) == ("units of 8", 64)  # few rows
-    assert kind(1, 2000) == ("wide", 64)  # no other has room
-    assert kind(64, 240) == ("units of 8", 128)
-    assert kind(65, 132) == ("units of 8", 64)
+    assert kind(64, 1000) == kind(64, 2000) == (GRID, 64)  # Penn Treebank's layer
+    assert kind(128, 2000) == (GRID, 128)  # text8's
+    assert kind(33, 264) == (GRID, 64)
+    assert kind(65, 264) == kind(128, 136) == kind(128, 960) == (GRID, 64)  # two splits
+    assert kind(128, 1024) == (GRID, 128)  # no room for them
+    assert kind(32, 264) == kind(1, 1000) == (PORTABLE, 64)  # few rows
+    assert kind(1, 2000) == (GRID, 64)  # no other has room
+    assert kind(64, 240) == (PORTABLE, 128)
+    assert kind(65, 132) == (PORTABLE, 64)
     monkeypatch.setattr(grid_kernels, "PREFERRED", {})
-    assert kind(64, 1000) == ("units of 8", 128)
-    assert kind(64, 2000) == ("wide", 128)
+    assert kind(64, 1000) == (PORTABLE, 128)
+    assert kind(64, 2000) == (GRID, 128)
     monkeypatch.setattr(grid_kernels, "PREFERRED", {64: 1000})
-    assert kind(64, 1000) == kind(1, 2000) == ("wide", 64)
-    assert kind(64, 1000, recurrences=2) == ("wide", 64)  # 128 blocks backward
-    assert kind(64, 996) == kind(65, 1000) == ("units of 8", 128)
-    assert kind(65, 2000) == ("wide", 128)
-    assert kind(64, 1002) == kind(64, 1002, dtype=torch.float32) == ("units of 8",)
-    assert kind(64, 1000, dtype=torch.float32) == ("wide", 64)
-    assert kind(128, 2000, dtype=torch.float32) == ("wide", 128)
+    assert kind(64, 1000) == kind(1, 2000) == (GRID, 64)
+    assert kind(64, 1000, recurrences=2) == (GRID, 64)  # 128 blocks backward
+    assert kind(64, 996) == kind(65, 1000) == (PORTABLE, 128)
+    assert kind(65, 2000) == (GRID, 128)
+    assert kind(64, 1002) == kind(64, 1002, dtype=torch.float32) == (PORTABLE,)
+    assert kind(64, 1000, dtype=torch.float32) == (GRID, 64)
+    assert kind(128, 2000, dtype=torch.float32) == (GRID, 128)
     with monkeypatch.context() as patch:
         patch.setattr(grid_kernels, "TYPES", grid_kernels.TYPES[1:])
-        assert kind(64, 1000, dtype=torch.float32) == ("units of 8",)
+        assert kind(64, 1000, dtype=torch.float32) == (PORTABLE,)
         assert kind(128, 2000, dtype=torch.float32) == (None,)
-        assert kind(64, 1000) == ("wide", 64)
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda_kernels, "tf32_allowed", lambda: False)
-        assert kind(64, 1000, dtype=torch.float32)[0] is None
-        assert kind(64, 1000) == ("wide", 64)
-    wx = torch.empty(1, 1, 64, 4000).bfloat16()
-    cut = cuda_kernels.cut_of("forward", wx, cuda_kernels.family(wx))
+        assert kind(64, 1000) == (GRID, 64)
+    assert kind(64, 1000, dtype=torch.float32, tf32=False)[0] is None
+    assert kind(64, 1000, tf32=False) == (GRID, 64)
+    term = Term((1, 1, 64, 4000), torch.bfloat16, HOST)
+    cut = cuda_kernels.tiling_of("forward", term, cuda_kernels.family(term))
+    assert isinstance(cut, grid_kernels.GridTiling)
     assert cuda_kernels.meeting(cut) == (False, False)
     monkeypatch.setattr(grid_kernels, "PREFERRED", {64: 1000, 128: 500})
-    assert kind(64, 1000) == ("wide", 64)
-    assert kind(65, 1000) == ("wide", 128)
-    assert kind(64, 500) == ("units of 8", 128)
+    assert kind(64, 1000) == (GRID, 64)
+    assert kind(65, 1000) == (GRID, 128)
+    assert kind(64, 500) == (PORTABLE, 128)
 
 
 def zoned_call(batch, hidden, dtype=torch.bfloat16, **options):
-    """What the choice of kernels looks at, of one that is on a card."""
-    wx = types.SimpleNamespace(
-        shape=(5, batch, 4 * hidden), dtype=dtype, is_cuda=True, device=torch.device("cuda", 0)
-    )
-    fields = dict.fromkeys(signature.Inputs._fields) | {"wx": wx, "population": [], "norm": "none"}
-    fields |= {"rate_c": 0.0, "rate_h": 0.0, "tf32": True}
-    return signature.Inputs(**fields | options)
+    """What the choice of kernels looks at, of a call on a card: the input term and the options."""
+    fields = dict.fromkeys(LSTM.tensors) | {"tf32": True} | options
+    term = Term((5, batch, 4 * hidden), dtype, torch.device("cuda", 0))
+    return term, LSTMArguments(**fields)
 
 
 MASK = torch.zeros(5, 1, 1, dtype=torch.bool)
@@ -116,20 +118,20 @@ ZONEOUT = [{"mask_c": MASK}, {"mask_h": MASK}, {"rate_c": 0.5}, {"rate_h": 0.05}
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("zoneout", ZONEOUT)
-def test_which_zoned_calls_run_wide(zoneout, monkeypatch):
+def test_which_zoned_calls_run_on_the_grid(zoneout, monkeypatch):
     monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
 
     def runs(*sizes, **options):
-        a = zoned_call(*sizes, **zoneout | options)
+        term, a = zoned_call(*sizes, **zoneout | options)
         assert a.zoned
-        assert cuda_kernels.family(a.wx, a.zoned) == "wide"
-        return cuda_kernels.covers(a)
+        assert cuda_kernels.family(term, a.zoned) == GRID
+        return cuda_kernels.covers(term, a)
 
     sizes = ((64, 1000), (128, 2000), (100, 100), (16, 512), (64, 240))
     # Also where small layers or few rows have other kernels, without zoneout.
     assert all(runs(*size) for size in sizes)
-    assert cuda_kernels.family(zoned_call(100, 100).wx) == "small"
+    assert cuda_kernels.family(zoned_call(100, 100)[0]) == CLUSTER
     assert all(runs(*size, dtype=torch.float32) for size in sizes)
     assert not runs(64, 1000, dtype=torch.float64)
     assert not runs(64, 1000, dtype=torch.float32, tf32=False)
@@ -141,7 +143,7 @@ def test_which_zoned_calls_run_wide(zoneout, monkeypatch):
     assert not runs(64, 2400)
 
 
-def test_which_layers_are_wide(monkeypatch):
+def test_which_layers_the_grid_takes(monkeypatch):
     """Hopper, a multiple of four units, and room for all blocks at once; no float64."""
     card = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -150,34 +152,34 @@ def test_which_layers_are_wide(monkeypatch):
     monkeypatch.setattr(grid_kernels, "clusters", lambda size, device: 66)
     monkeypatch.setattr(grid_kernels.nvrtc, "version", lambda: (12, 3))
 
-    def team(direction, wx):
+    def team(direction, recurrences=1, batch=128, hidden=2000, dtype=torch.bfloat16):
+        term = Term((recurrences, 1, batch, 4 * hidden), dtype, HOST)
         grid_kernels._choose.cache_clear()
-        cut = grid_kernels.choose(direction, wx)
+        cut = grid_kernels.choose(direction, term)
         grid_kernels._choose.cache_clear()
         return cut and cut.team
 
-    half = torch.empty(1, 1, 128, 8000, dtype=torch.bfloat16)
-    assert team("forward", half) == 1
-    assert team("backward", half) == 8
+    assert team("forward") == 1
+    assert team("backward") == 8
     # 8 would need 136 blocks
-    assert team("backward", half.new_empty(1, 1, 128, 4 * 2112)) == 4
-    assert team("forward", half.float()) == 1
-    assert team("backward", half.float()) == 8
-    assert not team("forward", half.double())
-    assert not team("forward", half.expand(2, 1, 128, 8000))
-    assert not team("forward", half[..., : 4 * 1998])
-    assert not team("forward", half.new_empty(1, 1, 129, 8000))
+    assert team("backward", hidden=2112) == 4
+    assert team("forward", dtype=torch.float32) == 1
+    assert team("backward", dtype=torch.float32) == 8
+    assert not team("forward", dtype=torch.float64)
+    assert not team("forward", recurrences=2)
+    assert not team("forward", hidden=1998)
+    assert not team("forward", batch=129)
     card.multi_processor_count = 125
-    assert team("forward", half) == 1
+    assert team("forward") == 1
     card.multi_processor_count = 124
-    assert not team("forward", half)
+    assert not team("forward")
     card.multi_processor_count = 125
     with monkeypatch.context() as patch:
         patch.setattr(grid_kernels.nvrtc, "version", lambda: (11, 8))
-        assert not team("forward", half)
-    assert team("forward", half) == 1
+        assert not team("forward")
+    assert team("forward") == 1
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert not team("forward", half)
+    assert not team("forward")
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -186,7 +188,7 @@ def test_which_layers_are_wide(monkeypatch):
 def test_what_blocks_look_at_begins_at_zero(direction, rows, half):
     """Pieces beyond the last unit, counters, and the sums, whose last bit says when they came."""
     team = grid_kernels.TEAMS[direction][0]
-    cut = grid_kernels.cut_wide(direction, 72, team, 227 * 1024, rows, half)
+    cut = grid_kernels.grid_tiling(direction, 72, team, 227 * 1024, rows, half)
     sizes = grid_kernels.zeroed(cut, 2)
     pieces = sizes["passed"] // (2 * 2 * 2 * rows * 16)  # of two recurrences, for two steps
     assert pieces >= 5 * (4 if direction == "backward" else 1)  # by 5 blocks of 16 units
@@ -206,9 +208,11 @@ def test_which_batches_are_split(monkeypatch):
     monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
 
     def cuts(batch, hidden, recurrences=1, dtype=torch.bfloat16):
-        wx = torch.empty(recurrences, 1, batch, 4 * hidden, dtype=dtype)
-        found = [grid_kernels.choose(direction, wx) for direction in ("forward", "backward")]
-        assert (cuda_kernels.kind(wx) == "wide") == grid_kernels.takes(wx) == all(found)
+        term = Term((recurrences, 1, batch, 4 * hidden), dtype, HOST)
+        found = [grid_kernels.choose(direction, term) for direction in ("forward", "backward")]
+        assert (
+            (cuda_kernels.kind(term, tf32=True) == GRID) == grid_kernels.takes(term) == all(found)
+        )
         return [(cut.splits, cut.rows, cut.blocks, cut.team) for cut in found if cut]
 
     monkeypatch.setattr(grid_kernels, "SPLIT_ROWS", (128,))
@@ -243,17 +247,17 @@ def test_which_batches_are_split(monkeypatch):
 @pytest.mark.parametrize("splits", [2, 3, 8])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_what_splits_have_for_themselves(direction, splits):
-    """All that blocks pass to each other, and room for the sums that they send."""
+    """All that blocks pass to each other, and memory for the sums that they send."""
     team, limit = grid_kernels.TEAMS[direction][0], 227 * 1024
-    one = grid_kernels.cut_wide(direction, 200, team, limit)
-    cut = grid_kernels.cut_wide(direction, 200, team, limit, splits=splits)
+    one = grid_kernels.grid_tiling(direction, 200, team, limit)
+    cut = grid_kernels.grid_tiling(direction, 200, team, limit, splits=splits)
     assert dataclasses.replace(cut, splits=1) == one
     sums = 128 + 32 if direction == "forward" else 3 * 64 + 32
     assert cut.shared == one.shared + 4 * 8 + 2 * splits * 4 * sums  # 4 barriers
     assert cut.shared % 16 == 0
     of_one, of_all = grid_kernels.zeroed(one, 3), grid_kernels.zeroed(cut, 3)
     assert of_all == {name: splits * size for name, size in of_one.items()}
-    few = grid_kernels.cut_wide(direction, 2000, team, limit, splits=splits)
+    few = grid_kernels.grid_tiling(direction, 2000, team, limit, splits=splits)
     assert few.shared <= limit
     assert few.spilled == splits * few.blocks * (few.first + few.second) * few.group > 0
 
@@ -297,18 +301,20 @@ def test_a_split_batch_is_launched_in_clusters_all_at_once(drive, monkeypatch):
     monkeypatch.setattr(
         grid_kernels.nvrtc, "compiled", lambda name, defines, arch: named.append(defines) or b""
     )
-    cut = grid_kernels.cut_wide("forward", 52, 1, 227 * 1024, splits=2)
+    cut = grid_kernels.grid_tiling("forward", 52, 1, 227 * 1024, splits=2)
     kernel = grid_kernels.kernel.__wrapped__(cut, 0, (("H", 52),))
     assert named[0]["SPLITS"] == 2
     assert kernel.at_once == 132
     call = types.SimpleNamespace(R=3, T=1, B=200, a=types.SimpleNamespace(eps=0.0))
     more = (0.0, 0.0, 0, 0)
-    arguments = cuda_kernels.WideForwardArguments
-    cuda_kernels._run(kernel, cut.blocks, call, arguments, {}, [1, 1, 1], *more, splits=2)
+    arguments = cuda_kernels.GridForwardArguments
+    given = (kernel, cut.blocks, call, arguments, {}, [1, 1, 1], *more)
+    launch = cuda_kernels._launch(*given, splits=2)
+    launch.kernel.launch(launch.grid, launch.arguments)
     assert launched == [([4, 6, 1], [1, 2, 1], [1, 0, 0], 2)]
     call.R = 17  # 136 blocks
     with pytest.raises(RuntimeError, match="no room for all blocks"):
-        cuda_kernels._run(kernel, cut.blocks, call, arguments, {}, [1, 1, 1], *more, splits=2)
+        cuda_kernels._launch(*given, splits=2)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -322,17 +328,18 @@ def test_a_split_batch_is_launched_in_clusters_all_at_once(drive, monkeypatch):
     ],
 )
 def test_splits_keep_step_where_they_have_sums_in_common(batch, norm, given, together, monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "covers", lambda a: True)
-    monkeypatch.setattr(cuda_kernels, "_fits", lambda wx: False)
+    monkeypatch.setattr(cuda_kernels, "_fits", lambda term: False)
     H = 12
-    fields = dict.fromkeys(signature.Inputs._fields)
-    fields |= {"rate_c": 0.0, "rate_h": 0.0, "norm": norm, "input_stats": "step"}
-    fields |= {"wx": torch.empty(2, batch, 4 * H).bfloat16(), "save": True, "population": []}
+    fields = dict.fromkeys(LSTM.tensors) | {"norm": norm, "save": True}
+    fields["input"] = torch.empty(2, batch, 4 * H).bfloat16()
+    fields["weight_hh"] = torch.empty(4 * H, H).bfloat16()
     if norm == "batch":
         fields |= dict.fromkeys(("gamma_x", "gamma_h"), torch.ones(4 * H))
         fields |= dict.fromkeys(("gamma_c", "beta_c"), torch.ones(H))
     if given:
-        fields["population"] = [torch.ones(1, 4 * H)] * 4 + [torch.ones(1, H)] * 2
-    found = plan.Facts(signature.Inputs(**fields), None, families.CUDA)
-    assert {cut.splits for cut in found.cuts.values()} == {-(-batch // 64)}
+        statistics = [torch.ones(1, 4 * H)] * 4 + [torch.ones(1, H)] * 2
+        fields |= dict(zip(LSTM.moments, statistics, strict=True))
+    term = Term((2, batch, 4 * H), torch.bfloat16, HOST)
+    found = Plan(LSTMArguments(**fields), term, one_feature=False, path=families.CUDA)
+    assert {cut.splits for cut in found.tilings.values()} == {-(-batch // 64)}
     assert found.in_step == together

@@ -1,4 +1,4 @@
-"""Batches of more rows than 64 in the kernels for wide layers, on a card: splits of 64 and 128."""
+"""Batches of more rows than 64 in the grid kernels, on a card: splits of 64 and 128 rows."""
 
 import copy
 import math
@@ -22,15 +22,16 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.lstm.term import Term
 
 pytestmark = [*on_a_card, needs_hopper]
 
 
 @pytest.fixture
-def launched(noting):
-    """Directions and splits of the kernels for wide layers that ran."""
-    return noting(
-        "_run_wide", lambda direction, call: (direction, call.facts.cuts[direction].splits)
+def launched(record_runs):
+    """Directions and splits of the grid kernels that ran."""
+    return record_runs(
+        "_grid_launch", lambda direction, call: (direction, call.plan.tilings[direction].splits)
     )
 
 
@@ -152,8 +153,8 @@ def few_weights(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("few_weights", "of_128")
 def test_weights_of_split_batches_that_do_not_fit(dtype, launched):
-    wx = torch.empty(5, 200, 4 * 488, dtype=dtype)
-    assert all(grid_kernels.choose(direction, wx).second for direction in ("forward", "backward"))
+    term = Term((5, 200, 4 * 488), dtype, torch.device("cuda", 0))
+    assert all(grid_kernels.choose(direction, term).second for direction in ("forward", "backward"))
     compare("bn_lstm", (5, 200, 488), dtype, OPTIONS["lengths"])
     assert launched == both(2)
 

@@ -1,4 +1,4 @@
-"""Launches of a compiled kernel again, with other numbers."""
+"""Launches of a compiled kernel again, with other numbers or other tensors."""
 
 import ctypes
 import types
@@ -62,13 +62,13 @@ def test_triton_looks_at_the_first_launch_alone(takes_all, monkeypatch):
 @pytest.mark.parametrize("other", ["type", "alignment", "flag", "integer"])
 def test_triton_looks_at_what_it_may_compile_for(other):
     kernel = Kernel(Compiled())
-    room = torch.zeros(8)
-    tensors, flags, t = [room[:4], room[4:]], {"SAVE": True, "UNITS": 8}, 2
+    memory = torch.zeros(8)
+    tensors, flags, t = [memory[:4], memory[4:]], {"SAVE": True, "UNITS": 8}, 2
     Repeated(kernel, (7,), tensors, flags)(t, 0.5)
     if other == "type":
-        tensors = [room[:4], room[4:].to(torch.bfloat16)]
+        tensors = [memory[:4], memory[4:].to(torch.bfloat16)]
     elif other == "alignment":
-        tensors = [room[:4], room[3:]]
+        tensors = [memory[:4], memory[3:]]
     elif other == "flag":
         flags = flags | {"UNITS": 4}
     else:
@@ -206,10 +206,10 @@ def test_whoever_hooks_into_launches_is_heard(monkeypatch):
 def test_one_launch_of_many_calls():
     """Triton looks again only where something other than addresses differs, or some are odd."""
     kernel = Kernel(Compiled())
-    room, asked = torch.zeros(16), []
+    memory, asked = torch.zeros(16), []
 
     def launch(first, rate=0.5, units=8):
-        tensors = [room[first : first + 2], room[8:]]
+        tensors = [memory[first : first + 2], memory[8:]]
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
 
         def ask():
@@ -217,7 +217,7 @@ def test_one_launch_of_many_calls():
             return tensors
 
         flags = {"UNITS": units, "SAVE": True}
-        launch_kept(kernel, (3, 2), addresses, ask, (5, rate), flags, (torch.float32,), room)
+        launch_kept(kernel, (3, 2), addresses, ask, (5, rate), flags, (torch.float32,), memory)
 
     launch(0)
     launch(4)
@@ -225,7 +225,7 @@ def test_one_launch_of_many_calls():
     ((grid, arguments),) = kernel.compiled.calls
     assert grid == (3, 2, 1)
     rest = (8, True) if launch_cache._TAKES_ALL else ()
-    assert arguments == (room[4:].data_ptr(), room[8:].data_ptr(), 5, 0.5, *rest)
+    assert arguments == (memory[4:].data_ptr(), memory[8:].data_ptr(), 5, 0.5, *rest)
     launch(1)  # not at a multiple of 16 bytes
     launch(0, rate=0.25)
     launch(0, units=4)
@@ -243,12 +243,12 @@ def test_the_driver_launches_the_other_calls(compiled_in, monkeypatch):
         kernel.compiled.src.signature["t"] = "constexpr"
     cuda = Driver([8, 8, *([] if compiled_in else [4]), 4, 8, 8])
     monkeypatch.setattr(driver, "_driver", lambda: cuda)
-    room = torch.zeros(16)
-    pairs = [(room[k : k + 4], room[8:]) for k in (0, 4, 0)]
+    memory = torch.zeros(16)
+    pairs = [(memory[k : k + 4], memory[8:]) for k in (0, 4, 0)]
     for pair in pairs:
         addresses = tuple(tensor.data_ptr() for tensor in pair)
         flags = {"UNITS": 8, "SAVE": True, "num_warps": 4}
-        launch_kept(kernel, (3, 2), addresses, lambda pair=pair: pair, (1, 0.5), flags, (), room)
+        launch_kept(kernel, (3, 2), addresses, lambda pair=pair: pair, (1, 0.5), flags, (), memory)
     assert len(kernel.calls) == 1
     assert not kernel.compiled.calls
     numbers = [*([] if compiled_in else [1]), 0x3F000000, 0, 0]

@@ -8,10 +8,14 @@ import torch
 
 import rbn
 import rbn.nn.recurrence
+from rbn.ops.dispatch import run
+from rbn.ops.input_product import input_product
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-layer_node = importlib.import_module("rbn.ops.gpu.lstm.layer")
+from rbn.ops.gpu.lstm import plan
+
+gpu = importlib.import_module("rbn.ops.gpu")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_a_card = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test
@@ -22,18 +26,28 @@ LENGTHS = [3, 1, 2, 3]
 def nodes(monkeypatch):
     """How many directions each node had; several are one node under Triton's interpreter too."""
     found = []
-    run = layer_node._run
-    monkeypatch.setattr(
-        layer_node,
-        "_run",
-        lambda op, calls, *args: found.append(len(calls)) or run(op, calls, *args),
-    )
+    implementation = gpu._LSTM.implementation
+
+    def counted(calls, separate):
+        found.append(len(calls))
+        return implementation.forward(calls, separate)
+
+    monkeypatch.setattr(gpu._LSTM, "implementation", implementation._replace(forward=counted))
     if DEVICE == "cpu":
-        monkeypatch.setattr(layer_node, "pays", lambda wx, calls: True)
-        together = importlib.import_module("rbn.ops.gpu.lstm.together")
-        monkeypatch.setattr(together, "pays", lambda wx, calls: True)
+        monkeypatch.setattr(plan, "_fits_side_by_side", lambda a, count: True)
     with rbn.backend("gpu"):
         yield found
+
+
+def run_in_several_nodes(definition, calls, group):
+    """The input terms and states for all rows are made by PyTorch, outside of the operator."""
+    parts = []
+    for a in calls:
+        rows = a.input.shape[1], a.weight_hh.shape[1]
+        term = input_product(a.input, a.weight_ih)
+        states = {"h0": a.h0.expand(rows), "c0": a.c0.expand(rows)}
+        parts.append(a._replace(input=term, weight_ih=None, **states))
+    return run(definition, parts, group)
 
 
 def made(layer_class=rbn.BatchNormLSTM, dtype=torch.float32, **options):
@@ -95,9 +109,9 @@ def test_same_numbers_as_in_several_nodes(name, bidirectional, given, nodes, mon
             hx = [torch.randn(directions, 4, 4, device=DEVICE).to(dtype) for _ in range(2)]
             hx = tuple(state.requires_grad_() for state in hx)
         if not one_node:
-            monkeypatch.setattr(rbn.nn.recurrence, "from_inputs", lambda *args: None)
+            monkeypatch.setattr(rbn.nn.recurrence, "run", run_in_several_nodes)
         found.append(results(own, x, hx, LENGTHS if given == "lengths" else None))
-    assert nodes == [directions]
+    assert nodes == [directions] * 2
     one, several = found
     for name, value in one.items():
         want = several[name]
@@ -156,7 +170,7 @@ def test_states_may_be_changed_in_place_and_outputs_not_unnoticed(nodes):
 
 
 @on_a_card
-def test_what_does_not_fit_is_named_by_others(nodes):
+def test_what_does_not_fit_is_named(nodes):
     layer = made()
     layer.gamma_h_l0 = torch.nn.Parameter(torch.ones(3, device=DEVICE))
     with pytest.raises(ValueError, match="gamma_h must have the shape"):

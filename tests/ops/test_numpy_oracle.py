@@ -87,17 +87,17 @@ def test_the_oracle_depends_on_every_argument():
 
 @pytest.mark.parametrize("options", [{}, {"input_stats": "sequence"}, {"absent": ("gamma_c",)}])
 @pytest.mark.parametrize("scale", [0.0, 1e-6])
-@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("identical", [True, False])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
-def test_small_recurrent_weights_have_their_gradient(op, backend, alike, scale, options):
-    """Their term is next to constant, but not because the rows are alike: they can be learned."""
+def test_small_recurrent_weights_have_their_gradient(op, backend, identical, scale, options):
+    """Their term is next to constant, but not because rows are identical: they can be learned."""
     if op == "bn_rnn" and "absent" in options:
         pytest.skip("the simple network has no cell")
     case = make_case(op, 4, 5, 3, **options)
     tensors = case.present()
     changed = {"weight_hh": tensors["weight_hh"] * scale}
-    if alike:
+    if identical:
         changed |= {k: tensors[k][:1].expand(5, 3).clone() for k in ("h0", "c0") if k in tensors}
     case = case.with_tensors(**changed)
     rng = np.random.default_rng(0)

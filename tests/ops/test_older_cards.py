@@ -12,12 +12,14 @@ import torch
 
 import rbn
 from rbn.ops import dispatch, reference
+from rbn.ops.definition import LSTM, LSTMArguments
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops import gpu
 from rbn.ops.gpu.lstm import cuda_kernels, families
 from rbn.ops.gpu.lstm.persistent import tiles
+from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.symbols import look_up
 
@@ -27,7 +29,7 @@ ON_A_CARD = types.SimpleNamespace(device=torch.device("cuda", 0))
 @pytest.fixture
 def card(monkeypatch):
     """Makes the card one of another compute capability."""
-    caches = (dispatch._capability, cuda_kernels._capable, cuda_kernels._has_room, families._plan)
+    caches = (dispatch._capability, cuda_kernels._capable, cuda_kernels._has_room, families._tiles)
 
     def of(*capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -40,25 +42,28 @@ def card(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "module"), [((6, 1), reference), ((7, 0), gpu), ((7, 5), gpu), ((9, 0), gpu)]
+    ("capability", "name"),
+    [((6, 1), "reference"), ((7, 0), "gpu"), ((7, 5), "gpu"), ((9, 0), "gpu")],
 )
-def test_kernels_run_from_compute_capability_7_on(capability, module, card):
+def test_kernels_run_from_compute_capability_7_on(capability, name, card):
     card(*capability)
-    for op in ("bn_lstm", "lstm", "ln_lstm", "bn_rnn"):
-        assert dispatch.select(op, ON_A_CARD) is getattr(module, op)
+    assert dispatch.backend_for(ON_A_CARD) == name
+    module = {"reference": reference, "gpu": gpu}[name]
+    for function in ("symbol_rows", "linear_cross_entropy"):
+        assert dispatch.select(function, ON_A_CARD) is getattr(module, function)
 
 
 def test_asked_for_a_card_too_old_is_said(card):
     card(6, 1)
     with rbn.backend("gpu"), pytest.raises(RuntimeError, match="needs triton and a card it suppor"):
-        dispatch.select("bn_lstm", ON_A_CARD)
+        dispatch.backend_for(ON_A_CARD)
 
 
 def test_cards_of_another_maker_run_the_reference(card, monkeypatch):
     """Their capabilities look like Hopper's."""
     card(9, 4)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert dispatch.select("bn_lstm", ON_A_CARD) is reference.bn_lstm
+    assert dispatch.backend_for(ON_A_CARD) == "reference"
 
 
 @pytest.mark.parametrize(
@@ -77,16 +82,8 @@ def test_cuda_needs_ampere_and_its_compiler(capability, compiler, path, card, mo
     for module in (cuda_kernels, tiles):
         monkeypatch.setattr(module, "shared_limit", lambda device: 96 * 1024)
     monkeypatch.setattr(nvrtc, "works", lambda number: compiler and number == capability)
-    wx = types.SimpleNamespace(
-        shape=(5, 100, 400),
-        dtype=torch.float16,
-        itemsize=2,
-        is_cuda=True,
-        device=torch.device("cuda", 0),
-        dim=lambda: 3,
-    )
-    given = dict.fromkeys(("joint", "include", "pass_normalized_cell", "zoned"), False)
-    assert families.choose(types.SimpleNamespace(wx=wx, **given)) == path
+    term = Term((5, 100, 400), torch.float16, torch.device("cuda", 0))
+    assert families.choose(term, LSTMArguments(**dict.fromkeys(LSTM.tensors))) == path
 
 
 @pytest.mark.parametrize(
@@ -106,8 +103,8 @@ def test_where_products_of_half_precision_are_made(capability, dtype, expected, 
     made = []
     monkeypatch.setattr(families, "multiprocessors", lambda where: 40)
     monkeypatch.setattr(families, "shared_memory", lambda where: 64 * 1024)
-    monkeypatch.setattr(families, "make_plan", lambda *sizes: made.append(sizes))
-    families._new_plan(1, 200, 60, dtype, 0)
+    monkeypatch.setattr(families, "make_tiles", lambda *sizes: made.append(sizes))
+    families._tiles.__wrapped__(1, 200, 60, dtype, 0)
     assert made == [(1, 200, 60, 40, dtype.itemsize, 64 * 1024, not expected)]
 
 
@@ -115,8 +112,8 @@ def test_where_products_of_half_precision_are_made(capability, dtype, expected, 
 @pytest.mark.parametrize("batch", [1, 64, 129, 400])
 @pytest.mark.parametrize("hidden", [1, 24, 60, 100, 1000])
 def test_widened_tiles_fit_the_card(shared, batch, hidden):
-    found = tiles.make_plan(1, batch, hidden, 80, 2, 1024 * shared, widened=True)
-    assert found == tiles.make_plan(1, batch, hidden, 80, 2, 1024 * shared, True)
+    found = tiles.make_tiles(1, batch, hidden, 80, 2, 1024 * shared, widened=True)
+    assert found == tiles.make_tiles(1, batch, hidden, 80, 2, 1024 * shared, True)
     rows = max(16, tiles.power_of_two(batch))
     if found is None:
         assert (rows + 16) * 16 * 4 > 1024 * shared or rows * 16 * -(-hidden // 320) > 2**13

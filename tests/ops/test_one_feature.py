@@ -1,7 +1,6 @@
 """Inputs of one feature on the GPU, the host's side: what is taken, what kernels are given."""
 
 import ctypes
-import functools
 
 import pytest
 import torch
@@ -11,10 +10,12 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu.lstm import cuda_kernels, forward
-from rbn.ops.gpu.lstm import layer as layer_node
+from rbn.ops.gpu import input_term
+from rbn.ops.gpu.lstm import cuda_kernels, joined, plan
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.input_moments import feature_moments
+from rbn.ops.reference import call as reference_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_the_host = pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins for kernels")
@@ -27,15 +28,15 @@ def test_inputs_as_kernels_take_them(batch, padded, dtype):
     R, T, B, F, S = 2, 5, 7, 24, 8
     torch.manual_seed(0)
     x = (torch.randn(T, R, B, device=DEVICE) + 3).to(dtype).transpose(0, 1)
-    x[:, 1] = 0  # all rows alike
+    x[:, 1] = 0  # all rows identical
     w = torch.randn(R, F, device=DEVICE)
     w[:, 0] = 0
     lengths = torch.tensor([3, 1, 4, 4, 2, 1, 3] if padded else [T] * B, device=DEVICE)
     valid = (torch.arange(T, device=DEVICE)[:, None] < lengths)[None]
-    room = torch.full((R * T * S + R * T,), torch.nan, device=DEVICE)
+    memory = torch.full((R * T * S + R * T,), torch.nan, device=DEVICE)
     mean, var = torch.full((2, R, T, F), torch.nan, device=DEVICE)
     feature_moments[(R * T, 1)](
-        *(x, w, room, mean, var, lengths.to(torch.int32), T, B, *x.stride(), R * T * S),
+        *(x, w, memory, mean, var, lengths.to(torch.int32), T, B, *x.stride(), R * T * S),
         F=F,
         S=S,
         ROWS=8,
@@ -43,7 +44,7 @@ def test_inputs_as_kernels_take_them(batch, padded, dtype):
         BATCH=batch,
         LENGTHS=padded,
     )
-    rows = room[: R * T * S].view(R, T, S)
+    rows = memory[: R * T * S].view(R, T, S)
     kept = torch.where(valid, x.double(), 0)
     if not batch:
         assert torch.equal(rows[..., :B].double(), kept)
@@ -55,7 +56,7 @@ def test_inputs_as_kernels_take_them(batch, padded, dtype):
     centered = torch.where(valid, x.double() - m[..., None], 0)
     v = centered.square().sum(-1) / n
     torch.testing.assert_close(rows[..., :B].double(), centered, rtol=0, atol=1e-6)
-    torch.testing.assert_close(room[R * T * S :].view(R, T).double(), v, rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(memory[R * T * S :].view(R, T).double(), v, rtol=1e-5, atol=1e-12)
     assert not rows[..., B:].any()
     assert not rows[:, 1].any()
     assert not var[:, 1].any()
@@ -75,30 +76,43 @@ class Made(Exception):
     """The input term is made."""
 
 
-def small_enough(wx):
-    return cluster_kernels.cut_small(wx.dtype, *(wx.shape[-2], wx.shape[-1] // 4))
+def fits_a_cluster(term):
+    return cluster_kernels.cluster_tiling(term.dtype, *(term.shape[-2], term.shape[-1] // 4))
 
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """The kernels for small layers take what they would take on a card."""
+    """The kernels with one cluster take what they would take on a card."""
     monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", TYPES)
     monkeypatch.setattr(cuda_kernels, "covers", cuda_kernels.takes_options)
-    monkeypatch.setattr(cluster_kernels, "choose", small_enough)
+    monkeypatch.setattr(cluster_kernels, "choose", fits_a_cluster)
+    monkeypatch.setattr(plan, "_fits_side_by_side", lambda a, count: True)
     with rbn.backend("gpu"):
         yield
 
 
+def make_term(*factors):
+    raise Made
+
+
 @pytest.fixture
 def which(monkeypatch, stand_ins):
-    """Both ways end at once."""
+    """Both ways end at once: where the plan says which, or another operator makes the term."""
 
-    def end(error, *args):
-        raise error
+    def end(a, term, one_feature, path):
+        raise Taken if one_feature else Made
 
-    monkeypatch.setattr(forward, "forward_of_one_feature", functools.partial(end, Taken))
-    monkeypatch.setattr(rbn.nn.recurrence, "input_product", functools.partial(end, Made))
-    monkeypatch.setattr(layer_node, "padded_factors", functools.partial(end, Made))
+    monkeypatch.setattr(plan, "Plan", end)
+    monkeypatch.setattr(grid_kernels, "takes", lambda term: True)  # zoneout
+    monkeypatch.setattr(input_term, "padded_factors", make_term)
+    monkeypatch.setattr(reference_call, "input_product", make_term)
+
+
+class Watching(TorchDispatchMode):
+    """Sees every operator, as compilers do."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
 
 
 @on_the_host
@@ -179,7 +193,7 @@ def test_more_calls_whose_input_term_is_made(monkeypatch):
     layer = rbn.BatchNormLSTM(1, 6)
     with pytest.raises(Made):
         rbn.BatchNormLSTM(1, 6, padding="include")(x, lengths=lengths)
-    for watching in (TorchDispatchMode(), rbn.backend("reference")):
+    for watching in (Watching(), rbn.backend("reference")):
         with pytest.raises(Made), watching:
             layer(x)
     monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", ())
@@ -216,7 +230,7 @@ class Card:
         return self
 
     def launch(self, grid, packed):
-        both = (cuda_kernels.OneForwardArguments, cuda_kernels.OneBackwardArguments)
+        both = (cuda_kernels.OneFeatureForwardArguments, cuda_kernels.OneFeatureBackwardArguments)
         (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
         a = struct.from_buffer_copy(packed)
         assert all(getattr(a, name) % 16 == 0 for name in ("wx", "w", "weight"))
@@ -244,6 +258,7 @@ def test_what_kernels_are_given(monkeypatch, dtype, directions, kind):
     card = Card(directions * T * S, directions * 4 * H)
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *sizes: 1)
     monkeypatch.setattr(cluster_kernels, "kernel", card)
+    monkeypatch.setattr(joined, "padded_factors", make_term)
     options = (
         {} if kind == "none" else {"input_stats": "sequence" if kind == "sequence" else "step"}
     )

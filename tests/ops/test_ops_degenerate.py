@@ -37,7 +37,7 @@ both_types = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 # No variance -----------------------------------------------------------------------------------
 
 
-def rows_alike(op, T, dtype=torch.float64, **options):
+def identical_rows(op, T, dtype=torch.float64, **options):
     """A call in which all rows of the batch are the same."""
     case = make_case(op, T, 5, 3, **options)
     same = {
@@ -52,7 +52,7 @@ def rows_alike(op, T, dtype=torch.float64, **options):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_rows_leave_the_biases_alone(backend, dtype):
     """With no variance BN(x) is its shift, so gates are the bias and c_hat is beta_c."""
-    case = rows_alike("bn_lstm", 2, dtype)
+    case = identical_rows("bn_lstm", 2, dtype)
     results = call(case, backend)
     i, f, g, o = case.tensors["bias"].double().chunk(4)
     c, h = case.tensors["c0"].double(), None
@@ -71,7 +71,7 @@ def test_equal_rows_leave_the_biases_alone(backend, dtype):
 @pytest.mark.parametrize("options", [{}, {"lengths": [2, 1, 2, 2, 1]}, {"input_stats": "sequence"}])
 @pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
 def test_gradients_without_variance(op, options):
-    case = rows_alike(op, 2, **options)
+    case = identical_rows(op, 2, **options)
     results, gradients = differentiate(case, "cpu")
     expected, expected_gradients = differentiate(case, "reference")
     assert_same(results, expected, EPS64 / 1e-5)  # two steps, as above
@@ -84,7 +84,7 @@ def test_gradients_without_variance(op, options):
     )
 
 
-# Rows that are alike at the beginning ----------------------------------------------------------
+# Rows that are identical at the beginning -------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
@@ -144,7 +144,7 @@ def test_small_recurrent_weights_have_their_gradient_in_float32(step, options):
 
 @pytest.mark.parametrize("op", OPS)
 def test_float32_stays_finite_without_variance(op):
-    case = rows_alike(op, 7, torch.float32)
+    case = identical_rows(op, 7, torch.float32)
     results, gradients = differentiate(case, "cpu")
     for name, value in (results | gradients).items():
         assert value is None or value.isfinite().all(), name

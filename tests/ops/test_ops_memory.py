@@ -65,9 +65,9 @@ def assert_equal(actual, expected):
 
 def apart(value):
     """The same values with other elements between them in memory, NaN ones."""
-    room = torch.full((*value.shape, 2), float("nan"), dtype=value.dtype)
-    room[..., 0] = value
-    return room[..., 0]
+    twice = torch.full((*value.shape, 2), float("nan"), dtype=value.dtype)
+    twice[..., 0] = value
+    return twice[..., 0]
 
 
 def transposed(value):
@@ -93,7 +93,7 @@ def test_expanded_arguments(op, options):
     case = case_of(op, options)
     expanded = {}
     for name, value in case.present().items():
-        if name not in ("wx", "weight_hh", "h0"):  # h0 alike in all rows is another matter
+        if name not in ("wx", "weight_hh", "h0"):  # h0 identical in all rows is another matter
             expanded[name] = value[:1].expand_as(value)
             assert 0 in expanded[name].stride()
     plain = case.with_tensors(**{name: value.clone() for name, value in expanded.items()})

@@ -16,8 +16,8 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from rbn.ops import dispatch
 from rbn.ops.gpu import running_average
 from rbn.ops.gpu.lstm import backward, forward, prepare
-from rbn.ops.gpu.lstm.kernel_arguments import VECTORS, Call
-from rbn.ops.gpu.lstm.signature import steps_of
+from rbn.ops.gpu.lstm.kernel_arguments import VECTORS, LSTMCall
+from rbn.ops.gpu.lstm.workspace import steps_of
 from rbn.ops.gpu.runtime import direct_launch, launch_cache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,6 +47,23 @@ def test_factors_are_padded_at_once(columns, dtype, whole, monkeypatch):
         assert found.data_ptr() % 16 == 0
 
 
+def test_factors_that_need_no_padding():
+    """Rows of the input can be viewed as those of one matrix; gradients lose added columns."""
+    x, w = new(5, 7, 16), new(24, 16)
+    found = prepare.padded_factors(x, w)
+    assert found[0] is x
+    assert found[1] is w
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    rows, same = prepare.padded_factors(turned, w)
+    assert torch.equal(rows, x)
+    assert rows.view(-1, 16).shape == (35, 16)
+    assert same is w
+    assert prepare.without_padding(x, 16) is x
+    gradient = prepare.without_padding(x, 13)
+    assert torch.equal(gradient, x[..., :13])
+    assert gradient.is_contiguous()
+
+
 def call_of(lead, B, H, dtype, states, shared=(False, False), absent=()):
     """What `begin_states` looks at of a call."""
     R = lead[0] if lead else 1
@@ -59,16 +76,16 @@ def call_of(lead, B, H, dtype, states, shared=(False, False), absent=()):
     a = types.SimpleNamespace(h0=h0, c0=c0, **vectors)
     given = types.SimpleNamespace(a=a, lead=lead, R=R, T=2, B=B, H=H, joined=None, in_cuda=True)
     given.w = None
-    given.flat = new(1)
-    given.shared = lambda state: Call.shared(given, state)
-    given._vectors = lambda: Call._vectors(given)
-    given.to_join = lambda: Call.to_join(given)
-    given.facts = object()
+    given.term = new(1)
+    given.shared = lambda state: LSTMCall.shared(given, state)
+    given._vectors = lambda: LSTMCall._vectors(given)
+    given.to_join = lambda: LSTMCall.to_join(given)
+    given.plan = object()
     return given
 
 
-def room_of(cell, zeros):
-    """What `begin_states` looks at of a room."""
+def workspace_of(cell, zeros):
+    """What `begin_states` looks at of a workspace."""
     clear = torch.ones(zeros, dtype=torch.int32, device=DEVICE)
     at = {"c_n": cell.data_ptr(), "clear": clear.data_ptr()}
     return types.SimpleNamespace(at=at, cell=lambda: cell, clear=lambda: clear)
@@ -89,15 +106,15 @@ def test_all_begins_as_it_should(lead, dtype, states, rows, absent):
         a.c0 = a.c0.mT.contiguous().mT
     hs = torch.full((*lead, 3, B, stride), 7.0, device=DEVICE, dtype=dtype)
     c_n = torch.full((*lead, B, H), 7.0, device=DEVICE)
-    room = room_of(c_n, 1500)
-    prepare.begin_states(given, hs, room)
+    workspace = workspace_of(c_n, 1500)
+    prepare.begin_states(given, hs, workspace)
     h0, c0 = (s.unsqueeze(-2) if rows == "shared" else s for s in (a.h0, a.c0))
     first = hs.select(-3, 0)
     assert torch.equal(first[..., :H], h0.expand(*lead, B, H).to(dtype))
     assert not first[..., H:].any()
     assert (hs.narrow(-3, 1, 2) == 7).all()
     assert torch.equal(c_n, c0.expand(*lead, B, H).float())
-    assert not room.clear().any()
+    assert not workspace.clear().any()
     if dtype == torch.float32:
         assert given.joined is None
         return
@@ -111,12 +128,12 @@ def test_all_begins_as_it_should(lead, dtype, states, rows, absent):
 @pytest.mark.parametrize("padded", [False, True])
 def test_last_states_are_those_of_the_last_step(lead, stride, dtype, padded):
     T, B, H = 3, 5, 6
-    given = types.SimpleNamespace(lead=lead, T=T, B=B, H=H, flat=new(1, dtype=dtype))
-    given.facts = object()
+    given = types.SimpleNamespace(lead=lead, T=T, B=B, H=H, term=new(1, dtype=dtype))
+    given.plan = object()
     hs = new(*lead, T + 1, B, stride, dtype=dtype)
     h = new(*lead, B, H) if padded else steps_of(hs, H)
     c = new(*lead, B, H)
-    h_n, c_n = forward._last_states(given, h, room_of(c, 4))
+    h_n, c_n = forward._last_states(given, h, workspace_of(c, 4))
     assert torch.equal(h_n, (h if padded else hs[..., -1, :, :H]).to(dtype))
     assert torch.equal(c_n, c.to(dtype))
     assert h_n.is_contiguous()
@@ -131,7 +148,8 @@ def test_gradients_are_finished_at_once(lead, B, dtype, more):
     H = 45
     given = call_of(lead, B, H, dtype, dtype, (True, True), ("bias",))
     sums = backward._Sums(given)
-    sums.whole.copy_(new(len(sums.whole)))
+    for part in sums.parts():
+        part.copy_(new(len(part)))
     dh0, dc = new(*lead, B, H, dtype=dtype), new(*lead, B, H)
     dh = new(*lead, B, H) if more else None
     *found, of_h, of_c = sums.with_states(given, dh0, dh, dc)

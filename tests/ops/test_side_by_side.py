@@ -1,14 +1,25 @@
 """Independent recurrences of one shape: in one launch on a GPU, with the numbers of each alone."""
 
-import functools
 import importlib
+import types
 
 import pytest
 import torch
-from recurrence_cases import ARGUMENTS, CALM, RESULTS, calm, fresh_seed, make_case
+from recurrence_cases import (
+    CALM,
+    OPS,
+    RESULTS,
+    arguments,
+    calm,
+    definition_of,
+    fresh_seed,
+    make_case,
+)
 
 import rbn
-from rbn.ops import Statistics, side_by_side
+from rbn.ops import Statistics
+from rbn.ops.definition import LSTM, RNN
+from rbn.ops.dispatch import run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {
@@ -23,15 +34,15 @@ OPTIONS = {
 
 
 def two_calls(op, dtype, **options):
-    """The arguments by name, as leaves, and the cotangents."""
+    """The arguments, whose tensors are leaves, and the cotangents."""
     calls, cotangents = [], []
     for _ in range(2):
         case = make_case(op, 3, 3, 4, fresh_seed(), **calm(op), **options).to(dtype).on(DEVICE)
         leaves = {name: v.requires_grad_() for name, v in case.present().items()}
-        arguments = dict.fromkeys(ARGUMENTS[op]) | leaves | case.options
+        given = arguments(case.with_tensors(**leaves))
         if calls and "lengths" in options:
-            arguments["lengths"] = calls[0]["lengths"]
-        calls.append(arguments)
+            given = given._replace(lengths=calls[0].lengths)
+        calls.append(given)
         cotangents.append(case.cotangents)
     return calls, cotangents
 
@@ -49,44 +60,42 @@ def gradients(op, calls, found, cotangents):
         for results, given in zip(found, cotangents, strict=True)
         for name, value in zip(RESULTS[op], results, strict=False)
     ]
-    leaves = [v for call in calls for v in call.values() if getattr(v, "requires_grad", False)]
-    return torch.autograd.grad(
-        *([p[k] for p in pairs] for k in (0,)), leaves, [p[1] for p in pairs]
-    )
+    leaves = [v for call in calls for v in call if getattr(v, "requires_grad", False)]
+    return torch.autograd.grad([p[0] for p in pairs], leaves, [p[1] for p in pairs])
 
 
-@pytest.mark.parametrize("op", ARGUMENTS)
+@pytest.mark.parametrize("op", OPS)
 def test_one_by_one_where_there_is_no_launch_to_share(op):
     calls, _ = two_calls(op, torch.float64)
-    found = side_by_side(op, calls)
-    for (name, value), (_, want) in zip(
-        flat(op, found),
-        flat(op, [getattr(rbn.ops, op)(**call) for call in calls]),
-        strict=True,
-    ):
+    definition = definition_of(op)
+    found = run(definition, calls)
+    alone = [run(definition, [call])[0] for call in calls]
+    for (name, value), (_, want) in zip(flat(op, found), flat(op, alone), strict=True):
         assert (value is None and want is None) or torch.equal(value, want), name
-
-
-def test_an_unknown_recurrence_is_named():
-    with pytest.raises(ValueError, match=r"op must be one of bn_lstm, lstm, .* got 'gru'"):
-        side_by_side("gru", [])
 
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 on_a_card = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test
 
+from rbn.ops.gpu.lstm import cuda_kernels, families, plan  # noqa: E402
+from rbn.ops.gpu.lstm.term import Term  # noqa: E402
+
+gpu = importlib.import_module("rbn.ops.gpu")
+
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Runs them together under Triton's interpreter too; calls of operator or node are counted."""
+    """How many calls each launch makes; several are one under Triton's interpreter too."""
     found = []
-    for name, called in (("together", "lstm_op"), ("layer", "_run")):
-        module = importlib.import_module(f"rbn.ops.gpu.{name}")
-        run = getattr(module, called)
-        counted = functools.partial(lambda run, *args: found.append(args) or run(*args), run)
-        monkeypatch.setattr(module, called, counted)
-        if not torch.cuda.is_available():
-            monkeypatch.setattr(module, "pays", lambda wx, calls: True)
+    implementation = gpu._LSTM.implementation
+
+    def counted(calls, separate):
+        found.append(len(calls))
+        return implementation.forward(calls, separate)
+
+    monkeypatch.setattr(gpu._LSTM, "implementation", implementation._replace(forward=counted))
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(plan, "_fits_side_by_side", lambda a, count: True)
     return found
 
 
@@ -97,10 +106,10 @@ def launches(monkeypatch):
 def test_together_as_alone(op, name, launches):
     calls, cotangents = two_calls(op, torch.float32, **OPTIONS[name])
     with rbn.backend("gpu"):
-        found = side_by_side(op, calls)
-        assert len(launches) == 1
-        alone = [getattr(rbn.ops, op)(**call) for call in calls]
-    assert len(launches) == 1
+        found = run(LSTM, calls)
+        assert launches == [2]
+        alone = [run(LSTM, [call])[0] for call in calls]
+    assert launches == [2, 1, 1]
     # Products may add in another order: tf32 on a card, float32 in the interpreter.
     near = {"rtol": 4e-3, "atol": 4e-3} if DEVICE == "cuda" else {"rtol": 1e-4, "atol": 1e-5}
     for (what, value), (_, want) in zip(flat(op, found), flat(op, alone), strict=True):
@@ -117,30 +126,106 @@ def test_together_as_alone(op, name, launches):
 
 
 @on_a_card
+def test_inference_together_as_alone(launches):
+    calls, _ = two_calls("bn_lstm", torch.float32)
+    with rbn.backend("gpu"), torch.no_grad():
+        found = run(LSTM, calls)
+        alone = [run(LSTM, [call])[0] for call in calls]
+    assert launches == [2, 1, 1]
+    near = {"rtol": 4e-3, "atol": 4e-3} if DEVICE == "cuda" else {"rtol": 1e-4, "atol": 1e-5}
+    pairs = zip(flat("bn_lstm", found), flat("bn_lstm", alone), strict=True)
+    for (what, value), (_, want) in pairs:
+        assert not value.requires_grad, what
+        torch.testing.assert_close(value, want, **near)
+
+
+@on_a_card
+@pytest.mark.parametrize(("result", "of"), [("output", 1), ("h_n", 0), ("c_n", 1)])
+def test_a_gradient_of_one_result_alone(result, of, launches):
+    """The others have none, which counts as zero."""
+    calls, cotangents = two_calls("bn_lstm", torch.float32)
+    k, count = RESULTS["bn_lstm"].index(result), len(LSTM.gradients)
+    with rbn.backend("gpu"):
+        found, alone = run(LSTM, calls)[of], run(LSTM, [calls[of]])[0]
+    assert launches == [2, 1]
+    own, others = ([v for v in calls[c][:count] if v is not None] for c in (of, 1 - of))
+    cotangent = cotangents[of][result]
+    grads = torch.autograd.grad(found[k], [*own, *others], cotangent)
+    expected = torch.autograd.grad(alone[k], own, cotangent)
+    near = {"rtol": 4e-3, "atol": 4e-3} if DEVICE == "cuda" else {"rtol": 1e-4, "atol": 1e-5}
+    for grad, want in zip(grads[: len(own)], expected, strict=True):
+        torch.testing.assert_close(grad, want, **near)
+    assert not any(grad.any() for grad in grads[len(own) :])
+
+
+@on_a_card
 def test_calls_that_differ_are_made_one_by_one(launches):
     calls, _ = two_calls("bn_lstm", torch.float32)
+    assert gpu.joins(LSTM, calls)
     different = [
         {"eps": 0.2},
         {"bias": None},
-        {"zoneout_c": 0.5},
+        {"rate_c": 0.5},
         {"lengths": torch.tensor([1, 2, 3], device=DEVICE)},
-        {"wx": calls[1]["wx"][:2]},
+        {"h0": calls[1].h0[0]},
+        {"beta_c": calls[1].beta_c.bfloat16()},
+        {"input": calls[1].input[:2]},
     ]
-    together = importlib.import_module("rbn.ops.gpu").together
     for change in different:
-        assert together("bn_lstm", [calls[0], calls[1] | change]) is None
-    assert together("ln_lstm", calls) is None
-    assert together("bn_lstm", [call | {"something": "new"} for call in calls]) is None
-    assert launches == []
+        other = [calls[0], calls[1]._replace(**change)]
+        assert not gpu.joins(LSTM, other), change
+        with rbn.backend("gpu"), torch.no_grad():
+            run(LSTM, other)
+        assert launches == [1, 1]
+        launches.clear()
+    assert not gpu.joins(RNN, two_calls("bn_rnn", torch.float32)[0])
+
+
+def test_what_has_no_room_or_no_kernel_is_made_one_by_one(monkeypatch):
+    """By the sizes alone, as if there were a card."""
+    calls, _ = two_calls("bn_lstm", torch.float32)
+    term, kinds = plan.term_of, {1: "cluster", 2: "cluster"}
+    persistent = {1: True, 2: True}
+
+    def on_card(a, count):
+        return Term(term(a, count).shape, a.input.dtype, torch.device("cuda", 0))
+
+    def several(term):
+        return term.shape[0] if len(term.shape) == 4 else 1
+
+    monkeypatch.setattr(plan, "term_of", on_card)
+    monkeypatch.setattr(cuda_kernels, "kind", lambda term, tf32: kinds[several(term)])
+    monkeypatch.setattr(
+        families,
+        "tiles_for",
+        lambda term: types.SimpleNamespace(persistent=persistent[several(term)]),
+    )
+
+    def joins(calls=calls):
+        monkeypatch.setattr(plan, "_CACHE", {})
+        return gpu.joins(LSTM, calls)
+
+    assert joins()
+    assert not joins([call._replace(norm="layer") for call in calls])
+    assert not joins([call._replace(input=call.input.double()) for call in calls])
+    kinds[2] = "grid"
+    assert not joins()
+    kinds |= {1: None, 2: None}
+    assert joins()
+    monkeypatch.setattr(families, "is_streamed", lambda term: True)
+    assert not joins()
+    monkeypatch.setattr(families, "is_streamed", lambda term: False)
+    persistent[2] = False
+    assert not joins()
 
 
 @on_a_card
 def test_bad_arguments_are_named(launches):
     calls, _ = two_calls("lstm", torch.float32)
-    for call in calls:
-        call["bias"] = call["bias"][:-1]
+    calls = [calls[0], calls[1]._replace(bias=calls[1].bias[:-1])]
     with pytest.raises(ValueError, match="bias must have the shape"), rbn.backend("gpu"):
-        side_by_side("lstm", calls)
+        run(LSTM, calls)
+    assert launches == []
 
 
 @on_a_card
@@ -154,7 +239,7 @@ def test_the_directions_of_a_layer_are_one_launch(layer_class, launches):
     with rbn.backend("gpu"):
         output, (h, _) = layer(x, lengths=lengths)
         output.sum().backward()
-    assert len(launches) == 2  # one for each layer
+    assert launches == [2, 2]  # one for each layer
     twin = layer_class(3, 4, num_layers=2, bidirectional=True, **options).double()
     twin.load_state_dict(
         {k: v.cpu() for k, v in layer.state_dict().items() if "stats" not in k}, strict=False

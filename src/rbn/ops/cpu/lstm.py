@@ -67,12 +67,11 @@ def fake(a: LSTMArguments) -> Results:
 
     shapes = LSTM.statistics_shapes(a)
     estimated = [None if shape is None else new(*shape) for shape in shapes for _ in range(2)]
-    rows = [new(T * B, 1) for _ in range(6)] if a.norm == "layer" else estimated
     own_cell = a.mask_c is not None or a.rate_c != 0 or a.pass_normalized_cell or a.include
     saved = Saved(
         wx=None if a.weight_ih is None or not a.save else new(T, B, 4 * H, dtype=dtype),
         output=None,
-        **dict(zip(Saved._fields[2:8], rows, strict=True)),
+        **_fake_moments(a, estimated),
         wh=kept(4 * H, a.gamma_h is not None),
         gates=kept(4 * H),
         cand=kept(H),
@@ -82,6 +81,18 @@ def fake(a: LSTMArguments) -> Results:
     )
     states = new(B, H, dtype=dtype), new(B, H, dtype=dtype)
     return Results(new(T, B, H, dtype=dtype), states, tuple(estimated), saved)
+
+
+def _fake_moments(a: LSTMArguments, estimated: list[Tensor | None]) -> dict[str, Tensor | None]:
+    """Mean and rstd of each term as they are saved; means are results, too."""
+    saved: dict[str, Tensor | None] = {}
+    T, B = a.input.shape[:2]
+    for term, mean in zip(LSTM.terms, estimated[::2], strict=True):
+        if a.norm == "layer":
+            mean = a.input.new_empty(T * B, 1, dtype=compute_dtype(a.input.dtype))
+        saved[f"mean_{term}"] = mean
+        saved[f"rstd_{term}"] = None if mean is None else torch.empty_like(mean)
+    return saved
 
 
 IMPLEMENTATION = Implementation(Saved, forward, backward, fake)

@@ -56,7 +56,10 @@ def fake(a: RNNArguments) -> Results:
     saved = Saved(
         wx=None if a.weight_ih is None or not a.save else new(T, B, H, dtype=dtype),
         output=None,
-        **dict(zip(Saved._fields[2:6], moments, strict=True)),
+        mean_x=moments[0],
+        rstd_x=None if moments[1] is None else torch.empty_like(moments[1]),
+        mean_h=moments[2],
+        rstd_h=None if moments[3] is None else torch.empty_like(moments[3]),
         wh=kept(),
         phi=kept(a.mask_h is not None or a.rate_h != 0 or a.include),
         hidden=kept(a.lengths is not None or dtype != full),

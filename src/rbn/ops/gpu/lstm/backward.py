@@ -21,6 +21,7 @@ from rbn.ops.gpu.lstm.plan import Plan, plan_for
 from rbn.ops.gpu.lstm.prepare import without_padding
 from rbn.ops.gpu.lstm.prepare_kernels import finish
 from rbn.ops.gpu.lstm.steps import step_launches
+from rbn.ops.gpu.runtime.driver import device_of
 from rbn.ops.gpu.runtime.launch_cache import launch_known
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
 from rbn.ops.operator import Incoming
@@ -40,24 +41,23 @@ def backward(
     """The gradients of all tensors that have one, of each call by name."""
     plan = plan_for(calls, separate=True) if plan is None else plan
     call = join(calls, plan, saved)
-    d_input, *others = _gradients(call, saved, incoming)
     n = len(calls)
+    d_input, *others = (
+        (value,) * n if n == 1 or value is None else value.unbind()
+        for value in _gradients(call, saved, incoming)
+    )
     gradients = [
-        dict.fromkeys(("input", "weight_ih"))
-        | {
-            name: value if n == 1 or value is None else value[k]
-            for name, value in zip(_NAMES, others, strict=True)
-        }
-        for k in range(n)
+        dict.fromkeys(("input", "weight_ih")) | dict(zip(_NAMES, own, strict=True))
+        for own in zip(*others, strict=True)
     ]
     if calls[0].weight_ih is None or plan.one_feature:
         name = "weight_ih" if plan.one_feature else "input"
         for k, own in enumerate(gradients):
-            own[name] = d_input if n == 1 else d_input[k]
+            own[name] = d_input[k]
         return gradients
     factors = factors_of(calls, saved)
     for k, (own, a, (x, w)) in enumerate(zip(gradients, calls, factors, strict=True)):
-        d, columns = d_input if n == 1 else d_input[k], a.input.shape[-1]
+        d, columns = d_input[k], a.input.shape[-1]
         if incoming.input:
             own["input"] = without_padding(torch.matmul(d, w), columns)
         dw = torch.mm(columns_of(d, 0, call.T), x.reshape(-1, x.shape[-1]))
@@ -290,7 +290,10 @@ def _in_cuda(
         at |= call.inputs_at(r.inputs)
     if doutput is not None:
         at["doutput"] = call.address(doutput.contiguous())
-    cuda_kernels.backward(call, at, rows_of(moments), doutput is not None)
+    rows, has_doutput = rows_of(moments), doutput is not None
+    with device_of(call.term):
+        launch = cuda_kernels.launch_for("backward", call, at, rows, has_doutput)
+        launch.kernel.launch(launch.grid, launch.arguments)
     through = call.a.lengths is None and not call.plan.zoned
     if alone:
         shape = (*call.lead, call.B, call.H)

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import nvrtc
-from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structure
+from rbn.ops.gpu.runtime.driver import Kernel, shared_limit, structure
 from rbn.ops.gpu.stepwise import zone
 
 log = logging.getLogger("rbn.ops.gpu")
@@ -48,30 +48,35 @@ def _members(pointers: tuple[str, ...]) -> list[tuple[str, Any]]:
     ]
 
 
-OneForwardArguments = structure(
-    "OneForward", [*_members((*_FORWARD, "w")), ("eps", ctypes.c_float)]
+OneFeatureForwardArguments = structure(
+    "OneFeatureForward", [*_members((*_FORWARD, "w")), ("eps", ctypes.c_float)]
 )
-OneBackwardArguments = structure(
-    "OneBackward", [*_members((*_BACKWARD, "w")), ("eps", ctypes.c_float)]
+OneFeatureBackwardArguments = structure(
+    "OneFeatureBackward", [*_members((*_BACKWARD, "w")), ("eps", ctypes.c_float)]
 )
-_WIDE = ("passed", "spilled", "meetings")
+_GRID_ONLY = ("passed", "spilled", "meetings")
 _ZONEOUT = (
     *((name, ctypes.c_float) for name in ("rate_c", "rate_h")),
     *((name, ctypes.c_void_p) for name in ("mask_c", "mask_h")),
 )
 ForwardArguments = structure("Forward", [*_members(_FORWARD), ("eps", ctypes.c_float)])
 BackwardArguments = structure("Backward", [*_members(_BACKWARD), ("eps", ctypes.c_float)])
-WideForwardArguments = structure(
-    "WideForward", [*_members((*_FORWARD, *_WIDE)), ("eps", ctypes.c_float), *_ZONEOUT]
+GridForwardArguments = structure(
+    "GridForward", [*_members((*_FORWARD, *_GRID_ONLY)), ("eps", ctypes.c_float), *_ZONEOUT]
 )
-WideBackwardArguments = structure(
-    "WideBackward",
-    [*_members((*_BACKWARD, *_WIDE, "handed")), ("eps", ctypes.c_float), *_ZONEOUT],
+GridBackwardArguments = structure(
+    "GridBackward",
+    [*_members((*_BACKWARD, *_GRID_ONLY, "handed")), ("eps", ctypes.c_float), *_ZONEOUT],
 )
+
+
+_STRUCTS = {"forward": ForwardArguments, "backward": BackwardArguments}
+_GRID_STRUCTS = {"forward": GridForwardArguments, "backward": GridBackwardArguments}
+_ONE_FEATURE = {"forward": OneFeatureForwardArguments, "backward": OneFeatureBackwardArguments}
 
 
 @dataclass(frozen=True)
-class Cut:
+class PortableTiling:
     """How the product of one kernel is divided among the warps of a block."""
 
     tiles: int  # of 16 rows
@@ -101,7 +106,9 @@ def _column_warps(tiles: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def cut_forward(dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED) -> Cut | None:
+def portable_forward(
+    dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED
+) -> PortableTiling | None:
     """The division of the forward kernel, or None where `limit` bytes of shared memory are few."""
     tiles = -(-batch // 16)
     if tiles > _TILES:
@@ -111,31 +118,35 @@ def cut_forward(dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARE
     if blocks <= 8 * (2 - half):  # a warp's share of the weights is small: wait for the data
         columns = _column_warps(tiles)
         per_warp = -(-blocks // columns)
-        cut = Cut(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
+        cut = PortableTiling(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
     else:
         cut = _cut_large(tiles)
     return cut if cut.shared(blocks, 4, 40, 64) <= limit else None
 
 
 @functools.lru_cache(maxsize=256)
-def cut_backward(dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED) -> Cut | None:
+def portable_backward(
+    dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED
+) -> PortableTiling | None:
     """The same for the backward kernel."""
     tiles = -(-batch // 16)
     if tiles > _TILES:
         return None
     blocks = -(-4 * hidden // (16 if dtype == torch.float32 else 32))
-    small = Cut(tiles, tiles, _column_warps(tiles), 4, False, barrier=True)
+    small = PortableTiling(tiles, tiles, _column_warps(tiles), 4, False, barrier=True)
     cut = small if blocks <= 64 else _cut_large(tiles)
     return cut if cut.shared(blocks, 1, 8, 96) <= limit else None
 
 
-def _cut_large(tiles: int) -> Cut:
+def _cut_large(tiles: int) -> PortableTiling:
     rows = 1 if tiles <= 4 else 2
-    return Cut(-(-tiles // rows) * rows, rows, 8 // rows, 2, False, barrier=True)
+    return PortableTiling(-(-tiles // rows) * rows, rows, 8 // rows, 2, False, barrier=True)
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(name: str, cut: Cut, device: int, shared: int, defines: tuple[Any, ...]) -> Kernel:
+def _kernel(
+    name: str, cut: PortableTiling, device: int, shared: int, defines: tuple[Any, ...]
+) -> Kernel:
     arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
     assert arch is not None  # see `_capable`
     named = dict(defines) | {
@@ -190,8 +201,8 @@ def _has_room(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, dev
     return bool(
         hidden % 2 == 0
         and processors >= recurrences * -(-hidden // _UNITS)
-        and cut_forward(dtype, batch, hidden, limit) is not None
-        and cut_backward(dtype, batch, hidden, limit) is not None
+        and portable_forward(dtype, batch, hidden, limit) is not None
+        and portable_backward(dtype, batch, hidden, limit) is not None
     )
 
 
@@ -220,11 +231,13 @@ def family(wx: Term, zoned: bool = False) -> str:
     return CLUSTER if cluster_kernels.choose(wx) else GRID if fits_grid(wx) else PORTABLE
 
 
-def cut_of(direction: str, wx: Term, family: str) -> Any:
-    """How the kernel of a family is cut: a `Cut`, `SmallCut` or `WideCut`."""
+def tiling_of(direction: str, wx: Term, family: str) -> Any:
+    """How the kernel of a family is cut: a `PortableTiling`, `ClusterTiling` or `GridTiling`."""
     B, G = wx.shape[-2:]
     if family == PORTABLE:
-        cut: Any = (cut_forward if direction == "forward" else cut_backward)(wx.dtype, B, G // 4)
+        cut: Any = (portable_forward if direction == "forward" else portable_backward)(
+            wx.dtype, B, G // 4
+        )
     else:
         cut = (
             cluster_kernels.choose(wx) if family == CLUSTER else grid_kernels.choose(direction, wx)
@@ -235,12 +248,12 @@ def cut_of(direction: str, wx: Term, family: str) -> Any:
 
 def meeting(cut: Any) -> tuple[bool, bool]:
     """Whether the blocks count at `counter`; whether what they exchange must begin EMPTY."""
-    return (cut.barrier, not cut.barrier) if isinstance(cut, Cut) else (False, False)
+    return (cut.barrier, not cut.barrier) if isinstance(cut, PortableTiling) else (False, False)
 
 
 def zeroed(cut: Any, recurrences: int) -> dict[str, int]:
     """Bytes that a kernel wants to find as zeros, by the names of its struct, multiples of 16."""
-    if isinstance(cut, grid_kernels.WideCut):
+    if isinstance(cut, grid_kernels.GridTiling):
         return grid_kernels.zeroed(cut, recurrences)
     return {"counter": -(-recurrences // 4) * 16} if meeting(cut)[0] else {}
 
@@ -270,87 +283,85 @@ def defines(
     )
 
 
-def _run(
+class Launch(NamedTuple):
+    """A kernel that is ready to start: ``kernel.launch(grid, arguments)``."""
+
+    kernel: Kernel
+    grid: tuple[int, int]
+    arguments: bytes
+
+
+def launch_for(
+    direction: str, call: Any, at: dict[str, int], rows: list[int], has_doutput: bool = False
+) -> Launch:
+    """The launch of the forward or the backward kernel, on the current device.
+
+    at: addresses by the names of its struct; absent ones are not looked at. The backward kernel
+    takes W_h as `backward_weight` gives it. rows: of the statistics of x, h and c. has_doutput:
+    whether the output has a gradient.
+    """
+    family = {CLUSTER: _cluster_launch, GRID: _grid_launch, PORTABLE: _portable_launch}
+    return family[call.family](direction, call, at, rows, call.plan.defines[has_doutput])
+
+
+def _cluster_launch(
+    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
+) -> Launch:
+    tiling, device = call.plan.tilings[direction], call.term.device.index or 0
+    cluster = cluster_kernels.cluster_of(tiling, call.term.dtype, call.H, device)
+    assert cluster is not None
+    log.debug("lstm %s in CUDA, cluster: %s, clusters of %d", direction, tiling, cluster)
+    kernel = cluster_kernels.kernel(direction, tiling, cluster, device, defines)
+    struct = (_ONE_FEATURE if call.plan.one_feature else _STRUCTS)[direction]
+    return _launch(kernel, cluster, call, struct, at, rows)
+
+
+def _grid_launch(
+    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
+) -> Launch:
+    tiling = call.plan.tilings[direction]
+    log.debug("lstm %s in CUDA, grid: %s", direction, tiling)
+    kernel = grid_kernels.kernel(tiling, call.term.device.index or 0, defines)
+    spilled = call.R * tiling.spilled
+    if spilled:
+        spill = torch.empty(spilled, dtype=torch.uint8, device=call.term.device)
+        call.kept.append(spill)
+        at = at | {"spilled": spill.data_ptr()}
+    masks = (at.get(name, 0) for name in ("mask_c", "mask_h"))
+    more = (call.a.rate_c, call.a.rate_h, *masks)
+    struct = _GRID_STRUCTS[direction]
+    return _launch(kernel, tiling.blocks, call, struct, at, rows, *more, splits=tiling.splits)
+
+
+def _portable_launch(
+    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
+) -> Launch:
+    tiling, numbers = call.plan.tilings[direction], 16 if call.term.dtype == torch.float32 else 32
+    log.debug("lstm %s in CUDA, portable: %s", direction, tiling)
+    if direction == "forward":
+        shared = tiling.shared(-(-call.H // numbers), 4, 40, 64)
+    else:
+        shared = tiling.shared(-(-4 * call.H // numbers), 1, 8, 96)
+    device = call.term.device.index or 0
+    kernel = _kernel(f"portable_{direction}", tiling, device, shared, defines)
+    return _launch(kernel, -(-call.H // _UNITS), call, _STRUCTS[direction], at, rows)
+
+
+def _launch(
     kernel: Kernel,
     blocks: int,
     call: Any,
-    structure: Any,
+    struct: Any,
     at: dict[str, int],
     rows: list[int],
     *more: float,
     splits: int = 1,
-) -> None:
+) -> Launch:
     # Clusters that do not meet need not run at the same time.
     if blocks * (call.R * splits if kernel.together else 1) > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
-    packed = structure.packed(at, call.T, call.B, *rows, call.a.eps, *more)
-    kernel.launch((blocks, call.R * splits), packed)
-
-
-def _run_grid(
-    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
-) -> None:
-    cut = call.plan.cuts[direction]
-    log.debug("lstm %s in CUDA, wide: %s", direction, cut)
-    with device_of(call.term):
-        kernel = grid_kernels.kernel(cut, call.term.device.index or 0, defines)
-        spilled = call.R * cut.spilled
-        spill = (
-            torch.empty(spilled, dtype=torch.uint8, device=call.term.device) if spilled else None
-        )
-        if spill is not None:
-            at = at | {"spilled": spill.data_ptr()}
-        arguments = WideForwardArguments if direction == "forward" else WideBackwardArguments
-        masks = (at.get(name, 0) for name in ("mask_c", "mask_h"))
-        _run(
-            kernel,
-            cut.blocks,
-            call,
-            arguments,
-            at,
-            rows,
-            call.a.rate_c,
-            call.a.rate_h,
-            *masks,
-            splits=cut.splits,
-        )
-
-
-def _run_cluster(
-    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
-) -> None:
-    wx, cut = call.term, call.plan.cuts[direction]
-    device = wx.device.index or 0
-    cluster = cluster_kernels.cluster_of(cut, wx.dtype, call.H, device)
-    assert cluster is not None
-    log.debug("lstm %s in CUDA, small: %s, clusters of %d", direction, cut, cluster)
-    with device_of(wx):
-        kernel = cluster_kernels.kernel(direction, cut, cluster, device, defines)
-        if not call.plan.one_feature:
-            arguments = ForwardArguments if direction == "forward" else BackwardArguments
-        else:
-            arguments = OneForwardArguments if direction == "forward" else OneBackwardArguments
-        _run(kernel, cluster, call, arguments, at, rows)
-
-
-def forward(call: Any, at: dict[str, int], rows: list[int]) -> None:
-    """Launch the forward kernel.
-
-    at: addresses by the names of its struct; absent ones are not looked at. rows: of the statistics
-    of x, h and c.
-    """
-    wx, defines = call.term, call.plan.defines[False]
-    if call.family != PORTABLE:
-        run = _run_cluster if call.family == CLUSTER else _run_grid
-        run("forward", call, at, rows, defines)
-        return
-    cut = call.plan.cuts["forward"]
-    blocks = -(-call.H // (16 if wx.dtype == torch.float32 else 32))
-    shared = cut.shared(blocks, 4, 40, 64)
-    log.debug("lstm forward in CUDA: %s", cut)
-    with device_of(wx):
-        kernel = _kernel("portable_forward", cut, wx.device.index or 0, shared, defines)
-        _run(kernel, -(-call.H // _UNITS), call, ForwardArguments, at, rows)
+    packed = struct.packed(at, call.T, call.B, *rows, call.a.eps, *more)
+    return Launch(kernel, (blocks, call.R * splits), packed)
 
 
 def backward_weight(call: Any, weight: Tensor) -> Tensor:
@@ -358,19 +369,3 @@ def backward_weight(call: Any, weight: Tensor) -> Tensor:
     if call.family == GRID:
         return weight.contiguous()
     return weight.transpose(-2, -1).contiguous()
-
-
-def backward(call: Any, at: dict[str, int], rows: list[int], has_doutput: bool) -> None:
-    """Launch the backward kernel, with W_h as `backward_weight` gives it; see `forward`."""
-    wx, defines = call.term, call.plan.defines[has_doutput]
-    if call.family != PORTABLE:
-        run = _run_cluster if call.family == CLUSTER else _run_grid
-        run("backward", call, at, rows, defines)
-        return
-    cut = call.plan.cuts["backward"]
-    blocks = -(-4 * call.H // (16 if wx.dtype == torch.float32 else 32))
-    shared = cut.shared(blocks, 1, 8, 96)
-    log.debug("lstm backward in CUDA: %s", cut)
-    with device_of(wx):
-        kernel = _kernel("portable_backward", cut, wx.device.index or 0, shared, defines)
-        _run(kernel, -(-call.H // _UNITS), call, BackwardArguments, at, rows)

@@ -31,6 +31,7 @@ from rbn.ops.gpu.lstm.workspace import (
     steps_of,
     stride_of,
 )
+from rbn.ops.gpu.runtime.driver import device_of
 from rbn.ops.gpu.runtime.launch_cache import launch_kept, launch_known
 from rbn.ops.operator import Results
 from rbn.ops.types import valid_steps
@@ -61,7 +62,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
         kept |= dict(zip(LSTM.moments, moments, strict=True))
         if separate:  # tensors of the sizes that `fake` says, which share no memory
             kept["wh"] = kept["wh"].narrow(0, 0, plan.saved[1])
-            kept["x"] = kept["w"] = None
+            kept["x"] = kept["w"] = kept["joined"] = None
         saved = Saved(**kept)
     return Results(output, states, tuple(moments), saved, plan)
 
@@ -141,7 +142,9 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
         )
     elif call.x == BATCH:
         _input_moments(call, new)
-    cuda_kernels.forward(call, at, rows)
+    with device_of(call.term):
+        launch = cuda_kernels.launch_for("forward", call, at, rows)
+        launch.kernel.launch(launch.grid, launch.arguments)
 
     # The kernel runs; all else can wait.
     output = steps_of(hs, H)

@@ -205,7 +205,7 @@ class LSTMCall:
     @functools.cached_property
     def input_rows(self) -> int:
         """Numbers that a step of inputs of one feature takes."""
-        cut: cluster_kernels.SmallCut = self.plan.cuts["forward"]
+        cut: cluster_kernels.ClusterTiling = self.plan.tilings["forward"]
         return cut.rows
 
     def inputs_at(self, inputs: Tensor) -> dict[str, int]:

@@ -40,7 +40,7 @@ class Plan:
 
     For the CUDA C++ kernels also, by direction where the directions differ:
         family: which of them run.
-        cuts: their tiling.
+        tilings: how the work is divided among blocks and warps.
         stride: numbers from one row of h to the next.
         looks: whether what the blocks exchange must start as EMPTY.
         zeroed: see `cuda_kernels.zeroed`.
@@ -84,11 +84,11 @@ class Plan:
         # Rows that kernels read start at multiples of 16 bytes.
         self.stride = H if family == CLUSTER else stride_of(H)
         both = "forward", "backward"
-        self.cuts = {d: cuda_kernels.cut_of(d, self.term, family) for d in both}
-        self.looks = {d: cuda_kernels.meeting(cut)[1] for d, cut in self.cuts.items()}
-        self.zeroed = {d: cuda_kernels.zeroed(cut, R) for d, cut in self.cuts.items()}
+        self.tilings = {d: cuda_kernels.tiling_of(d, self.term, family) for d in both}
+        self.looks = {d: cuda_kernels.meeting(cut)[1] for d, cut in self.tilings.items()}
+        self.zeroed = {d: cuda_kernels.zeroed(cut, R) for d, cut in self.tilings.items()}
         # Splits of a batch meet for nothing but the sums over it.
-        splits = getattr(self.cuts["backward"], "splits", 1)
+        splits = getattr(self.tilings["backward"], "splits", 1)
         self.in_step = splits == 1 or self.flags["NORM"] == BATCH
         self.cell = -(-R * B * H // 4) * 4
         self.clear = sum(self.zeroed["forward"].values()) // 4
@@ -105,7 +105,7 @@ def plan_for(calls: Sequence[LSTMArguments], separate: bool) -> Plan:
     pass could not know whether it was.
     """
     a, count = calls[0], len(calls)
-    may_skip_term = not separate and _has_one_feature(a)
+    may_skip_term = not separate and all(_has_one_feature(each) for each in calls)
     present = tuple([tensor is None for tensor in a[:_TENSORS]])
     like = a.input.shape, a.weight_hh.shape, a.input.dtype, a.input.device
     key = (count, *like, present, a[_TENSORS:], may_skip_term)
@@ -146,6 +146,8 @@ def _has_one_feature(a: LSTMArguments) -> bool:
 def joins(calls: Sequence[LSTMArguments]) -> bool:
     """Whether several calls fit on the GPU at once, in the kernels that one of them would run."""
     a, count = calls[0], len(calls)
+    if count > 2 and a.weight_ih is not None:  # `Saved` has the factors of two
+        return False
     key = ("joins", count, a.input.shape[:2], a.weight_hh.shape, a.input.dtype, a.input.device)
     return all(_same_shapes(a, other) for other in calls[1:]) and bool(
         once((*key, a.tf32, a.norm), lambda: _fits_side_by_side(a, count))

@@ -57,7 +57,7 @@ def without_padding(gradient: Tensor, columns: int) -> Tensor:
 
 
 def begin_states(call: LSTMCall, hs: Tensor, space: Workspace) -> None:
-    """h0 and c0 into their buffers, `Call.joined` made if it is needed, what is to be zeroed is.
+    """Copy h0 and c0 into their buffers, make `LSTMCall.joined` if needed, and write the zeros.
 
     hs: ``[..., T + 1, B, stride]``.
     """

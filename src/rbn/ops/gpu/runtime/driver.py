@@ -222,31 +222,28 @@ class Kernel:
 
         arguments: the struct that the kernel takes; the driver copies it.
         """
-        status = self._launch(grid, bytes(arguments))
-        if status == _NO_CONTEXT:
+        parameters = _Parameters(bytes(arguments))
+        for _ in range(2):
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            if self.cluster:
+                config = self._configs.get(grid)
+                if config is None:
+                    config = self._configs[grid] = bytes(self._config(grid, None))
+                own = _Config.from_buffer_copy(config)  # other threads may launch at the same time
+                own.stream = stream
+                status = _driver().cuLaunchKernelEx(
+                    ctypes.byref(own), self._function, parameters, _NOTHING
+                )
+            else:
+                sizes = (*grid, 1, self.threads, 1, 1, self.shared)
+                status = _driver().cuLaunchCooperativeKernel(
+                    self._function, *sizes, ctypes.c_void_p(stream), parameters
+                )
+            if status != _NO_CONTEXT:
+                break
             enter()
-            status = self._launch(grid, bytes(arguments))
         if status:
             _check(status, "launching a recurrence")
-
-    def _launch(self, grid: tuple[int, int], arguments: bytes) -> int:
-        parameters = _Parameters(arguments)
-        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-        if self.cluster:
-            config = self._configs.get(grid)
-            if config is None:
-                config = self._configs[grid] = bytes(self._config(grid, None))
-            own = _Config.from_buffer_copy(config)  # other threads may launch at the same time
-            own.stream = stream
-            status = _driver().cuLaunchKernelEx(
-                ctypes.byref(own), self._function, parameters, _NOTHING
-            )
-        else:
-            sizes = (*grid, 1, self.threads, 1, 1, self.shared)
-            status = _driver().cuLaunchCooperativeKernel(
-                self._function, *sizes, ctypes.c_void_p(stream), parameters
-            )
-        return int(status)
 
 
 _Parameters = ctypes.c_char_p * 1

@@ -2,7 +2,7 @@
 
 A block owns 8 units, so that layers of up to 128 units fit into the 16 blocks of a cluster; or 16
 units, for layers of up to 256. They hand each other h and dh through distributed shared memory: see
-``cuda/small.cuh``. Clusters know nothing of each other: there may be any number of recurrences, and
+``cluster.cuh``. Clusters know nothing of each other: there may be any number of recurrences, and
 they need not run at once.
 """
 
@@ -38,7 +38,7 @@ _OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
 
 
 @dataclass(frozen=True)
-class SmallCut:
+class ClusterTiling:
     """The blocks of a cluster that work, the warps of a block with rows, the tiles of each."""
 
     blocks: int
@@ -81,40 +81,40 @@ class SmallCut:
 
 
 @functools.lru_cache(maxsize=256)
-def cut_small(dtype: torch.dtype, batch: int, hidden: int) -> SmallCut | None:
+def cluster_tiling(dtype: torch.dtype, batch: int, hidden: int) -> ClusterTiling | None:
     """The division of both kernels, or None where a cluster is too small."""
     blocks, rows = -(-hidden // UNITS), -(-batch // _ROWS)
     tiles = min(_TILES, rows)
     warps = -(-rows // tiles)
     if hidden % 2 or blocks > _LARGEST or warps > _WARPS // tiles:
         return None
-    return SmallCut(blocks, warps, tiles, dtype != torch.float32)
+    return ClusterTiling(blocks, warps, tiles, dtype != torch.float32)
 
 
 @functools.lru_cache(maxsize=256)
-def cut_sixteen(dtype: torch.dtype, batch: int, hidden: int) -> SmallCut | None:
+def cluster_tiling_16(dtype: torch.dtype, batch: int, hidden: int) -> ClusterTiling | None:
     """The same with 16 units in a block, for which the registers of a warp limit the batch."""
     blocks, tiles = -(-hidden // _TWICE), -(-batch // (_ROWS * _ROW_WARPS))
     if hidden % 2 or not 1 < blocks <= _LARGEST or tiles > _TILES:
         return None
-    return SmallCut(blocks, 2 * _ROW_WARPS, tiles, dtype != torch.float32, _TWICE)
+    return ClusterTiling(blocks, 2 * _ROW_WARPS, tiles, dtype != torch.float32, _TWICE)
 
 
-def choose(wx: Term) -> SmallCut | None:
+def choose(wx: Term) -> ClusterTiling | None:
     """The division for an input term ``[..., T, B, 4H]``; None where the kernels do not take it."""
     if not wx.is_cuda:
         return None
     B, G = wx.shape[-2:]
-    cut = cut_small(wx.dtype, B, G // 4)
+    cut = cluster_tiling(wx.dtype, B, G // 4)
     if cut is None and wx.dtype in SIXTEEN:
-        cut = cut_sixteen(wx.dtype, B, G // 4)
+        cut = cluster_tiling_16(wx.dtype, B, G // 4)
     if cut is None or cluster_of(cut, wx.dtype, G // 4, wx.device.index or 0) is None:
         return None
     return cut
 
 
 @functools.lru_cache(maxsize=256)
-def cluster_of(cut: SmallCut, dtype: torch.dtype, hidden: int, device: int) -> int | None:
+def cluster_of(cut: ClusterTiling, dtype: torch.dtype, hidden: int, device: int) -> int | None:
     """Blocks of the cluster that the card has room for, or None.
 
     A cluster of more than 8 blocks, or of a number that is no power of two, may be too much for a
@@ -146,7 +146,7 @@ def cluster_of(cut: SmallCut, dtype: torch.dtype, hidden: int, device: int) -> i
 
 @functools.lru_cache(maxsize=256)
 def kernel(
-    direction: str, cut: SmallCut, cluster: int, device: int, defines: tuple[Any, ...]
+    direction: str, cut: ClusterTiling, cluster: int, device: int, defines: tuple[Any, ...]
 ) -> Kernel:
     """The kernel for a division; `device` is the current one."""
     arch = nvrtc.architecture(torch.cuda.get_device_capability(device))

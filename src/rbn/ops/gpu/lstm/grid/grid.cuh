@@ -1,8 +1,8 @@
 // For layers too wide for W_h's share of a block to stay in shared memory: what both kernels share.
 //
-// A block owns UNITS = 16 hidden units for all rows of the batch, or of its share of it (wide_splits.cuh). TEAM blocks make
+// A block owns UNITS = 16 hidden units for all rows of the batch, or of its share of it (grid_splits.cuh). TEAM blocks make
 // the product for the units of all of them together: each multiplies its own slice of the columns of h, or of d(W_h h),
-// with the weights of all the team's units, and they hand each other the sums (wide_team.cuh). So a block
+// with the weights of all the team's units, and they hand each other the sums (grid_team.cuh). So a block
 // reads a TEAM-th of what comes from the others, and its weights, SIDE columns for each block of the
 // team, are as many as if it read all. It has to: L2 gives all blocks together 5120 bytes a cycle, 41 each.
 //
@@ -25,7 +25,7 @@
 // Nothing leaves a block between passing on and the next product that could wait, be it a request: the counter and
 // the looks at it would queue behind it. What is saved, and the next step's data, go beside the product.
 //
-// In float32 the factors of products are float16, as in small.cuh: 11 significant bits, like tf32, and powers of two
+// In float32 the factors of products are float16, as in cluster.cuh: 11 significant bits, like tf32, and powers of two
 // that bring them into its range. W_h has one power for each block. h is within 1 and passed on times WHOLE; h0, which
 // need not be, has a power for each warp, whose rows are the same in all blocks. d(W_h h) has one for each warp, block and
 // step, which is passed on beside it ("exponents"): who multiplies brings all to the largest.

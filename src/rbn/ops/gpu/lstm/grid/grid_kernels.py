@@ -1,7 +1,7 @@
 """The LSTM through the kernels in CUDA C++ for wide layers, whose blocks share work in teams.
 
 A block owns 16 units, so that layers of up to 16 units for each multiprocessor fit on the card. See
-``cuda/wide.cuh`` for how the blocks of a team divide the product, and ``cuda/wide_splits.cuh`` for
+``grid.cuh`` for how the blocks of a team divide the product, and ``grid_splits.cuh`` for
 batches whose rows several blocks share.
 """
 
@@ -54,7 +54,7 @@ _PARTS = 4  # groups are a multiple of it: the places, or twice those, at which 
 
 
 @dataclass(frozen=True)
-class WideCut:
+class GridTiling:
     """How the weights of a block are divided: `first` and `second` are read again in each step.
 
     They are counted in groups of 32 columns of what is multiplied.
@@ -113,7 +113,7 @@ class WideCut:
         return (self.team - 1) * _SIDE[self.direction] * self.rows * 2 + powers
 
 
-def cut_wide(
+def grid_tiling(
     direction: str,
     hidden: int,
     team: int,
@@ -121,13 +121,13 @@ def cut_wide(
     rows: int = _ROWS,
     half: bool = True,
     splits: int = 1,
-) -> WideCut | None:
+) -> GridTiling | None:
     """The division with the fewest slots that fits into `limit` bytes, or None."""
     blocks = -(-hidden // UNITS)
     grid = -(-blocks // team) * team
     groups = -(-blocks * _PASSED[direction] // (2 * team * _PARTS)) * _PARTS
     for slots in range(groups + 1):
-        empty = WideCut(direction, grid, team, slots, 0, slots, rows, half, splits)
+        empty = GridTiling(direction, grid, team, slots, 0, slots, rows, half, splits)
         resident = min(groups, (limit - empty.shared) // empty.group)
         if resident < 3:  # the second groups are asked for while two resident ones are used
             return None
@@ -157,7 +157,7 @@ def takes(wx: Term) -> bool:
     return all(choose(d, wx) for d in TEAMS)
 
 
-def choose(direction: str, wx: Term) -> WideCut | None:
+def choose(direction: str, wx: Term) -> GridTiling | None:
     """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
     *lead, _, B, G = wx.shape
     half = wx.dtype != torch.float32
@@ -175,7 +175,7 @@ def choose(direction: str, wx: Term) -> WideCut | None:
 @functools.lru_cache(maxsize=256)
 def _choose(
     direction: str, recurrences: int, hidden: int, rows: int, half: bool, splits: int, device: int
-) -> WideCut | None:
+) -> GridTiling | None:
     if torch.cuda.get_device_capability(device) != (9, 0):  # the instructions are Hopper's
         return None
     if nvrtc.version() < nvrtc.FOR_HOPPER:
@@ -184,7 +184,9 @@ def _choose(
     if splits > 1:
         available = clusters(splits, device)
     limit = shared_limit(device)
-    results = (cut_wide(direction, hidden, n, limit, rows, half, splits) for n in TEAMS[direction])
+    results = (
+        grid_tiling(direction, hidden, n, limit, rows, half, splits) for n in TEAMS[direction]
+    )
     return next((cut for cut in results if cut and recurrences * cut.blocks <= available), None)
 
 
@@ -199,7 +201,7 @@ def clusters(size: int, device: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
+def kernel(cut: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
     """The kernel for a division; `device` is the current one."""
     named = {
         "MT": cut.rows // 16,
@@ -217,7 +219,7 @@ def kernel(cut: WideCut, device: int, defines: tuple[Any, ...]) -> Kernel:
     return Kernel(code, name, _THREADS, cut.shared, cluster, together=True, down=True)
 
 
-def zeroed(cut: WideCut, recurrences: int) -> dict[str, int]:
+def zeroed(cut: GridTiling, recurrences: int) -> dict[str, int]:
     """Bytes that the kernel wants to find as zeros, by the names of its struct.
 
     Zero is multiplied beyond the last unit, and instead of d(W_h h) after the last step; counters

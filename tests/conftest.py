@@ -21,6 +21,10 @@ os.environ.setdefault("RBN_TEST_SEED", str(secrets.randbelow(2**31)))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Commands print to pipes here: nothing must make them take one for a terminal.
+for _name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(_name, None)
+
 # Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
 torch.set_num_threads(1)
 

@@ -18,6 +18,7 @@ from rbn.cli.app import app
 from rbn.cli.sweep import _jobs
 from rbn.experiments import runs
 from rbn.experiments.fit import Fit
+from rbn.experiments.search import storage, table
 from rbn.experiments.search.storage import load_study
 from rbn.experiments.search.table import standing
 from rbn.experiments.search.worker import Job
@@ -189,6 +190,20 @@ def test_failures_are_shown(folder):
     assert done.exit_code == 1
     assert "rbn: no trial came to its end" in done.output
     assert (folder / "none.png").exists()
+
+
+def test_status_prints_no_terminal_codes_and_no_markup(folder, monkeypatch):
+    row = table.Row(
+        0, "complete", "lost\x1b[2J", {"tag\x1b]0;x\x07": "[red]\x9b1m"}, 0.5, (), 1, 60
+    )
+    found = table.Standing("mine\x1b[31m", "accuracy", True, (row,), 1)
+    monkeypatch.setattr(storage, "load_study", lambda name, where: None)
+    monkeypatch.setattr(table, "standing", lambda study: found)
+    done = invoke("status", "mine.yaml")
+    assert done.exit_code == 0, done.output
+    assert all(c.isprintable() or c == "\n" for c in done.output)
+    for word in ("lost\N{REPLACEMENT CHARACTER}[2J", "[red]\N{REPLACEMENT CHARACTER}1m"):
+        assert word in done.output
 
 
 @pytest.mark.parametrize(

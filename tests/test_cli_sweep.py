@@ -130,6 +130,7 @@ def test_control_c_and_the_same_command_again(folder):
     assert "mine: 2 of 2 trials finished (2 complete)" in done.output
 
 
+@pytest.mark.slow
 def test_a_sweep_its_table_and_its_picture(folder):
     done = invoke("status", "mine.yaml")
     assert done.exit_code == 2
@@ -154,6 +155,7 @@ def test_a_sweep_its_table_and_its_picture(folder):
     assert "mine/trial-0001" in done.output
 
 
+@pytest.mark.slow
 def test_out_of_time(folder):
     options = ("mine.yaml", "--device", "cpu", "--trials", "1")
     done = invoke(*options, "--max-minutes", "1e-9")
@@ -163,6 +165,7 @@ def test_out_of_time(folder):
     assert invoke(*options).exit_code == 0
 
 
+@pytest.mark.slow
 def test_other_settings_need_another_place(folder):
     options = ("mine.yaml", "--device", "cpu", "--trials", "1")
     assert invoke(*options).exit_code == 0
@@ -176,6 +179,7 @@ def test_other_settings_need_another_place(folder):
     assert "1 of 1 trials finished" in done.output
 
 
+@pytest.mark.slow
 def test_failures_are_shown(folder):
     text = (SWEEP % 1).replace(", batch_size: 200", "").replace("optimizer.lr", "batch_size")
     (folder / "mine.yaml").write_text(text.replace("2e-2, 1e-2", "5000, 6000"))

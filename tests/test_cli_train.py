@@ -40,6 +40,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_out_of_time_and_resumed(whole, tmp_path):
     folder = tmp_path / "run"
     options = ["--device", "cpu", "--out", folder, "--max-minutes", "1e-9"]

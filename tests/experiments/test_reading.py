@@ -166,6 +166,7 @@ def test_each_variant_learns(variant):
     assert accuracy() > 0.9
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_numbers(stopped_and_whole):
     stopped_and_whole(small(epochs=2, layer={"dropout": 0.3}), 5)
 
@@ -183,6 +184,7 @@ def archive(root, sizes=(60, 20, 20)):
 TINY = ("hidden_size=6", "epochs=2", "evaluate_every=null", "layer.dropout=0.1")
 
 
+@pytest.mark.slow
 def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
     root, out = archive(tmp_path / "data"), tmp_path / "run"
     (root / "cnn" / "questions" / "test" / "bad.question").write_text("nothing")
@@ -198,6 +200,7 @@ def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
     assert 0 <= found["test"] <= 1
 
 
+@pytest.mark.slow
 def test_both_test_sets_are_measured(tmp_path):
     root, out = archive(tmp_path / "data"), tmp_path / "run"
     folder = (root / "cnn").rename(root / "dailymail-built")
@@ -438,6 +441,7 @@ def test_a_page_escapes_every_word():
     assert len(text.spans) == 2
 
 
+@pytest.mark.slow
 def test_build_and_count_on_the_command_line(tmp_path):
     file = tmp_path / "articles.jsonl"
     lines = [

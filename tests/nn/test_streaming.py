@@ -246,6 +246,7 @@ def changes(cell):
     yield train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ablations", [(), ("shared_stats",)], ids="-".join)
 def test_nothing_stale_is_used(ablations, way):
     cell = make(rbn.BatchNormLSTMCell, ablations=ablations)

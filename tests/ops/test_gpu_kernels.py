@@ -66,9 +66,10 @@ def test_shapes(op, shape):
     compare(make_case(op, *shape, fresh_seed(), **calm(op)))
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=8 if torch.cuda.is_available() else 25)  # a compilation each
+@settings(max_examples=8)  # a compilation each
 @given(data=st.data())
 def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))
@@ -90,6 +91,7 @@ if torch.cuda.is_available():
     ROUNDED |= {"fp16": torch.float16, "tf32": torch.float32}
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("precision", ROUNDED)
 @pytest.mark.parametrize(("op", "name"), EVERY_OPTION)
 def test_every_option_in_every_precision(op, name, precision):
@@ -139,6 +141,7 @@ def test_nothing_is_kept_without_a_gradient(op):
     assert_same(found, call(case.to(torch.float64), "reference"), TOLERANCES[torch.float32][0])
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("options", [{}, {"lengths": [4, 1, 2, 2], "padding": "include"}])
 def test_the_operator(options, monkeypatch):
@@ -156,6 +159,7 @@ def test_the_operator(options, monkeypatch):
     torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, args, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tf32", [False, True])
 def test_compiled_as_one_graph(tf32):
     torch.manual_seed(0)

@@ -97,6 +97,7 @@ def test_a_batch_beyond_the_tile_as_it_is():
     compare(case)
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
 @settings(max_examples=7)  # on a GPU a compilation each
@@ -284,6 +285,7 @@ def test_a_graph_of_steps(layer_class, capture):
             assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
 
 
+@pytest.mark.slow
 def test_the_operator(monkeypatch):
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
     # With 8 units and an even batch the saved buffers have no unwritten room, which would differ
@@ -300,6 +302,7 @@ def test_the_operator(monkeypatch):
     torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, args, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_class", [rbn.LSTM, rbn.BatchNormLSTM])
 def test_compiled_as_one_graph_under_autocast(layer_class):
     torch.manual_seed(0)

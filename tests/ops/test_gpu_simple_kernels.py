@@ -152,9 +152,10 @@ def test_sums_over_many_rows():
     compare(make_case("ln_lstm", 5, 30, 3, lengths="random", **calm("ln_lstm")))
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))
@@ -331,6 +332,7 @@ def test_the_backward_operator(op, options, monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN])
 def test_compiled_as_one_graph(layer_class):
     torch.manual_seed(0)

@@ -132,6 +132,7 @@ def test_held_out_articles(tmp_path):
         build(file, tmp_path / "b", split="half")
 
 
+@pytest.mark.slow
 def test_packed_files_and_processes_make_no_difference(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_CHUNK", 4)
     text = "".join(line + "\n" for line in lines(30))

@@ -58,6 +58,7 @@ def test_every_trial_is_taken_once(where, make, worker):
     assert sorted(taken) == [(k, float(k + 1)) for k in range(12)]
 
 
+@pytest.mark.slow
 def test_killed_and_taken_up_again(where, make, tmp_path, worker):
     sweep = make(heartbeat=1)
     mine = worker(sweep, where)

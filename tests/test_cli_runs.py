@@ -65,6 +65,7 @@ def test_several_seeds_give_the_numbers_of_each_alone(digits_runs):
     assert all(torch.equal(value, other_tensors[name]) for name, value in tensors.items())
 
 
+@pytest.mark.slow
 def test_measuring_a_classifier_again(digits_runs):
     run = digits_runs / "bn-lstm-seed1"
     result = json.loads((run / "result.json").read_text())
@@ -117,6 +118,7 @@ def test_measuring_a_text(text_run):
     assert values[10] > values[64]  # the first characters of a window are the hardest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

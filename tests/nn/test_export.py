@@ -69,6 +69,7 @@ def test_one_program_for_all_sizes(make, options, device):
         torch.testing.assert_close(run(x), layer(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_sequences_of_different_length(make, options, device):

@@ -164,6 +164,7 @@ def test_a_compiled_call_with_other_buffers():
         fresh.eval()(x)
 
 
+@pytest.mark.slow
 def test_a_compiled_call_with_empty_buffers():
     layer, x = trained(), torch.randn(6, 5, 3)
     empty = {name: torch.zeros_like(b) for name, b in layer.named_buffers()}

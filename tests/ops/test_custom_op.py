@@ -53,6 +53,7 @@ def operator_call(monkeypatch):
     return find
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @every_call
 def test_forward(op, options, operator_call):

@@ -178,6 +178,7 @@ def test_compiled_as_one_graph(tf32):
         torch.testing.assert_close(parameter.grad, twin.get_parameter(name).grad)
 
 
+@pytest.mark.slow
 def test_several_recurrences_at_once():
     """Two directions, or models, in one launch give the numbers of each alone."""
     cases_ = [

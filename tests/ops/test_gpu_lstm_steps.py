@@ -181,6 +181,7 @@ def test_nothing_is_kept_without_a_gradient(name):
     assert_same(found, call(case.to(torch.float64), "reference"), TOLERANCES[torch.float32][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("population", [None, (2, 1, 4)])
 def test_several_recurrences_one_after_another(population):
     """With the numbers of each alone, whatever the operator is given at once."""

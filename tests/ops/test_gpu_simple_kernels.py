@@ -308,6 +308,7 @@ CHECKED += [("bn_rnn", {}), ("bn_rnn", {"lengths": [4, 1, 2], "padding": "includ
 CHECKED += [("bn_rnn", {"population": 2})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "options"), CHECKED)
 def test_the_operator(op, options, monkeypatch):
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
@@ -320,6 +321,7 @@ def test_the_operator(op, options, monkeypatch):
     torch.library.opcheck(getattr(torch.ops.rbn, name).default, args, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "options"), CHECKED)
 def test_the_backward_operator(op, options, monkeypatch):
     case = make_case(op, 4, 3, 5, dtype=torch.float32, **calm(op), **options).on(DEVICE)

@@ -39,6 +39,7 @@ def states_of(kind, lead, B, H, generator):
 KINDS = ("one row", "alike", "differ", "nan")
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.data(),

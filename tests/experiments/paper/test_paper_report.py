@@ -87,6 +87,7 @@ def test_what_is_written(report):
         assert (report / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_same_numbers_give_the_same_files(results, report, tmp_path):
     for path in draw(figure("fig3a", Shelf.of(results)), tmp_path):
         assert path.read_bytes() == (report / path.name).read_bytes(), path.name
@@ -118,6 +119,7 @@ def test_a_figure_without_any_line_is_drawn(tmp_path):
     assert all(path.exists() for path in paths)
 
 
+@pytest.mark.slow
 def test_readers_that_err_more_often_than_counting(tmp_path):
     folder = tmp_path / "results"
     publish(folder, task="cnn-built", model="lstm", test=0.8, sentences=4, tag="")

@@ -92,6 +92,7 @@ def test_killed_and_taken_up_again(where, make, tmp_path, worker):
     assert states(mine) == ["COMPLETE", "COMPLETE"]
 
 
+@pytest.mark.slow
 def test_thought_to_be_dead(where, make, monkeypatch, worker):
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])

@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu test-oldest lint bench bench-gpu clean
+.PHONY: help install demo test test-fast test-gpu test-oldest lint bench bench-gpu clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -25,7 +25,10 @@ demo: install ## Run the demo (PERMUTED=1: on permuted pixels)
 	$(BIN)/rbn demo $(if $(filter 1,$(PERMUTED)),--permuted)
 
 test: lint ## Run the checks and all tests, with coverage
-	$(BIN)/python -m pytest -n auto --dist worksteal --timeout=600 --cov=rbn --cov-fail-under=90
+	$(BIN)/python -m pytest -n auto --dist worksteal --timeout=600 --durations=20 --cov=rbn --cov-fail-under=90
+
+test-fast: install ## Run one case of each kind of every test that is not slow, without lint and coverage
+	$(BIN)/python -m pytest --fast -n auto --dist worksteal --timeout=600
 
 test-gpu: ## Run the GPU tests with $(PYTHON) as it is, without .venv (MINUTES=4: stop then; LOG=FILE)
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_tests.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(LOG),--log $(LOG))

@@ -21,13 +21,54 @@ os.environ.setdefault("RBN_TEST_SEED", str(secrets.randbelow(2**31)))
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Commands print to pipes here: nothing must make them take one for a terminal.
+for _name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(_name, None)
+
 # Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
 torch.set_num_threads(1)
 
-# No deadline: a timing is never a test.
-settings.register_profile("usual", deadline=None)
+# Parameters whose every value is a kind of case of its own; of the others one value stands for all.
+KINDS = frozenset(
+    {
+        *("backend", "cell_class", "classes", "dtype", "layer", "layer_class", "model", "op"),
+        *("task", "variant", "way"),
+    }
+)
+_FIRST_OF_KIND = pytest.StashKey[bool]()
+
+# No deadline: a timing is never a test. Few examples: the options have tests of their own.
+settings.register_profile("usual", deadline=None, max_examples=25)
+settings.register_profile("fast", deadline=None, max_examples=3)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile("usual")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--fast", action="store_true", help="one case of each kind of every test that is not slow"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--fast"):
+        settings.load_profile("fast")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Find the first case of each kind of every test; with --fast, select these."""
+    seen = set()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        kinds = {(test, k, repr(parameters[k])) for k in KINDS & parameters.keys()} | {test}
+        item.stash[_FIRST_OF_KIND] = not kinds <= seen
+        seen |= kinds
+    if config.getoption("--fast"):
+        chosen = [i for i in items if i.stash[_FIRST_OF_KIND] and not i.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
+        items[:] = chosen
 
 
 def pytest_report_header():
@@ -46,8 +87,12 @@ def own_choice_of_kernels(monkeypatch):
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest-cov's
 def pytest_runtest_call(item):
-    """Nothing traces what is marked no_cover: pytest-cov leaves a tracer in xdist's workers."""
-    if item.get_closest_marker("no_cover") is None:
+    """Coverage counts the first case of each kind, and none that is marked no_cover.
+
+    Further cases run the same lines, and tracing them would take half as long again. The tracer has
+    to be removed: pytest-cov leaves one in xdist's workers.
+    """
+    if item.get_closest_marker("no_cover") is None and item.stash[_FIRST_OF_KIND]:
         return (yield)
     tracer = sys.gettrace()
     sys.settrace(None)

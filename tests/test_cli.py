@@ -170,6 +170,7 @@ def test_interrupted_while_training(tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_during_an_import_ends_like_any_other(tmp_path: Path) -> None:
     """Python makes a class by exec(), and remembers an interrupt that came out of one."""
     (tmp_path / "interrupted.py").write_text(
@@ -186,6 +187,7 @@ def test_an_interrupt_during_an_import_ends_like_any_other(tmp_path: Path) -> No
     assert done.returncode == 130
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send to another process")
 def test_an_interrupt_waits_until_an_extension_is_loaded(tmp_path: Path) -> None:
     """An extension in C++ may not survive it."""

@@ -52,6 +52,7 @@ def digits_runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_several_seeds_give_the_numbers_of_each_alone(digits_runs):
     together, alone = (digits_runs / name for name in ("bn-lstm-seed2", "x"))
     one, other = (json.loads((run / "result.json").read_text()) for run in (together, alone))
@@ -64,6 +65,7 @@ def test_several_seeds_give_the_numbers_of_each_alone(digits_runs):
     assert all(torch.equal(value, other_tensors[name]) for name, value in tensors.items())
 
 
+@pytest.mark.slow
 def test_measuring_a_classifier_again(digits_runs):
     run = digits_runs / "bn-lstm-seed1"
     result = json.loads((run / "result.json").read_text())
@@ -78,6 +80,7 @@ def test_measuring_a_classifier_again(digits_runs):
     assert "length is for texts" in done.output
 
 
+@pytest.mark.slow
 def test_measuring_the_best_model_so_far(tmp_path, monkeypatch):
     """With statistics of its own; those kept beside it lag, and are not of averaged parameters."""
     settings = ["epochs=6", "hidden_size=8", "evaluate_every=6", "average=0.9"]
@@ -100,6 +103,7 @@ def test_measuring_the_best_model_so_far(tmp_path, monkeypatch):
         assert invoke("evaluate", tmp_path, *option, "--device", "cpu").exit_code == 2
 
 
+@pytest.mark.slow
 def test_measuring_a_text(text_run):
     result = json.loads((text_run / "result.json").read_text())
     for options in ((), ("--length", "full")):  # what rbn train reported
@@ -114,6 +118,7 @@ def test_measuring_a_text(text_run):
     assert values[10] > values[64]  # the first characters of a window are the hardest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

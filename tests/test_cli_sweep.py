@@ -17,6 +17,7 @@ pytest.importorskip("optuna")
 from rbn.cli.app import app
 from rbn.cli.sweep import _jobs
 from rbn.experiments import run_folder
+from rbn.experiments.search import status, storage
 from rbn.experiments.search.status import sweep_status
 from rbn.experiments.search.storage import load_study
 from rbn.experiments.search.worker import Job
@@ -131,6 +132,7 @@ def test_control_c_and_the_same_command_again(folder):
     assert "mine: 2 of 2 trials finished (2 complete)" in done.output
 
 
+@pytest.mark.slow
 def test_a_sweep_its_table_and_its_picture(folder):
     done = invoke("status", "mine.yaml")
     assert done.exit_code == 2
@@ -155,6 +157,7 @@ def test_a_sweep_its_table_and_its_picture(folder):
     assert "mine/trial-0001" in done.output
 
 
+@pytest.mark.slow
 def test_out_of_time(folder):
     options = ("mine.yaml", "--device", "cpu", "--trials", "1")
     done = invoke(*options, "--max-minutes", "1e-9")
@@ -164,6 +167,7 @@ def test_out_of_time(folder):
     assert invoke(*options).exit_code == 0
 
 
+@pytest.mark.slow
 def test_other_settings_need_another_place(folder):
     options = ("mine.yaml", "--device", "cpu", "--trials", "1")
     assert invoke(*options).exit_code == 0
@@ -177,6 +181,7 @@ def test_other_settings_need_another_place(folder):
     assert "1 of 1 trials finished" in done.output
 
 
+@pytest.mark.slow
 def test_failures_are_shown(folder):
     text = (SWEEP % 1).replace(", batch_size: 200", "").replace("optimizer.lr", "batch_size")
     (folder / "mine.yaml").write_text(text.replace("2e-2, 1e-2", "5000, 6000"))
@@ -191,6 +196,20 @@ def test_failures_are_shown(folder):
     assert done.exit_code == 1
     assert "rbn: no trial finished" in done.output
     assert (folder / "none.png").exists()
+
+
+def test_status_prints_no_terminal_codes_and_no_markup(folder, monkeypatch):
+    row = status.Row(
+        0, "complete", "lost\x1b[2J", {"tag\x1b]0;x\x07": "[red]\x9b1m"}, 0.5, (), 1, 60
+    )
+    found = status.SweepStatus("mine\x1b[31m", "accuracy", True, (row,), 1)
+    monkeypatch.setattr(storage, "load_study", lambda name, where: None)
+    monkeypatch.setattr(status, "sweep_status", lambda study: found)
+    done = invoke("status", "mine.yaml")
+    assert done.exit_code == 0, done.output
+    assert all(c.isprintable() or c == "\n" for c in done.output)
+    for word in ("lost\N{REPLACEMENT CHARACTER}[2J", "[red]\N{REPLACEMENT CHARACTER}1m"):
+        assert word in done.output
 
 
 @pytest.mark.parametrize(

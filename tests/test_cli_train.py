@@ -40,6 +40,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_out_of_time_and_resumed(whole, tmp_path):
     folder = tmp_path / "run"
     options = ["--device", "cpu", "--out", folder, "--max-minutes", "1e-9"]
@@ -53,6 +54,7 @@ def test_out_of_time_and_resumed(whole, tmp_path):
     assert result_of(folder) == result_of(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_killed_and_resumed(whole, tmp_path):
     folder = tmp_path / "run"
@@ -77,6 +79,7 @@ def test_killed_and_resumed(whole, tmp_path):
     assert all((value == other[name]).all() for name, value in last.items())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
 def test_control_c_says_how_to_go_on(tmp_path):
     folder = tmp_path / "run"

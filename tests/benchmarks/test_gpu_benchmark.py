@@ -288,6 +288,7 @@ def test_every_layer_has_the_shape_of_cudnns(bench, directions, monkeypatch):
 # The picture and the command --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_picture(bench, rates, tmp_path):
     gpu, rows, plot = bench("gpu"), bench("gpu_rows"), bench("gpu_plot")
     store = rows.Rows(tmp_path / "gpu.csv")

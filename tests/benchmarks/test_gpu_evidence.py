@@ -48,6 +48,7 @@ def test_outcomes(tests):
     assert found["same_bits_every_time"] == {"test_the_same_bits_every_time[x]": "passed"}
 
 
+@pytest.mark.slow
 def test_outcomes_of_real_tests(tests, tmp_path):
     """As pytest of today writes them."""
     file = Path(__file__).relative_to(tests.ROOT)
@@ -229,6 +230,7 @@ def test_everything_in_one_summary(bench, tests):
         assert not tests.passed(summary | wrong), wrong
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in rows that fill a tile
 def test_the_case_for_the_sanitizer(bench):
     """Its layers, by Triton's interpreter where there is no GPU; a wrong result is seen."""
@@ -251,6 +253,7 @@ def test_the_case_for_the_sanitizer(bench):
         case.compare(Wrong(3, 4).to(device))
 
 
+@pytest.mark.slow
 def test_failures_are_told_at_once(tmp_path):
     """Also where the process does not come to its summary."""
     file = tmp_path / "test_it.py"

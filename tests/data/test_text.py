@@ -140,6 +140,7 @@ def test_real_ptb(real: Path) -> None:
     assert text.decode(text.test[-13:]) == "ere with us \n"
 
 
+@pytest.mark.slow
 def test_real_text8(real_text8: Text) -> None:
     text = real_text8
     assert text.symbols == " abcdefghijklmnopqrstuvwxyz"

@@ -5,6 +5,13 @@ import torch
 from pair import run_pair
 
 
+def pytest_collection_modifyitems(items):
+    """Whatever needs the two processes is slow."""
+    for item in items:
+        if "pair_folder" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def pair_folder(tmp_path_factory, request):
     """Where two processes have run all cases, once for all workers that pytest has."""

@@ -13,6 +13,7 @@ def difference(got, want):
     return (got - want).abs().max().item() / scale_of(want) if want.numel() else 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_are_one_with_all_rows(name, pair):
     with rbn.backend("reference"):

@@ -19,7 +19,7 @@ from rbn.experiments import config as configs
 from rbn.experiments import results, run_folder
 from rbn.experiments.attention_page import highlighted, page
 from rbn.experiments.build import build, make_trainer
-from rbn.experiments.config import CONFIGS, Config, from_mapping
+from rbn.experiments.config import CONFIGS, Config, from_mapping, with_settings
 from rbn.experiments.paper.numbers import TABLES
 from rbn.experiments.paper.places import places as places_of_results
 from rbn.experiments.paper.published import read_results
@@ -140,33 +140,51 @@ def test_the_error_rate_is_that_of_the_examples_one_by_one():
     assert found.nats == pytest.approx(nats / 40, rel=1e-5)
 
 
-# Takes 5 to 20 seconds for each variant on an idle core.
+def train(task, config, batches):
+    """Training steps on the given batches; the loss of each."""
+    optimizer = torch.optim.Adam(task.model.parameters(), lr=config.optimizer["lr"])
+    for batch in batches:
+        loss = task.loss(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(task.model.parameters(), config.clip)
+        optimizer.step()
+        yield loss.item()
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("variant", READERS)
+def test_each_variant_fits_a_batch(variant):
+    config = from_mapping(configs.for_model(configs.published("cloze"), variant))
+    torch.manual_seed(1)
+    task = build(with_settings(config, ["data.sizes=[64,64,64]", "batch_size=32"]), 1, CPU)
+    losses = list(train(task, config, [task.batch(0)] * 50))
+    assert losses[0] > 2
+    assert losses[-1] < 0.2
+
+
+# Takes 10 seconds for each on an idle core.
 @pytest.mark.no_cover
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", READERS)
-def test_each_variant_learns(variant):
+@pytest.mark.parametrize("variant", ["bi-lstm", "bn-e**"])  # without and with every normalization
+def test_answers_to_new_questions_are_learned(variant):
     """From chance, a third of the answers, to over 90% of them."""
     config = from_mapping(configs.for_model(configs.published("cloze"), variant))
     torch.manual_seed(1)
     task = build(config, 1, CPU)
-    optimizer = torch.optim.Adam(task.model.parameters(), lr=config.optimizer["lr"])
 
     def accuracy():
         results.exact_statistics(config, task)
         return 1 - task.measure_with("valid", "population")
 
     assert accuracy() < 0.45
-    for step in range(800):
-        loss = task.loss(*task.batch(step))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(task.model.parameters(), config.clip)
-        optimizer.step()
+    for step, loss in enumerate(train(task, config, map(task.batch, range(800)))):
         if step % 50 == 49 and loss < 0.5 and accuracy() > 0.92:
             break
     assert accuracy() > 0.9
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_numbers(stopped_and_whole):
     stopped_and_whole(small(epochs=2, layer={"dropout": 0.3}), 5)
 
@@ -184,6 +202,7 @@ def archive(root, sizes=(60, 20, 20)):
 TINY = ("hidden_size=6", "epochs=2", "evaluate_every=null", "layer.dropout=0.1")
 
 
+@pytest.mark.slow
 def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
     root, out = archive(tmp_path / "data"), tmp_path / "run"
     (root / "cnn" / "questions" / "test" / "bad.question").write_text("nothing")
@@ -199,6 +218,7 @@ def test_the_command_for_table_4_on_files_of_the_archives_format(tmp_path):
     assert 0 <= found["test"] <= 1
 
 
+@pytest.mark.slow
 def test_both_test_sets_are_measured(tmp_path):
     root, out = archive(tmp_path / "data"), tmp_path / "run"
     folder = (root / "cnn").rename(root / "dailymail-built")
@@ -439,6 +459,7 @@ def test_a_page_escapes_every_word():
     assert len(text.spans) == 2
 
 
+@pytest.mark.slow
 def test_build_and_count_on_the_command_line(tmp_path):
     file = tmp_path / "articles.jsonl"
     lines = [

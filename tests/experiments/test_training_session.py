@@ -146,6 +146,7 @@ def test_one_pass_gives_accuracy_and_cross_entropy():
     assert found["valid_batch_nats"] == found["valid_population_nats"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["digits", "pydoc", "mnist", "pmnist", "ptb", "text8"])
 @pytest.mark.parametrize("model", ["bn-lstm", "lstm"])
 def test_two_steps(task, model):

@@ -55,6 +55,7 @@ class Killed(BaseException):
 OPERATIONS = ("mkdir", "open", "replace", "unlink")
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_file_operation(articles, tmp_path, monkeypatch, count_outcomes):
     """The next build goes on, and gives the files of one that nobody disturbed."""
     build(articles, tmp_path / "whole", processes=1)

@@ -50,6 +50,7 @@ def test_lightning(run):
     assert names["model"].lstm.stats_h_l0.count.tolist() == [6] * 10
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 def test_transformers(run):
     names = run("transformers")

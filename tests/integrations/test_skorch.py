@@ -55,6 +55,7 @@ def test_fit_predict_and_saved_parameters(tmp_path):
         assert np.array_equal(new.predict_proba(X), expected)
 
 
+@pytest.mark.slow
 def test_it_learns_and_the_validation_score_shows_it():
     x = DATA.normal(size=(200, 6, 3)).astype(np.float32)
     y = (x[:, -1, 0] > 0).astype(np.int64)

@@ -204,6 +204,7 @@ def test_every_way_to_evaluate_gives_the_same(callback, tmp_path):
         assert torch.equal(logits(Growing.from_pretrained(tmp_path / path)), wanted)
 
 
+@pytest.mark.slow
 def test_resuming_and_the_best_model(tmp_path):
     options = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
     trainer = fitted(tmp_path, [ExactStatistics()], **options)
@@ -245,6 +246,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_training_is_as_without_the_callback(options, tmp_path):
     found = []
@@ -262,6 +264,7 @@ def test_training_is_as_without_the_callback(options, tmp_path):
     assert (plain[2][2] == with_callback[2][2]).all()
 
 
+@pytest.mark.slow
 def test_own_batches_and_limits(tmp_path):
     rows = [slice(0, 8), slice(8, 20)]
     batches = [{"x": X[r], "lengths": N[r], "labels": Y[r]} for r in rows]

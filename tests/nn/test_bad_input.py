@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import rbn
 
@@ -83,10 +83,41 @@ def test_more_options():
         rbn.LSTM(3, 4)(torch.zeros(6, 4, dtype=torch.uint16))
 
 
-def test_the_warning_of_single_sequences_names_the_callers_line():
-    with pytest.warns(UserWarning, match="single sequence") as found:
-        rbn.BatchNormLSTM(3, 4)(torch.randn(5, 1, 3))
+@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize("input_stats", ["step", "sequence"])
+def test_training_with_a_batch_of_one(layer_class, input_stats):
+    layer, x = layer_class(3, 4, input_stats=input_stats), torch.randn(5, 6, 3)
+    layer(x)
+    before = {name: value.clone() for name, value in layer.named_buffers()}
+    for call in (
+        lambda: layer(x[:, :1]),
+        lambda: layer(x[:, 0]),
+        lambda: layer(x[:, :1], lengths=[4]),
+        lambda: layer(pack_sequence([x[:, 0]])),
+    ):
+        with pytest.raises(ValueError, match=f"more than 1 sequence .* {layer_class.__name__}"):
+            call()
+    assert all(torch.equal(value, before[name]) for name, value in layer.named_buffers())
+    assert len(list(layer.recent_calls)) == 1
+    layer.eval()(x[:, :1])
+
+
+@pytest.mark.parametrize("cell_class", [rbn.BatchNormLSTMCell, rbn.BatchNormRNNCell])
+def test_training_a_cell_with_a_batch_of_one(cell_class):
+    for x in (torch.randn(1, 3), torch.randn(3)):
+        with pytest.raises(ValueError, match=f"more than 1 sequence .* {cell_class.__name__}"):
+            cell_class(3, 4)(x)
+
+
+def test_warnings_name_the_callers_line():
+    layer = rbn.BatchNormLSTM(3, 4)
+    with pytest.warns(UserWarning, match="single sequence") as found, rbn.batch_statistics(layer):
+        layer.eval()(torch.randn(5, 1, 3))
     assert [warning.filename for warning in found] == [__file__]
+    for layer_class in LAYERS:
+        with pytest.warns(UserWarning, match=r"dropout=0\.5 and num_layers=1") as found:
+            layer_class(3, 4, dropout=0.5)
+        assert [warning.filename for warning in found] == [__file__]
 
 
 @pytest.mark.parametrize("layer_class", LAYERS)

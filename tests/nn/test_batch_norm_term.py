@@ -22,8 +22,11 @@ def test_a_single_position_has_no_variance_to_average_in(padded):
     term = BatchNormTerm(3)
     term(torch.randn(5, 3))
     before = {name: b.clone() for name, b in term.named_buffers()}
-    valid = torch.tensor([True] + [False] * padded) if padded else None
-    term(torch.randn(1 + padded, 3), valid)
+    if padded:
+        term(torch.randn(1 + padded, 3), torch.tensor([True] + [False] * padded))
+    else:
+        with pytest.raises(ValueError, match=r"more than 1 position .* BatchNormTerm, got 1"):
+            term(torch.randn(1, 3))
     assert all(torch.equal(b, before[name]) for name, b in term.named_buffers())
     term(torch.randn(2, 3))
     assert term.stats.count.tolist() == [2]

@@ -237,6 +237,7 @@ def test_gradients_of_the_input():
     torch.testing.assert_close(twin.grad, x.grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_exported_for_any_size(options):
     layer = trained(**options)

@@ -79,6 +79,7 @@ def test_batch_first_only_changes_the_layout(layer):
     torch.testing.assert_close(a, b.transpose(0, 1), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     steps=st.integers(1, 6),

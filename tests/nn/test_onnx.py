@@ -98,6 +98,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @EXPORTER
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_a_layer(ort, make, options):
@@ -109,6 +110,7 @@ def test_a_layer(ort, make, options):
         assert_same(session, exact(layer)(x), x)
 
 
+@pytest.mark.slow
 @EXPORTER
 def test_lengths(ort):
     layer = trained(rbn.BatchNormLSTM, bidirectional=True, batch_first=True, max_length=20)
@@ -127,6 +129,7 @@ def test_lengths(ort):
         assert_same(session, expected, x, lengths)
 
 
+@pytest.mark.slow
 @EXPORTER
 def test_start_and_states(ort):
     """Pieces of a sequence; the example is one step of one sequence."""
@@ -155,6 +158,7 @@ def test_start_and_states(ort):
         assert_same(session, exact(layer)(x, hx, start=start), x, hx, start)
 
 
+@pytest.mark.slow
 @EXPORTER
 def test_a_cell_for_every_step(ort):
     cell = rbn.BatchNormRNNCell(3, 6)
@@ -181,6 +185,7 @@ class Tagger(nn.Module):
         return self.linear(self.lstm(self.embedding(tokens))[0])
 
 
+@pytest.mark.slow
 @EXPORTER
 def test_a_model(ort, tmp_path):
     """Written to a file, which ONNX's own check accepts, with the names of dimensions."""
@@ -207,6 +212,7 @@ def test_a_model(ort, tmp_path):
         assert_same(session, exact(model)(tokens), tokens)
 
 
+@pytest.mark.slow
 @EXPORTER
 def test_symbols_and_steps_without_an_estimate(ort):
     """Each such step uses the statistics of the one before."""
@@ -219,6 +225,7 @@ def test_symbols_and_steps_without_an_estimate(ort):
         assert_same(session, exact(layer)(symbols), symbols)
 
 
+@pytest.mark.slow
 @EXPORTER
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
 @pytest.mark.parametrize("options", [{}, {"zoneout": (0.1, 0.1)}])

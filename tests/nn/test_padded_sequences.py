@@ -16,6 +16,7 @@ def finals(hx):
     return hx if isinstance(hx, tuple) else (hx,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_class", LAYERS)
 @pytest.mark.parametrize("padding", ["exclude", "include"])
 @settings(max_examples=20)

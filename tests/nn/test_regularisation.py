@@ -10,7 +10,8 @@ LSTMS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM]
 
 def test_dropout_is_between_layers_only():
     x = torch.randn(5, 6, 3)
-    one = rbn.LSTM(3, 4, dropout=0.5)
+    with pytest.warns(UserWarning, match="num_layers greater than 1"):
+        one = rbn.LSTM(3, 4, dropout=0.5)
     assert torch.equal(one(x)[0], one(x)[0])
     two = rbn.LSTM(3, 4, 2, dropout=0.5)
     assert not torch.equal(two(x)[0], two(x)[0])

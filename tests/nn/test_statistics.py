@@ -132,6 +132,7 @@ def test_an_ensemble():
     torch.testing.assert_close(found, torch.stack([each(x)[0] for each in several]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_traced_with_buffers_as_arguments(mode):
     layer, x = trained().eval(), torch.randn(6, 5, 3)
@@ -154,6 +155,7 @@ def compiled_with_buffers(layer, buffers, x):
     return call(buffers, x)
 
 
+@pytest.mark.slow
 def test_a_compiled_call_with_other_buffers():
     x = torch.randn(6, 5, 3)
     fresh = averaging(max_length=6)
@@ -162,6 +164,7 @@ def test_a_compiled_call_with_other_buffers():
         fresh.eval()(x)
 
 
+@pytest.mark.slow
 def test_a_compiled_call_with_empty_buffers():
     layer, x = trained(), torch.randn(6, 5, 3)
     empty = {name: torch.zeros_like(b) for name, b in layer.named_buffers()}

@@ -83,28 +83,32 @@ def test_steps_before_the_first_estimate_use_it():
     assert s.count.tolist() == [0, 0]
 
 
-def test_a_batch_of_one_is_warned_of():
-    layer = rbn.BatchNormLSTM(3, 4)
-    with pytest.warns(UserWarning, match="Use a batch of at least 2"):
+def test_evaluation_with_the_statistics_of_a_single_sequence_warns():
+    layer = rbn.BatchNormLSTM(3, 4).eval()
+    with rbn.batch_statistics(layer), pytest.warns(UserWarning, match="a batch of at least 2"):
         y, _ = layer(torch.randn(5, 1, 3))
     assert y.isfinite().all()
-    with pytest.warns(UserWarning, match="BatchNormRNNCell"):
-        rbn.BatchNormRNNCell(3, 4)(torch.randn(3))
-    layer(torch.randn(5, 2, 3))
+    layer.train()(torch.randn(5, 2, 3))
     layer.eval()(torch.randn(5, 1, 3))  # no warning: population statistics
 
 
-@pytest.mark.filterwarnings("ignore:BatchNormLSTM normalizes with the statistics of a minibatch")
+def estimate(layer, *batches):
+    """Population statistics of batches of ``(x, lengths)``, one of a single sequence among them."""
+    with pytest.warns(UserWarning, match="single sequence: .* of time steps leave it out"):
+        rbn.update_population_stats(layer, batches, forward=lambda m, b: m(b[0], lengths=b[1]))
+    return {name: value.clone() for name, value in layer.named_buffers()}
+
+
 @pytest.mark.parametrize("lengths", [None, [4]])
 @pytest.mark.parametrize("input_stats", ["step", "sequence"])
 def test_a_batch_of_one_is_not_counted(input_stats, lengths):
     """But over its steps the input term of a sequence does have a variance."""
     layer = rbn.BatchNormLSTM(3, 4, input_stats=input_stats)
     x = torch.randn(5, 6, 3)
-    layer(x)
+    rbn.update_population_stats(layer, [x])
     before = {name: value.clone() for name, value in layer.named_buffers()}
-    layer(x[:, :1], lengths=lengths)
-    for name, value in layer.named_buffers():
+    after = estimate(layer, (x, None), (x[:, :1], lengths))
+    for name, value in after.items():
         counted = name.startswith("stats_x") and input_stats == "sequence"
         assert torch.equal(value, before[name]) is not counted, name
 
@@ -144,12 +148,8 @@ def test_a_step_that_one_sequence_reaches_has_no_variance_to_record(momentum):
     mean, var = statistics.read(0, 8)
     torch.testing.assert_close(var[4:], var[3:4].expand_as(var[4:]), rtol=0, atol=0)
     torch.testing.assert_close(mean[4:], mean[3:4].expand_as(mean[4:]), rtol=0, atol=0)
-    with pytest.warns(UserWarning, match="single sequence: .* of time steps leave it out"):
-        layer(torch.randn(6, 1, 3), lengths=torch.tensor([5]))
-    assert statistics.count.tolist() == [3] * 4 + [0] * 2
 
 
-@pytest.mark.filterwarnings("ignore:BatchNormLSTM")  # a single sequence
 @pytest.mark.parametrize(
     ("steps", "lengths", "padding", "counted"),
     [
@@ -163,9 +163,10 @@ def test_a_step_that_one_sequence_reaches_has_no_variance_to_record(momentum):
 )
 def test_a_single_position_has_no_variance_to_record(steps, lengths, padding, counted):
     layer = rbn.BatchNormLSTM(3, 4, input_stats="sequence", padding=padding)
-    layer(torch.randn(6, 3, 3))
+    x = torch.randn(6, 3, 3)
+    rbn.update_population_stats(layer, [x])
     before = layer.stats_x_l0.var.clone()
-    layer(torch.randn(steps, 1, 3), lengths=lengths)
+    estimate(layer, (x, None), (torch.randn(steps, 1, 3), lengths))
     assert layer.stats_x_l0.count.tolist() == [1 + counted]
     assert torch.equal(layer.stats_x_l0.var, before) is not counted
     assert layer.stats_h_l0.count.tolist() == [1] * 6

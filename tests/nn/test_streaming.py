@@ -10,7 +10,7 @@ import torch
 import rbn
 from rbn.nn import streaming
 from rbn.ops import steps
-from rbn.ops.cpu import inference
+from rbn.ops.cpu import compiled_lstm, inference
 
 ABLATIONS = [
     (),
@@ -80,6 +80,17 @@ def way(request, monkeypatch):
     elif inference.load() is None:
         pytest.skip("no compiled kernel")
     return request.param
+
+
+def test_a_kernel_built_from_older_sources_is_not_used(monkeypatch):
+    cell = make(rbn.BatchNormLSTMCell)
+    monkeypatch.setattr(compiled_lstm, "load", object)  # a library without this function
+    inference.load.cache_clear()
+    try:
+        assert inference.load() is None
+        check(cell, 1, 2)
+    finally:
+        inference.load.cache_clear()
 
 
 @pytest.mark.parametrize("ablations", ABLATIONS, ids="-".join)
@@ -235,6 +246,7 @@ def changes(cell):
     yield train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ablations", [(), ("shared_stats",)], ids="-".join)
 def test_nothing_stale_is_used(ablations, way):
     cell = make(rbn.BatchNormLSTMCell, ablations=ablations)

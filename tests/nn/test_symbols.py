@@ -75,6 +75,7 @@ def test_the_same_bits_every_time():
         assert all(map(torch.equal, grads, found[0][1]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="with a CUDA device the kernels run there")
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_as_one_hot_vectors_in_the_kernels(layer_class):

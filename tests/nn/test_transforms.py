@@ -28,6 +28,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
     ("layer_class", "compiler"),
@@ -36,8 +37,9 @@ def fresh_compiler():
 def test_compiled_whole(layer_class, compiler):
     need(compiler)
     torch.manual_seed(0)
-    layer = layer_class(3, 4, bidirectional=True, dtype=torch.float64)
-    twin = layer_class(3, 4, bidirectional=True, dtype=torch.float64)
+    both = layer_class is rbn.BatchNormLSTM and compiler == "aot_eager"
+    layer = layer_class(3, 4, bidirectional=both, dtype=torch.float64)
+    twin = layer_class(3, 4, bidirectional=both, dtype=torch.float64)
     twin.load_state_dict(layer.state_dict())
     compiled = torch.compile(layer, fullgraph=True, backend=compiler)
     for steps, lengths in ((4, None), (6, None), (6, torch.tensor([6, 2, 3, 6, 1]))):
@@ -57,6 +59,7 @@ def test_compiled_whole(layer_class, compiler):
     torch.testing.assert_close(compiled(x)[0], twin(x)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 def test_compiled_with_regularisation():
     layer = rbn.BatchNormLSTM(
@@ -68,6 +71,7 @@ def test_compiled_with_regularisation():
     assert not torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:BatchNormLSTM was not trained")
 def test_a_compiled_evaluation_without_statistics_uses_the_batch():
     layer, x = rbn.BatchNormLSTM(3, 4).eval(), torch.randn(5, 6, 3)
@@ -185,6 +189,7 @@ def test_replicas_of_data_parallel(layer_class):
     assert layer.weight_hh_l0.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_pieces_of_a_sequence_are_not_compiled_one_by_one():
     """With room for all steps a graph does not depend on how many have statistics."""
     layer = rbn.BatchNormLSTM(3, 4, max_length=60)

@@ -42,6 +42,7 @@ def states_of(kind, lead, B, H, generator):
 KINDS = ("shared", "one row", "identical", "differ", "nan")
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.data(),

@@ -44,6 +44,7 @@ every_call = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @every_call
 def test_forward(op, options):

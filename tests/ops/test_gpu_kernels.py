@@ -67,9 +67,10 @@ def test_shapes(op, shape):
     compare(make_case(op, *shape, fresh_seed(), **calm(op)))
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=8 if torch.cuda.is_available() else 25)  # a compilation each
+@settings(max_examples=8)  # a compilation each
 @given(data=st.data())
 def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))
@@ -91,6 +92,7 @@ if torch.cuda.is_available():
     ROUNDED |= {"fp16": torch.float16, "tf32": torch.float32}
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("precision", ROUNDED)
 @pytest.mark.parametrize(("op", "name"), EVERY_OPTION)
 def test_every_option_in_every_precision(op, name, precision):
@@ -140,6 +142,7 @@ def test_nothing_is_kept_without_a_gradient(op):
     assert_same(found, call(case.to(torch.float64), "reference"), TOLERANCES[torch.float32][0])
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("options", [{}, {"lengths": [4, 1, 2, 2], "padding": "include"}])
 def test_the_operator(options):
@@ -165,6 +168,7 @@ def test_the_operator_from_an_input_and_states_for_all_rows(options):
     torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, tuple(args), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tf32", [False, True])
 def test_compiled_as_one_graph(tf32):
     torch.manual_seed(0)
@@ -183,6 +187,7 @@ def test_compiled_as_one_graph(tf32):
         torch.testing.assert_close(parameter.grad, twin.get_parameter(name).grad)
 
 
+@pytest.mark.slow
 def test_several_recurrences_at_once():
     """Two directions, or models, in one launch give the numbers of each alone."""
     cases_ = [

@@ -97,6 +97,7 @@ def test_a_batch_beyond_the_tile_as_it_is():
     compare(case)
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
 @settings(max_examples=7)  # on a GPU a compilation each
@@ -180,6 +181,7 @@ def test_nothing_is_kept_without_a_gradient(name):
     assert_same(found, call(case.to(torch.float64), "reference"), TOLERANCES[torch.float32][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("population", [None, (2, 1, 4)])
 def test_several_recurrences_one_after_another(population):
     """With the numbers of each alone, whatever the operator is given at once."""
@@ -273,6 +275,7 @@ def test_a_graph_of_steps(layer_class, capture):
             assert torch.equal(parameter.grad, twin.get_parameter(name).grad), name
 
 
+@pytest.mark.slow
 def test_the_operator():
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
     # With 8 units and an even batch the saved buffers have no unwritten parts, which would differ
@@ -287,6 +290,7 @@ def test_the_operator():
     torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, tuple(args), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_class", [rbn.LSTM, rbn.BatchNormLSTM])
 def test_compiled_as_one_graph_under_autocast(layer_class):
     torch.manual_seed(0)

@@ -131,9 +131,10 @@ def test_sums_over_many_rows():
     compare(make_case("ln_lstm", 5, 30, 3, lengths="random", **calm("ln_lstm")))
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=25)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))
@@ -288,6 +289,7 @@ CHECKED += [("bn_rnn", {}), ("bn_rnn", {"lengths": [4, 1, 2], "padding": "includ
 CHECKED += [("bn_rnn", {"population": 2})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "options"), CHECKED)
 def test_the_operator(op, options):
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
@@ -301,6 +303,7 @@ def test_the_operator(op, options):
     torch.library.opcheck(operator, tuple(args), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "options"), CHECKED)
 def test_the_backward_operator(op, options):
     case = make_case(op, 4, 3, 5, dtype=torch.float32, **calm(op), **options).on(DEVICE)
@@ -313,6 +316,7 @@ def test_the_backward_operator(op, options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_the_operators_from_an_input_and_states_for_all_rows(op):
     case = make_case(op, 4, 3, 5, dtype=torch.float32, **calm(op), lengths=[4, 1, 2]).on(DEVICE)
@@ -330,6 +334,7 @@ def test_the_operators_from_an_input_and_states_for_all_rows(op):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN])
 def test_compiled_as_one_graph(layer_class):
     torch.manual_seed(0)

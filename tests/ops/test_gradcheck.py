@@ -82,6 +82,7 @@ def test_gradients(op, options):
     assert gradcheck(function, inputs, eps=1e-6, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_second_derivatives_of_the_reference(op):
     case = make_case(op, 2, 3, 1, seed=1, lengths=[2, 1, 2])

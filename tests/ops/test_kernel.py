@@ -112,6 +112,7 @@ def close(found, expected):
         assert worst <= 1e-4 * scale, f"{name} differs by {worst}"
 
 
+@pytest.mark.slow
 @needs_kernel
 @settings(max_examples=60)
 @given(
@@ -233,6 +234,7 @@ def test_what_it_does_not_cover_is_left_to_the_other(changes):
     assert not compiled_lstm.usable(inputs(0, 2, 3, 4)._replace(**changes))
 
 
+@pytest.mark.slow
 def test_it_can_be_switched_off():
     code = (
         "import torch; from rbn.ops.cpu import compiled_lstm; assert compiled_lstm.load() is None\n"

@@ -90,10 +90,15 @@ OPTIONS = {
 
 @pytest.mark.no_cover
 @on_a_card
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("given", ["nothing", "lengths", "states"])
-def test_same_numbers_as_in_several_nodes(name, bidirectional, given, nodes, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "given", "bidirectional"),
+    [
+        (name, given, (i + j) % 2 == 0)  # each option and each argument with both
+        for i, name in enumerate(OPTIONS)
+        for j, given in enumerate(("nothing", "lengths", "states"))
+    ],
+)
+def test_same_numbers_as_in_several_nodes(name, given, bidirectional, nodes, monkeypatch):
     layer = made(bidirectional=bidirectional, **OPTIONS[name])
     dtype, directions = next(layer.parameters()).dtype, 1 + bidirectional
     frozen = layer.weight_ih_l0 if given == "lengths" else None

@@ -137,6 +137,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a card that is not there")
 @pytest.mark.parametrize(("capability", "kilobytes"), [(70, 96), (75, 64)])

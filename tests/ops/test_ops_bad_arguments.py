@@ -92,6 +92,7 @@ def outcomes():
     return found, process.returncode
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "name", "shape"), CALLS)
 def test_a_wrong_shape_is_refused(op, name, shape, outcomes):
     found, returncode = outcomes
@@ -99,6 +100,7 @@ def test_a_wrong_shape_is_refused(op, name, shape, outcomes):
     assert found.get((op, name, shape), ended) == "refused"
 
 
+@pytest.mark.slow
 def test_statistics_that_want_a_gradient_do_no_harm():
     """The fused operator has none for them."""
     process = run(DIFFERENTIATE_STATISTICS)

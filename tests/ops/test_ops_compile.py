@@ -67,6 +67,7 @@ def assert_compiles(case, backend):
     assert_same(gradients, expected_gradients, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "options"), CALLS)
 def test_aot_eager(op, options):
     assert_compiles(make_case(op, 4, 4, 3, **options), "aot_eager")

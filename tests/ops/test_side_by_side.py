@@ -99,6 +99,7 @@ def launches(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 @on_a_card
 @pytest.mark.parametrize(
     ("op", "name"), [*(("bn_lstm", name) for name in OPTIONS), ("lstm", "lengths")]
@@ -228,6 +229,7 @@ def test_bad_arguments_are_named(launches):
     assert launches == []
 
 
+@pytest.mark.slow
 @on_a_card
 @pytest.mark.parametrize("layer_class", [rbn.LSTM, rbn.BatchNormLSTM])
 def test_the_directions_of_a_layer_are_one_launch(layer_class, launches):

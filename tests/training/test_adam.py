@@ -41,6 +41,7 @@ def check_close(found, expected, lr, steps):
         assert (x.double() - y).abs().max() <= steps * (2e-7 * y.abs().max() + 2e-6 * lr)
 
 
+@pytest.mark.slow
 @either
 @settings(max_examples=20)
 @given(

@@ -28,6 +28,7 @@ def looked(folder, values, higher_is_better=False, patience=None):
     return trainer(folder, Scripted(values, higher_is_better), schedule).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("higher_is_better", "best"), [(True, 2), (False, 1)])
 def test_the_best_is_by_the_tasks_order(higher_is_better, best, tmp_path):
     assert looked(tmp_path, [1.0, 3.0, 2.0], higher_is_better).best_step == best

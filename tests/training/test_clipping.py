@@ -86,6 +86,7 @@ def test_gradients_beyond_float32_are_clipped_like_others(adam, tmp_path):
     torch.testing.assert_close(models[Steep], models[Overflowing], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_small_loss_grows_again_and_goes_on_after_a_stop(tmp_path):
     """Whatever the loss is multiplied with is part of the checkpoint."""
 
@@ -103,6 +104,7 @@ def test_a_small_loss_grows_again_and_goes_on_after_a_stop(tmp_path):
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_nothing_but_gradients_that_overflow(tmp_path):
     task = Overflowing()
     task.steps = range(2, 10**6)
@@ -114,6 +116,7 @@ def test_nothing_but_gradients_that_overflow(tmp_path):
     assert run.progress.skipped == 50  # also those since the host last looked
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_diverges_at_the_same_step(tmp_path):
     ends = []
     for folder, stops in (("whole", ()), ("parts", (20, 45))):
@@ -133,6 +136,7 @@ def test_a_run_that_was_stopped_diverges_at_the_same_step(tmp_path):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
 def test_as_many_but_not_in_a_row(tmp_path):
     task = Overflowing()
     task.steps = range(1, 120, 2)

@@ -100,6 +100,7 @@ except KeyboardInterrupt as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_what_python_drops_comes_again(name):
     command = [sys.executable, "-c", PROGRAM, name]

@@ -85,6 +85,7 @@ trainer(Path(sys.argv[1])).run()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_killed_in_the_middle_of_a_checkpoint(whole, tmp_path):
     command = [
@@ -146,6 +147,7 @@ def test_out_of_time(tmp_path):
     assert trainer(tmp_path).run().finished
 
 
+@pytest.mark.slow
 def test_stopped_by_whoever_watches(tmp_path):
     whole = trainer(tmp_path / "whole").run()
     stopped = trainer(tmp_path / "stopped")
@@ -359,6 +361,7 @@ def test_how_an_optimiser_computes_is_no_part_of_a_checkpoint(tmp_path):
     here.step()
 
 
+@pytest.mark.slow
 def test_runs_in_turns_give_the_numbers_of_each_alone(whole, tmp_path):
     for seed in (1, 2):
         trainer(tmp_path / f"alone{seed}", Letters(seed)).run()

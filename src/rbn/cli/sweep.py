@@ -19,6 +19,7 @@ from rbn.cli.common import (
     interrupted_code,
     make_console,
     make_table,
+    printable,
     stop,
 )
 
@@ -147,7 +148,7 @@ def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
     from rbn.experiments.search.worker import TooManyFailed, Worker
 
     def say(line: str) -> None:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        _print_line(console, line)
 
     if len(jobs) == 1:
         try:
@@ -179,7 +180,19 @@ def _report(now: SweepStatus, folder: Path, console: Console) -> None:
             f"{listed(now.best.parameters)}, in {folder / f'trial-{now.best.number:04d}'}"
         )
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        _print_line(console, line)
+
+
+def _print_line(console: Console, line: str) -> None:
+    """Print a line that may contain text from the storage or a file."""
+    console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
+
+
+def _cell(text: str) -> str:
+    """Text from the storage as a cell of a table: no terminal codes, no markup."""
+    from rich.markup import escape
+
+    return escape(printable(text))
 
 
 @app.command()
@@ -206,21 +219,20 @@ def status(
         folder = out or Path("runs") / name
         now = sweep_status(storages.load_study(name, storage or storages.default(folder)))
         columns = ["trial", "state", *now.parameters, f"best {now.figure}", "steps", "minutes"]
-        table = make_table(*columns)
+        table = make_table(*map(_cell, columns))
         for row in now.rows:
             chosen = [format_value(row.parameters.get(name, "")) for name in now.parameters]
             best = "" if row.best is None else f"{row.best:.4f}"
             numbers = [best, f"{row.steps:,}", f"{row.seconds / 60:.1f}"]
-            table.add_row(str(row.number), row.state, *chosen, *numbers)
+            table.add_row(str(row.number), row.state, *map(_cell, chosen), *numbers)
         console = make_console()
         console.print(table)
         for row in now.rows:
             if row.remark:
-                line = f"trial {row.number}, {row.state}: {row.remark}"
-                console.print(line, soft_wrap=True, highlight=False, markup=False)
+                _print_line(console, f"trial {row.number}, {row.state}: {row.remark}")
         _report(now, folder, console)
         if plot is not None:
             plots.draw(now, plot)
-            console.print(str(plot), soft_wrap=True, highlight=False, markup=False)
+            _print_line(console, str(plot))
 
     guarded(work)

@@ -69,6 +69,8 @@ class BatchNormTerm(nn.Module):
                 f"x must have {self.features} features in its last dimension, and one before it, "
                 f"got shape {tuple(x.shape)}"
             )
+        if x.numel() == self.features and self.stats.trains and self.stats.group is None:
+            checks.refuse_one(type(self).__name__, "position")
         wide = x.to(self.stats.mean.dtype)
         if self.stats.uses_batch or self._is_untrained(x):
             mean, var = _moments(wide, valid, self.stats.group)

@@ -106,7 +106,10 @@ class BatchNormalized(FreshStatistics):
         all_statistics = self._all_statistics()
         if all_statistics[0].uses_batch:
             if batch == 1 and self._group() is None and self._pools is None:
-                checks.single_row(type(self).__name__)
+                name = type(self).__name__
+                if all_statistics[0].trains:
+                    checks.refuse_one(name, "sequence")
+                checks.single_row(name)
             return False
         if not torch.compiler.is_compiling():
             self.refresh_once()

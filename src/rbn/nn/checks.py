@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -252,14 +252,21 @@ def no_statistics(module: nn.Module, rows: int) -> None:
         )
 
 
+def refuse_one(name: str, what: str) -> NoReturn:
+    """Refuse to train with a batch of one, which has no variance, as `nn.BatchNorm1d` does."""
+    raise ValueError(
+        f"Expected more than 1 {what} in a batch when training {name}, got 1: it has no variance "
+        "to normalize with. Use a larger batch, or eval() to normalize with population statistics"
+    )
+
+
 def single_row(name: str) -> None:
-    """Warn that a time step's statistics of one row say nothing."""
+    """Warn of a batch of one outside of training, where it may be the last of a data set."""
     if not torch.compiler.is_compiling():
         warn(
             f"{name} normalizes with the statistics of a minibatch, and this one has a single "
-            "sequence: all normalized terms are 0, so that the layer ignores its input. "
-            "Population statistics of time steps leave it out. Use a batch of at least 2, or "
-            "eval() to normalize with those."
+            "sequence: all normalized terms are 0, so the layer ignores its input. Population "
+            "statistics of time steps leave it out. Use a batch of at least 2."
         )
 
 

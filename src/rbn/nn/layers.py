@@ -39,6 +39,11 @@ class Layers(Recurrence, Generic[GivenStates]):
         self.num_layers = checks.positive_integer("num_layers", num_layers)
         self.batch_first = checks.boolean("batch_first", batch_first)
         self.dropout = checks.probability("dropout", dropout)
+        if self.dropout and self.num_layers == 1:
+            checks.warn(
+                "dropout is applied to the output of every layer except the last, so it needs "
+                f"num_layers greater than 1, got dropout={dropout} and num_layers=1"
+            )
         self.bidirectional = checks.boolean("bidirectional", bidirectional)
         self.directions = 2 if bidirectional else 1
         self.weight_dropout = checks.probability("weight_dropout", weight_dropout)

@@ -163,6 +163,11 @@ class PopulationStatistics(nn.Module):
         return self.training or self.forced is not None
 
     @property
+    def trains(self) -> bool:
+        """Whether the owner trains now, and is not in a pass of `rbn.update_population_stats`."""
+        return self.training and self.forced != "record"
+
+    @property
     def records(self) -> bool:
         """Whether minibatch statistics are to be averaged in now."""
         return self.forced == "record" or (self.training and self.forced is None)

@@ -111,6 +111,7 @@ def test_files_and_counts(tmp_path):
         build(file, tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_held_out_articles(tmp_path):
     texts = [TEXT.replace("Oakland", f"Oakland{k // 2}") for k in range(600)]  # each of them twice
     file = tmp_path / "articles.jsonl"
@@ -132,6 +133,7 @@ def test_held_out_articles(tmp_path):
         build(file, tmp_path / "b", split="half")
 
 
+@pytest.mark.slow
 def test_packed_files_and_processes_make_no_difference(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_CHUNK", 4)
     text = "".join(line + "\n" for line in lines(30))

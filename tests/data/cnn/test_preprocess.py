@@ -89,6 +89,7 @@ def test_a_second_test_set(folder, questions, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_several_processes_give_the_same(folder, tmp_path):
     one, _ = prepared(folder, tmp_path / "one", Choice(), processes=1)
     two, _ = prepared(folder, tmp_path / "two", Choice(), processes=2)

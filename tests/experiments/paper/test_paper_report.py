@@ -65,6 +65,7 @@ def report(results):
     return out
 
 
+@pytest.mark.slow
 def test_what_is_written(report):
     page, text = (report / "index.html").read_text(), (report / "report.md").read_text()
     for found in (page, text):
@@ -86,6 +87,7 @@ def test_what_is_written(report):
         assert (report / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_same_numbers_give_the_same_files(results, report, tmp_path):
     for path in draw(figure("fig3a", Shelf.of(results)), tmp_path):
         assert path.read_bytes() == (report / path.name).read_bytes(), path.name
@@ -117,6 +119,7 @@ def test_a_figure_without_any_line_is_drawn(tmp_path):
     assert all(path.exists() for path in paths)
 
 
+@pytest.mark.slow
 def test_readers_that_err_more_often_than_counting(tmp_path):
     folder = tmp_path / "results"
     publish(folder, task="cnn-built", model="lstm", test=0.8, sentences=4, tag="")
@@ -129,6 +132,7 @@ def test_readers_that_err_more_often_than_counting(tmp_path):
     assert f"Readers that err more often than the better of both: {named}" in text
 
 
+@pytest.mark.slow
 def test_models_are_compared_with_settings_that_did_not_diverge(tmp_path):
     folder = tmp_path / "results"
 
@@ -182,6 +186,7 @@ def test_stars_and_bars_in_markdown():
     assert "| a\\|b |" in text
 
 
+@pytest.mark.slow
 def test_the_committed_report_is_of_the_committed_results(tmp_path):
     results, committed = ROOT / "results", ROOT / "docs" / "report"
     if not committed.exists():
@@ -210,6 +215,7 @@ def browser(tmp_path_factory):
     return HEADLESS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["made up", "committed"])
 def test_in_a_browser(which, report, browser, tmp_path):
     """On a phone's width: every picture is there, nothing sticks out, no word on the console."""

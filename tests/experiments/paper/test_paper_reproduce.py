@@ -74,6 +74,7 @@ def invoke(folder, *arguments):
     return CliRunner().invoke(app, list(map(str, command)))
 
 
+@pytest.mark.slow
 def test_from_nothing_to_figures_and_again(tmp_path):
     done = invoke(tmp_path, "fig3b", "--quick", "--max-minutes", "1e-9")
     assert done.exit_code == 3, done.output
@@ -165,6 +166,7 @@ def test_one_of_several_diverges(tmp_path, monkeypatch):
     assert (tmp_path / "results/digits/bn-lstm-quick-seed1.json").exists()
 
 
+@pytest.mark.slow
 def test_the_sweep_and_the_images(tmp_path):
     for target in ("table1", "fig2", "fig6"):
         done = invoke(tmp_path, target, "--quick")
@@ -185,6 +187,7 @@ def test_the_sweep_and_the_images(tmp_path):
     assert result["command"] == f"{command} --seed 1"
 
 
+@pytest.mark.slow
 def test_what_needs_no_training(tmp_path):
     for target in ("fig1a", "fig1b", *findings.EXPERIMENTS):
         done = invoke(tmp_path, target, "--quick")
@@ -200,6 +203,7 @@ def test_what_needs_no_training(tmp_path):
     assert not figure("fig1b", shelf).missing
 
 
+@pytest.mark.slow
 def test_readers(tmp_path):
     for target in ("fig4a", "table4"):
         done = invoke(tmp_path, target, "--quick")
@@ -212,6 +216,7 @@ def test_readers(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_data_that_are_missing_are_named_and_the_rest_is_done(tmp_path, monkeypatch):
     read = build.load
 
@@ -237,6 +242,7 @@ def test_a_figure_without_its_data_is_made_when_they_are_there(tmp_path):
     assert "1 of 1 to do" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [0, 1])
 def test_killed_while_a_result_is_published(written, tmp_path, monkeypatch):
     """It does not count as published before its learning curve is there, too."""

@@ -66,6 +66,7 @@ def distance(point, line):
     return min(found)
 
 
+@pytest.mark.slow
 def test_every_line_is_where_it_was(pair):
     before, after = (elements(text, "path") for text in pair)
     assert len(before) == len(after)

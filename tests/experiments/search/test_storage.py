@@ -7,6 +7,7 @@ pytest.importorskip("optuna")
 from rbn.experiments.search.storage import load_study, redacted
 
 
+@pytest.mark.slow
 def test_another_sweep_of_that_name_is_refused(where, make, tmp_path, worker):
     worker(make(f"mine-{tmp_path.name}"), where)
     worker(make(f"mine-{tmp_path.name}", heartbeat=3), where)

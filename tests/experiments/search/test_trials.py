@@ -58,6 +58,7 @@ def test_every_trial_is_taken_once(where, make, worker):
     assert sorted(taken) == [(k, float(k + 1)) for k in range(12)]
 
 
+@pytest.mark.slow
 def test_killed_and_taken_up_again(where, make, tmp_path, worker):
     sweep = make(heartbeat=1)
     mine = worker(sweep, where)
@@ -91,6 +92,7 @@ def test_killed_and_taken_up_again(where, make, tmp_path, worker):
     assert states(mine) == ["COMPLETE", "COMPLETE"]
 
 
+@pytest.mark.slow
 def test_thought_to_be_dead(where, make, monkeypatch, worker):
     clock = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])

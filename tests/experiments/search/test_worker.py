@@ -45,6 +45,7 @@ def history(folder):
     return [{k: v for k, v in record.items() if k != "seconds"} for record in found]
 
 
+@pytest.mark.slow
 def test_trials_are_ordinary_runs(where, make, start, tmp_path):
     sweep = make("plain" + tmp_path.name, space={"optimizer.lr": [0.02, 0.002]})
     worker, said = start(sweep, where)
@@ -72,6 +73,7 @@ def test_trials_are_ordinary_runs(where, make, start, tmp_path):
     assert said == []
 
 
+@pytest.mark.slow
 def test_a_trials_memory_is_given_back(make, start, monkeypatch):
     alive, seen = weakref.WeakSet(), []
     real = build.make_trainer
@@ -87,6 +89,7 @@ def test_a_trials_memory_is_given_back(make, start, monkeypatch):
     assert seen == [0, 0]
 
 
+@pytest.mark.slow
 def test_pruned_on_the_validation_curve(make, start, tmp_path):
     sweep = make(
         # The rate of the second is too small to learn anything.
@@ -114,6 +117,7 @@ def test_pruned_on_the_validation_curve(make, start, tmp_path):
     assert len(history(folder)) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # by the pruner
 def test_pruned_before_it_has_a_figure(make, start, monkeypatch):
     sweep = make(
@@ -136,6 +140,7 @@ def test_pruned_before_it_has_a_figure(make, start, monkeypatch):
     assert "trial 1: pruned at step 8, no figure yet" in said
 
 
+@pytest.mark.slow
 def test_out_of_time_and_gone_on_with(make, start, tmp_path, monkeypatch):
     sweep = make(trials=1)
     whole, _ = start(sweep, str(tmp_path / "whole.log"))
@@ -160,6 +165,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "_CHECKPOINT_SECONDS", 0.0)
     # Looks after steps 2, 4 and 6: killed during the second, when the first is saved.

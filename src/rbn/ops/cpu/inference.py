@@ -25,8 +25,9 @@ _STRUCT = struct.Struct("=10q3d20Q")
 @functools.lru_cache(maxsize=1)
 def load() -> Any | None:
     """The compiled function, or None where there is none (see `compiled_lstm.load`)."""
-    library = compiled_lstm.load()
-    if library is None or library.rbn_inference_size() != _STRUCT.size:
+    library: Any = compiled_lstm.load()
+    size = getattr(library, "rbn_inference_size", None)  # absent in a file built from older sources
+    if size is None or size() != _STRUCT.size:
         return None
     function = library.rbn_lstm_inference
     function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]

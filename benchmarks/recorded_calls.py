@@ -140,7 +140,9 @@ def run(kind, sizes, options, call, dtype, device):
         loss.backward(retain_graph=call.get("retain") and k == 0)
         gradients[k] = [p.grad for _, p in sorted(layer.named_parameters())]
     found = {"output": digest([output]), "states": digest(states)}
-    found |= {f"gradients {k}": digest(g) for k, g in gradients.items()}
+    names = sorted(name for name, _ in layer.named_parameters())
+    for k, own in gradients.items():
+        found |= {f"gradient {k} {n}": digest([g]) for n, g in zip(names, own, strict=True)}
     if x.requires_grad:
         found["input"] = digest([x.grad])
     found["statistics"] = digest([b for _, b in sorted(layer.named_buffers())])

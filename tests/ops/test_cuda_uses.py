@@ -119,7 +119,7 @@ def test_long_sequences_in_inference():
 FAMILIES = {
     "cluster": (100, 64, torch.float32, "in CUDA, cluster"),
     "cluster, 16 units": (240, 64, torch.bfloat16, "in CUDA, cluster"),
-    "portable": (300, 20, torch.float32, "in CUDA: PortableTiling"),
+    "portable": (300, 20, torch.float32, "in CUDA, portable: PortableTiling"),
     "grid": (1000, 64, torch.bfloat16, "in CUDA, grid"),
     "grid, float32": (1000, 64, torch.float32, "in CUDA, grid"),
     "persistent": (33, 20, torch.bfloat16, "one persistent kernel"),

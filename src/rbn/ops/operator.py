@@ -77,7 +77,7 @@ class Operator:
 
     Args:
         definition: the recurrence.
-        backend: ``"cpu"`` or ``"gpu"``.
+        backend: prefix of the operator's name, such as ``"cpu"``.
         implementation: its functions.
         in_onnx: what `torch.onnx.export` sees instead, made of PyTorch's own operators.
     """
@@ -96,12 +96,13 @@ class Operator:
 
     def __call__(self, calls: Sequence[Arguments]) -> list[CallResults]:
         """The results of each call. Several calls run side by side: they have equal shapes."""
-        if is_traced(calls[0].input):
-            return [self._traced(a) for a in calls]
-        if not calls[0].save:
+        a = calls[0]
+        if is_traced(a.input) or type(a.weight_hh) not in (Tensor, torch.nn.Parameter):
+            return [self._traced(each) for each in calls]
+        if not a.save:
             return _results_of(self.implementation.forward(calls, False), len(calls))
         count = len(self.definition.gradients)
-        tensors = [tensor for a in calls for tensor in a[:count]]
+        tensors = [tensor for each in calls for tensor in each[:count]]
         moments: list[Moments] = []
         output, *states = _apply(self, calls, moments, *tensors)  # type: ignore[no-untyped-call]
         if len(calls) == 1:

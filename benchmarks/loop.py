@@ -7,6 +7,7 @@ benchmarks/results/loop.csv. With --profile it shows the kernels of a step, long
 
 import argparse
 import csv
+import functools
 import statistics
 import tempfile
 import time
@@ -87,9 +88,10 @@ def measure(config, device, repeats, profiled=False):
         graph = device.type == "cuda"
         trainer = build.make_trainer(config, task, Path(folder), fabric=fabric, graph=graph)
         trainer.task.model.train()
-        step_ms = median_ms(trainer.advance, repeats, device)
+        step = functools.partial(next, trainer.steps())
+        step_ms = median_ms(step, repeats, device)
         if profiled:
-            show_profile(trainer.advance)
+            show_profile(step)
     return {
         **{name: getattr(config, name) for name in COLUMNS[:6]},
         "layer_ms": f"{layer_ms:.3f}",

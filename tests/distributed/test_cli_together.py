@@ -116,6 +116,7 @@ def test_torchrun(tmp_path):
         "metrics.jsonl",
         "previous.safetensors",
         "result.json",
+        "run.lock",
     }
 
 
@@ -142,7 +143,7 @@ def test_more_devices_than_there_are(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for device, message in (
         ("cuda", "devices must be at most the 1 GPUs of this machine, got 2"),
-        ("cuda:0", "device must be cuda or cpu for 2 processes, got cuda:0"),
+        ("cuda:0", "device must be cuda or cpu with 2 processes, got cuda:0"),
     ):
         done = invoke("train", "digits", "--device", device, "--devices", "2")
         assert done.exit_code == 2

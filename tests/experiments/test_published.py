@@ -23,7 +23,7 @@ def test_its_command_means_its_settings(path, monkeypatch):
     result = json.loads(path.read_text())
     assert {*KEYS.split(), "command"} <= result.keys()
     plans = []
-    monkeypatch.setattr(train, "_go_on", lambda plan, devices: plans.append(plan))
+    monkeypatch.setattr(train, "_run", lambda plan, devices: plans.append(plan))
     program, *arguments = shlex.split(result["command"])
     assert program == "rbn"
     done = CliRunner().invoke(app, arguments)

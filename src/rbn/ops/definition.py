@@ -150,6 +150,7 @@ class Definition:
         tensors: the names of all tensors, which come before the options.
         moments: the names of the statistics.
         schema: the arguments in the language of PyTorch's schemas.
+        masks: the names of the masks of zoneout.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Definition:
     tensors: tuple[str, ...] = field(init=False)
     moments: tuple[str, ...] = field(init=False)
     schema: str = field(init=False)
+    masks: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         hints = get_type_hints(self.arguments)
@@ -173,6 +175,7 @@ class Definition:
             # None has a default: PyTorch would leave out what equals it, and find a gradient too
             # many.
             "schema": ", ".join(f"{_TYPES[hints[name]]} {name}" for name in names),
+            "masks": tuple(name for name in names if name.startswith("mask_")),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -186,31 +189,38 @@ class Definition:
             a: the arguments.
             may_be_empty: whether there may be no rows, B = 0.
         """
-        input, weight_hh = a.input, a.weight_hh
+        input = a.input
         device = input.device
         if a.weight_ih is None:
             self._check_term(input, may_be_empty)
-            sizes = {"B": input.shape[1], "G": input.shape[2], "H": input.shape[2] // self.gates}
+            T, B, G = input.shape
+            H = G // self.gates
         else:
-            H = weight_hh.shape[-1]
-            sizes = {"B": input.shape[1], "G": self.gates * H, "H": H, "I": input.shape[2]}
-            _check("weight_ih", a.weight_ih, (sizes["G"], sizes["I"]), device)
-        for name, letters in self.shapes.items():
-            tensor = getattr(a, name)
+            T, B, features = input.shape
+            H = a.weight_hh.shape[-1]
+            G = self.gates * H
+            _check("weight_ih", a.weight_ih, (G, features), device)
+        shapes: dict[str, tuple[int, ...]] = {"GH": (G, H), "G": (G,), "H": (H,), "BH": (B, H)}
+        # These tensors come behind the input and W_x.
+        for (name, letters), tensor in zip(self.shapes.items(), a[2:], strict=False):
             if tensor is None:
                 continue
-            shape = tuple([sizes[letter] for letter in letters])
-            if letters == "BH" and tensor.dim() == 1:
-                shape = shape[1:]
+            shape = shapes[letters]
+            if tensor.shape != shape and letters == "BH" and tensor.dim() == 1:
+                shape = shapes["H"]  # a state for all rows
             if tensor.shape != shape or tensor.device != device:
                 _check(name, tensor, shape, device)
         if a.lengths is not None:
             check_sequence_lengths(a.lengths, input)
-        for term in self.terms:
-            if getattr(a, f"mask_{term}", None) is not None:
-                self._check_mask(f"mask_{term}", a, (*input.shape[:2], sizes["H"]))
+        for name in self.masks:
+            if getattr(a, name) is not None:
+                self._check_mask(name, a, (T, B, H))
         if a.mean_h is not None:
-            self._check_population(a, sizes)
+            self._check_population(a, {"G": G, "H": H})
+
+    def for_run(self, a: Arguments, save: bool, tf32: bool) -> Arguments:
+        """The arguments with their last two fields set."""
+        return self.arguments(*a[:-2], save, tf32)
 
     def _check_term(self, wx: Tensor, may_be_empty: bool) -> None:
         sizes = wx.shape[::2] if may_be_empty else wx.shape

@@ -141,7 +141,8 @@ def run(
         )
     module = _module(name)
     save = any(needs_grad(each[: len(definition.gradients)]) for each in calls)
-    calls = [each._replace(save=save, tf32=module.tf32_allowed()) for each in calls]
+    tf32 = module.tf32_allowed()
+    calls = [definition.for_run(each, save, tf32) for each in calls]
     with _autocast_off(device):
         operator = module.operator_for(definition, calls)
         if operator is None:

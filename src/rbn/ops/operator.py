@@ -7,7 +7,6 @@ custom operator of PyTorch for compilers and exporters.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -90,6 +89,7 @@ class Operator:
         in_onnx: Callable[..., CallResults] | None = None,
     ) -> None:
         self.definition, self.implementation = definition, implementation
+        self.tensors, self.gradients = len(definition.tensors), len(definition.gradients)
         self._in_onnx = in_onnx
         self.name = f"{backend}_{definition.name}"
         self.op, self.backward_op = _custom_operators(self, "cpu" if backend == "cpu" else None)
@@ -101,12 +101,13 @@ class Operator:
             return [self._traced(each) for each in calls]
         if not a.save:
             return _results_of(self.implementation.forward(calls, False), len(calls))
-        count = len(self.definition.gradients)
-        tensors = [tensor for each in calls for tensor in each[:count]]
         moments: list[Moments] = []
-        output, *states = _apply(self, calls, moments, *tensors)  # type: ignore[no-untyped-call]
         if len(calls) == 1:
-            return [(output, *states, Statistics(*moments[0]))]
+            tensors = a[: self.gradients]
+            results = _apply(self, calls, moments, *tensors)  # type: ignore[no-untyped-call]
+            return [(*results, Statistics(*moments[0]))]
+        tensors = [tensor for each in calls for tensor in each[: self.gradients]]
+        output, *states = _apply(self, calls, moments, *tensors)  # type: ignore[no-untyped-call]
         # Parted here, not inside the node: the node would have a gradient for each part.
         parts = zip(output.unbind(), *_in_groups(states, len(calls)), strict=True)
         parted = _parted_moments(moments[0], len(calls))
@@ -157,14 +158,15 @@ class _Recurrence(torch.autograd.Function):
         """
         results = operator.implementation.forward(calls, False)
         moments.append(results.moments)
-        count, n = len(operator.definition.tensors), len(calls)
+        count, n = operator.tensors, len(calls)
         ctx.set_materialize_grads(False)
         ctx.operator, ctx.calls, ctx.plan = operator, n, results.plan
         ctx.options, ctx.saved = calls[0][count:], type(results.saved)
         # Without the last states, which users may change: no backward pass looks at them.
-        ctx.save_for_backward(*(t for a in calls for t in a[:count]), *results.saved)
         if n == 1:
+            ctx.save_for_backward(*calls[0][:count], *results.saved)
             return (results.output, *results.states)
+        ctx.save_for_backward(*(t for a in calls for t in a[:count]), *results.saved)
         return (results.output, *(part for state in results.states for part in state.unbind()))
 
     @staticmethod
@@ -209,7 +211,6 @@ def one_by_one(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_NOTHING = contextlib.nullcontext()
 _repeated = threading.local()  # `now`: the backward pass of this thread goes over a graph again
 
 
@@ -217,22 +218,21 @@ _repeated = threading.local()  # `now`: the backward pass of this thread goes ov
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     operator: Operator = ctx.operator
     saved = ctx.saved_tensors
-    definition, n = operator.definition, ctx.calls
-    count, fields = len(definition.tensors), len(definition.gradients)
-    calls = [
-        definition.arguments(*saved[k * count : (k + 1) * count], *ctx.options) for k in range(n)
-    ]
+    definition, n, count = operator.definition, ctx.calls, operator.tensors
+    each = [saved[k * count : (k + 1) * count] for k in range(n)]
+    calls = [definition.arguments(*tensors, *ctx.options) for tensors in each]
     kept = ctx.saved(*saved[n * count :])
     states = grads[1:] if n == 1 else tuple(map(_stacked, _in_groups(grads[1:], n)))
     create_graph = torch.is_grad_enabled()
     consume = not create_graph and not graph_is_kept()
-    needed = any(ctx.needs_input_grad[3 + k * fields] for k in range(n))
+    needed = any(ctx.needs_input_grad[3 :: operator.gradients])  # the input comes first
     incoming = Incoming(grads[0], states, needed, consume)
-    with (
-        torch.no_grad() if create_graph else _NOTHING,
-        without_autocast(calls[0].input.device.type),
-    ):
-        result = operator.implementation.backward(calls, kept, ctx.plan, incoming)
+    backward, device = operator.implementation.backward, calls[0].input.device.type
+    if not create_graph and not torch.is_autocast_enabled(device):
+        result = backward(calls, kept, ctx.plan, incoming)
+    else:
+        with torch.no_grad(), without_autocast(device):
+            result = backward(calls, kept, ctx.plan, incoming)
     gradients: list[Tensor | None] = [
         None if tensor is None else own[name]
         for a, own in zip(calls, result, strict=True)

@@ -300,8 +300,12 @@ def launch_for(
     takes W_h as `backward_weight` gives it. rows: of the statistics of x, h and c. has_doutput:
     whether the output has a gradient.
     """
-    family = {CLUSTER: _cluster_launch, GRID: _grid_launch, PORTABLE: _portable_launch}
-    return family[call.family](direction, call, at, rows, call.plan.defines[has_doutput])
+    defines = call.plan.defines[has_doutput]
+    if call.family == CLUSTER:
+        return _cluster_launch(direction, call, at, rows, defines)
+    if call.family == GRID:
+        return _grid_launch(direction, call, at, rows, defines)
+    return _portable_launch(direction, call, at, rows, defines)
 
 
 def _cluster_launch(

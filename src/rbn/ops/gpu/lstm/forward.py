@@ -39,6 +39,7 @@ from rbn.ops.types import valid_steps
 log = logging.getLogger("rbn.ops.gpu")
 
 _BLOCK = 1024  # numbers that a program of `last_states` takes
+_NOTHING_SAVED = Saved()
 
 
 def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
@@ -56,10 +57,10 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
         )
     run = _in_cuda if plan.in_cuda else _in_triton
     output, states, moments, kept = run(call, separate)
-    saved = Saved()
+    saved = _NOTHING_SAVED
     if call.a.save:
-        kept |= to_save(call, calls)
-        kept |= dict(zip(LSTM.moments, moments, strict=True))
+        kept.update(to_save(call, calls))
+        kept.update(zip(LSTM.moments, moments, strict=True))
         if separate:  # tensors of the sizes that `fake` says, which share no memory
             kept["wh"] = kept["wh"].narrow(0, 0, plan.saved[1])
             kept["x"] = kept["w"] = kept["joined"] = None

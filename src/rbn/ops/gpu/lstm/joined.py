@@ -62,14 +62,19 @@ def join(calls: Sequence[LSTMArguments], plan: Plan, saved: Saved | None = None)
         return LSTMCall(a, plan, None, joined)
     if plan.one_feature:
         x = a.input.expand(-1, -1, 4 * plan.sizes[-1])
-        return LSTMCall(a._replace(input=x), plan, a.weight_ih, joined)
+        return LSTMCall(_with_term(a, x), plan, a.weight_ih, joined)
     if saved is not None:
         assert saved.term is not None
-        return LSTMCall(a._replace(input=saved.term), plan, None, joined)
+        return LSTMCall(_with_term(a, saved.term), plan, None, joined)
     x, w = padded_factors(a.input, a.weight_ih)
-    call = LSTMCall(a._replace(input=F.linear(x, w)), plan)
+    call = LSTMCall(_with_term(a, F.linear(x, w)), plan)
     call.factors = [(x, w)]
     return call
+
+
+def _with_term(a: LSTMArguments, term: Tensor) -> LSTMArguments:
+    """The arguments with another input, several times as fast as `_replace`."""
+    return LSTMArguments(term, *a[1:])
 
 
 def _join_several(calls: Sequence[LSTMArguments], plan: Plan, saved: Saved | None) -> LSTMCall:
@@ -144,13 +149,11 @@ def to_save(call: LSTMCall, calls: Sequence[LSTMArguments]) -> dict[str, Tensor 
     kept: dict[str, Tensor | None] = {"joined": call.joined}
     if call.factors:
         kept["term"] = call.a.input
-        names = (("x", "w"), ("x_reverse", "w_reverse"))
-        for own, pair, a in zip(names, call.factors, calls, strict=False):
-            given = (a.input, a.weight_ih)
-            kept |= {
-                name: None if factor is value else factor
-                for name, factor, value in zip(own, pair, given, strict=True)
-            }
+    for suffix, (x, w), a in zip(("", "_reverse"), call.factors, calls, strict=False):
+        if x is not a.input:
+            kept[f"x{suffix}"] = x
+        if w is not a.weight_ih:
+            kept[f"w{suffix}"] = w
     if len(calls) > 1:
         if call.w is None:
             kept["term"] = call.a.input

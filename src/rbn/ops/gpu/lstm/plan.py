@@ -105,7 +105,7 @@ def plan_for(calls: Sequence[LSTMArguments], separate: bool) -> Plan:
     pass could not know whether it was.
     """
     a, count = calls[0], len(calls)
-    may_skip_term = not separate and all(_has_one_feature(each) for each in calls)
+    may_skip_term = a.input.shape[-1] == 1 and not separate and all(map(_has_one_feature, calls))
     present = tuple([tensor is None for tensor in a[:_TENSORS]])
     like = a.input.shape, a.weight_hh.shape, a.input.dtype, a.input.device
     key = (count, *like, present, a[_TENSORS:], may_skip_term)

@@ -1,1 +1,1 @@
-"""Callbacks for other libraries' trainers; each module needs the library of its name."""
+"""Callbacks for other libraries' trainers. Each module needs the library it is named after."""

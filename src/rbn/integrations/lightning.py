@@ -39,21 +39,21 @@ class ExactStatistics(Callback):
     """Computes exact population statistics before validation, test, prediction and saving.
 
     Without it, a batch-normalized layer evaluates with statistics estimated from its last training
-    batches. This callback runs the model on the training data instead, at the current weights, with
-    `rbn.update_population_stats`. It does nothing if the model has not trained since the last time.
-    Training gives the same results with and without it: random states, the order of the training
-    data, its position in the epoch, logged values and gradients do not change. Works with gradient
-    accumulation, every precision, and several processes, each of which runs its own part of the
-    training data.
+    batches. This callback instead runs the model on the training data, at the current weights, with
+    `rbn.update_population_stats`. It does nothing if the model has not trained since the last
+    update. Training gives the same results with and without it: random states, the order of the
+    training data, its position in the epoch, logged values and gradients do not change. Works with
+    gradient accumulation, every precision, and several processes, each of which runs its own part
+    of the training data.
 
-    Lightning calls no callback when it saves the weights alone (``save_weights_only=True``): these
+    Lightning calls no callback when it saves only the weights (``save_weights_only=True``). Such
     checkpoints have exact statistics if validation ran after the last training step.
 
     Args:
-        batches: the training data; by default the trainer's training dataloader. Read once each
-            time, so it must be an iterable that can be read many times.
-        max_batches: how many batches of it are read each time, in each process. By default all, or
-            as many as the trainer's `limit_train_batches` says.
+        batches: the training data; by default the trainer's training dataloader. Each update makes
+            one pass, so it must be an iterable that can be read many times.
+        max_batches: how many batches each update reads, in each process. By default all, limited
+            by the trainer's `limit_train_batches`.
         forward: ``forward(module, batch)`` runs the module on a batch that is on its device. By
             default calls the module's `forward`, as `rbn.update_population_stats` does.
     """
@@ -69,12 +69,12 @@ class ExactStatistics(Callback):
         self.batches, self.max_batches, self.forward = batches, max_batches, forward
         self._training_data: Any = batches
         self._limit = max_batches
-        self._trained: nn.Module | None = None  # the module that has trained since the last time
-        self._updated: tuple[nn.Module, list[float]] | None = None  # with which weights that was
+        self._trained: nn.Module | None = None  # the module, if it trained since the last update
+        self._updated: tuple[nn.Module, list[float]] | None = None  # and its checksums then
         self._frozen: list[nn.Module] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the training data, which may be new in each epoch."""
+        """Look up the training data, which may change in each epoch."""
         if self.batches is None:
             check_loader(trainer.train_dataloader)
             self._training_data = trainer.train_dataloader
@@ -85,14 +85,14 @@ class ExactStatistics(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note that the module trains, and which of its layers do not."""
+        """Record that the module trains, and which of its layers are frozen."""
         self._trained = pl_module
         self._frozen = [m for m in pl_module.modules() if not m.training]
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """The statistics are those of the checkpoint."""
+        """Use the statistics of the checkpoint."""
         self._trained = self._updated = None
 
     # The first batch comes after `on_validation_epoch_start`, where `WeightAveraging` puts the
@@ -110,7 +110,7 @@ class ExactStatistics(Callback):
         self._before_batch(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the statistics that `WeightAveraging` has taken back with its weights."""
+        """Keep the statistics that `WeightAveraging` moved back with its weights."""
         if self._updated is None:
             return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ class ExactStatistics(Callback):
                 _mark_fresh(average)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the statistics that `WeightAveraging` has put into the module with its weights."""
+        """Keep the statistics that `WeightAveraging` moved into the module with its weights."""
         if self._trained is not None or self._updated is None:
             return
         if _checksums(pl_module) == self._updated[1]:
@@ -158,7 +158,7 @@ class ExactStatistics(Callback):
                 if isinstance(module, PopulationStatistics)
                 for buffer in ("mean", "var", "count")
             ]
-            # `WeightAveraging` moves the module's own state there.
+            # `WeightAveraging` saves the module's own state under "current_model_state".
             state = checkpoint.get("current_model_state", checkpoint["state_dict"])
             state.update({name: pl_module.get_buffer(name) for name in names if name in state})
 
@@ -166,14 +166,14 @@ class ExactStatistics(Callback):
         if self._trained is pl_module:
             self._update(trainer, pl_module)
         elif self._updated is not None and trainer.state.fn != "fit":
-            # Callbacks that average weights put theirs into the module when training ends.
+            # Callbacks that average weights copy the average into the module after training.
             module, weights = self._updated
             self._updated = None
             if module is pl_module and weights != _checksums(pl_module):
                 self._update(trainer, pl_module)
 
     def _update(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Compute the statistics, unless all that have any are frozen."""
+        """Compute the statistics, unless all layers that have statistics are frozen."""
         self._trained = None
         frozen = set(self._frozen)
         statistics = [m for m in pl_module.modules() if isinstance(m, PopulationStatistics)]
@@ -189,7 +189,7 @@ class ExactStatistics(Callback):
 
         modes = {module: module.training for module in pl_module.modules()}
         try:
-            pl_module.train()  # as in training, where evaluation has put all layers into eval()
+            pl_module.train()  # evaluation has put all layers into eval()
             for module in frozen:
                 module.training = False
             with kept_random_state(), torch.inference_mode(False):
@@ -209,5 +209,5 @@ def _mark_fresh(module: nn.Module) -> None:
 
 
 def _checksums(module: nn.Module) -> list[float]:
-    """Numbers that change with the weights."""
+    """The norms of the parameters, to detect changed weights."""
     return [float(p.detach().double().norm()) for p in module.parameters()]

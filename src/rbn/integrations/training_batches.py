@@ -1,4 +1,4 @@
-"""A trainer's training data, read beside the training without a trace in it."""
+"""Reads a trainer's training data during training, without side effects on the training."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def check_loader(loader: object) -> None:
 
 
 def read(batches: Iterable[Any], max_batches: int | None) -> Iterator[Any]:
-    """The first batches of a pass over the data; a `DataLoader` is left as it was.
+    """Yield the first batches of a pass over the data, without changing a `DataLoader`.
 
-    Its samplers and generators are copied, so that a pass over it that is under way goes on with
-    the same samples.
+    Copies its samplers and generators, so that a pass already in progress continues with the same
+    samples.
     """
     if isinstance(batches, DataLoader):
         batches = _copied(batches)
@@ -46,21 +46,21 @@ def read(batches: Iterable[Any], max_batches: int | None) -> Iterator[Any]:
 
 
 def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
-    # Accelerate's loaders change its gradient accumulation; the one inside does not.
+    # Accelerate's loaders change its gradient accumulation; the wrapped loader does not.
     loader = getattr(loader, "base_dataloader", loader)
     shared = [loader.dataset, getattr(loader.sampler, "data_source", None)]
     memo: dict[int, Any] = {id(data): data for data in shared if data is not None}
     copied = copy.copy(loader)
-    # DataLoader refuses to have most of these set.
+    # Through __dict__, because DataLoader does not allow setting most of these.
     for name in ("sampler", "batch_sampler", "generator"):
         copied.__dict__[name] = copy.deepcopy(getattr(loader, name), memo)
-    copied.__dict__["_iterator"] = None  # of persistent workers
+    copied.__dict__["_iterator"] = None  # the iterator of persistent workers
     return copied
 
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
-    """After the ``with`` block all global random states are what they were."""
+    """Restore all global random states after the ``with`` block."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     arrays = None if numpy is None else numpy.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

@@ -1,4 +1,4 @@
-"""Hugging Face Transformers: exact statistics in `Trainer`, growing ones in `from_pretrained`."""
+"""Hugging Face Transformers: exact statistics in `Trainer`, resizing in `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class ExactStatistics(TrainerCallback):
     """Computes exact population statistics before evaluation and saving, and after training.
 
     Without it, a batch-normalized layer evaluates with statistics estimated from its last training
-    batches. This callback runs the model on the training data instead, at the current weights, with
+    batches. This callback instead runs the model on the training data, at the current weights, with
     `rbn.update_population_stats`. Training gives the same results with and without it: random
     states, the order of the training data and its position in the epoch do not change.
 
     Args:
-        batches: the training data; by default the trainer's training dataloader. Read once each
-            time, so it must be an iterable that can be read many times.
-        max_batches: how many batches of it are read each time, in each process; all by default.
-        forward: ``forward(model, batch)`` runs the model on a batch. By default moves it to the
-            trainer's device and calls the model, as `rbn.update_population_stats` does.
+        batches: the training data; by default the trainer's training dataloader. Each update makes
+            one pass, so it must be an iterable that can be read many times.
+        max_batches: how many batches each update reads, in each process; all by default.
+        forward: ``forward(model, batch)`` runs the model on a batch. By default moves the batch to
+            the trainer's device and calls the model, as `rbn.update_population_stats` does.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ExactStatistics(TrainerCallback):
     ) -> None:
         check_batches(batches, max_batches)
         self.batches, self.max_batches, self.forward = batches, max_batches, forward
-        self._trained = False  # whether the model has trained since the last time
+        self._trained = False  # since the last update
 
     def on_train_begin(self, *_: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         """Check the training data."""
@@ -58,7 +58,7 @@ class ExactStatistics(TrainerCallback):
             check_loader(train_dataloader)
 
     def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
-        """Note that the model trains."""
+        """Record that the model trains."""
         self._trained = True
 
     def on_step_end(
@@ -76,7 +76,7 @@ class ExactStatistics(TrainerCallback):
             self._update(args, **kwargs)
 
     def on_train_end(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Update for what comes after the training."""
+        """Update for use after the training."""
         self._update(args, **kwargs)
 
     def _update(
@@ -95,8 +95,8 @@ class GrowingStatistics:
     """Base for a `PreTrainedModel` whose batch-normalized layers have no `max_length`.
 
     `from_pretrained` compares the shapes of a checkpoint with those of the new model, whose
-    statistics have no time steps yet. With this class in front of `PreTrainedModel`, they have as
-    many as the checkpoint's: ``class MyModel(GrowingStatistics, PreTrainedModel)``.
+    statistics have no time steps yet. With this class before `PreTrainedModel`, they are resized to
+    match the checkpoint: ``class MyModel(GrowingStatistics, PreTrainedModel)``.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What is trained: models made of the layers."""
+"""The models that the experiments train, made of the layers."""
 
 from rbn.models.attentive_reader import AttentiveReader
 from rbn.models.classifier import SequenceClassifier

@@ -12,9 +12,9 @@ from rbn.nn.batch_norm_term import BatchNormTerm
 
 
 class TanhOfTerms(nn.Module):
-    r"""Two or three inputs in one hidden layer: :math:`\tanh(W_a a + W_b b + \mathrm{bias})`.
+    r"""A hidden layer of two or three inputs: :math:`\tanh(W_a a + W_b b + \mathrm{bias})`.
 
-    Normalized, each term has a BN of its own:
+    If normalized, each term has its own BN:
     :math:`\tanh(\mathrm{BN}(W_a a; \gamma_a, 0) + \mathrm{BN}(W_b b; \gamma_b, 0) +
     \mathrm{bias})`.
 
@@ -22,8 +22,8 @@ class TanhOfTerms(nn.Module):
         a_size: features of a.
         b_size: features of b.
         hidden_size: units H.
-        c_size: features of a third input c, with the term :math:`W_c c`; None has no such input.
-        normalized: whether the terms are batch-normalized.
+        c_size: features of a third input c, with the term :math:`W_c c`; None for two inputs.
+        normalized: whether to batch-normalize the terms.
         normalization: options of `BatchNormTerm`.
     """
 
@@ -68,13 +68,13 @@ class TanhOfTerms(nn.Module):
         c: Tensor | None = None,
         shift: Tensor | None = None,
     ) -> Tensor:
-        """Join the inputs.
+        """Combine the inputs.
 
         Args:
             a: ``[T, B, a_size]``, or ``[B, a_size]``.
             b: ``[B, b_size]``, the same for all T.
             valid: unpadded positions of a, bool ``[T, B]``.
-            c: ``[B, c_size]``, where there is a third input.
+            c: ``[B, c_size]``, if there is a third input.
             shift: added to every unit before the tanh, ``[T, B, 1]``; never normalized.
 
         Returns:
@@ -94,7 +94,7 @@ class TanhOfTerms(nn.Module):
 
 
 class AdditiveAttention(nn.Module):
-    r"""Where in a document a question looks.
+    r"""Additive attention of a question over the positions of a document.
 
     .. math::
         m_t &= \tanh(W_d d_t + W_q q + b) \\
@@ -105,12 +105,12 @@ class AdditiveAttention(nn.Module):
         document_size: features of d_t.
         question_size: features of q.
         hidden_size: units of m_t.
-        bilinear: adds the similarity :math:`(M d_t)^\top (M q)`, one number, to every unit before
-            the tanh, without normalization; M starts as 0.05 times an orthogonal matrix. Needs
-            documents and questions of the same size. This is ``use_dq_sims`` of the authors' code
+        bilinear: adds the scalar similarity :math:`(M d_t)^\top (M q)` to every unit before the
+            tanh, without normalization. M is initialized to 0.05 times an orthogonal matrix. Needs
+            document_size equal to question_size. This is ``use_dq_sims`` of the authors' code
             (``build_attention`` in ``codes/att_reader/model.py``, branch ``bn`` of
-            `cooijmanstim/Attentive_reader`); the paper's equations do not have it.
-        options: of `TanhOfTerms`.
+            `cooijmanstim/Attentive_reader`); it is not in the paper's equations.
+        options: options of `TanhOfTerms`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class AdditiveAttention(nn.Module):
     def forward(
         self, document: Tensor, question: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Look a question up in a document.
+        """Attend to a document with a question.
 
         Args:
             document: ``[T, B, document_size]``; padded positions must be finite.
@@ -149,12 +149,12 @@ class AdditiveAttention(nn.Module):
             valid: unpadded positions of the document, bool ``[T, B]``; all by default.
 
         Returns:
-            The weighted mean r ``[B, document_size]`` and the weights s ``[T, B]``, which are 0
-            where padded and sum to 1 over T.
+            The weighted mean r ``[B, document_size]`` and the weights s ``[T, B]``, which are 0 at
+            padded positions and sum to 1 over T.
         """
         shift = None
         if self.similarity is not None:
-            # (M d)^T (M q) = d^T (M^T M q): no product of M with every state of the document.
+            # (M d)^T (M q) = d^T (M^T M q): avoids multiplying every document state with M.
             projected = nn.functional.linear(question, self.similarity) @ self.similarity
             shift = torch.einsum("tbd,bd->tb", document, projected)[:, :, None]
         scores = self.match(document, question, valid, shift=shift) @ self.weight

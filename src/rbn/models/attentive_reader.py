@@ -1,4 +1,4 @@
-"""Answers to questions about a text: the model of the paper's section 5.4."""
+"""Question answering about a text: the model of the paper's section 5.4."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rbn.ops.types import InitialState, InputStats, Padding, valid_steps
 
 @dataclass(frozen=True)
 class Variant:
-    """What a variant normalizes, and how it reads.
+    """What a variant normalizes, and in which directions it reads.
 
     Attributes:
         normalized: the encoders are batch-normalized LSTMs.
-        everywhere: so are the terms going into the tanh of attention and output.
-        input_stats: of the encoders' input term, ``"step"`` or ``"sequence"``.
-        bidirectional: texts are read backwards as well.
+        everywhere: the terms inside the tanh of attention and output are normalized, too.
+        input_stats: statistics of the encoders' input term, ``"step"`` or ``"sequence"``.
+        bidirectional: the encoders also read texts backwards.
     """
 
     normalized: bool = True
@@ -45,52 +45,52 @@ INITIALIZATIONS = ("orthogonal", "code")
 class AttentiveReader(nn.Module):
     r"""The Attentive Reader of Hermann et al. (2015), in the variants of the paper.
 
-    With d_t the states of the document's encoder and q the final states of the question's:
+    With d_t the states of the document encoder and q the final states of the question encoder:
 
     .. math::
         r &= \sum_t s_t d_t, \quad s_t \propto \exp(w^\top \tanh(W_d d_t + W_q q + b)) \\
         g &= \tanh(W_r r + W_g q + b_g) \\
         p(a) &\propto \exp(W_a g + b_a)
 
-    Options that the paper does not mention are those of the authors' code, the branch ``bn`` of
+    Options that the paper does not mention come from the authors' code, branch ``bn`` of
     `cooijmanstim/Attentive_reader` (files below are in its ``codes/att_reader``).
 
-    Symbols are numbers from 0 to vocabulary - 1; the entities are `entities` of them in a row.
+    Symbols are numbers from 0 to vocabulary - 1; `entities` consecutive ones are the entities.
 
     Args:
         vocabulary: number of symbols.
         entities: number of symbols that stand for entities.
-        first_entity: the first of these.
+        first_entity: the first of these symbols.
         hidden_size: units H of each encoder and direction, and of both tanh layers.
-        variant: ``"lstm"``; ``"bn-lstm"``, its LSTMs replaced by batch-normalized ones;
-            ``"bn-everywhere"``, with each term into a tanh of attention and output normalized as
-            well; ``"bn-e*"``, with sequencewise statistics of the encoders' input; ``"bn-e**"``,
-            and two directions, of which the second reverses the unpadded part alone. Not in the
-            paper: ``"bi-lstm"``, the plain LSTM in two directions.
-        embedding_size: of the symbols' vectors, shared by both encoders; H by default.
+        variant: ``"lstm"``; ``"bn-lstm"``, with batch-normalized LSTMs instead;
+            ``"bn-everywhere"``, which also normalizes each term inside a tanh of attention and
+            output; ``"bn-e*"``, with sequencewise statistics of the encoders' input as well;
+            ``"bn-e**"``, with two directions as well, where the second reverses only the unpadded
+            part. Not in the paper: ``"bi-lstm"``, the plain LSTM in two directions.
+        embedding_size: size of the symbol embeddings, shared by both encoders; H by default.
         output: the answer is one of the ``"entities"``, or any symbol of the ``"vocabulary"``.
         bidirectional: overrides the variant's.
-        dropout: on the vectors of the symbols and on g; the authors' script has 0.5.
-        gamma: start value of every scale.
+        dropout: on the symbol embeddings and on g; the authors' script uses 0.5.
+        gamma: initial value of every scale.
         eps: added to every variance.
         momentum: weight of a new minibatch in running statistics.
         padding: ``"exclude"``, or ``"include"`` for the authors' per-step statistics, which count
-            padded rows. The attention's never do.
-        sync_stats: every minibatch statistic is that of all processes that train together, as in
+            padded rows. The attention's statistics never count them.
+        sync_stats: compute minibatch statistics over all processes that train together, as in
             `rbn.BatchNormLSTM`.
-        max_document: steps to keep population statistics of; None grows with the data.
-        max_question: the same for questions.
-        initial_state: of the encoders, ``"learned"`` or ``"zeros"``.
-        bilinear: a similarity of document state and question joins the terms of the attention, as
-            in `AdditiveAttention`; ``use_dq_sims`` of the authors' ``model.py``, on in all five
-            runs of their Figure 4a by the file names in their ``plot.py``.
-        document_skip: the mean of the document's states enters g as a third term, which the
-            variants that normalize everywhere normalize as well; ``use_desc_skip_c_g`` of the
-            authors' ``model.py``, on for bn-e* and bn-e** in their Figure 4a.
-        initialization: of the encoders. ``"orthogonal"`` is that of the other experiments of the
-            paper: orthogonal weights, forget bias 1, learned initial cells. ``"code"`` is the
-            reader's in the authors' ``layers.py`` and ``utils.py``: `rbn.init.repeated_gates_`,
-            forget bias 0, initial cells fixed at 0.
+        max_document: document steps with population statistics; None grows with the data.
+        max_question: question steps with population statistics; None grows with the data.
+        initial_state: initial states of the encoders, ``"learned"`` or ``"zeros"``.
+        bilinear: adds a similarity of document state and question to the attention, as in
+            `AdditiveAttention`. It is ``use_dq_sims`` in the authors' ``model.py``, on in all five
+            runs of their Figure 4a, according to the file names in their ``plot.py``.
+        document_skip: adds the mean of the document's states to g as a third term, normalized in
+            the variants that normalize everywhere. It is ``use_desc_skip_c_g`` in the authors'
+            ``model.py``, on for bn-e* and bn-e** in their Figure 4a.
+        initialization: of the encoders. ``"orthogonal"`` is the one of the paper's other
+            experiments: orthogonal weights, forget bias 1, learned initial cells. ``"code"`` is the
+            one in the authors' ``layers.py`` and ``utils.py``: `rbn.init.repeated_gates_`, forget
+            bias 0, initial cells fixed at 0.
     """
 
     def __init__(
@@ -201,16 +201,16 @@ class AttentiveReader(nn.Module):
         """Score the answers to a batch of questions, each about its document.
 
         Args:
-            document: symbols, integers ``[T, B]``; what padded positions hold does not matter, as
-                long as it is a symbol.
+            document: symbols, integers ``[T, B]``. Padded positions may hold any symbol.
             question: symbols, integers ``[S, B]``.
-            document_lengths: unpadded symbols of each document, integers ``[B]``, each at least 1;
-                T by default.
-            question_lengths: the same for the questions; S by default.
+            document_lengths: number of unpadded symbols of each document, integers ``[B]``, each at
+                least 1; T by default.
+            question_lengths: number of unpadded symbols of each question, integers ``[B]``; S by
+                default.
 
         Returns:
-            Logits ``[B, entities]`` or ``[B, vocabulary]``, and the attention ``[T, B]`` over the
-            document, 0 where padded.
+            Logits ``[B, entities]`` or ``[B, vocabulary]``, and the attention weights ``[T, B]``
+            over the document, 0 at padded positions.
         """
         if document.dim() != 2 or question.dim() != 2 or document.shape[1] != question.shape[1]:
             raise ValueError(
@@ -235,11 +235,11 @@ class AttentiveReader(nn.Module):
         return logits, weights
 
     def classes(self, answers: Tensor) -> Tensor:
-        """The class of each answer, int64: where its symbol stands among the logits."""
+        """The class of each answer symbol, int64: its index among the logits."""
         return answers.long() - (self.first_entity if self.output == "entities" else 0)
 
     def symbols(self, classes: Tensor) -> Tensor:
-        """The symbol of each class, the other way round."""
+        """The symbol of each class; inverse of `classes`."""
         return classes + (self.first_entity if self.output == "entities" else 0)
 
     def _embed(self, symbols: Tensor) -> Tensor:

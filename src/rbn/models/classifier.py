@@ -1,4 +1,4 @@
-"""A label for a whole sequence: the model of the paper's MNIST experiments."""
+"""Sequence classification: the model of the paper's MNIST experiments."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class SequenceClassifier(nn.Module):
     """A recurrent layer and a softmax classifier on its final hidden state.
 
     Args:
-        recurrent: a layer of `rbn`, or any that is called like `torch.nn.LSTM` and has its
-            `hidden_size`. Of a stack, the last layer's state is used; of two directions, both.
+        recurrent: a layer of `rbn`, or any module called like `torch.nn.LSTM` with a
+            `hidden_size`. A stack uses the last layer's state; two directions use both states.
         classes: number of labels.
-        dropout: of the final state, before the softmax.
+        dropout: on the final state, before the softmax.
     """
 
     def __init__(self, recurrent: nn.Module, classes: int, dropout: float = 0.0) -> None:
@@ -41,7 +41,7 @@ class SequenceClassifier(nn.Module):
 
         Args:
             input: ``[T, B, features]``, or as the recurrent layer takes it.
-            lengths: unpadded steps of each sequence, integers ``[B]``, for layers of `rbn`.
+            lengths: number of unpadded steps of each sequence, integers ``[B]``, for `rbn` layers.
 
         Returns:
             Logits ``[B, classes]``.

@@ -1,4 +1,4 @@
-"""The last layer of a model, made to fit what comes before it."""
+"""The output layer of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rbn.nn import init
 
 
 def softmax_layer(recurrent: nn.Module, features: int, classes: int) -> nn.Linear:
-    """A linear layer with orthogonal weights, of the device and type of the recurrent layer."""
+    """A linear layer with orthogonal weights, on the recurrent layer's device and in its dtype."""
     like = next(recurrent.parameters(), None)
     made: dict[str, Any] = {} if like is None else {"device": like.device, "dtype": like.dtype}
     result = nn.Linear(features, classes, **made)

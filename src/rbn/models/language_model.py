@@ -1,4 +1,4 @@
-"""The next symbol of a text: the model of the paper's Penn Treebank and text8 experiments."""
+"""Language model: the model of the paper's Penn Treebank and text8 experiments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LanguageModel(nn.Module):
 
     Args:
         recurrent: a layer of `rbn` whose `input_size` is the number of symbols.
-        dropout: of the layer's output, before the softmax.
+        dropout: on the layer's output, before the softmax.
     """
 
     def __init__(self, recurrent: nn.Module, dropout: float = 0.0) -> None:
@@ -43,15 +43,16 @@ class LanguageModel(nn.Module):
         targets: Tensor | None = None,
         reduction: str = "mean",
     ) -> tuple[Tensor, Any]:
-        """Score every symbol as the next one, after every symbol of the input.
+        """Score every symbol as the next one, after each input symbol.
 
         Args:
-            input: symbols, integers ``[T, B]``, or as the recurrent layer takes them.
-            states: of the layer before the input, as it returned them; its own by default.
-            start: the time step at which the input begins, for a text read in pieces.
-            targets: the symbols that follow, integers ``[T, B]``. With them the loss comes in the
-                place of the scores, which on a GPU takes less time and memory.
-            reduction: of the loss over all targets, ``"mean"`` or ``"sum"``.
+            input: symbols, integers ``[T, B]``, or any input that the recurrent layer takes.
+            states: the layer's states before the input, as a previous call returned them. Defaults
+                to its initial states.
+            start: the time step at which the input begins, for a text read in chunks.
+            targets: the next symbols, integers ``[T, B]``. If given, returns the loss instead of
+                the logits, which takes less time and memory on a GPU.
+            reduction: reduction of the loss over all targets, ``"mean"`` or ``"sum"``.
 
         Returns:
             Logits ``[T, B, symbols]``, or the cross-entropy in nats, a float32 scalar; and the
@@ -65,7 +66,7 @@ class LanguageModel(nn.Module):
 
     def _loss(self, output: Tensor, targets: Tensor, reduction: str) -> Tensor:
         softmax = self.softmax
-        # What another module does, or what hooks add, is known to its call alone.
+        # Fuse only a plain linear layer: another module, or one with hooks, must be called.
         if type(softmax) is nn.Linear and not _hooks(softmax):
             return ops.linear_cross_entropy(
                 output, softmax.weight, softmax.bias, targets, reduction
@@ -77,7 +78,7 @@ class LanguageModel(nn.Module):
 
 
 def _hooks(module: nn.Module) -> bool:
-    """Whether a call of the module runs more than its `forward`."""
+    """Whether calling the module runs hooks besides its `forward`."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

@@ -1,4 +1,4 @@
-"""Runs a model on a batch as data loaders and trainers produce it."""
+"""Runs a model on a batch in any form that data loaders and trainers produce."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ FORWARD_HINT = "pass forward=, e.g. forward=lambda model, batch: model(batch[0],
 
 
 def default_forward(device: torch.device | str | None) -> Callable[[nn.Module, Any], object]:
-    """Returns a function that calls a model with the inputs that a batch holds.
+    """Returns a function that calls a model with the inputs in a batch.
 
     - A tensor or `PackedSequence` is the input.
     - The entries of a mapping (a dict, a Hugging Face `BatchEncoding`) are keyword arguments. Those
       that the model's `forward` has no parameter for are dropped.
-    - Of a tuple or list, the first elements are the inputs: as many as `forward` has parameters
-      without a default, at least one. The rest (targets) is dropped. If two or more elements are
-      left over and `forward` could take one of them, this raises `TypeError`: the batch could be
+    - A tuple or list starts with the inputs: as many as `forward` has parameters without a default,
+      at least one. The rest (targets) is dropped. If two or more elements are left over and
+      `forward` could take one of them, this raises `TypeError`: the batch could be
       ``(input, lengths, target)`` as well as ``(input, target, weight)``.
     - The first element of a tuple or list may itself be a mapping, or a tuple or list of arguments:
       ``({"input": x, "lengths": n}, target)``, ``((x, n), target)``.
-    - Any other object is passed as it is.
+    - Any other object is passed unchanged.
 
-    device: where all tensors of a batch are moved first, at any depth; None leaves them.
+    device: all tensors of a batch are moved there first, at any depth; None does not move them.
     """
 
     def forward(model: nn.Module, batch: Any) -> object:
@@ -103,7 +103,7 @@ def _positional(model: nn.Module) -> tuple[list[inspect.Parameter], bool]:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """The parameters of the model's `forward`; of the wrapped model's for DDP and the like."""
+    """The parameters of the model's `forward`. For wrappers like DDP, those of the inner model."""
     parameters = list(inspect.signature(model.forward).parameters.values())
     if not any(p.kind in POSITIONAL for p in parameters):
         for name in ("module", "_orig_mod"):
@@ -122,7 +122,7 @@ def _is_sequence(value: Any) -> bool:
 
 
 def _to_device(batch: Any, device: torch.device | str) -> Any:
-    """A batch with all its tensors on the device."""
+    """Move all tensors of a batch to the device."""
     if not hasattr(batch, "to") and not isinstance(batch, (Mapping, list, tuple)):
         raise TypeError(
             f"a batch of type {type(batch).__name__} cannot be moved to a device: pass forward=, "

@@ -20,7 +20,7 @@ from rbn.ops.types import Ablation, InitialState, InputStats, Padding
 
 
 class _BatchNormLSTM(BatchNormalized):
-    """Equations 6 to 8: which parameters there are, and which recurrence runs."""
+    """Parameters and operator of equations 6 to 8."""
 
     definition = LSTM
     ablation_names = ("shared_stats", "joint_terms", "pass_normalized_cell", "raw_output")
@@ -101,47 +101,48 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
         h_t &= \sigma(\tilde o_t) \odot \tanh(\mathrm{BN}(c_t; \gamma_c, \beta_c))
 
-    While training the statistics are those of the minibatch, separately for each time step, and
-    gradients flow through them. In `eval()` they are population statistics: re-estimated from the
+    In training, each time step is normalized with its own minibatch statistics, and gradients flow
+    through them. In `eval()`, the layer uses population statistics. These are re-estimated from the
     inputs of recent training calls at the current weights (see `refresh_stats`), or averaged over
-    a whole data set by `rbn.update_population_stats`. Steps beyond the last one seen use its.
+    an entire data set by `rbn.update_population_stats`. Steps beyond the last one seen in training
+    use the statistics of that last step.
 
     Args:
         input_size: features of the input.
         hidden_size: units H of each layer and direction.
         num_layers: stacked layers.
-        bias: whether there is a bias b.
+        bias: whether to use a bias b.
         batch_first: input and output as ``[B, T, features]``.
-        dropout: on the output of each layer but the last.
-        bidirectional: a second recurrence backwards in time; only the unpadded part is reversed.
-        max_length: steps to keep population statistics of; None grows with the training data.
-        gamma: start value of all gammas.
+        dropout: on the output of each layer except the last.
+        bidirectional: adds a second recurrence backwards in time. Reverses only the unpadded part.
+        max_length: number of steps with population statistics; None grows with the training data.
+        gamma: initial value of all gammas.
         eps: added to every variance.
-        momentum: weight of a new minibatch in the running average; None averages all equally.
-        input_stats: ``"step"``, or ``"sequence"`` for statistics of the input term that are shared
-            over time and all unpadded positions (BN-e* of the paper).
+        momentum: weight of a new minibatch in the running average; None weights all equally.
+        input_stats: ``"step"``, or ``"sequence"`` for input-term statistics over all unpadded
+            positions, shared by all steps (BN-e* of the paper).
         padding: ``"exclude"`` keeps padded rows out of every statistic; ``"include"``, the authors'
-            behaviour, counts them in all but sequencewise ones.
+            behaviour, counts them in all except sequencewise ones.
         initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
         hidden_noise: standard deviation of Gaussian noise on the initial hidden state in training.
         zoneout: rates (cell, hidden) of Krueger et al. (2017).
-        weight_dropout: share of W_h that is missing in a training call, drawn anew for each call,
-            one for all its steps (Merity et al., 2018); the other weights grow to make up.
+        weight_dropout: dropout rate of the entries of W_h in training (Merity et al., 2018). One
+            mask per call, shared by all steps; the remaining weights are scaled up.
         ablations: of the paper and its code, any of ``"shared_stats"`` (population statistics
             averaged over time), ``"joint_terms"`` (one normalization of W_h h + W_x x by gamma_h),
             ``"pass_normalized_cell"`` (the next step continues from BN(c_t)) and ``"raw_output"``
             (no normalization of the cell before the output).
-        sync_stats: where several processes train together (`torch.distributed`), minibatch
-            statistics are those of all their rows, as if one process had them all; gradients too.
-            Every process must call the layer then, in training; batch sizes and lengths may differ.
-            The plain equations run, with two exchanges a step. False: each process's rows are a
-            minibatch of their own, as with `torch.nn.BatchNorm1d`.
+        sync_stats: in distributed training (`torch.distributed`), compute minibatch statistics and
+            their gradients over the rows of all processes, as if one process had them all. Every
+            process must then call the layer in training; batch sizes and lengths may differ. Runs
+            the plain equations, with two exchanges per step. False: each process's rows are a
+            separate minibatch, as with `torch.nn.BatchNorm1d`.
         refresh_stats: keep references to the inputs of recent training calls (1,024 sequences, at
             most 128 MiB), and re-estimate the population statistics from them at the current
-            weights before the layer evaluates, is saved or copied. False: evaluate with the
+            weights before the layer is evaluated, saved or copied. False: evaluate with the
             running averages, which lag behind the weights.
 
-    Parameters, for each layer k and with suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
+    Parameters of each layer k, with the suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
     ``weight_hh_lk [4H, H]``, ``bias_lk [4H]``, ``gamma_x_lk [4H]``, ``gamma_h_lk [4H]``,
     ``gamma_c_lk [H]``, ``beta_c_lk [H]``, ``h0_lk [H]``, ``c0_lk [H]``; gate order i, f, g, o.
     Statistics: ``stats_x_lk``, ``stats_h_lk``, ``stats_c_lk``, each with ``mean``, ``var [T, ...]``
@@ -202,11 +203,11 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
 
 
 class BatchNormLSTMCell(_BatchNormLSTM, Cell[tuple[Tensor, Tensor]]):
-    """One step of `BatchNormLSTM`, called like `torch.nn.LSTMCell` with the time step beside it.
+    """One step of `BatchNormLSTM`, called like `torch.nn.LSTMCell` plus the time step.
 
-    ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each. The
-    step chooses the population statistics in `eval()`, and in training where the minibatch's are
-    averaged in. Options and parameters as in `BatchNormLSTM`, parameters without the suffix.
+    ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each. In
+    `eval()` the step selects the population statistics to use; in training, those to update.
+    Options and parameters are those of `BatchNormLSTM`, with parameter names without suffix.
     """
 
     def __init__(

@@ -75,15 +75,15 @@ class BatchNormRNN(_BatchNormRNN, CellLayers[Tensor]):
         hidden_size: units H of each layer and direction.
         num_layers: stacked layers.
         nonlinearity: ``"tanh"`` or ``"relu"``.
-        bias: whether there is a bias b.
+        bias: whether to use a bias b.
         batch_first: input and output as ``[B, T, features]``.
-        dropout: on the output of each layer but the last.
-        bidirectional: a second recurrence backwards in time; only the unpadded part is reversed.
+        dropout: on the output of each layer except the last.
+        bidirectional: adds a second recurrence backwards in time. Reverses only the unpadded part.
         max_length, gamma, eps, momentum, input_stats, padding, initial_state, hidden_noise,
             sync_stats, refresh_stats: as in `BatchNormLSTM`.
-        zoneout: rate of Krueger et al. (2017) for the hidden state.
-        weight_dropout: share of W_h that is missing in a training call, drawn anew for each call,
-            one for all its steps (Merity et al., 2018); the other weights grow to make up.
+        zoneout: rate for the hidden state (Krueger et al., 2017).
+        weight_dropout: dropout rate of the entries of W_h in training (Merity et al., 2018). One
+            mask per call, shared by all steps; the remaining weights are scaled up.
         ablations: ``"shared_stats"``, as in `BatchNormLSTM`.
 
     Parameters, for each layer k: ``weight_ih_lk [H, I]``, ``weight_hh_lk [H, H]``, ``bias_lk [H]``,
@@ -146,10 +146,10 @@ class BatchNormRNN(_BatchNormRNN, CellLayers[Tensor]):
 
 
 class BatchNormRNNCell(_BatchNormRNN, Cell[Tensor]):
-    """One step of `BatchNormRNN`, called like `torch.nn.RNNCell` with the time step beside it.
+    """One step of `BatchNormRNN`, called like `torch.nn.RNNCell` plus the time step.
 
     ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns h ``[B, H]``. Options and
-    parameters as in `BatchNormRNN`, parameters without the suffix.
+    parameters are those of `BatchNormRNN`, with parameter names without suffix.
     """
 
     def __init__(

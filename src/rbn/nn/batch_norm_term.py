@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 class BatchNormTerm(nn.Module):
     r""":math:`\mathrm{BN}(x; \gamma, 0)` over the unpadded positions of a minibatch.
 
-    One mean and one variance for each feature, whatever dimensions come before it. Has the
-    population statistics of the recurrent layers (one row of them), and so works in `eval()`, in
+    Computes one mean and one variance for each feature, over all other dimensions. Uses the same
+    population statistics as the recurrent layers, with a single row, and so works in `eval()`, in
     `rbn.batch_statistics` and with `rbn.update_population_stats`.
 
     Args:
-        features: of the last dimension.
-        gamma: start value of the scale.
+        features: size of the last dimension.
+        gamma: initial value of the scale.
         eps: added to the variance.
-        momentum: weight of a new minibatch in the running average; None averages all equally.
-        sync_stats: minibatch statistics are those of all processes that train together, as in
+        momentum: weight of a new minibatch in the running average; None weights all equally.
+        sync_stats: compute minibatch statistics over all processes that train together, as in
             `rbn.BatchNormLSTM`.
     """
 
@@ -58,11 +58,11 @@ class BatchNormTerm(nn.Module):
 
         Args:
             x: ``[..., features]``, with at least one dimension before the last.
-            valid: which positions count, bool ``[...]``; all by default. The others come out as
-                some finite value where x is finite.
+            valid: which positions count, bool ``[...]``; all by default. The output at other
+                positions is some value, finite if x is.
 
         Returns:
-            A tensor of x's shape and type.
+            A tensor with the shape and dtype of x.
         """
         if x.dim() < 2 or x.shape[-1] != self.features:
             raise ValueError(
@@ -81,14 +81,14 @@ class BatchNormTerm(nn.Module):
         return ((wide - mean) * (self.gamma * torch.rsqrt(var + self.eps))).to(x.dtype)
 
     def _is_untrained(self, x: Tensor) -> bool:
-        """Whether there are only the statistics of x itself to normalize with."""
+        """Whether there are no population statistics, so that x is normalized with its own."""
         if self.stats.find_estimates():
             return False
         checks.no_statistics(self, x.numel() // self.features)
         return True
 
     def _record(self, mean: Tensor, var: Tensor, x: Tensor, valid: Tensor | None) -> None:
-        """Average a minibatch in, unless it has one position, without a variance, or none."""
+        """Average a minibatch in, unless it has fewer than two positions and so no variance."""
         if self.stats.group is not None:  # the positions of all processes
             self.stats.update(mean, var)
         elif x.numel() > self.features:

@@ -18,13 +18,13 @@ from rbn.ops.types import InputStats, Padding
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_MOST_STEPS = 100_000_000  # of statistics; memory for more is a mistake in the number
+_MOST_STEPS = 100_000_000  # a larger max_length must be a mistake
 
 
 class BatchNormalized(FreshStatistics):
-    """A recurrence whose terms are batch-normalized, with population statistics for each.
+    """A recurrence with batch-normalized terms and population statistics for each term.
 
-    Running averages follow training. Before the layer evaluates, is saved or copied, `refresh`
+    Training updates running averages. Before the layer is evaluated, saved or copied, `refresh`
     replaces them with statistics at the current weights.
     """
 
@@ -43,7 +43,7 @@ class BatchNormalized(FreshStatistics):
         sync_stats: bool,
         refresh_stats: bool,
     ) -> None:
-        """Check and keep the options of the normalization."""
+        """Check and store the normalization options."""
         if max_length is not None:
             checks.positive_integer("max_length", max_length)
             if max_length > _MOST_STEPS:
@@ -65,7 +65,7 @@ class BatchNormalized(FreshStatistics):
 
     @property
     def momentum(self) -> float | None:
-        """How much the statistics of one minibatch weigh; None for the plain average of all."""
+        """Weight of a new minibatch in the running average; None weights all equally."""
         return self._momentum
 
     @momentum.setter
@@ -75,7 +75,7 @@ class BatchNormalized(FreshStatistics):
             statistics.momentum = self._momentum
 
     def _normalized_terms(self) -> dict[str, int]:
-        """The terms that are normalized, with their numbers of features."""
+        """The normalized terms and the number of features of each."""
         rows = self.gates * self.hidden_size
         return {term: self.hidden_size if term == "c" else rows for term in self.terms}
 
@@ -93,7 +93,7 @@ class BatchNormalized(FreshStatistics):
             self.add_module(f"stats_{term}{suffix}", statistics)
 
     def reset_parameters(self) -> None:
-        """Start as the paper's models do, gammas at the given value; statistics are forgotten."""
+        """Initialize as in the paper, set gammas to `gamma` and reset the statistics."""
         super().reset_parameters()
         init.gamma_(self, self.gamma)
         self.reset_running_stats()
@@ -102,7 +102,10 @@ class BatchNormalized(FreshStatistics):
         return cast(PopulationStatistics, self._modules[f"stats_{term}{suffix}"])
 
     def _check_ready(self, batch: int) -> bool:
-        """Refuse what cannot be computed; whether to fall back on the minibatch's statistics."""
+        """Raise if the call cannot be computed.
+
+        Returns whether to fall back to minibatch statistics.
+        """
         all_statistics = self._all_statistics()
         if all_statistics[0].uses_batch:
             if batch == 1 and self._group() is None and self._pools is None:
@@ -130,7 +133,7 @@ class BatchNormalized(FreshStatistics):
         return self.padding == "exclude" or not any(s.uses_batch for s in self._all_statistics())
 
     def _population(self, suffix: str, start: int, steps: int) -> Statistics | None:
-        """The statistics to normalize with, or None for those of the minibatch."""
+        """The population statistics to normalize with, or None to use minibatch statistics."""
         results: dict[str, Tensor] = {}
         for term in self.terms:
             if f"stats_{term}{suffix}" not in self._modules:  # not normalized
@@ -157,11 +160,11 @@ class BatchNormalized(FreshStatistics):
         steps: int,
         rows: int,
     ) -> None:
-        """Average the minibatch's statistics into the population's, where that is wanted."""
+        """Average the minibatch statistics into the population statistics that record them."""
         results: list[tuple[str, PopulationStatistics, Tensor, Tensor]] = []
-        for k, term in enumerate(self.terms):  # in their order; there may be fewer of them
+        for k, term in enumerate(self.terms):  # in the field order of Statistics; an RNN has fewer
             mean, var = batch[2 * k], batch[2 * k + 1]
-            if mean is None or var is None:  # not normalized, or not with the minibatch's
+            if mean is None or var is None:  # not normalized, or not with minibatch statistics
                 continue
             statistics = self._statistics(term, suffix)
             if statistics.records:
@@ -175,10 +178,10 @@ class BatchNormalized(FreshStatistics):
             return
         reached: Tensor | None = None
         last: Tensor | int | None = None
-        # One row alone has no variance, so that steps count which two reach.
+        # A single row has no variance: only steps that at least two sequences reach count.
         together = self._group() is not None
         alone = rows == 1 and not together
-        if together:  # there are no steps in vain
+        if together:  # each step is reached by a sequence of some process
             common = self._common_steps if self._ignores_padding() else None
             last = None if common == steps else common
         elif lengths is not None and not alone:
@@ -187,7 +190,7 @@ class BatchNormalized(FreshStatistics):
             reached = torch.arange(steps, device=self._weight().device) < last
         updates: list[Update] = []
         for term, statistics, mean, var in results:
-            if term == "x" and self.input_stats == "sequence":  # of all positions; one has none
+            if term == "x" and self.input_stats == "sequence":  # over all positions
                 if not alone:
                     updates.append((statistics, mean, var, 0, None))
                 elif steps > 1:

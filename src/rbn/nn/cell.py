@@ -24,11 +24,11 @@ class Cell(Recurrence, Generic[GivenStates]):
         bias: bool,
         **options: Any,
     ) -> None:
-        """Check the options. The subclass calls `_build` when it has checked its own."""
+        """Check the options. The subclass calls `_build` after checking its own."""
         super().__init__(input_size, hidden_size, bias=bias, **options)
 
     def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Make all parameters and start them."""
+        """Create and initialize all parameters."""
         checks.floating("dtype", dtype)
         self._add_parameters("", self.input_size, {"device": device, "dtype": dtype})
         self.reset_parameters()
@@ -40,13 +40,13 @@ class Cell(Recurrence, Generic[GivenStates]):
         return states
 
     def forward(self, input: Tensor, hx: GivenStates | None = None, step: int = 0) -> GivenStates:
-        """One step.
+        """Run one step.
 
         Args:
             input: ``[B, input_size]``, or ``[input_size]`` without a batch.
-            hx: previous states as `torch.nn.LSTMCell` takes them, ``[B, H]`` each; by default the
-                initial ones.
-            step: the time step, from 0: chooses the statistics.
+            hx: previous states as in `torch.nn.LSTMCell`, ``[B, H]`` each. Defaults to the initial
+                states.
+            step: the time step, counted from 0. Selects the population statistics.
 
         Returns:
             The states after the step, ``(h, c)`` or ``h``, ``[B, H]`` each.
@@ -84,9 +84,10 @@ class Cell(Recurrence, Generic[GivenStates]):
         __call__ = forward
 
     def _stream(self, input: Any, hx: Any, step: Any) -> States | None:
-        """The states after one step in `eval()`, in as little time as possible.
+        """Fast path of `forward` in `eval()`. Returns the states after one step.
 
-        None for whatever is not a plain step, bad arguments too: `forward` goes its longer way.
+        Returns None for anything but a plain step, including invalid arguments. `forward` then
+        takes its slow path, which raises the errors.
         """
         if type(input) is not Tensor or type(step) is not int or step < 0:
             return None
@@ -121,7 +122,7 @@ class Cell(Recurrence, Generic[GivenStates]):
 
     @abc.abstractmethod
     def _step(self, x: Tensor, states: States, step: int) -> States | None:
-        """The states after one step in `eval()`, all tensors ``[B, ...]``, by `rbn.ops.steps`.
+        """Runs one step in `eval()` with `rbn.ops.steps`. All tensors are ``[B, ...]``.
 
-        None where that does not cover the case: `_layer` runs then.
+        Returns None if `rbn.ops.steps` does not support the case; `_layer` then runs it.
         """

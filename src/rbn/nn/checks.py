@@ -1,6 +1,6 @@
-"""Refusing bad arguments with one clear sentence, before any work is done.
+"""Argument checks that raise one clear sentence, before any work is done.
 
-Nothing here reads values from an accelerator: that would make the host wait for it.
+They never read values from an accelerator: that would make the host wait for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rbn.ops.types import check_lengths, readable
 
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})  # which torch can do little with
+_UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})  # few torch operations take them
 
 
 def positive_integer(name: str, value: Any) -> int:
@@ -33,7 +33,7 @@ def positive_integer(name: str, value: Any) -> int:
 
 
 def integer(name: str, value: Any) -> int:
-    """An integer, of Python, numpy or a tensor; a symbol where a program is traced."""
+    """An integer of Python, numpy or a tensor, or a `SymInt` of a traced program."""
     result: int = value
     if type(value) in (int, torch.SymInt):
         return result
@@ -51,7 +51,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def number(name: str, value: Any) -> float:
-    """Any number, of Python or numpy."""
+    """A real number of Python or numpy."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     return float(value)
@@ -103,7 +103,7 @@ def zoneout_rates(value: float | Sequence[float], states: int) -> tuple[float, .
 
 
 def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: bool) -> None:
-    """The rank, feature size, dtype and device of a layer's input."""
+    """Check the rank, feature size, dtype and device of a layer's input."""
     if not isinstance(input, Tensor):
         raise TypeError(f"input must be a Tensor or a PackedSequence, got {type(input).__name__}")
     if input.is_nested or input.layout != torch.strided:
@@ -119,7 +119,7 @@ def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: boo
 
 
 def floating(name: str, dtype: torch.dtype | None) -> None:
-    """Refuse a type that parameters of recurrent layers cannot have."""
+    """Reject a dtype that parameters of recurrent layers cannot have."""
     if dtype is not None and dtype not in _REAL:
         raise TypeError(
             f"{name} must be a real floating-point type such as torch.float32, got {dtype}"
@@ -127,12 +127,12 @@ def floating(name: str, dtype: torch.dtype | None) -> None:
 
 
 def is_symbols(input: Any) -> bool:
-    """Whether an input holds the numbers of symbols, which stand for one-hot vectors."""
+    """Whether an input holds symbols: integers that stand for one-hot vectors."""
     return isinstance(input, Tensor) and input.dtype in _INTEGERS and input.dim() in (1, 2)
 
 
 def symbols(input: Tensor, input_size: int, weight: Tensor) -> Tensor:
-    """Numbers of symbols as int64 with a last dimension of one; checked on the CPU."""
+    """Symbols as int64 with a last dimension of one; values are checked on the CPU only."""
     if input.device != weight.device:
         raise ValueError(
             f"input is on {input.device} and the parameters are on {weight.device}: "
@@ -143,7 +143,7 @@ def symbols(input: Tensor, input_size: int, weight: Tensor) -> Tensor:
 
 
 def symbols_within(name: str, values: Tensor, count: int) -> None:
-    """Refuse symbols that are not from 0 to ``count - 1``, where the host can see them."""
+    """Reject symbols outside 0 to ``count - 1``, if the host can read them."""
     if readable(values) and values.numel():
         least, most = (int(v) for v in values.aminmax())
         if least < 0 or most >= count:
@@ -153,7 +153,7 @@ def symbols_within(name: str, values: Tensor, count: int) -> None:
 
 
 def features(input: Tensor, input_size: int, weight: Tensor, autocast: bool) -> None:
-    """The last dimension, dtype and device of an input."""
+    """Check the last dimension, dtype and device of an input."""
     if input.dtype in _UNSIGNED:
         raise TypeError(f"input must be floating-point, or symbols of int64, got {input.dtype}")
     if input.shape[-1] != input_size:
@@ -165,7 +165,7 @@ def features(input: Tensor, input_size: int, weight: Tensor, autocast: bool) -> 
 
 
 def same_kind(name: str, value: Tensor, weight: Tensor, autocast: bool) -> None:
-    """A floating-point tensor of the parameters' dtype (any under autocast) and device."""
+    """Check for a floating-point tensor of the parameters' dtype (any in autocast) and device."""
     if not value.is_floating_point() or (value.dtype != weight.dtype and not autocast):
         raise TypeError(f"{name} must be of the parameters' type {weight.dtype}, got {value.dtype}")
     if value.device != weight.device:
@@ -176,7 +176,7 @@ def same_kind(name: str, value: Tensor, weight: Tensor, autocast: bool) -> None:
 
 
 def state(name: str, value: Any, shape: tuple[int, ...], weight: Tensor, autocast: bool) -> Tensor:
-    """A given initial state of the expected shape."""
+    """Check that a given initial state has the expected shape, dtype and device."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
     if tuple(value.shape) != shape:
@@ -186,7 +186,7 @@ def state(name: str, value: Any, shape: tuple[int, ...], weight: Tensor, autocas
 
 
 def packed(value: Any) -> None:
-    """Refuse a PackedSequence whose rows are not those that its batch_sizes count."""
+    """Reject a PackedSequence whose data do not match its batch_sizes."""
     if torch.compiler.is_compiling():
         return
     sizes = value.batch_sizes.tolist()
@@ -203,9 +203,9 @@ def packed(value: Any) -> None:
 
 
 def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
-    """Lengths as an integer tensor ``[B]`` on the device, their values checked on the CPU.
+    """Lengths as an integer tensor ``[B]`` on the device. Values on the CPU are checked.
 
-    Values that already lie on an accelerator are taken at their word.
+    Values that are already on an accelerator are not checked.
     """
     if value is None:
         return None
@@ -214,7 +214,7 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
             value = torch.as_tensor(value, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"lengths must be integers, got {value!r}") from None
-        if value.numel() == 0:  # of no type
+        if value.numel() == 0:  # an empty list has no integer dtype
             value = value.to(torch.int64)
     if value.dtype not in _INTEGERS | _UNSIGNED:
         raise TypeError(f"lengths must be integers, got {value.dtype}")
@@ -230,12 +230,15 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the caller that is neither ours nor PyTorch's."""
+    """Warn at the closest calling line outside of rbn and PyTorch."""
     warnings.warn(message, stacklevel=_callers_level())
 
 
 def no_statistics(module: nn.Module, rows: int) -> None:
-    """Warn once that an untrained module evaluates with a batch's statistics; one row has none."""
+    """Warn once that an untrained module evaluates with minibatch statistics.
+
+    Raises for fewer than two rows, which have no statistics.
+    """
     name = type(module).__name__
     if rows < 2:
         raise RuntimeError(
@@ -253,7 +256,7 @@ def no_statistics(module: nn.Module, rows: int) -> None:
 
 
 def refuse_one(name: str, what: str) -> NoReturn:
-    """Refuse to train with a batch of one, which has no variance, as `nn.BatchNorm1d` does."""
+    """Reject training with a batch of one, which has no variance, as `nn.BatchNorm1d` does."""
     raise ValueError(
         f"Expected more than 1 {what} in a batch when training {name}, got 1: it has no variance "
         "to normalize with. Use a larger batch, or eval() to normalize with population statistics"
@@ -261,7 +264,7 @@ def refuse_one(name: str, what: str) -> NoReturn:
 
 
 def single_row(name: str) -> None:
-    """Warn of a batch of one outside of training, where it may be the last of a data set."""
+    """Warn about a batch of one outside of training, where it may be the last of a data set."""
     if not torch.compiler.is_compiling():
         warn(
             f"{name} normalizes with the statistics of a minibatch, and this one has a single "
@@ -271,7 +274,7 @@ def single_row(name: str) -> None:
 
 
 def _callers_level() -> int:
-    """Where a warning of the calling function points to code that is not PyTorch's or ours."""
+    """The `stacklevel` at which the calling function's warning points outside rbn and PyTorch."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("rbn", "torch"):
         frame, level = frame.f_back, level + 1

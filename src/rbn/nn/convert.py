@@ -1,4 +1,4 @@
-"""Layers from cells and from `torch.nn.LSTM`, and back."""
+"""Conversion between layers and cells, and from `torch.nn.LSTM`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ T = TypeVar("T", bound="LSTMLayers")
 
 
 class CellLayers(Layers[GivenStates]):
-    """A stack with a cell for one step of each of its layers."""
+    """A stack of layers that converts to and from cells."""
 
     cell_class: ClassVar[type[Cell[Any]]]
 
     def to_cells(self) -> list[Cell[GivenStates]]:
-        """A cell for each layer and direction, in the order of torch's states: l0, l0_reverse, l1.
+        """Returns a cell for each layer and direction, in torch's order: l0, l0_reverse, l1.
 
-        Each has copies of the parameters and the population statistics, and the options that cells
-        have. In `eval()` a loop over the cell computes what the layer does. Statistics of the input
-        term over the sequence (``input_stats="sequence"``) serve every step of the cell.
+        Each cell gets copies of the parameters and population statistics, and the options that
+        cells support. In `eval()`, a loop over the cell computes the same as the layer. With
+        ``input_stats="sequence"``, every step of the cell uses the same input statistics.
         """
         cells: list[Cell[GivenStates]] = []
         for suffix, input_size in self._directions():
@@ -46,13 +46,13 @@ class CellLayers(Layers[GivenStates]):
         bidirectional: bool = False,
         **options: object,
     ) -> C:
-        """A new layer with copies of the cells' parameters and statistics: `to_cells` undone.
+        """Inverse of `to_cells`: a new layer with copies of the cells' parameters and statistics.
 
         Args:
             cells: one for each layer and direction, in the order of `to_cells`.
             batch_first: input and output as ``[B, T, features]``.
             bidirectional: every second cell runs backwards in time.
-            options: what only layers have, such as ``dropout``.
+            options: options that only layers have, such as ``dropout``.
         """
         cells = list(cells)
         directions = 2 if bidirectional else 1
@@ -100,7 +100,7 @@ class CellLayers(Layers[GivenStates]):
 
 
 def _options(module: Recurrence, cell_class: type[Cell[Any]]) -> dict[str, Any]:
-    """The arguments of a cell like this module, without its input size and the type."""
+    """The module's options as arguments of a cell, without input size, device and dtype."""
     options: dict[str, Any] = {}
     for name in inspect.signature(cell_class).parameters:
         if name in ("input_size", "device", "dtype"):
@@ -117,7 +117,7 @@ def _factory(module: Recurrence) -> dict[str, Any]:
 
 
 def _copy(source: Recurrence, of_source: str, target: Recurrence, of_target: str) -> None:
-    """Copy the parameters and statistics of one layer and direction, which have these suffixes."""
+    """Copy the parameters and statistics of one layer and direction between these suffixes."""
     with torch.no_grad():
         for name, parameter in target._parameters.items():
             if parameter is not None and name.endswith(of_target):
@@ -132,14 +132,14 @@ def _copy(source: Recurrence, of_source: str, target: Recurrence, of_target: str
 
 
 class LSTMLayers(CellLayers[tuple[Tensor, Tensor]]):
-    """A stack with the weights of `torch.nn.LSTM`, gate by gate."""
+    """A stack whose weights have the layout of `torch.nn.LSTM`."""
 
     @classmethod
     def from_lstm(cls: type[T], lstm: nn.LSTM, **options: object) -> T:
         """A new module that starts from the weights of `lstm`.
 
-        Sizes, layout, dropout, dtype and device are those of `lstm`, its two biases become their
-        sum; `options` are this class's own.
+        Takes sizes, layout, dropout, dtype and device from `lstm`, and adds its two biases into
+        one. `options` are further options of this class.
         """
         if not isinstance(lstm, nn.LSTM):
             raise TypeError(f"lstm must be a torch.nn.LSTM, got {type(lstm).__name__}")

@@ -1,4 +1,4 @@
-"""A batch-normalized LSTM for serving, its normalization folded into scales and shifts."""
+"""A batch-normalized LSTM for serving, with normalization folded into scales and shifts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OPTIONAL = ("scale_x", "scale_h", "scale_c")
 
 
 class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
-    r"""`BatchNormLSTM` in `eval()`, as `fold` makes it: smaller, faster, and only for inference.
+    r"""`BatchNormLSTM` in `eval()`, made by `fold`: smaller, faster, inference only.
 
     .. math::
         (\tilde f_t, \tilde i_t, \tilde o_t, \tilde g_t) &= s^h_t \odot W_h h_{t-1}
@@ -36,26 +36,26 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
         c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
         h_t &= \sigma(\tilde o_t) \odot \tanh(s^c_t \odot c_t + d^c_t)
 
-    Called like `BatchNormLSTM`. It has no parameters and no training mode; gradients flow to its
-    input and to given initial states. ``load_state_dict`` takes the state of any folded layer of
-    these sizes, whatever its number of time steps.
+    Called like `BatchNormLSTM`. It has no parameters and no training mode. Gradients flow to its
+    input and to given initial states. ``load_state_dict`` accepts the state of any folded layer of
+    the same sizes, with any number of time steps.
 
     Args:
         input_size: features of the input.
         hidden_size: units H of each layer and direction.
         num_layers: stacked layers.
         batch_first: input and output as ``[B, T, features]``.
-        bidirectional: a second recurrence backwards in time.
+        bidirectional: adds a second recurrence backwards in time.
         initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
         zoneout: rates (cell, hidden).
         ablations: ``"joint_terms"`` and ``"pass_normalized_cell"`` of `BatchNormLSTM`. The other
             ablations need no option here.
 
-    Buffers, for each layer k and with suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
+    Buffers of each layer k, with the suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
     ``weight_hh_lk [4H, H]``, ``scale_x_lk``, ``scale_h_lk``, ``shift_lk [S, 4H]``, ``scale_c_lk``,
     ``shift_c_lk [S, H]``, ``h0_lk``, ``c0_lk [H]``. Time step t uses row ``min(t, S - 1)``. A scale
-    that is the same for all steps is part of the weights, and then there is no ``scale_x_lk`` or
-    ``scale_h_lk`` (except in half precision, where that would round the weights).
+    that is the same for all steps is multiplied into the weights, and ``scale_x_lk`` or
+    ``scale_h_lk`` is None. Not in half precision, where that would round the weights.
     """
 
     definition = LSTM
@@ -129,7 +129,7 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     def _run(
         self, suffix: str, x: Tensor, given: States | None, start: int
     ) -> tuple[Tensor, States]:
-        """One direction by the compiled kernel."""
+        """Run one direction with the compiled kernel."""
         weight, batch = self._own(f"weight_ih{suffix}"), x.shape[1]
         if x.is_floating_point():
             wx = F.linear(x, weight)
@@ -208,7 +208,7 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Takes tables of any number of rows, and a state with or without each scale."""
+        """Accepts tables with any number of rows, with or without each scale."""
         for suffix in (s for layer in range(self.num_layers) for s in self._suffixes(layer)):
             if f"{prefix}shift{suffix}" not in state_dict:
                 continue
@@ -238,13 +238,13 @@ _NOTHING: tuple[Any, Any, Any] = (None, None, None)
 
 
 def _as_batch_norm(shift: Tensor, *scales: Tensor | None) -> tuple[Any, ...]:
-    """Scales ``[S, F]`` of several terms and a shift ``[S, F]``, as batch normalization has them.
+    """Express scales ``[S, F]`` of several terms and a shift ``[S, F]`` as batch normalization.
 
     Returns:
-        A bias ``[F]`` and gamma ``[F]``, mean and var ``[S, F]`` of each term, such that with
-        eps = 0 ``sum of BN(term; gamma) + bias`` is ``sum of scale * term + shift``.
+        A bias ``[F]``, and for each term gamma ``[F]``, mean and var ``[S, F]``, such that with
+        eps = 0 ``sum of BN(term; gamma) + bias`` equals ``sum of scale * term + shift``.
     """
-    # Smaller scales add less to a gate than rounding does, and their squares are not numbers.
+    # Smaller scales change a gate less than rounding does, and their inverse squares overflow.
     tiny = 1e-100 if shift.dtype == torch.float64 else 1e-12
     terms: list[tuple[Tensor, Tensor, Tensor]] = []
     for scale in scales:
@@ -255,7 +255,7 @@ def _as_batch_norm(shift: Tensor, *scales: Tensor | None) -> tuple[Any, ...]:
         mean = torch.where(used, -shift / divisor, 0)
         var = divisor.square().reciprocal().expand(mean.shape[0], -1).contiguous()
         terms.append((torch.where(used, scale[0].sign(), 0), mean, var))
-        shift = torch.where(used, 0, shift)  # the mean of the first term takes it
+        shift = torch.where(used, 0, shift)  # the first term's mean absorbs it
     return shift[0], *terms
 
 
@@ -267,13 +267,13 @@ def fold(module: BatchNormLSTM) -> FoldedLSTM: ...
 @overload
 def fold(module: nn.Module) -> nn.Module: ...
 def fold(module: nn.Module) -> nn.Module:
-    """A copy of a layer or a model for serving, each `BatchNormLSTM` in it as a `FoldedLSTM`.
+    """Copy a layer or model for serving, replacing each `BatchNormLSTM` with a `FoldedLSTM`.
 
-    The copy is in `eval()` and computes what the original does there. Everything else in a model
-    is copied as it is. Later changes of the original do not reach the copy.
+    The copy is in `eval()` and computes the same as the original in `eval()`. All other modules are
+    copied unchanged. Later changes to the original do not affect the copy.
 
     Args:
-        module: a `BatchNormLSTM`, or a model that has at least one. Each must have population
+        module: a `BatchNormLSTM`, or a model with at least one. Each must have population
             statistics.
 
     Returns:
@@ -291,7 +291,7 @@ def fold(module: nn.Module) -> nn.Module:
                 f"{type(layer).__name__} has no population statistics to fold: train it, or call "
                 "rbn.update_population_stats(model, batches), before rbn.fold"
             )
-    # What deepcopy finds in its memo takes the place of a copy, wherever the model refers to it.
+    # deepcopy uses objects in its memo instead of copying, wherever the model refers to them.
     folded: dict[int, Any] = {key: _fold_layer(layer) for key, layer in layers.items()}
     return copy.deepcopy(module, folded).eval()
 
@@ -323,7 +323,7 @@ def _fold_layer(layer: BatchNormLSTM) -> FoldedLSTM:
 
 
 def _fold_direction(layer: BatchNormLSTM, suffix: str) -> dict[str, Tensor | None]:
-    """The buffers of a `FoldedLSTM` without their suffix, in float64 on the CPU."""
+    """Compute a `FoldedLSTM`'s buffers by name without suffix, in float64 on the CPU."""
 
     def own(name: str) -> Tensor | None:
         value = layer._parameter(name + suffix)
@@ -367,7 +367,7 @@ def _fold_direction(layer: BatchNormLSTM, suffix: str) -> dict[str, Tensor | Non
 
 
 def _rows(statistics: PopulationStatistics) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all steps up to the last that has its own, in float64 on the CPU."""
+    """Mean and variance of all steps up to the last one with an estimate, float64 on the CPU."""
     last = int((statistics.count > 0).nonzero().max()) + 1
     mean, var = (part.to(device="cpu", dtype=torch.float64) for part in statistics.read(0, last))
     return mean[:last], var[:last]

@@ -1,8 +1,8 @@
-"""Statistics at the current weights: what keeps evaluation right while a layer trains.
+"""Keeps population statistics up to date with the weights.
 
 Running averages lag behind the weights of a recurrent network. A layer therefore keeps its most
-recent training calls (`rbn.nn.recent_calls`) and runs them again before it evaluates, is saved or
-is copied.
+recent training calls (`rbn.nn.recent_calls`) and runs them again before it is evaluated, saved or
+copied.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from rbn.ops.operator import is_traced
 from rbn.ops.types import InputStats, valid_steps
 
 T = TypeVar("T", bound="FreshStatistics")
-# Steps that fewer of the kept sequences reach, and less than a quarter of them, use the statistics
-# of the last step before: a variance of a few rows may be close to 0.
+# A step that fewer kept sequences than this reach, and fewer than a quarter of them, uses the
+# statistics of the closest earlier step: the variance of a few rows may be close to 0.
 _FEW_ROWS = 16
 
 
 class FreshStatistics(Recurrence):
-    """A recurrence with population statistics that are refreshed when they are needed."""
+    """A recurrence that refreshes its population statistics when they are needed."""
 
     input_stats: InputStats
     momentum: float | None
     refresh_stats: bool
     recent_calls: RecentCalls
     _pools: dict[str, _Pool] | None = None  # while `refresh` runs
-    _frozen = False  # it evaluates while its weights train
-    _check_norms = True  # until an evaluation after `train` or `eval`
-    _written: tuple[int, ...] = ()  # versions of the statistics when they were last estimated
+    _frozen = False  # whether the layer evaluates while its weights train
+    _check_norms = True  # set by `train` and `eval`, cleared by the next evaluation
+    _written: tuple[int, ...] = ()  # versions of the statistics at the last estimate
 
     @abc.abstractmethod
     def _ignores_padding(self) -> bool:
-        """Whether padded positions have no influence at all."""
+        """Whether padded positions have no influence on any result."""
 
     def _set_refresh(self, refresh_stats: bool) -> None:
         """Start with an empty log of calls."""
@@ -60,7 +60,7 @@ class FreshStatistics(Recurrence):
         self.update_bn = UpdateBN(self)
 
     def reset_running_stats(self) -> None:
-        """Forget the population statistics, and the inputs kept to refresh them."""
+        """Discard the population statistics, and the inputs kept to refresh them."""
         self.recent_calls.clear()
         for statistics in self._all_statistics():
             statistics.reset()
@@ -73,12 +73,12 @@ class FreshStatistics(Recurrence):
         """Re-estimate the population statistics at the current weights, if they are stale.
 
         Runs the layer on the inputs of its most recent training calls, without dropout and zoneout,
-        and averages the minibatch statistics. Evaluation, `eval()`, `state_dict()` and copies do
-        this by themselves. Changes neither parameters nor the random state, and processes that
-        train together need not call it at the same time: each uses its own inputs.
+        and averages the minibatch statistics. Evaluation, `eval()`, `state_dict()` and copying call
+        this automatically. Changes neither parameters nor the random state. Processes that train
+        together need not call it at the same time: each uses its own inputs.
 
         Returns:
-            Whether the statistics are new.
+            Whether the statistics were re-estimated.
         """
         calls = self.recent_calls
         if not self.refresh_stats or not calls or self._pools is not None or not self._is_whole():
@@ -100,11 +100,11 @@ class FreshStatistics(Recurrence):
         return bool(pools)
 
     def refresh_once(self) -> None:
-        """Refresh the statistics for an evaluation, and release inputs that nobody needs any more.
+        """Refresh the statistics for an evaluation, and release inputs that are no longer needed.
 
-        Weights that train while the layer evaluates, with gradients, are those of a frozen layer.
-        It keeps its statistics until `train` is called. Without trainable parameters the weights
-        will not move, and the inputs are released.
+        A layer that evaluates with gradients enabled and has trainable parameters counts as frozen:
+        it keeps its statistics until `train` is called. Without trainable parameters the weights
+        cannot change, so the inputs are released.
         """
         if self.may_be_stale:
             self.refresh()
@@ -115,14 +115,14 @@ class FreshStatistics(Recurrence):
                 self.recent_calls.clear()
 
     def mark_fresh(self) -> None:
-        """Take the statistics for those of the current weights."""
+        """Declare that the statistics belong to the current weights."""
         norms = self._norms() if self.recent_calls.has_relatives else ()
         self.recent_calls.mark_estimated(self._signature(), norms)
         self._written = self._versions()
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether there are new inputs, or other weights, since the last estimate."""
+        """Whether inputs were added or weights changed since the last estimate."""
         calls = self.recent_calls
         if calls.new_rows > 0:
             return True
@@ -131,7 +131,7 @@ class FreshStatistics(Recurrence):
         return self._signature() != calls.estimated_at or (self._check_norms and bool(calls.norms))
 
     def _is_stale(self, weights: Signature) -> bool:
-        """Whether the statistics are those of other weights, or of inputs before the last ones."""
+        """Whether the statistics belong to other weights, or inputs were added since."""
         calls = self.recent_calls
         if calls.new_rows > 0:
             return True
@@ -140,17 +140,17 @@ class FreshStatistics(Recurrence):
         if weights == calls.estimated_at:
             return self._check_norms and self._weights_swapped()
         if not calls.is_copy and self._versions() != self._written:
-            self.mark_fresh()  # someone loaded weights and statistics, tensor by tensor
+            self.mark_fresh()  # weights and statistics were loaded, tensor by tensor
             return False
         return True
 
     def _pool(self, recent: RecentCalls) -> dict[str, _Pool]:
-        """The statistics of recent training calls at the current weights, by module name."""
+        """Statistics of recent training calls at the current weights, by module name."""
         statistics = self._all_statistics()
         training, self._pools = self.training, {}
         self.training = False  # no dropout, no zoneout
         random: AbstractContextManager[None] = contextlib.nullcontext()
-        if self.hidden_noise > 0:  # which `_initial_states` draws as in training
+        if self.hidden_noise > 0:  # `_initial_states` draws noise, as in training
             weight = self._weight()
             random = torch.random.fork_rng([weight.device] if weight.is_cuda else [])
         try:
@@ -171,7 +171,7 @@ class FreshStatistics(Recurrence):
             self._pools, self.training = None, training
 
     def _replay(self, call: Call, states: States | None) -> States:
-        """Run a kept call again, where and as the weights are now."""
+        """Run a kept call again, on the device and in the dtype that the weights have now."""
         weight = self._weight()
         x = call.x.to(weight.device)
         dtype = weight.dtype if call.autocast is None else call.autocast
@@ -191,7 +191,7 @@ class FreshStatistics(Recurrence):
         start: int,
         rows: int,
     ) -> None:
-        """Keep the arguments of a training call, which `_run_call` takes, for `refresh`."""
+        """Keep the arguments of a training call for `refresh`, as `_run_call` takes them."""
         if not self.refresh_stats or rows < 2 or not self._all_statistics()[0].records:
             return
         if torch.compiler.is_compiling():
@@ -210,11 +210,11 @@ class FreshStatistics(Recurrence):
         if is_recomputing() or is_traced(x) or torch._C._are_functorch_transforms_active():
             return
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            # Replays will not come here. Statistics are running averages then.
+            # Replays of the graph skip this code, so the statistics stay running averages.
             self.recent_calls.clear()
             return
         recent, same_sequences = self.recent_calls, False
-        if x.dim() == 2:  # of a cell
+        if x.dim() == 2:  # a cell's input
             same_sequences = recent.follows(start, rows)
             if same_sequences and recent.returned(states):
                 states = None
@@ -229,7 +229,7 @@ class FreshStatistics(Recurrence):
         recent.add(call, rows, same_sequences=same_sequences)
 
     def _draws_noise(self) -> bool:
-        """In training, and for statistics of the first steps, which may have no other variance."""
+        """True in training and `refresh`: the first steps may have no other source of variance."""
         return self.training or self._pools is not None
 
     def _keep_states(self, states: States, step: int) -> None:
@@ -245,20 +245,21 @@ class FreshStatistics(Recurrence):
         return tuple([(id(p), version(p)) for p in every if p is not None])
 
     def _versions(self) -> tuple[int, ...]:
-        """How often the statistics were written into."""
+        """Version counters of the statistics, which increase with every write."""
         return tuple([version(statistics.count) for statistics in self._all_statistics()])
 
     def _weights_swapped(self) -> bool:
-        """Whether a copy's weights came through `Tensor.data`, which changes no version.
+        """Whether weights were swapped with a copy's through `Tensor.data`.
 
-        Lightning's `WeightAveraging` does that. Waits for the device, but only if there is a copy.
+        Such writes, as in Lightning's `WeightAveraging`, do not change a tensor's version. Waits
+        for the device, but only if there is a copy.
         """
         before = self.recent_calls.norms
         now = self._norms() if before else ()
         return bool(now) and now != before
 
     def _norms(self) -> tuple[float, ...]:
-        """The norm of each parameter; nothing where the host cannot see values."""
+        """The norm of each parameter; empty if the host cannot read values."""
         weight = self._weight()
         if not self._is_whole() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return ()
@@ -267,9 +268,9 @@ class FreshStatistics(Recurrence):
             return tuple(torch.stack(norms).tolist())
 
     def _is_whole(self) -> bool:
-        """Whether the parameters can be used here and now.
+        """Whether the parameters can be used now.
 
-        Not while a compiler or `torch.func` traces, and not the pieces that FSDP leaves between
+        They cannot while a compiler or `torch.func` traces, nor while FSDP has them sharded between
         calls of a module.
         """
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -283,7 +284,7 @@ class FreshStatistics(Recurrence):
         return torch._C._len_torch_dispatch_stack() == 0
 
     def train(self: T, mode: bool = True) -> T:
-        """Switch between training and evaluation; refreshes the statistics before evaluation."""
+        """Switch between training and evaluation. Refreshes the statistics before evaluation."""
         if mode or self.training:
             self._frozen = False
         super().train(mode)
@@ -293,7 +294,7 @@ class FreshStatistics(Recurrence):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The parameters and refreshed statistics, which evaluate as this layer does."""
+        """The parameters and refreshed statistics."""
         self.refresh()
         return super().state_dict(*args, **kwargs)
 
@@ -306,14 +307,14 @@ class FreshStatistics(Recurrence):
             self.mark_fresh()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and files, which get refreshed statistics and no inputs."""
+        """State for copies and files: refreshed statistics, no kept inputs."""
         self.refresh()
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._key = register(self)
-        if isinstance(self.update_bn, UpdateBN):  # and no SyncBatchNorm, as conversion makes of it
+        if isinstance(self.update_bn, UpdateBN):  # conversion may have made it a SyncBatchNorm
             self.update_bn.link(self)
         self.mark_fresh()
 
@@ -342,14 +343,14 @@ class FreshStatistics(Recurrence):
 
 
 class _Pool:
-    """The average of several minibatches' statistics of one term, weighted with their rows."""
+    """The average of one term's minibatch statistics, weighted by number of rows."""
 
     def __init__(self) -> None:
         self._mean = self._var = self._rows = self._count = torch.empty(0)
         self._pieces = False
 
     def add(self, mean: Tensor, var: Tensor, start: int, rows: Tensor) -> None:
-        """Add statistics ``[T, features]`` of steps from `start` on that `rows` ``[T]`` reach."""
+        """Add statistics ``[T, features]`` of steps from `start` on. `rows` ``[T]`` reach each."""
         if not self._mean.numel():
             self._mean, self._var = mean.new_zeros(0, mean.shape[1]), var.new_zeros(0, var.shape[1])
             self._rows = self._count = rows.new_zeros(0)
@@ -368,7 +369,7 @@ class _Pool:
         self._pieces = self._pieces or start > 0
 
     def write_to(self, statistics: PopulationStatistics) -> None:
-        """Put the averages in the place of the running ones."""
+        """Replace the running averages with these averages."""
         rows = self._rows
         enough = (rows > 1) & (rows >= (rows.max() / 4).clamp(max=_FEW_ROWS))
         total = rows.clamp(min=1)[:, None]
@@ -377,13 +378,13 @@ class _Pool:
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` traces the layer; not known before torch 2.7."""
+    """Whether `torch.export` is tracing; always False before torch 2.7."""
     asked = getattr(torch.compiler, "is_exporting", None)
     return asked is not None and bool(asked())
 
 
 def is_recomputing() -> bool:
-    """Whether a backward pass runs: `torch.utils.checkpoint` calls layers a second time then."""
+    """Whether a backward pass is running, where `torch.utils.checkpoint` calls layers again."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._current_graph_task_id() != -1

@@ -1,6 +1,6 @@
-"""Initialisations of the paper and its code.
+"""Initializations of the paper and its code.
 
-All act in place on the parameters of a recurrent layer or cell of `rbn`, every layer and direction.
+All work in place on the parameters of an `rbn` layer or cell, for every layer and direction.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ _FORGET = 1  # torch's gate order is i, f, g, o
 def orthogonal_(weight: Tensor, gain: float = 1.0) -> Tensor:
     """Fill weight ``[n, m]`` with orthonormal rows or columns, whichever are fewer.
 
-    For the whole ``[4H, n]`` matrix at once, not gate by gate, as in the authors' code.
+    Treats a ``[4H, n]`` matrix as one, not gate by gate, as in the authors' code.
     """
     with torch.no_grad():
-        if weight.dtype in (torch.float16, torch.bfloat16):  # no solver works in these
+        if weight.dtype in (torch.float16, torch.bfloat16):  # no QR solver for these
             return weight.copy_(nn.init.orthogonal_(weight.float(), gain))
         return nn.init.orthogonal_(weight, gain)
 
 
 def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """All whose names begin so, with their modules; what is written to them counts.
+    """Yields module, name and value of each parameter with this prefix, to be written in place.
 
-    Where `torch.nn.utils.parametrize` computes one, that is assigned to when the next is asked for.
+    A parameter computed by `torch.nn.utils.parametrize` is yielded as a copy, which is assigned
+    back when the next one is requested.
     """
     for path, owner in module.named_modules():
-        if "parametrizations" in path.split("."):  # what one is computed from
+        if "parametrizations" in path.split("."):  # originals of computed parameters
             continue
         for name, parameter in owner._parameters.items():
             if parameter is not None and name.startswith(prefix):
@@ -44,7 +45,7 @@ def _parameters(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str
 
 
 def zeros_but_weights_(module: nn.Module) -> None:
-    """Biases, gammas, initial states and all else but weight_ih and weight_hh."""
+    """Zero biases, gammas, initial states and everything else except weight_ih and weight_hh."""
     with torch.no_grad():
         for _, name, parameter in _parameters(module, ""):
             if not name.startswith("weight_"):
@@ -52,7 +53,7 @@ def zeros_but_weights_(module: nn.Module) -> None:
 
 
 def orthogonal_weights_(module: nn.Module) -> None:
-    """Every weight_ih and weight_hh orthogonal."""
+    """Make every weight_ih and weight_hh orthogonal."""
     for _, _, weight in _parameters(module, "weight_"):
         orthogonal_(weight)
 
@@ -60,11 +61,11 @@ def orthogonal_weights_(module: nn.Module) -> None:
 def identity_recurrent_(
     module: nn.Module, blocks: Literal["candidate", "all"] = "candidate"
 ) -> None:
-    """The recurrent weights as the MNIST experiments start them.
+    """Initialize the recurrent weights as in the MNIST experiments.
 
-    ``"candidate"``, as in the authors' code: the block of the candidate g is the identity, the
-    ``[3H, H]`` of the three gates together orthogonal. ``"all"``, as the paper's text says: each of
-    the four blocks is the identity. For a simple RNN both are the identity.
+    ``"candidate"``, as in the authors' code: the block of the candidate g is the identity, and the
+    three gates together are one orthogonal ``[3H, H]`` matrix. ``"all"``, as in the paper's text:
+    each of the four blocks is the identity. For a simple RNN both give the identity.
     """
     if blocks not in ("candidate", "all"):
         raise ValueError(f"blocks must be 'candidate' or 'all', got {blocks!r}")
@@ -81,13 +82,13 @@ def identity_recurrent_(
 
 
 def repeated_gates_(module: nn.Module, scale: float = 0.05) -> None:
-    """The weights of the authors' Attentive Reader: the same block for every gate.
+    """Initialize as the authors' Attentive Reader: the same block for every gate.
 
-    A square block ``[H, H]`` is `scale` times an orthogonal matrix, any other ``[H, n]`` is uniform
-    within ``sqrt(6 / (n + H + 1))``. Blocks of one shape are equal in all layers, directions and
-    encoders, input and recurrent weights, because the authors' code seeds every draw with the same
-    number (``ortho_weight`` and ``norm_weight`` in ``codes/att_reader/utils.py``, branch ``bn`` of
-    `cooijmanstim/Attentive_reader`).
+    A square block ``[H, H]`` is `scale` times an orthogonal matrix; any other ``[H, n]`` is uniform
+    within ``sqrt(6 / (n + H + 1))``. Blocks of the same shape are equal in all layers, directions
+    and encoders, for input and recurrent weights, because the authors' code uses the same seed for
+    every draw (``ortho_weight`` and ``norm_weight`` in ``codes/att_reader/utils.py``, branch ``bn``
+    of `cooijmanstim/Attentive_reader`).
     """
     blocks: dict[int, Tensor] = {}
     with torch.no_grad():
@@ -105,7 +106,7 @@ def repeated_gates_(module: nn.Module, scale: float = 0.05) -> None:
 
 
 def forget_bias_(module: nn.Module, value: float = 1.0) -> None:
-    """The forget gate's part of every LSTM bias."""
+    """Set the forget gate's part of every LSTM bias."""
     with torch.no_grad():
         for owner, name, bias in _parameters(module, "bias"):
             weight = getattr(owner, "weight_hh" + name.removeprefix("bias"), None)
@@ -114,7 +115,7 @@ def forget_bias_(module: nn.Module, value: float = 1.0) -> None:
 
 
 def gamma_(module: nn.Module, value: float = 0.1) -> None:
-    """Every scale gamma_x, gamma_h and gamma_c (section 4 of the paper)."""
+    """Set every scale gamma_x, gamma_h and gamma_c (section 4 of the paper)."""
     with torch.no_grad():
         for _, _, gamma in _parameters(module, "gamma_"):
             gamma.fill_(value)

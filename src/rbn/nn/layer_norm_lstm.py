@@ -18,7 +18,7 @@ from rbn.ops.types import InitialState
 
 
 class _LayerNormLSTM(Recurrence):
-    """Which parameters there are, and which recurrence runs."""
+    """Parameters and operator of the layer-normalized LSTM."""
 
     gamma: float
     definition = LSTM
@@ -36,7 +36,7 @@ class _LayerNormLSTM(Recurrence):
         self._add(f"beta_c{suffix}", (self.hidden_size,), factory)
 
     def reset_parameters(self) -> None:
-        """Start as the paper's models do, gammas at the given value."""
+        """Initialize as in the paper and set gammas to `gamma`."""
         super().reset_parameters()
         init.gamma_(self, self.gamma)
 
@@ -76,27 +76,27 @@ class _LayerNormLSTM(Recurrence):
 class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
     r"""A layer-normalized LSTM (Ba et al., 2016), called like `torch.nn.LSTM`.
 
-    As `BatchNormLSTM`, with the moments of each term taken over the features of each sequence
-    instead of over the minibatch (over all 4H features of the input and the recurrent term). There
-    are no population statistics: training and evaluation are the same.
+    Like `BatchNormLSTM`, but the moments of each term are taken over the features of each sequence
+    instead of over the minibatch (for the input and the recurrent term, over all 4H features).
+    There are no population statistics: training and evaluation are the same.
 
     Args:
         input_size: features of the input.
         hidden_size: units H of each layer and direction.
         num_layers: stacked layers.
-        bias: whether there is a bias b.
+        bias: whether to use a bias b.
         batch_first: input and output as ``[B, T, features]``.
-        dropout: on the output of each layer but the last.
-        bidirectional: a second recurrence backwards in time; only the unpadded part is reversed.
-        gamma: start value of all gammas.
+        dropout: on the output of each layer except the last.
+        bidirectional: adds a second recurrence backwards in time. Reverses only the unpadded part.
+        gamma: initial value of all gammas.
         eps: added to every variance.
         initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
         hidden_noise: standard deviation of Gaussian noise on the initial hidden state in training.
         zoneout: rates (cell, hidden) of Krueger et al. (2017).
-        weight_dropout: share of W_h that is missing in a training call, drawn anew for each call,
-            one for all its steps (Merity et al., 2018); the other weights grow to make up.
+        weight_dropout: dropout rate of the entries of W_h in training (Merity et al., 2018). One
+            mask per call, shared by all steps; the remaining weights are scaled up.
 
-    Parameters are named and shaped as in `BatchNormLSTM`.
+    Parameters have the names and shapes of `BatchNormLSTM`.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
 class LayerNormLSTMCell(_LayerNormLSTM, Cell[tuple[Tensor, Tensor]]):
     """One step of `LayerNormLSTM`, called like `torch.nn.LSTMCell`.
 
-    ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each; `step` is
-    accepted, and of no effect, so that cells of all kinds are called alike.
+    ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each. `step` is
+    accepted but has no effect, so that all cells have the same signature.
     """
 
     def __init__(

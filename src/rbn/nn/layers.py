@@ -33,7 +33,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         weight_dropout: float,
         **options: Any,
     ) -> None:
-        """Check the options. The subclass calls `_build` when it has checked its own."""
+        """Check the options. The subclass calls `_build` after checking its own."""
         super().__init__(input_size, hidden_size, bias=bias, **options)
         self.bias = bias
         self.num_layers = checks.positive_integer("num_layers", num_layers)
@@ -53,7 +53,7 @@ class Layers(Recurrence, Generic[GivenStates]):
             )
 
     def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Make all parameters and start them."""
+        """Create and initialize all parameters."""
         checks.floating("dtype", dtype)
         for layer in range(self.num_layers):
             size = self.input_size if layer == 0 else self.hidden_size * self.directions
@@ -65,7 +65,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
 
     def flatten_parameters(self) -> None:
-        """Does nothing; here so that code written for `torch.nn.LSTM` runs."""
+        """Does nothing. Exists so that code written for `torch.nn.LSTM` runs."""
 
     @overload
     def forward(
@@ -94,14 +94,14 @@ class Layers(Recurrence, Generic[GivenStates]):
 
         Args:
             input: ``[T, B, input_size]``, ``[B, T, input_size]`` with batch_first,
-                ``[T, input_size]`` for one sequence without a batch, or a PackedSequence. Integers
-                of one dimension less are symbols from 0 to input_size - 1 and stand for one-hot
-                vectors: a look-up in the weights instead of a product with zeros.
-            hx: initial states as `torch.nn.LSTM` takes them, ``[layers * directions, B, H]`` each;
-                overrides the learned ones.
-            lengths: unpadded steps of each sequence, integers ``[B]`` in any order.
-            start: the time step at which the input begins, for sequences fed in pieces: chooses the
-                statistics. One direction only.
+                ``[T, input_size]`` for one sequence without a batch, or a PackedSequence. Integer
+                inputs, without the feature dimension, are symbols from 0 to input_size - 1. They
+                stand for one-hot vectors, looked up in the weights instead of multiplied.
+            hx: initial states as in `torch.nn.LSTM`, ``[layers * directions, B, H]`` each.
+                Overrides the learned ones.
+            lengths: number of unpadded steps of each sequence, integers ``[B]`` in any order.
+            start: the time step at which the input begins, for sequences fed in chunks. Selects
+                the population statistics. One direction only.
 
         Returns:
             ``output, states`` with the shapes of `torch.nn.LSTM`. Padded positions of the output
@@ -129,7 +129,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         __call__ = forward
 
     def _prepared(self, input: Tensor) -> Tensor:
-        """An input in the layer's type, or symbols as int64 with a last dimension of one."""
+        """Checks the input and applies autocast. Symbols become int64 ``[..., 1]``."""
         weight = self._weight()
         if checks.is_symbols(input):
             return checks.symbols(input, self.input_size, weight)
@@ -138,9 +138,10 @@ class Layers(Recurrence, Generic[GivenStates]):
         return input.to(self._type(input)) if autocast else input
 
     def _in_steps(self, input: Any, hx: Any, lengths: Any) -> tuple[Tensor, Any, Any, Restore]:
-        """The input as ``[T, B, input_size]``, its states and lengths, and what undoes that.
+        """Brings any supported input layout to ``[T, B, input_size]``.
 
-        The last turns output and last states into what the user gets.
+        Returns the input, states and lengths in that layout, and a function that converts the
+        output and the final states back to the user's layout.
         """
         if isinstance(input, PackedSequence):
             if lengths is not None:
@@ -168,7 +169,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         return output[:, 0], self._wrap(tuple(state[:, 0] for state in finals))
 
     def _unpacked(self, packed: PackedSequence, hx: Any) -> tuple[Tensor, Any, Tensor, Restore]:
-        """A packed sequence in its rows' own order; the result is packed the same way."""
+        """Pads a packed sequence in its sorted row order. The output is packed the same way."""
         checks.packed(packed)
         padded, lengths = pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))
         x = self._prepared(padded)
@@ -189,7 +190,7 @@ class Layers(Recurrence, Generic[GivenStates]):
     def _check_call(
         self, x: Tensor, hx: Any, lengths: Any, start: int
     ) -> tuple[States | None, Tensor | None]:
-        """The given states and the lengths, checked."""
+        """Check the arguments. Returns the given states and the lengths."""
         steps, batch, _ = x.shape
         if steps == 0:
             raise ValueError("input must have at least one time step, got none")
@@ -208,11 +209,11 @@ class Layers(Recurrence, Generic[GivenStates]):
     def _stack(
         self, x: Tensor, given: States | None, lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
-        """All layers and directions over x ``[T, B, input_size]``."""
+        """Run all layers and directions over x ``[T, B, input_size]``."""
         if lengths is not None and self._ignores_padding():
             valid = valid_steps(lengths, x.shape[0])
             assert valid is not None
-            x = torch.where(valid[:, :, None], x, 0)  # whatever it holds, it must not spread
+            x = torch.where(valid[:, :, None], x, 0)  # padding may hold anything
         finals: list[States] = []
         for layer in range(self.num_layers):
             directions: list[tuple[str, Tensor, States | None]] = []
@@ -232,12 +233,12 @@ class Layers(Recurrence, Generic[GivenStates]):
         return x, tuple(torch.stack(state) for state in zip(*finals, strict=True))
 
     def _ignores_padding(self) -> bool:
-        """Whether padded positions have no influence at all."""
+        """Whether padded positions have no influence on any result."""
         return True
 
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """X ``[T, B, F]`` backwards in time: only the unpadded part, padding stays at the end."""
+    """Reverse x ``[T, B, F]`` in time, the unpadded part only: padding stays at the end."""
     if lengths is None:
         return x.flip(0)
     steps = torch.arange(x.shape[0], device=x.device)[:, None]

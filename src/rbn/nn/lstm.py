@@ -1,4 +1,4 @@
-"""The paper's baseline: an LSTM with the options of the normalized one."""
+"""The paper's baseline: an LSTM with the same options as the batch-normalized one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rbn.ops.types import InitialState
 
 
 class _LSTM(Recurrence):
-    """Equations 2 to 4: which parameters there are, and which recurrence runs."""
+    """Parameters and operator of equations 2 to 4."""
 
     definition = LSTM_DEFINITION
     cell_bias: bool
@@ -60,16 +60,16 @@ class _LSTM(Recurrence):
 
 
 class LSTM(_LSTM, LSTMLayers):
-    r"""The paper's baseline LSTM: `BatchNormLSTM` less the normalization, nothing else changed.
+    r"""The paper's baseline LSTM: `BatchNormLSTM` without the normalization.
 
     .. math::
         (\tilde f_t, \tilde i_t, \tilde o_t, \tilde g_t) &= W_h h_{t-1} + W_x x_t + b \\
         c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
         h_t &= \sigma(\tilde o_t) \odot \tanh(c_t + \beta_c)
 
-    The additive :math:`\beta_c` is in the authors' baseline too, though not in the paper's
-    equation 4; ``cell_bias=False`` leaves it out. All other arguments, parameters and shapes are
-    those of `BatchNormLSTM`.
+    The authors' baseline also has the additive :math:`\beta_c`, which is not in the paper's
+    equation 4. ``cell_bias=False`` removes it. All other arguments, parameters and shapes are those
+    of `BatchNormLSTM`.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class LSTM(_LSTM, LSTMLayers):
 
     @classmethod
     def from_lstm(cls, lstm: nn.LSTM, **options: object) -> LSTM:
-        """The same network as `lstm`: zero initial state and no cell bias unless asked for."""
+        """The same network as `lstm`, by default with zero initial state and no cell bias."""
         return super().from_lstm(lstm, **{"initial_state": "zeros", "cell_bias": False, **options})
 
     def to_lstm(self) -> nn.LSTM:
         """The same network as a `torch.nn.LSTM`.
 
-        Refused where that has no counterpart: a cell bias or a learned initial state that is not
-        zero, or zoneout. What only training has, noise and `weight_dropout`, is left behind.
+        Raises `ValueError` for what `torch.nn.LSTM` does not have: a nonzero cell bias or learned
+        initial state, or zoneout. Drops training-only options: noise and `weight_dropout`.
         """
         if any(self.zoneout):
             raise ValueError(f"torch.nn.LSTM has no zoneout, and this layer has {self.zoneout}")
@@ -152,8 +152,8 @@ class LSTM(_LSTM, LSTMLayers):
 class LSTMCell(_LSTM, Cell[tuple[Tensor, Tensor]]):
     """One step of `LSTM`, called like `torch.nn.LSTMCell`.
 
-    ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each; `step` is
-    accepted, and of no effect, so that cells of all kinds are called alike.
+    ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each. `step` is
+    accepted but has no effect, so that all cells have the same signature.
     """
 
     def __init__(

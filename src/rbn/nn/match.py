@@ -1,4 +1,4 @@
-"""Resizes a model's statistics to those of a checkpoint, for loaders that compare shapes."""
+"""Resizes a model's statistics to match a checkpoint, for loaders that compare shapes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Checkpoint = Mapping[str, object] | str | os.PathLike[str]
 
 
 def match_statistics(model: nn.Module, checkpoint: Checkpoint) -> int:
-    """Give the population statistics of a model as many time steps as those of a checkpoint.
+    """Resize a model's population statistics to the number of time steps in a checkpoint.
 
-    Statistics have one row for each time step seen in training, so that those of a new model have
-    none. `load_state_dict` takes any number. Loaders that compare shapes do not, such as
-    Accelerate's `load_checkpoint_and_dispatch`: call this before them. It reads the shapes alone;
-    the statistics have no estimates until the checkpoint is loaded. Statistics that have as many
-    rows as the checkpoint's, those with `max_length`, and those that are not in the checkpoint are
-    left as they are.
+    Statistics have one row for each time step seen in training, so those of a new model have none.
+    `load_state_dict` accepts any number of rows. Loaders that compare shapes do not, such as
+    Accelerate's `load_checkpoint_and_dispatch`: call this before them. It reads only the shapes;
+    the statistics have no estimates until the checkpoint is loaded. Statistics do not change if
+    they already have as many rows as the checkpoint, have a `max_length`, or are not in the
+    checkpoint.
 
     Args:
-        model: any module, on any device, `meta` too.
+        model: any module, on any device, including `meta`.
         checkpoint: a state dict; a ``.safetensors`` file or one of `torch.save`; the ``.json``
-            index of a sharded checkpoint; or a folder with one of these, as `save_pretrained` and
-            `Accelerator.save_model` write.
+            index of a sharded checkpoint; or a folder with one of these, as written by
+            `save_pretrained` and `Accelerator.save_model`.
 
     Returns:
-        How many statistics changed their size.
+        How many statistics were resized.
     """
     rows = {
         name.removesuffix(".mean"): shape[0]
@@ -46,7 +46,7 @@ def match_statistics(model: nn.Module, checkpoint: Checkpoint) -> int:
         if not isinstance(statistics, PopulationStatistics) or statistics.max_length is not None:
             continue
         wanted = rows.get(name)
-        if wanted is None:  # wrappers and heads put names before it, on either side
+        if wanted is None:  # a wrapper or head may add a prefix, in the model or the checkpoint
             results = {
                 size
                 for other, size in rows.items()
@@ -63,7 +63,7 @@ def match_statistics(model: nn.Module, checkpoint: Checkpoint) -> int:
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a checkpoint, by name."""
+    """The shape of each tensor in a checkpoint, by name."""
     if isinstance(checkpoint, Mapping):
         return {name: _shape(value) for name, value in checkpoint.items() if _shape(value)}
     path = Path(checkpoint)
@@ -80,7 +80,7 @@ def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Of a tensor, or of a slice of a safetensors file."""
+    """The shape of a tensor, or of a slice of a safetensors file."""
     if hasattr(value, "get_shape"):
         return tuple(value.get_shape())
     return tuple(getattr(value, "shape", ()))
@@ -106,7 +106,7 @@ def _file_in(folder: Path) -> Path:
 
 
 def _safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """From the header of the file, a JSON object behind its length in 8 bytes."""
+    """Shapes from the file's header: its length in 8 bytes, then a JSON object."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))

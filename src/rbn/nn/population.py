@@ -1,7 +1,7 @@
-"""The population statistics of a whole model: estimated, averaged, kept and left aside.
+"""Estimate, average, preserve or bypass the population statistics of a model.
 
-Section 3 of the paper: the numbers of a test come from statistics that are averaged over the
-training set, at the parameters that are tested.
+Section 3 of the paper: test results use statistics averaged over the training set, at the
+parameters being tested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _statistics_of(model: nn.Module) -> list[PopulationStatistics]:
 
 @contextlib.contextmanager
 def _set_aside_inputs(model: nn.Module) -> Iterator[list[BatchNormalized]]:
-    """Inside the ``with`` block no layer has inputs of training calls to refresh itself from."""
+    """Inside the ``with`` block, layers cannot refresh: their kept training inputs are hidden."""
     layers = [m for m in model.modules() if isinstance(m, BatchNormalized)]
     before = [layer.recent_calls for layer in layers]
     for layer in layers:
@@ -42,7 +42,7 @@ def _set_aside_inputs(model: nn.Module) -> Iterator[list[BatchNormalized]]:
 
 
 def keep_running_averages(model: nn.Module) -> None:
-    """Turn `refresh_stats` off in all layers of a model: `eval()` uses the running averages."""
+    """Turn `refresh_stats` off in all layers of a model, so that `eval()` uses running averages."""
     for module in model.modules():
         if isinstance(module, BatchNormalized):
             module.refresh_stats = False
@@ -51,10 +51,10 @@ def keep_running_averages(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def batch_statistics(model: nn.Module) -> Iterator[None]:
-    """Inside the ``with`` block the model normalizes with minibatch statistics, in eval() too.
+    """Inside the ``with`` block, the model normalizes with minibatch statistics, even in eval().
 
-    The population statistics are neither used nor changed. This is how the paper's validation
-    curves are measured while training.
+    The population statistics are neither used nor changed. The paper's validation curves during
+    training are measured this way.
     """
     with temporarily(_statistics_of(model), "forced", "batch"):
         yield
@@ -62,10 +62,10 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_statistics(model: nn.Module) -> Iterator[None]:
-    """After the ``with`` block the population statistics are what they were, in the same buffers.
+    """Restore the population statistics after the ``with`` block, in the same buffers.
 
-    Inside they may be estimated anew, without a word to whoever holds on to the buffers, such as a
-    CUDA graph that updates them.
+    Code inside the block may re-estimate them. Others that hold the buffers, such as a CUDA graph
+    that updates them, do not see this.
     """
     before = [(s, (s.mean, s.var, s.count), s.notes()) for s in _statistics_of(model)]
     for s, (mean, var, count), known in before:
@@ -82,9 +82,9 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_statistics(model: nn.Module) -> Iterator[None]:
-    """Inside the ``with`` block each process's minibatches are its own, whatever `sync_stats` says.
+    """Inside the ``with`` block, each process uses its own minibatches: ignores `sync_stats`.
 
-    For work that the processes share out by whole minibatches.
+    For work where each process handles complete minibatches.
     """
     with temporarily(_statistics_of(model), "sync", False):
         yield
@@ -92,13 +92,13 @@ def own_statistics(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def average_population_stats(model: nn.Module) -> None:
-    """Give every process the average of the statistics of all.
+    """Average the population statistics over all processes.
 
-    While processes train together, each has the statistics of the minibatches that it sees, as with
-    `torch.nn.BatchNorm1d`. Call this on all of them before the model is evaluated or saved. Layers
-    refresh their statistics first, each from its own inputs. It does nothing where there is one
-    process, and to running averages of layers with `sync_stats`, which are the same everywhere. A
-    step that some processes have not seen has the average of those that have.
+    In distributed training, each process has the statistics of its own minibatches, as with
+    `torch.nn.BatchNorm1d`. Call this on all processes before the model is evaluated or saved.
+    Layers first refresh their statistics, each from its own inputs. A step that some processes have
+    not seen gets the average of those that have. Does nothing with a single process, and nothing to
+    running averages of layers with `sync_stats`, which are the same everywhere.
 
     Args:
         model: any module that contains batch-normalized recurrent layers.
@@ -124,40 +124,41 @@ def update_population_stats(
     train_mode: bool = True,
     progress: bool = False,
 ) -> int:
-    """Estimate all population statistics of a model anew, at its present parameters.
+    """Re-estimate all population statistics of a model at its current parameters.
 
-    One pass over `batches`; each statistic becomes the plain average of the minibatch estimates,
-    which is how the paper obtains its test numbers. Works like `torch.optim.swa_utils.update_bn`.
-    Parameters, training mode and the random state are left as they were; if the pass fails, so are
-    the statistics, and those of layers that it does not reach always.
+    Makes one pass over `batches`. Each statistic becomes the plain average of the minibatch
+    estimates, which is how the paper obtains its test numbers. Works like
+    `torch.optim.swa_utils.update_bn`. Parameters, training mode and the random state do not change.
+    Statistics do not change if the pass fails, nor in layers that it does not reach.
 
-    Where several processes train together (`torch.distributed`), all must call it, each with its
-    own batches, and all end with the same statistics: the average of the estimates of all. How
-    many batches each has does not matter. But of layers with `sync_stats` a minibatch is made up of
-    a part on every process, so all must have as many.
+    In distributed training (`torch.distributed`), all processes must call it, each with its own
+    batches. All end with the same statistics: the average of all estimates. The number of batches
+    may differ between processes, except for layers with `sync_stats`: there a minibatch has a part
+    on every process, so all need the same number.
 
     Args:
-        model: any module that contains batch-normalized recurrent layers. Without any, nothing is
-            done.
-        batches: what `forward` takes. By default each is an input of the model; a dict or other
-            mapping of arguments by name, such as a Hugging Face `BatchEncoding`, of which those
-            that the model does not take are dropped; or a tuple or list, whose first elements are
-            the inputs, as many as the model requires, and whose last may be a target. The first
-            element may be a mapping or tuple of inputs, as in ``({"input": x, "lengths": n}, y)``.
+        model: any module that contains batch-normalized recurrent layers. Does nothing if there
+            are none.
+        batches: what `forward` takes. By default, each batch is one of these: an input of the
+            model; a dict or other mapping of arguments by name, such as a Hugging Face
+            `BatchEncoding`, from which arguments that the model does not take are dropped; or a
+            tuple or list, which starts with as many inputs as the model requires, and may end with
+            a target. Its first element may be a mapping or tuple of inputs, as in
+            ``({"input": x, "lengths": n}, y)``.
         forward: runs the model on one batch, e.g. ``lambda m, b: m(b.tokens, lengths=b.lengths)``.
             Needed for ``(input, lengths, target)`` if the model's `lengths` is optional.
-        device: where the tensors of a batch, at any depth, are moved before the default `forward`.
-        train_mode: True estimates under dropout, zoneout and noise as drawn in training, as
-            `update_bn` does; False without them, as the model is evaluated. If the model is in
-            training mode now, parts that are in `eval()`, frozen ones say, stay so, and their
-            statistics are used and kept.
+        device: the default `forward` first moves the tensors of a batch there, at any depth.
+        train_mode: True estimates with dropout, zoneout and noise, as in training and as
+            `update_bn` does; False without them, as in evaluation. If the model is in training
+            mode, its parts in `eval()`, such as frozen ones, stay in `eval()`: they use their
+            statistics and keep them.
         progress: show a progress bar (needs rich).
 
     Returns:
-        The number of minibatches, of all processes together.
+        The number of minibatches, summed over all processes.
 
     Raises:
-        ValueError: there are no batches, or there is nothing to estimate from in them, such as
+        ValueError: there are no batches; or nothing can be estimated from them, e.g. if they are
             single sequences; or all layers are frozen.
     """
     if isinstance(batches, Tensor):
@@ -182,7 +183,7 @@ def update_population_stats(
                 model.train(train_mode)
             for s in statistics:
                 s.momentum = None
-                with torch.inference_mode(False):  # they are for training, too
+                with torch.inference_mode(False):  # training needs them, too
                     s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
                     s.count = torch.zeros_like(s.count)
                 s.note(False, 0)
@@ -220,7 +221,7 @@ def update_population_stats(
                     s.mean, s.var, s.count = mean, var, count
                     s.note(*notes)
                 elif count.shape == s.count.shape and not count.is_inference():
-                    # Into the buffers that there were: others may hold on to them.
+                    # Write into the original buffers: others may hold references to them.
                     for old, new in ((mean, s.mean), (var, s.var), (count, s.count)):
                         old.copy_(new)
                     notes = s.notes()

@@ -1,4 +1,4 @@
-"""What the processes that train together tell each other: of statistics, and of their sequences."""
+"""Communication between processes in distributed training: statistics and sequence lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Estimate(Protocol):
-    """Means and variances of steps ``[S, features]``, from `count` minibatches each ``[S]``."""
+    """Means and variances of steps ``[S, features]``, each from `count` ``[S]`` minibatches."""
 
     mean: Tensor
     var: Tensor
@@ -24,25 +24,26 @@ class Estimate(Protocol):
         """Grow the buffers to that many steps."""
 
     def look(self) -> bool:
-        """Note what there is."""
+        """Update the host's cache after writes to the buffers."""
 
 
 def all_processes() -> ProcessGroup | None:
-    """All processes that train together, or None where this one is alone."""
+    """The group of all processes that train together, or None with a single process."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return dist.group.WORLD
 
 
 def average(statistics: Sequence[Estimate], group: ProcessGroup, spread: bool) -> None:
-    """Average estimates over processes, each weighted with the minibatches behind it.
+    """Average estimates over processes, weighted by the number of minibatches behind each.
 
-    spread: processes will go on to average minibatches in, each its own. So each takes its share of
-        the count, rounded up, that the next average be right too. Otherwise it has the whole count.
+    spread: True if the processes continue to average in minibatches of their own. Each process then
+        gets its share of the count, rounded up, so that the next average is right, too. False gives
+        every process the total count.
     """
     if not statistics:
         return
-    # Buffers that grow on demand may have grown differently.
+    # Buffers grow on demand, so their sizes may differ between processes.
     rows = torch.tensor([len(s.count) for s in statistics], device=statistics[0].count.device)
     dist.all_reduce(rows, dist.ReduceOp.MAX, group=group)
     parts: list[Tensor] = []
@@ -50,7 +51,7 @@ def average(statistics: Sequence[Estimate], group: ProcessGroup, spread: bool) -
         s.grow(wanted)
         weight = s.count.double()[:, None]
         parts += [s.mean * weight, s.var * weight, weight]
-    # In float64, so that equal float32 numbers average to themselves.
+    # In float64, so that averaging equal float32 numbers does not change them.
     flat = torch.cat([part.flatten() for part in parts])
     dist.all_reduce(flat, group=group)
     sums = flat.split([part.numel() for part in parts])
@@ -63,7 +64,7 @@ def average(statistics: Sequence[Estimate], group: ProcessGroup, spread: bool) -
 
 
 def of_all(value: int, group: ProcessGroup, device: torch.device) -> list[int]:
-    """A number of each process."""
+    """Gather one number from each process."""
     everyone = torch.empty(group.size(), dtype=torch.int64, device=device)
     dist.all_gather(list(everyone), torch.tensor(value, device=device), group=group)
     results: list[int] = everyone.tolist()
@@ -73,7 +74,7 @@ def of_all(value: int, group: ProcessGroup, device: torch.device) -> list[int]:
 def as_many_on_all(
     batches: Iterable[Any], group: ProcessGroup, device: torch.device
 ) -> Iterator[Any]:
-    """The batches, or an error on all processes if they end on one before the others."""
+    """Yield the batches. Raises on all processes if one runs out before the others."""
     nothing, turn = object(), 0
     result = iter(batches)
     while True:
@@ -93,9 +94,10 @@ def as_many_on_all(
 def as_long_as_all(
     x: Tensor, lengths: Tensor | None, group: ProcessGroup
 ) -> tuple[Tensor, Tensor | None, int]:
-    """X ``[T, B, F]`` with the steps of the longest sequence of all processes, and its lengths.
+    """Pad or trim x ``[T, B, F]`` to the longest sequence of all processes.
 
-    Also the steps that two sequences reach; of one alone, its own.
+    Returns x, its lengths, and the number of steps that at least two sequences reach. If there is
+    only one sequence, that is its length.
     """
     rows = min(2, x.shape[1])
     own = [x.shape[0]] * rows if lengths is None else lengths.topk(rows).values.tolist()
@@ -110,7 +112,7 @@ def as_long_as_all(
 
 
 def with_steps(x: Tensor, steps: int) -> Tensor:
-    """X ``[T, B, F]`` cut to so many steps, or padded with zeros."""
+    """Trim x ``[T, B, F]`` to `steps` steps, or pad it with zeros."""
     missing = steps - x.shape[0]
     if missing <= 0:
         return x[:steps]

@@ -1,8 +1,8 @@
 """The inputs of a layer's most recent training calls.
 
 Running averages of a batch-normalized recurrent network lag so far behind its weights that
-evaluation can collapse. Before it evaluates, a layer therefore runs again, at its current weights,
-on the inputs of its most recent training calls, and takes their statistics ("precise BN").
+evaluation can collapse. Before it evaluates, a layer therefore runs the inputs of its most recent
+training calls again, at its current weights, and uses their statistics ("precise BN").
 This module keeps those inputs; `rbn.nn.batch_normalized` runs them.
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = 1024  # sequences to keep; benchmarks/fresh_statistics.py measures what they buy
-# Fewer if the inputs come from trainable layers: they are those of older weights, and the older the
-# further off.
+ROWS = 1024  # sequences to keep; benchmarks/fresh_statistics.py measures the effect
+# Fewer if trainable layers produced the inputs: those come from older weights, and the older they
+# are, the less accurate.
 ROWS_OF_LAYERS = 256
-BYTES = 128 * 2**20  # that kept inputs may hold on to,
-LEAST_ROWS = 16  # unless so few sequences are larger than that
+BYTES = 128 * 2**20  # memory limit of kept inputs
+LEAST_ROWS = 16  # kept even above the memory limit
 
 States = tuple[Tensor, ...]
 Signature = tuple[tuple[int, int], ...]
@@ -35,12 +35,12 @@ class Call:
 
     Attributes:
         x: ``[T, B, features]`` of a layer, ``[B, features]`` of a cell; symbols have one feature.
-        states: the given initial states; None for the module's own, and for a step of a cell that
-            continues from the step before it.
-        lengths: unpadded steps of each sequence ``[B]``, or None.
+        states: the given initial states. None if the module used its own, or if a cell continued
+            from its previous step.
+        lengths: number of unpadded steps of each sequence ``[B]``, or None.
         start: the time step of the first row of x.
-        autocast: the dtype autocast asked for, or None.
-        from_layers: whether trainable layers made x.
+        autocast: the autocast dtype, or None.
+        from_layers: whether trainable layers produced x.
     """
 
     x: Tensor
@@ -56,12 +56,12 @@ class Call:
 
     @property
     def unchanged(self) -> bool:
-        """Whether none of the tensors was modified in place since the call."""
+        """Whether no tensor was modified in place since the call."""
         return self.versions == self._versions()
 
     @property
     def nbytes(self) -> int:
-        """The memory that the tensors hold."""
+        """The size of the tensors in bytes."""
         return sum(t.numel() * t.element_size() for t in self._tensors())
 
     def first_rows(self, rows: int) -> Call:
@@ -80,7 +80,7 @@ class Call:
 
 @dataclass
 class _Sequences:
-    """Consecutive calls on the same sequences: one of a layer, one per step of a cell."""
+    """Consecutive calls on the same sequences: one for a layer, one per step for a cell."""
 
     calls: list[Call]
     rows: int
@@ -91,27 +91,27 @@ class RecentCalls:
     """The most recent training calls of one module, up to `ROWS` sequences or `BYTES` bytes.
 
     A deep copy of the module starts with an empty log that is linked to this one. A copy that is
-    not trained itself but whose weights move, such as an average of models, is refreshed from its
+    not trained itself but whose weights change, such as an average of models, is refreshed from its
     source's inputs.
 
     Attributes:
-        new_rows: sequences added since the last estimate.
-        estimated_at: the weights of the last estimate.
-        norms: of the weights of the last estimate; empty if unknown.
+        new_rows: number of sequences added since the last estimate.
+        estimated_at: the weights at the last estimate.
+        norms: norms of the weights at the last estimate; empty if unknown.
     """
 
     def __init__(self, source: RecentCalls | None = None) -> None:
         self._kept: deque[_Sequences] = deque()
         self._source = source
         self._copies: weakref.WeakSet[RecentCalls] = weakref.WeakSet()
-        self._returned: tuple[weakref.ref[Tensor], ...] = ()  # by the last step of a cell
+        self._returned: tuple[weakref.ref[Tensor], ...] = ()  # states of a cell's last step
         self._last_step = -1
         self.new_rows = 0
         self.estimated_at: Signature | None = None
         self.norms: tuple[float, ...] = ()
 
     def __iter__(self) -> Iterator[list[Call]]:
-        """The calls on the same sequences, oldest first; the source's where there are none."""
+        """Calls grouped by sequences, oldest first. The source's calls if this log is empty."""
         log = self._source if not self._kept and self._source is not None else self
         return iter([sequences.calls for sequences in log._kept])
 
@@ -125,15 +125,15 @@ class RecentCalls:
 
     @property
     def has_relatives(self) -> bool:
-        """Whether the module has a copy, or is one, with which someone may swap weights."""
+        """Whether the module has a copy or is one, so that weights may be swapped between them."""
         return bool(self._copies) or self._source is not None
 
     def add(self, call: Call, rows: int, *, same_sequences: bool = False) -> None:
-        """Keep one more call on so many sequences.
+        """Keep one more call, on `rows` sequences.
 
-        same_sequences: it is the next step of the sequences of the call before.
+        same_sequences: the call is the next step of the previous call's sequences.
         """
-        self._unlink()  # it is trained itself
+        self._unlink()  # a copy that is trained itself
         nbytes = call.nbytes
         if same_sequences and self._kept:
             last = self._kept[-1]
@@ -148,21 +148,21 @@ class RecentCalls:
         self._drop_oldest()
 
     def follows(self, step: int, rows: int) -> bool:
-        """Whether a cell's step comes later in the sequences of its step before."""
+        """Whether a cell's step continues the sequences of its previous step."""
         return bool(self._kept) and step > self._last_step >= 0 and self._kept[-1].rows == rows
 
     def returned(self, states: States | None) -> bool:
-        """Whether these are the states that the cell's step before returned."""
+        """Whether the cell's previous step returned these states."""
         if states is None or len(states) != len(self._returned):
             return False
         return all(ref() is state for ref, state in zip(self._returned, states, strict=True))
 
     def remember(self, states: States, step: int) -> None:
-        """What a step of a cell returned."""
+        """Remember the states that a cell returned at this step."""
         self._returned, self._last_step = tuple([weakref.ref(state) for state in states]), step
 
     def mark_estimated(self, weights: Signature, norms: tuple[float, ...]) -> None:
-        """The statistics are now those of these weights."""
+        """Record that the statistics belong to these weights."""
         self.estimated_at, self.norms = weights, norms
         self.new_rows = 0
 
@@ -195,7 +195,7 @@ class RecentCalls:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was modified in place, as far as PyTorch counts that."""
+    """How often a tensor was modified in place; -1 for inference tensors, which do not count it."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -205,7 +205,7 @@ _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def register(layer: Any) -> int:
-    """A number by which compiled graphs find a module with `recent_calls`."""
+    """Register a module with `recent_calls`. Returns its number, for use in compiled graphs."""
     key = max(_layers, default=0) + 1
     _layers[key] = layer
     return key
@@ -213,7 +213,7 @@ def register(layer: Any) -> int:
 
 @torch.library.custom_op(
     "rbn::keep_call",
-    # `count` is not changed. It only says that the operator has an effect and must run.
+    # `count` is not changed. Declaring it mutated keeps the operator from being removed.
     mutates_args=("count",),
     schema="(Tensor x, Tensor[] states, Tensor? lengths, Tensor(a!) count, SymInt start, "
     "ScalarType? autocast, bool from_layers, int key) -> ()",
@@ -228,7 +228,7 @@ def keep_compiled_call(
     from_layers: bool,
     key: int,
 ) -> None:
-    """Keep a call of a compiled graph, copied: a graph reuses the memory of its tensors."""
+    """Keep a copy of a compiled graph's call: the graph reuses the memory of its tensors."""
     layer = _layers.get(key)
     if layer is None or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return

@@ -1,8 +1,8 @@
-"""The base of all recurrent modules: parameters by name, initial states, one layer's run.
+"""The base class of all recurrent modules: parameters, initial states, running one layer.
 
-A kind of network (`rbn.nn.batch_norm_lstm` and its siblings) says which parameters it has and which
-recurrence of `rbn.ops` it runs. `rbn.nn.layers` makes a stack of it in the shape of
-`torch.nn.LSTM`, `rbn.nn.cell` a single step in the shape of `torch.nn.LSTMCell`.
+Each network type (`rbn.nn.batch_norm_lstm` and its siblings) defines its parameters and the
+operator of `rbn.ops` that it runs. `rbn.nn.layers` stacks it like `torch.nn.LSTM`; `rbn.nn.cell`
+runs a single step like `torch.nn.LSTMCell`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ GivenStates = TypeVar("GivenStates")  # as users see them: (h, c) of an LSTM, h 
 
 
 def autocast_on(device: str) -> bool:
-    """`torch.is_autocast_enabled`, which does not know the meta device."""
+    """Like `torch.is_autocast_enabled`, which does not support the meta device."""
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
 class Recurrence(nn.Module, abc.ABC):
-    """One kind of recurrent network: its parameters and how a layer of it runs."""
+    """One type of recurrent network: its parameters and how to run one layer of it."""
 
-    definition: ClassVar[Definition]  # of the operator that runs
-    gates: ClassVar[int] = 4  # rows of the weight matrices, in hidden sizes
+    definition: ClassVar[Definition]  # of the operator to run
+    gates: ClassVar[int] = 4  # the weight matrices have gates * hidden_size rows
     states: ClassVar[tuple[str, ...]] = ("h0", "c0")
-    weight_dropout = 0.0  # of layers; cells have none
-    _common_steps: int | None = None  # that two sequences of all processes reach, while they run
+    weight_dropout = 0.0  # layers only; cells have none
+    # With sync_stats, during a call: steps reached by at least two sequences across processes.
+    _common_steps: int | None = None
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Recurrence(nn.Module, abc.ABC):
     # Parameters ---------------------------------------------------------------------------------
 
     def _add_parameters(self, suffix: str, input_size: int, factory: dict[str, Any]) -> None:
-        """The parameters of one layer and direction, named as torch names them."""
+        """Create the parameters of one layer and direction, with torch's names."""
         rows, hidden = self.gates * self.hidden_size, self.hidden_size
         self._add(f"weight_ih{suffix}", (rows, input_size), factory)
         self._add(f"weight_hh{suffix}", (rows, hidden), factory)
@@ -94,12 +95,12 @@ class Recurrence(nn.Module, abc.ABC):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
 
     def _add_normalization(self, suffix: str, factory: dict[str, Any]) -> None:
-        """The scales, shifts and statistics of one layer and direction."""
+        """Create the scales, shifts and statistics of one layer and direction."""
 
     def _parameter(self, name: str) -> Tensor | None:
         """Returns the named parameter, or None."""
         parameter: Tensor | None = self._parameters.get(name)
-        # One that is computed, say by `torch.nn.utils.parametrize`, is an attribute alone.
+        # A computed parameter, e.g. of `torch.nn.utils.parametrize`, is only an attribute.
         return getattr(self, name, None) if parameter is None else parameter
 
     def _own(self, name: str) -> Tensor:
@@ -109,7 +110,7 @@ class Recurrence(nn.Module, abc.ABC):
         return parameter
 
     def reset_parameters(self) -> None:
-        """Start as the paper's models do: orthogonal weights, forget bias 1, all else 0."""
+        """Initialize as in the paper: orthogonal weights, forget bias 1, everything else 0."""
         init.zeros_but_weights_(self)
         init.orthogonal_weights_(self)
         init.forget_bias_(self, 1.0)
@@ -121,7 +122,7 @@ class Recurrence(nn.Module, abc.ABC):
         self._refuse_torchscript("script")
 
     def _slow_forward(self, *args: object, **kwargs: object) -> NoReturn:
-        """Called in the place of `forward` by `torch.jit.trace`."""
+        """Called by `torch.jit.trace` instead of `forward`."""
         self._refuse_torchscript("trace")
 
     def _refuse_torchscript(self, name: str) -> NoReturn:
@@ -142,25 +143,28 @@ class Recurrence(nn.Module, abc.ABC):
         lengths: Tensor | None,
         start: int,
     ) -> Arguments:
-        """The operator's arguments for one layer and direction.
+        """Returns the operator's arguments for one layer and direction.
 
-        Shapes: input ``[T, B, I]``, or the input term ``[T, B, gates * H]`` without weight_ih;
-        states ``[B, H]``, or ``[H]`` for all rows.
+        Shapes: input ``[T, B, I]``, or the input term ``[T, B, gates * H]`` if weight_ih is None;
+        states ``[B, H]``, or ``[H]`` shared by all rows.
         """
 
     def _results(
         self, suffix: str, results: tuple[Any, ...], lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
-        """The output and the last states, from all that the operator returned."""
+        """Returns the output and the final states, taken from the operator's results."""
         output, *states, _ = results
         return output, tuple(states)
 
     def _check_ready(self, batch: int) -> bool:
-        """Refuse what cannot be computed; whether to fall back on the minibatch's statistics."""
+        """Raise if the call cannot be computed.
+
+        Returns whether to fall back to minibatch statistics.
+        """
         return False
 
     def _batch_statistics(self) -> AbstractContextManager[None]:
-        """Normalizes with the statistics of the minibatch inside the ``with`` block."""
+        """Inside the ``with`` block, normalize with minibatch statistics."""
         return contextlib.nullcontext()
 
     def _keep_call(
@@ -171,19 +175,19 @@ class Recurrence(nn.Module, abc.ABC):
         start: int,
         rows: int,
     ) -> None:
-        """Keep the arguments of a training call, where the statistics will need them."""
+        """Keep the arguments of a training call if the statistics are refreshed from them."""
 
     def _keep_states(self, states: States, step: int) -> None:
-        """Note what a step of a cell returned, to know whether the next one continues from it."""
+        """Remember the states a cell returned, to detect that the next step continues from them."""
 
     @abc.abstractmethod
     def _run_call(
         self, x: Tensor, states: States | None, lengths: Tensor | None, start: int
     ) -> States:
-        """Run on arguments that were checked before; the last states."""
+        """Run on arguments that are already checked. Returns the final states."""
 
     def _group(self) -> ProcessGroup | None:
-        """The processes whose rows make one minibatch with this one's, where there are any."""
+        """The processes whose rows form one minibatch with this one's, or None."""
         return None
 
     def _layer(
@@ -194,7 +198,7 @@ class Recurrence(nn.Module, abc.ABC):
     ) -> list[tuple[Tensor, States]]:
         """Run the directions of a layer.
 
-        directions: for each one the suffix of its parameters, its input and the given states.
+        directions: for each direction, its parameter suffix, input and given initial states.
         """
         calls: list[Arguments] = []
         empty: list[tuple[Tensor, States]] = []
@@ -209,7 +213,7 @@ class Recurrence(nn.Module, abc.ABC):
             batch = x.shape[1]
             states = self._initial_states(suffix, batch, weight) if given is None else given
             if batch == 0 and group is None:
-                # No number depends on anything, but backward() finds gradients, zeros, of it all.
+                # The output is empty, but backward() must still give zero gradients to everything.
                 nothing = sum((t.sum().to(x.dtype) for t in (*self.parameters(), *states)), x.sum())
                 output = x.new_zeros(x.shape[0], 0, self.hidden_size) + nothing
                 empty.append(
@@ -227,7 +231,7 @@ class Recurrence(nn.Module, abc.ABC):
         ]
 
     def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
-        """The learned ``[H]`` or zero ``[B, H]`` initial states, with noise on h0 in training."""
+        """Learned ``[H]`` or zero ``[B, H]`` initial states, with noise on h0 in training."""
         if self.initial_state == "learned":
             states = [self._own(state + suffix) for state in self.states]
         else:
@@ -240,20 +244,20 @@ class Recurrence(nn.Module, abc.ABC):
         return tuple(states)
 
     def _draws_noise(self) -> bool:
-        """Whether the initial states are noisy now."""
+        """Whether this call adds noise to the initial hidden state."""
         return self.training
 
     def _zoneout(self, rate: float, x: Tensor) -> tuple[Tensor | None, float]:
-        """A mask of the units that keep their value, bool ``[T, B, H]``, or the rate in eval()."""
+        """In training, a mask of units that keep their value, bool ``[T, B, H]``; else the rate."""
         if rate == 0 or not self.training:
             return None, rate
         shape = (*x.shape[:2], self.hidden_size)
         return torch.rand(shape, device=x.device, dtype=torch.float32) < rate, 0.0
 
     def _recurrent_weight(self, suffix: str, dtype: torch.dtype) -> Tensor:
-        """W_h of one layer and direction as it is in this call.
+        """W_h of one layer and direction for this call.
 
-        With `weight_dropout`, other weights are missing in each call, the same for all steps.
+        With `weight_dropout`, each training call draws a new mask, shared by all steps.
         """
         weight = self._own(f"weight_hh{suffix}")
         if weight.dtype != dtype:
@@ -265,33 +269,33 @@ class Recurrence(nn.Module, abc.ABC):
     # Types --------------------------------------------------------------------------------------
 
     def _weight(self) -> Tensor:
-        """Any weight: all have one dtype and device."""
-        for parameter in self._parameters.values():  # the first of them, usually
+        """Returns any weight matrix: all have the same dtype and device."""
+        for parameter in self._parameters.values():  # usually the first one
             if parameter is not None and parameter.dim() == 2:
                 return parameter
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 return parameter
-        # A replica, as `torch.nn.DataParallel` makes them, has its parameters as attributes alone.
+        # In a replica of `torch.nn.DataParallel`, parameters are only attributes.
         return self._own("weight_hh_l0" if hasattr(self, "weight_hh_l0") else "weight_hh")
 
     def _under_autocast(self) -> bool:
-        """Whether autocast is on for this layer: as in PyTorch, not if it is of float64."""
+        """Whether autocast applies to this layer. As in PyTorch, it does not apply to float64."""
         weight = self._weight()
         return autocast_on(weight.device.type) and weight.dtype != torch.float64
 
     def _autocast(self, x: Tensor) -> Tensor:
-        """X in the type that autocast asks for on its device, if it does and x has values."""
+        """Casts a floating-point x to the autocast dtype of its device, if autocast is on."""
         if not x.is_floating_point():
             return x
         return x.to(self._type(x))
 
     def _type(self, x: Tensor) -> torch.dtype:
-        """The type that autocast asks for on the device of x, if it does; else that of x."""
+        """The autocast dtype of x's device if autocast is on, else x's dtype."""
         return torch.get_autocast_dtype(x.device.type) if self._under_autocast() else x.dtype
 
     def _given_states(self, hx: Any, shape: tuple[int, ...]) -> States:
-        """The user's initial states, checked, one tensor for each of `states`."""
+        """Checks the user's initial states. Returns one tensor for each of `states`."""
         names = [state.removesuffix("0") for state in self.states]
         if len(names) == 1:
             values = (hx,)
@@ -306,5 +310,5 @@ class Recurrence(nn.Module, abc.ABC):
         )
 
     def _wrap(self, states: States) -> Any:
-        """States as torch returns them: a pair for LSTMs, one tensor for simple RNNs."""
+        """Returns states in torch's form: a pair for LSTMs, one tensor for simple RNNs."""
         return states if len(states) > 1 else states[0]

@@ -1,7 +1,7 @@
-"""Population statistics: what a batch-normalized layer knows of its training data.
+"""Population statistics of a batch-normalized layer.
 
-Section 3 of the paper: minibatch statistics while training, separately for each time step; their
-average over the training set at test time; the last step's for every step beyond.
+Section 3 of the paper: training uses minibatch statistics, separately for each time step. Testing
+uses their average over the training set, and the last step's statistics for all later steps.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class _Copies:
-    """The deep copies of one `PopulationStatistics`, whose buffers grow together with its own.
+    """The deep copies of one `PopulationStatistics`. Their buffers grow together with the original.
 
-    So whoever made a copy, such as `torch.optim.swa_utils.AveragedModel`, can copy or average the
-    buffers into the copy's at any time.
+    So code that made a copy, such as `torch.optim.swa_utils.AveragedModel`, can copy or average the
+    buffers into the copy at any time.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class _Copies:
         self._copies: weakref.WeakSet[_Copies] = weakref.WeakSet()
 
     def grow(self, rows: int) -> None:
-        """Make all copies, and theirs, that long."""
+        """Grow the buffers of all copies, and of their copies, to that many steps."""
         for copies in self._copies:
             copy = None if copies.of is None else copies.of()
             if copy is not None and copy.max_length is None:
@@ -47,24 +47,24 @@ class _Copies:
         return result
 
     def __reduce__(self) -> tuple[type[_Copies], tuple[()]]:
-        return _Copies, ()  # what is loaded from a file is no copy
+        return _Copies, ()  # unpickled statistics are not linked as copies
 
 
 class PopulationStatistics(nn.Module):
     """Running mean and biased variance of one normalized term, one row per time step.
 
     Attributes:
-        mean, var: ``[S, features]``, S the steps seen so far, or `max_length` if that is given.
-        count: ``[S]``, the minibatches that reached each step.
+        mean, var: ``[S, features]``. S is `max_length` if given, else the number of steps seen.
+        count: ``[S]``, the number of minibatches that reached each step.
 
-    Statistics stay in float32 at least, whatever type the rest of the module is cast to.
+    Statistics stay in float32 or float64 when the rest of the module is cast to a 16-bit dtype.
     """
 
     mean: Tensor
     var: Tensor
     count: Tensor
 
-    # What the host knows, and of which `count`, written into how often: see `note`.
+    # Host-side cache about `count`: its contents, the tensor and its version. See `note`.
     _estimated: bool
     _seen: int
     _noted: Tensor | None
@@ -81,31 +81,31 @@ class PopulationStatistics(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Without any estimate.
+        """Start without estimates.
 
-        shared: at test time all steps use the average over the steps (an ablation).
-        sync: minibatches are those of all processes together, see `group`.
+        shared: at test time, all steps use the average over the steps (an ablation).
+        sync: a minibatch consists of the rows of all processes, see `group`.
         """
         super().__init__()
         self.features, self.max_length = features, max_length
         self.momentum, self.shared, self.sync = momentum, shared, sync
-        self._forced: str | None = None  # what a block of any thread has set last
-        self._forced_by: dict[int, str] = {}  # what blocks of each thread have set
+        self._forced: str | None = None  # last value set by a ``with`` block of any thread
+        self._forced_by: dict[int, str] = {}  # value set by a ``with`` block, by thread id
         rows = max_length or 0
         wide = (dtype or torch.get_default_dtype()) == torch.float64
         dtype = torch.float64 if wide else torch.float32
         self.register_buffer("mean", torch.zeros(rows, features, device=device, dtype=dtype))
         self.register_buffer("var", torch.zeros(rows, features, device=device, dtype=dtype))
         self.register_buffer("count", torch.zeros(rows, device=device, dtype=torch.int64))
-        self._in_graphs = False  # what compiled graphs take `estimated` for, who cannot look
+        self._in_graphs = False  # `estimated` as compiled graphs see it
         self._copies = _Copies()
         self._copies.of = weakref.ref(self)
         self.note(False, 0)
 
     def note(self, estimated: bool, seen: int) -> None:
-        """Keep in mind, without waiting for the device again, what there is in these buffers.
+        """Cache on the host what the buffers contain, so that nobody has to wait for the device.
 
-        estimated: any estimate. seen: so many steps, the first ones, surely have one.
+        estimated: whether any step has an estimate. seen: the first `seen` steps all have one.
         """
         if estimated and not self._in_graphs:
             self._in_graphs = True
@@ -115,12 +115,12 @@ class PopulationStatistics(nn.Module):
         self.__dict__.update(notes, _noted_at=_version(count))  # faster than as attributes
 
     def notes(self) -> tuple[bool, int]:
-        """What is cached about these buffers, for `note`."""
+        """Returns the cached values, as `note` takes them."""
         return (self._estimated, self._seen) if self._knows() else (False, 0)
 
     def _note_update(self, start: int, stop: int, known: bool) -> None:
-        """Note that those steps have an estimate now. known: whether the cache was right."""
-        notes = self.__dict__  # several times as fast as attributes
+        """Cache that these steps now have an estimate. known: whether the cache was valid."""
+        notes = self.__dict__  # several times as fast as attribute access
         if known and stop <= notes["_seen"]:  # nothing new
             notes["_noted_at"] = _version(notes["_noted"])
             return
@@ -128,9 +128,9 @@ class PopulationStatistics(nn.Module):
         self.note(True, max(stop, seen) if start <= seen else seen)
 
     def _knows(self) -> bool:
-        """Whether the cache is about these buffers as they are.
+        """Whether the cache is valid for the current buffers.
 
-        functional_call puts others in their place, and anyone may write into them.
+        `functional_call` swaps in other buffers, and any code may write into them.
         """
         notes = self.__dict__
         count = notes["_buffers"]["count"]
@@ -141,17 +141,17 @@ class PopulationStatistics(nn.Module):
 
     @property
     def estimated(self) -> bool:
-        """Whether there is any estimate, as far as the host knows."""
+        """Whether any step has an estimate, as far as the host knows."""
         if torch.compiler.is_compiling():
             return self._in_graphs
         return self._estimated and self._knows()
 
     @property
     def surely_seen(self) -> int:
-        """How many steps, the first ones, have an estimate as far as the host knows.
+        """How many of the first steps all have an estimate, as far as the host knows.
 
-        None where several processes train: DDP writes another process's numbers into the buffers.
-        None for a compiled graph, which does not notice when someone writes into them.
+        0 in distributed training, where DDP writes another process's numbers into the buffers.
+        0 in a compiled graph, which does not notice writes to the buffers.
         """
         if torch.compiler.is_compiling():
             return 0
@@ -159,30 +159,31 @@ class PopulationStatistics(nn.Module):
 
     @property
     def uses_batch(self) -> bool:
-        """Whether the owner is to normalize with minibatch statistics now."""
+        """Whether the owner normalizes with minibatch statistics now."""
         return self.training or self.forced is not None
 
     @property
     def trains(self) -> bool:
-        """Whether the owner trains now, and is not in a pass of `rbn.update_population_stats`."""
+        """Whether the owner is training and not in a pass of `rbn.update_population_stats`."""
         return self.training and self.forced != "record"
 
     @property
     def records(self) -> bool:
-        """Whether minibatch statistics are to be averaged in now."""
+        """Whether minibatch statistics are averaged in now."""
         return self.forced == "record" or (self.training and self.forced is None)
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The processes whose rows make one minibatch now; None for this one's rows alone."""
+        """The processes whose rows form one minibatch now; None if each process has its own."""
         if not self.sync or not (self.training or self.forced == "record"):
             return None
         return all_processes()
 
     def find_estimates(self) -> bool:
-        """Whether there are any, though someone else may have put them there: waits then.
+        """Whether any step has an estimate. Reads the device if the cache does not say so.
 
-        Where no one can look, under `torch.func.vmap` or a tracer, there are.
+        Assumes that there are estimates where values cannot be read: under `torch.func.vmap` or a
+        tracer.
         """
         if self.estimated:
             return True
@@ -194,13 +195,16 @@ class PopulationStatistics(nn.Module):
             return True
 
     def look(self) -> bool:
-        """Note what there is, and whether there is any estimate; waits for the device."""
+        """Read the buffers into the cache; waits for the device.
+
+        Returns whether any step has an estimate.
+        """
         result = self.count.device.type != "meta" and bool((self.count > 0).any())
         self.note(result, seen_at_first(self.count) if result else 0)
         return result
 
     def reset(self) -> None:
-        """Forget all estimates."""
+        """Discard all estimates."""
         for buffer in (self.mean, self.var, self.count):
             buffer.zero_()
         self._in_graphs = False
@@ -210,18 +214,18 @@ class PopulationStatistics(nn.Module):
     def update(
         self, mean: Tensor, var: Tensor, start: int = 0, reached: Tensor | None = None
     ) -> None:
-        """Average in one minibatch's statistics of the steps from `start` on.
+        """Average in one minibatch's statistics, for the steps from `start` on.
 
         Args:
             mean: ``[T, features]``.
             var: ``[T, features]``, biased.
             start: the time step of the first row.
-            reached: bool ``[T]``, which steps enough sequences reached; all by default.
+            reached: bool ``[T]``, the steps that enough sequences reached; all by default.
         """
         stop = start + mean.shape[0]
         if self.max_length is None:
             self.grow(stop)
-        elif stop > self.max_length:  # steps beyond have no row
+        elif stop > self.max_length:  # drop the steps beyond max_length
             keep = max(0, self.max_length - start)
             mean, var, stop = mean[:keep], var[:keep], start + keep
             reached = None if reached is None else reached[:keep]
@@ -231,7 +235,7 @@ class PopulationStatistics(nn.Module):
         count = self.count[start:stop]
         if self.momentum is None:
             weight = (count + 1).to(self.mean.dtype).reciprocal()
-        else:  # the first estimate of a step stands alone
+        else:  # the first estimate of a step has weight 1
             weight = torch.where(count > 0, self.momentum, self.mean.new_ones(count.shape[0]))
         if reached is not None:
             weight = torch.where(reached, weight, 0)
@@ -242,23 +246,23 @@ class PopulationStatistics(nn.Module):
             self._in_graphs = True
         elif reached is None:
             self._note_update(start, stop, known)
-        else:  # perhaps none was reached
+        else:  # maybe no step was reached
             self.note(known and self._estimated, self._seen if known else 0)
 
     @torch.no_grad()
     def replace(self, mean: Tensor, var: Tensor, count: Tensor, *, keep: bool = False) -> None:
-        """Put estimates in the place of the running averages; waits for the device.
+        """Replace the running averages with new estimates; waits for the device.
 
         Args:
-            mean: ``[S, features]``, of the steps from the first one on.
+            mean: ``[S, features]``, for the first S steps.
             var: ``[S, features]``, biased.
-            count: the minibatches behind each step ``[S]``; steps with 0 have no estimate.
-            keep: steps without an estimate keep their running average.
+            count: ``[S]``, the number of minibatches behind each step; 0 means no estimate.
+            keep: steps without a new estimate keep their running average.
         """
         with torch.inference_mode(False):
             if self.max_length is None:
                 self.grow(len(count))
-            if self.mean.is_inference():  # which cannot be written into here
+            if self.mean.is_inference():  # inference tensors cannot be written to here
                 self.mean, self.var = self.mean.clone(), self.var.clone()
                 self.count = self.count.clone()
             rows = min(len(count), len(self.count))
@@ -274,9 +278,9 @@ class PopulationStatistics(nn.Module):
     def read(self, start: int, steps: int) -> tuple[Tensor, Tensor]:
         """Mean and variance for `steps` steps from `start` on, ``[S', features]``, S' <= steps.
 
-        Where there are fewer rows, the last serves every step beyond. A step without an estimate of
-        its own uses that of the last step before it that has one; steps before the first estimate
-        use that one. Compiled or exported, S' is `steps`, so that one program serves any start.
+        If there are fewer rows than steps, the last row serves all later steps. A step without its
+        own estimate uses the closest earlier estimate; steps before the first estimate use the
+        first. In compiled or exported programs S' is `steps`, so that one program serves any start.
         """
         rows = self.count.shape[0]
         compiling = torch.compiler.is_compiling()
@@ -285,19 +289,19 @@ class PopulationStatistics(nn.Module):
             stop = min(start + steps, rows)
             if stop <= self.surely_seen:
                 mean, var = _part(self.mean, start, stop), _part(self.var, start, stop)
-                # What a backward pass will need must not change until then.
+                # A backward pass needs them unchanged.
                 return (mean.clone(), var.clone()) if torch.is_grad_enabled() else (mean, var)
         seen = self.count > 0
         if self.shared:
             weight = (seen.to(self.mean.dtype) / seen.sum())[:, None]
             return (self.mean * weight).sum(0, True), (self.var * weight).sum(0, True)
-        # position[n]: the n-th step that has an estimate. Unlike cummax, ONNX knows all of this.
+        # position[n]: the n-th step that has an estimate. ONNX supports these ops, but not cummax.
         number = seen.cumsum(0)
         position = number.new_zeros(rows + 1).scatter(
             0, number * seen, torch.arange(rows, device=number.device)
         )
         result = position[number.clamp(min=1)]
-        if compiling:  # `steps` rows, whatever `start` is: it may be an input of the program
+        if compiling:  # always `steps` rows: `start` may be an input of the program
             step = torch.arange(steps, device=number.device) + start
             result = result[step.clamp(max=rows - 1)]
         else:
@@ -307,9 +311,9 @@ class PopulationStatistics(nn.Module):
     def grow(self, rows: int) -> None:
         """Grow the buffers to that many steps."""
         missing = rows - self.count.shape[0]
-        compiling = torch.compiler.is_compiling()  # which never grows buffers in that mode
+        compiling = torch.compiler.is_compiling()  # never grows buffers in inference mode
         if missing > 0 and not compiling and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # the buffers are for training, too
+            with torch.inference_mode(False):  # training needs these buffers, too
                 self.grow(rows)
         elif missing > 0:
             known = (False, 0) if compiling else self.notes()
@@ -322,9 +326,10 @@ class PopulationStatistics(nn.Module):
 
     @property
     def forced(self) -> str | None:
-        """``"batch"`` or ``"record"`` inside such a block of this thread; see `batch_statistics`.
+        """``"batch"`` or ``"record"`` inside such a ``with`` block; see `batch_statistics`.
 
-        Compiled code and the threads of `torch.nn.DataParallel` take any thread's.
+        The value applies to the thread of the block. Compiled code and the threads of
+        `torch.nn.DataParallel` use the value of any thread.
         """
         if torch.compiler.is_compiling() or "_is_replica" in self.__dict__:
             return self._forced
@@ -341,13 +346,13 @@ class PopulationStatistics(nn.Module):
             self._forced_by[threading.get_ident()] = value
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and files get: inside `batch_statistics`, too, those of a layer as it is."""
+        """State for copies and files, without the `forced` value of a `batch_statistics` block."""
         estimated, seen = self.notes()
         notes = {"_estimated": estimated, "_seen": seen, "_noted": None}
         return self.__dict__ | notes | {"_forced": None, "_forced_by": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What was known of the one that was copied is known of this one."""
+        """Restore the cache of the original: it is valid for this copy, too."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._copies.of = weakref.ref(self)
         self.note(self._estimated, self._seen)
@@ -365,7 +370,7 @@ class PopulationStatistics(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        """Takes any number of steps, up to max_length where that is given."""
+        """Accepts any number of steps, up to max_length if given."""
         error_msgs: list[str] = args[-1] if args else kwargs["error_msgs"]
         names = ("mean", "var", "count")
         if not all(isinstance(state_dict.get(prefix + name), Tensor) for name in names):
@@ -397,7 +402,7 @@ class PopulationStatistics(nn.Module):
                     f"{self.max_length} (max_length, or one with input_stats='sequence')"
                 )
                 return
-            rows = self.max_length  # the others are empty
+            rows = self.max_length  # later rows have no estimate
             mean, var, count = mean[:rows], var[:rows], count[:rows]
             state_dict = state_dict | {
                 prefix + name: value for name, value in zip(names, (mean, var, count), strict=True)
@@ -409,13 +414,13 @@ class PopulationStatistics(nn.Module):
                 fill = value.new_zeros(missing, *value.shape[1:])
                 state_dict[prefix + name] = torch.cat([value, fill])
         elif rows != len(self.count):
-            with torch.inference_mode(False):  # the buffers are for training, too
+            with torch.inference_mode(False):  # training needs these buffers, too
                 self.mean = self.mean.new_zeros(rows, self.features)
                 self.var = self.var.new_zeros(rows, self.features)
                 self.count = self.count.new_zeros(rows)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         for name in ("mean", "var"):
-            if getattr(self, name).dtype in (torch.float16, torch.bfloat16):  # by assign=True
+            if getattr(self, name).dtype in (torch.float16, torch.bfloat16):  # with assign=True
                 setattr(self, name, getattr(self, name).float())
         result = count.device.type != "meta" and bool((count > 0).any())
         self._in_graphs = result
@@ -445,17 +450,17 @@ Update = tuple[PopulationStatistics, Tensor, Tensor, int, Tensor | None]
 
 
 def update_all(updates: list[Update]) -> None:
-    """`PopulationStatistics.update` of several terms of one layer, in few operations.
+    """`PopulationStatistics.update` for several terms of one layer, in few operations.
 
-    updates: the statistics of each term and what their `update` takes.
+    updates: for each term its statistics and the arguments of `update`.
     """
     together: dict[float, list[tuple[Tensor, ...]]] = {}
     cached: list[tuple[PopulationStatistics, int, int, bool]] = []
     compiling = torch.compiler.is_compiling()
-    seen = not compiling and all_processes() is None  # all steps before, in the same buffers
+    seen = not compiling and all_processes() is None  # every step already has an estimate
     for statistics, mean, var, start, reached in updates:
         stop, momentum = start + mean.shape[0], statistics.momentum
-        rows = statistics._buffers  # several times as fast as its attributes
+        rows = statistics._buffers  # several times as fast as attribute access
         means, variances, count = rows["mean"], rows["var"], rows["count"]
         assert means is not None
         assert variances is not None
@@ -486,10 +491,10 @@ def _part(rows: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _last_seen(count: Tensor) -> int:
-    """The steps up to the last one that has an estimate; waits for the device."""
+    """Number of steps up to the last one with an estimate; waits for the device."""
     return max((k for k, seen in enumerate(count.tolist(), 1) if seen > 0), default=0)
 
 
 def seen_at_first(count: Tensor) -> int:
-    """The steps before the first one without an estimate; waits for the device."""
+    """Number of steps before the first one without an estimate; waits for the device."""
     return int((count > 0).to(torch.int64).cumprod(0).sum())

@@ -1,4 +1,4 @@
-"""The population statistics of a single time step, for cells."""
+"""Cached population statistics of single time steps, for cells in `eval()`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,29 @@ if TYPE_CHECKING:
 
 
 class _Term(NamedTuple):
-    """What is known of one term's statistics while its buffers are these, in these versions."""
+    """Cache entry for one term's statistics, valid for these buffers in these versions."""
 
     statistics: PopulationStatistics
     buffers: tuple[Tensor, Tensor, Tensor]  # mean, var, count
     versions: tuple[int, int, int]
-    seen: int  # steps, the first ones, that have their own row in mean and var
-    rows: dict[int, Row]  # of other steps, by step
-    copies: list[tuple[Tensor, Tensor]]  # of mean and var, once made, for steps with a gradient
+    seen: int  # the first `seen` steps have their own row in mean and var
+    rows: dict[int, Row]  # rows of other steps, by step
+    copies: list[tuple[Tensor, Tensor]]  # a copy of mean and var, for steps with gradients
 
 
 _cache: WeakKeyDictionary[BatchNormalized, list[_Term | None]] = WeakKeyDictionary()
 
 
 def step_rows(cell: BatchNormalized, step: int, x: Tensor) -> list[Row | None] | None:
-    """The statistics with which a step of x ``[B, I]`` normalizes each of the cell's terms.
+    """The statistics for each of the cell's terms at one step with input x ``[B, I]``.
 
-    Buffers are read again only after someone replaced them or wrote into them. With gradients
-    enabled, rows are those of a copy, which is made once and never changes.
+    The buffers are read again only after they were replaced or modified. With gradients enabled,
+    rows point to a copy, which is made once and never changes.
 
     Returns:
-        For each of ``cell.terms`` its row, None if it is not normalized. None instead of the list
-        where the cell uses statistics of the minibatch, has none, or in another dtype than x.
+        A row for each of ``cell.terms``, None for a term that is not normalized. Returns None
+        instead of the list if the cell uses minibatch statistics, has no statistics, or has them in
+        another dtype than x.
     """
     terms = _cache.get(cell)
     if (
@@ -55,7 +56,7 @@ def step_rows(cell: BatchNormalized, step: int, x: Tensor) -> list[Row | None] |
 
 
 def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | None:
-    """Refreshed statistics of the cell's terms; None where `step_rows` has nothing to return."""
+    """Refreshed statistics of the cell's terms; None if `step_rows` must return None."""
     every = cell._all_statistics()
     if any(statistics.uses_batch for statistics in every):
         return None
@@ -64,7 +65,7 @@ def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | No
         return None
     results = [cell._modules.get(f"stats_{name}") for name in cell.terms]
     terms = [_term(s) if isinstance(s, PopulationStatistics) else None for s in results]
-    for term in terms:  # without versions nothing can be kept in mind
+    for term in terms:  # without version counters nothing can be cached
         if term is not None and (-1 in term.versions or term.buffers[0].dtype != dtype):
             return None
     return terms
@@ -72,7 +73,7 @@ def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | No
 
 def _is_current(term: _Term) -> bool:
     statistics, (mean, var, count), (of_mean, of_var, of_count), *_ = term
-    buffers = statistics._buffers  # several times as fast as its attributes
+    buffers = statistics._buffers  # several times as fast as attribute access
     return (
         count is buffers["count"]
         and mean is buffers["mean"]
@@ -96,7 +97,7 @@ def _row(term: _Term, step: int) -> Row:
     mean, var, count = term.buffers
     step = 0 if term.statistics.shared else min(step, count.shape[0] - 1)
     if step < term.seen:
-        if torch.is_grad_enabled():  # what a backward pass will need must not change until then
+        if torch.is_grad_enabled():  # a backward pass needs them unchanged
             if not term.copies:
                 with torch.inference_mode(False):
                     term.copies.append((mean.clone(), var.clone()))

@@ -1,4 +1,4 @@
-"""What makes `torch.optim.swa_utils.update_bn` work for batch-normalized recurrent layers."""
+"""Makes `torch.optim.swa_utils.update_bn` work with batch-normalized recurrent layers."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from torch import nn
 
 
 class Owner(Protocol):
-    """A layer with running averages, as `update_bn` uses it."""
+    """The part of a layer that `UpdateBN` uses."""
 
     momentum: float | None
 
     def reset_running_stats(self) -> None:
-        """Forget the running averages."""
+        """Discard the running averages."""
 
     def mark_fresh(self) -> None:
-        """Take the statistics for those of the current weights."""
+        """Declare that the statistics belong to the current weights."""
 
 
 class UpdateBN(nn.modules.batchnorm._BatchNorm):
-    """Stands for a recurrent layer where tools look for PyTorch's batch normalization.
+    """Represents a recurrent layer to tools that look for PyTorch's batch normalization.
 
     `update_bn` and Lightning's `StochasticWeightAveraging` reset each `_BatchNorm` module, set its
-    momentum to None for one pass over the data, and then back. This module, a child of the layer
-    without parameters or buffers, passes that on.
+    momentum to None for one pass over the data, and then restore it. This module is a child of the
+    layer, without parameters or buffers, and forwards these calls to it.
     """
 
     def __init__(self, owner: Owner) -> None:
         nn.Module.__init__(self)
         self.num_features, self.eps = 0, 0.0
         self.affine = self.track_running_stats = False
-        # Lightning resets these itself; plain tensors, so that they are in no state dict.
+        # Lightning resets these itself. Plain tensors do not appear in state dicts.
         self.running_mean = self.running_var = torch.empty(0)
         self.num_batches_tracked = torch.zeros((), dtype=torch.int64)
         self.link(owner)
 
     def link(self, owner: Owner) -> None:
-        """Stand for this layer from now on."""
+        """Represent this layer from now on."""
         self.__dict__["_owner"] = weakref.ref(owner)
 
     @property
@@ -57,11 +57,11 @@ class UpdateBN(nn.modules.batchnorm._BatchNorm):
             layer.mark_fresh()
 
     def reset_running_stats(self) -> None:
-        """Forget the layer's running averages."""
+        """Discard the layer's running averages."""
         self._layer().reset_running_stats()
 
     def reset_parameters(self) -> None:
-        """There are none, and the layer has a method of its own."""
+        """Does nothing: there are no parameters, and the layer resets its own."""
 
     def _layer(self) -> Owner:
         layer: Owner | None = self.__dict__["_owner"]()
@@ -69,7 +69,7 @@ class UpdateBN(nn.modules.batchnorm._BatchNorm):
         return layer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the layer, which links its copy again."""
+        """State without the link to the layer. A copy of the layer links itself again."""
         return {name: value for name, value in self.__dict__.items() if name != "_owner"}
 
     def extra_repr(self) -> str:

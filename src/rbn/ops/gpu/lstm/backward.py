@@ -410,14 +410,14 @@ def _product(call: LSTMCall, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rows_of(x: Tensor, count: int) -> Tensor:
-    """The first `count` steps of contiguous x ``[..., T, B, F]`` as rows ``[..., count * B, F]``."""
+    """The first `count` steps of x ``[..., T, B, F]``, contiguous, as rows ``[..., T' * B, F]``."""
     *lead, _, B, F = x.shape
     *strides, _, row, one = x.stride()
     return x.as_strided((*lead, count * B, F), (*strides, row, one), x.storage_offset())
 
 
 def columns_of(x: Tensor, first: int, count: int) -> Tensor:
-    """`count` steps of a contiguous x ``[..., T, B, F]`` as columns ``[..., F, count * B]``."""
+    """`count` steps of x ``[..., T, B, F]``, contiguous, as columns ``[..., F, T' * B]``."""
     *lead, _, B, F = x.shape
     *strides, rows, _, _ = x.stride()
     begin = x.storage_offset() + first * rows

@@ -1,7 +1,6 @@
-"""What the recurrences demand of their tensors, asked before any of them is read.
+"""Argument checks, run before any kernel.
 
-Only shapes and types are looked at, and values of what lies in the host's memory: a GPU is never
-waited for.
+They read only shapes, dtypes and values in host memory, so they never wait for a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from rbn.ops.types import Statistics, check_lengths, compute_dtype, readable
 def check_shapes(
     wx: Tensor, gates: int, *, may_be_empty: bool = False, **tensors: Tensor | None
 ) -> int:
-    """The hidden size H, or an error if the input term, a weight or a state does not fit the rest.
+    """Returns the hidden size H; raises if the input term, a weight or a state does not fit.
 
     wx: input term ``[T, B, gates * H]``.
-    may_be_empty: whether there may be no rows, B = 0.
+    may_be_empty: whether the batch may be empty, B = 0.
     tensors: weights and states, by the names that every recurrence uses.
     """
     sizes = wx.shape[::2] if may_be_empty else wx.shape
@@ -57,7 +56,7 @@ def _check_device(name: str, tensor: Tensor, wx: Tensor) -> None:
 
 
 def check_sequence_lengths(lengths: Tensor | None, wx: Tensor) -> None:
-    """Refuse lengths that are not integers ``[B]``, or (in the host's memory) not from 1 to T."""
+    """Refuse lengths that are not integers ``[B]``, or (if in host memory) not from 1 to T."""
     if lengths is None:
         return
     steps, batch = wx.shape[:2]
@@ -84,7 +83,7 @@ def check_masks(wx: Tensor, hidden: int, **masks: Tensor | float) -> None:
 
 
 def check_targets(input: Tensor, targets: Tensor, reduction: str) -> None:
-    """Refuse targets that are not one integer for each row ``[..., H]`` of the input."""
+    """Refuse targets that are not one integer per row of the input ``[..., H]``."""
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
@@ -97,7 +96,7 @@ def check_targets(input: Tensor, targets: Tensor, reduction: str) -> None:
 
 
 def check_classes(targets: Tensor, classes: int) -> None:
-    """Refuse targets, in the host's memory, that are not from 0 to ``classes - 1``."""
+    """Refuse targets in host memory that are not from 0 to ``classes - 1``."""
     if readable(targets) and targets.numel():
         least, most = (int(v) for v in targets.long().aminmax())
         if least < 0 or most >= classes:
@@ -107,10 +106,10 @@ def check_classes(targets: Tensor, classes: int) -> None:
 def constant_statistics(
     population: Statistics | None, wx: Tensor, **features: int | None
 ) -> Statistics | None:
-    """The population statistics as constants, or an error that names the wrong one.
+    """Returns the population statistics as constants; raises an error that names a wrong one.
 
-    features: for each term, ``x``, ``h`` and ``c``, its columns, or None where it is not
-        normalized; what `population` holds for such a term is left out.
+    features: the number of columns of each term ``x``, ``h`` and ``c``, or None if the term is not
+        normalized; statistics of such a term are dropped.
     """
     if population is None:
         return None

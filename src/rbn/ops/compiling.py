@@ -1,4 +1,4 @@
-"""What torch.compile is told about functions."""
+"""Helpers for torch.compile and ONNX export."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant_result(function: F) -> F:
-    """Mark a function whose result torch.compile may take for a constant.
+    """Mark a function whose result torch.compile may treat as a constant.
 
-    Just what `torch.compiler.assume_constant_result` does; but that loads the whole compiler, which
-    takes as long as loading the rest of torch.
+    Does the same as `torch.compiler.assume_constant_result`, which would import the compiler and so
+    take as long as importing the rest of torch.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -22,5 +22,5 @@ def constant_result(function: F) -> F:
 
 @constant_result
 def exporting_to_onnx() -> bool:
-    """`torch.onnx.is_in_onnx_export`, which torch.compile would take for False."""
+    """`torch.onnx.is_in_onnx_export`, which torch.compile would otherwise see as False."""
     return torch.onnx.is_in_onnx_export()

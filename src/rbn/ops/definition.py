@@ -1,9 +1,9 @@
 """The operators, each defined once.
 
 `LSTMArguments` and `RNNArguments` list everything that a recurrence takes: tensors with a gradient,
-tensors without one, options. All else follows from these lists: the schema, the autograd wrapper
-(`rbn.ops.operator`), the argument checks, and what every backend is given. A new option is a new
-field here and a change of the kernels.
+tensors without one, options. Everything else is derived from these lists: the schema, the autograd
+wrapper (`rbn.ops.operator`), the argument checks, and the arguments of every backend. To add an
+option, add a field here and implement it in the kernels.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ class LSTMArguments(NamedTuple):
     """
 
     # Tensors with a gradient.
-    input: Tensor  # [T, B, I]; where weight_ih is None the input term W_x x_t itself, [T, B, G]
+    input: Tensor  # [T, B, I]; if weight_ih is None, the input term W_x x_t itself, [T, B, G]
     weight_ih: Tensor | None  # [G, I]
     weight_hh: Tensor  # [G, H]
     bias: Tensor | None  # [G]
-    gamma_x: Tensor | None  # [G]; None with a norm: both terms are normalized as one
+    gamma_x: Tensor | None  # [G]; None with a norm: the sum of both terms is normalized
     gamma_h: Tensor | None  # [G]
     gamma_c: Tensor | None  # [H]
     beta_c: Tensor | None  # [H]
-    h0: Tensor  # [B, H], or [H] for all rows
-    c0: Tensor  # the same
-    # Tensors without one.
+    h0: Tensor  # [B, H], or [H] if all rows share it
+    c0: Tensor  # like h0
+    # Tensors without a gradient.
     lengths: Tensor | None = None  # [B], integers
     mask_c: Tensor | None = None  # zoneout, bool [T, B, H]
     mask_h: Tensor | None = None
-    mean_x: Tensor | None = None  # population statistics [S, G]; the minibatch's where all are None
+    mean_x: Tensor | None = None  # population statistics [S, G]; all None: use the minibatch's
     var_x: Tensor | None = None
     mean_h: Tensor | None = None  # [S, G]
     var_h: Tensor | None = None
     mean_c: Tensor | None = None  # [S, H]
     var_c: Tensor | None = None
     # Options.
-    rate_c: float = 0.0  # zoneout by its expected value
+    rate_c: float = 0.0  # zoneout rate: uses the expected value
     rate_h: float = 0.0
     norm: str = "none"  # "none", "batch" or "layer"
     eps: float = 0.0
     input_stats: str = "step"  # "step" or "sequence"
     padding: str = "exclude"  # "exclude" or "include"
     pass_normalized_cell: bool = False
-    save: bool = False  # keep what the backward pass needs
-    tf32: bool = False  # products of float32 may be in tf32
+    save: bool = False  # save tensors for the backward pass
+    tf32: bool = False  # float32 products may use tf32
 
     @property
     def population(self) -> bool:
@@ -68,7 +68,7 @@ class LSTMArguments(NamedTuple):
 
     @property
     def joint(self) -> bool:
-        """Whether the input and the recurrent term are normalized as one."""
+        """Whether the sum of the input term and the recurrent term is normalized."""
         return self.norm != "none" and self.gamma_x is None
 
     @property
@@ -83,7 +83,7 @@ class LSTMArguments(NamedTuple):
 
     @property
     def zoned(self) -> bool:
-        """Whether zoneout keeps values of units."""
+        """Whether zoneout is on."""
         masked = self.mask_c is not None or self.mask_h is not None
         return masked or bool(self.rate_c or self.rate_h)
 
@@ -140,10 +140,10 @@ class Definition:
     Attributes:
         name: the operators are called ``rbn::cpu_NAME`` and ``rbn::gpu_NAME``.
         arguments: `LSTMArguments` or `RNNArguments`.
-        gates: rows of W_h, in hidden sizes.
-        shapes: of the tensors with a gradient behind the input and W_x, in letters.
-        states: results behind the output.
-        terms: normalized terms, whose mean and variance are results, too.
+        gates: the number of gates; W_h has ``gates * H`` rows.
+        shapes: shapes in letters of the tensors with a gradient, except the input and W_x.
+        states: names of the results that follow the output.
+        terms: the normalized terms, whose means and variances are results too.
 
     Derived from these:
         gradients: the names of the tensors with a gradient, which come first.
@@ -172,8 +172,8 @@ class Definition:
             "gradients": ("input", "weight_ih", *self.shapes),
             "tensors": tuple(name for name in names if hints[name] in (Tensor, Tensor | None)),
             "moments": tuple(f"{kind}_{term}" for term in self.terms for kind in ("mean", "var")),
-            # None has a default: PyTorch would leave out what equals it, and find a gradient too
-            # many.
+            # No argument has a default: PyTorch would drop arguments equal to it, and then count
+            # one gradient too many.
             "schema": ", ".join(f"{_TYPES[hints[name]]} {name}" for name in names),
             "masks": tuple(name for name in names if name.startswith("mask_")),
         }
@@ -183,11 +183,11 @@ class Definition:
     def check(self, a: Arguments, may_be_empty: bool = False) -> None:
         """Refuse tensors whose shapes, dtypes or devices do not fit.
 
-        Looks at shapes and dtypes, and at values in the host's memory: it never waits for a GPU.
+        Reads only shapes, dtypes and values in host memory, so it never waits for a GPU.
 
         Args:
             a: the arguments.
-            may_be_empty: whether there may be no rows, B = 0.
+            may_be_empty: whether the batch may be empty, B = 0.
         """
         input = a.input
         device = input.device
@@ -259,9 +259,9 @@ class Definition:
                 rows = value.shape[0]
 
     def statistics_shapes(self, a: Arguments, *lead: int) -> list[tuple[int, ...] | None]:
-        """The shape of mean and variance of each term, None where the call estimates none.
+        """The shape of each term's mean and variance; None if the call does not estimate them.
 
-        lead: leading dimensions, of recurrences side by side.
+        lead: leading dimensions, for recurrences side by side.
         """
         if a.population or getattr(a, "norm", "batch") != "batch":
             return [None] * len(self.terms)
@@ -275,7 +275,7 @@ class Definition:
         return shapes
 
     def with_population(self, a: Arguments, population: Statistics | None) -> Arguments:
-        """The arguments with population statistics as constants, those of normalized terms only."""
+        """Add population statistics to the arguments, as constants; only for normalized terms."""
         if population is None:
             return a
         dtype = compute_dtype(a.input.dtype)
@@ -304,7 +304,7 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.devi
 
 
 def check_sequence_lengths(lengths: Tensor, input: Tensor) -> None:
-    """Refuse lengths that are not integers ``[B]``, or (in the host's memory) not from 1 to T."""
+    """Refuse lengths that are not integers ``[B]``, or (if in host memory) not from 1 to T."""
     steps, batch = input.shape[:2]
     if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise TypeError(f"lengths must be integers, got {lengths.dtype}")

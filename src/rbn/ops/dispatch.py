@@ -1,8 +1,8 @@
 """Chooses the backend and runs it: `run` is the entry point of every recurrence.
 
-Each backend is a package with `operator_for`, which gives the operator of a recurrence, and the
-functions `symbol_rows` and `linear_cross_entropy`. By default the device of the input decides;
-`backend` forces one.
+Each backend is a package with `operator_for`, which returns the operator of a recurrence, and the
+functions `symbol_rows` and `linear_cross_entropy`. By default the input's device selects the
+backend; the context manager `backend` overrides that.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ if TYPE_CHECKING:
 Backend = Literal["reference", "cpu", "gpu"]
 _NAMES: tuple[Backend, ...] = ("reference", "cpu", "gpu")
 _BY_DEVICE = {"cpu": "cpu", "cuda": "gpu"}
-_OLDEST = (7, 0)  # compute capability that the kernels' compiler supports
-_gpu: Any = None  # the module, once it was asked for
-# The innermost block of any thread: a plain global, which torch.compile can guard on.
+_OLDEST = (7, 0)  # lowest compute capability that the kernels' compiler supports
+_gpu: Any = None  # the module `rbn.ops.gpu`, imported on first use
+# The most recently entered block of any thread: a plain global, which torch.compile can guard on.
 _forced: str | None = None
-_blocks: list[list[str]] = []  # of all threads, in the order in which they were entered
+_blocks: list[list[str]] = []  # active blocks of all threads, in the order they were entered
 _blocks_lock = threading.Lock()
 
 
 class _Own(threading.local):
-    name: str | None = None  # of this thread's innermost block
+    name: str | None = None  # the backend of this thread's innermost block
 
 
 _own = _Own()
 
 
 def _asked_for() -> str | None:
-    """The backend that a block of this thread forces; None outside of any."""
+    """The backend forced by this thread's innermost `backend` block; None outside of any block."""
     return _forced if torch.compiler.is_compiling() else _own.name
 
 
 def backends() -> tuple[Backend, ...]:
-    """The names that `backend` takes."""
+    """The names that `backend` accepts."""
     return _NAMES
 
 
 @functools.lru_cache(maxsize=1)
 def _load_gpu() -> Any | None:
-    """The GPU's kernels, or None without their compiler (which comes with torch for CUDA)."""
+    """Imports `rbn.ops.gpu`; None if Triton is missing (it ships with torch for CUDA)."""
     try:
         return importlib.import_module("rbn.ops.gpu")
     except ImportError:
@@ -66,10 +66,10 @@ def _load_gpu() -> Any | None:
 
 @constant_result
 def _has_gpu_kernels(device: int | None) -> bool:
-    """Whether there are kernels for this CUDA device, or at all for None."""
+    """Whether the kernels support this CUDA device; None asks only whether they can be loaded."""
     global _gpu
     _gpu = _load_gpu()
-    if _gpu is None or torch.version.hip is not None:  # AMD's cards have other drivers
+    if _gpu is None or torch.version.hip is not None:  # AMD GPUs use other drivers
         return False
     return device is None or _capability(device) >= _OLDEST
 
@@ -83,18 +83,18 @@ def _capability(device: int) -> tuple[int, int]:
 def backend(name: Backend) -> Iterator[None]:
     """Force one implementation inside the ``with`` block, in this thread.
 
-    Functions of `torch.compile` cannot see which thread calls them: they follow the innermost block
-    of any thread.
+    Functions compiled by `torch.compile` cannot see which thread calls them. They follow the most
+    recently entered block of any thread.
 
     ``"reference"`` runs the plain equations on any device (slow, differentiable any number of
     times); ``"cpu"`` the fused CPU operator, for CPU tensors only; ``"gpu"`` the CUDA kernels, for
-    CUDA tensors only. Outside of any block the input's device decides; under `torch.func` and
-    forward-mode differentiation it is the reference.
+    CUDA tensors only. Outside of any block the input's device decides, except under `torch.func`
+    and forward-mode differentiation, which use the reference.
     """
     if name not in _NAMES:
         raise ValueError(f"backend must be one of {', '.join(_NAMES)}, got {name!r}")
     global _forced
-    if torch.compiler.is_compiling():  # which can trace neither locks nor threads
+    if torch.compiler.is_compiling():  # torch.compile can trace neither locks nor threads
         before, _forced = _forced, name
         try:
             yield
@@ -118,13 +118,13 @@ def backend(name: Backend) -> Iterator[None]:
 def run(
     definition: Definition, calls: Sequence[Arguments], group: ProcessGroup | None = None
 ) -> list[CallResults]:
-    """The results of each call: output, last states and statistics.
+    """Run the recurrence. Returns the output, last states and statistics of each call.
 
     Args:
         definition: the recurrence.
-        calls: one, or several that differ in the values of their tensors alone, such as two
-            directions. A GPU with room for them runs them in one launch.
-        group: processes that share the minibatch, which the reference alone supports.
+        calls: one call, or several that differ only in the values of their tensors, such as the
+            two directions of a layer. The GPU runs them in one launch if they fit.
+        group: processes that share the minibatch. Only the reference supports this.
     """
     a = calls[0]
     device = a.input.device.type
@@ -157,7 +157,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def _autocast_off(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Operators know their dtypes themselves: autocast stays outside."""
+    """Disables autocast: the operators choose their own dtypes."""
     if device == "meta" or not torch.is_autocast_enabled(device):
         return _NOTHING
     if torch.compiler.is_compiling():
@@ -168,9 +168,10 @@ def _autocast_off(device: str) -> contextlib.AbstractContextManager[Any]:
 def average_in(terms: Sequence[Sequence[Tensor]], momentum: float, seen: bool = False) -> None:
     """Average a minibatch's statistics into those of the population, in place.
 
-    terms: of each the mean and var so far, those of the minibatch ``[S, F]``, and the count ``[S]``
-    of minibatches, which grows by one. The first estimate of a step stands alone.
-    seen: it is known that there are no first ones, which is faster on a CPU.
+    terms: for each term, the running mean and var, the minibatch's mean and var (all ``[S, F]``),
+        and the number of minibatches so far ``[S]``, which grows by one. The first estimate of a
+        step replaces the running value.
+    seen: whether every step already has an estimate, which is faster on a CPU.
     """
     like = terms[0][0]
     by_kernel = like.is_cuda and _asked_for() in (None, "gpu")
@@ -188,14 +189,14 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float, seen: bool = 
                 weight = torch.where(count > 0, momentum, mean.new_ones(()))[:, None]
                 mean.lerp_(new_mean, weight)
                 var.lerp_(new_var, weight)
-        # Last: where `torch.func` refuses to change the averages, nothing is counted.
+        # Last, so that nothing is counted if `torch.func` refuses to change the averages.
         torch._foreach_add_([count for *_, count in terms], 1)
 
 
 def _under_torch_func() -> bool:
-    """Whether a transform of `torch.func` or forward-mode differentiation is going on.
+    """Whether a transform of `torch.func` or forward-mode differentiation is active.
 
-    A custom operator refuses the one and has no tangents for the other.
+    A custom operator refuses the former and has no tangents for the latter.
     """
     if torch.compiler.is_compiling():
         return False
@@ -203,18 +204,18 @@ def _under_torch_func() -> bool:
 
 
 def chosen_by_device() -> bool:
-    """Whether nothing but the input's device chooses: no `backend` block, no transform."""
+    """Whether only the input's device selects the backend: no `backend` block, no transform."""
     return _asked_for() is None and not _under_torch_func()
 
 
 def select(function: str, like: Tensor) -> Callable[..., Any]:
-    """The backend's function of that name for a tensor like this one."""
+    """Look up the function of that name in the backend for a tensor like this one."""
     selected: Callable[..., Any] = getattr(_module(backend_for(like)), function)
     return selected
 
 
 def gpu_kernels(like: Tensor) -> Any | None:
-    """The GPU's backend, if it has kernels for the device of a CUDA tensor."""
+    """The GPU backend if its kernels support this CUDA tensor's device, else None."""
     return _gpu if _has_gpu_kernels(like.device.index or 0) else None
 
 
@@ -228,7 +229,7 @@ def backend_for(like: Tensor) -> str:
     forced = _asked_for()
     name = forced or _BY_DEVICE.get(device, "reference")
     if forced is None and torch.compiler.is_compiling() and exporting_to_onnx():
-        # On any device: nothing runs, and these operators are replaced by what ONNX knows.
+        # On any device: nothing runs, and the exporter replaces these operators by ONNX ones.
         return "cpu"
     if name != "reference" and _under_torch_func():
         if forced is not None:

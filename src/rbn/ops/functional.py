@@ -1,4 +1,4 @@
-"""The recurrences as functions, whichever backend runs them.
+"""The recurrences as functions, independent of the backend.
 
 All work on one layer and one direction. ``wx`` is the input term W_x x_t of every step, not yet
 normalized and without a bias: a matrix product, or a look-up of rows for one-hot inputs.
@@ -64,13 +64,13 @@ def bn_lstm(
         zoneout_c: units of the cell that keep their value: bool ``[T, B, H]``, or the rate.
         zoneout_h: the same for the hidden state.
         pass_normalized_cell: the next step continues from BN(c_t) (an ablation).
-        group: processes whose rows make one minibatch; statistics and gradients are those of all
-            rows together. All must call it, and its backward pass, with the same T; B may differ
-            and be 0. Runs the reference. None: the minibatch is this process's.
+        group: processes whose rows form one minibatch; statistics and gradients are taken over all
+            of them. Every process must call this function, and its backward pass, with the same T;
+            B may differ and be 0. Runs the reference. None: only this process's rows.
 
     Returns:
         The output ``[T, B, H]`` (zero where padded), h_n and c_n ``[B, H]`` after each row's last
-        unpadded step, and the minibatch statistics (all None where `population` is given).
+        unpadded step, and the minibatch statistics (all None if `population` is given).
     """
     a = LSTMArguments(
         wx,
@@ -183,7 +183,7 @@ def bn_rnn(
 
 
 def _zoneout(**given: Tensor | float) -> dict[str, Any]:
-    """Masks and rates, by the names of the operators' arguments."""
+    """Split zoneout arguments into masks and rates, under the operators' argument names."""
     arguments: dict[str, Any] = {}
     for state, value in given.items():
         masked = isinstance(value, Tensor)
@@ -195,15 +195,15 @@ def _zoneout(**given: Tensor | float) -> dict[str, Any]:
 def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The input term W_x x_t of one-hot inputs x_t: columns of W_x.
 
-    On a GPU the gradient of up to 256 symbols is made in float32, in the same order every time, and
-    rounded once, to the type of W_x. That of more symbols, in float64, or compiled is PyTorch's,
-    which may differ in its last bits from run to run.
+    On a GPU, the gradient for up to 256 symbols is deterministic: it is summed in float32 in a
+    fixed order and rounded once, to the dtype of W_x. With more symbols, in float64, or when
+    compiled, PyTorch computes the gradient; its last bits may differ from run to run.
 
     Args:
-        symbols: int64 ``[T, B]``, from 0 to I - 1. Others are an error on the CPU and a failed
-            assertion of the device on a GPU.
+        symbols: int64 ``[T, B]``, from 0 to I - 1. Other values raise an error on the CPU and
+            trigger a device-side assertion on a GPU.
         weight: W_x, ``[4H, I]``.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
         ``[T, B, 4H]``.
@@ -215,19 +215,19 @@ def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def linear_cross_entropy(
     input: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str = "mean"
 ) -> Tensor:
-    """The cross-entropy of a linear layer's softmax, without the scores as a result.
+    """The cross-entropy of a linear layer's softmax, without returning the scores.
 
-    ``F.cross_entropy(F.linear(input, weight, bias).float(), targets)``, and under autocast what
-    that would be there. On a GPU, in float32 and half precision and for at most 1024 classes, the
-    scores are not rounded to half precision, and there is no second derivative.
+    Computes ``F.cross_entropy(F.linear(input, weight, bias).float(), targets)``, and follows
+    autocast as that would. A fused kernel runs on a GPU, in float32 and half precision, for at most
+    1024 classes. It does not round the scores to half precision and has no second derivative.
 
     Args:
         input: ``[..., H]``.
         weight: ``[classes, H]``.
         bias: ``[classes]``, or None.
-        targets: the right classes, integers ``[...]`` from 0 to ``classes - 1``. Others are refused
-            on a CPU. On a GPU, which cannot say so, they make the loss NaN where its kernels run,
-            and mean what they mean in `F.cross_entropy` elsewhere.
+        targets: the correct classes, integers ``[...]`` from 0 to ``classes - 1``. A CPU refuses
+            other values. On a GPU, which cannot check them without waiting, they make the loss NaN
+            if the fused kernel runs; otherwise `F.cross_entropy` handles them.
         reduction: ``"mean"`` or ``"sum"``, over all targets.
 
     Returns:

@@ -1,9 +1,9 @@
 """Finds the steps in which all rows of a minibatch are still identical, see `CONSTANT`.
 
-The backward kernels let no gradient through a recurrent or cell term whose variance is next to
-nothing. That is meant for the steps before the first input that differs; anywhere else such a
-variance comes from weights next to zero, say, and the gradient is as real as any other. So the
-variances of all other steps are raised to just above what the kernels take for constant.
+The backward kernels pass no gradient through a recurrent or cell term whose variance is almost
+zero. That is meant for the steps before the first input that differs between rows. In any other
+step such a variance has another cause, such as weights close to zero, and the gradient is real. So
+the variances of all other steps are raised to just above the kernels' threshold.
 """
 
 from __future__ import annotations
@@ -26,31 +26,34 @@ def identical_steps(
     lengths: Tensor | None = None,
     include: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """In which steps the recurrent term, and in which the cell, may be taken for constant.
+    """In which steps the recurrent term, and in which the cell, may be treated as constant.
 
-    Before such a step the rows of the states are identical. For the cell, so are those of the
-    input, in this step and all before.
+    Before such a step the rows of the states are identical. For the cell, the rows of the input are
+    identical too, in this step and all earlier ones.
 
-    states: ``[..., B, H]`` each, what the recurrence begins with. wx: ``[..., T, B, F]``. var_x,
-    var_h, var_c: ``[..., T, F]`` (var_x ``[..., 1, F]`` over a sequence), None for absent terms.
-    masked: whether rows keep units by masks, each by its own, which parts them in the first step.
-    lengths: int ``[B]``; whether padding counts as rows (include), which then keep their states.
-    Returns bool ``[..., T]`` each.
+    states: ``[..., B, H]`` each, the initial states. wx: ``[..., T, B, F]``.
+    var_x, var_h, var_c: ``[..., T, F]`` (``[..., 1, F]`` for a sequencewise var_x), None for absent
+        terms.
+    masked: whether zoneout masks are given. They differ from row to row, so the rows differ after
+        the first step.
+    lengths: int ``[B]``.
+    include: whether padded rows count in the statistics; they keep their states.
+    Returns two bool tensors ``[..., T]``.
     """
     begin: Tensor | None = None
     for state in states:
-        if state.stride(-2) != 0:  # or all rows are one, such as a learned state's
+        if state.stride(-2) != 0:  # else all rows share memory, as in a learned state
             same = state == state[..., :1, :]
             begin = same if begin is None else begin & same
     limit = CONSTANT * eps
     constant = ((var_h if var_c is None else var_c) <= limit).all(-1)
-    if var_x is None:  # both terms in one
+    if var_x is None:  # the sum of both terms is normalized
         constant = constant & (var_h <= limit).all(-1)
     elif var_x.shape[-2] == wx.shape[-3]:
         constant = constant & (var_x <= limit).all(-1)
     else:
         constant = constant & _identical_inputs(wx, None if include else lengths)
-    if include and lengths is not None:  # the first row that ends is parted from the others
+    if include and lengths is not None:  # the rows differ once the first one ends
         each = torch.arange(wx.shape[-3], device=wx.device)
         constant = constant & (each < lengths.min().to(wx.device))
     if begin is None:
@@ -64,7 +67,7 @@ def identical_steps(
         before, after = (
             F.pad(result[..., :1], (0, wx.shape[-3] - 1)) for result in (before, after)
         )
-    if var_x is None:  # both terms in one: constant only if the input is identical as well
+    if var_x is None:  # the sum of both terms: constant only if the input is identical as well
         before = before & (var_h <= limit).all(-1)
     return before, after
 
@@ -81,7 +84,7 @@ def _identical_inputs(wx: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def raise_variances(var: Tensor, identical: Tensor, eps: float) -> Tensor:
-    """Variances ``[..., T, F]`` above the threshold of constant terms, but for identical steps."""
+    """Raise variances ``[..., T, F]`` above the threshold `CONSTANT`, except in identical steps."""
     return torch.where(identical[..., None], var, var.clamp(min=2 * CONSTANT * eps))
 
 

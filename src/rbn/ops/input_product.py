@@ -8,11 +8,11 @@ from torch import Tensor
 
 
 def padding(input: Tensor) -> int:
-    """How many columns of zeros come behind those of the input.
+    """How many columns of zeros to append to the input.
 
-    In half precision on a GPU there are a multiple of 8 columns: for rows that are no multiple of
-    16 bytes cuBLAS has slow kernels only, forward and backward. With one or two columns the zeros
-    would cost more.
+    In half precision on a GPU the columns are padded to a multiple of 8, because cuBLAS has only
+    slow kernels for rows that are not a multiple of 16 bytes, forward and backward. With one or two
+    columns the padding would cost more than it saves.
     """
     columns = input.shape[-1]
     if columns % 8 == 0 or columns <= 2 or not input.is_cuda:
@@ -21,7 +21,7 @@ def padding(input: Tensor) -> int:
 
 
 def factors(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What is multiplied, ``[..., I']`` and ``[G, I']``, with zeros as `padding` says."""
+    """The factors of the product, ``[..., I']`` and ``[G, I']``, zero-padded as `padding` says."""
     more = padding(input)
     return (F.pad(input, (0, more)), F.pad(weight, (0, more))) if more else (input, weight)
 

@@ -1,8 +1,8 @@
 """The autograd wrapper of every recurrence on every backend.
 
 A backend implements a recurrence as a forward and a backward function on the arguments of its
-definition (`rbn.ops.definition`). `Operator` makes both of them differentiable in eager mode, and a
-custom operator of PyTorch for compilers and exporters.
+definition (`rbn.ops.definition`). `Operator` turns the pair into an `autograd.Function` for eager
+mode and into a PyTorch custom operator for compilers and exporters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rbn.ops.compiling import exporting_to_onnx
 from rbn.ops.definition import Arguments, Definition
 from rbn.ops.types import Statistics
 
-# The results of one call: output, last states and statistics; None where the op has none.
+# The results of one call: output, last states and statistics.
 CallResults = tuple[Any, ...]
 Moments = tuple[Tensor | None, ...]  # mean and variance of each term
 
@@ -28,7 +28,7 @@ Moments = tuple[Tensor | None, ...]  # mean and variance of each term
 class Results(NamedTuple):
     """What a forward function returns.
 
-    With several calls, recurrences side by side, every tensor has them as its first dimension.
+    With several calls (recurrences side by side), every tensor has a leading dimension for them.
     """
 
     output: Tensor  # [T, B, H]
@@ -37,16 +37,16 @@ class Results(NamedTuple):
     saved: (
         Any  # a NamedTuple of tensors for the backward pass; its field `output` may be the output
     )
-    plan: Any = None  # anything else that the backward pass would have to compute again
+    plan: Any = None  # anything else that the backward pass would otherwise recompute
 
 
 class Incoming(NamedTuple):
-    """What a backward function is given besides the calls and what was saved."""
+    """The incoming gradients of a backward function, and what it may or need not do."""
 
     output: Tensor | None  # the gradient of the output
-    states: tuple[Tensor | None, ...]  # those of the last states
+    states: tuple[Tensor | None, ...]  # the gradients of the last states
     input: bool = True  # whether the gradient of the input is needed
-    consume: bool = False  # whether saved tensors may be overwritten: nobody will need them again
+    consume: bool = False  # whether saved tensors may be overwritten: nothing reads them again
 
 
 class Implementation(NamedTuple):
@@ -54,10 +54,10 @@ class Implementation(NamedTuple):
 
     Attributes:
         Saved: a NamedTuple of the tensors that the backward pass needs.
-        forward: ``(calls, separate) -> Results``. separate: no two results share memory, as custom
-            operators demand.
-        backward: ``(calls, saved, plan, incoming) -> gradients`` of each call by name. plan: of the
-            forward pass, or None.
+        forward: ``(calls, separate) -> Results``. separate: no two results may share memory, as
+            custom operators require.
+        backward: ``(calls, saved, plan, incoming) -> gradients`` of each call by name. plan: the
+            forward pass's `Results.plan`, or None.
         fake: ``(call) -> Results`` of empty tensors, for compilers.
     """
 
@@ -68,17 +68,18 @@ class Implementation(NamedTuple):
 
 
 class Operator:
-    """A recurrence on a backend, differentiable.
+    """A differentiable recurrence on one backend.
 
     Compilers and other tracers see the custom operator ``rbn::BACKEND_NAME``. In eager mode its
-    Python wrapping would cost more than many a kernel, so the same functions run in an
+    Python overhead would exceed the time of many kernels, so the same functions run in an
     `autograd.Function`.
 
     Args:
         definition: the recurrence.
         backend: prefix of the operator's name, such as ``"cpu"``.
         implementation: its functions.
-        in_onnx: what `torch.onnx.export` sees instead, made of PyTorch's own operators.
+        in_onnx: the function that `torch.onnx.export` traces instead, built from PyTorch's own
+            operators.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Operator:
         self.op, self.backward_op = _custom_operators(self, "cpu" if backend == "cpu" else None)
 
     def __call__(self, calls: Sequence[Arguments]) -> list[CallResults]:
-        """The results of each call. Several calls run side by side: they have equal shapes."""
+        """The results of each call. Several calls must have equal shapes; they run side by side."""
         a = calls[0]
         if is_traced(a.input) or type(a.weight_hh) not in (Tensor, torch.nn.Parameter):
             return [self._traced(each) for each in calls]
@@ -108,7 +109,7 @@ class Operator:
             return [(*results, Statistics(*moments[0]))]
         tensors = [tensor for each in calls for tensor in each[: self.gradients]]
         output, *states = _apply(self, calls, moments, *tensors)  # type: ignore[no-untyped-call]
-        # Parted here, not inside the node: the node would have a gradient for each part.
+        # Split here, not inside the autograd node: the node would get one gradient per part.
         parts = zip(output.unbind(), *_in_groups(states, len(calls)), strict=True)
         parted = _parted_moments(moments[0], len(calls))
         return [(*part, Statistics(*own)) for part, own in zip(parts, parted, strict=True)]
@@ -130,7 +131,7 @@ def _results_of(results: Results, count: int) -> list[CallResults]:
 
 
 def _parted_moments(moments: Moments, count: int) -> list[Moments]:
-    """The statistics of each of several calls."""
+    """Split stacked statistics into those of each call."""
     parts = ([None] * count if m is None else m.unbind() for m in moments)
     return list(zip(*parts, strict=True))
 
@@ -151,10 +152,10 @@ class _Recurrence(torch.autograd.Function):
         moments: list[Moments],
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
-        """The output of all calls, then the last states of each.
+        """Returns the output of all calls, then the last states of each.
 
-        tensors: those of the calls that have a gradient, for autograd. The statistics go into
-        `moments`: they are nothing for autograd.
+        tensors: the calls' differentiable tensors, passed so that autograd sees them. The
+        statistics are appended to `moments`, because autograd must not track them.
         """
         results = operator.implementation.forward(calls, False)
         moments.append(results.moments)
@@ -162,7 +163,7 @@ class _Recurrence(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.operator, ctx.calls, ctx.plan = operator, n, results.plan
         ctx.options, ctx.saved = calls[0][count:], type(results.saved)
-        # Without the last states, which users may change: no backward pass looks at them.
+        # The last states are not saved: no backward pass reads them, and users may change them.
         if n == 1:
             ctx.save_for_backward(*calls[0][:count], *results.saved)
             return (results.output, *results.states)
@@ -174,22 +175,22 @@ class _Recurrence(torch.autograd.Function):
         return _backward(ctx, *grads)
 
 
-# Without what Python does first for transforms of `torch.func`, under which nobody calls this.
+# Skips the Python code of `apply` that handles `torch.func` transforms, which never reach this.
 _apply = super(torch.autograd.Function, _Recurrence).apply
 
 
 def one_by_one(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward pass of an `autograd.Function`, for a batch of gradients too.
+    """Make the backward pass of an `autograd.Function` accept batched gradients.
 
-    `torch.autograd.grad(is_grads_batched=True)` and `jacobian(vectorize=True)` pass on
-    all gradients at once, as tensors that no kernel can read. They are taken one after the other.
+    `torch.autograd.grad(is_grads_batched=True)` and `jacobian(vectorize=True)` pass all gradients
+    at once, as batched tensors that no kernel can read. The wrapper processes them one by one.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
         if not any(grad is not None and is_legacy_batchedtensor(grad) for grad in grads):
             return backward(ctx, *grads)
-        level = 1  # of the only vmap there is; threads that run backward passes do not know it
+        level = 1  # of the only active vmap; the threads that run backward passes cannot query it
         parts: list[Any] = []
         for grad in grads:
             batched = grad is not None and is_legacy_batchedtensor(grad)
@@ -211,7 +212,7 @@ def one_by_one(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_repeated = threading.local()  # `now`: the backward pass of this thread goes over a graph again
+_repeated = threading.local()  # `now`: this thread's backward pass runs over a graph repeatedly
 
 
 @one_by_one
@@ -245,7 +246,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 
 
 def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
-    """The gradients of one state of all calls, zeros for those without one."""
+    """Stack one state's gradients of all calls, with zeros for missing ones; None if all are."""
     some = next((g for g in grads if g is not None), None)
     if some is None:
         return None
@@ -256,9 +257,10 @@ def _stacked(grads: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _custom_operators(operator: Operator, devices: str | None) -> tuple[Any, Any]:
-    """``rbn::NAME`` and ``rbn::NAME_backward``, which take and return nothing but tensors.
+    """Register ``rbn::NAME`` and ``rbn::NAME_backward``.
 
-    A tensor that is absent is an empty one there. What was saved comes behind the other results.
+    They return nothing but tensors: an absent one becomes an empty tensor, and the saved tensors
+    follow the other results.
     """
     definition, implementation = operator.definition, operator.implementation
     saved_names: tuple[str, ...] = implementation.Saved._fields
@@ -266,7 +268,7 @@ def _custom_operators(operator: Operator, devices: str | None) -> tuple[Any, Any
     n_results = 1 + n_states + n_moments
 
     def flat(results: Results) -> tuple[Tensor, ...]:
-        """All tensors; what is saved and a result, too, is there once."""
+        """All results as one tuple; a saved tensor that is also a result appears only once."""
         like = results.output
         values = [results.output, *results.states, *results.moments]
         seen = {id(value) for value in values if value is not None}
@@ -290,7 +292,7 @@ def _custom_operators(operator: Operator, devices: str | None) -> tuple[Any, Any
         return tuple(_own_memory(a, own))
 
     def _own_memory(a: Arguments, gradients: dict[str, Tensor | None]) -> list[Tensor]:
-        """The gradients, none of which shares memory with another."""
+        """The gradients, cloned where two would share memory."""
         seen: set[int] = set()
         separate: list[Tensor] = []
         for name in definition.gradients:
@@ -360,7 +362,7 @@ def _custom_operators(operator: Operator, devices: str | None) -> tuple[Any, Any
 
 
 def _tensors(n: int) -> str:
-    """The part of a schema that says that an operator returns n tensors."""
+    """The return type of n tensors in PyTorch's schema language."""
     return "(" + ", ".join(["Tensor"] * n) + ")"
 
 
@@ -388,17 +390,17 @@ class _Undifferentiable(torch.autograd.Function):
 def undifferentiable(
     name: str, gradients: Sequence[Tensor | None], origins: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """The gradients, which depend on `origins`, such that they refuse to be differentiated."""
+    """Returns gradients that raise when differentiated again with respect to `origins`."""
     present = [gradient for gradient in gradients if gradient is not None]
     marked = iter(_Undifferentiable.apply(name, len(present), *present, *origins))  # type: ignore[no-untyped-call]
     return [None if gradient is None else next(marked) for gradient in gradients]
 
 
-# What is going on ---------------------------------------------------------------------------------
+# The current context ------------------------------------------------------------------------------
 
 
 class without_autocast:
-    """`torch.autocast` of a device, disabled: no more than that, and for eager mode alone."""
+    """Disables autocast for a device: a cheaper `torch.autocast(enabled=False)` for eager mode."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -414,7 +416,7 @@ class without_autocast:
 
 
 def graph_is_kept() -> bool:
-    """Whether the backward pass that runs now may be followed by another over the same graph."""
+    """Whether another backward pass over the same graph may follow the current one."""
     if getattr(_repeated, "now", False):
         return True
     asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
@@ -422,7 +424,7 @@ def graph_is_kept() -> bool:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether someone watches the operators that run, or tensors are not what they seem."""
+    """Whether a compiler, tracer or dispatch mode is active, or this is a tensor subclass."""
     return (
         torch.compiler.is_compiling()
         or type(tensor) is not Tensor
@@ -432,5 +434,5 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def needs_grad(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether the forward pass must keep what the backward pass needs."""
+    """Whether the forward pass must save tensors for the backward pass."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -1,10 +1,10 @@
-"""One time step of each recurrence from PyTorch's own operators, for streaming.
+"""One time step of each recurrence, built from PyTorch's own operators, for streaming.
 
-The recurrences of `rbn.ops` prepare a call for many steps; for one step that takes longer than the
-step. These functions normalize with population statistics or none, run on the CPU and on CUDA, and
-are differentiable any number of times. In float32 an LSTM's step is a single call of the compiled
-kernel on the CPU (for a batch of one), and two products and one kernel on a GPU. Statistics must
-not change before the backward pass.
+The recurrences of `rbn.ops` prepare a call for many steps; for a single step the preparation takes
+longer than the step. These functions normalize with population statistics or not at all, run on the
+CPU and on CUDA, and are differentiable any number of times. In float32 an LSTM step is one call of
+the compiled kernel on the CPU (for a batch size of one), and two products and one kernel on a GPU.
+Statistics must not change before the backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rows = Sequence[Row | None]  # of the terms x, h and c
 
 
 def supported(x: Tensor) -> bool:
-    """Whether these functions may run for an input like this, in the present context."""
+    """Whether these functions may run for an input like this, in the current context."""
     return (
         dispatch.chosen_by_device()
         and x.dtype in (torch.float32, torch.float64)
@@ -114,7 +114,7 @@ def _lstm(
 
 
 class _LSTMStep(torch.autograd.Function):
-    """`lstm` with a gradient: as fast as without, and the backward pass computes the step again."""
+    """`lstm` with a gradient. Forward is as fast as without; backward recomputes the step."""
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ class _LSTMStep(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         create_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Views, so that a tensor which is given twice gets the gradient of each use.
+            # Views, so that a tensor passed twice gets the gradient of each use.
             tensors: list[Any] = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
             wanted = [t for t in tensors if t is not None and t.requires_grad]
             x, *weights, h, c = tensors
@@ -138,7 +138,7 @@ class _LSTMStep(torch.autograd.Function):
         return None, *(next(result) if t is not None and t.requires_grad else None for t in tensors)
 
 
-# Without what Python does first for transforms of `torch.func`, under which nobody calls this.
+# Skips the Python code of `apply` that handles `torch.func` transforms, which never reach this.
 _apply = super(torch.autograd.Function, _LSTMStep).apply
 
 
@@ -180,7 +180,7 @@ def _any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def _fastest(x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The function that computes a step of the LSTM for an input like this."""
+    """The fastest function that computes an LSTM step for an input like this."""
     if x.dtype != torch.float32:
         return _lstm
     if x.is_cuda:
@@ -202,7 +202,7 @@ def _bn(term: Tensor, gamma: Tensor, beta: Tensor | None, row: Row | None, eps: 
 
 
 def _gates(wx: Tensor, wh: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """The output gate and the new cell, from the two terms of the gates before nonlinearities."""
+    """The output gate and the new cell, from the two terms of the pre-activations."""
     hidden = c.shape[1]
     differentiable = torch.is_grad_enabled() and _any_requires_grad((wx, wh, c))
     if wx.is_cuda and not differentiable:  # one kernel, which returns all four gates

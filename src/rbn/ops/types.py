@@ -1,4 +1,4 @@
-"""What the recurrences take and give besides plain tensors."""
+"""Types and small helpers shared by all recurrences."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ class Statistics(NamedTuple):
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which statistics, states and sums are held for inputs of type `dtype`."""
+    """The dtype of statistics, states and sums for inputs of `dtype`."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def valid_steps(lengths: Tensor | None, steps: int) -> Tensor | None:
-    """Which positions are not padding: bool ``[T, B]``, or None where there is no padding."""
+    """Which positions are not padding: bool ``[T, B]``, or None without lengths."""
     if lengths is None:
         return None
     return torch.arange(steps, device=lengths.device)[:, None] < lengths
 
 
 def readable(values: Tensor) -> bool:
-    """Whether the host can look at values without waiting: on a CPU, and not traced."""
+    """Whether the host can read values without waiting: on a CPU, and not traced."""
     opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return values.device.type == "cpu" and not opaque
 
 
 def check_lengths(values: list[int], steps: int) -> None:
-    """Refuse lengths that are not within 1 and the number of steps."""
+    """Refuse lengths outside 1 to the number of steps."""
     for row, length in enumerate(values):
         if not 1 <= length <= steps:
             raise ValueError(

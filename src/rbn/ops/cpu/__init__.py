@@ -1,4 +1,4 @@
-"""The recurrences fused for the CPU."""
+"""The fused recurrences on the CPU."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def operator_for(definition: Definition, calls: Sequence[Arguments]) -> Operator
 
 
 def joins(definition: Definition, calls: Sequence[Arguments]) -> bool:
-    """Whether several calls are better made at once: never, the cores are busy with one."""
+    """Whether to run several calls at once: never, one call keeps all cores busy."""
     return False
 
 
 def tf32_allowed() -> bool:
-    """Whether the operators may use tf32, which no CPU has."""
+    """Whether the operators may use tf32: no CPU has it."""
     return False

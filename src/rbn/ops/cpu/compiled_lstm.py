@@ -1,9 +1,9 @@
-"""The LSTM through the compiled step of kernel.c.
+"""The LSTM with the compiled step of kernel.c.
 
-Between two matrix products a step is one call, which normalizes, applies the nonlinearities and
+Between two matrix products, one call of the kernel normalizes, applies the nonlinearities and
 updates the state. It covers float32 with minibatch statistics, population statistics or none; every
-other case (and an installation without the compiled file) runs `rbn.ops.cpu.fused_lstm`. Both keep
-the same things for the backward pass, so either may follow the other.
+other case (and an installation without the compiled file) runs `rbn.ops.cpu.fused_lstm`. Both save
+the same tensors, so either can run the backward pass of the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rbn.ops.identical_rows import lower_rstd
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 _NONE, _BATCH, _GIVEN = 0, 1, 2
-SMALL = 2048  # units times rows below which a second thread costs more than it brings
+SMALL = 2048  # units times rows below which a second thread costs more than it saves
 _BUFFERS = ("wx", "wh", "gates", "cand", "tanh_c", "hidden_states", "c0")
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 _MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
@@ -52,7 +52,7 @@ class _Args(ctypes.Structure):
 
 @functools.lru_cache(maxsize=1)
 def load() -> Any | None:
-    """The compiled library, or None where there is none or RBN_CPU_KERNEL=0 forbids it."""
+    """The compiled library, or None if it is missing, unusable or disabled by RBN_CPU_KERNEL=0."""
     if os.environ.get("RBN_CPU_KERNEL") == "0" or not LIBRARY.exists():
         return None
     try:
@@ -72,7 +72,7 @@ def load() -> Any | None:
 
 
 def _openmp_of_torch() -> tuple[ctypes.c_void_p, ...] | None:
-    """GOMP_parallel and friends of the OpenMP library in this process, if there is one."""
+    """GOMP_parallel and related functions of the OpenMP library in this process, if any."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
@@ -133,7 +133,7 @@ class _Call:
         args.point(c0=self.c0, **self.vectors)
         big = self.packing.batch * H >= SMALL
         self.threads = torch.get_num_threads() if big else 1
-        # The first row of each step and of the one before it; -1: that is the initial state.
+        # The first row of each step, and of the step before it; -1 stands for the initial state.
         starts = [0]
         for n in self.packing.sizes:
             starts.append(starts[-1] + n)
@@ -145,7 +145,7 @@ class _Call:
         self.args.point(**dict(zip(_MOMENTS, self.moments, strict=True)))
 
     def given_moments(self, a: LSTMArguments) -> list[Tensor | None]:
-        """Mean and rstd of the population, None for absent terms."""
+        """Mean and rstd from the population statistics; None for absent terms."""
         moments: list[Tensor | None] = []
         for mean, var in ((a.mean_x, a.var_x), (a.mean_h, a.var_h), (a.mean_c, a.var_c)):
             if mean is None or var is None:
@@ -209,7 +209,7 @@ def forward(a: LSTMArguments) -> Forward:
 def backward(
     a: LSTMArguments, r: Saved, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
 ) -> Gradients:
-    """The gradients of all tensors that have one, from those of the three results."""
+    """The gradients of all differentiable tensors, from those of the three results."""
     call = _Call(a)
     layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
     H, rows, h0 = layout.hidden, packing.rows, call.h0

@@ -6,8 +6,8 @@ In the backward pass everything but the incoming gradients is known from the sta
     d pre_g = d c_t * (1 - g^2) i          d pre_o = d h_t * o (1 - o) tanh_c
     d c_hat = d h_t * o (1 - tanh_c^2)
 
-The factors on the right are made for a block of steps that fits the cache, in a few wide
-operations, so that each step of the loop is left with one product for each.
+The factors on the right are computed for a block of steps that fits into the cache, in a few wide
+operations. Each step of the loop then needs only one multiplication per factor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = 2**18  # elements of a block's gate factors: 1 MiB in float32
 
 
 class GateDerivatives:
-    """Hands out the factors of each step, for steps taken from the last to the first."""
+    """Provides the factors of each step, from the last step to the first."""
 
     def __init__(
         self, packing: Packing, gates: Tensor, cell: Tensor, tanh_c: Tensor, c0: Tensor
@@ -46,7 +46,7 @@ class GateDerivatives:
         return ifg[k], o[k], c_hat[k]
 
     def _make_block(self, last: int) -> None:
-        """The block that ends with step `last`: steps of as many rows as the one before them."""
+        """Compute the block that ends with step `last`; all its steps have the same row count."""
         sizes, n, first = self.sizes, self.sizes[last], last
         if last > 0 and sizes[last - 1] == n:
             while first > 1 and last - first + 1 < self.steps and sizes[first - 2] == n:

@@ -1,10 +1,10 @@
-"""Equations 2 to 4 and 6 to 8 fused, with the backward pass derived by hand.
+"""The fused LSTM, equations 2 to 4 and 6 to 8, with a backward pass derived by hand.
 
-One loop serves the plain, the batch-normalized and the layer-normalized LSTM: they differ in what
-stands for the normalization of each term. There is no autograd node per step; the weight gradient
-is one matrix product over all steps; every step writes into buffers made once.
+One loop serves the plain, the batch-normalized and the layer-normalized LSTM; they differ only in
+the normalization object of each term. There is no autograd node per step; the weight gradient is
+one matrix product over all steps; every step writes into buffers that are allocated once.
 
-Names: ``pre`` are the gates before their nonlinearities, ``cand`` the cell c_t of equation 7,
+Names: ``pre`` are the pre-activations of the gates, ``cand`` is the cell c_t of equation 7,
 ``cell`` the cell passed on to the next step (they differ under zoneout), ``tanh_c`` the tanh of
 equation 8, and ``d...`` the gradient of each.
 """
@@ -25,10 +25,10 @@ from rbn.ops.identical_rows import identical_steps, variance
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs; None where it is absent, or where nothing is saved."""
+    """The tensors that the backward pass needs; None if absent, or if nothing is saved."""
 
-    wx: Tensor | None  # the input term, where the call made it
-    output: Tensor | None  # the output, where it holds the states
+    wx: Tensor | None  # the input term, if the call computed it
+    output: Tensor | None  # the output, if it holds the states
     mean_x: Tensor | None
     rstd_x: Tensor | None
     mean_h: Tensor | None
@@ -38,17 +38,17 @@ class Saved(NamedTuple):
     wh: Tensor | None  # [T * B, 4H]
     gates: Tensor | None  # [T * B, 4H], after their nonlinearities
     cand: Tensor | None  # [T * B, H]
-    cell: Tensor | None  # [T * B, H], where it is not cand
+    cell: Tensor | None  # [T * B, H], if it is not cand
     tanh_c: Tensor | None  # [T * B, H]
-    hidden: Tensor | None  # [T * B, H], where it is not the output
+    hidden: Tensor | None  # [T * B, H], if it is not the output
 
 
-Forward = tuple[Tensor, tuple[Tensor, Tensor], Saved]  # output, last states, what is saved
+Forward = tuple[Tensor, tuple[Tensor, Tensor], Saved]  # output, last states, saved tensors
 Gradients = dict[str, Tensor | None]
 
 
 class _Plan:
-    """What forward and backward both derive from the arguments."""
+    """Objects that both the forward and the backward pass derive from the arguments."""
 
     def __init__(self, a: LSTMArguments) -> None:
         self.layout = layout = Layout(a.input, a.h0, a.lengths, a.include)
@@ -137,7 +137,7 @@ def forward(a: LSTMArguments) -> Forward:
 def backward(
     a: LSTMArguments, r: Saved, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
 ) -> Gradients:
-    """The gradients of all tensors that have one, from those of the three results."""
+    """The gradients of all differentiable tensors, from those of the three results."""
     assert r.gates is not None
     assert r.cand is not None
     assert r.tanh_c is not None
@@ -216,7 +216,7 @@ def states_of(r: Saved, hidden: int) -> Tensor:
 
 
 def identical_steps_of(a: LSTMArguments, r: Saved) -> tuple[Tensor, Tensor]:
-    """The steps in which the recurrent term, and the cell, may count as constant: bool ``[T]``."""
+    """In which steps the recurrent term, and the cell, may be treated as constant: bool ``[T]``."""
     variances = [None if rstd is None else variance(rstd, a.eps) for rstd in (r.rstd_x, r.rstd_h)]
     var_c = None if r.rstd_c is None else variance(r.rstd_c, a.eps)
     assert variances[1] is not None

@@ -1,6 +1,6 @@
-"""The batch-normalized simple RNN fused, with the backward pass derived by hand.
+"""The fused batch-normalized simple RNN, with a backward pass derived by hand.
 
-The same plan as in `rbn.ops.cpu.fused_lstm`, with one nonlinearity and no cell.
+Structured like `rbn.ops.cpu.fused_lstm`, with one nonlinearity and no cell.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _relu_backward = torch.ops.aten.threshold_backward.grad_input
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs; None where it is absent, or where nothing is saved."""
+    """The tensors that the backward pass needs; None if absent, or if nothing is saved."""
 
-    wx: Tensor | None  # the input term, where the call made it
-    output: Tensor | None  # the output, where it holds the states
+    wx: Tensor | None  # the input term, if the call computed it
+    output: Tensor | None  # the output, if it holds the states
     mean_x: Tensor | None
     rstd_x: Tensor | None
     mean_h: Tensor | None
     rstd_h: Tensor | None
     wh: Tensor | None  # [T * B, H]
-    phi: Tensor | None  # [T * B, H]: the nonlinearity's values, where they are not the states
-    hidden: Tensor | None  # [T * B, H], where it is not the output
+    phi: Tensor | None  # [T * B, H]: the nonlinearity's values, if they are not the states
+    hidden: Tensor | None  # [T * B, H], if it is not the output
 
 
 class _Plan:
-    """What forward and backward both derive from the arguments."""
+    """Objects that both the forward and the backward pass derive from the arguments."""
 
     def __init__(self, a: RNNArguments) -> None:
         self.layout = layout = Layout(a.input, a.h0, a.lengths, a.include)
@@ -90,13 +90,13 @@ def forward(a: RNNArguments) -> tuple[Tensor, tuple[Tensor], Saved]:
 def _identical_states(
     identical: Sequence[bool], states: Sequence[Tensor], eps: float
 ) -> list[bool]:
-    """The steps before which the rows of all states ``[B, H]`` are the same.
+    """In which steps the rows of the previous states ``[B, H]`` are still identical.
 
-    A normalization with a small variance magnifies what differs, so terms that count as constant
-    can give states that do not.
+    Normalizing with a small variance magnifies differences, so terms that count as constant can
+    produce states that do not.
     """
     result = list(identical)
-    for t in range(1, min(len(result), len(states) + 1)):  # no row reaches the steps after those
+    for t in range(1, min(len(result), len(states) + 1)):  # no row reaches later steps
         var = states[t - 1].var(0, correction=0)
         result[t] = result[t] and result[t - 1] and bool((var <= CONSTANT * eps).all())
         if not result[t]:
@@ -107,7 +107,7 @@ def _identical_states(
 def backward(
     a: RNNArguments, r: Saved, doutput: Tensor | None, dh_n: Tensor | None
 ) -> dict[str, Tensor | None]:
-    """The gradients of all tensors that have one, from those of the two results."""
+    """The gradients of all differentiable tensors, from those of the two results."""
     plan = _Plan(a)
     layout, transition, zoneout_h = plan.layout, plan.transition, plan.zoneout_h
     packing, H = layout.packing, layout.hidden
@@ -133,7 +133,7 @@ def backward(
         )
         constant = (r.rstd_h.square() * a.eps > 1 - CONSTANT).all(-1).tolist()
         identical = _identical_states(before.tolist(), packing.split(hidden), a.eps)
-        # A term is constant as a whole or not at all.
+        # A term counts as constant only if all its features do.
         norm_h.identical = [both and all_ for both, all_ in zip(identical, constant, strict=True)]
     phis = packing.split(hidden if r.phi is None else r.phi)
 

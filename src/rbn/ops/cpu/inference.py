@@ -1,7 +1,7 @@
-"""Inference of the LSTM by the compiled kernel, which keeps nothing for a backward pass.
+"""LSTM inference with the compiled kernel, which saves nothing for a backward pass.
 
-Covers float32 on the CPU. A call over several steps of one sequence is a single call of the kernel;
-for larger minibatches PyTorch multiplies by W_h and the kernel does the rest of each step.
+Covers float32 on the CPU. Any number of steps of a single sequence is one call of the kernel. For
+larger batch sizes PyTorch multiplies by W_h and the kernel does the rest of each step.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from torch import Tensor
 
 from rbn.ops.cpu import compiled_lstm
 
-_PER_THREAD = 1 << 17  # multiplications of a step that are worth another thread
-# The struct Inference of kernel.c. As bytes: ctypes.Structure takes three times as long to fill.
+_PER_THREAD = 1 << 17  # multiplications per step that justify another thread
+# The struct Inference of kernel.c, packed as bytes: filling a ctypes.Structure takes three times as
+# long.
 _STRUCT = struct.Struct("=10q3d20Q")
 
 
 @functools.lru_cache(maxsize=1)
 def load() -> Any | None:
-    """The compiled function, or None where there is none (see `compiled_lstm.load`)."""
+    """The compiled function, or None if it is unavailable (see `compiled_lstm.load`)."""
     library: Any = compiled_lstm.load()
-    size = getattr(library, "rbn_inference_size", None)  # absent in a file built from older sources
+    size = getattr(
+        library, "rbn_inference_size", None
+    )  # missing in a file built from older sources
     if size is None or size() != _STRUCT.size:
         return None
     function = library.rbn_lstm_inference
@@ -67,14 +70,14 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """One step of one sequence, plain or batch-normalized: the new h and c, ``[1, H]`` each.
 
-    x ``[1, I]``, h and c ``[1, H]``, the statistics of the terms x, h and c. All tensors are
+    Shapes: x ``[1, I]``, h and c ``[1, H]``. statistics: of the terms x, h and c. All tensors are
     float32 on the CPU.
     """
     function: Any = load()
     weight_ih, weight_hh, bias, gamma_x, gamma_h, gamma_c, beta_c = weights
     hidden, inputs = weight_hh.shape[1], weight_ih.shape[1]
     new_h, new_c, terms = torch.empty(1, hidden), torch.empty(1, hidden), torch.empty(8 * hidden)
-    # All stay referenced, copies too, until the call returns.
+    # Keeps all tensors alive until the call returns, including copies.
     tensors = [
         tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
         for tensor in (x, weight_ih, weight_hh, gamma_x, gamma_h, bias, gamma_c, beta_c, h, c)
@@ -100,7 +103,7 @@ def step(
 
 
 class Tables(NamedTuple):
-    """Scales and shifts of a folded LSTM by step; the last row serves every step beyond."""
+    """Scales and shifts of a folded LSTM per step; the last row serves all later steps."""
 
     scale_x: Tensor | None  # [S, 4H]
     scale_h: Tensor | None  # [S, 4H], with its own S
@@ -130,7 +133,7 @@ def sequence(
         h0: ``[B, H]``.
         c0: ``[B, H]``.
         start: the time step of ``wx[0]``.
-        joint: scale_h is that of the sum of both terms.
+        joint: scale_h applies to the sum of both terms.
         zoneout: the rates (cell, hidden).
         pass_normalized_cell: the next step continues from the scaled and shifted cell.
 
@@ -161,7 +164,7 @@ def sequence(
     else:
         threads = torch.get_num_threads() if batch * hidden >= compiled_lstm.SMALL else 1
         transposed = weight_hh.t()
-        if steps >= 16:  # products with a copy are faster by more than it costs
+        if steps >= 16:  # the copy costs less than it saves in the products
             transposed = transposed.contiguous()
         for t, new_h in enumerate(output.unbind()):
             torch.mm(h, transposed, out=wh)

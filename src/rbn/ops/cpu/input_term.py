@@ -1,4 +1,4 @@
-"""The input term W_x x_t of all steps, forward and backward, and initial states for all rows."""
+"""The input term W_x x_t, forward and backward, and initial states expanded to all rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rbn.ops.definition import Arguments, Definition
 
 
 def with_term(definition: Definition, a: Arguments, wx: Tensor | None = None) -> Arguments:
-    """The arguments with the input term ``[T, B, G]`` as input, and states ``[B, H]``.
+    """The arguments with the input term ``[T, B, G]`` as input, and states expanded to ``[B, H]``.
 
-    wx: the input term, if it was made before.
+    wx: the input term, if it is already computed.
     """
     batch, hidden = a.input.shape[1], a.weight_hh.shape[1]
     states = [name for name, shape in definition.shapes.items() if shape == "BH"]
@@ -24,7 +24,7 @@ def with_term(definition: Definition, a: Arguments, wx: Tensor | None = None) ->
 def through_term(
     a: Arguments, gradients: dict[str, Tensor | None], needs_input: bool
 ) -> dict[str, Tensor | None]:
-    """The gradients of the arguments from those of what `with_term` made of them."""
+    """Take the gradients of what `with_term` returned back to the original arguments."""
     for name in ("h0", "c0"):
         gradient = gradients.get(name)
         if gradient is not None and getattr(a, name).dim() == 1:

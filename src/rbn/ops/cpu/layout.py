@@ -1,4 +1,4 @@
-"""What every fused recurrence sets up before its loop: rows, buffers, masks, normalizations."""
+"""Setup of every fused recurrence before its loop: rows, buffers, masks, normalizations."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Population = tuple[Tensor | None, Tensor | None]  # mean and var of a term
 class Layout:
     """The rows of each step, and how padding is treated.
 
-    padding is set (bool ``[T, B, 1]``) only where padded rows count in minibatch statistics
-    (``padding="include"``): they then stay in place and keep their state. Everywhere else they are
-    packed away.
+    `padding` is set (bool ``[T, B, 1]``) only if padded rows count in minibatch statistics
+    (``padding="include"``). They then stay in place and keep their state. Otherwise they are
+    removed by packing.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class Layout:
             self.padding = ~valid[:, :, None]
 
     def cast(self, value: Tensor) -> Tensor:
-        """To the type in which the recurrence computes, contiguous as the kernels want it."""
+        """Convert to the compute dtype, contiguous as the kernels require."""
         return value.to(self.dtype).contiguous()
 
     def optional(self, value: Tensor | None) -> Tensor | None:
-        """The same for an argument that may be absent."""
+        """`cast` for an argument that may be None."""
         return None if value is None else self.cast(value)
 
     def rows(self, padded: Tensor) -> Tensor:
-        """``[T, B, F]`` as packed rows ``[T * B, F]`` in the computing type."""
+        """``[T, B, F]`` as packed rows ``[T * B, F]`` in the compute dtype."""
         return self.packing.pack(self.cast(padded))
 
     def state(self, state: Tensor) -> Tensor:
-        """``[B, H]`` in the rows' order and the computing type."""
+        """A state ``[B, H]`` in the packed row order and the compute dtype."""
         return self.packing.sort(self.cast(state))
 
     def padded(self, rows: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Layout:
         return output if self.padding is None else output.masked_fill(self.padding, 0)
 
     def zoneout(self, mask: Tensor | None, rate: float) -> Zoneout:
-        """Zoneout by mask ``[T, B, H]`` or rate, joined with the rows that keep their state."""
+        """Zoneout by mask ``[T, B, H]`` or rate, plus the padded rows that keep their state."""
         if mask is not None:
             rate = 0.0
         if self.padding is not None:
@@ -71,7 +71,7 @@ class Layout:
     def norm(
         self, kind: str, gamma: Tensor, beta: Tensor | None, eps: float, population: Population
     ) -> Norm:
-        """One term's normalization. population: mean and var; None for the minibatch's own."""
+        """The normalization of one term. population: mean and var; None for the minibatch's."""
         if kind == "layer":
             return LayerNorm(gamma, beta, eps, self.packing.sizes)
         mean, var = population
@@ -82,7 +82,7 @@ class Layout:
     def input_norm(
         self, kind: str, gamma: Tensor, eps: float, population: Population, input_stats: str
     ) -> Norm | SequenceNorm:
-        """The input term's normalization, which may be over the whole sequence at once."""
+        """The input term's normalization, per step or over the sequence."""
         if kind == "batch" and population[0] is None and input_stats == "sequence":
             return SequenceNorm(
                 gamma, eps, None if self.padding is None else ~self.padding.flatten()
@@ -98,14 +98,14 @@ class Layout:
         return self.packing.split(self.rows(grad))
 
     def state_gradient(self, grad: Tensor | None, like: Tensor) -> Tensor:
-        """A fresh buffer ``[B, H]`` in the rows' order, holding a final state's gradient."""
+        """A new buffer ``[B, H]`` in the packed row order, with the gradient of a last state."""
         if grad is None:
             return torch.zeros_like(like, memory_format=torch.contiguous_format)
         return self.state(grad).clone(memory_format=torch.contiguous_format)
 
 
 class Buffers:
-    """Buffers for all steps where they are saved, else one step's buffer used again and again."""
+    """Buffers for all steps if they are saved; otherwise one step's buffer, reused every step."""
 
     def __init__(self, packing: Packing, like: Tensor, save: bool) -> None:
         self.packing, self.like, self.save = packing, like, save
@@ -125,7 +125,7 @@ class Buffers:
 
 
 def moments_of(norms: Sequence[Norm | SequenceNorm | None], rows: int) -> list[Tensor | None]:
-    """Mean and rstd of each term, one after another; None where there is none."""
+    """Mean and rstd of each term, one after another; None for absent ones."""
     moments: list[Tensor | None] = []
     for norm in norms:
         mean, rstd = (None, None) if norm is None else norm.moments(rows)
@@ -136,12 +136,12 @@ def moments_of(norms: Sequence[Norm | SequenceNorm | None], rows: int) -> list[T
 def restore_moments(
     norms: Sequence[Norm | SequenceNorm | None], moments: Sequence[Tensor | None]
 ) -> None:
-    """Give each term back what `moments_of` took."""
+    """Restore in each term what `moments_of` returned."""
     for norm, mean, rstd in zip(norms, moments[0::2], moments[1::2], strict=True):
         if norm is not None and mean is not None and rstd is not None:
             norm.restore(mean, rstd)
 
 
 def like_parameter(grad: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    """The gradient of an optional parameter in its type; None where it is absent."""
+    """The gradient of an optional parameter in its dtype; None if it is absent."""
     return None if grad is None or parameter is None else grad.to(parameter.dtype)

@@ -1,6 +1,6 @@
 """The LSTM on the CPU: plain, batch-normalized or layer-normalized.
 
-The compiled step of kernel.c runs where it covers a call, PyTorch's operators elsewhere.
+The compiled step of kernel.c runs the calls that it covers, PyTorch's operators run the others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _with_variances(saved: Saved, eps: float) -> tuple[Tensor | None, ...]:
 def backward(
     calls: Sequence[LSTMArguments], saved: Saved, plan: None, incoming: Incoming
 ) -> list[Gradients]:
-    """The gradients of all tensors that have one."""
+    """The gradients of all differentiable tensors."""
     (call,) = calls
     a: LSTMArguments = with_term(LSTM, call, saved.wx)
     module: Any = compiled_lstm if compiled_lstm.usable(a) else fused_lstm
@@ -84,7 +84,7 @@ def fake(a: LSTMArguments) -> Results:
 
 
 def _fake_moments(a: LSTMArguments, estimated: list[Tensor | None]) -> dict[str, Tensor | None]:
-    """Mean and rstd of each term as they are saved; means are results, too."""
+    """Mean and rstd of each term as saved; the means are also results."""
     saved: dict[str, Tensor | None] = {}
     T, B = a.input.shape[:2]
     for term, mean in zip(LSTM.terms, estimated[::2], strict=True):

@@ -1,7 +1,7 @@
-"""Large buffers in large pages.
+"""Large buffers in huge pages.
 
-A training step touches hundreds of megabytes of fresh memory. In pages of 4 KiB the system's work
-for them can cost more than the recurrence; on Linux a buffer may ask for pages of 2 MiB.
+A training step touches hundreds of megabytes of fresh memory. With pages of 4 KiB, page faults can
+cost more than the recurrence. On Linux a buffer may request pages of 2 MiB.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 _PAGE = 2**21
-_LEAST = 2 * _PAGE  # smaller buffers usually come from memory that is there already
+_LEAST = 2 * _PAGE  # smaller buffers usually come from already mapped memory
 
 
 @functools.lru_cache(maxsize=1)
 def _madvise() -> Any | None:
-    """The system's call, where there is one."""
+    """The system call `madvise`, or None if there is none."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -33,12 +33,12 @@ def _madvise() -> Any | None:
 
 
 def empty(rows: int, features: int, like: Tensor) -> Tensor:
-    """Uninitialised ``[rows, features]`` of the type and device of `like`."""
+    """Uninitialized ``[rows, features]`` with the dtype and device of `like`."""
     buffer = like.new_empty(rows, features)
     size = buffer.numel() * buffer.element_size()
     if size >= _LEAST and buffer.device.type == "cpu" and not torch.compiler.is_compiling():
         madvise = _madvise()
-        if madvise is not None:  # a wish: that it was refused changes nothing
+        if madvise is not None:  # only a hint: it may be refused
             start = -(-buffer.data_ptr() // _PAGE) * _PAGE
             end = (buffer.data_ptr() + size) // _PAGE * _PAGE
             madvise(start, end - start, mmap.MADV_HUGEPAGE)

@@ -1,9 +1,8 @@
-"""The normalizations the fused recurrences are built from, forward and backward.
+"""The normalizations that the fused recurrences are built from, forward and backward.
 
-Each works on one time step at a time, in the layout of `Packing`, through PyTorch's own fused
-kernels. All share one interface, `Norm`. What the backward pass needs of the statistics, the mean
-and 1 / sqrt(var + eps), is handed out by ``moments`` after the forward pass and given back to
-``restore`` before the backward pass.
+Each works on one time step at a time, in the layout of `Packing`, with PyTorch's own fused kernels.
+All share one interface, `Norm`. The backward pass needs the mean and rstd = 1 / sqrt(var + eps):
+``moments`` returns them after the forward pass, ``restore`` takes them before the backward pass.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
 
 class Norm(Protocol):
-    """What a recurrence expects of a normalization."""
+    """The interface of a normalization."""
 
     dgamma: Tensor | None
     dbeta: Tensor | None
@@ -30,17 +29,17 @@ class Norm(Protocol):
         """Normalize x ``[n, F]`` of step t. Steps come in order."""
 
     def moments(self, rows: int) -> tuple[Tensor | None, Tensor | None]:
-        """Mean and rstd of the steps so far, filled up to `rows` rows; empty where none is kept."""
+        """Mean and rstd of the steps so far, padded to `rows` rows; None if none are kept."""
 
     def restore(self, mean: Tensor, rstd: Tensor) -> None:
-        """Take back what `moments` handed out."""
+        """Restore what `moments` returned."""
 
     def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient of x of step t; dgamma and dbeta are added to."""
+        """The gradient of x of step t. Accumulates dgamma and dbeta."""
 
 
 class _MomentsOfSteps:
-    """Mean and rstd kept step by step."""
+    """Keeps mean and rstd of every step."""
 
     def __init__(self, gamma: Tensor, beta: Tensor | None, eps: float) -> None:
         self.gamma, self.beta, self.eps = gamma, beta, eps
@@ -58,7 +57,7 @@ class _MomentsOfSteps:
 
 
 class BatchNorm(_MomentsOfSteps):
-    """Statistics of the minibatch, a set of its own for each step (the paper's training mode).
+    """Statistics of the minibatch, separate for each step (the paper's training mode).
 
     identical: the steps in which a constant term passes no gradient (`rbn.ops.identical_rows`).
     """
@@ -74,7 +73,7 @@ class BatchNorm(_MomentsOfSteps):
         return out
 
     def moments(self, rows: int) -> tuple[Tensor, Tensor]:
-        """``[T, F]`` each; as of variance 0 for steps that no row reaches."""
+        """``[T, F]`` each; those of variance 0 for steps that no row reaches."""
         unreached = self.eps**-0.5 if self.eps > 0 else float("inf")
         mean = _fill(torch.stack(self._means), rows, 0.0)
         return mean, _fill(torch.stack(self._rstds), rows, unreached)
@@ -126,7 +125,7 @@ class LayerNorm(_MomentsOfSteps):
 
 
 class _NoMoments:
-    """For normalizations that have nothing to keep for the backward pass."""
+    """For normalizations that keep nothing for the backward pass."""
 
     def moments(self, rows: int) -> tuple[None, None]:
         return None, None
@@ -136,7 +135,7 @@ class _NoMoments:
 
 
 class PopulationNorm(_NoMoments):
-    """Given statistics, one row per step and the last one for every step beyond (inference)."""
+    """Given statistics, one row per step; the last row serves all later steps (inference)."""
 
     def __init__(
         self, gamma: Tensor, beta: Tensor | None, eps: float, mean: Tensor, var: Tensor
@@ -186,7 +185,7 @@ class SequenceNorm:
     """
 
     def __init__(self, gamma: Tensor, eps: float, counted: Tensor | None) -> None:
-        """counted: bool ``[N]``, the rows the statistics are over; None for all."""
+        """counted: bool ``[N]``, the rows that count in the statistics; None for all."""
         self.gamma, self.eps, self.counted = gamma, eps, counted
         self.dgamma: Tensor | None = None
 
@@ -203,7 +202,7 @@ class SequenceNorm:
         return self._mean[None].clone(), self._rstd[None].clone()
 
     def restore(self, mean: Tensor, rstd: Tensor) -> None:
-        """Take back what `moments` handed out."""
+        """Restore what `moments` returned."""
         self._mean, self._rstd = mean[0], rstd[0]
 
     def backward(self, dy: Tensor, x: Tensor) -> Tensor:
@@ -214,7 +213,7 @@ class SequenceNorm:
                 dy, x, self.gamma, None, None, mean, rstd, True, self.eps, [True, True, False]
             )
             return dx  # type: ignore[no-any-return]
-        # Rows outside the statistics are moved by them without moving them.
+        # Rows outside the statistics depend on them but do not contribute to them.
         x_hat = (x - mean) * rstd
         self.dgamma = (dy * x_hat).sum(0)
         n = self.counted.sum()
@@ -223,7 +222,7 @@ class SequenceNorm:
 
 
 def _fill(kept: Tensor, rows: int, value: float) -> Tensor:
-    """What was kept, ``[n, F]``, followed by constant rows, ``[rows, F]``."""
+    """Pad `kept` ``[n, F]`` with constant rows to ``[rows, F]``."""
     missing = rows - len(kept)
     if missing == 0:
         return kept

@@ -1,9 +1,9 @@
 """Which rows each time step works on.
 
 Rows are sorted by length, longest first, and stored step after step without the padded ones, as in
-`torch.nn.utils.rnn.PackedSequence`. Then the rows that reached step t are the first ``sizes[t]``
-rows of step t - 1 too: padded rows enter no statistic and cost nothing, and their state needs no
-carrying because nothing overwrites it.
+`torch.nn.utils.rnn.PackedSequence`. The rows that reach step t are then also the first ``sizes[t]``
+rows of step t - 1. Padded rows enter no statistic and cost nothing, and their state need not be
+carried along because nothing overwrites it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rbn.ops.types import check_lengths
 class Packing:
     """The layout of ``[T, B, F]`` data as rows ``[N, F]``, N the number of unpadded positions.
 
-    Buffers have ``T * B`` rows whatever N is, so that their shape does not depend on data.
+    Buffers always have ``T * B`` rows, so that their shape does not depend on data.
     """
 
     def __init__(self, steps: int, batch: int, lengths: Tensor | None) -> None:
@@ -44,7 +44,7 @@ class Packing:
         self.previous = self.starts[step[batch:] - 1] + row[batch:]
 
     def buffer(self, features: int, like: Tensor) -> Tensor:
-        """Room for packed rows, ``[T * B, features]``, zero behind row N."""
+        """A buffer for packed rows, ``[T * B, features]``, zero after row N."""
         rows = memory.empty(self.steps * self.batch, features, like)
         rows[self.rows :].zero_()
         return rows
@@ -54,7 +54,7 @@ class Packing:
         return tuple(torch.split(rows[: self.rows], self.sizes))
 
     def pack(self, padded: Tensor) -> Tensor:
-        """``[T, B, F]`` to ``[T * B, F]`` packed; no copy where nothing is padded."""
+        """``[T, B, F]`` to ``[T * B, F]`` packed; no copy if nothing is padded."""
         flat = padded.reshape(self.steps * self.batch, -1)
         if self.index is None:
             return flat

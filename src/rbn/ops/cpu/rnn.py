@@ -33,7 +33,7 @@ def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
 def backward(
     calls: Sequence[RNNArguments], saved: Saved, plan: None, incoming: Incoming
 ) -> list[dict[str, Tensor | None]]:
-    """The gradients of all tensors that have one."""
+    """The gradients of all differentiable tensors."""
     (call,) = calls
     a: RNNArguments = with_term(RNN, call, saved.wx)
     gradients = fused_rnn.backward(a, saved, incoming.output, *incoming.states)

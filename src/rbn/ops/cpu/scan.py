@@ -1,8 +1,8 @@
-"""The fused recurrences as a scan over time, made of operators that every exporter knows.
+"""The fused recurrences as a scan over time, built from operators that every exporter knows.
 
-`rbn::cpu_lstm` and `rbn::cpu_rnn` mean nothing outside of PyTorch. `torch.onnx.export` sees these
-functions in their place and turns the scan into `Scan` of ONNX. Inference only, with population
-statistics and without masks.
+`rbn::cpu_lstm` and `rbn::cpu_rnn` do not exist outside of PyTorch. `torch.onnx.export` sees these
+functions instead and turns the scan into ONNX's `Scan`. Inference only, with population statistics
+and without masks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def rnn(*args: Any) -> tuple[Tensor, ...]:
 
 
 class _Terms:
-    """What the steps read: one row for each of them (`rows`), or the same for all (`fixed`)."""
+    """What the steps read: `rows` has one entry per step, `fixed` is shared by all steps."""
 
     def __init__(self, a: Arguments) -> None:
         self.wx, self.eps, self.dtype = a.input, a.eps, compute_dtype(a.input.dtype)
@@ -104,7 +104,7 @@ class _Terms:
         self.rows["x"] = wx
 
     def add(self, term: str, gamma: Tensor | None, norm: str, population: Population) -> None:
-        """A term that is normalized step by step; without a gamma it is left as it is."""
+        """Add a term that is normalized step by step; without a gamma it stays unnormalized."""
         self.norms[term] = "none" if gamma is None else norm
         if self.norms[term] == "layer":
             assert gamma is not None
@@ -115,7 +115,7 @@ class _Terms:
             self.rows[f"mean_{term}"], self.rows[f"scale_{term}"] = mean, scale
 
     def _of_steps(self, gamma: Tensor, population: Population) -> tuple[Tensor, Tensor]:
-        """Mean and gamma / sqrt(var + eps), ``[T, F]``; the last row serves all steps beyond."""
+        """Mean and gamma / sqrt(var + eps), ``[T, F]``; the last row serves all later steps."""
         given = [statistic for statistic in population if statistic is not None]
         mean, var = (statistic.to(self.dtype) for statistic in given)
         row = torch.arange(self.steps, device=mean.device).clamp(max=mean.shape[0] - 1)
@@ -123,7 +123,7 @@ class _Terms:
         return mean[row], scale[row]
 
     def normalized(self, term: str, x: Tensor, now: Step) -> Tensor:
-        """X ``[B, F]`` of one step."""
+        """Normalize x ``[B, F]`` of one step."""
         if self.norms[term] == "batch":
             return (x - _like(x, now[f"mean_{term}"])) * _like(x, now[f"scale_{term}"])
         if self.norms[term] == "layer":
@@ -139,7 +139,7 @@ def _scanned(
 ) -> tuple[Tensor, ...]:
     """Run `step` over time. Returns the output, the last states, and `count` empty tensors.
 
-    states: the initial ones, ``[B, H]`` each.
+    states: the initial states, ``[B, H]`` each.
     """
     n, names = len(states), (*terms.rows, *terms.fixed)
 
@@ -163,9 +163,10 @@ def _scanned(
 
 
 def _like(x: Tensor, values: Tensor) -> Tensor:
-    """Values that broadcast to x, expanded where a broadcast would not keep x's symbolic sizes.
+    """Expand values that broadcast to x where a broadcast would lose x's symbolic sizes.
 
-    That happens with a size that is 1 in the exporter's example: the result has the constant 1.
+    That happens with a size that is 1 in the exporter's example input: the result would have the
+    constant 1.
     """
     kept = all(type(n) is type(m) for n, m in zip((x + values).shape, x.shape, strict=True))
     return values if kept else values.expand_as(x)

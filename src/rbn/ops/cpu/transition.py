@@ -24,7 +24,7 @@ class Transition:
         norm_x: Norm | SequenceNorm | None,
         norm_h: Norm | None,
     ) -> None:
-        """wx: ``[T, B, G]``. With norm_h alone the two terms are normalized jointly.
+        """wx: ``[T, B, G]``. With norm_h but no norm_x, the sum of both terms is normalized.
 
         norm_h adds the bias; without it the bias is added here.
         """
@@ -40,7 +40,7 @@ class Transition:
     # Forward ------------------------------------------------------------------------------------
 
     def start(self, buffers: Buffers) -> None:
-        """Make ready for the steps of the forward pass."""
+        """Prepare for the steps of the forward pass."""
         x_rows, rows = self.wx, self.packing.rows
         if self.sequence is not None:
             x_rows = self.sequence.forward(self.wx[:rows])
@@ -73,7 +73,7 @@ class Transition:
     # Backward -----------------------------------------------------------------------------------
 
     def start_backward(self, wh: Tensor | None) -> None:
-        """Make ready for the steps of the backward pass. wh: as the forward pass left it."""
+        """Prepare for the steps of the backward pass. wh: the buffer of the forward pass."""
         packing, features = self.packing, self.wx.shape[1]
         self.dwx = packing.buffer(features, self.wx)
         self._dxs = packing.split(self.dwx)
@@ -85,7 +85,7 @@ class Transition:
                 self.dwh = packing.buffer(features, self.wx)
         self._dwhs = packing.split(self.dwh)
         self._scratch = self.wx.new_empty(packing.batch, features)
-        # Where a step's gradient is wanted: in its final place, unless norm_x comes between.
+        # Where callers write a step's gradient: its final place, unless norm_x is still to apply.
         self._in_place = self.norm_h is None or self.sequence is not None
 
     def gradient_buffer(self, t: int) -> Tensor:
@@ -107,7 +107,7 @@ class Transition:
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of wx, weight_hh, bias, gamma_x and gamma_h.
 
-        hidden: the states ``[T * B, H]`` packed; h0: ``[B, H]`` in the rows' order.
+        hidden: the states ``[T * B, H]`` packed; h0: ``[B, H]`` in the packed row order.
         """
         packing, rows = self.packing, self.packing.rows
         dweight = packing.outer(self.dwh, hidden, h0)

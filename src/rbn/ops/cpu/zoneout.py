@@ -1,4 +1,4 @@
-"""Keeping previous values: zoneout, and the padded rows of ``padding="include"``."""
+"""Keeps previous values: zoneout, and the padded rows of ``padding="include"``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 class Zoneout:
-    """``state = z * previous + (1 - z) * new``, and previous alone where a mask says so."""
+    """``state = z * previous + (1 - z) * new``, or just ``previous`` where a mask is true."""
 
     def __init__(self, rate: float, masks: tuple[Tensor, ...] | None = None) -> None:
-        """rate: z. masks: of each step, bool, broadcasts to ``[n, H]``."""
+        """rate: z. masks: one bool mask per step, broadcast to ``[n, H]``."""
         self.rate, self.masks = rate, masks
 
     @property
     def active(self) -> bool:
-        """Whether any value is ever kept."""
+        """Whether any previous value is ever kept."""
         return self.rate != 0 or self.masks is not None
 
     def forward(self, t: int, previous: Tensor, new: Tensor, out: Tensor) -> None:

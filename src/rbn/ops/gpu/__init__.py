@@ -1,9 +1,9 @@
 """The recurrences on the GPU.
 
-The batch-normalized and the plain LSTM are persistent kernels or, where those have no room for the
-batch or the layer, a matrix product and a kernel for each step. The layer-normalized LSTM and the
-batch-normalized RNN always are the latter. What the kernels do not cover (float64, layer-normalized
-rows that are too long) runs the reference.
+The batch-normalized and the plain LSTM run in persistent kernels. If the batch or the layer does
+not fit into those, each step is a matrix product and a kernel. The layer-normalized LSTM and the
+batch-normalized RNN always run step by step. The reference runs what no kernel covers: float64, and
+layer-normalized rows that are too long.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RNN = Operator(RNN, "gpu", rnn_steps.IMPLEMENTATION)
 
 
 def operator_for(definition: Definition, calls: Sequence[Arguments]) -> Operator | None:
-    """The operator of a recurrence, or None where the reference must run."""
+    """The operator of a recurrence, or None if the reference must run."""
     a = calls[0]
     if a.input.dtype == torch.float64:
         _log_reference(a)
@@ -66,7 +66,7 @@ def _log_reference(a: Arguments) -> None:
 
 
 def joins(definition: Definition, calls: Sequence[Arguments]) -> bool:
-    """Whether several calls are better made at once, and can be."""
+    """Whether several calls can run in one launch."""
     if definition.name != "lstm" or torch.compiler.is_compiling():
         return False
     return plan.joins(calls)

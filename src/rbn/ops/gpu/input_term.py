@@ -1,4 +1,4 @@
-"""The input term of recurrences that run step by step, and initial states for all rows."""
+"""Computes the input term of step-by-step recurrences, and expands initial states to all rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from rbn.ops.gpu.lstm.prepare import padded_factors, without_padding
 def with_term(
     definition: Definition, a: Arguments, wx: Tensor | None = None, separate: bool = False
 ) -> tuple[Arguments, dict[str, Tensor | None]]:
-    """The arguments with the input term ``[T, B, G]`` as input and states ``[B, H]``.
+    """The arguments with the input term ``[T, B, G]`` as input and states expanded to ``[B, H]``.
 
-    Also returns what is saved: the term, and its factors where they are not the arguments.
-    wx: the input term, if it was made before.
+    Also returns what to save: the term, and those of its factors that are not the arguments.
+    wx: the input term, if it is already computed.
+    separate: do not save the factors, which may share memory.
     """
     batch, hidden = a.input.shape[1], a.weight_hh.shape[1]
     states = [name for name, shape in definition.shapes.items() if shape == "BH"]
@@ -30,7 +31,7 @@ def with_term(
         x, w = padded_factors(a.input, a.weight_ih)
         wx = F.linear(x, w)
         kept = {"wx": wx}
-        if not separate:  # both may be parts of one buffer
+        if not separate:  # both may be views of one buffer
             kept |= {"x": None if x is a.input else x, "w": None if w is a.weight_ih else w}
     return a._replace(input=wx, weight_ih=None, **given), kept
 
@@ -38,7 +39,7 @@ def with_term(
 def through_term(
     a: Arguments, saved: Any, gradients: dict[str, Tensor | None], needs_input: bool
 ) -> dict[str, Tensor | None]:
-    """The gradients of the arguments from those of what `with_term` made of them."""
+    """Take the gradients of what `with_term` returned back to the original arguments."""
     for name in ("h0", "c0"):
         gradient = gradients.get(name)
         if gradient is not None and getattr(a, name).dim() == 1:

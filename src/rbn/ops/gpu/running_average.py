@@ -1,4 +1,4 @@
-"""Statistics of a minibatch averaged into those of the population, in one launch."""
+"""Averages minibatch statistics into the population statistics, in one launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TERMS = 3
 
 
 def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> bool:
-    """Whether it was done, see `rbn.ops.dispatch.average_in`."""
+    """See `rbn.ops.dispatch.average_in`. Returns False if the kernel does not cover the call."""
     if len(terms) > _TERMS:
         return False
     features, steps = [], []
@@ -38,6 +38,6 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> bool:
         (),
         tensors[0],
     )
-    # As by PyTorch's own operations in place: who kept them for a gradient is told.
+    # Like PyTorch's in-place operations: autograd notices if it saved one of these tensors.
     increment_version([old for mean, var, *_, count in terms for old in (mean, var, count)])
     return True

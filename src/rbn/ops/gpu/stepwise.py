@@ -1,4 +1,4 @@
-"""What recurrences need that the host runs step by step: a matrix product and a kernel for each."""
+"""Shared by recurrences that run step by step, with a matrix product and a kernel per step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def power_of_two(n: int) -> int:
 
 
 def factor(weight: Tensor, like: Tensor) -> Tensor:
-    """A weight as a factor of products: in the type of `like`, or in float32 (see `product`)."""
+    """A weight as a factor of products: in the dtype of `like`, or in float32 (see `product`)."""
     in_full = _sums_in_full(like.dtype, like.device)
     return weight.to(like.dtype if in_full else torch.float32)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """``a b`` in float32, for factors of any type: what is normalized next is not rounded before.
+    """``a b`` in float32, for factors of any dtype: it is normalized next, so it is not rounded.
 
-    Factors in half precision are multiplied as they are where PyTorch can then give float32, and
-    in float32 elsewhere.
+    Half-precision factors are multiplied directly if PyTorch can return float32 for them. Otherwise
+    they are converted to float32 first.
     """
     if b.dtype != torch.float32 and _sums_in_full(b.dtype, b.device):
         multiply: Any = torch.mm
@@ -38,7 +38,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def products(like: Tensor, b: Tensor, out: Tensor) -> Callable[[Tensor], object]:
-    """`product` into the same place for each step: of a factor of the type of `like`, and b."""
+    """A function that computes `product` of its argument (of `like`'s dtype) and b into `out`."""
     multiply: Any = torch.mm
     if b.dtype != torch.float32 and _sums_in_full(b.dtype, b.device):
         return lambda a: multiply(a, b, out_dtype=torch.float32, out=out)
@@ -49,7 +49,7 @@ def products(like: Tensor, b: Tensor, out: Tensor) -> Callable[[Tensor], object]
 
 @functools.lru_cache(maxsize=16)
 def _sums_in_full(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether products of such tensors can be had in float32 without converting them."""
+    """Whether PyTorch can multiply such tensors into a float32 result without converting them."""
     if dtype == torch.float32:
         return True
     if device.type != "cuda" or torch.version.cuda is None:
@@ -71,7 +71,7 @@ def weight_gradient(da: Tensor, h0: Tensor, hidden: Tensor) -> Tensor:
 
 
 class StepCall:
-    """What forward and backward passes of all such recurrences have in common."""
+    """Shared by the forward and backward passes of all step-by-step recurrences."""
 
     def __init__(self, wx: Tensor, lengths: Tensor | None) -> None:
         self.wx = wx.contiguous()
@@ -84,21 +84,21 @@ class StepCall:
             self.valid = valid_steps(self.lengths, self.T)
 
     def full(self, value: Tensor) -> Tensor:
-        """In float32 and contiguous."""
+        """A contiguous float32 version."""
         return value.to(torch.float32).contiguous()
 
     def bias(self, value: Tensor | None) -> Tensor:
-        """The same for a bias; zeros where it is absent."""
+        """A bias as contiguous float32; zeros if it is None."""
         return self.zeros(self.wx.shape[2]) if value is None else self.full(value)
 
     def state(self, value: Tensor | None, *shape: int) -> Tensor:
-        """A copy in float32 to work in; zeros where it is absent."""
+        """A writable float32 copy of a state; zeros if it is None."""
         if value is None:
             return self.zeros(*shape)
         return value.to(torch.float32, copy=True).contiguous()
 
     def zeros(self, *shape: int) -> Tensor:
-        """Zeros in float32."""
+        """Float32 zeros."""
         return torch.zeros(shape, dtype=torch.float32, device=self.wx.device)
 
     def mask(self, value: Tensor | None) -> Tensor:
@@ -106,16 +106,16 @@ class StepCall:
         return self.empty if value is None else value.contiguous().view(torch.uint8)
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Memory that nothing was written to."""
+        """Uninitialized memory."""
         return torch.empty(shape, dtype=dtype, device=self.wx.device)
 
     def gradient(self, value: Tensor, parameter: Tensor | None) -> Tensor | None:
-        """In the type of the parameter; None where there is none."""
+        """The gradient in the parameter's dtype; None if the parameter is None."""
         return None if parameter is None else value.to(parameter.dtype)
 
 
 def zone(mask: Tensor | None, rate: float) -> int:
-    """How zoneout is given, as the kernels are told it."""
+    """The kernels' code for how zoneout is given: by mask, by rate, or not at all."""
     if mask is not None:
         return int(kernel_device.MASK.value)
     return int(kernel_device.RATE.value) if rate else 0

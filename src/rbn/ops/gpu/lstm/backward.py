@@ -30,7 +30,7 @@ from rbn.ops.types import valid_steps
 log = logging.getLogger("rbn.ops.gpu")
 
 _AS_BEFORE = contextlib.nullcontext()
-_BLOCK, _UNITS = 512, 32  # sums, and columns of states, that a program of `finish` takes
+_BLOCK, _UNITS = 512, 32  # sums, and columns of states, per program of `finish`
 # The gradients of a joined call, in the order of `_gradients`.
 _NAMES = ("weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0")
 
@@ -38,7 +38,7 @@ _NAMES = ("weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", 
 def backward(
     calls: Sequence[LSTMArguments], saved: Saved, plan: Plan | None, incoming: Incoming
 ) -> list[dict[str, Tensor | None]]:
-    """The gradients of all tensors that have one, of each call by name."""
+    """The gradients of all differentiable tensors, by name, for each call."""
     plan = plan_for(calls, separate=True) if plan is None else plan
     call = join(calls, plan, saved)
     n = len(calls)
@@ -66,15 +66,15 @@ def backward(
 
 
 def _consumed(call: LSTMCall, wh: Tensor) -> Tensor | None:
-    """Memory for d(W_h h) ``[T, B, 4H]`` inside that of W_h h, where the forward pass left enough.
+    """Memory for d(W_h h) ``[T, B, 4H]`` inside that of W_h h, or None if that is not possible.
 
     The backward pass reads W_h h of step t, then writes d(W_h h) of step t, last step first. The
-    latter lies at the end of the memory, so that step t's covers only what was kept of the steps
-    after t: every block has read that before any block can have what it needs for step t. Unless
-    they do not all wait for each other.
+    gradients lie at the end of the memory, so that those of step t overwrite only the saved values
+    of later steps. Every block has read those before any block can start step t. That does not hold
+    if the blocks do not all wait for each other; see `Plan.in_step`.
     """
     size, kept, numbers = call.term.numel(), call.plan.saved[1], wh.numel()
-    if numbers == kept:  # as the operator gives it: there may be more behind it
+    if numbers == kept:  # a view from the custom operator; its storage may be larger
         numbers = wh.untyped_storage().nbytes() // wh.element_size()
     begin = (numbers - size) // 8 * 8  # a multiple of 16 bytes
     alone = call.R == 1 and call.plan.in_step
@@ -85,9 +85,9 @@ def _consumed(call: LSTMCall, wh: Tensor) -> Tensor | None:
 
 
 class _Sums:
-    """Memory for the gradients of `VECTORS`, and of w where there is one, float32, in one piece.
+    """One float32 buffer for the gradients of `VECTORS`, and of w if there is one.
 
-    A part begins at a multiple of 16 bytes, which the kernels ask for.
+    Each part starts at a multiple of 16 bytes, as the kernels require.
     """
 
     def __init__(self, call: LSTMCall) -> None:
@@ -103,7 +103,7 @@ class _Sums:
         return list(self.memory.split(self.sizes))
 
     def at(self) -> dict[str, int]:
-        """The addresses of the parts, by the kernels' names of them."""
+        """The addresses of the parts, by their names in the kernels."""
         begin, n, padded = self.memory.data_ptr(), 4 * self.sizes[0], 4 * self.sizes[3]
         results = {
             "dbias": begin,
@@ -117,19 +117,20 @@ class _Sums:
         return results
 
     def gradients(self, call: LSTMCall) -> list[Tensor | None]:
-        """The parts in the types and shapes of the parameters; None where there is none."""
+        """The parts in the dtypes and shapes of the parameters; None for absent parameters."""
         memory, types = self.memory, {v.dtype for v in self._parameters(call) if v is not None}
-        if len(types) == 1 and memory.dtype not in types:  # rounded all at once
+        if len(types) == 1 and memory.dtype not in types:  # round all of them at once
             memory = memory.to(next(iter(types)))
         return self._fitted(call, memory.split_with_sizes(self.sizes))
 
     def with_states(
         self, call: LSTMCall, dh0: Tensor, dh: Tensor | None, dc: Tensor
     ) -> list[Tensor | None] | None:
-        """The same and then the gradients of initial states that all rows share, in one launch.
+        """`gradients`, then those of the initial states that all rows share, in one launch.
 
-        None where it does not come to that. dh0, dh: what goes through the last product and what,
-        if anything, does not. dc: that of c0, like dh in float32.
+        Returns None if the launch does not cover the call: for Triton kernels, mixed dtypes, or
+        initial states that differ between rows. dh0: the part of h0's gradient that goes through
+        W_h. dh: the part that does not, in float32, if any. dc: the gradient of c0, in float32.
         """
         a = call.a
         types = {v.dtype for v in (*self._parameters(call), a.h0, a.c0) if v is not None}
@@ -180,7 +181,7 @@ class _Sums:
 
 
 def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
-    """Those of the input term, or of W_x of one feature, and then of `_NAMES`; None for absent."""
+    """Gradients of the input term (of W_x with one feature), then of `_NAMES`; None if absent."""
     a, wx, w = call.a, call.term, call.w
     doutput, last = incoming.output, incoming.states
     assert r.wh is not None
@@ -191,12 +192,12 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
         )
     looks = call.in_cuda and call.plan.looks["backward"]
     da = _consumed(call, r.wh) if incoming.consume and not looks else None
-    if looks:  # it starts as EMPTY, so it has memory of its own
+    if looks:  # it must start as EMPTY, so it needs memory of its own
         bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
         da = torch.full(wx.shape, -1, dtype=bits, device=wx.device).view(wx.dtype)
     elif da is None:
         da = wx.new_empty(wx.shape)
-    shared = a.norm == "none" or call.plan.joint  # the gradient of both terms is one
+    shared = a.norm == "none" or call.plan.joint  # both terms have the same gradient
     dwx = None if w is not None else da if shared else torch.empty_like(wx)
     sums = _Sums(call)
     moments = _moments(call, r)
@@ -228,7 +229,7 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
 
 
 def _of_state(call: LSTMCall, gradient: Tensor, state: Tensor) -> Tensor:
-    """In the type of an initial state, and summed over the rows that share it."""
+    """The gradient in the dtype of an initial state, summed over the rows if they share it."""
     if gradient.dtype != state.dtype:
         gradient = gradient.to(state.dtype)
     return gradient.sum(-2) if call.shared(state) else gradient
@@ -262,16 +263,16 @@ def _in_cuda(
     dwx: Tensor | None,
     sums: _Sums,
 ) -> tuple[Tensor | None, Tensor]:
-    """One launch. Gives what of the gradients of h0 and c0 does not go through W_h.
+    """Run in one launch. Returns the parts of the gradients of h0 and c0 that bypass W_h.
 
-    Of the former None, where every row goes through every product.
+    The former is None if every row goes through every product.
     """
     wx = call.term
     at = call.addresses(cuda_kernels.backward_weight(call, weight))
     at |= call.moments_at(moments)
     at |= sums.at()
     n, alone = call.R * call.B * call.H, last[0] is None and last[1] is None
-    own = -(-n // 4) * 16  # bytes of a last gradient
+    own = -(-n // 4) * 16  # bytes of the gradient of a last state
     zeroed = call.plan.zeroed["backward"]
     if alone:
         zeroed = {"dh": own, "dc": own, "": 4 * FAR} | zeroed
@@ -314,7 +315,7 @@ def _in_triton(
     dwx: Tensor,
     sums: _Sums,
 ) -> tuple[Tensor | None, Tensor]:
-    """The same in one launch, or one for each step."""
+    """Like `_in_cuda`, in one launch or in one per step."""
     a, T, B, wx = call.a, call.T, call.B, call.wx
     da, dwx = da.view(wx.shape), dwx.view(wx.shape)
     dh, dc = (_copied(call, grad) for grad in last)
@@ -362,7 +363,7 @@ def _in_triton(
 
 
 def _copied(call: LSTMCall, grad: Tensor | None) -> Tensor:
-    """The gradient of a last state in float32, to be written to."""
+    """A writable float32 copy of the gradient of a last state; zeros if it is None."""
     full: dict[str, Any] = {"dtype": torch.float32, "device": call.term.device}
     if grad is None:
         return torch.zeros(*call.lead, call.B, call.H, **full)
@@ -370,7 +371,7 @@ def _copied(call: LSTMCall, grad: Tensor | None) -> Tensor:
 
 
 def _multiplied_as_by_kernels(call: LSTMCall) -> contextlib.AbstractContextManager[None]:
-    """Products of float32 are in tf32 where the kernels' were; else as PyTorch's switch says."""
+    """Use tf32 for float32 products if the kernels did; otherwise keep PyTorch's setting."""
     if call.term.is_cuda and call.term.dtype == torch.float32 and call.a.tf32:
         return multiplied_in_tf32(True)
     return _AS_BEFORE
@@ -379,9 +380,10 @@ def _multiplied_as_by_kernels(call: LSTMCall) -> contextlib.AbstractContextManag
 def _through_weight(
     call: LSTMCall, da: Tensor, weight: Tensor, r: Saved, apart: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of W_h and, as far as it goes through the product, of h0.
+    """The gradient of W_h, and the part of h0's gradient that goes through W_h.
 
-    apart: whether the columns of da are gate by gate, as the rows of W_h are, or unit by unit.
+    apart: whether the columns of da are ordered gate by gate, like the rows of W_h; otherwise they
+    are ordered unit by unit.
     """
     first = _rows_of(da, 1)
     if r.hidden is not None:
@@ -403,19 +405,19 @@ def _through_weight(
 
 
 def _product(call: LSTMCall, a: Tensor, b: Tensor) -> Tensor:
-    """``a b`` of matrices, or of as many as there are recurrences; less to ask than `matmul`."""
+    """``a b``, batched over the recurrences if there are several; cheaper to call than `matmul`."""
     return torch.bmm(a, b) if call.lead else torch.mm(a, b)
 
 
 def _rows_of(x: Tensor, count: int) -> Tensor:
-    """So many first steps of x ``[..., T, B, F]``, contiguous, as rows ``[..., T' * B, F]``."""
+    """The first `count` steps of x ``[..., T, B, F]``, contiguous, as rows ``[..., T' * B, F]``."""
     *lead, _, B, F = x.shape
     *strides, _, row, one = x.stride()
     return x.as_strided((*lead, count * B, F), (*strides, row, one), x.storage_offset())
 
 
 def columns_of(x: Tensor, first: int, count: int) -> Tensor:
-    """So many steps of x ``[..., T, B, F]``, contiguous, as columns ``[..., F, T' * B]``."""
+    """`count` steps of x ``[..., T, B, F]``, contiguous, as columns ``[..., F, T' * B]``."""
     *lead, _, B, F = x.shape
     *strides, rows, _, _ = x.stride()
     begin = x.storage_offset() + first * rows
@@ -425,7 +427,7 @@ def columns_of(x: Tensor, first: int, count: int) -> Tensor:
 def _sequence_backward(
     call: LSTMCall, r: Saved, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor
 ) -> None:
-    """What sequencewise statistics add to the gradient of the input term, in place."""
+    """Add the contribution of sequencewise statistics to the input term's gradient, in place."""
     a, wide = call.a, (call.R, 1, 1, 4 * call.H)
     assert r.mean_x is not None
     assert r.var_x is not None

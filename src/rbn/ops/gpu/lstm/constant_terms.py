@@ -1,4 +1,4 @@
-"""The host's part of `CONSTANT` in one launch, see `rbn.ops.identical_rows`."""
+"""Raises the variances of non-constant terms in one launch, see `rbn.ops.identical_rows`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.types import CONSTANT
 
 _BLOCK = 1024
-_PROGRAMS = 128  # each of them looks for the first step that differs, so not too many
+_PROGRAMS = 128  # not too many: each of them searches for the first step that differs
 
 
 def raised_variances(
@@ -27,16 +27,17 @@ def raised_variances(
     lengths: Tensor | None = None,
     include: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Variances ``[..., T, F]`` for the backward kernels, from those of the forward pass.
+    """var_h and var_c ``[..., T, F]`` for the backward kernels, from those of the forward pass.
 
-    states: ``[..., B, H]`` each, None where all rows are one. wx: ``[..., T, B, 4H]``. var_x: over
-    a sequence ``[..., 1, 4H]``; None, like var_c, for absent terms. Others: see `identical_steps`.
+    states: ``[..., B, H]`` each, None if all rows share the state. wx: ``[..., T, B, 4H]``. var_x:
+    ``[..., T, 4H]``, or ``[..., 1, 4H]`` if sequencewise. var_x and var_c are None for absent
+    terms. For the other arguments see `identical_steps`.
     """
     T, B, G = wx.shape[-3:]
     sequence = var_x is not None and var_x.shape[-2] != T
-    # The kernel's programs count on beyond the end.
+    # The kernel's 32-bit indices run past the end by up to one block per program.
     large = max(T * G, B * G // 4) >= 2**31 - _PROGRAMS * _BLOCK
-    if var_x is None or sequence or include or large:  # rare, and the kernel does not know it
+    if var_x is None or sequence or include or large:  # rare, not supported by the kernel
         seen = tuple(state for state in states if state is not None)
         variances = var_x, var_h, var_c
         before, after = identical_steps(seen, wx, *variances, eps, masked, lengths, include)

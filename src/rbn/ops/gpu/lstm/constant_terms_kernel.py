@@ -35,7 +35,7 @@ def _small(var, size, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def _raise(var, out, size, F, identical, floor, BLOCK: tl.constexpr):
-    """Variances ``[T, F]`` of the steps that are not among the first `identical`."""
+    """Raise variances ``[T, F]`` to `floor`, except in the first `identical` steps."""
     for start in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         v = tl.load(var + at, mask=at < size, other=0.0)
@@ -63,15 +63,18 @@ def raise_variances(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raises both variances, see `identical_steps`; LOOK: whether rows of a state can differ."""
+    """Raise both variances, see `identical_steps`. LOOK_H, LOOK_C: whether a state's rows differ.
+
+    A state whose rows are the same memory need not be read.
+    """
     r = tl.program_id(1).to(tl.int64)
     identical = 1
     if LOOK_H:
         identical = _identical_rows(h0 + r * B * H, B * H, H, BLOCK)
     if LOOK_C:
         identical *= _identical_rows(c0 + r * B * H, B * H, H, BLOCK)
-    before = identical  # steps before which rows are identical
-    after = 0  # and after which
+    before = identical  # number of steps before which the rows are identical
+    after = 0  # number of steps after which they are
     t = 0
     while (t < T) & (identical == 1):
         if CELL:

@@ -1,7 +1,8 @@
-"""The LSTM through the kernels in CUDA C++, for the shapes and options they cover.
+"""Launches the LSTM's CUDA C++ kernels, for the shapes and options they cover.
 
-Wide layers and layers with zoneout run the kernels of `grid`, small ones those of `cluster`, others
-those of `portable`. What none of them covers runs the Triton kernels of `persistent` or `steps`.
+Wide layers and layers with zoneout run the `grid` kernels, small ones the `cluster` kernels, others
+the `portable` kernels. Calls that none of them covers run the Triton kernels of `persistent` or
+`steps`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ log = logging.getLogger("rbn.ops.gpu")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UNITS = 8
 _SHARED = 227 * 1024
-_TILES = 8  # of 16 rows
-CLUSTER, GRID, PORTABLE = "cluster", "grid", "portable"  # which kernels run
+_TILES = 8  # tiles of 16 rows, at most
+CLUSTER, GRID, PORTABLE = "cluster", "grid", "portable"  # the families of kernels
 
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 _MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
@@ -79,7 +80,7 @@ _ONE_FEATURE = {"forward": OneFeatureForwardArguments, "backward": OneFeatureBac
 class PortableTiling:
     """How the product of one kernel is divided among the warps of a block."""
 
-    tiles: int  # of 16 rows
+    tiles: int  # tiles of 16 rows
     row_warps: int
     column_warps: int
     chunk: int
@@ -88,7 +89,7 @@ class PortableTiling:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """Threads per block."""
         return 32 * self.row_warps * self.column_warps
 
     def shared(self, blocks: int, columns: int, pitch: int, sums: int) -> int:
@@ -101,7 +102,7 @@ class PortableTiling:
 
 
 def _column_warps(tiles: int) -> int:
-    """So many that a block has 4 to 8 warps."""
+    """Column warps such that a block has 4 to 8 warps."""
     return 1 if tiles > 4 else 2 if tiles > 1 else 4
 
 
@@ -109,13 +110,16 @@ def _column_warps(tiles: int) -> int:
 def portable_forward(
     dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED
 ) -> PortableTiling | None:
-    """The division of the forward kernel, or None where `limit` bytes of shared memory are few."""
+    """The tiling of the forward kernel; None if it needs more than `limit` bytes of shared memory.
+
+    Also None if the batch has too many rows.
+    """
     tiles = -(-batch // 16)
     if tiles > _TILES:
         return None
     half = dtype != torch.float32
     blocks = -(-hidden // (32 if half else 16))
-    if blocks <= 8 * (2 - half):  # a warp's share of the weights is small: wait for the data
+    if blocks <= 8 * (2 - half):  # a warp's share of the weights is small: wait for data
         columns = _column_warps(tiles)
         per_warp = -(-blocks // columns)
         cut = PortableTiling(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
@@ -128,7 +132,7 @@ def portable_forward(
 def portable_backward(
     dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED
 ) -> PortableTiling | None:
-    """The same for the backward kernel."""
+    """Like `portable_forward`, for the backward kernel."""
     tiles = -(-batch // 16)
     if tiles > _TILES:
         return None
@@ -168,7 +172,7 @@ def _capable(device: int) -> bool:
 
 
 def covers(term: Term, a: LSTMArguments) -> bool:
-    """Whether both kernels take this call."""
+    """Whether the CUDA C++ kernels cover this call, forward and backward."""
     if not term.is_cuda or not _capable(term.device.index or 0):
         return False
     if term.dtype == torch.float32 and not a.tf32:
@@ -179,9 +183,9 @@ def covers(term: Term, a: LSTMArguments) -> bool:
 
 
 def takes_options(term: Term, a: LSTMArguments) -> bool:
-    """Whether the kernels have all that this call asks for.
+    """Whether the kernels support all options of this call.
 
-    Zoneout only those for wide layers have, which then run whatever they take.
+    Only the `grid` kernels support zoneout, so they run every such call that fits them.
     """
     if a.joint or a.include or a.pass_normalized_cell:
         return False
@@ -189,7 +193,7 @@ def takes_options(term: Term, a: LSTMArguments) -> bool:
 
 
 def _fits(wx: Term) -> bool:
-    """Whether the card has room for all blocks of 8 units at once."""
+    """Whether all blocks of 8 units fit on the GPU at once, for the `portable` kernels."""
     *lead, _, B, G = wx.shape
     return _has_room(wx.dtype, lead[0] if lead else 1, B, G // 4, wx.device.index or 0)
 
@@ -207,14 +211,17 @@ def _has_room(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, dev
 
 
 def fits_grid(wx: Term) -> bool:
-    """Whether blocks of 16 units take it: there is no room for those of 8, or these are better."""
+    """Whether the `grid` kernels, with blocks of 16 units, should run.
+
+    They do if blocks of 8 units do not fit on the GPU, or are slower.
+    """
     if _fits(wx):
         return grid_kernels.preferred(wx)
     return grid_kernels.takes(wx)
 
 
 def kind(wx: Term, tf32: bool) -> str | None:
-    """Which kernels take a layer of this size and type, if its options allow it."""
+    """The kernel family for a layer of this size and dtype, ignoring options; None if none."""
     if not _capable(wx.device.index or 0):
         return None
     if wx.dtype == torch.float32 and not tf32:
@@ -225,14 +232,14 @@ def kind(wx: Term, tf32: bool) -> str | None:
 
 
 def family(wx: Term, zoned: bool = False) -> str:
-    """The same of a call that these kernels take, for `meeting` and launches."""
+    """The family of kernels for a call that `covers` accepts."""
     if zoned:
         return GRID
     return CLUSTER if cluster_kernels.choose(wx) else GRID if fits_grid(wx) else PORTABLE
 
 
 def tiling_of(direction: str, wx: Term, family: str) -> Any:
-    """How the kernel of a family is cut: a `PortableTiling`, `ClusterTiling` or `GridTiling`."""
+    """The tiling for a family: a `PortableTiling`, `ClusterTiling` or `GridTiling`."""
     B, G = wx.shape[-2:]
     if family == PORTABLE:
         cut: Any = (portable_forward if direction == "forward" else portable_backward)(
@@ -247,12 +254,15 @@ def tiling_of(direction: str, wx: Term, family: str) -> Any:
 
 
 def meeting(cut: Any) -> tuple[bool, bool]:
-    """Whether the blocks count at `counter`; whether what they exchange must begin EMPTY."""
+    """How the blocks synchronize: through `counter`, and through a buffer that starts as EMPTY.
+
+    Returns two bools; only `portable` kernels use either.
+    """
     return (cut.barrier, not cut.barrier) if isinstance(cut, PortableTiling) else (False, False)
 
 
 def zeroed(cut: Any, recurrences: int) -> dict[str, int]:
-    """Bytes that a kernel wants to find as zeros, by the names of its struct, multiples of 16."""
+    """Bytes that must be zero before a kernel runs, by struct member; multiples of 16."""
     if isinstance(cut, grid_kernels.GridTiling):
         return grid_kernels.zeroed(cut, recurrences)
     return {"counter": -(-recurrences // 4) * 16} if meeting(cut)[0] else {}
@@ -261,7 +271,7 @@ def zeroed(cut: Any, recurrences: int) -> dict[str, int]:
 def defines(
     a: LSTMArguments, flags: dict[str, int], hidden: int, one_feature: bool, doutput: bool
 ) -> tuple[Any, ...]:
-    """What a kernel is compiled with, besides how it is cut.
+    """The macros a kernel is compiled with, except those of its tiling.
 
     flags: the statistics that terms are normalized with. doutput: whether the output has a
     gradient, for the backward kernel.
@@ -284,7 +294,7 @@ def defines(
 
 
 class Launch(NamedTuple):
-    """A kernel that is ready to start: ``kernel.launch(grid, arguments)``."""
+    """A kernel ready to launch: ``kernel.launch(grid, arguments)``."""
 
     kernel: Kernel
     grid: tuple[int, int]
@@ -294,10 +304,10 @@ class Launch(NamedTuple):
 def launch_for(
     direction: str, call: Any, at: dict[str, int], rows: list[int], has_doutput: bool = False
 ) -> Launch:
-    """The launch of the forward or the backward kernel, on the current device.
+    """Prepare the launch of the forward or the backward kernel on the current device.
 
-    at: addresses by the names of its struct; absent ones are not looked at. The backward kernel
-    takes W_h as `backward_weight` gives it. rows: of the statistics of x, h and c. has_doutput:
+    at: addresses by struct member; the kernel does not read missing ones. The backward kernel takes
+    W_h as returned by `backward_weight`. rows: rows of the statistics of x, h and c. has_doutput:
     whether the output has a gradient.
     """
     defines = call.plan.defines[has_doutput]
@@ -361,7 +371,7 @@ def _launch(
     *more: float,
     splits: int = 1,
 ) -> Launch:
-    # Clusters that do not meet need not run at the same time.
+    # Clusters that do not synchronize with each other need not run at the same time.
     if blocks * (call.R * splits if kernel.together else 1) > kernel.at_once:
         raise RuntimeError("the card has no room for all blocks of the recurrence at once")
     packed = struct.packed(at, call.T, call.B, *rows, call.a.eps, *more)
@@ -369,7 +379,7 @@ def _launch(
 
 
 def backward_weight(call: Any, weight: Tensor) -> Tensor:
-    """W_h as the backward kernel takes it."""
+    """W_h in the backward kernel's layout: transposed, except for the `grid` kernels."""
     if call.family == GRID:
         return weight.contiguous()
     return weight.transpose(-2, -1).contiguous()

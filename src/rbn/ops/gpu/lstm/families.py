@@ -21,12 +21,12 @@ CUDA = "one kernel in CUDA C++"
 PERSISTENT = "one persistent kernel"
 STEPS = "a product and a kernel for each step"
 
-# Bytes of W_h that persistent kernels may read from L2 in every step, at most.
+# Bytes of W_h that the persistent Triton kernels may read from L2 in every step, at most.
 STREAMED = 24 * 2**20
 
 
 def tiles_for(term: Term) -> Tiles | None:
-    """The tiles of the persistent kernels in Triton; None where the batch is too large for one."""
+    """The tiles of the persistent Triton kernels; None if the batch is too large for a tile."""
     R = term.shape[0] if len(term.shape) == 4 else 1
     B, G = term.shape[-2:]
     where = (term.device.index or 0) if term.is_cuda else None
@@ -49,14 +49,14 @@ def is_streamed(term: Term) -> bool:
 
 
 def choose(term: Term, a: LSTMArguments) -> str:
-    """`CUDA`, `PERSISTENT` (in Triton) or `STEPS`.
+    """Choose the path: `CUDA`, `PERSISTENT` (in Triton) or `STEPS`.
 
-    The kernels in CUDA C++ are the fastest for what they cover. A persistent kernel in Triton takes
-    any option, but holds all rows of its units in registers, and all its programs must be on the
-    card at once: neither a batch too large for a tile nor a layer too large for the card will do.
-    What of W_h does not stay on the chip it reads in every step, at less than the speed of a
-    product of cuBLAS; beyond `STREAMED` bytes that costs more than the launches it saves. All of
-    those calls go step by step, which takes any shape.
+    The CUDA C++ kernels are the fastest for the calls they cover. A persistent Triton kernel
+    supports any option, but holds all rows of its units in registers, and all its programs must be
+    on the GPU at once. So the batch must fit into a tile, and the layer onto the GPU. The part of
+    W_h that does not stay on the chip is read again in every step, more slowly than in a cuBLAS
+    product; beyond `STREAMED` bytes that costs more than the saved launches. All remaining calls
+    run step by step, which supports any shape.
     """
     if cuda_kernels.covers(term, a):
         return CUDA

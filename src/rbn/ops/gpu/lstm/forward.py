@@ -1,7 +1,7 @@
 """The LSTM's forward pass on the GPU, from tensors to kernel launches.
 
 R independent recurrences of one shape (the directions of a layer) run side by side; every tensor
-carries them as its first dimension. One alone needs none.
+then has a leading dimension of R. A single recurrence needs no such dimension.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
-_BLOCK = 1024  # numbers that a program of `last_states` takes
+_BLOCK = 1024  # elements per program of `last_states`
 _NOTHING_SAVED = Saved()
 
 
@@ -61,7 +61,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     if call.a.save:
         kept.update(to_save(call, calls))
         kept.update(zip(LSTM.moments, moments, strict=True))
-        if separate:  # tensors of the sizes that `fake` says, which share no memory
+        if separate:  # the sizes must match `fake`, and no memory may be shared
             kept["wh"] = kept["wh"].narrow(0, 0, plan.saved[1])
             kept["x"] = kept["w"] = kept["joined"] = None
         saved = Saved(**kept)
@@ -105,9 +105,9 @@ Run = tuple[Tensor, tuple[Tensor, Tensor], list[Tensor | None], dict[str, Any]]
 
 
 def _in_cuda(call: LSTMCall, separate: bool) -> Run:
-    """One launch, and as little as possible before it: the GPU may be waiting.
+    """Run in one launch, doing as little as possible before it: the GPU may be waiting.
 
-    Returns output, last states, statistics, and what is saved by name.
+    Returns the output, the last states, the statistics, and the saved tensors by name.
     """
     a, H, plan = call.a, call.H, call.plan
     dtype, device, full = call.term.dtype, call.term.device, torch.float32
@@ -147,7 +147,7 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
         launch = cuda_kernels.launch_for("forward", call, at, rows)
         launch.kernel.launch(launch.grid, launch.arguments)
 
-    # The kernel runs; all else can wait.
+    # The kernel is running; everything below can overlap with it.
     output = steps_of(hs, H)
     last = _last_states(call, output if a.lengths is None else h_n, new)
     if stride != H:
@@ -159,7 +159,7 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
 
 
 def _last_states(call: LSTMCall, h: Tensor, new: Workspace) -> tuple[Tensor, Tensor]:
-    """h_n and c_n in the output's type, from h ``[..., T, B, H]`` or ``[..., B, H]``."""
+    """h_n and c_n in the output's dtype, from h ``[..., T, B, H]`` or ``[..., B, H]``."""
     wx, H = call.term, call.H
     h_n = torch.empty((*call.lead, call.B, H), dtype=wx.dtype, device=wx.device)
     c_n = torch.empty_like(h_n)
@@ -180,7 +180,7 @@ def _last_states(call: LSTMCall, h: Tensor, new: Workspace) -> tuple[Tensor, Ten
 
 
 def _in_triton(call: LSTMCall, separate: bool) -> Run:
-    """One launch, or one for each step; returns the same as `_in_cuda`."""
+    """Run in one launch, or in one per step. Returns the same as `_in_cuda`."""
     a, R, T, B, H, wx = call.a, call.R, call.T, call.B, call.H, call.wx
     dtype, device = wx.dtype, wx.device
     stride = stride_of(H)
@@ -236,19 +236,22 @@ def _in_triton(call: LSTMCall, separate: bool) -> Run:
 
 
 def _broadcast(call: LSTMCall, state: Tensor) -> Tensor:
-    """An initial state such that it can be copied to one with rows."""
+    """View an initial state so that it broadcasts to ``[..., B, H]``."""
     return state.unsqueeze(-2) if call.lead and call.shared(state) else state
 
 
 def _first_states(call: LSTMCall) -> Tensor:
-    """Where kernels put the last h of each row: h0 for those that have no step."""
+    """The buffer for the last h of each row; with lengths it starts as h0, for rows without steps.
+
+    Float32 ``[..., B, H]``.
+    """
     full: dict[str, Any] = {"dtype": torch.float32, "device": call.term.device}
     states = torch.empty((*call.lead, call.B, call.H), **full)
     return states if call.a.lengths is None else states.copy_(_broadcast(call, call.a.h0))
 
 
 def _begin(call: LSTMCall, hs: Tensor, stride: int) -> None:
-    """h0 into the memory of the states."""
+    """Copy h0 into the buffer of states, and zero the padding of its rows."""
     first, h0 = hs.select(-3, 0), _broadcast(call, call.a.h0)
     if stride == call.H:
         first.copy_(h0)
@@ -267,7 +270,7 @@ def _outputs(
     moments: list[Tensor | None],
     separate: bool,
 ) -> Run:
-    """The results from the kernels' buffers."""
+    """Build the results from the kernels' buffers."""
     a, dtype, T, H = call.a, call.wx.dtype, call.T, call.H
     output = steps_of(hs, H)
     include = call.plan.include
@@ -278,7 +281,8 @@ def _outputs(
     elif hs.shape[-1] != H:
         output = output.contiguous()
     last = h_n.to(dtype) if a.lengths is not None else output.select(-3, -1).clone()
-    # What would be kept for this alone is no more than needs to be.
+    # Save `hs` if the output is a masked copy or a view of it. Otherwise save the output instead,
+    # so that `hs` is not kept alive for the backward pass alone.
     own = include or (hs.shape[-1] == H and not separate)
     hidden = hs.narrow(-1, 0, H) if own else None
     saved: dict[str, Any] = {"wh": wh, "cs": cs, "hidden": hidden}
@@ -287,13 +291,13 @@ def _outputs(
 
 
 def _input_moments(call: LSTMCall, new: Workspace) -> None:
-    """Mean and var of the input term of every step, into the first two of `new`."""
+    """Write mean and var of the input term of every step into the workspace `new`."""
     wx = call.term
     padded = call.a.lengths is not None and not call.plan.include
-    lengths = call.lengths if padded else wx  # not looked at
+    lengths = call.lengths if padded else wx  # wx: a placeholder that the kernel does not read
 
     def ask() -> Any:
-        columns = 128  # of a program: 64 take a fifth longer at 128 rows, and so do 256
+        columns = 128  # per program; 64 or 256 take a fifth longer at 128 rows
         return (
             (call.R * call.T, -(-4 * call.H // columns)),
             [wx, *new.input_moments(), lengths],
@@ -311,13 +315,13 @@ def _input_moments(call: LSTMCall, new: Workspace) -> None:
 
 
 def _inputs_of_one_feature(call: LSTMCall, new: Workspace, w: int) -> Tensor:
-    """Inputs as the kernels take them, with their variances behind.
+    """The inputs in the kernels' layout, followed by their variances.
 
-    The minibatch's statistics of the input term go into the first two of `new`. w: the address of
+    Writes the minibatch statistics of the input term into the workspace `new`. w: the address of
     `call.w` in float32.
     """
     a, R, T, B, G = call.a, call.R, call.T, call.B, 4 * call.H
-    x = a.input  # of which all columns are one
+    x = a.input  # expanded: all columns are the same memory
     S, rows = call.input_rows, new.rows[0] if call.x == BATCH else 0
     size = R * T * S
     memory = torch.empty(size + R * rows, dtype=torch.float32, device=x.device)
@@ -326,7 +330,7 @@ def _inputs_of_one_feature(call: LSTMCall, new: Workspace, w: int) -> Tensor:
     batch, padded = call.x == BATCH and not call.plan.sequence, a.lengths is not None
     addresses = [x.data_ptr(), w, memory.data_ptr()]
     addresses += [new.at["mean_x"], new.at["var_x"]] if batch else addresses[2:] * 2
-    lengths = call.lengths if padded else memory  # not looked at
+    lengths = call.lengths if padded else memory  # memory: a placeholder, not read
     addresses.append(lengths.data_ptr())
 
     def tensors() -> list[Tensor]:
@@ -360,7 +364,10 @@ def _inputs_of_one_feature(call: LSTMCall, new: Workspace, w: int) -> Tensor:
 
 
 def _sequence_centered(call: LSTMCall, var: Tensor, new: Workspace) -> Tensor:
-    """X ``[R, T, B, 1]`` less its mean over all unpadded positions; the variance into `var`."""
+    """X ``[R, T, B, 1]`` minus its mean over all unpadded positions. Writes the variance to `var`.
+
+    Also writes the statistics of the input term into the workspace `new`.
+    """
     assert call.w is not None
     feature = call.wx.narrow(-1, 0, 1).to(torch.float32)
     mean, result = feature.new_empty(2, call.R, 1)
@@ -376,7 +383,7 @@ def _sequence_centered(call: LSTMCall, var: Tensor, new: Workspace) -> Tensor:
 def _sequence_moments(
     wx: Tensor, lengths: Tensor | None, new_mean: Tensor, new_var: Tensor
 ) -> None:
-    """Mean and var of the input term over all unpadded positions, into the last two."""
+    """Write mean and var of the input term over all unpadded positions to new_mean and new_var."""
     x = wx.to(torch.float32)
     if lengths is None:
         var, mean = torch.var_mean(x, dim=(1, 2), correction=0)

@@ -1,4 +1,4 @@
-"""Statistics of the input term, whose values are known for all steps before the first begins."""
+"""Statistics of the input term, which are known for all steps before the recurrence starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def input_moments(
     COLUMNS: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
-    """Mean and biased variance over the batch: a program for each step and block of columns."""
+    """Mean and biased variance over the batch: one program per step and block of columns."""
     step = tl.program_id(0).to(tl.int64)  # of all recurrences
     t = step % T
     rows = tl.arange(0, ROWS)
@@ -50,7 +50,7 @@ def input_moments(
 
 @triton.jit
 def feature_moments(
-    x,  # [R, T, B], in any order of memory
+    x,  # [R, T, B], with any strides
     w,  # [R, F] float32
     memory,  # [R, T, S] float32, and from `behind` on [R, T]
     mean,  # [R, T, F] float32
@@ -69,10 +69,11 @@ def feature_moments(
     BATCH: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
-    """Inputs of one feature as the kernels take them: a program for each step.
+    """Write inputs of one feature in the LSTM kernels' layout: one program per step.
 
-    `memory` gets x, zeros where it is padded and up to row S. If BATCH, its mean is taken away, its
-    variance comes behind, and the statistics of the input term x w follow from both.
+    `memory` gets x, with zeros in padded positions and up to row S. If BATCH, the mean is
+    subtracted, the variance is stored from `behind` on, and the statistics of the input term x w
+    are derived from both.
     """
     step = tl.program_id(0).to(tl.int64)  # of all recurrences
     t = step % T

@@ -1,7 +1,7 @@
-"""The arguments of all calls as the kernels take them: the input term, and stacked tensors.
+"""Joins several calls into one for the kernels: computes the input term and stacks tensors.
 
 The input term is a product, or the input itself. Recurrences side by side, such as the directions
-of a layer, have their tensors stacked along a first dimension.
+of a layer, have their tensors stacked along a leading dimension.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ _OTHERS = LSTM.tensors[len(LSTM.gradients) :]  # tensors without a gradient
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs; None where it is absent.
+    """The tensors that the backward pass needs; None if absent.
 
-    The first ones save making them again. x, w and so on are the factors of the input term where
-    they are not the arguments themselves; vectors has the parameters `VECTORS` of all calls.
+    The fields up to `joined` are saved only to avoid recomputing them. x, w, x_reverse and
+    w_reverse are the factors of the input term if they are not the arguments themselves; vectors
+    holds the parameters `VECTORS` of all calls.
     """
 
-    term: Tensor | None = None  # [R, T, B, 4H], where the call made it
+    term: Tensor | None = None  # [R, T, B, 4H], if the call computed it
     x: Tensor | None = None
     w: Tensor | None = None
     x_reverse: Tensor | None = None
     w_reverse: Tensor | None = None
-    weights: Tensor | None = None  # [R, 4H, H], where several calls are stacked
+    weights: Tensor | None = None  # [R, 4H, H], if several calls are stacked
     vectors: Tensor | None = None
     h0: Tensor | None = None
     c0: Tensor | None = None
     joined: Tensor | None = None  # see `LSTMCall`
-    inputs: Tensor | None = None  # inputs of one feature as the kernels take them
-    output: Tensor | None = None  # [R, T, B, H], where it is not a part of `hidden`
+    inputs: Tensor | None = None  # inputs of one feature in the kernels' layout
+    output: Tensor | None = None  # [R, T, B, H], if it is not a view of `hidden`
     mean_x: Tensor | None = None  # [R, T, 4H], or [R, 1, 4H] for sequencewise statistics
     var_x: Tensor | None = None
     mean_h: Tensor | None = None
     var_h: Tensor | None = None
     mean_c: Tensor | None = None
     var_c: Tensor | None = None
-    # For the kernels' own use, in the order of whichever ran:
-    wh: Tensor | None = None  # W_h h less its mean; without a norm the gates before nonlinearities
+    # Read only by the kernels, in the memory layout of the one that ran:
+    wh: Tensor | None = None  # W_h h minus its mean; without a norm the pre-activations
     cs: Tensor | None = None  # cells in float32
     hidden: Tensor | None = None  # h0 and h after each step [R, T + 1, B, H], if contiguous
 
 
 def join(calls: Sequence[LSTMArguments], plan: Plan, saved: Saved | None = None) -> LSTMCall:
-    """The calls as one, for the kernels. saved: of the forward pass, for the backward pass."""
+    """Join the calls into one for the kernels. saved: given in the backward pass only."""
     if len(calls) > 1:
         return _join_several(calls, plan, saved)
     (a,) = calls
@@ -114,9 +115,9 @@ def _stack(calls: Sequence[LSTMArguments], name: str) -> Tensor | None:
 def _vectors(
     calls: Sequence[LSTMArguments], made: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The parameters `VECTORS` of all calls in one tensor, and the same in float32 if it is not.
+    """The parameters `VECTORS` of all calls in one tensor, and a float32 copy if it is not float32.
 
-    None where their dtypes differ.
+    Both are None if their dtypes differ. made: the tensor, if it already exists.
     """
     if made is not None:
         return made, None
@@ -145,7 +146,7 @@ def _split_vectors(calls: Sequence[LSTMArguments], vectors: Tensor | None) -> di
 
 
 def to_save(call: LSTMCall, calls: Sequence[LSTMArguments]) -> dict[str, Tensor | None]:
-    """The parts of `Saved` that `join` made."""
+    """The fields of `Saved` that `join` computed."""
     kept: dict[str, Tensor | None] = {"joined": call.joined}
     if call.factors:
         kept["term"] = call.a.input

@@ -18,13 +18,14 @@ from rbn.ops.gpu.stepwise import zone
 from rbn.ops.types import valid_steps
 
 VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
-FAR = 32  # numbers between results and counters: no line of the cache has both
+FAR = 32  # elements between results and counters, so that they share no cache line
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The same at an address that is a multiple of 16, which views need not begin at.
+    """The tensor at an address that is a multiple of 16; copies a view that starts elsewhere.
 
-    Kernels, cuBLAS's too, read others in other pieces, and so might add in another order.
+    Kernels, including cuBLAS's, read unaligned data in other chunks, so they might sum in another
+    order.
     """
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
 
@@ -34,12 +35,12 @@ class LSTMCall:
 
     Attributes:
         a: the operator's arguments; `input` is the input term, and tensors of several calls are
-            stacked. With `plan.one_feature` it is the feature, expanded to the term's shape.
-        term: the input term, contiguous, in the shape that it came in.
+            stacked. With `plan.one_feature`, `input` is the feature, expanded to the term's shape.
+        term: the input term, contiguous, in its original shape.
         w: W_x of inputs of one feature, ``[R, 4H, 1]``.
-        joined: the parameters `VECTORS` in float32 in one tensor, if the kernels needed it so;
-            the backward pass need not do it again.
-        kept: tensors whose addresses the kernels were given, and which nobody else holds.
+        joined: the parameters `VECTORS` in one float32 tensor, if the kernels needed a conversion;
+            saved so that the backward pass need not repeat it.
+        kept: tensors whose addresses were passed to kernels, to keep them alive.
     """
 
     def __init__(
@@ -50,30 +51,31 @@ class LSTMCall:
         self.lead, self.R, self.T, self.B, self.H = plan.sizes
         self.path, self.in_cuda, self.x = plan.path, plan.in_cuda, plan.x
         self.kept: list[Tensor] = []
-        self.factors: list[tuple[Tensor, Tensor]] = []  # of the input terms that were made
+        self.factors: list[tuple[Tensor, Tensor]] = []  # of the computed input terms
         self.vectors_of_all: Tensor | None = None  # the parameters `VECTORS` of several calls
 
     @functools.cached_property
     def wx(self) -> Tensor:
-        """The input term ``[R, T, B, 4H]`` in any case.
+        """The input term, always with four dimensions, ``[R, T, B, 4H]``.
 
-        Of all else the kernels see the memory alone, which a dimension of one does not change.
+        The other tensors need no such view: kernels see only their memory, which a dimension of
+        size one does not change.
         """
         return self.term if self.lead else self.term[None]
 
     @property
     def family(self) -> str:
-        """Which of the kernels in CUDA C++ run."""
+        """Which CUDA C++ kernels run."""
         return self.plan.family
 
     @functools.cached_property
     def empty(self) -> Tensor:
-        """Something in the place of a tensor that a kernel does not look at."""
+        """A placeholder for a tensor that a kernel does not read."""
         return self.term.new_empty(1, dtype=torch.float32)
 
     @functools.cached_property
     def lengths(self) -> Tensor:
-        """Of each row, int32; anything where all are the same."""
+        """The length of each row, int32 ``[B]``; a placeholder if the call has no lengths."""
         lengths = self.a.lengths
         if lengths is None:
             return self.empty
@@ -81,7 +83,10 @@ class LSTMCall:
 
     @functools.cached_property
     def inv_n(self) -> Tensor:
-        """1 / rows that count in each step, 0 where there are none; like `lengths`."""
+        """1 / unpadded rows of each step ``[T]``, 0 for steps without any.
+
+        A placeholder if the call has no lengths.
+        """
         if self.a.lengths is None:
             return self.empty
         valid = valid_steps(self.lengths, self.T)
@@ -91,17 +96,17 @@ class LSTMCall:
 
     @functools.cached_property
     def tiles(self) -> Tiles:
-        """Those of the persistent kernels in Triton."""
+        """The tiles of the persistent Triton kernels."""
         tiles = families.tiles_for(self.plan.term)
         assert tiles is not None
         return tiles
 
     def shared(self, state: Tensor) -> bool:
-        """Whether an initial state is one for all rows."""
+        """Whether all rows share this initial state."""
         return state.dim() == len(self.lead) + 1
 
     def in_rows(self, state: Tensor) -> Tensor:
-        """An initial state ``[..., B, H]``."""
+        """An initial state, expanded to ``[..., B, H]``."""
         if not self.shared(state):
             return state
         if self.lead:
@@ -109,7 +114,7 @@ class LSTMCall:
         return state.expand(*self.lead, self.B, self.H)
 
     def full(self, value: Tensor | None) -> Tensor:
-        """In float32 and contiguous; anything where it is absent."""
+        """A contiguous float32 version; a placeholder for None."""
         if value is None:
             return self.empty
         if value.dtype == torch.float32:
@@ -117,7 +122,7 @@ class LSTMCall:
         return value.to(torch.float32, memory_format=torch.contiguous_format)
 
     def vectors(self) -> list[Tensor]:
-        """The parameters `VECTORS` in float32; rounded ones are widened all at once."""
+        """The parameters `VECTORS` in float32; half-precision ones are converted all at once."""
         given = self._vectors()
         self._join()
         if self.joined is None:
@@ -130,7 +135,7 @@ class LSTMCall:
         return a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c
 
     def to_join(self) -> tuple[Tensor | None, ...]:
-        """The parameters `VECTORS`, if they are to become `joined` and are not yet; else ()."""
+        """The parameters `VECTORS` if `joined` is still to be made from them, else ()."""
         if self.joined is not None:
             return ()
         given = self._vectors()
@@ -138,15 +143,15 @@ class LSTMCall:
         return given if len(types) == 1 and torch.float32 not in types else ()
 
     def _join(self) -> None:
-        """Those that are there, widened, into one tensor, if they need to be and are not yet."""
+        """Make `joined` from the parameters that exist, if it is needed and not yet made."""
         present = [v for v in self.to_join() if v is not None]
         if present:
-            # Each begins at a multiple of 16 bytes: those of 4H come first.
+            # Those of 4H come first, so each starts at a multiple of 16 bytes.
             flat = [v.reshape(-1) for v in present] if self.lead else present
             self.joined = torch.cat(flat).float()
 
     def population(self) -> list[Tensor | None]:
-        """Given mean and var of the terms x, h and c in float32; None for absent ones."""
+        """The given mean and var of the terms x, h and c in float32; None for absent ones."""
         a = self.a
         given = (a.mean_x, a.var_x, a.mean_h, a.var_h, a.mean_c, a.var_c)
         return [None if value is None else self.full(value) for value in given]
@@ -158,12 +163,12 @@ class LSTMCall:
             for m in (self.a.mask_c, self.a.mask_h)
         ]
 
-    # For the kernels in CUDA C++, which take addresses.
+    # For the CUDA C++ kernels, which take addresses.
 
     def address(self, tensor: Tensor) -> int:
-        """Of an argument; those of a caller may begin anywhere, and kernels read 16 bytes at once.
+        """The address of an argument, as a multiple of 16: kernels read 16 bytes at once.
 
-        The tensor is held as long as this call.
+        Copies a tensor that is not aligned. Keeps the tensor alive as long as this call.
         """
         at = tensor.data_ptr()
         if at % 16:
@@ -173,7 +178,10 @@ class LSTMCall:
         return at
 
     def addresses(self, weight: Tensor) -> dict[str, int]:
-        """Of what both kernels are given, by the names they use; not of what is absent."""
+        """The addresses that both directions need, by their names in the kernels' structs.
+
+        Absent tensors have no entry.
+        """
         results = {"weight": self.address(weight)}
         if self.w is None:
             results["wx"] = self.address(self.term)
@@ -204,18 +212,18 @@ class LSTMCall:
 
     @functools.cached_property
     def input_rows(self) -> int:
-        """Numbers that a step of inputs of one feature takes."""
+        """Elements per step of inputs of one feature, including padding rows."""
         cut: cluster_kernels.ClusterTiling = self.plan.tilings["forward"]
         return cut.rows
 
     def inputs_at(self, inputs: Tensor) -> dict[str, int]:
-        """The addresses of inputs of one feature, and of variances, which come behind them."""
+        """The addresses of inputs of one feature, and of the variances that follow them."""
         at = inputs.data_ptr()
         behind = at + 4 * self.R * self.T * self.input_rows
         return {"wx": at, "var_x": behind} if self.x == BATCH else {"wx": at}
 
     def moments_at(self, moments: Sequence[Tensor | None]) -> dict[str, int]:
-        """The addresses of statistics, like `addresses`."""
+        """The addresses of the statistics that exist, by name."""
         pairs = zip(LSTM.moments, moments, strict=True)
         return {name: self.address(m) for name, m in pairs if m is not None}
 
@@ -233,7 +241,7 @@ class LSTMCall:
             )
 
     def options(self) -> dict[str, Any]:
-        """What every Triton kernel of the LSTM is told besides `flags`."""
+        """Compile-time options of every Triton kernel of the LSTM, besides `flags`."""
         a = self.a
         return {
             "H": self.H,
@@ -261,7 +269,7 @@ class LSTMCall:
 
 
 def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
-    """The address of each of some parts, from their bytes, one after another from `begin` on."""
+    """The address of each part, laid out one after another from `begin`. sizes: in bytes."""
     results = {}
     for name, size in sizes.items():
         results[name] = begin
@@ -270,5 +278,5 @@ def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
 
 
 def rows_of(moments: Sequence[Tensor | None]) -> list[int]:
-    """The number of rows of the terms x, h and c."""
+    """The number of rows of the statistics of x, h and c; 0 for absent ones."""
     return [0 if m is None else m.shape[-2] for m in moments[0::2]]

@@ -18,35 +18,35 @@ from rbn.ops.gpu.runtime import triton_functions
 NONE, BATCH, GIVEN = (
     mode.value for mode in (triton_functions.NONE, triton_functions.BATCH, triton_functions.GIVEN)
 )
-_MOST = 256  # plans in the cache
+_MOST = 256  # entries in the cache, at most
 _TENSORS, _GRADIENTS = len(LSTM.tensors), len(LSTM.gradients)
 
 
 class Plan:
-    """The kernels of a call and what they need; no tensors.
+    """The kernels of a call and what they need. Holds no tensors.
 
     Attributes:
-        term: shape, dtype and device of the input term, which the kernels are chosen by.
-        path: see `families.choose`.
+        term: shape, dtype and device of the input term, which determine the kernels.
+        path: which kernels run; see `families.choose`.
         sizes: ``(lead, R, T, B, H)``; lead is ``(R,)`` for recurrences side by side, else ``()``.
         one_feature: the input has one feature, and the kernels take it and W_x instead of the
             input term.
         x: which statistics the kernels normalize the input term with.
-        flags: the same of all terms, for Triton's kernels.
+        flags: which statistics each term is normalized with, for the Triton kernels.
         zoned, sequence, include, joint: as in `LSTMArguments`.
-        moments: how the statistics lie in the workspace; see `statistics_layout`.
+        moments: the layout of the statistics in the workspace; see `statistics_layout`.
         saved: see `saved_sizes`.
-        in_step: whether no row is ever a step behind another, in the backward pass.
+        in_step: whether all rows stay in the same step during the backward pass.
 
     For the CUDA C++ kernels also, by direction where the directions differ:
-        family: which of them run.
+        family: which of these kernels run: cluster, grid or portable.
         tilings: how the work is divided among blocks and warps.
-        stride: numbers from one row of h to the next.
-        looks: whether what the blocks exchange must start as EMPTY.
+        stride: elements from one row of h to the next.
+        looks: whether the buffer through which the blocks exchange data must be filled with EMPTY.
         zeroed: see `cuda_kernels.zeroed`.
-        cell, clear: numbers that the last cells take, and those that must be zero before the
-            forward pass; multiples of 4, and 0 for other kernels.
-        defines: what they are compiled with, by whether the output has a gradient.
+        cell: float32 elements for the last cells; a multiple of 4, and 0 for other kernels.
+        clear: 4-byte elements that must be zero before the forward pass; likewise.
+        defines: the macros they are compiled with, by whether the output has a gradient.
     """
 
     def __init__(self, a: LSTMArguments, term: Term, one_feature: bool, path: str) -> None:
@@ -63,7 +63,7 @@ class Plan:
         )
         mode = GIVEN if a.population else BATCH
         normalized = a.norm == "batch"
-        # Sequencewise statistics are given to kernels that do not know where they come from.
+        # The kernels treat sequencewise statistics like any other given statistics.
         given = a.sequence and not one_feature
         self.x = NONE if not normalized or a.joint else GIVEN if given else mode
         self.flags: dict[str, int] = {
@@ -81,13 +81,13 @@ class Plan:
     def _add_cuda(self, a: LSTMArguments) -> None:
         _, R, _, B, H = self.sizes
         self.family = family = cuda_kernels.family(self.term, self.zoned)
-        # Rows that kernels read start at multiples of 16 bytes.
+        # Rows that the kernels read start at multiples of 16 bytes.
         self.stride = H if family == CLUSTER else stride_of(H)
         both = "forward", "backward"
         self.tilings = {d: cuda_kernels.tiling_of(d, self.term, family) for d in both}
         self.looks = {d: cuda_kernels.meeting(cut)[1] for d, cut in self.tilings.items()}
         self.zeroed = {d: cuda_kernels.zeroed(cut, R) for d, cut in self.tilings.items()}
-        # Splits of a batch meet for nothing but the sums over it.
+        # The splits of a batch synchronize only to sum over the batch.
         splits = getattr(self.tilings["backward"], "splits", 1)
         self.in_step = splits == 1 or self.flags["NORM"] == BATCH
         self.cell = -(-R * B * H // 4) * 4
@@ -99,10 +99,10 @@ class Plan:
 
 
 def plan_for(calls: Sequence[LSTMArguments], separate: bool) -> Plan:
-    """The plan of one call, or of several side by side.
+    """The launch plan of one call, or of several side by side.
 
-    separate: no two results share memory, and the input term is always made: a compiler's backward
-    pass could not know whether it was.
+    separate: no two results share memory, and the input term is always computed, because a
+    compiler's backward pass could not know whether it was.
     """
     a, count = calls[0], len(calls)
     may_skip_term = a.input.shape[-1] == 1 and not separate and all(map(_has_one_feature, calls))
@@ -127,14 +127,14 @@ def _new_plan(a: LSTMArguments, count: int, may_skip_term: bool) -> Plan:
 
 
 def term_of(a: LSTMArguments, count: int) -> Term:
-    """Shape, dtype and device of the input term of so many calls."""
+    """Shape, dtype and device of the input term of `count` calls."""
     T, B = a.input.shape[:2]
     lead = (count,) if count > 1 else ()
     return Term((*lead, T, B, 4 * a.weight_hh.shape[1]), a.input.dtype, a.input.device)
 
 
 def _has_one_feature(a: LSTMArguments) -> bool:
-    """Whether kernels may take the input as it is: one feature, and no gradient of it is needed."""
+    """Whether kernels may read the input directly: one feature, and it needs no gradient."""
     return (
         a.weight_ih is not None
         and a.input.shape[-1] == 1
@@ -144,9 +144,9 @@ def _has_one_feature(a: LSTMArguments) -> bool:
 
 
 def joins(calls: Sequence[LSTMArguments]) -> bool:
-    """Whether several calls fit on the GPU at once, in the kernels that one of them would run."""
+    """Whether several calls fit on the GPU at once, in the same kernels as a single call."""
     a, count = calls[0], len(calls)
-    if count > 2 and a.weight_ih is not None:  # `Saved` has the factors of two
+    if count > 2 and a.weight_ih is not None:  # `Saved` has fields for the factors of two
         return False
     key = ("joins", count, a.input.shape[:2], a.weight_hh.shape, a.input.dtype, a.input.device)
     return all(_same_shapes(a, other) for other in calls[1:]) and bool(
@@ -168,7 +168,7 @@ def _fits_side_by_side(a: LSTMArguments, count: int) -> bool:
 
 
 def _same_shapes(a: LSTMArguments, other: LSTMArguments) -> bool:
-    """Whether two calls differ in nothing but the values of their tensors."""
+    """Whether two calls differ only in the values of their tensors."""
     if a.lengths is not other.lengths or a[_TENSORS:] != other[_TENSORS:]:
         return False
     one: Any
@@ -183,13 +183,13 @@ def _same_shapes(a: LSTMArguments, other: LSTMArguments) -> bool:
 
 
 def once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """What `make` returns, which depends on the key alone; cached."""
+    """Returns `make()`, cached by `key`, on which alone it may depend."""
     value = _CACHE.get(key)
     if value is None:
-        if len(_CACHE) >= _MOST:  # of layers long gone, probably
+        if len(_CACHE) >= _MOST:  # probably filled by layers that no longer exist
             _CACHE.clear()
         value = _CACHE[key] = make()
     return value
 
 
-_CACHE: dict[tuple[Any, ...], Any] = {}  # tests that change how kernels are chosen replace it
+_CACHE: dict[tuple[Any, ...], Any] = {}  # tests that change the choice of kernels replace it

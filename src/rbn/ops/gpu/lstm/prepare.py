@@ -1,4 +1,4 @@
-"""Prepares the buffers of the CUDA C++ kernels: launches `rbn.ops.gpu.lstm.prepare_kernels`."""
+"""Prepares the buffers of the CUDA C++ kernels with `rbn.ops.gpu.lstm.prepare_kernels`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rbn.ops.input_product import factors, padding
 
 _BLOCK = 1024
 _PRESENT = ("BIAS", "GAMMA_X", "GAMMA_H", "GAMMA_C", "BETA_C")
-_WIDEST = 256  # columns that a program pads
+_WIDEST = 256  # columns per row that the kernel pads, at most
 
 
 def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """`factors` of the input ``[T, B, I]`` and W_x ``[4H, I]``, in one launch.
 
-    The input is such that all its rows can be viewed as those of one matrix.
+    The returned input can be viewed as one matrix ``[T * B, I']``.
     """
     more = padding(x)
     if not more:
@@ -51,19 +51,19 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def without_padding(gradient: Tensor, columns: int) -> Tensor:
-    """The gradient of a factor without the columns that `padded_factors` added."""
+    """Drop the columns that `padded_factors` added from the gradient of a factor."""
     same = gradient.shape[-1] == columns
     return gradient if same else gradient[..., :columns].contiguous()
 
 
 def begin_states(call: LSTMCall, hs: Tensor, space: Workspace) -> None:
-    """Copy h0 and c0 into their buffers, make `LSTMCall.joined` if needed, and write the zeros.
+    """Copy h0 and c0 into their buffers, make `LSTMCall.joined` if needed, and zero `clear`.
 
     hs: ``[..., T + 1, B, stride]``.
     """
     h0, h_r, h_b = _with_strides(call, call.a.h0)
     c0, c_r, c_b = _with_strides(call, call.a.c0)
-    joined = hs  # what is not looked at can be any
+    joined = hs  # a placeholder that the kernel does not read
     given = call.to_join() or (None,) * 5
     vectors = [hs if v is None else v.contiguous() for v in given]
     size = sum([v.numel() for v in given if v is not None])
@@ -92,9 +92,9 @@ def begin_states(call: LSTMCall, hs: Tensor, space: Workspace) -> None:
 
 
 def _with_strides(call: LSTMCall, state: Tensor) -> tuple[Tensor, int, int]:
-    """A state that kernels can read, and its strides from one recurrence to the next and of rows.
+    """A state that kernels can read, with its strides between recurrences and between rows.
 
-    Of one that all rows share, the latter is 0.
+    The row stride is 0 if all rows share the state.
     """
     if not state.is_contiguous() and state.stride(-1) != 1:
         state = state.contiguous()

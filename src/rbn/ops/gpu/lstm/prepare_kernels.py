@@ -1,4 +1,4 @@
-"""What is done before and after a recurrence, each in one launch instead of many small ones."""
+"""Work before and after a recurrence, each in one launch instead of many small ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pad_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Both with zeros up to WIDTH columns; BLOCK is no less."""
+    """Copy a and b, padded with zeros to WIDTH columns; BLOCK >= WIDTH."""
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     given = columns < COLUMNS
@@ -50,7 +50,7 @@ def begin(
     beta_c,
     hs,  # [R, T + 1, B, STRIDE]
     c_n,  # [R, B, H] float32
-    joined,  # float32, the vectors that there are, one after another
+    joined,  # float32, the vectors that exist, one after another
     clear,  # int32, `zeros` of them
     states,  # R * B * STRIDE
     of_one,  # B * STRIDE
@@ -70,7 +70,7 @@ def begin(
     BETA_C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """First states into their buffers, vectors widened into one, zeros where they are needed."""
+    """Copy the initial states to their buffers, join the vectors in float32, and zero `clear`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < states
     r, row, column = at // of_one, at % of_one // STRIDE, at % STRIDE
@@ -94,7 +94,7 @@ def begin(
 
 @triton.jit
 def last_states(
-    h,  # rows of STRIDE numbers, those wanted of a recurrence from `begin` on
+    h,  # rows of STRIDE elements; the last states of a recurrence start at `begin`
     c,  # [R, B, H] float32
     h_n,  # [R, B, H]
     c_n,
@@ -106,7 +106,7 @@ def last_states(
     STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last states out of the buffers that the recurrence left them in, in the output's type."""
+    """Copy the last states out of the recurrence's buffers, in the output's dtype."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     row = at % of_one // H
@@ -119,7 +119,7 @@ def last_states(
 def _sum_rows(
     state, more, first, units, B, H, MORE: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr
 ):
-    """Of ``[R, B, H]`` the sums over B of UNITS columns, from unit `first` of all on."""
+    """Sum ``[R, B, H]`` over B, for UNITS columns of the R * H, from `first` on."""
     unit = first + tl.arange(0, UNITS)
     result = tl.zeros((UNITS,), tl.float32)
     for begin in range(0, B, ROWS):
@@ -149,7 +149,7 @@ def finish(
     UNITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gradients in the type of parameters: sums, and those of states that all rows share."""
+    """Convert gradients to the parameters' dtype: `sums`, and those of states that rows share."""
     program = tl.program_id(0).to(tl.int64)
     kind = out.dtype.element_ty
     at = program * BLOCK + tl.arange(0, BLOCK)
@@ -164,7 +164,7 @@ def finish(
 
 @triton.jit
 def _lerp(old, new, at, valid, seen, momentum, LARGE: tl.constexpr):
-    """As `torch.lerp` does it, but the first estimate stands alone."""
+    """Like `torch.lerp`, but the first estimate replaces the old value."""
     a = tl.load(old + at, mask=valid, other=0.0)
     b = tl.load(new + at, mask=valid, other=0.0)
     result = b - (b - a) * (1.0 - momentum) if LARGE else a + momentum * (b - a)
@@ -184,9 +184,9 @@ def _row(
     LARGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The averages of one row, and how many estimates are in them."""
+    """Update the averages of one row and its count of estimates."""
     seen = tl.load(count)
-    tl.debug_barrier()  # no warp counts before all have looked
+    tl.debug_barrier()  # all warps have read the count before one changes it
     for first in range(0, features, BLOCK):
         column = first + tl.arange(0, BLOCK)
         at = row * features + column
@@ -222,9 +222,9 @@ def average(
     LARGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A minibatch's statistics into their averages. LARGE: momentum is no less than a half.
+    """Average minibatch statistics into the running averages. LARGE: momentum >= 0.5.
 
-    A program owns a row, since all of it looks at how often there was an estimate, which it counts.
+    A program owns a row: it reads and increments the count that all elements of the row share.
     """
     term, row = tl.program_id(1), tl.program_id(0).to(tl.int64)
     if term == 0:

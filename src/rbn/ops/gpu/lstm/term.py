@@ -1,4 +1,4 @@
-"""What the choice of kernels depends on: the shape, dtype and device of the input term."""
+"""Shape, dtype and device of the input term, on which the choice of kernels depends."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class Term(NamedTuple):
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it is on a GPU; in Triton's interpreter it is not."""
+        """Whether it is on a GPU; False in Triton's interpreter."""
         return self.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Memory for the LSTM's kernels: what they save, and small results in one allocation."""
+"""Buffers for the LSTM's kernels: saved tensors, and small results in one allocation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def stride_of(hidden: int) -> int:
 
 
 def saved_rows(batch: int) -> int:
-    """Rows of what is saved: an even number, since some kernels keep them in pairs."""
+    """Rows of saved tensors: an even number, because some kernels store them in pairs."""
     return batch + batch % 2
 
 
 def sizes_to_save(shape: Sequence[int], save: bool) -> tuple[int, int, int]:
-    """How many numbers the cells take, the products W_h h, and what is allocated beyond those.
+    """The numbers of elements to allocate for the cells, for the products W_h h, and beyond those.
 
-    The extra numbers let d(W_h h) take the same memory as W_h h, see `backward`.
+    The extra elements let d(W_h h) reuse the memory of W_h h, see `backward`.
 
-    shape: of the input term, ``[..., T, B, 4H]``.
+    shape: shape of the input term, ``[..., T, B, 4H]``.
     """
     *lead, T, B, G = shape
     R, rows, stride = math.prod(lead), saved_rows(B), stride_of(G // 4)
@@ -41,20 +41,20 @@ def sizes_to_save(shape: Sequence[int], save: bool) -> tuple[int, int, int]:
     return cells, R * T * rows * 4 * stride, B * G + 8 if R == 1 else 0
 
 
-saved_sizes = functools.lru_cache(maxsize=256)(sizes_to_save)  # for real sizes, not a compiler's
+saved_sizes = functools.lru_cache(maxsize=256)(sizes_to_save)  # for ints, not a compiler's SymInts
 
 
 class StatisticsLayout(NamedTuple):
     """Means and variances of the terms x, h and c in one allocation."""
 
-    rows: list[int]  # of each term
-    parts: list[Any]  # shape, strides and first element of each, None for absent ones
-    at: list[tuple[str, int]]  # the names of those that exist, and the bytes before them
-    size: int
+    rows: list[int]  # rows of each term's statistics
+    parts: list[Any]  # shape, strides and first element of each; None for absent ones
+    at: list[tuple[str, int]]  # names and byte offsets of those that exist
+    size: int  # elements, including those before the statistics
 
 
 def statistics_layout(shapes: Sequence[tuple[int, ...] | None], begin: int = 0) -> StatisticsLayout:
-    """The layout behind so many numbers; each part starts at a multiple of 16 bytes."""
+    """The layout after `begin` elements; each part starts at a multiple of 16 bytes."""
     parts: list[Any] = []
     for shape in shapes:
         for _ in range(2):
@@ -77,9 +77,9 @@ def steps_of(states: Tensor, hidden: int) -> Tensor:
 
 
 def states_buffer(plan: Plan, stride: int, empty: bool = False) -> Tensor:
-    """``[R, T + 1, B, stride]``; step 1, the output's first, is at a multiple of 16 bytes.
+    """Allocate ``[R, T + 1, B, stride]``; step 1, the output's first, is aligned to 16 bytes.
 
-    empty: whether it holds the pattern that kernels know as EMPTY.
+    empty: whether to fill it with the bit pattern that the kernels call EMPTY.
     """
     lead, _, T, B, _ = plan.sizes
     shape, dtype, device = (*lead, T + 1, B, stride), plan.term.dtype, plan.term.device
@@ -95,17 +95,17 @@ def states_buffer(plan: Plan, stride: int, empty: bool = False) -> Tensor:
 
 
 class Workspace:
-    """One allocation: the last cells, what must be zero before a kernel, and the statistics.
+    """One allocation for the last cells, for memory that must start as zero, and for statistics.
 
-    Kernels in Triton need neither of the first two.
+    Triton kernels need only the statistics.
 
     Attributes:
         at: the addresses of `c_n`, `clear` and the statistics that exist.
-        rows: those of the statistics of x, h and c.
+        rows: the numbers of rows of the statistics of x, h and c.
     """
 
     def __init__(self, plan: Plan, separate: bool) -> None:
-        """separate: whether statistics are tensors of their own, which share no memory."""
+        """separate: whether each statistic gets its own memory."""
         self._plan, layout = plan, plan.moments
         self.rows = layout.rows
         full, device = torch.float32, plan.term.device
@@ -133,16 +133,16 @@ class Workspace:
         return self._moments
 
     def input_moments(self) -> tuple[Tensor, Tensor]:
-        """Those of the input term, which must exist."""
+        """Mean and var of the input term, which must exist."""
         mean, var = self.moments()[:2]
         assert mean is not None
         assert var is not None
         return mean, var
 
     def cell(self) -> Tensor:
-        """Memory for the last cells, at least."""
+        """The memory for the last cells, padded to a multiple of 4 elements."""
         return self._memory.narrow(0, 0, self._plan.cell)
 
     def clear(self) -> Tensor:
-        """What must be zero, as integers; maybe nothing."""
+        """The memory that must start as zero, as int32; may be empty."""
         return self._memory.view(torch.int32).narrow(0, self._plan.cell, self._plan.clear)

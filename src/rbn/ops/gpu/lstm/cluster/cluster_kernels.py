@@ -1,8 +1,8 @@
-"""The LSTM through the kernels in CUDA C++ for small layers, whose blocks form one cluster.
+"""CUDA C++ kernels for small LSTM layers, whose blocks form one cluster.
 
 A block owns 8 units, so that layers of up to 128 units fit into the 16 blocks of a cluster; or 16
-units, for layers of up to 256. They hand each other h and dh through distributed shared memory: see
-``cluster.cuh``. Clusters know nothing of each other: there may be any number of recurrences, and
+units, for layers of up to 256. The blocks exchange h and dh through distributed shared memory: see
+``cluster.cuh``. Clusters are independent of each other: there may be any number of recurrences, and
 they need not run at once.
 """
 
@@ -19,54 +19,58 @@ from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
 
 UNITS = 8
-_ROWS = 8  # of a tile
-_TILES = 2  # of a warp: what is done for each warp is done less often
-_LARGEST = 16  # blocks of a cluster, where the card allows more than the 8 that all allow
-_WARPS = 16  # with one tile each
-_TWICE = 2 * UNITS  # units of a block where the cluster would be too large
-_ROW_WARPS = 4  # of such a block for each 8 of its units
-# Types in which layers of up to 256 units run with 16 units in a block, not in the kernels whose
-# blocks meet in memory.
+_ROWS = 8  # rows per tile
+_TILES = 2  # tiles per warp, at most: with two, per-warp work is done less often
+_LARGEST = 16  # blocks per cluster, if the GPU allows more than the 8 that every GPU allows
+_WARPS = 16  # warps per block with one tile each, at most
+_TWICE = 2 * UNITS  # units per block for layers that would need too large a cluster
+_ROW_WARPS = 4  # warps of such a block for each 8 of its units
+# Dtypes in which layers of up to 256 units run here with 16 units per block, and not in the `grid`
+# or `portable` kernels, whose blocks synchronize through global memory.
 SIXTEEN: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-# Types in which inputs of one feature go into the kernels as they are (SCALAR), not as the input
-# term. In half precision it is as exact and a seventh faster, but three of three runs on MNIST in
-# bf16 diverged within 10,000 steps, one of three with the input term.
+# Dtypes in which the kernels read inputs of one feature directly (SCALAR) instead of the input
+# term. In half precision that is as exact and a seventh faster, but three of three MNIST runs in
+# bf16 diverged within 10,000 steps; with the input term one of three did.
 ONE_FEATURE: tuple[torch.dtype, ...] = (torch.float32,)
-# What else the kernels are compiled with: ALL_WAIT, STAGGERED, those that leave stages out.
+# Further macros to compile the kernels with: ALL_WAIT, STAGGERED, and those that skip stages.
 SWITCHES: dict[str, int] = {}
 _OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
 
 
 @dataclass(frozen=True)
 class ClusterTiling:
-    """The blocks of a cluster that work, the warps of a block with rows, the tiles of each."""
+    """How a layer is divided among the blocks of a cluster, their warps, and the warps' tiles."""
 
-    blocks: int
-    warps: int
-    tiles: int
+    blocks: int  # with units; the cluster may have more
+    warps: int  # per block, with rows
+    tiles: int  # per warp
     half: bool
-    units: int = UNITS  # of a block
+    units: int = UNITS  # per block
 
     @property
     def row_warps(self) -> int:
-        """Those that together have all rows, of 8 units."""
+        """Warps that together cover all rows, for 8 units."""
         return self.warps * UNITS // self.units
 
     @property
     def rows(self) -> int:
-        """Of the batch, with those that tiles have beyond it."""
+        """Rows of the batch, padded to full tiles."""
         return _ROWS * self.row_warps * self.tiles
 
     @property
     def threads(self) -> int:
-        """Of a block: one warp more adds up what the others have, three only give registers."""
+        """Threads per block.
+
+        One extra warp sums the results of the others. With 16 units, three more warps only donate
+        their registers.
+        """
         return 32 * (self.warps + (1 if self.units == UNITS else 4))
 
     def shared(self, direction: str) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
         barriers = 2 * 8
         tiles = self.warps * self.tiles
-        sheet = (32 if self.half else 80) * tiles  # what is read or written row by row, of one gate
+        sheet = (32 if self.half else 80) * tiles  # one gate, read or written row by row
         if direction == "forward":
             sources = -(-self.blocks * self.units // (4 * UNITS)) * 4
             hidden = 2 * 16 * sources * (8 * self.row_warps * self.tiles + 2)
@@ -82,7 +86,7 @@ class ClusterTiling:
 
 @functools.lru_cache(maxsize=256)
 def cluster_tiling(dtype: torch.dtype, batch: int, hidden: int) -> ClusterTiling | None:
-    """The division of both kernels, or None where a cluster is too small."""
+    """The tiling of both kernels, or None if the call does not fit into a cluster."""
     blocks, rows = -(-hidden // UNITS), -(-batch // _ROWS)
     tiles = min(_TILES, rows)
     warps = -(-rows // tiles)
@@ -93,7 +97,7 @@ def cluster_tiling(dtype: torch.dtype, batch: int, hidden: int) -> ClusterTiling
 
 @functools.lru_cache(maxsize=256)
 def cluster_tiling_16(dtype: torch.dtype, batch: int, hidden: int) -> ClusterTiling | None:
-    """The same with 16 units in a block, for which the registers of a warp limit the batch."""
+    """Like `cluster_tiling`, with 16 units per block; a warp's registers limit the batch size."""
     blocks, tiles = -(-hidden // _TWICE), -(-batch // (_ROWS * _ROW_WARPS))
     if hidden % 2 or not 1 < blocks <= _LARGEST or tiles > _TILES:
         return None
@@ -101,7 +105,7 @@ def cluster_tiling_16(dtype: torch.dtype, batch: int, hidden: int) -> ClusterTil
 
 
 def choose(wx: Term) -> ClusterTiling | None:
-    """The division for an input term ``[..., T, B, 4H]``; None where the kernels do not take it."""
+    """The tiling for an input term ``[..., T, B, 4H]``; None if the kernels do not support it."""
     if not wx.is_cuda:
         return None
     B, G = wx.shape[-2:]
@@ -115,10 +119,10 @@ def choose(wx: Term) -> ClusterTiling | None:
 
 @functools.lru_cache(maxsize=256)
 def cluster_of(cut: ClusterTiling, dtype: torch.dtype, hidden: int, device: int) -> int | None:
-    """Blocks of the cluster that the card has room for, or None.
+    """The cluster size in blocks that fits on the GPU, or None.
 
-    A cluster of more than 8 blocks, or of a number that is no power of two, may be too much for a
-    card: then the next power of two is tried, whose last blocks have nothing to do.
+    A GPU may refuse a cluster of more than 8 blocks, or one whose size is not a power of two. Then
+    the next power of two is tried; its last blocks are idle.
     """
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0) or (cut.units > UNITS and capability != (9, 0)):
@@ -128,7 +132,7 @@ def cluster_of(cut: ClusterTiling, dtype: torch.dtype, hidden: int, device: int)
     if max(cut.shared("forward"), cut.shared("backward")) > shared_limit(device):
         return None
     type_ = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype]
-    # Every variant takes the same share of a multiprocessor; this is the one of most training runs.
+    # Every variant takes the same share of a multiprocessor. Most training runs use this one.
     defines = {"TYPE": type_, "H": hidden, "LENGTHS": 0} | dict.fromkeys(_OPTIONS, 1)
     with torch.cuda.device(device):
         for size in sorted({cut.blocks, 1 << (cut.blocks - 1).bit_length()}):
@@ -148,12 +152,12 @@ def cluster_of(cut: ClusterTiling, dtype: torch.dtype, hidden: int, device: int)
 def kernel(
     direction: str, cut: ClusterTiling, cluster: int, device: int, defines: tuple[Any, ...]
 ) -> Kernel:
-    """The kernel for a division; `device` is the current one."""
+    """Compile and load the kernel for a tiling; `device` must be the current device."""
     arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
     assert arch is not None  # or nobody would have chosen it
     name = f"cluster_{direction}"
     cuts = {"MW": cut.row_warps, "RT": cut.tiles}
-    if cut.units > UNITS:  # warps that give registers to others are of Hopper
+    if cut.units > UNITS:  # only Hopper can move registers between warps
         cuts, arch = cuts | {"UNITS": cut.units, "STAGGERED": 1}, arch + "a"
     code = nvrtc.compiled(name, dict(defines) | cuts | SWITCHES, arch)
     return Kernel(code, name, cut.threads, cut.shared(direction), cluster)

@@ -1,8 +1,8 @@
-"""The LSTM through the kernels in CUDA C++ for wide layers, whose blocks share work in teams.
+"""CUDA C++ kernels for wide LSTM layers, whose blocks share work in teams.
 
-A block owns 16 units, so that layers of up to 16 units for each multiprocessor fit on the card. See
+A block owns 16 units, so that layers of up to 16 units per multiprocessor fit on the GPU. See
 ``grid.cuh`` for how the blocks of a team divide the product, and ``grid_splits.cuh`` for
-batches whose rows several blocks share.
+batches whose rows are split over several blocks.
 """
 
 from __future__ import annotations
@@ -19,60 +19,61 @@ from rbn.ops.gpu.runtime import driver, nvrtc
 from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
 
 UNITS = 16
-# Types that run here. In float32 products are of float16, which has as many bits as tf32: that must
-# be allowed.
+# Supported dtypes. float32 factors are rounded to float16, which has as many mantissa bits as tf32,
+# so tf32 must be allowed.
 TYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 _THREADS = 256
 _ROWS = 128
 
-# Rows of a batch, fewer first, and from how many units on such batches come here where blocks of 8
-# units would do, too, if they have more than `_FEW` rows. Without splits, blocks of 64 rows are
-# taken only where they are named here.
+# Batch size (smallest first) -> the hidden size from which these kernels are preferred, for batches
+# of up to that size and of more than `_FEW` rows that the `portable` kernels cover as well. Without
+# splits, blocks of 64 rows are used only if listed here.
 PREFERRED: dict[int, int] = {64: 264, _ROWS: 136}
 _FEW = 32
 
-# Batches of more rows than `WHOLE` are split over so many blocks at most; with 1 none comes here. A
-# card may refuse clusters of more than 8. The rows of each are 64 or `_ROWS`, the better first.
+# Batches of more than `WHOLE` rows are split over at most `SPLITS` blocks; a GPU may refuse
+# clusters of more than 8. The rows of a split are those of `SPLIT_ROWS`, the best first.
 SPLITS = 8
 SPLIT_ROWS: tuple[int, ...] = (64, _ROWS)
 WHOLE = 64
 
-# Blocks of a team, the best first: with more of them the reads from L2 fall, the sums that they
-# hand to each other grow.
+# Blocks per team, the best first. A larger team reads less from L2, but its blocks exchange more
+# sums.
 TEAMS: dict[str, tuple[int, ...]] = {"forward": (1,), "backward": (8, 4)}
-_SIDE = {"forward": 64, "backward": 16}  # columns of the product for each block
+_SIDE = {"forward": 64, "backward": 16}  # columns of the product per block
 _PASSED = {"forward": 1, "backward": 4}  # pieces of 16 columns that a block passes on in a step
-# float32 numbers beside the weights: sums of each warp, tables of a number for each column (80) or
-# unit (16), parameters, 2 barriers.
+# float32 elements of shared memory besides the weights: sums of each warp, tables with an entry per
+# column (80) or unit (16), parameters, 2 barriers.
 _NUMBERS = {
     "forward": 8 * 144 + 4 * 80 + 3 * 16 + 4,
     "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 2 * 16 + 4,
 }
 _EXCHANGED = {"forward": 128 + 32, "backward": 192 + 32}  # sums that splits send each other
-_DEPTH = 8  # groups asked for ahead; registers are scarce
-_PARTS = 4  # groups are a multiple of it: the places, or twice those, at which a slice may begin
+_DEPTH = 8  # groups prefetched; more would need too many registers
+_PARTS = 4  # the number of groups is a multiple: the positions, or twice those, where slices start
 
 
 @dataclass(frozen=True)
 class GridTiling:
-    """How the weights of a block are divided: `first` and `second` are read again in each step.
+    """How the weights of a block are divided.
 
-    They are counted in groups of 32 columns of what is multiplied.
+    `first`, `resident` and `second` count groups of 32 columns of the other factor. The first and
+    second groups are read again in every step; the resident ones stay in shared memory.
     """
 
     direction: str
-    blocks: int  # of a recurrence
-    team: int
+    blocks: int  # per recurrence and split
+    team: int  # blocks per team
     first: int
     resident: int
     second: int
     rows: int = _ROWS
-    half: bool = True  # whether numbers take 16 bits; weights, and what is passed on, always do
-    splits: int = 1  # of the batch, each with as many blocks
+    half: bool = True  # whether the dtype has 16 bits; weights and passed values always do
+    splits: int = 1  # parts of the batch, each with `blocks` blocks
 
     @property
     def slice(self) -> int:
-        """Groups that a block multiplies."""
+        """Groups per block."""
         return self.first + self.resident + self.second
 
     @property
@@ -88,14 +89,14 @@ class GridTiling:
 
     @property
     def _for_splits(self) -> int:
-        """Numbers, among them 4 barriers: memory for what the others send, twice."""
+        """Elements: 4 barriers, and two buffers for what the other splits send."""
         return 8 + 2 * self.splits * _EXCHANGED[self.direction] if self.splits > 1 else 0
 
     @property
     def passed(self) -> int:
-        """Bytes that the blocks of a split pass to each other in a step.
+        """Bytes that the blocks of a split pass to each other per step.
 
-        In float32 each warp of 16 rows passes on a power of two, beside every 4 pieces.
+        In float32, backward, each warp of 16 rows also passes a power of two with every 4 pieces.
         """
         pieces = 2 * self.slice * self.team
         scaled = not self.half and self.direction == "backward"
@@ -103,13 +104,13 @@ class GridTiling:
 
     @property
     def spilled(self) -> int:
-        """Bytes of weights of all blocks that are not resident."""
+        """Bytes of the non-resident weights of all blocks."""
         return self.splits * self.blocks * (self.first + self.second) * self.group
 
     @property
     def handed(self) -> int:
-        """Bytes of sums for a block by the others of its team, in float32 with powers of two."""
-        powers = 0 if self.half else self.rows // 4  # 4 bytes for each warp
+        """Bytes of the sums that a block gets from its team; in float32 with powers of two."""
+        powers = 0 if self.half else self.rows // 4  # 4 bytes per warp
         return (self.team - 1) * _SIDE[self.direction] * self.rows * 2 + powers
 
 
@@ -122,14 +123,14 @@ def grid_tiling(
     half: bool = True,
     splits: int = 1,
 ) -> GridTiling | None:
-    """The division with the fewest slots that fits into `limit` bytes, or None."""
+    """The tiling with the fewest slots that fits into `limit` bytes of shared memory, or None."""
     blocks = -(-hidden // UNITS)
     grid = -(-blocks // team) * team
     groups = -(-blocks * _PASSED[direction] // (2 * team * _PARTS)) * _PARTS
     for slots in range(groups + 1):
         empty = GridTiling(direction, grid, team, slots, 0, slots, rows, half, splits)
         resident = min(groups, (limit - empty.shared) // empty.group)
-        if resident < 3:  # the second groups are asked for while two resident ones are used
+        if resident < 3:  # the second groups are prefetched while two resident ones are in use
             return None
         again = groups - resident
         if again <= 2 * slots:
@@ -146,19 +147,19 @@ def _preferred_rows(batch: int, hidden: int) -> int | None:
 
 
 def preferred(wx: Term) -> bool:
-    """Whether an input term (see `choose`) comes here though blocks of 8 units would do."""
+    """Whether these kernels are preferred over `portable`, which would also run (see `choose`)."""
     *_, B, G = wx.shape
     wanted = B > _FEW and _preferred_rows(B, G // 4) is not None
     return wanted and takes(wx)
 
 
 def takes(wx: Term) -> bool:
-    """Whether both kernels take an input term (see `choose`)."""
+    """Whether both kernels support an input term (see `choose`)."""
     return all(choose(d, wx) for d in TEAMS)
 
 
 def choose(direction: str, wx: Term) -> GridTiling | None:
-    """The best division for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
+    """The best tiling for an input term ``[T, B, 4H]`` or ``[R, T, B, 4H]``, or None."""
     *lead, _, B, G = wx.shape
     half = wx.dtype != torch.float32
     if wx.dtype not in TYPES or G % 16:
@@ -192,7 +193,10 @@ def _choose(
 
 @functools.lru_cache(maxsize=64)
 def clusters(size: int, device: int) -> int:
-    """Clusters of so many blocks that fit on the card, each on a multiprocessor of its own."""
+    """How many clusters of `size` blocks fit on the GPU, with each block on its own multiprocessor.
+
+    Each block takes all shared memory of a multiprocessor.
+    """
     with torch.cuda.device(device):
         code = nvrtc.compiled("empty", {}, "sm_90a")
         shared = driver.shared_limit(device)
@@ -202,7 +206,7 @@ def clusters(size: int, device: int) -> int:
 
 @functools.lru_cache(maxsize=256)
 def kernel(cut: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
-    """The kernel for a division; `device` is the current one."""
+    """Compile and load the kernel for a tiling; `device` must be the current device."""
     named = {
         "MT": cut.rows // 16,
         "TEAM": cut.team,
@@ -220,10 +224,10 @@ def kernel(cut: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
 
 
 def zeroed(cut: GridTiling, recurrences: int) -> dict[str, int]:
-    """Bytes that the kernel wants to find as zeros, by the names of its struct.
+    """Bytes that must be zero before the kernel runs, by struct member; multiples of 16.
 
-    Zero is multiplied beyond the last unit, and instead of d(W_h h) after the last step; counters
-    begin at zero, and sums, whose last bit says when they came. All are multiples of 16 bytes.
+    passed: read as zeros beyond the last unit, and as d(W_h h) after the last step. meetings:
+    counters. handed: sums, whose last bit tells when they arrived.
     """
     n = recurrences * cut.splits
     results = {"passed": 2 * n * cut.passed, "meetings": n * 128 * cut.team}

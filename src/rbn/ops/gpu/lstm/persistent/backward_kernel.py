@@ -1,8 +1,8 @@
 """The LSTM's backward pass: one kernel for all steps, from the last to the first.
 
-Programs own units as in the forward kernel. What a program needs of the others is d(W_h h) of the
-step after, from which its units' share of dh_{t} is one matrix product. The gates are not kept but
-computed again from W_h h and W_x x, which have to be read anyway.
+Programs own units as in the forward kernel. From the others a program needs d(W_h h) of the
+following step; one matrix product turns it into dh_{t} of its units. The gates are not saved but
+recomputed from W_h h and W_x x, which have to be read anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rbn.ops.gpu.runtime.triton_functions import (
 )
 
 
-# Which steps run is not compiled in: a constant 1 has no methods, and each step would be a kernel.
+# `do_not_specialize`: a constant 1 has no methods, and each range of steps would be a new kernel.
 @triton.jit(do_not_specialize=["last", "steps"])
 def lstm_backward(
     wx,  # [R, T, B, 4H]
@@ -175,7 +175,7 @@ def lstm_backward(
                 counts = valid
                 scale = tl.load(inv_n + t)
 
-        # The forward step again, which waits for nobody.
+        # Recompute the forward step, which needs no other program.
         at = t * B * GATES + at_columns
         a_hat = tl.load(wh + at, mask=tile_n, other=0.0).to(tl.float32)
         pre = a_hat
@@ -235,7 +235,7 @@ def lstm_backward(
                     w = tl.load(weight + at_weight + k, mask=ok[:, None] & u_ok[None, :], other=0.0)
                     dh_t = product(d, w, dh_t, PRECISION, WIDEN)
 
-        # Zoneout and padding: what goes past the step, and what goes through it.
+        # Zoneout and padding: the gradient that bypasses the step, and the one that enters it.
         at_mask = t * B * H + at_units
         dh_skip = tl.zeros((ROWS, UNITS), tl.float32)
         if ZONE_H == MASK:
@@ -303,7 +303,7 @@ def lstm_backward(
         if PERSIST:
             arrive(barrier)
 
-        # What nobody waits for.
+        # Work that no other program waits for.
         if NORM == NONE:
             sum_b += tl.sum(dpre, 0)
         else:

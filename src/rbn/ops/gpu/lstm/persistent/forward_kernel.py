@@ -1,8 +1,9 @@
 """The LSTM's forward pass: one kernel for all steps.
 
-A program owns UNITS hidden units, all four gates of them, for every row of the batch; so every mean
-and variance over the batch is its own affair. What it needs of the others is h_{t-1}: they all meet
-once a step. Equations 2 to 4 and 6 to 8 with the names of `rbn.ops.reference`.
+A program owns all four gates of UNITS hidden units, for every row of the batch, so it computes
+means and variances over the batch on its own. From the other programs it needs h_{t-1}: all of them
+synchronize once per step. Implements equations 2 to 4 and 6 to 8, with the names of
+`rbn.ops.reference`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rbn.ops.gpu.runtime.triton_functions import (
 )
 
 
-# Which steps run is not compiled in: a constant 1 has no methods, and each step would be a kernel.
+# `do_not_specialize`: a constant 1 has no methods, and each range of steps would be a new kernel.
 @triton.jit(do_not_specialize=["first", "steps"])
 def lstm_forward(
     wx,  # [R, T, B, 4H]
@@ -149,7 +150,7 @@ def lstm_forward(
     c = tl.load(cs + start * cs_step + at_units, mask=tile_u, other=0.0)
     shift_h = tl.zeros((N,), tl.float32)
     shift_c = tl.zeros((UNITS,), tl.float32)
-    if first > 0:  # where the last launch left off
+    if first > 0:  # continue where the last launch stopped
         if NORM == BATCH:
             shift_h = tl.load(mean_h + (start - 1) * GATES + columns, mask=n_ok, other=0.0)
         if CELL == BATCH:
@@ -167,7 +168,7 @@ def lstm_forward(
                 counts = valid
                 scale = tl.load(inv_n + t)
 
-        # The input term, which waits for nobody.
+        # The input term, which needs no other program.
         x = x_next.to(tl.float32)
         following = tl.minimum(t + 1, T - 1)
         x_next = tl.load(wx + following * B * GATES + at_columns, mask=tile_n, other=0.0)
@@ -217,7 +218,7 @@ def lstm_forward(
             mh, vh = moments(a, counts, shift_h, scale, FUSED)
             shift_h = mh
         if NORM != NONE:
-            kept = a - mh[None, :]  # rounded, the difference is worth more than the sum
+            kept = a - mh[None, :]  # rounding loses less in the difference than in the sum
             a = kept * (tl.rsqrt(vh + eps) * g_h)[None, :]
         pre = a + b[None, :] if JOINT else a + x
         if NORM == NONE:
@@ -269,7 +270,7 @@ def lstm_forward(
         if PERSIST:
             arrive(barrier)
 
-        # What nobody waits for.
+        # Work that no other program waits for.
         if SAVE:
             at = t * B * GATES + at_columns
             tl.store(wh + at, kept.to(wh.dtype.element_ty), mask=tile_n)

@@ -1,4 +1,4 @@
-"""The tiles of the persistent kernels in Triton, and what the device offers them."""
+"""The tiles of the persistent Triton kernels, and the device properties they depend on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from rbn.ops.compiling import constant_result
 from rbn.ops.gpu.runtime.driver import shared_limit
 
-# Elements of the tile of gates that a program holds in registers, at most: 32 for each thread. With
+# Elements of the tile of gates that a program holds in registers, at most: 32 per thread. With
 # twice as many (512 rows of 8 units) a step took 17 times as long as step by step, on an H200.
 _TILE = 8192
 # Columns of h that are read at once while the weights stay on the chip, at most.
@@ -19,19 +19,19 @@ _RESIDENT = 256
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one launch is cut.
+    """The tiling of one launch.
 
     Attributes:
         rows: rows of a tile, a power of two that holds the batch.
-        units: hidden units that a program owns, a power of two.
-        programs: programs of one recurrence.
+        units: hidden units per program, a power of two.
+        programs: programs per recurrence.
         k_forward: columns of h that a product takes at once.
-        k_backward: the same of d(W_h h).
-        warps_forward: of a program.
-        warps_backward: the same.
-        stages_forward: pieces of a product that are under way at once; 1 asks for one at a time.
-        stages_backward: the same.
-        persistent: one launch for all steps; otherwise one for each.
+        k_backward: columns of d(W_h h) that a product takes at once.
+        warps_forward: warps per program, forward.
+        warps_backward: warps per program, backward.
+        stages_forward: software pipeline stages of a product, forward; 1 means no prefetching.
+        stages_backward: the same, backward.
+        persistent: one launch for all steps; otherwise one per step.
     """
 
     rows: int
@@ -53,7 +53,7 @@ def power_of_two(n: int) -> int:
 
 @constant_result
 def multiprocessors(device: int) -> int:
-    """How many programs of a large kernel run at once."""
+    """The number of multiprocessors: so many programs of a large kernel run at once."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -65,35 +65,35 @@ def shared_memory(device: int) -> int:
 
 @constant_result
 def widens(device: int) -> bool:
-    """Whether products of half precision are made in float32.
+    """Whether half-precision products run in float32.
 
-    Before Ampere there are none of bfloat16, and Triton widens those of float16 itself.
+    GPUs before Ampere have no bfloat16 products, and Triton itself widens float16 ones there.
     """
     return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def has_product(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are products in this type; elsewhere they are made in float32."""
+    """Whether the device multiplies in this dtype; otherwise products run in float32."""
     if device.type != "cuda":
         return False  # the interpreter
     return dtype == torch.float32 or not widens(device.index or 0)
 
 
 def tf32_allowed() -> bool:
-    """Whether products of float32 may be made in tf32: as cuDNN's recurrent networks do."""
+    """Whether float32 products may use tf32; follows the setting of cuDNN's recurrent networks."""
     try:
         return bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:  # newer settings than that, which differ for convolutions
+    except RuntimeError:  # newer settings are in use that differ for convolutions
         rnn: Any = torch.backends.cudnn.rnn
         return bool(rnn.fp32_precision == "tf32")
 
 
 def _stages(pitch: int, tile: int, shared: int | None) -> int:
-    """How many pieces of a product are asked for ahead.
+    """The number of pipeline stages of a product.
 
-    pitch: bytes from one row of what the programs exchange to the next. Of rows that do not begin
-    at multiples of 16 bytes, pieces are copied in the background through the L1 cache, which may
-    hold what was there a step ago; so those are read one by one, past it. tile: bytes of a piece.
+    pitch: bytes from one row of the exchanged data to the next. If rows do not start at multiples
+    of 16 bytes, asynchronous copies go through the L1 cache, which may hold the data of the step
+    before. So those are read without prefetching, past the cache. tile: bytes of a stage.
     """
     return 3 if pitch % 16 == 0 and (shared is None or 3 * tile <= shared) else 1
 
@@ -107,11 +107,11 @@ def make_tiles(
     shared: int | None = None,
     widened: bool = False,
 ) -> Tiles | None:
-    """The tiles for R recurrences of ``[B, H]``, or None where the batch is too large for a tile.
+    """The tiles for R recurrences of ``[B, H]``, or None if the batch is too large for a tile.
 
     processors: programs that can run at the same time; None launches step by step. itemsize: bytes
-    of a number of h. shared: bytes of shared memory that a program may have; None: any number.
-    widened: whether products are made in float32 whatever the type, see `has_product`.
+    per element of h. shared: bytes of shared memory that a program may use; None for no limit.
+    widened: whether products run in float32 for any dtype, see `has_product`.
     """
     factor = 4 if widened else itemsize
     rows = max(16, power_of_two(batch))
@@ -122,7 +122,7 @@ def make_tiles(
         return None
 
     def fitted(k: int, columns: int, pitch: int) -> tuple[int, int]:
-        """How many columns a product takes at once, and how many such pieces are under way."""
+        """How many columns a product takes at once, and its number of pipeline stages."""
         tile = (rows + columns) * factor
         while shared is not None and tile * k > shared and k > 16:
             k //= 2

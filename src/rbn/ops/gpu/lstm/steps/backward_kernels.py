@@ -1,7 +1,7 @@
-"""The LSTM's step back to d(W_h h), with programs and tiles as in `forward_kernels`.
+"""The LSTM's backward step down to d(W_h h), with programs and tiles as in `forward_kernels`.
 
-Three rounds over the batch: the step again and the sums of the cell's normalization; the gradients
-of the gates and their sums; the gradients of both terms.
+It makes three passes over the batch: recompute the step and sum for the cell's normalization;
+compute the gradients of the gates and their sums; compute the gradients of both terms.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def lstm_step_backward(
     dc,  # [B, H] float32: dc_n at first, dc0 at last
     da,  # [T, B, 4H]: d(W_h h)
     dwx,  # [T, B, 4H], written where it differs from da
-    dbias,  # [4H] float32, sums over the steps so far, as all below
+    dbias,  # [4H] float32, sums over the steps so far, like all below
     dgamma_x,
     dgamma_h,
     dgamma_c,  # [H]
     dbeta_c,
-    scratch,  # [8, B, H] float32, to work in unless SINGLE: [B, 4H], then four times [B, H]
+    scratch,  # [8, B, H] float32, used unless SINGLE: [B, 4H], then four times [B, H]
     t,
     B,
     row_x,
@@ -82,7 +82,7 @@ def lstm_step_backward(
     ZONE_H: tl.constexpr,
     FUSED: tl.constexpr,
 ):
-    """Step t; the product with W_h follows."""
+    """The backward pass of step t, up to the product with W_h, which follows."""
     GATES: tl.constexpr = 4 * H
     EXCLUDE: tl.constexpr = LENGTHS and not INCLUDE
     SPLIT: tl.constexpr = NORM != NONE and not JOINT
@@ -129,7 +129,7 @@ def lstm_step_backward(
     if HAS_BETA:
         beta = load(beta_c, units, inside)
 
-    # The forward step again, then back through equation 8.
+    # Recompute the forward step, then go back through equation 8.
     a_i, a_f, a_g, a_o = zero, zero, zero, zero
     x_i, x_f, x_g, x_o = zero, zero, zero, zero
     d_i, d_f, d_g, d_o = zero, zero, zero, zero
@@ -168,14 +168,16 @@ def lstm_step_backward(
         c = load(cs + tile * H, at, ok)
         c_hat = forget * c + i * g
         if not OTHER_CELL:
-            c_hat = load(cs + (tile + B) * H, at, ok)  # as it was, before any rounding
+            c_hat = load(
+                cs + (tile + B) * H, at, ok
+            )  # as saved: recomputing would add rounding errors
         tanh_c = c_hat
         if CELL != NONE:
             c_hat = tl.where(ok, c_hat - m_c[None, :], 0.0) * r_c[None, :]
             tanh_c = c_hat * g_c[None, :]
         tanh_c = tanh(tanh_c + beta[None, :])
 
-        # Zoneout and padding: what goes past the step, and what goes through it.
+        # Zoneout and padding: the gradient that bypasses the step, and the one that enters it.
         dh_t = load(dh + before * H, at, ok) + load(through + before * H, at, ok)
         dc_t = load(dc + before * H, at, ok)
         if HAS_DOUTPUT:
@@ -197,7 +199,7 @@ def lstm_step_backward(
         tile_first, tile_second = sum_pair(dcell, dcell * c_hat, FUSED)
         first_c += tile_first
         second_c += tile_second
-        # What the gradient of c_t is multiplied with for those of the gates.
+        # Factors that turn the gradient of c_t into those of the gates.
         d_i = g * i * (1.0 - i)
         d_f = c * forget * (1.0 - forget)
         d_g = i * (1.0 - g * g)

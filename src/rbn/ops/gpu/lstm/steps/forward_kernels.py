@@ -1,8 +1,8 @@
-"""The LSTM's step after the product W_h h: a program owns UNITS units, all gates, for every row.
+"""The LSTM's step after the product W_h h: a program owns all gates of UNITS units, for every row.
 
-So every mean and variance over the batch is its own affair. It goes over the batch in tiles of ROWS
-rows, once for each thing that must be known of all rows before the next can be said of one; where
-one tile holds the batch (SINGLE), what was read or made in one round is still there in the next.
+So it computes means and variances over the batch on its own. It goes over the batch in tiles of
+ROWS rows, in several passes, because each normalization needs sums over all rows before it can
+continue with any of them. If one tile holds the batch (SINGLE), later passes reuse its registers.
 The four gates are four tiles ``[ROWS, UNITS]``. Names are those of `rbn.ops.reference.bn_lstm`.
 """
 
@@ -34,7 +34,7 @@ from rbn.ops.gpu.runtime.triton_functions import (
 def _recurrent(
     wh, wx, at, ok, read, H: tl.constexpr, JOINT: tl.constexpr
 ):  # fmt: skip
-    """W_h h, or its sum with the input term where both are normalized as one."""
+    """W_h h, or its sum with the input term if the sum is normalized (JOINT)."""
     i, f, g, o = load_gates(wh, at, ok, H)
     if JOINT:
         x_i, x_f, x_g, x_o = load_gates(wx, at, read, H)
@@ -47,12 +47,12 @@ def _recurrent(
 
 @triton.jit
 def _gate(a, x, m_h, s_h, m_x, s_x, b, NORM: tl.constexpr, JOINT: tl.constexpr):
-    """Equation 6 of one gate: what is kept of the recurrent term, and the gate before its slope."""
+    """Equation 6 of one gate: the recurrent term to save, and the pre-activation."""
     if NORM == NONE:
         pre = a + x + b[None, :]
         kept = pre
     else:
-        kept = a - m_h[None, :]  # rounded, the difference is worth more than the sum
+        kept = a - m_h[None, :]  # rounding loses less in the difference than in the sum
         pre = kept * s_h[None, :] + b[None, :]
         if not JOINT:
             pre += (x - m_x[None, :]) * s_x[None, :]
@@ -76,12 +76,12 @@ def lstm_step(
     var_c,
     hs,  # [T + 1, B, HS]
     cs,  # [T + 1, B, H] float32 or, with cs_step 0, [1, B, H]
-    kept,  # [T, B, 4H]: W_h h less its mean, or the gates before their slopes, where SAVE
-    h_n,  # [B, H] float32, written where there are lengths
+    kept,  # [T, B, 4H]: W_h h minus its mean, or the pre-activations; written if SAVE
+    h_n,  # [B, H] float32, written if LENGTHS
     lengths,  # [B] int32
     mask_c,  # [T, B, H] bool
     mask_h,
-    scratch,  # [2, B, H] float32, to work in unless SINGLE: c_t and the output gate
+    scratch,  # [2, B, H] float32, used unless SINGLE: c_t and the output gate
     t,
     B,
     row_x,
@@ -109,7 +109,7 @@ def lstm_step(
     SAVE: tl.constexpr,
     FUSED: tl.constexpr,
 ):
-    """Step t."""
+    """Step t after the product W_h h."""
     GATES: tl.constexpr = 4 * H
     EXCLUDE: tl.constexpr = LENGTHS and not INCLUDE
     SPLIT: tl.constexpr = NORM != NONE and not JOINT
@@ -205,7 +205,7 @@ def lstm_step(
         counts = unpadded(lengths, rows, t, B, EXCLUDE)
         before = tl.cast(first, tl.int64)
         x_at = wx + (step + before) * GATES
-        # What does not count is read as zeros: NaN would spread.
+        # Rows that do not count are loaded as zeros, because a NaN would spread.
         read = counts & ok
         if NORM != BATCH or not SINGLE:
             a_i, a_f, a_g, a_o = _recurrent(wh + before * GATES, x_at, at_gates, ok, read, H, JOINT)
@@ -246,7 +246,7 @@ def lstm_step(
         beta = load(beta_c, units, inside)
 
     # Equation 8
-    tl.debug_barrier()  # c and the scratch are read and written, whichever thread needs them next
+    tl.debug_barrier()  # other threads may read c and the scratch next
     for first in range(0, end, ROWS):
         rows = first + local
         ok = (rows < B)[:, None] & inside[None, :]

@@ -1,4 +1,4 @@
-"""Pieces of the LSTM's step back: terms of four gates, sums that grow from step to step."""
+"""Helpers of the LSTM's backward step: terms of four gates, and sums over the steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rstds(var, at, inside, eps, H: tl.constexpr):
 
 @triton.jit
 def scaled(base, at, ok, s_i, s_f, s_g, s_o, H: tl.constexpr):
-    """The normalized recurrent term from what was kept of it."""
+    """The normalized recurrent term from its saved, centered values."""
     i, f, g, o = load_gates(base, at, ok, H)
     return i * s_i[None, :], f * s_f[None, :], g * s_g[None, :], o * s_o[None, :]
 
@@ -26,7 +26,7 @@ def scaled(base, at, ok, s_i, s_f, s_g, s_o, H: tl.constexpr):
 def normalized(
     base, at, ok, read, m_i, m_f, m_g, m_o, s_i, s_f, s_g, s_o, H: tl.constexpr
 ):  # fmt: skip
-    """The normalized input term; what is not to be read counts as zero."""
+    """The normalized input term. Elements outside `read` are loaded as zero."""
     i, f, g, o = load_gates(base, at, read, H)
     i = tl.where(ok, i - m_i[None, :], 0.0) * s_i[None, :]
     f = tl.where(ok, f - m_f[None, :], 0.0) * s_f[None, :]
@@ -37,9 +37,9 @@ def normalized(
 
 @triton.jit
 def back(d, hat, first, second, factor, counts, MODE: tl.constexpr):
-    """The gradient of a term from that of its normalized and scaled values.
+    """The gradient of a term from the gradient d of its normalized and scaled values.
 
-    first, second: means of the latter, and of its product with the normalized values.
+    first, second: the means of d, and of its product with the normalized values.
     """
     if MODE == BATCH:
         d = tl.where(counts, d - first[None, :] - hat * second[None, :], 0.0)
@@ -48,15 +48,15 @@ def back(d, hat, first, second, factor, counts, MODE: tl.constexpr):
 
 @triton.jit
 def add(base, at, ok, value):
-    """To what is there."""
+    """Add `value` to the memory."""
     total = tl.load(base + at, mask=ok, other=0.0) + value
-    tl.debug_barrier()  # whichever threads read it
+    tl.debug_barrier()  # all threads have read it
     tl.store(base + at, total, mask=ok)
 
 
 @triton.jit
 def add_gates(base, i, f, g, o, at, ok, H: tl.constexpr):
-    """The same for four parts."""
+    """`add` for the four gates."""
     add(base, at, ok, i)
     add(base + H, at, ok, f)
     add(base + 2 * H, at, ok, g)

@@ -1,6 +1,6 @@
-"""The LSTM step by step: a matrix product and one kernel for each, for calls of any shape.
+"""The LSTM step by step, with a matrix product and one kernel per step. Supports any shape.
 
-See `families.choose` for which calls those are. Several recurrences run one after another.
+See `families.choose` for which calls run here. Several recurrences run one after another.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from rbn.ops.gpu.runtime.launch_cache import Repeated
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
 from rbn.ops.gpu.stepwise import factor, products
 
-# Elements of a gate that a program works on at once: rather no more than the first number, so that
-# a multiprocessor has room for two programs, and never more than the second.
+# Elements of a gate that a program works on at once: preferably at most _TILE, so that two programs
+# fit on a multiprocessor, and never more than _LARGEST.
 _TILE, _LARGEST = 1024, 2048
-# Warps for so many elements; backward a thread's registers are few for 8 of them twice.
+# Warps for a tile of _TILE elements; backward, two programs of 8 warps would lack registers.
 _WARPS = {"forward": 8, "backward": 4}
-_PROGRAMS = 66  # at least, if that leaves each 4 units: half of the multiprocessors of an H200
+# Programs, at least, if that leaves each 4 units: half of the multiprocessors of an H200.
+_PROGRAMS = 66
 
 
 def tile_of(batch: int, hidden: int, itemsize: int) -> tuple[int, int]:
     """Rows and units of a program's tile, powers of two.
 
-    Units are at most so many that a row of them is a sector of 32 bytes. There are fewer of them
-    where the batch would not fit into one tile, or few programs would run.
+    A row of units takes at most a sector of 32 bytes. There are fewer units if the batch would not
+    fit into one tile otherwise, or too few programs would run.
     """
     rows, units = power_of_two(batch), min(32 // itemsize, power_of_two(hidden))
     while units > 4 and (rows * units > _TILE or -(-hidden // units) < _PROGRAMS):
@@ -37,7 +38,7 @@ def tile_of(batch: int, hidden: int, itemsize: int) -> tuple[int, int]:
 
 
 class _Steps:
-    """What both directions need of one of the call's recurrences."""
+    """The kernel arguments and options of one of the call's recurrences, for both directions."""
 
     def __init__(
         self, direction: str, call: LSTMCall, r: int, moments: list[Tensor | None]
@@ -61,11 +62,11 @@ class _Steps:
             "num_warps": warps,
             "num_stages": 1,
         }
-        # A kernel's argument that is an integer would be compiled in.
+        # Floats, because Triton would specialize the kernel for integers.
         self.numbers = float(call.a.rate_c), float(call.a.rate_h), float(call.a.eps)
 
     def part(self, value: Tensor) -> Tensor:
-        """What of a tensor belongs to this recurrence."""
+        """The part of a tensor that belongs to this recurrence."""
         call = self.call
         return value if value is call.empty or not call.lead else value.view(call.R, -1)[self.r]
 
@@ -76,7 +77,7 @@ class _Steps:
         return list(zip(*([min(t, n) for t in steps] for n in last), strict=True))
 
     def scratch(self, planes: int) -> Tensor:
-        """Memory to work in, which one tile does without."""
+        """Scratch memory ``[planes, B, H]``; a placeholder if the batch fits into one tile."""
         call = self.call
         return call.empty if self.single else call.empty.new_empty(planes, call.B, call.H)
 
@@ -92,9 +93,9 @@ def forward(
 ) -> None:
     """Run all steps.
 
-    moments: mean and var of x, h and c; those of the minibatch are written, but for x.
-    hs ``[R, T + 1, B, stride]`` and cs ``[R, T + 1 or 1, B, H]`` begin with the first states. kept:
-    numbers, ``[R, T, B, 4H]`` of them where the call saves.
+    moments: mean and var of x, h and c. Minibatch statistics of h and c are written, those of x
+    must already be there. hs ``[R, T + 1, B, stride]`` and cs ``[R, T + 1 or 1, B, H]`` start with
+    the initial states. kept: a flat buffer for ``[R, T, B, 4H]`` elements, used if the call saves.
     """
     a, T, B, H = call.a, call.T, call.B, call.H
     hs, cs = hs.view(call.R, T + 1, B, -1), cs.view(call.R, -1, B, H)
@@ -107,7 +108,7 @@ def forward(
             tensors = [wh, own.wx, *own.vectors, *own.moments, hs[r], cs[r], of_steps]
             tensors += [own.part(h_n), call.lengths, *own.masks, own.scratch(2)]
             flags = own.flags | {"HS": hs.shape[-1], "SAVE": a.save}
-            del flags["X"]  # its statistics are known
+            del flags["X"]  # the kernel always gets its statistics
             step = Repeated(lstm_step, own.grid, tensors, flags)
             multiply = products(hs, weights[r].t(), wh)
             cell, rows, numbers = B * H if a.save else 0, own.rows_at(), own.numbers
@@ -130,9 +131,10 @@ def backward(
 ) -> None:
     """Run all steps, the last first.
 
-    moments, cs, kept: as the forward pass left them, variances raised. doutput ``[R, T, B, H]``;
-    dh and dc ``[R, B, H]``, which become what reaches the first states other than by the product;
-    da and dwx ``[R, T, B, 4H]``. sums: of the vectors' gradients, zero at first.
+    moments, cs, kept: from the forward pass, with raised variances. doutput: ``[R, T, B, H]``. dh,
+    dc: ``[R, B, H]``, the gradients of the last states; they become the parts of the initial
+    states' gradients that bypass the product. da, dwx: ``[R, T, B, 4H]``, written. sums: the
+    gradients of the vectors, zero at first.
     """
     T, B, H = call.T, call.B, call.H
     weights = _weights(call)

@@ -1,6 +1,6 @@
 """The recurrences as the papers print them: plain PyTorch, any dtype and device, plain autograd.
 
-These are the oracle for every other implementation, and what runs where no faster one exists.
+Tests compare every other implementation with these. They run if no faster implementation exists.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def tf32_allowed() -> bool:
-    """Whether the operators may use tf32: there are none."""
+    """Whether fused operators may use tf32: the reference has none."""
     return False
 
 

@@ -55,7 +55,7 @@ def bn_lstm(
     beta = 0.0 if beta_c is None else beta_c
 
     if population is not None:
-        group = None  # nothing of the minibatch is asked for
+        group = None  # no minibatch statistics are needed
     pop = population or Statistics()
     valid = valid_steps(lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid if padding == "exclude" or population else None)

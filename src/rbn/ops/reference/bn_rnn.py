@@ -58,7 +58,7 @@ def bn_rnn(
     phi = torch.tanh if nonlinearity == "tanh" else torch.relu
 
     if population is not None:
-        group = None  # nothing of the minibatch is asked for
+        group = None  # no minibatch statistics are needed
     pop = population or Statistics()
     valid = valid_steps(lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid if padding == "exclude" or population else None)

@@ -1,4 +1,4 @@
-"""A linear layer and the cross-entropy of its softmax, as PyTorch has them."""
+"""A linear layer and the cross-entropy of its softmax, with PyTorch's own functions."""
 
 from __future__ import annotations
 

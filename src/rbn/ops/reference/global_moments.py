@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def global_moments(h: Tensor, rows: Tensor | None, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over the rows that all processes of a group hold, ``[..., F]`` each.
+    """Mean and biased variance over the rows of all processes of a group, ``[..., F]`` each.
 
-    Every process must call it, in the same order as all else the group does, and its backward pass
-    likewise. The results are the same on all, to the last bit. Forward is one exchange of 2F + 1
-    numbers for each leading index, backward one of 2F.
+    Every process must call it, in the same order as the group's other operations; the same holds
+    for its backward pass. All processes get bitwise identical results. Forward exchanges 2F + 1
+    numbers per leading index, backward 2F.
 
     Args:
         h: ``[..., B, F]``; B may differ from process to process, and be 0.
@@ -29,9 +29,9 @@ def global_moments(h: Tensor, rows: Tensor | None, group: ProcessGroup) -> tuple
 
 
 def identical_globally(states: Tensor, group: ProcessGroup) -> Tensor:
-    """Whether all rows ``[B, F]`` of all processes of a group are the same: bool, on each of them.
+    """Whether all rows ``[B, F]`` of all processes of a group are identical, as a bool tensor.
 
-    Every process must call it. One exchange of F + 2 numbers.
+    Every process must call it and gets the same result. Exchanges F + 2 numbers.
     """
     own = states.new_zeros(states.shape[1] + 2)
     if len(states) > 0:
@@ -56,8 +56,8 @@ class _GlobalMoments(torch.autograd.Function):
         )
         own_mean = _kept(h, keep).sum(-2) / count.clamp(min=1)
         centred = _kept(h - own_mean[..., None, :], keep).square().sum(-2)
-        # Sums of squares about each process's own mean, and the means: nothing cancels when they
-        # are put together (Chan, Golub and LeVeque, 1979), as it would in E[h^2] - E[h]^2.
+        # Merge the means and the sums of squares about each process's own mean (Chan, Golub and
+        # LeVeque, 1979). This avoids the cancellation of E[h^2] - E[h]^2.
         own = torch.cat([own_mean, centred, count], dim=-1)
         everyone = own.new_empty(dist.get_world_size(group), *own.shape)
         dist.all_gather(list(everyone), own, group=group)
@@ -74,7 +74,7 @@ class _GlobalMoments(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_mean: Tensor, d_var: Tensor) -> tuple[Tensor, None, None]:
         h, keep, mean, total = ctx.saved_tensors
-        both = torch.cat([d_mean, d_var], dim=-1)  # what the rows of this process ask for
+        both = torch.cat([d_mean, d_var], dim=-1)  # from the rows of this process
         dist.all_reduce(both, group=ctx.group)
         d_mean, d_var = (both / total)[..., None, :].chunk(2, dim=-1)
         d_h = d_mean + 2 * d_var * (h - mean[..., None, :])

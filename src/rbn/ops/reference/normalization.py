@@ -29,8 +29,8 @@ def moments(
 ) -> tuple[Tensor, Tensor]:
     """Sample mean and biased variance over the rows of h ``[B, F]``, each ``[F]``.
 
-    rows: bool ``[B]``, the rows that count (all of them by default). No row gives zeros.
-    group: processes whose rows are taken together; this one's alone by default.
+    rows: bool ``[B]``, the rows that count (all of them by default). Without any row both are zero.
+    group: processes whose rows are combined; by default only this process's rows count.
     """
     if group is not None:
         return global_moments(h, rows, group)
@@ -44,12 +44,12 @@ def moments(
 
 
 def in_type(dtype: torch.dtype, *values: Tensor | None) -> list[Any]:
-    """Parameters and states in the type in which the equations are computed."""
+    """Convert parameters and states to the dtype in which the equations are computed."""
     return [None if v is None else v.to(dtype) for v in values]
 
 
 def pair(mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Both statistics of a term, or None where it has none."""
+    """Mean and var of a term as a pair, or None if it has no statistics."""
     return None if mean is None or var is None else (mean, var)
 
 
@@ -92,8 +92,8 @@ class Term:
     ) -> Tensor:
         """`bn` of h ``[B, F]`` with the statistics of step t.
 
-        identical: bool, whether the rows of all that h is made of are; then a constant h gets no
-        gradient.
+        identical: bool, whether the rows of everything that h is computed from are identical; then
+        a constant h gets no gradient.
         """
         mean, var = self.statistics(t, h, rows)
         if identical is not None and self.population is None:
@@ -102,7 +102,7 @@ class Term:
         return bn(h, gamma, beta, mean, var, eps)
 
     def constant(self, t: int, eps: float) -> Tensor | bool:
-        """Whether the minibatch's rows were identical in step t, as far as its statistics say."""
+        """Whether the minibatch's rows were identical in step t, judged by its statistics."""
         return True if self.population is not None else (self.vars[t] <= CONSTANT * eps).all()
 
     def stacked(self) -> tuple[Tensor | None, Tensor | None]:
@@ -116,12 +116,12 @@ class InputTerm(Term):
     """The input term, whose values are known for all steps at once.
 
     With sequencewise statistics (section 5.4, BN-e*) one mean and variance, over all unpadded
-    positions of all steps, serves every step. Of several processes, all steps' statistics are
-    exchanged at once.
+    positions of all steps, serves every step. Several processes exchange the statistics of all
+    steps at once.
 
     wx: ``[T, B, F]``.
     valid: bool ``[T, B]``, the unpadded positions.
-    counted: bool ``[T, B]``, those that count in the statistics of a step.
+    counted: bool ``[T, B]``, the positions that count in the statistics of a step.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class InputTerm(Term):
         self.steps: list[tuple[Tensor, Tensor]] = []
 
     def statistics(self, t: int, h: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Those of step t, or those of all steps together."""
+        """The statistics of step t, or those of the sequence."""
         if not self.over_sequence:
             if self.group is None or self.population is not None:
                 return super().statistics(t, h, rows)
@@ -155,10 +155,13 @@ class InputTerm(Term):
         return self.shared
 
     def constant(self, t: int, eps: float) -> Tensor | bool:
-        """As above; statistics of all steps together say nothing of one of them, its rows do."""
+        """Whether the rows were identical in step t.
+
+        Sequencewise statistics do not tell, so this compares the rows themselves.
+        """
         if not self.over_sequence:
             return super().constant(t, eps)
-        if self.group is not None:  # what comes of them says it
+        if self.group is not None:  # `still_identical` checks the resulting states
             return True
         rows = self.wx[t].detach()
         if self.counted is None:
@@ -169,7 +172,7 @@ class InputTerm(Term):
 
 
 def first_identical(*states: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Whether all rows of the states ``[B, H]`` that a recurrence begins with are the same."""
+    """Whether all rows of the initial states ``[B, H]`` are identical."""
     if group is not None:
         return identical_globally(torch.cat(states, dim=1), group)
     return torch.stack([(s == s[:1]).all() for s in states]).all()
@@ -182,8 +185,8 @@ def still_identical(
     eps: float,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Whether they still are after a step (see `rbn.ops.types.CONSTANT`)."""
-    if group is not None:  # once they differ, there is nothing more to exchange
+    """Whether the rows of the states are still identical after a step; see `CONSTANT`."""
+    if group is not None:  # once they differ, no further exchange is needed
         if not identical:
             return identical
         _, var = global_moments(torch.cat(states, dim=1).detach(), rows, group)
@@ -193,7 +196,7 @@ def still_identical(
 
 
 def zoneout(z: Tensor | float, t: int, previous: Tensor, new: Tensor) -> Tensor:
-    """Krueger et al. 2017: keep a unit's previous value where the mask z[t] says so.
+    """Krueger et al. 2017: keep a unit's previous value where the mask z[t] is true.
 
     z: bool ``[T, B, H]`` (training) or the rate, for the expected value (inference).
     """
@@ -203,7 +206,7 @@ def zoneout(z: Tensor | float, t: int, previous: Tensor, new: Tensor) -> Tensor:
 
 
 def without_padding(wx: Tensor, valid: Tensor | None) -> Tensor:
-    """Input terms ``[T, B, F]`` with zeros for whatever the padding holds: NaN would spread."""
+    """Zero the padded positions of the input term ``[T, B, F]``, because a NaN would spread."""
     return wx if valid is None else torch.where(valid[:, :, None], wx, 0)
 
 

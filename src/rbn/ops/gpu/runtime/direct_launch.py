@@ -1,4 +1,4 @@
-"""Launches of what Triton compiled by the CUDA driver itself, with arguments that stay in place."""
+"""Launches compiled Triton kernels directly through the CUDA driver, reusing argument buffers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import triton
 
 from rbn.ops.gpu.runtime import driver
 
-# Bytes of an argument by Triton's name of its type; pointers have 8.
+# Bytes of an argument by Triton's name of its type; pointers take 8.
 _BYTES = {"i32": 4, "i64": 8, "fp32": 4}
-_SCRATCH = 2  # pointers that Triton adds behind the arguments, at most; null where not asked for
-# What of a compiled kernel asks for another launch than the plainest one.
+_SCRATCH = 2  # pointers that Triton appends to the arguments, at most; null if unused
+# Metadata of a compiled kernel that requires more than a plain launch.
 _SPECIAL = (
     *("launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"),
     "tensordesc_meta",
@@ -23,7 +23,7 @@ _SPECIAL = (
 
 
 def _hooked(result: Any) -> bool:
-    """Whether someone, such as a profiler, is to be told of every launch by Triton."""
+    """Whether a launch hook is installed in Triton, for example by a profiler."""
     knobs = getattr(triton, "knobs", None)
     where = type(result) if knobs is None else knobs.runtime
     hooks = (getattr(where, f"launch_{when}_hook", None) for when in ("enter", "exit"))
@@ -31,10 +31,10 @@ def _hooked(result: Any) -> bool:
 
 
 def kinds_of(result: Any, names: Sequence[str]) -> list[str | None] | None:
-    """The types of a compiled kernel's arguments, None for those that it was compiled for.
+    """The types of a compiled kernel's arguments; None for those that were compiled in.
 
-    None instead of a list where it cannot be launched in the plainest way, or is not what it seems:
-    the driver knows how many arguments it takes, and how large they are.
+    Returns None instead of a list if a plain launch is not possible, or if the number and sizes of
+    the arguments do not match what the driver reports.
     """
     signature = getattr(getattr(result, "src", None), "signature", None)
     metadata, function = getattr(result, "metadata", None), getattr(result, "function", None)
@@ -57,7 +57,7 @@ def kinds_of(result: Any, names: Sequence[str]) -> list[str | None] | None:
 
 
 def _in_order(kinds: list[str | None]) -> bool:
-    """Whether pointers come first, then integers, then all others, none of them compiled in."""
+    """Whether pointers come first, then integers, then all others, with none compiled in."""
     ranks = [-1 if k is None else 0 if k[0] == "*" else 1 if k[0] == "i" else 2 for k in kinds]
     return -1 not in ranks and ranks == sorted(ranks)
 
@@ -69,16 +69,16 @@ def _bits(kind: str | None, value: Any) -> int:
 def launcher(
     result: Any, kinds: list[str | None], grid: tuple[int, ...], values: Sequence[Any]
 ) -> Callable[..., None] | None:
-    """What launches a compiled kernel on torch's current stream, as often as it is called.
+    """Returns a function that launches a compiled kernel on the stream that is current now.
 
-    kinds: as `kinds_of` gives them. values: addresses, integers and other numbers, in this order,
-    one for each of `kinds`. The launcher takes the integers anew, and looks at nothing else.
-    None where the launches are not for the driver alone.
+    kinds: from `kinds_of`. values: addresses, integers and other numbers, in this order, one for
+    each of `kinds`. Each launch takes new integers and ignores its other arguments.
+    Returns None if Triton has launch hooks or the arguments are in another order.
     """
     if _hooked(result) or not _in_order(kinds):
         return None
     driver.enter()
-    slots = (ctypes.c_int64 * (len(kinds) + _SCRATCH))()  # null behind the arguments
+    slots = (ctypes.c_int64 * (len(kinds) + _SCRATCH))()  # null after the arguments
     for k, (kind, value) in enumerate(zip(kinds, values, strict=True)):
         slots[k] = _bits(kind, value)
     changing = [k for k, kind in enumerate(kinds) if kind in ("i32", "i64")]
@@ -99,10 +99,10 @@ def launcher(
 def launcher_at(
     result: Any, kinds: list[str | None], grid: tuple[int, ...], numbers: Sequence[Any]
 ) -> Callable[[Sequence[int]], None] | None:
-    """The same for a kernel whose numbers stay, and which takes other addresses each time.
+    """Like `launcher`, for fixed numbers and new addresses on each launch.
 
-    It may be called by several threads at once, on any stream. numbers: behind the addresses.
-    Whoever hooks into Triton's launches later is not told of these.
+    Several threads may call the result at once, on any stream. numbers: the arguments after the
+    addresses. Launch hooks that are installed in Triton later do not see these launches.
     """
     if _hooked(result):
         return None
@@ -111,14 +111,14 @@ def launcher_at(
     rest = [_bits(kind, value) for kind, value in pairs if kind is not None] + [0] * _SCRATCH
     tensors = len(kinds) - len(numbers)
     count, write = tensors + len(rest), struct.Struct(f"{tensors}P").pack_into
-    free: list[tuple[Any, Any]] = []  # memory that no launch is using
+    free: list[tuple[Any, Any]] = []  # argument buffers that no launch is using
     sizes = (*grid, 1, 1)[:3], 32 * result.metadata.num_warps, result.metadata.shared
     start = driver.starter_on_stream(result.function, *sizes)
 
     def launch(addresses: Sequence[int]) -> None:
         try:
             slots, places = free.pop()
-        except IndexError:  # as many as threads launch at once
+        except IndexError:  # there are as many buffers as threads that launch at once
             slots = (ctypes.c_int64 * count)(*[0] * tensors, *rest)
             first = ctypes.addressof(slots)
             places = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))

@@ -1,4 +1,4 @@
-"""The CUDA driver's calls that torch has no name for: load code, launch it all at once."""
+"""CUDA driver calls that torch does not expose: loading code, cooperative and cluster launches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_LIMIT = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _NON_PORTABLE = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
-_PORTABLE = 8  # blocks of a cluster
+_PORTABLE = 8  # blocks per cluster that every GPU with clusters supports
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-# CUDA_ERROR_INVALID_CONTEXT: on the default stream, in a thread that has used no CUDA yet.
+# CUDA_ERROR_INVALID_CONTEXT: on the default stream, in a thread that has not used CUDA yet.
 _NO_CONTEXT = 201
 
 
@@ -42,12 +42,12 @@ _HERE = contextlib.nullcontext()
 
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """`torch.cuda.device_of`, at less cost where the device is the current one already."""
+    """`torch.cuda.device_of`, cheaper if the device is already the current one."""
     return _HERE if on_current_device(tensor) else torch.cuda.device_of(tensor)
 
 
 def on_current_device(tensor: Tensor) -> bool:
-    """Whether a tensor is on the current device, or on none."""
+    """Whether a tensor is on the current CUDA device, or not on a CUDA device at all."""
     return not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice()
 
 
@@ -66,7 +66,7 @@ def _check(status: int, what: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def shared_limit(device: int) -> int:
-    """Bytes of shared memory that a block may have."""
+    """Bytes of shared memory that a block may use."""
     cuda, handle, result = _driver(), ctypes.c_int(), ctypes.c_int()
     torch.cuda.init()
     _check(cuda.cuDeviceGet(ctypes.byref(handle), device), f"finding device {device}")
@@ -76,7 +76,7 @@ def shared_limit(device: int) -> int:
 
 
 def enter() -> None:
-    """Into the context of torch's current device: a thread that has used no CUDA yet is in none."""
+    """Enter the context of torch's current device; a thread that has not used CUDA has none."""
     cuda, context, handle = _driver(), ctypes.c_void_p(), ctypes.c_int()
     _check(cuda.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
     if context.value is not None:
@@ -89,14 +89,14 @@ def enter() -> None:
 
 
 def parameter_sizes(function: int) -> list[int] | None:
-    """Bytes of each parameter of a loaded kernel; None where the driver is too old to say."""
+    """Bytes of each parameter of a loaded kernel; None if the driver is too old to tell."""
     ask = getattr(_driver(), "cuFuncGetParamInfo", None)
     if ask is None:
         return None
     handle, offset, size = ctypes.c_void_p(function), ctypes.c_size_t(), ctypes.c_size_t()
     results: list[int] = []
     where = ctypes.byref(offset), ctypes.byref(size)
-    while ask(handle, ctypes.c_size_t(len(results)), *where) == 0:  # until there is none
+    while ask(handle, ctypes.c_size_t(len(results)), *where) == 0:  # until there are no more
         results.append(size.value)
     return results
 
@@ -109,7 +109,10 @@ def starter(
     stream: int,
     parameters: ctypes.Array[Any],
 ) -> Callable[[], None]:
-    """What launches a loaded kernel, each time with what lies where `parameters` point to."""
+    """Returns a function that launches a loaded kernel with the values that `parameters` point to.
+
+    The values are read anew at each launch.
+    """
     where = ctypes.c_void_p(stream), parameters, ctypes.c_void_p()
     start = functools.partial(
         _driver().cuLaunchKernel, ctypes.c_void_p(function), *grid, threads, 1, 1, shared, *where
@@ -126,7 +129,7 @@ def starter(
 def starter_on_stream(
     function: int, grid: tuple[int, ...], threads: int, shared: int
 ) -> Callable[[ctypes.Array[Any]], None]:
-    """The same on torch's current stream, with parameters that it takes each time."""
+    """Like `starter`, on torch's current stream and with parameters passed at each launch."""
     start = functools.partial(
         _driver().cuLaunchKernel, ctypes.c_void_p(function), *grid, threads, 1, 1, shared
     )
@@ -144,11 +147,12 @@ def starter_on_stream(
 
 
 class Kernel:
-    """A function of a piece of machine code, loaded on the current device.
+    """A kernel from compiled machine code, loaded on the current device.
 
-    cluster: blocks of a thread-block cluster, or 0 for none; `down`: whether they are neighbours in
-        the second dimension of the grid, not in the first.
-    together: whether all blocks of a launch meet, not only those of a cluster.
+    cluster: blocks per thread-block cluster, or 0 for none.
+    down: whether the blocks of a cluster are neighbours in the grid's second dimension instead of
+        its first.
+    together: whether all blocks of a launch synchronize, not only those of a cluster.
     """
 
     def __init__(
@@ -169,7 +173,7 @@ class Kernel:
         self._attributes = (_Attribute * 2)()
         self._attributes[0] = _Attribute(_CLUSTER, 0, (ctypes.c_uint * 16)(*self._neighbours, 1))
         self._attributes[1] = _Attribute(_COOPERATIVE, 0, (ctypes.c_uint * 16)(1))
-        self._configs: dict[tuple[int, int], bytes] = {}  # of launches in clusters
+        self._configs: dict[tuple[int, int], bytes] = {}  # launch configs with clusters, by grid
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         _check(cuda.cuModuleLoadData(ctypes.byref(self._module), code), f"loading {name}")
         _check(
@@ -181,12 +185,12 @@ class Kernel:
             f"{shared} bytes of shared memory for {name}",
         )
         if cluster > _PORTABLE and cuda.cuFuncSetAttribute(self._function, _NON_PORTABLE, 1):
-            self.at_once = 0  # a size that this card refuses
+            self.at_once = 0  # this GPU refuses the cluster size
         else:
             self.at_once = self._in_clusters() if cluster else self._blocks(name)
 
     def _blocks(self, name: str) -> int:
-        """How many blocks fit on the card."""
+        """How many blocks fit on the GPU at once."""
         blocks = ctypes.c_int()
         _check(
             _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
@@ -198,10 +202,10 @@ class Kernel:
         return blocks.value * int(properties.multi_processor_count)
 
     def _in_clusters(self) -> int:
-        """The same in whole clusters; none where the card has no clusters of this size."""
+        """How many blocks fit on the GPU in full clusters; 0 if it refuses the cluster size."""
         count = ctypes.c_int()
         config = self._config(self._neighbours, None)
-        config.count = 1  # whether all meet does not matter here
+        config.count = 1  # whether all blocks synchronize does not matter here
         status = _driver().cuOccupancyMaxActiveClusters(
             ctypes.byref(count), self._function, ctypes.byref(config)
         )
@@ -218,9 +222,9 @@ class Kernel:
         )
 
     def launch(self, grid: tuple[int, int], arguments: bytes | ctypes.Structure) -> None:
-        """Run the blocks on torch's current stream, all of a meeting at the same time, or raise.
+        """Launch on torch's current stream. Raises if blocks that synchronize cannot run at once.
 
-        arguments: the struct that the kernel takes; the driver copies it.
+        arguments: the kernel's argument struct; the driver copies it.
         """
         parameters = _Parameters(bytes(arguments))
         for _ in range(2):
@@ -252,10 +256,10 @@ _LETTERS = {ctypes.c_void_p: "P", ctypes.c_int: "i", ctypes.c_float: "f"}
 
 
 def structure(name: str, fields: list[tuple[str, Any]]) -> Any:
-    """A C struct of the given members; its `pointers` are the names of those it begins with.
+    """Define a C struct with the given members; `pointers` lists the names of its leading pointers.
 
-    Its `packed` makes the bytes of one from the addresses by name, 0 for absent ones, and all other
-    values in their order, several times as fast as an object of it is made.
+    `packed` builds the struct's bytes from addresses by name (0 if absent) and the other values in
+    order. It is several times as fast as creating an instance.
     """
     leading = itertools.takewhile(lambda field: field[1] is ctypes.c_void_p, fields)
     pointers = tuple(member for member, _ in leading)

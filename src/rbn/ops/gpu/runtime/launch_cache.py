@@ -1,4 +1,4 @@
-"""Launches of a Triton kernel like one before, at little cost for the host."""
+"""Caches Triton launches, so that repeating one costs the host little."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from torch import Tensor
 from rbn.ops.gpu.runtime import direct_launch
 from rbn.ops.gpu.runtime.driver import device_of, on_current_device
 
-# Before, what Triton compiled was called without its compile-time arguments.
+# Before Triton 3.3, compiled kernels were called without their compile-time arguments.
 _TAKES_ALL = tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 3)
 
 
 def _as_triton(
     kernel: Any, result: Any, grid: tuple[int, ...], count: int, flags: dict[str, Any]
 ) -> tuple[Callable[..., object], list[Any]]:
-    """What launches a compiled kernel, and what it takes behind its `count` arguments."""
+    """Triton's launcher of a compiled kernel, and what follows its first `count` arguments."""
     names = kernel.arg_names[count:]
     return result[(*grid, 1, 1)[:3]], [flags[name] for name in names] if _TAKES_ALL else []
 
 
 def _is_compiled(result: Any) -> bool:
-    return hasattr(result, "packed_metadata")  # the interpreter gives nothing
+    return hasattr(result, "packed_metadata")  # the interpreter returns None
 
 
 class Repeated:
-    """A kernel that is launched again and again, with the same tensors and other integers.
+    """A kernel that is launched repeatedly with the same tensors and changing integers.
 
-    Triton looks at every argument of a launch, to find or compile the kernel that fits: with some
-    fifty of them, several times as long as a small kernel runs. Here it does so once for all calls
-    with tensors of the same types. The other launches are the driver's (`direct_launch`), or call
-    what Triton found, with addresses for tensors.
+    Triton inspects every argument of a launch to look up or compile the matching kernel. With some
+    fifty arguments that takes several times as long as a small kernel runs. Here it happens once
+    for all calls with tensors of the same dtypes. Later launches go directly to the driver
+    (`direct_launch`), or to the kernel that Triton compiled, with addresses for tensors.
 
     Args:
-        kernel: takes tensors, then numbers, then `flags`. It must not be compiled for values of
-            those numbers that change (``do_not_specialize``).
+        kernel: takes tensors, then numbers, then `flags`. It must not be specialized for numbers
+            that change (``do_not_specialize``).
         grid: number of programs.
-        tensors: all stay where they are as long as this object is used.
+        tensors: must keep their addresses as long as this object is used.
         flags: compile-time arguments and options, by name.
     """
 
@@ -54,9 +54,9 @@ class Repeated:
         self._again: Callable[..., object] | None = None
 
     def __call__(self, *numbers: float) -> None:
-        """Launch with these numbers, whose types, and values but of integers, stay the same.
+        """Launch with these numbers. Only the values of integers may differ between launches.
 
-        The tensors' device is the current one, and it and its stream are the same each time.
+        The tensors' device must be the current device; device and stream must stay the same.
         """
         if self._again is not None:
             self._again(*numbers)
@@ -69,7 +69,7 @@ class Repeated:
             if not _is_compiled(result):
                 return
             names = self._kernel.arg_names[: len(addresses) + len(numbers)]
-            if len(_COMPILED) >= _MOST:  # of layers long gone, probably
+            if len(_COMPILED) >= _MOST:  # probably filled by layers that no longer exist
                 _COMPILED.clear()
             # The kernel is held, so that its id stays its own.
             kinds = direct_launch.kinds_of(result, names)
@@ -80,7 +80,7 @@ class Repeated:
             self._again(*numbers)
 
     def _key(self, addresses: list[int], numbers: tuple[float, ...]) -> tuple[Any, ...]:
-        """All that Triton may compile for, and more."""
+        """Everything that Triton may specialize the kernel for, and more."""
         types = tuple(tensor.dtype for tensor in self._tensors)
         unaligned = tuple(at % 16 != 0 for at in addresses)
         values = tuple(_kind(n) for n in numbers)
@@ -101,7 +101,7 @@ class Repeated:
 
 
 def _kind(number: float) -> Any:
-    """What of a number Triton may compile for."""
+    """The properties of a number that Triton may specialize a kernel for."""
     if isinstance(number, float):
         return float
     return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
@@ -123,11 +123,12 @@ def launch_kept(
     types: tuple[torch.dtype, ...],
     like: Tensor,
 ) -> None:
-    """Launch a kernel that Triton looks at once for all calls that differ in addresses alone.
+    """Launch a kernel; Triton inspects the arguments once for calls that differ only in addresses.
 
-    addresses: of what `tensors` gives, which is asked for it only where Triton is to look.
-    numbers, flags: as in `Repeated`, but for all of them the kernel may be compiled.
-    types: of the tensors, as far as they may differ between calls. like: any on their device.
+    addresses: of the tensors. tensors: returns them; called only if Triton must inspect them.
+    numbers, flags: as in `Repeated`, but the kernel may be specialized for all of them.
+    types: those dtypes of the tensors that may differ between calls. like: any tensor on their
+    device.
     """
     known = (grid, numbers, *flags.values(), *types)
     launch_known(kernel, known, addresses, lambda: (grid, tensors(), numbers, flags), like)
@@ -140,14 +141,15 @@ def launch_known(
     ask: Callable[[], tuple[tuple[int, int], Sequence[Tensor], tuple[float, ...], dict[str, Any]]],
     like: Tensor,
 ) -> None:
-    """`launch_kept` where all that it would look at follows from less.
+    """`launch_kept` with a smaller cache key.
 
-    known: what the grid, the numbers, the flags and the types of the tensors follow from.
-    ask: gives the grid, the tensors, the numbers and the flags, where Triton is to look.
+    known: the key; it must determine the grid, the numbers, the flags and the tensors' dtypes.
+    ask: returns the grid, the tensors, the numbers and the flags; called only if Triton must
+    inspect them.
     """
     key = (id(kernel), known, like.device)
     kept = _KEPT.get(key)
-    # For others, and only those, the kernel is compiled differently.
+    # Triton compiles another kernel for unaligned addresses, so only aligned ones are cached.
     aligned = functools.reduce(operator.or_, addresses) % 16 == 0
     if kept is not None and aligned and on_current_device(like):
         kept[0](addresses)
@@ -172,7 +174,7 @@ def _launcher_at(
     numbers: tuple[float, ...],
     flags: dict[str, Any],
 ) -> Callable[[Sequence[int]], object]:
-    """What launches a compiled kernel with so many tensors, given their addresses."""
+    """Returns a function that launches a compiled kernel, given the addresses of its tensors."""
     count = tensors + len(numbers)
     kinds = direct_launch.kinds_of(result, kernel.arg_names[:count])
     launch = None if kinds is None else direct_launch.launcher_at(result, kinds, grid, numbers)

@@ -1,7 +1,7 @@
-"""CUDA C++ compiled at run time, by the compiler that comes with torch for CUDA.
+"""Compiles CUDA C++ at run time with NVRTC, which ships with torch for CUDA.
 
-NVRTC turns the source into machine code for the card at hand in a second or two; the result is kept
-on disk, so that the next process finds it.
+NVRTC compiles the source for the installed GPU in a second or two. The result is cached on disk for
+later processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rbn.ops.types import CONSTANT
 
 log = logging.getLogger("rbn.ops.gpu")
 _SOURCES = {path.name: path for path in Path(__file__).parents[1].rglob("*.cu*")}  # by name
-# The version from which on it knows what kernels for Hopper ask for: st.async, numbers of 128 bits.
+# The first version with what the Hopper kernels need: st.async, 128-bit numbers.
 FOR_HOPPER = (12, 3)
 _OPTIONS = ("--std=c++17", "-default-device", f"-DCONSTANT={CONSTANT}f")
 _DIGEST = hashlib.sha256().digest_size
@@ -32,7 +32,7 @@ _INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
 
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """NVRTC, from torch's own packages or the system; None where there is none."""
+    """NVRTC, from torch's own packages or the system; None if it is missing."""
     major = (torch.version.cuda or "12").split(".")[0]
     site = Path(torch.__file__).parent.parent
     result = glob.glob(str(site / "nvidia" / "*" / "lib" / f"libnvrtc.so.{major}*"))
@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def source(name: str) -> str:
-    """The text of a kernel, its headers put in."""
+    """The source of a kernel, with its headers inlined."""
 
     def put_in(text: str) -> str:
         return _INCLUDE.sub(lambda m: put_in(_SOURCES[m[1]].read_text()), text)
@@ -57,7 +57,7 @@ def source(name: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def version() -> tuple[int, int]:
-    """Of NVRTC, such as (12, 8); (0, 0) where there is none."""
+    """The version of NVRTC, such as (12, 8); (0, 0) if it is missing."""
     nvrtc = library()
     major, minor = ctypes.c_int(), ctypes.c_int()
     if nvrtc is None or nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)):
@@ -67,7 +67,7 @@ def version() -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1)
 def architectures() -> tuple[int, ...]:
-    """Those that NVRTC compiles for, such as 90; nothing where it does not say."""
+    """The architectures that NVRTC compiles for, such as 90; empty if it does not tell."""
     nvrtc, count = library(), ctypes.c_int()
     ask = getattr(nvrtc, "nvrtcGetNumSupportedArchs", None)
     if nvrtc is None or ask is None or ask(ctypes.byref(count)):
@@ -77,9 +77,9 @@ def architectures() -> tuple[int, ...]:
 
 
 def architecture(capability: tuple[int, int]) -> str | None:
-    """The one to compile for, ``sm_90`` for (9, 0); None where NVRTC has none that the card runs.
+    """The architecture to compile for, ``sm_90`` for (9, 0); None if NVRTC has none that runs.
 
-    A card runs what was compiled for an earlier one of the same generation.
+    A GPU runs code compiled for an earlier GPU of the same generation.
     """
     major, minor = capability
     known = architectures() or (10 * major + minor,)
@@ -89,7 +89,7 @@ def architecture(capability: tuple[int, int]) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def works(capability: tuple[int, int]) -> bool:
-    """Whether NVRTC is there, complete, and compiles for such a card; if not, the log says why."""
+    """Whether NVRTC is installed, complete, and supports such a GPU; otherwise logs the reason."""
     arch = architecture(capability)
     if library() is None or arch is None:
         log.debug("NVRTC %s compiles nothing for capability %s", version(), capability)
@@ -103,7 +103,7 @@ def works(capability: tuple[int, int]) -> bool:
 
 
 def compile_source(text: str, name: str, defines: dict[str, int], arch: str) -> bytes:
-    """Machine code for `arch` (such as ``sm_90``), or RuntimeError with the compiler's words."""
+    """Machine code for `arch` (such as ``sm_90``). Raises RuntimeError with the compiler's log."""
     nvrtc = library()
     if nvrtc is None:
         raise RuntimeError("there is no NVRTC library")
@@ -138,9 +138,9 @@ def compile_source(text: str, name: str, defines: dict[str, int], arch: str) -> 
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept: RBN_CACHE, or the user's cache folder.
+    """The folder for compiled kernels: RBN_CACHE, or the user's cache folder.
 
-    None for a user without a home: a folder that all users share could hold anyone's code.
+    None for a user without a home, because a folder shared by all users could hold anyone's code.
     """
     if os.environ.get("RBN_CACHE"):
         return Path(os.environ["RBN_CACHE"])
@@ -151,7 +151,7 @@ def cache_folder() -> Path | None:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether only this user can have written a file or folder."""
+    """Whether only this user can have written the file or folder."""
     about = path.stat()
     return not hasattr(os, "getuid") or (
         about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -159,7 +159,7 @@ def _is_own(path: Path) -> bool:
 
 
 def compiled(name: str, defines: dict[str, int], arch: str) -> bytes:
-    """Machine code from the disk's cache, or compiled and put there."""
+    """Machine code from the cache on disk; compiles and caches it if missing."""
     text = source(name)
     key = repr((text, sorted(defines.items()), arch, torch.version.cuda, version(), _OPTIONS))
     folder = cache_folder()
@@ -174,13 +174,13 @@ def compiled(name: str, defines: dict[str, int], arch: str) -> bytes:
 
 
 def _kept(path: Path) -> bytes | None:
-    """What `_keep` has put there; None where there is nothing, or something else."""
+    """Read what `_keep` wrote; None if the file is missing or invalid."""
     try:
         content = path.read_bytes()
         own = _is_own(path) and _is_own(path.parent)
     except OSError:
         return None
-    if not own:  # the checksum is no proof: whoever can write the file can write that too
+    if not own:  # the checksum proves nothing: whoever can write the file can write that too
         log.warning("%s can be written by other users; it is not used", path)
         return None
     digest, code = content[:_DIGEST], content[_DIGEST:]
@@ -191,7 +191,7 @@ def _kept(path: Path) -> bytes | None:
 
 
 def _keep(code: bytes, path: Path) -> None:
-    """Put machine code there behind its checksum, all at once."""
+    """Write a checksum and the machine code atomically."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -203,5 +203,5 @@ def _keep(code: bytes, path: Path) -> None:
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except OSError as error:  # the kernel runs all the same
+    except OSError as error:  # the kernel runs anyway
         log.debug("could not keep %s: %s", path, error)

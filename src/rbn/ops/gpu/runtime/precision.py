@@ -1,4 +1,4 @@
-"""Products of float32 around the kernels, as exact as the kernels' own."""
+"""Gives PyTorch's float32 products around the kernels the precision of the kernels' own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class _Switch:
-    """PyTorch's for products of float32, one for all threads: the last user sets it back."""
+    """PyTorch's tf32 setting, which all threads share: the last user restores it."""
 
     def __init__(self) -> None:
         self._left = threading.Condition()
@@ -19,7 +19,7 @@ class _Switch:
         self._change_back: Callable[[], None] = lambda: None
 
     def enter(self, wanted: bool) -> None:
-        """Set it; waits for those who need it otherwise."""
+        """Set it; waits for threads that need the other value."""
         with self._left:
             while self._users and self._wanted != wanted:
                 self._left.wait()
@@ -28,7 +28,7 @@ class _Switch:
             self._users += 1
 
     def leave(self) -> None:
-        """No longer need it."""
+        """Stop using it; the last user restores the setting."""
         with self._left:
             self._users -= 1
             if not self._users:
@@ -41,9 +41,10 @@ _SWITCH = _Switch()
 
 @contextlib.contextmanager
 def multiplied_in_tf32(wanted: bool) -> Iterator[None]:
-    """Products of float32 are in tf32 or, if not wanted, in float32, as in the kernels.
+    """Run PyTorch's float32 products in tf32 (or in float32, if not wanted), like the kernels.
 
-    Those ask cuDNN's switch; PyTorch has another one for its own products, off by default.
+    The kernels follow cuDNN's setting. PyTorch has a separate one for its own products, which is
+    off by default.
     """
     _SWITCH.enter(wanted)
     try:
@@ -53,12 +54,12 @@ def multiplied_in_tf32(wanted: bool) -> Iterator[None]:
 
 
 def _set(wanted: bool) -> Callable[[], None]:
-    """Set PyTorch's switch; gives what sets it to what it was."""
+    """Set PyTorch's setting; returns a function that restores the old value."""
     matmul: Any = torch.backends.cuda.matmul
     newer = getattr(matmul, "fp32_precision", None)
     try:
         before, level = matmul.allow_tf32, torch.get_float32_matmul_precision()
-    except RuntimeError:  # the newer setting was made, and differs from the older one
+    except RuntimeError:  # the newer setting is in use and differs from the older one
         matmul.fp32_precision = "tf32" if wanted else "ieee"
         return lambda: setattr(matmul, "fp32_precision", newer)
     if before == wanted:

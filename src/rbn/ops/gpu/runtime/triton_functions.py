@@ -1,4 +1,4 @@
-"""Functions that run inside the kernels."""
+"""Device functions shared by the Triton kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIVEN = tl.constexpr(2)
 
 # Variances below this part of the square that was subtracted are what rounding left of it.
 ROUNDING = tl.constexpr(2e-6)
-# The same where a mean of the rows themselves was subtracted, which is right to a few roundings.
+# The same if the mean of the rows themselves was subtracted, which is exact to a few roundings.
 LAST_BITS = tl.constexpr(2e-13)
 CONSTANT = tl.constexpr(types.CONSTANT)
 
@@ -28,7 +28,7 @@ RATE = tl.constexpr(2)
 
 @triton.jit
 def sigmoid(x):
-    """The logistic function, exact at both ends."""
+    """The logistic function, exact at both limits."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -40,13 +40,13 @@ def tanh(x):
 
 @triton.jit
 def load(base, at, ok):
-    """Values in float32, zero where they are not ok."""
+    """Load values as float32, zero where the mask `ok` is false."""
     return tl.load(base + at, mask=ok, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_gates(base, at, ok, H: tl.constexpr):
-    """The four parts of rows ``[4H]`` in float32."""
+    """Load the four gates of rows ``[4H]`` as float32."""
     i = load(base, at, ok)
     f = load(base + H, at, ok)
     g = load(base + 2 * H, at, ok)
@@ -56,7 +56,7 @@ def load_gates(base, at, ok, H: tl.constexpr):
 
 @triton.jit
 def store_gates(base, i, f, g, o, at, ok, H: tl.constexpr):
-    """Write rows ``[4H]`` from their four parts."""
+    """Write the four gates of rows ``[4H]``."""
     tl.store(base + at, i.to(base.dtype.element_ty), mask=ok)
     tl.store(base + H + at, f.to(base.dtype.element_ty), mask=ok)
     tl.store(base + 2 * H + at, g.to(base.dtype.element_ty), mask=ok)
@@ -74,7 +74,7 @@ def unpadded(lengths, rows, t, B, LENGTHS: tl.constexpr):
 
 @triton.jit
 def by_zoneout(d, mask, at, ok, rate, ZONE: tl.constexpr):
-    """What of a state's gradient goes past the step, and what goes through it."""
+    """Split a state's gradient into the part that bypasses the step and the part that enters it."""
     past = tl.zeros_like(d)
     new = d
     if ZONE == MASK:
@@ -89,7 +89,7 @@ def by_zoneout(d, mask, at, ok, rate, ZONE: tl.constexpr):
 
 @triton.jit
 def split_gates(p, ROWS: tl.constexpr, UNITS: tl.constexpr):
-    """Columns ``[ROWS, 4 * UNITS]``, gate by gate, as i, f, g, o ``[ROWS, UNITS]`` each."""
+    """Split ``[ROWS, 4 * UNITS]``, ordered gate by gate, into i, f, g, o ``[ROWS, UNITS]``."""
     q = tl.permute(tl.reshape(p, (ROWS, 4, UNITS)), (0, 2, 1))
     even, odd = tl.split(tl.reshape(q, (ROWS, UNITS, 2, 2)))
     i, g = tl.split(even)
@@ -111,7 +111,7 @@ def _add_pairs(a0, a1, b0, b1):
 
 @triton.jit
 def sum_pair(a, b, FUSED: tl.constexpr):
-    """Sums over the rows of two tiles, in one reduction where FUSED."""
+    """Sums over the rows of two tiles, in one reduction if FUSED."""
     if FUSED:
         first, second = tl.reduce((a, b), 0, _add_pairs)
     else:
@@ -124,7 +124,7 @@ def sum_pair(a, b, FUSED: tl.constexpr):
 def moments(x, rows, shift, inv_n, FUSED: tl.constexpr):
     """Mean and biased variance over the rows that count, in one pass around `shift`.
 
-    shift ``[F]``: anything near the mean, so that nothing cancels; the last step's mean is.
+    shift ``[F]``: a value close to the mean, such as the last step's mean, to avoid cancellation.
     """
     d = tl.where(rows, x - shift[None, :], 0.0)
     first, second = sum_pair(d, d * d, FUSED)
@@ -136,7 +136,7 @@ def moments(x, rows, shift, inv_n, FUSED: tl.constexpr):
 
 @triton.jit
 def centered_moments(x, rows, inv_n):
-    """The same in two passes, for where there is time."""
+    """Mean and biased variance in two passes, for code that is not time-critical."""
     mean = tl.sum(tl.where(rows, x, 0.0), 0) * inv_n
     d = tl.where(rows, x - mean[None, :], 0.0)
     return mean, tl.sum(d * d, 0) * inv_n
@@ -144,7 +144,7 @@ def centered_moments(x, rows, inv_n):
 
 @triton.jit
 def rows_counted(first, B, counts, ROWS: tl.constexpr, SOME: tl.constexpr):
-    """How many rows of the tile from row `first` on count: all of the batch's, or only SOME."""
+    """How many rows of the tile that starts at row `first` count: all in the batch unless SOME."""
     n = tl.minimum(B - first, ROWS).to(tl.float32)
     if SOME:
         n = tl.sum(tl.sum(counts.to(tl.float32), 1), 0)
@@ -153,9 +153,10 @@ def rows_counted(first, B, counts, ROWS: tl.constexpr, SOME: tl.constexpr):
 
 @triton.jit
 def merged(mean, squares, n, tile_mean, tile_squares, tile_n):
-    """Mean, and squares about it, of n rows and those of a further tile; nothing cancels.
+    """Merge the mean and squared deviations of n rows with those of another tile.
 
-    After Chan, Golub and LeVeque (1979). With n = 0 they are the tile's, to the last bit.
+    Without cancellation, after Chan, Golub and LeVeque (1979). With n = 0 the result is exactly the
+    tile's.
     """
     share = tile_n / tl.maximum(n + tile_n, 1.0)
     off = tile_mean - mean
@@ -164,7 +165,7 @@ def merged(mean, squares, n, tile_mean, tile_squares, tile_n):
 
 @triton.jit
 def variance(squares, n, mean):
-    """Of n rows whose squares about their mean add up to `squares`; 0 where rounding made them."""
+    """The variance of n rows from their summed squared deviations; 0 if it is only rounding."""
     var = squares / tl.maximum(n, 1.0)
     return tl.where(var <= mean * LAST_BITS * mean, 0.0, var)  # but a NaN stays one
 
@@ -176,7 +177,7 @@ def _add_fours(a0, a1, a2, a3, b0, b1, b2, b3):
 
 @triton.jit
 def sum_four(i, f, g, o, FUSED: tl.constexpr):
-    """Sums over the rows of four tiles, in one reduction where FUSED."""
+    """Sums over the rows of four tiles, in one reduction if FUSED."""
     if FUSED:
         i, f, g, o = tl.reduce((i, f, g, o), 0, _add_fours)
     else:
@@ -189,7 +190,7 @@ def sum_four(i, f, g, o, FUSED: tl.constexpr):
 
 @triton.jit
 def slope(rstd, gamma, eps, MODE: tl.constexpr):
-    """What a gradient is multiplied with on its way back through a term; 0 if it is constant."""
+    """The factor of a gradient on its way back through a term; 0 for a constant term."""
     s = rstd * gamma
     if MODE == BATCH:
         s = tl.where(rstd * rstd * eps <= 1.0 - CONSTANT, s, 0.0)
@@ -198,7 +199,7 @@ def slope(rstd, gamma, eps, MODE: tl.constexpr):
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """``acc + a b``, in float32 where there is no product in the type of a and b."""
+    """``acc + a b``, in float32 if the device has no product in the dtype of a and b (WIDEN)."""
     if WIDEN:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -207,14 +208,14 @@ def product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def arrive(barrier):
-    """Say that this program's stores so far may be read by the others."""
+    """Signal that other programs may read this program's stores so far."""
     tl.debug_barrier()
     tl.atomic_add(barrier, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def wait(barrier, target):
-    """Go on when `target` arrivals were counted; then what they stored can be read."""
+    """Wait until `target` programs have arrived; their stores can then be read."""
     while tl.load(barrier, volatile=True) < target:
         pass
     tl.atomic_add(barrier, 0, sem="acquire", scope="gpu")

@@ -221,7 +221,8 @@ def rows_of(runs, higher):
 def best_rates(rows, higher):
     """The rate of each model with the best mean validation figure; a diverged run rules one out.
 
-    If every rate of a model has a diverged run, those count.
+    If every rate of a model has a diverged run, those count. The figure is that of the finished
+    runs, or, while any run of the model is unfinished, the one at the step that all runs reached.
     """
     groups = {}
     for row in rows:
@@ -230,9 +231,12 @@ def best_rates(rows, higher):
     for model, rates in groups.items():
         measured = {r: g for r, g in rates.items() if all(row["valid"] != "" for row in g)}
         steady = {r: g for r, g in measured.items() if all(row["state"] != "diverged" for row in g)}
+        candidates = steady or measured
+        finished = all(row.get("result_valid") for group in candidates.values() for row in group)
+        figure = "result_valid" if finished else "valid"
         means = {
-            rate: statistics.mean(float(row["valid"]) for row in group)
-            for rate, group in (steady or measured).items()
+            rate: statistics.mean(float(row[figure]) for row in group)
+            for rate, group in candidates.items()
         }
         if means:
             chosen[model] = (max if higher else min)(means, key=means.__getitem__)

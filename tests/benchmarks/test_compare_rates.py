@@ -144,6 +144,18 @@ def test_the_best_rate_is_one_that_did_not_diverge(bench):
     assert best(seeds, higher=False) == {"lstm": "2", "b": "2"}
 
 
+def test_the_best_rate_is_that_of_finished_runs(bench):
+    """Not of the step that a slower model reached, unless a run of the model itself is unfinished."""
+
+    def row(rate, valid, result):
+        return {"model": "lstm", "rate": rate, "valid": valid, "result_valid": result, "state": "x"}
+
+    best = bench("compare_rates").best_rates
+    early, late = row("1", 0.58, 0.69), row("2", 0.14, 0.95)
+    assert best([early, late], higher=True) == {"lstm": "2"}
+    assert best([early, late | {"result_valid": ""}], higher=True) == {"lstm": "1"}
+
+
 def test_what_is_asked_for_must_be_clear(bench, capsys):
     for words, said in (
         ([], "give --models with --rates, or --best"),

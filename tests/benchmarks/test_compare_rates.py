@@ -145,7 +145,7 @@ def test_the_best_rate_is_one_that_did_not_diverge(bench):
 
 
 def test_the_best_rate_is_that_of_finished_runs(bench):
-    """Not of the step that a slower model reached, unless a run of the model itself is unfinished."""
+    """Not of the step that a slower model reached, unless the model has unfinished runs."""
 
     def row(rate, valid, result):
         return {"model": "lstm", "rate": rate, "valid": valid, "result_valid": result, "state": "x"}

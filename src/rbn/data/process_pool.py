@@ -110,8 +110,10 @@ class ProcessPool:
     def _cause(self) -> str:
         """How the first dead process ended."""
         gone = wait([process.sentinel for process in self._processes], timeout=10)
-        codes = [p.exitcode for p in self._processes if p.sentinel in gone]
-        code = next((code for code in codes if code is not None), None)
+        ended = [process for process in self._processes if process.sentinel in gone]
+        for process in ended:
+            process.join(timeout=10)  # the sentinel closes a moment before there is an exit code
+        code = next((p.exitcode for p in ended if p.exitcode is not None), None)
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             hint = ", possibly because memory ran out" if name == "SIGKILL" else ""

@@ -50,6 +50,7 @@ def test_export_to_onnx(tmp_path, monkeypatch):
     assert names["scores"].shape == (1, 35, 5)
 
 
+@pytest.mark.slow
 def test_the_small_sweep(tmp_path, monkeypatch):
     pytest.importorskip("optuna")
     from typer.testing import CliRunner

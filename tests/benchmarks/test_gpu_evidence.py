@@ -60,6 +60,7 @@ def test_outcomes_of_real_tests(tests, tmp_path):
     assert found["unfinished"] == names[1:]
 
 
+@pytest.mark.slow
 def test_a_process_is_stopped_at_its_time(tests):
     script = "import os, time; print(os.environ['WHO'], flush=True); time.sleep(60)"
     done = tests.run([sys.executable, "-c", script], 2, WHO="me")
@@ -68,6 +69,7 @@ def test_a_process_is_stopped_at_its_time(tests):
     assert tests.last_json(done) == {"error": "stopped at its time"}
 
 
+@pytest.mark.slow
 def test_what_a_stopped_process_started_is_stopped_too(tests, tmp_path):
     """Such as the program that compute-sanitizer runs."""
     beat = f"""import time

@@ -263,6 +263,7 @@ def test_four_sentences_and_whole_documents_have_folders_of_their_own(tmp_path, 
     assert sorted(p.name for p in Path("runs/cnn").iterdir()) == ["lstm-full-seed1", "lstm-seed1"]
 
 
+@pytest.mark.slow
 def test_table_4_from_files_of_the_archives_format(tmp_path, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     text = (CONFIGS / "cnn-full.yaml").read_text()

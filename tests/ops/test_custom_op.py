@@ -75,6 +75,7 @@ def test_backward(op, options):
     assert set(checks.values()) == {"SUCCESS"}
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

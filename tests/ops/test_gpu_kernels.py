@@ -158,6 +158,7 @@ def test_the_operator(options):
     torch.library.opcheck(torch.ops.rbn.gpu_lstm.default, tuple(args), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("options", [{}, {"lengths": [4, 1, 2, 2], "padding": "include"}])
 def test_the_operator_from_an_input_and_states_for_all_rows(options):

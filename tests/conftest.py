@@ -38,7 +38,7 @@ KINDS = frozenset(
 _FIRST_OF_KIND = pytest.StashKey[bool]()
 
 # No deadline: a timing is never a test. Few examples: the options have tests of their own.
-settings.register_profile("usual", deadline=None, max_examples=25)
+settings.register_profile("usual", deadline=None, max_examples=25, derandomize="CI" in os.environ)
 settings.register_profile("fast", deadline=None, max_examples=3)
 settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile("usual")

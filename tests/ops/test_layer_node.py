@@ -9,7 +9,7 @@ import torch
 import rbn
 import rbn.nn.recurrence
 from rbn.ops.dispatch import run
-from rbn.ops.input_product import input_product
+from rbn.ops.input_term import input_product
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 

@@ -10,7 +10,8 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu import input_term
+from rbn.ops.gpu.bn_rnn import rnn_steps
+from rbn.ops.gpu.ln_lstm import ln_steps
 from rbn.ops.gpu.lstm import cuda_kernels, joined, plan
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
@@ -104,7 +105,8 @@ def which(monkeypatch, stand_ins):
 
     monkeypatch.setattr(plan, "Plan", end)
     monkeypatch.setattr(grid_kernels, "takes", lambda term: True)  # zoneout
-    monkeypatch.setattr(input_term, "padded_factors", make_term)
+    for module in (ln_steps, rnn_steps):
+        monkeypatch.setattr(module, "padded_factors", make_term)
     monkeypatch.setattr(reference_call, "input_product", make_term)
 
 

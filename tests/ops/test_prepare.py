@@ -19,6 +19,7 @@ from rbn.ops.gpu.lstm import backward, forward, prepare
 from rbn.ops.gpu.lstm.kernel_arguments import VECTORS, LSTMCall
 from rbn.ops.gpu.lstm.workspace import steps_of
 from rbn.ops.gpu.runtime import direct_launch, launch_cache
+from rbn.ops.input_term import without_padding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,8 +59,8 @@ def test_factors_that_need_no_padding():
     assert torch.equal(rows, x)
     assert rows.view(-1, 16).shape == (35, 16)
     assert same is w
-    assert prepare.without_padding(x, 16) is x
-    gradient = prepare.without_padding(x, 13)
+    assert without_padding(x, 16) is x
+    gradient = without_padding(x, 13)
     assert torch.equal(gradient, x[..., :13])
     assert gradient.is_contiguous()
 

@@ -49,28 +49,8 @@ class _LayerNormLSTM(Recurrence):
         lengths: Tensor | None,
         start: int,
     ) -> LSTMArguments:
-        weight_hh = self._recurrent_weight(suffix, input.dtype)
-        mask_c, rate_c = self._zoneout(self.zoneout[0], input)
-        mask_h, rate_h = self._zoneout(self.zoneout[1], input)
-        return LSTMArguments(
-            input=input,
-            weight_ih=weight_ih,
-            weight_hh=weight_hh,
-            bias=self._parameter(f"bias{suffix}"),
-            gamma_x=self._parameter(f"gamma_x{suffix}"),
-            gamma_h=self._parameter(f"gamma_h{suffix}"),
-            gamma_c=self._parameter(f"gamma_c{suffix}"),
-            beta_c=self._parameter(f"beta_c{suffix}"),
-            h0=states[0],
-            c0=states[1],
-            lengths=lengths,
-            mask_c=mask_c,
-            mask_h=mask_h,
-            rate_c=rate_c,
-            rate_h=rate_h,
-            norm="layer",
-            eps=self.eps,
-        )
+        given = (suffix, input, weight_ih, states, lengths)
+        return self._lstm_arguments(*given, norm="layer", eps=self.eps)
 
 
 class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):

@@ -37,26 +37,7 @@ class _LSTM(Recurrence):
         lengths: Tensor | None,
         start: int,
     ) -> LSTMArguments:
-        weight_hh = self._recurrent_weight(suffix, input.dtype)
-        mask_c, rate_c = self._zoneout(self.zoneout[0], input)
-        mask_h, rate_h = self._zoneout(self.zoneout[1], input)
-        return LSTMArguments(
-            input=input,
-            weight_ih=weight_ih,
-            weight_hh=weight_hh,
-            bias=self._parameter(f"bias{suffix}"),
-            gamma_x=None,
-            gamma_h=None,
-            gamma_c=None,
-            beta_c=self._parameter(f"beta_c{suffix}") if self.cell_bias else None,
-            h0=states[0],
-            c0=states[1],
-            lengths=lengths,
-            mask_c=mask_c,
-            mask_h=mask_h,
-            rate_c=rate_c,
-            rate_h=rate_h,
-        )
+        return self._lstm_arguments(suffix, input, weight_ih, states, lengths)
 
 
 class LSTM(_LSTM, LSTMLayers):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import rbn.ops as ops
 from rbn.nn import checks, init
-from rbn.ops.definition import Arguments, Definition
+from rbn.ops.definition import Arguments, Definition, LSTMArguments
 from rbn.ops.dispatch import run
 
 if TYPE_CHECKING:
@@ -148,6 +148,39 @@ class Recurrence(nn.Module, abc.ABC):
         Shapes: input ``[T, B, I]``, or the input term ``[T, B, gates * H]`` if weight_ih is None;
         states ``[B, H]``, or ``[H]`` shared by all rows.
         """
+
+    def _lstm_arguments(
+        self,
+        suffix: str,
+        input: Tensor,
+        weight_ih: Tensor | None,
+        states: States,
+        lengths: Tensor | None,
+        **options: Any,
+    ) -> LSTMArguments:
+        """`_arguments` of any LSTM. options: those of its normalization; none without it."""
+        weight_hh = self._recurrent_weight(suffix, input.dtype)
+        mask_c, rate_c = self._zoneout(self.zoneout[0], input)
+        mask_h, rate_h = self._zoneout(self.zoneout[1], input)
+        normalized = bool(options)
+        return LSTMArguments(
+            input=input,
+            weight_ih=weight_ih,
+            weight_hh=weight_hh,
+            bias=self._parameter(f"bias{suffix}"),
+            gamma_x=self._parameter(f"gamma_x{suffix}") if normalized else None,
+            gamma_h=self._parameter(f"gamma_h{suffix}") if normalized else None,
+            gamma_c=self._parameter(f"gamma_c{suffix}") if normalized else None,
+            beta_c=self._parameter(f"beta_c{suffix}"),
+            h0=states[0],
+            c0=states[1],
+            lengths=lengths,
+            mask_c=mask_c,
+            mask_h=mask_h,
+            rate_c=rate_c,
+            rate_h=rate_h,
+            **options,
+        )
 
     def _results(
         self, suffix: str, results: tuple[Any, ...], lengths: Tensor | None, start: int

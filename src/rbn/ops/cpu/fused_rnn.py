@@ -84,7 +84,11 @@ def forward(a: RNNArguments) -> tuple[Tensor, tuple[Tensor], Saved]:
     if a.save:
         saved = [transition.wh, phi, hidden if own_hidden else None]
     kept = None if own_hidden or not a.save else output
-    return output, (h_n,), Saved(None, kept, *moments_of(plan.norms, packing.steps), *saved)
+    return (
+        output,
+        (h_n,),
+        Saved(None, kept, *moments_of(plan.norms, packing.steps), *saved),
+    )
 
 
 def _identical_states(

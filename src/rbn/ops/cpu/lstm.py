@@ -13,9 +13,9 @@ from torch import Tensor
 
 from rbn.ops.cpu import compiled_lstm, fused_lstm
 from rbn.ops.cpu.fused_lstm import Gradients, Saved
-from rbn.ops.cpu.input_term import through_term, with_term
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.identical_rows import variance
+from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Implementation, Incoming, Results
 from rbn.ops.types import compute_dtype
 
@@ -23,15 +23,16 @@ from rbn.ops.types import compute_dtype
 def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     (call,) = calls
-    a: LSTMArguments = with_term(LSTM, call)
+    a: LSTMArguments
+    a, kept = with_term(LSTM, call)
     module: Any = compiled_lstm if compiled_lstm.usable(a) else fused_lstm
     saved: Saved
     output, states, saved = module.forward(a)
     moments: tuple[Tensor | None, ...] = (None,) * 6
     if a.batch_stats:
         moments = _with_variances(saved, a.eps)
-    if a.save and a.weight_ih is not call.weight_ih:
-        saved = saved._replace(wx=a.input)
+    if a.save and kept:
+        saved = saved._replace(wx=kept["wx"])
     return Results(output, states, moments, saved)
 
 
@@ -48,7 +49,8 @@ def backward(
 ) -> list[Gradients]:
     """The gradients of all differentiable tensors."""
     (call,) = calls
-    a: LSTMArguments = with_term(LSTM, call, saved.wx)
+    a: LSTMArguments
+    a, _ = with_term(LSTM, call, saved.wx)
     module: Any = compiled_lstm if compiled_lstm.usable(a) else fused_lstm
     gradients: Gradients = module.backward(a, saved, incoming.output, *incoming.states)
     return [through_term(call, gradients, incoming.input)]

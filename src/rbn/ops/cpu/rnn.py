@@ -9,9 +9,9 @@ from torch import Tensor
 
 from rbn.ops.cpu import fused_rnn
 from rbn.ops.cpu.fused_rnn import Saved
-from rbn.ops.cpu.input_term import through_term, with_term
 from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.identical_rows import variance
+from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Implementation, Incoming, Results
 from rbn.ops.types import compute_dtype
 
@@ -19,14 +19,15 @@ from rbn.ops.types import compute_dtype
 def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     (call,) = calls
-    a: RNNArguments = with_term(RNN, call)
+    a: RNNArguments
+    a, kept = with_term(RNN, call)
     output, states, saved = fused_rnn.forward(a)
     moments: tuple[Tensor | None, ...] = (None,) * 4
     if saved.rstd_x is not None and saved.rstd_h is not None:
         var_x, var_h = variance(saved.rstd_x, a.eps), variance(saved.rstd_h, a.eps)
         moments = (saved.mean_x, var_x, saved.mean_h, var_h)
-    if a.save and a.weight_ih is not call.weight_ih:
-        saved = saved._replace(wx=a.input)
+    if a.save and kept:
+        saved = saved._replace(wx=kept["wx"])
     return Results(output, states, moments, saved)
 
 
@@ -35,7 +36,8 @@ def backward(
 ) -> list[dict[str, Tensor | None]]:
     """The gradients of all differentiable tensors."""
     (call,) = calls
-    a: RNNArguments = with_term(RNN, call, saved.wx)
+    a: RNNArguments
+    a, _ = with_term(RNN, call, saved.wx)
     gradients = fused_rnn.backward(a, saved, incoming.output, *incoming.states)
     return [through_term(call, gradients, incoming.input)]
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rbn.ops.cpu.input_term import with_term
 from rbn.ops.definition import LSTM, RNN, Arguments, LSTMArguments, RNNArguments
+from rbn.ops.input_term import with_term
 from rbn.ops.types import compute_dtype, valid_steps
 
 Step = dict[str, Tensor]  # what one step reads, by name
@@ -24,7 +24,8 @@ Population = tuple[Tensor | None, Tensor | None]  # mean and var of a term
 
 def lstm(*args: Any) -> tuple[Tensor, ...]:
     """`rbn::cpu_lstm` as a scan: ``output [T, B, H]``, ``h_n``, ``c_n``; the others empty."""
-    a: LSTMArguments = with_term(LSTM, LSTMArguments(*args))
+    a: LSTMArguments
+    a, _ = with_term(LSTM, LSTMArguments(*args))
     _check_inference(a.norm != "batch" or a.population, (a.mask_c, a.mask_h))
     terms = _Terms(a)
     terms.add_input(a.gamma_x, None if a.joint else a.bias, a.norm, (a.mean_x, a.var_x))
@@ -59,7 +60,8 @@ def lstm(*args: Any) -> tuple[Tensor, ...]:
 
 def rnn(*args: Any) -> tuple[Tensor, ...]:
     """`rbn::cpu_rnn` as a scan: ``output [T, B, H]``, ``h_n``; the others empty."""
-    a: RNNArguments = with_term(RNN, RNNArguments(*args))
+    a: RNNArguments
+    a, _ = with_term(RNN, RNNArguments(*args))
     _check_inference(a.population, (a.mask_h,))
     terms = _Terms(a)
     terms.add_input(a.gamma_x, a.bias, "batch", (a.mean_x, a.var_x))

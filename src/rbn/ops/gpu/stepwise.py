@@ -13,11 +13,6 @@ from rbn.ops.gpu.runtime import triton_functions as kernel_device
 from rbn.ops.types import valid_steps
 
 
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
-
-
 def factor(weight: Tensor, like: Tensor) -> Tensor:
     """A weight as a factor of products: in the dtype of `like`, or in float32 (see `product`)."""
     in_full = _sums_in_full(like.dtype, like.device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rbn.ops.definition import Arguments, Definition
-from rbn.ops.input_product import input_product
+from rbn.ops.input_term import input_product
 from rbn.ops.reference.bn_lstm import bn_lstm
 from rbn.ops.reference.bn_rnn import bn_rnn
 from rbn.ops.reference.ln_lstm import ln_lstm

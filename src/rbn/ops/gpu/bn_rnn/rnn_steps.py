@@ -14,11 +14,13 @@ from torch import Tensor
 
 from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.gpu.bn_rnn import rnn_kernels as kernels
-from rbn.ops.gpu.input_term import through_term, with_term
+from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
+from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime import triton_functions
 from rbn.ops.gpu.runtime.launch_cache import Repeated
-from rbn.ops.gpu.stepwise import StepCall, factor, power_of_two, products, weight_gradient, zone
+from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.identical_rows import identical_steps, raise_variances
+from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Implementation, Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
@@ -108,7 +110,9 @@ def fake(a: RNNArguments) -> Results:
 def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     a: RNNArguments
-    a, kept = with_term(RNN, calls[0], separate=separate)
+    a, kept = with_term(RNN, calls[0], make_factors=padded_factors)
+    if separate:  # the factors may be views of one buffer
+        kept.update(x=None, w=None)
     call = _Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("bn_rnn forward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
@@ -195,7 +199,7 @@ def backward(
         "gamma_h": call.gradient(dgamma_h, a.gamma_h),
         "h0": (dh + through).to(a.h0.dtype),
     }
-    return [through_term(calls[0], r, gradients, incoming.input)]
+    return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
 
 
 def _sequence_moments(call: _Call, own: list[Tensor]) -> None:

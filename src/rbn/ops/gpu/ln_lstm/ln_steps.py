@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.input_term import through_term, with_term
 from rbn.ops.gpu.ln_lstm import ln_kernels as kernels
+from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
+from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime.launch_cache import Repeated
-from rbn.ops.gpu.stepwise import StepCall, factor, power_of_two, products, weight_gradient, zone
+from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
+from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Implementation, Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
@@ -93,7 +95,9 @@ def fake(a: LSTMArguments) -> Results:
 def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     a: LSTMArguments
-    a, kept = with_term(LSTM, calls[0], separate=separate)
+    a, kept = with_term(LSTM, calls[0], make_factors=padded_factors)
+    if separate:  # the factors may be views of one buffer
+        kept.update(x=None, w=None)
     call = _Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("ln_lstm forward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
@@ -162,7 +166,7 @@ def backward(
         "h0": (dh + through).to(a.h0.dtype),
         "c0": dc.to(a.c0.dtype),
     }
-    return [through_term(calls[0], r, gradients, incoming.input)]
+    return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
 
 
 def _parameter_sums(call: _Call, r: Saved, dpre: Tensor) -> list[Tensor]:

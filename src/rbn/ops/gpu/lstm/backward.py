@@ -18,12 +18,12 @@ from rbn.ops.gpu.lstm.kernel_arguments import FAR, LSTMCall, aligned, laid_out, 
 from rbn.ops.gpu.lstm.persistent.backward_kernel import lstm_backward
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.plan import Plan, plan_for
-from rbn.ops.gpu.lstm.prepare import without_padding
 from rbn.ops.gpu.lstm.prepare_kernels import finish
 from rbn.ops.gpu.lstm.steps import step_launches
 from rbn.ops.gpu.runtime.driver import device_of
 from rbn.ops.gpu.runtime.launch_cache import launch_known
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
+from rbn.ops.input_term import without_padding
 from rbn.ops.operator import Incoming
 from rbn.ops.types import valid_steps
 

@@ -12,7 +12,7 @@ from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare_kernels import begin, pad_rows
 from rbn.ops.gpu.lstm.workspace import Workspace
 from rbn.ops.gpu.runtime.launch_cache import launch_kept, launch_known
-from rbn.ops.input_product import factors, padding
+from rbn.ops.input_term import factors, padding
 
 _BLOCK = 1024
 _PRESENT = ("BIAS", "GAMMA_X", "GAMMA_H", "GAMMA_C", "BETA_C")
@@ -48,12 +48,6 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     view = padded.as_strided
     rows = view((T, B, width), (B * width, width, 1))
     return rows, view((m, width), (width, 1), n * width)
-
-
-def without_padding(gradient: Tensor, columns: int) -> Tensor:
-    """Drop the columns that `padded_factors` added from the gradient of a factor."""
-    same = gradient.shape[-1] == columns
-    return gradient if same else gradient[..., :columns].contiguous()
 
 
 def begin_states(call: LSTMCall, hs: Tensor, space: Workspace) -> None:

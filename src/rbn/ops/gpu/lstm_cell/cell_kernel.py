@@ -9,49 +9,6 @@ from rbn.ops.gpu.runtime.triton_functions import sigmoid, tanh
 
 
 @triton.jit
-def _gate(
-    k,
-    row,
-    unit,
-    ok,
-    wx,
-    wh,
-    bias,
-    gamma_x,
-    gamma_h,
-    mean_x,
-    var_x,
-    mean_h,
-    var_h,
-    eps,
-    H: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    JOINT: tl.constexpr,
-):
-    """Gate k before its nonlinearity, equation 2 or 6."""
-    column = k * H + unit
-    at = row * 4 * H + column
-    x = tl.load(wx + at, mask=ok, other=0.0)
-    h = tl.load(wh + at, mask=ok, other=0.0)
-    if JOINT:
-        h = x + h
-        x = tl.zeros_like(h)
-    if NORM:
-        m = tl.load(mean_h + column, mask=ok, other=0.0)
-        v = tl.load(var_h + column, mask=ok, other=0.0)
-        h = (h - m) / tl.sqrt(v + eps) * tl.load(gamma_h + column, mask=ok, other=0.0)
-        if not JOINT:
-            m = tl.load(mean_x + column, mask=ok, other=0.0)
-            v = tl.load(var_x + column, mask=ok, other=0.0)
-            x = (x - m) / tl.sqrt(v + eps) * tl.load(gamma_x + column, mask=ok, other=0.0)
-    gate = x + h
-    if BIAS:
-        gate += tl.load(bias + column, mask=ok, other=0.0)
-    return gate
-
-
-@triton.jit
 def lstm_cell_step(
     wx,  # [B, 4H]
     wh,  # [B, 4H]
@@ -88,86 +45,31 @@ def lstm_cell_step(
     row = tl.program_id(1).to(tl.int64)
     unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = unit < H
-    i = _gate(
-        0,
-        row,
-        unit,
-        ok,
-        wx,
-        wh,
-        bias,
-        gamma_x,
-        gamma_h,
-        mean_x,
-        var_x,
-        mean_h,
-        var_h,
-        eps,
-        H,
-        BIAS,
-        NORM,
-        JOINT,
-    )
-    f = _gate(
-        1,
-        row,
-        unit,
-        ok,
-        wx,
-        wh,
-        bias,
-        gamma_x,
-        gamma_h,
-        mean_x,
-        var_x,
-        mean_h,
-        var_h,
-        eps,
-        H,
-        BIAS,
-        NORM,
-        JOINT,
-    )
-    g = _gate(
-        2,
-        row,
-        unit,
-        ok,
-        wx,
-        wh,
-        bias,
-        gamma_x,
-        gamma_h,
-        mean_x,
-        var_x,
-        mean_h,
-        var_h,
-        eps,
-        H,
-        BIAS,
-        NORM,
-        JOINT,
-    )
-    o = _gate(
-        3,
-        row,
-        unit,
-        ok,
-        wx,
-        wh,
-        bias,
-        gamma_x,
-        gamma_h,
-        mean_x,
-        var_x,
-        mean_h,
-        var_h,
-        eps,
-        H,
-        BIAS,
-        NORM,
-        JOINT,
-    )
+    # All four gates before their nonlinearities, equation 2 or 6.
+    k = tl.arange(0, 4)[:, None]
+    column = k * H + unit[None, :]
+    inside = (unit < H)[None, :]
+    x = tl.load(wx + row * 4 * H + column, mask=inside, other=0.0)
+    recurrent = tl.load(wh + row * 4 * H + column, mask=inside, other=0.0)
+    if JOINT:
+        recurrent = x + recurrent
+        x = tl.zeros_like(recurrent)
+    if NORM:
+        m = tl.load(mean_h + column, mask=inside, other=0.0)
+        v = tl.load(var_h + column, mask=inside, other=0.0)
+        scale = tl.load(gamma_h + column, mask=inside, other=0.0)
+        recurrent = (recurrent - m) / tl.sqrt(v + eps) * scale
+        if not JOINT:
+            m = tl.load(mean_x + column, mask=inside, other=0.0)
+            v = tl.load(var_x + column, mask=inside, other=0.0)
+            x = (x - m) / tl.sqrt(v + eps) * tl.load(gamma_x + column, mask=inside, other=0.0)
+    gates = x + recurrent
+    if BIAS:
+        gates += tl.load(bias + column, mask=inside, other=0.0)
+    i = tl.sum(tl.where(k == 0, gates, 0.0), 0)
+    f = tl.sum(tl.where(k == 1, gates, 0.0), 0)
+    g = tl.sum(tl.where(k == 2, gates, 0.0), 0)
+    o = tl.sum(tl.where(k == 3, gates, 0.0), 0)
     at = row * H + unit
     before = tl.load(c + at, mask=ok, other=0.0)
     cell = sigmoid(f) * before + sigmoid(i) * tanh(g)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 
@@ -13,6 +14,10 @@ def main() -> None:
     except KeyboardInterrupt:  # before a command could handle it
         print("rbn: stopped before the end", file=sys.stderr)
         sys.exit(130)
+    finally:
+        # Nothing is left to interrupt. While it shuts down, Python would leave a signal to the
+        # system, which kills a command that has done its work.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _main() -> None:

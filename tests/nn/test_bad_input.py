@@ -344,3 +344,10 @@ def test_batch_statistics_are_of_their_thread():
     assert torch.equal(mine, expected)
     assert not torch.equal(found[0], expected)
     assert torch.equal(layer(inputs)[0], expected)
+
+
+def test_a_replaced_weight_of_another_shape_is_named():
+    layer = rbn.BatchNormLSTM(3, 8)
+    layer.weight_hh_l0 = torch.nn.Parameter(torch.randn(32, 7))
+    with pytest.raises(ValueError, match=r"weight_hh must have the shape \[32, 8\], got \[32, 7\]"):
+        layer(torch.randn(4, 2, 3))

@@ -197,7 +197,7 @@ class Definition:
             H = G // self.gates
         else:
             T, B, features = input.shape
-            H = a.weight_hh.shape[-1]
+            H = a.weight_ih.shape[0] // self.gates
             G = self.gates * H
             _check("weight_ih", a.weight_ih, (G, features), device)
         shapes: dict[str, tuple[int, ...]] = {"GH": (G, H), "G": (G,), "H": (H,), "BH": (B, H)}

@@ -17,8 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from rbn.ops.cpu.inference import Row, Weights
 from rbn.ops.gpu.lstm import families, kernel_arguments
 from rbn.ops.gpu.lstm.persistent import tiles
+from rbn.ops.gpu.lstm_cell import step
 from rbn.ops.gpu.symbols import look_up
 
 
@@ -64,6 +66,13 @@ def main(capability, kilobytes):
         differentiate(make_case(op, 1, 9, 17, dtype=half, **calm(op)), "gpu")
     grad = torch.zeros(100, 64, dtype=half)
     look_up.gradient(torch.zeros(100, dtype=torch.int64), grad, 256, half)
+    vectors = [torch.zeros(n) for n in (68, 68, 68, 17, 17)]
+    weights = Weights(torch.zeros(68, 3), torch.zeros(68, 17), *vectors)
+    rows = [Row(torch.zeros(2, n), torch.ones(2, n), 1) for n in (68, 68, 17)]
+    states = torch.zeros(2, 4, 17).unbind()
+    for given, rates in ((rows, (0.1, 0.2)), ((None, None, None), (0.0, 0.0))):
+        own = weights if given is rows else Weights(*weights[:2], *[None] * 5)
+        step.step(torch.zeros(4, 3), own, *states, given, 1e-5, rates, False)
     print(json.dumps(found))
 
 

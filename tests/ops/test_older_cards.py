@@ -134,6 +134,7 @@ KERNELS = {
     *("lstm_forward", "lstm_backward", "raise_variances", "lstm_step", "lstm_step_backward"),
     *("input_moments", "ln_lstm_step", "ln_lstm_step_backward", "ln_input_backward"),
     *("ln_parameter_sums", "bn_rnn_step", "bn_rnn_step_backward", "symbol_sums", "add_shares"),
+    "lstm_cell_step",
 }
 
 

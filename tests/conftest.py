@@ -85,6 +85,14 @@ def own_choice_of_kernels(monkeypatch):
         monkeypatch.setattr(plan, "_CACHE", {})
 
 
+@pytest.fixture(autouse=True)
+def same_signal_handlers():
+    """A handler that a test leaves behind would reach every process that later tests start."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest-cov's
 def pytest_runtest_call(item):
     """Coverage counts the first case of each kind, and none that is marked no_cover.

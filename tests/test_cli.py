@@ -21,7 +21,6 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner, Result
 
 import rbn
-from rbn.cli import main
 from rbn.cli.app import app
 from rbn.cli.common import make_console, make_table
 from rbn.experiments.demo import Settings
@@ -134,16 +133,12 @@ def test_ends_with_one_line(
     assert result.output.count("\n") == 1
 
 
-def test_without_typer_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err == "rbn needs typer: pip install 'recurrent-batchnorm[demo]'\n"
+def test_without_typer_one_sentence() -> None:
+    program = "import sys; sys.modules['typer'] = None; import rbn.cli; rbn.cli.main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "rbn needs typer: pip install 'recurrent-batchnorm[demo]'\n"
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ def kernels(family, all_wait):
     from rbn.ops.gpu.lstm import cuda_kernels, families, plan
     from rbn.ops.gpu.lstm.cluster import cluster_kernels
     from rbn.ops.gpu.lstm.grid import grid_kernels
+    from rbn.ops.gpu.lstm.portable import portable_kernels
     from rbn.ops.gpu.runtime import nvrtc
 
     compiled = nvrtc.compiled
@@ -44,7 +45,7 @@ def kernels(family, all_wait):
     patches = {
         "small": [],
         "cuda": [in_memory],
-        "wide": [in_memory, (cuda_kernels, "_fits", lambda term: False)],
+        "wide": [in_memory, (portable_kernels, "fits", lambda term: False)],
         "triton": [(cuda_kernels, "covers", lambda term, a: False)],
         "steps": [(families, "choose", lambda term, a: families.STEPS)],
     }[family]

@@ -69,7 +69,7 @@ def measured_rates(time):
 
 def time_of_a_meeting(time, device="cuda"):
     """Seconds that all multiprocessors take to meet once, by the barrier of our Triton kernels."""
-    from gpu_meetings import meetings
+    from gpu_barriers import barriers
 
     programs, rounds, options = 1, 3, {}
     if device == "cuda":
@@ -79,7 +79,7 @@ def time_of_a_meeting(time, device="cuda"):
 
     def run():
         counter.zero_()
-        meetings[(programs,)](counter, rounds, PROGRAMS=programs, **options)
+        barriers[(programs,)](counter, rounds, PROGRAMS=programs, **options)
 
     milliseconds = time(run)
     if counter.item() != programs * rounds:

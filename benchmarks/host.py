@@ -77,11 +77,12 @@ def stand_ins():
         importlib.import_module(f"rbn.ops.gpu.lstm.{name}")
         for name in ("backward", "constant_terms", "cuda_kernels", "forward", "plan", "prepare")
     )
+    portable_kernels = importlib.import_module("rbn.ops.gpu.lstm.portable.portable_kernels")
     with contextlib.ExitStack() as stack:
         for target, name, value in (
             (cuda_kernels, "covers", lambda term, a: True),
-            (cuda_kernels, "_has_room", lambda *sizes: True),
-            (cuda_kernels, "_kernel", lambda *sizes: _Kernel()),
+            (portable_kernels, "_fits", lambda *sizes: True),
+            (portable_kernels, "kernel", lambda *sizes: _Kernel()),
             (plan, "_CACHE", {}),
             (plan, "_fits_side_by_side", lambda a, count: True),
             (prepare, "begin", _Triton()),

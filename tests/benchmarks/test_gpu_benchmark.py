@@ -204,7 +204,7 @@ def test_slow_calls_are_sampled_less(bench, monkeypatch):
 def test_the_floor_is_the_longest_of_three(bench, rates):
     floors = bench("gpu_floor").floors
     mnist = floors((784, 100, 1, 100, 1), "bf16", rates)
-    assert mnist["fwd"] == pytest.approx(0.784)  # 784 meetings of a microsecond
+    assert mnist["fwd"] == pytest.approx(0.784)  # 784 barriers of a microsecond
     assert mnist["fwdbwd"] == pytest.approx(2 * 0.784)
     text8 = floors((180, 128, 27, 2000, 1), "tf32", rates)
     rows, gates = 180 * 128, 8000

@@ -10,17 +10,17 @@ import torch
 def hopper(monkeypatch):
     """An H200, as far as the choice of kernels looks at it."""
     pytest.importorskip("triton", reason="the GPU's kernels need triton")
-    from rbn.ops.gpu.lstm import cuda_kernels
     from rbn.ops.gpu.lstm.grid import grid_kernels
+    from rbn.ops.gpu.lstm.portable import portable_kernels
     from rbn.ops.gpu.runtime import nvrtc
 
     card = types.SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(nvrtc, "version", lambda: (12, 8))
-    caches = (grid_kernels._choose, cuda_kernels._has_room)
+    caches = (grid_kernels._choose, portable_kernels._fits)
     monkeypatch.setattr(grid_kernels, "clusters", lambda size, device: 15 * (8 // size))
-    for module in (grid_kernels, cuda_kernels):
+    for module in (grid_kernels, portable_kernels):
         monkeypatch.setattr(module, "shared_limit", lambda device: 227 * 1024)
     for cache in caches:
         cache.cache_clear()

@@ -55,7 +55,7 @@ def test_step_by_step(monkeypatch):
     pytest.importorskip("triton", reason="the GPU's kernels need triton")
     from rbn.ops.gpu.lstm.steps import step_launches
 
-    monkeypatch.setattr(step_launches, "Repeated", reach)
+    monkeypatch.setattr(step_launches, "RepeatedLaunch", reach)
     with rbn.backend("gpu"):
         if torch.cuda.is_available():
             check(rbn.BatchNormLSTM(3, 8).cuda(), torch.randn(4, 3000, 3, device="cuda"))

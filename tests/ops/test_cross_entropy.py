@@ -258,7 +258,7 @@ def launched(*args):
     "why", ["float64", "classes", "no rows", "compiled", "reference", "targets", "kernels"]
 )
 def test_what_the_kernels_leave_to_torch(why, monkeypatch):
-    monkeypatch.setattr(fused, "launch_kept", launched)
+    monkeypatch.setattr(fused, "launch_cached", launched)
     rows, C = (0 if why == "no rows" else 4, 3), 1025 if why == "classes" else 9
     tensors, targets = make(rows, 5, C, torch.float64 if why == "float64" else torch.float32)
     if why == "targets":

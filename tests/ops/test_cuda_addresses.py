@@ -13,6 +13,7 @@ from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.lstm import backward, cuda_kernels, forward
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.operator import Incoming
 
 
@@ -43,10 +44,10 @@ def test_results_are_what_the_kernels_wrote(monkeypatch, family):
     """Of sizes that leave parts of a buffer unaligned; arguments are copied where they are."""
     kernel = Writer(6)
     monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
-    monkeypatch.setattr(cuda_kernels, "_has_room", lambda *sizes: True)
-    monkeypatch.setattr(cuda_kernels, "_kernel", lambda *sizes: kernel)
+    monkeypatch.setattr(portable_kernels, "_fits", lambda *sizes: True)
+    monkeypatch.setattr(portable_kernels, "kernel", lambda *sizes: kernel)
     if family == cuda_kernels.CLUSTER:
-        monkeypatch.delattr(cuda_kernels, "_kernel")
+        monkeypatch.delattr(portable_kernels, "kernel")
         cut = cluster_kernels.cluster_tiling(torch.float32, 5, 6)
         monkeypatch.setattr(cluster_kernels, "choose", lambda term: cut)
         monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *sizes: cut.blocks)
@@ -139,8 +140,8 @@ def test_kernels_find_the_arguments_where_they_are_told(monkeypatch, option, dty
         sizes |= {f"{what}_{name}": (full, R * rows * F) for what in ("mean", "var")}
     kernel = Reader(sizes)
     monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
-    monkeypatch.setattr(cuda_kernels, "_has_room", lambda *sizes: True)
-    monkeypatch.setattr(cuda_kernels, "_kernel", lambda *sizes: kernel)
+    monkeypatch.setattr(portable_kernels, "_fits", lambda *sizes: True)
+    monkeypatch.setattr(portable_kernels, "kernel", lambda *sizes: kernel)
     monkeypatch.setattr(forward, "input_moments", collections.defaultdict(lambda: moments_of))
     results = forward.forward(calls, separate=False)
     lead = (R,) if R > 1 else ()
@@ -227,7 +228,7 @@ class Masked:
 def test_grid_kernels_find_the_masks(monkeypatch, zoneout, R, spread):
     T, B, H = 3, 5, 12
     kernel, defines = Masked(R * T * B * H), []
-    monkeypatch.setattr(cuda_kernels, "covers", cuda_kernels.takes_options)
+    monkeypatch.setattr(cuda_kernels, "covers", cuda_kernels.supports_options)
     monkeypatch.setattr(grid_kernels, "kernel", lambda cut, device, d: defines.append(d) or kernel)
     generator = torch.Generator().manual_seed(0)
 

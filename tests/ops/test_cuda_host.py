@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu.lstm import cuda_kernels, workspace
+from rbn.ops.gpu.lstm import workspace
 from rbn.ops.gpu.lstm.input_moments import input_moments
 from rbn.ops.gpu.lstm.persistent import tiles
+from rbn.ops.gpu.lstm.portable.portable_kernels import choose
 from rbn.ops.gpu.runtime import driver, nvrtc
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -20,11 +21,11 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("hidden", [2, 8, 100, 240, 256, 258, 512, 1000, 1056])
 @pytest.mark.parametrize("batch", [1, 16, 17, 64, 65, 100, 128])
 def test_a_cut_covers_the_batch_and_fits_the_card(dtype, hidden, batch):
-    for make, columns, pitch, sums in (
-        (cuda_kernels.portable_forward, 4, 40, 64),
-        (cuda_kernels.portable_backward, 1, 8, 96),
+    for direction, columns, pitch, sums in (
+        ("forward", 4, 40, 64),
+        ("backward", 1, 8, 96),
     ):
-        cut = make(dtype, batch, hidden)
+        cut = choose(direction, dtype, batch, hidden)
         if cut is None:  # the Triton kernels run
             assert hidden > 240
             continue
@@ -39,15 +40,15 @@ def test_a_cut_covers_the_batch_and_fits_the_card(dtype, hidden, batch):
 def test_the_shapes_of_the_paper_are_cut():
     for batch, hidden in ((100, 100), (64, 240), (64, 1000)):
         for dtype in TYPES:
-            assert cuda_kernels.portable_forward(dtype, batch, hidden) is not None
-            assert cuda_kernels.portable_backward(dtype, batch, hidden) is not None
-    assert cuda_kernels.portable_forward(torch.float32, 129, 100) is None
+            assert choose("forward", dtype, batch, hidden) is not None
+            assert choose("backward", dtype, batch, hidden) is not None
+    assert choose("forward", torch.float32, 129, 100) is None
 
 
 def test_a_card_with_less_shared_memory():
     limit = 99 * 1024
-    assert cuda_kernels.portable_forward(torch.bfloat16, 100, 100, limit) is not None
-    assert cuda_kernels.portable_forward(torch.bfloat16, 64, 1000, limit) is None
+    assert choose("forward", torch.bfloat16, 100, 100, limit) is not None
+    assert choose("forward", torch.bfloat16, 64, 1000, limit) is None
 
 
 @pytest.mark.parametrize(

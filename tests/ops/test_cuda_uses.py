@@ -13,9 +13,9 @@ import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
-from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.gpu.runtime import driver, nvrtc
 
 pytestmark = on_a_card
@@ -187,7 +187,7 @@ def test_what_was_compiled_is_found_on_disk(tmp_path, monkeypatch):
         cluster_kernels.cluster_of,
         cluster_kernels.kernel,
         grid_kernels.kernel,
-        cuda_kernels._kernel,
+        portable_kernels.kernel,
     )
     cases = [
         make_case("bn_lstm", 3, 40, hidden, dtype=torch.bfloat16, **calm("bn_lstm")).on("cuda")

@@ -246,9 +246,9 @@ def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
         for step in (kept // T, B * 4 * H):  # in CUDA C++, in Triton
             assert begin >= (t + 1) * step
     assert backward._consumed(plain, torch.empty(kept, dtype=dtype)) is None  # nothing was left
-    plan.in_step = False  # some rows may be read later
+    plan.lockstep = False  # some rows may be read later
     assert backward._consumed(plain, wh) is None
-    plain.R, plan.in_step = 2, True
+    plain.R, plan.lockstep = 2, True
     assert backward._consumed(plain, wh) is None
 
 

@@ -35,7 +35,7 @@ from gpu_cases import DEVICE, EVERY_OPTION, OPTIONS, compare, differentiate_toge
 from rbn.ops.gpu.lstm import backward, families
 from rbn.ops.gpu.lstm.steps import step_launches
 from rbn.ops.gpu.runtime import direct_launch
-from rbn.ops.gpu.runtime.launch_cache import Repeated
+from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
@@ -243,7 +243,7 @@ def test_steps_launched_by_the_driver_or_by_triton(op, dtype, monkeypatch):
     def plainly(step, *numbers):
         step._kernel[step._grid](*step._tensors, *numbers, **step._flags)
 
-    monkeypatch.setattr(Repeated, "__call__", plainly)
+    monkeypatch.setattr(RepeatedLaunch, "__call__", plainly)
     found.append(differentiate(case, "gpu"))
     for other in found[1:]:
         for one, values in zip(found[0], other, strict=True):

@@ -13,6 +13,7 @@ from rbn.ops.gpu.lstm import cuda_kernels, families, plan
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.plan import plan_for
+from rbn.ops.gpu.lstm.portable.portable_kernels import PortableTiling
 from rbn.ops.gpu.lstm.workspace import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,13 +187,13 @@ def test_plans_are_forgotten_when_there_are_too_many(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("cut", ["counts", "looks", "grid", "no kernel"])
+@pytest.mark.parametrize("cut", ["counts", "polls", "grid", "no kernel"])
 @pytest.mark.parametrize("given", [{}, {"input_stats": "sequence"}, {"gamma_c": None}])
 def test_parts_of_a_workspace_lie_side_by_side(count, separate, cut, given, monkeypatch):
     """At multiples of 16 bytes, as the kernels ask for."""
     if cut != "no kernel":
         family = cuda_kernels.GRID if cut == "grid" else cuda_kernels.PORTABLE
-        found = cuda_kernels.PortableTiling(1, 1, 4, 4, registers=False, barrier=cut == "counts")
+        found = PortableTiling(1, 1, 4, 4, registers=False, barrier=cut == "counts")
         if cut == "grid":
             found = grid_kernels.GridTiling("forward", 8, 1, 1, 4, 1, 64)
         monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)

@@ -34,6 +34,7 @@ from gpu_cases import products
 
 from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.lstm.portable import portable_kernels
 
 pytestmark = [*on_a_card, needs_hopper]
 
@@ -47,7 +48,7 @@ def whole(monkeypatch):
 @pytest.fixture
 def grid(monkeypatch, in_memory):
     """Small layers, too, run the grid kernels."""
-    monkeypatch.setattr(cuda_kernels, "_fits", lambda term: False)
+    monkeypatch.setattr(portable_kernels, "fits", lambda term: False)
 
 
 @pytest.mark.parametrize("dtype", UNITS)

@@ -15,6 +15,7 @@ from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.cuda_kernels import CLUSTER, GRID, PORTABLE
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.plan import Plan
+from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import driver
 
@@ -97,7 +98,7 @@ def test_which_layers_prefer_the_grid(monkeypatch):
     term = Term((1, 1, 64, 4000), torch.bfloat16, HOST)
     cut = cuda_kernels.tiling_of("forward", term, cuda_kernels.family(term))
     assert isinstance(cut, grid_kernels.GridTiling)
-    assert cuda_kernels.meeting(cut) == (False, False)
+    assert not cuda_kernels.polls(cut)
     monkeypatch.setattr(grid_kernels, "PREFERRED", {64: 1000, 128: 500})
     assert kind(64, 1000) == (GRID, 64)
     assert kind(65, 1000) == (GRID, 128)
@@ -195,7 +196,7 @@ def test_what_blocks_look_at_begins_at_zero(direction, rows, half):
     if direction == "backward":  # 8 blocks, from 7 others each a word of 16 bytes for every thread
         powers = 0 if half else 2 * 8 * rows // 16  # of each block's warps
         assert sizes["handed"] == 2 * 8 * 7 * 2 * rows * 16 + 4 * powers
-    assert set(sizes) == {"passed", "meetings", *(["handed"] if direction == "backward" else [])}
+    assert set(sizes) == {"passed", "barriers", *(["handed"] if direction == "backward" else [])}
     assert all(size % 16 == 0 for size in sizes.values())
 
 
@@ -210,9 +211,7 @@ def test_which_batches_are_split(monkeypatch):
     def cuts(batch, hidden, recurrences=1, dtype=torch.bfloat16):
         term = Term((recurrences, 1, batch, 4 * hidden), dtype, HOST)
         found = [grid_kernels.choose(direction, term) for direction in ("forward", "backward")]
-        assert (
-            (cuda_kernels.kind(term, tf32=True) == GRID) == grid_kernels.takes(term) == all(found)
-        )
+        assert (cuda_kernels.kind(term, tf32=True) == GRID) == grid_kernels.fits(term) == all(found)
         return [(cut.splits, cut.rows, cut.blocks, cut.team) for cut in found if cut]
 
     monkeypatch.setattr(grid_kernels, "SPLIT_ROWS", (128,))
@@ -313,7 +312,7 @@ def test_a_split_batch_is_launched_in_clusters_all_at_once(drive, monkeypatch):
     launch.kernel.launch(launch.grid, launch.arguments)
     assert launched == [([4, 6, 1], [1, 2, 1], [1, 0, 0], 2)]
     call.R = 17  # 136 blocks
-    with pytest.raises(RuntimeError, match="no room for all blocks"):
+    with pytest.raises(RuntimeError, match="do not fit on the GPU"):
         cuda_kernels._launch(*given, splits=2)
 
 
@@ -328,7 +327,7 @@ def test_a_split_batch_is_launched_in_clusters_all_at_once(drive, monkeypatch):
     ],
 )
 def test_splits_keep_step_where_they_have_sums_in_common(batch, norm, given, together, monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "_fits", lambda term: False)
+    monkeypatch.setattr(portable_kernels, "fits", lambda term: False)
     H = 12
     fields = dict.fromkeys(LSTM.tensors) | {"norm": norm, "save": True}
     fields["input"] = torch.empty(2, batch, 4 * H).bfloat16()
@@ -342,4 +341,4 @@ def test_splits_keep_step_where_they_have_sums_in_common(batch, norm, given, tog
     term = Term((2, batch, 4 * H), torch.bfloat16, HOST)
     found = Plan(LSTMArguments(**fields), term, one_feature=False, path=families.CUDA)
     assert {cut.splits for cut in found.tilings.values()} == {-(-batch // 64)}
-    assert found.in_step == together
+    assert found.lockstep == together

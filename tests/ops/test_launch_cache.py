@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 import torch
 
 from rbn.ops.gpu.runtime import direct_launch, driver, launch_cache
-from rbn.ops.gpu.runtime.launch_cache import Repeated, launch_kept
+from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch, launch_cached
 
 
 class Compiled:
@@ -47,14 +47,14 @@ def test_triton_looks_at_the_first_launch_alone(takes_all, monkeypatch):
     kernel = Kernel(Compiled())
     a, b = torch.ones(3), torch.ones(4)
     flags = {"SAVE": True, "UNITS": 8, "num_warps": 4}
-    step = Repeated(kernel, (7,), [a, b], flags)
+    step = RepeatedLaunch(kernel, (7,), [a, b], flags)
     for t in range(3):
         step(t, 0.5)
     assert kernel.calls == [((7,), (a, b, 0, 0.5), flags)]
     rest = (8, True) if takes_all else ()
     addresses = (a.data_ptr(), b.data_ptr())
     assert kernel.compiled.calls == [((7, 1, 1), (*addresses, t, 0.5, *rest)) for t in (1, 2)]
-    Repeated(kernel, (7,), [b, a], flags)(0, 0.5)  # not in a call of the same kind either
+    RepeatedLaunch(kernel, (7,), [b, a], flags)(0, 0.5)  # not in a call of the same kind either
     assert len(kernel.calls) == 1
     assert kernel.compiled.calls[2][1][:3] == (*addresses[::-1], 0)
 
@@ -64,7 +64,7 @@ def test_triton_looks_at_what_it_may_compile_for(other):
     kernel = Kernel(Compiled())
     memory = torch.zeros(8)
     tensors, flags, t = [memory[:4], memory[4:]], {"SAVE": True, "UNITS": 8}, 2
-    Repeated(kernel, (7,), tensors, flags)(t, 0.5)
+    RepeatedLaunch(kernel, (7,), tensors, flags)(t, 0.5)
     if other == "type":
         tensors = [memory[:4], memory[4:].to(torch.bfloat16)]
     elif other == "alignment":
@@ -73,13 +73,13 @@ def test_triton_looks_at_what_it_may_compile_for(other):
         flags = flags | {"UNITS": 4}
     else:
         t = 2**31
-    Repeated(kernel, (7,), tensors, flags)(t, 0.5)
+    RepeatedLaunch(kernel, (7,), tensors, flags)(t, 0.5)
     assert len(kernel.calls) == 2
 
 
 def test_the_interpreter_compiles_nothing():
     kernel = Kernel(None)
-    step = Repeated(kernel, (2, 3), [torch.ones(1)] * 2, {"SAVE": True, "UNITS": 8})
+    step = RepeatedLaunch(kernel, (2, 3), [torch.ones(1)] * 2, {"SAVE": True, "UNITS": 8})
     step(0, 0.5)
     step(1, 0.5)
     assert [call[1][2] for call in kernel.calls] == [0, 1]
@@ -137,7 +137,7 @@ def test_the_driver_launches_the_other_steps(scratch, monkeypatch):
     kernel = Kernel(Loaded())
     a, b = torch.ones(3), torch.ones(4)
     for _ in range(2):
-        step = Repeated(kernel, (7,), [a, b], {"SAVE": True, "UNITS": 8, "num_warps": 4})
+        step = RepeatedLaunch(kernel, (7,), [a, b], {"SAVE": True, "UNITS": 8, "num_warps": 4})
         for t in range(3):
             step(t, 0.5)
     assert len(kernel.calls) == 1
@@ -165,7 +165,7 @@ def test_other_launches_are_left_to_triton(what, monkeypatch):
         kernel.compiled.src.signature["t"] = "constexpr"
         cuda.sizes = [8, 8, 4]
     monkeypatch.setattr(driver, "_driver", lambda: cuda)
-    step = Repeated(kernel, (7,), [torch.ones(3)] * 2, {"SAVE": True, "UNITS": 8})
+    step = RepeatedLaunch(kernel, (7,), [torch.ones(3)] * 2, {"SAVE": True, "UNITS": 8})
     for t in range(3):
         step(t, 0.5)
     assert len(kernel.compiled.calls) == 2
@@ -176,10 +176,10 @@ def test_a_failed_launch_raises(monkeypatch, stream):
     cuda = Driver([8, 8, 4, 4])
     cuda.cuGetErrorString = lambda status, words: 0
     monkeypatch.setattr(driver, "_driver", lambda: cuda)
-    step = Repeated(Kernel(Loaded()), (7,), [torch.ones(3)] * 2, {"SAVE": True, "UNITS": 8})
+    step = RepeatedLaunch(Kernel(Loaded()), (7,), [torch.ones(3)] * 2, {"SAVE": True, "UNITS": 8})
     step(0, 0.5)
     cuda.cuLaunchKernel = lambda *arguments: 1
-    step = Repeated(Kernel(Loaded()), (7,), [torch.ones(3)] * 2, {"SAVE": True, "UNITS": 8})
+    step = RepeatedLaunch(Kernel(Loaded()), (7,), [torch.ones(3)] * 2, {"SAVE": True, "UNITS": 8})
     step(0, 0.5)
     with pytest.raises(RuntimeError, match="launching a step: "):
         step(1, 0.5)
@@ -217,7 +217,7 @@ def test_one_launch_of_many_calls():
             return tensors
 
         flags = {"UNITS": units, "SAVE": True}
-        launch_kept(kernel, (3, 2), addresses, ask, (5, rate), flags, (torch.float32,), memory)
+        launch_cached(kernel, (3, 2), addresses, ask, (5, rate), flags, (torch.float32,), memory)
 
     launch(0)
     launch(4)
@@ -248,7 +248,9 @@ def test_the_driver_launches_the_other_calls(compiled_in, monkeypatch):
     for pair in pairs:
         addresses = tuple(tensor.data_ptr() for tensor in pair)
         flags = {"UNITS": 8, "SAVE": True, "num_warps": 4}
-        launch_kept(kernel, (3, 2), addresses, lambda pair=pair: pair, (1, 0.5), flags, (), memory)
+        launch_cached(
+            kernel, (3, 2), addresses, lambda pair=pair: pair, (1, 0.5), flags, (), memory
+        )
     assert len(kernel.calls) == 1
     assert not kernel.compiled.calls
     numbers = [*([] if compiled_in else [1]), 0x3F000000, 0, 0]

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from rbn.ops import gpu
 from rbn.ops.gpu.lstm import cuda_kernels, families
 from rbn.ops.gpu.lstm.persistent import tiles
+from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.symbols import look_up
@@ -29,7 +30,7 @@ ON_A_CARD = types.SimpleNamespace(device=torch.device("cuda", 0))
 @pytest.fixture
 def card(monkeypatch):
     """Makes the card one of another compute capability."""
-    caches = (dispatch._capability, cuda_kernels._capable, cuda_kernels._has_room, families._tiles)
+    caches = (dispatch._capability, cuda_kernels._capable, portable_kernels._fits, families._tiles)
 
     def of(*capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -79,7 +80,7 @@ def test_cuda_needs_ampere_and_its_compiler(capability, compiler, path, card, mo
     card(*capability)
     properties = types.SimpleNamespace(multi_processor_count=80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for module in (cuda_kernels, tiles):
+    for module in (portable_kernels, tiles):
         monkeypatch.setattr(module, "shared_limit", lambda device: 96 * 1024)
     monkeypatch.setattr(nvrtc, "works", lambda number: compiler and number == capability)
     term = Term((5, 100, 400), torch.float16, torch.device("cuda", 0))

@@ -85,7 +85,7 @@ def fits_a_cluster(term):
 def stand_ins(monkeypatch):
     """The kernels with one cluster take what they would take on a card."""
     monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", TYPES)
-    monkeypatch.setattr(cuda_kernels, "covers", cuda_kernels.takes_options)
+    monkeypatch.setattr(cuda_kernels, "covers", cuda_kernels.supports_options)
     monkeypatch.setattr(cluster_kernels, "choose", fits_a_cluster)
     monkeypatch.setattr(plan, "_fits_side_by_side", lambda a, count: True)
     with rbn.backend("gpu"):
@@ -104,7 +104,7 @@ def which(monkeypatch, stand_ins):
         raise Taken if one_feature else Made
 
     monkeypatch.setattr(plan, "Plan", end)
-    monkeypatch.setattr(grid_kernels, "takes", lambda term: True)  # zoneout
+    monkeypatch.setattr(grid_kernels, "fits", lambda term: True)  # zoneout
     for module in (ln_steps, rnn_steps):
         monkeypatch.setattr(module, "padded_factors", make_term)
     monkeypatch.setattr(reference_call, "input_product", make_term)

@@ -231,7 +231,7 @@ def test_the_driver_launches_all_but_the_first(monkeypatch):
     monkeypatch.setattr(
         direct_launch, "launcher_at", lambda *a: found.append(make(*a)) or found[-1]
     )
-    monkeypatch.setattr(launch_cache, "_KEPT", {})
+    monkeypatch.setattr(launch_cache, "_LAUNCHERS", {})
 
     def averaged(terms):
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -274,7 +274,7 @@ def test_launches_for_other_types_of_symbols_are_others(monkeypatch):
 
     seen = []
     monkeypatch.setattr(
-        launch_cache, "launch_known", lambda kernel, known, *rest: seen.append(known)
+        launch_cache, "launch_by_key", lambda kernel, known, *rest: seen.append(known)
     )
     given = torch.randint(0, 5, (6, 4))
     for each in (given, given.int()):

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbn.ops.operator import register as register_operator
+
 ROWS = 1024  # sequences to keep; benchmarks/fresh_statistics.py measures the effect
 # Fewer if trainable layers produced the inputs: those come from older weights, and the older they
 # are, the less accurate.
@@ -211,14 +213,7 @@ def register(layer: Any) -> int:
     return key
 
 
-@torch.library.custom_op(
-    "rbn::keep_call",
-    # `count` is not changed. Declaring it mutated keeps the operator from being removed.
-    mutates_args=("count",),
-    schema="(Tensor x, Tensor[] states, Tensor? lengths, Tensor(a!) count, SymInt start, "
-    "ScalarType? autocast, bool from_layers, int key) -> ()",
-)
-def keep_compiled_call(
+def _keep_compiled_call(
     x: Tensor,
     states: Sequence[Tensor],
     lengths: Tensor | None,
@@ -236,3 +231,13 @@ def keep_compiled_call(
     lengths = None if lengths is None else lengths.clone()
     call = Call(x.clone(), kept, lengths, start, autocast, from_layers)
     layer.recent_calls.add(call, x.shape[-2])
+
+
+keep_compiled_call = register_operator(
+    "keep_call",
+    # `count` is not changed. Declaring it mutated keeps the operator from being removed.
+    "(Tensor x, Tensor[] states, Tensor? lengths, Tensor(a!) count, SymInt start, "
+    "ScalarType? autocast, bool from_layers, int key) -> ()",
+    _keep_compiled_call,
+    lambda *args: None,
+)

@@ -20,7 +20,7 @@ from rbn.ops.gpu.ln_lstm import ln_steps
 from rbn.ops.gpu.lstm import plan
 from rbn.ops.gpu.lstm.backward import backward
 from rbn.ops.gpu.lstm.forward import fake, forward
-from rbn.ops.gpu.lstm.joined import Saved
+from rbn.ops.gpu.lstm.joined import RETURNED, Saved
 from rbn.ops.gpu.lstm.persistent.tiles import tf32_allowed
 from rbn.ops.gpu.lstm_cell.step import step as lstm_cell_step
 from rbn.ops.gpu.running_average import average_in
@@ -39,7 +39,7 @@ __all__ = [
 
 log = logging.getLogger("rbn.ops.gpu")
 
-_LSTM = Operator(LSTM, "gpu", Implementation(Saved, forward, backward, fake))
+_LSTM = Operator(LSTM, "gpu", Implementation(Saved, forward, backward, fake, RETURNED))
 _LAYER_NORM_LSTM = Operator(LSTM, "gpu_ln", ln_steps.IMPLEMENTATION)
 _RNN = Operator(RNN, "gpu", rnn_steps.IMPLEMENTATION)
 

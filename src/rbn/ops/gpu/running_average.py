@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from rbn.ops.gpu.lstm.prepare_kernels import average
-from rbn.ops.gpu.runtime.launch_cache import launch_kept
+from rbn.ops.gpu.runtime.launch_cache import launch_cached
 
 _BLOCK = 1024
 _TERMS = 3
@@ -28,7 +28,7 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> bool:
         steps.append(count.numel())
     missing = _TERMS - len(terms)
     tensors = [tensor for term in (*terms, *[terms[0]] * missing) for tensor in term]
-    launch_kept(
+    launch_cached(
         average,
         (max(steps), len(terms)),
         tuple([tensor.data_ptr() for tensor in tensors]),

@@ -17,7 +17,7 @@ from rbn.ops.gpu.bn_rnn import rnn_kernels as kernels
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime import triton_functions
-from rbn.ops.gpu.runtime.launch_cache import Repeated
+from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
 from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.input_term import through_term, with_term
@@ -129,7 +129,7 @@ def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     wh = call.new(B, H)
     tensors = [wh, wx, *call.vectors, *moments, hs, centered]
     tensors += [h_n, call.lengths, call.inv_n, call.mask_h]
-    step = Repeated(kernels.bn_rnn_step, call.grid, tensors, call.flags | {"SAVE": a.save})
+    step = RepeatedLaunch(kernels.bn_rnn_step, call.grid, tensors, call.flags | {"SAVE": a.save})
     with torch.cuda.device_of(wx):
         multiply = products(hs, weight, wh)
         for t, h in enumerate(hs[:T].unbind()):
@@ -179,7 +179,7 @@ def backward(
     tensors += [call.empty if doutput is None else doutput.contiguous()]
     tensors += [through, dh, call.new(B, H), da, dwx, sums]
     flags = call.flags | {"HAS_DOUTPUT": doutput is not None}
-    step = Repeated(kernels.bn_rnn_step_backward, call.grid, tensors, flags)
+    step = RepeatedLaunch(kernels.bn_rnn_step_backward, call.grid, tensors, flags)
     steps = da.unbind()
     with torch.cuda.device_of(wx):
         multiply = products(da, weight, through)
@@ -226,4 +226,5 @@ def _sequence_backward(call: _Call, r: Saved, dwx: Tensor, dbias: Tensor, dgamma
     dwx -= (spread * (rstd * call.vectors[1]) / n).to(dwx.dtype)
 
 
-IMPLEMENTATION = Implementation(Saved, forward, backward, fake)
+RETURNED = ("wx", "centered", "hidden")  # by the custom operator
+IMPLEMENTATION = Implementation(Saved, forward, backward, fake, RETURNED)

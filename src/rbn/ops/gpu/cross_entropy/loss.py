@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rbn.ops import reference
 from rbn.ops.gpu.cross_entropy.loss_kernels import cross_entropy_backward, cross_entropy_forward
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
-from rbn.ops.gpu.runtime.launch_cache import launch_kept
+from rbn.ops.gpu.runtime.launch_cache import launch_cached
 from rbn.ops.gpu.stepwise import product
 from rbn.ops.operator import is_traced, needs_grad, one_by_one, undifferentiable
 
@@ -84,7 +84,7 @@ def _launch(kernel: Any, tensors: tuple[Tensor, ...], C: int, scale: float, bias
     """A kernel over scores ``[N, P]``, the first of the tensors."""
     N, P = tensors[0].shape
     rows, columns = _tile(P)
-    launch_kept(
+    launch_cached(
         kernel,
         (-(-N // rows), 1),
         tuple(tensor.data_ptr() for tensor in tensors),

@@ -18,7 +18,7 @@ from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.ln_lstm import ln_kernels as kernels
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
-from rbn.ops.gpu.runtime.launch_cache import Repeated
+from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
 from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Implementation, Incoming, Results
@@ -111,7 +111,9 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     weight = factor(a.weight_hh, wx).t()
     wh = call.new(B, 4 * H)
     tensors = [wh, wx, *call.vectors, hs, cs, centered, moments, h_n, call.lengths, *call.masks]
-    step = Repeated(kernels.ln_lstm_step, call.grid(B), tensors, call.flags | {"SAVE": a.save})
+    step = RepeatedLaunch(
+        kernels.ln_lstm_step, call.grid(B), tensors, call.flags | {"SAVE": a.save}
+    )
     with torch.cuda.device_of(wx):
         multiply = products(hs, weight, wh)
         for t, h in enumerate(hs[:T].unbind()):
@@ -146,7 +148,7 @@ def backward(
     tensors += [call.empty if doutput is None else doutput.contiguous()]
     tensors += [through, dh, dc, da, dwx, dgamma_c, dbeta_c]
     flags = call.flags | {"HAS_DOUTPUT": doutput is not None}
-    step = Repeated(kernels.ln_lstm_step_backward, call.grid(B), tensors, flags)
+    step = RepeatedLaunch(kernels.ln_lstm_step_backward, call.grid(B), tensors, flags)
     steps = da.unbind()
     with torch.cuda.device_of(wx):
         multiply = products(da, weight, through)
@@ -198,4 +200,5 @@ def _input_backward(call: _Call, r: Saved, dwx: Tensor) -> None:
         kernels.ln_input_backward[call.grid(n)](*tensors, call.B, n, **call.row)
 
 
-IMPLEMENTATION = Implementation(Saved, forward, backward, fake)
+RETURNED = ("wx", "centered", "cs", "moments")  # by the custom operator
+IMPLEMENTATION = Implementation(Saved, forward, backward, fake, RETURNED)

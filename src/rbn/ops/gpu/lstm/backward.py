@@ -21,7 +21,7 @@ from rbn.ops.gpu.lstm.plan import Plan, plan_for
 from rbn.ops.gpu.lstm.prepare_kernels import finish
 from rbn.ops.gpu.lstm.steps import step_launches
 from rbn.ops.gpu.runtime.driver import device_of
-from rbn.ops.gpu.runtime.launch_cache import launch_known
+from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
 from rbn.ops.input_term import without_padding
 from rbn.ops.operator import Incoming
@@ -71,13 +71,13 @@ def _consumed(call: LSTMCall, wh: Tensor) -> Tensor | None:
     The backward pass reads W_h h of step t, then writes d(W_h h) of step t, last step first. The
     gradients lie at the end of the memory, so that those of step t overwrite only the saved values
     of later steps. Every block has read those before any block can start step t. That does not hold
-    if the blocks do not all wait for each other; see `Plan.in_step`.
+    if the blocks do not all wait for each other; see `Plan.lockstep`.
     """
     size, kept, numbers = call.term.numel(), call.plan.saved[1], wh.numel()
     if numbers == kept:  # a view from the custom operator; its storage may be larger
         numbers = wh.untyped_storage().nbytes() // wh.element_size()
     begin = (numbers - size) // 8 * 8  # a multiple of 16 bytes
-    alone = call.R == 1 and call.plan.in_step
+    alone = call.R == 1 and call.plan.lockstep
     if not alone or wh.storage_offset() or begin < kept + call.B * 4 * call.H - size:
         return None
     strides = (size, call.B * 4 * call.H, 4 * call.H, 1)
@@ -140,7 +140,7 @@ class _Sums:
         out = torch.empty(count + 2 * units, dtype=next(iter(types)), device=dc.device)
         tensors = (self.memory, dh0, dc if dh is None else dh, dc, out)
 
-        def ask() -> Any:
+        def arguments() -> Any:
             return (
                 (max(-(-count // _BLOCK), -(-units // _UNITS)), 1),
                 tensors,
@@ -155,7 +155,7 @@ class _Sums:
 
         known = (count, units, call.B, call.H, dh is None, dh0.dtype, out.dtype)
         addresses = tuple([tensor.data_ptr() for tensor in tensors])
-        launch_known(finish, known, addresses, ask, out)
+        launch_by_key(finish, known, addresses, arguments, out)
         *parts, of_h, of_c = out.split_with_sizes([*self.sizes, units, units])
         states = (of_h, of_c) if not call.lead else (of_h.view(a.h0.shape), of_c.view(a.c0.shape))
         return [*self._fitted(call, parts), *states]
@@ -190,9 +190,9 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
             "lstm backward R=%d T=%d B=%d H=%d %s: %s",
             *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
         )
-    looks = call.in_cuda and call.plan.looks["backward"]
-    da = _consumed(call, r.wh) if incoming.consume and not looks else None
-    if looks:  # it must start as EMPTY, so it needs memory of its own
+    polls = call.in_cuda and call.plan.polls["backward"]
+    da = _consumed(call, r.wh) if incoming.consume and not polls else None
+    if polls:  # it must start as EMPTY, so it needs memory of its own
         bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
         da = torch.full(wx.shape, -1, dtype=bits, device=wx.device).view(wx.dtype)
     elif da is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu.lstm.constant_terms_kernel import raise_variances as kernel
-from rbn.ops.gpu.runtime.launch_cache import launch_known
+from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.types import CONSTANT
 
@@ -51,7 +51,7 @@ def raised_variances(
     cell = (var_h, new_h) if var_c is None or new_c is None else (var_c, new_c)
     tensors = (h0, c0, var_x, var_h, cell[0], new_h, cell[1])
 
-    def ask() -> Any:
+    def arguments() -> Any:
         return (
             (min(_PROGRAMS, -(-T * G // _BLOCK)), var_h.numel() // (T * G)),
             tensors,
@@ -64,5 +64,5 @@ def raised_variances(
 
     known = (wx.shape, *look, var_c is None, masked, eps, h0.dtype, c0.dtype)
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    launch_known(kernel, known, addresses, ask, var_h)
+    launch_by_key(kernel, known, addresses, arguments, var_h)
     return new_h, new_c

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,17 +18,16 @@ from torch import Tensor
 from rbn.ops.definition import LSTMArguments
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.lstm.portable import portable_kernels
+from rbn.ops.gpu.lstm.portable.portable_kernels import PortableTiling
 from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import nvrtc
-from rbn.ops.gpu.runtime.driver import Kernel, shared_limit, structure
+from rbn.ops.gpu.runtime.driver import Kernel, structure
 from rbn.ops.gpu.stepwise import zone
 
 log = logging.getLogger("rbn.ops.gpu")
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_UNITS = 8
-_SHARED = 227 * 1024
-_TILES = 8  # tiles of 16 rows, at most
 CLUSTER, GRID, PORTABLE = "cluster", "grid", "portable"  # the families of kernels
 
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
@@ -55,7 +53,7 @@ OneFeatureForwardArguments = structure(
 OneFeatureBackwardArguments = structure(
     "OneFeatureBackward", [*_members((*_BACKWARD, "w")), ("eps", ctypes.c_float)]
 )
-_GRID_ONLY = ("passed", "spilled", "meetings")
+_GRID_ONLY = ("passed", "spilled", "barriers")
 _ZONEOUT = (
     *((name, ctypes.c_float) for name in ("rate_c", "rate_h")),
     *((name, ctypes.c_void_p) for name in ("mask_c", "mask_h")),
@@ -76,95 +74,6 @@ _GRID_STRUCTS = {"forward": GridForwardArguments, "backward": GridBackwardArgume
 _ONE_FEATURE = {"forward": OneFeatureForwardArguments, "backward": OneFeatureBackwardArguments}
 
 
-@dataclass(frozen=True)
-class PortableTiling:
-    """How the product of one kernel is divided among the warps of a block."""
-
-    tiles: int  # tiles of 16 rows
-    row_warps: int
-    column_warps: int
-    chunk: int
-    registers: bool
-    barrier: bool = False
-
-    @property
-    def threads(self) -> int:
-        """Threads per block."""
-        return 32 * self.row_warps * self.column_warps
-
-    def shared(self, blocks: int, columns: int, pitch: int, sums: int) -> int:
-        """Bytes of shared memory, as the kernels lay it out."""
-        warps = self.row_warps * self.column_warps
-        floats = self.column_warps * 16 * self.tiles * pitch + sums * (warps | 1) + sums + 96 + 144
-        per_warp = -(-blocks // self.column_warps)
-        weights = 0 if self.registers else per_warp * self.column_warps * columns * 32 * 16
-        return 4 * floats + weights
-
-
-def _column_warps(tiles: int) -> int:
-    """Column warps such that a block has 4 to 8 warps."""
-    return 1 if tiles > 4 else 2 if tiles > 1 else 4
-
-
-@functools.lru_cache(maxsize=256)
-def portable_forward(
-    dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED
-) -> PortableTiling | None:
-    """The tiling of the forward kernel; None if it needs more than `limit` bytes of shared memory.
-
-    Also None if the batch has too many rows.
-    """
-    tiles = -(-batch // 16)
-    if tiles > _TILES:
-        return None
-    half = dtype != torch.float32
-    blocks = -(-hidden // (32 if half else 16))
-    if blocks <= 8 * (2 - half):  # a warp's share of the weights is small: wait for data
-        columns = _column_warps(tiles)
-        per_warp = -(-blocks // columns)
-        cut = PortableTiling(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
-    else:
-        cut = _cut_large(tiles)
-    return cut if cut.shared(blocks, 4, 40, 64) <= limit else None
-
-
-@functools.lru_cache(maxsize=256)
-def portable_backward(
-    dtype: torch.dtype, batch: int, hidden: int, limit: int = _SHARED
-) -> PortableTiling | None:
-    """Like `portable_forward`, for the backward kernel."""
-    tiles = -(-batch // 16)
-    if tiles > _TILES:
-        return None
-    blocks = -(-4 * hidden // (16 if dtype == torch.float32 else 32))
-    small = PortableTiling(tiles, tiles, _column_warps(tiles), 4, False, barrier=True)
-    cut = small if blocks <= 64 else _cut_large(tiles)
-    return cut if cut.shared(blocks, 1, 8, 96) <= limit else None
-
-
-def _cut_large(tiles: int) -> PortableTiling:
-    rows = 1 if tiles <= 4 else 2
-    return PortableTiling(-(-tiles // rows) * rows, rows, 8 // rows, 2, False, barrier=True)
-
-
-@functools.lru_cache(maxsize=256)
-def _kernel(
-    name: str, cut: PortableTiling, device: int, shared: int, defines: tuple[Any, ...]
-) -> Kernel:
-    arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
-    assert arch is not None  # see `_capable`
-    named = dict(defines) | {
-        "MT": cut.tiles,
-        "MW": cut.row_warps,
-        "KS": cut.column_warps,
-        "CHUNK": cut.chunk,
-        "REGISTERS": cut.registers,
-        "BARRIER": cut.barrier,
-    }
-    code = nvrtc.compiled(name, named, arch)
-    return Kernel(code, name, cut.threads, shared)
-
-
 @functools.lru_cache(maxsize=64)
 def _capable(device: int) -> bool:
     capability = torch.cuda.get_device_capability(device)
@@ -177,37 +86,21 @@ def covers(term: Term, a: LSTMArguments) -> bool:
         return False
     if term.dtype == torch.float32 and not a.tf32:
         return False
-    if not takes_options(term, a):
+    if not supports_options(term, a):
         return False
-    return bool(a.zoned or _fits(term) or cluster_kernels.choose(term) or fits_grid(term))
+    return bool(
+        a.zoned or portable_kernels.fits(term) or cluster_kernels.choose(term) or fits_grid(term)
+    )
 
 
-def takes_options(term: Term, a: LSTMArguments) -> bool:
+def supports_options(term: Term, a: LSTMArguments) -> bool:
     """Whether the kernels support all options of this call.
 
     Only the `grid` kernels support zoneout, so they run every such call that fits them.
     """
     if a.joint or a.include or a.pass_normalized_cell:
         return False
-    return not a.zoned or grid_kernels.takes(term)
-
-
-def _fits(wx: Term) -> bool:
-    """Whether all blocks of 8 units fit on the GPU at once, for the `portable` kernels."""
-    *lead, _, B, G = wx.shape
-    return _has_room(wx.dtype, lead[0] if lead else 1, B, G // 4, wx.device.index or 0)
-
-
-@functools.lru_cache(maxsize=256)
-def _has_room(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, device: int) -> bool:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    limit = shared_limit(device)
-    return bool(
-        hidden % 2 == 0
-        and processors >= recurrences * -(-hidden // _UNITS)
-        and portable_forward(dtype, batch, hidden, limit) is not None
-        and portable_backward(dtype, batch, hidden, limit) is not None
-    )
+    return not a.zoned or grid_kernels.fits(term)
 
 
 def fits_grid(wx: Term) -> bool:
@@ -215,9 +108,9 @@ def fits_grid(wx: Term) -> bool:
 
     They do if blocks of 8 units do not fit on the GPU, or are slower.
     """
-    if _fits(wx):
+    if portable_kernels.fits(wx):
         return grid_kernels.preferred(wx)
-    return grid_kernels.takes(wx)
+    return grid_kernels.fits(wx)
 
 
 def kind(wx: Term, tf32: bool) -> str | None:
@@ -228,7 +121,7 @@ def kind(wx: Term, tf32: bool) -> str | None:
         return None
     if cluster_kernels.choose(wx):
         return CLUSTER
-    return GRID if fits_grid(wx) else PORTABLE if _fits(wx) else None
+    return GRID if fits_grid(wx) else PORTABLE if portable_kernels.fits(wx) else None
 
 
 def family(wx: Term, zoned: bool = False) -> str:
@@ -240,32 +133,29 @@ def family(wx: Term, zoned: bool = False) -> str:
 
 def tiling_of(direction: str, wx: Term, family: str) -> Any:
     """The tiling for a family: a `PortableTiling`, `ClusterTiling` or `GridTiling`."""
-    B, G = wx.shape[-2:]
+    tiling: Any
     if family == PORTABLE:
-        cut: Any = (portable_forward if direction == "forward" else portable_backward)(
-            wx.dtype, B, G // 4
-        )
+        B, G = wx.shape[-2:]
+        tiling = portable_kernels.choose(direction, wx.dtype, B, G // 4)
+    elif family == CLUSTER:
+        tiling = cluster_kernels.choose(wx)
     else:
-        cut = (
-            cluster_kernels.choose(wx) if family == CLUSTER else grid_kernels.choose(direction, wx)
-        )
-    assert cut is not None
-    return cut
+        tiling = grid_kernels.choose(direction, wx)
+    assert tiling is not None
+    return tiling
 
 
-def meeting(cut: Any) -> tuple[bool, bool]:
-    """How the blocks synchronize: through `counter`, and through a buffer that starts as EMPTY.
-
-    Returns two bools; only `portable` kernels use either.
-    """
-    return (cut.barrier, not cut.barrier) if isinstance(cut, PortableTiling) else (False, False)
+def polls(tiling: Any) -> bool:
+    """Whether the blocks wait for data by polling a buffer that starts as EMPTY."""
+    return isinstance(tiling, PortableTiling) and not tiling.barrier
 
 
-def zeroed(cut: Any, recurrences: int) -> dict[str, int]:
+def zeroed(tiling: Any, recurrences: int) -> dict[str, int]:
     """Bytes that must be zero before a kernel runs, by struct member; multiples of 16."""
-    if isinstance(cut, grid_kernels.GridTiling):
-        return grid_kernels.zeroed(cut, recurrences)
-    return {"counter": -(-recurrences // 4) * 16} if meeting(cut)[0] else {}
+    if isinstance(tiling, grid_kernels.GridTiling):
+        return grid_kernels.zeroed(tiling, recurrences)
+    counts = isinstance(tiling, PortableTiling) and tiling.barrier
+    return {"counter": -(-recurrences // 4) * 16} if counts else {}
 
 
 def defines(
@@ -350,15 +240,13 @@ def _grid_launch(
 def _portable_launch(
     direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
 ) -> Launch:
-    tiling, numbers = call.plan.tilings[direction], 16 if call.term.dtype == torch.float32 else 32
+    tiling, dtype = call.plan.tilings[direction], call.term.dtype
     log.debug("lstm %s in CUDA, portable: %s", direction, tiling)
-    if direction == "forward":
-        shared = tiling.shared(-(-call.H // numbers), 4, 40, 64)
-    else:
-        shared = tiling.shared(-(-4 * call.H // numbers), 1, 8, 96)
+    shared = portable_kernels.shared_bytes(direction, tiling, dtype, call.H)
     device = call.term.device.index or 0
-    kernel = _kernel(f"portable_{direction}", tiling, device, shared, defines)
-    return _launch(kernel, -(-call.H // _UNITS), call, _STRUCTS[direction], at, rows)
+    kernel = portable_kernels.kernel(direction, tiling, device, shared, defines)
+    blocks = -(-call.H // portable_kernels.UNITS)
+    return _launch(kernel, blocks, call, _STRUCTS[direction], at, rows)
 
 
 def _launch(
@@ -373,7 +261,7 @@ def _launch(
 ) -> Launch:
     # Clusters that do not synchronize with each other need not run at the same time.
     if blocks * (call.R * splits if kernel.together else 1) > kernel.at_once:
-        raise RuntimeError("the card has no room for all blocks of the recurrence at once")
+        raise RuntimeError("the blocks of the recurrence do not fit on the GPU at once")
     packed = struct.packed(at, call.T, call.B, *rows, call.a.eps, *more)
     return Launch(kernel, (blocks, call.R * splits), packed)
 

@@ -32,7 +32,7 @@ from rbn.ops.gpu.lstm.workspace import (
     stride_of,
 )
 from rbn.ops.gpu.runtime.driver import device_of
-from rbn.ops.gpu.runtime.launch_cache import launch_kept, launch_known
+from rbn.ops.gpu.runtime.launch_cache import launch_by_key, launch_cached
 from rbn.ops.operator import Results
 from rbn.ops.types import valid_steps
 
@@ -112,7 +112,7 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
     a, H, plan = call.a, call.H, call.plan
     dtype, device, full = call.term.dtype, call.term.device, torch.float32
     stride = plan.stride
-    hs = states_buffer(plan, stride, plan.looks["forward"])
+    hs = states_buffer(plan, stride, plan.polls["forward"])
     new = Workspace(plan, separate)
     begin_states(call, hs, new)
     cells, products, beyond = plan.saved
@@ -164,7 +164,7 @@ def _last_states(call: LSTMCall, h: Tensor, new: Workspace) -> tuple[Tensor, Ten
     h_n = torch.empty((*call.lead, call.B, H), dtype=wx.dtype, device=wx.device)
     c_n = torch.empty_like(h_n)
 
-    def ask() -> Any:
+    def arguments() -> Any:
         strides, size = h.stride(), h_n.numel()
         begin = 0 if h.dim() == h_n.dim() else (call.T - 1) * strides[-3]
         return (
@@ -175,7 +175,7 @@ def _last_states(call: LSTMCall, h: Tensor, new: Workspace) -> tuple[Tensor, Ten
         )
 
     addresses = (h.data_ptr(), new.at["c_n"], h_n.data_ptr(), c_n.data_ptr())
-    launch_known(last_states, (call.plan,), addresses, ask, wx)
+    launch_by_key(last_states, (call.plan,), addresses, arguments, wx)
     return h_n, c_n
 
 
@@ -296,7 +296,7 @@ def _input_moments(call: LSTMCall, new: Workspace) -> None:
     padded = call.a.lengths is not None and not call.plan.include
     lengths = call.lengths if padded else wx  # wx: a placeholder that the kernel does not read
 
-    def ask() -> Any:
+    def arguments() -> Any:
         columns = 128  # per program; 64 or 256 take a fifth longer at 128 rows
         return (
             (call.R * call.T, -(-4 * call.H // columns)),
@@ -311,7 +311,7 @@ def _input_moments(call: LSTMCall, new: Workspace) -> None:
         )
 
     addresses = (wx.data_ptr(), new.at["mean_x"], new.at["var_x"], lengths.data_ptr())
-    launch_known(input_moments, (call.plan,), addresses, ask, wx)
+    launch_by_key(input_moments, (call.plan,), addresses, arguments, wx)
 
 
 def _inputs_of_one_feature(call: LSTMCall, new: Workspace, w: int) -> Tensor:
@@ -343,7 +343,7 @@ def _inputs_of_one_feature(call: LSTMCall, new: Workspace, w: int) -> Tensor:
             lengths,
         ]
 
-    launch_kept(
+    launch_cached(
         feature_moments,
         (R * T, 1),
         tuple(addresses),

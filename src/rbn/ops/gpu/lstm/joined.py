@@ -24,7 +24,7 @@ _OTHERS = LSTM.tensors[len(LSTM.gradients) :]  # tensors without a gradient
 class Saved(NamedTuple):
     """The tensors that the backward pass needs; None if absent.
 
-    The fields up to `joined` are saved only to avoid recomputing them. x, w, x_reverse and
+    The fields up to `inputs`, but `term`, only spare work. x, w, x_reverse and
     w_reverse are the factors of the input term if they are not the arguments themselves; vectors
     holds the parameters `VECTORS` of all calls.
     """
@@ -51,6 +51,9 @@ class Saved(NamedTuple):
     wh: Tensor | None = None  # W_h h minus its mean; without a norm the pre-activations
     cs: Tensor | None = None  # cells in float32
     hidden: Tensor | None = None  # h0 and h after each step [R, T + 1, B, H], if contiguous
+
+
+RETURNED = ("term", "wh", "cs", "hidden")  # by the custom operator
 
 
 def join(calls: Sequence[LSTMArguments], plan: Plan, saved: Saved | None = None) -> LSTMCall:

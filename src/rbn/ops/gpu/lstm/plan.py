@@ -36,13 +36,13 @@ class Plan:
         zoned, sequence, include, joint: as in `LSTMArguments`.
         moments: the layout of the statistics in the workspace; see `statistics_layout`.
         saved: see `saved_sizes`.
-        in_step: whether all rows stay in the same step during the backward pass.
+        lockstep: whether all rows stay in the same step during the backward pass.
 
     For the CUDA C++ kernels also, by direction where the directions differ:
         family: which of these kernels run: cluster, grid or portable.
         tilings: how the work is divided among blocks and warps.
         stride: elements from one row of h to the next.
-        looks: whether the buffer through which the blocks exchange data must be filled with EMPTY.
+        polls: whether the blocks poll their exchange buffer, which must be filled with EMPTY.
         zeroed: see `cuda_kernels.zeroed`.
         cell: float32 elements for the last cells; a multiple of 4, and 0 for other kernels.
         clear: 4-byte elements that must be zero before the forward pass; likewise.
@@ -73,7 +73,7 @@ class Plan:
         }
         self.saved = saved_sizes(term.shape, a.save)
         self.cell = self.clear = 0
-        self.in_step = True
+        self.lockstep = True
         if self.in_cuda:
             self._add_cuda(a)
         self.moments = statistics_layout(LSTM.statistics_shapes(a, *lead), self.cell + self.clear)
@@ -85,11 +85,11 @@ class Plan:
         self.stride = H if family == CLUSTER else stride_of(H)
         both = "forward", "backward"
         self.tilings = {d: cuda_kernels.tiling_of(d, self.term, family) for d in both}
-        self.looks = {d: cuda_kernels.meeting(cut)[1] for d, cut in self.tilings.items()}
-        self.zeroed = {d: cuda_kernels.zeroed(cut, R) for d, cut in self.tilings.items()}
+        self.polls = {d: cuda_kernels.polls(tiling) for d, tiling in self.tilings.items()}
+        self.zeroed = {d: cuda_kernels.zeroed(tiling, R) for d, tiling in self.tilings.items()}
         # The splits of a batch synchronize only to sum over the batch.
         splits = getattr(self.tilings["backward"], "splits", 1)
-        self.in_step = splits == 1 or self.flags["NORM"] == BATCH
+        self.lockstep = splits == 1 or self.flags["NORM"] == BATCH
         self.cell = -(-R * B * H // 4) * 4
         self.clear = sum(self.zeroed["forward"].values()) // 4
         self.defines = {

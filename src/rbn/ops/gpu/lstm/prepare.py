@@ -11,7 +11,7 @@ from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare_kernels import begin, pad_rows
 from rbn.ops.gpu.lstm.workspace import Workspace
-from rbn.ops.gpu.runtime.launch_cache import launch_kept, launch_known
+from rbn.ops.gpu.runtime.launch_cache import launch_by_key, launch_cached
 from rbn.ops.input_term import factors, padding
 
 _BLOCK = 1024
@@ -35,7 +35,7 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     padded = x.new_empty(n + m, width)
     block = power_of_two(width)
     of_one = 2048 // block
-    launch_kept(
+    launch_cached(
         pad_rows,
         (-(-(n + m) // of_one), 1),
         (x.data_ptr(), weight.data_ptr(), padded.data_ptr()),
@@ -65,7 +65,7 @@ def begin_states(call: LSTMCall, hs: Tensor, space: Workspace) -> None:
         joined = call.joined = torch.empty(size, dtype=torch.float32, device=hs.device)
     tensors, strides = [h0, c0, *vectors, hs], (h_r, h_b, c_r, c_b)
 
-    def ask() -> Any:
+    def arguments() -> Any:
         stride, cell, clear = hs.shape[-1], space.cell(), space.clear()
         of_one, units, zeros = call.B * stride, call.R * call.H, clear.numel()
         present = [v is not None for v in given]
@@ -82,7 +82,7 @@ def begin_states(call: LSTMCall, hs: Tensor, space: Workspace) -> None:
     known = (call.plan, h0.dtype, c0.dtype, *kinds, *strides)
     at = [tensor.data_ptr() for tensor in tensors]
     addresses = (*at, space.at["c_n"], joined.data_ptr(), space.at["clear"])
-    launch_known(begin, known, addresses, ask, hs)
+    launch_by_key(begin, known, addresses, arguments, hs)
 
 
 def _with_strides(call: LSTMCall, state: Tensor) -> tuple[Tensor, int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rbn.ops.cpu.inference import Row, Weights
 from rbn.ops.gpu.lstm_cell.cell_kernel import lstm_cell_step
-from rbn.ops.gpu.runtime.launch_cache import launch_known
+from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 
 _BLOCK = 128  # units of a program
 
@@ -47,7 +47,7 @@ def step(
     new_h, new_c = out.unbind()
     addresses += [new_h.data_ptr(), new_c.data_ptr()]
 
-    def ask() -> Any:
+    def arguments() -> Any:
         statistics: list[Tensor] = []
         for row in rows:
             statistics += [wx, wx] if row is None else [row.mean[row.row], row.var[row.row]]
@@ -67,5 +67,5 @@ def step(
         return (-(-H // _BLOCK), B), [*tensors, new_h, new_c], numbers, flags
 
     known = (B, H, present, eps, zoneout, pass_normalized_cell)
-    launch_known(lstm_cell_step, known, tuple(addresses), ask, x)
+    launch_by_key(lstm_cell_step, known, tuple(addresses), arguments, x)
     return new_h, new_c

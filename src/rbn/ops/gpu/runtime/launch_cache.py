@@ -30,7 +30,7 @@ def _is_compiled(result: Any) -> bool:
     return hasattr(result, "packed_metadata")  # the interpreter returns None
 
 
-class Repeated:
+class RepeatedLaunch:
     """A kernel that is launched repeatedly with the same tensors and changing integers.
 
     Triton inspects every argument of a launch to look up or compile the matching kernel. With some
@@ -109,11 +109,13 @@ def _kind(number: float) -> Any:
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 # The kernel is held, so that its id stays its own.
-_KEPT: dict[tuple[Any, ...], tuple[Callable[[Sequence[int]], object], Any]] = {}
+_LAUNCHERS: dict[tuple[Any, ...], tuple[Callable[[Sequence[int]], object], Any]] = {}
 _MOST = 1024
+# The grid, the tensors, the numbers and the flags.
+LaunchArguments = tuple[tuple[int, int], Sequence[Tensor], tuple[float, ...], dict[str, Any]]
 
 
-def launch_kept(
+def launch_cached(
     kernel: Any,
     grid: tuple[int, int],
     addresses: tuple[int, ...],
@@ -126,44 +128,44 @@ def launch_kept(
     """Launch a kernel; Triton inspects the arguments once for calls that differ only in addresses.
 
     addresses: of the tensors. tensors: returns them; called only if Triton must inspect them.
-    numbers, flags: as in `Repeated`, but the kernel may be specialized for all of them.
+    numbers, flags: as in `RepeatedLaunch`, but the kernel may be specialized for all of them.
     types: those dtypes of the tensors that may differ between calls. like: any tensor on their
     device.
     """
-    known = (grid, numbers, *flags.values(), *types)
-    launch_known(kernel, known, addresses, lambda: (grid, tensors(), numbers, flags), like)
+    key = (grid, numbers, *flags.values(), *types)
+    launch_by_key(kernel, key, addresses, lambda: (grid, tensors(), numbers, flags), like)
 
 
-def launch_known(
+def launch_by_key(
     kernel: Any,
-    known: tuple[Any, ...],
+    key: tuple[Any, ...],
     addresses: tuple[int, ...],
-    ask: Callable[[], tuple[tuple[int, int], Sequence[Tensor], tuple[float, ...], dict[str, Any]]],
+    arguments: Callable[[], LaunchArguments],
     like: Tensor,
 ) -> None:
-    """`launch_kept` with a smaller cache key.
+    """`launch_cached` with a smaller cache key.
 
-    known: the key; it must determine the grid, the numbers, the flags and the tensors' dtypes.
-    ask: returns the grid, the tensors, the numbers and the flags; called only if Triton must
+    key: must determine the grid, the numbers, the flags and the tensors' dtypes.
+    arguments: returns the grid, the tensors, the numbers and the flags; called only if Triton must
     inspect them.
     """
-    key = (id(kernel), known, like.device)
-    kept = _KEPT.get(key)
+    own = (id(kernel), key, like.device)
+    launcher = _LAUNCHERS.get(own)
     # Triton compiles another kernel for unaligned addresses, so only aligned ones are cached.
     aligned = functools.reduce(operator.or_, addresses) % 16 == 0
-    if kept is not None and aligned and on_current_device(like):
-        kept[0](addresses)
+    if launcher is not None and aligned and on_current_device(like):
+        launcher[0](addresses)
         return
     with device_of(like):
-        if kept is not None and aligned:
-            kept[0](addresses)
+        if launcher is not None and aligned:
+            launcher[0](addresses)
             return
-        grid, tensors, numbers, flags = ask()
+        grid, tensors, numbers, flags = arguments()
         result = kernel[grid](*tensors, *numbers, **flags)
     if aligned and _is_compiled(result):
-        if len(_KEPT) >= _MOST:
-            _KEPT.clear()
-        _KEPT[key] = _launcher_at(kernel, result, grid, len(addresses), numbers, flags), kernel
+        if len(_LAUNCHERS) >= _MOST:
+            _LAUNCHERS.clear()
+        _LAUNCHERS[own] = _launcher_at(kernel, result, grid, len(addresses), numbers, flags), kernel
 
 
 def _launcher_at(

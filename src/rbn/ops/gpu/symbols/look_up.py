@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rbn.ops import reference
 from rbn.ops.gpu.lstm.persistent.tiles import has_product
-from rbn.ops.gpu.runtime.launch_cache import launch_kept
+from rbn.ops.gpu.runtime.launch_cache import launch_cached
 from rbn.ops.gpu.symbols.row_sums import add_shares, symbol_sums
 from rbn.ops.operator import is_traced, one_by_one
 
@@ -103,7 +103,7 @@ def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> T
     sums = torch.empty(shares, count, G, dtype=torch.float32, device=grad.device)
     out = torch.empty(G, count, dtype=dtype, device=grad.device)
     at = sums.data_ptr()
-    launch_kept(
+    launch_cached(
         symbol_sums,
         (blocks, shares),
         (symbols.data_ptr(), grad.data_ptr(), at),
@@ -122,7 +122,7 @@ def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> T
         grad,
     )
     columns = max(8, 1024 // padded)
-    launch_kept(
+    launch_cached(
         add_shares,
         (-(-G // columns), 1),
         (at, out.data_ptr()),

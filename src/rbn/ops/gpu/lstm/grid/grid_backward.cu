@@ -36,7 +36,7 @@ struct Backward {
   u32* counter;    // not used but by CLOCK
   uint4* passed;   // [R, SPLITS, BUFFERS, STEP_WORDS], zero: d(W_h h) of the last steps
   uint4* spilled;  // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
-  u32* meetings;   // [R, SPLITS, TEAM, 32], zero: counters of the slices
+  u32* barriers;   // [R, SPLITS, TEAM, 32], zero: counters of the slices
   uint4* handed;   // [R, SPLITS, HANDED_WORDS], zero: sums for the team [GRID, TEAM - 1, HOLDERS] and what they are times
   int T, B, rows_x, rows_h, rows_c;
   float eps, rate_c, rate_h;
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * HOLDERS;
   asm volatile("" : "+r"(begin));
-  u32* meeting = p.meetings + part * TEAM * 32;
+  u32* meeting = p.barriers + part * TEAM * 32;
   uint4* handed = p.handed + part * HANDED_WORDS;
   const Refill refill = {slots, spilled, shared_address(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
@@ -284,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
       plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
     }
   };
-  // Who has no rows is at the meetings below, too, and does its share there.
+  // Who has no rows is at the barriers below, too, and does its share there.
   for (int t = p.T - 1; t >= 0 && !has_rows(); t--) {
     if (LENGTHS) inv = p.inv_n[t];
     wait_for_slices(meeting, u32(p.T - 1 - t));

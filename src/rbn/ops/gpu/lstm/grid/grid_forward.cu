@@ -29,7 +29,7 @@ struct Forward {
   u32* counter;        // not used but by CLOCK
   uint4* passed;       // [R, SPLITS, BUFFERS, STEP_WORDS], zero: h of the last steps
   uint4* spilled;      // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
-  u32* meetings;       // [R, SPLITS, TEAM, 32], zero: counters
+  u32* barriers;       // [R, SPLITS, TEAM, 32], zero: counters
   int T, B, rows_x, rows_h, rows_c;
   float eps, rate_c, rate_h;
   const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   const uint4* slice = slice_of(passed);
   u32 begin = beginning() * 2 * HOLDERS;
   asm volatile("" : "+r"(begin));
-  u32* meeting = p.meetings + part * TEAM * 32;
+  u32* meeting = p.barriers + part * TEAM * 32;
   const Refill refill = {slots, spilled, shared_address(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
   of_h.start(), of_c.start();
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     __syncwarp();
   };
   float inv = 1.0f / p.B;
-  // Who has no rows is at the meetings below, too, and does its share there.
+  // Who has no rows is at the barriers below, too, and does its share there.
   if constexpr (HOLDERS < THREADS) if (!has_rows()) {
     for (int t = 0; t < p.T; t++) {
       if (LENGTHS) inv = p.inv_n[t];

@@ -150,10 +150,10 @@ def preferred(wx: Term) -> bool:
     """Whether these kernels are preferred over `portable`, which would also run (see `choose`)."""
     *_, B, G = wx.shape
     wanted = B > _FEW and _preferred_rows(B, G // 4) is not None
-    return wanted and takes(wx)
+    return wanted and fits(wx)
 
 
-def takes(wx: Term) -> bool:
+def fits(wx: Term) -> bool:
     """Whether both kernels support an input term (see `choose`)."""
     return all(choose(d, wx) for d in TEAMS)
 
@@ -226,11 +226,11 @@ def kernel(cut: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
 def zeroed(cut: GridTiling, recurrences: int) -> dict[str, int]:
     """Bytes that must be zero before the kernel runs, by struct member; multiples of 16.
 
-    passed: read as zeros beyond the last unit, and as d(W_h h) after the last step. meetings:
+    passed: read as zeros beyond the last unit, and as d(W_h h) after the last step. barriers:
     counters. handed: sums, whose last bit tells when they arrived.
     """
     n = recurrences * cut.splits
-    results = {"passed": 2 * n * cut.passed, "meetings": n * 128 * cut.team}
+    results = {"passed": 2 * n * cut.passed, "barriers": n * 128 * cut.team}
     if cut.direction == "backward":
         results["handed"] = n * cut.blocks * cut.handed
     return results

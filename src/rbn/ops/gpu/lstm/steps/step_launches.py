@@ -12,7 +12,7 @@ from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, aligned, rows_of
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.steps.backward_kernels import lstm_step_backward
 from rbn.ops.gpu.lstm.steps.forward_kernels import lstm_step
-from rbn.ops.gpu.runtime.launch_cache import Repeated
+from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
 from rbn.ops.gpu.stepwise import factor, products
 
@@ -109,7 +109,7 @@ def forward(
             tensors += [own.part(h_n), call.lengths, *own.masks, own.scratch(2)]
             flags = own.flags | {"HS": hs.shape[-1], "SAVE": a.save}
             del flags["X"]  # the kernel always gets its statistics
-            step = Repeated(lstm_step, own.grid, tensors, flags)
+            step = RepeatedLaunch(lstm_step, own.grid, tensors, flags)
             multiply = products(hs, weights[r].t(), wh)
             cell, rows, numbers = B * H if a.save else 0, own.rows_at(), own.numbers
             for t, h in enumerate(hs[r, :T].narrow(-1, 0, H).unbind()):
@@ -152,7 +152,7 @@ def backward(
             tensors += [s.narrow(0, r * n, n) for s, n in zip(sums, widths, strict=True)]
             tensors.append(own.scratch(8))
             flags = own.flags | {"HAS_DOUTPUT": doutput is not None}
-            step = Repeated(lstm_step_backward, own.grid, tensors, flags)
+            step = RepeatedLaunch(lstm_step_backward, own.grid, tensors, flags)
             multiply = products(da, weights[r], through)
             steps, rows, numbers = da[r].unbind(), own.rows_at(), own.numbers
             for t in range(T - 1, -1, -1):

@@ -7,7 +7,7 @@ from rbn.ops.gpu.runtime.triton_functions import arrive, wait
 
 
 @triton.jit
-def meetings(counter, rounds, PROGRAMS: tl.constexpr):
+def barriers(counter, rounds, PROGRAMS: tl.constexpr):
     """All programs wait for each other, `rounds` times."""
     for k in range(rounds):
         arrive(counter)

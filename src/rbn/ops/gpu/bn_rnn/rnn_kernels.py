@@ -1,8 +1,8 @@
-"""Kernels of the batch-normalized simple RNN: a program owns UNITS units, for every row.
+"""Kernels of the batch-normalized simple RNN. A program owns UNITS units of all rows.
 
-So every mean and variance over the batch is its own affair. It goes over the batch in tiles of ROWS
-rows, once for each thing that must be known of all rows before the next can be said of one. Names
-are those of `rbn.ops.reference.bn_rnn`.
+So it computes means and variances over the batch without the others. It reads the batch in tiles of
+ROWS rows, once for each quantity that depends on all rows. Names are those of
+`rbn.ops.reference.bn_rnn`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def bn_rnn_step(
     bias,  # [H]
     gamma_x,  # [H]
     gamma_h,  # [H]
-    mean_x,  # [rows, H], read where given, else written
+    mean_x,  # [rows, H], read if given, else written
     var_x,
     mean_h,  # [rows, H]
     var_h,
     hs,  # [T + 1, B, H]
-    centered,  # [T, B, H]: W_h h less its mean, for the backward pass
-    h_n,  # [B, H] float32, written where there are lengths
+    centered,  # [T, B, H]: W_h h minus its mean, for the backward pass
+    h_n,  # [B, H] float32, written if there are lengths
     lengths,  # [B] int32
-    inv_n,  # [T] float32: 1 / rows that count
+    inv_n,  # [T] float32: 1 / unpadded rows
     mask_h,  # [T, B, H] bool
     t,
     B,
@@ -115,13 +115,13 @@ def bn_rnn_step(
         at = rows.to(tl.int64)[:, None] * H + units[None, :]
         ok = (rows < B)[:, None] & inside[None, :]
         valid = unpadded(lengths, rows, t, B, LENGTHS) & inside[None, :]
-        # What does not count is read as zeros: NaN would spread.
+        # Padding is read as zeros: it may contain NaN, which would spread.
         read = valid if EXCLUDE else ok
         a = tl.where(read, load(wh, at, read) - m_h[None, :], 0.0)
         x = tl.where(read, load(wx, step * H + at, read) - m_x[None, :], 0.0)
         pre = (a * rstd_h[None, :]) * scale_h[None, :] + b[None, :]
         pre += (x * rstd_x[None, :]) * scale_x[None, :]
-        h_t = tl.where(pre <= 0.0, 0.0, pre) if RELU else tanh(pre)  # a NaN stays one
+        h_t = tl.where(pre <= 0.0, 0.0, pre) if RELU else tanh(pre)  # keeps NaN
 
         if ZONE_H != NONE or INCLUDE:
             h = load(hs, step * H + at, ok)
@@ -154,12 +154,12 @@ def bn_rnn_step_backward(
     inv_n,  # [T] float32
     mask_h,  # [T, B, H] bool
     doutput,  # [T, B, H]
-    through,  # [B, H] float32: what comes back through the product of the step after
-    dh,  # [B, H] float32: dh_n at first, then what skips the product
-    dpre,  # [B, H] float32, to work in: the gradient before the nonlinearity
+    through,  # [B, H] float32: the gradient through the next step's product with W_h
+    dh,  # [B, H] float32: dh_n at first, then the gradient that bypasses the product
+    dpre,  # [B, H] float32: scratch for the gradient before the nonlinearity
     da,  # [T, B, H]: d(W_h h)
     dwx,  # [T, B, H]
-    sums,  # [3, T, H] float32: the step's share of the gradients of bias, gamma_x and gamma_h
+    sums,  # [3, T, H] float32: the step's part of the gradients of bias, gamma_x and gamma_h
     t,
     B,
     T,
@@ -223,7 +223,7 @@ def bn_rnn_step_backward(
         of_a += tl.sum(d * a_hat, 0)
         of_input += tl.sum(d * x_hat, 0)
         tl.store(dpre + at, d, mask=ok)
-        tl.debug_barrier()  # every thread has read this tile of dh
+        tl.debug_barrier()  # every thread must have read this tile of dh
         tl.store(dh + at, skip, mask=ok)
     tl.store(sums + tl.cast(t, tl.int64) * H + units, first_sum, mask=inside)
     tl.store(sums + (tl.cast(T, tl.int64) + t) * H + units, of_input, mask=inside)
@@ -237,7 +237,7 @@ def bn_rnn_step_backward(
     first_sum *= scale
     of_a *= scale
     of_input *= scale
-    tl.debug_barrier()  # dpre is written, whichever thread reads it
+    tl.debug_barrier()  # dpre must be written before other threads read it
     for first in range(0, B, ROWS):
         rows = first + tl.arange(0, ROWS)
         at = rows.to(tl.int64)[:, None] * H + units[None, :]

@@ -29,9 +29,9 @@ _BATCH, _GIVEN = triton_functions.BATCH.value, triton_functions.GIVEN.value
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs; None where it is absent, or where nothing is saved."""
+    """The tensors that the backward pass needs; None if absent, or if nothing is saved."""
 
-    wx: Tensor | None = None  # the input term and its factors, where the call made them
+    wx: Tensor | None = None  # the input term and its factors, if the call computed them
     x: Tensor | None = None
     w: Tensor | None = None
     output: Tensor | None = None
@@ -39,8 +39,8 @@ class Saved(NamedTuple):
     var_x: Tensor | None = None
     mean_h: Tensor | None = None  # [T, H] float32
     var_h: Tensor | None = None
-    centered: Tensor | None = None  # [T, B, H]: W_h h less its mean
-    hidden: Tensor | None = None  # [T, B, H], where it is not the output
+    centered: Tensor | None = None  # [T, B, H]: W_h h minus its mean
+    hidden: Tensor | None = None  # [T, B, H], if it is not the output
 
 
 class _Call(StepCall):
@@ -53,7 +53,7 @@ class _Call(StepCall):
         if self.valid is not None:
             n = self.valid.sum(1)
             self.inv_n = torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
-        # A kernel's argument that is an integer would be compiled in.
+        # Triton would specialize the kernel for integers.
         self.numbers = float(a.rate_h), float(a.eps)
         units = min(16, power_of_two(self.H))
         self.grid = (-(-self.H // units),)
@@ -153,7 +153,7 @@ def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
 def backward(
     calls: Sequence[RNNArguments], r: Saved, plan: None, incoming: Incoming
 ) -> list[dict[str, Tensor | None]]:
-    """The gradients of all tensors that have one."""
+    """The gradients of all differentiable tensors."""
     a: RNNArguments
     a, _ = with_term(RNN, calls[0], r.wx)
     doutput, (dh_n,) = incoming.output, incoming.states
@@ -186,7 +186,7 @@ def backward(
         for t in range(T - 1, -1, -1):
             step(t, B, T, *_rows(moments, t), *call.numbers)
             multiply(steps[t])
-    dbias, dgamma_x, dgamma_h = (s.sum(0) for s in sums)  # each in memory of its own
+    dbias, dgamma_x, dgamma_h = (s.sum(0) for s in sums)  # each in its own memory
     if a.sequence:
         _sequence_backward(call, r, dwx, dbias, dgamma_x)
     hidden = r.output if r.hidden is None else r.hidden
@@ -214,7 +214,7 @@ def _sequence_moments(call: _Call, own: list[Tensor]) -> None:
 
 
 def _sequence_backward(call: _Call, r: Saved, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor) -> None:
-    """What sequencewise statistics add to the gradient of the input term, in place."""
+    """Add the gradient through sequencewise statistics to that of the input term, in place."""
     assert r.mean_x is not None
     assert r.var_x is not None
     rstd = torch.rsqrt(r.var_x + call.a.eps)

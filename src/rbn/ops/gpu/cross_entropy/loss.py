@@ -1,7 +1,7 @@
-"""A linear layer and the cross-entropy of its softmax: products of cuBLAS around two kernels.
+"""A linear layer and the cross-entropy of its softmax: two kernels, and products by cuBLAS.
 
-The scores have columns up to a multiple of 8, and the weights as many rows: where a row is no
-multiple of 16 bytes cuBLAS has slow kernels only, for all three products.
+The number of classes is padded to a multiple of 8: for rows that are not a multiple of 16 bytes,
+cuBLAS has only slow kernels, in all three products.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from rbn.ops.gpu.runtime.launch_cache import launch_cached
 from rbn.ops.gpu.stepwise import product
 from rbn.ops.operator import is_traced, needs_grad, one_by_one, undifferentiable
 
-LARGEST = 1024  # classes whose scores a program holds
-_NUMBERS = 2048  # of a program
+LARGEST = 1024  # classes, whose scores a program keeps in registers
+_NUMBERS = 2048  # scores per program
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TARGETS = (torch.int64, torch.uint8)
 
@@ -50,13 +50,13 @@ def _fits(
     dtype: torch.dtype,
     autocast: bool,
 ) -> bool:
-    """Whether the kernels take this; if not, the reference does, or says what is wrong."""
+    """Whether the kernels support the call; otherwise the reference runs it or raises."""
     parameters = [weight] if bias is None else [weight, bias]
     if is_traced(input) or any(type(p) not in (Tensor, nn.Parameter) for p in parameters):
         return False
     if dtype not in _TYPES or targets.dtype not in _TARGETS:
         return False
-    known = _TYPES if autocast else (dtype,)  # what autocast converts
+    known = _TYPES if autocast else (dtype,)  # autocast converts these
     if any(t.dtype not in known for t in (input, *parameters)):
         return False
     if any(t.device != input.device for t in (*parameters, targets)):
@@ -69,7 +69,7 @@ def _fits(
 
 
 def _factors(input: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The input ``[N, H]``, and the weights ``[P, H]`` with zeros behind the last class."""
+    """The input ``[N, H]``, and the weights ``[P, H]`` padded with zeros."""
     C, H = weight.shape
     x = input.reshape(-1, H).to(dtype)
     if C % 8 == 0:
@@ -81,7 +81,7 @@ def _factors(input: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def _launch(kernel: Any, tensors: tuple[Tensor, ...], C: int, scale: float, bias: bool) -> None:
-    """A kernel over scores ``[N, P]``, the first of the tensors."""
+    """Launch a kernel over the scores ``[N, P]``, the first of the tensors."""
     N, P = tensors[0].shape
     rows, columns = _tile(P)
     launch_cached(
@@ -110,7 +110,7 @@ def _forward(
     dtype: torch.dtype,
     scale: float,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The loss, and what its gradient is made of."""
+    """The loss, and the tensors to save for its gradient."""
     x, w = _factors(input, weight.detach(), dtype)
     logits = product(x, w.t())
     N, P = logits.shape
@@ -134,7 +134,7 @@ def _gradients(ctx: Any, dloss: Tensor) -> list[Tensor | None]:
     if ctx.needs_input_grad[0]:
         results[0] = torch.mm(dlogits, w).view(shape).to(types[0])
     if ctx.needs_input_grad[1]:
-        multiply = torch.mm if types[1] == x.dtype else product  # the parameter's type at once
+        multiply = torch.mm if types[1] == x.dtype else product  # directly in the parameter's dtype
         results[1] = multiply(dlogits.t(), x)[:C].to(types[1])
     if ctx.needs_input_grad[2]:
         results[2] = dbias.sum(1)[:C].to(types[2])
@@ -169,5 +169,5 @@ class _Node(torch.autograd.Function):
         return (*result, None, None, None)
 
 
-# Without what Python does first for transforms of `torch.func`, under which nobody calls.
+# Skips the Python code of `apply` that handles `torch.func` transforms, which never reach this.
 _apply: Any = super(torch.autograd.Function, _Node).apply

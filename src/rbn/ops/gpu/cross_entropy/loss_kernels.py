@@ -1,7 +1,7 @@
 """The cross-entropy of rows of scores, and its gradient.
 
-A program has some rows with all their columns in registers, so the backward pass makes the softmax
-again from the scores instead of reading what the forward pass would have had to write.
+A program keeps entire rows in registers. So the backward pass recomputes the softmax from the
+scores, and the forward pass does not store it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 def _below_largest(
     logits, bias, rows, columns, C: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr
 ):
-    """Scores less the largest of their row; -inf in columns that are no class."""
+    """The scores minus the largest of their row; -inf in padded columns."""
     at = rows[:, None] * P + columns[None, :]
     x = tl.load(logits + at, mask=(columns < P)[None, :], other=0.0)
     if BIAS:
@@ -25,7 +25,7 @@ def _below_largest(
 
 @triton.jit
 def cross_entropy_forward(
-    logits,  # [N, P] float32, of which the first C columns are classes
+    logits,  # [N, P] float32; the first C columns are classes
     bias,  # [C]
     targets,  # [N] integers
     losses,  # [programs] float32
@@ -39,7 +39,7 @@ def cross_entropy_forward(
 ):
     """`scale` times the sum of the cross-entropies of a program's rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = tl.minimum(rows, N - 1)  # rows behind the last one are that one again, and not counted
+    here = tl.minimum(rows, N - 1)  # rows beyond the last repeat it, and do not count
     columns = tl.arange(0, COLUMNS)
     target = tl.load(targets + here).to(tl.int64)
     x = _below_largest(logits, bias, here, columns, C, P, BIAS)
@@ -51,7 +51,7 @@ def cross_entropy_forward(
 
 @triton.jit
 def cross_entropy_backward(
-    logits,  # as above
+    logits,  # see `cross_entropy_forward`
     bias,
     targets,
     dloss,  # float32, one number
@@ -65,7 +65,7 @@ def cross_entropy_backward(
     COLUMNS: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """The gradient of the scores, zero where there is no class, and its sums over the rows."""
+    """The gradient of the scores, zero in padded columns, and its sums over the rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = tl.minimum(rows, N - 1)
     columns = tl.arange(0, COLUMNS)

@@ -1,8 +1,8 @@
-"""Kernels of the layer-normalized LSTM: a program owns one row or a few, all features of them.
+"""Kernels of the layer-normalized LSTM. A program owns all features of one or a few rows.
 
-So every mean and variance over the features is its own affair. The four gates of its rows are four
-tiles ``[ROWS, UNITS]`` of which the first H columns count; the others are zero. What there is one
-of for each row is ``[ROWS, 1]``. Names are those of `rbn.ops.reference.ln_lstm`.
+So it computes means and variances over the features without the others. The four gates of its rows
+are four tiles ``[ROWS, UNITS]``; columns beyond H are zero. Values per row are ``[ROWS, 1]``. Names
+are those of `rbn.ops.reference.ln_lstm`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rbn.ops.gpu.runtime.triton_functions import (
     tanh,
 )
 
-# What is kept of a row's statistics.
+# The statistics of a row that are saved.
 MEAN_X = tl.constexpr(0)
 RSTD_X = tl.constexpr(1)
 RSTD_H = tl.constexpr(2)
@@ -39,7 +39,7 @@ def _mean(total, F: tl.constexpr):
 
 @triton.jit
 def _less(i, f, g, o, mean, ok):
-    """All parts of rows less their mean."""
+    """All gates of rows, minus their mean."""
     i = tl.where(ok, i - mean, 0.0)
     f = tl.where(ok, f - mean, 0.0)
     g = tl.where(ok, g - mean, 0.0)
@@ -49,7 +49,7 @@ def _less(i, f, g, o, mean, ok):
 
 @triton.jit
 def _rstd(squares, eps, F: tl.constexpr):
-    """``1 / sqrt(var + eps)`` from the squares of values less their mean."""
+    """``1 / sqrt(var + eps)`` from the squares of centered values."""
     return tl.rsqrt(_mean(squares, F) + eps)
 
 
@@ -91,7 +91,7 @@ def _gates(
 def _through_norm(di, df, dg, do, i, f, g, o, rstd, gamma, units, inside, H: tl.constexpr):
     """The gradient of a term from that of its normalized and scaled values.
 
-    i, f, g, o: the term less its mean.
+    i, f, g, o: the centered term.
     """
     s_i, s_f, s_g, s_o = load_gates(gamma, units, inside, H)
     di *= s_i
@@ -99,7 +99,7 @@ def _through_norm(di, df, dg, do, i, f, g, o, rstd, gamma, units, inside, H: tl.
     dg *= s_g
     do *= s_o
     first = _mean(di + df + dg + do, 4 * H)
-    # Once for the values themselves, which were not yet divided, once for the gradient.
+    # One rstd for i, f, g and o, which are not normalized yet, and one for the gradient.
     second = _mean(di * i + df * f + dg * g + do * o, 4 * H) * (rstd * rstd)
     di = rstd * (di - first - i * second)
     df = rstd * (df - first - f * second)
@@ -118,10 +118,10 @@ def ln_lstm_step(
     gamma_c,  # [H]
     beta_c,  # [H]
     hs,  # [T + 1, B, H]; the output is all but the first
-    cs,  # [T + 1, B, H] float32, or [B, H] where nothing is saved
-    centered,  # [T, B, 4H]: W_h h less its mean, for the backward pass
+    cs,  # [T + 1, B, H] float32, or [B, H] if nothing is saved
+    centered,  # [T, B, 4H]: W_h h minus its mean, for the backward pass
     moments,  # [T, B, KEPT] float32
-    h_n,  # [B, H] float32, written where there are lengths
+    h_n,  # [B, H] float32, written if there are lengths
     lengths,  # [B] int32
     mask_c,  # [T, B, H] bool
     mask_h,
@@ -155,7 +155,7 @@ def ln_lstm_step(
     a_i, a_f, a_g, a_o = load_gates(wh, row * 4 * H + units, ok, H)
     a_i, a_f, a_g, a_o = _less(a_i, a_f, a_g, a_o, _mean(a_i + a_f + a_g + a_o, 4 * H), ok)
     rstd_h = _rstd(a_i * a_i + a_f * a_f + a_g * a_g + a_o * a_o, eps, 4 * H)
-    # Padding is read as zeros, whatever it holds: NaN would spread.
+    # Padding is read as zeros: it may contain NaN, which would spread.
     x_i, x_f, x_g, x_o = load_gates(wx, at_gates, valid, H)
     mean_x = _mean(x_i + x_f + x_g + x_o, 4 * H)
     x_i, x_f, x_g, x_o = _less(x_i, x_f, x_g, x_o, mean_x, ok)
@@ -190,7 +190,7 @@ def ln_lstm_step(
         c_t = tl.where(valid, c_t, c)
         h_t = tl.where(valid, h_t, 0.0)
 
-    tl.debug_barrier()  # c may be overwritten, which every thread must have read
+    tl.debug_barrier()  # every thread must have read c before it may be overwritten
     if SAVE:
         cs += tl.cast(B, tl.int64) * H
     tl.store(cs + at_row, c_t, mask=ok)
@@ -222,8 +222,8 @@ def ln_lstm_step_backward(
     mask_c,  # [T, B, H] bool
     mask_h,
     doutput,  # [T, B, H]
-    through,  # [B, H] float32: what comes back through the product of the step after
-    dh,  # [B, H] float32: dh_n at first, then what skips the product
+    through,  # [B, H] float32: the gradient through the next step's product with W_h
+    dh,  # [B, H] float32: dh_n at first, then the gradient that bypasses the product
     dc,  # [B, H] float32: dc_n at first, dc0 at last
     da,  # [T, B, 4H]: d(W_h h)
     dpre,  # [T, B, 4H]: the gradient of the gates before their nonlinearities
@@ -255,7 +255,7 @@ def ln_lstm_step_backward(
     at_step = before * H + at_row
     at_gates = (before + row) * 4 * H + units
 
-    # The forward step again.
+    # Recompute the forward step.
     kept = moments + (before + row) * KEPT
     rstd_h = tl.load(kept + RSTD_H, mask=in_batch, other=0.0)
     rstd_x = tl.load(kept + RSTD_X, mask=in_batch, other=0.0)
@@ -273,12 +273,12 @@ def ln_lstm_step_backward(
     c = load(cs, at_step, ok)
     c_t = f * c + i * g
     if ZONE_C == NONE:
-        c_t = load(cs + tl.cast(B, tl.int64) * H, at_step, ok)  # as it was, before any rounding
+        c_t = load(cs + tl.cast(B, tl.int64) * H, at_step, ok)  # the value of the forward pass
     c_hat = tl.where(ok, c_t - mean_c, 0.0) * rstd_c
     scale_c = load(gamma_c, units, inside)
     tanh_c = tanh(c_hat * scale_c + load(beta_c, units, inside))
 
-    # Zoneout and padding: what goes past the step, and what goes through it.
+    # Zoneout and padding divide the gradient: one part bypasses the step, one goes through it.
     dh_t = tl.load(dh + at_row, mask=ok, other=0.0) + tl.load(through + at_row, mask=ok, other=0.0)
     if HAS_DOUTPUT:
         dh_t += tl.load(doutput + at_step, mask=valid, other=0.0).to(tl.float32)
@@ -306,7 +306,7 @@ def ln_lstm_step_backward(
     dc_t = dc_new * f + dc_skip
     sum_gamma = tl.load(dgamma_c + at_row, mask=ok, other=0.0) + dcell * c_hat
     sum_beta = tl.load(dbeta_c + at_row, mask=ok, other=0.0) + dcell
-    tl.debug_barrier()  # what follows is overwritten, which every thread must have read
+    tl.debug_barrier()  # every thread must have read what is overwritten next
     tl.store(dh + at_row, dh_skip, mask=ok)
     tl.store(dc + at_row, dc_t, mask=ok)
     tl.store(dgamma_c + at_row, sum_gamma, mask=ok)
@@ -350,7 +350,7 @@ def ln_input_backward(
     i, f, g, o = _less(i, f, g, o, mean, ok)
     di, df, dg, do = load_gates(dwx, at, ok, H)
     di, df, dg, do = _through_norm(di, df, dg, do, i, f, g, o, rstd, gamma_x, units, inside, H)
-    tl.debug_barrier()  # every thread has read what is now overwritten
+    tl.debug_barrier()  # every thread must have read what is overwritten next
     store_gates(dwx, di, df, dg, do, at, ok, H)
 
 

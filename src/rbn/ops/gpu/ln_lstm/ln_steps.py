@@ -1,8 +1,8 @@
 """The layer-normalized LSTM on the GPU, from tensors to kernel launches.
 
-Each step is a matrix product and one kernel, in which a program owns a row or a few. What does not
-go from step to step is done after the loop for all steps at once: the backward pass of the input
-term's normalization, the sums for gamma and bias, the weight gradient.
+Each step is a matrix product and one kernel, whose programs own one or a few rows. Work that is not
+recurrent is done for all steps at once, after the loop: the backward pass of the input term's
+normalization, the sums for gamma and bias, the weight gradient.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from rbn.ops.operator import Implementation, Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
 
-LARGEST = 8192  # hidden units: a program holds a row of all gates in its registers
+LARGEST = 8192  # hidden units: a program keeps all gates of a row in registers
 _KEPT = kernels.KEPT.value
-# Elements of a gate that a program works on at least: rows of few units share one.
+# The least number of elements of a gate per program: short rows share a program.
 _TILE, _TILE_INTERPRETED = 128, 4096
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs; None where it is absent, or where nothing is saved."""
+    """The tensors that the backward pass needs; None if absent, or if nothing is saved."""
 
-    wx: Tensor | None = None  # the input term and its factors, where the call made them
+    wx: Tensor | None = None  # the input term and its factors, if the call computed them
     x: Tensor | None = None
     w: Tensor | None = None
     output: Tensor | None = None
-    centered: Tensor | None = None  # [T, B, 4H]: W_h h less its mean
+    centered: Tensor | None = None  # [T, B, 4H]: W_h h minus its mean
     cs: Tensor | None = None  # [T + 1, B, H] float32
     moments: Tensor | None = None  # [T, B, 5] float32
 
@@ -51,7 +51,7 @@ class _Call(StepCall):
         given = (a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)
         self.vectors += [self.full(v) for v in given if v is not None]
         self.masks = [self.mask(a.mask_c), self.mask(a.mask_h)]
-        # A kernel's argument that is an integer would be compiled in.
+        # Triton would specialize the kernel for integers.
         self.rates = float(a.rate_c), float(a.rate_h)
         units = power_of_two(self.H)
         tile = _TILE if a.input.is_cuda else _TILE_INTERPRETED
@@ -69,7 +69,7 @@ class _Call(StepCall):
         }
 
     def grid(self, rows: int) -> tuple[int]:
-        """The programs for so many rows."""
+        """The number of programs for this many rows."""
         return (-(-rows // self.rows),)
 
 
@@ -129,7 +129,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
 def backward(
     calls: Sequence[LSTMArguments], r: Saved, plan: None, incoming: Incoming
 ) -> list[dict[str, Tensor | None]]:
-    """The gradients of all tensors that have one."""
+    """The gradients of all differentiable tensors."""
     a: LSTMArguments
     a, _ = with_term(LSTM, calls[0], r.wx)
     doutput, (dh_n, dc_n) = incoming.output, incoming.states
@@ -172,7 +172,7 @@ def backward(
 
 
 def _parameter_sums(call: _Call, r: Saved, dpre: Tensor) -> list[Tensor]:
-    """The gradients of bias, gamma_x and gamma_h, ``[4H]`` each, the same in every run.
+    """The gradients of bias, gamma_x and gamma_h, ``[4H]`` each; bit-identical in every run.
 
     dpre: the gradient of the gates before their nonlinearities, ``[T, B, 4H]``.
     """
@@ -189,7 +189,7 @@ def _parameter_sums(call: _Call, r: Saved, dpre: Tensor) -> list[Tensor]:
             COLUMNS=columns,
             LENGTHS=call.a.lengths is not None,
         )
-    return [sums[:, k].sum(0) for k in range(3)]  # each in memory of its own
+    return [sums[:, k].sum(0) for k in range(3)]  # each in its own memory
 
 
 def _input_backward(call: _Call, r: Saved, dwx: Tensor) -> None:

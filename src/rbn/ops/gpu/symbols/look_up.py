@@ -1,4 +1,4 @@
-"""Symbols as inputs: a look-up of rows, and its gradient without sorting or atomics."""
+"""Symbols as inputs: looks up rows of the weights. Its gradient needs no sorting or atomics."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rbn.ops.gpu.runtime.launch_cache import launch_cached
 from rbn.ops.gpu.symbols.row_sums import add_shares, symbol_sums
 from rbn.ops.operator import is_traced, one_by_one
 
-MOST = 256  # symbols; of more the one-hot matrix would cost more than sorting
+MOST = 256  # symbols; with more, products with one-hot vectors would cost more than sorting
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Two for each multiprocessor of an H200, which is enough for the memory of any card. That it is
-# the same on all of them gives all the same sums.
+# Two for each multiprocessor of an H200, enough to saturate the memory of any GPU. The number is
+# the same on all GPUs, so the order of the sums is too.
 _PROGRAMS = 264
 _AT_ONCE = 8
 
@@ -25,7 +25,7 @@ _AT_ONCE = 8
 def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """See `rbn.ops.symbol_rows`.
 
-    A tracer, more than `MOST` symbols and float64 get PyTorch's look-up, whose gradient may differ
+    Compilers, more than `MOST` symbols and float64 use PyTorch's look-up, whose gradient may differ
     in its last bits from run to run.
     """
     known = weight.shape[1] <= MOST and weight.dtype in _TYPES and dtype in _TYPES
@@ -38,7 +38,7 @@ def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _look_up(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The reference, with one copy that rounds and turns around instead of two."""
+    """Like the reference, but with one copy that rounds and transposes instead of two."""
     columns = weight.t()
     if weight.dtype == dtype:
         columns = columns.contiguous()
@@ -62,21 +62,21 @@ class _SymbolRows(torch.autograd.Function):
             return None, None, None
         (symbols,) = ctx.saved_tensors
         count, dtype = ctx.weight
-        if torch.is_grad_enabled():  # with create_graph; PyTorch's own can be differentiated
+        if torch.is_grad_enabled():  # create_graph: PyTorch's gradient is differentiable
             rows = torch.ops.aten.embedding_dense_backward(grad, symbols, count, -1, False)
             return None, rows.t().to(dtype), None
         return None, gradient(symbols, grad, count, dtype), None
 
 
-# Without what Python does first for transforms of `torch.func`, under which nobody calls.
+# Skips the Python code of `apply` that handles `torch.func` transforms, which never reach this.
 _apply = super(torch.autograd.Function, _SymbolRows).apply
 
 
 def _cut(count: int, dtype: torch.dtype, widened: bool) -> tuple[int, int, int, int, int]:
-    """Symbols, rows, columns, warps and tiles on their way of a program.
+    """The symbols, rows and columns of a program, its warps, and the tiles it prefetches.
 
-    The sums of more than 64 symbols with 128 columns do not fit into the registers beside the rest.
-    widened: whether products are made in float32, so that factors take twice the shared memory.
+    The sums of more than 64 symbols and 128 columns do not fit into the registers.
+    widened: whether products are computed in float32; then factors take twice the shared memory.
     """
     symbols = max(32, 1 << (count - 1).bit_length())
     rows = 32 if widened or dtype == torch.float32 else 64
@@ -84,22 +84,22 @@ def _cut(count: int, dtype: torch.dtype, widened: bool) -> tuple[int, int, int, 
 
 
 def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """For each symbol, the sum of the rows of `grad` that it has: ``[G, count]``.
+    """The sum of the rows of `grad` for each symbol: ``[G, count]``.
 
-    Sums are in float32, made in the same order every time, and rounded once. A row that is not
-    finite makes the sums of all symbols so, as it would with one-hot vectors.
+    Sums are in float32, always in the same order, and rounded once. A row that is not finite makes
+    the sums of all symbols non-finite, as it would with one-hot vectors.
 
     symbols: int64 ``[...]``. grad: ``[..., G]``.
     """
     grad = grad.contiguous()
     N, G = symbols.numel(), grad.shape[-1]
-    # Three of which make a number in float32.
+    # A float32 number is split into three of these.
     factor = torch.bfloat16 if grad.dtype == torch.float32 else grad.dtype
     widened = not has_product(grad.device, factor)
     padded, rows, columns, warps, stages = _cut(count, grad.dtype, widened)
     blocks, tiles = -(-G // columns), -(-N // rows)
     shares = max(1, min(_PROGRAMS // blocks, tiles))
-    tiles = -(-tiles // shares)  # of each of them
+    tiles = -(-tiles // shares)  # per share
     sums = torch.empty(shares, count, G, dtype=torch.float32, device=grad.device)
     out = torch.empty(G, count, dtype=dtype, device=grad.device)
     at = sums.data_ptr()

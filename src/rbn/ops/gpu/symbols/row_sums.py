@@ -1,4 +1,4 @@
-"""The gradient of rows that were looked up by symbols: sums of those with the same symbol."""
+"""The gradient of a look-up by symbols: sums of the rows with the same symbol."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ def symbol_sums(
     sums,  # [shares, V, G] float32
     N,
     V,
-    tiles,  # of ROWS rows in a share
+    tiles,  # tiles of ROWS rows per share
     G: tl.constexpr,
     SYMBOLS: tl.constexpr,  # at least V
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """A one-hot matrix, which memory never holds, times `grad`: a program for columns and a share.
+    """The one-hot matrix of a share of the rows, times some columns of `grad`.
 
-    Products with 1 are exact. A number in float32 is three parts of 8 bits, and nothing is lost.
+    The one-hot matrix is never in memory. Products with 1 are exact, and so is a float32 number as
+    the sum of three bfloat16 numbers.
     """
     share = tl.program_id(1)
     numbers = tl.arange(0, SYMBOLS)
@@ -67,7 +68,7 @@ def add_shares(
     COLUMNS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """The sums of all shares, one after the other, turned around: a program for some columns."""
+    """Adds the sums of all shares in order, and transposes. One program for some columns."""
     numbers = tl.arange(0, SYMBOLS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ok = (numbers < V)[:, None] & (columns < G)[None, :]

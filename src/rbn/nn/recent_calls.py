@@ -104,6 +104,7 @@ class RecentCalls:
 
     def __init__(self, source: RecentCalls | None = None) -> None:
         self._kept: deque[_Sequences] = deque()
+        self._rows = self._nbytes = 0  # of all that is kept
         self._source = source
         self._copies: weakref.WeakSet[RecentCalls] = weakref.WeakSet()
         self._returned: tuple[weakref.ref[Tensor], ...] = ()  # states of a cell's last step
@@ -141,11 +142,13 @@ class RecentCalls:
             last = self._kept[-1]
             last.calls.append(call)
             last.nbytes += nbytes
+            self._nbytes += nbytes
         else:
             if nbytes > BYTES and rows > LEAST_ROWS:
                 fit = max(LEAST_ROWS, rows * BYTES // nbytes)
                 call, nbytes, rows = call.first_rows(fit), nbytes * fit // rows, fit
             self._kept.append(_Sequences([call], rows, nbytes))
+            self._rows, self._nbytes = self._rows + rows, self._nbytes + nbytes
             self.new_rows += rows
         self._drop_oldest()
 
@@ -171,6 +174,7 @@ class RecentCalls:
     def clear(self) -> None:
         """Release all inputs."""
         self._kept.clear()
+        self._rows = self._nbytes = 0
         self._unlink()
         self.new_rows = 0
 
@@ -180,11 +184,12 @@ class RecentCalls:
             self._source = None
 
     def _drop_oldest(self) -> None:
-        rows, held = sum(s.rows for s in self._kept), sum(s.nbytes for s in self._kept)
         most = ROWS_OF_LAYERS if self._kept[-1].calls[0].from_layers else ROWS
-        while len(self._kept) > 1 and (rows - self._kept[0].rows >= most or held > BYTES):
+        while len(self._kept) > 1 and (
+            self._rows - self._kept[0].rows >= most or self._nbytes > BYTES
+        ):
             oldest = self._kept.popleft()
-            rows, held = rows - oldest.rows, held - oldest.nbytes
+            self._rows, self._nbytes = self._rows - oldest.rows, self._nbytes - oldest.nbytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecentCalls:
         source = self if self._source is None else self._source

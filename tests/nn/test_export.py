@@ -17,7 +17,8 @@ CASES = [
     (rbn.LayerNormLSTM, {"bidirectional": True}),
     (rbn.BatchNormRNN, {}),
 ]
-SIZES = [(5, 2), (25, 3), (20, 20), (1, 1), (2, 1), (1, 3)]  # steps, rows
+# Steps, rows; the layers have 6 units.
+SIZES = [(5, 2), (25, 3), (20, 20), (1, 1), (2, 1), (1, 3), (4, 6), (6, 24)]
 ANY = {0: Dim.AUTO, 1: Dim.AUTO}
 DEVICES = [
     "cpu",

@@ -205,9 +205,9 @@ class Definition:
         for (name, letters), tensor in zip(self.shapes.items(), a[2:], strict=False):
             if tensor is None:
                 continue
-            shape = shapes[letters]
-            if tensor.shape != shape and letters == "BH" and tensor.dim() == 1:
-                shape = shapes["H"]  # a state for all rows
+            # A vector is a state for all rows. Its size is not compared with B, which would become
+            # a condition of an exported program.
+            shape = shapes["H" if letters == "BH" and tensor.dim() == 1 else letters]
             if tensor.shape != shape or tensor.device != device:
                 _check(name, tensor, shape, device)
         if a.lengths is not None:

@@ -5,7 +5,7 @@ OLDEST := .venv-oldest
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast test-gpu test-oldest lint bench bench-gpu clean
+.PHONY: help install demo test test-fast test-gpu test-oldest lint bench bench-gpu docs docs-serve clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/rbn/ops/c
 	@echo "Installing into $(VENV); the first time takes a minute or two."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,train,sweep,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,train,sweep,dev,docs]'
 	@touch $@
 
 demo: install ## Run the demo (PERMUTED=1: on permuted pixels)
@@ -51,6 +51,12 @@ bench: install ## Time the layers on this CPU
 
 bench-gpu: ## Time the layers on this GPU with $(PYTHON) as it is (MINUTES=5: stop then)
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py $(if $(MINUTES),--minutes $(MINUTES))
+
+docs: install ## Build the documentation site into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: install ## Serve the documentation site on this machine, and rebuild it on changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --watch src/rbn
 
 clean: ## Remove .venv, caches, builds and the demo's output (never runs/ or data/)
 	rm -rf $(VENV) $(OLDEST) build dist demo-out htmlcov .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The tables of docs/comparison.md and docs/statistics.md are those of the data files."""
+"""The tables of docs/results/comparison.md and docs/explanation/running-averages.md are those of the data files."""
 
 import csv
 from pathlib import Path
@@ -20,7 +20,7 @@ def shown(task, row):
 @pytest.mark.parametrize("task", ["ptb", "pmnist", "mnist"])
 @pytest.mark.parametrize("model", ["lstm", "bn-lstm", "ln-lstm"])
 def test_the_grid_is_that_of_the_file(task, model):
-    page = (ROOT / "docs/comparison.md").read_text()
+    page = (ROOT / "docs/results/comparison.md").read_text()
     every = rows_of("comparison.csv", task=task, phase="grid")
     if not any(row["model"] == model for row in every):
         pytest.skip("not run")
@@ -45,7 +45,7 @@ def test_the_best_rates_are_those_of_the_file(task, model):
     assert [row["seed"] for row in runs] == ["1", "2", "3"]
     assert {row["state"] for row in runs} == {"finished"}
     values = ", ".join(shown(task, row) for row in runs)
-    page = (ROOT / "docs/comparison.md").read_text().replace("*", "")
+    page = (ROOT / "docs/results/comparison.md").read_text().replace("*", "")
     assert f"| {NAMES[model]} | {rate} | {values} |" in page
 
 
@@ -62,7 +62,7 @@ def test_refreshed_statistics_are_close_to_exact_ones(task):
 
 
 def test_the_table_of_digits_is_that_of_the_file():
-    page = (ROOT / "docs/statistics.md").read_text()
+    page = (ROOT / "docs/explanation/running-averages.md").read_text()
     for column, name in (
         ("running", "running averages"),
         ("refreshed", "re-estimated, the default"),

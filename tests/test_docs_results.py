@@ -39,9 +39,9 @@ def test_the_published_numbers_are_those_of_the_files(task, tag, factor, digits,
     mean, least, most = (f"{x:.{digits}f}" for x in ends)
     spread = f"{least} to {most}; " if len(found) > 1 else ""
     said = re.escape(f"{mean} ({spread}{len(found)}")
-    assert re.search(rf"\b{said}\b", (ROOT / "docs/experiments.md").read_text())
+    assert re.search(rf"\b{said}\b", (ROOT / "docs/lab-notes/experiments.md").read_text())
     if tag not in {"code", "no-momentum", "steady"}:
-        assert f" {mean} " in (ROOT / "docs/results.md").read_text()
+        assert f" {mean} " in (ROOT / "docs/results/index.md").read_text()
     if not tag:
         assert f" {mean} " in (ROOT / "README.md").read_text()
 
@@ -60,9 +60,9 @@ def test_the_accuracy_past_the_paper_is_that_of_the_files():
     found = [100 * values["test"] for values in every]
     mean, least, most = (f"{x:.1f}" for x in (sum(found) / 3, min(found), max(found)))
     assert len(found) == 3
-    assert f"| {mean} ({least} to {most}; 3) |" in (ROOT / "docs/experiments.md").read_text()
+    assert f"| {mean} ({least} to {most}; 3) |" in (ROOT / "docs/lab-notes/experiments.md").read_text()
     command = "`rbn train pmnist --config beyond/pmnist --precision bf16-mixed --seeds 1,2,3`"
-    assert f"| {mean} % | {command} |" in (ROOT / "docs/results.md").read_text()
+    assert f"| {mean} % | {command} |" in (ROOT / "docs/results/index.md").read_text()
     for values in every:
         assert values["diverged_at"] is None
         assert shipped_beyond("pmnist", "zoneout-0.3") == values["config"]
@@ -75,7 +75,7 @@ def test_the_accuracy_of_the_lstm_with_noise_is_that_of_the_files(tag):
     assert [run["config"]["layer"] for run in every] == [{"hidden_noise": 0.1}] * 3
     found = [100 * run["test"] for run in every]
     said = f"{sum(found) / 3:.1f} % ({min(found):.1f} to {max(found):.1f})"
-    assert said in (ROOT / "docs/experiments.md").read_text()
+    assert said in (ROOT / "docs/lab-notes/experiments.md").read_text()
 
 
 MODELS = ("lstm", "bn-lstm")
@@ -95,7 +95,7 @@ def steps_to(share, run, figure="valid_population"):
 
 
 def test_what_is_said_of_the_settings_of_the_authors_code():
-    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
     first, second, third = (steps_to(0.95, f"lstm-code-seed{seed}") for seed in (1, 2, 3))
     assert f"after {first:,}, {second:,} and {third:,} steps (seeds 1, 2, 3)" in page
     found = {steps_to(0.95, f"bn-lstm-code-seed{seed}") for seed in (1, 2, 3)}
@@ -120,7 +120,7 @@ def test_the_steps_to_95_percent_are_those_of_the_files():
     )
     readme, page = (
         " ".join((ROOT / name).read_text().split())
-        for name in ("docs/results.md", "docs/experiments.md")
+        for name in ("docs/results/index.md", "docs/lab-notes/experiments.md")
     )
     slow = f"{min(lstm):,} to {max(lstm):,}"
     fast = max(bn_lstm)
@@ -150,7 +150,7 @@ def test_penn_treebanks_curve_is_as_near_to_the_papers_as_said(model, name):
     paper = paper_lines("fig3a")[name]
     assert [round(x / 790) for x in paper.x[: len(ours)]] == list(range(1, len(ours) + 1))
     apart = max(abs(a - b) for a, b in zip(ours, paper.y, strict=False))
-    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
     (said,) = re.findall(
         rf"within (0\.\d+)(?: bits of the paper's line at every epoch)? for the {name}\b", page
     )
@@ -162,7 +162,7 @@ def test_the_accuracy_of_gammas_is_that_of_the_files():
     for gamma in ("0.1", "0.3", "0.5", "0.7", "1"):
         path = ROOT / f"results/pmnist/bn-lstm-gamma-{gamma}-seed1.json"
         found.append(100 * json.loads(path.read_text())["test"])
-    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
     assert "the test accuracy is {:.1f}, {:.1f}, {:.1f}, {:.1f} and {:.1f} %".format(*found) in page
 
 
@@ -178,11 +178,11 @@ def test_the_accuracy_of_the_lstm_past_the_paper_is_that_of_the_files():
         json.loads((folder / f"lstm-beyond-seed{seed}.json").read_text()) for seed in (1, 2, 3)
     ]
     last, first, second = sorted(every, key=lambda run: run["diverged_at"] or 0)
-    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
     assert last["diverged_at"] is None
     best = [f"{100 * run['test']:.1f}" for run in (last, second, first)]
     assert "| {} (1, two more diverged, at best {} and {}) |".format(*best) in page
-    assert f"| {best[0]} % (1 of 3 seeds) |" in (ROOT / "docs/results.md").read_text()
+    assert f"| {best[0]} % (1 of 3 seeds) |" in (ROOT / "docs/results/index.md").read_text()
     for run in (first, second):
         assert f"seed {run['seed']} at step {run['diverged_at']:,}" in page
     for name, start in (("lstm-beyond", "the LSTM had"), ("bn-lstm-zoneout-0.3", "the BN-LSTM")):
@@ -208,10 +208,10 @@ def test_the_numbers_past_the_paper_are_those_of_the_files(task, tag, name):
         rf"{run['test']:.3f} \({format_duration(run['seconds'])}.*\)" for run in (found, plain)
     )
     line = rf"^\| {name} \|.*\| {ours} \| {other} \|.*, {epochs} epochs \|$"
-    assert re.search(line, (ROOT / "docs/experiments.md").read_text(), flags=re.M)
+    assert re.search(line, (ROOT / "docs/lab-notes/experiments.md").read_text(), flags=re.M)
     command = f"`rbn train {task} --config beyond/{task} --precision bf16-mixed`"
     row = f"| | {plain['test']:.3f} | | {found['test']:.3f} | {command} |"
-    assert row in (ROOT / "docs/results.md").read_text()
+    assert row in (ROOT / "docs/results/index.md").read_text()
     assert shipped_beyond(task, tag) == found["config"]
     assert shipped_beyond(task, "beyond", "lstm") == plain["config"]
 
@@ -225,7 +225,7 @@ def percent(rate):
     [("", ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")), ("full", ("lstm", "bn-e**"))],
 )
 def test_the_readers_numbers_are_those_of_the_files(tag, models):
-    page, folder = (ROOT / "docs/reading.md").read_text(), ROOT / "results/cnn-built"
+    page, folder = (ROOT / "docs/lab-notes/reading.md").read_text(), ROOT / "results/cnn-built"
     for model in models:
         name = "-".join(part for part in (model.replace("*", "-star"), tag, "seed1") if part)
         found = json.loads((folder / f"{name}.json").read_text())
@@ -239,7 +239,7 @@ def test_the_readers_numbers_are_those_of_the_files(tag, models):
 
 @pytest.mark.parametrize("text", ["4-sentences", "whole"])
 def test_the_counts_of_questions_are_those_of_the_files(text):
-    page = (ROOT / "docs/reading.md").read_text()
+    page = (ROOT / "docs/lab-notes/reading.md").read_text()
     path = ROOT / "results/cnn-built" / f"questions-{text}.json"
     parts = {each["part"]: each for each in json.loads(path.read_text())["parts"]}
     names = {"train": "training", "valid": "validation", "test": "test"}
@@ -258,7 +258,7 @@ def test_the_counts_of_questions_are_those_of_the_files(text):
     "model", ["lstm", "bi-lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**"]
 )
 def test_the_readers_at_their_best_rates_are_those_of_the_files(model):
-    page, folder = (ROOT / "docs/reading.md").read_text(), ROOT / "results/dailymail-built"
+    page, folder = (ROOT / "docs/lab-notes/reading.md").read_text(), ROOT / "results/dailymail-built"
     name, figures = model.replace("*", "-star"), ("valid", "test", "test_cnn")
     grid = {
         rate: json.loads((folder / f"{name}-rate-{rate}-seed1.json").read_text())
@@ -283,7 +283,7 @@ def test_the_readers_at_their_best_rates_are_those_of_the_files(model):
 
 
 def test_the_counts_of_held_out_questions_are_those_of_the_files():
-    page = (ROOT / "docs/reading.md").read_text()
+    page = (ROOT / "docs/lab-notes/reading.md").read_text()
     path = ROOT / "results/dailymail-built/questions-4-sentences.json"
     names = {"train": "training", "valid": "validation"}
     for found in json.loads(path.read_text())["parts"]:
@@ -300,7 +300,7 @@ def test_how_many_runs_without_momentum_there_are():
     ]
     runs = [run for run in every if run["tag"] in ("", "rmsprop")]
     assert {run["diverged_at"] for run in runs} == {None}
-    usage = " ".join((ROOT / "docs/usage.md").read_text().split())
+    usage = " ".join((ROOT / "docs/reference/index.md").read_text().split())
     assert f"none of {len(runs)} runs ended diverged" in usage
-    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
     assert f"none of {len(runs)} runs diverged" in page

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_times_of_two_processes_are_those_of_the_file():
     with (ROOT / "benchmarks/results/scaling.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    page = (ROOT / "docs/scaling.md").read_text()
+    page = (ROOT / "docs/lab-notes/scaling.md").read_text()
     for sizes in {tuple(row[k] for k in "TBIH") for row in rows}:
         line = re.search(rf"^\| {', '.join(sizes)} \|(.*)\|$", page, flags=re.M)
         found = {
@@ -45,7 +45,7 @@ def on_a_gpu():
 
 
 def test_the_ratios_on_a_gpu_are_those_of_the_file(on_a_gpu):
-    lines = iter((ROOT / "docs/speed.md").read_text().splitlines())
+    lines = iter((ROOT / "docs/results/speed.md").read_text().splitlines())
     for shape in SHAPES:
         for precision in ("bf16", "fp16", "tf32"):
 
@@ -72,7 +72,7 @@ def test_the_ranges_on_a_gpu_are_those_of_the_file(on_a_gpu):
         for way in ("", ", CUDA graph")
     }
     least, most = ({k: f"{end(v):.2f}" for k, v in every.items()} for end in (min, max))
-    text = " ".join((ROOT / "docs/speed.md").read_text().split())
+    text = " ".join((ROOT / "docs/results/speed.md").read_text().split())
     called, graph = (
         [f"{least[p, way]} to {most[p, way]}" for p in ("bf16", "tf32")]
         for way in ("", ", CUDA graph")
@@ -96,7 +96,7 @@ def test_the_times_on_a_gpu_are_those_of_the_file(shape, on_a_gpu):
         ]
         return ", ".join(f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" for ms in found)
 
-    page = (ROOT / "docs/kernels.md").read_text()
+    page = (ROOT / "docs/lab-notes/kernels.md").read_text()
     name, _, precision = shape.partition(", ")
     key = (name, precision or "bf16")
     line = re.search(rf"^\| {shape} \| .* \+ .* \| (.*) \| (.*) \|$", page, flags=re.M)
@@ -121,7 +121,7 @@ def test_when_a_second_gpu_pays_follows_from_the_file(shape, name, exchange, slo
     rows = [on_a_gpu[shape, "bf16", f"rbn.BatchNormLSTM{way}"] for way in ("", ", CUDA graph")]
     eager, graph = (float(row["fwdbwd_ms"]) for row in rows)
     batch = int(rows[0]["B"])
-    page = (ROOT / "docs/scaling.md").read_text()
+    page = (ROOT / "docs/lab-notes/scaling.md").read_text()
     line = re.search(rf"^\| {name} \| {batch} \| (.*) \|$", page, flags=re.M)
     *times, shown, whole, half, far = map(float, line.group(1).split(" | "))
     assert times == [round(eager, 2), round(graph, 2)]
@@ -133,7 +133,7 @@ def test_when_a_second_gpu_pays_follows_from_the_file(shape, name, exchange, slo
 
 
 def test_the_times_of_other_sizes_are_those_of_the_file(on_a_gpu):
-    page = (ROOT / "docs/kernels.md").read_text()
+    page = (ROOT / "docs/lab-notes/kernels.md").read_text()
     shapes = {shape for shape, *_ in on_a_gpu if "=" in shape}
     columns = (
         ("cuDNN, CUDA graph", "fwdbwd_ms"),
@@ -152,7 +152,7 @@ def test_the_times_of_other_sizes_are_those_of_the_file(on_a_gpu):
 
 def test_what_was_checked_on_a_gpu_is_in_the_file():
     found = json.loads((ROOT / "benchmarks/results/gpu-tests.json").read_text())
-    page = " ".join((ROOT / "docs/kernels.md").read_text().split())
+    page = " ".join((ROOT / "docs/lab-notes/kernels.md").read_text().split())
     ran = f"In the run of commit {found['commit']} all {found['passed']} tests passed, in "
     assert f"{ran}{found['seconds']:.0f} s" in page
     for name, one in found["first_call"].items():
@@ -166,7 +166,7 @@ def test_what_was_checked_on_a_gpu_is_in_the_file():
 def test_the_times_on_x86_are_those_of_the_file():
     with (ROOT / "benchmarks/results/cpu-x86.csv").open() as file:
         rows = list(csv.DictReader(file))
-    text = " ".join((ROOT / "docs/speed.md").read_text().split())
+    text = " ".join((ROOT / "docs/results/speed.md").read_text().split())
     for what in ("BatchNormLSTM", "LSTM"):
         *most, last = (
             f"{float(row['ratio_to_nn_lstm']):.2f}" for row in rows if row["what"] == f"rbn.{what}"
@@ -182,7 +182,7 @@ def test_what_a_step_takes_beside_its_layer():
             (row["task"], row["model"]): float(row["overhead"]) for row in csv.DictReader(file)
         }
     assert max(found.values()) <= 0.15
-    page = " ".join((ROOT / "docs/experiments.md").read_text().split())
+    page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
     (numbers,) = re.findall(
         r"takes ([\d.]+) % more on Penn Treebank for the BN-LSTM and ([\d.]+) % for the LSTM, "
         r"and ([\d.]+) and ([\d.]+) % on text8",

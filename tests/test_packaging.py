@@ -222,12 +222,13 @@ def test_imports_go_one_way(path: Path) -> None:
 
 
 def declared_dependencies(dev: bool = False) -> list[Requirement]:
-    """Of the package and all its extras; of `dev` on request."""
+    """Of the package and all its extras but those for development; of these on request."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"]]
-    lines += [line for extra in extras if dev or extra != "dev" for line in extras[extra]]
+    named = [extra for extra in extras if dev or extra not in ("dev", "docs")]
+    lines += [line for extra in named for line in extras[extra]]
     return [Requirement(line) for line in lines]
 
 

@@ -177,11 +177,11 @@ def refreshed(rank: int, sync: bool) -> Any:
 
 
 def documented(rank: int) -> Any:
-    """The example of docs/scaling.md."""
-    page = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+    """The example of docs/how-to/multiple-gpus.md."""
+    page = (Path(__file__).parents[2] / "docs/how-to/multiple-gpus.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
     names: dict[str, Any] = {}
-    exec(compile(example, "scaling.md", "exec"), names)
+    exec(compile(example, "multiple-gpus.md", "exec"), names)
     layer = names["layer"]
     return {name: p.detach() for name, p in layer.named_parameters()} | buffers(layer)
 

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-PAGES = Path(__file__).parents[2] / "docs" / "integrations"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {
+    page.stem: page
+    for page in (DOCS / "tutorials/lightning.md", *(DOCS / "how-to/integrations").glob("*.md"))
+}
 NEEDS = {
     "accelerate": ["accelerate"],
     "averaging": ["lightning"],
@@ -17,7 +21,7 @@ NEEDS = {
 
 
 def test_every_page_has_its_place():
-    assert {page.stem for page in PAGES.glob("*.md")} == NEEDS.keys()
+    assert PAGES.keys() == NEEDS.keys()
 
 
 @pytest.fixture
@@ -30,9 +34,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         torch.manual_seed(0)
         names = {"__name__": f"page_{page}"}
-        examples = re.findall(
-            r"```python\n(.*?)```", (PAGES / f"{page}.md").read_text(), flags=re.S
-        )
+        examples = re.findall(r"```python\n(.*?)```", PAGES[page].read_text(), flags=re.S)
         assert examples
         for example in examples:
             exec(compile(example, f"{page}.md", "exec"), names)

@@ -12,17 +12,17 @@ from rbn.nn.batch_norm_term import BatchNormTerm
 
 
 class TanhOfTerms(nn.Module):
-    r"""A hidden layer of two or three inputs: :math:`\tanh(W_a a + W_b b + \mathrm{bias})`.
+    r"""A hidden layer of two or three inputs: $\tanh(W_a a + W_b b + \mathrm{bias})$.
 
     If normalized, each term has its own BN:
-    :math:`\tanh(\mathrm{BN}(W_a a; \gamma_a, 0) + \mathrm{BN}(W_b b; \gamma_b, 0) +
-    \mathrm{bias})`.
+    $\tanh(\mathrm{BN}(W_a a; \gamma_a, 0) + \mathrm{BN}(W_b b; \gamma_b, 0) +
+    \mathrm{bias})$.
 
     Args:
         a_size: features of a.
         b_size: features of b.
         hidden_size: units H.
-        c_size: features of a third input c, with the term :math:`W_c c`; None for two inputs.
+        c_size: features of a third input c, with the term $W_c c$; None for two inputs.
         normalized: whether to batch-normalize the terms.
         normalization: options of `BatchNormTerm`.
     """
@@ -96,16 +96,19 @@ class TanhOfTerms(nn.Module):
 class AdditiveAttention(nn.Module):
     r"""Additive attention of a question over the positions of a document.
 
-    .. math::
-        m_t &= \tanh(W_d d_t + W_q q + b) \\
-        s_t &\propto \exp(w^\top m_t), \quad t \text{ unpadded} \\
-        r &= \sum_t s_t d_t
+    $$
+    \begin{align*}
+    m_t &= \tanh(W_d d_t + W_q q + b) \\
+    s_t &\propto \exp(w^\top m_t), \quad t \text{ unpadded} \\
+    r &= \sum_t s_t d_t
+    \end{align*}
+    $$
 
     Args:
         document_size: features of d_t.
         question_size: features of q.
         hidden_size: units of m_t.
-        bilinear: adds the scalar similarity :math:`(M d_t)^\top (M q)` to every unit before the
+        bilinear: adds the scalar similarity $(M d_t)^\top (M q)$ to every unit before the
             tanh, without normalization. M is initialized to 0.05 times an orthogonal matrix. Needs
             document_size equal to question_size. This is ``use_dq_sims`` of the authors' code
             (``build_attention`` in ``codes/att_reader/model.py``, branch ``bn`` of

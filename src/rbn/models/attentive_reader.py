@@ -47,10 +47,13 @@ class AttentiveReader(nn.Module):
 
     With d_t the states of the document encoder and q the final states of the question encoder:
 
-    .. math::
-        r &= \sum_t s_t d_t, \quad s_t \propto \exp(w^\top \tanh(W_d d_t + W_q q + b)) \\
-        g &= \tanh(W_r r + W_g q + b_g) \\
-        p(a) &\propto \exp(W_a g + b_a)
+    $$
+    \begin{align*}
+    r &= \sum_t s_t d_t, \quad s_t \propto \exp(w^\top \tanh(W_d d_t + W_q q + b)) \\
+    g &= \tanh(W_r r + W_g q + b_g) \\
+    p(a) &\propto \exp(W_a g + b_a)
+    \end{align*}
+    $$
 
     Options that the paper does not mention come from the authors' code, branch ``bn`` of
     `cooijmanstim/Attentive_reader` (files below are in its ``codes/att_reader``).

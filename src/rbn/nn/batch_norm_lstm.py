@@ -79,14 +79,17 @@ class _BatchNormLSTM(BatchNormalized):
 class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
     r"""A batch-normalized LSTM (Cooijmans et al., 2017), called like `torch.nn.LSTM`.
 
-    For each layer, with :math:`\mathrm{BN}(h; \gamma, \beta) = \beta + \gamma
-    (h - \mathrm{E}[h]) / \sqrt{\mathrm{Var}[h] + \epsilon}`:
+    For each layer, with $\mathrm{BN}(h; \gamma, \beta) = \beta + \gamma
+    (h - \mathrm{E}[h]) / \sqrt{\mathrm{Var}[h] + \epsilon}$:
 
-    .. math::
-        (\tilde f_t, \tilde i_t, \tilde o_t, \tilde g_t) &= \mathrm{BN}(W_h h_{t-1}; \gamma_h, 0)
-            + \mathrm{BN}(W_x x_t; \gamma_x, 0) + b \\
-        c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
-        h_t &= \sigma(\tilde o_t) \odot \tanh(\mathrm{BN}(c_t; \gamma_c, \beta_c))
+    $$
+    \begin{align*}
+    (\tilde f_t, \tilde i_t, \tilde o_t, \tilde g_t) &= \mathrm{BN}(W_h h_{t-1}; \gamma_h, 0)
+        + \mathrm{BN}(W_x x_t; \gamma_x, 0) + b \\
+    c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
+    h_t &= \sigma(\tilde o_t) \odot \tanh(\mathrm{BN}(c_t; \gamma_c, \beta_c))
+    \end{align*}
+    $$
 
     In training, each time step is normalized with its own minibatch statistics, and gradients flow
     through them. In `eval()`, the layer uses population statistics. These are re-estimated from the

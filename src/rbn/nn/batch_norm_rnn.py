@@ -67,8 +67,9 @@ class _BatchNormRNN(BatchNormalized):
 class BatchNormRNN(_BatchNormRNN, CellLayers[Tensor]):
     r"""A batch-normalized simple RNN (equation 1), called like `torch.nn.RNN`.
 
-    .. math::
-        h_t = \phi(\mathrm{BN}(W_h h_{t-1}; \gamma_h, 0) + \mathrm{BN}(W_x x_t; \gamma_x, 0) + b)
+    $$
+    h_t = \phi(\mathrm{BN}(W_h h_{t-1}; \gamma_h, 0) + \mathrm{BN}(W_x x_t; \gamma_x, 0) + b)
+    $$
 
     Args:
         input_size: features of the input.
@@ -79,12 +80,13 @@ class BatchNormRNN(_BatchNormRNN, CellLayers[Tensor]):
         batch_first: input and output as ``[B, T, features]``.
         dropout: on the output of each layer except the last.
         bidirectional: adds a second recurrence backwards in time. Reverses only the unpadded part.
-        max_length, gamma, eps, momentum, input_stats, padding, initial_state, hidden_noise,
-            sync_stats, refresh_stats: as in `BatchNormLSTM`.
         zoneout: rate for the hidden state (Krueger et al., 2017).
         weight_dropout: dropout rate of the entries of W_h in training (Merity et al., 2018). One
             mask per call, shared by all steps; the remaining weights are scaled up.
         ablations: ``"shared_stats"``, as in `BatchNormLSTM`.
+
+    `max_length`, `gamma`, `eps`, `momentum`, `input_stats`, `padding`, `initial_state`,
+    `hidden_noise`, `sync_stats` and `refresh_stats` are those of `BatchNormLSTM`.
 
     Parameters, for each layer k: ``weight_ih_lk [H, I]``, ``weight_hh_lk [H, H]``, ``bias_lk [H]``,
     ``gamma_x_lk [H]``, ``gamma_h_lk [H]``, ``h0_lk [H]``.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BatchNormTerm(nn.Module):
-    r""":math:`\mathrm{BN}(x; \gamma, 0)` over the unpadded positions of a minibatch.
+    r"""$\mathrm{BN}(x; \gamma, 0)$ over the unpadded positions of a minibatch.
 
     Computes one mean and one variance for each feature, over all other dimensions. Uses the same
     population statistics as the recurrent layers, with a single row, and so works in `eval()`, in

@@ -30,11 +30,14 @@ _OPTIONAL = ("scale_x", "scale_h", "scale_c")
 class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     r"""`BatchNormLSTM` in `eval()`, made by `fold`: smaller, faster, inference only.
 
-    .. math::
-        (\tilde f_t, \tilde i_t, \tilde o_t, \tilde g_t) &= s^h_t \odot W_h h_{t-1}
-            + s^x_t \odot W_x x_t + d_t \\
-        c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
-        h_t &= \sigma(\tilde o_t) \odot \tanh(s^c_t \odot c_t + d^c_t)
+    $$
+    \begin{align*}
+    (\tilde f_t, \tilde i_t, \tilde o_t, \tilde g_t) &= s^h_t \odot W_h h_{t-1}
+        + s^x_t \odot W_x x_t + d_t \\
+    c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
+    h_t &= \sigma(\tilde o_t) \odot \tanh(s^c_t \odot c_t + d^c_t)
+    \end{align*}
+    $$
 
     Called like `BatchNormLSTM`. It has no parameters and no training mode. Gradients flow to its
     input and to given initial states. ``load_state_dict`` accepts the state of any folded layer of

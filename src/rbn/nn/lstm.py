@@ -43,12 +43,15 @@ class _LSTM(Recurrence):
 class LSTM(_LSTM, LSTMLayers):
     r"""The paper's baseline LSTM: `BatchNormLSTM` without the normalization.
 
-    .. math::
-        (\tilde f_t, \tilde i_t, \tilde o_t, \tilde g_t) &= W_h h_{t-1} + W_x x_t + b \\
-        c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
-        h_t &= \sigma(\tilde o_t) \odot \tanh(c_t + \beta_c)
+    $$
+    \begin{align*}
+    (\tilde f_t, \tilde i_t, \tilde o_t, \tilde g_t) &= W_h h_{t-1} + W_x x_t + b \\
+    c_t &= \sigma(\tilde f_t) \odot c_{t-1} + \sigma(\tilde i_t) \odot \tanh(\tilde g_t) \\
+    h_t &= \sigma(\tilde o_t) \odot \tanh(c_t + \beta_c)
+    \end{align*}
+    $$
 
-    The authors' baseline also has the additive :math:`\beta_c`, which is not in the paper's
+    The authors' baseline also has the additive $\beta_c$, which is not in the paper's
     equation 4. ``cell_bias=False`` removes it. All other arguments, parameters and shapes are those
     of `BatchNormLSTM`.
     """

@@ -1,13 +1,17 @@
 """What the documentation site needs besides MkDocs: links, generated parts, equations.
 
 - Links to files outside `docs` lead to the repository, or become plain text without `repo_url`.
-- `<!-- rbn: commands -->` and `<!-- rbn: configs -->` are replaced by what the code says.
+- `<!-- rbn: commands -->`, `<!-- rbn: configs -->` and `<!-- rbn: settings -->` are replaced by
+  what the code says.
 - Equations become MathML, which browsers draw without a script.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import inspect
+import json
 import os
 import re
 from pathlib import Path
@@ -26,12 +30,15 @@ EQUATION = re.compile(
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
     """Fill in the generated parts, and mend links that leave the site."""
-    for name, make in (("commands", commands), ("configs", configs)):
+    for name, make in (("commands", commands), ("configs", configs), ("settings", settings)):
         mark = f"<!-- rbn: {name} -->"
         if mark in markdown:
             markdown = markdown.replace(mark, make())
     folder = Path(config.docs_dir, page.file.src_uri).parent
-    mend = lambda match: outside(match, folder, Path(config.docs_dir), config.repo_url)  # noqa: E731
+
+    def mend(match: re.Match[str]) -> str:
+        return outside(match, folder, Path(config.docs_dir), config.repo_url)
+
     parts, last = [], 0
     for fence in FENCE.finditer(markdown):
         parts += [LINK.sub(mend, markdown[last : fence.start()]), fence.group()]
@@ -77,7 +84,32 @@ def commands() -> str:
     command = typer.main.get_command(app)
     context = typer.Context(command, info_name="rbn")
     text = get_docs_for_click(obj=command, ctx=context, name="rbn")
-    return re.sub(r"^#(#*) ", r"#\1 ", text, flags=re.M)
+    text = text[text.index("\n## ") :]  # the list before it cuts descriptions short
+    return re.sub(r"(?<=bn-e)\*+", lambda stars: stars[0].replace("*", r"\*"), text)
+
+
+def settings() -> str:
+    """Type, default and description of every setting of a config."""
+    from griffe import Docstring, DocstringSectionKind
+
+    from rbn.experiments.config import Config
+
+    (section,) = [
+        section
+        for section in Docstring(inspect.getdoc(Config)).parse("google", warnings=False)
+        if section.kind is DocstringSectionKind.attributes
+    ]
+    described = {attribute.name: attribute.description for attribute in section.value}
+    lines = ["| setting | type | default | what it is |", "|---|---|---|---|"]
+    for field in dataclasses.fields(Config):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        shown = "required" if default is dataclasses.MISSING else f"`{json.dumps(default)}`"
+        kind = f"{field.type}".replace("dict[str, Any]", "settings").replace(" | None", ", null")
+        text = " ".join(described[field.name].split()).replace("None:", "null:")
+        lines.append(f"| `{field.name}` | {kind} | {shown} | {text} |")
+    return "\n".join(lines)
 
 
 def configs() -> str:

@@ -1,4 +1,4 @@
-"""The tables of docs/results/comparison.md and docs/explanation/running-averages.md are those of the data files."""
+"""The tables of the comparison and of the page about running averages are those of the data."""
 
 import csv
 from pathlib import Path

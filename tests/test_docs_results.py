@@ -60,7 +60,8 @@ def test_the_accuracy_past_the_paper_is_that_of_the_files():
     found = [100 * values["test"] for values in every]
     mean, least, most = (f"{x:.1f}" for x in (sum(found) / 3, min(found), max(found)))
     assert len(found) == 3
-    assert f"| {mean} ({least} to {most}; 3) |" in (ROOT / "docs/lab-notes/experiments.md").read_text()
+    page = (ROOT / "docs/lab-notes/experiments.md").read_text()
+    assert f"| {mean} ({least} to {most}; 3) |" in page
     command = "`rbn train pmnist --config beyond/pmnist --precision bf16-mixed --seeds 1,2,3`"
     assert f"| {mean} % | {command} |" in (ROOT / "docs/results/index.md").read_text()
     for values in every:
@@ -258,7 +259,8 @@ def test_the_counts_of_questions_are_those_of_the_files(text):
     "model", ["lstm", "bi-lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**"]
 )
 def test_the_readers_at_their_best_rates_are_those_of_the_files(model):
-    page, folder = (ROOT / "docs/lab-notes/reading.md").read_text(), ROOT / "results/dailymail-built"
+    page = (ROOT / "docs/lab-notes/reading.md").read_text()
+    folder = ROOT / "results/dailymail-built"
     name, figures = model.replace("*", "-star"), ("valid", "test", "test_cnn")
     grid = {
         rate: json.loads((folder / f"{name}-rate-{rate}-seed1.json").read_text())
@@ -304,3 +306,90 @@ def test_how_many_runs_without_momentum_there_are():
     assert f"none of {len(runs)} runs ended diverged" in usage
     page = " ".join((ROOT / "docs/lab-notes/experiments.md").read_text().split())
     assert f"none of {len(runs)} runs diverged" in page
+
+
+def row_of(page, first):
+    """The cells behind the first one of a line of a table."""
+    (line,) = re.findall(rf"^\| {re.escape(first)} \|(.*)\|$", page, flags=re.M)
+    return [cell.strip() for cell in line.split("|")]
+
+
+@pytest.mark.parametrize(
+    ("task", "first", "factor", "digits"),
+    [("pmnist", "test accuracy, %", 100, 1), ("ptb", "test, bits per character", 1, 3)],
+)
+def test_what_initial_gammas_lead_to(task, first, factor, digits):
+    page = (ROOT / "docs/explanation/gamma.md").read_text()
+    found = []
+    for gamma in ("0.1", "0.3", "0.5", "0.7", "1"):
+        path = ROOT / f"results/{task}/bn-lstm-gamma-{gamma}-seed1.json"
+        found.append(f"{factor * json.loads(path.read_text())['test']:.{digits}f}")
+    assert row_of(page, first) == found
+
+
+def line_of_figure(name, panel, series):
+    with (ROOT / f"docs/report/{name}.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["source"] == "ours"]
+    return {
+        float(r["x"]): float(r["y"])
+        for r in rows
+        if (r["panel"] == panel or panel is None) and r["series"] == series
+    }
+
+
+def test_the_gradients_on_the_page_about_gamma():
+    page = (ROOT / "docs/explanation/gamma.md").read_text()
+    derivatives = line_of_figure("fig1b", None, "mean derivative")
+    shown = [f"{derivatives[deviation]:.2f}" for deviation in (0, 0.5, 1)]
+    assert row_of(page, "mean derivative") == shown
+    for gamma in (0.1, 0.5, 0.7):
+        norms = line_of_figure("fig1a", "identity, terms together", f"gamma={gamma:.2f}")
+        last, first = row_of(page, str(gamma))
+        assert float(last) == float(f"{norms[783]:.0e}")
+        assert float(first) == float(f"{norms[0]:.0e}")
+
+
+def test_what_averaged_statistics_cost():
+    page = (ROOT / "docs/explanation/per-step-statistics.md").read_text()
+    found = json.loads((ROOT / "results/findings/shared-stats.json").read_text())
+    for seed, *accuracies in found["rows"]:
+        assert row_of(page, seed) == accuracies
+    lost = sum(float(each) - float(mean) for _, each, mean in found["rows"]) / len(found["rows"])
+    assert f"costs {lost:.1f} points" in page
+
+
+def test_longer_windows_on_the_page_about_steps():
+    page = " ".join((ROOT / "docs/explanation/per-step-statistics.md").read_text().split())
+    bits = line_of_figure("fig3b", "Penn Treebank", "BN-LSTM population statistics")
+    assert f"{bits[100]:.3f} bits per character on windows of 100, {bits[1000]:.3f} on" in page
+    with (ROOT / "docs/report/fig5.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for panel, step, said in (
+        ("recurrent mean", 10, "within 3 %"),
+        ("cell mean", 10, "differ by 45 %"),
+        ("cell mean", 50, "by 5 %"),
+    ):
+        lines = {}
+        for row in rows:
+            if row["panel"] == panel:
+                lines.setdefault(row["series"], []).append(float(row["y"]))
+        ends = [sum(line[-20:]) / 20 for line in lines.values()]
+        away = sum(abs(line[step] - end) for line, end in zip(lines.values(), ends, strict=True))
+        share = 100 * away / sum(map(abs, ends))
+        number = int(re.search(r"\d+", said).group())
+        assert said in page
+        assert share < number if said.startswith("within") else round(share) == number
+
+
+def test_other_gammas_and_constant_steps():
+    page = " ".join((ROOT / "docs/explanation/gamma.md").read_text().split())
+    found = json.loads((ROOT / "results/findings/small-gamma.json").read_text())
+    assert [row[4] for row in found["rows"]] == ["0"] * 3
+    for gamma, accuracy, *_ in found["rows"]:
+        assert f"{accuracy} % at {gamma}" in page
+    page = " ".join((ROOT / "docs/explanation/constant-steps.md").read_text().split())
+    found = json.loads((ROOT / "results/findings/no-noise.json").read_text())
+    (without,) = [row for row in found["rows"] if row[0] == "0"]
+    assert without[1] == "nan"
+    assert without[3] == "0"
+    assert "with 100 black pixels in front is NaN" in page

@@ -22,6 +22,10 @@ ROOT = Path(__file__).parents[1]
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
+OPTIONS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+    *("--no-first-run", "--remote-debugging-pipe"),
+)
 WIDTHS = (390, 1280)  # a phone, a laptop
 
 pytestmark = pytest.mark.skipif(
@@ -33,9 +37,9 @@ for tool in ("mkdocs", "material", "mkdocstrings_handlers", "latex2mathml", "typ
 
 def build(config, folder):
     """Builds a site as `make docs` does; returns the exit code and what was printed."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict"]
-        + ["--config-file", str(config), "--site-dir", str(folder)],
+        [*command, "--config-file", str(config), "--site-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_MKDOCS_2_WARNING": "1"},
         stdout=subprocess.PIPE,
@@ -79,6 +83,10 @@ def check_reference(folder):
     configs = (folder / "configs.html").read_text()
     for path in (ROOT / "src/rbn/experiments/configs").glob("*.yaml"):
         assert f"<code>{path.stem}</code>" in configs
+    from rbn.experiments.config import Config
+
+    for name in Config.__dataclass_fields__:
+        assert f"<code>{name}</code>" in configs
 
 
 def check_equations(pages):
@@ -141,13 +149,12 @@ class Chromium:
         self._number, self._seen = 0, b""
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
-        # The browser reads from 3 and writes to 4. Copies above those cannot get in each other's way.
+        # The browser reads from 3 and writes to 4: copies above those are in nobody's way.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (theirs_in, theirs_out)]
         quiet = os.open(os.devnull, os.O_RDWR)
         self._process = os.posix_spawn(
             BROWSER,
-            [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
-            + ["--no-first-run", "--disable-dev-shm-usage", f"--user-data-dir={profile}"],
+            [BROWSER, *OPTIONS, f"--user-data-dir={profile}"],
             dict(os.environ),
             file_actions=[
                 (os.POSIX_SPAWN_DUP2, quiet, 1),

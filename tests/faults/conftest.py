@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-# Thousands of faults and hundreds of kills, as docs/results/what-it-survives.md counts them, take hours.
+# Thousands of faults and hundreds of kills, as docs/results/what-it-survives.md counts them, take
+# hours.
 THOROUGH = os.environ.get("RBN_FAULTS") == "all"
 
 

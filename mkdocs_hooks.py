@@ -100,7 +100,7 @@ def settings() -> str:
         if section.kind is DocstringSectionKind.attributes
     ]
     described = {attribute.name: attribute.description for attribute in section.value}
-    lines = ["| setting | type | default | what it is |", "|---|---|---|---|"]
+    lines = ["| setting | type, default | what it is |", "|---|---|---|"]
     for field in dataclasses.fields(Config):
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -108,7 +108,7 @@ def settings() -> str:
         shown = "required" if default is dataclasses.MISSING else f"`{json.dumps(default)}`"
         kind = f"{field.type}".replace("dict[str, Any]", "settings").replace(" | None", ", null")
         text = " ".join(described[field.name].split()).replace("None:", "null:")
-        lines.append(f"| `{field.name}` | {kind} | {shown} | {text} |")
+        lines.append(f"| `{field.name}` | {kind}; {shown} | {text} |")
     return "\n".join(lines)
 
 

@@ -83,6 +83,11 @@ def test_the_ranges_on_a_gpu_are_those_of_the_file(on_a_gpu):
     slow, fast, slow_graph, fast_graph = times[:4]
     assert f"bf16: {slow} (text8) to {fast} times as fast called" in text
     assert f"called, {slow_graph} to {fast_graph} times in a CUDA graph" in text
+    kernels = " ".join((ROOT / "docs/explanation/kernels.md").read_text().split())
+    assert f"{slow} to {fast} times as fast as cuDNN's" in kernels
+    plain = [float(on_a_gpu[shape, "bf16", "rbn.LSTM"]["ratio_to_cudnn"]) for shape in SHAPES]
+    more = [ours / other for ours, other in zip(every["bf16", ""], plain, strict=True)]
+    assert f"takes {min(more):.1f} to {max(more):.1f} times as long as one of our" in kernels
     readme = " ".join((ROOT / "README.md").read_text().split())
     for ends in ((slow, fast), (slow_graph, fast_graph)):
         assert "{} to {} times".format(*ends) in readme

@@ -62,12 +62,14 @@ def test_get_started(run):
     assert names["output"].shape == (30, 1, 32)
 
 
+@pytest.mark.slow
 def test_replacing_a_layer(run):
     names = run("tutorials/replace-lstm.md")
     assert names["found"] > 0.85
     assert isinstance(names["back"], torch.nn.LSTM)
 
 
+@pytest.mark.slow
 def test_sequences_of_different_length(run):
     names = run("tutorials/variable-length.md")
     assert names["accuracy"] > 0.75
@@ -87,6 +89,7 @@ def test_statistics(run):
     assert names["layer"].stats_h_l0.count.tolist() == [10] * 20  # the exact ones of 10 batches
 
 
+@pytest.mark.slow
 def test_compiling(run, monkeypatch):
     # Without a C++ compiler, and without its time.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

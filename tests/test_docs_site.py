@@ -1,7 +1,6 @@
 """The documentation site builds, is complete, and looks right in a browser."""
 
 import contextlib
-import fcntl
 import functools
 import http.server
 import importlib
@@ -31,6 +30,7 @@ WIDTHS = (390, 1280)  # a phone, a laptop
 pytestmark = pytest.mark.skipif(
     not (ROOT / "mkdocs.yml").exists(), reason="the source distribution comes without docs"
 )
+fcntl = pytest.importorskip("fcntl", reason="the browser's pipe needs it, and Windows lacks it")
 for tool in ("mkdocs", "material", "mkdocstrings_handlers", "latex2mathml", "typer"):
     pytest.importorskip(tool, reason=f"{tool} is not installed: pip install '.[docs,train]'")
 

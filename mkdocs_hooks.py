@@ -4,6 +4,7 @@
 - `<!-- rbn: commands -->`, `<!-- rbn: configs -->` and `<!-- rbn: settings -->` are replaced by
   what the code says.
 - Equations become MathML, which browsers draw without a script.
+- Names such as `rbn.fold` lead to the reference.
 """
 
 from __future__ import annotations
@@ -19,11 +20,19 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
+import rbn
+
 ROOT = Path(__file__).parent
+CLASSES = {name for name in rbn.__all__ if name[0].isupper()}
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```|~~~).*?^\1", flags=re.M | re.S)
 EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\s*\\[(\[](?P<latex>.*?)\\[)\]]\s*</(?P=tag)>',
+    flags=re.S,
+)
+# A name of the library, unless it is in a link, a heading or a block of code.
+NAME = re.compile(
+    r"<(?P<tag>a|h[1-6]|pre)\b.*?</(?P=tag)>|<code>(?P<name>(?:rbn\.)?[A-Za-z][\w.]*)</code>",
     flags=re.S,
 )
 
@@ -63,8 +72,18 @@ def outside(match: re.Match[str], folder: Path, docs: Path, repository: str | No
 
 
 def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
-    """Turn the equations of a page into MathML."""
-    return EQUATION.sub(mathml, html)
+    """Turn equations into MathML, and names into links that mkdocs-autorefs completes."""
+    in_reference = page.file.src_uri.startswith("reference/")
+
+    def linked(match: re.Match[str]) -> str:
+        name = match["name"] or ""
+        if name in CLASSES and in_reference:
+            name = f"rbn.{name}"
+        if not name.startswith("rbn."):
+            return match.group()
+        return f'<autoref identifier="{name}" optional>{match.group()}</autoref>'
+
+    return NAME.sub(linked, EQUATION.sub(mathml, html))
 
 
 def mathml(match: re.Match[str]) -> str:

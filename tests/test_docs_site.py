@@ -70,6 +70,7 @@ def check_reference(folder):
     for module in ("rbn", "rbn.nn", "rbn.ops", "rbn.models", "rbn.data", "rbn.training"):
         public = set(importlib.import_module(module).__all__) - {"__version__", "init"}
         assert public <= entries, module
+    assert 'href="statistics.html#rbn.update_population_stats"' in text  # from a docstring
     init = importlib.import_module("rbn").init
     functions = {name for name in vars(init) if name.endswith("_") and name[0] != "_"}
     assert functions <= entries

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from rbn.experiments.paper.places import places as places_of_results
 from typer.testing import CliRunner
 
 import rbn
@@ -21,7 +22,6 @@ from rbn.experiments.attention_page import highlighted, page
 from rbn.experiments.build import build, make_trainer
 from rbn.experiments.config import CONFIGS, Config, from_mapping, with_settings
 from rbn.experiments.paper.numbers import TABLES
-from rbn.experiments.paper.places import places as places_of_results
 from rbn.experiments.paper.published import read_results
 from rbn.experiments.paper.question_baselines import read_counts
 from rbn.experiments.paper.tables import rows

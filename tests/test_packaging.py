@@ -167,7 +167,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "rbn",
         "recurrent_batchnorm",
     }
-    others = [p for kind in ("*.cu", "*.cuh", "*.yaml", "*.html") for p in PACKAGE.rglob(kind)]
+    others = [
+        p for kind in ("*.cu", "*.cuh", "*.yaml", "*.html", "*.css") for p in PACKAGE.rglob(kind)
+    ]
     assert len(others) >= 10
     expected = {f"rbn/{path.relative_to(PACKAGE).as_posix()}" for path in (*SOURCES, *others)}
     assert expected <= names, f"not in the wheel: {sorted(expected - names)}"

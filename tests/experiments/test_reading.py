@@ -21,7 +21,7 @@ from rbn.experiments.attention_page import highlighted, page
 from rbn.experiments.build import build, make_trainer
 from rbn.experiments.config import CONFIGS, Config, from_mapping, with_settings
 from rbn.experiments.paper.numbers import TABLES
-from rbn.experiments.paper.places import places as places_of_results
+from rbn.experiments.paper.paper_tasks import paper_tasks
 from rbn.experiments.paper.published import read_results
 from rbn.experiments.paper.question_baselines import read_counts
 from rbn.experiments.paper.tables import rows
@@ -281,10 +281,10 @@ def test_table_4_from_files_of_the_archives_format(tmp_path, monkeypatch):
     assert {(r.task, r.model, r.tag) for r in known} == {
         *(("cnn", "lstm", "full"), ("cnn", "bn-e**", "full")),
     }
-    table = rows(TABLES["table4"], places_of_results(), known)
+    table = rows(TABLES["table4"], paper_tasks(), known)
     assert [row.entry.paper for row in table] == [45.5, 37.9, 45.0, 36.3]
     for row in table:
-        assert row.place.is_papers(row.results)
+        assert row.task.uses_paper_data(row.results)
         value = 100 * float(row.results[0].values[row.entry.field])
         assert row.cells[0].startswith("CNN, whole documents")
         assert row.cells[4:6] == (f"{value:.1f}", f"{value - row.entry.paper:+.1f}")

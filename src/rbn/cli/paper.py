@@ -21,8 +21,8 @@ from rbn.cli.common import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from rbn.experiments.paper.figures import Shelf
     from rbn.experiments.paper.reproduce import Reproduction
+    from rbn.experiments.paper.result_set import ResultSet
 
 Target = Annotated[
     str,
@@ -51,7 +51,13 @@ Questions = Annotated[
 ]
 Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed or 16-mixed.")]
 Folder = Annotated[Path, typer.Option(help="Folder of results.")]
-Report = Annotated[Path, typer.Option(help="Folder of the page, the text and the pictures.")]
+Report = Annotated[Path, typer.Option(help="Folder for the page, the Markdown and the figures.")]
+Compared = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of the fair comparison; benchmarks/results/comparison.csv if it exists."
+    ),
+]
 
 
 def reproduce(
@@ -74,8 +80,8 @@ def reproduce(
     May be killed at any time; the same command resumes.
     """
     from rbn.experiments.paper import plan
-    from rbn.experiments.paper.figures import Shelf
     from rbn.experiments.paper.reproduce import Reproduction
+    from rbn.experiments.paper.result_set import ResultSet
 
     def work() -> None:
         if target != "all" and target not in plan.TARGETS:
@@ -110,8 +116,8 @@ def reproduce(
                 "stopped before the end; the same command resumes",
                 interrupted_code(error),
             )
-        shelf = Shelf.of(asked.results, quick)
-        _show(asked, shelf, out or (base / "out" if quick else Path("reproduced")), console)
+        result_set = ResultSet.read(asked.results, quick)
+        _show(asked, result_set, out or (base / "out" if quick else Path("reproduced")), console)
         for note in asked.notes:
             console.print(note, soft_wrap=True, highlight=False, markup=False)
         if not finished:
@@ -122,23 +128,31 @@ def reproduce(
     guarded(work)
 
 
-def report(results: Folder = Path("results"), out: Report = Path("docs/report")) -> None:
-    """Write the report: one HTML page and a Markdown file, with the figures and their numbers."""
-    from rbn.experiments.paper.figures import Shelf
+def report(
+    results: Folder = Path("results"),
+    out: Report = Path("docs/report"),
+    comparison: Compared = None,
+) -> None:
+    """Write the report: an HTML page and a Markdown file, with the figures and their numbers."""
     from rbn.experiments.paper.report import write_report
+    from rbn.experiments.paper.result_set import ResultSet
 
     def work() -> None:
         if not results.is_dir():
             raise ValueError(f"there is no folder {results} of results")
         if out.exists() and not out.is_dir():
             raise ValueError(f"{out} is a file, not a folder for the report")
-        shelf = Shelf.of(results)
-        if not shelf.has_any:
+        result_set = ResultSet.read(results)
+        if not result_set.has_content:
             raise ValueError(
                 f"there is nothing of the paper in {results}: results of its tasks are files "
                 "such as mnist/lstm-seed1.json"
             )
-        for path in write_report(shelf, out):
+        usual = Path("benchmarks/results/comparison.csv")
+        if comparison is not None and not comparison.is_file():
+            raise ValueError(f"there is no file {comparison} of a comparison")
+        compared = comparison or (usual if usual.is_file() else None)
+        for path in write_report(result_set, out, compared):
             typer.echo(str(path))
 
     guarded(work)
@@ -160,7 +174,7 @@ def _list(asked: Reproduction, console: Console) -> None:
         console.print(note, soft_wrap=True, highlight=False, markup=False)
 
 
-def _show(asked: Reproduction, shelf: Shelf, out: Path, console: Console) -> None:
+def _show(asked: Reproduction, result_set: ResultSet, out: Path, console: Console) -> None:
     """The tables in the terminal, the figures as files."""
     from rbn.experiments.paper import tables
     from rbn.experiments.paper.draw import draw
@@ -172,11 +186,11 @@ def _show(asked: Reproduction, shelf: Shelf, out: Path, console: Console) -> Non
     for name in asked.targets:
         if name in TABLES:
             table = make_table(*tables.COLUMNS, title=f"{name}: {TABLES[name].title}")
-            for row in tables.rows(TABLES[name], shelf.places, shelf.results):
+            for row in tables.rows(TABLES[name], result_set.tasks, result_set.runs):
                 table.add_row(*row.cells)
             console.print(table)
         if name in FIGURE_TARGETS:
-            for path in draw(figure(name, shelf), out):
+            for path in draw(figure(name, result_set), out):
                 console.print(str(path), soft_wrap=True, highlight=False, markup=False)
     for finding in read_findings(asked.results):
         if finding.name in asked.targets:

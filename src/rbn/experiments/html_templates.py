@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import Any
 
 
 def render(name: str, **values: Any) -> str:
-    """The page of a template in ``templates``, such as ``"report.html"``."""
-    from jinja2 import Environment, StrictUndefined
+    """Fill in a template of the folder ``templates``, such as ``"report.html"``."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined)
-    source = files("rbn.experiments").joinpath("templates", name).read_text(encoding="utf-8")
-    return environment.from_string(source).render(**values)
+    loader = PackageLoader("rbn.experiments", "templates")
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    return environment.get_template(name).render(**values)

@@ -8,12 +8,13 @@ import pytest
 from made_up import publish
 
 from rbn.experiments.paper import curves, differences, tables
-from rbn.experiments.paper.figures import Shelf, figure
+from rbn.experiments.paper.figures import figure
 from rbn.experiments.paper.lines import OURS, PAPER, Line, Panel, read_csv, thinned, write_csv
 from rbn.experiments.paper.numbers import TABLES
 from rbn.experiments.paper.plan import FIGURE_TARGETS
 from rbn.experiments.paper.published import mean_line, read_results
 from rbn.experiments.paper.question_baselines import QuestionBaselines, read_counts, write_counts
+from rbn.experiments.paper.result_set import ResultSet
 from rbn.experiments.paper.trained_runs import STATISTICS
 
 
@@ -53,8 +54,8 @@ def test_lines_come_back_from_a_file(tmp_path):
 
 
 def test_tables_have_mean_spread_and_difference(results):
-    shelf = Shelf.of(results)
-    lstm, bn = tables.rows(TABLES["table2"], shelf.places, shelf.results)
+    result_set = ResultSet.read(results)
+    lstm, bn = tables.rows(TABLES["table2"], result_set.tasks, result_set.runs)
     assert lstm.values == pytest.approx([1.39, 1.41])
     assert lstm.cells[3:6] == ("1.38", "1.400 (1.390 to 1.410)", "+0.020")
     assert bn.cells[3:6] == ("1.32", "1.325 (1.320 to 1.330)", "+0.005")
@@ -66,7 +67,7 @@ def test_tables_have_mean_spread_and_difference(results):
     stopped = replace(first, values=first.values | {"diverged_at": 700})
     one = replace(lstm, results=(stopped, second))
     assert (one.ours, one.runs) == ("1.410", "1 (1 more diverged: 1.390)")
-    assert (one.said, lstm.said) == ("1.410 (1 of 2 runs)", lstm.ours)
+    assert (one.summary, lstm.summary) == ("1.410 (1 of 2 runs)", lstm.ours)
     none = replace(lstm, results=(stopped,))
     assert (none.ours, none.runs) == ("1.390", "1 (diverged)")
     assert lstm.time == "60 s (CPU)"
@@ -75,21 +76,21 @@ def test_tables_have_mean_spread_and_difference(results):
     assert replace(lstm, results=(eight, seven)).time == "60 s (CPU, 7 to 8 at once)"
     near = replace(second, values=second.values | {"test": 1.3799})
     assert replace(lstm, results=(near,)).difference == "+0.000"  # not -0.000
-    absent = tables.rows(TABLES["table3"], shelf.places, shelf.results)
+    absent = tables.rows(TABLES["table3"], result_set.tasks, result_set.runs)
     assert [row.cells[4] for row in absent] == ["not trained yet"] * 2
 
 
 def test_a_figure_says_which_runs_diverged(tmp_path):
     publish(tmp_path, task="pmnist", test=0.9, values=(0.5, 0.8, 0.9))
-    assert "diverged" not in figure("fig2", Shelf.of(tmp_path)).caption
+    assert "diverged" not in figure("fig2", ResultSet.read(tmp_path)).caption
     publish(tmp_path, task="pmnist", seed=2, test=0.8, values=(0.6, 0.8), diverged_at=250)
-    found = figure("fig2", Shelf.of(tmp_path))
+    found = figure("fig2", ResultSet.read(tmp_path))
     named = "Runs that diverged: LSTM on permuted MNIST, seed 2, after 250 steps."
     assert named in found.caption
     (ours,) = (line for line in found.panels[1].lines if line.source == OURS)
     assert (ours.x, ours.y) == ((100.0, 200.0, 300.0), (0.5, 0.8, 0.9))
     publish(tmp_path, task="pmnist", test=0.9, values=(0.5, 0.8, 0.9), diverged_at=350)
-    found = figure("fig2", Shelf.of(tmp_path))  # with no other, they are shown
+    found = figure("fig2", ResultSet.read(tmp_path))  # with no other, they are shown
     (ours,) = (line for line in found.panels[1].lines if line.source == OURS)
     assert ours.x == (100.0, 200.0)
 
@@ -98,11 +99,11 @@ def test_accuracies_and_error_rates(tmp_path):
     publish(tmp_path, task="pmnist", model="bn-lstm", test=0.951)
     publish(tmp_path, task="cnn-built", model="bn-e**", test=0.38, sentences=None, tag="full")
     publish(tmp_path, task="cnn-built", model="bn-e**", test=0.45, sentences=4, tag="")
-    shelf = Shelf.of(tmp_path)
-    assert tables.rows(TABLES["table1"], shelf.places, shelf.results)[3].ours == "95.1"
-    errors = tables.rows(TABLES["table4"], shelf.places, shelf.results)
+    result_set = ResultSet.read(tmp_path)
+    assert tables.rows(TABLES["table1"], result_set.tasks, result_set.runs)[3].ours == "95.1"
+    errors = tables.rows(TABLES["table4"], result_set.tasks, result_set.runs)
     assert [row.ours for row in errors if row.results] == ["38.0", "38.0"]
-    small = tables.rows(TABLES["fig4a"], shelf.places, shelf.results)
+    small = tables.rows(TABLES["fig4a"], result_set.tasks, result_set.runs)
     assert [row.ours for row in small if row.results] == ["45.0"]
     # Questions that were made go by their task's name and are not held against the paper's.
     assert small[-1].cells[0] == "cnn-built, four sentences, valid"
@@ -112,12 +113,14 @@ def test_accuracies_and_error_rates(tmp_path):
 
 def test_settings_of_several_kinds_have_rows_of_their_own(results):
     publish(results, model="bn-lstm", tag="", test=1.32)
-    shelf = Shelf.of(results)
-    rows = tables.rows(TABLES["table2"], shelf.places, shelf.results)
+    result_set = ResultSet.read(results)
+    rows = tables.rows(TABLES["table2"], result_set.tasks, result_set.runs)
     assert [row.settings for row in rows] == ["ptb-short", "ptb", "ptb-short"]
-    assert "Settings: ptb-short. Seeds 1, 2." in figure("fig3a", shelf).caption  # both have them
+    assert (
+        "Settings: ptb-short. Seeds 1, 2." in figure("fig3a", result_set).caption
+    )  # both have them
     publish(results, model="lstm", tag="", test=1.38)
-    found = figure("fig3a", Shelf.of(results))
+    found = figure("fig3a", ResultSet.read(results))
     assert "Settings: ptb. Seed 1." in found.caption  # nearer to the paper's
     (line,) = [li for li in found.panels[0].lines if li.name == "BN-LSTM" and li.source == OURS]
     assert not line.low
@@ -127,8 +130,8 @@ def test_models_without_common_settings_are_shown_with_their_own(tmp_path):
     publish(tmp_path, model="lstm", tag="other")
     publish(tmp_path, model="bn-lstm", tag="short")
     publish(tmp_path, model="bn-lstm", tag="")
-    place, results = Shelf.of(tmp_path).places["ptb"], read_results(tmp_path)
-    shown = place.shown(results, ("lstm", "bn-lstm", "rnn"))
+    task, results = ResultSet.read(tmp_path).tasks["ptb"], read_results(tmp_path)
+    shown = task.comparable(results, ("lstm", "bn-lstm", "rnn"))
     settings = {model: [r.settings for r in found] for model, found in shown.items()}
     assert settings == {"lstm": ["ptb-other"], "bn-lstm": ["ptb"], "rnn": []}
 
@@ -139,7 +142,7 @@ def test_what_was_measured_on_a_model_is_shown_beside_newer_results(results):
     titles = ",".join(f"{title} 0" for title in STATISTICS)
     (results / "ptb/statistics-bn-lstm-short-seed2.csv").write_text(f"step,{titles}\n1,0,0,1,1\n")
     publish(results, model="bn-lstm", tag="", test=1.32)  # nearer to the paper, not measured
-    lengths, statistics = (figure(name, Shelf.of(results)) for name in ("fig3b", "fig5"))
+    lengths, statistics = (figure(name, ResultSet.read(results)) for name in ("fig3b", "fig5"))
     assert "Settings: ptb-short. Seed 1." in lengths.caption
     assert lengths.missing == ("LSTM, measured on longer windows of Penn Treebank",)
     (line,) = (line for line in lengths.panels[0].lines if line.source == OURS)
@@ -151,7 +154,7 @@ def test_what_was_measured_on_a_model_is_shown_beside_newer_results(results):
 
 def test_curves_are_means_with_a_range(results):
     publish(results, model="lstm", seed=2, values=(2.1, 1.7, 1.4, 1.3))
-    found = figure("fig3a", Shelf.of(results))
+    found = figure("fig3a", ResultSet.read(results))
     (line,) = [li for li in found.panels[0].lines if li.name == "LSTM" and li.source == OURS]
     assert line.x == (100, 200, 300)
     assert line.y == pytest.approx((2.0, 1.6, 1.4))
@@ -164,13 +167,13 @@ def test_curves_are_means_with_a_range(results):
 
 @pytest.mark.parametrize("name", FIGURE_TARGETS)
 def test_what_is_missing_is_named(name, tmp_path):
-    found = figure(name, Shelf.of(tmp_path))
+    found = figure(name, ResultSet.read(tmp_path))
     assert found.missing
     assert not found.has_ours
 
 
 def test_the_sweep(results):
-    found = figure("fig6", Shelf.of(results))
+    found = figure("fig6", ResultSet.read(results))
     valid = found.panels[3]
     (line,) = [li for li in valid.lines if li.source == OURS]
     assert line.series == "gamma=0.30"
@@ -179,7 +182,7 @@ def test_the_sweep(results):
     assert "gamma 0.3 on Penn Treebank" not in found.missing
     assert "minibatch. Seed 1." in found.caption
     publish(results, model="bn-lstm", tag="gamma-0.3", seed=2)
-    assert "minibatch. Seeds 1, 2." in figure("fig6", Shelf.of(results)).caption
+    assert "minibatch. Seeds 1, 2." in figure("fig6", ResultSet.read(results)).caption
 
 
 def test_the_sweep_on_images(tmp_path):
@@ -187,8 +190,8 @@ def test_the_sweep_on_images(tmp_path):
     runs = {"task": "pmnist", "model": "bn-lstm", "test": 0.9, "values": (0.5, 0.8, 0.9)}
     publish(tmp_path, tag="gamma-0.1", nats=(1.5, 0.7, 0.3), **runs)
     publish(tmp_path, tag="gamma-0.3", **runs)
-    shelf = Shelf.of(tmp_path)
-    train, valid = figure("fig6", shelf).panels[:2]
+    result_set = ResultSet.read(tmp_path)
+    train, valid = figure("fig6", result_set).panels[:2]
     assert [li.series for li in train.lines if li.source == OURS] == ["gamma=0.10", "gamma=0.30"]
     assert train.note == ""
     (line,) = [li for li in valid.lines if li.source == OURS]
@@ -207,7 +210,7 @@ def test_a_curve_without_one_of_its_columns_is_refused(tmp_path):
 
 def test_errors_of_readers(tmp_path):
     publish(tmp_path, task="cnn", model="lstm", sentences=4, tag="", values=(0.8, 0.6))
-    found = figure("fig4a", Shelf.of(tmp_path))
+    found = figure("fig4a", ResultSet.read(tmp_path))
     losses, errors = found.panels
     (line,) = losses.lines
     assert line.y == pytest.approx((2.0, 1.0))
@@ -221,7 +224,7 @@ def test_errors_of_readers(tmp_path):
 
 def test_errors_on_other_questions_than_the_papers(tmp_path):
     publish(tmp_path, task="cnn-built", model="lstm", sentences=4, tag="")
-    found = figure("fig4a", Shelf.of(tmp_path))
+    found = figure("fig4a", ResultSet.read(tmp_path))
     assert found.title == "The Attentive Reader, cnn-built, four sentences"
     assert "Ours is cnn-built, questions made from articles" in found.caption
 
@@ -237,7 +240,7 @@ def test_counts_come_back_from_a_file(tmp_path):
     assert counts[0].cells[4:] == ("15.0", "80.0", "65.3")
     assert counts[1].cells[1] == "whole documents"
     (tmp_path / "cnn-built" / "questions-2.json").write_text('{"parts": [{}], "command": ""}')
-    with pytest.raises(ValueError, match=r"questions-2\.json does not hold counts"):
+    with pytest.raises(ValueError, match=r"questions-2\.json does not contain question baselines"):
         read_counts(tmp_path)
 
 
@@ -329,5 +332,5 @@ def test_results_with_a_wrong_value(name, value, said, tmp_path):
 
 def test_lines_of_different_points_have_no_mean():
     lines = [Line("a", OURS, (1.0,), (1.0,)), Line("a", OURS, (2.0,), (1.0,))]
-    with pytest.raises(ValueError, match="not of the same points"):
+    with pytest.raises(ValueError, match="lines of a have different x"):
         mean_line(lines)

@@ -18,13 +18,14 @@ from rbn.data.errors import DataNotFound
 from rbn.experiments import build, task_kinds
 from rbn.experiments.base_task import has_statistics
 from rbn.experiments.paper import findings, initial_states, plan, tables
-from rbn.experiments.paper.figures import Shelf, figure
+from rbn.experiments.paper.figures import figure
 from rbn.experiments.paper.finding import read_findings
 from rbn.experiments.paper.lines import read_csv
 from rbn.experiments.paper.numbers import TABLES
 from rbn.experiments.paper.published import read_results
 from rbn.experiments.paper.reproduce import Reproduction
-from rbn.experiments.paper.trained_runs import keep_statistics, measure_lengths, read_lengths
+from rbn.experiments.paper.result_set import ResultSet
+from rbn.experiments.paper.trained_runs import measure_lengths, read_lengths, save_statistics
 from rbn.experiments.tasks import Classification
 from rbn.training import CheckpointError, atomic_files
 
@@ -100,7 +101,7 @@ def test_from_nothing_to_figures_and_again(tmp_path):
     done = invoke(tmp_path, "fig5", "--quick")  # the model is there: nothing is trained
     assert done.exit_code == 0, done.output
     assert "[1 of" not in done.output
-    statistics = figure("fig5", Shelf.of(tmp_path / "results", True))
+    statistics = figure("fig5", ResultSet.read(tmp_path / "results", True))
     assert [len(panel.lines) for panel in statistics.panels] == [24, 6, 24, 6]
     assert len(statistics.panels[0].lines[0].x) == 39
     done = invoke(tmp_path, "table2", "--quick")
@@ -171,11 +172,11 @@ def test_the_sweep_and_the_images(tmp_path):
     for target in ("table1", "fig2", "fig6"):
         done = invoke(tmp_path, target, "--quick")
         assert done.exit_code == 0, done.output
-    shelf = Shelf.of(tmp_path / "results", True)
-    rows = tables.rows(TABLES["table1"], shelf.places, shelf.results)
+    result_set = ResultSet.read(tmp_path / "results", True)
+    rows = tables.rows(TABLES["table1"], result_set.tasks, result_set.runs)
     assert [row.cells[0] for row in rows[1:3]] == ["digits in order", "digits, permuted"]
-    assert not figure("fig2", shelf).missing
-    panels = figure("fig6", shelf).panels
+    assert not figure("fig2", result_set).missing
+    panels = figure("fig6", result_set).panels
     assert [len(panel.lines) for panel in panels] == [2, 2, 2, 2]
     table = read_csv(tmp_path / "out" / "fig6.csv")
     title = "digits, permuted, validation"
@@ -197,10 +198,10 @@ def test_what_needs_no_training(tmp_path):
     rows = found["no-noise"].rows
     assert (rows[1][0], rows[1][1], rows[1][3]) == ("0", "nan", "0")  # explodes as written
     assert "explodes, as the paper says" in found["no-noise"].outcome
-    assert "one seed does not say whether that is more than chance" in found["data-start"].outcome
-    shelf = Shelf.of(tmp_path / "results", True)
-    assert len(figure("fig1a", shelf).panels) == 3
-    assert not figure("fig1b", shelf).missing
+    assert "whether that is more than chance" in found["data-start"].outcome
+    result_set = ResultSet.read(tmp_path / "results", True)
+    assert len(figure("fig1a", result_set).panels) == 3
+    assert not figure("fig1b", result_set).missing
 
 
 @pytest.mark.slow
@@ -208,8 +209,8 @@ def test_readers(tmp_path):
     for target in ("fig4a", "table4"):
         done = invoke(tmp_path, target, "--quick")
         assert done.exit_code == 0, done.output
-    shelf = Shelf.of(tmp_path / "results", True)
-    found = figure("fig4a", shelf)
+    result_set = ResultSet.read(tmp_path / "results", True)
+    found = figure("fig4a", result_set)
     assert not found.missing
     assert {line.series for line in found.panels[0].lines} == {
         *("LSTM", "BN-LSTM", "BN-everywhere", "BN-e*", "BN-e**")
@@ -330,4 +331,4 @@ def test_runs_that_cannot_be_measured(tmp_path):
     with pytest.raises(CheckpointError, match=r"is not finished: there is no final\.safetensors"):
         measure_lengths(tmp_path, tmp_path, CPU)
     with pytest.raises(CheckpointError, match="is not finished"):
-        keep_statistics(tmp_path, tmp_path)
+        save_statistics(tmp_path, tmp_path)

@@ -1,4 +1,4 @@
-"""The learning curves as a picture."""
+"""Draws the learning curves."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 from rbn.experiments.demo.result import THRESHOLDS, Result
 from rbn.training.atomic_files import naming_file
 
-# From the Okabe-Ito palette, which colour-blind readers can tell apart.
+# The Okabe-Ito palette, which colour-blind readers can tell apart.
 COLOURS = {"LSTM": "#D55E00", "BN-LSTM": "#0072B2"}
 _GREY = "#767676"
 _LABEL_GAP = 7.0  # accuracy points between the labels, at least
 
 
 def draw(result: Result, path: Path) -> None:
-    """Validation accuracy against training steps, both models, as a PNG."""
+    """Draw the validation accuracy of both models by training step, as a PNG."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "the learning curves need matplotlib: pip install 'recurrent-batchnorm[demo]'"
         ) from error
-    # A Figure of its own: pyplot would look for a screen and keep the figure.
+    # Not pyplot, which looks for a display and keeps figures open.
     figure = Figure(figsize=(7.5, 4.4), dpi=160, layout="constrained")
     axes = figure.add_subplot()
     for threshold in THRESHOLDS:
@@ -34,7 +34,7 @@ def draw(result: Result, path: Path) -> None:
         in_batch = [100 * r.valid_batch for r in model.records]
         if in_batch != curve:
             axes.plot(steps, in_batch, color=colour, linewidth=1.4, linestyle=(0, (4, 2)))
-            # Named where the two curves differ most, above what lies beneath the words.
+            # Label the early part, where the curves differ most, above both of them.
             first_quarter = len(steps) // 4 + 1
             axes.annotate(
                 f"{model.name} with\nbatch statistics",
@@ -72,7 +72,7 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _spread(heights: list[float]) -> list[float]:
-    """Two heights, moved apart evenly where their labels would overlap."""
+    """Move two heights apart if their labels would overlap."""
     first, second = heights
     missing = max(0.0, _LABEL_GAP - abs(first - second)) / 2
     apart = missing if first > second else -missing

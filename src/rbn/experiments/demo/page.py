@@ -13,7 +13,7 @@ from rbn.training.atomic_files import write_atomic
 
 
 def write_page(result: Result, picture: Path, path: Path) -> None:
-    """Write the picture, the table and the sentences about them into one HTML file."""
+    """Write the page, with the picture embedded."""
     text = render(
         "demo.html",
         headline=headline(result),
@@ -36,18 +36,18 @@ def write_page(result: Result, picture: Path, path: Path) -> None:
 def _introduction(result: Result) -> str:
     order = "in one fixed random order" if result.settings.permuted else "row by row"
     return (
-        "A plain LSTM and a batch-normalized one (BN-LSTM) each learned to tell ten handwritten "
-        f"digits apart. It is shown an image of 64 pixels one pixel at a time, {order}, and names "
-        "the digit after the last."
+        "A plain LSTM and a batch-normalized LSTM (BN-LSTM) learn to recognize handwritten digits. "
+        f"Each reads an image of 64 pixels one pixel at a time, {order}, and names the digit after "
+        "the last pixel."
     )
 
 
 def _caption(result: Result) -> str:
     return (
-        f"Accuracy on {result.sizes[1]:,} validation images while training on {result.sizes[0]:,}. "
-        "Solid: normalized with population statistics, a running average that follows the model "
-        "with a delay. Dashed: normalized with the statistics of the validation minibatch, as in "
-        "the paper's figures. A plain LSTM has neither."
+        f"Accuracy on {result.sizes[1]:,} validation images during training on "
+        f"{result.sizes[0]:,} images. Solid: population statistics, re-estimated from the training "
+        "images at each evaluation. Dashed: statistics of the validation minibatch. A plain LSTM "
+        "has no statistics."
     )
 
 
@@ -64,24 +64,23 @@ def _fairness(result: Result) -> list[str]:
     s, default = result.settings, Settings()
     return [
         "Both models start from the same weights and see the same minibatches in the same order, "
-        f"with the same {s.hidden_size} units, optimiser, learning rate, clipping and noise. The "
-        f"LSTM learns {result.lstm.parameters:,} numbers, the BN-LSTM "
-        f"{result.bn_lstm.parameters:,}: the γ are its own.",
+        f"with the same {s.hidden_size} units, optimizer, learning rate, clipping and noise. The "
+        f"LSTM has {result.lstm.parameters:,} parameters, the BN-LSTM "
+        f"{result.bn_lstm.parameters:,}, because of its γ.",
         f"The demo's learning rate, {default.learning_rate:g}, is not the best one for the plain "
-        "LSTM: at 0.01 it learns faster and comes closer, while the BN-LSTM hardly changes. "
-        "See for yourself: rbn demo --learning-rate 0.01.",
-        "The input term's mean and variance are shared by all time steps, as in section 5.4 of the "
-        "paper. Its experiments on images keep them for each step; here that would slow the "
-        "BN-LSTM down, because pixels at the edge are blank in all but a few images, and dividing "
-        "by their standard deviation blows those few up.",
+        "LSTM: at 0.01 it learns faster and comes closer, while the BN-LSTM hardly changes. Try "
+        "rbn demo --learning-rate 0.01.",
+        "All time steps share the mean and variance of the input term, as in section 5.4 of the "
+        "paper. The paper's experiments on images have separate ones for each step. Here that "
+        "would slow the BN-LSTM down: pixels at the edge are blank in all but a few images, and "
+        "dividing by their small standard deviation blows those few up.",
     ]
 
 
 def _images(result: Result) -> str:
     train, valid, test = result.sizes
     return (
-        f"scikit-learn's digits: {train:,} images to train on, {valid:,} to validate, {test:,} to "
-        "test"
+        f"scikit-learn's digits: {train:,} training, {valid:,} validation and {test:,} test images"
     )
 
 
@@ -95,8 +94,8 @@ def _details(result: Result) -> list[tuple[str, str]]:
         ("model", f"{s.hidden_size} units; {start}"),
         ("noise", noise),
         ("normalization", f"γ starts at {s.gamma}; input statistics per {s.input_stats}"),
-        ("optimiser", f"Adam, learning rate {s.learning_rate:g}, gradient norm at most {s.clip:g}"),
+        ("optimizer", f"Adam, learning rate {s.learning_rate:g}, gradient norm at most {s.clip:g}"),
         ("minibatches", f"{s.batch_size} images, {s.epochs} epochs, seed {s.seed}"),
-        ("time", f"{result.seconds:.0f} s in all, with {threads}"),
+        ("time", f"{result.seconds:.0f} s in total, with {threads}"),
         *result.environment.items(),
     ]

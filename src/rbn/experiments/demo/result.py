@@ -12,7 +12,7 @@ from typing import Any
 from rbn.experiments.config import LARGEST, LARGEST_RATE
 from rbn.training.atomic_files import naming_file, write_atomic
 
-THRESHOLDS = (0.8, 0.9)  # validation accuracies whose first sight is reported
+THRESHOLDS = (0.8, 0.9)  # validation accuracies; we report when each is first reached
 _MOST_THREADS = 1024
 
 
@@ -22,22 +22,20 @@ class Settings:
 
     Attributes:
         permuted: read the pixels in one fixed random order instead of row by row.
-        seed: of the initial weights, the noise and the order of the minibatches.
+        seed: seed of the initial weights, the noise and the order of the minibatches.
         epochs: passes over the training images, for each model.
-        threads: CPU threads. On matrices this small a second one gains little, and where another
-            program wants its core, the two wait for each other at every step.
-        learning_rate: of Adam. At 0.01 the LSTM is faster than here, the BN-LSTM as fast.
+        threads: CPU threads. A second thread gains little on matrices this small, and if another
+            program uses its core, both threads wait at every step.
+        learning_rate: learning rate of Adam. At 0.01 the LSTM learns faster, the BN-LSTM does not.
         hidden_size: units of each LSTM.
         batch_size: sequences in a minibatch.
         clip: largest global norm of the gradients.
-        gamma: start value of the normalization's scales.
-        hidden_noise: standard deviation of the noise on the initial hidden state in training: the
-            first pixels are the same in all images, and a state without variance has none to
-            normalize.
-        input_stats: ``"sequence"`` shares the input term's statistics over time. Many pixels at
-            the edge are blank in all but a few images, and statistics of their own would blow
-            those few up.
-        evaluate_every: steps between looks at the validation images.
+        gamma: initial value of the normalization's scales.
+        hidden_noise: standard deviation of the noise on the initial hidden state in training. The
+            first pixels are the same in all images, so without noise there is no variance.
+        input_stats: ``"sequence"`` shares the input term's statistics over time. Pixels at the
+            edge are blank in all but a few images; per-step statistics would blow those few up.
+        evaluate_every: steps between evaluations on the validation images.
     """
 
     permuted: bool = False
@@ -94,12 +92,12 @@ class Record:
     """One evaluation on the validation images.
 
     Attributes:
-        step: optimisation steps taken so far.
-        seconds: time spent on them, evaluations left out.
-        train_loss: mean cross-entropy, in nats, of the minibatches since the last record.
-        valid_batch: validation accuracy from 0 to 1 with minibatch statistics, as the paper plots.
-        valid_population: the same with population statistics, a running average. A model without
-            statistics has the same accuracy twice.
+        step: optimization steps so far.
+        seconds: training time so far, without evaluations.
+        train_loss: mean cross-entropy in nats of the minibatches since the previous record.
+        valid_batch: validation accuracy from 0 to 1 with minibatch statistics.
+        valid_population: the same with population statistics, re-estimated at the current
+            weights. For a model without statistics both are equal.
     """
 
     step: int
@@ -115,12 +113,12 @@ class Trained:
 
     Attributes:
         name: ``"LSTM"`` or ``"BN-LSTM"``.
-        parameters: how many numbers it learned.
+        parameters: number of learned parameters.
         records: the evaluations in order.
         test_accuracy: from 0 to 1, with the parameters of the best validation accuracy and, for the
             BN-LSTM, exact population statistics.
-        reach: how strongly the loss depends on the first pixels, relative to the last, before
-            training: see `rbn.experiments.demo.train.reach`.
+        reach: gradient at the first pixels relative to the last, before training: see
+            `rbn.experiments.demo.train.reach`.
     """
 
     name: str
@@ -149,12 +147,12 @@ class Result:
     """A run of the demo.
 
     Attributes:
-        settings: what it was told.
-        sizes: images to train, validate and test on.
-        lstm: the baseline's course.
-        bn_lstm: the batch-normalized model's course.
-        environment: names and versions of what it ran on.
-        seconds: from start to end, evaluations and all.
+        settings: the settings.
+        sizes: number of training, validation and test images.
+        lstm: the training of the baseline.
+        bn_lstm: the training of the batch-normalized model.
+        environment: names and versions of the software and the machine.
+        seconds: total time, including evaluations.
     """
 
     settings: Settings
@@ -166,11 +164,11 @@ class Result:
 
     @property
     def models(self) -> tuple[Trained, Trained]:
-        """Both, the baseline first."""
+        """Both models, the baseline first."""
         return self.lstm, self.bn_lstm
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the curves, for JSON."""
+        """Everything except the curves, for JSON."""
         models = {}
         for model in self.models:
             reached = {f"{100 * t:.0f}%": model.reached(t) for t in THRESHOLDS}
@@ -197,11 +195,11 @@ class Result:
         }
 
     def write_json(self, path: Path) -> None:
-        """Everything but the curves."""
+        """Write everything except the curves."""
         write_atomic(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def write_csv(self, path: Path) -> None:
-        """The curves, one evaluation of one model in a line."""
+        """Write the curves, one row for each evaluation of a model."""
         with naming_file(path), path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["model", *Record.__dataclass_fields__])

@@ -45,13 +45,13 @@ def run_demo(
 ) -> Result:
     """Train both models, show the difference, and write the files.
 
-    Writes ``index.html``, ``curves.png``, ``curves.csv`` and ``result.json``, over those of an
-    earlier run. Nothing is trained unless everything needed is there and `out` can be written to.
+    Writes ``index.html``, ``curves.png``, ``curves.csv`` and ``result.json``, replacing those of an
+    earlier run. Checks the dependencies and that `out` is writable before training.
 
     Args:
         settings: what to train, and how.
-        out: folder for the files; made if it is not there.
-        data: other sequences than the digits, of one feature and ten classes.
+        out: folder for the files; created if needed.
+        data: sequences of one feature and ten classes; the digits by default.
         console: where to show progress and the table; the terminal by default.
     """
     _require_extra()
@@ -64,8 +64,8 @@ def run_demo(
     sizes = (len(data.train), len(data.valid), len(data.test))
     steps = settings.epochs * (sizes[0] // settings.batch_size)
     console.print(
-        f"{settings.task.capitalize()}: {sizes[0]:,} images to learn from, read one pixel at a "
-        f"time. Each model takes {steps} steps, from the same weights, with the same minibatches.",
+        f"{settings.task.capitalize()}: {sizes[0]:,} training images, read one pixel at a time. "
+        f"Each model trains for {steps} steps, from the same weights, with the same minibatches.",
         highlight=False,
     )
     with _threads(settings.threads), progress_bars(console) as progress:
@@ -80,7 +80,7 @@ def run_demo(
     draw(result, out / "curves.png")
     write_page(result, out / "curves.png", out / "index.html")
     show(result, console)
-    page = f"The page about it: {out / 'index.html'}"
+    page = f"Report: {out / 'index.html'}"
     console.print(page, highlight=False, soft_wrap=True, markup=False)
     return result
 

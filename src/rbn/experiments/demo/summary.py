@@ -1,4 +1,4 @@
-"""The outcome in sentences, which follow from the numbers."""
+"""Sentences about the outcome, computed from the numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rbn.experiments.demo.result import THRESHOLDS, Result, Trained
 
 
 def percent(accuracy: float) -> str:
-    """An accuracy from 0 to 1 as in a table."""
+    """An accuracy from 0 to 1 in percent."""
     return f"{100 * accuracy:.1f}%"
 
 
@@ -69,8 +69,8 @@ def cost(result: Result) -> str:
     plain, normalized = (1000 * m.last.seconds / m.last.step for m in result.models)
     return (
         f"A training step took {plain:.0f} ms for the LSTM and {normalized:.0f} ms for the "
-        f"BN-LSTM, {normalized / plain:.1f} times as long: compare the seconds too, not the steps "
-        "alone."
+        f"BN-LSTM, {normalized / plain:.1f} times as long, so compare the seconds as well as the "
+        "steps."
     )
 
 
@@ -79,16 +79,16 @@ def on_test(result: Result) -> str:
     images = result.sizes[2]
     plain, normalized = (model.test_accuracy for model in result.models)
     text = (
-        f"Of the {images} test images the BN-LSTM names {percent(normalized)} right, the LSTM "
-        f"{percent(plain)}"
+        f"On the {images} test images the BN-LSTM has an accuracy of {percent(normalized)}, the "
+        f"LSTM of {percent(plain)}"
     )
     difference = normalized - plain
     # Two standard errors of a difference of two proportions.
     noise = 2 * math.sqrt((plain * (1 - plain) + normalized * (1 - normalized)) / images)
     if abs(difference) <= noise:
-        return f"{text}: with so few images, too close to tell apart."
+        return f"{text}: too close to tell apart with so few images."
     better = "BN-LSTM" if difference > 0 else "LSTM"
-    return f"{text}: {100 * abs(difference):.1f} points for the {better}."
+    return f"{text}. The {better} is {100 * abs(difference):.1f} points better."
 
 
 def outcome(result: Result) -> list[str]:
@@ -97,7 +97,7 @@ def outcome(result: Result) -> list[str]:
     for threshold in THRESHOLDS:
         sentences.append(to_threshold(result, threshold))
         if not any(model.reached(threshold) for model in result.models):
-            break  # nor the next
+            break  # neither reaches the next threshold
     return [*sentences, cost(result), on_test(result)]
 
 
@@ -115,9 +115,8 @@ def on_reach(result: Result) -> str:
     """How far back the gradient reaches before training."""
     plain, normalized = (_share(model.reach) for model in result.models)
     return (
-        "Measured here before the first training step: at the first eight pixels the loss's "
-        f"gradient has {plain} of its strength at the last eight in the LSTM, and {normalized} in "
-        "the BN-LSTM."
+        "Before the first training step of this run, the gradient at the first eight pixels has "
+        f"{plain} of its norm at the last eight in the LSTM, and {normalized} in the BN-LSTM."
     )
 
 
@@ -126,5 +125,5 @@ def _share(ratio: float) -> str:
         return f"{100 * ratio:.0f}%"
     if ratio == 0:
         return "nothing"
-    digits = 1 - math.floor(math.log10(1 / ratio))  # two that count
+    digits = 1 - math.floor(math.log10(1 / ratio))  # two significant digits
     return f"1/{round(1 / ratio, digits):,.0f}"

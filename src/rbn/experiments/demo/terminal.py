@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 NOTE = (
-    "The BN-LSTM is validated with running averages of its statistics, which lag behind in the "
-    "first epochs, and tested with exact ones."
+    "The BN-LSTM is evaluated with population statistics, re-estimated from the training images at "
+    "the current weights."
 )
 
 
 class Bar:
-    """One model's line of progress."""
+    """The progress bar of one model."""
 
     def __init__(self, progress: Progress, name: str, steps: int) -> None:
         self._progress = progress
         self._task = progress.add_task(name, total=steps, speed="", accuracy="")
 
     def on_step(self, step: int) -> None:
-        """Move on to a step."""
+        """Show a step."""
         speed = self._progress.tasks[self._task].speed
         shown = f"{speed:.1f} steps/s" if speed else ""
         self._progress.update(self._task, completed=step, speed=shown)
@@ -63,7 +63,7 @@ def progress_bars(console: Console) -> Iterator[Progress]:
 
 
 def show(result: Result, console: Console) -> None:
-    """Print the table and the sentences about it."""
+    """Print the table and the outcome."""
     from rich.table import Table
 
     table = Table(title=f"{result.settings.task}, seed {result.settings.seed}")
@@ -80,7 +80,7 @@ def show(result: Result, console: Console) -> None:
 
 
 def column_titles() -> list[str]:
-    """The titles of a table of both models, after the name's."""
+    """The column titles of the table, without that of the model."""
     steps = (f"steps to {100 * t:.0f}%" for t in THRESHOLDS)
     return ["best validation", "test", *steps, "time"]
 

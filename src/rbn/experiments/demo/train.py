@@ -1,4 +1,4 @@
-"""The training of one of the demo's two models."""
+"""Trains one of the demo's two models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rbn.training import Diverged, Progress, Schedule, Trainer
 
 
 def build(name: str, settings: Settings) -> SequenceClassifier:
-    """The LSTM or the BN-LSTM. With one seed, both start from the same weights."""
+    """The LSTM or the BN-LSTM. With the same seed, both start from the same weights."""
     torch.manual_seed(settings.seed)
     options: dict[str, Any] = {"hidden_noise": settings.hidden_noise}
     if name == "LSTM":
@@ -45,9 +45,8 @@ def reach(model: SequenceClassifier, data: Split, batch_size: int) -> float:
 
 
 class _Timed(Classification):
-    """Evaluates with the running averages, and measures the time of evaluations."""
+    """Measures the time of evaluations."""
 
-    estimate = None
     spent = 0.0
 
     def evaluate(self) -> dict[str, float]:
@@ -65,19 +64,19 @@ def fit(
     on_record: Callable[[Record], None] | None = None,
     device: torch.device | str = "cpu",
 ) -> Trained:
-    """Train, load the best parameters, compute exact population statistics, test.
+    """Train a model, load its best parameters, compute exact population statistics and test it.
 
     Args:
         name: ``"LSTM"`` or ``"BN-LSTM"``.
         settings: what to train, and how.
         data: the sequences.
         on_step: called after every step with its number, from 1.
-        on_record: called after every look at the validation data.
-        device: to train on. Elsewhere than on the CPU only the noise is drawn differently.
+        on_record: called after every evaluation on the validation data.
+        device: the device to train on. Other devices than the CPU draw other noise.
     """
     data = data.to(device)
     records: list[Record] = []
-    spent = 0.0  # on the evaluations before the present one
+    spent = 0.0  # seconds of earlier evaluations
 
     def record(evaluation: dict[str, float]) -> None:
         nonlocal spent
@@ -93,7 +92,7 @@ def fit(
 
     with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as folder:
         reached = reach(build(name, settings).to(device), data.train, settings.batch_size)
-        model = build(name, settings).to(device)  # untouched by that
+        model = build(name, settings).to(device)  # a new one: `reach` changes the statistics
         task = _Timed(model, data, settings.batch_size, settings.seed)
         steps = settings.epochs * task.batches_per_epoch
         trainer = Trainer(
@@ -106,7 +105,7 @@ def fit(
         )
         try:
             trainer.run()
-        except Diverged:  # which names files that are gone when anyone could look at them
+        except Diverged:  # its message names files in the temporary folder
             at = trainer.progress.diverged_at
             raise Diverged(f"the training of the {name} diverged at step {at}") from None
         trainer.load_best()

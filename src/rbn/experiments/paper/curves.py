@@ -1,4 +1,4 @@
-"""The lines of the paper's figures, as numbers."""
+"""The curves of the paper's figures, as numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _table() -> dict[str, dict[str, list[tuple[float, float]]]]:
 
 
 def paper_lines(figure: str) -> dict[str, Line]:
-    """The lines of one of `FIGURES` by name, as they were read from its vector graphics."""
+    """The curves of one of `FIGURES` by name, read from its vector graphics."""
     if figure not in FIGURES:
         raise ValueError(f"figure must be one of {', '.join(FIGURES)}, got {figure!r}")
     lines = {}
@@ -37,6 +37,6 @@ def paper_lines(figure: str) -> dict[str, Line]:
 
 
 def source() -> str:
-    """Where they are from."""
+    """Where the curves come from, as a sentence."""
     text = files(__package__).joinpath("curves.csv").read_text(encoding="utf-8")
     return " ".join(row[2:] for row in text.splitlines() if row.startswith("#"))

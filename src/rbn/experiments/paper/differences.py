@@ -1,4 +1,4 @@
-"""In what our runs differ from the paper's, read from their settings."""
+"""How our runs differ from the paper's, read from their settings."""
 
 from __future__ import annotations
 
@@ -12,59 +12,57 @@ from rbn.experiments.paper.published import Result
 from rbn.experiments.task_kinds import TASKS
 
 _WHY = {
-    "decay_from": "the learning rate falls linearly to 0 after this part of the steps, where the "
-    "paper keeps it constant: a fixed, small number of steps then does what early stopping does "
-    "in more",
-    "patience": "evaluations without a better one before a run stops",
+    "decay_from": "the learning rate falls linearly to 0 after this fraction of the steps; the "
+    "paper keeps it constant and stops early, which takes more steps",
+    "patience": "the run stops after this many evaluations without an improvement",
     "precision": "bf16-mixed rounds the factors of matrix products to bfloat16; parameters, "
     "statistics and cells stay in float32",
-    "epochs": "passes over the training data, at most",
-    "select": "the statistics with which validation chooses the best model",
-    "evaluate_every": "steps between looks at the validation data",
-    "layer.output": "what an answer is chosen from",
+    "epochs": "maximum number of passes over the training data",
+    "select": "the statistics used to choose the best model on validation",
+    "evaluate_every": "steps between evaluations on the validation data",
+    "layer.output": "the candidates for an answer",
     "layer.bilinear": "a similarity of document state and question in the attention, as in the "
     "authors' code",
-    "layer.document_skip": "the mean of the document's states enters the output layer, as in the "
-    "authors' code",
-    "layer.initialization": "that of the reader in the authors' code: the same small block for "
+    "layer.document_skip": "the mean of the document's states is an input of the output layer, as "
+    "in the authors' code",
+    "layer.initialization": "the initialization in the authors' code: the same small block for "
     "every gate, forget bias 0, initial cells fixed at 0",
     "data.words": "size of the vocabulary",
-    "data.min_count": "how often the training set has each word of the vocabulary, at least",
-    "optimizer.momentum": "what the paper says, if it does not mean the decay",
-    "layer.hidden_noise": "noise in the initial state, which the authors give the BN-LSTM alone",
+    "data.min_count": "minimum number of occurrences of a word of the vocabulary",
+    "optimizer.momentum": "the paper's value, if it does not mean the decay",
+    "layer.hidden_noise": "noise in the initial state, which the authors use for the BN-LSTM only",
 }
 _QUESTIONS = ("cnn", "cnn-built", "dailymail-built")
 _SKIPPED = ("task", "model", "tag")
-_UNSAID = {"optimizer.momentum": 0}  # what a setting is that a config leaves out
-Runs = dict[tuple[str, str, int], str]  # model, tag and seed; what the model is called
+_DEFAULTS = {"optimizer.momentum": 0}  # of settings that a config leaves out
+Runs = dict[tuple[str, str, int], str]  # model, tag and seed; name of the model
 
 GENERAL = (
-    "The best model of a run is chosen by the validation figure with population statistics, for "
-    "both models, but where select is batch above; the paper chose with minibatch statistics, "
-    "which understate a batch-normalized model by the noise of a small batch.",
-    "The paper gives no number of epochs and no patience. What is named in their place above is of "
-    "the configs with the names of its tasks: the steps of its figures (MNIST, CNN), the epochs of "
-    "the authors' scripts (Penn Treebank, text8), and a patience of ours.",
-    "On MNIST, the '0.9 momentum' that the paper says RMSProp has is taken for the decay of the "
-    "squared gradients, since the authors' code never had momentum, a decay of 0.9 at first and of "
-    "0.5 at last, and Table 5 has 0.5 and 0.9. Runs that do have momentum learn faster, and some "
-    "diverge. The recurrent weights "
-    "start from the identity for the candidate and orthogonal for the gates, as in the code. The "
-    "permutation takes every pixel once, as the paper says; the code draws pixels with "
-    "replacement. The configs mnist-code and pmnist-code are the code's.",
+    "The best model of a run is the one with the best validation result with population "
+    "statistics, for both models, unless select is batch above. The paper uses minibatch "
+    "statistics, which understate a batch-normalized model by the noise of a small batch.",
+    "The paper gives no number of epochs and no patience. The values that the list above compares "
+    "to come from the configs named after the tasks: the steps of the paper's figures (MNIST, "
+    "CNN), the epochs of the authors' scripts (Penn Treebank, text8), and a patience of our own.",
+    "On MNIST we read the paper's '0.9 momentum' of RMSProp as the decay of the squared gradients: "
+    "the authors' code never had momentum, its decay was 0.9 at first and 0.5 in the end, and "
+    "Table 5 lists 0.5 and 0.9. Runs with momentum learn faster, and some diverge. The recurrent "
+    "weights are initialized with the identity for the candidate and orthogonally for the gates, "
+    "as in the code. The permutation uses every pixel once, as the paper says; the code draws "
+    "pixels with replacement. The configs mnist-code and pmnist-code follow the code.",
     "While all rows of a minibatch are identical, constant terms pass on no gradient.",
-    "Noise in the initial state is drawn in training alone; the authors' code draws it when it "
-    "evaluates, too.",
-    "The reader's padded positions count in no statistic; in the authors' statistics of single "
-    "steps they do (padding: include).",
-    "Figure 6: the paper's axis is labelled bits and is in nats, which ours is converted to.",
+    "We add noise to the initial state in training only; the authors' code also adds it in "
+    "evaluation.",
+    "Padded positions do not count in the reader's statistics; in the authors' per-step statistics "
+    "they do (padding: include).",
+    "Figure 6: the paper's axis is labelled bits but shows nats, so ours shows nats.",
 )
 
 
 def changed(result: Result) -> dict[str, tuple[Any, Any]]:
-    """Settings of a run that differ from the paper's config of its task: (paper's, the run's).
+    """The settings that differ from the paper's config of the task, as (paper's, ours).
 
-    Questions that were made have the paper's settings of its own.
+    Built questions are compared with the paper's settings for its own questions.
     """
     name = result.task
     if name in _QUESTIONS:
@@ -74,7 +72,7 @@ def changed(result: Result) -> dict[str, tuple[Any, Any]]:
     chosen = configs.for_model(read, result.model)
     paper = configs.from_mapping({"task": result.task, **chosen})
     theirs, ours = configs.flat(asdict(paper)), configs.flat(result.config)
-    for key, value in _UNSAID.items():
+    for key, value in _DEFAULTS.items():
         if key in ours or key in theirs:
             ours.setdefault(key, value)
             theirs.setdefault(key, value)
@@ -86,9 +84,9 @@ def changed(result: Result) -> dict[str, tuple[Any, Any]]:
 
 
 def sentences(results: Iterable[Result]) -> list[str]:
-    """One for each way in which some runs differ, with the runs that do.
+    """One sentence for each difference, with the settings of the runs that have it.
 
-    A model is named where not all runs of those settings, or those of one model alone, do.
+    Names the model if only some runs of those settings, or runs of a single model, differ.
     """
     differing: dict[tuple[str, str, str], dict[str, Runs]] = {}
     runs: dict[str, Runs] = {}
@@ -100,12 +98,12 @@ def sentences(results: Iterable[Result]) -> list[str]:
         runs.setdefault(where, {})[run] = model
         for name, (paper, ours) in changed(result).items():
             if name == "normalization.gamma" and result.gamma_tag is not None:
-                continue  # what the sweep is of
+                continue  # the sweep varies it
             key = name, _shown(paper), _shown(ours)
             differing.setdefault(key, {}).setdefault(where, {})[run] = model
     texts = []
-    for (name, paper, ours), places in differing.items():
-        named = [_named(where, of, runs[where]) for where, of in places.items()]
+    for (name, paper, ours), by_settings in differing.items():
+        named = [_named(where, some, runs[where]) for where, some in by_settings.items()]
         why = f": {_WHY[name]}" if name in _WHY else ""
         texts.append(f"{', '.join(named)}: {name} is {ours} instead of {paper}{why}.")
     return texts
@@ -118,7 +116,7 @@ def _settings_of(result: Result) -> str:
 
 
 def _named(where: str, some: Runs, every: Runs) -> str:
-    """The settings' name, with what of their runs is meant if it is not all of several models."""
+    """The name of the settings, with model and seeds unless all runs of several models differ."""
     models = list(dict.fromkeys(some.values()))
     if some == every and len(models) > 1:
         return where

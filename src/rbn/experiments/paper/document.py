@@ -1,8 +1,9 @@
-"""A page of headings, text, tables and pictures, as HTML and as Markdown."""
+"""A page of headings, text, tables and figures, as HTML and as Markdown."""
 
 from __future__ import annotations
 
 import base64
+import html
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +15,21 @@ from rbn.experiments.html_templates import render
 
 @dataclass(frozen=True)
 class Heading:
-    """The heading of a section."""
+    """The heading of a section (level 2) or subsection (level 3)."""
 
     kind: ClassVar[str] = "heading"
 
     text: str
+    level: int = 2
+
+    @property
+    def anchor(self) -> str:
+        """The fragment that links to the heading."""
+        return re.sub(r"[^a-z0-9]+", "-", self.text.lower()).strip("-")
 
     def markdown(self) -> str:
-        """As Markdown."""
-        return f"## {_plain(self.text)}"
+        """The block as Markdown."""
+        return f"{'#' * self.level} {_plain(self.text)}"
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Paragraph:
     text: str
 
     def markdown(self) -> str:
-        """As Markdown."""
+        """The block as Markdown."""
         return _plain(self.text)
 
 
@@ -51,15 +58,52 @@ class Items:
         return "commands" if self.code else "items"
 
     def markdown(self) -> str:
-        """As Markdown."""
+        """The block as Markdown."""
         if self.code:
             return "\n".join(f"    {_one_line(text)}" for text in self.texts)
         return "\n".join(f"- {_plain(text)}" for text in self.texts)
 
 
 @dataclass(frozen=True)
+class Card:
+    """Headline numbers of one task.
+
+    Attributes:
+        title: the task.
+        unit: the unit of the numbers.
+        rows: model, our number and the paper's.
+        note: a restriction that a reader must know.
+    """
+
+    title: str
+    unit: str
+    rows: Sequence[tuple[str, str, str]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Headline numbers of several tasks."""
+
+    kind: ClassVar[str] = "cards"
+
+    cards: Sequence[Card]
+
+    def markdown(self) -> str:
+        """The block as Markdown: a sentence for each card."""
+        lines = []
+        for card in self.cards:
+            numbers = ", ".join(
+                f"{model} {ours} (paper {paper})" for model, ours, paper in card.rows
+            )
+            note = f" {card.note}" if card.note else ""
+            lines.append(f"- {_plain(f'{card.title}, {card.unit}: {numbers}.{note}')}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
 class Grid:
-    """A table with a caption."""
+    """A table with a caption. A row of a single cell is the title of the rows below it."""
 
     kind: ClassVar[str] = "table"
 
@@ -68,22 +112,26 @@ class Grid:
     rows: Sequence[Sequence[str]]
 
     def markdown(self) -> str:
-        """As Markdown."""
-        lines = [f"| {' | '.join(map(_cell, row))} |" for row in (self.columns, *self.rows)]
-        lines.insert(1, "|" + "---|" * len(self.columns))
+        """The block as Markdown."""
+        lines = [f"| {' | '.join(map(_cell, self.columns))} |", "|" + "---|" * len(self.columns)]
+        for row in self.rows:
+            if len(row) == 1 < len(self.columns):
+                lines.append(f"| **{_cell(row[0])}** |" + " |" * (len(self.columns) - 1))
+            else:
+                lines.append(f"| {' | '.join(map(_cell, row))} |")
         return f"**{_plain(self.caption)}**\n\n" + "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Image:
-    """A picture with a caption; the files lie in the page's folder.
+    """A figure with a caption; its files are in the page's folder.
 
     Attributes:
-        svg: drawn into the page.
-        table: its numbers.
-        title: in a few words.
-        caption: in sentences.
-        large: whether on a narrow screen it is better scrolled than made small.
+        svg: the picture, embedded in the page.
+        table: the file with its numbers.
+        title: a few words.
+        caption: full sentences.
+        large: whether it scrolls on a narrow screen instead of shrinking.
     """
 
     svg: Path
@@ -95,32 +143,50 @@ class Image:
 
     @property
     def content(self) -> str:
-        """The picture's content, for a data URI."""
+        """The picture in base64, for a data URI."""
         return base64.b64encode(self.svg.read_bytes()).decode("ascii")
 
     def markdown(self) -> str:
-        """As Markdown, with the files next to it."""
+        """The block as Markdown, with links to the files."""
         return (
             f"![{_plain(self.title)}]({self.svg.name})\n\n**{_plain(self.title)}.** "
             f"{_plain(self.caption)} ([numbers]({self.table.name}))"
         )
 
 
-Block = Heading | Paragraph | Items | Grid | Image
+@dataclass(frozen=True)
+class Fold:
+    """Blocks that are hidden until the reader opens them."""
+
+    kind: ClassVar[str] = "fold"
+
+    summary: str
+    blocks: Sequence[Block]
+
+    def markdown(self) -> str:
+        """The block as Markdown, with HTML's details element."""
+        summary = html.escape(_one_line(self.summary))
+        parts = (block.markdown() for block in self.blocks)
+        inside = "\n\n".join([f"<summary>{summary}</summary>", *parts])
+        return f'<details markdown="1">\n{inside}\n\n</details>'
+
+
+Block = Heading | Paragraph | Items | Cards | Grid | Image | Fold
 
 
 def html_page(title: str, blocks: Sequence[Block]) -> str:
-    """The page as HTML, in a single file."""
-    return render("report.html", title=title, blocks=blocks)
+    """The page as a single HTML file, with a table of contents."""
+    headings = [block for block in blocks if isinstance(block, Heading)]
+    return render("report.html", title=title, blocks=blocks, headings=headings)
 
 
 def markdown_page(title: str, blocks: Sequence[Block]) -> str:
-    """The page as Markdown, with the pictures next to it."""
+    """The page as Markdown, with the figures in files next to it."""
     return f"# {title}\n\n" + "\n\n".join(block.markdown() for block in blocks) + "\n"
 
 
 def _plain(text: str) -> str:
-    """Text in which Markdown sees no emphasis, such as the stars of BN-e**, no HTML, no links."""
+    """Escape Markdown's emphasis (as in BN-e**), HTML and links."""
     return re.sub(r"([*<\[\]])", r"\\\1", _one_line(text))
 
 

@@ -12,7 +12,7 @@ from rbn.experiments.paper.lines import OURS, PAPER, Figure, Line, Panel, write_
 from rbn.experiments.paper.svg import compact
 from rbn.training.atomic_files import naming_file, write_atomic
 
-# From the Okabe-Ito palette, which colour-blind readers can tell apart.
+# The Okabe-Ito palette, which colour-blind readers can tell apart.
 COLOURS = {
     "LSTM": "#D55E00",
     "BN-LSTM": "#0072B2",
@@ -23,7 +23,7 @@ COLOURS = {
     "BN-e**": "#000000",
     "mean derivative": "#0072B2",
 }
-# In grey, marks tell apart what colours do not.
+# Markers distinguish lines in greyscale.
 MARKS = {
     "LSTM": "s",
     "BN-LSTM": "o",
@@ -33,15 +33,15 @@ MARKS = {
     "BN-e*": "v",
     "BN-e**": "D",
 }
-_MARKED = 10  # points of a line
+_MARKED = 10  # markers on a line
 _OTHER = "#56B4E9"
 _DASHED, _DOTTED = (0, (4, 2)), (0, (1, 1.2))
-_MOST_NAMED = 12  # lines of a legend
+_MOST_NAMED = 12  # entries of a legend
 _WIDTH, _HEIGHT = 4.6, 3.6
 
 
 def draw(figure: Figure, folder: Path) -> list[Path]:
-    """Write ``NAME.svg``, ``NAME.png`` and ``NAME.csv``. The same numbers give the same files."""
+    """Write ``NAME.svg``, ``NAME.png`` and ``NAME.csv``. Deterministic."""
     try:
         import matplotlib
         from matplotlib.figure import Figure as Picture
@@ -53,7 +53,7 @@ def draw(figure: Figure, folder: Path) -> list[Path]:
     columns = 2 if len(figure.panels) > 1 else 1
     rows = max(1, math.ceil(len(figure.panels) / columns))
     width = _WIDTH * columns if columns > 1 else 6.4
-    # A Figure of its own: pyplot would look for a screen and keep the figure.
+    # Not pyplot, which looks for a display and keeps figures open.
     settings: Any = {"svg.hashsalt": figure.name, "svg.fonttype": "path"}
     with matplotlib.rc_context(settings):
         picture = Picture(figsize=(width, _HEIGHT * rows), dpi=150, layout="constrained")
@@ -81,7 +81,7 @@ def _colours(figure: Figure) -> dict[str, Any]:
     names = {line.series: None for panel in figure.panels for line in panel.lines}
     if not figure.many:
         return {name: COLOURS.get(name, _OTHER) for name in names}
-    # Dark to light also in grey; the brightest yellow is left out, as paper is white.
+    # Dark to light, also in greyscale, without the brightest yellow on white.
     scale = matplotlib.colormaps["viridis"]
     ordered = sorted(names) if len(names) <= _MOST_NAMED else list(names)
     last = max(1, len(ordered) - 1)
@@ -164,4 +164,4 @@ def _absent(figure: Figure) -> str:
         return ""
     more = f" and {len(figure.missing) - 3} more" if len(figure.missing) > 4 else ""
     few = figure.missing[:3] if more else figure.missing
-    return f"Not there yet: {'; '.join(few)}{more}."
+    return f"Still missing: {'; '.join(few)}{more}."

@@ -9,12 +9,12 @@ import torch
 from rbn.experiments.config import Config
 from rbn.experiments.paper.published import Result
 
-# Optimisation steps of an epoch with the configs' batch size and length.
+# Optimization steps per epoch with the configs' batch size and length.
 _EPOCHS = {"digits": 12, "mnist": 500, "pmnist": 500, "ptb": 790, "text8": 3906, "pydoc": 140}
 _EPOCHS |= {"cloze": 60}
-# Training questions: of the archive; of the articles of reading.md.
+# Number of training questions.
 _QUESTIONS = {"cnn": 380_298, "cnn-built": 118_037, "dailymail-built": 110_216}
-# Seconds of a step: two CPU cores; one H200.
+# Seconds per step on two CPU cores and on one H200.
 _SECONDS = {
     "cpu": {
         "digits": 0.08,
@@ -30,23 +30,23 @@ _SECONDS = {
     },
     "cuda": {"digits": 0.004, "mnist": 0.015, "pmnist": 0.015, "ptb": 0.006, "text8": 0.05},
 }
-_WHOLE = 2.0  # times as long for whole documents as for four sentences
+_WHOLE = 2.0  # whole documents take this many times as long as four sentences
 _OTHERWISE = {"cpu": 1.0, "cuda": 0.02}
-_TESTING = {"cpu": 1.2, "cuda": 1.15}  # evaluations and the test come on top
+_TESTING = {"cpu": 1.2, "cuda": 1.15}  # adds evaluations and the test
 
 
 def steps_of(config: Config) -> int:
-    """Optimisation steps of a run without early stopping."""
+    """Optimization steps of a run without early stopping."""
     if config.task in _QUESTIONS:
         return config.epochs * (_QUESTIONS[config.task] // config.batch_size)
     return config.epochs * _EPOCHS.get(config.task, 1000)
 
 
 def seconds_of(config: Config, device: torch.device, results: Iterable[Result]) -> float:
-    """An estimate of a run's time.
+    """Estimate the time of a run.
 
-    Where a result of the same task, model and size was trained on the same kind of device, its rate
-    is taken; of questions, on texts of as many sentences.
+    Uses the speed of a result with the same task, model and size on the same kind of device if
+    there is one, and typical speeds otherwise.
     """
     on_gpu = device.type == "cuda"
     for result in results:

@@ -1,4 +1,4 @@
-"""A claim of the paper without a figure, and the outcome of our experiment."""
+"""A claim of the paper without a figure, and the result of our experiment."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ FOLDER = "findings"
 
 @dataclass(frozen=True)
 class Finding:
-    """One statement of the paper, and what came of it here.
+    """One claim of the paper and the result of our experiment.
 
     Attributes:
         name: the target of ``rbn reproduce``.
-        statement: the paper's.
-        setup: what was done.
-        columns: of the table.
-        rows: of the table, as text.
-        outcome: what the numbers say.
-        command: to do it again.
-        seconds: it took.
-        versions: of the software.
+        statement: the paper's claim.
+        setup: the experiment.
+        columns: column titles of the table.
+        rows: rows of the table, as text.
+        outcome: the conclusion from the numbers.
+        command: the command that reproduces it.
+        seconds: how long it took.
+        versions: software versions.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Finding:
     versions: str = ""
 
     def write(self, folder: Path) -> Path:
-        """Write it next to the results."""
+        """Save it in a folder of results."""
         path = folder / FOLDER / f"{self.name}.json"
         write_atomic(path, json.dumps(asdict(self), indent=2) + "\n")
         return path

@@ -1,4 +1,4 @@
-"""The paper's claims without a figure, each as a small experiment on embedded data."""
+"""Small experiments on embedded data for the paper's claims without a figure."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import rbn
 from rbn.experiments import build, results
 from rbn.experiments.paper.finding import Finding
 from rbn.experiments.paper.initial_states import data_start, no_noise
-from rbn.experiments.paper.short_training import CPU, Tick, fit, on_digits
+from rbn.experiments.paper.short_training import CPU, fit, on_digits
 from rbn.nn import PopulationStatistics
 
 
-def shared_stats(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
-    """Population statistics averaged over time, instead of one for each step."""
+def shared_stats(seeds: int, steps: int) -> Finding:
+    """Test with population statistics averaged over time instead of one per step."""
     config = on_digits("normalization.input_stats=step")
     rows, own, averaged = [], [], []
     for seed in range(1, seeds + 1):
         task = build.build(config, seed, CPU)
-        fit(task, config, steps, tick)
+        fit(task, config, steps)
         results.exact_statistics(config, task)
         own.append(task.measure_with("test", "population"))
         for module in task.model.modules():
@@ -37,10 +37,10 @@ def shared_stats(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
     lost = 100 * (mean(own) - mean(averaged))
     outcome = (
         f"With one statistic for all steps the accuracy falls by {lost:.1f} points on average: the "
-        "paper's statement holds here."
+        "paper's claim holds here."
         if lost > 1
         else f"Averaging over time changes the accuracy by {-lost:.1f} points on average: the "
-        "paper's statement does not show here."
+        "paper's claim does not show here."
     )
     return Finding(
         "shared-stats",
@@ -54,15 +54,15 @@ def shared_stats(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
     )
 
 
-def small_gamma(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
-    """Training from gammas of 0.1, 0.01 and 0.001."""
+def small_gamma(seeds: int, steps: int) -> Finding:
+    """Train with initial gammas of 0.1, 0.01 and 0.001."""
     rows, spread, accuracy = [], {}, {}
     for gamma in (0.1, 0.01, 0.001):
         traces, right = [], []
         for seed in range(1, seeds + 1):
             config = on_digits(f"normalization.gamma={gamma}", "data.permuted=true")
             task = build.build(config, seed, CPU)
-            traces.append(fit(task, config, steps, tick))
+            traces.append(fit(task, config, steps))
             right.append(task.evaluate()["valid_population"])
         finite = [[n for n in trace.norms if math.isfinite(n)] for trace in traces]
         spread[gamma] = max(max(norms) / median(norms) for norms in finite)
@@ -73,7 +73,7 @@ def small_gamma(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
                 f"{100 * accuracy[gamma]:.1f}",
                 f"{mean(median(norms) for norms in finite):.2g}",
                 f"{max(max(norms) for norms in finite):.2g}",
-                str(sum(trace.bad for trace in traces)),
+                str(sum(trace.non_finite for trace in traces)),
             )
         )
     worse = 100 * (accuracy[0.1] - accuracy[0.01])
@@ -95,7 +95,7 @@ def small_gamma(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         "all gradients before clipping.",
         (
             *("initial gamma", "validation accuracy, %", "median gradient norm"),
-            *("largest", "steps not finite"),
+            *("largest", "non-finite steps"),
         ),
         tuple(rows),
         outcome,
@@ -103,7 +103,7 @@ def small_gamma(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
     )
 
 
-EXPERIMENTS: dict[str, Callable[[int, int, Tick | None], Finding]] = {
+EXPERIMENTS: dict[str, Callable[[int, int], Finding]] = {
     "shared-stats": shared_stats,
     "small-gamma": small_gamma,
     "no-noise": no_noise,
@@ -113,11 +113,11 @@ STEPS = {"shared-stats": 240, "small-gamma": 120, "no-noise": 60, "data-start": 
 QUICK_STEPS = {"shared-stats": 60, "small-gamma": 24, "no-noise": 12, "data-start": 12}
 
 
-def find(name: str, seeds: int, quick: bool, folder: Path, tick: Tick | None = None) -> Finding:
-    """Run one of `EXPERIMENTS`, and write it to a folder of results."""
+def run_experiment(name: str, seeds: int, quick: bool, folder: Path) -> Finding:
+    """Run one of `EXPERIMENTS` and save its finding in a folder of results."""
     began = time.perf_counter()
     steps = (QUICK_STEPS if quick else STEPS)[name]
-    finding = EXPERIMENTS[name](1 if quick else seeds, steps, tick)
+    finding = EXPERIMENTS[name](1 if quick else seeds, steps)
     versions = f"rbn {rbn.__version__}, torch {torch.__version__}, Python "
     versions += f"{platform.python_version()}, {platform.machine()} CPU"
     values = asdict(finding) | {"versions": versions}

@@ -17,8 +17,8 @@ from rbn.ops.reference.normalization import Term
 
 GAMMAS = tuple(k / 10 for k in range(1, 11))
 CLASSES = 10
-_SMALLEST = 1e-26  # what is below is not drawn; the paper's lines end at 4e-25
-_POINTS = 160  # of each line that are kept
+_SMALLEST = 1e-26  # smaller values are not drawn; the paper's lines end at 4e-25
+_POINTS = 160  # points kept of each line
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Variant:
     """A batch-normalized tanh RNN.
 
     Attributes:
-        title: of the panel.
-        start: of the recurrent weights, ``identity`` or ``orthogonal``.
-        together: whether W_h h + W_x x is normalized as one term, instead of each for itself.
+        title: title of the panel.
+        start: initial recurrent weights, ``identity`` or ``orthogonal``.
+        together: whether W_h h + W_x x is normalized as one term instead of two.
     """
 
     title: str
@@ -52,19 +52,19 @@ def gradient_norms(
     noise: float = 0.1,
     seed: int = 1,
 ) -> Tensor:
-    """The norm of the loss's gradient at every hidden state of an RNN before training, ``[G, T]``.
+    """The gradient norm at every hidden state of an RNN before training, ``[G, T]``.
 
-    The loss is the mean cross-entropy of the sequences, given at the last step; the norm is that of
-    one sequence's state, averaged over the sequences, as the size of the paper's last value says
-    (100 sequences, orthogonal classifier).
+    The loss is the mean cross-entropy of the sequences at the last step. The norm is computed for
+    each sequence and averaged, which matches the paper's last value (100 sequences, orthogonal
+    classifier).
 
     Args:
         data: one minibatch.
-        gammas: G values, each that of every normalized term of a network of its own.
-        variant: which RNN.
-        hidden_size: units H.
+        gammas: G values; each is used for all normalized terms of one network.
+        variant: the RNN.
+        hidden_size: number of units H.
         noise: standard deviation of the initial hidden state.
-        seed: of weights and noise, the same for every gamma.
+        seed: seed of the weights and the noise, the same for every gamma.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -76,7 +76,7 @@ def gradient_norms(
     networks = len(gammas)
     weights = dict(layer.named_parameters())
     recurrent, inputs = weights["weight_hh_l0"].T, weights["weight_ih_l0"].T
-    # The networks lie side by side: statistics are per column, so they know nothing of each other.
+    # All networks run in one batch: statistics are per column, so the networks are independent.
     gamma = torch.tensor(gammas).repeat_interleave(hidden_size)
     term_h, term_x = Term(None), Term(None)
     states = [first.repeat(1, networks).requires_grad_()]  # [B, G * H]
@@ -94,7 +94,7 @@ def gradient_norms(
     loss = sum(F.cross_entropy(logits[:, k], data.labels) for k in range(networks))
     assert isinstance(loss, Tensor)
     gradients = torch.stack(torch.autograd.grad(loss, states[1:]))  # [T, B, G * H]
-    # Squares of what is still there in float32 would not be.
+    # float64, because the squares of small float32 gradients underflow.
     norms: Tensor = gradients.double().unflatten(2, (networks, hidden_size)).norm(dim=3)
     return norms.mean(1).T
 
@@ -102,7 +102,7 @@ def gradient_norms(
 def gradient_panels(
     data: Split, gammas: Sequence[float] = GAMMAS, seeds: Sequence[int] = (1, 2, 3)
 ) -> list[Panel]:
-    """Figure 1a for each of `VARIANTS`, the geometric mean over the seeds."""
+    """Figure 1a: a panel for each of `VARIANTS`, with geometric means over the seeds."""
     panels = []
     for variant in VARIANTS:
         logs = [
@@ -121,7 +121,7 @@ def gradient_panels(
 
 
 def tanh_derivative(samples: int = 20_000, points: int = 101, seed: int = 1) -> Line:
-    """Figure 1b: mean and quartiles of tanh' at inputs of growing standard deviation."""
+    """Figure 1b: mean and quartiles of tanh' for inputs of growing standard deviation."""
     generator = torch.Generator().manual_seed(seed)
     deviations = torch.linspace(0, 1, points, dtype=torch.float64)
     normal = torch.randn(samples, generator=generator, dtype=torch.float64)

@@ -16,16 +16,16 @@ from rbn.data import Splits, digits
 from rbn.experiments import build, results
 from rbn.experiments.base_task import BaseTask
 from rbn.experiments.paper.finding import Finding
-from rbn.experiments.paper.short_training import CPU, Tick, fit, on_digits
+from rbn.experiments.paper.short_training import CPU, fit, on_digits
 from rbn.models import SequenceClassifier
 from rbn.ops.reference.normalization import bn, moments
 
-BLACK = 100  # pixels, as many as are black in nearly all of MNIST's images at the top
-NOISE = 0.1  # the paper's
+BLACK = 100  # pixels; about as many as are black at the top of nearly all MNIST images
+NOISE = 0.1  # standard deviation, the paper's
 
 
-def black_beginning() -> Splits:
-    """The digits with black pixels in front."""
+def digits_after_black_pixels() -> Splits:
+    """The digits, each preceded by black pixels."""
     parts = digits()
     black = [
         type(part)(F.pad(part.inputs, (0, 0, 0, 0, BLACK, 0)), part.labels)
@@ -35,16 +35,16 @@ def black_beginning() -> Splits:
 
 
 def plain_gradient(inputs: Tensor, labels: Tensor, noise: float, seed: int = 1) -> float:
-    """The norm of the gradient at the recurrent weights, by equations 6 to 8 as they are written.
+    """The gradient norm of the recurrent weights, computed with equations 6 to 8 literally.
 
-    `rbn`'s own layers differ in one thing: while all rows are identical, constant terms pass on no
-    gradient.
+    The layers of `rbn` differ in one way: while all rows of a batch are identical, constant terms
+    pass on no gradient.
 
     Args:
         inputs: ``[T, B, 1]``.
         labels: ``[B]``.
         noise: standard deviation of the initial hidden state.
-        seed: of weights and noise.
+        seed: seed of the weights and the noise.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -68,9 +68,9 @@ def plain_gradient(inputs: Tensor, labels: Tensor, noise: float, seed: int = 1) 
     return float(gradient.norm())
 
 
-def no_noise(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
-    """Images that all begin with the same black pixels, with noise in the first state or none."""
-    splits = black_beginning()
+def no_noise(seeds: int, steps: int) -> Finding:
+    """Train on images with identical first pixels, with and without noise in the first state."""
+    splits = digits_after_black_pixels()
     batch = splits.train.first(100)
     rows, plain = [], {}
     for noise in (0.1, 0.0):
@@ -79,25 +79,22 @@ def no_noise(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         first, right, bad = [], [], 0
         for seed in range(1, seeds + 1):
             task = build.build(config, seed, CPU, loaded=splits)
-            trace = fit(task, config, steps, tick)
+            trace = fit(task, config, steps)
             first.append(trace.norms[0])
-            bad += trace.bad
+            bad += trace.non_finite
             right.append(task.evaluate()["valid_batch"])
         accuracies = f"{100 * mean(right):.1f}"
         norms = f"{mean(first):.2g}"
         rows.append((f"{noise:g}", f"{plain[noise]:.2g}", norms, str(bad), accuracies))
     explodes = not math.isfinite(plain[0.0]) or plain[0.0] > 1e3 * plain[0.1]
     outcome = (
-        "Without noise the gradient of the equations as they are written explodes, as the paper "
-        "says. "
+        "Without noise the gradient of the literal equations explodes, as the paper says. "
         if explodes
-        else "Without noise the gradient of the equations as they are written stays of the size "
-        "that it has with noise. "
+        else "Without noise the gradient of the literal equations is as large as with noise. "
     )
     outcome += (
         "The layers of rbn pass no gradient through constant terms while all rows are identical: "
-        f"there, {rows[1][3]} of {seeds * steps} steps without noise had a gradient that was not "
-        "finite."
+        f"{rows[1][3]} of {seeds * steps} of their steps without noise had a non-finite gradient."
     )
     return Finding(
         "no-noise",
@@ -107,7 +104,7 @@ def no_noise(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         f"{steps} steps each. The gradient is that of the first minibatch.",
         (
             *("noise", "norm at W_h, equations 6 to 8", "norm of all gradients, rbn.BatchNormLSTM"),
-            *("steps not finite", "validation accuracy, % (batch statistics)"),
+            *("non-finite steps", "validation accuracy, % (batch statistics)"),
         ),
         tuple(rows),
         outcome,
@@ -115,13 +112,13 @@ def no_noise(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
     )
 
 
-class StartedByData(nn.Module):
-    """A classifier whose first hidden state is a function of the sequence.
+class DataInitializedClassifier(nn.Module):
+    """A classifier whose initial hidden state is a linear function of the sequence.
 
     Args:
         model: the classifier.
-        projection: ``[T, H]``, from a sequence of one feature to its first hidden state.
-        mean: of the sequences, ``[T, 1]``, taken away before.
+        projection: ``[T, H]``, maps a sequence of one feature to its initial hidden state.
+        mean: ``[T, 1]``, the mean of the sequences, subtracted before the projection.
         learned: whether the projection is trained.
     """
 
@@ -153,8 +150,8 @@ _STARTS: dict[Start, str] = {
 }
 
 
-def _start_by_data(task: BaseTask, inputs: Tensor, start: Start, seed: int) -> None:
-    """Begin a task's model with its images' mean, or projections as wide as the paper's noise."""
+def _initialize_from_data(task: BaseTask, inputs: Tensor, start: Start, seed: int) -> None:
+    """Initialize the hidden state with the image's mean, or a projection as wide as the noise."""
     model = task.model
     assert isinstance(model, SequenceClassifier)
     hidden: int = model.recurrent.hidden_size  # type: ignore[assignment]
@@ -166,17 +163,17 @@ def _start_by_data(task: BaseTask, inputs: Tensor, start: Start, seed: int) -> N
         projection = torch.randn(len(inputs), hidden, generator=generator)
         centre = inputs.mean(1)
         projection *= NOISE / ((inputs.squeeze(2) - centre).T @ projection).std(0)
-    task.model = StartedByData(model, projection, centre, start == "learned")
+    task.model = DataInitializedClassifier(model, projection, centre, start == "learned")
 
 
 def _standard_error(first: Sequence[float], second: Sequence[float]) -> float:
-    """Of the difference of two means."""
+    """The standard error of the difference of two means."""
     return math.hypot(*(stdev(values) / math.sqrt(len(values)) for values in (first, second)))
 
 
-def data_start(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
-    """Noise in the first state, against first states that are functions of the images."""
-    splits = black_beginning()
+def data_start(seeds: int, steps: int) -> Finding:
+    """Compare noise in the initial state with initial states computed from the images."""
+    splits = digits_after_black_pixels()
     rows, right = [], {}
     for start, name in _STARTS.items():
         noise = NOISE if start == "noise" else 0.0
@@ -185,8 +182,8 @@ def data_start(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         for seed in range(1, seeds + 1):
             task = build.build(config, seed, CPU, loaded=splits)
             if start != "noise":
-                _start_by_data(task, splits.train.inputs, start, seed)
-            fit(task, config, steps, tick)
+                _initialize_from_data(task, splits.train.inputs, start, seed)
+            fit(task, config, steps)
             results.exact_statistics(config, task)
             accuracies.append(100 * task.measure_with("test", "population"))
         right[name] = accuracies
@@ -198,20 +195,20 @@ def data_start(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
     error = _standard_error(noisy, best) if seeds > 1 else 0.0
     if seeds == 1:
         outcome = (
-            f"The best of the others is {behind:+.1f} points from noise; one seed does not say "
-            "whether that is more than chance."
+            f"The best of the others differs from noise by {behind:+.1f} points; one seed cannot "
+            "tell whether that is more than chance."
         )
     elif behind < 0:
-        outcome = f"Noise is {-behind:.1f} points before them: it does not hurt, as the paper says."
+        outcome = f"Noise is {-behind:.1f} points better: it does not hurt, as the paper says."
     else:
-        told = (
-            "here noise does hurt"
+        verdict = (
+            "here noise hurts"
             if behind > 2 * error
-            else f"{seeds} seeds do not tell whether noise hurts at all"
+            else f"{seeds} seeds are too few to tell whether noise hurts"
         )
         outcome = (
             f"Noise is {behind:.1f} points behind the best of them, with a standard error of "
-            f"{error:.1f}: {told}."
+            f"{error:.1f}: {verdict}."
         )
     return Finding(
         "data-start",
@@ -219,7 +216,7 @@ def data_start(seeds: int, steps: int, tick: Tick | None = None) -> Finding:
         "ways of initializing it (section 5.1, which does not say which ways; the authors' code "
         "has the mean of the image).",
         f"BN-LSTMs on the digits in order with {BLACK} black pixels in front, {seeds} seeds, "
-        f"{steps} steps each. The projections begin with a standard deviation of {NOISE:g}.",
+        f"{steps} steps each. The projections start with a standard deviation of {NOISE:g}.",
         ("initial hidden state", "test accuracy, %", "standard deviation over seeds"),
         tuple(rows),
         outcome,

@@ -1,4 +1,4 @@
-"""Lines, panels and figures as numbers, before anything is drawn."""
+"""The numbers of a figure: lines, panels and figures before they are drawn."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Line:
     """One line of a panel.
 
     Attributes:
-        series: what it shows, such as ``BN-LSTM``; lines of one name have one colour.
+        series: what it shows, such as ``BN-LSTM``; lines of the same series share a colour.
         source: ``paper`` or ``ours``.
         x: from left to right.
-        y: as many.
-        low: the lower edge of a band around it, or nothing.
-        high: the upper edge.
-        detail: what sets it apart from another line of ours with the same name.
+        y: the values at `x`.
+        low: lower edge of a band around the line; empty without a band.
+        high: upper edge of the band.
+        detail: distinguishes lines of ours in the same series.
     """
 
     series: str
@@ -62,11 +62,11 @@ class Figure:
 
     Attributes:
         name: such as ``fig3a``.
-        title: in a few words.
-        caption: in sentences.
+        title: a few words.
+        caption: full sentences.
         panels: from left to right.
-        missing: what should be in it and is not there, a phrase each.
-        many: whether its lines are values of one quantity, coloured from dark to bright.
+        missing: a phrase for each line that is still missing.
+        many: whether the lines are values of one quantity, coloured from dark to bright.
     """
 
     name: str
@@ -91,7 +91,7 @@ def thinned(values: Sequence[float], most: int) -> list[int]:
 
 
 def write_csv(panels: Iterable[Panel], path: Path) -> None:
-    """Write every point of every line as a row; the paper's lines only once."""
+    """Write one row for each point; identical lines of the paper only once."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -109,7 +109,7 @@ def write_csv(panels: Iterable[Panel], path: Path) -> None:
 
 
 def read_csv(path: Path) -> dict[str, list[Line]]:
-    """The lines of a file that `write_csv` wrote, by panel; details are part of the names."""
+    """The lines in a file of `write_csv`, by panel. The series includes the detail."""
     points: dict[tuple[str, str, str], list[list[float]]] = {}
     try:
         with path.open(newline="", encoding="utf-8") as file:

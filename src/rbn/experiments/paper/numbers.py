@@ -23,13 +23,13 @@ class Entry:
     """One cell of a table of the paper.
 
     Attributes:
-        place: the data, a key of `rbn.experiments.paper.places.places`.
+        task: a key of `rbn.experiments.paper.paper_tasks.paper_tasks()`.
         model: the recurrent layer or reader.
-        field: of a published result.
-        paper: what the paper reports.
+        field: key of a published result, ``valid`` or ``test``.
+        paper: the number in the paper.
     """
 
-    place: str
+    task: str
     model: str
     field: str
     paper: float
@@ -42,10 +42,10 @@ class Table:
     Attributes:
         name: such as ``table2``.
         title: what is measured.
-        unit: what a number is.
-        percent: whether results are parts of 1 and the table's numbers percent.
-        digits: after the point.
-        entries: the paper's own models.
+        unit: the unit of its numbers.
+        percent: whether results are fractions and the table's numbers percentages.
+        digits: decimals.
+        entries: the paper's numbers.
     """
 
     name: str
@@ -60,8 +60,8 @@ class Table:
         return 100 * value if self.percent else value
 
 
-def _error_rates(place: str, field: str, *pairs: tuple[str, float]) -> tuple[Entry, ...]:
-    return tuple(Entry(place, model, field, paper) for model, paper in pairs)
+def _error_rates(task: str, field: str, *pairs: tuple[str, float]) -> tuple[Entry, ...]:
+    return tuple(Entry(task, model, field, paper) for model, paper in pairs)
 
 
 TABLES = {

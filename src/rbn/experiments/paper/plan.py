@@ -1,4 +1,4 @@
-"""The runs that each table and figure needs, by settings and seed."""
+"""The runs that each table and figure needs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FIGURE_TARGETS = (
 FINDING_TARGETS = ("shared-stats", "small-gamma", "no-noise", "data-start")
 TARGETS = (*TABLE_TARGETS, *FIGURE_TARGETS, *FINDING_TARGETS)
 RECIPES = ("short", "paper", "quick")
-SHORT = ("rmsprop", "short")  # tags of the recipe short, the first that a task has a config of
+SHORT = ("rmsprop", "short")  # tags of the recipe short; a task uses the first it has
 SWEEP = (0.1, 0.3, 0.5, 0.7, 1.0)  # initial gammas of Figure 6
-QUESTIONS = ("cnn-built", "cnn")  # made from articles, and the paper's archive
+QUESTIONS = ("cnn-built", "cnn")  # built from articles; the paper's archive
 READERS = ("lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
-ONE_SEED = ("fig3b", "fig5", "fig6")  # lines of one model each, as in the paper
+ONE_SEED = ("fig3b", "fig5", "fig6")  # one run for each line, as in the paper
 
 _BOTH = ("lstm", "bn-lstm")
 _QUICK_TEXT = ("epochs=1", "length=100", "evaluate_every=40")
@@ -36,8 +36,8 @@ _QUICK = {
     "cnn-full": ("cloze", "cloze", ("tag=quick", "epochs=2", "evaluate_every=20")),
 }
 _QUICK_SWEEP: dict[str, tuple[str, ...]] = {"pmnist": ("epochs=4",), "ptb": ()}
-# Figure 6 compares learning curves at a constant rate; its first part is enough for that.
-# On images the rule is that of the authors' code, a decay of 0.5.
+# Figure 6 compares learning curves at a constant rate, for which the first epochs are enough.
+# On images the optimizer is that of the authors' code, with a decay of 0.5.
 _SWEEP = {
     "pmnist": ("epochs=40", "optimizer.alpha=0.5", "optimizer.momentum=0"),
     "ptb": ("epochs=8", "patience=null"),
@@ -46,13 +46,13 @@ _SWEEP = {
 
 @dataclass(frozen=True)
 class Job:
-    """Runs of one model with one set of settings; a seed makes it a run.
+    """Settings of a model, without a seed.
 
     Attributes:
-        task: what is learned.
+        task: name of the task.
         model: the recurrent layer or reader.
         base: name of the config.
-        settings: changes to it, as ``key=value``.
+        settings: changes to the config, as ``key=value``.
     """
 
     task: str
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def command(self) -> str:
-        """The command for the same run, without the seed."""
+        """The command that trains it, without the seed."""
         base = "" if self.base == self.task else f" --config {self.base}"
         changes = "".join(f" --set {setting}" for setting in self.settings)
         return f"rbn train {self.task} --model {shlex.quote(self.model)}{base}{changes}"
@@ -95,7 +95,7 @@ class Run:
         return (self.folder / "final.safetensors").exists()
 
     def result_in(self, results: Iterable[Result]) -> Result | None:
-        """Its published result, if there is one."""
+        """The published result of this run, if there is one."""
         wanted = (self.config.task, self.config.model, self.config.tag, self.seed)
         for result in results:
             if (result.task, result.model, result.tag, result.seed) == wanted:
@@ -104,7 +104,7 @@ class Run:
 
 
 def jobs(target: str, recipe: str = "short", questions: str = QUESTIONS[0]) -> list[Job]:
-    """The runs that a target is made of; none for those that are computed without training."""
+    """The runs that a target needs; none for targets that need no training."""
     if target not in TARGETS:
         raise ValueError(f"target must be one of {', '.join(TARGETS)} or all, got {target!r}")
     if recipe not in RECIPES:
@@ -124,28 +124,32 @@ def jobs(target: str, recipe: str = "short", questions: str = QUESTIONS[0]) -> l
         "fig4b": (("cnn-full",), ("lstm", "bn-e**")),
     }
     if target == "fig6":
-        return [_sweep_job(place, gamma, recipe) for place in ("pmnist", "ptb") for gamma in SWEEP]
+        return [
+            _sweep_job(paper_task, gamma, recipe)
+            for paper_task in ("pmnist", "ptb")
+            for gamma in SWEEP
+        ]
     tasks, models = wanted.get(target, ((), ()))
-    return [_job(place, model, recipe, questions) for place in tasks for model in models]
+    return [_job(paper_task, model, recipe, questions) for paper_task in tasks for model in models]
 
 
-def _job(place: str, model: str, recipe: str, questions: str) -> Job:
+def _job(paper_task: str, model: str, recipe: str, questions: str) -> Job:
     if recipe == "quick":
-        task, base, settings = _QUICK[place]
+        task, base, settings = _QUICK[paper_task]
         return Job(task, model, base, settings)
-    if place in ("cnn", "cnn-full"):
-        return Job(questions, model, questions + place.removeprefix("cnn"))
+    if paper_task in ("cnn", "cnn-full"):
+        return Job(questions, model, questions + paper_task.removeprefix("cnn"))
     known = configs.names() if recipe == "short" else []
-    short = (name for tag in SHORT if (name := f"{place}-{tag}") in known)
-    return Job(place, model, next(short, place))
+    short = (name for tag in SHORT if (name := f"{paper_task}-{tag}") in known)
+    return Job(paper_task, model, next(short, paper_task))
 
 
-def _sweep_job(place: str, gamma: float, recipe: str) -> Job:
+def _sweep_job(paper_task: str, gamma: float, recipe: str) -> Job:
     own = (f"tag=gamma-{gamma:g}", f"normalization.gamma={gamma:g}")
     if recipe == "quick":
-        task, base, settings = _QUICK[place]
-        return Job(task, "bn-lstm", base, (*settings, *_QUICK_SWEEP[place], *own))
-    return Job(place, "bn-lstm", place, (*_SWEEP[place], *own))
+        task, base, settings = _QUICK[paper_task]
+        return Job(task, "bn-lstm", base, (*settings, *_QUICK_SWEEP[paper_task], *own))
+    return Job(paper_task, "bn-lstm", paper_task, (*_SWEEP[paper_task], *own))
 
 
 def needed(
@@ -156,14 +160,14 @@ def needed(
     precision: str | None = None,
     questions: str = QUESTIONS[0],
 ) -> list[Run]:
-    """All runs of some targets, each once; of `ONE_SEED` the first seed alone.
+    """All runs of some targets, each once. Targets in `ONE_SEED` need only the first seed.
 
     Args:
-        targets: names.
+        targets: names of targets.
         recipe: ``short``, ``paper`` or ``quick``.
-        seeds: how many, from 1.
-        folder: where the runs' folders are.
-        precision: of all, instead of the config's.
+        seeds: number of seeds; the first is 1.
+        folder: parent of the run folders.
+        precision: overrides the config's.
         questions: task of the readers, one of `QUESTIONS`.
     """
     unique: dict[tuple[Job, int], Run] = {}
@@ -175,6 +179,6 @@ def needed(
                 job = Job(job.task, job.model, job.base, changed)
             config = job.config()
             for seed in range(1, 2 if one else seeds + 1):
-                place = folder / config.task / f"{config.name}-seed{seed}"
-                unique.setdefault((job, seed), Run(job, config, seed, place))
+                run_folder = folder / config.task / f"{config.name}-seed{seed}"
+                unique.setdefault((job, seed), Run(job, config, seed, run_folder))
     return list(unique.values())

@@ -1,4 +1,4 @@
-"""Reads published results: ``TASK/MODEL[-TAG]-seedN.json`` and the learning curves."""
+"""Reads published results: ``TASK/MODEL[-TAG]-seedN.json`` and their learning curves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One run's result and its learning curve."""
+    """The result and the learning curve of a run."""
 
     path: Path
     values: dict[str, Any]
@@ -33,7 +33,7 @@ class Result:
 
     @property
     def task(self) -> str:
-        """The task."""
+        """Name of the task."""
         return str(self.values["task"])
 
     @property
@@ -43,12 +43,12 @@ class Result:
 
     @property
     def tag(self) -> str:
-        """The variant."""
+        """Name of the variant; empty for the paper's settings."""
         return str(self.values["tag"])
 
     @property
     def seed(self) -> int:
-        """Of weights and order."""
+        """Seed of the weights and the data order."""
         return int(self.values["seed"])
 
     @property
@@ -80,7 +80,7 @@ class Result:
 
     @property
     def minutes(self) -> float:
-        """Wall time of training, evaluations included."""
+        """Wall time of the training, including evaluations."""
         return float(self.values["seconds"]) / 60
 
 
@@ -98,7 +98,7 @@ def read_results(folder: Path) -> list[Result]:
 
 
 def _check(values: dict[str, Any]) -> None:
-    """Refuse values of the wrong type, as in an edited file."""
+    """Reject values of the wrong type, as in an edited file."""
     for name, kinds in _NEEDED.items():
         if not isinstance(values[name], kinds) or isinstance(values[name], bool):
             raise ValueError(f"its {name} is {values[name]!r}")
@@ -115,7 +115,7 @@ def _check(values: dict[str, Any]) -> None:
 
 
 def finished(results: Sequence[Result]) -> list[Result]:
-    """The results that did not diverge; all if all of them did."""
+    """The results that did not diverge; all results if all diverged."""
     return [result for result in results if result.diverged_at is None] or list(results)
 
 
@@ -129,7 +129,7 @@ def _curve(path: Path) -> tuple[dict[str, float], ...]:
             if absent:
                 raise ValueError(f"it has no column {', '.join(absent)}")
             return tuple(
-                # A run that went on with a newer version lacks them in its first rows.
+                # A run resumed with a newer version lacks these in its first rows.
                 {k: float(v) for k, v in row.items() if v or k not in NATS}
                 for row in rows
             )
@@ -140,9 +140,9 @@ def _curve(path: Path) -> tuple[dict[str, float], ...]:
 def mean_curve(
     results: Sequence[Result], field: str, series: str, detail: str = "", factor: float = 1.0
 ) -> Line | None:
-    """One field of the learning curves, mean over the runs and range, at steps all of them have.
+    """Mean and range over runs of one field of the learning curves, at their common steps.
 
-    Of runs that have it: those published before it was recorded are left out.
+    Runs published before the field was recorded are left out; None if no run has it.
     """
     known = ([row for row in result.curve if field in row] for result in results)
     curves = [{row["step"]: row[field] * factor for row in rows} for rows in known if rows]
@@ -163,10 +163,10 @@ def mean_curve(
 
 
 def mean_line(lines: Sequence[Line]) -> Line:
-    """The mean and range of lines that share their x."""
+    """Mean and range of lines with the same x."""
     first = lines[0]
     if any(line.x != first.x for line in lines):
-        raise ValueError(f"the lines of {first.series} are not of the same points")
+        raise ValueError(f"the lines of {first.series} have different x")
     columns = list(zip(*(line.y for line in lines), strict=True))
     if len(lines) == 1:
         return first

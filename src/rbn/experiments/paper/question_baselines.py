@@ -1,4 +1,4 @@
-"""Baselines for questions: the share that can be answered, and answers by counting."""
+"""Baselines for questions: how many are answerable, and answers by counting entities."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class QuestionBaselines:
-    """Accuracies, from 0 to 1, on one part of a set of questions.
+    """Accuracies from 0 to 1 on one part of a set of questions.
 
     Attributes:
         task: name of the set.
-        sentences: kept of each document; None: all of it.
+        sentences: number of sentences of each document; None: the whole document.
         part: ``"train"``, ``"valid"`` or ``"test"``.
-        questions: how many.
-        ceiling: the part of the questions whose answer is in the text.
-        frequent: the answer is the entity mentioned most.
-        frequent_unasked: the same among those that are not in the question.
+        questions: number of questions.
+        ceiling: share of the questions whose answer is in the text.
+        frequent: accuracy of the most frequent entity.
+        frequent_unasked: accuracy of the most frequent entity that is not in the question.
     """
 
     task: str
@@ -39,7 +39,7 @@ class QuestionBaselines:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As error rates in percent, one for each of `COLUMNS`."""
+        """The row as text, with error rates in percent; one cell for each of `COLUMNS`."""
         text = "whole documents" if self.sentences is None else f"{self.sentences} sentences"
         rates = (self.ceiling, self.frequent, self.frequent_unasked)
         errors = (f"{100 * (1 - rate):.1f}" for rate in rates)
@@ -47,13 +47,13 @@ class QuestionBaselines:
 
 
 def write_counts(counts: Iterable[QuestionBaselines], command: str, path: Path) -> None:
-    """Write them as ``questions*.json`` into the folder of a task's results."""
+    """Write baselines as ``questions*.json`` into the results folder of a task."""
     content = {"parts": [asdict(each) for each in counts], "command": command}
     write_atomic(path, json.dumps(content, indent=2) + "\n")
 
 
 def read_counts(folder: Path) -> tuple[list[QuestionBaselines], list[str]]:
-    """All counts in a folder of results, and the commands that made them."""
+    """All baselines in a folder of results, and the commands that computed them."""
     counts: list[QuestionBaselines] = []
     commands = []
     for path in sorted(folder.glob("*/questions*.json")):
@@ -62,5 +62,5 @@ def read_counts(folder: Path) -> tuple[list[QuestionBaselines], list[str]]:
             counts += [QuestionBaselines(**each) for each in content["parts"]]
             commands.append(str(content["command"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} does not hold counts of questions: {error}") from error
+            raise ValueError(f"{path} does not contain question baselines: {error}") from error
     return counts, commands

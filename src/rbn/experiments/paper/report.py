@@ -1,18 +1,22 @@
-"""The report: the paper's tables and figures with ours, as HTML and Markdown."""
+"""The report: a fair comparison of the models, then the paper's results next to ours."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import mean
 
 from rbn.experiments.config import flat
-from rbn.experiments.paper import curves, differences, question_baselines, tables
+from rbn.experiments.paper import comparison, curves, differences, question_baselines, tables
 from rbn.experiments.paper.document import (
     Block,
+    Card,
+    Cards,
+    Fold,
     Grid,
     Heading,
     Image,
@@ -22,34 +26,63 @@ from rbn.experiments.paper.document import (
     markdown_page,
 )
 from rbn.experiments.paper.draw import draw
-from rbn.experiments.paper.figures import Shelf, figure
+from rbn.experiments.paper.figures import figure
 from rbn.experiments.paper.finding import read_findings
 from rbn.experiments.paper.lines import Figure
 from rbn.experiments.paper.numbers import NAMES, TABLES
 from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS, QUESTIONS, Job, jobs
 from rbn.experiments.paper.published import Result
+from rbn.experiments.paper.result_set import ResultSet
 from rbn.experiments.paper.tables import Row
 from rbn.training.atomic_files import write_atomic
 
-_CURVES = {"cnn": "fig4a", "cnn-full": "fig4b"}  # of the paper's readers
 TITLE = "Recurrent Batch Normalization: the paper's results and ours"
+_COLUMNS = ("model", "paper", "ours", "difference", "runs", "time of a run", "settings")
+_PARTS = {"valid": "validation", "test": "test"}
+_READER_FIGURES = {"cnn": "fig4a", "cnn-full": "fig4b"}
 
 
-def write_report(shelf: Shelf, folder: Path) -> list[Path]:
-    """Write ``index.html``, ``report.md`` and the figures; lists what is missing."""
+@dataclass(frozen=True)
+class _Section:
+    """A task's part of the report: its tables, a visible figure and folded ones."""
+
+    title: str
+    tables: tuple[str, ...]
+    visible: tuple[str, ...] = ()
+    folded: tuple[str, ...] = ()
+
+
+_SECTIONS = (
+    _Section("Pixel-by-pixel MNIST", ("table1",), visible=("fig2",)),
+    _Section("Penn Treebank", ("table2",), folded=("fig3a", "fig3b")),
+    _Section("text8", ("table3",)),
+    _Section("Attentive Reader", ("table4", "fig4a"), folded=("fig4a", "fig4b")),
+)
+_OTHER_FIGURES = ("fig1a", "fig1b", "fig5", "fig6")
+
+
+def write_report(results: ResultSet, folder: Path, compared: Path | None = None) -> list[Path]:
+    """Write ``index.html``, ``report.md`` and the figures.
+
+    Args:
+        results: the published results.
+        folder: where to write; created if needed.
+        compared: the ``comparison.csv`` of ``benchmarks/compare_rates.py``.
+
+    Returns:
+        The files written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = {n: tables.rows(t, shelf.places, shelf.results) for n, t in TABLES.items()}
-    figures = [figure(name, shelf) for name in FIGURE_TARGETS]
-    written = [path for each in figures if each.has_ours for path in draw(each, folder)]
+    rows = {n: tables.rows(t, results.tasks, results.runs) for n, t in TABLES.items()}
+    figures = {name: figure(name, results) for name in FIGURE_TARGETS}
+    written = [path for each in figures.values() if each.has_ours for path in draw(each, folder)]
+    images = {n: _image(f, folder) for n, f in figures.items() if f.has_ours}
     blocks: list[Block] = [
-        *_summary(rows),
-        *_tables(rows),
-        *_baselines(shelf, rows),
-        *_figures(figures, folder),
-        *_findings(shelf),
-        *_differences(shelf),
-        *_missing(rows, figures, shelf),
-        *_machines(shelf),
+        *_headline(rows),
+        *_fair_comparison(results, compared),
+        *_paper_and_ours(results, rows, images),
+        *_more(results, images),
+        *_methods(results, rows, list(figures.values())),
     ]
     page, text = folder / "index.html", folder / "report.md"
     write_atomic(page, html_page(TITLE, blocks))
@@ -57,219 +90,331 @@ def write_report(shelf: Shelf, folder: Path) -> list[Path]:
     return [page, text, *written]
 
 
-def _summary(rows: dict[str, list[Row]]) -> list[Block]:
-    sentences = []
+def _headline(rows: dict[str, list[Row]]) -> list[Block]:
+    """The introduction and the most important numbers."""
+    cards = []
     for table_rows in rows.values():
-        trained: dict[str, list[Row]] = {}
-        for row in table_rows:
-            if row.results and row.entry.field == "test":
-                trained.setdefault(row.place.title_of(row.results), []).append(row)
-        for place, same in trained.items():
-            first = _compared(same)
-            ours = ", ".join(f"{NAMES[m]} {first[m].said}" for m in sorted(first, reverse=True))
-            paper = ", ".join(
-                f"{NAMES[m]} {first[m].entry.paper:g}" for m in sorted(first, reverse=True)
-            )
-            unit, row = same[0].table.unit, same[0]
-            same_data = row.place.stand_in or row.place.is_papers(row.results)
-            whose = "the paper" if same_data else "the paper, on other data"
-            names = ", ".join(dict.fromkeys(row.settings for row in first.values()))
-            sentences.append(f"{place} ({names}), {unit}: {ours} ({whose}: {paper}).")
-    if not sentences:
+        tested = [row for row in table_rows if row.results and row.entry.field == "test"]
+        for title, same in _by_title(tested).items():
+            chosen = _comparable(same)
+            paper_data = same[0].task.stand_in or same[0].task.uses_paper_data(same[0].results)
+            names = ", ".join(dict.fromkeys(row.settings for row in chosen.values()))
+            note = f"Settings: {names}." + ("" if paper_data else " The paper uses other data.")
+            numbers = [
+                (NAMES[model], chosen[model].summary, f"{chosen[model].entry.paper:g}")
+                for model in sorted(chosen, reverse=True)
+            ]
+            cards.append(Card(_sentence(title), same[0].table.unit, numbers, note))
+    if not cards:
         return [Paragraph("No run of the paper's tasks has been published yet.")]
     return [
         Paragraph(
-            "Cooijmans et al., Recurrent Batch Normalization (ICLR 2017, arXiv:1603.09025), done "
-            "again with rbn. Ours are means over seeds with their standard deviation, of two "
-            "with their range, measured on the test set with population statistics. Runs that "
-            "diverged do not count where others did not; they are named beside, with the best "
-            "model they had before, or, where they have no file, in docs/experiments.md."
+            "A reproduction of Cooijmans et al., Recurrent Batch Normalization (ICLR 2017, "
+            "arXiv:1603.09025). Our numbers are means over seeds with their standard deviation "
+            "(the range for two seeds) on the test set, with population statistics. Diverged runs "
+            "do not count if other seeds finished; the tables list them with their best result "
+            "before diverging, and docs/experiments.md those without a file."
         ),
-        Items(sentences),
+        Cards(cards),
     ]
 
 
-def _compared(rows: Sequence[Row]) -> dict[str, Row]:
+def _by_title(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.task.title_of(row.results), []).append(row)
+    return groups
+
+
+def _comparable(rows: Sequence[Row]) -> dict[str, Row]:
     """The rows of a task to compare, by model."""
     results = [result for row in rows for result in row.results]
     models = dict.fromkeys(row.entry.model for row in rows)
-    shown = rows[0].place.shown(results, models)
+    chosen = rows[0].task.comparable(results, models)
     return {
-        row.entry.model: row for row in rows if row.settings == shown[row.entry.model][0].settings
+        row.entry.model: row for row in rows if row.settings == chosen[row.entry.model][0].settings
     }
 
 
-def _tables(rows: dict[str, list[Row]]) -> list[Block]:
-    blocks: list[Block] = [Heading("Tables")]
-    for name, table_rows in rows.items():
-        if not any(row.results for row in table_rows):
-            continue
-        table = TABLES[name]
-        cells = [row.cells for row in table_rows]
-        blocks.append(Grid(f"{_titled(name)}: {table.title}; {table.unit}", tables.COLUMNS, cells))
-        commands = dict.fromkeys(row.command for row in table_rows if row.results)
-        blocks += [
+def _fair_comparison(results: ResultSet, path: Path | None) -> list[Block]:
+    rows = comparison.read_comparison(path) if path else []
+    found = comparison.compare(rows, results.runs)
+    if not found:
+        return []
+    cells: list[Sequence[str]] = []
+    for each in found:
+        cells += [(each.title,), *each.rows]
+    blocks: list[Block] = [
+        Heading("What does normalization buy you?"),
+        Paragraph(
+            "Every model with the same number of steps and the same tuning budget, at the learning "
+            "rate with the best validation result. Compare models within a task: several runs "
+            "shared the GPU, so times of different tasks are not comparable."
+        ),
+        Items([each.verdict for each in found]),
+        Grid("Fair comparison, test results", comparison.COLUMNS, cells),
+    ]
+    details: list[Block] = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        columns, grid = comparison.rate_table(rows, task)
+        if grid:
+            details.append(Grid(f"{comparison.task_title(task)}, by learning rate", columns, grid))
+    if details:
+        gpus = ", ".join(dict.fromkeys(row["gpu"] for row in rows if row.get("gpu")))
+        versions = ", ".join(dict.fromkeys(row["torch"] for row in rows if row.get("torch")))
+        commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if row.get("commit")))
+        note = f"One seed. {gpus}, torch {versions}, commits {commits}. On MNIST in order only the "
+        note += "BN-LSTM has noise on its first hidden state, as in the authors' code. "
+        note += "Every run: benchmarks/results/comparison.csv."
+        commands = comparison.commands(rows)
+        details += [
+            Paragraph(" ".join((note, *comparison.exceptions(rows)))),
             Paragraph("Reproduce:"),
-            Items([*_again(name, table_rows), *commands], code=True),
+            Items(commands, code=True),
         ]
+        blocks.append(Fold("All learning rates and commands", details))
+    readers = [run for run in results.runs if run.tag == comparison.READER_TAG]
+    if readers:
+        trained = dict.fromkeys(_command(readers, run.model) for run in readers)
+        blocks.append(Fold("Commands of the reader", [Items(list(trained), code=True)]))
     return blocks
 
 
-def _baselines(shelf: Shelf, rows: dict[str, list[Row]]) -> list[Block]:
+def _command(runs: Sequence[Result], model: str) -> str:
+    """The command that trains all seeds of a model."""
+    own = [run for run in runs if run.model == model]
+    seeds = ",".join(str(seed) for seed in sorted(run.seed for run in own))
+    return re.sub(r" --seeds? \S+", "", str(own[0].values["command"])) + f" --seeds {seeds}"
+
+
+def _paper_and_ours(
+    results: ResultSet, rows: dict[str, list[Row]], images: dict[str, Image]
+) -> list[Block]:
+    blocks: list[Block] = []
+    for section in _SECTIONS:
+        found = _section(section, results, rows, images)
+        if found:
+            blocks += [Heading(section.title, 3), *found]
+    if not blocks:
+        return []
+    note = (
+        "The tables show the settings closest to the paper's; the folded ones show all settings. "
+        "In the figures, solid lines are ours and dashed lines the paper's, read from its figures. "
+        "A band spans our seeds. The numbers of every line are in the figure's CSV file."
+    )
+    return [Heading("The paper and ours"), Paragraph(note), *blocks]
+
+
+def _section(
+    section: _Section, results: ResultSet, rows: dict[str, list[Row]], images: dict[str, Image]
+) -> list[Block]:
+    blocks: list[Block] = [images[name] for name in section.visible if name in images]
+    folds: list[Block] = [
+        Fold(images[name].title, [images[name]]) for name in section.folded if name in images
+    ]
+    for name in section.tables:
+        table_rows = rows[name]
+        if not any(row.results for row in table_rows):
+            continue
+        blocks += _main_tables(table_rows)
+        table = TABLES[name]
+        caption = f"{_label(name)}: {table.title}; {table.unit}"
+        commands = dict.fromkeys(row.command for row in table_rows if row.results)
+        folds.append(
+            Fold(
+                f"{_label(name)}: all settings and commands",
+                [
+                    Grid(caption, tables.COLUMNS, [row.cells for row in table_rows]),
+                    Paragraph("Reproduce:"),
+                    Items([*_reproduce_commands(name, table_rows), *commands], code=True),
+                ],
+            )
+        )
+    if "table4" in section.tables:
+        folds += _baselines(results, rows)
+    return [*blocks, *folds]
+
+
+def _main_tables(rows: Sequence[Row]) -> list[Block]:
+    """A table for each task, with the settings to compare."""
+    blocks: list[Block] = []
+    table = rows[0].table
+    both = len({row.entry.field for row in rows}) > 1
+    for title, same in _by_title(rows).items():
+        if not any(row.results for row in same):
+            continue
+        cells = []
+        for field in dict.fromkeys(row.entry.field for row in same):
+            trained = [row for row in same if row.entry.field == field and row.results]
+            absent = [row for row in same if row.entry.field == field and not row.results]
+            for row in (*_comparable(trained).values(), *absent):
+                model = NAMES[row.entry.model] + (f", {_PARTS[field]}" if both else "")
+                cells.append((model, *row.cells[3:8], row.settings))
+        part = "" if both else f"{_PARTS[same[0].entry.field]} "
+        blocks.append(Grid(f"{_sentence(title)}: {part}{table.unit}", _COLUMNS, cells))
+    return blocks
+
+
+def _sentence(text: str) -> str:
+    """Text with a capital first letter, except for names of tasks such as text8."""
+    return text if text.startswith(("text8", "cnn")) else text[:1].upper() + text[1:]
+
+
+def _baselines(results: ResultSet, rows: dict[str, list[Row]]) -> list[Block]:
     """The baselines for the readers' error rates."""
-    counts, commands = question_baselines.read_counts(shelf.folder)
+    counts, commands = question_baselines.read_counts(results.folder)
     if not counts:
         return []
-    title = "Questions answered without reading; error rate, %"
+    title = "Baselines without reading; error rate, %"
     note = (
-        "Of equally frequent entities the first is taken. No reader of the text can err less often "
-        "than the answer is not in it; the paper's four sentences lack it in 43% of its questions."
+        "The most frequent entity is the first of those with the same count. No reader can have a "
+        "lower error rate than the share of answers that are not in the text; in the paper's four "
+        "sentences 43% of the answers are missing."
     )
-    return [
+    blocks: list[Block] = [
         Grid(title, question_baselines.COLUMNS, [each.cells for each in counts]),
-        Paragraph(note + _unlearned(rows, counts)),
+        Paragraph(note + _worse_than_baseline(rows, counts)),
         Paragraph("Reproduce:"),
         Items(commands, code=True),
     ]
+    return [Fold(title, blocks)]
 
 
-def _unlearned(
+def _worse_than_baseline(
     rows: dict[str, list[Row]], counts: Sequence[question_baselines.QuestionBaselines]
 ) -> str:
-    """A sentence that names the readers with a higher error rate than counting."""
+    """A sentence that names the readers with a higher error rate than the baselines."""
     named = []
     for row in (row for table_rows in rows.values() for row in table_rows if row.results):
         first, ours = row.results[0], mean(row.values)
         sentences = first.config.get("data", {}).get("sentences")
         for each in counts:
             if (each.task, each.sentences, each.part) == (first.task, sentences, row.entry.field):
-                least = 100 * (1 - max(each.frequent, each.frequent_unasked))
-                if ours > least:
-                    theirs = curves.paper_lines(_CURVES[row.entry.place])
-                    last = theirs[f"{row.cells[1]} valid"].x[-1]
-                    steps = f"{first.values['steps']:,} steps, the paper's {last:,.0f}"
-                    comparison = f"{ours:.1f} against {least:.1f}; {steps}"
-                    named.append(f"{row.cells[1]} on {row.cells[0]} ({comparison})")
-    return (
-        f" Readers that err more often than the better of both: {'; '.join(named)}."
-        if named
-        else ""
-    )
+                baseline = 100 * (1 - max(each.frequent, each.frequent_unasked))
+                if ours > baseline:
+                    paper = curves.paper_lines(_READER_FIGURES[row.entry.task])
+                    last = paper[f"{row.cells[1]} valid"].x[-1]
+                    steps = f"{first.values['steps']:,} steps, paper {last:,.0f}"
+                    compared = f"{ours:.1f} against {baseline:.1f}; {steps}"
+                    named.append(f"{row.cells[1]} on {row.cells[0]} ({compared})")
+    if not named:
+        return ""
+    return f" Readers with a higher error rate than the better baseline: {'; '.join(named)}."
 
 
-def _again(name: str, rows: Sequence[Row]) -> list[str]:
-    """The commands that make rows of a recipe, in their precision where it is one.
+def _reproduce_commands(name: str, rows: Sequence[Row]) -> list[str]:
+    """The ``rbn reproduce`` commands for the rows of a recipe, with their precision.
 
-    Rows with settings of their own are left to the commands of their results.
+    Rows with other settings have their own commands.
     """
     commands: dict[str, str] = {}  # by the settings of their rows
     for recipe, questions in product(("short", "paper"), QUESTIONS):
-        made = {(job.model, job.base): job for job in jobs(name, recipe, questions)}
+        recipe_jobs = {(job.model, job.base): job for job in jobs(name, recipe, questions)}
         results = [
             result
             for row in rows
             for result in row.results
-            if (job := made.get((result.model, row.settings))) and _made_by(job, result)
+            if (job := recipe_jobs.get((result.model, row.settings))) and _matches(job, result)
         ]
         if not results:
             continue
         command = f"rbn reproduce {name}"
         command += " --recipe paper" if recipe == "paper" else ""
         command += f" --questions {questions}" if results[0].task == QUESTIONS[1] else ""
-        shown = ", ".join(dict.fromkeys(result.settings for result in results))
+        settings = ", ".join(dict.fromkeys(result.settings for result in results))
         precisions = {str(result.config.get("precision")) for result in results}
         if len(precisions) > 1:
-            shown += ", all in 32-true"
+            settings += ", all in 32-true"
         elif precisions != {"32-true"}:
             command += f" --precision {precisions.pop()}"
-        commands.setdefault(shown, f"{command}  # {shown}")
+        commands.setdefault(settings, f"{command}  # {settings}")
     return list(commands.values())
 
 
-def _made_by(job: Job, result: Result) -> bool:
-    """Whether a result has the settings of a recipe's job, in any precision."""
+def _matches(job: Job, result: Result) -> bool:
+    """Whether a result has the settings of a job, in any precision."""
     theirs, ours = flat(json.loads(job.config().to_json())), flat(result.config)
     return all(ours.get(key) == theirs.get(key) for key in {*ours, *theirs} - {"precision"})
 
 
-def _titled(name: str) -> str:
+def _label(name: str) -> str:
     kind = "Table" if name.startswith("table") else "Figure"
     return f"{kind} {name.removeprefix('table').removeprefix('fig')}"
 
 
-def _figures(figures: Sequence[Figure], folder: Path) -> list[Block]:
-    blocks: list[Block] = [
-        Heading("Figures"),
-        Paragraph(
-            "Solid lines are ours, dashed ones the paper's, read from its figures; a band spans "
-            "our seeds. The numbers of every line are in a CSV file of the figure's name."
-        ),
+def _image(found: Figure, folder: Path) -> Image:
+    caption = found.caption
+    if found.missing:
+        caption += f" Still missing: {'; '.join(found.missing)}."
+    title = f"{_label(found.name)}: {found.title}"
+    paths = folder / f"{found.name}.svg", folder / f"{found.name}.csv"
+    return Image(*paths, title, caption, large=len(found.panels) > 1)
+
+
+def _more(results: ResultSet, images: dict[str, Image]) -> list[Block]:
+    """The paper's other figures, and its claims without a figure."""
+    folds: list[Block] = [
+        Fold(images[name].title, [images[name]]) for name in _OTHER_FIGURES if name in images
     ]
-    for each in figures:
-        if each.has_ours:
-            caption = each.caption
-            if each.missing:
-                caption += f" Not there yet: {'; '.join(each.missing)}."
-            title = f"{_titled(each.name)}: {each.title}"
-            paths = folder / f"{each.name}.svg", folder / f"{each.name}.csv"
-            blocks.append(Image(*paths, title, caption, large=len(each.panels) > 1))
-    return blocks
-
-
-def _findings(shelf: Shelf) -> list[Block]:
-    findings = read_findings(shelf.folder)
-    if not findings:
-        return []
-    blocks: list[Block] = [Heading("Statements without a figure")]
-    for each in findings:
-        blocks.append(Grid(each.statement, each.columns, each.rows))
+    for each in read_findings(results.folder):
         details = f"{each.setup} {each.outcome} ({each.command}; {each.seconds:.0f} s, "
-        blocks.append(Paragraph(f"{details}{each.versions}.)"))
-    return blocks
+        text = Paragraph(f"{details}{each.versions}.)")
+        table = Grid(each.statement, each.columns, each.rows)
+        folds.append(Fold(f"Claim: {each.statement}", [table, text]))
+    return [Heading("More from the paper"), *folds] if folds else []
 
 
-def _differences(shelf: Shelf) -> list[Block]:
+def _methods(
+    results: ResultSet, rows: dict[str, list[Row]], figures: Sequence[Figure]
+) -> list[Block]:
+    return [
+        Heading("Methods and provenance"),
+        _differences(results),
+        *_missing(rows, figures, results),
+        _machines(results),
+        Paragraph(f"The paper's lines: {curves.source()}"),
+    ]
+
+
+def _differences(results: ResultSet) -> Block:
     own = [
-        result
-        for result in shelf.results
-        if result.gamma_tag is not None or any(p.holds(result) for p in shelf.places.values())
+        run
+        for run in results.runs
+        if run.gamma_tag is not None or any(t.includes(run) for t in results.tasks.values())
     ]
     texts = [*differences.sentences(own), *differences.GENERAL]
     note = "Unless a model is named in parentheses, this holds for all models."
-    return [Heading("What differs from the paper, and why"), Paragraph(note), Items(texts)]
+    return Fold("What differs from the paper, and why", [Paragraph(note), Items(texts)])
 
 
-def _missing(rows: dict[str, list[Row]], figures: Sequence[Figure], shelf: Shelf) -> list[Block]:
+def _missing(
+    rows: dict[str, list[Row]], figures: Sequence[Figure], results: ResultSet
+) -> list[Block]:
     texts = []
     for name, table_rows in rows.items():
         absent = [row for row in table_rows if not row.results]
-        if absent and name not in FIGURE_TARGETS:  # those are named below
+        if absent and name not in FIGURE_TARGETS:  # figures are listed below
             of = ", ".join(
-                dict.fromkeys(f"{NAMES[row.entry.model]} on {row.place.title}" for row in absent)
+                dict.fromkeys(f"{NAMES[row.entry.model]} on {row.task.title}" for row in absent)
             )
-            texts.append(f"{_titled(name)}: {of}. rbn reproduce {name}")
+            texts.append(f"{_label(name)}: {of}. rbn reproduce {name}")
     for each in figures:
         if each.missing and not each.has_ours:
             few = "; ".join(each.missing[:4])
             more = f" and {len(each.missing) - 4} more" if len(each.missing) > 4 else ""
-            texts.append(f"{_titled(each.name)}: {few}{more}. rbn reproduce {each.name}")
-    done = {finding.name for finding in read_findings(shelf.folder)}
+            texts.append(f"{_label(each.name)}: {few}{more}. rbn reproduce {each.name}")
+    done = {finding.name for finding in read_findings(results.folder)}
     texts += [f"The finding {n}. rbn reproduce {n}" for n in FINDING_TARGETS if n not in done]
-    return [Heading("What is not there yet"), Items(texts)] if texts else []
+    return [Fold("What is still missing", [Items(texts)])] if texts else []
 
 
-def _machines(shelf: Shelf) -> list[Block]:
+def _machines(results: ResultSet) -> Block:
     groups: dict[tuple[str, str, str, str], list[float]] = {}
-    for result in shelf.results:
-        values = result.values
-        device = str(values.get("gpu") or "CPU")
-        commit = re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", str(values.get("commit")))
-        setup = (device, str(values.get("versions")), commit)
-        key = (*setup, str(values.get("date")))
-        groups.setdefault(key, []).append(result.minutes)
+    for run in results.runs:
+        device = str(run.values.get("gpu") or "CPU")
+        commit = re.sub(r"^([0-9a-f]{7})[0-9a-f]*", r"\1", str(run.values.get("commit")))
+        key = (device, str(run.values.get("versions")), commit, str(run.values.get("date")))
+        groups.setdefault(key, []).append(run.minutes)
     cells = [(*k, str(len(v)), f"{mean(v):.1f}") for k, v in groups.items()]
-    columns = ("device", "versions", "commit", "date", "runs", "minutes of a run, mean")
-    blocks: list[Block] = [Heading("Machines and versions")]
-    if cells:
-        blocks.append(Grid("Published runs", columns, cells))
-    return [*blocks, Paragraph(f"The paper's lines: {curves.source()}")]
+    columns = ("device", "versions", "commit", "date", "runs", "minutes per run, mean")
+    return Fold("Machines and versions", [Grid("Published runs", columns, cells)])

@@ -1,4 +1,4 @@
-"""Reproduces a table or figure: trains the missing runs, reuses the others."""
+"""Reproduces tables and figures: trains the missing runs, reuses the others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rbn.experiments import results as published
 from rbn.experiments import run_folder
 from rbn.experiments.paper import finding, findings, gradients, plan
 from rbn.experiments.paper.estimate import format_duration, seconds_of
-from rbn.experiments.paper.figures import COMPUTED
 from rbn.experiments.paper.lines import Panel, write_csv
 from rbn.experiments.paper.plan import Run
 from rbn.experiments.paper.published import Result, read_results
+from rbn.experiments.paper.result_set import COMPUTED
 from rbn.experiments.paper.trained_runs import (
-    keep_statistics,
     lengths_path,
     measure_lengths,
+    save_statistics,
     statistics_path,
 )
 from rbn.experiments.progress_bars import ProgressBars
@@ -44,15 +44,15 @@ class Reproduction:
     """Tables, figures and findings to reproduce, and the state of the work.
 
     Attributes:
-        targets: tables, figures and findings.
+        targets: names of tables, figures and findings.
         recipe: ``short``, ``paper`` or ``quick``.
         seeds: runs of each model.
         results: folder of published results.
         runs: folder of training runs.
-        device: to train on.
+        device: the device to train on.
         root: the data folder.
-        precision: of all runs, instead of the configs'.
-        max_minutes: after which to save and stop.
+        precision: overrides the precision of all configs.
+        max_minutes: save and stop after this time.
         questions: task of the readers, one of `plan.QUESTIONS`.
         notes: sentences about what could not be done.
         left_out: whether something was skipped because data are missing.
@@ -239,7 +239,7 @@ class Reproduction:
 
     def _compute(self, name: str) -> None:
         if name in _FINDINGS:
-            findings.find(name, self.seeds, self.quick, self.results)
+            findings.run_experiment(name, self.seeds, self.quick, self.results)
             return
         if name == "fig1b":
             panels = [Panel("", "", "", (gradients.tanh_derivative(),))]
@@ -268,7 +268,7 @@ class Reproduction:
                 continue  # its data are missing, or it diverged; `notes` says so
             console.print(f"Measuring {run.title} for {target} ...", style="dim", soft_wrap=True)
             if target == "fig5":
-                keep_statistics(run.folder, self.results)
+                save_statistics(run.folder, self.results)
             else:
                 measure_lengths(run.folder, self.results, self.device, self.root)
         return True

@@ -1,9 +1,8 @@
-"""Short trainings on embedded data, for what the paper states without a figure."""
+"""Short training runs on embedded data, for the paper's claims without a figure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,24 +14,23 @@ from rbn.experiments.config import Config
 from rbn.experiments.optimizers import make_optimizer
 
 CPU = torch.device("cpu")
-Tick = Callable[[], None]
 
 
 @dataclass
 class Trace:
-    """What a short training went through: a norm of the gradient and a loss for each step."""
+    """The gradient norm and the loss at each step of a short run."""
 
     norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     @property
-    def bad(self) -> int:
-        """Steps whose gradient was not finite."""
+    def non_finite(self) -> int:
+        """The number of steps with a non-finite gradient."""
         return sum(not math.isfinite(norm) for norm in self.norms)
 
 
-def fit(task: BaseTask, config: Config, steps: int, tick: Tick | None = None) -> Trace:
-    """Train for some steps; a gradient that is not finite is left out and counted."""
+def fit(task: BaseTask, config: Config, steps: int) -> Trace:
+    """Train for some steps, skipping those with a non-finite gradient."""
     trace = Trace()
     optimizer = make_optimizer(config, task.model)
     task.model.train()
@@ -45,12 +43,10 @@ def fit(task: BaseTask, config: Config, steps: int, tick: Tick | None = None) ->
         trace.losses.append(float(loss.detach()))
         if norm.isfinite():
             optimizer.step()
-        if tick:
-            tick()
     return trace
 
 
 def on_digits(*settings: str) -> Config:
-    """The settings of the digits, with others put in."""
+    """The config of the digits with some settings changed."""
     config = configs.from_mapping(configs.published("digits"))
     return configs.with_settings(config, settings)

@@ -1,4 +1,4 @@
-"""Makes matplotlib's SVG files smaller, without a visible change."""
+"""Shrinks matplotlib's SVG files without a visible change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from xml.etree import ElementTree
 
 Point = tuple[float, float]
-TOLERANCE = 0.01  # points (1/72 inch), by which a line may pass a place that is left out
+TOLERANCE = 0.01  # how far a removed point may be from the line, in points (1/72 inch)
 _SVG, _LINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
 ElementTree.register_namespace("", _SVG)
 ElementTree.register_namespace("xlink", _LINK)
@@ -19,14 +19,14 @@ _REFERENCE = re.compile(r"(?<=#)[^)]+")
 
 
 def compact(text: str) -> str:
-    """An SVG picture as matplotlib writes it, shortened.
+    """Shrink an SVG written by matplotlib.
 
-    Places have two decimals, and points that lie on the line between others go. Outlines with
-    curves, such as those of letters, keep their numbers. What nobody sees goes: who made it,
-    comments, names of groups.
+    Rounds coordinates to two decimals and removes points that lie on the line between others.
+    Paths with curves, such as letters, keep their numbers. Removes metadata, comments and names of
+    groups.
     """
     root = ElementTree.fromstring(text)
-    names: dict[str, str] = {}  # long ones of letters, marks and frames, and short ones
+    names: dict[str, str] = {}  # short names of letters, markers and frames
     for element in root.iter():
         if element.tag == f"{{{_SVG}}}g":
             element.attrib.pop("id", None)
@@ -38,9 +38,9 @@ def compact(text: str) -> str:
 
 
 def thinned_path(points: list[Point]) -> list[Point]:
-    """Points without those that lie within `TOLERANCE` of what is drawn without them.
+    """Remove points that lie within `TOLERANCE` of the remaining line.
 
-    The first and the last stay (Douglas and Peucker's way).
+    The first and the last point stay (Douglas-Peucker algorithm).
     """
     kept = {0, len(points) - 1}
     parts = [(0, len(points) - 1)]
@@ -57,7 +57,7 @@ def thinned_path(points: list[Point]) -> list[Point]:
 
 
 def _distance(point: Point, start: Point, end: Point) -> float:
-    """The distance of a point from the segment between two others."""
+    """The distance from a point to the segment between two others."""
     (x, y), (x0, y0), (x1, y1) = point, start, end
     dx, dy = x1 - x0, y1 - y0
     square = dx * dx + dy * dy
@@ -78,7 +78,7 @@ def _shorten(element: ElementTree.Element, names: dict[str, str]) -> None:
     for child in element:
         if child.tag != f"{{{_SVG}}}metadata":
             _shorten(child, names)
-            # A group without a common style or place stands for nothing.
+            # A group without attributes has no effect.
             bare = child.tag == f"{{{_SVG}}}g" and not child.attrib
             children += list(child) if bare else [child]
     element[:] = children
@@ -107,15 +107,15 @@ def _attribute(name: str, value: str, names: dict[str, str]) -> str:
 
 
 def _path(data: str) -> str:
-    """The data of a path: where it begins, and the way from each place to the next.
+    """Path data in relative coordinates.
 
-    Of rounded places, so that nothing adds up on the way.
+    Differences of rounded coordinates, so that rounding errors do not add up.
     """
     if not set(filter(str.isalpha, data)) <= set("MLz"):
         return _AROUND.sub(r"\1", " ".join(data.split())).replace(" -", "-")
     strokes = []
-    for places, end in _STROKE.findall(data):
-        numbers = iter(map(float, places.replace("L", " ").split()))
+    for coordinates, end in _STROKE.findall(data):
+        numbers = iter(map(float, coordinates.replace("L", " ").split()))
         points = thinned_path(list(zip(numbers, numbers, strict=True)))
         rounded = [(_hundredths(x), _hundredths(y)) for x, y in points]
         (x, y), *_ = rounded
@@ -125,7 +125,7 @@ def _path(data: str) -> str:
             stroke += f"{letter}{_short(right - x)} {_short(down - y)}"
             letter, x, y = " ", right, down
         strokes.append(stroke + end)
-    # A minus also parts two numbers.
+    # A minus sign also separates two numbers.
     return "".join(strokes).replace(" -", "-")
 
 

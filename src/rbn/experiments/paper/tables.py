@@ -9,7 +9,7 @@ from statistics import mean, stdev
 
 from rbn.experiments.paper.estimate import format_duration
 from rbn.experiments.paper.numbers import NAMES, Entry, Table
-from rbn.experiments.paper.places import Place
+from rbn.experiments.paper.paper_tasks import PaperTask
 from rbn.experiments.paper.published import Result, finished
 
 COLUMNS = ("task", "model", "settings", "paper", "ours", "difference", "runs", "time of a run")
@@ -17,30 +17,30 @@ COLUMNS = ("task", "model", "settings", "paper", "ours", "difference", "runs", "
 
 @dataclass(frozen=True)
 class Row:
-    """One number of the paper and ours of one set of settings.
+    """A number of the paper next to ours with one set of settings.
 
     Attributes:
-        entry: the paper's.
-        place: where ours are from.
-        table: which it belongs to.
-        results: of different seeds; none where nothing was trained.
+        entry: the paper's number.
+        task: the paper's task.
+        table: the table it belongs to.
+        results: our runs, one for each seed; empty if nothing was trained.
     """
 
     entry: Entry
-    place: Place
+    task: PaperTask
     table: Table
     results: tuple[Result, ...]
 
     @property
     def values(self) -> list[float]:
-        """The value of each seed that counts, in the table's unit."""
+        """The value of each run that counts, in the table's unit."""
         return [self._value(result) for result in finished(self.results)]
 
     @property
     def ours(self) -> str:
-        """Mean and standard deviation over the seeds; those that diverged do not count.
+        """Mean and standard deviation over the runs that did not diverge.
 
-        Of two seeds their range: they say nothing of a deviation.
+        Two runs show their range instead of a standard deviation.
         """
         if not self.results:
             return "not trained yet"
@@ -53,8 +53,8 @@ class Row:
         return text
 
     @property
-    def said(self) -> str:
-        """The same for a sentence, with the number of runs if not all count."""
+    def summary(self) -> str:
+        """`ours`, with the number of runs if some of them diverged."""
         counted, every = len(self.values), len(self.results)
         if any(result.diverged_at is not None for result in finished(self.results)):
             return f"{self.ours} (before diverging)"
@@ -62,10 +62,10 @@ class Row:
 
     @property
     def difference(self) -> str:
-        """Ours minus the paper's, if both are on the same data."""
-        if not self.results or self.place.stand_in:
+        """Ours minus the paper's, if both use the same data."""
+        if not self.results or self.task.stand_in:
             return ""
-        if not self.place.is_papers(self.results):
+        if not self.task.uses_paper_data(self.results):
             return "other data"
         digits = self.table.digits
         rounded = round(mean(self.values) - self.entry.paper, digits) + 0.0  # never -0.0
@@ -78,7 +78,7 @@ class Row:
 
     @property
     def runs(self) -> str:
-        """How many runs count; those that diverged, with their best value before."""
+        """The number of runs that count; for those that diverged, their best value before."""
         if not self.results:
             return ""
         counted = finished(self.results)
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def time(self) -> str:
-        """Mean wall time of a run, and its device."""
+        """Mean wall time of a run, with the device."""
         if not self.results:
             return ""
         seconds = mean(60 * result.minutes for result in finished(self.results))
@@ -115,22 +115,22 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """As text, one for each of `COLUMNS`."""
+        """The row as text, one cell for each of `COLUMNS`."""
         part = "" if self.entry.field == "test" else f", {self.entry.field}"
-        paper = "" if self.place.stand_in else f"{self.entry.paper:g}"
+        paper = "" if self.task.stand_in else f"{self.entry.paper:g}"
         name = NAMES[self.entry.model]
-        title = self.place.title_of(self.results) + part
+        title = self.task.title_of(self.results) + part
         return (
             *(title, name, self.settings, paper, self.ours, self.difference, self.runs),
             self.time,
         )
 
 
-def rows(table: Table, places: dict[str, Place], results: Iterable[Result]) -> list[Row]:
-    """A table's rows: one for each model and its settings."""
+def rows(table: Table, tasks: dict[str, PaperTask], results: Iterable[Result]) -> list[Row]:
+    """The rows of a table, one for each model and settings."""
     table_rows, known = [], list(results)
     for entry in table.entries:
-        place = places[entry.place]
-        groups = place.groups(known, entry.model) or [[]]
-        table_rows += [Row(entry, place, table, tuple(group)) for group in groups]
+        task = tasks[entry.task]
+        groups = task.groups(known, entry.model) or [[]]
+        table_rows += [Row(entry, task, table, tuple(group)) for group in groups]
     return table_rows

@@ -1,10 +1,9 @@
-"""Measurements of trained models for Figures 3b and 5, kept next to the results."""
+"""Measurements of trained models for Figures 3b and 5, saved next to the results."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from rbn.training.atomic_files import write_atomic
 
 LENGTHS = tuple(range(100, 1001, 100))
 WHOLE = "whole"
-UNITS = 30  # curves of each statistic, as in the paper's Figure 5
+UNITS = 30  # units shown for each statistic, as in the paper's Figure 5
 STATISTICS = {
     "recurrent mean": ("stats_h_l0", "mean"),
     "cell mean": ("stats_c_l0", "mean"),
@@ -29,12 +28,12 @@ STATISTICS = {
 
 
 def lengths_path(results: Path, config: Config, seed: int) -> Path:
-    """The file with a run's errors on windows of growing length."""
+    """The file with a run's bits per character for each window length."""
     return results / config.task / f"lengths-{config.name}-seed{seed}.csv"
 
 
 def statistics_path(results: Path, config: Config, seed: int) -> Path:
-    """The file with some of a run's population statistics."""
+    """The file with the population statistics of some units."""
     return results / config.task / f"statistics-{config.name}-seed{seed}.csv"
 
 
@@ -44,17 +43,15 @@ def measure_lengths(
     device: torch.device,
     root: Path | None = None,
     lengths: tuple[int, ...] = LENGTHS,
-    on_point: Callable[[], None] | None = None,
 ) -> Path:
-    """Figure 3b: bits per character of a trained run on test windows, and on the whole sequence.
+    """Figure 3b: test bits per character of a trained run, by window length.
 
     Args:
-        run: folder with ``final.safetensors``.
+        run: run folder with ``final.safetensors``.
         results: folder of results.
-        device: to measure on.
-        root: where the data are.
-        lengths: characters of the windows.
-        on_point: called after every measurement.
+        device: the device to use.
+        root: the data folder.
+        lengths: window lengths in characters; the whole sequence is measured as well.
     """
     config, seed = _finished(run)
     _, task = trained_models.open_task(run, device, root)
@@ -64,8 +61,6 @@ def measure_lengths(
         for length in lengths:
             value = trained_models.evaluate(task, "test", kind, str(length))
             rows.append((str(length), kind, value))
-            if on_point:
-                on_point()
     rows.append((WHOLE, "population", trained_models.evaluate(task, "test", "population", "full")))
     path = lengths_path(results, config, seed)
     file = io.StringIO()
@@ -77,7 +72,7 @@ def measure_lengths(
 
 
 def read_lengths(path: Path, model: str) -> tuple[list[Line], float | None]:
-    """The lines of a file that `measure_lengths` wrote, and the error on the whole sequence."""
+    """The lines in a file of `measure_lengths`, and the value for the whole sequence."""
     points: dict[str, list[tuple[float, float]]] = {}
     whole = None
     try:
@@ -89,7 +84,9 @@ def read_lengths(path: Path, model: str) -> tuple[list[Line], float | None]:
                     point = (float(row["length"]), float(row["bits"]))
                     points.setdefault(row["statistics"], []).append(point)
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{path} does not hold errors by length: {error}") from error
+        raise ValueError(
+            f"{path} does not contain bits per character by length: {error}"
+        ) from error
     lines = []
     for kind, pairs in points.items():
         x, y = zip(*pairs, strict=True)
@@ -99,8 +96,8 @@ def read_lengths(path: Path, model: str) -> tuple[list[Line], float | None]:
     return lines, whole
 
 
-def keep_statistics(run: Path, results: Path) -> Path:
-    """Figure 5: population statistics of some units at every step, from a trained run."""
+def save_statistics(run: Path, results: Path) -> Path:
+    """Figure 5: save the population statistics of some units of a trained run at every step."""
     config, seed = _finished(run)
     tensors, _ = trained_models.load_weights(run)
     generator = torch.Generator().manual_seed(1)
@@ -124,7 +121,7 @@ def keep_statistics(run: Path, results: Path) -> Path:
 
 
 def read_statistics(path: Path) -> dict[str, list[Line]]:
-    """The lines of a file that `keep_statistics` wrote, by statistic."""
+    """The lines in a file of `save_statistics`, by statistic."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     lines: dict[str, list[Line]] = {title: [] for title in STATISTICS}
@@ -136,11 +133,11 @@ def read_statistics(path: Path) -> dict[str, list[Line]]:
                 y = tuple(float(row[column]) for row in rows)
                 lines[title].append(Line(f"unit {unit}", OURS, x, y))
     except (IndexError, KeyError, ValueError) as error:
-        raise ValueError(f"{path} does not hold population statistics: {error}") from error
+        raise ValueError(f"{path} does not contain population statistics: {error}") from error
     return lines
 
 
 def _finished(run: Path) -> tuple[Config, int]:
     if not (run / "final.safetensors").exists():
-        raise CheckpointError(f"{run} is not finished: there is no final.safetensors in it")
+        raise CheckpointError(f"{run} is not finished: it has no final.safetensors")
     return run_folder.read_config(run)

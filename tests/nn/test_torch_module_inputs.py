@@ -4,9 +4,12 @@ They come with torch. benchmarks/torch_tests.py runs the tests themselves, which
 """
 
 import copy
+import importlib.util
 import io
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,23 +17,53 @@ from torch import nn
 
 import rbn
 
-pytest.importorskip("expecttest", reason="torch's test utilities need expecttest")
-common_modules = pytest.importorskip("torch.testing._internal.common_modules")
+# In a process of its own: importing torch's test utilities changes global settings of torch.
+COLLECT = """
+import sys
+import torch
+from torch.testing._internal import common_modules
 
-(INFO,) = [info for info in common_modules.module_db if info.module_cls is nn.LSTM]
-FORWARD = common_modules.ModuleErrorEnum.FORWARD_ERROR
+(info,) = [info for info in common_modules.module_db if info.module_cls is torch.nn.LSTM]
+forward_error = common_modules.ModuleErrorEnum.FORWARD_ERROR
+samples, errors = {}, {}
+for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    options = {"device": "cpu", "dtype": dtype, "training": True}
+    samples[dtype] = [
+        (dict(one.constructor_input.kwargs), one.forward_input.args)
+        for one in info.module_inputs_func(info, requires_grad=False, **options)
+    ]
+    errors[dtype] = []
+    for error in info.module_error_inputs_func(info, requires_grad=False, **options):
+        given, call = error.module_error_input.constructor_input, None
+        if error.error_on == forward_error:
+            call = error.module_error_input.forward_input.args
+        errors[dtype].append((given.args, given.kwargs, call, error.error_type, error.error_regex))
+torch.save((samples, errors), sys.argv[1])
+"""
 
 
-def samples(dtype: torch.dtype = torch.float64) -> list[tuple[dict, tuple]]:
-    """Options and arguments of a call, of every input that does not use proj_size."""
-    inputs = INFO.module_inputs_func(
-        INFO, device="cpu", dtype=dtype, requires_grad=True, training=True
-    )
-    found = [(dict(i.constructor_input.kwargs), i.forward_input.args) for i in inputs]
-    return [(options, args) for options, args in found if options.pop("proj_size") == 0]
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    if importlib.util.find_spec("expecttest") is None:
+        pytest.skip("torch's test utilities need expecttest")
+    path = tmp_path_factory.mktemp("torch") / "inputs.pt"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", COLLECT, str(path)], check=True)
+    return torch.load(path, weights_only=False)
 
 
-CASES = range(len(samples()))
+@pytest.fixture
+def samples(collected):
+    """Options of the layer and arguments of a call by dtype, of inputs that use no proj_size."""
+    found = {
+        dtype: [(_without_projection(o), args) for o, args in cases if not o["proj_size"]]
+        for dtype, cases in collected[0].items()
+    }
+    assert all(len(cases) >= 16 for cases in found.values())
+    return found
+
+
+def _without_projection(options):
+    return {name: value for name, value in options.items() if name != "proj_size"}
 
 
 def like_torchs(*args, **options) -> rbn.LSTM:
@@ -49,29 +82,29 @@ def flat(result) -> list[torch.Tensor]:
     return [output, *states]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_outputs_and_gradients(case):
-    options, args = samples()[case]
-    peer, ours = pair(options)
-    expected, found = flat(peer(*args)), flat(ours(*args))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
-    tensors = [args[0], *(args[1] if len(args) > 1 else ())]
-    names = [name for name, _ in ours.named_parameters() if name.startswith("weight")]
-    weights = [torch.randn_like(t) for t in expected]
-    gradients = []
-    for module, results in ((peer, expected), (ours, found)):
-        loss = sum((r * w).sum() for r, w in zip(results, weights, strict=True))
-        module_tensors = [module.get_parameter(name) for name in names]
-        biases = sorted(name for name, _ in module.named_parameters() if "bias" in name)
-        biases = [name for name in biases if "bias_hh" not in name]
-        module_tensors += [module.get_parameter(name) for name in biases]
-        gradients.append(torch.autograd.grad(loss, [*tensors, *module_tensors]))
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-10, atol=1e-11)
+@pytest.mark.slow  # collecting the inputs
+def test_outputs_and_gradients(samples):
+    for options, args in samples[torch.float64]:
+        peer, ours = pair(options)
+        tensors = [args[0], *(args[1] if len(args) > 1 else ())]
+        for tensor in tensors:
+            tensor.requires_grad_()
+        expected, found = flat(peer(*args)), flat(ours(*args))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+        weights = [torch.randn_like(tensor) for tensor in expected]
+        gradients = []
+        for module, results in ((peer, expected), (ours, found)):
+            loss = sum((r * w).sum() for r, w in zip(results, weights, strict=True))
+            # Torch's two biases have the same gradient, that of the one here.
+            parameters = [p for name, p in module.named_parameters() if "bias_hh" not in name]
+            gradients.append(torch.autograd.grad(loss, [*tensors, *parameters]))
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_dtypes(dtype):
-    for options, args in samples(dtype):
+def test_dtypes(samples, dtype):
+    for options, args in samples[dtype]:
         peer, ours = pair(options)
         with torch.no_grad():
             found = flat(ours.to(dtype)(*args))
@@ -87,24 +120,25 @@ def _doubled(args):
     return tuple(a.double() if torch.is_tensor(a) else tuple(s.double() for s in a) for a in args)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_copies_pickles_and_state_dicts(case):
-    options, args = samples()[case]
-    _, ours = pair(options)
-    expected = flat(ours(*args))
-    saved = io.BytesIO()
-    torch.save(ours, saved)
-    saved.seek(0)
-    fresh = like_torchs(**options, dtype=torch.float64)
-    fresh.load_state_dict(ours.state_dict())
-    copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), fresh]
-    for module in (*copies, torch.load(saved, weights_only=False)):
-        torch.testing.assert_close(flat(module(*args)), expected, rtol=0, atol=0)
-        assert repr(module) == repr(ours)
+@pytest.mark.slow  # collecting the inputs
+def test_copies_pickles_and_state_dicts(samples):
+    for options, args in samples[torch.float64]:
+        _, ours = pair(options)
+        expected = flat(ours(*args))
+        saved = io.BytesIO()
+        torch.save(ours, saved)
+        saved.seek(0)
+        fresh = like_torchs(**options, dtype=torch.float64)
+        fresh.load_state_dict(ours.state_dict())
+        copies = [copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), fresh]
+        for module in (*copies, torch.load(saved, weights_only=False)):
+            torch.testing.assert_close(flat(module(*args)), expected, rtol=0, atol=0)
+            assert repr(module) == repr(ours)
 
 
-def test_moves_to_other_devices():
-    options, args = samples()[0]
+@pytest.mark.slow  # collecting the inputs
+def test_moves_to_other_devices(samples):
+    options, args = samples[torch.float64][0]
     _, ours = pair(options)
     expected = ours(*args)[0]
     state = ours.state_dict()
@@ -118,23 +152,19 @@ def test_moves_to_other_devices():
         assert rbn.LSTM(3, 4).weight_hh_l0.device.type == "meta"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_errors_have_torchs_types_and_words(dtype):
-    errors = INFO.module_error_inputs_func(
-        INFO, device="cpu", dtype=dtype, requires_grad=False, training=True
-    )
-    assert len(errors) >= 2
-    for error in errors:
-        given = error.module_error_input
-        args, options = given.constructor_input.args, given.constructor_input.kwargs
+def test_errors_have_torchs_types_and_words(collected, dtype):
+    assert len(collected[1][dtype]) >= 2
+    for args, options, call, error, words in collected[1][dtype]:
+        with pytest.raises(error, match=words):
+            _create_and_call(args, options, call)
 
-        def run(args=args, options=options, given=given, error=error):
-            module = like_torchs(*args, **options)
-            if error.error_on == FORWARD:
-                module(*given.forward_input.args, **given.forward_input.kwargs)
 
-        with pytest.raises(error.error_type, match=error.error_regex):
-            run()
+def _create_and_call(args, options, call):
+    module = like_torchs(*args, **options)
+    if call is not None:
+        module(*call)
 
 
 X, STATE = torch.randn(5, 2, 3), torch.zeros(1, 2, 4)

@@ -96,7 +96,9 @@ main()
 """
 
 
-def run(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
+def finished(
+    *arguments: str, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -106,7 +108,11 @@ def run(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
         env={**os.environ, **environment},
     )
     assert done.returncode == 0, f"{arguments[:4]}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return done
+
+
+def run(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
+    return finished(*arguments, cwd=cwd, **environment).stdout
 
 
 def distributions_torch_brings() -> set[str]:
@@ -210,7 +216,8 @@ def test_wheel_has_the_compiled_step_where_there_is_a_compiler(wheel: Path) -> N
 def test_wheel_without_a_compiler_is_for_any_platform(
     tmp_path: Path, reason: dict, warning: str
 ) -> None:
-    printed = run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), **reason)
+    build = ("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path))
+    printed = finished(*build, **reason).stderr
     assert "warning" in printed
     assert warning in printed
     (path,) = tmp_path.glob("*.whl")
@@ -269,7 +276,7 @@ def test_wheel_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     install = ("install", "--quiet", "--no-index", "--no-deps", "--no-compile", str(wheel))
     run("-m", "pip", "--python", str(python), *install)
-    (site,) = (tmp_path / "venv").glob("lib*/python*/site-packages")
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     # Packages of that folder become visible, but not the folders its own .pth files name.
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -299,7 +306,9 @@ def test_the_description_can_be_shown(wheel: Path, sdist: Path) -> None:
 @pytest.mark.slow
 def test_the_source_distribution_passes_its_tests(sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+        if hasattr(tarfile, "data_filter"):  # from Python 3.10.12 and 3.11.4 on
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(tmp_path)
     (folder,) = tmp_path.iterdir()
     missing = [name for name in TRACKED_PARTS if not (folder / name).exists()]
     assert not missing

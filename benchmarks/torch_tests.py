@@ -2,7 +2,7 @@
 
 Needs the `test` folder of PyTorch's sources, of the installed version, and expecttest:
 
-    PYTHONPATH=src python benchmarks/torch_tests.py PYTORCH/test
+    PYTHONPATH=src python benchmarks/torch_tests.py PYTORCH/test --revision "2.13.0 (a1b2c3d)"
 
 Every test that creates an `nn.LSTM` gets an `rbn.LSTM(cell_bias=False, initial_state="zeros")`
 instead. `rbn.LSTM` has no `proj_size`: an LSTM with one is torch's own, and a test that creates no
@@ -139,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="the test folder of PyTorch's sources")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--revision", default="", help="version and commit of these sources")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--select", default="", help=argparse.SUPPRESS)
     parser.add_argument("--with-torchs", action="store_true", help=argparse.SUPPRESS)
@@ -166,6 +167,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "rbn": rbn.__version__,
         "torch": torch.__version__,
+        "tests": options.revision,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -239,6 +240,27 @@ def test_installed_wheel_needs_torch_alone(wheel: Path, tmp_path: Path) -> None:
     assert wheel.name.startswith(f"recurrent_batchnorm-{rbn.__version__}-")
 
 
+@pytest.fixture
+def hook() -> Any:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_nothing_is_compiled_on_windows(
+    hook: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delenv("RBN_BUILD_KERNEL", raising=False)
+        patch.setattr("os.name", "nt")
+        built = hook.build()
+    assert not built
+    assert "Windows" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("platform", "archflags", "expected"),
     [
@@ -249,13 +271,12 @@ def test_installed_wheel_needs_torch_alone(wheel: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_platform_tag_is_that_of_the_compiled_file(
-    platform: str, archflags: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    hook: Any,
+    platform: str,
+    archflags: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    hook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hook)
     monkeypatch.setattr("sysconfig.get_platform", lambda: platform)
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     monkeypatch.setattr("sys.platform", "darwin" if "mac" in platform else "linux")

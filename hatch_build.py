@@ -1,13 +1,15 @@
-"""Builds the optional compiled step of the CPU operator into the wheel.
+"""Builds the compiled kernel of the CPU operator into the wheel.
 
-Where there is no C compiler the wheel is built without it, for any platform, and the operator runs
-on PyTorch's own operations. `RBN_BUILD_KERNEL=0` asks for that wheel. `python hatch_build.py`
-builds the file in place, for running from the source folder.
+Without a C compiler, and on Windows, the wheel has no kernel and is for any platform
+(``py3-none-any``); the operator then runs on PyTorch's own operations. `RBN_BUILD_KERNEL=0` asks
+for that wheel. `python hatch_build.py` builds the file in place, for running from the source
+folder.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -34,22 +36,47 @@ FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-p
 
 
 def build() -> bool:
-    """Compile kernel.c beside its source. Says why where that is not possible."""
+    """Compile kernel.c beside its source. Prints the reason if that is not possible."""
     named = os.environ.get("CC", "").split()
     compilers = [named] if named else [[name] for name in ("cc", "gcc", "clang")]
     compiler = next((c for c in compilers if shutil.which(c[0])), None)
-    if os.environ.get("RBN_BUILD_KERNEL") == "0" or compiler is None or os.name == "nt":
-        print("rbn: building without the compiled CPU step", file=sys.stderr)
-        return False
+    if os.environ.get("RBN_BUILD_KERNEL") == "0":
+        return _without("RBN_BUILD_KERNEL=0")
+    if os.name == "nt":
+        return _without("it has not been ported to Windows")
+    if compiler is None:
+        return _without(f"no C compiler found, looked for {', '.join(c[0] for c in compilers)}")
     fresh = LIBRARY.with_suffix(f".{os.getpid()}.tmp")
-    command = [*compiler, *FLAGS, str(SOURCE), "-o", str(fresh), "-lm"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    flags = [*FLAGS, *os.environ.get("ARCHFLAGS", "").split()]
+    command = [*compiler, *flags, str(SOURCE), "-o", str(fresh), "-lm"]
+    environment = {**os.environ, **_oldest_macos()}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
-        print(f"rbn: no compiled CPU step, {compiler[0]} said:\n{done.stderr}", file=sys.stderr)
         fresh.unlink(missing_ok=True)
-        return False
+        return _without(f"{compiler[0]} failed:\n{done.stderr}")
     fresh.replace(LIBRARY)
     return True
+
+
+def _without(reason: str) -> bool:
+    print(f"rbn: warning: building without the compiled CPU kernel: {reason}", file=sys.stderr)
+    return False
+
+
+def platform_tag() -> str:
+    """The platform of the compiled file, as wheels name it: ``linux_x86_64``."""
+    tag = sysconfig.get_platform()
+    if sys.platform == "darwin" and "ARCHFLAGS" not in os.environ:
+        # A Python for both processors compiles for the one it runs on.
+        tag = tag.replace("universal2", platform.machine())
+    return tag.replace("-", "_").replace(".", "_")
+
+
+def _oldest_macos() -> dict[str, str]:
+    """The version of macOS in the platform tag, for the compiler."""
+    if sys.platform != "darwin":
+        return {}
+    return {"MACOSX_DEPLOYMENT_TARGET": sysconfig.get_platform().split("-")[1]}
 
 
 class KernelHook(BuildHookInterface):
@@ -63,9 +90,8 @@ class KernelHook(BuildHookInterface):
             return
         build_data["artifacts"].append(str(LIBRARY.relative_to(ROOT)))
         if version != "editable":
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{platform}"
+            build_data["tag"] = f"py3-none-{platform_tag()}"
 
 
 if __name__ == "__main__":

@@ -1,19 +1,25 @@
 """The distribution: what the wheel holds, what it needs, and who may import whom."""
 
 import ast
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import rbn
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -83,11 +89,17 @@ output.sum().backward()
 assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 loaded = hidden & {name.partition(".")[0] for name in sys.modules}
 assert not loaded, loaded
-print(rbn.__version__)
+
+from rbn.cli import main
+
+sys.argv = ["rbn", "--version"]
+main()
 """
 
 
-def run(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
+def finished(
+    *arguments: str, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -97,7 +109,11 @@ def run(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
         env={**os.environ, **environment},
     )
     assert done.returncode == 0, f"{arguments[:4]}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return done
+
+
+def run(*arguments: str, cwd: Path = ROOT, **environment: str) -> str:
+    return finished(*arguments, cwd=cwd, **environment).stdout
 
 
 def distributions_torch_brings() -> set[str]:
@@ -146,6 +162,12 @@ def imports_of(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
+# What the tests read beside the package.
+TRACKED_PARTS = (
+    *("benchmarks", "docs", "results", "tests", ".github", "CHANGELOG.md", "CITATION.cff"),
+    *("CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "constraints.txt", "hatch_build.py"),
+)
+
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -186,9 +208,21 @@ def test_wheel_has_the_compiled_step_where_there_is_a_compiler(wheel: Path) -> N
     assert not wheel.name.endswith("-any.whl")
 
 
-@pytest.mark.parametrize("reason", [{"RBN_BUILD_KERNEL": "0"}, {"CC": "no-such-compiler"}])
-def test_wheel_without_a_compiler_is_for_any_platform(tmp_path: Path, reason: dict) -> None:
-    run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), **reason)
+@pytest.mark.parametrize(
+    ("reason", "warning"),
+    [
+        ({"RBN_BUILD_KERNEL": "0"}, "RBN_BUILD_KERNEL=0"),
+        ({"CC": "no-such-compiler"}, "no-such-compiler"),
+        ({"CC": "false"}, "false failed"),
+    ],
+)
+def test_wheel_without_a_compiler_is_for_any_platform(
+    tmp_path: Path, reason: dict, warning: str
+) -> None:
+    build = ("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path))
+    printed = finished(*build, **reason).stderr
+    assert "warning" in printed
+    assert warning in printed
     (path,) = tmp_path.glob("*.whl")
     assert path.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(path) as archive:
@@ -203,8 +237,111 @@ def test_installed_wheel_needs_torch_alone(wheel: Path, tmp_path: Path) -> None:
     )
     hidden = json.dumps(sorted(hidden_modules()))
     # -I: neither the current folder nor PYTHONPATH can lend it the source tree.
-    version = run("-I", "-c", TORCH_ALONE, str(target), hidden, cwd=tmp_path).strip()
-    assert wheel.name.startswith(f"recurrent_batchnorm-{version}-")
+    printed = run("-I", "-c", TORCH_ALONE, str(target), hidden, cwd=tmp_path)
+    assert printed == f"rbn {rbn.__version__}\n"
+    assert wheel.name.startswith(f"recurrent_batchnorm-{rbn.__version__}-")
+
+
+@pytest.fixture
+def hook() -> Any:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_nothing_is_compiled_on_windows(
+    hook: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.delenv("RBN_BUILD_KERNEL", raising=False)
+        patch.setattr("os.name", "nt")
+        built = hook.build()
+    assert not built
+    assert "Windows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("platform", "archflags", "expected"),
+    [
+        ("linux-x86_64", None, "linux_x86_64"),
+        ("macosx-11.0-arm64", None, "macosx_11_0_arm64"),
+        ("macosx-10.9-universal2", None, "macosx_10_9_arm64"),
+        ("macosx-10.9-universal2", "-arch arm64 -arch x86_64", "macosx_10_9_universal2"),
+    ],
+)
+def test_the_platform_tag_is_that_of_the_compiled_file(
+    hook: Any,
+    platform: str,
+    archflags: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sysconfig.get_platform", lambda: platform)
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    monkeypatch.setattr("sys.platform", "darwin" if "mac" in platform else "linux")
+    monkeypatch.delenv("ARCHFLAGS", raising=False)
+    if archflags is not None:
+        monkeypatch.setenv("ARCHFLAGS", archflags)
+    assert hook.platform_tag() == expected
+    wanted = {} if "linux" in platform else {"MACOSX_DEPLOYMENT_TARGET": platform.split("-")[1]}
+    assert hook._oldest_macos() == wanted
+
+
+@pytest.mark.slow
+def test_wheel_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
+    """Nothing but the wheel and what is installed here, without the editable install of rbn."""
+    if wheel.name.endswith("-any.whl"):
+        pytest.skip("no C compiler: the wheel is a pure one")
+    run("-m", "venv", "--without-pip", str(tmp_path / "venv"))
+    python = tmp_path / "venv" / "bin" / "python"
+    install = ("install", "--quiet", "--no-index", "--no-deps", "--no-compile", str(wheel))
+    run("-m", "pip", "--python", str(python), *install)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    # Packages of that folder become visible, but not the folders its own .pth files name.
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command in (
+        [str(python), str(ROOT / "tests" / "check_wheel.py")],
+        [str(tmp_path / "venv" / "bin" / "rbn"), "--version"],
+    ):
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"rbn {rbn.__version__}")
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    run("-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder))
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+def test_the_description_can_be_shown(wheel: Path, sdist: Path) -> None:
+    pytest.importorskip("twine")
+    printed = run("-m", "twine", "--no-color", "check", "--strict", str(wheel), str(sdist))
+    assert printed.count("PASSED") == 2
+
+
+@pytest.mark.slow
+def test_the_source_distribution_passes_its_tests(sdist: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        if hasattr(tarfile, "data_filter"):  # from Python 3.10.12 and 3.11.4 on
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(tmp_path)
+    (folder,) = tmp_path.iterdir()
+    missing = [name for name in TRACKED_PARTS if not (folder / name).exists()]
+    assert not missing
+    files = ("test_readme.py", "nn/test_like_torch.py", "test_project_files.py")
+    run(
+        *("-m", "pytest", "--fast", "-p", "no:cacheprovider", "-p", "no:xdist"),
+        *(f"tests/{name}" for name in files),
+        cwd=folder,
+        PYTHONPATH=str(folder / "src"),
+    )
 
 
 def test_command_shows_its_help() -> None:

@@ -24,7 +24,7 @@ from rbn.nn import (
 )
 from rbn.ops import backend, backends
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LSTM",

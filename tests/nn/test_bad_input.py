@@ -16,13 +16,15 @@ LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"input_size": 0}, ValueError, "input_size must be at least 1, got 0"),
-        ({"hidden_size": -2}, ValueError, "hidden_size must be at least 1, got -2"),
-        ({"hidden_size": 2.0}, TypeError, "hidden_size must be an integer, got float"),
-        ({"num_layers": 0}, ValueError, "num_layers must be at least 1, got 0"),
-        ({"bias": 1}, TypeError, "bias must be True or False, got 1"),
-        ({"batch_first": "yes"}, TypeError, "batch_first must be True or False, got 'yes'"),
-        ({"dropout": 1.5}, ValueError, "dropout must lie between 0 and 1, got 1.5"),
+        ({"input_size": 0}, ValueError, "input_size must .* got 0"),
+        ({"hidden_size": -2}, ValueError, "hidden_size must .* got -2"),
+        ({"hidden_size": 2.0}, TypeError, "hidden_size .* int, got: float"),
+        ({"num_layers": 0}, ValueError, "num_layers must .* got 0"),
+        ({"bias": 1}, TypeError, "bias .* bool, got: int 1"),
+        ({"batch_first": "yes"}, TypeError, "batch_first .* bool, got: str 'yes'"),
+        ({"dropout": 1.5}, ValueError, r"dropout .* \[0, 1\], got 1\.5"),
+        ({"dropout": "abc"}, ValueError, r"dropout .* \[0, 1\], got 'abc'"),
+        ({"dropout": True}, ValueError, r"dropout .* \[0, 1\], got True"),
         ({"weight_dropout": -0.1}, ValueError, "weight_dropout must lie between 0 and 1, got -0.1"),
         ({"weight_dropout": "abc"}, TypeError, "weight_dropout must be a number, got 'abc'"),
         ({"hidden_noise": True}, TypeError, "hidden_noise must be a number, got True"),
@@ -77,9 +79,9 @@ def test_more_options():
         rbn.BatchNormLSTM(3, 4, ablations=[[1]])
     with pytest.raises(ValueError, match="joint_terms leaves no input term"):
         rbn.BatchNormLSTM(3, 4, ablations=["joint_terms"], input_stats="sequence")
-    with pytest.raises(TypeError, match=r"type such as torch\.float32, got torch\.float8"):
+    with pytest.raises(RuntimeError, match=r"type such as torch\.float32, got torch\.float8"):
         rbn.LSTM(3, 4, dtype=torch.float8_e4m3fn)
-    with pytest.raises(TypeError, match=r"or symbols of int64, got torch\.uint16"):
+    with pytest.raises(ValueError, match=r"or symbols of int64, got torch\.uint16"):
         rbn.LSTM(3, 4)(torch.zeros(6, 4, dtype=torch.uint16))
 
 
@@ -129,20 +131,18 @@ def test_inputs(layer_class):
         layer(torch.randn(3))
     with pytest.raises(ValueError, match=r"3 dimensions .* got shape \(1, 5, 2, 3\)"):
         layer(torch.randn(1, 5, 2, 3))
-    with pytest.raises(ValueError, match=r"3 features .* got shape \(5, 2, 4\)"):
+    with pytest.raises(RuntimeError, match=r"Expected 3, got 4 .* shape \(5, 2, 4\)"):
         layer(torch.randn(5, 2, 4))
-    with pytest.raises(
-        TypeError, match=r"input must be of the parameters' type torch.float32, got"
-    ):
+    with pytest.raises(ValueError, match=r"input dtype \(torch.float64\) .* \(torch.float32\)"):
         layer(torch.randn(5, 2, 3, dtype=torch.float64))
-    with pytest.raises(TypeError, match="input must be of the parameters' type"):
+    with pytest.raises(ValueError, match=r"input dtype \(torch.int64\) .* \(torch.float32\)"):
         layer(torch.ones(5, 2, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="input is on meta and the parameters are on cpu"):
+    with pytest.raises(RuntimeError, match="input at meta and the parameters at cpu"):
         layer(torch.randn(5, 2, 3, device="meta"))
-    with pytest.raises(ValueError, match="at least one time step"):
+    with pytest.raises(RuntimeError, match=r"sequence length .* got 0"):
         layer(torch.randn(0, 2, 3))
     packed = torch.nn.utils.rnn.pack_sequence([torch.randn(4, 2)])
-    with pytest.raises(ValueError, match="3 features"):
+    with pytest.raises(RuntimeError, match="Expected 3, got 2"):
         layer(packed)
 
 
@@ -181,17 +181,17 @@ def test_states():
     good = torch.zeros(2, 2, 4)
     with pytest.raises(TypeError, match=r"hx must be a pair \(h_0, c_0\), got Tensor"):
         layer(x, good)
-    with pytest.raises(ValueError, match=r"h_0 in hx must have shape \(2, 2, 4\), got \(1, 2, 4\)"):
+    with pytest.raises(RuntimeError, match=r"hidden\[0\] size \(2, 2, 4\), got \[1, 2, 4\]"):
         layer(x, (good[:1], good))
-    with pytest.raises(ValueError, match=r"c_0 in hx must have shape \(2, 2, 4\), got \(2, 3, 4\)"):
+    with pytest.raises(RuntimeError, match=r"hidden\[1\] size \(2, 2, 4\), got \[2, 3, 4\]"):
         layer(x, (good, torch.zeros(2, 3, 4)))
-    with pytest.raises(ValueError, match=r"h_0 in hx must have shape \(2, 4\)"):
+    with pytest.raises(RuntimeError, match=r"hidden\[0\] size \(2, 4\), got \[2, 2, 4\]"):
         layer(x[:, 0], (good, good))
-    with pytest.raises(TypeError, match="c_0 in hx must be of the parameters' type"):
+    with pytest.raises(RuntimeError, match=r"hidden\[1\] .* torch.float32, got torch.float64"):
         layer(x, (good, good.double()))
-    with pytest.raises(TypeError, match="h_0 in hx must be a Tensor, got NoneType"):
+    with pytest.raises(TypeError, match=r"hidden\[0\] must be a Tensor, got NoneType"):
         layer(x, (None, good))
-    with pytest.raises(TypeError, match="h_0 in hx must be a Tensor, got tuple"):
+    with pytest.raises(TypeError, match="hidden must be a Tensor, got tuple"):
         rbn.BatchNormRNN(3, 4)(x, (good[:1],))
     assert not layer.stats_h_l0.estimated
 
@@ -273,14 +273,15 @@ def test_unsigned_lengths_are_lengths(dtype):
 @pytest.mark.parametrize("make", [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTMCell])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, "float32"])
 def test_parameters_are_real_numbers(make, dtype):
-    with pytest.raises(TypeError, match=f"dtype must be a real floating-point type .* got {dtype}"):
+    error = TypeError if isinstance(dtype, str) else RuntimeError
+    with pytest.raises(error, match=f"dtype must be a real floating-point type .* got {dtype}"):
         make(3, 4, dtype=dtype)
 
 
 @pytest.mark.parametrize("sizes", [[2, 2], [3, 2, 2], [2, 3], [3, 2, 0], [6, -1], []])
 def test_a_packed_sequence_that_does_not_agree_with_itself(sizes):
     packed = PackedSequence(torch.randn(5, 3), torch.tensor(sizes, dtype=torch.int64))
-    with pytest.raises(ValueError, match="of a PackedSequence must"):
+    with pytest.raises(RuntimeError, match="of a PackedSequence must"):
         rbn.BatchNormLSTM(3, 4)(packed)
 
 

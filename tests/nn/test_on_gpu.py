@@ -88,7 +88,7 @@ def test_population_statistics_leave_the_random_state_alone():
 
 
 def test_the_wrong_device_is_named():
-    with pytest.raises(ValueError, match="input is on cuda:0 and the parameters are on cpu"):
+    with pytest.raises(RuntimeError, match="input at cuda:0 and the parameters at cpu"):
         rbn.BatchNormLSTM(3, 4)(torch.randn(6, 5, 3, device="cuda"))
     with pytest.raises(RuntimeError, match="but the input is on cuda"), rbn.backend("cpu"):
         rbn.BatchNormLSTM(3, 4).cuda()(torch.randn(6, 5, 3, device="cuda"))

@@ -122,7 +122,7 @@ def test_shapes_that_do_not_fit_are_named():
 
 
 def test_a_plain_lstm_checkpoint_is_refused_with_the_missing_names():
-    with pytest.raises(RuntimeError, match=r"Missing key.*bias_l0"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*gamma_x_l0"):
         rbn.BatchNormLSTM(3, 4).load_state_dict(torch.nn.LSTM(3, 4).state_dict())
 
 

@@ -123,5 +123,5 @@ def test_unknown_symbols_are_named(bad):
 
 
 def test_integers_with_features_are_refused():
-    with pytest.raises(TypeError, match=r"parameters' type torch.float32, got torch.int64"):
+    with pytest.raises(ValueError, match=r"dtype \(torch.int64\) .* \(torch.float32\)"):
         rbn.LSTM(5, 4)(torch.zeros(7, 3, 5, dtype=torch.int64))

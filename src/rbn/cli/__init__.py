@@ -21,6 +21,11 @@ def main() -> None:
 
 
 def _main() -> None:
+    if sys.argv[1:] == ["--version"]:  # works without typer, at once
+        import rbn
+
+        print(f"rbn {rbn.__version__}")
+        return
     try:
         import typer  # noqa: F401
     except ImportError:

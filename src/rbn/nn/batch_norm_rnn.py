@@ -146,6 +146,11 @@ class BatchNormRNN(_BatchNormRNN, CellLayers[Tensor]):
         )
         self._build(device, dtype)
 
+    @property
+    def mode(self) -> str:
+        """``"RNN_TANH"`` or ``"RNN_RELU"``, as in `torch.nn.RNN`."""
+        return f"RNN_{self.nonlinearity.upper()}"
+
 
 class BatchNormRNNCell(_BatchNormRNN, Cell[Tensor]):
     """One step of `BatchNormRNN`, called like `torch.nn.RNNCell` plus the time step.

@@ -1,6 +1,7 @@
 """Argument checks that raise one clear sentence, before any work is done.
 
-They never read values from an accelerator: that would make the host wait for it.
+They never read values from an accelerator: that would make the host wait for it. For the mistakes
+that `torch.nn.LSTM` detects too, type and wording of the error are torch's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,30 @@ def positive_integer(name: str, value: Any) -> int:
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     return value
+
+
+def layer_size(name: str, value: Any) -> int:
+    """Like `positive_integer`, for an argument of `torch.nn.LSTM`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} should be of type int, got: {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be greater than zero, got {value}")
+    return value
+
+
+def layer_flag(name: str, value: Any) -> bool:
+    """Like `boolean`, for an argument of `torch.nn.LSTM`."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} should be of type bool, got: {type(value).__name__} {value!r}")
+    return value
+
+
+def dropout_rate(value: Any) -> float:
+    """Like `probability`, for the `dropout` of `torch.nn.LSTM`."""
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real or not 0 <= float(value) <= 1:
+        raise ValueError(f"dropout should be a number in range [0, 1], got {value!r}")
+    return float(value)
 
 
 def integer(name: str, value: Any) -> int:
@@ -121,9 +146,8 @@ def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: boo
 def floating(name: str, dtype: torch.dtype | None) -> None:
     """Reject a dtype that parameters of recurrent layers cannot have."""
     if dtype is not None and dtype not in _REAL:
-        raise TypeError(
-            f"{name} must be a real floating-point type such as torch.float32, got {dtype}"
-        )
+        error = RuntimeError if isinstance(dtype, torch.dtype) else TypeError
+        raise error(f"{name} must be a real floating-point type such as torch.float32, got {dtype}")
 
 
 def is_symbols(input: Any) -> bool:
@@ -133,11 +157,7 @@ def is_symbols(input: Any) -> bool:
 
 def symbols(input: Tensor, input_size: int, weight: Tensor) -> Tensor:
     """Symbols as int64 with a last dimension of one; values are checked on the CPU only."""
-    if input.device != weight.device:
-        raise ValueError(
-            f"input is on {input.device} and the parameters are on {weight.device}: "
-            "move one to the other's device"
-        )
+    same_device("input", input, weight)
     symbols_within("input", input, input_size)
     return input.to(torch.int64)[..., None]
 
@@ -155,23 +175,32 @@ def symbols_within(name: str, values: Tensor, count: int) -> None:
 def features(input: Tensor, input_size: int, weight: Tensor, autocast: bool) -> None:
     """Check the last dimension, dtype and device of an input."""
     if input.dtype in _UNSIGNED:
-        raise TypeError(f"input must be floating-point, or symbols of int64, got {input.dtype}")
+        raise ValueError(f"input must be floating-point, or symbols of int64, got {input.dtype}")
     if input.shape[-1] != input_size:
-        raise ValueError(
-            f"input must have {input_size} features in its last dimension, "
-            f"got shape {tuple(input.shape)}"
+        raise RuntimeError(
+            f"input.size(-1) must be equal to input_size. Expected {input_size}, got "
+            f"{input.shape[-1]} in an input of shape {tuple(input.shape)}"
         )
-    same_kind("input", input, weight, autocast)
-
-
-def same_kind(name: str, value: Tensor, weight: Tensor, autocast: bool) -> None:
-    """Check for a floating-point tensor of the parameters' dtype (any in autocast) and device."""
-    if not value.is_floating_point() or (value.dtype != weight.dtype and not autocast):
-        raise TypeError(f"{name} must be of the parameters' type {weight.dtype}, got {value.dtype}")
-    if value.device != weight.device:
+    if not _fits(input, weight, autocast):
         raise ValueError(
-            f"{name} is on {value.device} and the parameters are on {weight.device}: "
-            "move one to the other's device"
+            f"RNN input dtype ({input.dtype}) does not match weight dtype ({weight.dtype}). "
+            f"Convert input: input.to({weight.dtype}), or convert model: model.to({input.dtype})"
+        )
+    same_device("input", input, weight)
+
+
+def _fits(value: Tensor, weight: Tensor, autocast: bool) -> bool:
+    """Whether a tensor has the parameters' dtype, or any floating-point one in autocast."""
+    return value.is_floating_point() and (value.dtype == weight.dtype or autocast)
+
+
+def same_device(name: str, value: Tensor, weight: Tensor) -> None:
+    """Check that a tensor is on the parameters' device."""
+    if value.device != weight.device:
+        what = "parameter" if name == "input" else "hidden"
+        raise RuntimeError(
+            f"Input and {what} tensors are not at the same device, found {name} at {value.device} "
+            f"and the parameters at {weight.device}"
         )
 
 
@@ -180,8 +209,12 @@ def state(name: str, value: Any, shape: tuple[int, ...], weight: Tensor, autocas
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
     if tuple(value.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
-    same_kind(name, value, weight, autocast)
+        raise RuntimeError(f"Expected {name} size {shape}, got {list(value.shape)}")
+    if not _fits(value, weight, autocast):
+        raise RuntimeError(
+            f"{name} must have the parameters' dtype {weight.dtype}, got {value.dtype}"
+        )
+    same_device(name, value, weight)
     return value
 
 
@@ -192,11 +225,11 @@ def packed(value: Any) -> None:
     sizes = value.batch_sizes.tolist()
     falling = all(a >= b for a, b in itertools.pairwise(sizes))
     if not sizes or sizes[-1] < 1 or not falling:
-        raise ValueError(
+        raise RuntimeError(
             f"batch_sizes of a PackedSequence must be positive and not rise, got {sizes}"
         )
     if sum(sizes) != len(value.data):
-        raise ValueError(
+        raise RuntimeError(
             f"data of a PackedSequence must have as many rows as its batch_sizes say, "
             f"{sum(sizes)}, got {len(value.data)}"
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, overload
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from rbn.nn import checks
@@ -19,7 +19,11 @@ Restore = Callable[[Tensor, States], tuple[Any, Any]]
 
 
 class Layers(Recurrence, Generic[GivenStates]):
-    """A stack of layers, one- or two-directional, called like `torch.nn.LSTM`."""
+    """A stack of layers, one- or two-directional, called like `torch.nn.LSTM`.
+
+    Has the attributes of `torch.nn.LSTM`: `mode`, `input_size`, `hidden_size`, `num_layers`,
+    `bias`, `batch_first`, `dropout`, `bidirectional`, `proj_size` (always 0) and `all_weights`.
+    """
 
     def __init__(
         self,
@@ -36,15 +40,16 @@ class Layers(Recurrence, Generic[GivenStates]):
         """Check the options. The subclass calls `_build` after checking its own."""
         super().__init__(input_size, hidden_size, bias=bias, **options)
         self.bias = bias
-        self.num_layers = checks.positive_integer("num_layers", num_layers)
-        self.batch_first = checks.boolean("batch_first", batch_first)
-        self.dropout = checks.probability("dropout", dropout)
+        self.num_layers = checks.layer_size("num_layers", num_layers)
+        self.batch_first = checks.layer_flag("batch_first", batch_first)
+        self.dropout = checks.dropout_rate(dropout)
         if self.dropout and self.num_layers == 1:
             checks.warn(
                 "dropout is applied to the output of every layer except the last, so it needs "
                 f"num_layers greater than 1, got dropout={dropout} and num_layers=1"
             )
-        self.bidirectional = checks.boolean("bidirectional", bidirectional)
+        self.proj_size = 0
+        self.bidirectional = checks.layer_flag("bidirectional", bidirectional)
         self.directions = 2 if bidirectional else 1
         self.weight_dropout = checks.probability("weight_dropout", weight_dropout)
         if self.weight_dropout == 1:
@@ -63,6 +68,33 @@ class Layers(Recurrence, Generic[GivenStates]):
 
     def _suffixes(self, layer: int) -> tuple[str, ...]:
         return (f"_l{layer}", f"_l{layer}_reverse")[: self.directions]
+
+    @property
+    def mode(self) -> str:
+        """The type of network, as torch names it."""
+        return "LSTM"
+
+    @property
+    def all_weights(self) -> list[list[Tensor]]:
+        """The weights of each layer and direction in the form of `torch.nn.LSTM`.
+
+        ``[weight_ih, weight_hh, bias_ih, bias_hh]``, without the biases if ``bias=False``. bias_ih
+        is the layer's only bias; bias_hh is a constant of zeros.
+        """
+        names = ["weight_ih", "weight_hh", *(["bias"] if self.bias else [])]
+        weights: list[list[Tensor]] = []
+        for layer in range(self.num_layers):
+            for suffix in self._suffixes(layer):
+                one = [self._own(name + suffix) for name in names]
+                if self.bias:
+                    one.append(nn.Parameter(torch.zeros_like(one[-1]), requires_grad=False))
+                weights.append(one)
+        return weights
+
+    @property
+    def _flat_weights(self) -> list[Tensor]:
+        """`all_weights` in one list, which tools for `torch.nn.LSTM` read."""
+        return [weight for one in self.all_weights for weight in one]
 
     def flatten_parameters(self) -> None:
         """Does nothing. Exists so that code written for `torch.nn.LSTM` runs."""
@@ -193,7 +225,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         """Check the arguments. Returns the given states and the lengths."""
         steps, batch, _ = x.shape
         if steps == 0:
-            raise ValueError("input must have at least one time step, got none")
+            raise RuntimeError("Expected sequence length to be larger than 0 in RNN, got 0")
         start = checks.integer("start", start)
         if start < 0 or (self.bidirectional and start > 0):
             raise ValueError(f"start must be 0, or positive with one direction, got {start}")

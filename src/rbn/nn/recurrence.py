@@ -56,9 +56,9 @@ class Recurrence(nn.Module, abc.ABC):
         zoneout: float | tuple[float, float],
     ) -> None:
         super().__init__()
-        self.input_size = checks.positive_integer("input_size", input_size)
-        self.hidden_size = checks.positive_integer("hidden_size", hidden_size)
-        self.has_bias = checks.boolean("bias", bias)
+        self.input_size = checks.layer_size("input_size", input_size)
+        self.hidden_size = checks.layer_size("hidden_size", hidden_size)
+        self.has_bias = checks.layer_flag("bias", bias)
         self.initial_state = checks.choice("initial_state", initial_state, INITIAL_STATES)
         self.hidden_noise = checks.not_negative("hidden_noise", hidden_noise)
         self.zoneout = checks.zoneout_rates(zoneout, len(self.states))
@@ -114,6 +114,15 @@ class Recurrence(nn.Module, abc.ABC):
         init.zeros_but_weights_(self)
         init.orthogonal_weights_(self)
         init.forget_bias_(self, 1.0)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Also takes a state dict of torch's module, whose two biases are added into one."""
+        for name in self._parameters:
+            if name.startswith("bias") and prefix + name not in state_dict:
+                both = [prefix + name.replace("bias", new) for new in ("bias_ih", "bias_hh")]
+                if all(key in state_dict for key in both):
+                    state_dict[prefix + name] = sum(state_dict.pop(key) for key in both)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # TorchScript --------------------------------------------------------------------------------
 
@@ -329,16 +338,15 @@ class Recurrence(nn.Module, abc.ABC):
 
     def _given_states(self, hx: Any, shape: tuple[int, ...]) -> States:
         """Checks the user's initial states. Returns one tensor for each of `states`."""
-        names = [state.removesuffix("0") for state in self.states]
-        if len(names) == 1:
-            values = (hx,)
+        if len(self.states) == 1:
+            names, values = ["hidden"], (hx,)
         elif isinstance(hx, (tuple, list)) and len(hx) == 2:
-            values = tuple(hx)
+            names, values = ["hidden[0]", "hidden[1]"], tuple(hx)
         else:
             raise TypeError(f"hx must be a pair (h_0, c_0), got {type(hx).__name__}")
         weight, autocast = self._weight(), self._under_autocast()
         return tuple(
-            checks.state(f"{name}_0 in hx", value, shape, weight, autocast)
+            checks.state(name, value, shape, weight, autocast)
             for name, value in zip(names, values, strict=True)
         )
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 pytest.importorskip("optuna")
+pytest.importorskip("sqlalchemy")  # cannot be imported by several threads at the same time
 
 from rbn.experiments.search import trials as module
 from rbn.experiments.search.heartbeat import Heartbeat

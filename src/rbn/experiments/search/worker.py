@@ -215,9 +215,8 @@ class Worker:
             with interrupts.breakable():
                 for _ in session.results():  # writes them
                     pass
-            if session.diverged is not None:
-                trials.set_attribute(number, "diverged", now.diverged_at)
-            if trials.complete(number, best):
+            remark = "" if session.diverged is None else f"diverged at step {now.diverged_at}"
+            if trials.complete(number, best, remark):
                 self.say(f"trial {number}: validation {best:.4f} after {now.step:,} steps")
 
 
@@ -247,13 +246,15 @@ class _TrialObserver:
         self._heartbeat.when_lost(trainer.stop)
 
     def _report(self, trainer: Trainer, value: float) -> None:
+        if self._heartbeat.lost:  # the trial and its record are another worker's
+            return
         now, number = trainer.progress, self._trial.number
         look = len(now.history) - 1
         if look not in self._known:  # after a kill, repeated evaluations have the same values
             patiently(lambda: self._trial.report(value, look))
             self._known.add(look)
-        at = {"step": now.step, "seconds": round(now.seconds, 1)}
-        patiently(lambda: self._trials.set_attribute(number, "at", at))
+        seconds = round(now.seconds, 1)
+        patiently(lambda: self._trials.record(number, step=now.step, seconds=seconds))
         if patiently(self._trial.should_prune):
             self.pruned = True
             trainer.stop()

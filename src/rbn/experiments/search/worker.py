@@ -242,19 +242,25 @@ class _TrialObserver:
             self._say(f"trial {self._trial.number}: resumes at step {trainer.progress.step:,}")
         if self._bar is not None:
             self._bar.add(trainer, task)
+        # The storage lacks them if it was lost, or is another one than before.
+        for look, record in enumerate(trainer.progress.history):
+            self._enter(look, record[task.metric], trainer)
         trainer.record_callbacks.append(lambda record: self._report(trainer, record[task.metric]))
         self._heartbeat.when_lost(trainer.stop)
 
     def _report(self, trainer: Trainer, value: float) -> None:
         if self._heartbeat.lost:  # the trial and its record are another worker's
             return
-        now, number = trainer.progress, self._trial.number
-        look = len(now.history) - 1
-        if look not in self._known:  # after a kill, repeated evaluations have the same values
-            patiently(lambda: self._trial.report(value, look))
-            self._known.add(look)
-        seconds = round(now.seconds, 1)
-        patiently(lambda: self._trials.record(number, step=now.step, seconds=seconds))
+        self._enter(len(trainer.progress.history) - 1, value, trainer)
         if patiently(self._trial.should_prune):
             self.pruned = True
             trainer.stop()
+
+    def _enter(self, look: int, value: float, trainer: Trainer) -> None:
+        """Store an evaluation, unless it is there: after a kill, it has the same value."""
+        now, number = trainer.progress, self._trial.number
+        if look not in self._known:
+            patiently(lambda: self._trial.report(value, look))
+            self._known.add(look)
+            done = {"step": now.step, "seconds": round(now.seconds, 1)}
+            patiently(lambda: self._trials.record(number, **done))

@@ -30,6 +30,9 @@ space:
   model: [lstm, bn-lstm]
   optimizer.lr: {low: 1e-3, high: 1e-1, log: true}
 """
+thorough = pytest.mark.skipif(
+    os.environ.get("RBN_FAULTS") != "all", reason="only with RBN_FAULTS=all"
+)
 KINDS = {"sqlite": "sweep.db", "journal": "sweep.log"}
 
 
@@ -112,8 +115,15 @@ def outcome(use, folder, name, path, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["stopped", "finished"])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        ("sqlite", "stopped"),
+        ("journal", "finished"),
+        pytest.param("sqlite", "finished", marks=thorough),
+        pytest.param("journal", "stopped", marks=thorough),
+    ],
+)
 def test_damage_in_any_file_of_a_sweep(
     kind, state, sweeps, tmp_path, tries, count_outcomes, monkeypatch
 ):
@@ -126,12 +136,15 @@ def test_damage_in_any_file_of_a_sweep(
         code, shown, expected[use] = USES[use](tmp_path / use / "sweep", name)
         assert code == 0, shown
     runs = [path for path in sorted((source / "runs").rglob("*")) if path.is_file()]
-    # The files of runs have tests of their own; here those of the run that is to go on count most.
+    # The files of runs have tests of their own; here those of the run that was stopped count most.
     others = [path for path in runs if path.name != name and "trial-0001" in path.parts]
-    for path in [source / "runs" / name, *draw.sample(others, tries(1, len(others)))]:
-        few, many = (3, 40) if path.name == name else (1, 2)
-        for what, content in faults(path.read_bytes(), draw, tries(few, many)):
+    for path in [source / "runs" / name, *tries([], others)]:
+        for what, content in faults(
+            path.read_bytes(), draw, tries(1, 40 if path.name == name else 2)
+        ):
             for use in USES:
+                if use == "status" and path.suffix == ".log" and what.startswith("truncated"):
+                    continue  # a journal that ends earlier is the sweep's state at that time
                 folder = tmp_path / "damaged" / "sweep"
                 shutil.copytree(source, folder)
                 (folder / path.relative_to(source)).write_bytes(content)

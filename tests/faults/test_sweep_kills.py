@@ -39,7 +39,7 @@ def test_a_kill_at_every_file_operation(moment, tmp_path, tries, count_outcomes)
     assert len(lines) == (count or int(changes))
     outcomes, failures = Counter(), []
     for line in lines:
-        at, code, outcome = line.split(maxsplit=2)
+        _, code, outcome = line.split(maxsplit=2)
         if code != "-9" or outcome != "same":
             failures.append(line)
         outcomes[outcome.partition(" ")[0]] += 1

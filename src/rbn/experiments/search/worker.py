@@ -6,8 +6,9 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -243,24 +244,25 @@ class _TrialObserver:
         if self._bar is not None:
             self._bar.add(trainer, task)
         # The storage lacks them if it was lost, or is another one than before.
-        for look, record in enumerate(trainer.progress.history):
-            self._enter(look, record[task.metric], trainer)
-        trainer.record_callbacks.append(lambda record: self._report(trainer, record[task.metric]))
+        self._store(trainer, [record[task.metric] for record in trainer.progress.history])
+        trainer.record_callbacks.append(lambda _: self._report(trainer, task.metric))
         self._heartbeat.when_lost(trainer.stop)
 
-    def _report(self, trainer: Trainer, value: float) -> None:
+    def _report(self, trainer: Trainer, metric: str) -> None:
         if self._heartbeat.lost:  # the trial and its record are another worker's
             return
-        self._enter(len(trainer.progress.history) - 1, value, trainer)
+        self._store(trainer, [record[metric] for record in trainer.progress.history])
         if patiently(self._trial.should_prune):
             self.pruned = True
             trainer.stop()
 
-    def _enter(self, look: int, value: float, trainer: Trainer) -> None:
-        """Store an evaluation, unless it is there: after a kill, it has the same value."""
+    def _store(self, trainer: Trainer, curve: Sequence[float]) -> None:
+        """Store the evaluations that are not stored yet, and how far the run is."""
         now, number = trainer.progress, self._trial.number
-        if look not in self._known:
-            patiently(lambda: self._trial.report(value, look))
-            self._known.add(look)
+        for look, value in enumerate(curve):
+            if look not in self._known:  # after a kill, repeated evaluations have the same values
+                patiently(partial(self._trial.report, value, look))
+                self._known.add(look)
+        if curve:
             done = {"step": now.step, "seconds": round(now.seconds, 1)}
             patiently(lambda: self._trials.record(number, **done))

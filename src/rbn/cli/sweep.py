@@ -107,6 +107,8 @@ def run(
             raise ValueError(f"max-minutes must be positive, got {max_minutes}")
         check_out(out)
         folder = out or Path("runs") / sweep.name
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is a file, not a folder; choose another one (--out)")
         where = storage or storages.default(folder)
         until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         job = Job(sweep, where, folder, device_of(device), data_dir, until)

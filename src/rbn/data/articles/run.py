@@ -82,6 +82,8 @@ def build(
     parts = source.SPLITS[checks.choice("split", split, tuple(source.SPLITS))]
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"{out} is a file, not a folder for the questions")
     target = out / "questions"
     about = file.stat()
     identity = {"file": file.name, "size": about.st_size, "changed": about.st_mtime_ns}

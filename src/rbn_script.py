@@ -9,11 +9,15 @@ from __future__ import annotations
 import os
 import signal
 from types import FrameType
+from typing import Any
 
 
 def main() -> None:
     """Run the command line."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
     ours = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
     for number in ours:
         signal.signal(number, _exit)

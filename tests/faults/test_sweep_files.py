@@ -140,7 +140,7 @@ def test_damage_in_any_file_of_a_sweep(
     others = [path for path in runs if path.name != name and "trial-0001" in path.parts]
     for path in [source / "runs" / name, *tries([], others)]:
         for what, content in faults(
-            path.read_bytes(), draw, tries(1, 40 if path.name == name else 2)
+            path.read_bytes(), draw, tries(1, 12 if path.name == name else 1)
         ):
             for use in USES:
                 if use == "status" and path.suffix == ".log" and what.startswith("truncated"):

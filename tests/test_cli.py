@@ -88,6 +88,7 @@ def test_demo_by_default(
     assert runs == [(Settings(), Path("demo-out")), (Settings(), Path("runs/demo"))]
 
 
+@pytest.mark.slow
 def test_outside_a_clone_everything_is_in_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

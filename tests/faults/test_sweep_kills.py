@@ -12,17 +12,22 @@ import pytest
 pytest.importorskip("optuna")
 
 HERE = Path(__file__).parent
+thorough = pytest.mark.skipif(
+    os.environ.get("RBN_FAULTS") != "all", reason="only with RBN_FAULTS=all"
+)
 COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD and /proc are Linux's")
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
-@pytest.mark.parametrize("moment", ["before a change", "within a write"])
+@pytest.mark.parametrize(
+    "moment", ["before a change", pytest.param("within a write", marks=thorough)]
+)
 def test_a_kill_at_every_file_operation(moment, tmp_path, tries, count_outcomes):
     """Python's operations and those of SQLite and safetensors: all go through the C library."""
     torn = moment == "within a write"
-    count = tries(2 if torn else 6, 0)
+    count = tries(4, 0)
     library = tmp_path / "kill.so"
     source = HERE / "kill_at_operation.c"
     subprocess.run([COMPILER, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)

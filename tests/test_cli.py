@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,9 +78,40 @@ def test_help_names_the_commands() -> None:
     assert "demo" in result.output
 
 
-def test_demo_by_default(runs: list[tuple[Any, ...]]) -> None:
-    assert call("demo").exit_code == 0
-    assert runs == [(Settings(), Path("demo-out"))]
+def test_demo_by_default(
+    runs: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = Path(__file__).parent  # of a clone
+    for place in (inside, tmp_path):
+        monkeypatch.chdir(place)
+        assert call("demo").exit_code == 0
+    assert runs == [(Settings(), Path("demo-out")), (Settings(), Path("runs/demo"))]
+
+
+@pytest.mark.slow
+def test_outside_a_clone_everything_is_in_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the paths that the commands print lead there."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    small = ("hidden_size=2", "epochs=1", "batch_size=600", "population_batch=600")
+    words = [word for setting in small for word in ("--set", setting)]
+    done = call("train", "digits", "--model", "lstm", "--device", "cpu", *words)
+    assert "In runs/digits/lstm-seed1/result.json" in done.output
+    assert "digits/lstm-seed1" in call("runs").output
+    done = call("publish", "runs/digits/lstm-seed1")
+    assert done.output == "runs/results/digits/lstm-seed1.json\n"
+    done = call("report")
+    assert done.output.startswith("rbn: there is nothing of the paper in runs/results")
+    (tmp_path / "elsewhere/runs/results/mnist").mkdir()
+    published = Path(__file__).parents[1] / "results/mnist"
+    for name in ("lstm-seed1.json", "lstm-seed1.csv"):
+        shutil.copy(published / name, "runs/results/mnist")
+    done = call("report")
+    assert done.exit_code == 0, done.output
+    assert "runs/report/report.md" in done.output.splitlines()
+    assert [path.name for path in Path().iterdir()] == ["runs"]
 
 
 def test_demo_with_every_option(runs: list[tuple[Any, ...]], tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ def test_status_prints_no_terminal_codes_and_no_markup(folder, monkeypatch):
         (["mine.yaml", "--trials", "9"], "trials must be at most the grid's 4, got 9"),
         (["mine.yaml", "--set", "depth=2"], "there is no setting 'depth'"),
         (["mine.yaml", "--storage", "trials.txt"], "storage must be a URL or a file ending in"),
+        (["mine.yaml", "--out", "mine.yaml"], "mine.yaml is a file, not a folder"),
         (["mine.yaml", "--device", "tpu9"], "device must be auto, cpu, cuda or cuda:N"),
         (["status", "nothing"], "there is no file nothing"),
         (["status", "mine.yaml", "--plot", "x.jpg"], "plot must be a file ending in .svg"),

@@ -183,10 +183,11 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
-        assert "rbn = rbn.cli:main" in archive.read(entry_points).decode()
+        assert "rbn = rbn_script:main" in archive.read(entry_points).decode()
     assert "rbn/py.typed" in names
     assert {name.split("/")[0].partition("-")[0] for name in names} == {
         "rbn",
+        "rbn_script.py",
         "recurrent_batchnorm",
     }
     others = [

@@ -28,7 +28,7 @@ pytestmark = [
 # than can be trained before a test gives up.
 SWEEP = """
 config: digits
-set: {hidden_size: 4, epochs: 2, evaluate_every: 3, batch_size: 200}
+set: {hidden_size: 2, epochs: 1, evaluate_every: 3, batch_size: 300, population_batch: 600}
 sampler: random
 trials: 100000
 space:
@@ -36,6 +36,9 @@ space:
   optimizer.lr: {low: 1e-3, high: 1e-1, log: true}
 heartbeat: 1
 """
+thorough = pytest.mark.skipif(
+    os.environ.get("RBN_FAULTS") != "all", reason="only with RBN_FAULTS=all"
+)
 LONGEST = 60  # seconds from a signal to the end of the command on a busy machine
 
 
@@ -64,33 +67,76 @@ def wait_for(condition, seconds):
     return found
 
 
+class Warm:
+    """Starts commands quickly (see warm_command.py)."""
+
+    def __init__(self):
+        program = [sys.executable, str(Path(__file__).with_name("warm_command.py"))]
+        options = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True}
+        self.process = subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def ask(self, *words):
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def close(self):
+        self.process.communicate()
+
+
+class Command:
+    """A sweep with two workers, in a session of its own as in a terminal."""
+
+    def __init__(self, folder, warm=None):
+        folder.mkdir()
+        (folder / "mine.yaml").write_text(SWEEP)
+        self.folder, self.warm, self.code = folder, warm, None
+        words = ["sweep", "mine.yaml", "--workers", "2", "--device", "cpu"]
+        if warm is not None:
+            self.pid = warm.ask("run", folder, *words)
+            return
+        program = "import rbn_script; print('ready', flush=True); rbn_script.main()"
+        with (folder / "said.txt").open("w") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", program, *words],
+                cwd=folder,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+        self.pid = self.process.pid
+        assert wait_for(lambda: self.said, 60)
+
+    @property
+    def said(self):
+        path = self.folder / "said.txt"
+        return path.read_text() if path.exists() else ""
+
+    def wait(self):
+        """The exit code of a command that has ended."""
+        if self.code is None:
+            warm = self.warm
+            self.code = self.process.wait() if warm is None else warm.ask("wait", self.pid)
+        return self.code
+
+
 @contextlib.contextmanager
-def sweeping(folder):
-    """A sweep at work, in a session of its own as in a terminal."""
-    folder.mkdir()
-    (folder / "mine.yaml").write_text(SWEEP)
-    # Before "ready" Python is importing torch, and a signal ends it as it ends any program.
-    program = "from rbn.cli import main; print('ready', flush=True); main()"
-    command = [sys.executable, "-c", program, "sweep", "mine.yaml", "--workers", "2"]
-    process = subprocess.Popen(
-        [*command, "--device", "cpu"],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    started = []
+def sweeping(folder, warm=None):
+    """A sweep at work, and a list for the processes that it started."""
+    command, started = Command(folder, warm), []
     try:
-        assert process.stdout.readline() == "ready\n"
-        yield process, started
+        yield command, started
     finally:
-        process.kill()
-        process.communicate()
-        for pid in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid in (command.pid, *started):
+            if is_alive(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        command.wait()
 
 
 def at_work(folder):
@@ -105,53 +151,67 @@ def study(folder):
     return load_study("mine", str(folder / "runs/mine/sweep.db"))
 
 
-def interrupt(folder, number, wait, moment, to_group):
-    """Start a sweep, send it a signal, and return its exit code and what it said."""
-    with sweeping(folder) as (process, started):
+def interrupt(folder, number, wait, moment, to_group, warm=None):
+    """Start a sweep, send it a signal, and return what came of it and what it said."""
+    with sweeping(folder, warm) as (command, started):
         if wait:
-            assert wait_for(lambda: at_work(folder) or process.poll() is not None, 240)
-            assert process.poll() is None, process.communicate()
+            assert wait_for(lambda: at_work(folder) or not is_alive(command.pid), 240)
+            assert is_alive(command.pid), command.said
         time.sleep(moment)
-        started += children(process.pid)
-        send = os.killpg if to_group else os.kill
-        send(process.pid, number)
-        try:
-            said, _ = process.communicate(timeout=LONGEST)
-        except subprocess.TimeoutExpired:
-            return "hung", ""
-        left = wait_for(lambda: not any(map(is_alive, started)), 10)
-        return (process.returncode if left else "left workers"), said
+        started += children(command.pid)
+        (os.killpg if to_group else os.kill)(command.pid, number)
+        if not wait_for(lambda: not is_alive(command.pid), LONGEST):
+            return "hung", command.said
+        if not wait_for(lambda: not any(map(is_alive, started)), 10):
+            return "left workers", command.said
+        code = command.wait()
+    outcome = "stopped" if code == 128 + number else f"ended with {code}"
+    if "Traceback" in command.said:
+        outcome += " and a traceback"
+    if wait:
+        states = {row.state for row in sweep_status(study(folder)).rows}
+        if not states <= {"complete", "waiting"}:
+            outcome += ", trials not released"
+    return outcome, command.said
 
 
-def test_interrupts_at_random_moments(tmp_path, tries, count_outcomes):
+@pytest.fixture(scope="module")
+def warm():
+    started = Warm()
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("way", ["warm", pytest.param("from scratch", marks=thorough)])
+def test_interrupts_at_random_moments(way, request, tmp_path, tries, count_outcomes):
+    """Warm, they come while trials start, train and end; from scratch, also during start-up."""
+    moments = random.Random(os.environ["RBN_TEST_SEED"])
+    outcomes, failures = Counter(), []
+    warm = request.getfixturevalue("warm") if way == "warm" else None
+    for attempt in range(tries(3, 100) if warm else 40):
+        wait = warm is not None or attempt % 2 == 0
+        number = signal.SIGTERM if attempt % 5 == 1 else signal.SIGINT
+        moment = moments.uniform(0, 3 if wait else 25)
+        folder = tmp_path / str(attempt)
+        outcome, said = interrupt(folder, number, wait, moment, attempt % 2 == 0, warm)
+        outcomes[outcome] += 1
+        print(end=f"{attempt} {outcome}; ", flush=True)
+        if outcome != "stopped":
+            failures.append((attempt, moment, outcome, said))
+    count_outcomes(f"signals to a sweep with two workers, {way}", outcomes)
+    assert not failures
+
+
+def test_workers_stop_when_their_parent_is_killed(warm, tmp_path, tries, count_outcomes):
     moments = random.Random(os.environ["RBN_TEST_SEED"])
     outcomes = Counter()
-    for attempt in range(tries(2, 100)):
+    for attempt in range(tries(1, 40)):
         folder = tmp_path / str(attempt)
-        # One in four comes while the command and its workers are starting.
-        wait = attempt % 4 != 3
-        number = signal.SIGTERM if wait and attempt % 5 == 1 else signal.SIGINT
-        moment = moments.uniform(0, 3 if wait else 12)
-        code, said = interrupt(folder, number, wait, moment, to_group=attempt % 2 == 0)
-        outcomes["stopped at once" if code == 128 + number else f"ended with {code}"] += 1
-        assert code == 128 + number, (attempt, moment, said)
-        assert "Traceback" not in said, (attempt, moment, said)
-        if wait:
-            states = {row.state for row in sweep_status(study(folder)).rows}
-            assert states <= {"complete", "waiting"}, (attempt, moment, said)  # all are released
-    count_outcomes("signals to a sweep with two workers", outcomes)
-
-
-def test_workers_stop_when_their_parent_is_killed(tmp_path, tries, count_outcomes):
-    moments = random.Random(os.environ["RBN_TEST_SEED"])
-    outcomes = Counter()
-    for attempt in range(tries(1, 20)):
-        folder = tmp_path / str(attempt)
-        with sweeping(folder) as (process, started):
+        with sweeping(folder, warm) as (command, started):
             assert wait_for(lambda folder=folder: at_work(folder), 240)
             time.sleep(moments.uniform(0, 3))
-            started += children(process.pid)
-            process.kill()
+            started += children(command.pid)
+            os.kill(command.pid, signal.SIGKILL)
             ended = wait_for(lambda found=started: not any(map(is_alive, found)), LONGEST)
             outcomes["all workers ended" if ended else "workers went on"] += 1
             assert ended

@@ -352,3 +352,24 @@ def test_a_replaced_weight_of_another_shape_is_named():
     layer.weight_hh_l0 = torch.nn.Parameter(torch.randn(32, 7))
     with pytest.raises(ValueError, match=r"weight_hh must have the shape \[32, 8\], got \[32, 7\]"):
         layer(torch.randn(4, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rbn.batch_statistics("x").__enter__(), "model must be a torch.nn.Module, got str"),
+        (lambda: rbn.average_population_stats(None), "model must be a torch.nn.Module, got None"),
+        (lambda: rbn.update_population_stats("x", []), "model must be a torch.nn.Module, got str"),
+        (
+            lambda: rbn.update_population_stats(rbn.BatchNormLSTM(3, 2), None),
+            "batches must be an iterable of inputs, such as a list, got None",
+        ),
+        (
+            lambda: rbn.match_statistics(rbn.BatchNormLSTM(3, 2), 5),
+            "checkpoint must be a state dict or the path of a file, got int",
+        ),
+    ],
+)
+def test_functions_name_an_argument_of_the_wrong_type(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()

@@ -17,7 +17,8 @@ def main() -> None:
     finally:
         # Nothing is left to interrupt. While it shuts down, Python would leave a signal to the
         # system, which kills a command that has done its work.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _main() -> None:

@@ -9,7 +9,7 @@ import typer
 
 import rbn
 from rbn.cli import paper, reading, runs, train
-from rbn.cli.common import interrupted_code, stop
+from rbn.cli.common import default_folder, interrupted_code, stop
 from rbn.cli.data import app as data
 from rbn.cli.sweep import app as sweep
 from rbn.experiments.demo import Settings, run_demo
@@ -71,8 +71,12 @@ def demo(
     ] = Settings.learning_rate,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = Settings.threads,
     out: Annotated[
-        Path, typer.Option(help="Folder for the page, the picture and the numbers.")
-    ] = Path("demo-out"),
+        Path | None,
+        typer.Option(
+            help="Folder for the page, the picture and the numbers; demo-out in a clone, runs/demo "
+            "elsewhere."
+        ),
+    ] = None,
 ) -> None:
     """Train a plain and a batch-normalized LSTM on handwritten digits, and show the difference.
 
@@ -83,7 +87,7 @@ def demo(
     except ValueError as error:
         stop(str(error), 2)
     try:
-        run_demo(settings, out)
+        run_demo(settings, default_folder("demo", "demo-out") if out is None else out)
     except (ImportError, OSError) as error:
         stop(str(error), 2)
     except FloatingPointError as error:

@@ -83,6 +83,24 @@ def make_console() -> Console:
     return Console(width=_PIPED) if piped else console
 
 
+def in_clone() -> bool:
+    """Whether the current folder is in a clone of this project."""
+    here = Path.cwd()
+    return any((folder / "src/rbn/__init__.py").is_file() for folder in (here, *here.parents))
+
+
+def default_folder(name: str, cloned: str | None = None) -> Path:
+    """The default folder for some output: inside ``runs``, so that all of it is in one place.
+
+    A clone has other places, whose content is part of the project or is used with it.
+
+    Args:
+        name: of the folder in ``runs``.
+        cloned: the folder in a clone, from its root; `name` itself by default.
+    """
+    return Path(cloned or name) if in_clone() else Path("runs") / name
+
+
 def check_out(out: Path | None) -> None:
     """Refuse an empty --out, which Python treats as the current folder."""
     if out is not None and out == Path():

@@ -10,6 +10,7 @@ import typer
 from rbn.cli.common import (
     DataDir,
     Device,
+    default_folder,
     device_of,
     guarded,
     interrupted_code,
@@ -39,19 +40,35 @@ Recipe = Annotated[
     str, typer.Option(help="short: fewer steps, with a falling rate; paper: the paper's settings.")
 ]
 Results = Annotated[
-    Path | None, typer.Option(help="Folder of results; results, with --quick runs/quick/results.")
+    Path | None,
+    typer.Option(
+        help="Folder of results; results in a clone, runs/results elsewhere, with --quick "
+        "runs/quick/results."
+    ),
 ]
 Runs = Annotated[Path | None, typer.Option(help="Folder of runs; runs, with --quick runs/quick.")]
 Out = Annotated[
-    Path | None, typer.Option(help="Folder of figures; reproduced, with --quick runs/quick/out.")
+    Path | None,
+    typer.Option(
+        help="Folder of figures; reproduced in a clone, runs/reproduced elsewhere, with --quick "
+        "runs/quick/out."
+    ),
 ]
 Questions = Annotated[
     str,
     typer.Option(help="Task of the readers: cnn-built, or cnn where the paper's archive is there."),
 ]
 Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed or 16-mixed.")]
-Folder = Annotated[Path, typer.Option(help="Folder of results.")]
-Report = Annotated[Path, typer.Option(help="Folder for the page, the Markdown and the figures.")]
+Folder = Annotated[
+    Path | None, typer.Option(help="Folder of results; results in a clone, runs/results elsewhere.")
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for the page, the Markdown and the figures; docs/report in a clone, "
+        "runs/report elsewhere."
+    ),
+]
 Compared = Annotated[
     Path | None,
     typer.Option(
@@ -89,7 +106,7 @@ def reproduce(
         if recipe not in ("short", "paper"):
             raise ValueError(f"recipe must be short or paper, got {recipe!r}")
         base = Path("runs/quick") if quick else Path("runs")
-        plain = Path("results")
+        plain = default_folder("results")
         asked = Reproduction(
             plan.TARGETS if target == "all" else (target,),
             "quick" if quick else recipe,
@@ -117,7 +134,8 @@ def reproduce(
                 interrupted_code(error),
             )
         result_set = ResultSet.read(asked.results, quick)
-        _show(asked, result_set, out or (base / "out" if quick else Path("reproduced")), console)
+        figures = base / "out" if quick else default_folder("reproduced")
+        _show(asked, result_set, out or figures, console)
         for note in asked.notes:
             console.print(note, soft_wrap=True, highlight=False, markup=False)
         if not finished:
@@ -128,31 +146,29 @@ def reproduce(
     guarded(work)
 
 
-def report(
-    results: Folder = Path("results"),
-    out: Report = Path("docs/report"),
-    comparison: Compared = None,
-) -> None:
+def report(results: Folder = None, out: Report = None, comparison: Compared = None) -> None:
     """Write the report: an HTML page and a Markdown file, with the figures and their numbers."""
     from rbn.experiments.paper.report import write_report
     from rbn.experiments.paper.result_set import ResultSet
 
     def work() -> None:
-        if not results.is_dir():
-            raise ValueError(f"there is no folder {results} of results")
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"{out} is a file, not a folder for the report")
-        result_set = ResultSet.read(results)
+        source = default_folder("results") if results is None else results
+        target = default_folder("report", "docs/report") if out is None else out
+        if not source.is_dir():
+            raise ValueError(f"there is no folder {source} of results")
+        if target.exists() and not target.is_dir():
+            raise ValueError(f"{target} is a file, not a folder for the report")
+        result_set = ResultSet.read(source)
         if not result_set.has_content:
             raise ValueError(
-                f"there is nothing of the paper in {results}: results of its tasks are files "
+                f"there is nothing of the paper in {source}: results of its tasks are files "
                 "such as mnist/lstm-seed1.json"
             )
         usual = Path("benchmarks/results/comparison.csv")
         if comparison is not None and not comparison.is_file():
             raise ValueError(f"there is no file {comparison} of a comparison")
         compared = comparison or (usual if usual.is_file() else None)
-        for path in write_report(result_set, out, compared):
+        for path in write_report(result_set, target, compared):
             typer.echo(str(path))
 
     guarded(work)

@@ -83,6 +83,7 @@ def questions(
     """
     from rbn.data.cloze import cloze
     from rbn.data.cnn import QuestionBatches, baselines, load_questions
+    from rbn.data.cnn.preprocess import Choice
     from rbn.data.cnn.shards import Reduction
     from rbn.data.process_pool import WorkerLost
     from rbn.experiments.paper.question_baselines import QuestionBaselines, write_counts
@@ -91,7 +92,7 @@ def questions(
     skipped: list[str] = []
     counts: list[QuestionBaselines] = []
     try:
-        Reduction(sentences or None)  # which refuses a number below 0
+        Choice(Reduction(sentences or None), min_count, words)  # refuses wrong numbers
         if name == "cloze":
             reading = cloze()
         else:
@@ -134,7 +135,10 @@ def questions(
         )
     if out is not None:
         command = f"rbn data questions {name} --sentences {sentences} --min-count {min_count}"
-        write_counts(counts, command if words is None else f"{command} --words {words}", out)
+        try:
+            write_counts(counts, command if words is None else f"{command} --words {words}", out)
+        except OSError as error:
+            stop(str(error), 2)
     if skipped:
         typer.echo(f"{len(skipped):,} malformed files were skipped")
         for line in skipped[:10]:

@@ -11,6 +11,7 @@ from rbn.cli.common import (
     DataDir,
     Device,
     Run,
+    default_folder,
     device_of,
     guarded,
     make_console,
@@ -84,7 +85,10 @@ def _figures(run: Path) -> list[str]:
 
 def publish(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
-    to: Annotated[Path, typer.Option(help="Folder of results.")] = Path("results"),
+    to: Annotated[
+        Path | None,
+        typer.Option(help="Folder of results; results in a clone, runs/results elsewhere."),
+    ] = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Also results of runs with other settings.")
     ] = False,
@@ -93,8 +97,9 @@ def publish(
     from rbn.experiments import results
 
     def work() -> None:
+        target = default_folder("results") if to is None else to
         for run in dict.fromkeys(runs):
-            typer.echo(str(results.publish(run, to, replace)))
+            typer.echo(str(results.publish(run, target, replace)))
 
     guarded(work)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -93,8 +95,6 @@ def run(
 
     def work() -> None:
         need_optuna()
-        from optuna.exceptions import OptunaError
-
         from rbn.experiments.search import storage as storages
         from rbn.experiments.search import sweep_file
         from rbn.experiments.search.status import sweep_status
@@ -107,24 +107,37 @@ def run(
             raise ValueError(f"max-minutes must be positive, got {max_minutes}")
         check_out(out)
         folder = out or Path("runs") / sweep.name
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"{folder} is a file, not a folder; choose another one (--out)")
         where = storage or storages.default(folder)
         until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         job = Job(sweep, where, folder, device_of(device), data_dir, until)
         jobs = _jobs(job, workers, dealt=device == "auto" and job.device.type == "cuda")
         console = make_console()
-        try:
+        with _naming_storage(storages.redacted(where)):
             study, _ = storages.open_study(sweep, where)
             code, reason = _work(jobs, console)
             now = sweep_status(study)
             _report(now, folder, console)
-        except OptunaError as error:
-            stop(f"the storage {storages.redacted(where)}: {error.__cause__ or error}", 1)
         if code:
             stop(f"{reason}; the same command resumes", code)
         if now.best is None:
             stop("no trial finished", 1)
 
     guarded(work)
+
+
+@contextlib.contextmanager
+def _naming_storage(name: str) -> Iterator[None]:
+    """Inside, an error of the storage ends the command with one line that names it."""
+    from optuna.exceptions import OptunaError
+
+    try:
+        yield
+    except OptunaError as error:
+        cause = error.__cause__ or error
+        reason = str(getattr(cause, "orig", cause)).strip().splitlines()[0]
+        stop(f"the storage {name}: {reason}", 1)
 
 
 def _jobs(job: Job, workers: int, dealt: bool) -> list[Job]:
@@ -217,7 +230,9 @@ def status(
             plots.check(plot)
         name = sweep_file.find(file).stem
         folder = out or Path("runs") / name
-        now = sweep_status(storages.load_study(name, storage or storages.default(folder)))
+        where = storage or storages.default(folder)
+        with _naming_storage(storages.redacted(where)):
+            now = sweep_status(storages.load_study(name, where))
         columns = ["trial", "state", *now.parameters, f"best {now.figure}", "steps", "minutes"]
         table = make_table(*map(_cell, columns))
         for row in now.rows:

@@ -66,6 +66,9 @@ def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor in a checkpoint, by name."""
     if isinstance(checkpoint, Mapping):
         return {name: _shape(value) for name, value in checkpoint.items() if _shape(value)}
+    if not isinstance(checkpoint, str | os.PathLike):
+        kind = type(checkpoint).__name__
+        raise TypeError(f"checkpoint must be a state dict or the path of a file, got {kind}")
     path = Path(checkpoint)
     if path.is_dir():
         path = _file_in(path)

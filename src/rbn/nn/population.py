@@ -24,6 +24,8 @@ Batch = TypeVar("Batch")
 
 
 def _statistics_of(model: nn.Module) -> list[PopulationStatistics]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     return [m for m in model.modules() if isinstance(m, PopulationStatistics)]
 
 
@@ -103,14 +105,14 @@ def average_population_stats(model: nn.Module) -> None:
     Args:
         model: any module that contains batch-normalized recurrent layers.
     """
-    group = all_processes()
+    statistics, group = _statistics_of(model), all_processes()
     if group is None:
         return
     layers = [m for m in model.modules() if isinstance(m, BatchNormalized)]
     for layer in layers:
         layer.refresh()
     own = {s for layer in layers if layer.refresh_stats for s in layer.children()}
-    average([s for s in _statistics_of(model) if s in own or not s.sync], group, spread=True)
+    average([s for s in statistics if s in own or not s.sync], group, spread=True)
     for layer in layers:
         layer.mark_fresh()
 
@@ -161,8 +163,9 @@ def update_population_stats(
         ValueError: there are no batches; or nothing can be estimated from them, e.g. if they are
             single sequences; or all layers are frozen.
     """
-    if isinstance(batches, Tensor):
-        raise TypeError("batches must be an iterable of inputs, such as a list, got a Tensor")
+    if batches is None or isinstance(batches, Tensor):
+        kind = "None" if batches is None else "a Tensor"
+        raise TypeError(f"batches must be an iterable of inputs, such as a list, got {kind}")
     every = _statistics_of(model)
     statistics = [s for s in every if s.training or not model.training]  # without frozen ones
     if not every:

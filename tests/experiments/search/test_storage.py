@@ -21,7 +21,7 @@ def test_another_sweep_of_that_name_is_refused(where, make, tmp_path, worker):
         ("trials.txt", "must be a URL or a file ending in .db, .*, got 'trials.txt'"),
         ("nosuch://host/db", "cannot open the storage nosuch://host/db: "),
         ("postgresql+psycopg://me:secret@/x?host=/nowhere", r"me:\*\*\*@/x\?host=/nowhere: "),
-        ("broken.db", "cannot open the storage .*broken.db: .*not a database"),
+        ("broken.db", "broken.db is damaged: file is not a database"),
     ],
 )
 def test_storages_that_cannot_be_opened(where, message, make, tmp_path, monkeypatch, worker):

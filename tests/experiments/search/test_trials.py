@@ -86,7 +86,7 @@ def test_killed_and_taken_up_again(where, make, tmp_path, worker):
         process.stdout.close()
         process.wait()
     assert again == number
-    assert mine.frozen(number).user_attrs["deaths"] == 1
+    assert len(mine.frozen(number).user_attrs["dead"]) == 1
     assert mine.begin(number)[1] == {"optimizer.lr": 0.01}  # as it was chosen before
     assert mine.complete(number, 0.7)
     assert mine.all_finished()
@@ -133,7 +133,7 @@ def test_a_trial_that_kills_its_workers_is_given_up(make, tmp_path, monkeypatch,
         clock[0] += SILENT * sweep.heartbeat + 1
     assert workers[3].take() is None
     assert workers[3].all_finished()
-    assert workers[3].frozen(0).user_attrs["reason"] == "3 workers died of it"
+    assert workers[3].frozen(0).user_attrs["record"]["reason"] == "3 workers died of it"
 
 
 def test_released_trials_wait(where, make, worker):
@@ -147,7 +147,7 @@ def test_released_trials_wait(where, make, worker):
     assert second.take() == 0
     assert second.begin(0)[1] == chosen
     assert second.frozen(0).intermediate_values == {0: 0.3}
-    assert "deaths" not in second.frozen(0).user_attrs
+    assert "dead" not in second.frozen(0).user_attrs
 
 
 def test_more_trials_later(make, tmp_path, worker):

@@ -181,8 +181,8 @@ def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
     (tmp_path / "runs").rename(tmp_path / "before")
     report = module._TrialObserver._report
 
-    def killed(self, trainer, value):
-        report(self, trainer, value)
+    def killed(self, trainer, metric):
+        report(self, trainer, metric)
         if len(trainer.progress.history) == 2:
             raise Killed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -18,6 +17,8 @@ from rbn.data.articles import questions, source
 from rbn.data.articles.names import Usage, count_usage
 from rbn.data.articles.tokens import sentences
 from rbn.data.cnn.question import Question, render
+from rbn.data.cnn.shards import content_name
+from rbn.data.cnn.store import checksum
 from rbn.data.process_pool import ProcessPool
 from rbn.nn import checks
 
@@ -81,6 +82,8 @@ def build(
     parts = source.SPLITS[checks.choice("split", split, tuple(source.SPLITS))]
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}")
+    if out.exists() and not out.is_dir():
+        raise FileExistsError(f"{out} is a file, not a folder for the questions")
     target = out / "questions"
     about = file.stat()
     identity = {"file": file.name, "size": about.st_size, "changed": about.st_mtime_ns}
@@ -125,7 +128,10 @@ def build(
         "articles": dict(made.articles),
         "questions": dict(made.questions),
         "dropped": dict(made.dropped),
+        # Equal questions are one file.
+        "files": {part: sum(1 for _ in os.scandir(target / part)) for part in parts},
     }
+    summary["sha256"] = checksum(summary)
     _replace(out / DONE, json.dumps(summary, indent=2).encode() + b"\n")
     journal.path.unlink()
     return made
@@ -186,8 +192,7 @@ def _write(job: tuple[list[str], str, str]) -> Built:
         made.questions[article.part] += len(new)
         for question in new:
             content = render(question).encode()
-            name = hashlib.sha1(content).hexdigest()
-            path = Path(target, article.part, f"{name}.question")
+            path = Path(target, article.part, content_name(content))
             try:
                 path.write_bytes(content)
             except OSError as error:

@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from rbn.data.process_pool import ProcessPool
 from rbn.nn import checks
 
 PARTS = {"train": "training", "valid": "validation", "test": "test"}
+_FOLDERS = {folder: part for part, folder in PARTS.items()}
 SECOND_TEST = "test-cnn"  # the part and its folder, which most sets of questions do not have
 SHARD = 500  # files
 FORMAT = 2  # of the cache; a change makes it anew
@@ -106,6 +107,7 @@ def prepared(
     cache: Path,
     choice: Choice,
     *,
+    built: Mapping[str, int] | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Reading, dict[str, Any]]:
@@ -121,6 +123,8 @@ def prepared(
             ``.question`` files in each.
         cache: folder for the arrays of all choices.
         choice: what is made of the files.
+        built: of a set that ``rbn data build-cloze`` made, the number of files in each folder. The
+            numbers are checked, and the content of every file against its name; none if empty.
         processes: at the same time; by default one for each processor.
         progress: told of every few hundred files.
 
@@ -132,6 +136,13 @@ def prepared(
     place = cache / choice.key
     if folder.is_dir():
         files = question_files(folder)
+        for part, expected in (built or {}).items():
+            found = len(files.get(_FOLDERS.get(part, part), ()))
+            if found != expected:
+                raise DataAltered(
+                    f"{folder / part} has {found:,} question files, but {expected:,} were built: "
+                    "remove the folder of this set and build it again"
+                )
         fingerprint = {part: [len(each), _sum(each)] for part, each in files.items()}
         if not _is_of(place, fingerprint):
             _check_writable(cache, folder)
@@ -143,7 +154,8 @@ def prepared(
 
             with file_lock(cache / f"{choice.key}.lock", log_wait):
                 if not _is_of(place, fingerprint):  # nobody made it meanwhile
-                    _prepare(folder, files, place, choice, fingerprint, processes, progress)
+                    jobs = _jobs(folder, files, place, choice, bool(built))
+                    _prepare(jobs, place, choice, fingerprint, processes, progress)
     elif store.read_metadata(place) is None:
         raise DataNotFound(f"there is no folder {folder}")
     return _load(place)
@@ -171,16 +183,19 @@ def _check_writable(cache: Path, folder: Path) -> None:
         )
 
 
-def _prepare(
+def _work_folder(place: Path) -> Path:
+    return place.with_name(place.name + ".shards")
+
+
+def _jobs(
     folder: Path,
     files: dict[str, list[QuestionFile]],
     place: Path,
     choice: Choice,
-    fingerprint: dict[str, list[Any]],
-    processes: int | None,
-    progress: Progress | None,
-) -> None:
-    work = place.with_name(place.name + ".shards")
+    named_by_content: bool,
+) -> dict[str, list[Job]]:
+    """The shards of each part."""
+    work = _work_folder(place)
     jobs: dict[str, list[Job]] = {}
     for part, part_files in files.items():
         begin = str(folder / PARTS.get(part, part))
@@ -191,13 +206,25 @@ def _prepare(
                 str(work / f"{part}-{k:05d}"),
                 choice.reduction,
                 _sum(piece),
+                named_by_content,
             )
             for k, piece in enumerate(pieces)
         ]
+    return jobs
+
+
+def _prepare(
+    jobs: dict[str, list[Job]],
+    place: Path,
+    choice: Choice,
+    fingerprint: dict[str, list[Any]],
+    processes: int | None,
+    progress: Progress | None,
+) -> None:
     every = [job for part in jobs.values() for job in part]
     _run(every, processes or os.cpu_count() or 1, progress)
     _merge(jobs, place, choice, fingerprint)
-    shutil.rmtree(work)
+    shutil.rmtree(_work_folder(place))
 
 
 def _run(jobs: Sequence[Job], processes: int, progress: Progress | None) -> None:
@@ -259,33 +286,34 @@ def _merge(
             raise ValueError(f"no file of {name} is a question; the first is not: {reason}")
     vocabulary = Vocabulary.of(counts, entities, min_count=choice.min_count, most=choice.words)
     unknown = vocabulary.numbers[UNKNOWN]
-    writer = store.Writer(place)
-    for part, made in jobs.items():
-        begins = {"documents": 0, "questions": 0}
-        for name in begins:
-            writer.append(f"{part}.{name}_offsets", torch.zeros(1, dtype=torch.int64))
-        for job in made:
-            arrays, metadata = store.read(Path(job.folder))
-            number = vocabulary.numbers
-            table = torch.tensor(
-                [number.get(symbol, unknown) for symbol in metadata["symbols"]], dtype=torch.int32
-            )
-            for name in ("documents", "questions", "answers"):
-                local = arrays[name]
-                writer.append(f"{part}.{name}", table[local.long()] if len(local) else local)
-            for name, begin in begins.items():
-                ends = arrays[f"{name}_offsets"][1:] + begin
-                writer.append(f"{part}.{name}_offsets", ends)
-                begins[name] = begin + len(arrays[name])
-    writer.finish(
-        {
-            "files": fingerprint,
-            "choice": asdict(choice),
-            "parts": parts,
-            "entities": entities,
-            "words": vocabulary.words,
-        }
-    )
+    with store.Writer(place) as writer:
+        for part, made in jobs.items():
+            begins = {"documents": 0, "questions": 0}
+            for name in begins:
+                writer.append(f"{part}.{name}_offsets", torch.zeros(1, dtype=torch.int64))
+            for job in made:
+                arrays, metadata = store.read(Path(job.folder))
+                number = vocabulary.numbers
+                table = torch.tensor(
+                    [number.get(symbol, unknown) for symbol in metadata["symbols"]],
+                    dtype=torch.int32,
+                )
+                for name in ("documents", "questions", "answers"):
+                    local = arrays[name]
+                    writer.append(f"{part}.{name}", table[local.long()] if len(local) else local)
+                for name, begin in begins.items():
+                    ends = arrays[f"{name}_offsets"][1:] + begin
+                    writer.append(f"{part}.{name}_offsets", ends)
+                    begins[name] = begin + len(arrays[name])
+        writer.finish(
+            {
+                "files": fingerprint,
+                "choice": asdict(choice),
+                "parts": parts,
+                "entities": entities,
+                "words": vocabulary.words,
+            }
+        )
 
 
 def _load(place: Path) -> tuple[Reading, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from rbn.data.cnn import store
 from rbn.data.cnn.passages import Reading
 from rbn.data.cnn.preprocess import Choice, Progress, prepared
 from rbn.data.cnn.shards import Reduction
-from rbn.data.errors import DataNotFound
+from rbn.data.errors import DataAltered, DataNotFound
 from rbn.data.files import data_folder
 from rbn.nn import checks
 
@@ -116,4 +117,18 @@ def load_questions(
             f"{files} was not built to its end: {chosen.how.format(folder=folder)}, which resumes "
             "the build"
         )
-    return prepared(files, place, choice, processes=processes, progress=progress)
+    built = _built(folder / DONE) if files.is_dir() and chosen.built else None
+    return prepared(files, place, choice, built=built, processes=processes, progress=progress)
+
+
+def _built(path: Path) -> dict[str, int]:
+    """The number of files in each folder of a built set; none if an older version built it."""
+    try:
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        right = summary.pop("sha256", None) in (None, store.checksum(summary))
+        files: dict[str, int] = summary.get("files", {})
+    except (AttributeError, ValueError, RecursionError) as error:
+        raise DataAltered(f"{path} is damaged: {error}") from error
+    if not right:
+        raise DataAltered(f"{path} is damaged or was edited: its checksum does not match")
+    return files

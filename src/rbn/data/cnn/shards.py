@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from rbn.data.cnn.passages import tensor
 from rbn.data.cnn.question import ENTITY, MalformedQuestion, read
 from rbn.data.cnn.sentences import select
 from rbn.data.cnn.vocabulary import normal
+from rbn.data.errors import DataAltered
 from rbn.nn import checks
 
 
@@ -39,12 +41,16 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Job:
-    """Files to read, the folder of the result, and a checksum of the files."""
+    """Files to read, the folder of the result, and a checksum of the files.
+
+    named_by_content: the name of each file is the SHA-1 of its content, which is checked.
+    """
 
     files: tuple[str, ...]
     folder: str
     reduction: Reduction
     sum: str
+    named_by_content: bool = False
 
 
 def make(job: Job) -> int:
@@ -65,6 +71,8 @@ def make(job: Job) -> int:
 
     for file in job.files:
         try:
+            if job.named_by_content:
+                _check_name(Path(file))
             question = read(Path(file))
         except (MalformedQuestion, OSError) as error:
             malformed.append(str(error))
@@ -87,26 +95,39 @@ def make(job: Job) -> int:
         flat["answers"].extend(encode((answer,)))
         for name, ends in offsets.items():
             ends.append(len(flat[name]))
-    writer = store.Writer(Path(job.folder))
-    for name, values in flat.items():
-        writer.append(name, tensor(values))
-    for name, ends in offsets.items():
-        writer.append(f"{name}_offsets", tensor(ends))
     total = len(flat["answers"])
-    writer.finish(
-        {
-            "files": job.files,
-            "reduction": asdict(job.reduction),
-            "sum": job.sum,
-            "symbols": list(numbers),
-            "counts": counts,
-            "malformed": malformed,
-            "questions": total,
-            "answerable": answerable,
-            "kept": kept,
-        }
-    )
+    with store.Writer(Path(job.folder)) as writer:
+        for name, values in flat.items():
+            writer.append(name, tensor(values))
+        for name, ends in offsets.items():
+            writer.append(f"{name}_offsets", tensor(ends))
+        writer.finish(
+            {
+                "files": job.files,
+                "reduction": asdict(job.reduction),
+                "sum": job.sum,
+                "symbols": list(numbers),
+                "counts": counts,
+                "malformed": malformed,
+                "questions": total,
+                "answerable": answerable,
+                "kept": kept,
+            }
+        )
     return total
+
+
+def content_name(content: bytes) -> str:
+    """The name of a question file that `rbn data build-cloze` writes."""
+    return f"{hashlib.sha1(content).hexdigest()}.question"
+
+
+def _check_name(path: Path) -> None:
+    if content_name(path.read_bytes()) != path.name:
+        raise DataAltered(
+            f"{path} is damaged: its content does not match its name; remove the folder of this "
+            "set and build it again"
+        )
 
 
 def renumbering(tokens: Iterable[str]) -> dict[str, str]:

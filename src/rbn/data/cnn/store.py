@@ -24,6 +24,8 @@ _TYPES = {"int32": torch.int32, "int64": torch.int64}
 class Writer:
     """Writes arrays piece by piece; the folder gets its final name when it is complete.
 
+    A context manager, which closes the files.
+
     Args:
         folder: to write; an existing one is replaced.
     """
@@ -38,6 +40,13 @@ class Writer:
         self._files: dict[str, IO[bytes]] = {}
         self._sums: dict[str, Any] = {}
         self._arrays: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files.values():
+            file.close()
 
     def append(self, name: str, values: Tensor) -> None:
         """Add to the end of an array, int32 or int64 ``[n]``."""
@@ -61,7 +70,7 @@ class Writer:
             file.close()
             self._arrays[name]["sha256"] = self._sums[name].hexdigest()
         manifest: dict[str, Any] = {"arrays": self._arrays, _METADATA: metadata}
-        manifest[_SUM] = _manifest_sum(manifest)
+        manifest[_SUM] = checksum(manifest)
         with (self.part / MANIFEST).open("w", encoding="utf-8") as text:
             json.dump(manifest, text)
             text.flush()
@@ -81,7 +90,7 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        right = manifest.pop(_SUM) == _manifest_sum(manifest)
+        right = manifest.pop(_SUM) == checksum(manifest)
     except FileNotFoundError:
         return None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -91,8 +100,9 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
     return manifest
 
 
-def _manifest_sum(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def checksum(content: dict[str, Any]) -> str:
+    """The SHA-256 of what JSON can hold, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

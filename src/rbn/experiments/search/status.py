@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rbn.experiments.config import from_mapping
+from rbn.experiments.search.storage import description
+from rbn.experiments.search.trial_record import RECORD
 from rbn.experiments.search.trials import SILENT
 
 if TYPE_CHECKING:
@@ -94,12 +96,13 @@ class SweepStatus:
 
 def sweep_status(study: Study) -> SweepStatus:
     """The sweep of a study."""
-    total = int(study.user_attrs.get("trials", 0))
+    about = description(study)
+    total = int(about["trials"])
     maximize = study.direction.name == "MAXIMIZE"
     # Also those that were finished when there were to be more of them.
     every = study.get_trials(deepcopy=False)
     trials = [t for t in every if t.number < total or t.state.is_finished()]
-    identity = study.user_attrs["sweep"]
+    identity = about["identity"]
     order = list(dict.fromkeys(key for space in identity["space"] for key in space))
     rows = tuple(_row(trial, maximize, order) for trial in trials)
     config = from_mapping(next(iter(identity["config"].values())))
@@ -111,7 +114,7 @@ def _row(trial: FrozenTrial, maximize: bool, order: Sequence[str]) -> Row:
     figures = [value for value in curve if value == value]  # not NaN
     if trial.state.name == "COMPLETE" and trial.value is not None:
         figures.append(trial.value)
-    at = trial.user_attrs.get("at") or {}
+    record = trial.user_attrs.get(RECORD) or {"step": 0, "seconds": 0.0}
     return Row(
         number=trial.number,
         state=STATES[trial.state.name],
@@ -119,8 +122,8 @@ def _row(trial: FrozenTrial, maximize: bool, order: Sequence[str]) -> Row:
         parameters={name: trial.params[name] for name in order if name in trial.params},
         best=max(figures, key=_key(maximize), default=None),
         curve=curve,
-        steps=int(at.get("step", 0)),
-        seconds=float(at.get("seconds", 0.0)),
+        steps=int(record["step"]),
+        seconds=float(record["seconds"]),
     )
 
 
@@ -130,16 +133,14 @@ def _key(maximize: bool) -> Any:
 
 def _remark(trial: FrozenTrial) -> str:
     attributes = trial.user_attrs
-    if trial.state.name == "FAIL":
-        return str(attributes.get("reason", ""))
+    if trial.state.is_finished():
+        return str(attributes[RECORD]["reason"])
     if trial.state.name == "RUNNING" and attributes.get("beat"):
         silence = (
             time.time() - attributes["beat"]["time"]
         )  # by this machine's clock, only to display
         if silence > SILENT * attributes["beat"]["every"]:
             return f"silent for {silence / 60:.0f} min"
-    if "diverged" in attributes:
-        return f"diverged at step {attributes['diverged']}"
     if trial.state.name == "WAITING" and trial.params:
         return "to be resumed"
     return ""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rbn.experiments.search import sampling
 from rbn.experiments.search.sweep import Sweep
+from rbn.experiments.search.trial_record import check_trials, is_checked, with_checksum
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage, RDBStorage
@@ -17,6 +21,8 @@ if TYPE_CHECKING:
 SQLITE = (".db", ".sqlite", ".sqlite3")
 JOURNAL = (".journal", ".jsonl", ".log")
 _LOCKED = 60  # seconds that SQLite waits for other processes
+_SWEEP = "sweep"  # attribute of a study
+_REMEDY = "restore it or remove it; without it, rbn sweep goes on from the runs"
 
 
 def default(out: Path) -> str:
@@ -34,41 +40,98 @@ def redacted(where: str) -> str:
 
 
 def open_study(sweep: Sweep, where: str) -> tuple[Study, BaseStorage]:
-    """The study of a sweep, created if it does not exist. Refuses one with other settings."""
+    """The study of a sweep, created if it does not exist. Refuses one with other settings.
+
+    Raises:
+        ValueError: the settings differ, or the storage is damaged; names it.
+    """
     import optuna
 
     storage = _open(where)
-    study = optuna.create_study(
-        storage=storage,
-        study_name=sweep.name,
-        direction="maximize" if sweep.maximize else "minimize",
-        pruner=sampling.make_pruner(sweep),
-        load_if_exists=True,
-    )
-    if "sweep" not in study.user_attrs:
-        study.set_user_attr("sweep", sweep.identity())
-    different = sweep.differences(study.user_attrs["sweep"])
+    with _reading(where):
+        study = optuna.create_study(
+            storage=storage,
+            study_name=sweep.name,
+            direction="maximize" if sweep.maximize else "minimize",
+            pruner=sampling.make_pruner(sweep),
+            load_if_exists=True,
+        )
+        about = with_checksum({"identity": sweep.identity(), "trials": sweep.trials})
+        if _SWEEP not in study.user_attrs:
+            study.set_user_attr(_SWEEP, about)
+    _check(study, where)
+    different = sweep.differences(description(study)["identity"])
     if different:
         raise ValueError(
             f"{redacted(where)} holds a sweep {sweep.name} with another {' and '.join(different)}; "
             "use its original settings, or choose another --out or --storage"
         )
-    study.set_user_attr("trials", sweep.trials)
+    if description(study)["trials"] != sweep.trials:
+        study.set_user_attr(_SWEEP, about)
     return study, storage
 
 
 def load_study(name: str, where: str) -> Study:
-    """The study of an existing sweep."""
+    """The study of an existing sweep.
+
+    Raises:
+        ValueError: there is none, or the storage is damaged; names it.
+    """
     import optuna
 
     if "://" not in where and not Path(where).exists():
         raise ValueError(f"there is no sweep {name} yet: there is no {where}")
-    try:
-        study = optuna.load_study(study_name=name, storage=_open(where))
-        study.user_attrs["sweep"]  # another program's study has none
-    except KeyError as error:
-        raise ValueError(f"there is no sweep {name} in {redacted(where)}") from error
+    storage = _open(where)
+    with _reading(where):
+        try:
+            study = optuna.load_study(study_name=name, storage=storage)
+            missing = _SWEEP not in study.user_attrs  # another program's study has none
+        except KeyError:
+            missing = True
+    if missing:
+        raise ValueError(f"there is no sweep {name} in {redacted(where)}")
+    _check(study, where)
     return study
+
+
+def description(study: Study) -> dict[str, Any]:
+    """The ``identity`` of a study's sweep (see `Sweep.identity`), and how many ``trials`` it has.
+
+    Raises:
+        ValueError: they do not match their checksum.
+    """
+    about: dict[str, Any] = study.user_attrs[_SWEEP]
+    if not is_checked(about):
+        raise ValueError("the settings of the sweep do not match their checksum")
+    return about
+
+
+def _check(study: Study, where: str) -> None:
+    """Check the sweep of a study and all its trials against their checksums."""
+    with _reading(where):
+        for left in (2, 1, 0):
+            try:
+                description(study)
+                check_trials(study.get_trials(deepcopy=False))
+                return
+            except ValueError:  # perhaps read while another worker wrote
+                if left == 0:
+                    raise
+                time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _reading(where: str) -> Iterator[None]:
+    """Inside, an error that is caused by the content of a storage says that it is damaged."""
+    from optuna.exceptions import OptunaError
+
+    try:
+        yield
+    except (ImportError, OptunaError, OSError):
+        raise
+    except Exception as error:  # a changed byte makes Optuna and SQLAlchemy raise almost anything
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{redacted(where)} is damaged: {reason}; {_REMEDY}") from error
 
 
 def _open(where: str) -> BaseStorage:
@@ -84,22 +147,42 @@ def _open(where: str) -> BaseStorage:
             # Optuna's other lock stays forever if its holder is killed and the path is relative;
             # this one expires after half a minute.
             lock = JournalFileOpenLock(str(path))
-            return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+            with _reading(where):
+                return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
         if path.suffix not in SQLITE:
             known = ", ".join((*SQLITE, *JOURNAL))
             raise ValueError(f"storage must be a URL or a file ending in {known}, got {where!r}")
         url = f"sqlite:///{path}"
     if not url.startswith("sqlite"):
         return _database(url)
+    _check_file(url)
     storage = _database(url, connect_args={"timeout": _LOCKED})
     _one_writer(storage)
     return storage
 
 
+def _check_file(url: str) -> None:
+    """Let SQLite check the structure of its file."""
+    from sqlalchemy import make_url
+
+    path = make_url(url).database
+    if path is None or not Path(path).is_file():
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(path, timeout=_LOCKED)) as connection:
+            (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    except sqlite3.OperationalError as error:
+        raise ValueError(f"cannot open the storage {path}: {error}") from error
+    except sqlite3.Error as error:
+        found = str(error)
+    if found != "ok":
+        reason = " ".join(found.split())
+        raise ValueError(f"{path} is damaged: {reason}; {_REMEDY}")
+
+
 def _database(url: str, **options: Any) -> RDBStorage:
     """Open a database; retry if another worker is creating its tables at the same time."""
     from optuna.storages import RDBStorage
-    from sqlalchemy.exc import SQLAlchemyError
     from sqlalchemy.pool import NullPool
 
     # A worker writes every few seconds. Without a permanent connection it survives a restart of
@@ -112,7 +195,7 @@ def _database(url: str, **options: Any) -> RDBStorage:
             raise ImportError(
                 f"{redacted(url)} needs a driver: {error.__cause__ or error}"
             ) from error
-        except (SQLAlchemyError, ValueError) as error:
+        except Exception as error:  # damage makes it raise almost anything
             if left == 0:
                 reason = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
                 raise ValueError(f"cannot open the storage {redacted(url)}: {reason}") from error

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rbn.experiments.search import sampling
 from rbn.experiments.search.space import Choices, Parameter, Value
 from rbn.experiments.search.sweep import Sweep
+from rbn.experiments.search.trial_record import RECORD, make_record
 from rbn.training import interrupt
 
 if TYPE_CHECKING:
@@ -128,10 +129,11 @@ class Trials:
             now = self.frozen(trial.number)
             if now.state != TrialState.RUNNING or now.user_attrs != trial.user_attrs:
                 return False  # another worker was faster
-            deaths = int(now.user_attrs.get("deaths", 0)) + 1
-            self.set_attribute(trial.number, "deaths", deaths)
-            if deaths >= _MOST_DEATHS:
-                self._fail(trial.number, f"{deaths} workers died of it")
+            sign = now.user_attrs.get("beat") or {}
+            dead = [*now.user_attrs.get("dead", []), sign.get("worker", "before its first sign")]
+            self._set_attribute(trial.number, "dead", dead)
+            if len(dead) >= _MOST_DEATHS:
+                self._fail(trial.number, f"{len(dead)} workers died of it")
                 return False
             self._storage.set_trial_state_values(self.id_of(trial.number), TrialState.WAITING)
         except UpdateFinishedTrialError:
@@ -146,7 +148,7 @@ class Trials:
         """Store a heartbeat."""
         self._count += 1
         sign = {"worker": self.worker, "count": self._count, "every": self.sweep.heartbeat}
-        self.set_attribute(number, "beat", {**sign, "time": time.time()})
+        self._set_attribute(number, "beat", {**sign, "time": time.time()})
 
     def holds(self, number: int) -> bool:
         """Whether a trial still belongs to this worker."""
@@ -154,9 +156,12 @@ class Trials:
         sign = trial.user_attrs.get("beat") or {}
         return trial.state.name == "RUNNING" and sign.get("worker") == self.worker
 
-    def set_attribute(self, number: int, key: str, value: Any) -> None:
-        """Store an attribute of a trial."""
+    def _set_attribute(self, number: int, key: str, value: Any) -> None:
         self._storage.set_trial_user_attr(self.id_of(number), key, value)
+
+    def record(self, number: int, **changed: Any) -> None:
+        """Store what has changed of a trial, with a checksum (see `make_record`)."""
+        self._set_attribute(number, RECORD, make_record(self.frozen(number), changed))
 
     def begin(self, number: int) -> tuple[Trial, dict[str, Value]]:
         """Choose a trial's settings, or load those that were chosen before."""
@@ -168,7 +173,9 @@ class Trials:
         if self.sweep.points is not None:
             names = list(self.sweep.points[number])
         space = self.sweep.space
-        return trial, {name: _suggest(trial, name, space[name]) for name in names}
+        parameters = {name: _suggest(trial, name, space[name]) for name in names}
+        patiently(lambda: self.record(number, state="RUNNING", value=None, reason=""))
+        return trial, parameters
 
     # The ends of a trial. Each returns False if another worker has taken it.
 
@@ -181,15 +188,24 @@ class Trials:
 
         return self._end(number, work)
 
-    def complete(self, number: int, value: float) -> bool:
+    def complete(self, number: int, value: float, remark: str = "") -> bool:
         """Finish a trial with its metric."""
-        return self._end(number, lambda: self.study.tell(number, value))
+
+        def work() -> None:
+            self.record(number, state="COMPLETE", value=value, reason=remark)
+            self.study.tell(number, value)
+
+        return self._end(number, work)
 
     def prune(self, number: int) -> bool:
         """Stop a trial early."""
         from optuna.trial import TrialState
 
-        return self._end(number, lambda: self.study.tell(number, state=TrialState.PRUNED))
+        def work() -> None:
+            self.record(number, state="PRUNED")
+            self.study.tell(number, state=TrialState.PRUNED)
+
+        return self._end(number, work)
 
     def fail(self, number: int, reason: str) -> bool:
         """Mark a trial as failed."""
@@ -198,7 +214,7 @@ class Trials:
     def _fail(self, number: int, reason: str) -> None:
         from optuna.trial import TrialState
 
-        self.set_attribute(number, "reason", reason)
+        self.record(number, state="FAIL", reason=reason)
         self.study.tell(number, state=TrialState.FAIL)
 
     def _end(self, number: int, work: Callable[[], object]) -> bool:

@@ -6,8 +6,9 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -215,9 +216,8 @@ class Worker:
             with interrupts.breakable():
                 for _ in session.results():  # writes them
                     pass
-            if session.diverged is not None:
-                trials.set_attribute(number, "diverged", now.diverged_at)
-            if trials.complete(number, best):
+            remark = "" if session.diverged is None else f"diverged at step {now.diverged_at}"
+            if trials.complete(number, best, remark):
                 self.say(f"trial {number}: validation {best:.4f} after {now.step:,} steps")
 
 
@@ -243,17 +243,26 @@ class _TrialObserver:
             self._say(f"trial {self._trial.number}: resumes at step {trainer.progress.step:,}")
         if self._bar is not None:
             self._bar.add(trainer, task)
-        trainer.record_callbacks.append(lambda record: self._report(trainer, record[task.metric]))
+        # The storage lacks them if it was lost, or is another one than before.
+        self._store(trainer, [record[task.metric] for record in trainer.progress.history])
+        trainer.record_callbacks.append(lambda _: self._report(trainer, task.metric))
         self._heartbeat.when_lost(trainer.stop)
 
-    def _report(self, trainer: Trainer, value: float) -> None:
-        now, number = trainer.progress, self._trial.number
-        look = len(now.history) - 1
-        if look not in self._known:  # after a kill, repeated evaluations have the same values
-            patiently(lambda: self._trial.report(value, look))
-            self._known.add(look)
-        at = {"step": now.step, "seconds": round(now.seconds, 1)}
-        patiently(lambda: self._trials.set_attribute(number, "at", at))
+    def _report(self, trainer: Trainer, metric: str) -> None:
+        if self._heartbeat.lost:  # the trial and its record are another worker's
+            return
+        self._store(trainer, [record[metric] for record in trainer.progress.history])
         if patiently(self._trial.should_prune):
             self.pruned = True
             trainer.stop()
+
+    def _store(self, trainer: Trainer, curve: Sequence[float]) -> None:
+        """Store the evaluations that are not stored yet, and how far the run is."""
+        now, number = trainer.progress, self._trial.number
+        for look, value in enumerate(curve):
+            if look not in self._known:  # after a kill, repeated evaluations have the same values
+                patiently(partial(self._trial.report, value, look))
+                self._known.add(look)
+        if curve:
+            done = {"step": now.step, "seconds": round(now.seconds, 1)}
+            patiently(lambda: self._trials.record(number, **done))

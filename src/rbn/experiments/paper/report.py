@@ -113,7 +113,7 @@ def _headline(rows: dict[str, list[Row]]) -> list[Block]:
             "arXiv:1603.09025). Our numbers are means over seeds with their standard deviation "
             "(the range for two seeds) on the test set, with population statistics. Diverged runs "
             "do not count if other seeds finished; the tables list them with their best result "
-            "before diverging, and docs/experiments.md those without a file."
+            "before diverging, and docs/lab-notes/experiments.md those without a file."
         ),
         Cards(cards),
     ]

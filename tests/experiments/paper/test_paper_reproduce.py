@@ -328,7 +328,7 @@ def test_a_finished_run_with_other_settings_is_no_result(tmp_path):
 
 
 def test_runs_that_cannot_be_measured(tmp_path):
-    with pytest.raises(CheckpointError, match=r"is not finished: there is no final\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"is not finished: it has no final\.safetensors"):
         measure_lengths(tmp_path, tmp_path, CPU)
     with pytest.raises(CheckpointError, match="is not finished"):
         save_statistics(tmp_path, tmp_path)

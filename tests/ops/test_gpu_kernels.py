@@ -236,7 +236,7 @@ def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
     term = torch.empty(*lead, T, B, 4 * H, dtype=dtype)
     _, kept, beyond = saved = workspace.saved_sizes(term.shape, True)
     wh = torch.empty(kept + beyond, dtype=dtype).narrow(0, 0, kept)
-    plan = types.SimpleNamespace(saved=saved, in_step=True)
+    plan = types.SimpleNamespace(saved=saved, lockstep=True)
     plain = types.SimpleNamespace(term=term, R=1, B=B, H=H, plan=plan)
     da = backward._consumed(plain, wh)
     assert da.shape == term.shape

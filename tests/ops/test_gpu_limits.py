@@ -239,7 +239,7 @@ def test_no_room_is_said_before_anything_starts():
             raise AssertionError("must not be launched")
 
     two = type("Call", (), {"R": 2, "T": 1, "B": 1})()
-    with pytest.raises(RuntimeError, match="do not fit on the GPU of the recurrence at once"):
+    with pytest.raises(RuntimeError, match="do not fit on the GPU at once"):
         cuda_kernels._launch(Full(), 4, two, cuda_kernels.ForwardArguments, {}, [1, 1, 1])
 
 

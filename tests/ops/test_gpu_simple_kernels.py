@@ -190,7 +190,7 @@ def test_nothing_is_kept_without_a_gradient(op):
     assert_same(call(case, "gpu"), expected, TOLERANCES[torch.float32][0])
     name, args = operator_call(case, "gpu")
     saved = saved_results(op, getattr(torch.ops.rbn, name).default(*args))
-    assert len(saved) >= 7
+    assert len(saved) >= 3
     assert not any(value.numel() for value in saved)
     kept = saved_results(op, getattr(torch.ops.rbn, name).default(*args._replace(save=True)))
     assert any(value.numel() for value in kept)

@@ -43,3 +43,15 @@ def test_passwords_are_not_shown():
     assert redacted("postgresql://me:secret@host/db") == "postgresql://me:***@host/db"
     assert redacted("postgresql://host/db") == "postgresql://host/db"
     assert redacted("runs/sweep.db") == "runs/sweep.db"
+
+
+def test_a_damaged_last_line_of_a_journal_is_named(make, tmp_path, worker):
+    """Optuna would ignore it, as if a kill had left half of it."""
+    path, sweep = tmp_path / "sweep.log", make("mine")
+    worker(sweep, str(path))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3] + b"?" + whole[-2:])
+    with pytest.raises(ValueError, match=r"sweep\.log is damaged: line \d+ is not JSON"):
+        load_study("mine", str(path))
+    path.write_bytes(whole + b'{"half')
+    load_study("mine", str(path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -148,6 +149,7 @@ def _open(where: str) -> BaseStorage:
             # this one expires after half a minute.
             lock = JournalFileOpenLock(str(path))
             with _reading(where):
+                _check_journal(path)
                 return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
         if path.suffix not in SQLITE:
             known = ", ".join((*SQLITE, *JOURNAL))
@@ -159,6 +161,20 @@ def _open(where: str) -> BaseStorage:
     storage = _database(url, connect_args={"timeout": _LOCKED})
     _one_writer(storage)
     return storage
+
+
+def _check_journal(path: Path) -> None:
+    """Check that all complete lines are JSON. Optuna takes a last line that is not for unfinished.
+
+    A kill leaves half a line, without its end.
+    """
+    if path.is_file():
+        *lines, _ = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is not JSON") from error
 
 
 def _check_file(url: str) -> None:

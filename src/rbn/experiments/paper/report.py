@@ -91,21 +91,25 @@ def write_report(results: ResultSet, folder: Path, compared: Path | None = None)
 
 
 def _headline(rows: dict[str, list[Row]]) -> list[Block]:
-    """The introduction and the most important numbers."""
+    """The introduction and the most important numbers.
+
+    Readers of other data than the paper's are not among them: with the paper's learning rates,
+    which differ, their order says nothing about normalization.
+    """
     cards = []
     for table_rows in rows.values():
         tested = [row for row in table_rows if row.results and row.entry.field == "test"]
         for title, same in _by_title(tested).items():
+            if not (same[0].task.stand_in or same[0].task.uses_paper_data(same[0].results)):
+                continue
             chosen = _comparable(same)
-            paper_data = same[0].task.stand_in or same[0].task.uses_paper_data(same[0].results)
-            names = ", ".join(dict.fromkeys(row.settings for row in chosen.values()))
-            note = f"Settings: {names}." + ("" if paper_data else " The paper uses other data.")
+            note = f"Settings: {', '.join(dict.fromkeys(r.settings for r in chosen.values()))}."
             numbers = [
                 (NAMES[model], chosen[model].summary, f"{chosen[model].entry.paper:g}")
                 for model in sorted(chosen, reverse=True)
             ]
             cards.append(Card(_sentence(title), same[0].table.unit, numbers, note))
-    if not cards:
+    if not any(row.results for table_rows in rows.values() for row in table_rows):
         return [Paragraph("No run of the paper's tasks has been published yet.")]
     return [
         Paragraph(
@@ -115,7 +119,7 @@ def _headline(rows: dict[str, list[Row]]) -> list[Block]:
             "do not count if other seeds finished; the tables list them with their best result "
             "before diverging, and docs/lab-notes/experiments.md those without a file."
         ),
-        Cards(cards),
+        *([Cards(cards)] if cards else []),
     ]
 
 

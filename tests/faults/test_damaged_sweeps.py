@@ -155,3 +155,24 @@ def test_damage_in_any_file_of_a_sweep(
                     failures.append((path.name, what, use, found, expected[use]))
     count_outcomes(f"faults in the files of a {state} sweep, {kind}", outcomes)
     assert not failures, failures[:5]
+
+
+@pytest.mark.slow
+def test_what_optuna_would_ignore_in_a_journal(sweeps, tmp_path):
+    whole = (sweeps("journal", "finished") / "runs" / KINDS["journal"]).read_bytes()
+    path = tmp_path / "sweep.log"
+    for old, new in (
+        (rb'("study_id":)0(,"datetime_start")', rb"\g<1>9\2"),  # another study's trial
+        (rb'("trial_id":)0(,"state":1)', rb"\g<1>9\2"),  # the state of another trial
+        (rb'("directions":)\[2\]', rb"\1[1]"),  # the worst trial would be the best
+        (rb"}\n\Z", b"}?"),  # as if half of the last line had been written
+    ):
+        damaged, count = re.subn(old, new, whole, count=1)
+        assert count == 1
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"sweep\.log is damaged: "):
+            storage.load_study("mine", str(path))
+    # A kill between two writes leaves the same as this damage; the state that is shown says so.
+    path.write_bytes(re.sub(rb'("trial_id":)1(,"state":1)', rb"\g<1>0\2", whole))
+    remarks = [row.remark for row in sweep_status(storage.load_study("mine", str(path))).rows]
+    assert [bool(remark) for remark in remarks] == [False, True, False]

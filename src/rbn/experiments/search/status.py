@@ -135,10 +135,12 @@ def _remark(trial: FrozenTrial) -> str:
     attributes = trial.user_attrs
     if trial.state.is_finished():
         return str(attributes[RECORD]["reason"])
+    if attributes.get(RECORD, {}).get("state", "RUNNING") != "RUNNING":
+        # A kill between two writes, or a damaged storage.
+        return "finished but not marked so: rbn sweep completes it"
     if trial.state.name == "RUNNING" and attributes.get("beat"):
-        silence = (
-            time.time() - attributes["beat"]["time"]
-        )  # by this machine's clock, only to display
+        # By this machine's clock, only to display.
+        silence = time.time() - attributes["beat"]["time"]
         if silence > SILENT * attributes["beat"]["every"]:
             return f"silent for {silence / 60:.0f} min"
     if trial.state.name == "WAITING" and trial.params:

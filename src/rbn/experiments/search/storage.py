@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from rbn.experiments.config import from_mapping
 from rbn.experiments.search import sampling
 from rbn.experiments.search.sweep import Sweep
 from rbn.experiments.search.trial_record import check_trials, is_checked, with_checksum
@@ -112,13 +113,20 @@ def _check(study: Study, where: str) -> None:
     with _reading(where):
         for left in (2, 1, 0):
             try:
-                description(study)
+                about = description(study)
+                _check_direction(study, about)
                 check_trials(study.get_trials(deepcopy=False))
                 return
             except ValueError:  # perhaps read while another worker wrote
                 if left == 0:
                     raise
                 time.sleep(0.1)
+
+
+def _check_direction(study: Study, about: dict[str, Any]) -> None:
+    config = from_mapping(next(iter(about["identity"]["config"].values())))
+    if (study.direction.name == "MAXIMIZE") != config.kind.higher_is_better:
+        raise ValueError("the direction of the sweep is not that of its task")
 
 
 @contextlib.contextmanager
@@ -164,17 +172,34 @@ def _open(where: str) -> BaseStorage:
 
 
 def _check_journal(path: Path) -> None:
-    """Check that all complete lines are JSON. Optuna takes a last line that is not for unfinished.
+    """Check that all lines are JSON and name studies and trials that exist.
 
-    A kill leaves half a line, without its end.
+    A kill leaves half a line at the end. Optuna ignores one that is damaged there, and operations
+    on trials and studies that do not exist.
     """
-    if path.is_file():
-        *lines, _ = path.read_bytes().split(b"\n")
-        for number, line in enumerate(lines, 1):
-            try:
-                json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"line {number} is not JSON") from error
+    if not path.is_file():
+        return
+    *lines, rest = path.read_bytes().split(b"\n")
+    studies = trials = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            operation = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON") from error
+        if operation.get("study_id", -1) >= studies or operation.get("trial_id", -1) >= trials:
+            raise ValueError(f"line {number} names a study or trial that does not exist")
+        studies += "study_name" in operation
+        trials += "datetime_start" in operation and "trial_id" not in operation
+    if rest.rpartition(b"}")[2] and _is_json(rest.rpartition(b"}")[0] + b"}"):
+        raise ValueError("there is something behind the last line")
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_file(url: str) -> None:

@@ -95,6 +95,7 @@ def test_outside_a_clone_everything_is_in_one_folder(
     """And the paths that the commands print lead there."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.delenv("COLUMNS", raising=False)  # which pytest-xdist sets
     small = ("hidden_size=2", "epochs=1", "batch_size=600", "population_batch=600")
     words = [word for setting in small for word in ("--set", setting)]
     done = call("train", "digits", "--model", "lstm", "--device", "cpu", *words)

@@ -15,7 +15,7 @@ install: $(STAMP) ## Make .venv and install the package into it, with the pinned
 # torch goes first and alone, so that the pin decides which build of it comes.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/rbn/ops/cpu/kernel*)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed; name one: make PYTHON=python3.11")'
-	@echo "Installing into $(VENV); the first time takes a minute or two."
+	@echo "Installing into $(VENV); the first time takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,train,sweep,dev,docs]'

@@ -60,7 +60,7 @@ class Implementation(NamedTuple):
             forward pass's `Results.plan`, or None.
         fake: ``(call) -> Results`` of empty tensors, for compilers.
         returned: the fields of `Saved` that the custom operator returns besides the output and the
-            statistics; all by default. Others spare work in eager mode only, and are None here.
+            statistics; all by default. The others only save work in eager mode; here they are None.
     """
 
     Saved: type[Any]
@@ -265,7 +265,8 @@ _LIBRARY = torch.library.Library("rbn", "FRAGMENT")
 def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Register a custom operator ``rbn::NAME`` for all devices.
 
-    `torch.library.custom_op` would do the same, with 70 microseconds more of Python in every call.
+    `torch.library.custom_op` would do the same, with more Python in every call: 70 microseconds on
+    one core of a Neoverse-N1.
     """
     _LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")

@@ -190,16 +190,11 @@ def _check_journal(path: Path) -> None:
             raise ValueError(f"line {number} names a study or trial that does not exist")
         studies += "study_name" in operation
         trials += "datetime_start" in operation and "trial_id" not in operation
-    if rest.rpartition(b"}")[2] and _is_json(rest.rpartition(b"}")[0] + b"}"):
-        raise ValueError("there is something behind the last line")
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
+    text = rest.decode(errors="replace")
+    with contextlib.suppress(json.JSONDecodeError):  # half a line
+        _, end = json.JSONDecoder().raw_decode(text)
+        if end < len(text):
+            raise ValueError("there is something after the last line")
 
 
 def _check_file(url: str) -> None:

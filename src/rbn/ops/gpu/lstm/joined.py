@@ -24,7 +24,7 @@ _OTHERS = LSTM.tensors[len(LSTM.gradients) :]  # tensors without a gradient
 class Saved(NamedTuple):
     """The tensors that the backward pass needs; None if absent.
 
-    The fields up to `inputs`, but `term`, only spare work. x, w, x_reverse and
+    The fields from `x` to `inputs` are saved only to avoid recomputing them. x, w, x_reverse and
     w_reverse are the factors of the input term if they are not the arguments themselves; vectors
     holds the parameters `VECTORS` of all calls.
     """

@@ -71,7 +71,7 @@ class RepeatedLaunch:
             names = self._kernel.arg_names[: len(addresses) + len(numbers)]
             if len(_COMPILED) >= _MOST:  # probably filled by layers that no longer exist
                 _COMPILED.clear()
-            # The kernel is held, so that its id stays its own.
+            # Holds the kernel, too, so that no other object gets its id.
             kinds = direct_launch.kinds_of(result, names)
             _COMPILED[key] = result, kinds, self._kernel
             self._again = self._launcher(result, kinds, addresses, numbers)
@@ -108,7 +108,7 @@ def _kind(number: float) -> Any:
 
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
-# The kernel is held, so that its id stays its own.
+# Holds the kernel, too, so that no other object gets its id.
 _LAUNCHERS: dict[tuple[Any, ...], tuple[Callable[[Sequence[int]], object], Any]] = {}
 _MOST = 1024
 # The grid, the tensors, the numbers and the flags.
@@ -149,8 +149,8 @@ def launch_by_key(
     arguments: returns the grid, the tensors, the numbers and the flags; called only if Triton must
     inspect them.
     """
-    own = (id(kernel), key, like.device)
-    launcher = _LAUNCHERS.get(own)
+    full_key = (id(kernel), key, like.device)
+    launcher = _LAUNCHERS.get(full_key)
     # Triton compiles another kernel for unaligned addresses, so only aligned ones are cached.
     aligned = functools.reduce(operator.or_, addresses) % 16 == 0
     if launcher is not None and aligned and on_current_device(like):
@@ -165,7 +165,10 @@ def launch_by_key(
     if aligned and _is_compiled(result):
         if len(_LAUNCHERS) >= _MOST:
             _LAUNCHERS.clear()
-        _LAUNCHERS[own] = _launcher_at(kernel, result, grid, len(addresses), numbers, flags), kernel
+        _LAUNCHERS[full_key] = (
+            _launcher_at(kernel, result, grid, len(addresses), numbers, flags),
+            kernel,
+        )
 
 
 def _launcher_at(

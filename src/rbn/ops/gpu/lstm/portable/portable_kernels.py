@@ -57,10 +57,10 @@ class PortableTiling:
 
 def shared_bytes(direction: str, tiling: PortableTiling, dtype: torch.dtype, hidden: int) -> int:
     """Bytes of shared memory of the forward or the backward kernel."""
-    numbers = 16 if dtype == torch.float32 else 32
+    width = 16 if dtype == torch.float32 else 32  # columns of W_h in a block
     if direction == "forward":
-        return tiling.shared(-(-hidden // numbers), 4, 40, 64)
-    return tiling.shared(-(-4 * hidden // numbers), 1, 8, 96)
+        return tiling.shared(-(-hidden // width), 4, 40, 64)
+    return tiling.shared(-(-4 * hidden // width), 1, 8, 96)
 
 
 @functools.lru_cache(maxsize=256)

@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from rbn.nn import checks
 from rbn.nn.processes import as_long_as_all, with_steps
 from rbn.nn.recurrence import GivenStates, Recurrence, States
+from rbn.ops import compiling
 from rbn.ops.types import valid_steps
 
 Restore = Callable[[Tensor, States], tuple[Any, Any]]
@@ -139,6 +140,9 @@ class Layers(Recurrence, Generic[GivenStates]):
             ``output, states`` with the shapes of `torch.nn.LSTM`. Padded positions of the output
             are zero; the states are those after each sequence's last unpadded step.
         """
+        if torch.compiler.is_compiling() and compiling.breaks_graph():
+            result: Any = compiling.run_eagerly(self.forward, input, hx, lengths, start=start)
+            return result
         x, hx, lengths, restore = self._in_steps(input, hx, lengths)
         steps, batch, _ = x.shape
         given, lengths = self._check_call(x, hx, lengths, start)

@@ -199,13 +199,13 @@ def replica(module):
     """As `torch.nn.parallel.replicate` makes it, on the same device."""
     modules = list(module.modules())
     copies = [each._replicate_for_data_parallel() for each in modules]
-    for each, copy in zip(modules, copies, strict=True):
+    for each, replica in zip(modules, copies, strict=True):
         for name, child in each._modules.items():
-            setattr(copy, name, copies[modules.index(child)])
+            setattr(replica, name, copies[modules.index(child)])
         for name, parameter in each._parameters.items():
-            setattr(copy, name, parameter.view_as(parameter))
+            setattr(replica, name, parameter.view_as(parameter))
         for name, buffer in each._buffers.items():
-            setattr(copy, name, buffer.clone())
+            setattr(replica, name, buffer.clone())
     return copies[0]
 
 

@@ -141,7 +141,8 @@ class Layers(Recurrence, Generic[GivenStates]):
             are zero; the states are those after each sequence's last unpadded step.
         """
         if torch.compiler.is_compiling() and compiling.breaks_graph():
-            result: Any = compiling.run_eagerly(self.forward, input, hx, lengths, start=start)
+            result: tuple[Any, GivenStates]
+            result = compiling.run_eagerly(self.forward, input, hx, lengths, start=start)
             return result
         x, hx, lengths, restore = self._in_steps(input, hx, lengths)
         steps, batch, _ = x.shape

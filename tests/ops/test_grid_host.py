@@ -74,6 +74,12 @@ def test_which_layers_prefer_the_grid(monkeypatch):
     assert kind(65, 264) == kind(128, 136) == kind(128, 960) == (GRID, 64)  # two splits
     assert kind(128, 1024) == (GRID, 128)  # no room for them
     assert kind(32, 264) == kind(1, 1000) == (PORTABLE, 64)  # few rows
+    assert kind(16, 1000) == kind(32, 512) == (GRID, 64)
+    assert kind(15, 1000) == kind(31, 512) == kind(16, 768) == (PORTABLE, 64)
+    assert kind(16, 768, dtype=torch.float32) == (GRID, 64)
+    assert (
+        kind(15, 768, dtype=torch.float32) == kind(31, 512, dtype=torch.float32) == (PORTABLE, 64)
+    )
     assert kind(1, 2000) == (GRID, 64)  # no other has room
     assert kind(64, 240) == (PORTABLE, 128)
     assert kind(65, 132) == (PORTABLE, 64)

@@ -42,7 +42,7 @@ pytestmark = [*on_a_card, needs_hopper]
 @pytest.fixture(autouse=True)
 def whole(monkeypatch):
     """No batch of up to 128 rows is split, though there be room."""
-    monkeypatch.setattr(grid_kernels, "WHOLE", 128)
+    monkeypatch.setattr(grid_kernels, "UNSPLIT", 128)
 
 
 @pytest.fixture

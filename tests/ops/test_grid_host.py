@@ -221,7 +221,7 @@ def test_which_batches_are_split(monkeypatch):
         return [(cut.splits, cut.rows, cut.blocks, cut.team) for cut in found if cut]
 
     monkeypatch.setattr(grid_kernels, "SPLIT_ROWS", (128,))
-    monkeypatch.setattr(grid_kernels, "WHOLE", 128)
+    monkeypatch.setattr(grid_kernels, "UNSPLIT", 128)
     assert cuts(129, 256) == cuts(256, 256) == [(2, 128, 16, 1), (2, 128, 16, 8)]
     assert cuts(257, 60, dtype=torch.float32) == [(3, 128, 4, 1), (3, 128, 8, 8)]
     assert cuts(512, 60, dtype=torch.float16) == [(4, 128, 4, 1), (4, 128, 8, 8)]
@@ -244,7 +244,7 @@ def test_which_batches_are_split(monkeypatch):
     assert cuts(513, 60) == [(5, 128, 4, 1), (5, 128, 8, 8)]
     assert cuts(256, 480) == [(4, 64, 30, 1), (2, 128, 32, 8)]  # backward 32 blocks or none
     assert cuts(128, 264) == [(1, 128, 17, 1), (1, 128, 24, 8)]
-    monkeypatch.setattr(grid_kernels, "WHOLE", 64)
+    monkeypatch.setattr(grid_kernels, "UNSPLIT", 64)
     assert cuts(65, 264) == [(2, 64, 17, 1), (2, 64, 24, 8)]
     assert cuts(128, 2000) == [(1, 128, 125, 1), (1, 128, 128, 8)]
 

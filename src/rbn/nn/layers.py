@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from rbn.nn import checks
-from rbn.nn.processes import as_long_as_all, with_steps
+from rbn.nn.processes import pad_to_longest, with_steps
 from rbn.nn.recurrence import GivenStates, Recurrence, States
 from rbn.ops import compiling
 from rbn.ops.types import valid_steps
@@ -155,7 +155,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         group = self._group()
         if group is None:
             return restore(*self._stack(x, given, lengths, start))
-        x, lengths, self._common_steps = as_long_as_all(x, lengths, group)
+        x, lengths, self._common_steps = pad_to_longest(x, lengths, group)
         try:
             output, finals = self._stack(x, given, lengths, start)
         finally:

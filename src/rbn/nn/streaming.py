@@ -113,7 +113,7 @@ def _is_current(cell: BatchNormalized, cached: _Cached) -> bool:
 def _term(statistics: PopulationStatistics) -> _Term:
     contiguous = statistics.mean.is_contiguous() and statistics.var.is_contiguous()
     return _Term(
-        statistics, statistics.surely_seen if contiguous and not statistics.shared else 0, []
+        statistics, statistics.known_steps if contiguous and not statistics.shared else 0, []
     )
 
 

@@ -33,11 +33,11 @@ PREFERRED: dict[int, int] = {64: 264, _ROWS: 136}
 _FEW_ROWS = 32
 PREFERRED_FEW = {True: ((16, 1000), (32, 512)), False: ((16, 768), (32, 512))}
 
-# Batches of more than `WHOLE` rows are split over at most `SPLITS` blocks; a GPU may refuse
+# Batches of more than `UNSPLIT` rows are split over at most `SPLITS` blocks; a GPU may refuse
 # clusters of more than 8. The rows of a split are those of `SPLIT_ROWS`, the best first.
 SPLITS = 8
 SPLIT_ROWS: tuple[int, ...] = (64, _ROWS)
-WHOLE = 64
+UNSPLIT = 64
 
 # Blocks per team, the best first. A larger team reads less from L2, but its blocks exchange more
 # sums.
@@ -171,7 +171,7 @@ def choose(direction: str, wx: Term) -> GridTiling | None:
     half = wx.dtype != torch.float32
     if wx.dtype not in TYPES or G % 16:
         return None
-    for rows in SPLIT_ROWS if B > WHOLE else (_preferred_rows(B, G // 4) or _ROWS,):
+    for rows in SPLIT_ROWS if B > UNSPLIT else (_preferred_rows(B, G // 4) or _ROWS,):
         splits = -(-B // rows)
         if splits <= SPLITS:
             sizes = lead[0] if lead else 1, G // 4, rows, half, splits

@@ -67,7 +67,7 @@ def test_trials_are_ordinary_runs(where, make, start, tmp_path):
         assert result["command"] == sweep.command(row.parameters, row.number) + " --seed 1"
         assert (folder / "best.safetensors").exists()
     assert said[0] == "trial 0: optimizer.lr=0.02"
-    assert said[1] == f"trial 0: validation {now.rows[0].best:.4f} after 6 steps"
+    assert said[1] == f"trial 0: validation accuracy {now.rows[0].best:.4f} after 6 steps"
     worker, said = start(sweep, where)
     assert worker.work()  # nothing more to do
     assert said == []
@@ -105,7 +105,7 @@ def test_pruned_on_the_validation_curve(make, start, tmp_path):
     assert len(first.curve) == 6
     assert len(second.curve) == 2  # the first look is spared
     assert second.curve[1] < first.curve[1]
-    assert f"trial 1: pruned at step 8, best {second.best:.4f}" in said
+    assert f"trial 1: pruned at step 8, best accuracy {second.best:.4f}" in said
     folder = tmp_path / "runs" / "trial-0001"
     _, metadata = checkpoint.load(folder / "last.safetensors")
     assert (metadata["progress"]["step"], metadata["progress"]["finished"]) == (8, False)
@@ -137,7 +137,7 @@ def test_pruned_before_it_has_a_figure(make, start, monkeypatch):
     assert worker.work()
     first, second = sweep_status(load_study(sweep.name, worker.job.storage)).rows
     assert (first.state, second.state) == ("complete", "pruned")
-    assert "trial 1: pruned at step 8, no figure yet" in said
+    assert "trial 1: pruned at step 8, no validation yet" in said
 
 
 @pytest.mark.slow

@@ -145,7 +145,9 @@ def test_unwritable_folder_gets_one_sentence(tmp_path: Path) -> None:
     file.touch()
     result = call("demo", "--out", str(file))
     assert result.exit_code == 2
-    assert result.output == f"rbn: cannot write to the folder {file}: it is a file\n"
+    assert result.output.startswith("rbn: ")
+    assert str(file) in result.output
+    assert result.output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,8 @@ def test_without_typer_one_sentence() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "rbn needs typer: pip install 'recurrent-batchnorm[demo]'\n"
+    assert "pip install 'recurrent-batchnorm[demo]'" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

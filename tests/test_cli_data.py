@@ -168,7 +168,10 @@ def test_unknown_name(root: Path, web: list[str], command: str) -> None:
     result = call(command, "mnist", "imagenet")
     assert result.exit_code == 2
     names = "digits, mnist, pmnist, ptb, pydoc"
-    assert result.output == f"rbn: unknown data set 'imagenet': choose from {names}\n"
+    assert result.output.startswith("rbn: ")
+    assert "'imagenet'" in result.output
+    assert names in result.output
+    assert result.output.count("\n") == 1
     assert web == []
 
 

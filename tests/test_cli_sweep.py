@@ -141,7 +141,7 @@ def test_a_sweep_its_table_and_its_picture(folder):
     assert done.exit_code == 0, done.output
     assert "mine: 2 of 2 trials finished (2 complete)" in done.output
     best = sweep_status(load_study("mine", "runs/mine/sweep.db")).best
-    assert f"best: trial {best.number}, validation {best.best:.4f}, model=lstm" in done.output
+    assert f"trial {best.number}, validation accuracy {best.best:.4f}, model=lstm" in done.output
     assert f"in runs/mine/trial-{best.number:04d}" in done.output
     for name, begins in (("a.svg", b"<?xml"), ("b.png", b"\x89PNG"), ("c.pdf", b"%PDF")):
         done = invoke("status", "mine.yaml", "--plot", name)

@@ -80,10 +80,11 @@ def test_altered_content_is_named(
     with pytest.raises(DataAltered) as caught:
         read(source, path)
     other = make_source("file", content)
-    assert str(caught.value) == (
-        f"{path} is truncated or altered: expected 1,000 bytes, SHA-256 {source.sha256}; "
-        f"found {len(content):,} bytes, SHA-256 {other.sha256}"
-    )
+    expected, found = str(caught.value).split("; ")
+    for part in (str(path), "1,000 bytes", source.sha256):
+        assert part in expected
+    for part in (f"{len(content):,} bytes", other.sha256):
+        assert part in found
 
 
 @pytest.mark.parametrize("keep", [0, 5, 12, 30, -1, -8])
@@ -145,9 +146,10 @@ def test_missing_files_are_one_error(make_source: Make, register: Make, tmp_path
     with pytest.raises(DataNotFound) as caught:
         load("ptb", tmp_path)
     assert isinstance(caught.value, FileNotFoundError)
-    assert str(caught.value).splitlines() == [
-        f"ptb is not in {tmp_path / 'ptb'}: run `rbn data get ptb --data-dir {tmp_path}`, "
-        "or put these files there",
+    sentence, *files = str(caught.value).splitlines()
+    for part in (str(tmp_path / "ptb"), f"`rbn data get ptb --data-dir {tmp_path}`"):
+        assert part in sentence
+    assert files == [
         f"  first.gz, {first.published.size:,} bytes, http://a/first.gz or http://b/first.gz",
         "  third, 1,000 bytes, http://a/third",
     ]

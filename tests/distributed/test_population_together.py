@@ -32,11 +32,9 @@ def test_estimated_as_it_is_evaluated(pair):
 
 
 def test_parts_that_do_not_fit_are_refused_everywhere(pair):
-    said = {found["population refusal"] for found in pair}
-    assert said == {
-        "with sync_stats all processes must give as many batches: process 1 has 2, "
-        "process 0 has more"
-    }
+    (said,) = {found["population refusal"] for found in pair}
+    assert "sync_stats" in said
+    assert "process 1 has 2, process 0 has more" in said
     assert all("batches is empty" in found["population nothing"] for found in pair)
 
 

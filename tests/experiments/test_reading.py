@@ -248,7 +248,8 @@ def test_a_set_without_a_second_test_set_says_so(tmp_path):
     command = ("train", "cloze", "--variant", "lstm", *settings, "--device", "cpu", "--out", out)
     assert call(*command, "--set", "data.sizes=[40,20,20]").exit_code == 0
     result = call("evaluate", out, "--split", "test-cnn", "--device", "cpu")
-    assert result.output == ("rbn: split must be one of train, valid, test, got 'test-cnn'\n")
+    assert "train, valid, test, got 'test-cnn'" in result.output
+    assert result.output.count("\n") == 1
 
 
 def test_four_sentences_and_whole_documents_have_folders_of_their_own(tmp_path, monkeypatch):
@@ -492,12 +493,12 @@ def test_build_and_count_on_the_command_line(tmp_path):
     result = call(*command, "--words", 3, "--out", tmp_path / "words" / "questions.json")
     assert f"cnn-built: {4 + 3 + 3} symbols" in result.output
     assert read_counts(tmp_path)[1][-1].endswith("--words 3")
-    assert call(*command, "--words", 0).output == "rbn: words must be at least 1, got 0\n"
+    assert call(*command, "--words", 0).output.startswith("rbn: words must be at least 1")
     result = call("data", "questions", "cnn", "--data-dir", tmp_path)
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
     result = call("data", "build-cloze", "--articles", file, "--out", out, "--processes", 0)
-    assert result.output == "rbn: processes must be at least 1, got 0\n"
+    assert result.output.startswith("rbn: processes must be at least 1")
     file.write_text('{"text": "Ann Lee was glad."}\n')
     result = call("data", "build-cloze", "--articles", file, "--out", tmp_path / "none")
     assert result.exit_code == 1

@@ -1,8 +1,9 @@
 """Runs a sweep in forks of this process, each killed at one of its changes to files and resumed.
 
 For the test of kills, which preloads kill_at_operation.c. Arguments: the compiled library, a folder
-for the sweeps, how many kills (0: one at every change), and whether a kill comes in the middle of a
-write. Prints the number of changes, then a line for each kill.
+for the sweeps, how many kills (0: one at every change, in order), whether a kill comes in the
+middle of a write, and optionally the first change to kill at. Prints the number of changes, then a
+line for each kill.
 
 The sampler is random and there is no pruner: what TPE and pruners decide depends on the order in
 which trials end, which a kill changes.
@@ -52,7 +53,7 @@ def result(folder):
     return json.dumps(trials)
 
 
-def main(library, place, count, torn):
+def main(library, place, count, torn, first=0):
     killer = ctypes.CDLL(library)
     torch.set_num_threads(1)
     need_optuna()
@@ -98,8 +99,10 @@ def main(library, place, count, torn):
     assert code == 0, (Path(place) / "errors.txt").read_text()
     changes, whole = json.loads(said)
     print(changes, flush=True)
-    draw = random.Random(os.environ["RBN_TEST_SEED"])
-    for at in draw.sample(range(changes), count or changes):
+    moments = range(first, changes)
+    if count:
+        moments = random.Random(os.environ["RBN_TEST_SEED"]).sample(moments, count)
+    for at in moments:
         folder = Path(place) / f"killed-{at}"
         code, _ = run(folder, at)
         again, said = run(folder)
@@ -110,4 +113,4 @@ def main(library, place, count, torn):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -18,6 +18,9 @@ from rbn.data.articles import build, run
 from rbn.data.process_pool import ProcessPool, WorkerLost
 
 ARTICLES = 40
+thorough = pytest.mark.skipif(
+    os.environ.get("RBN_FAULTS") != "all", reason="only with RBN_FAULTS=all"
+)
 
 
 @pytest.fixture
@@ -48,53 +51,14 @@ def content(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-class Killed(BaseException):
-    pass
-
-
-OPERATIONS = ("mkdir", "open", "replace", "unlink")
-
-
 @pytest.mark.slow
-def test_a_kill_at_every_file_operation(articles, tmp_path, monkeypatch, count_outcomes):
-    """The next build goes on, and gives the files of one that nobody disturbed."""
-    build(articles, tmp_path / "whole", processes=1)
-    expected, outcomes = content(tmp_path / "whole"), Counter()
-    assert len(expected) > ARTICLES
-    killed_at = 0
-    while True:
-        out = tmp_path / f"killed-{killed_at}"
-        left = [killed_at]
-
-        def dying(real, left=left, out=out):
-            def call(*arguments, **options):
-                if any(str(a).startswith(str(out)) for a in arguments):
-                    if left[0] == 0:
-                        raise Killed
-                    left[0] -= 1
-                return real(*arguments, **options)
-
-            return call
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", dying(os.replace))
-            for name in ("mkdir", "write_bytes", "unlink", "open"):
-                patch.setattr(Path, name, dying(getattr(Path, name)))
-            try:
-                build(articles, out, processes=1)
-            except Killed:
-                pass
-            else:
-                break
-        if (out / "build.json").exists():  # killed after the end
-            assert content(out).items() >= expected.items()
-        else:
-            build(articles, out, processes=1)
-            assert content(out) == expected, killed_at
-        outcomes["gone on with"] += 1
-        killed_at += 1
-    assert killed_at > ARTICLES
-    count_outcomes("kills at the file operations of build-cloze", outcomes)
+@pytest.mark.parametrize(
+    "moment", ["within a write", pytest.param("before a change", marks=thorough)]
+)
+def test_a_kill_at_every_file_operation(moment, articles, tries, kill_at_changes):
+    """The next build resumes it, and gives the files of one that nobody disturbed."""
+    torn = moment == "within a write"
+    kill_at_changes("killed_builds.py", f"build-cloze {moment}", tries(30, 0), torn)
 
 
 def test_a_damaged_journal_is_named_or_done_again(articles, tmp_path, monkeypatch):

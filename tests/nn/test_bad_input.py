@@ -298,15 +298,27 @@ def test_options_that_leave_nothing(options, message):
         rbn.BatchNormLSTM(3, 4, **options)
 
 
-def test_negative_variances_are_not_loaded():
+@pytest.mark.parametrize("name", ["stats_h_l0.var", "stats_h_l0.count"])
+def test_negative_statistics_are_not_loaded(name):
     layer = rbn.BatchNormLSTM(3, 4)
     layer(torch.randn(5, 6, 3))
     state = layer.state_dict()
-    name = next(name for name in state if name.endswith(".var"))
     before = state[name].clone()
-    with pytest.raises(RuntimeError, match=r"var must not be negative, got -0\.5"):
-        layer.load_state_dict({**state, name: torch.full_like(before, -0.5)})
+    with pytest.raises(RuntimeError, match=rf"{name} must not be negative, got -2"):
+        layer.load_state_dict({**state, name: torch.full_like(before, -2)})
     assert torch.equal(layer.state_dict()[name], before)
+
+
+@pytest.mark.parametrize("name", ["stats_h_l0.var", "stats_h_l0.mean"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_statistics_that_are_not_finite_are_named(name, value):
+    layer = rbn.BatchNormLSTM(3, 4)
+    layer(torch.randn(5, 6, 3))
+    state = layer.state_dict()
+    state[name] = state[name].clone()
+    state[name][2, 3] = value
+    with pytest.warns(UserWarning, match=f"{name} .*not finite"):
+        layer.load_state_dict(state)
 
 
 def test_batches_with_nan_change_no_statistics():

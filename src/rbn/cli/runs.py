@@ -63,7 +63,7 @@ def _figures(run: Path) -> list[str]:
         step, minutes = f"{now['step']:,d}", f"{now['seconds'] / 60:.1f}"
         if now["history"]:
             value = float(now["history"][-1][f"valid_{config.select}"])
-            last = f"{config.kind.format(value)} ({config.select} stats)"
+            last = f"{config.kind.format(value)} ({config.kind.valid_label(config.select)})"
     except CheckpointError:
         there = (run / "last.safetensors").exists()
         last = "last.safetensors is damaged" if there else "no checkpoint"
@@ -71,7 +71,7 @@ def _figures(run: Path) -> list[str]:
         last = "last.safetensors is damaged"
     try:
         values = read_checked(run / "result.json")
-        valid = f"{config.kind.format(values['valid'])} (population stats)"
+        valid = f"{config.kind.format(values['valid'])} ({config.kind.valid_label()})"
         test = f"{config.kind.format(values['test'])} ({config.kind.test_label})"
         step = f"{values['steps']:,d}, best at {values['best_step']:,d}"
         if values["diverged_at"] is not None:
@@ -126,7 +126,8 @@ def evaluate(
         if over is not None:
             how.append("whole sequence" if over == "full" else f"windows of {over} characters")
         if estimate is not None:
-            how.append("the best model so far")
+            best = (run / "best.safetensors").exists()
+            how.append("the best model so far" if best else "the last checkpoint")
         typer.echo(f"{config.task}, {config.name}: {config.kind.format(value)} ({', '.join(how)})")
 
     guarded(work)

@@ -189,7 +189,7 @@ def _report(now: SweepStatus, folder: Path, console: Console) -> None:
     lines = [now.summary()]
     if now.best is not None:
         lines.append(
-            f"best: trial {now.best.number}, validation {now.best.best:.4f}, "
+            f"best: trial {now.best.number}, validation {now.figure} {now.best.best:.4f}, "
             f"{listed(now.best.parameters)}, in {folder / f'trial-{now.best.number:04d}'}"
         )
     for line in lines:

@@ -243,7 +243,7 @@ def _train(plan: Plan, world: World | None) -> None:
     with process_group(world):
         device = place if world is None else world.device(place)
         session = TrainingSession(plan.runs, device, plan.data_dir, plan.command, world=world)
-        bars = ProgressBars(console, len(plan.runs)) if first else nullcontext()
+        bars = ProgressBars(console) if first else nullcontext()
         with bars as observer:
             try:
                 session.train(plan.graph, plan.tensorboard, plan.max_minutes, observer)

@@ -21,28 +21,27 @@ class ProgressBars:
 
     Args:
         console: to print to.
-        runs: number of runs; with several, each bar starts with the name of its folder.
     """
 
-    def __init__(self, console: Console, runs: int = 1) -> None:
+    def __init__(self, console: Console) -> None:
         from rich.progress import Progress as Bars
         from rich.progress import SpinnerColumn, TextColumn, TimeRemainingColumn
         from rich.table import Column
 
-        # If the line is too long, the last column wraps.
+        # If the line is too long, the speed and the last column wrap.
         self._bars = Bars(
             SpinnerColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.description}"),
-            TextColumn("{task.completed:,}/{task.total:,}"),
-            TextColumn("{task.fields[speed]}"),
+            TextColumn("step {task.completed:,}/{task.total:,}"),
+            TextColumn("{task.fields[speed]}", table_column=Column(no_wrap=False)),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("left"),
             TextColumn(
                 "{task.fields[loss]} {task.fields[valid]}",
                 table_column=Column(no_wrap=False, min_width=_MIN_WIDTH),
             ),
             console=console,
         )
-        self._several = runs > 1
         self._console = console
 
     def __enter__(self) -> ProgressBars:
@@ -60,9 +59,8 @@ class ProgressBars:
 
     def add(self, trainer: Trainer, task: BaseTask) -> None:
         """Show a run."""
-        name = trainer.folder.name if self._several else ""
         line = self._bars.add_task(
-            name,
+            trainer.folder.name,
             total=trainer.schedule.steps,
             completed=trainer.progress.step,
             loss="",

@@ -45,10 +45,9 @@ class TaskKind:
         """How the test number of a run is measured."""
         return ("whole sequence, " if self.test_on_whole_text else "") + "population stats"
 
-    @property
-    def valid_label(self) -> str:
-        """How the validation number differs from the test number; empty if it does not."""
-        return " (windows)" if self.test_on_whole_text else ""
+    def valid_label(self, stats: str = "population") -> str:
+        """How a validation number of a run is measured."""
+        return ("windows, " if self.test_on_whole_text else "") + f"{stats} stats"
 
     def format(self, value: float, digits: int = 2) -> str:
         """A value with metric and unit: ``1.3230 bits per character`` or ``accuracy 58.33 %``.

@@ -201,7 +201,7 @@ class TrainingSession:
             kind = config.kind
             yield (
                 f"{config.task}, {config.name}, seed {seed}: test {kind.format(result['test'])} "
-                f"({kind.test_label}), validation {kind.format(result['valid'])}"
-                f"{kind.valid_label}, best at step {now.best_step:,} of {now.step:,}. In "
+                f"({kind.test_label}), validation {kind.format(result['valid'])} "
+                f"({kind.valid_label()}), best at step {now.best_step:,} of {now.step:,}. In "
                 f"{folder / 'result.json'}."
             )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rbn.nn import checks
 from rbn.nn.processes import all_processes
 from rbn.nn.recent_calls import version as _version
 from rbn.ops.dispatch import average_in
@@ -391,9 +392,16 @@ class PopulationStatistics(nn.Module):
                 f"{list(var.shape)} and {list(count.shape)}"
             )
             return
-        if var.device.type != "meta" and bool((var < 0).any()):
-            error_msgs.append(f"{prefix}var must not be negative, got {float(var.min())}")
-            return
+        for name, value in (("var", var), ("count", count)):
+            if value.device.type != "meta" and bool((value < 0).any()):
+                error_msgs.append(f"{prefix}{name} must not be negative, got {value.min().item()}")
+                return
+        for name, value in (("mean", mean), ("var", var)):
+            if value.device.type != "meta" and not bool(value.isfinite().all()):
+                checks.warn(
+                    f"{prefix}{name} of the state dict has values that are not finite, so eval() "
+                    "will give NaN: rbn.update_population_stats(model, batches) estimates them anew"
+                )
         if self.max_length is not None and rows > self.max_length:
             last = rows if count.device.type == "meta" else _last_seen(count)
             if last > self.max_length:

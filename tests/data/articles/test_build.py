@@ -99,10 +99,8 @@ def test_files_and_counts(tmp_path):
         found = list((tmp_path / "a" / "questions" / part).iterdir())
         assert len(found) == count > 0
         assert all(read(path).answerable for path in found)
-    assert built.dropped["a line that is no article (it is no JSON object)"] == 1
-    assert built.dropped["a line that is no article (no 'article')"] == 1
-    assert built.dropped["a line that is no article (part 'x')"] == 1
-    assert built.dropped["a line that is no article (its text is no text)"] == 2
+    for reason, count in (("JSON", 1), ("(no 'article')", 1), ("(part 'x')", 1), ("its text", 2)):
+        assert [n for why, n in built.dropped.items() if reason in why] == [count], reason
     assert {q.url.split("/")[0] for q in built.sample} == {"cnn", "dailymail"}
     assert told[-1] == ("writing", 12)
     summary = json.loads((tmp_path / "a" / "build.json").read_text())

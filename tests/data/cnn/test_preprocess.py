@@ -241,7 +241,7 @@ def test_one_makes_the_cache_and_the_others_wait(folder, tmp_path, monkeypatch, 
     assert sum(len(job.files) for job in made) == sum(SIZES)
     assert len({str(decoded(reading, "train")) for reading in readings}) == 1
     assert sorted(p.name for p in cache.iterdir()) == [Choice().key, f"{Choice().key}.lock"]
-    assert caplog.messages == [f"another process is reading {folder}: waiting for it"] * 2
+    assert [str(folder) in message for message in caplog.messages] == [True] * 2
 
 
 HOLDS = """

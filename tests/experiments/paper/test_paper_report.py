@@ -17,7 +17,15 @@ from rbn.experiments.paper.comparison import (
     rate_table,
     read_comparison,
 )
-from rbn.experiments.paper.document import Fold, Grid, Heading, Items, Paragraph, markdown_page
+from rbn.experiments.paper.document import (
+    Fold,
+    Grid,
+    Heading,
+    Items,
+    Paragraph,
+    html_page,
+    markdown_page,
+)
 from rbn.experiments.paper.draw import draw
 from rbn.experiments.paper.figures import figure
 from rbn.experiments.paper.finding import Finding
@@ -282,13 +290,16 @@ def test_in_a_browser(which, dark, report, check_page):
 
 
 def test_markdown_has_no_html_of_a_results_file():
-    cruel = "<script>alert(1)</script>\n# a [link](javascript:x)"
+    cruel = "<script>alert(1)</script>\n# a [link](javascript:x)\x1b[2J\x9b1m"
     blocks = [Heading(cruel), Paragraph(cruel), Items([cruel]), Grid(cruel, [cruel], [[cruel]])]
     text = markdown_page("title", [*blocks, Items([cruel], code=True)])
     *lines, code = text.splitlines()
-    assert "<script" not in Fold(cruel, [Paragraph(cruel)]).markdown().replace("\\<", "")
+    assert "<script" not in Fold(cruel, [Paragraph(cruel)]).markdown()
     assert code.startswith("    <script>")  # shown as it is
     for line in lines:
-        assert "<" not in line.replace("\\<", "")
+        assert "<" not in line
         assert "[" not in line.replace("\\[", "")
+    for page in (text, html_page("title", blocks)):
+        assert "<script" not in page.replace(code, "")
+        assert not {"\x1b", "\x9b"} & set(page)
     assert sum(line.startswith("#") for line in lines) == 2

@@ -12,6 +12,8 @@ from typing import ClassVar
 
 from rbn.experiments.html_templates import render
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+
 
 @dataclass(frozen=True)
 class Heading:
@@ -177,17 +179,23 @@ Block = Heading | Paragraph | Items | Cards | Grid | Image | Fold
 def html_page(title: str, blocks: Sequence[Block]) -> str:
     """The page as a single HTML file, with a table of contents."""
     headings = [block for block in blocks if isinstance(block, Heading)]
-    return render("report.html", title=title, blocks=blocks, headings=headings)
+    return _printable(render("report.html", title=title, blocks=blocks, headings=headings))
 
 
 def markdown_page(title: str, blocks: Sequence[Block]) -> str:
     """The page as Markdown, with the figures in files next to it."""
-    return f"# {title}\n\n" + "\n\n".join(block.markdown() for block in blocks) + "\n"
+    return _printable(f"# {title}\n\n" + "\n\n".join(block.markdown() for block in blocks) + "\n")
+
+
+def _printable(page: str) -> str:
+    """Replace control characters, which a terminal that shows the page would obey."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", page)
 
 
 def _plain(text: str) -> str:
     """Escape Markdown's emphasis (as in BN-e**), HTML and links."""
-    return re.sub(r"([*<\[\]])", r"\\\1", _one_line(text))
+    # Not every renderer takes a backslash before <: Python-Markdown still makes a tag of it.
+    return re.sub(r"([*\[\]])", r"\\\1", _one_line(text)).replace("<", "&lt;")
 
 
 def _one_line(text: str) -> str:

@@ -217,7 +217,7 @@ class Reproduction:
             runs = [(run.folder, run.config, run.seed) for run in todo]
             commands = [run.job.command for run in todo]
             session = TrainingSession(runs, self.device, self.root, commands)
-            with ProgressBars(console, len(runs)) as bars:
+            with ProgressBars(console) as bars:
                 session.train(max_minutes=minutes, observer=bars)
             for sentence in session.results(console):
                 console.print(sentence, soft_wrap=True, highlight=False, markup=False)

@@ -196,12 +196,13 @@ class Worker:
         """Store the outcome of a trial."""
         (trainer,) = session.trainers
         now, best = trainer.progress, trainer.progress.best
+        metric = self.job.sweep.config({}).kind.metric
         if heartbeat.lost:
             self.say(f"trial {number}: another worker has taken it")
         elif observer.pruned and not now.finished:
             if trials.prune(number):
-                figure = "no figure yet" if best is None else f"best {best:.4f}"
-                self.say(f"trial {number}: pruned at step {now.step:,}, {figure}")
+                value = "no validation yet" if best is None else f"best {metric} {best:.4f}"
+                self.say(f"trial {number}: pruned at step {now.step:,}, {value}")
         elif session.diverged is not None and not trainer.best.exists():
             if trials.fail(number, f"diverged at step {now.diverged_at}"):
                 self.say(f"trial {number}: failed: {session.diverged}")
@@ -218,7 +219,7 @@ class Worker:
                     pass
             remark = "" if session.diverged is None else f"diverged at step {now.diverged_at}"
             if trials.complete(number, best, remark):
-                self.say(f"trial {number}: validation {best:.4f} after {now.step:,} steps")
+                self.say(f"trial {number}: validation {metric} {best:.4f} after {now.step:,} steps")
 
 
 class _TrialObserver:

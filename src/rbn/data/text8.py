@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 from rbn.data.files import load
@@ -11,7 +13,12 @@ SYMBOLS = 27
 SIZES = (90_000_000, 5_000_000, 5_000_000)  # train, valid, test
 
 
-def text8(*, root: str | Path | None = None, download: bool = False) -> Text:
+def text8(
+    *,
+    root: str | Path | None = None,
+    download: bool = False,
+    characters: Sequence[int] = SIZES,
+) -> Text:
     """The text8 corpus: the space and the letters a to z; 90, 5 and 5 million characters.
 
     Takes about two seconds and, for a moment, half a gigabyte of memory.
@@ -19,8 +26,18 @@ def text8(*, root: str | Path | None = None, download: bool = False) -> Text:
     Args:
         root: the data folder; by default RBN_DATA, or else ``~/.cache/rbn/data``.
         download: load missing files from the web.
+        characters: how many of the training, validation and test part to use, from the start of
+            each; all by default.
     """
+    if len(characters) != len(SIZES) or not all(
+        0 < count <= size for count, size in zip(characters, SIZES, strict=True)
+    ):
+        raise ValueError(
+            "characters must be three numbers (train, valid, test) from 1 to "
+            f"{', '.join(f'{size:,}' for size in SIZES)}, got {characters!r}"
+        )
     (content,) = load("text8", root, fetch=download)
     text = content.decode("ascii")
-    first, second, _ = SIZES
-    return Text.of(text[:first], text[first : first + second], text[first + second :])
+    starts = itertools.accumulate(SIZES[:-1], initial=0)
+    parts = (text[i : i + count] for i, count in zip(starts, characters, strict=True))
+    return Text.of(*parts, "".join(sorted(set(text))))

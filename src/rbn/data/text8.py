@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import string
 from collections.abc import Sequence
 from pathlib import Path
 
 from rbn.data.files import load
 from rbn.data.text import Text
 
-SYMBOLS = 27
+SYMBOLS = " " + string.ascii_lowercase
 SIZES = (90_000_000, 5_000_000, 5_000_000)  # train, valid, test
 
 
@@ -40,4 +41,4 @@ def text8(
     text = content.decode("ascii")
     starts = itertools.accumulate(SIZES[:-1], initial=0)
     parts = (text[i : i + count] for i, count in zip(starts, characters, strict=True))
-    return Text.of(*parts, "".join(sorted(set(text))))
+    return Text.of(*parts, SYMBOLS)

@@ -18,7 +18,7 @@ def text8(
     *,
     root: str | Path | None = None,
     download: bool = False,
-    characters: Sequence[int] = SIZES,
+    characters: Sequence[int] | None = None,
 ) -> Text:
     """The text8 corpus: the space and the letters a to z; 90, 5 and 5 million characters.
 
@@ -28,13 +28,17 @@ def text8(
         root: the data folder; by default RBN_DATA, or else ``~/.cache/rbn/data``.
         download: load missing files from the web.
         characters: how many of the training, validation and test part to use, from the start of
-            each; all by default.
+            each; None: all.
     """
-    if len(characters) != len(SIZES) or not all(
-        0 < count <= size for count, size in zip(characters, SIZES, strict=True)
+    characters = SIZES if characters is None else characters
+    if (
+        not isinstance(characters, list | tuple)
+        or len(characters) != len(SIZES)
+        or not all(isinstance(count, int) for count in characters)
+        or not all(0 < count <= size for count, size in zip(characters, SIZES, strict=True))
     ):
         raise ValueError(
-            "characters must be three numbers (train, valid, test) from 1 to "
+            "characters must be a list of three numbers (train, valid, test) from 1 to "
             f"{', '.join(f'{size:,}' for size in SIZES)}, got {characters!r}"
         )
     (content,) = load("text8", root, fetch=download)

@@ -152,12 +152,15 @@ def _fair_comparison(results: ResultSet, path: Path | None) -> list[Block]:
         Heading("What does normalization buy you?"),
         Paragraph(
             "Every model with the same number of steps and the same tuning budget, at the learning "
-            "rate with the best validation result. Compare models within a task: several runs "
-            "shared the GPU, so times of different tasks are not comparable."
+            "rate with the best validation result of one seed. Compare models within a task: "
+            "several runs shared the GPU, so times of different tasks are not comparable."
         ),
         Items([each.verdict for each in found]),
         Grid("Fair comparison, test results", comparison.COLUMNS, cells),
     ]
+    uncertain = comparison.exceptions(rows)
+    if uncertain:
+        blocks += [Paragraph("Where the learning rate is uncertain:"), Items(uncertain)]
     details: list[Block] = []
     for task in dict.fromkeys(row["task"] for row in rows):
         columns, grid = comparison.rate_table(rows, task)
@@ -172,7 +175,7 @@ def _fair_comparison(results: ResultSet, path: Path | None) -> list[Block]:
         note += "Every run: benchmarks/results/comparison.csv."
         commands = comparison.commands(rows)
         details += [
-            Paragraph(" ".join((note, *comparison.exceptions(rows)))),
+            Paragraph(note),
             Paragraph("Reproduce:"),
             Items(commands, code=True),
         ]

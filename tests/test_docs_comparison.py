@@ -39,7 +39,7 @@ def test_the_grid_is_that_of_the_file(task, model):
 NAMES = {"lstm": "LSTM", "bn-lstm": "BN-LSTM", "ln-lstm": "LayerNormLSTM"}
 
 
-def tested(task, row):
+def result_of(task, row):
     if row["state"] == "finished":
         return shown(task, row)
     assert (row["state"], row["steps"]) == ("stopped", row["of_steps"])
@@ -63,7 +63,7 @@ def test_the_best_rates_are_those_of_the_file(task, model):
         pytest.skip("not run")
     (rate,) = {row["rate"] for row in runs}
     assert [row["seed"] for row in runs] == ["1", "2", "3"]
-    values = ", ".join(tested(task, row) for row in runs)
+    values = ", ".join(result_of(task, row) for row in runs)
     page = (ROOT / "docs/results/comparison.md").read_text().replace("*", "")
     assert f"| {NAMES[model]} | {rate} | {values} | {reached(runs)} |" in page
 

@@ -99,7 +99,9 @@ def test_tiny_text8(
     assert [part.decode(p) for p in (part.train, part.valid, part.test)] == [" an", " ", " man"]
 
 
-@pytest.mark.parametrize("characters", [5, [1, 2], [0, 1, 1], [1.5, 1, 1], "abc", [1, 5_000_001, 1]])
+@pytest.mark.parametrize(
+    "characters", [5, [1, 2], [0, 1, 1], [1.5, 1, 1], "abc", [1, 5_000_001, 1]]
+)
 def test_numbers_of_characters_are_checked(characters: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^characters must be .* 90,000,000, 5,000,000"):
         text8(root=tmp_path, characters=characters)

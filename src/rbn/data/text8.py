@@ -44,5 +44,5 @@ def text8(
     (content,) = load("text8", root, fetch=download)
     text = content.decode("ascii")
     starts = itertools.accumulate(SIZES[:-1], initial=0)
-    parts = (text[i : i + count] for i, count in zip(starts, characters, strict=True))
-    return Text.of(*parts, SYMBOLS)
+    train, valid, test = (text[i : i + n] for i, n in zip(starts, characters, strict=True))
+    return Text.of(train, valid, test, SYMBOLS)

@@ -18,8 +18,8 @@ _READER_TASK = "dailymail-built"
 _IMAGES = "--set epochs=40 --set evaluate_every=1000 --set decay_from=0.5"
 _OPTIONS = {
     "ptb": "--precision bf16-mixed --set epochs=10 --set decay_from=0.5",
-    "text8": "--precision bf16-mixed --set epochs=1 --set decay_from=0.5 --set population_batch=128 "
-    "--set evaluate_every=250 --set valid_windows=5000 "
+    "text8": "--precision bf16-mixed --set epochs=1 --set decay_from=0.5 "
+    "--set population_batch=128 --set evaluate_every=250 --set valid_windows=5000 "
     "--set 'data.characters=[57600179, 5000000, 200000]'",
     "pmnist": _IMAGES,
     "mnist": _IMAGES,
@@ -181,7 +181,9 @@ def exceptions(rows: Sequence[dict[str, str]]) -> list[str]:
                 f"for one seed, but other seeds did not finish ({why})."
             )
         average = mean(float(row["valid"]) for row in shown)
-        others = [r for r in grid if r["rate"] != rate and sign * float(r["valid"]) < sign * average]
+        others = [
+            r for r in grid if r["rate"] != rate and sign * float(r["valid"]) < sign * average
+        ]
         if others and best["rate"] == rate:
             seeds = ", ".join(f"{r['rate']} ({task.shown(float(r['valid']))})" for r in others)
             sentences.append(

@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import mean
 
 from rbn.experiments.paper.numbers import NAMES
+from rbn.experiments.paper.paper_tasks import BEST_RATE
 from rbn.experiments.paper.published import Result
 
 COLUMNS = ("model", "test, each seed", "learning rate", "steps to the goal", "time (LSTM = 1)")
-READER_TAG = "best-rate"
 _READER_TASK = "dailymail-built"
 _IMAGES = "--set epochs=40 --set evaluate_every=1000 --set decay_from=0.5"
 _OPTIONS = {
@@ -126,7 +126,7 @@ def compare(rows: Sequence[dict[str, str]], runs: Iterable[Result]) -> list[Comp
             steps, goal = max(int(row["of_steps"]) for row in best), float(best[0]["target"])
             models = [_from_rows(own, model, task) for model in _MODELS]
             found.append(_comparison(task, steps, goal, models))
-    readers = [run for run in runs if (run.task, run.tag) == (_READER_TASK, READER_TAG)]
+    readers = [run for run in runs if (run.task, run.tag) == (_READER_TASK, BEST_RATE)]
     if readers:
         steps = max(int(run.values["steps"]) for run in readers)
         models = [_from_results(readers, model) for model in _READERS]

@@ -102,18 +102,18 @@ def test_the_last_rows_emptied_before_an_evaluation():
 
 def test_nothing_is_known_of_empty_memory():
     layer = trained()
-    assert layer.stats_h_l0.surely_seen == 6
+    assert layer.stats_h_l0.known_steps == 6
     layer.to_empty(device="cpu")
-    assert layer.stats_h_l0.surely_seen == 0
+    assert layer.stats_h_l0.known_steps == 0
     assert not layer.stats_h_l0.estimated
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_copies_know_as_much(copied):
     statistics = trained().stats_h_l0
-    assert copied(statistics).surely_seen == 6
+    assert copied(statistics).known_steps == 6
     statistics.count.zero_()
-    assert copied(statistics).surely_seen == 0
+    assert copied(statistics).known_steps == 0
 
 
 def test_an_ensemble():
@@ -247,4 +247,4 @@ def test_estimated_anew_in_the_same_buffers():
     rbn.update_population_stats(layer, [x])
     assert all(b is buffers[name] for name, b in layer.named_buffers())
     assert_first_estimates(layer, x)
-    assert layer.stats_h_l0.surely_seen == 6
+    assert layer.stats_h_l0.known_steps == 6

@@ -122,7 +122,7 @@ def test_what_is_read_is_the_same_whether_the_host_knows_of_it_or_not(start):
     with torch.no_grad():
         known = statistics.read(start, 4)
         assert known[0].untyped_storage().data_ptr() == statistics.mean.untyped_storage().data_ptr()
-        statistics.note(True, 0)
+        statistics.set_cached(True, 0)
         for one, other in zip(known, statistics.read(start, 4), strict=True):
             assert torch.equal(one, other)
 
@@ -134,7 +134,7 @@ def test_loaded_counts_say_which_steps_were_seen(counts, seen):
     for name in ("x", "h", "c"):
         state[f"stats_{name}_l0.count"] = torch.tensor(counts)
     layer.load_state_dict(state)
-    assert layer.stats_c_l0.surely_seen == seen
+    assert layer.stats_c_l0.known_steps == seen
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -1,5 +1,6 @@
 """torch.compile, autocast, torch.func, higher derivatives."""
 
+import copy
 import importlib.util
 import shutil
 
@@ -69,6 +70,36 @@ def test_compiled_with_regularisation():
     a, b = compiled(torch.randn(5, 6, 3))[0], compiled(torch.randn(5, 6, 3))[0]
     assert a.isfinite().all()
     assert not torch.equal(a, b)
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize(
+    ("fullgraph", "allow_rnn", "traced"),
+    [(False, False, False), (False, True, True), (True, False, True)],
+)
+def test_compiled_models_run_their_layers_eagerly(fullgraph, allow_rnn, traced):
+    """Unless they must be one graph, or torch.compile is asked to trace recurrent layers."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), rbn.BatchNormLSTM(3, 4, max_length=5))
+    twin, x = copy.deepcopy(model), torch.randn(5, 6, 3)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    with torch._dynamo.config.patch(allow_rnn=allow_rnn):
+        for each in (compiled, twin):
+            output, _ = each(x)
+            output.square().sum().backward()
+    assert any("rbn.cpu_lstm" in name for graph in graphs for name in graph) == traced
+    for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, msg=name)
+    for buffer, other in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other)
+    torch._dynamo.reset()
 
 
 @pytest.mark.slow
@@ -168,13 +199,13 @@ def replica(module):
     """As `torch.nn.parallel.replicate` makes it, on the same device."""
     modules = list(module.modules())
     copies = [each._replicate_for_data_parallel() for each in modules]
-    for each, copy in zip(modules, copies, strict=True):
+    for each, replica in zip(modules, copies, strict=True):
         for name, child in each._modules.items():
-            setattr(copy, name, copies[modules.index(child)])
+            setattr(replica, name, copies[modules.index(child)])
         for name, parameter in each._parameters.items():
-            setattr(copy, name, parameter.view_as(parameter))
+            setattr(replica, name, parameter.view_as(parameter))
         for name, buffer in each._buffers.items():
-            setattr(copy, name, buffer.clone())
+            setattr(replica, name, buffer.clone())
     return copies[0]
 
 

@@ -164,15 +164,15 @@ def test_several_recurrences_in_one_launch_of_cuda(together, dtype, monkeypatch)
     """The directions of a layer, or models of several seeds: each has the bits it has alone."""
     launches = []
     run = cuda_kernels.launch_for
-    monkeypatch.setattr(cuda_kernels, "launch_for", lambda *a: launches.append(a) or run(*a))
+    monkeypatch.setattr(cuda_kernels, "launch_for", lambda *a: launches.append(a[0]) or run(*a))
     made = [
         make_case("bn_lstm", 6, 33, 40, fresh_seed(), dtype=dtype, **calm("bn_lstm")).on("cuda")
         for _ in range(together)
     ]
     alone = [differentiate(case, "gpu") for case in made]
-    assert len(launches) == together
+    assert launches == ["forward", "backward"] * together
     joined = differentiate_together(made)
-    assert len(launches) == together + 1
+    assert launches[2 * together :] == ["forward", "backward"]
     for (results, grads), (found, gradients) in zip(joined, alone, strict=True):
         for name in ("output", "h_n", "c_n"):
             assert torch.equal(results[name], found[name]), name

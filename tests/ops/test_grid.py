@@ -42,7 +42,7 @@ pytestmark = [*on_a_card, needs_hopper]
 @pytest.fixture(autouse=True)
 def whole(monkeypatch):
     """No batch of up to 128 rows is split, though there be room."""
-    monkeypatch.setattr(grid_kernels, "WHOLE", 128)
+    monkeypatch.setattr(grid_kernels, "UNSPLIT", 128)
 
 
 @pytest.fixture
@@ -243,7 +243,9 @@ def test_zoned_layers_give_the_same_bits_every_time(shape, dtype, zoned):
 def test_a_zoned_layer_in_inference(bidirectional, zoned):
     """Both directions at once, too."""
     torch.manual_seed(0)
-    layer = rbn.BatchNormLSTM(20, 500, zoneout=(0.5, 0.05), bidirectional=bidirectional)
+    layer = rbn.BatchNormLSTM(
+        20, 500, zoneout=(0.5, 0.05), bidirectional=bidirectional, refresh_stats=False
+    )
     layer = layer.to("cuda", torch.bfloat16)
     x = torch.randn(5, 33, 20, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
@@ -295,6 +297,8 @@ EXTREMES = {
 def test_numbers_of_any_size_in_float32(name, shape, calls):
     if name == "one row's gradients" and shape[1] < 4:
         return
+    if name == "a large first state" and shape[1] == 2:
+        return  # two rows become +1 and -1, and gradients are what rounding leaves of 1 - 1
     compare("bn_lstm", shape, torch.float32, {}, EXTREMES[name], at_least_a_hundredth)
     assert calls == ["forward", "backward"]
 

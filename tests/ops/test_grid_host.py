@@ -74,6 +74,12 @@ def test_which_layers_prefer_the_grid(monkeypatch):
     assert kind(65, 264) == kind(128, 136) == kind(128, 960) == (GRID, 64)  # two splits
     assert kind(128, 1024) == (GRID, 128)  # no room for them
     assert kind(32, 264) == kind(1, 1000) == (PORTABLE, 64)  # few rows
+    assert kind(16, 1000) == kind(32, 512) == (GRID, 64)
+    assert kind(15, 1000) == kind(31, 512) == kind(16, 768) == (PORTABLE, 64)
+    assert kind(16, 768, dtype=torch.float32) == (GRID, 64)
+    assert (
+        kind(15, 768, dtype=torch.float32) == kind(31, 512, dtype=torch.float32) == (PORTABLE, 64)
+    )
     assert kind(1, 2000) == (GRID, 64)  # no other has room
     assert kind(64, 240) == (PORTABLE, 128)
     assert kind(65, 132) == (PORTABLE, 64)
@@ -215,7 +221,7 @@ def test_which_batches_are_split(monkeypatch):
         return [(cut.splits, cut.rows, cut.blocks, cut.team) for cut in found if cut]
 
     monkeypatch.setattr(grid_kernels, "SPLIT_ROWS", (128,))
-    monkeypatch.setattr(grid_kernels, "WHOLE", 128)
+    monkeypatch.setattr(grid_kernels, "UNSPLIT", 128)
     assert cuts(129, 256) == cuts(256, 256) == [(2, 128, 16, 1), (2, 128, 16, 8)]
     assert cuts(257, 60, dtype=torch.float32) == [(3, 128, 4, 1), (3, 128, 8, 8)]
     assert cuts(512, 60, dtype=torch.float16) == [(4, 128, 4, 1), (4, 128, 8, 8)]
@@ -238,7 +244,7 @@ def test_which_batches_are_split(monkeypatch):
     assert cuts(513, 60) == [(5, 128, 4, 1), (5, 128, 8, 8)]
     assert cuts(256, 480) == [(4, 64, 30, 1), (2, 128, 32, 8)]  # backward 32 blocks or none
     assert cuts(128, 264) == [(1, 128, 17, 1), (1, 128, 24, 8)]
-    monkeypatch.setattr(grid_kernels, "WHOLE", 64)
+    monkeypatch.setattr(grid_kernels, "UNSPLIT", 64)
     assert cuts(65, 264) == [(2, 64, 17, 1), (2, 64, 24, 8)]
     assert cuts(128, 2000) == [(1, 128, 125, 1), (1, 128, 128, 8)]
 

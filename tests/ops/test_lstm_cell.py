@@ -1,7 +1,5 @@
 """The GPU's step of an LSTM cell beside PyTorch's operators in float64."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -9,6 +7,7 @@ from rbn.ops import steps
 from rbn.ops.cpu.inference import Row, Weights
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
+from rbn.ops.gpu.lstm_cell import step as cell_step
 from rbn.ops.gpu.lstm_cell.step import step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,10 +46,16 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize(("B", "H"), [(1, 1), (1, 8), (3, 5), (2, 130)])
+@pytest.mark.parametrize(
+    ("B", "H", "multiplies"), [(1, 1, True), (1, 9, True), (3, 5, True), (3, 5, False)]
+)
 @pytest.mark.parametrize("absent", ABSENT)
-def test_a_step_beside_float64(absent, B, H):
-    for row, zoneout in itertools.product((0, 6), ((0.0, 0.0), (0.2, 0.3))):
+def test_a_step_beside_float64(absent, B, H, multiplies, monkeypatch):
+    monkeypatch.setattr(cell_step, "_BLOCK_K", 4)  # several tiles along the columns
+    monkeypatch.setattr(cell_step, "_BLOCK", 4)
+    if not multiplies:
+        monkeypatch.setattr(cell_step, "_MULTIPLIES", 0)
+    for row, zoneout in ((0, (0.0, 0.0)), (6, (0.2, 0.3))):
         x, weights, h, c, rows = tensors(B, H, row, ABSENT[absent])
         options = (1e-3, zoneout, absent == "batch-normalized" and row == 6)
         found = step(x, weights, h, c, rows, *options)
@@ -64,8 +69,9 @@ def test_a_step_beside_float64(absent, B, H):
 
 def test_states_that_are_not_contiguous():
     x, weights, h, c, rows = tensors(4, 6, 1)
-    wide = torch.stack([h, c], dim=2)
-    found = step(x, weights, wide[..., 0], wide[..., 1], rows, 1e-3, (0.0, 0.0), False)
+    wide = torch.stack([h, x.new_zeros(4, 6)], dim=2)
+    other_order = c.t().contiguous().t()
+    found = step(x, weights, wide[..., 0], other_order, rows, 1e-3, (0.0, 0.0), False)
     expected = step(x, weights, h, c, rows, 1e-3, (0.0, 0.0), False)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)

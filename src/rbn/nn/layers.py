@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from rbn.nn import checks
-from rbn.nn.processes import as_long_as_all, with_steps
+from rbn.nn.processes import pad_to_longest, with_steps
 from rbn.nn.recurrence import GivenStates, Recurrence, States
+from rbn.ops import compiling
 from rbn.ops.types import valid_steps
 
 Restore = Callable[[Tensor, States], tuple[Any, Any]]
@@ -139,6 +140,10 @@ class Layers(Recurrence, Generic[GivenStates]):
             ``output, states`` with the shapes of `torch.nn.LSTM`. Padded positions of the output
             are zero; the states are those after each sequence's last unpadded step.
         """
+        if torch.compiler.is_compiling() and compiling.breaks_graph():
+            result: tuple[Any, GivenStates]
+            result = compiling.run_eagerly(self.forward, input, hx, lengths, start=start)
+            return result
         x, hx, lengths, restore = self._in_steps(input, hx, lengths)
         steps, batch, _ = x.shape
         given, lengths = self._check_call(x, hx, lengths, start)
@@ -150,7 +155,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         group = self._group()
         if group is None:
             return restore(*self._stack(x, given, lengths, start))
-        x, lengths, self._common_steps = as_long_as_all(x, lengths, group)
+        x, lengths, self._common_steps = pad_to_longest(x, lengths, group)
         try:
             output, finals = self._stack(x, given, lengths, start)
         finally:

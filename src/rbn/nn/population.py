@@ -69,17 +69,17 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
     Code inside the block may re-estimate them. Others that hold the buffers, such as a CUDA graph
     that updates them, do not see this.
     """
-    before = [(s, (s.mean, s.var, s.count), s.notes()) for s in _statistics_of(model)]
+    before = [(s, (s.mean, s.var, s.count), s.cached()) for s in _statistics_of(model)]
     for s, (mean, var, count), known in before:
         s.mean, s.var, s.count = mean.clone(), var.clone(), count.clone()
-        s.note(*known)
+        s.set_cached(*known)
     try:
         with _set_aside_inputs(model):
             yield
     finally:
         for s, (mean, var, count), known in before:
             s.mean, s.var, s.count = mean, var, count
-            s.note(*known)
+            s.set_cached(*known)
 
 
 @contextlib.contextmanager
@@ -177,7 +177,7 @@ def update_population_stats(
         )
     run = forward or default_forward(device)
     modes = {module: module.training for module in model.modules()}
-    before = [(s.momentum, s.mean, s.var, s.count, s.notes()) for s in statistics]
+    before = [(s.momentum, s.mean, s.var, s.count, s.cached()) for s in statistics]
     cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})
     total, done = 0, False
     with _set_aside_inputs(model) as layers:
@@ -189,7 +189,7 @@ def update_population_stats(
                 with torch.inference_mode(False):  # training needs them, too
                     s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
                     s.count = torch.zeros_like(s.count)
-                s.note(False, 0)
+                s.set_cached(False, 0)
             recording = temporarily(statistics, "forced", "record")
             with torch.no_grad(), torch.random.fork_rng(devices=cuda), recording:
                 shown = _tracked(batches) if progress else batches
@@ -218,18 +218,18 @@ def update_population_stats(
                     )
             done = True
         finally:
-            for s, (momentum, mean, var, count, notes) in zip(statistics, before, strict=True):
+            for s, (momentum, mean, var, count, cached) in zip(statistics, before, strict=True):
                 s.momentum = momentum
                 if not done or not s.find_estimates():  # or no batch has reached the layer
                     s.mean, s.var, s.count = mean, var, count
-                    s.note(*notes)
+                    s.set_cached(*cached)
                 elif count.shape == s.count.shape and not count.is_inference():
                     # Write into the original buffers: others may hold references to them.
                     for old, new in ((mean, s.mean), (var, s.var), (count, s.count)):
                         old.copy_(new)
-                    notes = s.notes()
+                    cached = s.cached()
                     s.mean, s.var, s.count = mean, var, count
-                    s.note(*notes)
+                    s.set_cached(*cached)
             for module, mode in modes.items():
                 module.training = mode
     for layer in layers:

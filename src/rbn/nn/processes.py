@@ -91,7 +91,7 @@ def as_many_on_all(
         turn += 1
 
 
-def as_long_as_all(
+def pad_to_longest(
     x: Tensor, lengths: Tensor | None, group: ProcessGroup
 ) -> tuple[Tensor, Tensor | None, int]:
     """Pad or trim x ``[T, B, F]`` to the longest sequence of all processes.

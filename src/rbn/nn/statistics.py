@@ -64,11 +64,11 @@ class PopulationStatistics(nn.Module):
     var: Tensor
     count: Tensor
 
-    # Host-side cache about `count`: its contents, the tensor and its version. See `note`.
+    # Host-side cache about `count`: its contents, the tensor and its version. See `set_cached`.
     _estimated: bool
     _seen: int
-    _noted: Tensor | None
-    _noted_at: int
+    _cached_count: Tensor | None
+    _cached_version: int
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class PopulationStatistics(nn.Module):
         self._in_graphs = False  # `estimated` as compiled graphs see it
         self._copies = _Copies()
         self._copies.of = weakref.ref(self)
-        self.note(False, 0)
+        self.set_cached(False, 0)
 
-    def note(self, estimated: bool, seen: int) -> None:
+    def set_cached(self, estimated: bool, seen: int) -> None:
         """Cache on the host what the buffers contain, so that nobody has to wait for the device.
 
         estimated: whether any step has an estimate. seen: the first `seen` steps all have one.
@@ -111,32 +111,32 @@ class PopulationStatistics(nn.Module):
             self._in_graphs = True
         count = self._buffers["count"]
         assert count is not None
-        notes = {"_estimated": estimated, "_seen": seen, "_noted": count}
-        self.__dict__.update(notes, _noted_at=_version(count))  # faster than as attributes
+        state = {"_estimated": estimated, "_seen": seen, "_cached_count": count}
+        self.__dict__.update(state, _cached_version=_version(count))  # faster than as attributes
 
-    def notes(self) -> tuple[bool, int]:
-        """Returns the cached values, as `note` takes them."""
+    def cached(self) -> tuple[bool, int]:
+        """Returns the cached values, as `set_cached` takes them."""
         return (self._estimated, self._seen) if self._knows() else (False, 0)
 
-    def _note_update(self, start: int, stop: int, known: bool) -> None:
+    def _cache_update(self, start: int, stop: int, known: bool) -> None:
         """Cache that these steps now have an estimate. known: whether the cache was valid."""
-        notes = self.__dict__  # several times as fast as attribute access
-        if known and stop <= notes["_seen"]:  # nothing new
-            notes["_noted_at"] = _version(notes["_noted"])
+        state = self.__dict__  # several times as fast as attribute access
+        if known and stop <= state["_seen"]:  # nothing new
+            state["_cached_version"] = _version(state["_cached_count"])
             return
         seen = self._seen if known else 0
-        self.note(True, max(stop, seen) if start <= seen else seen)
+        self.set_cached(True, max(stop, seen) if start <= seen else seen)
 
     def _knows(self) -> bool:
         """Whether the cache is valid for the current buffers.
 
         `functional_call` swaps in other buffers, and any code may write into them.
         """
-        notes = self.__dict__
-        count = notes["_buffers"]["count"]
-        if notes["_noted"] is not count:
+        state = self.__dict__
+        count = state["_buffers"]["count"]
+        if state["_cached_count"] is not count:
             return False
-        at: int = notes["_noted_at"]
+        at: int = state["_cached_version"]
         return at == (count._version if at >= 0 else _version(count))
 
     @property
@@ -147,7 +147,7 @@ class PopulationStatistics(nn.Module):
         return self._estimated and self._knows()
 
     @property
-    def surely_seen(self) -> int:
+    def known_steps(self) -> int:
         """How many of the first steps all have an estimate, as far as the host knows.
 
         0 in distributed training, where DDP writes another process's numbers into the buffers.
@@ -200,7 +200,7 @@ class PopulationStatistics(nn.Module):
         Returns whether any step has an estimate.
         """
         result = self.count.device.type != "meta" and bool((self.count > 0).any())
-        self.note(result, seen_at_first(self.count) if result else 0)
+        self.set_cached(result, seen_at_first(self.count) if result else 0)
         return result
 
     def reset(self) -> None:
@@ -208,7 +208,7 @@ class PopulationStatistics(nn.Module):
         for buffer in (self.mean, self.var, self.count):
             buffer.zero_()
         self._in_graphs = False
-        self.note(False, 0)
+        self.set_cached(False, 0)
 
     @torch.no_grad()
     def update(
@@ -245,9 +245,9 @@ class PopulationStatistics(nn.Module):
         if torch.compiler.is_compiling():
             self._in_graphs = True
         elif reached is None:
-            self._note_update(start, stop, known)
+            self._cache_update(start, stop, known)
         else:  # maybe no step was reached
-            self.note(known and self._estimated, self._seen if known else 0)
+            self.set_cached(known and self._estimated, self._seen if known else 0)
 
     @torch.no_grad()
     def replace(self, mean: Tensor, var: Tensor, count: Tensor, *, keep: bool = False) -> None:
@@ -287,7 +287,7 @@ class PopulationStatistics(nn.Module):
         if not self.shared and not compiling:
             start = min(start, rows - 1)
             stop = min(start + steps, rows)
-            if stop <= self.surely_seen:
+            if stop <= self.known_steps:
                 mean, var = _part(self.mean, start, stop), _part(self.var, start, stop)
                 # A backward pass needs them unchanged.
                 return (mean.clone(), var.clone()) if torch.is_grad_enabled() else (mean, var)
@@ -316,12 +316,12 @@ class PopulationStatistics(nn.Module):
             with torch.inference_mode(False):  # training needs these buffers, too
                 self.grow(rows)
         elif missing > 0:
-            known = (False, 0) if compiling else self.notes()
+            known = (False, 0) if compiling else self.cached()
             self.mean = torch.cat([self.mean, self.mean.new_zeros(missing, self.features)])
             self.var = torch.cat([self.var, self.var.new_zeros(missing, self.features)])
             self.count = torch.cat([self.count, self.count.new_zeros(missing)])
             if not compiling:
-                self.note(*known)
+                self.set_cached(*known)
                 self._copies.grow(rows)
 
     @property
@@ -347,15 +347,15 @@ class PopulationStatistics(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and files, without the `forced` value of a `batch_statistics` block."""
-        estimated, seen = self.notes()
-        notes = {"_estimated": estimated, "_seen": seen, "_noted": None}
-        return self.__dict__ | notes | {"_forced": None, "_forced_by": {}}
+        estimated, seen = self.cached()
+        state = {"_estimated": estimated, "_seen": seen, "_cached_count": None}
+        return self.__dict__ | state | {"_forced": None, "_forced_by": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the cache of the original: it is valid for this copy, too."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._copies.of = weakref.ref(self)
-        self.note(self._estimated, self._seen)
+        self.set_cached(self._estimated, self._seen)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Casts to a 16-bit type move the statistics but do not round them."""
@@ -398,7 +398,7 @@ class PopulationStatistics(nn.Module):
             last = rows if count.device.type == "meta" else _last_seen(count)
             if last > self.max_length:
                 error_msgs.append(
-                    f"{prefix}mean has statistics of {last} steps, but this layer has room for "
+                    f"{prefix}mean has statistics of {last} steps, but this layer holds "
                     f"{self.max_length} (max_length, or one with input_stats='sequence')"
                 )
                 return
@@ -424,7 +424,7 @@ class PopulationStatistics(nn.Module):
                 setattr(self, name, getattr(self, name).float())
         result = count.device.type != "meta" and bool((count > 0).any())
         self._in_graphs = result
-        self.note(result, seen_at_first(count) if result else 0)
+        self.set_cached(result, seen_at_first(count) if result else 0)
 
     def extra_repr(self) -> str:
         """The options, for ``print(module)``."""
@@ -483,7 +483,7 @@ def update_all(updates: list[Update]) -> None:
         if compiling:
             statistics._in_graphs = True
         else:
-            statistics._note_update(start, stop, known)
+            statistics._cache_update(start, stop, known)
 
 
 def _part(rows: Tensor, start: int, stop: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,42 +17,55 @@ if TYPE_CHECKING:
 
 
 class _Term(NamedTuple):
-    """Cache entry for one term's statistics, valid for these buffers in these versions."""
+    """One term's statistics."""
 
     statistics: PopulationStatistics
-    buffers: tuple[Tensor, Tensor, Tensor]  # mean, var, count
-    versions: tuple[int, int, int]
     seen: int  # the first `seen` steps have their own row in mean and var
-    rows: dict[int, Row]  # rows of other steps, by step
     copies: list[tuple[Tensor, Tensor]]  # a copy of mean and var, for steps with gradients
 
 
-_cache: WeakKeyDictionary[BatchNormalized, list[_Term | None]] = WeakKeyDictionary()
+class _Cached(NamedTuple):
+    """Statistics of a cell, valid while its buffers and parameters are the same tensors, unchanged.
+
+    tensors: each with its module's dictionary, its name there and its version.
+    rows: the rows of a step, by step and whether gradients are enabled.
+    """
+
+    tensors: list[tuple[dict[str, Any], str, Tensor, int]]
+    terms: list[_Term | None]
+    steps: int  # all later steps have the rows of step `steps - 1`
+    rows: dict[tuple[int, bool], list[Row | None]]
+
+
+_cache: WeakKeyDictionary[BatchNormalized, _Cached] = WeakKeyDictionary()
 
 
 def step_rows(cell: BatchNormalized, step: int, x: Tensor) -> list[Row | None] | None:
     """The statistics for each of the cell's terms at one step with input x ``[B, I]``.
 
-    The buffers are read again only after they were replaced or modified. With gradients enabled,
-    rows point to a copy, which is made once and never changes.
+    The buffers are read again only after buffers or parameters were replaced or modified. With
+    gradients enabled, rows point to a copy, which is made once and never changes.
 
     Returns:
         A row for each of ``cell.terms``, None for a term that is not normalized. Returns None
         instead of the list if the cell uses minibatch statistics, has no statistics, or has them in
         another dtype than x.
     """
-    terms = _cache.get(cell)
-    if (
-        terms is None
-        or cell.may_be_stale
-        or not all(term is None or _is_current(term) for term in terms)
-    ):
+    cached = _cache.get(cell)
+    if cached is None or not _is_current(cell, cached):
         _cache.pop(cell, None)
         terms = _terms(cell, x.dtype)
         if terms is None:
             return None
-        _cache[cell] = terms
-    return [None if term is None else _row(term, step) for term in terms]
+        cached = _cached(cell, terms)
+        if all(version(tensor) >= 0 for _, _, tensor, _ in cached.tensors):
+            _cache[cell] = cached
+    key = (min(step, cached.steps - 1), torch.is_grad_enabled())
+    rows = cached.rows.get(key)
+    if rows is None:
+        rows = [None if term is None else _row(term, step) for term in cached.terms]
+        cached.rows[key] = rows
+    return rows
 
 
 def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | None:
@@ -66,36 +79,48 @@ def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | No
     results = [cell._modules.get(f"stats_{name}") for name in cell.terms]
     terms = [_term(s) if isinstance(s, PopulationStatistics) else None for s in results]
     for term in terms:  # without version counters nothing can be cached
-        if term is not None and (-1 in term.versions or term.buffers[0].dtype != dtype):
-            return None
+        if term is not None:
+            statistics = term.statistics
+            buffers = (statistics.mean, statistics.var, statistics.count)
+            if statistics.mean.dtype != dtype or any(b.is_inference() for b in buffers):
+                return None
     return terms
 
 
-def _is_current(term: _Term) -> bool:
-    statistics, (mean, var, count), (of_mean, of_var, of_count), *_ = term
-    buffers = statistics._buffers  # several times as fast as attribute access
-    return (
-        count is buffers["count"]
-        and mean is buffers["mean"]
-        and var is buffers["var"]
-        and count._version == of_count
-        and mean._version == of_mean
-        and var._version == of_var
-        and not statistics.uses_batch
-    )
+def _cached(cell: BatchNormalized, terms: list[_Term | None]) -> _Cached:
+    owners: list[dict[str, Any]] = [module._parameters for module in cell.modules()]
+    owners += [term.statistics._buffers for term in terms if term is not None]
+    tensors = [
+        (owner, name, tensor, version(tensor))
+        for owner in owners
+        for name, tensor in owner.items()
+        if tensor is not None
+    ]
+    steps = max(term.statistics.count.shape[0] for term in terms if term is not None)
+    return _Cached(tensors, terms, steps, {})
+
+
+def _is_current(cell: BatchNormalized, cached: _Cached) -> bool:
+    calls = cell.recent_calls
+    if calls.new_rows > 0 or (cell._check_norms and calls.norms):
+        return False
+    for owner, name, tensor, at in cached.tensors:
+        if owner.get(name) is not tensor or tensor._version != at:
+            return False
+    return not any(term is not None and term.statistics.uses_batch for term in cached.terms)
 
 
 def _term(statistics: PopulationStatistics) -> _Term:
-    buffers = (statistics.mean, statistics.var, statistics.count)
-    contiguous = buffers[0].is_contiguous() and buffers[1].is_contiguous()
-    seen = statistics.surely_seen if contiguous and not statistics.shared else 0
-    mean, var, count = (version(buffer) for buffer in buffers)
-    return _Term(statistics, buffers, (mean, var, count), seen, {}, [])
+    contiguous = statistics.mean.is_contiguous() and statistics.var.is_contiguous()
+    return _Term(
+        statistics, statistics.known_steps if contiguous and not statistics.shared else 0, []
+    )
 
 
 def _row(term: _Term, step: int) -> Row:
-    mean, var, count = term.buffers
-    step = 0 if term.statistics.shared else min(step, count.shape[0] - 1)
+    statistics = term.statistics
+    mean, var, count = statistics.mean, statistics.var, statistics.count
+    step = 0 if statistics.shared else min(step, count.shape[0] - 1)
     if step < term.seen:
         if torch.is_grad_enabled():  # a backward pass needs them unchanged
             if not term.copies:
@@ -103,10 +128,6 @@ def _row(term: _Term, step: int) -> Row:
                     term.copies.append((mean.clone(), var.clone()))
             mean, var = term.copies[0]
         return Row(mean, var, step)
-    row = term.rows.get(step)
-    if row is None:
-        with torch.inference_mode(False), torch.no_grad():
-            mean, var = term.statistics.read(step, 1)
-            row = Row(mean.contiguous(), var.contiguous(), 0)
-        term.rows[step] = row
-    return row
+    with torch.inference_mode(False), torch.no_grad():
+        mean, var = statistics.read(step, 1)
+        return Row(mean.contiguous(), var.contiguous(), 0)

@@ -24,3 +24,33 @@ def constant_result(function: F) -> F:
 def exporting_to_onnx() -> bool:
     """`torch.onnx.is_in_onnx_export`, which torch.compile would otherwise see as False."""
     return torch.onnx.is_in_onnx_export()
+
+
+run_eagerly: Callable[..., Any]
+"""Calls a function without tracing it, which breaks the graph. `breaks_graph` creates it."""
+
+
+@constant_result
+def breaks_graph() -> bool:
+    """Whether torch.compile should run a layer eagerly, between two graphs.
+
+    A layer is one kernel for all its steps. A graph around it adds the time of its guards and
+    wrappers and saves nothing, so torch.compile breaks the graph at a layer, as it does at
+    `torch.nn.LSTM`. It traces layers with ``fullgraph=True``, in `torch.export`, and with
+    ``torch._dynamo.config.allow_rnn = True``.
+    """
+    global run_eagerly
+    import torch._dynamo.config
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if "run_eagerly" not in globals():
+        run_eagerly = torch.compiler.disable(_call)
+    try:
+        in_one_graph = InstructionTranslator.current_tx().one_graph
+    except AttributeError:  # another tracer, which has no graph breaks
+        return False
+    return not in_one_graph and not getattr(torch._dynamo.config, "allow_rnn", False)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

@@ -16,7 +16,7 @@
 #define LINE 16  /* units in a cache line */
 #define CHUNK 64 /* rows whose sum is kept in float32 before it goes into a double */
 #define CHAINS 4 /* sums side by side within a chunk: an addition need not wait for the last one */
-#define ROWS 256 /* rows for which a thread has room on its stack */
+#define ROWS 256 /* rows for which a thread has a buffer on its stack */
 
 #ifndef CONSTANT
 #error "CONSTANT comes from rbn/ops/types.py: build with hatch_build.py"

@@ -40,11 +40,11 @@ INLINE V NAME(get)(Columns x, int64_t r, int w) { return NAME(load)(x.p + r * x.
 
 INLINE void NAME(put)(Columns x, int64_t r, V v, int w) { NAME(store)(x.p + r * x.stride, v, w); }
 
-/* Where to work on columns: in the room if they fit, else where they are. A power of two between the
+/* Where to work on columns: in the buffer if they fit, else where they are. A power of two between the
  * rows of a matrix puts all its rows into a few sets of the first cache, which hold 8 or 12 of them;
- * every pass over the columns would miss. In the room the rows are next to each other. */
-INLINE Columns NAME(near)(Columns x, float *room, int64_t n) {
-    return n <= ROWS ? (Columns){room, LANES} : x;
+ * every pass over the columns would miss. In the buffer the rows are next to each other. */
+INLINE Columns NAME(near)(Columns x, float *buffer, int64_t n) {
+    return n <= ROWS ? (Columns){buffer, LANES} : x;
 }
 
 /* Lane by lane: yes where the mask is set, else no. A comparison with NaN sets nothing. */
@@ -125,11 +125,11 @@ INLINE void NAME(moments)(Columns x, Columns copy, int64_t n, int w, double eps,
 
 /* (x - m) * s is the normalized term: finds m and s of w columns, and writes new statistics. After
  * that x is where its columns are read best. */
-INLINE void NAME(term)(int64_t mode, Columns *x, float *room, int64_t n, int w, double eps,
+INLINE void NAME(term)(int64_t mode, Columns *x, float *buffer, int64_t n, int w, double eps,
                        const float *gamma, float *mean, float *rstd, V *m, V *s) {
     *m = NAME(splat)(0.0f), *s = NAME(splat)(1.0f);
     if (mode == BATCH) {
-        const Columns copy = NAME(near)(*x, room, n);
+        const Columns copy = NAME(near)(*x, buffer, n);
         NAME(moments)(*x, copy, n, w, eps, mean, rstd);
         *x = copy;
     }

@@ -1,4 +1,4 @@
-"""One step of the LSTM behind its two matrix products, with given statistics or none."""
+"""One step of the LSTM with given statistics or none, with or without its two matrix products."""
 
 from __future__ import annotations
 
@@ -9,9 +9,23 @@ from rbn.ops.gpu.runtime.triton_functions import sigmoid, tanh
 
 
 @triton.jit
+def _product(x, weight, column, inside, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """X ``[K]`` times some rows of a weight matrix ``[4H, K]``, in float32."""
+    total = tl.zeros([column.shape[0], BLOCK_K], dtype=tl.float32)
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        at = column[:, None].to(tl.int64) * K + k[None, :]
+        w = tl.load(weight + at, mask=inside[:, None] & (k < K)[None, :], other=0.0)
+        total += w * tl.load(x + k, mask=k < K, other=0.0)[None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit
 def lstm_cell_step(
-    wx,  # [B, 4H]
-    wh,  # [B, 4H]
+    x_or_wx,  # [B, I] if MULTIPLY, else [B, 4H]
+    wh,  # [B, 4H]; not read if MULTIPLY
+    weight_ih,  # [4H, I]; read only if MULTIPLY, as is weight_hh
+    weight_hh,  # [4H, H]
     h,  # [B, H]
     c,  # [B, H]
     bias,  # [4H]
@@ -31,7 +45,9 @@ def lstm_cell_step(
     eps,
     rate_c,
     rate_h,
+    INPUTS: tl.constexpr,
     H: tl.constexpr,
+    MULTIPLY: tl.constexpr,  # whether the kernel multiplies by the weights
     BIAS: tl.constexpr,
     BETA: tl.constexpr,
     NORM: tl.constexpr,
@@ -40,6 +56,7 @@ def lstm_cell_step(
     PASS: tl.constexpr,  # whether the normalized cell is passed on
     ZONE: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """The new states; programs take a row and BLOCK units of it."""
     row = tl.program_id(1).to(tl.int64)
@@ -49,8 +66,16 @@ def lstm_cell_step(
     k = tl.arange(0, 4)[:, None]
     column = k * H + unit[None, :]
     inside = (unit < H)[None, :]
-    x = tl.load(wx + row * 4 * H + column, mask=inside, other=0.0)
-    recurrent = tl.load(wh + row * 4 * H + column, mask=inside, other=0.0)
+    if MULTIPLY:
+        r = tl.arange(0, 4 * BLOCK)  # the same columns, flat
+        flat_unit = tl.program_id(0) * BLOCK + r % BLOCK
+        flat, flat_inside = r // BLOCK * H + flat_unit, flat_unit < H
+        x = _product(x_or_wx + row * INPUTS, weight_ih, flat, flat_inside, INPUTS, BLOCK_K)
+        recurrent = _product(h + row * H, weight_hh, flat, flat_inside, H, BLOCK_K)
+        x, recurrent = tl.reshape(x, [4, BLOCK]), tl.reshape(recurrent, [4, BLOCK])
+    else:
+        x = tl.load(x_or_wx + row * 4 * H + column, mask=inside, other=0.0)
+        recurrent = tl.load(wh + row * 4 * H + column, mask=inside, other=0.0)
     if JOINT:
         recurrent = x + recurrent
         x = tl.zeros_like(recurrent)

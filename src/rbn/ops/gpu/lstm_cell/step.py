@@ -1,4 +1,8 @@
-"""One step of the plain or the batch-normalized LSTM on the GPU: two products and one launch."""
+"""One step of the plain or the batch-normalized LSTM on the GPU.
+
+Few rows are one launch, which also multiplies by the weights. More rows are two products of cuBLAS
+and one launch.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,11 @@ from rbn.ops.gpu.lstm_cell.cell_kernel import lstm_cell_step
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 
 _BLOCK = 128  # units of a program
+_BLOCK_MULTIPLY = 4  # units of a program that multiplies
+_BLOCK_K = 256  # columns of a weight matrix that a program multiplies at a time
+_MULTIPLIES = (
+    1 << 22
+)  # most multiplications in the kernel with several rows: each reads all weights
 
 
 def step(
@@ -28,44 +37,52 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """The new h and c, ``[B, H]`` each; see `rbn.ops.steps.lstm`. All tensors are float32."""
     weight_ih, weight_hh, *vectors = weights
-    bias, gamma_x, gamma_h, gamma_c, beta_c = vectors
-    wx, wh = F.linear(x, weight_ih), F.linear(h, weight_hh)
+    (B, H), inputs = c.shape, x.shape[1]
+    multiply = B == 1 or B * 4 * H * (inputs + H) <= _MULTIPLIES
+    if multiply:
+        terms = [x.contiguous(), x, weight_ih.contiguous(), weight_hh.contiguous()]
+    else:
+        wx, wh = F.linear(x, weight_ih), F.linear(h, weight_hh)
+        terms = [wx, wh, wx, wx]
+    nothing = terms[0]  # stands for what the kernel does not read
+    given = [nothing if v is None else v.contiguous() for v in vectors]
     h, c = h.contiguous(), c.contiguous()
-    out = torch.empty((2, *c.shape), dtype=c.dtype, device=c.device)
-    B, H = c.shape
-    given = [None if v is None else v.contiguous() for v in vectors]
-    present = (bias is None, beta_c is None, gamma_h is None, gamma_x is None, gamma_c is None)
-    wx_at = wx.data_ptr()  # for what the kernel does not look at
-    addresses = [wx_at, wh.data_ptr(), h.data_ptr(), c.data_ptr()]
-    addresses += [wx_at if v is None else v.data_ptr() for v in given]
+    new_h, new_c = torch.empty_like(c), torch.empty_like(c)
+    tensors = [*terms, h, c, *given]
+    addresses = [tensor.data_ptr() for tensor in tensors]
     for row in rows:
         if row is None:
-            addresses += [wx_at, wx_at]
+            addresses += (addresses[0], addresses[0])
         else:
-            skip = row.row * row.mean.shape[1] * 4
-            addresses += [row.mean.data_ptr() + skip, row.var.data_ptr() + skip]
-    new_h, new_c = out.unbind()
-    addresses += [new_h.data_ptr(), new_c.data_ptr()]
+            mean, var, at = row
+            skip = at * mean.shape[1] * 4
+            addresses += (mean.data_ptr() + skip, var.data_ptr() + skip)
+    addresses += (new_h.data_ptr(), new_c.data_ptr())
+    bias, gamma_x, gamma_h, gamma_c, beta_c = [v is not None for v in vectors]
 
     def arguments() -> Any:
         statistics: list[Tensor] = []
         for row in rows:
-            statistics += [wx, wx] if row is None else [row.mean[row.row], row.var[row.row]]
-        tensors = [wx, wh, h, c, *(wx if v is None else v for v in given), *statistics]
+            statistics += [nothing] * 2 if row is None else [row.mean[row.row], row.var[row.row]]
+        block = _BLOCK_MULTIPLY if multiply else _BLOCK
         flags = {
+            "INPUTS": inputs,
             "H": H,
-            "BIAS": bias is not None,
-            "BETA": beta_c is not None,
-            "NORM": gamma_h is not None,
-            "JOINT": gamma_h is not None and gamma_x is None,
-            "CELL": gamma_c is not None,
+            "MULTIPLY": multiply,
+            "BIAS": bias,
+            "BETA": beta_c,
+            "NORM": gamma_h,
+            "JOINT": gamma_h and not gamma_x,
+            "CELL": gamma_c,
             "PASS": pass_normalized_cell,
             "ZONE": any(zoneout),
-            "BLOCK": _BLOCK,
+            "BLOCK": block,
+            "BLOCK_K": _BLOCK_K,
         }
         numbers = (B, float(eps), float(zoneout[0]), float(zoneout[1]))
-        return (-(-H // _BLOCK), B), [*tensors, new_h, new_c], numbers, flags
+        return (-(-H // block), B), [*tensors, *statistics, new_h, new_c], numbers, flags
 
-    known = (B, H, present, eps, zoneout, pass_normalized_cell)
+    present = (bias, gamma_x, gamma_h, gamma_c, beta_c)
+    known = (B, inputs, H, multiply, present, eps, zoneout, pass_normalized_cell)
     launch_by_key(lstm_cell_step, known, tuple(addresses), arguments, x)
     return new_h, new_c

@@ -30,7 +30,7 @@
 #define SUMS (SCALAR && MODE_X == 2 ? 4 : 3)             // of each gate
 #define PIECE (32 * RT + (TYPE == 0 ? 4 : 0))  // words of shares of a warp's rows for a block: [thread][RT], a factor
 #define SOURCE (WARPS * PIECE)                 // of all rows
-#define ROOM (112 * WARPS)                // sums of warps: 64 and 32 of gates, 16 of cells
+#define SCRATCH (112 * WARPS)                // sums of warps: 64 and 32 of gates, 16 of cells
 #define OF_C (4 * UNITS)  // what a step multiplies and adds with, four numbers each: of gates, from here of cells,
 #define OF_X (5 * UNITS)  // from here of given statistics, or after sums over the batch of the input term
 #define TABLES (36 * UNITS)
@@ -848,7 +848,7 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_backward(const
   in.scratch = reinterpret_cast<float*>(in.late + LATE);
   in.room_w = reinterpret_cast<float*>(in.late + RT * 4 * EIGHTH * WORKERS);
   in.room_x = in.scratch + 64 * WARPS, in.room_c = in.room_x + 32 * WARPS;
-  in.given = in.scratch + ROOM;
+  in.given = in.scratch + SCRATCH;
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);
   in.lines = reinterpret_cast<uint4*>(in.given + 3 * TABLES);
   in.exponents = reinterpret_cast<u32*>(in.given + 3 * TABLES + LINES);

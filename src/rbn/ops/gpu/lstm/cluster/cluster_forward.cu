@@ -8,12 +8,12 @@
 #define SOURCES ((PLACES + 3) / 4 * 4)
 #define SOURCE (8 * ROW_TILES + 2)  // pieces of 16 bytes of a place: of each row; two so that reads have no conflicts
 #define SENDS ((BLOCKS + 2) / 4)      // stores go to four of the other blocks at once
-#define ROOM (80 * WARPS)               // sums of warps: 64 of gates, 16 of cells
+#define SCRATCH (80 * WARPS)               // sums of warps: 64 of gates, 16 of cells
 #define OF_H (4 * UNITS)   // what a step subtracts and multiplies with, in pairs: of the input term, from here of W_h h,
 #define OF_C (8 * UNITS)   // from here of the cell
 #define STATISTICS (18 * UNITS)
 #define CONSTANTS (8 * UNITS)  // bias; what undoes the scale of the weights
-#define WHOLE 16384.0f  // what 1 is in the exchange of a layer in float32
+#define ONE_SCALED 16384.0f  // what 1 is in the exchange of a layer in float32
 #define CHAINS (RT > 1 ? 1 : 2)  // sums of a tile that are made side by side
 
 struct Forward {
@@ -187,7 +187,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       top = max(top, __shfl_xor_sync(~0u, top, 1));
       top = max(top, __shfl_xor_sync(~0u, top, 2));
       up[q] = scale_up(top);
-      if ((HALVES > 1 ? at.tile : warp) == 0 && quad == 0) in.constants[4 * UNITS + 4 * within + q] = scale_down(top) * (1.0f / WHOLE);
+      if ((HALVES > 1 ? at.tile : warp) == 0 && quad == 0) in.constants[4 * UNITS + 4 * within + q] = scale_down(top) * (1.0f / ONE_SCALED);
     }
 #endif
     // Those of columns k to k + 3.
@@ -221,7 +221,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     if (8 * at.tile + i / H < B) top = max(top, finite_size(h0[i64(8 * at.tile) * H + i]));
   top = __reduce_max_sync(~0u, top);
   const float up_first = scale_up(top);
-  float unscale = scale_down(top) * WHOLE;
+  float unscale = scale_down(top) * ONE_SCALED;
 #else
   const float up_first = 1.0f;
 #endif
@@ -502,8 +502,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         h[n][e] = pick(there, gate[n][3][e] * tanh_of((cand[n][e] - of_c.x) * of_c.y + beta), 0.0f);
         c[n][e] = LENGTHS ? pick(there, cand[n][e], c[n][e]) : cand[n][e];
       }
-      const float whole = TYPE == 0 ? WHOLE : 1.0f;
-      line[n] = turn(pack(whole * h[n][0], whole * h[n][1]));
+      const float scaled_one = TYPE == 0 ? ONE_SCALED : 1.0f;
+      line[n] = turn(pack(scaled_one * h[n][0], scaled_one * h[n][1]));
     }
 
     // To all blocks, this one too.
@@ -562,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_forward(const 
   in.hidden = shared;
   in.scratch = reinterpret_cast<float*>(in.hidden + 2 * SOURCES * SOURCE);
   in.room_c = in.scratch + 64 * WARPS;
-  in.given = in.scratch + ROOM;
+  in.given = in.scratch + SCRATCH;
   in.constants = in.given + 2 * STATISTICS;
   in.sheets = reinterpret_cast<u32*>(in.constants + CONSTANTS);
   in.barriers = address_of(in.sheets + 5 * SHEET * WARPS);

@@ -26,7 +26,7 @@
 // the looks at it would queue behind it. What is saved, and the next step's data, go beside the product.
 //
 // In float32 the factors of products are float16, as in cluster.cuh: 11 significant bits, like tf32, and powers of two
-// that bring them into its range. W_h has one power for each block. h is within 1 and passed on times WHOLE; h0, which
+// that bring them into its range. W_h has one power for each block. h is within 1 and passed on times ONE_SCALED; h0, which
 // need not be, has a power for each warp, whose rows are the same in all blocks. d(W_h h) has one for each warp, block and
 // step, which is passed on beside it ("exponents"): who multiplies brings all to the largest.
 //

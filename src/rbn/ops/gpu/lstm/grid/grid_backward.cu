@@ -35,7 +35,7 @@ struct Backward {
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
   u32* counter;    // not used but by CLOCK
   uint4* passed;   // [R, SPLITS, BUFFERS, STEP_WORDS], zero: d(W_h h) of the last steps
-  uint4* spilled;  // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
+  uint4* spilled;  // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], for weights
   u32* barriers;   // [R, SPLITS, TEAM, 32], zero: counters of the slices
   uint4* handed;   // [R, SPLITS, HANDED_WORDS], zero: sums for the team [GRID, TEAM - 1, HOLDERS] and what they are times
   int T, B, rows_x, rows_h, rows_c;

@@ -10,7 +10,7 @@ static_assert(TEAM == 1, "h of all blocks is little enough for each to read");
 #define SECOND_AT 80  // where a warp's 64 sums of squares begin: at other banks than the 64 sums
 #define PITCH (SECOND_AT + 64)  // numbers of a warp
 #define ASKED (8 + 2 * MASKS)  // loads of a thread beside a product
-#define WHOLE 16384.0f  // what 1 is among what is passed on, in float32
+#define ONE_SCALED 16384.0f  // what 1 is among what is passed on, in float32
 
 struct Forward {
   const Element* wx;      // [R, T, B, 4H]
@@ -28,7 +28,7 @@ struct Forward {
   const float* inv_n;  // [T]
   u32* counter;        // not used but by CLOCK
   uint4* passed;       // [R, SPLITS, BUFFERS, STEP_WORDS], zero: h of the last steps
-  uint4* spilled;      // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], room for weights
+  uint4* spilled;      // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], for weights
   u32* barriers;       // [R, SPLITS, TEAM, 32], zero: counters
   int T, B, rows_x, rows_h, rows_c;
   float eps, rate_c, rate_h;
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   }
 #endif
   pass_on(passed, 0, as_factors(h0[0], up), as_factors(h0[1], up));
-  if (!ZONE_H) up = WHOLE;
+  if (!ZONE_H) up = ONE_SCALED;
   arrive_at_slices(meeting);
 
   // The input term: asked for beside the product of the step before, normalized while the others are waited for.
@@ -301,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
         a[j][i / 4][i % 4] = sums[i / 2 * 4 + 2 * j + i % 2];
         if (TYPE == 0) a[j][i / 4][i % 4] *= down;
       }
-    if (!ZONE_H) down = undo / WHOLE;
+    if (!ZONE_H) down = undo / ONE_SCALED;
     const bool counts[2] = {in[0] && t < length[0], in[1] && t < length[1]};
 
     // Equation 6

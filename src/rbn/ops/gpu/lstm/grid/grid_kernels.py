@@ -26,16 +26,18 @@ _THREADS = 256
 _ROWS = 128
 
 # Batch size (smallest first) -> the hidden size from which these kernels are preferred, for batches
-# of up to that size and of more than `_FEW` rows that the `portable` kernels cover as well. Without
+# of up to that size and of more than 32 rows that the `portable` kernels cover as well. Without
 # splits, blocks of 64 rows are used only if listed here.
 PREFERRED: dict[int, int] = {64: 264, _ROWS: 136}
-_FEW = 32
+# The same for up to 32 rows: the smallest batch size and hidden size, for 16 bits and for float32.
+_FEW_ROWS = 32
+PREFERRED_FEW = {True: ((16, 1000), (32, 512)), False: ((16, 768), (32, 512))}
 
-# Batches of more than `WHOLE` rows are split over at most `SPLITS` blocks; a GPU may refuse
+# Batches of more than `UNSPLIT` rows are split over at most `SPLITS` blocks; a GPU may refuse
 # clusters of more than 8. The rows of a split are those of `SPLIT_ROWS`, the best first.
 SPLITS = 8
 SPLIT_ROWS: tuple[int, ...] = (64, _ROWS)
-WHOLE = 64
+UNSPLIT = 64
 
 # Blocks per team, the best first. A larger team reads less from L2, but its blocks exchange more
 # sums.
@@ -149,7 +151,12 @@ def _preferred_rows(batch: int, hidden: int) -> int | None:
 def preferred(wx: Term) -> bool:
     """Whether these kernels are preferred over `portable`, which would also run (see `choose`)."""
     *_, B, G = wx.shape
-    wanted = B > _FEW and _preferred_rows(B, G // 4) is not None
+    H = G // 4
+    if B > _FEW_ROWS:
+        wanted = _preferred_rows(B, H) is not None
+    else:
+        few = PREFERRED_FEW[wx.dtype != torch.float32]
+        wanted = any(rows <= B and hidden <= H for rows, hidden in few)
     return wanted and fits(wx)
 
 
@@ -164,7 +171,7 @@ def choose(direction: str, wx: Term) -> GridTiling | None:
     half = wx.dtype != torch.float32
     if wx.dtype not in TYPES or G % 16:
         return None
-    for rows in SPLIT_ROWS if B > WHOLE else (_preferred_rows(B, G // 4) or _ROWS,):
+    for rows in SPLIT_ROWS if B > UNSPLIT else (_preferred_rows(B, G // 4) or _ROWS,):
         splits = -(-B // rows)
         if splits <= SPLITS:
             sizes = lead[0] if lead else 1, G // 4, rows, half, splits

@@ -14,7 +14,7 @@ NAMES: tuple[str, ...] = get_args(Name)
 PREFIX = "pretrained:"  # of names on the command line
 _SHA256 = {
     "digits": "e7d641a2e7e4962c2c002d9ac23a2aafe75437c298527e9949158ed0c83e2ad2",
-    "pydoc": "",
+    "pydoc": "bc41f1368915c80b95fa79e38fc346c924f65016709edd889a6d089d41832dfb",
 }
 
 

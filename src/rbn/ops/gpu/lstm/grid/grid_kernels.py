@@ -211,9 +211,8 @@ def clusters(size: int, device: int) -> int:
     return empty.at_once // size
 
 
-@functools.lru_cache(maxsize=256)
-def kernel(cut: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
-    """Compile and load the kernel for a tiling; `device` must be the current device."""
+def macros(cut: GridTiling) -> dict[str, int]:
+    """The macros of a tiling."""
     named = {
         "MT": cut.rows // 16,
         "TEAM": cut.team,
@@ -221,10 +220,15 @@ def kernel(cut: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
         "RESIDENT": cut.resident,
         "SECOND": cut.second,
         "DEPTH": _DEPTH,
-    } | dict(defines)
+    }
+    return named | {"SPLITS": cut.splits} if cut.splits > 1 else named
+
+
+@functools.lru_cache(maxsize=256)
+def kernel(cut: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
+    """Compile and load the kernel for a tiling; `device` must be the current device."""
+    named = macros(cut) | dict(defines)
     cluster = cut.splits if cut.splits > 1 else 0
-    if cluster:
-        named["SPLITS"] = cluster
     name = f"grid_{cut.direction}"
     code = nvrtc.compiled(name, named, "sm_90a")
     return Kernel(code, name, _THREADS, cut.shared, cluster, together=True, down=True)

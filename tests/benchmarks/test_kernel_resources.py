@@ -1,0 +1,46 @@
+"""Every CUDA C++ kernel compiles for every GPU that it is meant for, and fits on it."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from rbn.ops.gpu.runtime import nvrtc
+
+
+@pytest.fixture(scope="module")
+def resources(bench):
+    module = bench("kernel_resources")
+    library = module.find_nvrtc()
+    if library is None:
+        pytest.skip("NVRTC is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvrtc, "library", lambda: library)
+        for asked in (nvrtc.version, nvrtc.architectures):
+            asked.cache_clear()
+        yield module
+    for asked in (nvrtc.version, nvrtc.architectures):
+        asked.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.no_cover
+@pytest.mark.parametrize("number", range(6))
+def test_every_kernel_compiles_and_fits(resources, number):
+    gpu = resources.GPUS[number]
+    kernels = resources.kernels(gpu, (torch.bfloat16,))
+    names = {kernel.name.split("_")[0] for kernel in kernels}
+    assert ("grid" in names) == (gpu.capability == (9, 0))
+    assert ("cluster" in names) == (gpu.capability >= (9, 0))
+    for kernel in kernels:
+        registers, stack = resources.resources(kernel)
+        of_a_warp = 32 * -(-registers // 8) * 8
+        assert 32 < registers <= 255, kernel
+        assert of_a_warp * kernel.threads // 32 <= resources.REGISTERS, kernel
+        assert stack <= 128, kernel  # a few spilled registers
+        assert kernel.shared <= gpu.shared, kernel
+
+
+def test_a_kernel_that_does_not_compile_is_named(resources):
+    with pytest.raises(RuntimeError, match="portable_forward"):
+        nvrtc.compile_source(nvrtc.source("portable_forward"), "portable_forward", {}, "sm_90")

@@ -36,8 +36,8 @@ MAY_IMPORT = {
     "__init__": {"ops", "nn", "pretrained_models"},
     "integrations": {"nn"},
     "models": {"ops", "nn"},
-    "pretrained_models": {"nn", "models"},
-    "data": {"ops", "nn", "__init__"},
+    "pretrained_models": {"nn", "models", "data"},
+    "data": {"ops", "nn"},
     "training": {"ops", "nn", "__init__"},
     "experiments": {"ops", "nn", "__init__", "models", "data", "training"},
     "cli": {"ops", "nn", "__init__", "models", "data", "training", "experiments"}

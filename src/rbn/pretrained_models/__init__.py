@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -51,19 +51,20 @@ def pretrained(name: Name) -> nn.Module:
         from safetensors.torch import load
     except ImportError as error:
         raise ImportError("rbn.pretrained needs safetensors: pip install safetensors") from error
+    from rbn.data.pydoc import SYMBOLS
     from rbn.models import LanguageModel, SequenceClassifier
     from rbn.nn import BatchNormLSTM
 
     folder = folder_of(name)
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
-    content = _read_weights(folder)
-    weights = {key.removeprefix("model."): value for key, value in load(content).items()}
+    tensors = load(_read_weights(folder))
+    weights = {key.removeprefix("model."): value for key, value in tensors.items()}
     inputs = weights["recurrent.weight_ih_l0"].shape[1]
     options = settings["layer"] | settings["normalization"]
     layer = BatchNormLSTM(inputs, settings["hidden_size"], **options)
     model: nn.Module
     if name == "pydoc":
-        model = LanguageModel(layer, alphabet=_metadata(content)["symbols"])
+        model = LanguageModel(layer, alphabet=SYMBOLS)
     else:
         model = SequenceClassifier(layer, len(weights["classifier.bias"]))
     model.load_state_dict(weights)
@@ -77,11 +78,3 @@ def _read_weights(folder: Path) -> bytes:
     if hashlib.sha256(content).hexdigest() != _SHA256[folder.name]:
         raise ValueError(f"{path} is damaged: its SHA-256 is not that of the trained model")
     return content
-
-
-def _metadata(content: bytes) -> dict[str, Any]:
-    """What `rbn.training.checkpoint` wrote beside the tensors of a safetensors file."""
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])["__metadata__"]
-    metadata: dict[str, Any] = json.loads(header["facts"])
-    return metadata

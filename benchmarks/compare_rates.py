@@ -35,7 +35,8 @@ RATES = "8e-5,2.5e-4,8e-4,2.5e-3"
 HIGHER_IS_BETTER = ("digits", "mnist", "pmnist")  # accuracy; elsewhere errors or bits
 COLUMNS = [
     *("model", "rate", "seed", "state", "steps", "common_step", "valid", "valid_step"),
-    *("result_valid", "test", "test_cnn", "diverged_at", "skipped", "seconds", "steps_per_second"),
+    *("target", "target_step", "result_valid", "test", "test_cnn", "diverged_at", "skipped"),
+    *("seconds", "steps_per_second"),
 ]
 SMALL_FILES = ("config.json", "metrics.jsonl", "result.json", "log.txt")
 GRACE = 20  # seconds that a run has to save when its time is over
@@ -188,7 +189,16 @@ def state_of(run):
     return "stopped" if "stopped" in words else f"failed: {words}"
 
 
-def rows_of(runs, higher):
+def target_step(records, target, higher):
+    """The step of the first evaluation that is as good as the target, or "never"."""
+    for record in records:
+        figure = record["valid_population"]
+        if figure >= target if higher else figure <= target:
+            return record["step"]
+    return "never"
+
+
+def rows_of(runs, higher, target=None):
     """Figures of all runs at the last evaluation that every run came to that did not diverge."""
     curves = {run: run.records() for run in runs}
     states = {run: state_of(run) for run in runs}
@@ -207,6 +217,8 @@ def rows_of(runs, higher):
         if records:
             chosen = best(records, key=lambda r: r["valid_population"])
             row |= {"valid": chosen["valid_population"], "valid_step": chosen["step"]}
+        if target is not None:
+            row |= {"target": target, "target_step": target_step(curves[run], target, higher)}
         if last := curves[run][-1:]:
             row |= {"steps": last[0]["step"], "seconds": round(last[0]["seconds"], 1)}
             row["steps_per_second"] = round(last[0]["step"] / max(last[0]["seconds"], 1e-9), 1)
@@ -318,6 +330,9 @@ def _options(arguments):
     parser.add_argument("--rates", type=_listed, default=_listed(RATES), help=RATES)
     parser.add_argument("--best", type=Path, help="rates.csv: each model at its best rate there")
     parser.add_argument("--seeds", type=_listed, default=["1"])
+    parser.add_argument(
+        "--target", type=float, help="also write the step that reaches this validation figure"
+    )
     parser.add_argument("--set", action="append", default=[], help="key=value, for all runs")
     parser.add_argument("--precision", help="bf16-mixed, for instance")
     parser.add_argument("--device", default="auto")
@@ -352,7 +367,7 @@ def main(arguments=None):
     runs = runs_of(list(rates), rates, list(map(int, options.seeds)), options.runs)
     deadline = math.inf if options.minutes is None else began + 60 * options.minutes - GRACE
     train(runs, options, deadline)
-    rows = rows_of(runs, higher)
+    rows = rows_of(runs, higher, options.target)
     text = table_of(rows, higher)
     write(runs, rows, text, options.runs, options.out)
     print(text)

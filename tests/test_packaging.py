@@ -33,13 +33,15 @@ PACKAGE = ROOT / "src" / "rbn"
 MAY_IMPORT = {
     "ops": set(),
     "nn": {"ops"},
-    "__init__": {"ops", "nn"},
+    "__init__": {"ops", "nn", "pretrained_models"},
     "integrations": {"nn"},
-    "models": {"ops", "nn", "__init__"},
-    "data": {"ops", "nn", "__init__"},
+    "models": {"ops", "nn"},
+    "pretrained_models": {"nn", "models", "data"},
+    "data": {"ops", "nn"},
     "training": {"ops", "nn", "__init__"},
     "experiments": {"ops", "nn", "__init__", "models", "data", "training"},
-    "cli": {"ops", "nn", "__init__", "models", "data", "training", "experiments"},
+    "cli": {"ops", "nn", "__init__", "models", "data", "training", "experiments"}
+    | {"pretrained_models"},
     "__main__": {"cli"},
 }
 
@@ -191,7 +193,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         "recurrent_batchnorm",
     }
     others = [
-        p for kind in ("*.cu", "*.cuh", "*.yaml", "*.html", "*.css") for p in PACKAGE.rglob(kind)
+        p
+        for kind in ("*.cu", "*.cuh", "*.yaml", "*.html", "*.css", "*.json", "*.safetensors")
+        for p in PACKAGE.rglob(kind)
     ]
     assert len(others) >= 10
     expected = {f"rbn/{path.relative_to(PACKAGE).as_posix()}" for path in (*SOURCES, *others)}

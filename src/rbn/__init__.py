@@ -23,6 +23,7 @@ from rbn.nn import (
     update_population_stats,
 )
 from rbn.ops import backend, backends
+from rbn.pretrained_models import pretrained
 
 __version__ = "0.2.0"
 
@@ -45,5 +46,6 @@ __all__ = [
     "fold",
     "init",
     "match_statistics",
+    "pretrained",
     "update_population_stats",
 ]

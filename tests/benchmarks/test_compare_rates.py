@@ -130,6 +130,19 @@ def test_what_became_of_each_run(bench, tmp_path):
     assert "b* 2 seed 1: failed: RuntimeError: no memory" in lines
 
 
+def test_the_first_step_that_reaches_a_target(bench, tmp_path):
+    compare = bench("compare_rates")
+    runs = compare.runs_of(["a"], {"a": ["1", "2", "3"]}, [1], tmp_path)
+    made_up(runs[0].folder, [0.5, 0.2, 0.4], {})
+    made_up(runs[1].folder, [float("nan"), 0.5, 0.3], {})
+    made_up(runs[2].folder, [], log="stopped\n")
+    for higher, steps in ((False, [8, 12, "never"]), (True, [4, 8, "never"])):
+        found = compare.rows_of(runs, higher, 0.3)
+        assert [row["target_step"] for row in found] == steps
+        assert {row["target"] for row in found} == {0.3}
+    assert {row["target_step"] for row in compare.rows_of(runs, False)} == {""}
+
+
 def test_the_best_rate_is_one_that_did_not_diverge(bench):
     def row(rate, valid, state="finished", model="lstm"):
         return {"model": model, "rate": rate, "valid": valid, "state": state}

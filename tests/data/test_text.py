@@ -90,10 +90,21 @@ def test_tiny_text8(
     write(make_source, register, tmp_path, "text8", {"text8": b" anarchism ran  man"})
     monkeypatch.setattr(importlib.import_module("rbn.data.text8"), "SIZES", (10, 5, 4))
     text = text8(root=tmp_path)
-    assert text.symbols == " achimnrs"
+    assert text.symbols == " abcdefghijklmnopqrstuvwxyz"
     assert text.decode(text.train) == " anarchism"
     assert text.decode(text.valid) == " ran "
     assert text.decode(text.test) == " man"
+    part = text8(root=tmp_path, characters=[3, 1, 4])
+    assert part.symbols == text.symbols
+    assert [part.decode(p) for p in (part.train, part.valid, part.test)] == [" an", " ", " man"]
+
+
+@pytest.mark.parametrize(
+    "characters", [5, [1, 2], [0, 1, 1], [1.5, 1, 1], "abc", [1, 5_000_001, 1]]
+)
+def test_numbers_of_characters_are_checked(characters: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^characters must be .* 90,000,000, 5,000,000"):
+        text8(root=tmp_path, characters=characters)
 
 
 def test_corpora_without_their_files(tmp_path: Path) -> None:

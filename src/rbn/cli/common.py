@@ -18,7 +18,12 @@ _PIPED = 100_000  # characters, wider than any table
 stopped = False  # whether `stop` has printed a reason
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="The data folder; RBN_DATA by default.")]
-Run = Annotated[Path, typer.Argument(help="Folder of a run.")]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        help="Folder of a run; or pretrained:digits, pretrained:pydoc, which come with rbn."
+    ),
+]
 
 
 class Stopped(Exception):
@@ -99,6 +104,14 @@ def default_folder(name: str, cloned: str | None = None) -> Path:
         cloned: the folder in a clone, from its root; `name` itself by default.
     """
     return Path(cloned or name) if in_clone() else Path("runs") / name
+
+
+def folder_of_run(run: Path) -> Path:
+    """The folder of a run on the command line, or of a model that comes with the package."""
+    from rbn.pretrained_models import PREFIX, folder_of
+
+    name = str(run)
+    return folder_of(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else run
 
 
 def check_out(out: Path | None) -> None:

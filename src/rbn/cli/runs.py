@@ -13,6 +13,7 @@ from rbn.cli.common import (
     Run,
     default_folder,
     device_of,
+    folder_of_run,
     guarded,
     make_console,
     make_table,
@@ -118,8 +119,9 @@ def evaluate(
     def work() -> None:
         if length is not None:
             trained_models.check_length(length)
-        config, task = trained_models.open_task(run, device_of(device), data_dir)
-        estimate = None if trained_models.is_final(run) else config.population_batch
+        folder = folder_of_run(run)
+        config, task = trained_models.open_task(folder, device_of(device), data_dir)
+        estimate = None if trained_models.is_final(folder) else config.population_batch
         over = task.default_length(split, stats) if length is None else length
         value = trained_models.evaluate(task, split, stats, over, estimate)
         how = [split, f"{stats} stats"]
@@ -147,7 +149,7 @@ def sample(
 
     def work() -> None:
         check_seed("seed", seed)
-        model, symbols = trained_models.open_language_model(run, device_of(device))
+        model, symbols = trained_models.open_language_model(folder_of_run(run), device_of(device))
         characters = trained_models.sample(model, symbols, prompt, length, temperature, seed)
         for k, character in enumerate(characters):
             typer.echo((prompt if k == 0 else "") + character, nl=False)

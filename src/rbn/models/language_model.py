@@ -18,9 +18,12 @@ class LanguageModel(nn.Module):
     Args:
         recurrent: a layer of `rbn` whose `input_size` is the number of symbols.
         dropout: on the layer's output, before the softmax.
+        alphabet: the characters that the symbols stand for; kept as an attribute.
     """
 
-    def __init__(self, recurrent: nn.Module, dropout: float = 0.0) -> None:
+    def __init__(
+        self, recurrent: nn.Module, dropout: float = 0.0, *, alphabet: str | None = None
+    ) -> None:
         super().__init__()
         sizes = [getattr(recurrent, name, None) for name in ("input_size", "hidden_size")]
         if not all(isinstance(size, int) for size in sizes):
@@ -33,6 +36,12 @@ class LanguageModel(nn.Module):
         self.recurrent = recurrent
         self.dropout = nn.Dropout(dropout)
         self.symbols: int = sizes[0]  # type: ignore[assignment]
+        if alphabet is not None and len(alphabet) != self.symbols:
+            raise ValueError(
+                f"alphabet must have {self.symbols} characters, one for each symbol, "
+                f"got {len(alphabet)}"
+            )
+        self.alphabet = alphabet
         self.softmax = softmax_layer(recurrent, sizes[1], self.symbols)  # type: ignore[arg-type]
 
     def forward(

@@ -231,6 +231,29 @@ def test_errors_on_other_questions_than_the_papers(tmp_path):
     assert "cnn-built" in found.caption
 
 
+def test_readers_at_their_best_rates_come_first(tmp_path):
+    for model, tag, value in (
+        *(("lstm", "best-rate", 0.4), ("bn-e**", "best-rate", 0.3), ("bi-lstm", "best-rate", 0.35)),
+        ("lstm", "rate-8e-4", 0.7),
+    ):
+        same = {"task": "dailymail-built", "sentences": 4, "values": (0.9, value)}
+        publish(tmp_path, model=model, tag=tag, valid=value, **same)
+    for model in ("lstm", "bn-e**"):
+        publish(tmp_path, task="cnn-built", model=model, sentences=4, tag="", values=(0.9, 0.8))
+    result_set = ResultSet.read(tmp_path)
+    found = figure("fig4a", result_set)
+    assert found.title == "The Attentive Reader, dailymail-built, four sentences"
+    ours = {(line.series, line.y[-1]) for line in found.panels[1].lines if line.source == OURS}
+    assert ours >= {("LSTM", 0.4), ("BN-e**", 0.3), ("BiLSTM", 0.35)}
+    assert len({series for series, _ in ours}) == 3
+    rows = tables.rows(TABLES["fig4a"], result_set.tasks, result_set.runs)
+    trained = [(row.cells[1], row.settings) for row in rows if row.results]
+    assert trained == [
+        *(("LSTM", "dailymail-built-best-rate"), ("LSTM", "cnn-built")),
+        *(("BN-e**", "dailymail-built-best-rate"), ("BN-e**", "cnn-built")),
+    ]
+
+
 def test_counts_come_back_from_a_file(tmp_path):
     counts = [
         QuestionBaselines("cnn-built", 4, "valid", 1200, 0.85, 0.2, 0.347),

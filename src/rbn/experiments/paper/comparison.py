@@ -10,14 +10,17 @@ from pathlib import Path
 from statistics import mean
 
 from rbn.experiments.paper.numbers import NAMES
+from rbn.experiments.paper.paper_tasks import BEST_RATE
 from rbn.experiments.paper.published import Result
 
-COLUMNS = ("model", "test, each seed", "learning rate", "time (LSTM = 1)")
-READER_TAG = "best-rate"
+COLUMNS = ("model", "test, each seed", "learning rate", "steps to the goal", "time (LSTM = 1)")
 _READER_TASK = "dailymail-built"
 _IMAGES = "--set epochs=40 --set evaluate_every=1000 --set decay_from=0.5"
 _OPTIONS = {
     "ptb": "--precision bf16-mixed --set epochs=10 --set decay_from=0.5",
+    "text8": "--precision bf16-mixed --set epochs=1 --set decay_from=0.5 "
+    "--set population_batch=128 --set evaluate_every=250 --set valid_windows=5000 "
+    "--set 'data.characters=[57600179, 5000000, 200000]'",
     "pmnist": _IMAGES,
     "mnist": _IMAGES,
 }
@@ -32,6 +35,9 @@ _NEEDED = (
     "state",
     "steps",
     "of_steps",
+    "valid",
+    "target",
+    "target_step",
     "test",
     "seconds",
 )
@@ -43,28 +49,46 @@ class _Task:
     unit: str
     percent: bool
     higher_is_better: bool
+    tested_on: str = ""
 
     def shown(self, value: float) -> str:
         return f"{100 * value:.1f}" if self.percent else f"{value:.3f}"
 
+    def goal(self, value: float) -> str:
+        return f"{100 * value:g} %" if self.percent else f"{value:.2f}"
+
 
 _TASKS = {
     "ptb": _Task("Penn Treebank", "bits per character", False, False),
+    "text8": _Task(
+        "text8", "bits per character", False, False, "the first 200,000 test characters"
+    ),
     "pmnist": _Task("Permuted MNIST", "accuracy, %", True, True),
     "mnist": _Task("MNIST in order", "accuracy, %", True, True),
 }
 _READER = _Task("Attentive Reader, four sentences", "error rate, %", True, False)
+_READER_GOAL = 0.45  # validation error rate
 
 
 @dataclass(frozen=True)
 class _ModelRuns:
-    """The runs of a model at its best learning rate; without values, why there are none."""
+    """The runs of a model at its best learning rate.
+
+    Attributes:
+        model: its name.
+        rate: the best learning rate; empty if there is none.
+        values: test results of the finished runs.
+        cells: for each seed, its test result or why there is none; without runs, why.
+        reached: for each seed, the first step with the validation result to reach, or "never".
+        seconds: mean time of the runs that made all steps.
+    """
 
     model: str
     rate: str = ""
     values: tuple[float, ...] = ()
+    cells: tuple[str, ...] = ()
+    reached: tuple[str, ...] = ()
     seconds: float = 0.0
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,13 +123,15 @@ def compare(rows: Sequence[dict[str, str]], runs: Iterable[Result]) -> list[Comp
         own = [row for row in rows if row["task"] == name]
         best = [row for row in own if row["phase"] == "best"]
         if best:
-            steps = max(int(row["of_steps"]) for row in best)
-            found.append(_comparison(task, steps, [_from_rows(own, model) for model in _MODELS]))
-    readers = [run for run in runs if (run.task, run.tag) == (_READER_TASK, READER_TAG)]
+            steps, goal = max(int(row["of_steps"]) for row in best), float(best[0]["target"])
+            models = [_from_rows(own, model, task) for model in _MODELS]
+            found.append(_comparison(task, steps, goal, models))
+    readers = [run for run in runs if (run.task, run.tag) == (_READER_TASK, BEST_RATE)]
     if readers:
         steps = max(int(run.values["steps"]) for run in readers)
         models = [_from_results(readers, model) for model in _READERS]
-        found.append(_comparison(_READER, steps, [each for each in models if each.values]))
+        trained = [each for each in models if each.values]
+        found.append(_comparison(_READER, steps, _READER_GOAL, trained))
     return found
 
 
@@ -136,24 +162,52 @@ def commands(rows: Sequence[dict[str, str]]) -> list[str]:
 
 
 def exceptions(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Sentences about models that are not shown at the rate with the best validation result."""
-    sentences = []
+    """Sentences about learning rates whose choice is uncertain."""
+    sentences, edges = [], []
     for (name, task), model in product(_TASKS.items(), _MODELS):
         own = [row for row in rows if (row["task"], row["model"]) == (name, model)]
-        shown = {row["rate"] for row in own if row["phase"] == "best"}
+        shown = [row for row in own if row["phase"] == "best"]
         grid = [row for row in own if (row["phase"], row["state"]) == ("grid", "finished")]
         if not grid or not shown:
             continue
-        pick = max if task.higher_is_better else min
-        best = pick(grid, key=lambda row: float(row["valid"]))["rate"]
-        if best not in shown:
-            failed = [r for r in own if r["rate"] == best and r["state"] != "finished"]
+        sign = -1 if task.higher_is_better else 1
+        rate = shown[0]["rate"]
+        best = min(grid, key=lambda row: sign * float(row["valid"]))
+        if best["rate"] != rate:
+            failed = [r for r in own if r["rate"] == best["rate"] and r["state"] != "finished"]
             why = ", ".join(f"seed {row['seed']} {_state(row, task)}" for row in failed)
             sentences.append(
-                f"{task.title}, {NAMES[model]}: {best} has the better validation result for one "
-                f"seed, but other seeds did not finish ({why})."
+                f"{task.title}, {NAMES[model]}: {best['rate']} has the better validation result "
+                f"for one seed, but other seeds did not finish ({why})."
             )
+        average = mean(float(row["valid"]) for row in shown)
+        others = [
+            r for r in grid if r["rate"] != rate and sign * float(r["valid"]) < sign * average
+        ]
+        if others and best["rate"] == rate:
+            seeds = ", ".join(f"{r['rate']} ({task.shown(float(r['valid']))})" for r in others)
+            sentences.append(
+                f"{task.title}, {NAMES[model]}: {rate} was chosen with seed 1. The mean validation "
+                f"result of all seeds ({task.shown(average)}) is worse than that of seed 1 at "
+                f"{seeds}."
+            )
+        if float(rate) == max(float(row["rate"]) for row in grid):
+            edges.append(f"{task.title}, {NAMES[model]} ({rate}{_higher_rates(own, shown[0])})")
+    if edges:
+        sentences.append(f"The best rate is the highest of the grid: {'; '.join(edges)}.")
     return sentences
+
+
+def _higher_rates(rows: Sequence[dict[str, str]], shown: dict[str, str]) -> str:
+    """What became of runs at higher rates with the same number of steps, if there are any."""
+    higher: dict[str, list[str]] = {}
+    for row in rows:
+        if float(row["rate"]) > float(shown["rate"]) and row["of_steps"] == shown["of_steps"]:
+            higher.setdefault(row["rate"], []).append(row["state"])
+    return "".join(
+        f"; at {rate} {states.count('diverged')} of {len(states)} seeds diverge"
+        for rate, states in higher.items()
+    )
 
 
 def task_title(task: str) -> str:
@@ -162,21 +216,34 @@ def task_title(task: str) -> str:
 
 
 def _state(row: dict[str, str], task: _Task) -> str:
+    """The test result of a run, or why there is none."""
     if row["state"] == "finished":
         return task.shown(float(row["test"]))
+    if row["state"] == "stopped" and row["steps"] == row["of_steps"]:
+        return f"not tested (validation {task.shown(float(row['valid']))})"
     return f"{row['state']} at step {int(row['steps']):,}" if row["steps"] else row["state"]
 
 
-def _from_rows(rows: Sequence[dict[str, str]], model: str) -> _ModelRuns:
+def _from_rows(rows: Sequence[dict[str, str]], model: str, task: _Task) -> _ModelRuns:
     own = [row for row in rows if row["model"] == model]
-    best = [row for row in own if row["phase"] == "best" and row["state"] == "finished"]
+    best = [row for row in own if row["phase"] == "best"]
     if best:
-        values = tuple(float(row["test"]) for row in best)
-        seconds = mean(float(row["seconds"]) for row in best)
-        return _ModelRuns(model, best[0]["rate"], values, seconds)
+        complete = [float(row["seconds"]) for row in best if row["steps"] == row["of_steps"]]
+        return _ModelRuns(
+            model,
+            best[0]["rate"],
+            tuple(float(row["test"]) for row in best if row["state"] == "finished"),
+            tuple(_state(row, task) for row in best),
+            tuple(_step(row["target_step"]) for row in best),
+            mean(complete) if complete else 0.0,
+        )
     states = {row["state"] for row in own}
     note = {frozenset(): "not run", frozenset({"diverged"}): "diverges at every rate"}
-    return _ModelRuns(model, note=note.get(frozenset(states), "not finished"))
+    return _ModelRuns(model, cells=(note.get(frozenset(states), "not finished"),))
+
+
+def _step(text: str) -> str:
+    return f"{int(text):,}" if text.isdecimal() else text
 
 
 def _from_results(runs: Sequence[Result], model: str) -> _ModelRuns:
@@ -184,8 +251,20 @@ def _from_results(runs: Sequence[Result], model: str) -> _ModelRuns:
     if not own:
         return _ModelRuns(model)
     values = tuple(float(run.values["test"]) for run in own)
-    rate = _scientific(own[0].config["optimizer"]["lr"])
-    return _ModelRuns(model, rate, values, 60 * mean(run.minutes for run in own))
+    return _ModelRuns(
+        model,
+        _scientific(own[0].config["optimizer"]["lr"]),
+        values,
+        tuple(map(_READER.shown, values)),
+        tuple(map(_reader_step, own)),
+        60 * mean(run.minutes for run in own),
+    )
+
+
+def _reader_step(run: Result) -> str:
+    """The first step of a reader's curve with the error rate to reach."""
+    steps = [p["step"] for p in run.curve if p["valid_population"] <= _READER_GOAL]
+    return f"{int(steps[0]):,}" if steps else "never"
 
 
 def _scientific(value: float) -> str:
@@ -194,14 +273,16 @@ def _scientific(value: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def _comparison(task: _Task, steps: int, models: Sequence[_ModelRuns]) -> Comparison:
+def _comparison(task: _Task, steps: int, goal: float, models: Sequence[_ModelRuns]) -> Comparison:
     baseline = next((each.seconds for each in models if each.model == "lstm"), 0.0)
     rows = []
     for each in models:
-        values = ", ".join(map(task.shown, each.values)) or each.note
-        time = f"{each.seconds / baseline:.1f}" if baseline and each.values else ""
-        rows.append((NAMES[each.model], values, each.rate, time))
-    title = f"{task.title}, {steps:,} steps: {task.unit}"
+        same = len(set(each.reached)) == 1
+        reached = each.reached[0] if same else " / ".join(each.reached)
+        time = f"{each.seconds / baseline:.1f}" if baseline and each.seconds else ""
+        rows.append((NAMES[each.model], ", ".join(each.cells), each.rate, reached, time))
+    where = f" on {task.tested_on}" if task.tested_on else ""
+    title = f"{task.title}, {steps:,} steps: {task.unit}{where}; goal: validation {task.goal(goal)}"
     return Comparison(title, tuple(rows), _verdict(task, models))
 
 
@@ -209,5 +290,10 @@ def _verdict(task: _Task, models: Sequence[_ModelRuns]) -> str:
     """The models from best to worst, by the mean of their seeds."""
     trained = [each for each in models if each.values]
     trained.sort(key=lambda each: mean(each.values), reverse=task.higher_is_better)
-    ranking = ", ".join(f"{NAMES[each.model]} {task.shown(mean(each.values))}" for each in trained)
+    ranking = ", ".join(f"{NAMES[each.model]} {_mean(task, each)}" for each in trained)
     return f"{task.title}, mean {task.unit}, best first: {ranking}."
+
+
+def _mean(task: _Task, runs: _ModelRuns) -> str:
+    tested, seeds = len(runs.values), len(runs.cells)
+    return task.shown(mean(runs.values)) + (f" ({tested} of {seeds} seeds)" * (tested < seeds))

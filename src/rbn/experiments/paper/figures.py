@@ -10,7 +10,7 @@ from pathlib import Path
 from rbn.experiments.paper.curves import paper_lines
 from rbn.experiments.paper.lines import Figure, Line, Panel, read_csv
 from rbn.experiments.paper.numbers import NAMES
-from rbn.experiments.paper.paper_tasks import PaperTask
+from rbn.experiments.paper.paper_tasks import BEST_RATE, PaperTask
 from rbn.experiments.paper.plan import READERS, SWEEP
 from rbn.experiments.paper.published import Result, finished, mean_curve, mean_line
 from rbn.experiments.paper.result_set import COMPUTED, ResultSet
@@ -190,16 +190,28 @@ def _reader(results: ResultSet, name: str, where: str, models: Sequence[str]) ->
     if not task.uses_paper_data(shown) and not task.stand_in:
         caption += (
             f" Ours is {shown[0].task}, questions that rbn data build-cloze makes from articles; "
-            "the paper uses CNN, whose archive was not available. The variants have the paper's "
-            "learning rates, which differ and decide their order: the fair comparison trains each "
-            "at its best rate."
+            "the paper uses CNN, whose archive was not available. "
         )
+        caption += note_on_rates(shown)
     return Figure(
         name,
         f"The Attentive Reader, {title}",
         caption,
         tuple(panels),
         tuple(curves.missing),
+    )
+
+
+def note_on_rates(shown: Sequence[Result]) -> str:
+    """A sentence about the learning rates of readers of built questions."""
+    if all(result.tag == BEST_RATE for result in shown):
+        return (
+            "Every variant has the same batch size, the same number of steps and the best learning "
+            "rate of four."
+        )
+    return (
+        "The variants have the paper's learning rates, which differ and decide their order: the "
+        "fair comparison trains each at its best rate."
     )
 
 
@@ -212,7 +224,9 @@ def _after_start(line: Line) -> Line:
 
 
 def _reader_small(results: ResultSet) -> Figure:
-    return _reader(results, "fig4a", "cnn", READERS)
+    task = results.tasks["cnn"]
+    more = any(task.includes(result) and result.model == "bi-lstm" for result in results.runs)
+    return _reader(results, "fig4a", "cnn", (*READERS, *(["bi-lstm"] if more else [])))
 
 
 def _reader_full(results: ResultSet) -> Figure:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from rbn.experiments.paper.plan import SHORT
 from rbn.experiments.paper.published import Result
 
-_PREFERRED_TAGS = ("", *SHORT, "full")
+BEST_RATE = "best-rate"  # tag of runs at the best learning rate of a grid
+_PREFERRED_TAGS = ("", *SHORT, "full", BEST_RATE)
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class PaperTask:
         title: shown in panels and tables.
         tasks: names of tasks in order of preference. All but the first use other data than the
             paper and appear under their own names.
-        tags: tags that belong to it; None accepts all except those of the gamma sweep.
+        tags: tags that belong to it; None accepts all except those of sweeps over gamma and of
+            grids of learning rates.
         whole_documents: for questions, whether documents are whole or cut to four sentences.
         stand_in: whether small embedded data replace the paper's.
     """
@@ -36,7 +38,7 @@ class PaperTask:
             return False
         if self.tags is not None and result.tag not in self.tags:
             return False
-        if self.tags is None and result.gamma_tag is not None:
+        if self.tags is None and (result.gamma_tag is not None or result.tag.startswith("rate-")):
             return False
         sentences = result.config.get("data", {}).get("sentences")
         return self.whole_documents is None or self.whole_documents == (sentences is None)
@@ -106,7 +108,7 @@ def paper_tasks(quick: bool = False) -> dict[str, PaperTask]:
             "cnn": PaperTask("made-up news", ("cloze",), ("quick",), stand_in=True),
             "cnn-full": PaperTask("made-up news", ("cloze",), ("quick",), stand_in=True),
         }
-    questions = ("cnn", "cnn-built")
+    questions = ("cnn", "dailymail-built", "cnn-built")
     return {
         "mnist": PaperTask("MNIST in order", ("mnist",)),
         "pmnist": PaperTask("permuted MNIST", ("pmnist",)),

@@ -26,10 +26,11 @@ from rbn.experiments.paper.document import (
     markdown_page,
 )
 from rbn.experiments.paper.draw import draw
-from rbn.experiments.paper.figures import figure
+from rbn.experiments.paper.figures import figure, note_on_rates
 from rbn.experiments.paper.finding import read_findings
 from rbn.experiments.paper.lines import Figure
 from rbn.experiments.paper.numbers import NAMES, TABLES
+from rbn.experiments.paper.paper_tasks import BEST_RATE
 from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS, QUESTIONS, Job, jobs
 from rbn.experiments.paper.published import Result
 from rbn.experiments.paper.result_set import ResultSet
@@ -56,7 +57,7 @@ _SECTIONS = (
     _Section("Pixel-by-pixel MNIST", ("table1",), visible=("fig2",)),
     _Section("Penn Treebank", ("table2",), folded=("fig3a", "fig3b")),
     _Section("text8", ("table3",)),
-    _Section("Attentive Reader", ("table4", "fig4a"), folded=("fig4a", "fig4b")),
+    _Section("Attentive Reader", ("fig4a", "table4"), folded=("fig4a", "fig4b")),
 )
 _OTHER_FIGURES = ("fig1a", "fig1b", "fig5", "fig6")
 
@@ -132,6 +133,8 @@ def _by_title(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _comparable(rows: Sequence[Row]) -> dict[str, Row]:
     """The rows of a task to compare, by model."""
+    if not rows:
+        return {}
     results = [result for row in rows for result in row.results]
     models = dict.fromkeys(row.entry.model for row in rows)
     chosen = rows[0].task.comparable(results, models)
@@ -152,12 +155,15 @@ def _fair_comparison(results: ResultSet, path: Path | None) -> list[Block]:
         Heading("What does normalization buy you?"),
         Paragraph(
             "Every model with the same number of steps and the same tuning budget, at the learning "
-            "rate with the best validation result. Compare models within a task: several runs "
-            "shared the GPU, so times of different tasks are not comparable."
+            "rate with the best validation result of one seed. Compare models within a task: "
+            "several runs shared the GPU, so times of different tasks are not comparable."
         ),
         Items([each.verdict for each in found]),
         Grid("Fair comparison, test results", comparison.COLUMNS, cells),
     ]
+    uncertain = comparison.exceptions(rows)
+    if uncertain:
+        blocks += [Paragraph("Where the learning rate is uncertain:"), Items(uncertain)]
     details: list[Block] = []
     for task in dict.fromkeys(row["task"] for row in rows):
         columns, grid = comparison.rate_table(rows, task)
@@ -172,12 +178,12 @@ def _fair_comparison(results: ResultSet, path: Path | None) -> list[Block]:
         note += "Every run: benchmarks/results/comparison.csv."
         commands = comparison.commands(rows)
         details += [
-            Paragraph(" ".join((note, *comparison.exceptions(rows)))),
+            Paragraph(note),
             Paragraph("Reproduce:"),
             Items(commands, code=True),
         ]
         blocks.append(Fold("All learning rates and commands", details))
-    readers = [run for run in results.runs if run.tag == comparison.READER_TAG]
+    readers = [run for run in results.runs if run.tag == BEST_RATE]
     if readers:
         trained = dict.fromkeys(_command(readers, run.model) for run in readers)
         blocks.append(Fold("Commands of the reader", [Items(list(trained), code=True)]))
@@ -240,28 +246,33 @@ def _section(
 
 
 def _main_tables(rows: Sequence[Row]) -> list[Block]:
-    """A table for each task, with the settings to compare."""
+    """A table for each of the paper's tasks, with the settings to compare."""
     blocks: list[Block] = []
     table = rows[0].table
     both = len({row.entry.field for row in rows}) > 1
-    for title, same in _by_title(rows).items():
-        if not any(row.results for row in same):
-            continue
-        cells = []
-        for field in dict.fromkeys(row.entry.field for row in same):
-            trained = [row for row in same if row.entry.field == field and row.results]
-            absent = [row for row in same if row.entry.field == field and not row.results]
-            for row in (*_comparable(trained).values(), *absent):
+    for task in dict.fromkeys(row.entry.task for row in rows):
+        cells: list[tuple[str, ...]] = []
+        title, note = "", ""
+        for field in dict.fromkeys(row.entry.field for row in rows):
+            own = [row for row in rows if (row.entry.task, row.entry.field) == (task, field)]
+            chosen = list(_comparable([row for row in own if row.results]).values())
+            for row in (*chosen, *(row for row in own if not row.results)):
                 model = NAMES[row.entry.model] + (f", {_PARTS[field]}" if both else "")
                 cells.append((model, *row.cells[3:8], row.settings))
-        part = "" if both else f"{_PARTS[same[0].entry.field]} "
-        blocks.append(Grid(f"{_sentence(title)}: {part}{table.unit}", _COLUMNS, cells))
+            for row in chosen[:1]:
+                title = row.task.title_of(row.results)
+                if not (row.task.stand_in or row.task.uses_paper_data(row.results)):
+                    note = note_on_rates([result for each in chosen for result in each.results])
+        if title:
+            part = "" if both else f"{_PARTS[rows[0].entry.field]} "
+            blocks.append(Grid(f"{_sentence(title)}: {part}{table.unit}", _COLUMNS, cells))
+            blocks += [Paragraph(note)] if note else []
     return blocks
 
 
 def _sentence(text: str) -> str:
     """Text with a capital first letter, except for names of tasks such as text8."""
-    return text if text.startswith(("text8", "cnn")) else text[:1].upper() + text[1:]
+    return text if text.startswith(("text8", "cnn", "dailymail")) else text[:1].upper() + text[1:]
 
 
 def _baselines(results: ResultSet, rows: dict[str, list[Row]]) -> list[Block]:

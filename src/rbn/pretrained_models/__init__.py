@@ -1,0 +1,80 @@
+"""Small trained models that come with the package, each in the folder of its run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal, get_args
+
+from torch import nn
+
+Name = Literal["digits", "pydoc"]
+NAMES: tuple[str, ...] = get_args(Name)
+PREFIX = "pretrained:"  # of names on the command line
+_SHA256 = {
+    "digits": "e7d641a2e7e4962c2c002d9ac23a2aafe75437c298527e9949158ed0c83e2ad2",
+    "pydoc": "bc41f1368915c80b95fa79e38fc346c924f65016709edd889a6d089d41832dfb",
+}
+
+
+def folder_of(name: str) -> Path:
+    """The folder of a model, as ``rbn train`` writes it; its weights are checked."""
+    if name not in NAMES:
+        raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
+    folder = Path(__file__).parent / name
+    _read_weights(folder)
+    return folder
+
+
+def pretrained(name: Name) -> nn.Module:
+    """A small trained BN-LSTM that comes with the package, in eval mode on the CPU.
+
+    ``"digits"`` is a `rbn.models.SequenceClassifier` of the 8x8 digits of scikit-learn: it takes
+    pixels from 0 to 1, ``[64, B, 1]``, and returns logits ``[B, 10]``.
+
+    ``"pydoc"`` is a `rbn.models.LanguageModel` of the text of Python's ``help()``: it takes
+    characters as positions in its `alphabet`, integers ``[T, B]``, and returns logits
+    ``[T, B, 96]`` of the next ones, and states.
+
+    On the command line, ``pretrained:digits`` and ``pretrained:pydoc`` are names of runs for
+    ``rbn evaluate`` and ``rbn sample``.
+
+    Args:
+        name: ``"digits"`` or ``"pydoc"``.
+
+    Raises:
+        ImportError: safetensors is not installed.
+        ValueError: the file of the model is damaged.
+    """
+    try:
+        from safetensors.torch import load
+    except ImportError as error:
+        raise ImportError("rbn.pretrained needs safetensors: pip install safetensors") from error
+    from rbn.data.pydoc import SYMBOLS
+    from rbn.models import LanguageModel, SequenceClassifier
+    from rbn.nn import BatchNormLSTM
+
+    folder = folder_of(name)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
+    tensors = load(_read_weights(folder))
+    weights = {key.removeprefix("model."): value for key, value in tensors.items()}
+    inputs = weights["recurrent.weight_ih_l0"].shape[1]
+    options = settings["layer"] | settings["normalization"]
+    layer = BatchNormLSTM(inputs, settings["hidden_size"], **options)
+    model: nn.Module
+    if name == "pydoc":
+        model = LanguageModel(layer, alphabet=SYMBOLS)
+    else:
+        model = SequenceClassifier(layer, len(weights["classifier.bias"]))
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def _read_weights(folder: Path) -> bytes:
+    """The bytes of a model's weights, checked against their SHA-256."""
+    path = folder / "final.safetensors"
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != _SHA256[folder.name]:
+        raise ValueError(f"{path} is damaged: its SHA-256 is not that of the trained model")
+    return content

@@ -32,7 +32,9 @@ def emulated_source(name):
 
     text = _FUNCTION.sub(replaced, text)
     assert "asm" not in text
-    text = re.sub(r"extern __shared__ uint4 (\w+)\[\];", r"uint4* \1 = current->block->memory.data();", text)
+    text = re.sub(
+        r"extern __shared__ uint4 (\w+)\[\];", r"uint4* \1 = current->block->memory.data();", text
+    )
     struct = re.search(rf"{name}\(const (\w+) p\)", text)[1]
     run = f"""
 static {struct} arguments;

@@ -189,7 +189,7 @@ def backward(
     moments = call.moments([m for m in own if m is not None])
     if not a.population:
         moments[3] = _raised_variances(call, r)
-    dh: Tensor | None = call.state(dh_n, call.B, call.H)
+    dh = call.state(dh_n, call.B, call.H)
     dwx = torch.empty_like(wx)
     if doutput is not None:
         doutput = doutput.contiguous()
@@ -197,9 +197,10 @@ def backward(
     assert hidden is not None
     if tiling is None:
         da, through, vectors = _backward_steps(call, moments, r.centered, doutput, dh, dwx)
-        dweight = weight_gradient(da, a.h0, hidden)
+        dweight, dh0 = weight_gradient(da, a.h0, hidden), dh + through
     else:
-        memory, vectors = rnn_single.exchanged(tiling, wx, call.T), [call.new(call.H) for _ in "bxh"]
+        memory = rnn_single.exchanged(tiling, wx, call.T)
+        vectors = [call.new(call.H) for _ in range(3)]
         weight = a.weight_hh.to(wx.dtype)
         tensors = dict(zip(RNN.moments, moments, strict=True)) | {"centered": r.centered}
         tensors |= {"weight": weight.t().contiguous(), "dh": dh, "da": memory, "dwx": dwx}
@@ -209,9 +210,9 @@ def backward(
         rnn_single.launch("backward", call, tiling, tensors)
         da = memory[..., : call.H]
         with multiplied_in_tf32(True) if wx.dtype == torch.float32 else contextlib.nullcontext():
-            dweight, through = weight_gradient(da, a.h0, hidden), product(da[0], weight)
-        if a.lengths is None:
-            dh = None  # nothing bypasses W_h
+            dweight, dh0 = weight_gradient(da, a.h0, hidden), product(da[0], weight)
+        if a.lengths is not None:  # for rows that have ended, the gradient bypasses W_h
+            dh0 += dh
     dbias, dgamma_x, dgamma_h = vectors
     if a.sequence:
         _sequence_backward(call, r, dwx, dbias, dgamma_x)
@@ -221,7 +222,7 @@ def backward(
         "bias": call.gradient(dbias, a.bias),
         "gamma_x": call.gradient(dgamma_x, a.gamma_x),
         "gamma_h": call.gradient(dgamma_h, a.gamma_h),
-        "h0": (through if dh is None else dh + through).to(a.h0.dtype),
+        "h0": dh0.to(a.h0.dtype),
     }
     return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
 
@@ -232,9 +233,10 @@ def _raised_variances(call: _Call, r: Saved) -> Tensor:
     masked = a.mask_h is not None
     assert r.var_h is not None
     if call.wx.is_cuda and call.H % 4 == 0 and a.h0.stride(0) == 0:  # in one launch
-        states, variances = (None, None), (r.var_x, r.var_h, None)
-        more = a.eps, masked, lengths, a.include
-        return raised_variances(states, call.wx, *variances, *more)[0]
+        variances = r.var_x, r.var_h, None
+        return raised_variances(
+            (None, None), call.wx, *variances, a.eps, masked, lengths, a.include
+        )[0]
     before, _ = identical_steps(
         (a.h0,), call.wx, r.var_x, r.var_h, None, a.eps, masked, lengths, a.include
     )

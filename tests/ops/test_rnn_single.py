@@ -106,6 +106,31 @@ def test_emulated_options(name, emulate):
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+def test_emulated_state_that_all_rows_share(dtype, emulate):
+    emulate(polled(1))
+    case = make_case("bn_rnn", 5, 7, 10, **calm("bn_rnn"), lengths=[5, 1, 3, 2, 5, 4, 1])
+    compare_emulated(case.with_tensors(h0=case.tensors["h0"][0]), dtype)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulated_float32_parameters_of_a_half_precision_input(emulate):
+    """As under autocast."""
+    emulate(polled(1))
+    case = make_case("bn_rnn", 5, 7, 10, **calm("bn_rnn")).to(HALF)
+    exact = differentiate(case, "gpu")
+    names = ("bias", "gamma_x", "gamma_h", "h0")
+    found = differentiate(case.with_tensors(**{n: case.tensors[n].float() for n in names}), "gpu")
+    for name in ("output", "h_n", "mean_h", "var_h"):
+        assert torch.equal(found[0][name], exact[0][name]), name
+    for name, value in exact[1].items():
+        assert found[1][name].dtype == (FLOAT if name in names else HALF), name
+        assert torch.equal(found[1][name].to(HALF), value), name
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_emulated_constant_terms(emulate):
     """All rows are identical in the first steps: the variances are 0, and no gradient passes."""
     emulate(polled(1))
@@ -192,13 +217,13 @@ SHAPES = [(5, 100, 100), (4, 64, 512), (3, 64, 1000), (3, 128, 2000), (3, 37, 10
 @pytest.fixture
 def launched(monkeypatch):
     """The directions of the launches."""
-    found, launch = [], rnn_single.launch
+    found, launch = [], rnn_single._launch
 
     def recorded(direction, *rest):
         found.append(direction)
         launch(direction, *rest)
 
-    monkeypatch.setattr(rnn_single, "launch", recorded)
+    monkeypatch.setattr(rnn_single, "_launch", recorded)
     return found
 
 

@@ -1,9 +1,21 @@
 """The batch-normalized RNN in one launch, in CUDA C++: on a GPU, or emulated on the CPU."""
 
+import copy
+
 import pytest
 import torch
 from cuda_cases import UNITS, compare, same_bits
-from recurrence_cases import assert_same, call, calm, differentiate, make_case, poisoned_memory
+from recurrence_cases import (
+    CALM,
+    assert_same,
+    call,
+    calm,
+    differentiate,
+    make_case,
+    poisoned_memory,
+)
+
+import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
@@ -127,6 +139,53 @@ def test_emulated_float32_parameters_of_a_half_precision_input(emulate):
     for name, value in exact[1].items():
         assert found[1][name].dtype == (FLOAT if name in names else HALF), name
         assert torch.equal(found[1][name].to(HALF), value), name
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulated_layer(emulate):
+    """With an input term of its own and a learned state; called, and as a custom operator."""
+    launches = emulate(polled(1))
+    torch.manual_seed(0)
+    layer = rbn.BatchNormRNN(3, 10, eps=CALM).to(HALF)
+    x = torch.randn(5, 7, 3).to(HALF)
+
+    def gradients(layer, x, backend):
+        x = x.clone().requires_grad_()
+        with rbn.backend(backend):
+            output, h_n = layer(x)
+        (output.square().sum() + h_n.sum()).backward()
+        found = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        return {"output": output, "h_n": h_n}, found | {"x": x.grad}
+
+    found = gradients(copy.deepcopy(layer), x, "gpu")
+    assert launches == ["forward", "backward"]
+    expected = gradients(copy.deepcopy(layer).double(), x.double(), "reference")
+    assert_same(found[0], expected[0], 16 * UNITS[HALF])
+    for name, want in expected[1].items():
+        error = (found[1][name].double() - want).norm() / max(1, want.norm())
+        assert error <= 8 * UNITS[HALF], f"gradient of {name}: {error:.2g}"
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    again = gradients(compiled, x, "gpu")
+    assert len(launches) == 4
+    for name, value in found[0].items():
+        assert torch.equal(again[0][name], value), name
+    for name, value in found[1].items():
+        other = again[1][name if name == "x" else f"_orig_mod.{name}"]
+        assert (other - value).norm() <= 2 * UNITS[HALF] * value.norm(), name
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulated_padding_is_never_used(emulate):
+    emulate(polled(1))
+    case = make_case("bn_rnn", 5, 7, 10, **calm("bn_rnn"), **OPTIONS["lengths"]).to(HALF)
+    wx = case.tensors["wx"].clone()
+    wx[torch.arange(5)[:, None] >= case.options["lengths"]] = torch.nan
+    clean, found = differentiate(case, "gpu"), differentiate(case.with_tensors(wx=wx), "gpu")
+    assert torch.equal(found[0]["output"], clean[0]["output"])
+    for name, value in clean[1].items():
+        assert torch.equal(found[1][name], value), name
 
 
 @needs_compiler

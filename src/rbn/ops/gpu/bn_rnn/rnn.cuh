@@ -6,8 +6,7 @@
 // units of RPT rows. With one warp per tile of rows (DIRECT) those are the sums that the tensor core
 // left in its registers; otherwise the sums meet in shared memory.
 //
-// Macros: those of common.cuh, TEAM, RELU, HALF_VECTORS (bias, gammas and h0 have the type of the
-// input term, not float), SHARED (all rows have the same h0).
+// Macros: those of common.cuh, TEAM, RELU.
 #include "common.cuh"
 
 #define DIRECT (KS == 1 && MPW == 1 && UNITS == 8 && TEAM == 1)
@@ -20,12 +19,6 @@
 #define COLUMN_BLOCKS ((HS + BLOCK - 1) / BLOCK)
 #define KBW ((COLUMN_BLOCKS + KS * TEAM - 1) / (KS * TEAM))
 #define SUMS (DIRECT ? 0 : KS * ROWS * PITCH)  // floats of shared memory
-
-#if HALF_VECTORS
-typedef Element Vector;
-#else
-typedef float Vector;
-#endif
 
 // This block, and what its threads own.
 struct Owner {
@@ -46,83 +39,12 @@ struct Team {
   u32* counter;   // one for each team, zero
 };
 
-// The team's part of W [H, H]: rows of its units, or with TRANSPOSED columns of its units.
-template <bool TRANSPOSED>
-__device__ __forceinline__ void load_weights(Weights<NT, KBW>& w, const Element* weight, const Owner& o, uint4* to) {
-#if !REGISTERS
-  w.shared = to + o.ks * KBW * NT * 32 + o.lane;
-#endif
-  constexpr int WHOLE = REGISTERS ? KBW * NT : 1;  // registers have no index
-#pragma unroll WHOLE
-  for (int i = 0; i < KBW; i++)
-#pragma unroll WHOLE
-    for (int n = 0; n < NT; n++) {
-      const int u = (blockIdx.x - o.rank) * UNITS + n * 8 + (o.lane >> 2);
-      const int k = ((o.rank * KS + o.ks) * KBW + i) * BLOCK + (o.lane & 3) * VEC;
-      alignas(16) Element v[VEC];
-#pragma unroll
-      for (int e = 0; e < VEC; e++)
-        v[e] = u < H && k + e < H ? weight[TRANSPOSED ? i64(k + e) * H + u : i64(u) * H + k + e] : Element(0);
-      const uint4 four = rounded(*reinterpret_cast<uint4*>(v));
-#if REGISTERS
-      w.kept[i][n] = four;
-#else
-      if (o.mw == 0) to[((o.ks * KBW + i) * NT + n) * 32 + o.lane] = four;
-#endif
-    }
-  __syncthreads();
-}
-
-#if DIRECT && !BARRIER
-// As `gather_multiply`, for few columns: all of them are asked for until they are there, and the sums
-// are four chains of products.
-__device__ __forceinline__ void gather_few(float (&sums)[1][1][4], const Weights<NT, KBW>& w, const Element* rows,
-                                           int B, const Owner& o) {
-  uint4 a[KBW][2];
-  const int first = o.warp * 16 + (o.lane >> 2);
-  const Element* at = rows + i64(first) * HS + (o.lane & 3) * VEC;
-  bool again;
-#pragma unroll
-  for (int i = 0; i < KBW; i++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const bool there = first + 8 * half < B && i * BLOCK + (o.lane & 3) * VEC < HS;
-      a[i][half] = there ? peek(at + i64(8 * half) * HS + i * BLOCK) : make_uint4(0, 0, 0, 0);
-    }
-  do {
-    again = false;
-#pragma unroll
-    for (int i = 0; i < KBW; i++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        if (missing(a[i][half])) {
-          a[i][half] = peek(at + i64(8 * half) * HS + i * BLOCK);
-          again = true;
-        }
-  } while (again);
-  __syncwarp();
-  float chains[4][4] = {};
-#pragma unroll
-  for (int i = 0; i < KBW; i++) {
-    const uint4 low = rounded(a[i][0]), high = rounded(a[i][1]), b = w.at(i, 0);
-    multiply(chains[2 * (i % 2)], low.x, high.x, low.y, high.y, b.x, b.y);
-    multiply(chains[2 * (i % 2) + 1], low.z, high.z, low.w, high.w, b.z, b.w);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) sums[0][0][i] = (chains[0][i] + chains[1][i]) + (chains[2][i] + chains[3][i]);
-}
-#endif
-
 // rows [B, HS] times W, into `result`. `step` counts the calls.
 __device__ __forceinline__ void multiply_rows(float (&result)[RPT][OWN], const Weights<NT, KBW>& w,
                                               const Element* rows, int B, const Owner& o, float* part,
-                                              Team team, int step) {
+                                              Team team, int step, bool wait) {
   float sums[MPW][NT][4] = {};
-#if DIRECT && !BARRIER
-  gather_few(sums, w, rows, B, o);
-#else
-  gather_multiply<NT, KBW>(sums, w, rows, HS, HS, B, o.rank * KS + o.ks, o.mw, o.lane, true);
-#endif
+  gather_multiply<NT, KBW>(sums, w, rows, HS, HS, B, o.rank * KS + o.ks, o.mw, o.lane, wait);
 #if DIRECT
 #pragma unroll
   for (int j = 0; j < RPT; j++) result[j][0] = sums[0][0][2 * j], result[j][1] = sums[0][0][2 * j + 1];
@@ -217,13 +139,8 @@ __device__ __forceinline__ void sum_over_rows(float (&v)[NV], float* scratch, i6
     }
 }
 
-__device__ __forceinline__ float full(float v) { return v; }
-#if TYPE != 0
-__device__ __forceinline__ float full(Element v) { return widen(v).x; }
-#endif
-
-// Values of a thread's units, from a row [H]; zero beyond the last unit, and without a row.
-__device__ __forceinline__ void load_pairs(float (&v)[OWN], const float* row, const Owner& o) {
+// Values of a thread's units, from a row [H]; zero beyond the last unit.
+__device__ __forceinline__ void load_units(float (&v)[OWN], const float* row, const Owner& o) {
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {
     const float2 two = o.has(i) ? load2(row + o.unit + 2 * i) : make_float2(0, 0);
@@ -231,32 +148,10 @@ __device__ __forceinline__ void load_pairs(float (&v)[OWN], const float* row, co
   }
 }
 
-// The same from a row that may start anywhere.
-template <class Number>
-__device__ __forceinline__ void load_units(float (&v)[OWN], const Number* row, const Owner& o) {
-#pragma unroll
-  for (int i = 0; i < OWN; i++) v[i] = row && o.has(i / 2) ? full(row[o.unit + i]) : 0.0f;
-}
-
 __device__ __forceinline__ void store_units(float* row, const float* v, const Owner& o) {
 #pragma unroll
   for (int i = 0; i < PAIRS; i++)
     if (o.has(i)) store2(row + o.unit + 2 * i, v[2 * i], v[2 * i + 1]);
-}
-
-#if TYPE != 0
-__device__ __forceinline__ void store_units(Element* row, const float* v, const Owner& o) {
-#pragma unroll
-  for (int i = 0; i < PAIRS; i++)
-    if (o.has(i)) store_pair(row + o.unit + 2 * i, make_float2(v[2 * i], v[2 * i + 1]));
-}
-#endif
-
-// A row of the buffer through which the blocks exchange, [HS].
-__device__ __forceinline__ void publish_units(Element* row, const float* v, const Owner& o) {
-#pragma unroll
-  for (int i = 0; i < PAIRS; i++)
-    if (o.unit + 2 * i < HS) publish(row + o.unit + 2 * i, make_float2(v[2 * i], v[2 * i + 1]));
 }
 
 __device__ __forceinline__ Pair load_pair(const Element* p, bool ok) {

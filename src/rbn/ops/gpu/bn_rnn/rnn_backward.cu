@@ -3,19 +3,18 @@
 
 struct RNNBackward {
   const Element* wx;      // [T, B, H]
-  const Element* weight;  // [H, H]
-  const Vector *bias, *gamma_x, *gamma_h;  // [H]; no bias: null
+  const Element* weight;  // [H, H], transposed
+  const float *bias, *gamma_x, *gamma_h;  // [H]
   const float *mean_x, *var_x;            // [rows_x, H]
   const float* var_h;                     // [rows_h, H]
   const Element* centered;                // [T, B, H]
   const int* lengths;                     // [B]
   const float* inv_n;                     // [T]
   const Element* doutput;                 // [T, B, H]
-  const Element* dh_n;  // [B, H], or null
-  Vector* dh0;     // [H] if SHARED, else [B, H]
+  float* dh;       // [B, H]: that of h_n; then what bypasses W_h
   Element* da;     // [T, B, HS]: d(W_h h); without BARRIER EMPTY
   Element* dwx;    // [T, B, H]
-  Vector *dbias, *dgamma_x, *dgamma_h;  // [H]
+  float *dbias, *dgamma_x, *dgamma_h;  // [H]
   float* handed;   // see Team
   u32* counters;   // [1 + teams], zero
   int T, B, rows_x, rows_h;
@@ -33,7 +32,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNB
   const Team team = {p.handed, p.counters + 1};
 
   Weights<NT, KBW> w;
-  load_weights<true>(w, p.weight, o, weights);
+  w.load(p.weight, H, o.rank * KS + o.ks, o.mw, o.lane, weights - o.rank * KS * KBW * NT * 32, [&](int n) -> i64 {
+    const int u = (blockIdx.x - o.rank) * UNITS + n * 8 + (o.lane >> 2);
+    return u < H ? i64(u) : -1;
+  });
+  __syncthreads();
 
   float b[OWN], g_x[OWN], g_h[OWN], skip[RPT][OWN] = {}, total[3 * OWN] = {};
   load_units(b, p.bias, o), load_units(g_x, p.gamma_x, o), load_units(g_h, p.gamma_h, o);
@@ -43,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNB
   for (int j = 0; j < RPT; j++) {
     in[j] = o.row(j) < B;
     length[j] = LENGTHS ? (in[j] ? p.lengths[o.row(j)] : 0) : p.T;
-    if (in[j] && p.dh_n) load_units(skip[j], p.dh_n + i64(o.row(j)) * H, o);
+    if (in[j]) load_units(skip[j], p.dh + i64(o.row(j)) * H, o);
   }
 
   // What a step takes from memory, asked for a step before it is needed.
@@ -60,14 +63,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNB
         if (DOUTPUT) dy[j][i] = load_pair(p.doutput + at, ok);
       }
     const i64 of_x = (t < p.rows_x ? t : p.rows_x - 1) * H, of_h = (t < p.rows_h ? t : p.rows_h - 1) * H;
-    load_pairs(next_mean_x, p.mean_x + of_x, o), load_pairs(next_var_x, p.var_x + of_x, o);
-    load_pairs(next_var_h, p.var_h + of_h, o);
+    load_units(next_mean_x, p.mean_x + of_x, o), load_units(next_var_x, p.var_x + of_x, o);
+    load_units(next_var_h, p.var_h + of_h, o);
   };
   load_step(p.T - 1);
 
-  for (i64 t = p.T - 1; t >= -1; t--) {  // -1: h0
+  for (i64 t = p.T - 1; t >= 0; t--) {
     const int step = int(p.T - 1 - t);
-    const float inv = LENGTHS ? (t < 0 ? 0.0f : p.inv_n[t]) : 1.0f / B;
+    const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
 
     // The forward step again, which waits for nobody.
     float a_hat[RPT][OWN], x_hat[RPT][OWN], d[RPT][OWN], slope_act[RPT][OWN], slope_h[OWN], slope_x[OWN];
@@ -77,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNB
       slope_h[i] = slope<MODE_H>(r_h, g_h[i], p.eps), slope_x[i] = r_x * g_x[i];
 #pragma unroll
       for (int j = 0; j < RPT; j++) {
-        const bool valid = in[j] && t >= 0 && t < length[j];
+        const bool valid = in[j] && t < length[j];
         const float2 va = widen(raw_a[j][i / 2]), vx = widen(raw_x[j][i / 2]);
         a_hat[j][i] = (i % 2 ? va.y : va.x) * r_h;
         x_hat[j][i] = valid ? ((i % 2 ? vx.y : vx.x) - next_mean_x[i]) * r_x : 0.0f;
@@ -95,28 +98,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNB
     if (step > 0) {
       if (BARRIER) wait_for(p.counters, gridDim.x * u32(step));
       float through[RPT][OWN];
-      multiply_rows(through, w, p.da + (t + 1) * B * HS, p.B, o, part, team, step - 1);
+      multiply_rows(through, w, p.da + (t + 1) * B * HS, p.B, o, part, team, step - 1, true);
 #pragma unroll
       for (int j = 0; j < RPT; j++)
 #pragma unroll
         for (int i = 0; i < OWN; i++) d[j][i] += through[j][i];
     }
 
-    float v[NV] = {};
-    if (t < 0) {
-#pragma unroll
-      for (int j = 0; j < RPT; j++) {
-        if (!in[j]) continue;
-        if (!SHARED) store_units(p.dh0 + i64(o.row(j)) * H, d[j], o);
-#pragma unroll
-        for (int i = 0; i < OWN; i++) v[i] += d[j][i];
-      }
-      if (SHARED) sum_over_rows(v, scratch, step);
-      if (SHARED && o.tid < 4) store_units(p.dh0, v, o);
-      break;
-    }
-
     // Through the nonlinearity, and the sums over the batch.
+    float v[NV] = {};
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
       const bool valid = in[j] && t < length[j];
@@ -143,7 +133,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNB
         if (MODE_H == 1) da[i] -= (v[i] + a_hat[j][i] * v[2 * OWN + i]) * inv;
         da[i] = valid && o.has(i / 2) ? da[i] * slope_h[i] : 0.0f;
       }
-      if (in[j]) publish_units(p.da + (t * B + o.row(j)) * HS, da, o);
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++)
+        if (in[j] && o.unit + 2 * i < HS)
+          publish(p.da + (t * B + o.row(j)) * HS + o.unit + 2 * i, make_float2(da[2 * i], da[2 * i + 1]));
     }
     if (BARRIER) arrive(p.counters);
 
@@ -159,10 +152,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNB
         if (MODE_X == 1) dx[i] -= (v[i] + x_hat[j][i] * v[OWN + i]) * inv;
         dx[i] = valid ? dx[i] * slope_x[i] : 0.0f;
       }
-      if (in[j]) store_units(p.dwx + (t * B + o.row(j)) * H, dx, o);
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++)
+        if (in[j] && o.has(i))
+          store_pair(p.dwx + (t * B + o.row(j)) * H + o.unit + 2 * i, make_float2(dx[2 * i], dx[2 * i + 1]));
     }
   }
 
+  if (LENGTHS)
+#pragma unroll
+    for (int j = 0; j < RPT; j++)
+      if (in[j]) store_units(p.dh + i64(o.row(j)) * H, skip[j], o);
   if (o.tid < 4) {
     store_units(p.dbias, total, o);
     store_units(p.dgamma_x, total + OWN, o);

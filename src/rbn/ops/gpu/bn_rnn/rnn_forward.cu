@@ -4,13 +4,12 @@
 struct RNNForward {
   const Element* wx;      // [T, B, H]
   const Element* weight;  // [H, H]
-  const Vector *bias, *gamma_x, *gamma_h;  // [H]; no bias: null
-  const Vector* h0;                       // [H] if SHARED, else [B, H]
+  const float *bias, *gamma_x, *gamma_h;  // [H]
   const float *mean_x, *var_x;            // [rows_x, H]
   float *mean_h, *var_h;                  // [rows_h, H]: read if given, else written
-  Element* hs;         // [T + 1, B, HS]: h0, then h after each step; without BARRIER it starts as EMPTY
+  Element* hs;         // [T + 1, B, HS]; hs[0] is h0; without BARRIER the rest is EMPTY
   Element* centered;   // [T, B, H], for the backward pass: W_h h minus its mean
-  Element* h_n;        // [B, H]
+  float* h_n;          // [B, H], only with lengths
   const int* lengths;  // [B]
   const float* inv_n;  // [T]: 1 / unpadded rows
   float* handed;       // see Team
@@ -30,7 +29,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
   const Team team = {p.handed, p.counters + 1};
 
   Weights<NT, KBW> w;
-  load_weights<false>(w, p.weight, o, weights);
+  w.load(p.weight, H, o.rank * KS + o.ks, o.mw, o.lane, weights - o.rank * KS * KBW * NT * 32, [&](int n) -> i64 {
+    const int u = (blockIdx.x - o.rank) * UNITS + n * 8 + (o.lane >> 2);
+    return u < H ? i64(u) : -1;
+  });
+  __syncthreads();
 
   float b[OWN], g_x[OWN], g_h[OWN], mean[OWN] = {}, var[OWN] = {}, rstd[OWN], x[RPT][OWN];
   load_units(b, p.bias, o), load_units(g_x, p.gamma_x, o), load_units(g_h, p.gamma_h, o);
@@ -40,12 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
   for (int j = 0; j < RPT; j++) {
     in[j] = o.row(j) < B;
     length[j] = LENGTHS ? (in[j] ? p.lengths[o.row(j)] : 0) : p.T;
-    if (!in[j]) continue;
-    float h[OWN];
-    load_units(h, SHARED ? p.h0 : p.h0 + i64(o.row(j)) * H, o);
-    publish_units(p.hs + i64(o.row(j)) * HS, h, o);
   }
-  if (BARRIER) arrive(p.counters);
 
   // What a step takes from memory, asked for a step before it is needed.
   Pair raw[RPT][PAIRS];
@@ -57,8 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
       for (int i = 0; i < PAIRS; i++)
         raw[j][i] = load_pair(p.wx + (t * B + o.row(j)) * H + o.unit + 2 * i, in[j] && o.has(i));
     const i64 of_x = (t < p.rows_x ? t : p.rows_x - 1) * H, of_h = (t < p.rows_h ? t : p.rows_h - 1) * H;
-    load_pairs(next_mean_x, p.mean_x + of_x, o), load_pairs(next_var_x, p.var_x + of_x, o);
-    if (MODE_H == 2) load_pairs(next_mean_h, p.mean_h + of_h, o), load_pairs(next_var_h, p.var_h + of_h, o);
+    load_units(next_mean_x, p.mean_x + of_x, o), load_units(next_var_x, p.var_x + of_x, o);
+    if (MODE_H == 2) load_units(next_mean_h, p.mean_h + of_h, o), load_units(next_var_h, p.var_h + of_h, o);
   };
   auto prepare = [&](i64 t) {  // the normalized input term of step t, plus the bias
 #pragma unroll
@@ -78,9 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
   prepare(0);
 
   for (i64 t = 0; t < p.T; t++) {
-    if (BARRIER) wait_for(p.counters, gridDim.x * u32(t + 1));
+    if (BARRIER && t > 0) wait_for(p.counters, gridDim.x * u32(t));
     float a[RPT][OWN];
-    multiply_rows(a, w, p.hs + t * B * HS, p.B, o, part, team, int(t));
+    multiply_rows(a, w, p.hs + t * B * HS, p.B, o, part, team, int(t), t > 0);
 
     if (MODE_H == 1) {  // sums around the last step's mean, which is close: no cancellation
       const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
@@ -111,7 +109,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
         a[j][i] = valid ? a[j][i] - mean[i] : 0.0f;
         h[j][i] = valid && o.has(i / 2) ? activate(a[j][i] * rstd[i] * g_h[i] + x[j][i]) : 0.0f;
       }
-      if (in[j]) publish_units(p.hs + ((t + 1) * B + o.row(j)) * HS, h[j], o);
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++)
+        if (in[j] && o.unit + 2 * i < HS)
+          publish(p.hs + ((t + 1) * B + o.row(j)) * HS + o.unit + 2 * i, make_float2(h[j][2 * i], h[j][2 * i + 1]));
     }
     if (BARRIER) arrive(p.counters);
 
@@ -119,8 +120,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
       if (!in[j]) continue;
-      if (SAVE) store_units(p.centered + (t * B + o.row(j)) * H, a[j], o);
-      if (t + 1 == length[j]) store_units(p.h_n + i64(o.row(j)) * H, h[j], o);
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++)
+        if (SAVE && o.has(i))
+          store_pair(p.centered + (t * B + o.row(j)) * H + o.unit + 2 * i, make_float2(a[j][2 * i], a[j][2 * i + 1]));
+      if (LENGTHS && t < length[j]) store_units(p.h_n + i64(o.row(j)) * H, h[j], o);
     }
     if (MODE_H == 1 && o.tid < 4) store_units(p.mean_h + t * H, mean, o), store_units(p.var_h + t * H, var, o);
     if (t + 1 < p.T) prepare(t + 1);

@@ -47,15 +47,12 @@ _VECTORS = ("bias", "gamma_x", "gamma_h")
 _MEMBERS = {
     "forward": ("mean_h", "var_h", "hs", "centered", "h_n", "lengths", "inv_n"),
     "backward": (
-        *("var_h", "centered", "lengths", "inv_n", "doutput", "dh_n", "dh0", "da", "dwx"),
+        *("var_h", "centered", "lengths", "inv_n", "doutput", "dh", "da", "dwx"),
         *("dbias", "dgamma_x", "dgamma_h"),
     ),
 }
 _POINTERS = {
-    direction: (
-        *("wx", "weight", *_VECTORS, *(("h0",) if direction == "forward" else ())),
-        *("mean_x", "var_x", *members, "handed", "counters"),
-    )
+    direction: (*("wx", "weight", *_VECTORS, "mean_x", "var_x", *members, "handed", "counters"),)
     for direction, members in _MEMBERS.items()
 }
 _STRUCTS = {
@@ -224,14 +221,18 @@ def forward(a: RNNArguments, tiling: Tiling, separate: bool) -> Results:
     else:
         _write_input_moments(wx, lengths.get("lengths"), *moments[:2])
     hs = exchanged(tiling, T + 1, wx)
+    hs[0, :, :H] = a.h0
+    if hs.shape[2] != H:
+        hs[0, :, H:] = 0
     centered = torch.empty((T if a.save else 0, B, H), dtype=dtype, device=device)
-    h_n = torch.empty((B, H), dtype=dtype, device=device)
+    vectors = _vectors(a)
+    tensors = lengths | vectors | dict(zip(RNN.moments, moments, strict=True))
+    tensors |= {"wx": wx, "weight": _weight(a), "hs": hs, "centered": centered}
     if a.lengths is not None:
-        h_n.copy_(a.h0)  # for rows without steps
-    tensors = lengths | dict(zip(RNN.moments, moments, strict=True))
-    tensors |= {"wx": wx, "hs": hs, "centered": centered, "h_n": h_n}
+        tensors["h_n"] = a.h0.to(torch.float32).expand(B, H).clone()  # for rows without steps
     _launch("forward", a, tiling, tensors)
     output = hs[1:] if hs.shape[2] == H else hs[1:, :, :H].contiguous()
+    h_n = output[-1].clone() if a.lengths is None else tensors["h_n"].to(dtype)
     statistics = tuple(own) or (None,) * 4
     saved = Saved()
     if a.save:
@@ -258,24 +259,19 @@ def backward(
     tensors |= moments | {"wx": wx, "centered": r.centered}
     if doutput is not None:
         tensors["doutput"] = aligned(doutput.contiguous())
-    if dh_n is not None:
-        tensors["dh_n"] = dh_n.contiguous()
-    da, dwx = exchanged(tiling, T, wx), torch.empty_like(wx)
-    vector = dtype if _in_half(a) else torch.float32
-    made = {
-        f"d{name}": torch.empty(shape, dtype=vector, device=device)
-        for name, shape in zip((*_VECTORS, "h0"), ((H,), (H,), (H,), a.h0.shape), strict=True)
-    }
-    _launch("backward", a, tiling, tensors | made | {"da": da, "dwx": dwx})
+    dh = _copied(dh_n, wx)
+    da, dwx, weight = exchanged(tiling, T, wx), torch.empty_like(wx), _weight(a)
+    tensors |= _vectors(a) | {"weight": weight.t().contiguous(), "dh": dh, "da": da, "dwx": dwx}
+    sums = {name: torch.empty(H, dtype=torch.float32, device=device) for name in _VECTORS}
+    _launch("backward", a, tiling, tensors | {f"d{name}": sums[name] for name in _VECTORS})
     if a.sequence:
-        call = RNNCall(a._replace(input=wx))
-        sequence_backward(call, r, dwx, made["dbias"], made["dgamma_x"])
+        sequence_backward(RNNCall(a._replace(input=wx)), r, dwx, sums["bias"], sums["gamma_x"])
 
     gradients: dict[str, Tensor | None] = dict.fromkeys(RNN.gradients)
-    for name in (*_VECTORS, "h0"):
+    for name in _VECTORS:
         parameter: Tensor | None = getattr(a, name)
         if parameter is not None:
-            gradients[name] = made[f"d{name}"].to(parameter.dtype)
+            gradients[name] = sums[name].to(parameter.dtype)
     rows = da.view(T * B, -1)[:, :H].t()
     tf32 = dtype == torch.float32 and wx.is_cuda
     with multiplied_in_tf32(True) if tf32 else contextlib.nullcontext():
@@ -286,6 +282,10 @@ def backward(
             dweight = rows[:, :B].mm(a.h0.to(dtype).expand(B, H))
             if T > 1:
                 dweight = dweight.addmm(rows[:, B:], r.output[:-1].view(-1, H))
+        dh0 = da[0, :, :H].mm(weight)
+    if a.lengths is not None:  # for rows that have ended, the gradient bypasses W_h
+        dh0 = dh0 + dh
+    gradients["h0"] = (dh0.sum(0) if a.h0.dim() == 1 else dh0).to(a.h0.dtype)
     gradients["weight_hh"] = dweight.to(a.weight_hh.dtype)
     gradients["input"] = dwx
     if a.weight_ih is not None:
@@ -302,14 +302,23 @@ def _given(value: Tensor) -> Tensor:
     return value.to(torch.float32).contiguous()
 
 
-def _in_half(a: RNNArguments) -> bool:
-    """Whether the kernels read bias, gammas and h0 in half precision, and write their gradients so.
+def _weight(a: RNNArguments) -> Tensor:
+    return a.weight_hh.to(a.input.dtype).contiguous()
 
-    Otherwise these are float32. Sequencewise statistics need the gradients in float32.
-    """
-    dtype = a.input.dtype
-    vectors = [a.gamma_x, a.gamma_h, a.h0, *([] if a.bias is None else [a.bias])]
-    return dtype != torch.float32 and not a.sequence and all(v.dtype == dtype for v in vectors)
+
+def _vectors(a: RNNArguments) -> dict[str, Tensor]:
+    """The parameters `_VECTORS` in float32; zeros for an absent bias."""
+    values = [getattr(a, name) for name in _VECTORS]
+    if values[0] is None:
+        values[0] = torch.zeros_like(values[1])
+    return {name: aligned(_given(value)) for name, value in zip(_VECTORS, values, strict=True)}
+
+
+def _copied(dh_n: Tensor | None, wx: Tensor) -> Tensor:
+    """A writable float32 copy ``[B, H]`` of the gradient of h_n; zeros if it is None."""
+    if dh_n is None:
+        return torch.zeros(wx.shape[1:], dtype=torch.float32, device=wx.device)
+    return dh_n.to(torch.float32, copy=True).contiguous()
 
 
 def _new_moments(a: RNNArguments, wx: Tensor, separate: bool) -> list[Tensor]:
@@ -373,10 +382,9 @@ def _raised_variance(
 def _launch(direction: str, a: RNNArguments, tiling: Tiling, tensors: dict[str, Tensor]) -> None:
     """Launch the forward or the backward kernel.
 
-    tensors: members of the kernel's struct by name, besides the parameters; the kernel does not
-    read absent ones.
+    tensors: members of the kernel's struct by name; the kernel does not read absent ones.
     """
-    wx, half, shared = tensors["wx"], _in_half(a), a.h0.dim() == 1
+    wx = tensors["wx"]
     (T, B, H), dtype, device = wx.shape, wx.dtype, wx.device
     if log.isEnabledFor(logging.DEBUG):
         log.debug("bn_rnn %s T=%d B=%d H=%d %s: %s", direction, T, B, H, dtype, tiling)
@@ -386,12 +394,6 @@ def _launch(direction: str, a: RNNArguments, tiling: Tiling, tensors: dict[str, 
     if tiling.team > 1:
         sizes = blocks, tiling.team, 16 * tiling.tiles, tiling.units
         tensors["handed"] = torch.empty(sizes, dtype=torch.float32, device=device)
-    weight = a.weight_hh
-    tensors["weight"] = (weight if weight.dtype == dtype else weight.to(dtype)).contiguous()
-    for name in (*_VECTORS, "h0"):
-        value: Tensor | None = getattr(a, name)
-        if value is not None:
-            tensors[name] = (value if half else value.to(torch.float32)).contiguous()
     defines = (
         ("TYPE", _TYPES[dtype]),
         ("H", H),
@@ -401,8 +403,6 @@ def _launch(direction: str, a: RNNArguments, tiling: Tiling, tensors: dict[str, 
         ("SAVE", int(a.save)),
         ("DOUTPUT", int("doutput" in tensors)),
         ("RELU", int(a.nonlinearity == "relu")),
-        ("HALF_VECTORS", int(half)),
-        ("SHARED", int(shared)),
     )
     pointers = _POINTERS[direction]
     at = {name: value.data_ptr() for name, value in tensors.items() if name in pointers}

@@ -51,19 +51,20 @@ _MEMBERS = {
         *("dbias", "dgamma_x", "dgamma_h"),
     ),
 }
-_POINTERS = {
-    direction: (*("wx", "weight", *_VECTORS, "mean_x", "var_x", *members, "handed", "counters"),)
-    for direction, members in _MEMBERS.items()
-}
-_STRUCTS = {
-    direction: structure(
+
+
+def _structure(direction: str) -> Any:
+    common = ("wx", "weight", *_VECTORS, "mean_x", "var_x")
+    pointers = (*common, *_MEMBERS[direction], "handed", "counters")
+    return structure(
         f"RNN{direction.capitalize()}",
-        [(name, ctypes.c_void_p) for name in _POINTERS[direction]]
+        [(name, ctypes.c_void_p) for name in pointers]
         + [(name, ctypes.c_int) for name in ("T", "B", "rows_x", "rows_h")]
         + [("eps", ctypes.c_float)],
     )
-    for direction in _MEMBERS
-}
+
+
+_STRUCTS = {direction: _structure(direction) for direction in _MEMBERS}
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,8 @@ def forward(a: RNNArguments, tiling: Tiling, separate: bool) -> Results:
     saved = Saved()
     if a.save:
         kept |= dict(zip(RNN.moments, statistics, strict=True)) | {"centered": centered}
-        saved = Saved(**kept, output=output, states=None if separate else hs)
+        whole = hs.shape[2] == H and not separate  # else `hs` would be kept beside the output
+        saved = Saved(**kept, output=None if whole else output, states=hs if whole else None)
     return Results(output, (h_n,), statistics, saved, tiling)
 
 
@@ -276,12 +278,12 @@ def backward(
     tf32 = dtype == torch.float32 and wx.is_cuda
     with multiplied_in_tf32(True) if tf32 else contextlib.nullcontext():
         if r.states is not None:
-            dweight = rows.mm(r.states.view((T + 1) * B, -1)[: T * B, :H])
+            dweight = rows.mm(r.states.view(-1, H)[: T * B])
         else:
             assert r.output is not None
             dweight = rows[:, :B].mm(a.h0.to(dtype).expand(B, H))
             if T > 1:
-                dweight = dweight.addmm(rows[:, B:], r.output[:-1].view(-1, H))
+                dweight = dweight.addmm(rows[:, B:], r.output[:-1].reshape(-1, H))
         dh0 = da[0, :, :H].mm(weight)
     if a.lengths is not None:  # for rows that have ended, the gradient bypasses W_h
         dh0 = dh0 + dh
@@ -404,8 +406,7 @@ def _launch(direction: str, a: RNNArguments, tiling: Tiling, tensors: dict[str, 
         ("DOUTPUT", int("doutput" in tensors)),
         ("RELU", int(a.nonlinearity == "relu")),
     )
-    pointers = _POINTERS[direction]
-    at = {name: value.data_ptr() for name, value in tensors.items() if name in pointers}
+    at = {name: value.data_ptr() for name, value in tensors.items()}
     rows = tensors["mean_x"].shape[0], tensors["var_h"].shape[0]
     arguments = _STRUCTS[direction].packed(at, T, B, *rows, a.eps)
     with device_of(wx):

@@ -41,7 +41,7 @@ class Saved(NamedTuple):
     var_h: Tensor | None = None
     centered: Tensor | None = None  # [T, B, H]: W_h h minus its mean
     hidden: Tensor | None = None  # [T, B, H], if it is not the output
-    states: Tensor | None = None  # h0 and h after each step, see `rnn_single.exchanged`
+    states: Tensor | None = None  # [T + 1, B, H]: h0 and h after each step, if the output is a view
 
 
 class RNNCall(StepCall):

@@ -76,10 +76,13 @@ OPTIONS = {"ln_lstm": ROWS, "bn_rnn": ROWS | BATCH}
 @pytest.fixture(autouse=True, scope="module")
 def _exact_products():
     """Products in float32 as it is, not in tf32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
+    settings = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [setting.allow_tf32 for setting in settings]
+    for setting in settings:
+        setting.allow_tf32 = False
     yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    for setting, value in zip(settings, before, strict=True):
+        setting.allow_tf32 = value
 
 
 def assert_equal(actual, expected):

@@ -39,6 +39,8 @@ def measure(what, shape, precision, repeats):
     torch.manual_seed(0)
     layer = torch.nn.RNN(I, H) if what == CUDNN else rbn.BatchNormRNN(I, H, max_length=T)
     layer = layer.to("cuda", TYPES[precision])
+    if what == CUDNN:
+        layer.flatten_parameters()
     x = torch.randn(T, B, I, device="cuda", dtype=TYPES[precision])
     grad = torch.randn(T, B, H, device="cuda", dtype=TYPES[precision])
 
@@ -63,6 +65,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--precisions", nargs="*", choices=TYPES, default=["bf16", "fp16", "tf32"])
     default = Path(__file__).parent / "results" / "gpu-rnn.csv"
     parser.add_argument("--out", type=Path, default=default)
     arguments = parser.parse_args()
@@ -80,7 +83,7 @@ def main():
         writer = csv.DictWriter(file, COLUMNS, restval="")
         writer.writeheader()
         for name in arguments.only:
-            for precision in ("bf16", "fp16", "tf32"):
+            for precision in arguments.precisions:
                 for what in (CUDNN, OURS, STEPS):
                     row = dict(zip(("T", "B", "I", "H"), SHAPES[name], strict=True))
                     row |= {"shape": name, "precision": precision, "what": what} | about

@@ -193,3 +193,32 @@ def test_what_a_step_takes_beside_its_layer():
     order = [(task, model) for task in ("ptb", "text8") for model in ("bn-lstm", "lstm")]
     for number, which in zip(numbers, order, strict=True):
         assert float(number) == pytest.approx(100 * found[which], abs=0.5), which
+
+
+def test_the_times_of_the_simple_rnn_are_those_of_the_file():
+    with (ROOT / "benchmarks/results/gpu-rnn.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["commit"] for row in rows}) == 1
+    speed = (ROOT / "docs/results/speed.md").read_text()
+    notes = (ROOT / "docs/lab-notes/kernels/rnn.md").read_text()
+    of = {(row["shape"], row["precision"], row["what"]): row for row in rows}
+    at = {page: page.index("precision | cuDNN called") for page in (notes,)}
+    at[speed] = speed.index("`BatchNormRNN` beside cuDNN")
+    for shape, precision in dict.fromkeys(key[:2] for key in of):
+        cudnn = of[shape, precision, "torch.nn.RNN (cuDNN)"]
+        ours = of[shape, precision, "rbn.BatchNormRNN"]
+        steps = of[shape, precision, "rbn.BatchNormRNN, step by step"]
+        ratios = [
+            cell
+            for way in ("called_ms", "graph_ms")
+            for cell in (
+                f"{float(cudnn[way]):.1f}",
+                f"{float(ours[way]) / float(cudnn[way]):.2f}",
+            )
+        ]
+        times = [float(row["called_ms"]) for row in (cudnn, ours, steps)]
+        times += [float(row["graph_ms"]) for row in (cudnn, ours)]
+        for page, cells in ((speed, ratios), (notes, [f"{time:.2f}" for time in times])):
+            line = f"| {precision} | {' | '.join(cells)} |"
+            assert line in page[at[page] :], (shape, line)
+            at[page] = page.index(line, at[page])  # in the order of the file

@@ -7,8 +7,8 @@ from rbn.experiments import build, results
 from rbn.experiments import config as configs
 from rbn.experiments.config import from_mapping, with_settings
 
-# A smaller model at a higher rate: a tenth of the time, and 87 % on two seeds.
-SHORTER = ["evaluate_every=60", "hidden_size=32", "epochs=15", "optimizer.lr=0.02"]
+# A smaller model at a higher rate: a third of the time.
+SHORTER = ["evaluate_every=60", "hidden_size=64", "epochs=20", "optimizer.lr=0.01"]
 
 
 @pytest.mark.no_cover
@@ -20,5 +20,5 @@ def test_sequential_digits(tmp_path):
     trainer = build.make_trainer(config, task, tmp_path)
     assert trainer.run().finished
     result = results.finish(config, 1, trainer, "rbn train digits")
-    assert result["test"] > 0.8
-    assert result["valid"] > 0.8
+    assert result["test"] > 0.9
+    assert result["valid"] > 0.9

@@ -58,7 +58,7 @@ def content(folder):
 def test_a_kill_at_every_file_operation(moment, articles, tries, kill_at_changes):
     """The next build resumes it, and gives the files of one that nobody disturbed."""
     torn = moment == "within a write"
-    kill_at_changes("killed_builds.py", f"build-cloze {moment}", tries(12, 0), torn)
+    kill_at_changes("killed_builds.py", f"build-cloze {moment}", tries(30, 0), torn)
 
 
 def test_a_damaged_journal_is_named_or_done_again(articles, tmp_path, monkeypatch):

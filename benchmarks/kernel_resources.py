@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from rbn.experiments.results import commit
+from rbn.ops.gpu.bn_rnn import rnn_single
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
@@ -26,7 +27,7 @@ RESULTS = Path(__file__).parent / "results" / "kernel-resources.csv"
 REGISTERS = 65536  # of a multiprocessor, on all of these
 BATCH = 64
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-# The macros of a training call of BatchNormLSTM.
+# The macros of a training call.
 TRAINING = {"MODE_X": 1, "MODE_H": 1, "MODE_C": 1, "LENGTHS": 0, "BIAS": 1, "BETA": 1, "SAVE": 1}
 _REGISTER_COUNT, _FRAME_SIZE = 0x2F, 0x11  # attributes in the section .nv.info of a cubin
 
@@ -79,6 +80,7 @@ def kernels(gpu, dtypes=tuple(TYPES)):
     found = []
     for dtype in dtypes:
         found += _portable(gpu, dtype)
+        found += _rnn(gpu, dtype)
         if gpu.capability >= (9, 0):
             found += _cluster(gpu, dtype, cluster_kernels.cluster_tiling(dtype, BATCH, 128), 128)
         if gpu.capability == (9, 0):
@@ -109,6 +111,19 @@ def _portable(gpu, dtype):
         defines = _defines(dtype, hidden, direction, **tiling)
         name = f"portable_{direction}"
         yield Compiled(name, arch, dtype, BATCH, hidden, defines, cut.threads, shared)
+
+
+def _rnn(gpu, dtype):
+    """Of BatchNormRNN."""
+    arch = nvrtc.architecture(gpu.capability)
+    for hidden in range(16 * gpu.processors, 0, -16):
+        cut = rnn_single.choose(dtype, BATCH, hidden, gpu.processors, gpu.shared)
+        if cut is not None:
+            break
+    for direction in ("forward", "backward"):
+        defines = rnn_single.macros(cut, tuple(_defines(dtype, hidden, direction, RELU=0).items()))
+        shared, threads = cut.shared(dtype, hidden), 32 * cut.warps
+        yield Compiled(f"rnn_{direction}", arch, dtype, BATCH, hidden, defines, threads, shared)
 
 
 def _cluster(gpu, dtype, cut, hidden):

@@ -30,6 +30,7 @@ def test_every_kernel_compiles_and_fits(resources, number):
     gpu = resources.GPUS[number]
     kernels = resources.kernels(gpu, (torch.bfloat16,))
     names = {kernel.name.split("_")[0] for kernel in kernels}
+    assert {"portable", "rnn"} <= names
     assert ("grid" in names) == (gpu.capability == (9, 0))
     assert ("cluster" in names) == (gpu.capability >= (9, 0))
     for kernel in kernels:

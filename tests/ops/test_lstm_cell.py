@@ -1,5 +1,7 @@
 """The GPU's step of an LSTM cell beside PyTorch's operators in float64."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -46,16 +48,19 @@ ABSENT = {
 }
 
 
+@pytest.mark.parametrize("tile", [4, None])  # several small tiles, or as users get them
 @pytest.mark.parametrize(
-    ("B", "H", "multiplies"), [(1, 1, True), (1, 9, True), (3, 5, True), (3, 5, False)]
+    ("B", "H", "multiplies"),
+    [(1, 1, True), (1, 9, True), (3, 5, True), (3, 5, False), (2, 130, False)],
 )
 @pytest.mark.parametrize("absent", ABSENT)
-def test_a_step_beside_float64(absent, B, H, multiplies, monkeypatch):
-    monkeypatch.setattr(cell_step, "_BLOCK_K", 4)  # several tiles along the columns
-    monkeypatch.setattr(cell_step, "_BLOCK", 4)
+def test_a_step_beside_float64(absent, B, H, multiplies, tile, monkeypatch):
+    if tile is not None:
+        monkeypatch.setattr(cell_step, "_BLOCK_K", tile)
+        monkeypatch.setattr(cell_step, "_BLOCK", tile)
     if not multiplies:
         monkeypatch.setattr(cell_step, "_MULTIPLIES", 0)
-    for row, zoneout in ((0, (0.0, 0.0)), (6, (0.2, 0.3))):
+    for row, zoneout in itertools.product((0, 6), ((0.0, 0.0), (0.2, 0.3))):
         x, weights, h, c, rows = tensors(B, H, row, ABSENT[absent])
         options = (1e-3, zoneout, absent == "batch-normalized" and row == 6)
         found = step(x, weights, h, c, rows, *options)

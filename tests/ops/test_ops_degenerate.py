@@ -384,3 +384,31 @@ def test_inputs_next_to_nothing_have_the_references_gradients(nonlinearity, rows
             found = gradient(scale, backend, dtype)
             error = (found - wanted).norm() / wanted.norm()
             assert error < 2e-3, (scale, backend, float(error))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layer_normalization_of_equal_features_has_the_true_gradient(backend):
+    """It is large, because biases that differ between features would make a large difference."""
+    torch.manual_seed(0)
+    T, B, H = 3, 2, 6
+    new = {"dtype": torch.float64}
+    wx = torch.zeros(T, B, 4 * H, **new)  # the features of a row are equal until the last step
+    wx[-1] = torch.randn(B, 4 * H, **new)
+    weight, states = torch.randn(4 * H, H, **new), torch.zeros(B, H, **new)
+    gammas = [torch.full((n * H,), 0.1, **new) for n in (4, 4, 1)]
+    bias = torch.zeros(4 * H, **new)
+    direction, cotangent = torch.randn(4 * H, **new), torch.randn(H, **new)
+
+    def loss(bias):
+        with rbn.backend(backend):
+            output, *_ = rbn.ops.ln_lstm(
+                wx, weight, bias, *gammas, torch.zeros(H, **new), states, states
+            )
+        return (output[-1] * cotangent).sum()
+
+    leaf = bias.clone().requires_grad_()
+    loss(leaf).backward()
+    step = 1e-10 * direction
+    expected = (loss(bias + step) - loss(bias - step)) / 2e-10
+    assert expected.abs() > 1e3
+    torch.testing.assert_close(leaf.grad @ direction, expected, rtol=1e-4, atol=0)

@@ -34,9 +34,9 @@ run_eagerly: Callable[..., Any]
 def breaks_graph() -> bool:
     """Whether torch.compile should run a layer eagerly, between two graphs.
 
-    A layer is one kernel for all its steps. A graph around it adds the time of its guards and
-    wrappers and saves nothing, so torch.compile breaks the graph at a layer, as it does at
-    `torch.nn.LSTM`. It traces layers with ``fullgraph=True``, in `torch.export`, and with
+    There is nothing to compile in a layer's kernels, and the guards and wrappers of a graph around
+    them take time. So torch.compile breaks the graph at a layer, as it does at `torch.nn.LSTM`. It
+    traces layers with ``fullgraph=True``, in `torch.export`, and with
     ``torch._dynamo.config.allow_rnn = True``.
     """
     global run_eagerly

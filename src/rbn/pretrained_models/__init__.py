@@ -20,9 +20,7 @@ _SHA256 = {
 
 def folder_of(name: str) -> Path:
     """The folder of a model, as ``rbn train`` writes it; its weights are checked."""
-    if name not in NAMES:
-        raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
-    folder = Path(__file__).parent / name
+    folder = _folder(name)
     _read_weights(folder)
     return folder
 
@@ -55,7 +53,7 @@ def pretrained(name: Name) -> nn.Module:
     from rbn.models import LanguageModel, SequenceClassifier
     from rbn.nn import BatchNormLSTM
 
-    folder = folder_of(name)
+    folder = _folder(name)
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))["config"]
     tensors = load(_read_weights(folder))
     weights = {key.removeprefix("model."): value for key, value in tensors.items()}
@@ -69,6 +67,12 @@ def pretrained(name: Name) -> nn.Module:
         model = SequenceClassifier(layer, len(weights["classifier.bias"]))
     model.load_state_dict(weights)
     return model.eval()
+
+
+def _folder(name: str) -> Path:
+    if name not in NAMES:
+        raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
+    return Path(__file__).parent / name
 
 
 def _read_weights(folder: Path) -> bytes:

@@ -39,6 +39,15 @@ struct Team {
   u32* counter;   // one for each team, zero
 };
 
+// This block's part of W [H, H] for the units of its team, into registers or `shared`.
+__device__ __forceinline__ void load_weights(Weights<NT, KBW>& w, const Element* weight, const Owner& o, uint4* shared) {
+  w.load(weight, H, o.rank * KS + o.ks, o.mw, o.lane, shared - o.rank * KS * KBW * NT * 32, [&](int n) -> i64 {
+    const int u = (blockIdx.x - o.rank) * UNITS + n * 8 + (o.lane >> 2);
+    return u < H ? i64(u) : -1;
+  });
+  __syncthreads();
+}
+
 // rows [B, HS] times W, into `result`. `step` counts the calls.
 __device__ __forceinline__ void multiply_rows(float (&result)[RPT][OWN], const Weights<NT, KBW>& w,
                                               const Element* rows, int B, const Owner& o, float* part,
@@ -107,23 +116,7 @@ template <int NV>
 __device__ __forceinline__ void sum_over_rows(float (&v)[NV], float* scratch, i64 step) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, mine = threadIdx.x & 3;
   float* half = scratch + (step & 1) * WARPS * 4 * NV;
-  int n = NV, index = 0;
-#pragma unroll
-  for (int mask = 16; mask >= 4; mask >>= 1) {  // each exchange halves what is left to add
-    if (n > 1) {
-      n /= 2;
-      const bool upper = lane & mask;
-#pragma unroll
-      for (int i = 0; i < NV / 2; i++)
-        if (i < n) {
-          const float keep = upper ? v[i + n] : v[i], send = upper ? v[i] : v[i + n];
-          v[i] = keep + __shfl_xor_sync(~0u, send, mask);
-        }
-      index += upper ? n : 0;
-    } else {
-      v[0] += __shfl_xor_sync(~0u, v[0], mask);
-    }
-  }
+  const int index = sum_over_lanes(v, lane);
   constexpr int LEFT = NV > 8 ? NV / 8 : 1;
 #pragma unroll
   for (int i = 0; i < LEFT; i++) half[(warp * 4 + mine) * NV + index + i] = v[i];

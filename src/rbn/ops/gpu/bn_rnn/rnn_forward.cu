@@ -29,11 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
   const Team team = {p.handed, p.counters + 1};
 
   Weights<NT, KBW> w;
-  w.load(p.weight, H, o.rank * KS + o.ks, o.mw, o.lane, weights - o.rank * KS * KBW * NT * 32, [&](int n) -> i64 {
-    const int u = (blockIdx.x - o.rank) * UNITS + n * 8 + (o.lane >> 2);
-    return u < H ? i64(u) : -1;
-  });
-  __syncthreads();
+  load_weights(w, p.weight, o, weights);
 
   float b[OWN], g_x[OWN], g_h[OWN], mean[OWN] = {}, var[OWN] = {}, rstd[OWN], x[RPT][OWN];
   load_units(b, p.bias, o), load_units(g_x, p.gamma_x, o), load_units(g_h, p.gamma_h, o);

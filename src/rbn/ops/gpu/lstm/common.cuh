@@ -357,14 +357,11 @@ __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4],
 
 // Sums over the batch ------------------------------------------------------------------------------
 
-// Each v[i] summed over all threads with the same pair of units, in a fixed order, given back to all.
-// `running`, of thread 4 i + pair, counts v[i] over all calls.
+// Each v[i] summed over the lanes of a warp that have the same pair of units (lane & 3). Each exchange
+// halves what is left to add: a lane ends with the sums from the returned index on, in v[0] and, for
+// more than 8 numbers, the next NV / 8 - 1.
 template <int NV>
-__device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total, float& running) {
-#ifdef NO_SUM
-  return;
-#endif
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = tid & 3;
+__device__ __forceinline__ int sum_over_lanes(float (&v)[NV], int lane) {
   int n = NV, index = 0;
 #pragma unroll
   for (int mask = 16; mask >= 4; mask >>= 1) {
@@ -382,6 +379,18 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* 
       v[0] += __shfl_xor_sync(~0u, v[0], mask);
     }
   }
+  return index;
+}
+
+// Each v[i] summed over all threads with the same pair of units, in a fixed order, given back to all.
+// `running`, of thread 4 i + pair, counts v[i] over all calls.
+template <int NV>
+__device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total, float& running) {
+#ifdef NO_SUM
+  return;
+#endif
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = tid & 3;
+  const int index = sum_over_lanes(v, lane);
   constexpr int LEFT = NV > 8 ? NV / 8 : 1;
 #pragma unroll
   for (int i = 0; i < LEFT; i++) scratch[((index + i) * 4 + pair) * PADDED + warp] = v[i];

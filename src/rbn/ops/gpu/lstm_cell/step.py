@@ -20,9 +20,8 @@ from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 _BLOCK = 128  # units of a program
 _BLOCK_MULTIPLY = 4  # units of a program that multiplies
 _BLOCK_K = 256  # columns of a weight matrix that a program multiplies at a time
-_MULTIPLIES = (
-    1 << 22
-)  # most multiplications in the kernel with several rows: each reads all weights
+# Most multiplications of a launch with several rows: for each row it reads all weights again.
+_MULTIPLIES = 1 << 22
 
 
 def step(

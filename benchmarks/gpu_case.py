@@ -30,6 +30,7 @@ def kernels(family, all_wait):
 
     all_wait: compile those in CUDA C++ with barriers at which all wait.
     """
+    from rbn.ops.gpu.bn_rnn import rnn_single
     from rbn.ops.gpu.lstm import cuda_kernels, families, plan
     from rbn.ops.gpu.lstm.cluster import cluster_kernels
     from rbn.ops.gpu.lstm.grid import grid_kernels
@@ -47,11 +48,16 @@ def kernels(family, all_wait):
         "cuda": [in_memory],
         "wide": [in_memory, (portable_kernels, "fits", lambda term: False)],
         "triton": [(cuda_kernels, "covers", lambda term, a: False)],
-        "steps": [(families, "choose", lambda term, a: families.STEPS)],
+        "steps": [
+            (families, "choose", lambda term, a: families.STEPS),
+            (rnn_single, "tiling_for", lambda a: None),
+        ],
     }[family]
     types, layers = dict(TYPES), [rbn.LSTM, rbn.BatchNormLSTM]
     if all_wait and family == "wide":  # racecheck takes a minute for a few of them
         types, layers = {"bf16": torch.bfloat16}, [rbn.BatchNormLSTM]
+    if family == "cuda":
+        layers.append(rbn.BatchNormRNN)
     if family == "steps":
         layers += [rbn.LayerNormLSTM, rbn.BatchNormRNN]
     cases = {

@@ -89,7 +89,7 @@ def test_what_is_saved_has_space_for_pairs_of_rows():
     "name",
     [
         *("portable_forward", "portable_backward", "grid_forward", "grid_backward"),
-        *("cluster_forward", "cluster_backward"),
+        *("cluster_forward", "cluster_backward", "rnn_forward", "rnn_backward"),
     ],
 )
 def test_sources_are_whole(name):

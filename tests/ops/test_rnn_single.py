@@ -1,9 +1,21 @@
 """The batch-normalized RNN in one launch, in CUDA C++: on a GPU, or emulated on the CPU."""
 
+import copy
+
 import pytest
 import torch
 from cuda_cases import UNITS, compare, same_bits
-from recurrence_cases import assert_same, call, calm, differentiate, make_case, poisoned_memory
+from recurrence_cases import (
+    CALM,
+    assert_same,
+    call,
+    calm,
+    differentiate,
+    make_case,
+    poisoned_memory,
+)
+
+import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
@@ -28,8 +40,8 @@ TILINGS = {
     "row warps": (FLOAT, (3, 35, 20), Tiling(8, 1, 4, 2, 1, 1, registers=False, barrier=True)),
     "teams": (HALF, (4, 21, 74), Tiling(16, 2, 2, 2, 2, 2, registers=False, barrier=True)),
     "teams, float32": (FLOAT, (3, 5, 30), Tiling(8, 4, 1, 1, 1, 2, registers=False, barrier=True)),
-    "one row": (FLOAT, (2, 1, 6), polled(1)),
-    "one step": (HALF, (1, 2, 8), polled(1)),
+    "one row": (HALF, (2, 1, 10), polled(1)),
+    "one step": (HALF, (1, 2, 10), polled(1)),
 }
 OPTIONS = {
     "plain": {},
@@ -106,6 +118,78 @@ def test_emulated_options(name, emulate):
 
 @needs_compiler
 @pytest.mark.slow
+def test_emulated_state_that_all_rows_share(emulate):
+    emulate(polled(1))
+    case = make_case("bn_rnn", 5, 7, 10, **calm("bn_rnn"), lengths=[5, 1, 3, 2, 5, 4, 1])
+    compare_emulated(case.with_tensors(h0=case.tensors["h0"][0]), HALF)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulated_float32_parameters_of_a_half_precision_input(emulate):
+    """As under autocast."""
+    emulate(polled(1))
+    case = make_case("bn_rnn", 5, 7, 10, **calm("bn_rnn")).to(HALF)
+    exact = differentiate(case, "gpu")
+    names = ("bias", "gamma_x", "gamma_h", "h0")
+    found = differentiate(case.with_tensors(**{n: case.tensors[n].float() for n in names}), "gpu")
+    for name in ("output", "h_n", "mean_h", "var_h"):
+        assert torch.equal(found[0][name], exact[0][name]), name
+    for name, value in exact[1].items():
+        assert found[1][name].dtype == (FLOAT if name in names else HALF), name
+        assert torch.equal(found[1][name].to(HALF), value), name
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("units", [10, 8])  # rows of h have padding, or not
+def test_emulated_layer(units, emulate):
+    """With an input term of its own and a learned state; called, and as a custom operator."""
+    launches = emulate(polled(1))
+    torch.manual_seed(0)
+    layer = rbn.BatchNormRNN(3, units, eps=CALM).to(HALF)
+    x = torch.randn(5, 7, 3).to(HALF)
+
+    def gradients(layer, x, backend):
+        x = x.clone().requires_grad_()
+        with rbn.backend(backend):
+            output, h_n = layer(x)
+        (output.square().sum() + h_n.sum()).backward()
+        found = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        return {"output": output, "h_n": h_n}, found | {"x": x.grad}
+
+    found = gradients(copy.deepcopy(layer), x, "gpu")
+    assert launches == ["forward", "backward"]
+    expected = gradients(copy.deepcopy(layer).double(), x.double(), "reference")
+    assert_same(found[0], expected[0], 16 * UNITS[HALF])
+    for name, want in expected[1].items():
+        error = (found[1][name].double() - want).norm() / max(1, want.norm())
+        assert error <= 8 * UNITS[HALF], f"gradient of {name}: {error:.2g}"
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    again = gradients(compiled, x, "gpu")
+    assert len(launches) == 4
+    for name, value in found[0].items():
+        assert torch.equal(again[0][name], value), name
+    for name, value in found[1].items():
+        other = again[1][name if name == "x" else f"_orig_mod.{name}"]
+        assert (other - value).norm() <= 2 * UNITS[HALF] * value.norm(), name
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulated_padding_is_never_used(emulate):
+    emulate(polled(1))
+    case = make_case("bn_rnn", 5, 7, 10, **calm("bn_rnn"), **OPTIONS["lengths"]).to(HALF)
+    wx = case.tensors["wx"].clone()
+    wx[torch.arange(5)[:, None] >= case.options["lengths"]] = torch.nan
+    clean, found = differentiate(case, "gpu"), differentiate(case.with_tensors(wx=wx), "gpu")
+    assert torch.equal(found[0]["output"], clean[0]["output"])
+    for name, value in clean[1].items():
+        assert torch.equal(found[1][name], value), name
+
+
+@needs_compiler
+@pytest.mark.slow
 def test_emulated_constant_terms(emulate):
     """All rows are identical in the first steps: the variances are 0, and no gradient passes."""
     emulate(polled(1))
@@ -122,12 +206,13 @@ def test_emulated_constant_terms(emulate):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("tiling", [polled(1), TILINGS["barrier"][2]], ids=["polled", "barrier"])
-def test_emulated_nan_shows(tiling, emulate):
+@pytest.mark.parametrize("name", ["one row", "barrier"])
+def test_emulated_nan_shows(name, emulate):
+    dtype, (_, _, H), tiling = TILINGS[name]
     emulate(tiling)
-    case = make_case("bn_rnn", 5, 7, 10, **calm("bn_rnn")).to(FLOAT)
+    case = make_case("bn_rnn", 5, 7, H, **calm("bn_rnn")).to(dtype)
     case.tensors["wx"][2, 3, 4] = torch.nan
-    output = call(case, "gpu")["output"]
+    output = differentiate(case, "gpu")[0]["output"]
     assert not output[:2].isnan().any()
     assert output[2:].isnan().any(-1).any(-1).all()
 
@@ -192,13 +277,13 @@ SHAPES = [(5, 100, 100), (4, 64, 512), (3, 64, 1000), (3, 128, 2000), (3, 37, 10
 @pytest.fixture
 def launched(monkeypatch):
     """The directions of the launches."""
-    found, launch = [], rnn_single.launch
+    found, launch = [], rnn_single._launch
 
     def recorded(direction, *rest):
         found.append(direction)
         launch(direction, *rest)
 
-    monkeypatch.setattr(rnn_single, "launch", recorded)
+    monkeypatch.setattr(rnn_single, "_launch", recorded)
     return found
 
 

@@ -1,9 +1,9 @@
 """The recurrences on the GPU.
 
-The batch-normalized and the plain LSTM run in persistent kernels. If the batch or the layer does
-not fit into those, each step is a matrix product and a kernel. The layer-normalized LSTM and the
-batch-normalized RNN always run step by step. The reference runs what no kernel covers: float64, and
-layer-normalized rows that are too long.
+The batch-normalized and the plain LSTM and the batch-normalized RNN run in persistent kernels. If
+the batch or the layer does not fit into those, each step is a matrix product and a kernel. The
+layer-normalized LSTM always runs step by step. The reference runs what no kernel covers: float64,
+and layer-normalized rows that are too long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from rbn.ops.definition import LSTM, RNN, Arguments, Definition
-from rbn.ops.gpu.bn_rnn import rnn_steps
+from rbn.ops.gpu.bn_rnn import implementation as bn_rnn
 from rbn.ops.gpu.cross_entropy.loss import linear_cross_entropy
 from rbn.ops.gpu.ln_lstm import ln_steps
 from rbn.ops.gpu.lstm import plan
@@ -41,7 +41,7 @@ log = logging.getLogger("rbn.ops.gpu")
 
 _LSTM = Operator(LSTM, "gpu", Implementation(Saved, forward, backward, fake, RETURNED))
 _LAYER_NORM_LSTM = Operator(LSTM, "gpu_ln", ln_steps.IMPLEMENTATION)
-_RNN = Operator(RNN, "gpu", rnn_steps.IMPLEMENTATION)
+_RNN = Operator(RNN, "gpu", bn_rnn.IMPLEMENTATION)
 
 
 def operator_for(definition: Definition, calls: Sequence[Arguments]) -> Operator | None:

@@ -6,33 +6,44 @@ A block owns 8 or 16 units for all rows of the batch and keeps its part of W_h o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rbn.ops.definition import RNNArguments
+from rbn.ops.definition import RNN, RNNArguments
+from rbn.ops.gpu.bn_rnn.rnn_steps import RNNCall, Saved, sequence_backward, sequence_moments
+from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.input_moments import input_moments
 from rbn.ops.gpu.lstm.kernel_arguments import aligned
 from rbn.ops.gpu.lstm.persistent.tiles import multiprocessors, power_of_two
+from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.lstm.workspace import stride_of
 from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structure
-from rbn.ops.gpu.runtime.launch_cache import launch_cached
-from rbn.ops.gpu.stepwise import StepCall
+from rbn.ops.gpu.runtime.launch_cache import launch_by_key
+from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
+from rbn.ops.identical_rows import identical_steps, raise_variances
+from rbn.ops.input_term import without_padding
+from rbn.ops.operator import Incoming, Results
+from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
+_BATCH, _GIVEN = 1, 2  # the statistics that a term is normalized with
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOST_TILES = 8  # tiles of 16 rows
 _POLLED = 8  # blocks of columns, at most, whose data are polled
 _COLUMNS = 128  # per program of `input_moments`
 
-_COMMON = ("wx", "weight", "bias", "gamma_x", "gamma_h", "mean_x", "var_x")
+_VECTORS = ("bias", "gamma_x", "gamma_h")
 _MEMBERS = {
     "forward": ("mean_h", "var_h", "hs", "centered", "h_n", "lengths", "inv_n"),
     "backward": (
@@ -40,15 +51,20 @@ _MEMBERS = {
         *("dbias", "dgamma_x", "dgamma_h"),
     ),
 }
-_STRUCTS = {
-    direction: structure(
+
+
+def _structure(direction: str) -> Any:
+    common = ("wx", "weight", *_VECTORS, "mean_x", "var_x")
+    pointers = (*common, *_MEMBERS[direction], "handed", "counters")
+    return structure(
         f"RNN{direction.capitalize()}",
-        [(name, ctypes.c_void_p) for name in (*_COMMON, *members, "handed", "counters")]
+        [(name, ctypes.c_void_p) for name in pointers]
         + [(name, ctypes.c_int) for name in ("T", "B", "rows_x", "rows_h")]
         + [("eps", ctypes.c_float)],
     )
-    for direction, members in _MEMBERS.items()
-}
+
+
+_STRUCTS = {direction: _structure(direction) for direction in _MEMBERS}
 
 
 @dataclass(frozen=True)
@@ -141,12 +157,12 @@ def supports_options(a: RNNArguments) -> bool:
 
 
 def tiling_for(a: RNNArguments) -> Tiling | None:
-    """The tiling of a call, whose `input` is the input term; None if it must run step by step."""
-    wx, device = a.input, a.input.device.index or 0
-    if not wx.is_cuda or not supports_options(a) or not _capable(device):
+    """The tiling of a call; None if it must run step by step."""
+    x, device = a.input, a.input.device.index or 0
+    if not x.is_cuda or not supports_options(a) or not _capable(device):
         return None
-    sizes = wx.shape[1:]
-    return choose(wx.dtype, *sizes, multiprocessors(device), shared_limit(device))
+    sizes = x.shape[1], a.weight_hh.shape[1]
+    return choose(x.dtype, *sizes, multiprocessors(device), shared_limit(device))
 
 
 @functools.lru_cache(maxsize=256)
@@ -172,11 +188,11 @@ def macros(tiling: Tiling, defines: tuple[Any, ...]) -> dict[str, int]:
         "CHUNK": tiling.chunk,
         "REGISTERS": int(tiling.registers),
         "BARRIER": int(tiling.barrier),
-        "BIAS": 1,
+        "BIAS": 1,  # for common.cuh
     }
 
 
-def exchanged(tiling: Tiling, like: Tensor, steps: int) -> Tensor:
+def exchanged(tiling: Tiling, steps: int, like: Tensor) -> Tensor:
     """A buffer ``[steps, B, stride]`` for what blocks exchange; rows start at 16-byte multiples."""
     _, B, H = like.shape
     shape, device = (steps, B, stride_of(H)), like.device
@@ -186,69 +202,215 @@ def exchanged(tiling: Tiling, like: Tensor, steps: int) -> Tensor:
     return torch.full(shape, -1, dtype=bits, device=device).view(like.dtype)  # EMPTY
 
 
-def begin(row: Tensor, h0: Tensor) -> None:
-    """Copy h0 ``[B, H]`` into the first step of a buffer from `exchanged`; padding becomes zero."""
-    H = h0.shape[1]
-    row[:, :H] = h0
-    if row.shape[1] != H:
-        row[:, H:] = 0
+def forward(a: RNNArguments, tiling: Tiling, separate: bool) -> Results:
+    """Run the recurrence over all steps. separate: whether no two results may share memory."""
+    kept: dict[str, Tensor | None] = {}
+    wx = a.input
+    if a.weight_ih is not None:
+        x, w = padded_factors(a.input, a.weight_ih)
+        wx = kept["wx"] = F.linear(x, w)
+        if not separate:  # the factors may be views of one buffer
+            kept |= {"x": None if x is a.input else x, "w": None if w is a.weight_ih else w}
+    wx = aligned(wx.contiguous())
+    (T, B, H), dtype, device = wx.shape, wx.dtype, wx.device
+    lengths = _lengths(a)
+    moments = own = _new_moments(a, wx, separate)
+    if a.population:
+        moments = [aligned(_given(getattr(a, name))) for name in RNN.moments]
+    elif a.sequence:
+        sequence_moments(RNNCall(a._replace(input=wx)), moments)
+    else:
+        _write_input_moments(wx, lengths.get("lengths"), *moments[:2])
+    hs = exchanged(tiling, T + 1, wx)
+    hs[0, :, :H] = a.h0
+    if hs.shape[2] != H:
+        hs[0, :, H:] = 0
+    centered = torch.empty((T if a.save else 0, B, H), dtype=dtype, device=device)
+    vectors = _vectors(a)
+    tensors = lengths | vectors | dict(zip(RNN.moments, moments, strict=True))
+    tensors |= {"wx": wx, "weight": _weight(a), "hs": hs, "centered": centered}
+    if a.lengths is not None:
+        tensors["h_n"] = a.h0.to(torch.float32).expand(B, H).clone()  # for rows without steps
+    _launch("forward", a, tiling, tensors)
+    output = hs[1:] if hs.shape[2] == H else hs[1:, :, :H].contiguous()
+    h_n = output[-1].clone() if a.lengths is None else tensors["h_n"].to(dtype)
+    statistics = tuple(own) or (None,) * 4
+    saved = Saved()
+    if a.save:
+        kept |= dict(zip(RNN.moments, statistics, strict=True)) | {"centered": centered}
+        whole = hs.shape[2] == H and not separate  # else `hs` would be kept beside the output
+        saved = Saved(**kept, output=None if whole else output, states=hs if whole else None)
+    return Results(output, (h_n,), statistics, saved, tiling)
 
 
-def write_input_moments(call: StepCall, mean: Tensor, var: Tensor) -> None:
+def backward(
+    a: RNNArguments, r: Saved, tiling: Tiling, incoming: Incoming
+) -> dict[str, Tensor | None]:
+    """The gradients of all differentiable tensors, by name."""
+    assert r.centered is not None
+    doutput, (dh_n,) = incoming.output, incoming.states
+    wx = a.input if r.wx is None else r.wx
+    wx = aligned(wx.contiguous())
+    (T, B, H), dtype, device = wx.shape, wx.dtype, wx.device
+    tensors = _lengths(a)
+    if a.population:
+        moments = {name: aligned(_given(getattr(a, name))) for name in RNN.moments}
+    else:
+        moments = {name: value for name in RNN.moments if (value := getattr(r, name)) is not None}
+        moments["var_h"] = _raised_variance(a, wx, moments, tensors.get("lengths"))
+    tensors |= moments | {"wx": wx, "centered": r.centered}
+    if doutput is not None:
+        tensors["doutput"] = aligned(doutput.contiguous())
+    dh = _copied(dh_n, wx)
+    da, dwx, weight = exchanged(tiling, T, wx), torch.empty_like(wx), _weight(a)
+    tensors |= _vectors(a) | {"weight": weight.t().contiguous(), "dh": dh, "da": da, "dwx": dwx}
+    sums = {name: torch.empty(H, dtype=torch.float32, device=device) for name in _VECTORS}
+    _launch("backward", a, tiling, tensors | {f"d{name}": sums[name] for name in _VECTORS})
+    if a.sequence:
+        sequence_backward(RNNCall(a._replace(input=wx)), r, dwx, sums["bias"], sums["gamma_x"])
+
+    gradients: dict[str, Tensor | None] = dict.fromkeys(RNN.gradients)
+    for name in _VECTORS:
+        parameter: Tensor | None = getattr(a, name)
+        if parameter is not None:
+            gradients[name] = sums[name].to(parameter.dtype)
+    rows = da.view(T * B, -1)[:, :H].t()
+    tf32 = dtype == torch.float32 and wx.is_cuda
+    with multiplied_in_tf32(True) if tf32 else contextlib.nullcontext():
+        if r.states is not None:
+            dweight = rows.mm(r.states.view(-1, H)[: T * B])
+        else:
+            assert r.output is not None
+            dweight = rows[:, :B].mm(a.h0.to(dtype).expand(B, H))
+            if T > 1:
+                dweight = dweight.addmm(rows[:, B:], r.output[:-1].reshape(-1, H))
+        dh0 = da[0, :, :H].mm(weight)
+    if a.lengths is not None:  # for rows that have ended, the gradient bypasses W_h
+        dh0 = dh0 + dh
+    gradients["h0"] = (dh0.sum(0) if a.h0.dim() == 1 else dh0).to(a.h0.dtype)
+    gradients["weight_hh"] = dweight.to(a.weight_hh.dtype)
+    gradients["input"] = dwx
+    if a.weight_ih is not None:
+        x, w = a.input if r.x is None else r.x, a.weight_ih if r.w is None else r.w
+        dw = dwx.view(T * B, H).t().mm(x.reshape(-1, x.shape[-1]))
+        gradients["weight_ih"] = without_padding(dw, a.input.shape[-1])
+        gradients["input"] = None
+        if incoming.input:
+            gradients["input"] = without_padding(torch.matmul(dwx, w), a.input.shape[-1])
+    return gradients
+
+
+def _given(value: Tensor) -> Tensor:
+    return value.to(torch.float32).contiguous()
+
+
+def _weight(a: RNNArguments) -> Tensor:
+    return a.weight_hh.to(a.input.dtype).contiguous()
+
+
+def _vectors(a: RNNArguments) -> dict[str, Tensor]:
+    """The parameters `_VECTORS` in float32; zeros for an absent bias."""
+    values = [getattr(a, name) for name in _VECTORS]
+    if values[0] is None:
+        values[0] = torch.zeros_like(values[1])
+    return {name: aligned(_given(value)) for name, value in zip(_VECTORS, values, strict=True)}
+
+
+def _copied(dh_n: Tensor | None, wx: Tensor) -> Tensor:
+    """A writable float32 copy ``[B, H]`` of the gradient of h_n; zeros if it is None."""
+    if dh_n is None:
+        return torch.zeros(wx.shape[1:], dtype=torch.float32, device=wx.device)
+    return dh_n.to(torch.float32, copy=True).contiguous()
+
+
+def _new_moments(a: RNNArguments, wx: Tensor, separate: bool) -> list[Tensor]:
+    """Memory for mean and var of x and h; empty if they are given."""
+    if a.population:
+        return []
+    full: Mapping[str, Any] = {"dtype": torch.float32, "device": wx.device}
+    if not separate and not a.sequence and wx.shape[2] % 4 == 0:  # aligned to 16 bytes
+        return list(torch.empty((4, wx.shape[0], wx.shape[2]), **full).unbind())
+    shapes = RNN.statistics_shapes(a)
+    return [torch.empty(shape, **full) for shape in shapes if shape is not None for _ in range(2)]
+
+
+def _lengths(a: RNNArguments) -> dict[str, Tensor]:
+    """The lengths, and 1 / unpadded rows of each step; empty without lengths."""
+    if a.lengths is None:
+        return {}
+    lengths = a.lengths.to(device=a.input.device, dtype=torch.int32).contiguous()
+    valid = valid_steps(lengths, a.input.shape[0])
+    assert valid is not None
+    n = valid.sum(1)
+    inv_n = torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
+    return {"lengths": lengths, "inv_n": inv_n}
+
+
+def _write_input_moments(wx: Tensor, lengths: Tensor | None, mean: Tensor, var: Tensor) -> None:
     """Mean and var of the input term over the unpadded rows of every step, ``[T, H]``."""
-    wx, padded = call.wx, call.valid is not None
-    lengths = call.lengths if padded else wx  # wx: a placeholder that the kernel does not read
-    tensors = wx, mean, var, lengths
-    launch_cached(
-        input_moments,
-        (call.T, -(-wx.shape[2] // _COLUMNS)),
-        tuple(tensor.data_ptr() for tensor in tensors),
-        lambda: tensors,
-        (call.T, call.B),
-        {
-            "F": wx.shape[2],
-            "ROWS": min(128, max(16, power_of_two(call.B))),
-            "COLUMNS": _COLUMNS,
-            "LENGTHS": padded,
-        },
-        (wx.dtype,),
-        wx,
-    )
+    T, B, H = wx.shape
+    tensors = wx, mean, var, wx if lengths is None else lengths  # wx: a placeholder, not read
+
+    def arguments() -> Any:
+        return (
+            (T, -(-H // _COLUMNS)),
+            tensors,
+            (T, B),
+            {
+                "F": H,
+                "ROWS": min(128, max(16, power_of_two(B))),
+                "COLUMNS": _COLUMNS,
+                "LENGTHS": lengths is not None,
+            },
+        )
+
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    launch_by_key(input_moments, (wx.shape, wx.dtype, lengths is None), addresses, arguments, wx)
 
 
-def launch(direction: str, call: Any, tiling: Tiling, tensors: dict[str, Tensor]) -> None:
+def _raised_variance(
+    a: RNNArguments, wx: Tensor, moments: dict[str, Tensor], lengths: Tensor | None
+) -> Tensor:
+    """The variance of W_h h that the backward kernel normalizes with."""
+    variances = moments["var_x"], moments["var_h"], None
+    shared = a.h0.dim() == 1 or a.h0.stride(0) == 0
+    if shared and wx.shape[2] % 4 == 0:  # in one launch
+        return raised_variances((None, None), wx, *variances, a.eps, lengths=lengths)[0]
+    h0 = a.h0.expand(wx.shape[1], wx.shape[2])
+    before, _ = identical_steps((h0,), wx, *variances, a.eps, lengths=lengths)
+    return raise_variances(moments["var_h"], before, a.eps)
+
+
+def _launch(direction: str, a: RNNArguments, tiling: Tiling, tensors: dict[str, Tensor]) -> None:
     """Launch the forward or the backward kernel.
 
-    call: the call's sizes, parameters and modes. tensors: the other members of the kernel's struct;
-    absent ones are not read.
+    tensors: members of the kernel's struct by name; the kernel does not read absent ones.
     """
-    wx, a, H, device = call.wx, call.a, call.H, call.wx.device
-    log.debug("bn_rnn %s T=%d B=%d H=%d %s: %s", direction, call.T, call.B, H, wx.dtype, tiling)
+    wx = tensors["wx"]
+    (T, B, H), dtype, device = wx.shape, wx.dtype, wx.device
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("bn_rnn %s T=%d B=%d H=%d %s: %s", direction, T, B, H, dtype, tiling)
     blocks = tiling.blocks(H)
     counters = torch.zeros(1 + blocks // tiling.team, dtype=torch.int32, device=device)
-    handed = call.empty
+    tensors["counters"] = counters
     if tiling.team > 1:
-        handed = call.new(blocks, tiling.team, 16 * tiling.tiles, tiling.units)
-    tensors = tensors | dict(zip(("bias", "gamma_x", "gamma_h"), call.vectors, strict=True))
-    tensors |= {"wx": wx, "handed": handed, "counters": counters}
-    if call.valid is not None:
-        tensors |= {"lengths": call.lengths, "inv_n": call.inv_n}
-    tensors = {name: aligned(tensor) for name, tensor in tensors.items()}
+        sizes = blocks, tiling.team, 16 * tiling.tiles, tiling.units
+        tensors["handed"] = torch.empty(sizes, dtype=torch.float32, device=device)
     defines = (
-        ("TYPE", _TYPES[wx.dtype]),
+        ("TYPE", _TYPES[dtype]),
         ("H", H),
-        ("MODE_X", call.flags["X"]),
-        ("MODE_H", call.flags["NORM"]),
+        ("MODE_X", _GIVEN if a.population or a.sequence else _BATCH),
+        ("MODE_H", _GIVEN if a.population else _BATCH),
         ("LENGTHS", int(a.lengths is not None)),
         ("SAVE", int(a.save)),
         ("DOUTPUT", int("doutput" in tensors)),
         ("RELU", int(a.nonlinearity == "relu")),
     )
-    at = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    at = {name: value.data_ptr() for name, value in tensors.items()}
     rows = tensors["mean_x"].shape[0], tensors["var_h"].shape[0]
-    arguments = _STRUCTS[direction].packed(at, call.T, call.B, *rows, a.eps)
+    arguments = _STRUCTS[direction].packed(at, T, B, *rows, a.eps)
     with device_of(wx):
-        code = kernel(direction, tiling, device.index or 0, tiling.shared(wx.dtype, H), defines)
+        code = kernel(direction, tiling, device.index or 0, tiling.shared(dtype, H), defines)
         if blocks > code.at_once:
             raise RuntimeError("the blocks of the recurrence do not fit on the GPU at once")
         code.launch((blocks, 1), arguments)

@@ -1,12 +1,10 @@
-"""The batch-normalized simple RNN on the GPU, from tensors to kernel launches.
+"""The batch-normalized simple RNN step by step, for calls that `rnn_single` does not cover.
 
-Calls that `rnn_single` covers run in one launch. In others each step is a matrix product and one
-kernel, in which a program owns a few units for all rows.
+Each step is a matrix product and one kernel, in which a program owns a few units for all rows.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,17 +14,14 @@ from torch import Tensor
 
 from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.gpu.bn_rnn import rnn_kernels as kernels
-from rbn.ops.gpu.bn_rnn import rnn_single
-from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime import triton_functions
 from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
-from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
-from rbn.ops.gpu.stepwise import StepCall, factor, product, products, weight_gradient, zone
+from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.input_term import through_term, with_term
-from rbn.ops.operator import Implementation, Incoming, Results
+from rbn.ops.operator import Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -46,9 +41,12 @@ class Saved(NamedTuple):
     var_h: Tensor | None = None
     centered: Tensor | None = None  # [T, B, H]: W_h h minus its mean
     hidden: Tensor | None = None  # [T, B, H], if it is not the output
+    states: Tensor | None = None  # [T + 1, B, H]: h0 and h after each step, if the output is a view
 
 
-class _Call(StepCall):
+class RNNCall(StepCall):
+    """Sizes, modes and tensors, in the form that the kernels take."""
+
     def __init__(self, a: RNNArguments) -> None:
         super().__init__(a.input, a.lengths)
         self.a, self.H = a, a.input.shape[2]
@@ -118,31 +116,29 @@ def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     a, kept = with_term(RNN, calls[0], make_factors=padded_factors)
     if separate:  # the factors may be views of one buffer
         kept.update(x=None, w=None)
-    call = _Call(a)
+    call = RNNCall(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
-    tiling = rnn_single.tiling_for(a)
+    log.debug("bn_rnn forward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
+    hs = call.new(T + 1, B, H, dtype=wx.dtype)
+    hs[0] = a.h0
     centered = call.new(T if a.save else 0, B, H, dtype=wx.dtype)
     shapes = [shape for shape in RNN.statistics_shapes(a) if shape is not None]
     own = [call.new(*shape) for shape in shapes for _ in range(2)]
     if a.sequence:
-        _sequence_moments(call, own)
+        sequence_moments(call, own)
     moments = call.moments(own)
     h_n = call.state(a.h0) if a.lengths is not None else call.empty
-    if tiling is None:
-        hs = call.new(T + 1, B, H, dtype=wx.dtype)
-        hs[0] = a.h0
-        _forward_steps(call, moments, hs, centered, h_n)
-    else:
-        if call.flags["X"] == _BATCH:
-            rnn_single.write_input_moments(call, *moments[:2])
-        memory = rnn_single.exchanged(tiling, wx, T + 1)
-        rnn_single.begin(memory[0], a.h0)
-        tensors = dict(zip(RNN.moments, moments, strict=True))
-        tensors |= {"weight": a.weight_hh.to(wx.dtype).contiguous(), "hs": memory}
-        tensors |= {"centered": centered, "h_n": h_n}
-        rnn_single.launch("forward", call, tiling, tensors)
-        hs = memory[..., :H]
-    output = hidden = hs[1:].contiguous()  # rows of `memory` may be longer
+    weight = factor(a.weight_hh, wx).t()
+    wh = call.new(B, H)
+    tensors = [wh, wx, *call.vectors, *moments, hs, centered]
+    tensors += [h_n, call.lengths, call.inv_n, call.mask_h]
+    step = RepeatedLaunch(kernels.bn_rnn_step, call.grid, tensors, call.flags | {"SAVE": a.save})
+    with torch.cuda.device_of(wx):
+        multiply = products(hs, weight, wh)
+        for t, h in enumerate(hs[:T].unbind()):
+            multiply(h)
+            step(t, B, *_rows(moments, t), *call.numbers)
+    output = hidden = hs[1:]
     if a.include:
         assert call.valid is not None
         output = torch.where(call.valid[:, :, None], hidden, 0)
@@ -157,123 +153,59 @@ def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     return Results(output, (last,), statistics, saved)
 
 
-def _forward_steps(
-    call: _Call, moments: list[Tensor], hs: Tensor, centered: Tensor, h_n: Tensor
-) -> None:
-    """Run a product and a kernel for each step."""
-    a, T, B, H, wx = call.a, call.T, call.B, call.H, call.wx
-    log.debug("bn_rnn forward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
-    weight = factor(a.weight_hh, wx).t()
-    wh = call.new(B, H)
-    tensors = [wh, wx, *call.vectors, *moments, hs, centered]
-    tensors += [h_n, call.lengths, call.inv_n, call.mask_h]
-    step = RepeatedLaunch(kernels.bn_rnn_step, call.grid, tensors, call.flags | {"SAVE": a.save})
-    with torch.cuda.device_of(wx):
-        multiply = products(hs, weight, wh)
-        for t, h in enumerate(hs[:T].unbind()):
-            multiply(h)
-            step(t, B, *_rows(moments, t), *call.numbers)
-
-
 def backward(
-    calls: Sequence[RNNArguments], r: Saved, plan: None, incoming: Incoming
+    calls: Sequence[RNNArguments], r: Saved, incoming: Incoming
 ) -> list[dict[str, Tensor | None]]:
     """The gradients of all differentiable tensors."""
     a: RNNArguments
     a, _ = with_term(RNN, calls[0], r.wx)
     doutput, (dh_n,) = incoming.output, incoming.states
     assert r.centered is not None
-    call = _Call(a)
-    wx, tiling = call.wx, rnn_single.tiling_for(a)
+    call = RNNCall(a)
+    T, B, H, wx = call.T, call.B, call.H, call.wx
+    log.debug("bn_rnn backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
     own = (r.mean_x, r.var_x, r.mean_h, r.var_h)
     moments = call.moments([m for m in own if m is not None])
     if not a.population:
-        moments[3] = _raised_variances(call, r)
-    dh = call.state(dh_n, call.B, call.H)
-    dwx = torch.empty_like(wx)
-    if doutput is not None:
-        doutput = doutput.contiguous()
-    hidden = r.output if r.hidden is None else r.hidden
-    assert hidden is not None
-    if tiling is None:
-        da, through, vectors = _backward_steps(call, moments, r.centered, doutput, dh, dwx)
-        dweight, dh0 = weight_gradient(da, a.h0, hidden), dh + through
-    else:
-        memory = rnn_single.exchanged(tiling, wx, call.T)
-        vectors = [call.new(call.H) for _ in range(3)]
-        weight = a.weight_hh.to(wx.dtype)
-        tensors = dict(zip(RNN.moments, moments, strict=True)) | {"centered": r.centered}
-        tensors |= {"weight": weight.t().contiguous(), "dh": dh, "da": memory, "dwx": dwx}
-        tensors |= dict(zip(("dbias", "dgamma_x", "dgamma_h"), vectors, strict=True))
-        if doutput is not None:
-            tensors["doutput"] = doutput
-        rnn_single.launch("backward", call, tiling, tensors)
-        da = memory[..., : call.H]
-        with multiplied_in_tf32(True) if wx.dtype == torch.float32 else contextlib.nullcontext():
-            dweight, dh0 = weight_gradient(da, a.h0, hidden), product(da[0], weight)
-        if a.lengths is not None:  # for rows that have ended, the gradient bypasses W_h
-            dh0 += dh
-    dbias, dgamma_x, dgamma_h = vectors
-    if a.sequence:
-        _sequence_backward(call, r, dwx, dbias, dgamma_x)
-    gradients = {
-        "input": dwx,
-        "weight_hh": dweight.to(a.weight_hh.dtype),
-        "bias": call.gradient(dbias, a.bias),
-        "gamma_x": call.gradient(dgamma_x, a.gamma_x),
-        "gamma_h": call.gradient(dgamma_h, a.gamma_h),
-        "h0": dh0.to(a.h0.dtype),
-    }
-    return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
-
-
-def _raised_variances(call: _Call, r: Saved) -> Tensor:
-    """The variances of W_h h that the backward kernels normalize with."""
-    a, lengths = call.a, None if call.a.lengths is None else call.lengths
-    masked = a.mask_h is not None
-    assert r.var_h is not None
-    if call.wx.is_cuda and call.H % 4 == 0 and a.h0.stride(0) == 0:  # in one launch
+        masked = a.mask_h is not None
+        assert r.var_h is not None
         variances = r.var_x, r.var_h, None
-        return raised_variances(
-            (None, None), call.wx, *variances, a.eps, masked, lengths, a.include
-        )[0]
-    before, _ = identical_steps(
-        (a.h0,), call.wx, r.var_x, r.var_h, None, a.eps, masked, lengths, a.include
-    )
-    return raise_variances(r.var_h, before, a.eps)
-
-
-def _backward_steps(
-    call: _Call,
-    moments: list[Tensor],
-    centered: Tensor,
-    doutput: Tensor | None,
-    dh: Tensor,
-    dwx: Tensor,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Run a kernel and a product for each step.
-
-    Returns d(W_h h), the gradient of h0 through W_h, and those of bias, gamma_x and gamma_h.
-    """
-    a, T, B, H, wx = call.a, call.T, call.B, call.H, call.wx
-    log.debug("bn_rnn backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
-    da, through, sums = torch.empty_like(wx), call.zeros(B, H), call.new(3, T, H)
-    tensors = [wx, *call.vectors, *moments[:2], moments[3], centered]
+        lengths = None if a.lengths is None else call.lengths
+        before, _ = identical_steps((a.h0,), wx, *variances, a.eps, masked, lengths, a.include)
+        moments[3] = raise_variances(r.var_h, before, a.eps)
+    dh, through = call.state(dh_n, B, H), call.zeros(B, H)
+    da, dwx = torch.empty_like(wx), torch.empty_like(wx)
+    sums = call.new(3, T, H)
+    weight = factor(a.weight_hh, wx)
+    tensors = [wx, *call.vectors, *moments[:2], moments[3], r.centered]
     tensors += [call.lengths, call.inv_n, call.mask_h]
-    tensors += [call.empty if doutput is None else doutput]
+    tensors += [call.empty if doutput is None else doutput.contiguous()]
     tensors += [through, dh, call.new(B, H), da, dwx, sums]
     flags = call.flags | {"HAS_DOUTPUT": doutput is not None}
     step = RepeatedLaunch(kernels.bn_rnn_step_backward, call.grid, tensors, flags)
     steps = da.unbind()
     with torch.cuda.device_of(wx):
-        multiply = products(da, factor(a.weight_hh, wx), through)
+        multiply = products(da, weight, through)
         for t in range(T - 1, -1, -1):
             step(t, B, T, *_rows(moments, t), *call.numbers)
             multiply(steps[t])
-    return da, through, [s.sum(0) for s in sums]  # each in its own memory
+    dbias, dgamma_x, dgamma_h = (s.sum(0) for s in sums)  # each in its own memory
+    if a.sequence:
+        sequence_backward(call, r, dwx, dbias, dgamma_x)
+    hidden = r.output if r.hidden is None else r.hidden
+    assert hidden is not None
+    gradients = {
+        "input": dwx,
+        "weight_hh": weight_gradient(da, a.h0, hidden).to(a.weight_hh.dtype),
+        "bias": call.gradient(dbias, a.bias),
+        "gamma_x": call.gradient(dgamma_x, a.gamma_x),
+        "gamma_h": call.gradient(dgamma_h, a.gamma_h),
+        "h0": (dh + through).to(a.h0.dtype),
+    }
+    return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
 
 
-def _sequence_moments(call: _Call, own: list[Tensor]) -> None:
+def sequence_moments(call: RNNCall, own: list[Tensor]) -> None:
     """Mean and var of the input term over all unpadded positions, into own[0] and own[1]."""
     x = call.wx.to(torch.float32)
     if call.valid is None:
@@ -284,7 +216,9 @@ def _sequence_moments(call: _Call, own: list[Tensor]) -> None:
     own[1][0] = torch.where(keep, x - own[0], 0).square().sum((0, 1)) / n
 
 
-def _sequence_backward(call: _Call, r: Saved, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor) -> None:
+def sequence_backward(
+    call: RNNCall, r: Saved, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor
+) -> None:
     """Add the gradient through sequencewise statistics to that of the input term, in place."""
     assert r.mean_x is not None
     assert r.var_x is not None
@@ -295,7 +229,3 @@ def _sequence_backward(call: _Call, r: Saved, dwx: Tensor, dbias: Tensor, dgamma
         n = call.valid.sum().clamp(min=1)
         spread = torch.where(call.valid[:, :, None], spread, 0)
     dwx -= (spread * (rstd * call.vectors[1]) / n).to(dwx.dtype)
-
-
-RETURNED = ("wx", "centered", "hidden")  # by the custom operator
-IMPLEMENTATION = Implementation(Saved, forward, backward, fake, RETURNED)

@@ -7,10 +7,13 @@ without a driver's share; they compare two states of the source on one machine, 
 
 import argparse
 import contextlib
+import csv
 import importlib
 import os
-import statistics
+import platform
+import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
@@ -20,69 +23,89 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import rbn
+from rbn.experiments.results import commit
 
 T, B, I, H = 3, 16, 8, 8  # noqa: E741
+RESULTS = Path(__file__).parent / "results" / "host.csv"
+COLUMNS = (
+    *("layer", "directions", "kernels", "dtype", "call", "operations", "allocations", "launches"),
+    *("python_calls", "us", "cpu", "versions", "commit", "date"),
+)
+_launched = [0]  # kernels and products
 
 
 class _Kernel:
     at_once, cluster, together = 1000, 0, True
 
     def launch(self, *arguments):
-        pass
+        _launched[0] += 1
 
 
 class _Compiled:
     packed_metadata = ()
 
     def __getitem__(self, grid):
-        return lambda *arguments: None
+        return _count
 
 
 class _Triton:
     arg_names = ()
 
     def __getitem__(self, grid):
-        return lambda *arguments, **flags: _Compiled()
+        return self._run
+
+    def _run(self, *arguments, **flags):
+        _launched[0] += 1
+        return _Compiled()
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(weight)
-        return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None, torch.empty_like(ctx.saved_tensors[0])
+def _count(*arguments):
+    _launched[0] += 1
 
 
 def _linear(x, weight):
-    if torch.is_grad_enabled():
-        return _Linear.apply(x, weight)
+    _launched[0] += 1
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
 def _mm(a, b, out=None):
+    _launched[0] += out is not None
     return _product(a, b) if out is None else out
 
 
 def _product(a, b):
+    _launched[0] += 1
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
 @contextlib.contextmanager
-def stand_ins():
-    """The kernels in CUDA C++ take every call, and do nothing; nor do products."""
+def stand_ins(kernels="portable"):
+    """The CUDA C++ kernels of one family take every call, and do nothing; nor do products."""
     backward, constant_terms, cuda_kernels, forward, plan, prepare = (
         importlib.import_module(f"rbn.ops.gpu.lstm.{name}")
         for name in ("backward", "constant_terms", "cuda_kernels", "forward", "plan", "prepare")
     )
     portable_kernels = importlib.import_module("rbn.ops.gpu.lstm.portable.portable_kernels")
+    cluster_kernels = importlib.import_module("rbn.ops.gpu.lstm.cluster.cluster_kernels")
+    running_average = importlib.import_module("rbn.ops.gpu.running_average")
+    averages = importlib.import_module("rbn.nn.statistics")
     with contextlib.ExitStack() as stack:
+        if kernels == "cluster":
+            tiling = cluster_kernels.cluster_tiling(torch.bfloat16, B, H)
+            stack.enter_context(mock.patch.object(cluster_kernels, "choose", lambda term: tiling))
         for target, name, value in (
             (cuda_kernels, "covers", lambda term, a: True),
             (portable_kernels, "_fits", lambda *sizes: True),
             (portable_kernels, "kernel", lambda *sizes: _Kernel()),
+            (cluster_kernels, "cluster_of", lambda *sizes: 1),
+            (cluster_kernels, "kernel", lambda *sizes: _Kernel()),
+            # The averages' own kernel, which a layer on a CPU does not use.
+            (
+                averages,
+                "average_in",
+                lambda terms, *rest: running_average.average_in(terms, rest[0]),
+            ),
+            (running_average, "average", _Triton()),
             (plan, "_CACHE", {}),
             (plan, "_fits_side_by_side", lambda a, count: True),
             (prepare, "begin", _Triton()),
@@ -129,12 +152,34 @@ def calls(make, directions, dtype=torch.bfloat16):
 
 def operations(function):
     """How many of PyTorch's operations a call makes, not counting those inside of others."""
+    return counts(function)["operations"]
+
+
+def counts(function):
+    """PyTorch's operations, allocations, launches and Python's calls of one call."""
     for _ in range(3):
         function()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         function()
     found = [e for e in seen.events() if e.name.startswith("aten::")]
-    return sum(not (e.cpu_parent and e.cpu_parent.name.startswith("aten::")) for e in found)
+    outer = [e for e in found if not (e.cpu_parent and e.cpu_parent.name.startswith("aten::"))]
+    allocated = [e for e in found if e.name in ("aten::empty", "aten::empty_strided")]
+    # Copies and fills are launches, too, as far as there is no stand-in for them.
+    filled = [e for e in found if e.name in ("aten::copy_", "aten::fill_", "aten::zero_")]
+    before, calls = _launched[0], [0]
+
+    def count(frame, event, argument):
+        calls[0] += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    function()
+    sys.setprofile(None)
+    return {
+        "operations": len(outer),
+        "allocations": len(allocated),
+        "launches": _launched[0] - before + len(filled),
+        "python_calls": calls[0],
+    }
 
 
 def microseconds(function, repeats):
@@ -145,26 +190,51 @@ def microseconds(function, repeats):
         for _ in range(30):
             function()
         rounds.append((time.process_time() - began) / 30 * 1e6)
-    return min(rounds), statistics.median(rounds)
+    return min(rounds)
+
+
+def cpu():
+    """The processor's name."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.machine()
+
+
+def rows(repeats):
+    """A row of the table for each layer and call."""
+    origin = [cpu(), f"torch {torch.__version__}", commit(), time.strftime("%Y-%m-%d")]
+    for kernels in ("cluster", "portable"):
+        with stand_ins(kernels):
+            for make, directions, dtype in (
+                (rbn.LSTM, 1, torch.bfloat16),
+                (rbn.LSTM, 2, torch.bfloat16),
+                (rbn.BatchNormLSTM, 1, torch.bfloat16),
+                (rbn.BatchNormLSTM, 1, torch.float32),
+                (rbn.BatchNormLSTM, 2, torch.bfloat16),
+            ):
+                name = str(dtype).removeprefix("torch.")
+                for call, function in calls(make, directions, dtype):
+                    found = counts(function).values()
+                    us = round(microseconds(function, repeats))
+                    yield [make.__name__, directions, kernels, name, call, *found, us, *origin]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=15, help="rounds of 30 calls")
+    parser.add_argument("--add", action="store_true", help=f"add the table to {RESULTS.name}")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    head = f"{'layer':<15}{'directions':>11}  {'call':<22}{'operations':>11}"
-    print(head + f"{'us, least':>11}{'median':>8}")
-    with stand_ins():
-        for make in (rbn.LSTM, rbn.BatchNormLSTM):
-            for directions in (1, 2):
-                for name, function in calls(make, directions):
-                    count = operations(function)
-                    least, median = microseconds(function, arguments.repeats)
-                    print(
-                        f"{make.__name__:<15}{directions:>11}  {name:<22}{count:>11}"
-                        f"{least:>11.0f}{median:>8.0f}"
-                    )
+    table = []
+    for row in rows(arguments.repeats):
+        table.append(row)
+        print("".join(f"{value!s:<15}" for value in row[:4]), f"{row[4]:<22}", *row[5:10])
+    if arguments.add:
+        new = not RESULTS.exists()
+        with RESULTS.open("a", newline="") as file:
+            csv.writer(file).writerows(([COLUMNS] if new else []) + table)
 
 
 if __name__ == "__main__":

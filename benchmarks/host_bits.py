@@ -60,7 +60,10 @@ if __name__ == "__main__":
     with open(OUT, "w") as file:
         json.dump(found, file, indent=0)
     errors = {case: f["error"] for case, f in found.items() if "error" in f}
-    print(f"{len(found)} of {len(list(chosen()))} calls, {len(errors)} raised", list(errors.items())[:3])
+    print(
+        f"{len(found)} of {len(list(chosen()))} calls, {len(errors)} raised",
+        list(errors.items())[:3],
+    )
     for path in BEFORE:
         before = json.load(open(path))
         differ = [case for case in found if case in before and found[case] != before[case]]

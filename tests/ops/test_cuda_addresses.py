@@ -2,6 +2,7 @@
 
 import collections
 import ctypes
+import math
 
 import pytest
 import torch
@@ -76,14 +77,17 @@ class Reader:
 
     at_once, cluster, together = 1000, 0, True
 
-    def __init__(self, sizes):
-        self.sizes, self.seen, self.places = sizes, [], []
+    def __init__(self, sizes, results):
+        self.sizes, self.results, self.seen, self.places = sizes, results, [], []
 
     def launch(self, grid, packed):
         both = (cuda_kernels.ForwardArguments, cuda_kernels.BackwardArguments)
         (struct,) = [s for s in both if ctypes.sizeof(s) == len(packed)]
         arguments = struct.from_buffer_copy(packed)
         found = {}
+        if "da" in arguments.pointers:
+            count = math.prod(self.results)
+            ctypes.memset(arguments.da, 0, count * self.sizes["wx"][0].itemsize)
         for name, (dtype, count) in self.sizes.items():
             if count and name in arguments.pointers and getattr(arguments, name):
                 raw = ctypes.string_at(getattr(arguments, name), count * dtype.itemsize)
@@ -138,7 +142,7 @@ def test_kernels_find_the_arguments_where_they_are_told(monkeypatch, option, dty
     for name, F in zip(("x", "h", "c"), (4 * H, 4 * H, H), strict=True):
         rows = 2 if option == "population" else 0
         sizes |= {f"{what}_{name}": (full, R * rows * F) for what in ("mean", "var")}
-    kernel = Reader(sizes)
+    kernel = Reader(sizes, (R, T, B, 4 * H))
     monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
     monkeypatch.setattr(portable_kernels, "_fits", lambda *sizes: True)
     monkeypatch.setattr(portable_kernels, "kernel", lambda *sizes: kernel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -14,12 +15,14 @@ from rbn.ops.definition import LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels, families
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.joined import Saved, factors_of, join
-from rbn.ops.gpu.lstm.kernel_arguments import FAR, LSTMCall, aligned, laid_out, rows_of
+from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, aligned, rows_of
 from rbn.ops.gpu.lstm.persistent.backward_kernel import lstm_backward
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.plan import Plan, plan_for
+from rbn.ops.gpu.lstm.prepare import begin_backward
 from rbn.ops.gpu.lstm.prepare_kernels import finish
 from rbn.ops.gpu.lstm.steps import step_launches
+from rbn.ops.gpu.lstm.workspace import VECTORS, Scratch, vector_size
 from rbn.ops.gpu.runtime.driver import device_of
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
@@ -31,6 +34,7 @@ log = logging.getLogger("rbn.ops.gpu")
 
 _AS_BEFORE = contextlib.nullcontext()
 _BLOCK, _UNITS = 512, 32  # sums, and columns of states, per program of `finish`
+_ROWS = 512  # programs of `finish` that order the rows of the gradient of W_h, at most
 # The gradients of a joined call, in the order of `_gradients`.
 _NAMES = ("weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0")
 
@@ -85,89 +89,79 @@ def _consumed(call: LSTMCall, wh: Tensor) -> Tensor | None:
 
 
 class _Sums:
-    """One float32 buffer for the gradients of `VECTORS`, and of w if there is one.
+    """The gradients of `VECTORS`, and of w if there is one, in one float32 buffer."""
 
-    Each part starts at a multiple of 16 bytes, as the kernels require.
-    """
+    def __init__(self, call: LSTMCall, scratch: Scratch | None) -> None:
+        """scratch: holds the buffer, for the CUDA C++ kernels."""
+        self._call, self._scratch = call, scratch
+        n = 4 * call.R * call.H
+        padded = vector_size(call.R * call.H)
+        self.sizes = [n] * 3 + [padded] * 2 + ([] if call.w is None else [n])
 
-    def __init__(self, call: LSTMCall) -> None:
-        n = call.R * call.H
-        padded = -(-n // 4) * 4
-        self.sizes = [4 * n] * 3 + [padded] * 2
-        if call.w is not None:
-            self.sizes.append(4 * n)
-        new = torch.empty if call.in_cuda else torch.zeros
-        self.memory = new(sum(self.sizes), dtype=torch.float32, device=call.term.device)
+    @functools.cached_property
+    def memory(self) -> Tensor:
+        """The buffer."""
+        size = sum(self.sizes)
+        if self._scratch is None:
+            return torch.zeros(size, dtype=torch.float32, device=self._call.term.device)
+        return self._scratch.part("dbias", size)
 
     def parts(self) -> list[Tensor]:
         return list(self.memory.split(self.sizes))
 
-    def at(self) -> dict[str, int]:
-        """The addresses of the parts, by their names in the kernels."""
-        begin, n, padded = self.memory.data_ptr(), 4 * self.sizes[0], 4 * self.sizes[3]
-        results = {
-            "dbias": begin,
-            "dgamma_x": begin + n,
-            "dgamma_h": begin + 2 * n,
-            "dgamma_c": begin + 3 * n,
-            "dbeta_c": begin + 3 * n + padded,
-        }
-        if len(self.sizes) > len(results):
-            results["dwx"] = begin + 3 * n + 2 * padded
-        return results
-
-    def gradients(self, call: LSTMCall) -> list[Tensor | None]:
+    def gradients(self) -> list[Tensor | None]:
         """The parts in the dtypes and shapes of the parameters; None for absent parameters."""
-        memory, types = self.memory, {v.dtype for v in self._parameters(call) if v is not None}
+        memory, types = self.memory, {v.dtype for v in self._parameters() if v is not None}
         if len(types) == 1 and memory.dtype not in types:  # round all of them at once
             memory = memory.to(next(iter(types)))
-        return self._fitted(call, memory.split_with_sizes(self.sizes))
+        return self._fitted(memory.split_with_sizes(self.sizes))
 
     def with_states(
-        self, call: LSTMCall, dh0: Tensor, dh: Tensor | None, dc: Tensor
-    ) -> list[Tensor | None] | None:
-        """`gradients`, then those of the initial states that all rows share, in one launch.
+        self, dweight: Tensor, dh0: Tensor, dh: Tensor | None, dc: Tensor
+    ) -> tuple[Tensor, list[Tensor | None]] | None:
+        """All gradients but those of the input term, in one launch.
 
-        Returns None if the launch does not cover the call: for Triton kernels, mixed dtypes, or
+        Returns the gradient of W_h with its rows ordered gate by gate; then `gradients`, followed
+        by those of the initial states, which all rows share. Returns None if the launch does not cover the call: for Triton kernels, mixed dtypes, or
         initial states that differ between rows. dh0: the part of h0's gradient that goes through
         W_h. dh: the part that does not, in float32, if any. dc: the gradient of c0, in float32.
         """
-        a = call.a
-        types = {v.dtype for v in (*self._parameters(call), a.h0, a.c0) if v is not None}
-        if not call.in_cuda or len(types) > 1 or not (call.shared(a.h0) and call.shared(a.c0)):
+        call, scratch = self._call, self._scratch
+        a, plan = call.a, call.plan
+        if scratch is None or plan.finish is None:
             return None
-        count, units = self.memory.numel(), call.R * call.H
-        out = torch.empty(count + 2 * units, dtype=next(iter(types)), device=dc.device)
-        tensors = (self.memory, dh0, dc if dh is None else dh, dc, out)
+        count, units, order = sum(self.sizes), call.R * call.H, plan.by_unit
+        out = torch.empty(count + 2 * units, dtype=plan.finish, device=dc.device)
+        by_gate = torch.empty_like(dweight) if order else dweight
 
         def arguments() -> Any:
             return (
-                (max(-(-count // _BLOCK), -(-units // _UNITS)), 1),
-                tensors,
+                (max(-(-count // _BLOCK), -(-units // _UNITS), order * min(4 * units, _ROWS)), 1),
+                (self.memory, dh0, dc if dh is None else dh, dc, out, dweight, by_gate),
                 (count, units, call.B, call.H),
                 {
                     "MORE": dh is not None,
                     "ROWS": min(128, power_of_two(call.B)),
                     "UNITS": _UNITS,
                     "BLOCK": _BLOCK,
+                    "ORDER": order,
                 },
             )
 
-        known = (count, units, call.B, call.H, dh is None, dh0.dtype, out.dtype)
-        addresses = tuple([tensor.data_ptr() for tensor in tensors])
-        launch_by_key(finish, known, addresses, arguments, out)
+        tensors = (dh0, dc if dh is None else dh, dc, out, dweight, by_gate)
+        addresses = (scratch.at["dbias"], *[tensor.data_ptr() for tensor in tensors])
+        launch_by_key(finish, (plan, dh is None, dh0.dtype), addresses, arguments, out)
         *parts, of_h, of_c = out.split_with_sizes([*self.sizes, units, units])
         states = (of_h, of_c) if not call.lead else (of_h.view(a.h0.shape), of_c.view(a.c0.shape))
-        return [*self._fitted(call, parts), *states]
+        return by_gate, [*self._fitted(parts), *states]
 
-    def _parameters(self, call: LSTMCall) -> list[Tensor | None]:
-        a = call.a
-        given = [a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c]
-        return given if call.w is None else [*given, call.w]
+    def _parameters(self) -> list[Tensor | None]:
+        given = [*self._call.given_vectors()]
+        return given if self._call.w is None else [*given, self._call.w]
 
-    def _fitted(self, call: LSTMCall, parts: Sequence[Tensor]) -> list[Tensor | None]:
+    def _fitted(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
         results: list[Tensor | None] = []
-        given = self._parameters(call)
+        given = self._parameters()
         for parameter, part, size in zip(given, parts, self.sizes, strict=True):
             if parameter is None:
                 results.append(None)
@@ -182,50 +176,48 @@ class _Sums:
 
 def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
     """Gradients of the input term (of W_x with one feature), then of `_NAMES`; None if absent."""
-    a, wx, w = call.a, call.term, call.w
-    doutput, last = incoming.output, incoming.states
+    a, wx, w, plan = call.a, call.term, call.w, call.plan
     assert r.wh is not None
     if log.isEnabledFor(logging.DEBUG):
         log.debug(
             "lstm backward R=%d T=%d B=%d H=%d %s: %s",
             *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
         )
-    polls = call.in_cuda and call.plan.polls["backward"]
-    da = _consumed(call, r.wh) if incoming.consume and not polls else None
-    if polls:  # it must start as EMPTY, so it needs memory of its own
-        bits = torch.int16 if wx.dtype != torch.float32 else torch.int32
-        da = torch.full(wx.shape, -1, dtype=bits, device=wx.device).view(wx.dtype)
-    elif da is None:
+    da = _consumed(call, r.wh) if incoming.consume else None
+    if da is None:
         da = wx.new_empty(wx.shape)
-    shared = a.norm == "none" or call.plan.joint  # both terms have the same gradient
+    shared = a.norm == "none" or plan.joint  # both terms have the same gradient
     dwx = None if w is not None else da if shared else torch.empty_like(wx)
-    sums = _Sums(call)
-    moments = _moments(call, r)
-    weight = a.weight_hh if a.weight_hh.dtype == wx.dtype else a.weight_hh.to(wx.dtype)
-    weight = aligned(weight)
-    if call.in_cuda:
-        dh, dc = _in_cuda(call, r, moments, weight, doutput, last, da, dwx, sums)
+    weight = aligned(call.weight())
+    scratch = Scratch(plan) if call.in_cuda else None
+    sums = _Sums(call, scratch)
+    if scratch is not None:
+        dh, dc = _in_cuda(call, r, weight, incoming, da, dwx, scratch)
     else:
         assert dwx is not None
-        dh, dc = _in_triton(call, r, moments, weight, doutput, last, da, dwx, sums)
+        dh, dc = _in_triton(call, r, weight, incoming, da, dwx, sums)
 
-    if call.plan.sequence and dwx is not None:
-        _sequence_backward(call, r, dwx.view(call.wx.shape), *sums.parts()[:2])
-    apart = shared or not (call.in_cuda and call.family == cuda_kernels.CLUSTER)
+    if plan.sequence and dwx is not None:
+        _sequence_backward(call, _moments(call, r), dwx.view(call.wx.shape), *sums.parts()[:2])
     with _multiplied_as_by_kernels(call):
-        dweight, dh0 = _through_weight(call, da, weight, r, apart)
+        dweight, dh0 = _through_weight(call, da, weight, r)
+    done = sums.with_states(dweight, dh0, dh, dc)
+    if done is not None:
+        dweight, result = done
+        if dweight.dtype != a.weight_hh.dtype:
+            dweight = dweight.to(a.weight_hh.dtype)
+        first = dwx if w is None else result.pop(len(result) - 3)
+        return [first, dweight, *result]
+    if plan.by_unit:
+        dweight = dweight.unflatten(-2, (call.H, 4)).transpose(-3, -2).flatten(-3, -2)
     if dweight.dtype != a.weight_hh.dtype:
         dweight = dweight.to(a.weight_hh.dtype)
-    result = sums.with_states(call, dh0, dh, dc)
-    if result is None:
-        result = sums.gradients(call)
-        if dh is not None:
-            dh0 = dh + dh0.to(torch.float32)
-        states = [_of_state(call, d, state) for d, state in ((dh0, a.h0), (dc, a.c0))]
-        first = result.pop() if dwx is None else dwx
-        return [first, dweight, *result, *states]
-    first = dwx if w is None else result.pop(len(result) - 3)
-    return [first, dweight, *result]
+    result = sums.gradients()
+    if dh is not None:
+        dh0 = dh + dh0.to(torch.float32)
+    states = [_of_state(call, d, state) for d, state in ((dh0, a.h0), (dc, a.c0))]
+    first = result.pop() if dwx is None else dwx
+    return [first, dweight, *result, *states]
 
 
 def _of_state(call: LSTMCall, gradient: Tensor, state: Tensor) -> Tensor:
@@ -236,10 +228,18 @@ def _of_state(call: LSTMCall, gradient: Tensor, state: Tensor) -> Tensor:
 
 
 def _moments(call: LSTMCall, r: Saved) -> list[Tensor | None]:
+    """The statistics that the forward kernels normalized with."""
+    if call.a.population:
+        return call.population()
+    if r.memory is None:
+        return [r.mean_x, r.var_x, r.mean_h, r.var_h, r.mean_c, r.var_c]
+    view = r.memory.as_strided
+    return [view(*part) if part else None for part in call.plan.moments.parts]
+
+
+def _raised(call: LSTMCall, moments: list[Tensor | None]) -> list[Tensor | None]:
     """The statistics that the backward kernels normalize with."""
     a = call.a
-    own = [r.mean_x, r.var_x, r.mean_h, r.var_h, r.mean_c, r.var_c]
-    moments = call.population() if a.population else own
     if a.batch_stats:
         var_x, var_h, var_c = moments[1::2]
         assert var_h is not None
@@ -252,73 +252,79 @@ def _moments(call: LSTMCall, r: Saved) -> list[Tensor | None]:
     return moments
 
 
+def _addresses(call: LSTMCall, r: Saved) -> tuple[dict[str, int], list[int]]:
+    """The addresses of what the forward pass prepared, and the rows of the statistics."""
+    plan, at, rows = call.plan, {}, call.plan.moments.rows
+    if r.memory is not None:
+        first = r.memory.data_ptr()
+        at = {name: first + begin for name, begin in plan.kept}
+    else:
+        named = zip(VECTORS, call.vectors(), call.given_vectors(), strict=True)
+        at = {name: call.address(full) for name, full, given in named if given is not None}
+    if r.memory is None or call.a.population or (call.a.batch_stats and not plan.raises):
+        moments = _moments(call, r)
+        at |= call.moments_at(moments if plan.raises else _raised(call, moments))
+        rows = rows_of(moments)
+    return at, rows
+
+
 def _in_cuda(
     call: LSTMCall,
     r: Saved,
-    moments: list[Tensor | None],
     weight: Tensor,
-    doutput: Tensor | None,
-    last: tuple[Tensor | None, ...],
+    incoming: Incoming,
     da: Tensor,
     dwx: Tensor | None,
-    sums: _Sums,
+    scratch: Scratch,
 ) -> tuple[Tensor | None, Tensor]:
     """Run in one launch. Returns the parts of the gradients of h0 and c0 that bypass W_h.
 
     The former is None if every row goes through every product.
     """
-    wx = call.term
-    at = call.addresses(cuda_kernels.backward_weight(call, weight))
-    at |= call.moments_at(moments)
-    at |= sums.at()
-    n, alone = call.R * call.B * call.H, last[0] is None and last[1] is None
-    own = -(-n // 4) * 16  # bytes of the gradient of a last state
-    zeroed = call.plan.zeroed["backward"]
+    plan, doutput, last = call.plan, incoming.output, incoming.states
+    kept, rows = _addresses(call, r)
+    at = scratch.at | kept | call.addresses(weight)
+    alone = last[0] is None and last[1] is None
     if alone:
-        zeroed = {"dh": own, "dc": own, "": 4 * FAR} | zeroed
-    zeros = torch.zeros(sum(zeroed.values()) // 4, dtype=torch.float32, device=wx.device)
-    at |= laid_out(zeroed, zeros.data_ptr())
-    if not alone:
+        dh, dc = (scratch.part(name, *call.lead, call.B, call.H) for name in ("dh", "dc"))
+    else:
         dh, dc = (_copied(call, grad) for grad in last)
         at["dh"], at["dc"] = dh.data_ptr(), dc.data_ptr()
     assert r.cs is not None
     assert r.wh is not None
-    at["cs"], at["wh"] = r.cs.data_ptr(), r.wh.data_ptr()
-    at["da"] = da.data_ptr()
+    at["cs"], at["wh"], at["da"] = r.cs.data_ptr(), r.wh.data_ptr(), da.data_ptr()
     if dwx is not None:
         at["dwx"] = dwx.data_ptr()
     if r.inputs is not None:
         at |= call.inputs_at(r.inputs)
     if doutput is not None:
         at["doutput"] = call.address(doutput.contiguous())
-    rows, has_doutput = rows_of(moments), doutput is not None
     with device_of(call.term):
-        launch = cuda_kernels.launch_for("backward", call, at, rows, has_doutput)
+        begin_backward(call, weight, at, scratch, alone, lambda: _moments(call, r))
+        if plan.raises:
+            at["var_h"], at["var_c"] = scratch.at["var_h"], scratch.at["var_c"]
+        if plan.turns:
+            at["weight"] = scratch.at["weight"]
+        launch = cuda_kernels.launch_for("backward", call, at, rows, doutput is not None)
         launch.kernel.launch(launch.grid, launch.arguments)
-    through = call.a.lengths is None and not call.plan.zoned
-    if alone:
-        shape = (*call.lead, call.B, call.H)
-        strides = (call.B * call.H, call.H, 1)[-len(shape) :]
-        dc = zeros.as_strided(shape, strides, own // 4)
-        return None if through else zeros.as_strided(shape, strides), dc
+    through = call.a.lengths is None and not plan.zoned
     return None if through else dh, dc
 
 
 def _in_triton(
     call: LSTMCall,
     r: Saved,
-    moments: list[Tensor | None],
     weight: Tensor,
-    doutput: Tensor | None,
-    last: tuple[Tensor | None, ...],
+    incoming: Incoming,
     da: Tensor,
     dwx: Tensor,
     sums: _Sums,
 ) -> tuple[Tensor | None, Tensor]:
     """Like `_in_cuda`, in one launch or in one per step."""
     a, T, B, wx = call.a, call.T, call.B, call.wx
+    doutput, moments = incoming.output, _raised(call, _moments(call, r))
     da, dwx = da.view(wx.shape), dwx.view(wx.shape)
-    dh, dc = (_copied(call, grad) for grad in last)
+    dh, dc = (_copied(call, grad) for grad in incoming.states)
     through = a.lengths is None and not call.plan.zoned
     if call.path == families.STEPS:
         dy = None if doutput is None else doutput.contiguous()
@@ -377,13 +383,10 @@ def _multiplied_as_by_kernels(call: LSTMCall) -> contextlib.AbstractContextManag
     return _AS_BEFORE
 
 
-def _through_weight(
-    call: LSTMCall, da: Tensor, weight: Tensor, r: Saved, apart: bool
-) -> tuple[Tensor, Tensor]:
+def _through_weight(call: LSTMCall, da: Tensor, weight: Tensor, r: Saved) -> tuple[Tensor, Tensor]:
     """The gradient of W_h, and the part of h0's gradient that goes through W_h.
 
-    apart: whether the columns of da are ordered gate by gate, like the rows of W_h; otherwise they
-    are ordered unit by unit.
+    The rows of the former are ordered unit by unit if the columns of da are, see `Plan.by_unit`.
     """
     first = _rows_of(da, 1)
     if r.hidden is not None:
@@ -398,8 +401,7 @@ def _through_weight(
             before = _rows_of(r.output, call.T - 1)
             add = torch.baddbmm if call.lead else torch.addmm
             dweight = add(dweight, columns_of(da, 1, call.T - 1), before)
-    if not apart:
-        dweight = dweight.unflatten(-2, (call.H, 4)).transpose(-3, -2).flatten(-3, -2)
+    if call.plan.by_unit:
         first = first.unflatten(-1, (call.H, 4)).transpose(-2, -1).flatten(-2)
     return dweight, _product(call, first, weight)
 
@@ -425,14 +427,19 @@ def columns_of(x: Tensor, first: int, count: int) -> Tensor:
 
 
 def _sequence_backward(
-    call: LSTMCall, r: Saved, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor
+    call: LSTMCall,
+    moments: list[Tensor | None],
+    dwx: Tensor,
+    dbias: Tensor,
+    dgamma_x: Tensor,
 ) -> None:
     """Add the contribution of sequencewise statistics to the input term's gradient, in place."""
     a, wide = call.a, (call.R, 1, 1, 4 * call.H)
-    assert r.mean_x is not None
-    assert r.var_x is not None
-    rstd = torch.rsqrt(r.var_x.view(wide) + a.eps)
-    x_hat = (call.wx - r.mean_x.view(wide)) * rstd
+    mean, var = moments[:2]
+    assert mean is not None
+    assert var is not None
+    rstd = torch.rsqrt(var.view(wide) + a.eps)
+    x_hat = (call.wx - mean.view(wide)) * rstd
     n: Tensor | int = call.T * call.B
     spread = dbias.view(wide) + x_hat * dgamma_x.view(wide)
     if a.lengths is not None:

@@ -12,8 +12,13 @@ from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.types import CONSTANT
 
-_BLOCK = 1024
-_PROGRAMS = 128  # not too many: each of them searches for the first step that differs
+BLOCK = 1024
+PROGRAMS = 128  # not too many: each of them searches for the first step that differs
+
+
+def raises_in_kernel(T: int, B: int, G: int) -> bool:
+    """Whether 32-bit indices suffice: they run past the end by up to one block per program."""
+    return max(T * G, B * G // 4) < 2**31 - PROGRAMS * BLOCK
 
 
 def raised_variances(
@@ -35,9 +40,8 @@ def raised_variances(
     """
     T, B, G = wx.shape[-3:]
     sequence = var_x is not None and var_x.shape[-2] != T
-    # The kernel's 32-bit indices run past the end by up to one block per program.
-    large = max(T * G, B * G // 4) >= 2**31 - _PROGRAMS * _BLOCK
-    if var_x is None or sequence or include or large:  # rare, not supported by the kernel
+    # Rare, and not supported by the kernel:
+    if var_x is None or sequence or include or not raises_in_kernel(T, B, G):
         seen = tuple(state for state in states if state is not None)
         variances = var_x, var_h, var_c
         before, after = identical_steps(seen, wx, *variances, eps, masked, lengths, include)
@@ -53,12 +57,12 @@ def raised_variances(
 
     def arguments() -> Any:
         return (
-            (min(_PROGRAMS, -(-T * G // _BLOCK)), var_h.numel() // (T * G)),
+            (min(PROGRAMS, -(-T * G // BLOCK)), var_h.numel() // (T * G)),
             tensors,
             (T, B, G // 4, CONSTANT * eps, 2 * CONSTANT * eps),
             {
                 **{"LOOK_H": look[0], "LOOK_C": look[1], "CELL": var_c is not None},
-                **{"MASKED": masked, "BLOCK": _BLOCK},
+                **{"MASKED": masked, "BLOCK": BLOCK},
             },
         )
 

@@ -44,13 +44,13 @@ def _raise(var, out, size, F, identical, floor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def raise_variances(
-    h0,  # [R, B, H]
+def raise_both(
+    h0,
     c0,
-    var_x,  # [R, T, 4H] float32
+    var_x,
     var_h,
-    var_c,  # [R, T, H] float32
-    new_h,  # as var_h
+    var_c,
+    new_h,
     new_c,
     T,
     B,
@@ -63,10 +63,7 @@ def raise_variances(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise both variances, see `identical_steps`. LOOK_H, LOOK_C: whether a state's rows differ.
-
-    A state whose rows are the same memory need not be read.
-    """
+    """The body of `raise_variances`."""
     r = tl.program_id(1).to(tl.int64)
     identical = 1
     if LOOK_H:
@@ -91,3 +88,48 @@ def raise_variances(
     _raise(var_h + r * T * 4 * H, new_h + r * T * 4 * H, T * 4 * H, 4 * H, before, floor, BLOCK)
     if CELL:
         _raise(var_c + r * T * H, new_c + r * T * H, T * H, H, after, floor, BLOCK)
+
+
+@triton.jit
+def raise_variances(
+    h0,  # [R, B, H]
+    c0,
+    var_x,  # [R, T, 4H] float32
+    var_h,
+    var_c,  # [R, T, H] float32
+    new_h,  # as var_h
+    new_c,
+    T,
+    B,
+    H,
+    limit,
+    floor,
+    LOOK_H: tl.constexpr,
+    LOOK_C: tl.constexpr,
+    CELL: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Raise both variances, see `identical_steps`. LOOK_H, LOOK_C: whether a state's rows differ.
+
+    A state whose rows are the same memory need not be read.
+    """
+    raise_both(
+        h0,
+        c0,
+        var_x,
+        var_h,
+        var_c,
+        new_h,
+        new_c,
+        T,
+        B,
+        H,
+        limit,
+        floor,
+        LOOK_H,
+        LOOK_C,
+        CELL,
+        MASKED,
+        BLOCK,
+    )

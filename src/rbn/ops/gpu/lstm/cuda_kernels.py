@@ -13,7 +13,6 @@ import logging
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from rbn.ops.definition import LSTMArguments
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
@@ -197,77 +196,73 @@ def launch_for(
     """Prepare the launch of the forward or the backward kernel on the current device.
 
     at: addresses by struct member; the kernel does not read missing ones. The backward kernel takes
-    W_h as returned by `backward_weight`. rows: rows of the statistics of x, h and c. has_doutput:
-    whether the output has a gradient.
+    W_h transposed if the plan says so. rows: rows of the statistics of x, h and c. has_doutput:
+    whether the output has a gradient. The plan caches the kernel and its grid.
     """
-    defines = call.plan.defines[has_doutput]
-    if call.family == CLUSTER:
-        return _cluster_launch(direction, call, at, rows, defines)
-    if call.family == GRID:
-        return _grid_launch(direction, call, at, rows, defines)
-    return _portable_launch(direction, call, at, rows, defines)
+    plan = call.plan
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("lstm %s in CUDA, %s: %s", direction, plan.family, plan.tilings[direction])
+    cached = plan.launches.get((direction, has_doutput))
+    if cached is None:
+        cached = plan.launches[direction, has_doutput] = _kernel_and_grid(
+            direction, plan, plan.defines[has_doutput]
+        )
+    if plan.family == CLUSTER:
+        return _cluster_launch(direction, call, cached, at, rows)
+    if plan.family == GRID:
+        return _grid_launch(direction, call, cached, at, rows)
+    return _portable_launch(direction, call, cached, at, rows)
+
+
+Cached = tuple[Kernel, tuple[int, int]]
+
+
+def _kernel_and_grid(direction: str, plan: Any, defines: tuple[Any, ...]) -> Cached:
+    """Compile the kernel if necessary. Raises if blocks that synchronize do not fit on the GPU."""
+    tiling, device = plan.tilings[direction], plan.term.device.index or 0
+    _, R, _, _, H = plan.sizes
+    dtype, splits = plan.term.dtype, 1
+    if plan.family == CLUSTER:
+        cluster = cluster_kernels.cluster_of(tiling, dtype, H, device)
+        assert cluster is not None
+        blocks = cluster
+        kernel = cluster_kernels.kernel(direction, tiling, cluster, device, defines)
+    elif plan.family == GRID:
+        blocks, splits = tiling.blocks, tiling.splits
+        kernel = grid_kernels.kernel(tiling, device, defines)
+    else:
+        blocks = -(-H // portable_kernels.UNITS)
+        shared = portable_kernels.shared_bytes(direction, tiling, dtype, H)
+        kernel = portable_kernels.kernel(direction, tiling, device, shared, defines)
+    # Clusters that do not synchronize with each other need not run at the same time.
+    if blocks * (R * splits if kernel.together else 1) > kernel.at_once:
+        raise RuntimeError("the blocks of the recurrence do not fit on the GPU at once")
+    return kernel, (blocks, R * splits)
 
 
 def _cluster_launch(
-    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
+    direction: str, call: Any, cached: Cached, at: dict[str, int], rows: list[int]
 ) -> Launch:
-    tiling, device = call.plan.tilings[direction], call.term.device.index or 0
-    cluster = cluster_kernels.cluster_of(tiling, call.term.dtype, call.H, device)
-    assert cluster is not None
-    log.debug("lstm %s in CUDA, cluster: %s, clusters of %d", direction, tiling, cluster)
-    kernel = cluster_kernels.kernel(direction, tiling, cluster, device, defines)
     struct = (_ONE_FEATURE if call.plan.one_feature else _STRUCTS)[direction]
-    return _launch(kernel, cluster, call, struct, at, rows)
+    return Launch(*cached, struct.packed(at, call.T, call.B, *rows, call.a.eps))
 
 
 def _grid_launch(
-    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
+    direction: str, call: Any, cached: Cached, at: dict[str, int], rows: list[int]
 ) -> Launch:
-    tiling = call.plan.tilings[direction]
-    log.debug("lstm %s in CUDA, grid: %s", direction, tiling)
-    kernel = grid_kernels.kernel(tiling, call.term.device.index or 0, defines)
-    spilled = call.R * tiling.spilled
+    spilled = call.R * call.plan.tilings[direction].spilled
     if spilled:
         spill = torch.empty(spilled, dtype=torch.uint8, device=call.term.device)
         call.kept.append(spill)
-        at = at | {"spilled": spill.data_ptr()}
+        at["spilled"] = spill.data_ptr()
     masks = (at.get(name, 0) for name in ("mask_c", "mask_h"))
     more = (call.a.rate_c, call.a.rate_h, *masks)
     struct = _GRID_STRUCTS[direction]
-    return _launch(kernel, tiling.blocks, call, struct, at, rows, *more, splits=tiling.splits)
+    return Launch(*cached, struct.packed(at, call.T, call.B, *rows, call.a.eps, *more))
 
 
 def _portable_launch(
-    direction: str, call: Any, at: dict[str, int], rows: list[int], defines: tuple[Any, ...]
+    direction: str, call: Any, cached: Cached, at: dict[str, int], rows: list[int]
 ) -> Launch:
-    tiling, dtype = call.plan.tilings[direction], call.term.dtype
-    log.debug("lstm %s in CUDA, portable: %s", direction, tiling)
-    shared = portable_kernels.shared_bytes(direction, tiling, dtype, call.H)
-    device = call.term.device.index or 0
-    kernel = portable_kernels.kernel(direction, tiling, device, shared, defines)
-    blocks = -(-call.H // portable_kernels.UNITS)
-    return _launch(kernel, blocks, call, _STRUCTS[direction], at, rows)
-
-
-def _launch(
-    kernel: Kernel,
-    blocks: int,
-    call: Any,
-    struct: Any,
-    at: dict[str, int],
-    rows: list[int],
-    *more: float,
-    splits: int = 1,
-) -> Launch:
-    # Clusters that do not synchronize with each other need not run at the same time.
-    if blocks * (call.R * splits if kernel.together else 1) > kernel.at_once:
-        raise RuntimeError("the blocks of the recurrence do not fit on the GPU at once")
-    packed = struct.packed(at, call.T, call.B, *rows, call.a.eps, *more)
-    return Launch(kernel, (blocks, call.R * splits), packed)
-
-
-def backward_weight(call: Any, weight: Tensor) -> Tensor:
-    """W_h in the backward kernel's layout: transposed, except for the `grid` kernels."""
-    if call.family == GRID:
-        return weight.contiguous()
-    return weight.transpose(-2, -1).contiguous()
+    struct = _STRUCTS[direction]
+    return Launch(*cached, struct.packed(at, call.T, call.B, *rows, call.a.eps))

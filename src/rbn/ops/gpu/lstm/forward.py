@@ -17,7 +17,7 @@ from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels, families
 from rbn.ops.gpu.lstm.input_moments import feature_moments, input_moments
 from rbn.ops.gpu.lstm.joined import Saved, join, to_save
-from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, laid_out, rows_of
+from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, rows_of
 from rbn.ops.gpu.lstm.persistent.forward_kernel import lstm_forward
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.plan import BATCH, plan_for
@@ -60,10 +60,11 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     saved = _NOTHING_SAVED
     if call.a.save:
         kept.update(to_save(call, calls))
-        kept.update(zip(LSTM.moments, moments, strict=True))
+        if separate or not plan.in_cuda:  # otherwise they are part of `memory`
+            kept.update(zip(LSTM.moments, moments, strict=True))
         if separate:  # the sizes must match `fake`, and no memory may be shared
             kept["wh"] = kept["wh"].narrow(0, 0, plan.saved[1])
-            kept["x"] = kept["w"] = kept["joined"] = None
+            kept["x"] = kept["w"] = kept["memory"] = None
         saved = Saved(**kept)
     return Results(output, states, tuple(moments), saved, plan)
 
@@ -118,31 +119,27 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
     cells, products, beyond = plan.saved
     cs = torch.empty(cells, dtype=full, device=device)
     wh = torch.empty(products + beyond, dtype=dtype, device=device)
-    weight = a.weight_hh if a.weight_hh.dtype == dtype else a.weight_hh.to(dtype)
-    at = call.addresses(weight.contiguous())
-    at |= new.at
+    at = new.at()
+    at |= call.addresses(call.weight())
     at["hs"], at["cs"], at["wh"] = hs.data_ptr(), cs.data_ptr(), wh.data_ptr()
-    at["c0"] = at["c_n"]  # each cell is read and written by one thread
-    if plan.clear:
-        at |= laid_out(plan.zeroed["forward"], at["clear"])
     if a.lengths is not None:
         h_n = _first_states(call)
         at["h_n"] = h_n.data_ptr()
-    rows = new.rows
+    rows = plan.moments.rows
     if a.population:
         given = call.population()
         at |= call.moments_at(given)
         rows = rows_of(given)
     inputs: Tensor | None = None
     if call.w is not None:
-        inputs = _inputs_of_one_feature(call, new, at["w"])
+        inputs = _inputs_of_one_feature(call, new, at)
         at |= call.inputs_at(inputs)
     elif plan.sequence:
         _sequence_moments(
             call.wx, call.lengths if a.lengths is not None else None, *new.input_moments()
         )
     elif call.x == BATCH:
-        _input_moments(call, new)
+        _input_moments(call, at["mean_x"], at["var_x"], new)
     with device_of(call.term):
         launch = cuda_kernels.launch_for("forward", call, at, rows)
         launch.kernel.launch(launch.grid, launch.arguments)
@@ -155,6 +152,7 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
     hidden = hs if stride == H and not separate else None
     saved: dict[str, Any] = {"wh": wh, "cs": cs, "hidden": hidden, "inputs": inputs}
     saved["output"] = output if hidden is None else None
+    saved["memory"] = new.memory
     return output, last, new.moments(), saved
 
 
@@ -169,12 +167,12 @@ def _last_states(call: LSTMCall, h: Tensor, new: Workspace) -> tuple[Tensor, Ten
         begin = 0 if h.dim() == h_n.dim() else (call.T - 1) * strides[-3]
         return (
             (-(-size // _BLOCK), 1),
-            (h, new.cell(), h_n, c_n),
+            (h, new.part(0, call.plan.cell), h_n, c_n),
             (begin, strides[0] if call.lead else 0, size, call.B * H),
             {"H": H, "STRIDE": strides[-2], "BLOCK": _BLOCK},
         )
 
-    addresses = (h.data_ptr(), new.at["c_n"], h_n.data_ptr(), c_n.data_ptr())
+    addresses = (h.data_ptr(), new.first, h_n.data_ptr(), c_n.data_ptr())
     launch_by_key(last_states, (call.plan,), addresses, arguments, wx)
     return h_n, c_n
 
@@ -198,7 +196,8 @@ def _in_triton(call: LSTMCall, separate: bool) -> Run:
     natural.select(-3, 0).copy_(_broadcast(call, a.c0))
     if call.path == families.STEPS:
         if call.x == BATCH:
-            _input_moments(call, new)
+            mean, var = new.input_moments()
+            _input_moments(call, mean.data_ptr(), var.data_ptr(), new)
         step_launches.forward(call, moments, hs, natural, wh, h_n)
         return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.moments(), separate)
     barrier = torch.zeros(R, dtype=torch.int32, device=device)
@@ -290,8 +289,8 @@ def _outputs(
     return output, (last, c_n.to(dtype, copy=True)), moments, saved
 
 
-def _input_moments(call: LSTMCall, new: Workspace) -> None:
-    """Write mean and var of the input term of every step into the workspace `new`."""
+def _input_moments(call: LSTMCall, mean: int, var: int, new: Workspace) -> None:
+    """Write mean and var of the input term of every step to these addresses in `new`."""
     wx = call.term
     padded = call.a.lengths is not None and not call.plan.include
     lengths = call.lengths if padded else wx  # wx: a placeholder that the kernel does not read
@@ -310,26 +309,26 @@ def _input_moments(call: LSTMCall, new: Workspace) -> None:
             },
         )
 
-    addresses = (wx.data_ptr(), new.at["mean_x"], new.at["var_x"], lengths.data_ptr())
+    addresses = (wx.data_ptr(), mean, var, lengths.data_ptr())
     launch_by_key(input_moments, (call.plan,), addresses, arguments, wx)
 
 
-def _inputs_of_one_feature(call: LSTMCall, new: Workspace, w: int) -> Tensor:
+def _inputs_of_one_feature(call: LSTMCall, new: Workspace, at: dict[str, int]) -> Tensor:
     """The inputs in the kernels' layout, followed by their variances.
 
-    Writes the minibatch statistics of the input term into the workspace `new`. w: the address of
-    `call.w` in float32.
+    Writes the minibatch statistics of the input term into the workspace `new`. at: addresses by
+    name, also that of `call.w` in float32.
     """
     a, R, T, B, G = call.a, call.R, call.T, call.B, 4 * call.H
     x = a.input  # expanded: all columns are the same memory
-    S, rows = call.input_rows, new.rows[0] if call.x == BATCH else 0
+    S, rows = call.input_rows, call.plan.moments.rows[0] if call.x == BATCH else 0
     size = R * T * S
     memory = torch.empty(size + R * rows, dtype=torch.float32, device=x.device)
     if call.plan.sequence:
         x = _sequence_centered(call, memory.narrow(0, size, R), new)
     batch, padded = call.x == BATCH and not call.plan.sequence, a.lengths is not None
-    addresses = [x.data_ptr(), w, memory.data_ptr()]
-    addresses += [new.at["mean_x"], new.at["var_x"]] if batch else addresses[2:] * 2
+    addresses = [x.data_ptr(), at["w"], memory.data_ptr()]
+    addresses += [at["mean_x"], at["var_x"]] if batch else addresses[2:] * 2
     lengths = call.lengths if padded else memory  # memory: a placeholder, not read
     addresses.append(lengths.data_ptr())
 

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.lstm.kernel_arguments import VECTORS, LSTMCall
+from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall
 from rbn.ops.gpu.lstm.plan import Plan
 from rbn.ops.gpu.lstm.prepare import padded_factors
+from rbn.ops.gpu.lstm.workspace import VECTORS
 
 _OTHERS = LSTM.tensors[len(LSTM.gradients) :]  # tensors without a gradient
 
@@ -38,7 +39,7 @@ class Saved(NamedTuple):
     vectors: Tensor | None = None
     h0: Tensor | None = None
     c0: Tensor | None = None
-    joined: Tensor | None = None  # see `LSTMCall`
+    memory: Tensor | None = None  # of the `Workspace`; the statistics below are then absent
     inputs: Tensor | None = None  # inputs of one feature in the kernels' layout
     output: Tensor | None = None  # [R, T, B, H], if it is not a view of `hidden`
     mean_x: Tensor | None = None  # [R, T, 4H], or [R, 1, 4H] for sequencewise statistics
@@ -61,15 +62,14 @@ def join(calls: Sequence[LSTMArguments], plan: Plan, saved: Saved | None = None)
     if len(calls) > 1:
         return _join_several(calls, plan, saved)
     (a,) = calls
-    joined = None if saved is None else saved.joined
     if a.weight_ih is None:
-        return LSTMCall(a, plan, None, joined)
+        return LSTMCall(a, plan)
     if plan.one_feature:
         x = a.input.expand(-1, -1, 4 * plan.sizes[-1])
-        return LSTMCall(_with_term(a, x), plan, a.weight_ih, joined)
+        return LSTMCall(_with_term(a, x), plan, a.weight_ih)
     if saved is not None:
         assert saved.term is not None
-        return LSTMCall(_with_term(a, saved.term), plan, None, joined)
+        return LSTMCall(_with_term(a, saved.term), plan)
     x, w = padded_factors(a.input, a.weight_ih)
     call = LSTMCall(_with_term(a, F.linear(x, w)), plan)
     call.factors = [(x, w)]
@@ -98,14 +98,13 @@ def _join_several(calls: Sequence[LSTMArguments], plan: Plan, saved: Saved | Non
         for (x, w_x), part in zip(factors, term.flatten(1, 2).unbind(), strict=True):
             torch.mm(x.view(-1, x.shape[-1]), w_x.t(), out=part)
     given: dict[str, Any] = {name: _stack(calls, name) for name in _OTHERS if name != "lengths"}
-    vectors, in_full = _vectors(calls, None if saved is None else saved.vectors)
+    vectors = _vectors(calls) if saved is None or saved.vectors is None else saved.vectors
     if saved is None or saved.weights is None:
         given |= {name: _stack(calls, name) for name in ("weight_hh", "h0", "c0")}
     else:
         given |= {"weight_hh": saved.weights, "h0": saved.h0, "c0": saved.c0}
     given |= _split_vectors(calls, vectors)
-    joined = in_full if saved is None else saved.joined
-    call = LSTMCall(first._replace(input=term, weight_ih=None, **given), plan, w, joined)
+    call = LSTMCall(first._replace(input=term, weight_ih=None, **given), plan, w)
     call.factors, call.vectors_of_all = factors, vectors
     return call
 
@@ -115,20 +114,10 @@ def _stack(calls: Sequence[LSTMArguments], name: str) -> Tensor | None:
     return None if values[0] is None else torch.stack(values)
 
 
-def _vectors(
-    calls: Sequence[LSTMArguments], made: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The parameters `VECTORS` of all calls in one tensor, and a float32 copy if it is not float32.
-
-    Both are None if their dtypes differ. made: the tensor, if it already exists.
-    """
-    if made is not None:
-        return made, None
+def _vectors(calls: Sequence[LSTMArguments]) -> Tensor | None:
+    """The parameters `VECTORS` of all calls in one tensor; None if their dtypes differ."""
     present = [v for name in VECTORS for a in calls if (v := getattr(a, name)) is not None]
-    if len({vector.dtype for vector in present}) != 1:
-        return None, None
-    vectors = torch.cat(present)
-    return vectors, None if vectors.dtype == torch.float32 else vectors.float()
+    return torch.cat(present) if len({vector.dtype for vector in present}) == 1 else None
 
 
 def _split_vectors(calls: Sequence[LSTMArguments], vectors: Tensor | None) -> dict[str, Any]:
@@ -150,7 +139,7 @@ def _split_vectors(calls: Sequence[LSTMArguments], vectors: Tensor | None) -> di
 
 def to_save(call: LSTMCall, calls: Sequence[LSTMArguments]) -> dict[str, Tensor | None]:
     """The fields of `Saved` that `join` computed."""
-    kept: dict[str, Tensor | None] = {"joined": call.joined}
+    kept: dict[str, Tensor | None] = {}
     if call.factors:
         kept["term"] = call.a.input
     for suffix, (x, w), a in zip(("", "_reverse"), call.factors, calls, strict=False):

@@ -17,9 +17,6 @@ from rbn.ops.gpu.lstm.plan import BATCH, Plan
 from rbn.ops.gpu.stepwise import zone
 from rbn.ops.types import valid_steps
 
-VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
-FAR = 32  # elements between results and counters, so that they share no cache line
-
 
 def aligned(tensor: Tensor) -> Tensor:
     """The tensor at an address that is a multiple of 16; copies a view that starts elsewhere.
@@ -38,15 +35,11 @@ class LSTMCall:
             stacked. With `plan.one_feature`, `input` is the feature, expanded to the term's shape.
         term: the input term, contiguous, in its original shape.
         w: W_x of inputs of one feature, ``[R, 4H, 1]``.
-        joined: the parameters `VECTORS` in one float32 tensor, if the kernels needed a conversion;
-            saved so that the backward pass need not repeat it.
         kept: tensors whose addresses were passed to kernels, to keep them alive.
     """
 
-    def __init__(
-        self, a: LSTMArguments, plan: Plan, w: Tensor | None = None, joined: Tensor | None = None
-    ) -> None:
-        self.a, self.plan, self.w, self.joined = a, plan, w, joined
+    def __init__(self, a: LSTMArguments, plan: Plan, w: Tensor | None = None) -> None:
+        self.a, self.plan, self.w = a, plan, w
         self.term = aligned(a.input.contiguous()) if w is None else a.input
         self.lead, self.R, self.T, self.B, self.H = plan.sizes
         self.path, self.in_cuda, self.x = plan.path, plan.in_cuda, plan.x
@@ -122,33 +115,18 @@ class LSTMCall:
         return value.to(torch.float32, memory_format=torch.contiguous_format)
 
     def vectors(self) -> list[Tensor]:
-        """The parameters `VECTORS` in float32; half-precision ones are converted all at once."""
-        given = self._vectors()
-        self._join()
-        if self.joined is None:
-            return [self.full(v) for v in given]
-        parts = iter(self.joined.split([v.numel() for v in given if v is not None]))
-        return [self.empty if v is None else next(parts) for v in given]
+        """The parameters `VECTORS` in float32."""
+        return [self.full(v) for v in self.given_vectors()]
 
-    def _vectors(self) -> tuple[Tensor | None, ...]:
+    def given_vectors(self) -> tuple[Tensor | None, ...]:
+        """The parameters `VECTORS`."""
         a = self.a
         return a.bias, a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c
 
-    def to_join(self) -> tuple[Tensor | None, ...]:
-        """The parameters `VECTORS` if `joined` is still to be made from them, else ()."""
-        if self.joined is not None:
-            return ()
-        given = self._vectors()
-        types = {v.dtype for v in given if v is not None}
-        return given if len(types) == 1 and torch.float32 not in types else ()
-
-    def _join(self) -> None:
-        """Make `joined` from the parameters that exist, if it is needed and not yet made."""
-        present = [v for v in self.to_join() if v is not None]
-        if present:
-            # Those of 4H come first, so each starts at a multiple of 16 bytes.
-            flat = [v.reshape(-1) for v in present] if self.lead else present
-            self.joined = torch.cat(flat).float()
+    def weight(self) -> Tensor:
+        """W_h, contiguous and in the term's dtype."""
+        weight, dtype = self.a.weight_hh, self.term.dtype
+        return (weight if weight.dtype == dtype else weight.to(dtype)).contiguous()
 
     def population(self) -> list[Tensor | None]:
         """The given mean and var of the terms x, h and c in float32; None for absent ones."""
@@ -178,7 +156,7 @@ class LSTMCall:
         return at
 
     def addresses(self, weight: Tensor) -> dict[str, int]:
-        """The addresses that both directions need, by their names in the kernels' structs.
+        """The addresses of arguments, by their names in the kernels' structs.
 
         Absent tensors have no entry.
         """
@@ -187,21 +165,6 @@ class LSTMCall:
             results["wx"] = self.address(self.term)
         else:
             results["w"] = self.address(self.full(self.w))
-        if self.joined is None:
-            self._join()
-        joined = self.joined
-        at = first = 0 if joined is None else joined.data_ptr()
-        for name, value in zip(VECTORS, self._vectors(), strict=True):
-            if value is None:
-                continue
-            if joined is None:
-                results[name] = self.address(self.full(value))
-                continue
-            size = value.numel()
-            results[name] = at
-            if at % 16:
-                results[name] = self.address(joined.narrow(0, (at - first) // 4, size))
-            at += 4 * size
         if self.a.lengths is not None:
             results["lengths"], results["inv_n"] = map(self.address, (self.lengths, self.inv_n))
         if self.plan.zoned:
@@ -266,15 +229,6 @@ class LSTMCall:
             "UNITS": tiles.units,
             "PROGRAMS": tiles.programs,
         }
-
-
-def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
-    """The address of each part, laid out one after another from `begin`. sizes: in bytes."""
-    results = {}
-    for name, size in sizes.items():
-        results[name] = begin
-        begin += size
-    return results
 
 
 def rows_of(moments: Sequence[Tensor | None]) -> list[int]:

@@ -10,9 +10,18 @@ import torch
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels, families
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
+from rbn.ops.gpu.lstm.constant_terms import raises_in_kernel
 from rbn.ops.gpu.lstm.cuda_kernels import CLUSTER
 from rbn.ops.gpu.lstm.term import Term
-from rbn.ops.gpu.lstm.workspace import saved_sizes, statistics_layout, stride_of
+from rbn.ops.gpu.lstm.workspace import (
+    FAR,
+    VECTORS,
+    laid_out,
+    saved_sizes,
+    statistics_layout,
+    stride_of,
+    vector_size,
+)
 from rbn.ops.gpu.runtime import triton_functions
 
 NONE, BATCH, GIVEN = (
@@ -46,7 +55,17 @@ class Plan:
         zeroed: see `cuda_kernels.zeroed`.
         cell: float32 elements for the last cells; a multiple of 4, and 0 for other kernels.
         clear: 4-byte elements that must be zero before the forward pass; likewise.
-        defines: the macros they are compiled with, by whether the output has a gradient.
+        vectors: float32 elements for the parameters `VECTORS`; likewise.
+        places: the parts of the workspace that the forward kernel gets, and their byte offsets.
+        kept: the same, those that the backward kernel reads.
+        scratch: the layout of the backward pass's `Scratch`.
+        raises: whether variances are raised in the launch that prepares the backward pass.
+        sums: float32 elements of the gradients of `VECTORS` (and of W_x with one feature).
+        finish: the dtype of these gradients and those of the initial states, if it is the same
+            for all and all rows share the initial states.
+        by_unit: whether the columns of d(W_h h) are ordered unit by unit, not gate by gate.
+        turns: whether the backward kernel takes W_h transposed.
+        launches: see `cuda_kernels.launch_for`.
     """
 
     def __init__(self, a: LSTMArguments, term: Term, one_feature: bool, path: str) -> None:
@@ -72,11 +91,16 @@ class Plan:
             "CELL": mode if normalized and a.gamma_c is not None else NONE,
         }
         self.saved = saved_sizes(term.shape, a.save)
-        self.cell = self.clear = 0
-        self.lockstep = True
+        self.cell = self.clear = self.vectors = 0
+        self.lockstep, self.by_unit = True, False
         if self.in_cuda:
             self._add_cuda(a)
-        self.moments = statistics_layout(LSTM.statistics_shapes(a, *lead), self.cell + self.clear)
+        self.ahead = self.cell + self.clear + self.vectors
+        self.moments = statistics_layout(LSTM.statistics_shapes(a, *lead), self.ahead)
+        if self.in_cuda:
+            self.kept += self.moments.at
+            self.places += self.kept
+            self._add_backward(a)
 
     def _add_cuda(self, a: LSTMArguments) -> None:
         _, R, _, B, H = self.sizes
@@ -92,10 +116,41 @@ class Plan:
         self.lockstep = splits == 1 or self.flags["NORM"] == BATCH
         self.cell = -(-R * B * H // 4) * 4
         self.clear = sum(self.zeroed["forward"].values()) // 4
+        zeros = laid_out(self.zeroed["forward"], 4 * self.cell)
+        self.places = [("c_n", 0), ("c0", 0), *zeros.items()]  # a thread owns a cell: one buffer
+        present = [name for name in VECTORS if getattr(a, name) is not None]
+        sizes = {name: 4 * vector_size(R * getattr(a, name).shape[-1]) for name in present}
+        self.vectors = sum(sizes.values()) // 4
+        self.kept = [*laid_out(sizes, 4 * (self.cell + self.clear)).items()]
         self.defines = {
             doutput: cuda_kernels.defines(a, self.flags, H, self.one_feature, doutput)
             for doutput in (False, True)
         }
+        self.launches: dict[tuple[str, bool], Any] = {}
+
+    def _add_backward(self, a: LSTMArguments) -> None:
+        _, R, T, B, H = self.sizes
+        self.turns = self.family != cuda_kernels.GRID
+        self.by_unit = self.family == CLUSTER and a.norm != "none"
+        vectors = [getattr(a, name) for name in VECTORS]
+        given = [*vectors, a.h0, a.c0, *([a.weight_ih] if self.one_feature else [])]
+        dtypes = {tensor.dtype for tensor in given if tensor is not None}
+        shared = a.h0.dim() == a.c0.dim() == 1
+        self.finish = next(iter(dtypes)) if shared and len(dtypes) == 1 else None
+        self.raises = a.batch_stats and not a.sequence and raises_in_kernel(T, B, 4 * H)
+        states, raised, n = 4 * vector_size(R * B * H), R * T * self.raises, 4 * R * H
+        # Results and counters are apart, so that they share no cache line.
+        sizes = {"dh": states, "dc": states, "apart": 4 * FAR, "zeroed": 0}
+        sizes |= self.zeroed["backward"] | {"sums": 4 * FAR}
+        self.sums = {"dbias": n, "dgamma_x": n, "dgamma_h": n}
+        self.sums |= dict.fromkeys(("dgamma_c", "dbeta_c"), vector_size(R * H))
+        if self.one_feature:
+            self.sums["dwx"] = n
+        sizes |= {name: 4 * size for name, size in self.sums.items()}
+        sizes |= {"var_h": 16 * raised * H, "var_c": 4 * vector_size(raised * H)}
+        turned = self.turns * R * 4 * H * H * self.term.dtype.itemsize
+        sizes |= {"weight": max(16, turned), "end": 0}
+        self.scratch = laid_out(sizes, 0)
 
 
 def plan_for(calls: Sequence[LSTMArguments], separate: bool) -> Plan:
@@ -106,9 +161,9 @@ def plan_for(calls: Sequence[LSTMArguments], separate: bool) -> Plan:
     """
     a, count = calls[0], len(calls)
     may_skip_term = a.input.shape[-1] == 1 and not separate and all(map(_has_one_feature, calls))
-    present = tuple([tensor is None for tensor in a[:_TENSORS]])
-    like = a.input.shape, a.weight_hh.shape, a.input.dtype, a.input.device
-    key = (count, *like, present, a[_TENSORS:], may_skip_term)
+    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in a[:_TENSORS]])
+    like = a.input.shape, a.weight_hh.shape, a.h0.dim(), a.c0.dim(), a.input.device
+    key = (count, *like, dtypes, a[_TENSORS:], may_skip_term)
     plan: Plan = once(key, lambda: _new_plan(a, count, may_skip_term))
     return plan
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rbn.ops.gpu.lstm import prepare_kernels
+from rbn.ops.gpu.lstm.constant_terms import BLOCK, PROGRAMS
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare_kernels import begin, pad_rows
-from rbn.ops.gpu.lstm.workspace import Workspace
+from rbn.ops.gpu.lstm.workspace import Scratch, Workspace
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key, launch_cached
 from rbn.ops.input_term import factors, padding
+from rbn.ops.types import CONSTANT
 
 _BLOCK = 1024
+_TILE = 32  # rows and columns of the tiles in which W_h is transposed
 _PRESENT = ("BIAS", "GAMMA_X", "GAMMA_H", "GAMMA_C", "BETA_C")
 _WIDEST = 256  # columns per row that the kernel pads, at most
 
@@ -50,39 +55,88 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return rows, view((m, width), (width, 1), n * width)
 
 
-def begin_states(call: LSTMCall, hs: Tensor, space: Workspace) -> None:
-    """Copy h0 and c0 into their buffers, make `LSTMCall.joined` if needed, and zero `clear`.
+def begin_states(call: LSTMCall, hs: Tensor, new: Workspace) -> None:
+    """Copy h0 and c0 into their buffers and the parameters `VECTORS` into `new`; zero the rest.
 
     hs: ``[..., T + 1, B, stride]``.
     """
+    plan = call.plan
     h0, h_r, h_b = _with_strides(call, call.a.h0)
     c0, c_r, c_b = _with_strides(call, call.a.c0)
-    joined = hs  # a placeholder that the kernel does not read
-    given = call.to_join() or (None,) * 5
-    vectors = [hs if v is None else v.contiguous() for v in given]
-    size = sum([v.numel() for v in given if v is not None])
-    if size:
-        joined = call.joined = torch.empty(size, dtype=torch.float32, device=hs.device)
-    tensors, strides = [h0, c0, *vectors, hs], (h_r, h_b, c_r, c_b)
+    given = call.given_vectors()
+    tensors = [h0, c0, *[hs if v is None else v.contiguous() for v in given], hs]
 
     def arguments() -> Any:
-        stride, cell, clear = hs.shape[-1], space.cell(), space.clear()
-        of_one, units, zeros = call.B * stride, call.R * call.H, clear.numel()
-        present = [v is not None for v in given]
+        stride, clear = hs.shape[-1], plan.cell + plan.clear
+        of_one, units = call.B * stride, call.R * call.H
+        ends = (0, plan.cell), (plan.cell, plan.clear), (clear, plan.vectors)
+        cell, zeros, joined = [new.part(*end) for end in ends]
         return (
-            (-(-max(call.R * of_one, zeros, 4 * units) // _BLOCK), 1),
-            [*tensors, cell, joined, clear if zeros else cell],
-            (call.R * of_one, of_one, (call.T + 1) * of_one, *strides, zeros),
+            (-(-max(call.R * of_one, plan.clear, 4 * units) // _BLOCK), 1),
+            [*tensors, cell, joined, zeros.view(torch.int32)],
+            (call.R * of_one, of_one, (call.T + 1) * of_one, h_r, h_b, c_r, c_b, plan.clear),
             {"H": call.H, "STRIDE": stride, "UNITS": units}
-            | dict(zip(_PRESENT, present, strict=True))
+            | {name: v is not None for name, v in zip(_PRESENT, given, strict=True)}
             | {"BLOCK": _BLOCK},
         )
 
-    kinds = [None if v is None else v.dtype for v in given]
-    known = (call.plan, h0.dtype, c0.dtype, *kinds, *strides)
-    at = [tensor.data_ptr() for tensor in tensors]
-    addresses = (*at, space.at["c_n"], joined.data_ptr(), space.at["clear"])
-    launch_by_key(begin, known, addresses, arguments, hs)
+    first = new.first
+    own = first, first + 4 * (plan.cell + plan.clear), first + 4 * plan.cell
+    addresses = (*[tensor.data_ptr() for tensor in tensors], *own)
+    launch_by_key(begin, (plan, h_r, h_b, c_r, c_b), addresses, arguments, hs)
+
+
+def begin_backward(
+    call: LSTMCall,
+    weight: Tensor,
+    at: dict[str, int],
+    new: Scratch,
+    alone: bool,
+    moments: Callable[[], Sequence[Tensor | None]],
+) -> None:
+    """Raise variances, transpose W_h and zero memory, as far as the plan says so.
+
+    at: the addresses of the variances. alone: whether the gradients of the last states start as
+    zero, too. moments: returns mean and var of the terms; called only if Triton must inspect them.
+    """
+    plan, a = call.plan, call.a
+    states: list[Tensor | None] = [None, None]
+    if plan.raises:  # a state whose rows are the same memory need not be read
+        both = [None if call.shared(s) or s.stride(-2) == 0 else s for s in (a.h0, a.c0)]
+        states = [None if state is None else state.contiguous() for state in both]
+    begin = 0 if alone else plan.scratch["zeroed"]
+    look = [state is not None for state in states]
+
+    def arguments() -> Any:
+        _, R, T, B, H = plan.sizes
+        zeros = (plan.scratch["sums"] - begin) // 4
+        blocks = -(-zeros // BLOCK), plan.raises * -(-4 * T * H // BLOCK)
+        tiles = plan.turns * -(-4 * H // _TILE) * -(-H // _TILE)
+        given = (
+            [weight if m is None else m for m in moments()[1::2]] if plan.raises else [weight] * 3
+        )
+        parts = [new.part(name, 1) for name in ("var_h", "var_c")]
+        parts += [new.part("weight", 1).view(weight.dtype), new.memory.narrow(0, begin // 4, 1)]
+        return (
+            (min(PROGRAMS, max(1, *blocks, tiles)), R),
+            [*[weight if s is None else s for s in states], *given, weight, *parts],
+            (T, B, H, zeros, CONSTANT * a.eps, 2 * CONSTANT * a.eps),
+            {
+                **{"LOOK_H": look[0], "LOOK_C": look[1], "CELL": a.gamma_c is not None},
+                **{"MASKED": a.mask_c is not None or a.mask_h is not None},
+                **{"RAISE": plan.raises, "TURN": plan.turns, "TILE": _TILE, "BLOCK": BLOCK},
+            },
+        )
+
+    own, of_new = weight.data_ptr(), new.at
+    addresses = (
+        *[own if state is None else state.data_ptr() for state in states],
+        *(at.get("var_x", own), at.get("var_h", own), at.get("var_c", own), own),
+        *(of_new["var_h"], of_new["var_c"], of_new["weight"], of_new["dh"] + begin),
+    )
+    launch_by_key(
+        prepare_kernels.begin_backward, (plan, *look, alone), addresses, arguments, weight
+    )
 
 
 def _with_strides(call: LSTMCall, state: Tensor) -> tuple[Tensor, int, int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rbn.ops.gpu.lstm.constant_terms_kernel import raise_both
+
 
 @triton.jit
 def pad_rows(
@@ -36,7 +38,7 @@ def pad_rows(
 @triton.jit
 def _widen(vector, joined, at, SIZE: tl.constexpr):
     tl.store(joined + at, tl.load(vector + at, mask=at < SIZE).to(tl.float32), mask=at < SIZE)
-    return joined + SIZE
+    return joined + (SIZE + 3) // 4 * 4
 
 
 @triton.jit
@@ -50,7 +52,7 @@ def begin(
     beta_c,
     hs,  # [R, T + 1, B, STRIDE]
     c_n,  # [R, B, H] float32
-    joined,  # float32, the vectors that exist, one after another
+    joined,  # float32, the vectors that exist, each at a multiple of 16 bytes
     clear,  # int32, `zeros` of them
     states,  # R * B * STRIDE
     of_one,  # B * STRIDE
@@ -90,6 +92,76 @@ def begin(
     if BETA_C:
         joined = _widen(beta_c, joined, at, UNITS)
     tl.store(clear + at, tl.zeros((BLOCK,), tl.int32), mask=at < zeros)
+
+
+@triton.jit
+def _transpose(a, out, rows, columns, TILE: tl.constexpr):
+    """Write a ``[rows, columns]`` to out ``[columns, rows]``."""
+    across = tl.cdiv(columns, TILE)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, TILE) * across, tl.num_programs(0)):
+        row = tile // across * TILE + tl.arange(0, TILE)
+        column = tile % across * TILE + tl.arange(0, TILE)
+        inside = (row[:, None] < rows) & (column[None, :] < columns)
+        x = tl.load(a + row[:, None] * columns + column[None, :], mask=inside)
+        at = column[:, None] * rows + row[None, :]
+        tl.store(out + at, tl.trans(x), mask=(column[:, None] < columns) & (row[None, :] < rows))
+
+
+@triton.jit
+def begin_backward(
+    h0,  # [R, B, H]
+    c0,
+    var_x,  # [R, T, 4H] float32
+    var_h,
+    var_c,  # [R, T, H] float32
+    weight,  # [R, 4H, H]
+    new_h,  # as var_h
+    new_c,
+    turned,  # [R, H, 4H]
+    clear,  # float32, `zeros` of them
+    T,
+    B,
+    H,
+    zeros,
+    limit,
+    floor,
+    LOOK_H: tl.constexpr,
+    LOOK_C: tl.constexpr,
+    CELL: tl.constexpr,
+    MASKED: tl.constexpr,
+    RAISE: tl.constexpr,
+    TURN: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Raise variances as `raise_variances` if RAISE, transpose W_h if TURN, and zero `clear`."""
+    if RAISE:
+        raise_both(
+            h0,
+            c0,
+            var_x,
+            var_h,
+            var_c,
+            new_h,
+            new_c,
+            T,
+            B,
+            H,
+            limit,
+            floor,
+            LOOK_H,
+            LOOK_C,
+            CELL,
+            MASKED,
+            BLOCK,
+        )
+    r = tl.program_id(1).to(tl.int64)
+    if TURN:
+        _transpose(weight + r * 4 * H * H, turned + r * 4 * H * H, 4 * H, H, TILE)
+    if r == 0:
+        for start in range(tl.program_id(0) * BLOCK, zeros, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            tl.store(clear + at, tl.zeros((BLOCK,), tl.float32), mask=at < zeros)
 
 
 @triton.jit
@@ -140,6 +212,8 @@ def finish(
     dh,  # the same in float32, to be added if MORE
     dc,
     out,  # `count` numbers, then twice [R, H]
+    by_unit,  # [R, H, 4, H]
+    by_gate,  # [R, 4, H, H]
     count,
     units,  # R * H
     B,
@@ -148,8 +222,12 @@ def finish(
     ROWS: tl.constexpr,
     UNITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ORDER: tl.constexpr,
 ):
-    """Convert gradients to the parameters' dtype: `sums`, and those of states that rows share."""
+    """Convert gradients to the parameters' dtype: `sums`, and those of states that rows share.
+
+    If ORDER, copy the rows of `by_unit`, ordered unit by unit, to `by_gate`, gate by gate.
+    """
     program = tl.program_id(0).to(tl.int64)
     kind = out.dtype.element_ty
     at = program * BLOCK + tl.arange(0, BLOCK)
@@ -160,6 +238,15 @@ def finish(
     tl.store(out + count + unit, of_h.to(kind), mask=unit < units)
     of_c = _sum_rows(dc, dc, first, units, B, H, False, ROWS, UNITS)
     tl.store(out + count + units + unit, of_c.to(kind), mask=unit < units)
+    if ORDER:
+        for row in range(program, 4 * units, tl.num_programs(0)):
+            r, gate, u = row // (4 * H), row % (4 * H) // H, row % H
+            for begin in range(0, H, BLOCK):
+                column = begin + tl.arange(0, BLOCK)
+                value = tl.load(by_unit + (r * 4 * H + 4 * u + gate) * H + column, mask=column < H)
+                tl.store(
+                    by_gate + row * H + column, value.to(by_gate.dtype.element_ty), mask=column < H
+                )
 
 
 @triton.jit

@@ -16,6 +16,24 @@ if TYPE_CHECKING:
     from rbn.ops.gpu.lstm.plan import Plan
 
 
+FAR = 32  # elements between results and counters, so that they share no cache line
+VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
+
+
+def vector_size(elements: int) -> int:
+    """Float32 elements for a vector in the workspace: the next starts at a multiple of 16 bytes."""
+    return -(-elements // 4) * 4
+
+
+def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
+    """Where each part starts, laid out one after another from `begin`. sizes: in bytes."""
+    results = {}
+    for name, size in sizes.items():
+        results[name] = begin
+        begin += size
+    return results
+
+
 def stride_of(hidden: int) -> int:
     """Elements from one row of h to the next: rows start at multiples of 16 bytes."""
     return -(-hidden // 8) * 8
@@ -95,40 +113,43 @@ def states_buffer(plan: Plan, stride: int, empty: bool = False) -> Tensor:
 
 
 class Workspace:
-    """One allocation for the last cells, for memory that must start as zero, and for statistics.
+    """One allocation for the small results of the forward pass.
 
+    The last cells, memory that must start as zero, the parameters `VECTORS` in float32, statistics.
     Triton kernels need only the statistics.
 
     Attributes:
-        at: the addresses of `c_n`, `clear` and the statistics that exist.
-        rows: the numbers of rows of the statistics of x, h and c.
+        memory: the allocation, float32.
+        first: its address.
     """
 
     def __init__(self, plan: Plan, separate: bool) -> None:
         """separate: whether each statistic gets its own memory."""
-        self._plan, layout = plan, plan.moments
-        self.rows = layout.rows
+        self._plan = plan
         full, device = torch.float32, plan.term.device
-        ahead = plan.cell + plan.clear
-        self._memory = torch.empty(ahead if separate else layout.size, dtype=full, device=device)
-        first = self._memory.data_ptr()
-        self.at = {"c_n": first, "clear": first + 4 * plan.cell}
+        size = plan.ahead if separate else plan.moments.size
+        self.memory = torch.empty(size, dtype=full, device=device)
+        self.first = self.memory.data_ptr()
         self._moments: list[Tensor | None] = []
         if separate:
             self._moments = [
                 torch.empty(part[0], dtype=full, device=device) if part else None
-                for part in layout.parts
+                for part in plan.moments.parts
             ]
-            parts = zip(LSTM.moments, self._moments, strict=True)
-            self.at |= {name: part.data_ptr() for name, part in parts if part is not None}
-        else:
-            for name, begin in layout.at:
-                self.at[name] = first + begin
+
+    def at(self) -> dict[str, int]:
+        """The addresses that the forward kernel gets, by their names in its struct."""
+        first = self.first
+        results = {name: first + begin for name, begin in self._plan.places}
+        if self._moments:
+            pairs = zip(LSTM.moments, self._moments, strict=True)
+            results |= {name: part.data_ptr() for name, part in pairs if part is not None}
+        return results
 
     def moments(self) -> list[Tensor | None]:
         """Mean and var of the terms x, h and c; None for absent ones."""
         if not self._moments:
-            view = self._memory.as_strided
+            view = self.memory.as_strided
             self._moments = [view(*part) if part else None for part in self._plan.moments.parts]
         return self._moments
 
@@ -139,10 +160,30 @@ class Workspace:
         assert var is not None
         return mean, var
 
-    def cell(self) -> Tensor:
-        """The memory for the last cells, padded to a multiple of 4 elements."""
-        return self._memory.narrow(0, 0, self._plan.cell)
+    def part(self, begin: int, size: int) -> Tensor:
+        """Some of the memory, for Triton."""
+        return self.memory.narrow(0, begin, size)
 
-    def clear(self) -> Tensor:
-        """The memory that must start as zero, as int32; may be empty."""
-        return self._memory.view(torch.int32).narrow(0, self._plan.cell, self._plan.clear)
+
+class Scratch:
+    """One allocation for what the CUDA C++ kernels of the backward pass need or write in float32.
+
+    The gradients of the last states, memory that must start as zero, the gradients of `VECTORS`
+    (and of w if there is one), raised variances, and W_h transposed.
+
+    Attributes:
+        memory: the allocation, float32.
+        at: the addresses of its parts, by their names in the kernels' structs.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        size = plan.scratch["end"] // 4
+        self.memory = torch.empty(size, dtype=torch.float32, device=plan.term.device)
+        first = self.memory.data_ptr()
+        self.at = {name: first + begin for name, begin in plan.scratch.items()}
+
+    def part(self, name: str, *shape: int) -> Tensor:
+        """One of the parts."""
+        strides = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
+        return self.memory.as_strided(shape, strides, self._plan.scratch[name] // 4)

@@ -81,9 +81,9 @@ def _product(a, b):
 @contextlib.contextmanager
 def stand_ins(kernels="portable"):
     """The CUDA C++ kernels of one family take every call, and do nothing; nor do products."""
-    backward, constant_terms, cuda_kernels, forward, plan, prepare = (
+    backward, cuda_kernels, forward, plan, prepare, prepare_kernels = (
         importlib.import_module(f"rbn.ops.gpu.lstm.{name}")
-        for name in ("backward", "constant_terms", "cuda_kernels", "forward", "plan", "prepare")
+        for name in ("backward", "cuda_kernels", "forward", "plan", "prepare", "prepare_kernels")
     )
     portable_kernels = importlib.import_module("rbn.ops.gpu.lstm.portable.portable_kernels")
     cluster_kernels = importlib.import_module("rbn.ops.gpu.lstm.cluster.cluster_kernels")
@@ -92,7 +92,9 @@ def stand_ins(kernels="portable"):
     with contextlib.ExitStack() as stack:
         if kernels == "cluster":
             tiling = cluster_kernels.cluster_tiling(torch.bfloat16, B, H)
-            stack.enter_context(mock.patch.object(cluster_kernels, "choose", lambda term: tiling))
+            stack.enter_context(
+                mock.patch.object(cluster_kernels, "choose", return_value=tiling)
+            )
         for target, name, value in (
             (cuda_kernels, "covers", lambda term, a: True),
             (portable_kernels, "_fits", lambda *sizes: True),
@@ -112,7 +114,7 @@ def stand_ins(kernels="portable"):
             (backward, "finish", _Triton()),
             (forward, "input_moments", _Triton()),
             (forward, "last_states", _Triton()),
-            (constant_terms, "kernel", _Triton()),
+            (prepare_kernels, "begin_backward", _Triton()),
             (F, "linear", _linear),
             (torch, "matmul", _product),
             (torch, "mm", _mm),

@@ -3,6 +3,7 @@
 import json
 import logging
 import multiprocessing
+import os
 import sys
 import time
 
@@ -55,9 +56,11 @@ if __name__ == "__main__":
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(max(1.0, SECONDS + 12 - (time.time() - began)))
+        worker.join(max(1.0, SECONDS + 6 - (time.time() - began)))
     found = {}
     for k in range(WORKERS):
+        if not os.path.exists(f"{OUT}.{k}"):
+            continue
         for line in open(f"{OUT}.{k}"):
             if line.endswith("\n"):
                 found |= json.loads(line)

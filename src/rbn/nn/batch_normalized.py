@@ -166,7 +166,7 @@ class BatchNormalized(FreshStatistics):
             mean, var = batch[2 * k], batch[2 * k + 1]
             if mean is None or var is None:  # not normalized, or not with minibatch statistics
                 continue
-            statistics = self._statistics(term, suffix)
+            statistics = cast(Any, self._modules[f"stats_{term}{suffix}"])
             if statistics.records:
                 results.append((term, statistics, mean, var))
         if not results:
@@ -176,6 +176,33 @@ class BatchNormalized(FreshStatistics):
             return
         if is_recomputing():
             return
+        updates = self._updates(results, lengths, start, steps, rows)
+        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+            update_all(updates)
+            return
+        try:
+            update_all(updates)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{type(self).__name__} in training changes its population statistics, which "
+                "torch.func refuses: call it in eval(), or inside rbn.batch_statistics(model)"
+            ) from error
+
+    def _updates(
+        self,
+        results: list[tuple[str, PopulationStatistics, Tensor, Tensor]],
+        lengths: Tensor | None,
+        start: int,
+        steps: int,
+        rows: int,
+    ) -> list[Update]:
+        """The arguments of `update_all` for minibatch statistics of ``(term, ..., mean, var)``."""
+        sequence = self.input_stats == "sequence"  # then those of x are over all positions
+        if lengths is None and rows > 1 and self._group() is None:
+            return [
+                (statistics, mean, var, 0 if sequence and term == "x" else start, None)
+                for term, statistics, mean, var in results
+            ]
         reached: Tensor | None = None
         last: Tensor | int | None = None
         # A single row has no variance: only steps that at least two sequences reach count.
@@ -190,7 +217,7 @@ class BatchNormalized(FreshStatistics):
             reached = torch.arange(steps, device=self._weight().device) < last
         updates: list[Update] = []
         for term, statistics, mean, var in results:
-            if term == "x" and self.input_stats == "sequence":  # over all positions
+            if term == "x" and sequence:
                 if not alone:
                     updates.append((statistics, mean, var, 0, None))
                 elif steps > 1:
@@ -200,13 +227,4 @@ class BatchNormalized(FreshStatistics):
                     updates.append((statistics, mean, var, 0, several))
             elif not alone:
                 updates.append((statistics, mean, var, start, reached))
-        if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-            update_all(updates)
-            return
-        try:
-            update_all(updates)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{type(self).__name__} in training changes its population statistics, which "
-                "torch.func refuses: call it in eval(), or inside rbn.batch_statistics(model)"
-            ) from error
+        return updates

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ Signature = tuple[tuple[int, int], ...]
 """The identity and version of each parameter: changes whenever the weights do."""
 
 
-@dataclass
 class Call:
     """One training call: detached references to its arguments, not copies.
 
@@ -43,28 +42,28 @@ class Call:
         start: the time step of the first row of x.
         autocast: the autocast dtype, or None.
         from_layers: whether trainable layers produced x.
+        nbytes: the size of the tensors in bytes.
     """
 
-    x: Tensor
-    states: States | None = None
-    lengths: Tensor | None = None
-    start: int = 0
-    autocast: torch.dtype | None = None
-    from_layers: bool = False
-    versions: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.versions = self._versions()
+    def __init__(
+        self,
+        x: Tensor,
+        states: States | None = None,
+        lengths: Tensor | None = None,
+        start: int = 0,
+        autocast: torch.dtype | None = None,
+        from_layers: bool = False,
+    ) -> None:
+        self.x, self.states, self.lengths = x, states, lengths
+        self.start, self.autocast, self.from_layers = start, autocast, from_layers
+        tensors = self._tensors()
+        self._versions = [version(t) for t in tensors]
+        self.nbytes = sum([t.nbytes for t in tensors])
 
     @property
     def unchanged(self) -> bool:
         """Whether no tensor was modified in place since the call."""
-        return self.versions == self._versions()
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the tensors in bytes."""
-        return sum(t.numel() * t.element_size() for t in self._tensors())
+        return self._versions == [version(t) for t in self._tensors()]
 
     def first_rows(self, rows: int) -> Call:
         """A copy of the first sequences of a layer's call."""
@@ -74,10 +73,9 @@ class Call:
         return Call(x, states, lengths, self.start, self.autocast, self.from_layers)
 
     def _tensors(self) -> list[Tensor]:
+        if self.states is None and self.lengths is None:
+            return [self.x]
         return [t for t in (self.x, *(self.states or ()), self.lengths) if t is not None]
-
-    def _versions(self) -> tuple[int, ...]:
-        return tuple(version(t) for t in self._tensors())
 
 
 @dataclass

@@ -122,9 +122,14 @@ class _Sums:
         """All gradients but those of the input term, in one launch.
 
         Returns the gradient of W_h with its rows ordered gate by gate; then `gradients`, followed
-        by those of the initial states, which all rows share. Returns None if the launch does not cover the call: for Triton kernels, mixed dtypes, or
-        initial states that differ between rows. dh0: the part of h0's gradient that goes through
-        W_h. dh: the part that does not, in float32, if any. dc: the gradient of c0, in float32.
+        by those of the initial states, which all rows share. Returns None if the launch does not
+        cover the call: for Triton kernels, mixed dtypes, or initial states that differ.
+
+        Args:
+            dweight: the gradient of W_h as in `_through_weight`.
+            dh0: the part of h0's gradient that goes through W_h.
+            dh: the part that does not, in float32, if any.
+            dc: the gradient of c0, in float32.
         """
         call, scratch = self._call, self._scratch
         a, plan = call.a, call.plan

@@ -152,7 +152,7 @@ def launch_by_key(
     full_key = (id(kernel), key, like.device)
     launcher = _LAUNCHERS.get(full_key)
     # Triton compiles another kernel for unaligned addresses, so only aligned ones are cached.
-    aligned = functools.reduce(operator.or_, addresses) % 16 == 0
+    aligned = not functools.reduce(operator.or_, addresses) % 16
     if launcher is not None and aligned and on_current_device(like):
         launcher[0](addresses)
         return

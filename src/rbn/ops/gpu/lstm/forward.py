@@ -21,7 +21,7 @@ from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, rows_of
 from rbn.ops.gpu.lstm.persistent.forward_kernel import lstm_forward
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.plan import BATCH, plan_for
-from rbn.ops.gpu.lstm.prepare import begin_states
+from rbn.ops.gpu.lstm.prepare import MOMENTS_COLUMNS, begin_states, moments_rows
 from rbn.ops.gpu.lstm.prepare_kernels import last_states
 from rbn.ops.gpu.lstm.steps import step_launches
 from rbn.ops.gpu.lstm.workspace import (
@@ -115,11 +115,11 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
     stride = plan.stride
     hs = states_buffer(plan, stride, plan.polls["forward"])
     new = Workspace(plan, separate)
-    begin_states(call, hs, new)
+    at = new.at()
+    begin_states(call, hs, new, at if call.x == BATCH and call.w is None else None)
     cells, products, beyond = plan.saved
     cs = torch.empty(cells, dtype=full, device=device)
     wh = torch.empty(products + beyond, dtype=dtype, device=device)
-    at = new.at()
     at |= call.addresses(call.weight())
     at["hs"], at["cs"], at["wh"] = hs.data_ptr(), cs.data_ptr(), wh.data_ptr()
     if a.lengths is not None:
@@ -138,8 +138,6 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
         _sequence_moments(
             call.wx, call.lengths if a.lengths is not None else None, *new.input_moments()
         )
-    elif call.x == BATCH:
-        _input_moments(call, at["mean_x"], at["var_x"], new)
     with device_of(call.term):
         launch = cuda_kernels.launch_for("forward", call, at, rows)
         launch.kernel.launch(launch.grid, launch.arguments)
@@ -196,8 +194,7 @@ def _in_triton(call: LSTMCall, separate: bool) -> Run:
     natural.select(-3, 0).copy_(_broadcast(call, a.c0))
     if call.path == families.STEPS:
         if call.x == BATCH:
-            mean, var = new.input_moments()
-            _input_moments(call, mean.data_ptr(), var.data_ptr(), new)
+            _input_moments(call, new)
         step_launches.forward(call, moments, hs, natural, wh, h_n)
         return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.moments(), separate)
     barrier = torch.zeros(R, dtype=torch.int32, device=device)
@@ -289,27 +286,27 @@ def _outputs(
     return output, (last, c_n.to(dtype, copy=True)), moments, saved
 
 
-def _input_moments(call: LSTMCall, mean: int, var: int, new: Workspace) -> None:
-    """Write mean and var of the input term of every step to these addresses in `new`."""
+def _input_moments(call: LSTMCall, new: Workspace) -> None:
+    """Write mean and var of the input term of every step into the workspace `new`."""
+    mean, var = new.input_moments()
     wx = call.term
     padded = call.a.lengths is not None and not call.plan.include
     lengths = call.lengths if padded else wx  # wx: a placeholder that the kernel does not read
 
     def arguments() -> Any:
-        columns = 128  # per program; 64 or 256 take a fifth longer at 128 rows
         return (
-            (call.R * call.T, -(-4 * call.H // columns)),
-            [wx, *new.input_moments(), lengths],
+            (call.R * call.T, -(-4 * call.H // MOMENTS_COLUMNS)),
+            [wx, mean, var, lengths],
             (call.T, call.B),
             {
                 "F": 4 * call.H,
-                "ROWS": min(128, max(16, power_of_two(call.B))),
-                "COLUMNS": columns,
+                "ROWS": moments_rows(call.B),
+                "COLUMNS": MOMENTS_COLUMNS,
                 "LENGTHS": padded,
             },
         )
 
-    addresses = (wx.data_ptr(), mean, var, lengths.data_ptr())
+    addresses = (wx.data_ptr(), mean.data_ptr(), var.data_ptr(), lengths.data_ptr())
     launch_by_key(input_moments, (call.plan,), addresses, arguments, wx)
 
 

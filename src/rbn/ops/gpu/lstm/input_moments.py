@@ -29,9 +29,28 @@ def input_moments(
 ):
     """Mean and biased variance over the batch: one program per step and block of columns."""
     step = tl.program_id(0).to(tl.int64)  # of all recurrences
+    step_moments(wx, mean, var, lengths, step, tl.program_id(1), T, B, F, ROWS, COLUMNS, LENGTHS)
+
+
+@triton.jit
+def step_moments(
+    wx,
+    mean,
+    var,
+    lengths,
+    step,
+    block,
+    T,
+    B,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):
+    """Mean and biased variance of one step and block of columns, see `input_moments`."""
     t = step % T
     rows = tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < F
     at = rows[:, None] * F + columns[None, :]
     m = tl.zeros((COLUMNS,), tl.float32)

@@ -19,6 +19,7 @@ from rbn.ops.input_term import factors, padding
 from rbn.ops.types import CONSTANT
 
 _BLOCK = 1024
+MOMENTS_COLUMNS = 128  # per program; 64 or 256 take a fifth longer at 128 rows
 _TILE = 32  # rows and columns of the tiles in which W_h is transposed
 _PRESENT = ("BIAS", "GAMMA_X", "GAMMA_H", "GAMMA_C", "BETA_C")
 _WIDEST = 256  # columns per row that the kernel pads, at most
@@ -55,35 +56,49 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return rows, view((m, width), (width, 1), n * width)
 
 
-def begin_states(call: LSTMCall, hs: Tensor, new: Workspace) -> None:
+def begin_states(
+    call: LSTMCall, hs: Tensor, new: Workspace, at: dict[str, int] | None = None
+) -> None:
     """Copy h0 and c0 into their buffers and the parameters `VECTORS` into `new`; zero the rest.
 
-    hs: ``[..., T + 1, B, stride]``.
+    hs: ``[..., T + 1, B, stride]``. at: addresses in `new` for the statistics of the input term of
+    every step, which are then computed in the same launch.
     """
     plan = call.plan
     h0, h_r, h_b = _with_strides(call, call.a.h0)
     c0, c_r, c_b = _with_strides(call, call.a.c0)
     given = call.given_vectors()
     tensors = [h0, c0, *[hs if v is None else v.contiguous() for v in given], hs]
+    term, own = call.term, new.first
+    lengths = call.lengths if at and call.a.lengths is not None else term
+    moments = (own, own) if at is None else (at["mean_x"], at["var_x"])
 
     def arguments() -> Any:
+        _, R, T, B, H = plan.sizes
         stride, clear = hs.shape[-1], plan.cell + plan.clear
-        of_one, units = call.B * stride, call.R * call.H
+        of_one, units = B * stride, R * H
         ends = (0, plan.cell), (plan.cell, plan.clear), (clear, plan.vectors)
         cell, zeros, joined = [new.part(*end) for end in ends]
+        means = new.input_moments() if at else (cell, cell)
+        blocks, steps = -(-max(R * of_one, plan.clear, 4 * units) // _BLOCK), R * T * bool(at)
         return (
-            (-(-max(call.R * of_one, plan.clear, 4 * units) // _BLOCK), 1),
-            [*tensors, cell, joined, zeros.view(torch.int32)],
-            (call.R * of_one, of_one, (call.T + 1) * of_one, h_r, h_b, c_r, c_b, plan.clear),
-            {"H": call.H, "STRIDE": stride, "UNITS": units}
+            (max(blocks, steps), 1 + bool(at) * -(-4 * H // MOMENTS_COLUMNS)),
+            [*tensors, cell, joined, zeros.view(torch.int32), term, *means, lengths],
+            (R * of_one, of_one, (T + 1) * of_one, h_r, h_b, c_r, c_b, plan.clear, steps, T, B),
+            {"H": H, "STRIDE": stride, "UNITS": units}
             | {name: v is not None for name, v in zip(_PRESENT, given, strict=True)}
-            | {"BLOCK": _BLOCK},
+            | {"BLOCK": _BLOCK, "MOMENTS": bool(at)}
+            | {"ROWS": moments_rows(B), "COLUMNS": MOMENTS_COLUMNS, "LENGTHS": lengths is not term},
         )
 
-    first = new.first
-    own = first, first + 4 * (plan.cell + plan.clear), first + 4 * plan.cell
-    addresses = (*[tensor.data_ptr() for tensor in tensors], *own)
+    places = own, own + 4 * (plan.cell + plan.clear), own + 4 * plan.cell, term.data_ptr(), *moments
+    addresses = (*[tensor.data_ptr() for tensor in tensors], *places, lengths.data_ptr())
     launch_by_key(begin, (plan, h_r, h_b, c_r, c_b), addresses, arguments, hs)
+
+
+def moments_rows(batch: int) -> int:
+    """Rows of the batch that a program of `input_moments` reads at once."""
+    return min(128, max(16, power_of_two(batch)))
 
 
 def begin_backward(

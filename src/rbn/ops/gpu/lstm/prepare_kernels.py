@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from rbn.ops.gpu.lstm.constant_terms_kernel import raise_both
+from rbn.ops.gpu.lstm.input_moments import step_moments
 
 
 @triton.jit
@@ -54,6 +55,10 @@ def begin(
     c_n,  # [R, B, H] float32
     joined,  # float32, the vectors that exist, each at a multiple of 16 bytes
     clear,  # int32, `zeros` of them
+    wx,  # these four as in `input_moments`
+    mean,
+    var,
+    lengths,
     states,  # R * B * STRIDE
     of_one,  # B * STRIDE
     of_all,  # (T + 1) * B * STRIDE
@@ -62,6 +67,9 @@ def begin(
     c_r,
     c_b,
     zeros,
+    steps,  # of all recurrences
+    T,
+    B,
     H: tl.constexpr,
     STRIDE: tl.constexpr,
     UNITS: tl.constexpr,  # R * H
@@ -71,27 +79,44 @@ def begin(
     GAMMA_C: tl.constexpr,
     BETA_C: tl.constexpr,
     BLOCK: tl.constexpr,
+    MOMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LENGTHS: tl.constexpr,
 ):
-    """Copy the initial states to their buffers, join the vectors in float32, and zero `clear`."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < states
-    r, row, column = at // of_one, at % of_one // STRIDE, at % STRIDE
-    real = inside & (column < H)
-    h = tl.load(h0 + r * h_r + row * h_b + column, mask=real, other=0.0)
-    tl.store(hs + r * of_all + at % of_one, h.to(hs.dtype.element_ty), mask=inside)
-    c = tl.load(c0 + r * c_r + row * c_b + column, mask=real, other=0.0)
-    tl.store(c_n + at // STRIDE * H + column, c.to(tl.float32), mask=real)
-    if BIAS:
-        joined = _widen(bias, joined, at, 4 * UNITS)
-    if GAMMA_X:
-        joined = _widen(gamma_x, joined, at, 4 * UNITS)
-    if GAMMA_H:
-        joined = _widen(gamma_h, joined, at, 4 * UNITS)
-    if GAMMA_C:
-        joined = _widen(gamma_c, joined, at, UNITS)
-    if BETA_C:
-        joined = _widen(beta_c, joined, at, UNITS)
-    tl.store(clear + at, tl.zeros((BLOCK,), tl.int32), mask=at < zeros)
+    """Copy the initial states to their buffers, join the vectors in float32, and zero `clear`.
+
+    The programs of the first row of the grid do that. If MOMENTS, the others compute the statistics
+    of the input term of every step.
+    """
+    step, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if block == 0:
+        at = step * BLOCK + tl.arange(0, BLOCK)
+        inside = at < states
+        r, row, column = at // of_one, at % of_one // STRIDE, at % STRIDE
+        real = inside & (column < H)
+        h = tl.load(h0 + r * h_r + row * h_b + column, mask=real, other=0.0)
+        tl.store(hs + r * of_all + at % of_one, h.to(hs.dtype.element_ty), mask=inside)
+        c = tl.load(c0 + r * c_r + row * c_b + column, mask=real, other=0.0)
+        tl.store(c_n + at // STRIDE * H + column, c.to(tl.float32), mask=real)
+        place = joined
+        if BIAS:
+            place = _widen(bias, place, at, 4 * UNITS)
+        if GAMMA_X:
+            place = _widen(gamma_x, place, at, 4 * UNITS)
+        if GAMMA_H:
+            place = _widen(gamma_h, place, at, 4 * UNITS)
+        if GAMMA_C:
+            place = _widen(gamma_c, place, at, UNITS)
+        if BETA_C:
+            place = _widen(beta_c, place, at, UNITS)
+        tl.store(clear + at, tl.zeros((BLOCK,), tl.int32), mask=at < zeros)
+    if MOMENTS:
+        counts = (block > 0) & (step < steps)
+        if counts:
+            step_moments(
+                wx, mean, var, lengths, step, block - 1, T, B, 4 * H, ROWS, COLUMNS, LENGTHS
+            )
 
 
 @triton.jit

@@ -159,15 +159,19 @@ def test_gradients_unit_by_unit_give_those_of_the_weights(lead):
     hidden, h0 = torch.randn(*lead, T, B, H), torch.randn(*lead, B, H)
     given = types.SimpleNamespace(a=types.SimpleNamespace(h0=h0), T=T, H=H, lead=lead)
     given.in_rows = lambda state: state
+    given.plan = types.SimpleNamespace(by_unit=False)
     turned = da.transpose(-2, -1).flatten(-2)
     saved = Saved(output=hidden)
-    expected = backward._through_weight(given, da.flatten(-2), weight, saved, apart=True)
-    found = backward._through_weight(given, turned, weight, saved, apart=False)
+    expected = backward._through_weight(given, da.flatten(-2), weight, saved)
+    given.plan.by_unit = True
+    found = backward._through_weight(given, turned, weight, saved)
     saved = Saved(hidden=torch.cat([h0.unsqueeze(-3), hidden], -3))  # in one piece
-    in_one = backward._through_weight(given, turned, weight, saved, apart=False)
-    for one, *others in zip(expected, found, in_one, strict=True):
-        for other in others:
-            torch.testing.assert_close(one, other)
+    in_one = backward._through_weight(given, turned, weight, saved)
+    (expected, of_h0), *others = expected, found, in_one
+    for dweight, dh0 in others:
+        by_gate = backward.by_gate(dweight, H)
+        torch.testing.assert_close(by_gate, expected)
+        torch.testing.assert_close(dh0, of_h0)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

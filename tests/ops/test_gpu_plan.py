@@ -14,7 +14,7 @@ from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.plan import plan_for
 from rbn.ops.gpu.lstm.portable.portable_kernels import PortableTiling
-from rbn.ops.gpu.lstm.workspace import Workspace
+from rbn.ops.gpu.lstm.workspace import VECTORS, Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T, B, H = 3, 5, 6
@@ -203,32 +203,46 @@ def test_parts_of_a_workspace_lie_side_by_side(count, separate, cut, given, monk
     assert planned.in_cuda == (cut != "no kernel")
     workspace = Workspace(planned, separate)
     zeroed = sum(planned.zeroed["forward"].values()) if planned.in_cuda else 0
-    assert workspace.clear().numel() * 4 == zeroed
+    assert planned.clear * 4 == zeroed
     assert (zeroed > 0) == (cut in ("counts", "grid"))
-    parts = {"c_n": workspace.cell(), "clear": workspace.clear()} if planned.in_cuda else {}
+    at = workspace.at() if planned.in_cuda else {}
+    parts = {}
+    if planned.in_cuda:
+        parts["c_n"] = workspace.part(0, planned.cell)
+        clear, begin = workspace.part(planned.cell, planned.clear), planned.cell
+        assert not zeroed or at[next(iter(planned.zeroed["forward"]))] == clear.data_ptr()
+        begin += planned.clear
+        for name in VECTORS:
+            size = count * (H if name.endswith("_c") else 4 * H)
+            if name in at:
+                parts[name] = workspace.part((at[name] - workspace.first) // 4, size)
+        assert parts["c_n"].numel() >= count * B * H
+        assert ("gamma_c" in parts) == ("gamma_c" not in given)
     lead = (2,) if count == 2 else ()
     shapes = {"x": (1 if given.get("input_stats") else T, 4 * H), "h": (T, 4 * H), "c": (T, H)}
     for name, part in zip(LSTM.moments, workspace.moments(), strict=True):
         if name.endswith("c") and "gamma_c" in given:
             assert part is None
-            assert name not in workspace.at
+            assert name not in at
             continue
         assert part.shape == (*lead, *shapes[name[-1]])
         parts[name] = part
     for one, other in zip(workspace.input_moments(), workspace.moments()[:2], strict=True):
         assert one is other
-    if planned.in_cuda:
-        assert workspace.cell().numel() >= count * B * H
-    assert workspace.rows == [shapes["x"][0], T, 0 if "gamma_c" in given else T]
+    assert planned.moments.rows == [shapes["x"][0], T, 0 if "gamma_c" in given else T]
     spans = []
     for name, part in parts.items():
         assert part.is_contiguous()
-        assert workspace.at[name] % 16 == 0
+        if planned.in_cuda:
+            assert at[name] % 16 == 0
+            assert part.data_ptr() == at[name]
         if part.numel():
-            assert part.data_ptr() == workspace.at[name]
             spans.append((part.data_ptr(), part.data_ptr() + part.numel() * 4))
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(spans)))
     statistics = [part for name, part in parts.items() if name in LSTM.moments]
+    if planned.in_cuda:
+        spans.append((clear.data_ptr(), clear.data_ptr() + zeroed))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(spans)))
     own = {part.untyped_storage().data_ptr() for part in statistics}
     assert len(own) == (len(statistics) if separate else 1)
 

@@ -310,16 +310,16 @@ def test_a_split_batch_is_launched_in_clusters_all_at_once(drive, monkeypatch):
     kernel = grid_kernels.kernel.__wrapped__(cut, 0, (("H", 52),))
     assert named[0]["SPLITS"] == 2
     assert kernel.at_once == 132
-    call = types.SimpleNamespace(R=3, T=1, B=200, a=types.SimpleNamespace(eps=0.0))
-    more = (0.0, 0.0, 0, 0)
-    arguments = cuda_kernels.GridForwardArguments
-    given = (kernel, cut.blocks, call, arguments, {}, [1, 1, 1], *more)
-    launch = cuda_kernels._launch(*given, splits=2)
-    launch.kernel.launch(launch.grid, launch.arguments)
+    monkeypatch.setattr(grid_kernels, "kernel", lambda *sizes: kernel)
+    term = Term((3, 1, 200, 4 * 52), torch.bfloat16, HOST)
+    plan = types.SimpleNamespace(term=term, sizes=((3,), 3, 1, 200, 52), tilings={"forward": cut})
+    plan.family = cuda_kernels.GRID
+    found, grid = cuda_kernels._kernel_and_grid("forward", plan, ())
+    found.launch(grid, b"")
     assert launched == [([4, 6, 1], [1, 2, 1], [1, 0, 0], 2)]
-    call.R = 17  # 136 blocks
+    plan.sizes = ((17,), 17, 1, 200, 52)  # 136 blocks
     with pytest.raises(RuntimeError, match="do not fit on the GPU"):
-        cuda_kernels._launch(*given, splits=2)
+        cuda_kernels._kernel_and_grid("forward", plan, ())
 
 
 @pytest.mark.usefixtures("hopper")
@@ -338,6 +338,7 @@ def test_splits_keep_step_where_they_have_sums_in_common(batch, norm, given, tog
     fields = dict.fromkeys(LSTM.tensors) | {"norm": norm, "save": True}
     fields["input"] = torch.empty(2, batch, 4 * H).bfloat16()
     fields["weight_hh"] = torch.empty(4 * H, H).bfloat16()
+    fields |= dict.fromkeys(("h0", "c0"), torch.empty(H).bfloat16())
     if norm == "batch":
         fields |= dict.fromkeys(("gamma_x", "gamma_h"), torch.ones(4 * H))
         fields |= dict.fromkeys(("gamma_c", "beta_c"), torch.ones(H))

@@ -223,8 +223,9 @@ class Card:
     at_once, cluster, together = 1000, 0, True
     pattern = torch.tensor([0x3F3F3F3F], dtype=torch.int32).view(torch.float32).item()
 
-    def __init__(self, numbers, weights):
-        self.numbers, self.weights, self.seen, self.defines = numbers, weights, [], []
+    def __init__(self, numbers, weights, itemsize=4):
+        self.numbers, self.weights, self.itemsize = numbers, weights, itemsize
+        self.seen, self.defines = [], []
 
     def __call__(self, direction, cut, cluster, device, defines):
         self.defines.append(dict(defines))
@@ -247,6 +248,7 @@ class Card:
         self.seen.append(found)
         if "dwx" in a.pointers:
             ctypes.memset(a.dwx, 0x3F, 4 * self.weights)
+            ctypes.memset(a.da, 0, a.T * a.B * self.weights * self.itemsize)
 
 
 @on_the_host
@@ -256,7 +258,7 @@ class Card:
 @pytest.mark.parametrize("kind", ["step", "sequence", "population", "none"])
 def test_what_kernels_are_given(monkeypatch, dtype, directions, kind):
     T, B, H, S = 3, 5, 6, 8
-    card = Card(directions * T * S, directions * 4 * H)
+    card = Card(directions * T * S, directions * 4 * H, dtype.itemsize)
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *sizes: 1)
     monkeypatch.setattr(cluster_kernels, "kernel", card)
     monkeypatch.setattr(joined, "padded_factors", make_term)

@@ -16,8 +16,17 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from rbn.ops import dispatch
 from rbn.ops.gpu import running_average
 from rbn.ops.gpu.lstm import backward, forward, prepare
-from rbn.ops.gpu.lstm.kernel_arguments import VECTORS, LSTMCall
-from rbn.ops.gpu.lstm.workspace import steps_of
+from rbn.ops.gpu.lstm.constant_terms import raised_variances
+from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall
+from rbn.ops.gpu.lstm.workspace import (
+    VECTORS,
+    Scratch,
+    Workspace,
+    laid_out,
+    statistics_layout,
+    steps_of,
+    vector_size,
+)
 from rbn.ops.gpu.runtime import direct_launch, launch_cache
 from rbn.ops.input_term import without_padding
 
@@ -65,8 +74,8 @@ def test_factors_that_need_no_padding():
     assert gradient.is_contiguous()
 
 
-def call_of(lead, B, H, dtype, states, shared=(False, False), absent=()):
-    """What `begin_states` looks at of a call."""
+def call_of(lead, B, H, dtype, states, shared=(False, False), absent=(), T=2):
+    """A call of kernels in CUDA C++, as far as what runs around them looks at it."""
     R = lead[0] if lead else 1
     shapes = [() if one else (B,) for one in shared]
     h0, c0 = (new(*lead, *shape, H, dtype=states) for shape in shapes)
@@ -74,22 +83,41 @@ def call_of(lead, B, H, dtype, states, shared=(False, False), absent=()):
     vectors = {
         name: None if name in absent else new(*lead, n, dtype=dtype) for name, n in sizes.items()
     }
-    a = types.SimpleNamespace(h0=h0, c0=c0, **vectors)
-    given = types.SimpleNamespace(a=a, lead=lead, R=R, T=2, B=B, H=H, joined=None, in_cuda=True)
-    given.w = None
-    given.term = new(1)
+    a = types.SimpleNamespace(h0=h0, c0=c0, lengths=None, mask_c=None, mask_h=None, **vectors)
+    a.eps = 1e-5
+    given = types.SimpleNamespace(a=a, lead=lead, R=R, T=T, B=B, H=H, w=None)
+    given.term = new(*lead, T, B, 4 * H, dtype=dtype)
     given.shared = lambda state: LSTMCall.shared(given, state)
-    given._vectors = lambda: LSTMCall._vectors(given)
-    given.to_join = lambda: LSTMCall.to_join(given)
-    given.plan = object()
+    given.given_vectors = lambda: LSTMCall.given_vectors(given)
+    given.plan = plan_of(given, absent)
     return given
 
 
-def workspace_of(cell, zeros):
-    """What `begin_states` looks at of a workspace."""
-    clear = torch.ones(zeros, dtype=torch.int32, device=DEVICE)
-    at = {"c_n": cell.data_ptr(), "clear": clear.data_ptr()}
-    return types.SimpleNamespace(at=at, cell=lambda: cell, clear=lambda: clear)
+class Plan:
+    """What `prepare` and `backward` look at of a plan."""
+
+
+def plan_of(call, absent):
+    plan = Plan()
+    plan.sizes = call.lead, call.R, call.T, call.B, call.H
+    n = call.R * call.H
+    plan.cell, plan.clear = vector_size(n * call.B), 1500
+    present = [name for name in VECTORS if name not in absent]
+    sizes = {name: n if name.endswith("_c") else 4 * n for name in present}
+    plan.vectors = sum(map(vector_size, sizes.values()))
+    plan.vector_sizes = sizes
+    ahead = plan.cell + plan.clear + plan.vectors
+    shapes = [(*call.lead, call.T, 4 * call.H)] * 2 + [(*call.lead, call.T, call.H)]
+    plan.moments, plan.ahead = statistics_layout(shapes, ahead), ahead
+    plan.places, plan.term = plan.moments.at, call.term
+    plan.by_unit, plan.finish = False, call.a.h0.dtype
+    plan.raises, plan.turns = True, True
+    small = vector_size(n)
+    parts = {"dh": 8, "dc": 8, "zeroed": 1500, "sums": 4, "dbias": 12 * n + 2 * small}
+    parts |= {"var_h": 4 * call.T * n, "var_c": vector_size(call.T * n)}
+    parts |= {"weight": 4 * n * call.H, "end": 0}
+    plan.scratch = laid_out({name: 4 * size for name, size in parts.items()}, 0)
+    return plan
 
 
 @pytest.mark.parametrize("lead", [(), (2,)])
@@ -97,30 +125,40 @@ def workspace_of(cell, zeros):
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", ["own", "shared", "expanded", "turned"])
 @pytest.mark.parametrize("absent", [(), ("bias", "gamma_c")])
-def test_all_begins_as_it_should(lead, dtype, states, rows, absent):
+@pytest.mark.parametrize("moments", [False, True])
+def test_all_begins_as_it_should(lead, dtype, states, rows, absent, moments):
     B, H, stride = 5, 6, 8
     given = call_of(lead, B, H, dtype, states, (rows == "shared",) * 2, absent)
-    a = given.a
+    a, plan = given.a, given.plan
     if rows == "expanded":
         a.h0 = a.h0[..., :1, :].expand(*lead, B, H)
     if rows == "turned":
         a.c0 = a.c0.mT.contiguous().mT
     hs = torch.full((*lead, 3, B, stride), 7.0, device=DEVICE, dtype=dtype)
-    c_n = torch.full((*lead, B, H), 7.0, device=DEVICE)
-    workspace = workspace_of(c_n, 1500)
-    prepare.begin_states(given, hs, workspace)
+    workspace = Workspace(plan, separate=False)
+    workspace.memory.fill_(7.0)
+    prepare.begin_states(given, hs, workspace, workspace.at() if moments else None)
     h0, c0 = (s.unsqueeze(-2) if rows == "shared" else s for s in (a.h0, a.c0))
     first = hs.select(-3, 0)
     assert torch.equal(first[..., :H], h0.expand(*lead, B, H).to(dtype))
     assert not first[..., H:].any()
     assert (hs.narrow(-3, 1, 2) == 7).all()
+    c_n = workspace.part(0, given.R * B * H).view(*lead, B, H)
     assert torch.equal(c_n, c0.expand(*lead, B, H).float())
-    assert not workspace.clear().any()
-    if dtype == torch.float32:
-        assert given.joined is None
+    assert not workspace.part(plan.cell, plan.clear).any()
+    begin = plan.cell + plan.clear
+    for name, size in plan.vector_sizes.items():
+        part = workspace.part(begin, size)
+        assert torch.equal(part, getattr(a, name).flatten().float())
+        begin += vector_size(size)
+    mean, var, *others = workspace.moments()
+    assert all((part == 7).all() for part in others)
+    if not moments:
+        assert (mean == 7).all()
         return
-    present = [getattr(a, name) for name in VECTORS if name not in absent]
-    assert torch.equal(given.joined, torch.cat([v.flatten() for v in present]).float())
+    want_var, want_mean = torch.var_mean(given.term.double(), -2, correction=0)
+    torch.testing.assert_close(mean.double(), want_mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(var.double(), want_var, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("lead", [(), (2,)])
@@ -129,12 +167,12 @@ def test_all_begins_as_it_should(lead, dtype, states, rows, absent):
 @pytest.mark.parametrize("padded", [False, True])
 def test_last_states_are_those_of_the_last_step(lead, stride, dtype, padded):
     T, B, H = 3, 5, 6
-    given = types.SimpleNamespace(lead=lead, T=T, B=B, H=H, term=new(1, dtype=dtype))
-    given.plan = object()
+    given = call_of(lead, B, H, dtype, dtype, T=T)
     hs = new(*lead, T + 1, B, stride, dtype=dtype)
     h = new(*lead, B, H) if padded else steps_of(hs, H)
-    c = new(*lead, B, H)
-    h_n, c_n = forward._last_states(given, h, workspace_of(c, 4))
+    workspace = Workspace(given.plan, separate=False)
+    c = workspace.part(0, given.R * B * H).view(*lead, B, H).copy_(new(*lead, B, H))
+    h_n, c_n = forward._last_states(given, h, workspace)
     assert torch.equal(h_n, (h if padded else hs[..., -1, :, :H]).to(dtype))
     assert torch.equal(c_n, c.to(dtype))
     assert h_n.is_contiguous()
@@ -142,27 +180,68 @@ def test_last_states_are_those_of_the_last_step(lead, stride, dtype, padded):
 
 
 @pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("states", ["shared", "own", "identical"])
+def test_the_backward_pass_begins_in_one_launch(lead, dtype, alone, turns, states):
+    """Variances are raised as by `raised_variances`; W_h is transposed and memory zeroed."""
+    B, H, T = 5, 38, 4
+    given = call_of(lead, B, H, dtype, dtype, (states == "shared",) * 2, T=T)
+    a, plan = given.a, given.plan
+    plan.turns = turns
+    if states == "identical":
+        a.h0, a.c0 = (s[..., :1, :].expand(*lead, B, H).contiguous() for s in (a.h0, a.c0))
+    workspace, scratch = Workspace(plan, separate=False), Scratch(plan)
+    moments = workspace.moments()
+    for moment in moments:
+        moment.copy_(new(*moment.shape).square())
+        moment[..., :2, :] = 0  # the rows are identical in the first steps
+        moment[..., 3, 0] = 0
+    scratch.memory.fill_(7.0)
+    weight = new(*lead, 4 * H, H, dtype=dtype)
+    prepare.begin_backward(given, weight, workspace.at(), scratch, alone, lambda: moments)
+    both = [None if states == "shared" else s for s in (a.h0, a.c0)]
+    wanted = raised_variances(both, given.term, moments[1], moments[3], moments[5], a.eps)
+    for name, want in zip(("var_h", "var_c"), wanted, strict=True):
+        assert torch.equal(scratch.part(name, *want.shape), want)
+    found = scratch.part("weight", weight.numel()).view(dtype)[: weight.numel()]
+    if turns:
+        assert torch.equal(found.view(*lead, H, 4 * H), weight.mT)
+    else:
+        assert (scratch.part("weight", 8) == 7).all()
+    assert not scratch.part("zeroed", 1500).any()
+    for name in ("dh", "dc"):
+        assert (scratch.part(name, 8) == (0 if alone else 7)).all()
+    assert (scratch.part("sums", 4) == 7).all()
+
+
+@pytest.mark.parametrize("lead", [(), (2,)])
 @pytest.mark.parametrize("B", [1, 5, 200])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("more", [False, True])
-def test_gradients_are_finished_at_once(lead, B, dtype, more):
+@pytest.mark.parametrize("by_unit", [False, True])
+def test_gradients_are_finished_at_once(lead, B, dtype, more, by_unit):
     H = 45
     given = call_of(lead, B, H, dtype, dtype, (True, True), ("bias",))
-    sums = backward._Sums(given)
+    given.plan.by_unit = by_unit
+    sums = backward._Sums(given, Scratch(given.plan))
     for part in sums.parts():
         part.copy_(new(len(part)))
     dh0, dc = new(*lead, B, H, dtype=dtype), new(*lead, B, H)
     dh = new(*lead, B, H) if more else None
-    *found, of_h, of_c = sums.with_states(given, dh0, dh, dc)
-    wanted = sums.gradients(given)
+    dweight = new(*lead, 4 * H, H, dtype=dtype)
+    ordered, (*found, of_h, of_c) = sums.with_states(dweight, dh0, dh, dc)
+    assert torch.equal(ordered, backward.by_gate(dweight, H) if by_unit else dweight)
+    wanted = sums.gradients()
     assert found[0] is wanted[0] is None
     assert all(torch.equal(a, b) for a, b in zip(found[1:], wanted[1:], strict=True))
     for state, value in ((of_h, dh0.double() + (dh if more else 0)), (of_c, dc.double())):
         assert state.shape == (*lead, H)
         assert state.dtype == dtype
         torch.testing.assert_close(state, value.sum(-2).to(dtype))
-    given.a.h0 = new(*lead, B, H, dtype=dtype)
-    assert sums.with_states(given, dh0, dh, dc) is None
+    given.plan.finish = None  # initial states that differ between rows
+    assert sums.with_states(dweight, dh0, dh, dc) is None
 
 
 def terms_of(sizes):

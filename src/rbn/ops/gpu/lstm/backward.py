@@ -137,12 +137,12 @@ class _Sums:
             return None
         count, units, order = sum(self.sizes), call.R * call.H, plan.by_unit
         out = torch.empty(count + 2 * units, dtype=plan.finish, device=dc.device)
-        by_gate = torch.empty_like(dweight) if order else dweight
+        ordered = torch.empty_like(dweight) if order else dweight
 
         def arguments() -> Any:
             return (
                 (max(-(-count // _BLOCK), -(-units // _UNITS), order * min(4 * units, _ROWS)), 1),
-                (self.memory, dh0, dc if dh is None else dh, dc, out, dweight, by_gate),
+                (self.memory, dh0, dc if dh is None else dh, dc, out, dweight, ordered),
                 (count, units, call.B, call.H),
                 {
                     "MORE": dh is not None,
@@ -153,12 +153,12 @@ class _Sums:
                 },
             )
 
-        tensors = (dh0, dc if dh is None else dh, dc, out, dweight, by_gate)
+        tensors = (dh0, dc if dh is None else dh, dc, out, dweight, ordered)
         addresses = (scratch.at["dbias"], *[tensor.data_ptr() for tensor in tensors])
         launch_by_key(finish, (plan, dh is None, dh0.dtype), addresses, arguments, out)
         *parts, of_h, of_c = out.split_with_sizes([*self.sizes, units, units])
         states = (of_h, of_c) if not call.lead else (of_h.view(a.h0.shape), of_c.view(a.c0.shape))
-        return by_gate, [*self._fitted(parts), *states]
+        return ordered, [*self._fitted(parts), *states]
 
     def _parameters(self) -> list[Tensor | None]:
         given = [*self._call.given_vectors()]
@@ -214,7 +214,7 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
         first = dwx if w is None else result.pop(len(result) - 3)
         return [first, dweight, *result]
     if plan.by_unit:
-        dweight = dweight.unflatten(-2, (call.H, 4)).transpose(-3, -2).flatten(-3, -2)
+        dweight = by_gate(dweight, call.H)
     if dweight.dtype != a.weight_hh.dtype:
         dweight = dweight.to(a.weight_hh.dtype)
     result = sums.gradients()
@@ -409,6 +409,11 @@ def _through_weight(call: LSTMCall, da: Tensor, weight: Tensor, r: Saved) -> tup
     if call.plan.by_unit:
         first = first.unflatten(-1, (call.H, 4)).transpose(-2, -1).flatten(-2)
     return dweight, _product(call, first, weight)
+
+
+def by_gate(dweight: Tensor, hidden: int) -> Tensor:
+    """Reorder rows ``[..., 4H, H]`` from unit by unit to gate by gate."""
+    return dweight.unflatten(-2, (hidden, 4)).transpose(-3, -2).flatten(-3, -2)
 
 
 def _product(call: LSTMCall, a: Tensor, b: Tensor) -> Tensor:

@@ -242,7 +242,10 @@ class FreshStatistics(Recurrence):
     def _signature(self) -> Signature:
         own = self._parameters.values()
         every = self.parameters() if "parametrizations" in self._modules else own
-        return tuple([(id(p), version(p)) for p in every if p is not None])
+        # As `version`, without a function call for each parameter.
+        return tuple(
+            [(id(p), -1 if p.is_inference() else p._version) for p in every if p is not None]
+        )
 
     def _versions(self) -> tuple[int, ...]:
         """Version counters of the statistics, which increase with every write."""

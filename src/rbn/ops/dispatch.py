@@ -140,7 +140,8 @@ def run(
             'rbn.backend("reference") does'
         )
     module = _module(name)
-    save = any(needs_grad(each[: len(definition.gradients)]) for each in calls)
+    count = len(definition.gradients)
+    save = needs_grad([tensor for each in calls for tensor in each[:count]])
     tf32 = module.tf32_allowed()
     calls = [definition.for_run(each, save, tf32) for each in calls]
     with _autocast_off(device):

@@ -191,7 +191,10 @@ def one_by_one(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        if not any(grad is not None and is_legacy_batchedtensor(grad) for grad in grads):
+        for grad in grads:
+            if grad is not None and is_legacy_batchedtensor(grad):
+                break
+        else:
             return backward(ctx, *grads)
         level = 1  # of the only active vmap; the threads that run backward passes cannot query it
         parts: list[Any] = []
@@ -223,8 +226,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     operator: Operator = ctx.operator
     saved = ctx.saved_tensors
     definition, n, count = operator.definition, ctx.calls, operator.tensors
-    each = [saved[k * count : (k + 1) * count] for k in range(n)]
-    calls = [definition.arguments(*tensors, *ctx.options) for tensors in each]
+    ends = range(0, n * count, count)
+    calls = [definition.arguments(*saved[k : k + count], *ctx.options) for k in ends]
     kept = ctx.saved(*saved[n * count :])
     states = grads[1:] if n == 1 else tuple(map(_stacked, _in_groups(grads[1:], n)))
     create_graph = torch.is_grad_enabled()
@@ -438,4 +441,8 @@ def is_traced(tensor: Tensor) -> bool:
 
 def needs_grad(tensors: Sequence[Tensor | None]) -> bool:
     """Whether the forward pass must save tensors for the backward pass."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False

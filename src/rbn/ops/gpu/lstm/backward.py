@@ -166,16 +166,13 @@ class _Sums:
 
     def _fitted(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
         results: list[Tensor | None] = []
-        given = self._parameters()
-        for parameter, part, size in zip(given, parts, self.sizes, strict=True):
+        for parameter, part in zip(self._parameters(), parts, strict=True):
             if parameter is None:
                 results.append(None)
                 continue
-            if size != parameter.numel():
-                part = part.narrow(0, 0, parameter.numel())
-            if part.dtype != parameter.dtype:
-                part = part.to(parameter.dtype)
-            results.append(part.view(parameter.shape) if parameter.dim() > 1 else part)
+            if part.shape != parameter.shape:
+                part = part.narrow(0, 0, parameter.numel()).view(parameter.shape)
+            results.append(part if part.dtype == parameter.dtype else part.to(parameter.dtype))
         return results
 
 

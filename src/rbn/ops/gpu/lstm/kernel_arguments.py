@@ -132,7 +132,11 @@ class LSTMCall:
         """The given mean and var of the terms x, h and c in float32; None for absent ones."""
         a = self.a
         given = (a.mean_x, a.var_x, a.mean_h, a.var_h, a.mean_c, a.var_c)
-        return [None if value is None else self.full(value) for value in given]
+        full = torch.float32
+        return [
+            v if v is None or (v.dtype == full and v.is_contiguous()) else self.full(v)
+            for v in given
+        ]
 
     def masks(self) -> list[Tensor]:
         """Zoneout masks as bytes."""

@@ -170,10 +170,11 @@ class _Sums:
             if parameter is None:
                 results.append(None)
                 continue
-            if part.numel() != parameter.numel():
-                part = part.narrow(0, 0, parameter.numel())
-            if parameter.dim() > 1:
-                part = part.view(parameter.shape)
+            if part.shape != parameter.shape:
+                if part.numel() != parameter.numel():  # padded
+                    part = part.narrow(0, 0, parameter.numel())
+                if parameter.dim() > 1:
+                    part = part.view(parameter.shape)
             results.append(part if part.dtype == parameter.dtype else part.to(parameter.dtype))
         return results
 

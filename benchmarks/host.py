@@ -92,9 +92,7 @@ def stand_ins(kernels="portable"):
     with contextlib.ExitStack() as stack:
         if kernels == "cluster":
             tiling = cluster_kernels.cluster_tiling(torch.bfloat16, B, H)
-            stack.enter_context(
-                mock.patch.object(cluster_kernels, "choose", return_value=tiling)
-            )
+            stack.enter_context(mock.patch.object(cluster_kernels, "choose", return_value=tiling))
         for target, name, value in (
             (cuda_kernels, "covers", lambda term, a: True),
             (portable_kernels, "_fits", lambda *sizes: True),

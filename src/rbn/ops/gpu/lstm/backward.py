@@ -413,7 +413,8 @@ def _through_weight(call: LSTMCall, da: Tensor, weight: Tensor, r: Saved) -> tup
 
 def by_gate(dweight: Tensor, hidden: int) -> Tensor:
     """Reorder rows ``[..., 4H, H]`` from unit by unit to gate by gate."""
-    return dweight.unflatten(-2, (hidden, 4)).transpose(-3, -2).flatten(-3, -2)
+    result: Tensor = dweight.unflatten(-2, (hidden, 4)).transpose(-3, -2).flatten(-3, -2)
+    return result
 
 
 def _product(call: LSTMCall, a: Tensor, b: Tensor) -> Tensor:

@@ -161,7 +161,8 @@ def plan_for(calls: Sequence[LSTMArguments], separate: bool) -> Plan:
     """
     a, count = calls[0], len(calls)
     may_skip_term = a.input.shape[-1] == 1 and not separate and all(map(_has_one_feature, calls))
-    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in a[:_TENSORS]])
+    tensors: Sequence[Any] = a[:_TENSORS]
+    dtypes = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
     like = a.input.shape, a.weight_hh.shape, a.h0.dim(), a.c0.dim(), a.input.device
     key = (count, *like, dtypes, a[_TENSORS:], may_skip_term)
     plan: Plan = once(key, lambda: _new_plan(a, count, may_skip_term))

@@ -10,10 +10,10 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 # As counted with torch 2.13, and room for what another version may do differently. More than that
 # is time that a small layer waits for the host.
 MOST = {
-    (rbn.LSTM, 1): {"forward": 14, "forward and backward": 38, "inference": 14},
-    (rbn.LSTM, 2): {"forward": 34, "forward and backward": 83, "inference": 34},
-    (rbn.BatchNormLSTM, 1): {"forward": 23, "forward and backward": 53, "inference": 14},
-    (rbn.BatchNormLSTM, 2): {"forward": 54, "forward and backward": 120, "inference": 43},
+    (rbn.LSTM, 1): {"forward": 13, "forward and backward": 35, "inference": 13},
+    (rbn.LSTM, 2): {"forward": 33, "forward and backward": 80, "inference": 33},
+    (rbn.BatchNormLSTM, 1): {"forward": 20, "forward and backward": 46, "inference": 13},
+    (rbn.BatchNormLSTM, 2): {"forward": 49, "forward and backward": 112, "inference": 42},
 }
 
 

@@ -124,6 +124,18 @@ def _fits(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, device:
     )
 
 
+def macros(tiling: PortableTiling, defines: tuple[Any, ...]) -> dict[str, int]:
+    """The macros of a kernel: those of the call and those of the tiling."""
+    return dict(defines) | {
+        "MT": tiling.tiles,
+        "MW": tiling.row_warps,
+        "KS": tiling.column_warps,
+        "CHUNK": tiling.chunk,
+        "REGISTERS": int(tiling.registers),
+        "BARRIER": int(tiling.barrier),
+    }
+
+
 @functools.lru_cache(maxsize=256)
 def kernel(
     direction: str, tiling: PortableTiling, device: int, shared: int, defines: tuple[Any, ...]
@@ -131,13 +143,6 @@ def kernel(
     """The kernel, compiled if necessary."""
     arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
     assert arch is not None  # see `cuda_kernels.covers`
-    named = dict(defines) | {
-        "MT": tiling.tiles,
-        "MW": tiling.row_warps,
-        "KS": tiling.column_warps,
-        "CHUNK": tiling.chunk,
-        "REGISTERS": tiling.registers,
-        "BARRIER": tiling.barrier,
-    }
     name = f"portable_{direction}"
-    return Kernel(nvrtc.compiled(name, named, arch), name, tiling.threads, shared)
+    code = nvrtc.compiled(name, macros(tiling, defines), arch)
+    return Kernel(code, name, tiling.threads, shared)

@@ -44,14 +44,28 @@ def use(family,f=None,b=None):
     if f: chosen["forward"]=f
     if b: chosen["backward"]=b
     cuda_kernels.fits_grid=grid_kernels.fits if family=="grid" else (lambda t: False)
+def prebuild(jobs):
+    from rbn.ops.gpu.runtime import nvrtc
+    nvrtc.version()
+    def one(j):
+        d,dtype,H,t=j
+        defs={"TYPE":{torch.float32:0,torch.bfloat16:1,torch.float16:2}[dtype],"H":H,"LENGTHS":0,"DOUTPUT":int(d=="backward")}|dict.fromkeys(("MODE_X","MODE_H","MODE_C","BIAS","BETA","SAVE"),1)
+        try: nvrtc.compiled(f"portable_{d}",pk.macros(t,tuple(defs.items())),"sm_90")
+        except Exception as e: print("build",repr(e)[:100])
+    with ThreadPoolExecutor(12) as pool: list(pool.map(one,jobs))
+CASES=((512,torch.float16),(768,torch.float16),(512,torch.float32))
+def variants(d,dtype,H):
+    return [t for KS,reg,bar in (((8,0,1),(8,0,0),(16,0,0),(8,1,0),(16,1,0),(16,0,1)))
+              if not (reg and blocks(d,dtype,H)//KS*(4 if d=="forward" else 1)>32)
+              for t in [tiling(d,dtype,H,KS,bool(reg),bool(bar))] if pk.shared_bytes(d,t,dtype,H)<=227*1024]
 def main():
     T=1024; began=time.time()
-    for H,dtype in ((512,torch.float16),(768,torch.float16),(512,torch.float32)):
+    prebuild([(d,dtype,H,t) for H,dtype in CASES for d in ("forward","backward") for t in variants(d,dtype,H)])
+    print(f"built {time.time()-began:.0f}s",flush=True)
+    for H,dtype in CASES:
         n=lambda v: f"KS {v.column_warps} chunk {v.chunk} reg {int(v.registers)} bar {int(v.barrier)}"
         lim=227*1024
-        V={d:[t for KS,reg,bar in (((8,0,1),(8,0,0),(16,0,0),(8,1,0),(16,1,0),(16,0,1)))
-              if not (reg and blocks(d,dtype,H)//KS*(4 if d=="forward" else 1)>32)
-              for t in [tiling(d,dtype,H,KS,bool(reg),bool(bar))] if pk.shared_bytes(d,t,dtype,H)<=lim] for d in ("forward","backward")}
+        V={d:variants(d,dtype,H) for d in ("forward","backward")}
         def build(j):
             torch.cuda.set_device(0); torch.zeros(1,device="cuda")
         ref=None; rows=[]

@@ -19,7 +19,7 @@ from gpu_cases import DEVICE, products
 
 from rbn.ops.gpu.bn_rnn import rnn_single
 from rbn.ops.gpu.bn_rnn.rnn_single import Tiling
-from rbn.ops.gpu.lstm import cuda_kernels, families, plan
+from rbn.ops.gpu.lstm import families, plan
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.types import CONSTANT
@@ -62,7 +62,7 @@ def compare(
 ):
     """With the reference in float64.
 
-    Allowed are 16 units, where sums cancel 8 times what float32 does to the reference, in units of
+    Allowed are 64 units, where sums cancel 8 times what float32 does to the reference, in units of
     the dtype. Kernels also raise small variances to the threshold of constant terms: two terms a
     step, whose gradients change by `CONSTANT`.
     """
@@ -74,7 +74,7 @@ def compare(
     for name, want in expected.items():
         size = want.norm()
         enlarged = (rounded[name] - want).norm() / FLOAT
-        allowed = unit * (16 * size + 8 * enlarged) + 2 * STEPS * CONSTANT * size
+        allowed = unit * (64 * size + 8 * enlarged) + 2 * STEPS * CONSTANT * size
         error = (found[name] - want).norm()
         assert error <= allowed, f"{name}: {error / size:.2g}, allowed {allowed / size:.2g}"
 
@@ -135,16 +135,10 @@ def test_emulated_rnn(barrier, scale, tmp_path, monkeypatch):
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
-def test_emulated_portable(scale, tmp_path, monkeypatch):
-    def kernel(direction, tiling, device, shared, defines):
-        macros = portable_kernels.macros(tiling, defines)
-        return EmulatedKernel(tmp_path, f"portable_{direction}", macros, tiling.threads, shared)
-
-    monkeypatch.setattr(portable_kernels, "kernel", kernel)
-    monkeypatch.setattr(cuda_kernels, "family", lambda term, zoned: cuda_kernels.PORTABLE)
-    monkeypatch.setattr(families, "choose", lambda term, a: families.CUDA)
-    monkeypatch.setattr(plan, "_CACHE", {})
+def test_emulated_portable(scale, emulate_portable):
+    launches = emulate_portable()
     compare("lstm", scale, "gpu", TF32)
+    assert launches == ["forward", "backward"]
 
 
 # On a card ---------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 // A block owns UNITS = 8 hidden units for all rows of the batch. Its warps form MW groups over the
 // rows and KS groups over the columns of the product; the sums over KS meet in shared memory. From
 // there on a thread owns two neighbouring units (PAIR = tid % 4) of the rows tid / 4, tid / 4 + STEP, ...
+// With FEW, for up to 16 rows, a warp has all rows of two pairs instead: it sums over the batch without the others,
+// and warps beyond the second only multiply.
 //
 // Named from outside: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
 // CHUNK (column blocks read at once), REGISTERS (weights in registers or in shared memory),
@@ -39,6 +41,12 @@ typedef u32 Pair;
 #define BLOCKS ((H + UNITS - 1) / UNITS)
 #define PADDED (WARPS | 1)
 #define EMPTY 0xffffffffu
+#ifndef FEW
+#define FEW 0
+#endif
+#define PAIR_OF(tid) (FEW ? (tid) >> 4 & 3 : (tid) & 3)
+#define ROW_OF(tid) (FEW ? ((tid) & 15) + ((tid) >> 6) * 16 : (tid) >> 2)
+#define HAS_ROWS (!FEW || threadIdx.x < 64)
 
 // Values ------------------------------------------------------------------------------------------
 
@@ -374,15 +382,15 @@ __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4],
 
 // Sums over the batch ------------------------------------------------------------------------------
 
-// Each v[i] summed over the lanes of a warp that have the same pair of units (lane & 3). Each exchange
-// halves what is left to add: a lane ends with the sums from the returned index on, in v[0] and, for
-// more than 8 numbers, the next NV / 8 - 1.
+// Each v[i] summed over the lanes of a warp that have the same pair of units. Each exchange
+// halves what is left to add, while it can: a lane ends with the sums from the returned index on, in v[0] and, for
+// more than 8 numbers (16 with FEW), the next NV / 8 - 1.
 template <int NV>
 __device__ __forceinline__ int sum_over_lanes(float (&v)[NV], int lane) {
   int n = NV, index = 0;
 #pragma unroll
-  for (int mask = 16; mask >= 4; mask >>= 1) {
-    if (n > 1) {
+  for (int mask = FEW ? 8 : 16; mask >= (FEW ? 1 : 4); mask >>= 1) {
+    if (n % 2 == 0) {
       n /= 2;
       const bool upper = lane & mask;
 #pragma unroll
@@ -393,22 +401,33 @@ __device__ __forceinline__ int sum_over_lanes(float (&v)[NV], int lane) {
         }
       index += upper ? n : 0;
     } else {
-      v[0] += __shfl_xor_sync(~0u, v[0], mask);
+#pragma unroll
+      for (int i = 0; i < NV / 8 + 1; i++)
+        if (i < n) v[i] += __shfl_xor_sync(~0u, v[i], mask);
     }
   }
   return index;
 }
 
 // Each v[i] summed over all threads with the same pair of units, in a fixed order, given back to all.
-// `running`, of thread 4 i + pair, counts v[i] over all calls.
+// `running`, of thread 4 i + pair, counts v[i] over all calls; with FEW, of the i-th row v[i], and v[16 + i].
 template <int NV>
-__device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total, float& running) {
+__device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total, float2& running) {
 #ifdef NO_SUM
   return;
 #endif
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = tid & 3;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = PAIR_OF(tid);
+  if (!HAS_ROWS) return;
   const int index = sum_over_lanes(v, lane);
-  constexpr int LEFT = NV > 8 ? NV / 8 : 1;
+  constexpr int LEFT = NV > (FEW ? 16 : 8) ? NV / 8 : 1;
+#if FEW
+  float* own = total + pair * NV;
+#pragma unroll
+  for (int i = 0; i < LEFT; i++) own[index + i] = v[i];
+  __syncwarp();
+  running.x += own[(tid & 15) % NV];
+  if (NV > 16) running.y += own[16 + tid % 8];
+#else
 #pragma unroll
   for (int i = 0; i < LEFT; i++) scratch[((index + i) * 4 + pair) * PADDED + warp] = v[i];
   __syncthreads();
@@ -417,9 +436,10 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* 
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += scratch[tid * PADDED + w];
     total[(tid & 3) * NV + (tid >> 2)] = sum;
-    running += sum;
+    running.x += sum;
   }
   __syncthreads();
+#endif
 #pragma unroll
   for (int i = 0; i < NV / 4; i++) {
     const float4 four = reinterpret_cast<const float4*>(total + pair * NV)[i];
@@ -429,7 +449,7 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* 
 
 template <int NV>
 __device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total) {
-  float unused = 0.0f;
+  float2 unused = make_float2(0.0f, 0.0f);
   sum_rows(v, scratch, total, unused);
 }
 
@@ -442,7 +462,7 @@ __device__ __forceinline__ int column_of(int i) {  // of the whole layer, or -1
 }
 
 __device__ __forceinline__ void read_gates(float (&v)[4][OWN], const float* from) {
-  const float4* p = reinterpret_cast<const float4*>(from + (threadIdx.x & 3) * 4 * OWN);
+  const float4* p = reinterpret_cast<const float4*>(from + PAIR_OF(threadIdx.x) * 4 * OWN);
   float flat[4 * OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++) {

@@ -46,6 +46,9 @@ typedef u32 Pair;
 #endif
 #define PAIR_OF(tid) (FEW ? (tid) >> 4 & 3 : (tid) & 3)
 #define ROW_OF(tid) (FEW ? ((tid) & 15) + ((tid) >> 6) * 16 : (tid) >> 2)
+#ifndef PROBE
+#define PROBE 1
+#endif
 #define HAS_ROWS (!FEW || threadIdx.x < 64)
 
 // Values ------------------------------------------------------------------------------------------
@@ -325,9 +328,9 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
   wait = false;
 #endif
   // Until the others are about done, only one piece is asked for again and again.
-  constexpr bool EAGER = BARRIER || (PIECES == 1 && MPW * CHUNK <= 8);
+  constexpr bool EAGER = BARRIER || !PROBE || (PIECES == 1 && MPW * CHUNK <= 8);
   if (EAGER) ask(0);
-  if (!BARRIER && wait && there(0, 0, 0)) {
+  if (!BARRIER && PROBE && wait && there(0, 0, 0)) {
     uint4 probe = EAGER ? a[0][0][0][0] : peek(address(0, 0, 0));
     while (missing(probe)) probe = peek(address(0, 0, 0));
   }
@@ -366,7 +369,16 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
   }
 }
 
-// Sums of tiles into shared memory, [KS][ROWS][PITCH].
+// Where sums of a row and column lie in shared memory, [KS][ROWS][PITCH], such that neither the lanes that write them
+// nor those that read them use the same bank.
+template <int NT, int PITCH>
+__device__ __forceinline__ int place_of_sum(int row, int column) {
+  if (!FEW) return row * PITCH + column;
+  const int turned = NT > 1 ? row >> 2 & 3 | (row & 3) << 2 : row >> 2 & 3;
+  return row * 8 * NT + 2 * (column / 2 ^ turned);
+}
+
+// Sums of tiles into shared memory.
 template <int NT, int PITCH>
 __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4], int ks, int mw, int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -374,9 +386,10 @@ __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4],
   for (int m = 0; m < MPW; m++)
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      float* p = part + (ks * ROWS + (mw * MPW + m) * 16 + g) * PITCH + n * 8 + 2 * t;
-      store2(p, sums[m][n][0], sums[m][n][1]);
-      store2(p + 8 * PITCH, sums[m][n][2], sums[m][n][3]);
+      float* p = part + ks * ROWS * PITCH;
+      const int row = (mw * MPW + m) * 16 + g, column = n * 8 + 2 * t;
+      store2(p + place_of_sum<NT, PITCH>(row, column), sums[m][n][0], sums[m][n][1]);
+      store2(p + place_of_sum<NT, PITCH>(row + 8, column), sums[m][n][2], sums[m][n][3]);
     }
 }
 

@@ -65,9 +65,10 @@ def test_tilings(name, emulate_portable):
     assert launches == ["forward", "backward"]
 
 
-@pytest.mark.parametrize("rows", [16, 32])  # padded: a row of threads for each, or a tile more
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name, rows, emulate_portable):
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, 16) for name in OPTIONS), ("lstm, lengths", 32), ("lengths", 32)]
+)
+def test_options(name, rows, emulate_portable):  # of a tile, or two
     both = tiling(rows // 16, 1, 4)
     launches = emulate_portable(forward=both, backward=both)
     op, options = OPTIONS[name]

@@ -302,11 +302,12 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
   constexpr int PIECES = (KBW + CHUNK - 1) / CHUNK;
   uint4 a[PIECES > 1 ? 2 : 1][MPW][CHUNK][2];
   const int g = lane >> 2;
-  auto address = [&](int m, int i, int half) {
-    return rows + i64((mw * MPW + m) * 16 + g + 8 * half) * stride + (ks * KBW + i) * BLOCK + (lane & 3) * VEC;
-  };
+  const int row = mw * MPW * 16 + g, column = ks * KBW * BLOCK + (lane & 3) * VEC;
+  const Element* first = rows + i64(row) * stride + column;
+  const bool whole = width % (KS * KBW * BLOCK) == 0;  // known to the compiler
+  auto address = [&](int m, int i, int half) { return first + (m * 16 + 8 * half) * stride + i * BLOCK; };
   auto there = [&](int m, int i, int half) {
-    return i < KBW && (mw * MPW + m) * 16 + g + 8 * half < B && (ks * KBW + i) * BLOCK + (lane & 3) * VEC < width;
+    return i < KBW && row + m * 16 + 8 * half < B && (whole || column + i * BLOCK < width);
   };
   auto ask = [&](int piece) {
 #pragma unroll

@@ -1,20 +1,23 @@
-"""The portable kernels, emulated on the CPU: each way to divide the work, and every option."""
+"""The portable kernels: each way to divide the work, and every option, emulated on the CPU.
+
+On a card: layers of few rows.
+"""
 
 import pytest
 import torch
-from cuda_cases import UNITS
+from cuda_cases import OPTIONS as CARD_OPTIONS
+from cuda_cases import UNITS, on_a_card, same_bits
+from cuda_cases import compare as compare_on_card
 from recurrence_cases import assert_same, calm, differentiate, make_case, poisoned_memory
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from cuda_emulation import COMPILER
 
-from rbn.ops.gpu.lstm.portable.portable_kernels import PortableTiling
+from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.lstm.portable.portable_kernels import PortableTiling, choose
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
-]
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
 def tiling(tiles, row_warps, column_warps, registers=True, barrier=False, chunk=1):
@@ -46,6 +49,12 @@ OPTIONS = {
 }
 
 
+@pytest.fixture
+def portable(monkeypatch):
+    """No call runs the wide kernels."""
+    monkeypatch.setattr(grid_kernels, "preferred", lambda term: False)
+
+
 def compare(case, dtype):
     """Results and all gradients beside those of the reference in float64."""
     with poisoned_memory():
@@ -57,6 +66,8 @@ def compare(case, dtype):
         assert error <= 8 * UNITS[dtype], f"gradient of {key}: {error:.2g}"
 
 
+@needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TILINGS)
 def test_tilings(name, emulate_portable):
     dtype, shape, both = TILINGS[name]
@@ -65,6 +76,8 @@ def test_tilings(name, emulate_portable):
     assert launches == ["forward", "backward"]
 
 
+@needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rows"), [*((name, 16) for name in OPTIONS), ("lstm, lengths", 32), ("lengths", 32)]
 )
@@ -74,3 +87,53 @@ def test_options(name, rows, emulate_portable):  # of a tile, or two
     op, options = OPTIONS[name]
     compare(make_case(op, 5, 7, 10, **calm(op), **options), HALF)
     assert launches == ["forward", "backward"]
+
+
+# How the work is divided -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("hidden", [258, 512, 768, 1000, 1056])
+def test_few_rows_are_polled_forward(dtype, hidden):
+    """A warp asks at once for all of its columns, or a few at a time where they are too many."""
+    forward, backward = (choose(d, dtype, 16, hidden) for d in ("forward", "backward"))
+    assert not forward.barrier
+    assert backward.barrier
+    width = 32 if dtype != FLOAT else 16
+    for found, columns in ((forward, hidden), (backward, 4 * hidden)):
+        assert found.column_warps * -(-columns // (found.column_warps * width)) * width >= columns
+    assert choose("forward", dtype, 17, hidden).barrier
+
+
+# On a card ---------------------------------------------------------------------------------------
+
+
+def on_card(test):
+    for mark in on_a_card:
+        test = mark(test)
+    return test
+
+
+@on_card
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize(
+    ("op", "name", "shape"),
+    [
+        *(("bn_lstm", name, (5, 13, 268)) for name in CARD_OPTIONS),
+        *(("bn_lstm", "plain", shape) for shape in [(6, 16, 512), (5, 9, 768), (3, 2, 512)]),
+        *(("bn_lstm", "plain", shape) for shape in [(4, 3, 1056), (3, 1, 10)]),
+        *(("lstm", name, (5, 16, 512)) for name in ("plain", "lengths")),
+    ],
+)
+@pytest.mark.usefixtures("in_memory", "portable")
+def test_few_rows(op, name, shape, dtype, calls):
+    compare_on_card(op, shape, dtype, CARD_OPTIONS[name])
+    assert calls == ["forward", "backward"]
+
+
+@on_card
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+@pytest.mark.usefixtures("in_memory", "portable")
+def test_few_rows_give_the_same_bits_every_time(dtype, calls):
+    same_bits(make_case("bn_lstm", 40, 16, 512, dtype=dtype).on("cuda"), 100)
+    assert len(calls) == 202

@@ -46,9 +46,6 @@ typedef u32 Pair;
 #endif
 #define PAIR_OF(tid) (FEW ? (tid) >> 4 & 3 : (tid) & 3)
 #define ROW_OF(tid) (FEW ? ((tid) & 15) + ((tid) >> 6) * 16 : (tid) >> 2)
-#ifndef PROBE
-#define PROBE 1
-#endif
 #define HAS_ROWS (!FEW || threadIdx.x < 64)
 
 // Values ------------------------------------------------------------------------------------------
@@ -328,10 +325,10 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
 #ifdef NO_WAIT
   wait = false;
 #endif
-  // Until the others are about done, only one piece is asked for again and again.
-  constexpr bool EAGER = BARRIER || !PROBE || (PIECES == 1 && MPW * CHUNK <= 8);
+  // Until the others are about done, only one piece is asked for again and again: all are too many, but of few rows.
+  constexpr bool EAGER = BARRIER || FEW || (PIECES == 1 && MPW * CHUNK <= 8);
   if (EAGER) ask(0);
-  if (!BARRIER && PROBE && wait && there(0, 0, 0)) {
+  if (!BARRIER && !FEW && wait && there(0, 0, 0)) {
     uint4 probe = EAGER ? a[0][0][0][0] : peek(address(0, 0, 0));
     while (missing(probe)) probe = peek(address(0, 0, 0));
   }

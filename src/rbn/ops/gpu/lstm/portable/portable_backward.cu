@@ -1,8 +1,5 @@
 // The LSTM's backward pass: one launch for all steps, from the last to the first.
 #define FEW (MT == 1)
-#ifndef LATE
-#define LATE FEW
-#endif
 #include "common.cuh"
 
 #define NT 1  // tiles of 8 columns: the units
@@ -129,17 +126,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
   }
   load_step(p.T - 1);
 
-  // What a step leaves behind, which nobody waits for: d(W_x x).
-  Pair late[RPT][4];
-  auto keep = [&](i64 t) {
-    if (SPLIT)
-#pragma unroll
-      for (int j = 0; j < RPT; j++)
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-          if (in[j]) *reinterpret_cast<Pair*>(dwx + (t * B + ROW_OF(tid) + j * STEP) * GATES + q * H + unit) = late[j][q];
-  };
-
   for (i64 t = p.T - 1; t >= 0; t--) {
     const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
 
@@ -236,7 +222,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
       if (t > 0) load_step(t - 1);
       continue;
     }
-    if (LATE && t < p.T - 1) keep(t + 1);
 
     // Equation 8
     float v_c[4] = {}, dc_hat[RPT][2], d_o[RPT][2];
@@ -312,7 +297,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
       for (int i = 0; i < 8; i++) sum_b[i] += v[i];
     if (SPLIT)
 #pragma unroll
-      for (int j = 0; j < RPT; j++)
+      for (int j = 0; j < RPT; j++) {
+        const i64 row = ROW_OF(tid) + j * STEP;
+        if (!in[j]) continue;
 #pragma unroll
         for (int q = 0; q < 4; q++) {
           float d[2];
@@ -323,12 +310,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
             if (MODE_X) d[e] *= rx[q][e];
             if (!valid[j]) d[e] = 0.0f;
           }
-          late[j][q] = narrow(make_float2(d[0], d[1]));
+          store_pair(dwx + (t * B + row) * GATES + q * H + unit, make_float2(d[0], d[1]));
         }
-    if (!LATE) keep(t);
+      }
     if (t > 0) load_step(t - 1);
   }
-  if (LATE && HAS_ROWS) keep(0);
 
 #pragma unroll
   for (int j = 0; j < RPT; j++) {

@@ -1,8 +1,5 @@
 // The LSTM's forward pass, equations 2 to 4 and 6 to 8: one launch for all steps.
 #define FEW (MT == 1)
-#ifndef LATE
-#define LATE FEW
-#endif
 #include "common.cuh"
 
 #define NT 4  // tiles of 8 columns: the gates i, f, g, o
@@ -149,34 +146,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
     if (t + 1 < p.T) load_step(t + 1);
   };
 
-  // What a step leaves behind, which nobody waits for.
-  float a[RPT][4][2], h[RPT][2];
-  auto keep = [&](i64 t) {
-#pragma unroll
-    for (int j = 0; j < RPT; j++) {
-      const i64 row = ROW_OF(tid) + j * STEP;
-      if (SAVE && row < B) {
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-          store_pair(wh + ((t * BLOCKS * 4 + q) * B + row) * UNITS, make_float2(a[j][q][0], a[j][q][1]));
-        store2(cs + ((t + 1) * BLOCKS * B + row) * UNITS, c[j][0], c[j][1]);
-      }
-      if (LENGTHS && in[j] && t < length[j]) store2(p.h_n + (r * B + row) * H + unit, h[j][0], h[j][1]);
-    }
-    if (ROW_OF(tid) == 0 && mine) {
-      if (MODE_H == 1)
-#pragma unroll
-        for (int q = 0; q < 4; q++) {
-          store2(mean_h + t * GATES + q * H + unit, mean[q][0], mean[q][1]);
-          store2(var_h + t * GATES + q * H + unit, var[q][0], var[q][1]);
-        }
-      if (MODE_C == 1) {
-        store2(mean_c + t * H + unit, mc[0], mc[1]);
-        store2(var_c + t * H + unit, vc[0], vc[1]);
-      }
-    }
-  };
-
   load_step(0);
   prepare(0);
 
@@ -194,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
       if (t + 1 < p.T) prepare(t + 1);
       continue;
     }
-    if (LATE && t > 0) keep(t - 1);
+    float a[RPT][4][2];
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
       const int row = ROW_OF(tid) + j * STEP;
@@ -275,6 +244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
         rc[e] = rsqrtf(vc[e] + p.eps);
       }
     }
+    float h[RPT][2];
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
       const int row = ROW_OF(tid) + j * STEP;
@@ -290,10 +260,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
     }
     if (BARRIER) arrive(p.counter + r);
 
-    if (!LATE) keep(t);
+    // What nobody waits for.
+#pragma unroll
+    for (int j = 0; j < RPT; j++) {
+      const i64 row = ROW_OF(tid) + j * STEP;
+      if (SAVE && row < B) {
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+          store_pair(wh + ((t * BLOCKS * 4 + q) * B + row) * UNITS, make_float2(a[j][q][0], a[j][q][1]));
+        store2(cs + ((t + 1) * BLOCKS * B + row) * UNITS, c[j][0], c[j][1]);
+      }
+      if (LENGTHS && in[j] && t < length[j]) store2(p.h_n + (r * B + row) * H + unit, h[j][0], h[j][1]);
+    }
+    if (ROW_OF(tid) == 0 && mine) {
+      if (MODE_H == 1)
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+          store2(mean_h + t * GATES + q * H + unit, mean[q][0], mean[q][1]);
+          store2(var_h + t * GATES + q * H + unit, var[q][0], var[q][1]);
+        }
+      if (MODE_C == 1) {
+        store2(mean_c + t * H + unit, mc[0], mc[1]);
+        store2(var_c + t * H + unit, vc[0], vc[1]);
+      }
+    }
     if (t + 1 < p.T) prepare(t + 1);
   }
-  if (LATE && HAS_ROWS) keep(p.T - 1);
 #pragma unroll
   for (int j = 0; j < RPT; j++)
     if (in[j]) store2(p.c_n + (r * B + ROW_OF(tid) + j * STEP) * H + unit, c[j][0], c[j][1]);

@@ -81,16 +81,20 @@ def choose(
 def _forward(dtype: torch.dtype, tiles: int, hidden: int) -> PortableTiling:
     half = dtype != torch.float32
     blocks = -(-hidden // (32 if half else 16))
-    if blocks > 8 * (2 - half):
+    many = blocks > 8 * (2 - half)
+    if many and tiles > 1:
         return _for_many_columns(tiles)
-    # A warp's share of the weights is small: poll the data.
-    columns = _column_warps(tiles)
+    # A warp's share of the weights is small, or the rows are few: poll the data.
+    columns = 8 if many else _column_warps(tiles)
     per_warp = -(-blocks // columns)
     return PortableTiling(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
 
 
 def _backward(dtype: torch.dtype, tiles: int, hidden: int) -> PortableTiling:
-    blocks = -(-4 * hidden // (16 if dtype == torch.float32 else 32))
+    half = dtype != torch.float32
+    blocks = -(-4 * hidden // (32 if half else 16))
+    if tiles == 1 and blocks >= 64:  # ask for many columns at once: each wait is a step's latency
+        return PortableTiling(1, 1, 8, min(12 if half else 8, -(-blocks // 8)), False, True)
     if blocks > 64:
         return _for_many_columns(tiles)
     return PortableTiling(tiles, tiles, _column_warps(tiles), 4, False, barrier=True)

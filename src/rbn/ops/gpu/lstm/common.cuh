@@ -301,7 +301,7 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
   const int g = lane >> 2;
   const int row = mw * MPW * 16 + g, column = ks * KBW * BLOCK + (lane & 3) * VEC;
   const Element* first = rows + i64(row) * stride + column;
-  const bool whole = width % (KS * KBW * BLOCK) == 0;  // known to the compiler
+  const bool whole = width >= KS * KBW * BLOCK;  // often known to the compiler
   auto address = [&](int m, int i, int half) { return first + (m * 16 + 8 * half) * stride + i * BLOCK; };
   auto there = [&](int m, int i, int half) {
     return i < KBW && row + m * 16 + 8 * half < B && (whole || column + i * BLOCK < width);

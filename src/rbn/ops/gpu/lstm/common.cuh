@@ -291,8 +291,8 @@ struct Weights {
 };
 
 // sums[m][n] += rows of this warp times W. The rows [ROWS, width] (stride `stride`) come from the
-// other blocks: a 16-byte piece that is not there yet is read again.
-template <int NT, int KBW>
+// other blocks: a 16-byte piece that is not there yet is read again. ks: which of SLICES parts of the columns.
+template <int NT, int KBW, int SLICES = KS>
 __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const Weights<NT, KBW>& w,
                                                 const Element* rows, int stride, int width, int B,
                                                 int ks, int mw, int lane, bool wait) {
@@ -301,7 +301,7 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
   const int g = lane >> 2;
   const int row = mw * MPW * 16 + g, column = ks * KBW * BLOCK + (lane & 3) * VEC;
   const Element* first = rows + i64(row) * stride + column;
-  const bool whole = width >= KS * KBW * BLOCK;  // often known to the compiler
+  const bool whole = width >= SLICES * KBW * BLOCK;  // known to the compiler: no warp has columns beyond the last
   auto address = [&](int m, int i, int half) { return first + (m * 16 + 8 * half) * stride + i * BLOCK; };
   auto there = [&](int m, int i, int half) {
     return i < KBW && row + m * 16 + 8 * half < B && (whole || column + i * BLOCK < width);

@@ -1,5 +1,4 @@
 // The LSTM's backward pass: one launch for all steps, from the last to the first.
-#define FEW (MT == 1)
 #include "common.cuh"
 
 #define NT 1  // tiles of 8 columns: the units

@@ -1,5 +1,4 @@
 // The LSTM's forward pass, equations 2 to 4 and 6 to 8: one launch for all steps.
-#define FEW (MT == 1)
 #include "common.cuh"
 
 #define NT 4  // tiles of 8 columns: the gates i, f, g, o

@@ -11,6 +11,8 @@ inline unsigned short to_half(float v) {
 inline float2 widen(Pair p) { return p; }
 inline Pair narrow(float2 v) { return v; }
 inline u32 rounded_word(u32 v) { return (v + 0x1000) & ~0x1fffu; }
+inline float exp2_(float x) { return std::exp2(x); }
+inline float inverse(float x) { return 1.0f / x; }
 #else
 inline float2 widen(Pair p) { return make_float2(from_half(p), from_half(p >> 16)); }
 inline Pair narrow(float2 v) { return to_half(v.x) | u32(to_half(v.y)) << 16; }

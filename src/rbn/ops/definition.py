@@ -1,6 +1,6 @@
 """The operators, each defined once.
 
-`LSTMArguments` and `RNNArguments` list everything that a recurrence takes: tensors with a gradient,
+`LSTMArguments`, `RNNArguments` and `GRUArguments` list everything that a recurrence takes: tensors with a gradient,
 tensors without one, options. Everything else is derived from these lists: the schema, the autograd
 wrapper (`rbn.ops.operator`), the argument checks, and the arguments of every backend. To add an
 option, add a field here and implement it in the kernels.
@@ -128,7 +128,47 @@ class RNNArguments(NamedTuple):
         return self.padding == "include" and self.lengths is not None and self.mean_h is None
 
 
-Arguments = Any  # LSTMArguments or RNNArguments
+class GRUArguments(NamedTuple):
+    """Arguments of the batch-normalized GRU. See `LSTMArguments`; here G = 3H."""
+
+    input: Tensor
+    weight_ih: Tensor | None
+    weight_hh: Tensor
+    bias: Tensor | None
+    gamma_x: Tensor
+    gamma_h: Tensor
+    beta_n: Tensor | None  # [H], the shift of the candidate's recurrent term
+    h0: Tensor
+    lengths: Tensor | None = None
+    mask_h: Tensor | None = None
+    mean_x: Tensor | None = None
+    var_x: Tensor | None = None
+    mean_h: Tensor | None = None
+    var_h: Tensor | None = None
+    rate_h: float = 0.0
+    eps: float = 0.0
+    input_stats: str = "step"
+    padding: str = "exclude"
+    save: bool = False
+    tf32: bool = False
+
+    @property
+    def population(self) -> bool:
+        """Whether population statistics are given."""
+        return self.mean_h is not None
+
+    @property
+    def sequence(self) -> bool:
+        """Whether the input term's statistics are those of all steps together."""
+        return self.mean_h is None and self.input_stats == "sequence"
+
+    @property
+    def include(self) -> bool:
+        """Whether padded rows count in the statistics."""
+        return self.padding == "include" and self.lengths is not None and self.mean_h is None
+
+
+Arguments = Any  # LSTMArguments, RNNArguments or GRUArguments
 
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", str: "str", bool: "bool"}
 
@@ -139,7 +179,7 @@ class Definition:
 
     Attributes:
         name: the operators are called ``rbn::cpu_NAME`` and ``rbn::gpu_NAME``.
-        arguments: `LSTMArguments` or `RNNArguments`.
+        arguments: `LSTMArguments`, `RNNArguments` or `GRUArguments`.
         gates: the number of gates; W_h has ``gates * H`` rows.
         shapes: shapes in letters of the tensors with a gradient, except the input and W_x.
         states: names of the results that follow the output.
@@ -337,6 +377,22 @@ RNN = Definition(
     RNNArguments,
     gates=1,
     shapes={"weight_hh": "GH", "bias": "G", "gamma_x": "G", "gamma_h": "G", "h0": "BH"},
+    states=("h_n",),
+    terms=("x", "h"),
+)
+
+GRU = Definition(
+    "gru",
+    GRUArguments,
+    gates=3,
+    shapes={
+        "weight_hh": "GH",
+        "bias": "G",
+        "gamma_x": "G",
+        "gamma_h": "G",
+        "beta_n": "H",
+        "h0": "BH",
+    },
     states=("h_n",),
     terms=("x", "h"),
 )

@@ -1,7 +1,8 @@
-"""The batch-normalized simple RNN on the CPU."""
+"""The batch-normalized simple RNN and GRU on the CPU."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,18 +10,21 @@ from torch import Tensor
 
 from rbn.ops.cpu import fused_rnn
 from rbn.ops.cpu.fused_rnn import Saved
-from rbn.ops.definition import RNN, RNNArguments
+from rbn.ops.definition import GRU, RNN, Definition, GRUArguments, RNNArguments
 from rbn.ops.identical_rows import variance
 from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Implementation, Incoming, Results
 from rbn.ops.types import compute_dtype
 
 
-def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
+_Arguments = RNNArguments | GRUArguments
+
+
+def forward(definition: Definition, calls: Sequence[_Arguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     (call,) = calls
-    a: RNNArguments
-    a, kept = with_term(RNN, call)
+    a: _Arguments
+    a, kept = with_term(definition, call)
     output, states, saved = fused_rnn.forward(a)
     moments: tuple[Tensor | None, ...] = (None,) * 4
     if saved.rstd_x is not None and saved.rstd_h is not None:
@@ -32,41 +36,49 @@ def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
 
 
 def backward(
-    calls: Sequence[RNNArguments], saved: Saved, plan: None, incoming: Incoming
+    definition: Definition,
+    calls: Sequence[_Arguments],
+    saved: Saved,
+    plan: None,
+    incoming: Incoming,
 ) -> list[dict[str, Tensor | None]]:
     """The gradients of all differentiable tensors."""
     (call,) = calls
-    a: RNNArguments
-    a, _ = with_term(RNN, call, saved.wx)
+    a: _Arguments
+    a, _ = with_term(definition, call, saved.wx)
     gradients = fused_rnn.backward(a, saved, incoming.output, *incoming.states)
     return [through_term(call, gradients, incoming.input)]
 
 
-def fake(a: RNNArguments) -> Results:
+def fake(definition: Definition, a: _Arguments) -> Results:
     """Empty tensors with the shapes and dtypes of the results."""
     (T, B), H = a.input.shape[:2], a.weight_hh.shape[1]
-    dtype, full = a.input.dtype, compute_dtype(a.input.dtype)
+    dtype, full, G = a.input.dtype, compute_dtype(a.input.dtype), definition.gates * H
+    gated = definition is GRU
 
     def new(*shape: int, dtype: torch.dtype = full) -> Tensor:
         return a.input.new_empty(shape, dtype=dtype)
 
-    def kept(present: bool = True) -> Tensor | None:
-        return new(T * B, H) if a.save and present else None
+    def kept(features: int, present: bool = True) -> Tensor | None:
+        return new(T * B, features) if a.save and present else None
 
-    shapes = RNN.statistics_shapes(a)
+    shapes = definition.statistics_shapes(a)
     moments = [None if shape is None else new(*shape) for shape in shapes for _ in range(2)]
     saved = Saved(
-        wx=None if a.weight_ih is None or not a.save else new(T, B, H, dtype=dtype),
+        wx=None if a.weight_ih is None or not a.save else new(T, B, G, dtype=dtype),
         output=None,
         mean_x=moments[0],
         rstd_x=None if moments[1] is None else torch.empty_like(moments[1]),
         mean_h=moments[2],
         rstd_h=None if moments[3] is None else torch.empty_like(moments[3]),
-        wh=kept(),
-        phi=kept(a.mask_h is not None or a.rate_h != 0 or a.include),
-        hidden=kept(a.lengths is not None or dtype != full),
+        wh=kept(G),
+        cell=kept(4 * H if gated else H, gated or bool(a.mask_h is not None or a.rate_h or a.include)),
+        hidden=kept(H, a.lengths is not None or dtype != full),
     )
     return Results(new(T, B, H, dtype=dtype), (new(B, H, dtype=dtype),), tuple(moments), saved)
 
 
-IMPLEMENTATION = Implementation(Saved, forward, backward, fake)
+def implementation(definition: Definition) -> Implementation:
+    """The functions of one of the two recurrences."""
+    functions = (functools.partial(f, definition) for f in (forward, backward, fake))
+    return Implementation(Saved, *functions)

@@ -1,6 +1,6 @@
 """The fused recurrences as a scan over time, built from operators that every exporter knows.
 
-`rbn::cpu_lstm` and `rbn::cpu_rnn` do not exist outside of PyTorch. `torch.onnx.export` sees these
+`rbn::cpu_lstm` and its siblings do not exist outside of PyTorch. `torch.onnx.export` sees these
 functions instead and turns the scan into ONNX's `Scan`. Inference only, with population statistics
 and without masks.
 """
@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rbn.ops.definition import LSTM, RNN, Arguments, LSTMArguments, RNNArguments
+from rbn.ops.definition import (
+    GRU,
+    LSTM,
+    RNN,
+    Arguments,
+    GRUArguments,
+    LSTMArguments,
+    RNNArguments,
+)
 from rbn.ops.input_term import with_term
 from rbn.ops.types import compute_dtype, valid_steps
 
@@ -74,6 +82,29 @@ def rnn(*args: Any) -> tuple[Tensor, ...]:
         return (_zoneout(a.rate_h, h, h_t),)
 
     return _scanned(terms, step, (a.h0,), len(RNN.moments))
+
+
+def gru(*args: Any) -> tuple[Tensor, ...]:
+    """`rbn::cpu_gru` as a scan: ``output [T, B, H]``, ``h_n``; the others empty."""
+    a: GRUArguments
+    a, _ = with_term(GRU, GRUArguments(*args))
+    _check_inference(a.population, (a.mask_h,))
+    terms = _Terms(a)
+    terms.add_input(a.gamma_x, a.bias, "batch", (a.mean_x, a.var_x))
+    terms.add("h", a.gamma_h, "batch", (a.mean_h, a.var_h))
+    if a.beta_n is not None:
+        terms.fixed["beta"] = a.beta_n.to(terms.dtype)
+
+    def step(states: tuple[Tensor, ...], now: Step) -> tuple[Tensor, ...]:
+        (h,) = states
+        r_h, z_h, n_h = terms.normalized("h", h @ now["weight"], now).chunk(3, dim=1)
+        r_x, z_x, n_x = now["x"].chunk(3, dim=1)
+        if "beta" in now:
+            n_h = n_h + _like(n_h, now["beta"])
+        z, n = torch.sigmoid(z_h + z_x), torch.tanh(n_x + torch.sigmoid(r_h + r_x) * n_h)
+        return (_zoneout(a.rate_h, h, (1 - z) * n + z * h),)
+
+    return _scanned(terms, step, (a.h0,), len(GRU.moments))
 
 
 class _Terms:

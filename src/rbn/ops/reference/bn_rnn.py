@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,31 @@ def bn_rnn(
     h0: Tensor,
     *,
     nonlinearity: Nonlinearity = "tanh",
+    **options: Any,
+) -> tuple[Tensor, Tensor, Statistics]:
+    """See `rbn.ops.bn_rnn` for the arguments."""
+    phi = torch.tanh if nonlinearity == "tanh" else torch.relu
+    (b,) = shifts(wx, bias)
+
+    def cell(W_h_h: Tensor, W_x_x: Tensor, h: Tensor) -> Tensor:
+        return phi(W_h_h + W_x_x + b)
+
+    return run_steps(cell, wx, weight_hh, gamma_x, gamma_h, h0, **options)
+
+
+def shifts(wx: Tensor, *values: Tensor | None) -> list[Any]:
+    """Parameters that are added, in the dtype of the equations; 0 for absent ones."""
+    return [0.0 if v is None else v for v in in_type(compute_dtype(wx.dtype), *values)]
+
+
+def run_steps(
+    cell: Callable[[Tensor, Tensor, Tensor], Tensor],
+    wx: Tensor,
+    weight_hh: Tensor,
+    gamma_x: Tensor,
+    gamma_h: Tensor,
+    h0: Tensor,
+    *,
     lengths: Tensor | None = None,
     population: Statistics | None = None,
     eps: float = 1e-5,
@@ -49,13 +75,14 @@ def bn_rnn(
     zoneout_h: Tensor | float = 0.0,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
-    """See `rbn.ops.bn_rnn` for the arguments."""
+    """Run a network whose only state is h, with both terms normalized.
+
+    cell: from BN(W_h h; gamma_h, 0), BN(W_x x; gamma_x, 0) and h of a step to the new h.
+    """
     dtype = wx.dtype
-    wx, W_h, h, bias, gamma_x, gamma_h = in_type(
-        compute_dtype(dtype), wx, weight_hh, h0, bias, gamma_x, gamma_h
+    wx, W_h, h, gamma_x, gamma_h = in_type(
+        compute_dtype(dtype), wx, weight_hh, h0, gamma_x, gamma_h
     )
-    b = 0.0 if bias is None else bias
-    phi = torch.tanh if nonlinearity == "tanh" else torch.relu
 
     if population is not None:
         group = None  # no minibatch statistics are needed
@@ -71,10 +98,10 @@ def bn_rnn(
     for t in range(len(wx)):
         rows = None if counted is None else counted[t]
         W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, H]
-        h_t = phi(
-            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, identical)
-            + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
-            + b
+        h_t = cell(
+            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, identical),
+            x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps),
+            h,
         )
         identical = identical & x_term.constant(t, eps)
         h_t = zoneout(zoneout_h, t, h, h_t)

@@ -271,7 +271,7 @@ def bn_rnn(wx, weight_hh, bias, gamma_x, gamma_h, h0, *, nonlinearity="tanh", **
     return one_state(step, wx, weight_hh, gamma_x, gamma_h, h0, **options)
 
 
-def bn_gru(wx, weight_hh, bias, gamma_x, gamma_h, beta_n, h0, **options):
+def bn_gru(wx, weight_hh, bias, gamma_x, gamma_h, h0, beta_n, **options):
     """`torch.nn.GRU`'s equations with both terms normalized as in equation 6."""
 
     def step(W_h_h, W_x_x, h):

@@ -32,7 +32,7 @@ ARGUMENTS = {
     "lstm": ["wx", "weight_hh", "bias", "beta_c", "h0", "c0"],
     "ln_lstm": ["wx", "weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0"],
     "bn_rnn": ["wx", "weight_hh", "bias", "gamma_x", "gamma_h", "h0"],
-    "bn_gru": ["wx", "weight_hh", "bias", "gamma_x", "gamma_h", "beta_n", "h0"],
+    "bn_gru": ["wx", "weight_hh", "bias", "gamma_x", "gamma_h", "h0", "beta_n"],
 }
 RESULTS = dict.fromkeys(OPS, ("output", "h_n", "c_n")) | dict.fromkeys(ONE_STATE, ("output", "h_n"))
 OPTIONAL = {

@@ -1,6 +1,6 @@
 """The operators, each defined once.
 
-`LSTMArguments`, `RNNArguments` and `GRUArguments` list everything that a recurrence takes: tensors with a gradient,
+`LSTMArguments` and its siblings list everything that a recurrence takes: tensors with a gradient,
 tensors without one, options. Everything else is derived from these lists: the schema, the autograd
 wrapper (`rbn.ops.operator`), the argument checks, and the arguments of every backend. To add an
 option, add a field here and implement it in the kernels.
@@ -8,7 +8,6 @@ option, add a field here and implement it in the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_type_hints
 
@@ -137,8 +136,8 @@ class GRUArguments(NamedTuple):
     bias: Tensor | None
     gamma_x: Tensor
     gamma_h: Tensor
-    beta_n: Tensor | None  # [H], the shift of the candidate's recurrent term
     h0: Tensor
+    beta_n: Tensor | None  # [H], the shift of the candidate's recurrent term
     lengths: Tensor | None = None
     mask_h: Tensor | None = None
     mean_x: Tensor | None = None
@@ -179,7 +178,7 @@ class Definition:
 
     Attributes:
         name: the operators are called ``rbn::cpu_NAME`` and ``rbn::gpu_NAME``.
-        arguments: `LSTMArguments`, `RNNArguments` or `GRUArguments`.
+        arguments: `LSTMArguments` or one of its siblings.
         gates: the number of gates; W_h has ``gates * H`` rows.
         shapes: shapes in letters of the tensors with a gradient, except the input and W_x.
         states: names of the results that follow the output.
@@ -196,7 +195,7 @@ class Definition:
     name: str
     arguments: type[Any]
     gates: int
-    shapes: Mapping[str, str]
+    shapes: dict[str, str]
     states: tuple[str, ...]
     terms: tuple[str, ...]
     gradients: tuple[str, ...] = field(init=False)
@@ -385,14 +384,14 @@ GRU = Definition(
     "gru",
     GRUArguments,
     gates=3,
-    shapes={
-        "weight_hh": "GH",
-        "bias": "G",
-        "gamma_x": "G",
-        "gamma_h": "G",
-        "beta_n": "H",
-        "h0": "BH",
-    },
+    shapes=RNN.shapes | {"beta_n": "H"},
     states=("h_n",),
     terms=("x", "h"),
 )
+
+_BY_ARGUMENTS = {definition.arguments: definition for definition in (LSTM, RNN, GRU)}
+
+
+def definition_of(a: Arguments) -> Definition:
+    """The recurrence whose arguments these are."""
+    return _BY_ARGUMENTS[type(a)]

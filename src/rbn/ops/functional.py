@@ -188,8 +188,8 @@ def bn_gru(
     bias: Tensor | None,
     gamma_x: Tensor,
     gamma_h: Tensor,
-    beta_n: Tensor | None,
     h0: Tensor,
+    beta_n: Tensor | None,
     *,
     lengths: Tensor | None = None,
     population: Statistics | None = None,
@@ -201,11 +201,11 @@ def bn_gru(
 ) -> tuple[Tensor, Tensor, Statistics]:
     """The batch-normalized GRU, equations in `rbn.ops.reference.bn_gru`.
 
-    beta_n ``[H]`` is the shift of the candidate's recurrent term. All other arguments and the
-    results are those of `bn_rnn`, with 3H features where `bn_lstm` has 4H, in torch's order r, z, n.
+    beta_n ``[H]`` is the shift of the candidate's recurrent term. All else is as in `bn_rnn`, with
+    3H features where `bn_lstm` has 4H, in torch's gate order r, z, n.
     """
     a = GRUArguments(
-        *(wx, None, weight_hh, bias, gamma_x, gamma_h, beta_n, h0, lengths),
+        *(wx, None, weight_hh, bias, gamma_x, gamma_h, h0, beta_n, lengths),
         **_zoneout(h=zoneout_h),
         eps=eps,
         input_stats=input_stats,

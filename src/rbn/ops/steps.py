@@ -176,24 +176,15 @@ def bn_rnn(
 
 
 def bn_gru(
-    x: Tensor,
-    weight_ih: Tensor,
-    weight_hh: Tensor,
-    bias: Tensor | None,
-    gamma_x: Tensor,
-    gamma_h: Tensor,
-    beta_n: Tensor | None,
-    h: Tensor,
-    rows: Rows,
-    eps: float,
-    zoneout: tuple[float, ...],
+    x: Tensor, weights: Sequence[Any], h: Tensor, rows: Rows, eps: float, zoneout: tuple[float, ...]
 ) -> Tensor:
     """One step of the batch-normalized GRU: the new h ``[B, H]``; arguments as in `lstm`."""
-    of_x = _bn(F.linear(x, weight_ih), gamma_x, bias, rows[0], eps).chunk(3, dim=1)
-    of_h = _bn(F.linear(h, weight_hh), gamma_h, None, rows[1], eps).chunk(3, dim=1)
-    r, z = torch.sigmoid(of_x[0] + of_h[0]), torch.sigmoid(of_x[1] + of_h[1])
-    candidate = of_h[2] if beta_n is None else of_h[2] + beta_n
-    return _zoneout(zoneout[0], h, torch.lerp(torch.tanh(of_x[2] + r * candidate), h, z))
+    weight_ih, weight_hh, bias, gamma_x, gamma_h, beta_n = weights
+    r, z, n = _bn(F.linear(x, weight_ih), gamma_x, bias, rows[0], eps).chunk(3, dim=1)
+    r_h, z_h, n_h = _bn(F.linear(h, weight_hh), gamma_h, None, rows[1], eps).chunk(3, dim=1)
+    n_h = n_h if beta_n is None else n_h + beta_n
+    n = torch.tanh(torch.addcmul(n, torch.sigmoid(r + r_h), n_h))
+    return _zoneout(zoneout[0], h, torch.lerp(n, h, torch.sigmoid(z + z_h)))
 
 
 def _any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:

@@ -1,7 +1,6 @@
 """The fused batch-normalized simple RNN and GRU, with a backward pass derived by hand.
 
-Structured like `rbn.ops.cpu.fused_lstm`, without a cell state. `SimpleCell`, or `GatedCell` of
-`rbn.ops.cpu.fused_gru`, computes the new state of a step; the rest is the same for both.
+Structured like `rbn.ops.cpu.fused_lstm`, with one nonlinearity, or `Gates`, and no cell.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu.fused_gru import GatedCell, shift_h
+from rbn.ops.cpu.fused_gru import Gates
 from rbn.ops.cpu.layout import Buffers, Layout, like_parameter, moments_of, restore_moments
 from rbn.ops.cpu.norms import BatchNorm
 from rbn.ops.cpu.transition import Transition
-from rbn.ops.definition import GRUArguments, RNNArguments
+from rbn.ops.definition import GRU, Arguments, definition_of
 from rbn.ops.identical_rows import identical_steps, variance
 from rbn.ops.types import CONSTANT
 
@@ -34,83 +33,55 @@ class Saved(NamedTuple):
     mean_h: Tensor | None
     rstd_h: Tensor | None
     wh: Tensor | None  # [T * B, G]
-    cell: Tensor | None  # what the cell keeps, [T * B, ...]
+    phi: Tensor | None  # [T * B, ...]: nonlinearities' values, if they are not the states
     hidden: Tensor | None  # [T * B, H], if it is not the output
-
-
-class SimpleCell:
-    """The nonlinearity of each step, and its gradient."""
-
-    def __init__(self, a: RNNArguments, layout: Layout, transition: Transition) -> None:
-        self.a, self.packing, self.transition = a, layout.packing, transition
-        self.kept: Tensor | None = None  # the nonlinearity's values, if they are not the states
-
-    def start(self, buffers: Buffers, hs: Sequence[Tensor], zoned: bool) -> None:
-        """Prepare for the forward pass, which writes to hs the states before zoneout, if any."""
-        self._phis = hs
-        if zoned:
-            self.kept = buffers.make(self.transition.weight.shape[1])
-            self._phis = buffers.views(self.kept)
-
-    def restore(self, kept: Tensor | None, hidden: Tensor) -> None:
-        """Prepare for the backward pass."""
-        self._phis = self.packing.split(hidden if kept is None else kept)
-
-    def forward(self, t: int, h: Tensor) -> Tensor:
-        """The new state of step t from the previous one, ``[n, H]``."""
-        phi = self._phis[t]
-        self.transition.forward(t, h, phi)
-        return phi.tanh_() if self.a.nonlinearity == "tanh" else phi.relu_()
-
-    def backward(self, t: int, h: Tensor, dh_new: Tensor, dh: Tensor) -> None:
-        """Take the new state's gradient back to the previous state h, into dh."""
-        dpre = self.transition.gradient_buffer(t)
-        if self.a.nonlinearity == "tanh":
-            _tanh_backward(dh_new, self._phis[t], grad_input=dpre)
-        else:
-            _relu_backward(dh_new, self._phis[t], 0, grad_input=dpre)
-        self.transition.backward(t, dpre, dh)
-
-    def shift_gradients(self, dshift: Tensor | None) -> dict[str, Tensor | None]:
-        """The gradient of the bias."""
-        return {"bias": like_parameter(dshift, self.a.bias)}
 
 
 class _Plan:
     """Objects that both the forward and the backward pass derive from the arguments."""
 
-    def __init__(self, a: RNNArguments | GRUArguments) -> None:
+    def __init__(self, a: Arguments) -> None:
         self.layout = layout = Layout(a.input, a.h0, a.lengths, a.include)
         gamma_x, gamma_h = layout.cast(a.gamma_x), layout.cast(a.gamma_h)
+        self.gates = Gates(a, layout) if definition_of(a) is GRU else None
+        bias = layout.optional(a.bias) if self.gates is None else self.gates.shift
         pop_x, pop_h = (a.mean_x, a.var_x), (a.mean_h, a.var_h)
-        gated = isinstance(a, GRUArguments)
-        shift = shift_h(a, layout) if gated else layout.optional(a.bias)
         norm_x = layout.input_norm("batch", gamma_x, a.eps, pop_x, a.input_stats)
-        norm_h = layout.norm("batch", gamma_h, shift, a.eps, pop_h)
+        norm_h = layout.norm("batch", gamma_h, bias, a.eps, pop_h)
         self.norms = norm_x, norm_h
         self.transition = Transition(layout, a.input, a.weight_hh, a.bias, norm_x, norm_h)
-        self.cell = (GatedCell if gated else SimpleCell)(a, layout, self.transition)
+        if self.gates is not None:
+            self.gates.transition = self.transition
         self.zoneout_h = layout.zoneout(a.mask_h, a.rate_h)
 
 
-def forward(a: RNNArguments | GRUArguments) -> tuple[Tensor, tuple[Tensor], Saved]:
+def forward(a: Arguments) -> tuple[Tensor, tuple[Tensor], Saved]:
     """Run the recurrence over all steps."""
     plan = _Plan(a)
-    layout, transition, zoneout_h, cell = plan.layout, plan.transition, plan.zoneout_h, plan.cell
+    layout, transition, zoneout_h = plan.layout, plan.transition, plan.zoneout_h
     packing, like, H = layout.packing, transition.wx, layout.hidden
     h = layout.state(a.h0)
 
     buffers = Buffers(packing, like, a.save)
     transition.start(buffers)
     hidden = packing.buffer(H, like)
-    hs = packing.split(hidden)
-    cell.start(buffers, hs, zoneout_h.active)
+    hs = phis = packing.split(hidden)
+    phi = None
+    if zoneout_h.active:
+        phi = packing.buffer(H, like)
+        phis = packing.split(phi)
+    if plan.gates is not None:
+        phi = plan.gates.start(buffers)
 
     for t, n in enumerate(packing.sizes):
         h = h[:n]
-        new = cell.forward(t, h)
+        if plan.gates is not None:
+            plan.gates.forward(t, h, phis[t])
+        else:
+            transition.forward(t, h, phis[t])
+            phis[t].tanh_() if a.nonlinearity == "tanh" else phis[t].relu_()
         if zoneout_h.active:
-            zoneout_h.forward(t, h, new, hs[t])
+            zoneout_h.forward(t, h, phis[t], hs[t])
         h = hs[t]
 
     output = layout.padded(hidden).to(a.input.dtype)
@@ -118,7 +89,7 @@ def forward(a: RNNArguments | GRUArguments) -> tuple[Tensor, tuple[Tensor], Save
     own_hidden = output.data_ptr() != hidden.data_ptr()
     saved: list[Tensor | None] = [None] * 3
     if a.save:
-        saved = [transition.wh, cell.kept, hidden if own_hidden else None]
+        saved = [transition.wh, phi, hidden if own_hidden else None]
     kept = None if own_hidden or not a.save else output
     return (
         output,
@@ -145,11 +116,11 @@ def _identical_states(
 
 
 def backward(
-    a: RNNArguments | GRUArguments, r: Saved, doutput: Tensor | None, dh_n: Tensor | None
+    a: Arguments, r: Saved, doutput: Tensor | None, dh_n: Tensor | None
 ) -> dict[str, Tensor | None]:
     """The gradients of all differentiable tensors, from those of the two results."""
     plan = _Plan(a)
-    layout, transition, zoneout_h, cell = plan.layout, plan.transition, plan.zoneout_h, plan.cell
+    layout, transition, zoneout_h = plan.layout, plan.transition, plan.zoneout_h
     packing, H = layout.packing, layout.hidden
     restore_moments(plan.norms, (r.mean_x, r.rstd_x, r.mean_h, r.rstd_h))
     norm_h = plan.norms[1]
@@ -176,27 +147,41 @@ def backward(
         identical = _identical_states(before.tolist(), hs, a.eps)
         # A term counts as constant only if all its features do.
         norm_h.identical = [both and all_ for both, all_ in zip(identical, constant, strict=True)]
+    phis = hs
+    if plan.gates is not None and r.phi is not None:
+        plan.gates.restore(r.phi)
+    elif r.phi is not None:
+        phis = packing.split(r.phi)
 
-    cell.restore(r.cell, hidden)
     transition.start_backward(r.wh)
     dys = layout.output_gradients(doutput)
     dh = layout.state_gradient(dh_n, h0)
     for t in range(len(packing.sizes) - 1, -1, -1):
-        n = packing.sizes[t]
-        dh_t = dh[:n]
+        dh_t = dh[: packing.sizes[t]]
         if dys is not None:
             dh_t += dys[t]
         dh_new, dh_kept = zoneout_h.backward(t, dh_t) if zoneout_h.active else (dh_t, None)
-        cell.backward(t, h0[:n] if t == 0 else hs[t - 1][:n], dh_new, dh_t)
+        if plan.gates is not None:
+            plan.gates.backward(t, (hs[t - 1] if t > 0 else h0)[: len(dh_t)], dh_new, dh_t)
+        else:
+            dpre = transition.gradient_buffer(t)
+            if a.nonlinearity == "tanh":
+                _tanh_backward(dh_new, phis[t], grad_input=dpre)
+            else:
+                _relu_backward(dh_new, phis[t], 0, grad_input=dpre)
+            transition.backward(t, dpre, dh_t)
         if dh_kept is not None:
             dh_t += dh_kept
 
-    dwx, dweight, dshift, dgamma_x, dgamma_h = transition.finish_backward(hidden, h0)
-    return {
+    dwx, dweight, dbias, dgamma_x, dgamma_h = transition.finish_backward(hidden, h0)
+    shifts: dict[str, Tensor | None] = {"bias": like_parameter(dbias, a.bias)}
+    if plan.gates is not None and dbias is not None:
+        dbias, dbeta = plan.gates.shift_gradients(dbias)
+        shifts = {"bias": like_parameter(dbias, a.bias), "beta_n": like_parameter(dbeta, a.beta_n)}
+    return shifts | {
         "input": dwx.to(a.input.dtype),
         "weight_hh": dweight.to(a.weight_hh.dtype),
         "gamma_x": like_parameter(dgamma_x, a.gamma_x),
         "gamma_h": like_parameter(dgamma_h, a.gamma_h),
         "h0": packing.unsort(dh).to(a.h0.dtype),
-        **cell.shift_gradients(dshift),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,21 +9,17 @@ from torch import Tensor
 
 from rbn.ops.cpu import fused_rnn
 from rbn.ops.cpu.fused_rnn import Saved
-from rbn.ops.definition import GRU, RNN, Definition, GRUArguments, RNNArguments
+from rbn.ops.definition import GRU, Arguments, definition_of
 from rbn.ops.identical_rows import variance
 from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Implementation, Incoming, Results
 from rbn.ops.types import compute_dtype
 
 
-_Arguments = RNNArguments | GRUArguments
-
-
-def forward(definition: Definition, calls: Sequence[_Arguments], separate: bool) -> Results:
+def forward(calls: Sequence[Arguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     (call,) = calls
-    a: _Arguments
-    a, kept = with_term(definition, call)
+    a, kept = with_term(definition_of(call), call)
     output, states, saved = fused_rnn.forward(a)
     moments: tuple[Tensor | None, ...] = (None,) * 4
     if saved.rstd_x is not None and saved.rstd_h is not None:
@@ -36,33 +31,29 @@ def forward(definition: Definition, calls: Sequence[_Arguments], separate: bool)
 
 
 def backward(
-    definition: Definition,
-    calls: Sequence[_Arguments],
-    saved: Saved,
-    plan: None,
-    incoming: Incoming,
+    calls: Sequence[Arguments], saved: Saved, plan: None, incoming: Incoming
 ) -> list[dict[str, Tensor | None]]:
     """The gradients of all differentiable tensors."""
     (call,) = calls
-    a: _Arguments
-    a, _ = with_term(definition, call, saved.wx)
+    a, _ = with_term(definition_of(call), call, saved.wx)
     gradients = fused_rnn.backward(a, saved, incoming.output, *incoming.states)
     return [through_term(call, gradients, incoming.input)]
 
 
-def fake(definition: Definition, a: _Arguments) -> Results:
+def fake(a: Arguments) -> Results:
     """Empty tensors with the shapes and dtypes of the results."""
-    (T, B), H = a.input.shape[:2], a.weight_hh.shape[1]
-    dtype, full, G = a.input.dtype, compute_dtype(a.input.dtype), definition.gates * H
-    gated = definition is GRU
+    input: Tensor = a.input
+    (T, B), (G, H) = input.shape[:2], a.weight_hh.shape
+    zoned, gated = a.mask_h is not None or a.rate_h != 0, definition_of(a) is GRU
+    dtype, full = a.input.dtype, compute_dtype(a.input.dtype)
 
     def new(*shape: int, dtype: torch.dtype = full) -> Tensor:
-        return a.input.new_empty(shape, dtype=dtype)
+        return input.new_empty(shape, dtype=dtype)
 
     def kept(features: int, present: bool = True) -> Tensor | None:
         return new(T * B, features) if a.save and present else None
 
-    shapes = definition.statistics_shapes(a)
+    shapes = definition_of(a).statistics_shapes(a)
     moments = [None if shape is None else new(*shape) for shape in shapes for _ in range(2)]
     saved = Saved(
         wx=None if a.weight_ih is None or not a.save else new(T, B, G, dtype=dtype),
@@ -72,13 +63,10 @@ def fake(definition: Definition, a: _Arguments) -> Results:
         mean_h=moments[2],
         rstd_h=None if moments[3] is None else torch.empty_like(moments[3]),
         wh=kept(G),
-        cell=kept(4 * H if gated else H, gated or bool(a.mask_h is not None or a.rate_h or a.include)),
+        phi=kept(4 * H if gated else H, gated or zoned or a.include),
         hidden=kept(H, a.lengths is not None or dtype != full),
     )
     return Results(new(T, B, H, dtype=dtype), (new(B, H, dtype=dtype),), tuple(moments), saved)
 
 
-def implementation(definition: Definition) -> Implementation:
-    """The functions of one of the two recurrences."""
-    functions = (functools.partial(f, definition) for f in (forward, backward, fake))
-    return Implementation(Saved, *functions)
+IMPLEMENTATION = Implementation(Saved, forward, backward, fake)

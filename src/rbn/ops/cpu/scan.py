@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rbn.ops.definition import (
-    GRU,
     LSTM,
-    RNN,
     Arguments,
     GRUArguments,
     LSTMArguments,
     RNNArguments,
+    definition_of,
 )
 from rbn.ops.input_term import with_term
 from rbn.ops.types import compute_dtype, valid_steps
@@ -68,43 +67,39 @@ def lstm(*args: Any) -> tuple[Tensor, ...]:
 
 def rnn(*args: Any) -> tuple[Tensor, ...]:
     """`rbn::cpu_rnn` as a scan: ``output [T, B, H]``, ``h_n``; the others empty."""
-    a: RNNArguments
-    a, _ = with_term(RNN, RNNArguments(*args))
-    _check_inference(a.population, (a.mask_h,))
-    terms = _Terms(a)
-    terms.add_input(a.gamma_x, a.bias, "batch", (a.mean_x, a.var_x))
-    terms.add("h", a.gamma_h, "batch", (a.mean_h, a.var_h))
-
-    def step(states: tuple[Tensor, ...], now: Step) -> tuple[Tensor, ...]:
-        (h,) = states
-        sums = terms.normalized("h", h @ now["weight"], now) + now["x"]
-        h_t = torch.tanh(sums) if a.nonlinearity == "tanh" else torch.relu(sums)
-        return (_zoneout(a.rate_h, h, h_t),)
-
-    return _scanned(terms, step, (a.h0,), len(RNN.moments))
+    a = RNNArguments(*args)
+    phi = torch.tanh if a.nonlinearity == "tanh" else torch.relu
+    return _one_state(a, lambda of_h, h, now: phi(of_h + now["x"]))
 
 
 def gru(*args: Any) -> tuple[Tensor, ...]:
     """`rbn::cpu_gru` as a scan: ``output [T, B, H]``, ``h_n``; the others empty."""
-    a: GRUArguments
-    a, _ = with_term(GRU, GRUArguments(*args))
+
+    def gates(of_h: Tensor, h: Tensor, now: Step) -> Tensor:
+        (r, z, n), (r_x, z_x, n_x) = of_h.chunk(3, dim=1), now["x"].chunk(3, dim=1)
+        n = n + _like(n, now["beta"]) if "beta" in now else n
+        z, n = torch.sigmoid(z + z_x), torch.tanh(n_x + torch.sigmoid(r + r_x) * n)
+        return (1 - z) * n + z * h
+
+    return _one_state(GRUArguments(*args), gates)
+
+
+def _one_state(a: Arguments, new: Callable[[Tensor, Tensor, Step], Tensor]) -> tuple[Tensor, ...]:
+    """A network whose only state is h. new: h_t from BN(W_h h), h and what the step reads."""
+    a, _ = with_term(definition_of(a), a)
     _check_inference(a.population, (a.mask_h,))
     terms = _Terms(a)
     terms.add_input(a.gamma_x, a.bias, "batch", (a.mean_x, a.var_x))
     terms.add("h", a.gamma_h, "batch", (a.mean_h, a.var_h))
-    if a.beta_n is not None:
+    if getattr(a, "beta_n", None) is not None:
         terms.fixed["beta"] = a.beta_n.to(terms.dtype)
 
     def step(states: tuple[Tensor, ...], now: Step) -> tuple[Tensor, ...]:
         (h,) = states
-        r_h, z_h, n_h = terms.normalized("h", h @ now["weight"], now).chunk(3, dim=1)
-        r_x, z_x, n_x = now["x"].chunk(3, dim=1)
-        if "beta" in now:
-            n_h = n_h + _like(n_h, now["beta"])
-        z, n = torch.sigmoid(z_h + z_x), torch.tanh(n_x + torch.sigmoid(r_h + r_x) * n_h)
-        return (_zoneout(a.rate_h, h, (1 - z) * n + z * h),)
+        of_h = terms.normalized("h", h @ now["weight"], now)
+        return (_zoneout(a.rate_h, h, new(of_h, h, now)),)
 
-    return _scanned(terms, step, (a.h0,), len(GRU.moments))
+    return _scanned(terms, step, (a.h0,), 2 * len(definition_of(a).terms))
 
 
 class _Terms:

@@ -13,13 +13,17 @@ it. It is the bias b_hn of `torch.nn.GRU`. There is no cell to normalize.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rbn.ops.reference.bn_rnn import run_steps, shifts
-from rbn.ops.types import Statistics
+from rbn.ops.reference.bn_rnn import bn_rnn
+from rbn.ops.reference.normalization import in_type
+from rbn.ops.types import InputStats, Padding, Statistics, compute_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def bn_gru(
@@ -28,17 +32,35 @@ def bn_gru(
     bias: Tensor | None,
     gamma_x: Tensor,
     gamma_h: Tensor,
-    beta_n: Tensor | None,
     h0: Tensor,
-    **options: Any,
+    beta_n: Tensor | None,
+    *,
+    lengths: Tensor | None = None,
+    population: Statistics | None = None,
+    eps: float = 1e-5,
+    input_stats: InputStats = "step",
+    padding: Padding = "exclude",
+    zoneout_h: Tensor | float = 0.0,
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
     """See `rbn.ops.bn_gru` for the arguments."""
-    b, beta = shifts(wx, bias, beta_n)
+    shifts = in_type(compute_dtype(wx.dtype), bias, beta_n)
+    b, beta = (0.0 if v is None else v for v in shifts)
 
-    def cell(W_h_h: Tensor, W_x_x: Tensor, h: Tensor) -> Tensor:
+    def gates(W_h_h: Tensor, W_x_x: Tensor, h: Tensor) -> Tensor:
         of_h, of_x = W_h_h.chunk(3, dim=1), (W_x_x + b).chunk(3, dim=1)  # torch's order r, z, n
         r, z = torch.sigmoid(of_h[0] + of_x[0]), torch.sigmoid(of_h[1] + of_x[1])
         n = torch.tanh(of_x[2] + r * (of_h[2] + beta))
         return (1 - z) * n + z * h
 
-    return run_steps(cell, wx, weight_hh, gamma_x, gamma_h, h0, **options)
+    return bn_rnn(
+        *(wx, weight_hh, None, gamma_x, gamma_h, h0),
+        nonlinearity=gates,
+        lengths=lengths,
+        population=population,
+        eps=eps,
+        input_stats=input_stats,
+        padding=padding,
+        zoneout_h=zoneout_h,
+        group=group,
+    )

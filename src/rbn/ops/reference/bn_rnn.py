@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,32 +41,7 @@ def bn_rnn(
     gamma_h: Tensor,
     h0: Tensor,
     *,
-    nonlinearity: Nonlinearity = "tanh",
-    **options: Any,
-) -> tuple[Tensor, Tensor, Statistics]:
-    """See `rbn.ops.bn_rnn` for the arguments."""
-    phi = torch.tanh if nonlinearity == "tanh" else torch.relu
-    (b,) = shifts(wx, bias)
-
-    def cell(W_h_h: Tensor, W_x_x: Tensor, h: Tensor) -> Tensor:
-        return phi(W_h_h + W_x_x + b)
-
-    return run_steps(cell, wx, weight_hh, gamma_x, gamma_h, h0, **options)
-
-
-def shifts(wx: Tensor, *values: Tensor | None) -> list[Any]:
-    """Parameters that are added, in the dtype of the equations; 0 for absent ones."""
-    return [0.0 if v is None else v for v in in_type(compute_dtype(wx.dtype), *values)]
-
-
-def run_steps(
-    cell: Callable[[Tensor, Tensor, Tensor], Tensor],
-    wx: Tensor,
-    weight_hh: Tensor,
-    gamma_x: Tensor,
-    gamma_h: Tensor,
-    h0: Tensor,
-    *,
+    nonlinearity: Nonlinearity | Callable[[Tensor, Tensor, Tensor], Tensor] = "tanh",
     lengths: Tensor | None = None,
     population: Statistics | None = None,
     eps: float = 1e-5,
@@ -75,14 +50,17 @@ def run_steps(
     zoneout_h: Tensor | float = 0.0,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
-    """Run a network whose only state is h, with both terms normalized.
+    """See `rbn.ops.bn_rnn` for the arguments.
 
-    cell: from BN(W_h h; gamma_h, 0), BN(W_x x; gamma_x, 0) and h of a step to the new h.
+    In place of a nonlinearity, a function gives h_t from both normalized terms and h_{t-1}.
     """
     dtype = wx.dtype
-    wx, W_h, h, gamma_x, gamma_h = in_type(
-        compute_dtype(dtype), wx, weight_hh, h0, gamma_x, gamma_h
+    wx, W_h, h, bias, gamma_x, gamma_h = in_type(
+        compute_dtype(dtype), wx, weight_hh, h0, bias, gamma_x, gamma_h
     )
+    b = 0.0 if bias is None else bias
+    phi = torch.tanh if nonlinearity == "tanh" else torch.relu
+    gates = nonlinearity if callable(nonlinearity) else lambda of_h, of_x, h: phi(of_h + of_x + b)
 
     if population is not None:
         group = None  # no minibatch statistics are needed
@@ -98,7 +76,7 @@ def run_steps(
     for t in range(len(wx)):
         rows = None if counted is None else counted[t]
         W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, H]
-        h_t = cell(
+        h_t = gates(
             h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, identical),
             x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps),
             h,

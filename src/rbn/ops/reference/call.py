@@ -30,11 +30,11 @@ def run(definition: Definition, a: Arguments, group: ProcessGroup | None) -> tup
         population = Statistics(*(getattr(a, name) for name in definition.moments))
     statistics = {"population": population, "input_stats": a.input_stats, "padding": a.padding}
     if len(definition.states) == 1:
-        tensors = (wx, *a[2 : len(definition.gradients) - 1], a.h0.expand(rows))
+        of_rnn = (wx, a.weight_hh, a.bias, a.gamma_x, a.gamma_h, a.h0.expand(rows))
         given |= statistics | {"eps": a.eps, "group": group}
         if definition.name == "gru":
-            return bn_gru(*tensors, **given)
-        return bn_rnn(*tensors, nonlinearity=a.nonlinearity, **given)
+            return bn_gru(*of_rnn, a.beta_n, **given)
+        return bn_rnn(*of_rnn, nonlinearity=a.nonlinearity, **given)
     given["zoneout_c"] = _zoneout(a, "c")
     states = a.h0.expand(rows), a.c0.expand(rows)
     if a.norm == "none":

@@ -351,7 +351,7 @@ def test_the_operators_from_an_input_and_states_for_all_rows(op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_compiled_as_one_graph(layer_class):
     torch.manual_seed(0)
     layer = layer_class(3, 6).to(DEVICE)
@@ -399,7 +399,7 @@ def test_large_sizes(op, H, dtype):
         assert_same(actual, want, tolerance)
 
 
-@pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_autocast(layer_class):
     torch.manual_seed(0)
     layer = layer_class(3, 6, eps=CALM).to(DEVICE)

@@ -1,6 +1,6 @@
 """The operators, each defined once.
 
-`LSTMArguments` and its siblings list everything that a recurrence takes: tensors with a gradient,
+`LSTMArguments` and `RNNArguments` list everything that a recurrence takes: tensors with a gradient,
 tensors without one, options. Everything else is derived from these lists: the schema, the autograd
 wrapper (`rbn.ops.operator`), the argument checks, and the arguments of every backend. To add an
 option, add a field here and implement it in the kernels.
@@ -88,7 +88,10 @@ class LSTMArguments(NamedTuple):
 
 
 class RNNArguments(NamedTuple):
-    """Arguments of the batch-normalized simple RNN. See `LSTMArguments`; here G = H."""
+    """Arguments of networks whose only state is h, the batch-normalized simple RNN and GRU.
+
+    See `LSTMArguments`; here G = H, or 3H for the GRU.
+    """
 
     input: Tensor
     weight_ih: Tensor | None
@@ -97,6 +100,7 @@ class RNNArguments(NamedTuple):
     gamma_x: Tensor
     gamma_h: Tensor
     h0: Tensor
+    beta_n: Tensor | None = None  # [H], of the GRU: the shift of the candidate's recurrent term
     lengths: Tensor | None = None
     mask_h: Tensor | None = None
     mean_x: Tensor | None = None
@@ -107,9 +111,19 @@ class RNNArguments(NamedTuple):
     eps: float = 0.0
     input_stats: str = "step"
     padding: str = "exclude"
-    nonlinearity: str = "tanh"  # or "relu"
+    nonlinearity: str = "tanh"  # or "relu", or "gates" for the GRU
     save: bool = False
     tf32: bool = False
+
+    @property
+    def definition(self) -> Definition:
+        """The recurrence."""
+        return GRU if self.gated else RNN
+
+    @property
+    def gated(self) -> bool:
+        """Whether the recurrence is the GRU."""
+        return self.nonlinearity == "gates"
 
     @property
     def population(self) -> bool:
@@ -127,47 +141,7 @@ class RNNArguments(NamedTuple):
         return self.padding == "include" and self.lengths is not None and self.mean_h is None
 
 
-class GRUArguments(NamedTuple):
-    """Arguments of the batch-normalized GRU. See `LSTMArguments`; here G = 3H."""
-
-    input: Tensor
-    weight_ih: Tensor | None
-    weight_hh: Tensor
-    bias: Tensor | None
-    gamma_x: Tensor
-    gamma_h: Tensor
-    h0: Tensor
-    beta_n: Tensor | None  # [H], the shift of the candidate's recurrent term
-    lengths: Tensor | None = None
-    mask_h: Tensor | None = None
-    mean_x: Tensor | None = None
-    var_x: Tensor | None = None
-    mean_h: Tensor | None = None
-    var_h: Tensor | None = None
-    rate_h: float = 0.0
-    eps: float = 0.0
-    input_stats: str = "step"
-    padding: str = "exclude"
-    save: bool = False
-    tf32: bool = False
-
-    @property
-    def population(self) -> bool:
-        """Whether population statistics are given."""
-        return self.mean_h is not None
-
-    @property
-    def sequence(self) -> bool:
-        """Whether the input term's statistics are those of all steps together."""
-        return self.mean_h is None and self.input_stats == "sequence"
-
-    @property
-    def include(self) -> bool:
-        """Whether padded rows count in the statistics."""
-        return self.padding == "include" and self.lengths is not None and self.mean_h is None
-
-
-Arguments = Any  # LSTMArguments, RNNArguments or GRUArguments
+Arguments = Any  # LSTMArguments or RNNArguments
 
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", str: "str", bool: "bool"}
 
@@ -178,7 +152,7 @@ class Definition:
 
     Attributes:
         name: the operators are called ``rbn::cpu_NAME`` and ``rbn::gpu_NAME``.
-        arguments: `LSTMArguments` or one of its siblings.
+        arguments: `LSTMArguments` or `RNNArguments`.
         gates: the number of gates; W_h has ``gates * H`` rows.
         shapes: shapes in letters of the tensors with a gradient, except the input and W_x.
         states: names of the results that follow the output.
@@ -382,16 +356,9 @@ RNN = Definition(
 
 GRU = Definition(
     "gru",
-    GRUArguments,
+    RNNArguments,
     gates=3,
     shapes=RNN.shapes | {"beta_n": "H"},
     states=("h_n",),
     terms=("x", "h"),
 )
-
-_BY_ARGUMENTS = {definition.arguments: definition for definition in (LSTM, RNN, GRU)}
-
-
-def definition_of(a: Arguments) -> Definition:
-    """The recurrence whose arguments these are."""
-    return _BY_ARGUMENTS[type(a)]

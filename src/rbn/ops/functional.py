@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.checks import check_targets
-from rbn.ops.definition import GRU, LSTM, RNN, GRUArguments, LSTMArguments, RNNArguments
+from rbn.ops.definition import GRU, LSTM, RNN, LSTMArguments, RNNArguments
 from rbn.ops.dispatch import run, select
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
@@ -204,13 +204,9 @@ def bn_gru(
     beta_n ``[H]`` is the shift of the candidate's recurrent term. All else is as in `bn_rnn`, with
     3H features where `bn_lstm` has 4H, in torch's gate order r, z, n.
     """
-    a = GRUArguments(
-        *(wx, None, weight_hh, bias, gamma_x, gamma_h, h0, beta_n, lengths),
-        **_zoneout(h=zoneout_h),
-        eps=eps,
-        input_stats=input_stats,
-        padding=padding,
-    )
+    tensors = (wx, None, weight_hh, bias, gamma_x, gamma_h, h0, beta_n, lengths)
+    a = RNNArguments(*tensors, eps=eps, input_stats=input_stats, padding=padding)
+    a = a._replace(nonlinearity="gates", **_zoneout(h=zoneout_h))
     output, h_n, statistics = run(GRU, [GRU.with_population(a, population)], group)[0]
     return output, h_n, statistics
 

@@ -20,7 +20,6 @@ from rbn.ops import dispatch
 from rbn.ops.cpu import inference
 from rbn.ops.cpu.inference import Row, Weights
 from rbn.ops.operator import is_traced
-from rbn.ops.types import Nonlinearity
 
 Rows = Sequence[Row | None]  # of the terms x, h and c
 
@@ -164,7 +163,7 @@ def bn_rnn(
     gamma_x: Tensor,
     gamma_h: Tensor,
     h: Tensor,
-    nonlinearity: Nonlinearity,
+    nonlinearity: str,
     rows: Rows,
     eps: float,
     zoneout: tuple[float, ...],

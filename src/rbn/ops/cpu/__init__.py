@@ -14,7 +14,7 @@ __all__ = ["joins", "linear_cross_entropy", "operator_for", "symbol_rows", "tf32
 _OPERATORS = {
     "lstm": Operator(LSTM, "cpu", lstm.IMPLEMENTATION, in_onnx=scan.lstm),
     "rnn": Operator(RNN, "cpu", rnn.IMPLEMENTATION, in_onnx=scan.rnn),
-    "gru": Operator(GRU, "cpu", rnn.IMPLEMENTATION, in_onnx=scan.gru),
+    "gru": Operator(GRU, "cpu", rnn.IMPLEMENTATION, in_onnx=scan.rnn),
 }
 
 

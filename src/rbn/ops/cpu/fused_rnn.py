@@ -15,7 +15,7 @@ from rbn.ops.cpu.fused_gru import Gates
 from rbn.ops.cpu.layout import Buffers, Layout, like_parameter, moments_of, restore_moments
 from rbn.ops.cpu.norms import BatchNorm
 from rbn.ops.cpu.transition import Transition
-from rbn.ops.definition import GRU, Arguments, definition_of
+from rbn.ops.definition import RNNArguments
 from rbn.ops.identical_rows import identical_steps, variance
 from rbn.ops.types import CONSTANT
 
@@ -33,21 +33,21 @@ class Saved(NamedTuple):
     mean_h: Tensor | None
     rstd_h: Tensor | None
     wh: Tensor | None  # [T * B, G]
-    phi: Tensor | None  # [T * B, ...]: nonlinearities' values, if they are not the states
+    phi: Tensor | None  # [T * B, H]: the nonlinearity's values, if they are not the states; Gates'
     hidden: Tensor | None  # [T * B, H], if it is not the output
 
 
 class _Plan:
     """Objects that both the forward and the backward pass derive from the arguments."""
 
-    def __init__(self, a: Arguments) -> None:
+    def __init__(self, a: RNNArguments) -> None:
         self.layout = layout = Layout(a.input, a.h0, a.lengths, a.include)
         gamma_x, gamma_h = layout.cast(a.gamma_x), layout.cast(a.gamma_h)
-        self.gates = Gates(a, layout) if definition_of(a) is GRU else None
-        bias = layout.optional(a.bias) if self.gates is None else self.gates.shift
-        pop_x, pop_h = (a.mean_x, a.var_x), (a.mean_h, a.var_h)
+        bias, pop_x, pop_h = layout.optional(a.bias), (a.mean_x, a.var_x), (a.mean_h, a.var_h)
+        self.gates = Gates(a, layout) if a.gated else None
+        beta = bias if self.gates is None else self.gates.beta_h
         norm_x = layout.input_norm("batch", gamma_x, a.eps, pop_x, a.input_stats)
-        norm_h = layout.norm("batch", gamma_h, bias, a.eps, pop_h)
+        norm_h = layout.norm("batch", gamma_h, beta, a.eps, pop_h)
         self.norms = norm_x, norm_h
         self.transition = Transition(layout, a.input, a.weight_hh, a.bias, norm_x, norm_h)
         if self.gates is not None:
@@ -55,7 +55,7 @@ class _Plan:
         self.zoneout_h = layout.zoneout(a.mask_h, a.rate_h)
 
 
-def forward(a: Arguments) -> tuple[Tensor, tuple[Tensor], Saved]:
+def forward(a: RNNArguments) -> tuple[Tensor, tuple[Tensor], Saved]:
     """Run the recurrence over all steps."""
     plan = _Plan(a)
     layout, transition, zoneout_h = plan.layout, plan.transition, plan.zoneout_h
@@ -116,7 +116,7 @@ def _identical_states(
 
 
 def backward(
-    a: Arguments, r: Saved, doutput: Tensor | None, dh_n: Tensor | None
+    a: RNNArguments, r: Saved, doutput: Tensor | None, dh_n: Tensor | None
 ) -> dict[str, Tensor | None]:
     """The gradients of all differentiable tensors, from those of the two results."""
     plan = _Plan(a)
@@ -125,10 +125,10 @@ def backward(
     restore_moments(plan.norms, (r.mean_x, r.rstd_x, r.mean_h, r.rstd_h))
     norm_h = plan.norms[1]
     h0 = layout.state(a.h0)
-    states = r.output if r.hidden is None else r.hidden
-    assert states is not None
-    hidden = states.reshape(-1, H)
-    hs = packing.split(hidden)
+    kept = r.output if r.hidden is None else r.hidden
+    assert kept is not None
+    hidden = kept.reshape(-1, H)
+    states = packing.split(hidden)
     if isinstance(norm_h, BatchNorm):
         assert r.rstd_x is not None
         assert r.rstd_h is not None
@@ -144,27 +144,24 @@ def backward(
             a.padding == "include",
         )
         constant = (r.rstd_h.square() * a.eps > 1 - CONSTANT).all(-1).tolist()
-        identical = _identical_states(before.tolist(), hs, a.eps)
+        identical = _identical_states(before.tolist(), states, a.eps)
         # A term counts as constant only if all its features do.
         norm_h.identical = [both and all_ for both, all_ in zip(identical, constant, strict=True)]
-    phis = hs
-    if plan.gates is not None and r.phi is not None:
-        plan.gates.restore(r.phi)
-    elif r.phi is not None:
-        phis = packing.split(r.phi)
+    phis = states if r.phi is None else packing.split(r.phi)
 
     transition.start_backward(r.wh)
     dys = layout.output_gradients(doutput)
     dh = layout.state_gradient(dh_n, h0)
     for t in range(len(packing.sizes) - 1, -1, -1):
         dh_t = dh[: packing.sizes[t]]
+        dpre = transition.gradient_buffer(t)
         if dys is not None:
             dh_t += dys[t]
         dh_new, dh_kept = zoneout_h.backward(t, dh_t) if zoneout_h.active else (dh_t, None)
         if plan.gates is not None:
-            plan.gates.backward(t, (hs[t - 1] if t > 0 else h0)[: len(dh_t)], dh_new, dh_t)
+            h = (h0 if t == 0 else states[t - 1])[: len(dh_t)]
+            plan.gates.backward(t, phis[t], h, dh_new, dh_t)
         else:
-            dpre = transition.gradient_buffer(t)
             if a.nonlinearity == "tanh":
                 _tanh_backward(dh_new, phis[t], grad_input=dpre)
             else:
@@ -174,14 +171,15 @@ def backward(
             dh_t += dh_kept
 
     dwx, dweight, dbias, dgamma_x, dgamma_h = transition.finish_backward(hidden, h0)
-    shifts: dict[str, Tensor | None] = {"bias": like_parameter(dbias, a.bias)}
+    dbeta = None
     if plan.gates is not None and dbias is not None:
-        dbias, dbeta = plan.gates.shift_gradients(dbias)
-        shifts = {"bias": like_parameter(dbias, a.bias), "beta_n": like_parameter(dbeta, a.beta_n)}
-    return shifts | {
+        dbias, dbeta = plan.gates.dbias, dbias[-H:].clone()
+    return {
         "input": dwx.to(a.input.dtype),
         "weight_hh": dweight.to(a.weight_hh.dtype),
+        "bias": like_parameter(dbias, a.bias),
         "gamma_x": like_parameter(dgamma_x, a.gamma_x),
         "gamma_h": like_parameter(dgamma_h, a.gamma_h),
         "h0": packing.unsort(dh).to(a.h0.dtype),
+        "beta_n": like_parameter(dbeta, a.beta_n),
     }

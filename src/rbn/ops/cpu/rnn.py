@@ -9,17 +9,18 @@ from torch import Tensor
 
 from rbn.ops.cpu import fused_rnn
 from rbn.ops.cpu.fused_rnn import Saved
-from rbn.ops.definition import GRU, Arguments, definition_of
+from rbn.ops.definition import RNNArguments
 from rbn.ops.identical_rows import variance
 from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Implementation, Incoming, Results
 from rbn.ops.types import compute_dtype
 
 
-def forward(calls: Sequence[Arguments], separate: bool) -> Results:
+def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     (call,) = calls
-    a, kept = with_term(definition_of(call), call)
+    a: RNNArguments
+    a, kept = with_term(call.definition, call)
     output, states, saved = fused_rnn.forward(a)
     moments: tuple[Tensor | None, ...] = (None,) * 4
     if saved.rstd_x is not None and saved.rstd_h is not None:
@@ -31,29 +32,29 @@ def forward(calls: Sequence[Arguments], separate: bool) -> Results:
 
 
 def backward(
-    calls: Sequence[Arguments], saved: Saved, plan: None, incoming: Incoming
+    calls: Sequence[RNNArguments], saved: Saved, plan: None, incoming: Incoming
 ) -> list[dict[str, Tensor | None]]:
     """The gradients of all differentiable tensors."""
     (call,) = calls
-    a, _ = with_term(definition_of(call), call, saved.wx)
+    a: RNNArguments
+    a, _ = with_term(call.definition, call, saved.wx)
     gradients = fused_rnn.backward(a, saved, incoming.output, *incoming.states)
     return [through_term(call, gradients, incoming.input)]
 
 
-def fake(a: Arguments) -> Results:
+def fake(a: RNNArguments) -> Results:
     """Empty tensors with the shapes and dtypes of the results."""
-    input: Tensor = a.input
-    (T, B), (G, H) = input.shape[:2], a.weight_hh.shape
-    zoned, gated = a.mask_h is not None or a.rate_h != 0, definition_of(a) is GRU
+    (T, B), (G, H) = a.input.shape[:2], a.weight_hh.shape
     dtype, full = a.input.dtype, compute_dtype(a.input.dtype)
 
     def new(*shape: int, dtype: torch.dtype = full) -> Tensor:
-        return input.new_empty(shape, dtype=dtype)
+        return a.input.new_empty(shape, dtype=dtype)
 
     def kept(features: int, present: bool = True) -> Tensor | None:
         return new(T * B, features) if a.save and present else None
 
-    shapes = definition_of(a).statistics_shapes(a)
+    zoned = a.mask_h is not None or a.rate_h != 0
+    shapes = a.definition.statistics_shapes(a)
     moments = [None if shape is None else new(*shape) for shape in shapes for _ in range(2)]
     saved = Saved(
         wx=None if a.weight_ih is None or not a.save else new(T, B, G, dtype=dtype),
@@ -63,7 +64,7 @@ def fake(a: Arguments) -> Results:
         mean_h=moments[2],
         rstd_h=None if moments[3] is None else torch.empty_like(moments[3]),
         wh=kept(G),
-        phi=kept(4 * H if gated else H, gated or zoned or a.include),
+        phi=kept(4 * H if a.gated else H, a.gated or zoned or a.include),
         hidden=kept(H, a.lengths is not None or dtype != full),
     )
     return Results(new(T, B, H, dtype=dtype), (new(B, H, dtype=dtype),), tuple(moments), saved)

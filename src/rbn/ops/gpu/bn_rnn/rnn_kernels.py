@@ -2,8 +2,8 @@
 
 So it computes means and variances over the batch without the others. It reads the batch in tiles of
 ROWS rows, once for each quantity that depends on all rows. Names are those of
-`rbn.ops.reference.bn_rnn` and `bn_gru`. Both terms have G columns: H, or 3H where GATED. A tile of
-those has 4 * UNITS columns, gate by gate, because Triton's sizes are powers of two.
+`rbn.ops.reference.bn_rnn` and `bn_gru`. Where GATED, the terms and what belongs to them have
+G = 3H columns instead of H. Their tiles have 4 * UNITS, because Triton's sizes are powers of two.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def _gates(of_h, of_x, ROWS: tl.constexpr, UNITS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["t", "B", "row_x", "row_h"])
 def bn_rnn_step(
-    wh,  # [B, G] float32: W_h h
-    wx,  # [T, B, G]
-    bias,  # [G]
-    gamma_x,  # [G]
-    gamma_h,  # [G]
-    beta,  # [G]: beta_h, read if GATED
-    mean_x,  # [rows, G], read if given, else written
+    wh,  # [B, H] float32: W_h h
+    wx,  # [T, B, H]
+    bias,  # [H]
+    gamma_x,  # [H]
+    gamma_h,  # [H]
+    beta,  # [H]: beta_h, read if GATED
+    mean_x,  # [rows, H], read if given, else written
     var_x,
-    mean_h,  # [rows, G]
+    mean_h,  # [rows, H]
     var_h,
     hs,  # [T + 1, B, H]
-    centered,  # [T, B, G]: W_h h minus its mean, for the backward pass
+    centered,  # [T, B, H]: W_h h minus its mean, for the backward pass
     h_n,  # [B, H] float32, written if there are lengths
     lengths,  # [B] int32
     inv_n,  # [T] float32: 1 / unpadded rows
@@ -182,15 +182,15 @@ def bn_rnn_step(
 
 @triton.jit(do_not_specialize=["t", "B", "T", "row_x", "row_h"])
 def bn_rnn_step_backward(
-    wx,  # [T, B, G]
-    bias,  # [G]
-    gamma_x,  # [G]
-    gamma_h,  # [G]
-    beta,  # [G]
-    mean_x,  # [rows, G]
+    wx,  # [T, B, H]
+    bias,  # [H]
+    gamma_x,  # [H]
+    gamma_h,  # [H]
+    beta,  # [H]
+    mean_x,  # [rows, H]
     var_x,
-    var_h,  # [rows, G]
-    centered,  # [T, B, G]
+    var_h,  # [rows, H]
+    centered,  # [T, B, H]
     hs,  # [T, B, H]: the state before each step, read if GATED
     lengths,  # [B] int32
     inv_n,  # [T] float32
@@ -198,10 +198,10 @@ def bn_rnn_step_backward(
     doutput,  # [T, B, H]
     through,  # [B, H] float32: the gradient through the next step's product with W_h
     dh,  # [B, H] float32: dh_n at first, then the gradient that bypasses the product
-    dpre,  # [1 or 2, B, G] float32: scratch for the gradients of both normalized terms
-    da,  # [T, B, G]: d(W_h h)
-    dwx,  # [T, B, G]
-    sums,  # [4, T, G] float32: the step's part of the gradients of bias, both gammas and beta_h
+    dpre,  # [1 or 2, B, H] float32: scratch for the gradients of both normalized terms
+    da,  # [T, B, H]: d(W_h h)
+    dwx,  # [T, B, H]
+    sums,  # [4, T, H] float32: the step's part of the gradients of bias, both gammas and beta_h
     t,
     B,
     T,

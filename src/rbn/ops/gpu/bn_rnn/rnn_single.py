@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rbn.ops.definition import RNN, GRUArguments, RNNArguments
+from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.gpu.bn_rnn.rnn_steps import RNNCall, Saved, sequence_backward, sequence_moments
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.input_moments import input_moments
@@ -156,15 +156,10 @@ def supports_options(a: RNNArguments) -> bool:
     return not (a.include or zoned or (a.input.dtype == torch.float32 and not a.tf32))
 
 
-def tiling_for(a: RNNArguments | GRUArguments) -> Tiling | None:
-    """The tiling of a call; None if it must run step by step, as a GRU must."""
+def tiling_for(a: RNNArguments) -> Tiling | None:
+    """The tiling of a call; None if it must run step by step."""
     x, device = a.input, a.input.device.index or 0
-    if (
-        isinstance(a, GRUArguments)
-        or not x.is_cuda
-        or not supports_options(a)
-        or not _capable(device)
-    ):
+    if a.gated or not x.is_cuda or not supports_options(a) or not _capable(device):
         return None
     sizes = x.shape[1], a.weight_hh.shape[1]
     return choose(x.dtype, *sizes, multiprocessors(device), shared_limit(device))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rbn.ops.definition import GRU, RNN, Arguments, definition_of
+from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.gpu.bn_rnn import rnn_kernels as kernels
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
@@ -30,17 +30,20 @@ _BATCH, _GIVEN = triton_functions.BATCH.value, triton_functions.GIVEN.value
 
 
 class Saved(NamedTuple):
-    """The tensors that the backward pass needs; None if absent, or if nothing is saved."""
+    """The tensors that the backward pass needs; None if absent, or if nothing is saved.
+
+    Shapes are those of the simple RNN. The terms of the GRU and their statistics have 3H columns.
+    """
 
     wx: Tensor | None = None  # the input term and its factors, if the call computed them
     x: Tensor | None = None
     w: Tensor | None = None
     output: Tensor | None = None
-    mean_x: Tensor | None = None  # [T, G] float32, or [1, G] for sequencewise statistics
+    mean_x: Tensor | None = None  # [T, H] float32, or [1, H] for sequencewise statistics
     var_x: Tensor | None = None
-    mean_h: Tensor | None = None  # [T, G] float32
+    mean_h: Tensor | None = None  # [T, H] float32
     var_h: Tensor | None = None
-    centered: Tensor | None = None  # [T, B, G]: W_h h minus its mean
+    centered: Tensor | None = None  # [T, B, H]: W_h h minus its mean
     hidden: Tensor | None = None  # [T, B, H], if it is not the output
     states: Tensor | None = None  # [T + 1, B, H]: h0 and h after each step, if the output is a view
 
@@ -48,14 +51,11 @@ class Saved(NamedTuple):
 class RNNCall(StepCall):
     """Sizes, modes and tensors, in the form that the kernels take."""
 
-    def __init__(self, a: Arguments) -> None:
+    def __init__(self, a: RNNArguments) -> None:
         super().__init__(a.input, a.lengths)
-        self.a, self.G, self.H = a, a.input.shape[2], a.weight_hh.shape[1]
-        self.gated = definition_of(a) is GRU
-        beta = self.empty
-        if self.gated:
-            beta = self.zeros(self.H) if a.beta_n is None else self.full(a.beta_n)
-            beta = F.pad(beta, (2 * self.H, 0))
+        self.a, (self.G, self.H) = a, a.weight_hh.shape
+        beta = self.zeros(self.H) if a.beta_n is None else self.full(a.beta_n)
+        beta = F.pad(beta, (2 * self.H, 0)) if a.gated else self.empty
         self.vectors = [self.bias(a.bias), self.full(a.gamma_x), self.full(a.gamma_h), beta]
         self.mask_h = self.mask(a.mask_h)
         self.inv_n = self.empty
@@ -64,7 +64,7 @@ class RNNCall(StepCall):
             self.inv_n = torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
         # Triton would specialize the kernel for integers.
         self.numbers = float(a.rate_h), float(a.eps)
-        units = min(4 if self.gated else 16, power_of_two(self.H))
+        units = min(4 if a.gated else 16, power_of_two(self.H))
         self.grid = (-(-self.H // units),)
         self.flags: dict[str, Any] = {
             "H": self.H,
@@ -72,8 +72,8 @@ class RNNCall(StepCall):
             "UNITS": units,
             "X": _GIVEN if a.population or a.sequence else _BATCH,
             "NORM": _GIVEN if a.population else _BATCH,
-            "RELU": not self.gated and a.nonlinearity == "relu",
-            "GATED": self.gated,
+            "RELU": a.nonlinearity == "relu",
+            "GATED": a.gated,
             "LENGTHS": a.lengths is not None,
             "INCLUDE": a.include,
             "ZONE_H": zone(a.mask_h, a.rate_h),
@@ -91,16 +91,15 @@ def _rows(moments: list[Tensor], t: int) -> list[int]:
     return [min(t, m.shape[0] - 1) for m in moments[0::2]]
 
 
-def fake(a: Arguments) -> Results:
+def fake(a: RNNArguments) -> Results:
     """Empty tensors with the shapes and dtypes of the results of one call."""
-    input: Tensor = a.input
-    (T, B), (G, H), dtype = input.shape[:2], a.weight_hh.shape, input.dtype
+    (T, B), (G, H), dtype = a.input.shape[:2], a.weight_hh.shape, a.input.dtype
 
     def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return input.new_empty(shape, dtype=dtype)
+        return a.input.new_empty(shape, dtype=dtype)
 
     hidden = new(T + 1, B, H)[1:]
-    shapes = definition_of(a).statistics_shapes(a)
+    shapes = a.definition.statistics_shapes(a)
     moments = [
         None if shape is None else new(*shape, dtype=torch.float32)
         for shape in shapes
@@ -118,20 +117,20 @@ def fake(a: Arguments) -> Results:
     return Results(output, (new(B, H),), tuple(moments), saved)
 
 
-def forward(calls: Sequence[Arguments], separate: bool) -> Results:
+def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
-    definition = definition_of(calls[0])
-    a, kept = with_term(definition, calls[0], make_factors=padded_factors)
+    a: RNNArguments
+    a, kept = with_term(calls[0].definition, calls[0], make_factors=padded_factors)
     if separate:  # the factors may be views of one buffer
         kept.update(x=None, w=None)
     call = RNNCall(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
-    sizes = definition.name, T, B, H, wx.dtype
+    sizes = a.definition.name, T, B, H, wx.dtype
     log.debug("bn_%s forward T=%d B=%d H=%d %s: a kernel for each step", *sizes)
     hs = call.new(T + 1, B, H, dtype=wx.dtype)
     hs[0] = a.h0
     centered = call.new(T if a.save else 0, B, call.G, dtype=wx.dtype)
-    shapes = [shape for shape in definition.statistics_shapes(a) if shape is not None]
+    shapes = [shape for shape in a.definition.statistics_shapes(a) if shape is not None]
     own = [call.new(*shape) for shape in shapes for _ in range(2)]
     if a.sequence:
         sequence_moments(call, own)
@@ -163,16 +162,16 @@ def forward(calls: Sequence[Arguments], separate: bool) -> Results:
 
 
 def backward(
-    calls: Sequence[Arguments], r: Saved, incoming: Incoming
+    calls: Sequence[RNNArguments], r: Saved, incoming: Incoming
 ) -> list[dict[str, Tensor | None]]:
     """The gradients of all differentiable tensors."""
-    definition = definition_of(calls[0])
-    a, _ = with_term(definition, calls[0], r.wx)
+    a: RNNArguments
+    a, _ = with_term(calls[0].definition, calls[0], r.wx)
     doutput, (dh_n,) = incoming.output, incoming.states
     assert r.centered is not None
     call = RNNCall(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
-    sizes = definition.name, T, B, H, wx.dtype
+    sizes = a.definition.name, T, B, H, wx.dtype
     log.debug("bn_%s backward T=%d B=%d H=%d %s: a kernel for each step", *sizes)
     own = (r.mean_x, r.var_x, r.mean_h, r.var_h)
     moments = call.moments([m for m in own if m is not None])
@@ -187,15 +186,14 @@ def backward(
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)
     hidden = r.output if r.hidden is None else r.hidden
     assert hidden is not None
-    before_steps = call.empty
-    if call.gated:
-        before_steps = torch.cat([a.h0[None].to(hidden.dtype), hidden[:-1]])
-    sums = call.new(4 if call.gated else 3, T, call.G)
+    previous = torch.cat([a.h0[None].to(wx.dtype), hidden[:-1]]) if a.gated else call.empty
+    terms = 2 if a.gated else 1  # whose gradients differ
+    sums = call.new(2 + terms, T, call.G)
     weight = factor(a.weight_hh, wx)
-    tensors = [wx, *call.vectors, *moments[:2], moments[3], r.centered, before_steps]
+    tensors = [wx, *call.vectors, *moments[:2], moments[3], r.centered, previous]
     tensors += [call.lengths, call.inv_n, call.mask_h]
     tensors += [call.empty if doutput is None else doutput.contiguous()]
-    tensors += [through, dh, call.new(2 if call.gated else 1, B, call.G), da, dwx, sums]
+    tensors += [through, dh, call.new(terms, B, call.G), da, dwx, sums]
     flags = call.flags | {"HAS_DOUTPUT": doutput is not None}
     step = RepeatedLaunch(kernels.bn_rnn_step_backward, call.grid, tensors, flags)
     steps = da.unbind()
@@ -214,9 +212,8 @@ def backward(
         "gamma_x": call.gradient(dgamma_x, a.gamma_x),
         "gamma_h": call.gradient(dgamma_h, a.gamma_h),
         "h0": (dh + through).to(a.h0.dtype),
+        "beta_n": call.gradient(dbeta[0][-H:].clone(), a.beta_n) if dbeta else None,
     }
-    if dbeta:
-        gradients["beta_n"] = call.gradient(dbeta[0][-H:].clone(), a.beta_n)
     return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
 
 

@@ -90,11 +90,6 @@ class BatchNormGRU(_BatchNormGRU, CellLayers[Tensor]):
         self._set_normalization(*normalization, sync_stats, refresh_stats)
         self._build(device, dtype)
 
-    @property
-    def mode(self) -> str:
-        """``"GRU"``, as in `torch.nn.GRU`."""
-        return "GRU"
-
     @classmethod
     def from_gru(cls, gru: nn.GRU, **options: Any) -> BatchNormGRU:
         """A new layer that starts from the weights of `gru`, like `BatchNormLSTM.from_lstm`."""

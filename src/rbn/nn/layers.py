@@ -73,7 +73,7 @@ class Layers(Recurrence, Generic[GivenStates]):
     @property
     def mode(self) -> str:
         """The type of network, as torch names it."""
-        return "LSTM"
+        return self.definition.name.upper()
 
     @property
     def all_weights(self) -> list[list[Tensor]]:

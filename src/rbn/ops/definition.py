@@ -8,7 +8,7 @@ option, add a field here and implement it in the kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -354,11 +354,4 @@ RNN = Definition(
     terms=("x", "h"),
 )
 
-GRU = Definition(
-    "gru",
-    RNNArguments,
-    gates=3,
-    shapes=RNN.shapes | {"beta_n": "H"},
-    states=("h_n",),
-    terms=("x", "h"),
-)
+GRU = replace(RNN, name="gru", gates=3, shapes=RNN.shapes | {"beta_n": "H"})

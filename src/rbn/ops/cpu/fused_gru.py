@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rbn.ops.cpu.layout import Buffers, Layout
+from rbn.ops.cpu.layout import Layout
 from rbn.ops.cpu.transition import Transition
 from rbn.ops.definition import RNNArguments
 
@@ -21,42 +21,34 @@ class Gates:
     """The new state of each step, and its gradient.
 
     Attributes:
-        beta_h: for the normalization of the recurrent term, ``[3H]``.
+        beta_h: of the normalization that `transition` is made with, ``[3H]``.
         dbias: the gradient of the bias, ``[3H]``.
-        transition: is set after beta_h was used to make it.
     """
 
     transition: Transition
 
     def __init__(self, a: RNNArguments, layout: Layout) -> None:
-        self.layout, H = layout, layout.hidden
-        self.dbias = layout.cast(a.gamma_h).new_zeros(3 * H)
+        self.H = layout.hidden
+        self.dbias = layout.cast(a.gamma_h).new_zeros(3 * self.H)
         self.bias = self.dbias.clone() if a.bias is None else layout.cast(a.bias)
-        beta_n = self.dbias[:H] if a.beta_n is None else layout.cast(a.beta_n)
-        self.beta_h = F.pad(beta_n, (2 * H, 0))
+        beta_n = self.dbias[: self.H] if a.beta_n is None else layout.cast(a.beta_n)
+        self.beta_h = F.pad(beta_n, (2 * self.H, 0))
 
-    def start(self, buffers: Buffers) -> Tensor:
-        """Prepare for the forward pass. Returns what the backward pass needs: r, z, n and u."""
-        kept = buffers.make(4 * self.layout.hidden)
-        self._kept = buffers.views(kept)
-        return kept
+    def forward(self, t: int, kept: Tensor, h: Tensor, out: Tensor) -> None:
+        """Write the state after step t, ``[n, H]``, from the previous one.
 
-    def forward(self, t: int, h: Tensor, out: Tensor) -> None:
-        """Write the state after step t, ``[n, H]``, from the previous one."""
-        kept, H = self._kept[t], self.layout.hidden
+        kept: ``[n, 4H]``, gets r, z, n and u for the backward pass.
+        """
         r, z, n, u = kept.chunk(4, dim=1)
         of_h, of_x = self.transition.terms(t, h)
-        of_x = of_x + self.bias
-        torch.add(of_h[:, : 2 * H], of_x[:, : 2 * H], out=kept[:, : 2 * H]).sigmoid_()
-        u.copy_(of_h[:, 2 * H :])
-        torch.addcmul(of_x[:, 2 * H :], r, u, out=n).tanh_()
+        of_x, gates = of_x + self.bias, 2 * self.H
+        torch.add(of_h[:, :gates], of_x[:, :gates], out=kept[:, :gates]).sigmoid_()
+        u.copy_(of_h[:, gates:])
+        torch.addcmul(of_x[:, gates:], r, u, out=n).tanh_()
         torch.lerp(n, h, z, out=out)
 
     def backward(self, t: int, kept: Tensor, h: Tensor, dnew: Tensor, dh: Tensor) -> None:
-        """Take the gradient of the state after step t back to the previous state h, into dh.
-
-        kept: what `start` returned, of this step.
-        """
+        """Take the gradient of the state after step t back to the previous state h, into dh."""
         r, z, n, u = kept.chunk(4, dim=1)
         dpre = self.transition.gradient_buffer(t)
         dr, dz, dn = dpre.chunk(3, dim=1)

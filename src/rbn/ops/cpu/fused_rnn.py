@@ -71,12 +71,13 @@ def forward(a: RNNArguments) -> tuple[Tensor, tuple[Tensor], Saved]:
         phi = packing.buffer(H, like)
         phis = packing.split(phi)
     if plan.gates is not None:
-        phi = plan.gates.start(buffers)
+        phi = buffers.make(4 * H)
+        gates = buffers.views(phi)
 
     for t, n in enumerate(packing.sizes):
         h = h[:n]
         if plan.gates is not None:
-            plan.gates.forward(t, h, phis[t])
+            plan.gates.forward(t, gates[t], h, phis[t])
         else:
             transition.forward(t, h, phis[t])
             phis[t].tanh_() if a.nonlinearity == "tanh" else phis[t].relu_()

@@ -192,6 +192,8 @@ def arguments(case: Case) -> Arguments:
         options[("mask_" if isinstance(value, Tensor) else "rate_") + state] = value
     if definition is LSTM:
         options["norm"] = {"bn_lstm": "batch", "lstm": "none", "ln_lstm": "layer"}[case.op]
+    if definition is GRU:
+        options["nonlinearity"] = "gates"
     return definition.with_population(definition.arguments(**given, **options), population)
 
 

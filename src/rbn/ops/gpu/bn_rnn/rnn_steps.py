@@ -54,8 +54,10 @@ class RNNCall(StepCall):
     def __init__(self, a: RNNArguments) -> None:
         super().__init__(a.input, a.lengths)
         self.a, (self.G, self.H) = a, a.weight_hh.shape
-        beta = self.zeros(self.H) if a.beta_n is None else self.full(a.beta_n)
-        beta = F.pad(beta, (2 * self.H, 0)) if a.gated else self.empty
+        beta = self.empty
+        if a.gated:
+            beta_n = self.zeros(self.H) if a.beta_n is None else self.full(a.beta_n)
+            beta = F.pad(beta_n, (2 * self.H, 0))
         self.vectors = [self.bias(a.bias), self.full(a.gamma_x), self.full(a.gamma_h), beta]
         self.mask_h = self.mask(a.mask_h)
         self.inv_n = self.empty

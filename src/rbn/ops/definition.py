@@ -8,6 +8,7 @@ option, add a field here and implement it in the kernels.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_type_hints
 
@@ -169,7 +170,7 @@ class Definition:
     name: str
     arguments: type[Any]
     gates: int
-    shapes: dict[str, str]
+    shapes: Mapping[str, str]
     states: tuple[str, ...]
     terms: tuple[str, ...]
     gradients: tuple[str, ...] = field(init=False)
@@ -354,4 +355,4 @@ RNN = Definition(
     terms=("x", "h"),
 )
 
-GRU = replace(RNN, name="gru", gates=3, shapes=RNN.shapes | {"beta_n": "H"})
+GRU = replace(RNN, name="gru", gates=3, shapes={**RNN.shapes, "beta_n": "H"})

@@ -207,6 +207,35 @@ def ln_lstm_step(
         tl.store(kept + RSTD_C, rstd_c, mask=in_batch)
 
 
+@triton.jit(do_not_specialize=["B", "N"])
+def ln_input_moments(
+    wx,  # [T, B, 4H]
+    lengths,  # [B] int32
+    moments,  # [T, B, KEPT] float32
+    B,
+    N,  # T B
+    eps,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):
+    """The statistics of the input term, for all rows of all steps at once."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    units = tl.arange(0, UNITS)[None, :]
+    counts = row < N
+    ok = counts & (units < H)
+    valid = ok
+    if LENGTHS:
+        valid = ok & (row // B < tl.load(lengths + row % B, mask=counts, other=0))
+    i, f, g, o = load_gates(wx, row * 4 * H + units, valid, H)
+    mean = _mean(i + f + g + o, 4 * H)
+    i, f, g, o = _less(i, f, g, o, mean, ok)
+    tl.store(moments + row * KEPT + MEAN_X, mean, mask=counts)
+    rstd = _rstd(i * i + f * f + g * g + o * o, eps, 4 * H)
+    tl.store(moments + row * KEPT + RSTD_X, rstd, mask=counts)
+
+
 @triton.jit(do_not_specialize=["t", "B"])
 def ln_lstm_step_backward(
     wx,  # [T, B, 4H]

@@ -1,4 +1,4 @@
-"""The layer-normalized LSTM on the GPU, from tensors to kernel launches.
+"""The layer-normalized LSTM step by step, for calls that `ln_single` does not cover.
 
 Each step is a matrix product and one kernel, whose programs own one or a few rows. Work that is not
 recurrent is done for all steps at once, after the loop: the backward pass of the input term's
@@ -21,7 +21,7 @@ from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
 from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.input_term import through_term, with_term
-from rbn.ops.operator import Implementation, Incoming, Results
+from rbn.ops.operator import Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -43,7 +43,9 @@ class Saved(NamedTuple):
     moments: Tensor | None = None  # [T, B, 5] float32
 
 
-class _Call(StepCall):
+class Call(StepCall):
+    """Sizes, modes and tensors, in the form that the kernels take."""
+
     def __init__(self, a: LSTMArguments) -> None:
         super().__init__(a.input, a.lengths)
         self.a, self.H = a, a.input.shape[2] // 4
@@ -98,7 +100,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     a, kept = with_term(LSTM, calls[0], make_factors=padded_factors)
     if separate:  # the factors may be views of one buffer
         kept.update(x=None, w=None)
-    call = _Call(a)
+    call = Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("ln_lstm forward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
     hs = call.new(T + 1, B, H, dtype=wx.dtype)
@@ -127,7 +129,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
 
 
 def backward(
-    calls: Sequence[LSTMArguments], r: Saved, plan: None, incoming: Incoming
+    calls: Sequence[LSTMArguments], r: Saved, incoming: Incoming
 ) -> list[dict[str, Tensor | None]]:
     """The gradients of all differentiable tensors."""
     a: LSTMArguments
@@ -137,7 +139,7 @@ def backward(
     assert r.centered is not None
     assert r.cs is not None
     assert r.moments is not None
-    call = _Call(a)
+    call = Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("ln_lstm backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
     dh, dc = call.state(dh_n, B, H), call.state(dc_n, B, H)
@@ -155,23 +157,36 @@ def backward(
         for t in range(T - 1, -1, -1):
             step(t, B, *call.rates)
             multiply(steps[t])
-    dbias, dgamma_x, dgamma_h = _parameter_sums(call, r, dwx)
-    _input_backward(call, r, dwx)
-    gradients = {
-        "input": dwx,
-        "weight_hh": weight_gradient(da, a.h0, r.output).to(a.weight_hh.dtype),
-        "bias": call.gradient(dbias, a.bias),
-        "gamma_x": call.gradient(dgamma_x, a.gamma_x),
-        "gamma_h": call.gradient(dgamma_h, a.gamma_h),
-        "gamma_c": call.gradient(dgamma_c.sum(0), a.gamma_c),
-        "beta_c": call.gradient(dbeta_c.sum(0), a.beta_c),
-        "h0": (dh + through).to(a.h0.dtype),
-        "c0": dc.to(a.c0.dtype),
-    }
+    weights = weight_gradient(da, a.h0, r.output)
+    gradients = other_gradients(call, r, dwx, (dgamma_c, dbeta_c), (dh + through, dc))
+    gradients["weight_hh"] = weights.to(a.weight_hh.dtype)
     return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
 
 
-def _parameter_sums(call: _Call, r: Saved, dpre: Tensor) -> list[Tensor]:
+def other_gradients(
+    call: Call, r: Saved, dwx: Tensor, sums: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor]
+) -> dict[str, Tensor | None]:
+    """All gradients except that of W_h, in the dtypes of what they belong to.
+
+    dwx: the gradient of the gates before their nonlinearities, ``[T, B, 4H]``; overwritten.
+    sums: each row's sums for gamma_c and beta_c, ``[B, H]``. states: dh0 and dc0.
+    """
+    a = call.a
+    dbias, dgamma_x, dgamma_h = _parameter_sums(call, r, dwx)
+    _input_backward(call, r, dwx)
+    return {
+        "input": dwx,
+        "bias": call.gradient(dbias, a.bias),
+        "gamma_x": call.gradient(dgamma_x, a.gamma_x),
+        "gamma_h": call.gradient(dgamma_h, a.gamma_h),
+        "gamma_c": call.gradient(sums[0].sum(0), a.gamma_c),
+        "beta_c": call.gradient(sums[1].sum(0), a.beta_c),
+        "h0": states[0].to(a.h0.dtype),
+        "c0": states[1].to(a.c0.dtype),
+    }
+
+
+def _parameter_sums(call: Call, r: Saved, dpre: Tensor) -> list[Tensor]:
     """The gradients of bias, gamma_x and gamma_h, ``[4H]`` each; bit-identical in every run.
 
     dpre: the gradient of the gates before their nonlinearities, ``[T, B, 4H]``.
@@ -192,13 +207,10 @@ def _parameter_sums(call: _Call, r: Saved, dpre: Tensor) -> list[Tensor]:
     return [sums[:, k].sum(0) for k in range(3)]  # each in its own memory
 
 
-def _input_backward(call: _Call, r: Saved, dwx: Tensor) -> None:
+def _input_backward(call: Call, r: Saved, dwx: Tensor) -> None:
     """From the gradient of the gates to that of wx ``[T, B, 4H]``, in place."""
     tensors = (call.wx, call.vectors[1], r.moments, call.lengths, dwx)
     n = call.T * call.B
     with torch.cuda.device_of(dwx):
         kernels.ln_input_backward[call.grid(n)](*tensors, call.B, n, **call.row)
 
-
-RETURNED = ("wx", "centered", "cs", "moments")  # by the custom operator
-IMPLEMENTATION = Implementation(Saved, forward, backward, fake, RETURNED)

@@ -1,0 +1,302 @@
+"""The layer-normalized LSTM in one CUDA C++ launch per pass, for the calls that it covers.
+
+A thread-block cluster owns some rows of the batch and keeps all of W_h on the chip. See ``ln.cuh``,
+``ln_forward.cu`` and ``ln_backward.cu``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.gpu.ln_lstm import ln_kernels
+from rbn.ops.gpu.ln_lstm.ln_steps import Call, Saved, other_gradients
+from rbn.ops.gpu.lstm.kernel_arguments import aligned
+from rbn.ops.gpu.lstm.prepare import padded_factors
+from rbn.ops.gpu.runtime import nvrtc
+from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structure
+from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
+from rbn.ops.gpu.stepwise import weight_gradient
+from rbn.ops.input_term import through_term, with_term
+from rbn.ops.operator import Incoming, Results
+
+log = logging.getLogger("rbn.ops.gpu")
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CLUSTERS = (1, 2, 4, 8, 16)  # blocks
+_MOST_UNITS = 128  # per block: four per lane
+_KEPT = ln_kernels.KEPT.value
+_VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
+_MEMBERS = {
+    "forward": (
+        *("wx", "weight", *_VECTORS, "hs", "cs", "centered", "moments", "h_n", "lengths"),
+    ),
+    "backward": (
+        *("wx", "weight", "turned", *_VECTORS, "cs", "centered", "moments", "lengths", "doutput"),
+        *("dh", "dc", "da", "dpre", "dgamma_c", "dbeta_c"),
+    ),
+}
+
+
+def _structure(direction: str) -> Any:
+    fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in _MEMBERS[direction]]
+    fields += [("T", ctypes.c_int), ("B", ctypes.c_int)]
+    fields += [("eps", ctypes.c_float)] if direction == "forward" else []
+    return structure(f"LN{direction.capitalize()}", fields)
+
+
+_STRUCTS = {direction: _structure(direction) for direction in _MEMBERS}
+
+
+def _up(n: int, d: int) -> int:
+    return -(-n // d)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is divided.
+
+    Attributes:
+        cluster: blocks that own the same rows of the batch.
+        units: hidden units per block, a multiple of 8.
+        tiles: tiles of 8 rows that a cluster owns. Each row has a warp.
+        split: warps that divide the columns of a forward product.
+        registers: registers per thread for weights; the rest of them is in shared memory.
+    """
+
+    cluster: int
+    units: int
+    tiles: int = 1
+    split: int = 1
+    registers: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads per block."""
+        return 32 * 8 * self.tiles
+
+    def blocks(self, batch: int) -> int:
+        """Blocks of a launch."""
+        return _up(batch, 8 * self.tiles) * self.cluster
+
+    def _product(self, direction: str) -> tuple[int, int]:
+        """Tiles of 16 rows of the weights, and blocks of 32 columns, of a warp."""
+        warps, units = 8 * self.tiles, self.cluster * self.units
+        if direction == "forward":
+            return _up(self.units // 4, warps // self.split), _up(_up(units, 32), self.split)
+        return _up(_up(units, 16), warps), self.units // 8
+
+    def kept(self, direction: str) -> int:
+        """Blocks of 32 columns of its weights that a warp has in registers."""
+        tiles, columns = self._product(direction)
+        return min(columns, self.registers // (8 * tiles))
+
+    def shared(self, direction: str) -> int:
+        """Bytes of shared memory, as the kernels lay it out."""
+        rows = 8 * self.tiles
+        tiles, columns = self._product(direction)
+        weights = rows * (columns - self.kept(direction)) * tiles * 1024
+        common = 4 * rows + 32 * self.units + 16 * rows * self.cluster + 8 * (2 * rows + 1)
+        if direction == "forward":
+            part = self.split * rows * (rows // self.split * tiles * 16 + 4) * 4
+            operands = rows * (_pitch(columns * self.split) + 2 * self.units) + part
+        else:
+            operands = rows * (_pitch(self.units // 8) + self.cluster * self.units * 4)
+        return _up(weights + operands + common, 16) * 16
+
+
+def _pitch(blocks: int) -> int:
+    """Bytes from one row of an operand to the next, for blocks of 32 columns."""
+    return 64 * (blocks + (blocks + 1) % 2)
+
+
+def tiling(hidden: int, cluster: int, limit: int, tiles: int = 1) -> Tiling | None:
+    """The tiling for clusters of a size; None if the weights do not fit on the chip.
+
+    limit: bytes of shared memory that a block may use.
+    """
+    units = _up(_up(hidden, cluster), 8) * 8
+    if units > _MOST_UNITS or (cluster > 1 and units * (cluster - 1) >= hidden):
+        return None
+    # Of 255 registers or, in blocks of 512 threads, 128.
+    registers = 0 if tiles > 1 else 128 if units <= 32 else 64 if units <= 64 else 0
+    split = 1
+    while units // 4 < 8 * tiles // split and split < 8:
+        split *= 2
+    found = Tiling(cluster, units, tiles, split, registers)
+    fits = max(found.shared("forward"), found.shared("backward")) <= limit
+    return found if fits else None
+
+
+@functools.lru_cache(maxsize=256)
+def choose(dtype: torch.dtype, batch: int, hidden: int, device: int) -> Tiling | None:
+    """The tiling for a GPU, or None if none fits."""
+    limit = shared_limit(device)
+    for cluster in _CLUSTERS:
+        found = tiling(hidden, cluster, limit)
+        if found is None:
+            continue
+        at_once = clusters_at_once(found, dtype, hidden, device)
+        if not at_once:
+            continue
+        larger = tiling(hidden, cluster, limit, tiles=2)
+        if found.blocks(batch) > at_once * cluster and larger is not None:
+            # A cluster of 16 rows takes less time than two of 8, one after the other.
+            at_once_larger = clusters_at_once(larger, dtype, hidden, device)
+            if at_once_larger:
+                return larger
+        return found
+    return None
+
+
+def clusters_at_once(found: Tiling, dtype: torch.dtype, hidden: int, device: int) -> int:
+    """How many clusters the GPU runs at once; 0 if it refuses their size."""
+    defines = _defines(dtype, hidden, lengths=False, save=True, doutput=True)
+    with torch.cuda.device(device):
+        kernels = [kernel(d, found, device, defines) for d in _MEMBERS]
+    return min(k.at_once for k in kernels) // found.cluster
+
+
+@functools.lru_cache(maxsize=64)
+def _capable(device: int) -> bool:
+    capability = torch.cuda.get_device_capability(device)
+    return (
+        capability >= (9, 0) and nvrtc.version() >= nvrtc.FOR_HOPPER and nvrtc.works(capability)
+    )
+
+
+def supports_options(a: LSTMArguments) -> bool:
+    """Whether the kernels support all options. In float32 they multiply as precisely as tf32."""
+    return not (a.zoned or (a.input.dtype == torch.float32 and not a.tf32))
+
+
+def tiling_for(a: LSTMArguments) -> Tiling | None:
+    """The tiling of a call; None if it must run step by step."""
+    x, device = a.input, a.input.device.index or 0
+    if not x.is_cuda or not supports_options(a) or not _capable(device):
+        return None
+    return choose(x.dtype, x.shape[1], a.weight_hh.shape[1], device)
+
+
+def _defines(
+    dtype: torch.dtype, hidden: int, lengths: bool, save: bool, doutput: bool
+) -> tuple[tuple[str, int], ...]:
+    return (
+        *(("TYPE", _TYPES[dtype]), ("H", hidden), ("LENGTHS", int(lengths))),
+        *(("SAVE", int(save)), ("DOUTPUT", int(doutput))),
+    )
+
+
+def macros(direction: str, tiling: Tiling, defines: tuple[Any, ...]) -> dict[str, int]:
+    """All macros that a kernel is compiled with."""
+    return dict(defines) | {
+        "CLUSTER": tiling.cluster,
+        "UNITS": tiling.units,
+        "TILES": tiling.tiles,
+        "SPLIT": tiling.split,
+        "KEPT": tiling.kept(direction),
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def kernel(direction: str, tiling: Tiling, device: int, defines: tuple[Any, ...]) -> Kernel:
+    """The kernel, compiled if necessary; `device` must be the current device."""
+    arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
+    assert arch is not None  # see `_capable`
+    name = f"ln_{direction}"
+    code = nvrtc.compiled(name, macros(direction, tiling, defines), arch)
+    shared = tiling.shared(direction)
+    return Kernel(code, name, tiling.threads, shared, tiling.cluster)
+
+
+def forward(given: LSTMArguments, tiling: Tiling, separate: bool) -> Results:
+    """Run the recurrence over all steps. separate: whether no two results may share memory."""
+    a: LSTMArguments
+    a, kept = with_term(LSTM, given, make_factors=padded_factors)
+    if separate:  # the factors may be views of one buffer
+        kept.update(x=None, w=None)
+    call = Call(a)
+    T, B, H, wx = call.T, call.B, call.H, aligned(call.wx)
+    hs = call.new(T + 1, B, H, dtype=wx.dtype)
+    hs[0] = a.h0
+    cs = call.new(T + 1 if a.save else 1, B, H)
+    cs[0] = a.c0
+    centered = call.new(T if a.save else 0, B, 4 * H, dtype=wx.dtype)
+    moments = call.new(T, B, _KEPT)
+    with torch.cuda.device_of(wx):
+        ln_kernels.ln_input_moments[call.grid(T * B)](
+            wx, call.lengths, moments, B, T * B, float(a.eps), **call.row
+        )
+    tensors = {"wx": wx, "hs": hs, "cs": cs, "centered": centered, "moments": moments}
+    if a.lengths is not None:
+        tensors["h_n"] = call.state(a.h0)  # for rows without steps
+    _launch("forward", call, tiling, tensors, a.eps)
+    output = hs[1:]
+    h_n = hs[T].clone() if a.lengths is None else tensors["h_n"].to(wx.dtype)
+    saved = Saved()
+    if a.save:
+        saved = Saved(**kept, output=output, centered=centered, cs=cs, moments=moments)
+    return Results(output, (h_n, cs[-1].to(wx.dtype, copy=True)), (None,) * 6, saved, tiling)
+
+
+def backward(
+    given: LSTMArguments, r: Saved, tiling: Tiling, incoming: Incoming
+) -> dict[str, Tensor | None]:
+    """The gradients of all differentiable tensors, by name."""
+    a: LSTMArguments
+    a, _ = with_term(LSTM, given, r.wx)
+    doutput, (dh_n, dc_n) = incoming.output, incoming.states
+    assert r.output is not None
+    assert r.centered is not None
+    assert r.cs is not None
+    assert r.moments is not None
+    call = Call(a)
+    B, H, wx = call.B, call.H, aligned(call.wx)
+    dh, dc = call.state(dh_n, B, H), call.state(dc_n, B, H)
+    sums = call.new(B, H), call.new(B, H)
+    da, dwx = torch.empty_like(wx), torch.empty_like(wx)
+    tensors = {"wx": wx, "cs": r.cs, "centered": r.centered, "moments": r.moments}
+    tensors |= {"dh": dh, "dc": dc, "da": da, "dpre": dwx}
+    tensors |= {"dgamma_c": sums[0], "dbeta_c": sums[1]}
+    if doutput is not None:
+        tensors["doutput"] = doutput.contiguous()
+    _launch("backward", call, tiling, tensors)
+    tf32 = wx.dtype == torch.float32 and wx.is_cuda
+    with multiplied_in_tf32(True) if tf32 else contextlib.nullcontext():
+        weights = weight_gradient(da, a.h0, r.output)
+    gradients = other_gradients(call, r, dwx, sums, (dh, dc))
+    gradients["weight_hh"] = weights.to(a.weight_hh.dtype)
+    return through_term(given, gradients, incoming.input, r.x, r.w)
+
+
+def _launch(
+    direction: str, call: Call, tiling: Tiling, tensors: dict[str, Tensor], *numbers: float
+) -> None:
+    """Launch the forward or the backward kernel.
+
+    tensors: members of the kernel's struct by name; the kernel does not read absent ones. The
+    parameters and lengths are added.
+    """
+    a, (T, B, H), dtype = call.a, (call.T, call.B, call.H), call.wx.dtype
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("ln_lstm %s T=%d B=%d H=%d %s: %s", direction, T, B, H, dtype, tiling)
+    weight = aligned(a.weight_hh.to(dtype).contiguous())
+    tensors |= dict(zip(_VECTORS, call.vectors, strict=True)) | {"weight": weight}
+    if direction == "backward":
+        tensors["turned"] = weight.t().contiguous()
+    if a.lengths is not None:
+        tensors["lengths"] = call.lengths
+    defines = _defines(dtype, H, a.lengths is not None, a.save, "doutput" in tensors)
+    at = {name: value.data_ptr() for name, value in tensors.items()}
+    arguments = _STRUCTS[direction].packed(at, T, B, *numbers)
+    with device_of(call.wx):
+        code = kernel(direction, tiling, call.wx.device.index or 0, defines)
+        code.launch((tiling.blocks(B), 1), arguments)

@@ -60,24 +60,61 @@ def attempt(f, *a, **k):
     except Exception as error: print("FAILED", f.__name__, a, repr(error)[:300]); 
 
 BF, FP, F32 = torch.bfloat16, torch.float16, torch.float32
+
+def compile_all(jobs):
+    from concurrent.futures import ThreadPoolExecutor
+    from rbn.ops.gpu.runtime import nvrtc
+    arch = nvrtc.architecture(torch.cuda.get_device_capability())
+    nvrtc.version(); nvrtc.works(torch.cuda.get_device_capability())
+    def one(job):
+        d, dt, H, tiling, lengths = job
+        try: nvrtc.compiled(f"ln_{d}", s.macros(d, tiling, dt, s._defines(d, dt, H, lengths, True)), arch)
+        except Exception as e: print("compile", job, repr(e)[:200])
+    began = time.time()
+    with ThreadPoolExecutor(14) as pool: list(pool.map(one, jobs))
+    print(f"compiled {len(jobs)} in {time.time() - began:.1f} s", flush=True)
+
+def T_(dt, H, C, tiles=1, **k):
+    t = s.tiling(dt, H, C, LIMIT, tiles)
+    return t and dataclasses.replace(t, **k)
+variants = []
+for dt in (BF, F32):
+    variants += [((100, 64, 256, 512), dt, T_(dt, 512, 16)), ((100, 64, 256, 512), dt, T_(dt, 512, 16, 2))]
+    variants += [((784, 100, 1, 100), dt, T_(dt, 100, 1)), ((100, 64, 50, 1000), dt, T_(dt, 1000, 16, 2)), ((100, 64, 50, 1000), dt, T_(dt, 1000, 16, 1))]
+variants += [((100, 64, 256, 512), BF, T_(BF, 512, 16, registers=0)), ((100, 8, 256, 512), BF, T_(BF, 512, 16)), ((784, 100, 1, 100), BF, T_(BF, 100, 2)), ((784, 100, 1, 100), BF, T_(BF, 100, 4))]
+variants += [((100, 64, 256, 256), BF, T_(BF, 256, C)) for C in (4, 8, 16)]
+checks = [(9, 64, 16, 512, BF), (6, 100, 1, 100, BF), (4, 37, 5, 255, BF), (5, 33, 8, 1000, BF), (9, 64, 16, 512, F32), (6, 100, 1, 100, F32), (5, 33, 8, 1000, F32), (6, 100, 1, 100, FP), (7, 33, 3, 300, FP)]
+if "compile" in sys.argv:
+    jobs = [(d, dt, shape[3], t, False) for shape, dt, t in variants if t for d in ("forward", "backward")]
+    for *shape, dt in checks:
+        for C in (1, 2, 4, 8, 16):
+            for tiles in (1, 2):
+                t = T_(dt, shape[3], C, tiles)
+                if t: jobs += [(d, dt, shape[3], t, L) for d in ("forward", "backward") for L in ((False, True) if shape[3] == 300 else (False,))]
+            if T_(dt, shape[3], C): break
+    compile_all(list(dict.fromkeys(jobs)))
 if "check" in sys.argv:
-    for dt in (BF, FP, F32):
-        for shape in [(5, 7, 3, 50), (9, 64, 16, 512), (6, 100, 1, 100), (4, 37, 5, 255), (1, 1, 3, 10), (7, 33, 8, 640), (5, 5, 3, 1)]:
-            attempt(check, *shape, dt)
-        attempt(check, 9, 33, 4, 300, dt, lengths=True)
-        attempt(check, 30, 64, 16, 512, dt)
-        attempt(check, 6, 40, 4, 512, dt, tiling=s.tiling(512, 16, LIMIT, 2))
+    for c in checks: attempt(check, *c, lengths=True if c[3] == 300 else None)
+    attempt(check, 6, 40, 4, 512, BF, tiling=T_(BF, 512, 16, 2))
+    attempt(check, 30, 64, 16, 512, BF)
 if "kernel" in sys.argv:
-    for dt in (BF, F32):
-        for C, tiles in ((16, 1), (16, 2)):
-            t = s.tiling(512, C, LIMIT, tiles)
-            if dt == BF: print("at once", C, tiles, s.clusters_at_once(t, dt, 512, 0))
-            attempt(kernel_ms, 100, 64, 256, 512, dt, t)
-            if tiles == 1: attempt(kernel_ms, 100, 64, 256, 512, dt, dataclasses.replace(t, registers=0))
-            if tiles == 1: attempt(kernel_ms, 100, 8, 256, 512, dt, t)
-        for C in (1, 2, 4):
-            t = s.tiling(100, C, LIMIT)
-            if t: attempt(kernel_ms, 784, 100, 1, 100, dt, t)
-    for C in (4, 8, 16):
-        t = s.tiling(256, C, LIMIT)
-        if t: attempt(kernel_ms, 100, 64, 256, 256, BF, t)
+    for shape, dt, t in variants:
+        if not t: continue
+        print("at once", s.clusters_at_once(t, dt, shape[3], 0), end=" ")
+        attempt(kernel_ms, *shape, dt, t)
+    old = s.shares_in_half
+    s.shares_in_half = lambda dt: False
+    attempt(kernel_ms, 100, 64, 256, 512, BF, T_(BF, 512, 16))
+    attempt(kernel_ms, 100, 64, 50, 1000, BF, T_(BF, 1000, 16, 2))
+    s.shares_in_half = old
+if "steps" in sys.argv:
+    from torch.profiler import profile, ProfilerActivity
+    s.tiling_for = lambda a: None
+    for T, B, I, H in ((180, 128, 27, 2000), (100, 64, 50, 1000)):
+        layer = rbn.LayerNormLSTM(I, H).to("cuda", BF)
+        x = torch.randn(T, B, I, device="cuda", dtype=BF); g = torch.randn(T, B, H, device="cuda", dtype=BF)
+        both = lambda: (layer.zero_grad(set_to_none=True), layer(x)[0].backward(g))
+        m = lambda v: round(sorted(v)[len(v) // 2], 3)
+        print("steps", H, "called", m(sample(both, 5)), "graph", m(sample(capture(both).replay, 5)))
+        with profile(activities=[ProfilerActivity.CUDA]) as prof: both(); torch.cuda.synchronize()
+        for e in sorted(prof.key_averages(), key=lambda e: -e.device_time_total)[:7]: print(f"   {e.key[:60]:60} {e.count:5} {e.device_time_total / 1000:.3f} ms")

@@ -82,6 +82,7 @@ inline float from_operand(unsigned short bits) {
 inline unsigned short to_operand(float v) { return to_half(v); }
 inline float from_operand(unsigned short bits) { return from_half(bits); }
 #endif
+inline float2 unpack(u32 p) { return make_float2(from_operand(p), from_operand(p >> 16)); }
 inline u32 pack(float x, float y) { return to_operand(x) | u32(to_operand(y)) << 16; }
 
 inline void multiply16(float (&c)[4], uint4 a, u32 b0, u32 b1) {

@@ -36,6 +36,8 @@ TILINGS = {
     "16 rows": (HALF, (3, 19, 14), Tiling(2, 8, tiles=2, split=8)),
     "registers": (HALF, (3, 5, 70), Tiling(2, 40, split=1, registers=24)),
     "all in registers": (FLOAT, (3, 5, 24), Tiling(2, 16, split=2, registers=64)),
+    "streamed": (HALF, (3, 5, 70), Tiling(2, 40, registers=8, room=30 * KB)),
+    "streamed, float32": (FLOAT, (3, 11, 26), Tiling(4, 8, tiles=2, split=8, room=20 * KB)),
     "one row": (HALF, (2, 1, 10), Tiling(2, 8)),
     "one step": (HALF, (1, 2, 10), Tiling(2, 8)),
     "one unit": (FLOAT, (2, 2, 1), Tiling(1, 8)),
@@ -67,10 +69,10 @@ def emulate(folder, monkeypatch):
     """Runs all calls with this tiling, on the CPU."""
     launches = []
 
-    def kernel(direction, tiling, device, defines):
+    def kernel(direction, tiling, dtype, device, defines):
         launches.append(direction)
-        macros = ln_single.macros(direction, tiling, defines)
-        name, shared = f"ln_{direction}", tiling.shared(direction)
+        macros = ln_single.macros(direction, tiling, dtype, defines)
+        name, shared = f"ln_{direction}", tiling.shared(direction, dtype)
         return EmulatedKernel(folder, name, macros, tiling.threads, shared)
 
     def given(tiling):

@@ -1,7 +1,7 @@
 // The layer-normalized LSTM in one launch: what the forward and the backward kernel share.
 //
-// Rows of the batch are independent. A cluster of CLUSTER blocks owns ROWS rows and keeps all of W_h in
-// its shared memory and registers; a block has the four gates of UNITS units. Element-wise, a warp owns one row of
+// Rows of the batch are independent. A cluster of CLUSTER blocks owns ROWS rows and keeps W_h, or as much of it
+// as fits, in its shared memory and registers; a block has the four gates of UNITS units. Element-wise, a warp owns one row of
 // the batch and its lanes the block's units, PER_LANE each. So a mean over the features of a row is a sum over the
 // lanes of a warp, which the warps of the same row in the other blocks then exchange through distributed shared
 // memory. A step exchanges two such pairs of sums and, for the product, h (forward) or shares of dh (backward).
@@ -12,9 +12,9 @@
 // No buffer is double. What a block sends in a step it sends after it has heard, in the same step, from the
 // warps that were the last to read what it overwrites: see `Exchange`, `ln_forward` and `ln_backward`.
 //
-// Named from outside: TYPE, H, CLUSTER, UNITS (a multiple of 8), TILES (of 8 rows), KEPT (blocks of 32
-// columns of its weights that a warp has in registers), SPLIT (warps that divide the columns of a forward product),
-// LENGTHS, SAVE, DOUTPUT.
+// Named from outside: TYPE, H, CLUSTER, UNITS (a multiple of 8), TILES (of 8 rows), KEPT and
+// RESIDENT (fragments of a warp's weights in registers and in shared memory, see `Shard`), SPLIT (warps that
+// divide the columns of a forward product), SHARES16 (dh is exchanged in 16 bits), LENGTHS, SAVE, DOUTPUT.
 #define MT 1  // these are for common.cuh
 #define MW 1
 #define KS 1
@@ -35,6 +35,7 @@
 #define PER_LANE ((UNITS + 31) / 32)
 #define PIECES(columns) (((columns) + 31) / 32 * 4)  // of 16 bytes, that hold a row of an operand
 #define PITCH(columns) (PIECES(columns) + 4 - PIECES(columns) / 4 % 2 * 4)  // 64 bytes off a multiple of 128: no conflicts
+#define DEPTH 4  // fragments that are asked for ahead
 #define FACTORS 5  // statistics of a row that are kept: see `Kept`
 
 enum Kept { MEAN_X, RSTD_X, RSTD_H, MEAN_C, RSTD_C };
@@ -160,58 +161,80 @@ __device__ __forceinline__ uint4 load8(const Element* p, int count, float scale)
 #endif
 }
 
-// The part of a matrix that a warp multiplies with: J tiles of 16 rows, `apart` tiles apart, by K blocks of 32 columns.
+// The part of a matrix that a warp multiplies with: J tiles of 16 rows, `apart` tiles apart, by K blocks of 32 columns. Its
+// fragments, two operands for each tile and block, 16 bytes for each lane, lie in registers (the first KEPT), in
+// shared memory (the next RESIDENT), or are read from L2 in each step, which begins before the operand has come.
 template <int J, int K>
 struct Shard {
-  static constexpr int IN_REGISTERS = KEPT < K ? KEPT : K, REST = K - IN_REGISTERS;
-  uint4 kept[IN_REGISTERS > 0 ? IN_REGISTERS : 1][J][2];
-  uint4* rest;
+  static constexpr int ALL = 2 * J * K, IN_REGISTERS = KEPT < ALL ? KEPT : ALL;
+  static constexpr int ON_CHIP = KEPT + RESIDENT < ALL ? KEPT + RESIDENT : ALL, STREAMED = ALL - ON_CHIP;
+  static constexpr int CHAINS = J * TILES < 4 ? 2 : 1;  // sums that are made side by side, to be added
+  uint4 kept[IN_REGISTERS > 0 ? IN_REGISTERS : 1], ahead[DEPTH];
+  uint4 *resident, *streamed;
 
-  __device__ __forceinline__ uint4& stored(int i, int j, int half) const { return rest[((i * J + j) * 2 + half) * 32]; }
-
-  // row(m, k): eight neighbouring columns of row m of the matrix from column k on, as operands.
-  template <class Row>
-  __device__ __forceinline__ void load(uint4* scratch, int tile, int apart, int block, const Place& at, Row row) {
-    rest = scratch + at.warp * REST * J * 64 + at.lane;
-    const int g = at.lane >> 2, t = at.lane & 3;
+  __device__ __forceinline__ void ask(int f) {
+    if (f < STREAMED) ahead[f % DEPTH] = fetch(reinterpret_cast<const Element*>(streamed + 32 * f));
+  }
+  // The first fragments of the next product that come from L2.
+  __device__ __forceinline__ void ask() {
 #pragma unroll
-    for (int i = 0; i < K; i++)
-#pragma unroll
-      for (int j = 0; j < J; j++) {
-        const int m = 16 * (tile + j * apart) + g, k = 32 * (block + i) + 8 * t;
-        const uint4 low = row(m, k), high = row(m + 8, k);
-        const uint4 a = make_uint4(low.x, high.x, low.y, high.y), b = make_uint4(low.z, high.z, low.w, high.w);
-        if (i < IN_REGISTERS)
-          kept[i < IN_REGISTERS ? i : 0][j][0] = a, kept[i < IN_REGISTERS ? i : 0][j][1] = b;
-        else
-          stored(i - IN_REGISTERS, j, 0) = a, stored(i - IN_REGISTERS, j, 1) = b;
-      }
+    for (int f = 0; f < DEPTH; f++) ask(f);
   }
 
-  // sums[j][n] += tile j times the 8 rows of tile n of `operand`, [ROWS][pitch] in pieces of 16 bytes.
-  // A thread's piece stands for other columns than the instruction names, but for the same ones in both factors.
-  __device__ __forceinline__ void multiply(float (&sums)[J][TILES][2][4], const uint4* operand, int pitch, int block,
-                                           const Place& at) const {
-    const uint4* own = operand + (at.lane >> 2) * pitch + 4 * block + (at.lane & 3);
+  // row(m, k): eight neighbouring columns of row m of the matrix from column k on, as operands. shared_memory:
+  // [WARPS][RESIDENT][32]; memory: the same of this block, for those that are streamed.
+  template <class Row>
+  __device__ __forceinline__ void load(uint4* shared_memory, uint4* memory, int tile, int apart, int block,
+                                       const Place& at, Row row) {
+    resident = shared_memory + at.warp * (ON_CHIP - IN_REGISTERS) * 32 + at.lane;
+    streamed = memory + (i64(blockIdx.x) * WARPS + at.warp) * STREAMED * 32 + at.lane;
+    const int g = at.lane >> 2, t = at.lane & 3;
 #pragma unroll
-    for (int i = 0; i < K; i++) {
-      uint4 b[TILES];
+    for (int i = 0; i < J * K; i++) {
+      const int m = 16 * (tile + i % J * apart) + g, k = 32 * (block + i / J) + 8 * t;
+      const uint4 low = row(m, k), high = row(m + 8, k);
+      const uint4 both[2] = {make_uint4(low.x, high.x, low.y, high.y), make_uint4(low.z, high.z, low.w, high.w)};
 #pragma unroll
-      for (int n = 0; n < TILES; n++) b[n] = own[8 * n * pitch + 4 * i];
-#pragma unroll
-      for (int j = 0; j < J; j++) {
-        const bool here = i < IN_REGISTERS;
-        const uint4 x = here ? kept[here ? i : 0][j][0] : stored(here ? 0 : i - IN_REGISTERS, j, 0);
-        const uint4 y = here ? kept[here ? i : 0][j][1] : stored(here ? 0 : i - IN_REGISTERS, j, 1);
-#pragma unroll
-        for (int n = 0; n < TILES; n++) {
-          multiply16(sums[j][n][0], x, b[n].x, b[n].y);
-          multiply16(sums[j][n][1], y, b[n].z, b[n].w);
-        }
+      for (int half = 0; half < 2; half++) {
+        const int f = 2 * i + half;
+        if (f < IN_REGISTERS)
+          kept[f < IN_REGISTERS ? f : 0] = both[half];
+        else if (f < ON_CHIP)
+          resident[(f - IN_REGISTERS) * 32] = both[half];
+        else
+          streamed[(f - ON_CHIP) * 32] = both[half];
       }
     }
   }
+
+  // sums[j][n] = tile j times the 8 rows of tile n of `operand`, [ROWS][pitch] in pieces of 16 bytes.
+  // A thread's piece stands for other columns than the instruction names, but for the same ones in both factors.
+  __device__ __forceinline__ void multiply(float (&sums)[J][TILES][CHAINS][4], const uint4* operand, int pitch, int block,
+                                           const Place& at) {
+    const uint4* own = operand + (at.lane >> 2) * pitch + 4 * block + (at.lane & 3);
+    uint4 b[TILES];
+#pragma unroll
+    for (int step = 0; step < ALL; step++) {
+      // What is streamed comes first, and then what is on the chip.
+      const int f = step < STREAMED ? ON_CHIP + step : step - STREAMED, i = f / (2 * J), j = f / 2 % J;
+      if (step == 0 || step == STREAMED || f % (2 * J) == 0)
+#pragma unroll
+        for (int n = 0; n < TILES; n++) b[n] = own[8 * n * pitch + 4 * i];
+      const bool here = f < IN_REGISTERS;
+      uint4 a = here ? kept[here ? f : 0] : f < ON_CHIP ? resident[(here ? 0 : f - IN_REGISTERS) * 32] : ahead[step % DEPTH];
+      if (step < STREAMED) ask(step + DEPTH);
+#pragma unroll
+      for (int n = 0; n < TILES; n++)
+        multiply16(sums[j][n][f % CHAINS], a, f % 2 ? b[n].z : b[n].x, f % 2 ? b[n].w : b[n].y);
+    }
+    ask();
+  }
 };
+
+template <int CHAINS>
+__device__ __forceinline__ float in_all(const float (&sums)[CHAINS][4], int i) {
+  return CHAINS > 1 ? sums[0][i] + sums[CHAINS - 1][i] : sums[0][i];
+}
 
 // The largest of a number over a block, of all threads. Only float32 is scaled.
 __device__ __forceinline__ u32 block_max(u32 v, u32* scratch) {

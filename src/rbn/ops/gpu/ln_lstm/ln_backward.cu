@@ -19,6 +19,7 @@ struct LNBackward {
   Element* da;             // [T, B, 4H]: d(W_h h)
   Element* dpre;           // [T, B, 4H]: the gradient of the gates before their nonlinearities
   float *dgamma_c, *dbeta_c;  // [B, H]: sums over the steps
+  uint4* streamed;            // see Shard
   int T, B;
 };
 
@@ -28,14 +29,19 @@ struct LNBackward {
 #define COLUMN_BLOCKS (UNITS / 8)  // of 32 gate columns; column: gate * UNITS + unit
 #define D_PITCH PITCH(4 * UNITS)
 #define SHARES (CLUSTER * ROWS * UNITS)
+#if SHARES16
+typedef unsigned short Share;
+#else
+typedef float Share;
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBackward p) {
   extern __shared__ uint4 shared[];
   typedef Shard<ROW_TILES, COLUMN_BLOCKS> Weights;
   uint4* weights = shared;
-  uint4* gradients = weights + WARPS * Weights::REST * ROW_TILES * 64;     // [ROWS][D_PITCH]: d(W_h h)
-  float* shares = reinterpret_cast<float*>(gradients + ROWS * D_PITCH);  // [CLUSTER][ROWS][UNITS]: of dh
-  float* down = shares + SHARES;                                         // [ROWS]: undoes the scale of `gradients`
+  uint4* gradients = weights + WARPS * (Weights::ON_CHIP - Weights::IN_REGISTERS) * 32;    // [ROWS][D_PITCH]: d(W_h h)
+  Share* shares = reinterpret_cast<Share*>(gradients + ROWS * D_PITCH);  // [CLUSTER][ROWS][UNITS]: of dh
+  float* down = reinterpret_cast<float*>(shares + SHARES);               // [ROWS]: undoes the scale of `gradients`
   float* vectors = down + ROWS;                                          // [2][4][UNITS]: bias, gamma_x
   float2* slots = reinterpret_cast<float2*>(vectors + 8 * UNITS);        // [2][ROWS][CLUSTER]
   float2* barriers = slots + 2 * ROWS * CLUSTER;                         // [2 ROWS + 1]
@@ -47,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   const u32 top = largest_weight(p.weight, at, reinterpret_cast<u32*>(shares));
   const float up = TYPE == 0 ? scale_up(top) : 1.0f, weight_down = TYPE == 0 ? scale_down(top) : 1.0f;
   Weights w;
-  w.load(weights, at.warp, WARPS, 0, at, [&](int m, int k) {
+  w.load(weights, p.streamed, at.warp, WARPS, 0, at, [&](int m, int k) {
     const int unit = at.rank * UNITS + k % UNITS;
     const bool there = m < H && unit < H;
     return load8(p.turned + (there ? i64(m) * GATES + k / UNITS * H + unit : 0), there ? H - unit : 0, up);
@@ -60,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   if (CLUSTER > 1 && threadIdx.x == 0)
     for (int i = 0; i <= 2 * ROWS; i++) {
       start_barrier(first_barrier + 8 * i, 1);
-      expect(first_barrier + 8 * i, i < 2 * ROWS ? 8 * CLUSTER : 4 * SHARES);
+      expect(first_barrier + 8 * i, i < 2 * ROWS ? 8 * CLUSTER : int(sizeof(Share)) * SHARES);
     }
 
   float gamma_h[PER_LANE][4], gamma_c[PER_LANE], beta[PER_LANE], dc[PER_LANE], skip[PER_LANE];
@@ -98,6 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   float after[PER_LANE];
 #pragma unroll
   for (int j = 0; j < PER_LANE; j++) after[j] = at.in && at.has(j) ? p.cs[(p.T * B + at.at) * H + at.unit(j)] : 0.0f;
+  w.ask();
   load_step(p.T - 1);
   Exchange of_cells(slots, first_barrier, at), of_gates(slots + ROWS * CLUSTER, first_barrier + 8 * ROWS, at);
   if (CLUSTER > 1) meet_cluster();  // all barriers are ready
@@ -107,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   auto through_product = [&](float (&dh)[PER_LANE], u32 phase) {
     if (CLUSTER > 1) {
       waiting.until(of_shares, phase);
-      if (threadIdx.x == 0) expect(of_shares, 4 * SHARES);
+      if (threadIdx.x == 0) expect(of_shares, int(sizeof(Share)) * SHARES);
     } else {
       __syncthreads();
     }
@@ -115,7 +122,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
     for (int j = 0; j < PER_LANE; j++)
       if (at.within(j) < UNITS)
 #pragma unroll
-        for (int block = 0; block < CLUSTER; block++) dh[j] += shares[(block * ROWS + at.row) * UNITS + at.within(j)];
+        for (int block = 0; block < CLUSTER; block++) {
+          const Share v = shares[(block * ROWS + at.row) * UNITS + at.within(j)];
+          dh[j] += SHARES16 ? unpack(u32(v)).x : v;
+        }
+  };
+
+  // Gives the block that has these units its share of a row of dh, 8 bytes.
+  auto give = [&](int unit, int row, uint2 v) {
+    const u32 block = unit < ALL_UNITS ? unit / UNITS : 0;
+    Share* place = shares + (at.rank * ROWS + row) * UNITS + unit % UNITS;
+    if (CLUSTER > 1)
+      send(unit < ALL_UNITS, in_block(address_of(place), block), in_block(of_shares, block), v);
+    else if (unit < ALL_UNITS)
+      *reinterpret_cast<uint2*>(place) = v;
   };
 
   for (i64 t = p.T - 1; t >= 0; t--) {
@@ -196,33 +216,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
         for (int q = 0; q < 4; q++) store_operand(gradients + at.row * D_PITCH, q * UNITS + at.within(j), da[j][q] * scale);
     __syncthreads();
 
-    float sums[ROW_TILES][TILES][2][4] = {};
+    float sums[ROW_TILES][TILES][Weights::CHAINS][4] = {};
     w.multiply(sums, gradients, D_PITCH, 0, at);
     const int g = at.lane >> 2, quad = at.lane & 3;
     const bool odd = g & 1;
 #pragma unroll
     for (int j = 0; j < ROW_TILES; j++)
 #pragma unroll
-      for (int n = 0; n < TILES; n++)
+      for (int n = 0; n < TILES; n++) {
+        const int row = 8 * n + 2 * quad + odd;
+        float2 two[2];  // two units of a row, in each half of the tile
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          float x = sums[j][n][0][2 * half] + sums[j][n][1][2 * half];
-          float y = sums[j][n][0][2 * half + 1] + sums[j][n][1][2 * half + 1];
+          float x = in_all(sums[j][n], 2 * half), y = in_all(sums[j][n], 2 * half + 1);
           if (TYPE == 0) x *= down[8 * n + 2 * quad], y *= down[8 * n + 2 * quad + 1];
-          // Two rows of a unit become two units of a row.
           const float other = __shfl_xor_sync(~0u, odd ? x : y, 4);
-          const int unit = 16 * (at.warp + j * WARPS) + 8 * half + (g & ~1);
-          const u32 to = unit / UNITS;
-          float* place = shares + (at.rank * ROWS + 8 * n + 2 * quad + odd) * UNITS + unit % UNITS;
-          const float2 two = odd ? make_float2(other, y) : make_float2(x, other);
-          if (CLUSTER == 1) {
-            if (unit < ALL_UNITS) *reinterpret_cast<float2*>(place) = two;
-          } else {
-            const u32 block = unit < ALL_UNITS ? to : 0;
-            send(unit < ALL_UNITS, in_block(address_of(place), block), in_block(of_shares, block),
-                 make_uint2(__float_as_uint(two.x), __float_as_uint(two.y)));
-          }
+          two[half] = odd ? make_float2(other, y) : make_float2(x, other);
         }
+        const int first = 16 * (at.warp + j * WARPS);
+#if SHARES16
+        const bool upper = g & 2;  // four units of a row, of this half
+        const u32 own[2] = {pack(two[0].x, two[0].y), pack(two[1].x, two[1].y)};
+        const u32 other = __float_as_uint(__shfl_xor_sync(~0u, __uint_as_float(own[upper ? 0 : 1]), 8));
+        give(first + 8 * upper + (g & ~3), row, upper ? make_uint2(other, own[1]) : make_uint2(own[0], other));
+#else
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          give(first + 8 * half + (g & ~1), row, make_uint2(__float_as_uint(two[half].x), __float_as_uint(two[half].y)));
+#endif
+      }
 
     // What nobody waits for.
 #pragma unroll

@@ -12,6 +12,7 @@ struct LNForward {
   float* moments;      // [T, B, FACTORS]; those of x are given
   float* h_n;          // [B, H], only with lengths
   const int* lengths;  // [B]
+  uint4* streamed;     // see Shard
   int T, B;
   float eps;
 };
@@ -28,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
   extern __shared__ uint4 shared[];
   typedef Shard<ROW_TILES, COLUMN_BLOCKS> Weights;
   uint4* weights = shared;
-  uint4* hidden = weights + WARPS * Weights::REST * ROW_TILES * 64;  // [ROWS][H_PITCH]
+  uint4* hidden = weights + WARPS * (Weights::ON_CHIP - Weights::IN_REGISTERS) * 32;  // [ROWS][H_PITCH]
   uint4* line = hidden + ROWS * H_PITCH;                     // [ROWS][UNITS / 8]: this block's h, to be sent
   float* part = reinterpret_cast<float*>(line + ROWS * (UNITS / 8));  // [SPLIT][ROWS][PART_PITCH]
   float* down = part + SPLIT * ROWS * PART_PITCH;                    // [ROWS]: undoes the scale of h0
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
   const float up = TYPE == 0 ? scale_up(top) : 1.0f, weight_down = TYPE == 0 ? scale_down(top) : 1.0f;
   const int group = at.warp % GROUPS, split = at.warp / GROUPS;
   Weights w;
-  w.load(weights, group, GROUPS, split * COLUMN_BLOCKS, at, [&](int m, int k) {
+  w.load(weights, p.streamed, group, GROUPS, split * COLUMN_BLOCKS, at, [&](int m, int k) {
     const int q = m / UNITS, unit = at.rank * UNITS + m % UNITS;
     const bool there = q < 4 && unit < H && k < H;
     return load8(p.weight + (there ? (i64(q) * H + unit) * H + k : 0), there ? H - k : 0, up);
@@ -106,6 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
       }
     if (t + 1 < p.T) load_step(t + 1);
   };
+  w.ask();
   load_step(0);
   prepare(0);
   Exchange of_gates(slots, first_barrier, at), of_cells(slots + ROWS * CLUSTER, first_barrier + 8 * ROWS, at);
@@ -122,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
         __syncthreads();
       }
     }
-    float sums[ROW_TILES][TILES][2][4] = {};
+    float sums[ROW_TILES][TILES][Weights::CHAINS][4] = {};
     w.multiply(sums, hidden, H_PITCH, split * COLUMN_BLOCKS, at);
     const int g = at.lane >> 2, quad = at.lane & 3;
 #pragma unroll
@@ -132,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
 #pragma unroll
         for (int i = 0; i < 4; i++)
           part[(split * ROWS + 8 * n + 2 * quad + i % 2) * PART_PITCH + 16 * (group + j * GROUPS) + g + i / 2 * 8] =
-              sums[j][n][0][i] + sums[j][n][1][i];
+              in_all(sums[j][n], i);
     __syncthreads();  // from here on nobody reads `hidden`
 
     float a[PER_LANE][4];

@@ -33,15 +33,17 @@ log = logging.getLogger("rbn.ops.gpu")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CLUSTERS = (1, 2, 4, 8, 16)  # blocks
 _MOST_UNITS = 128  # per block: four per lane
+_STREAMED = 400 * 1024  # bytes of weights that a block reads in every step, at most
 _KEPT = ln_kernels.KEPT.value
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 _MEMBERS = {
     "forward": (
         *("wx", "weight", *_VECTORS, "hs", "cs", "centered", "moments", "h_n", "lengths"),
+        "streamed",
     ),
     "backward": (
         *("wx", "weight", "turned", *_VECTORS, "cs", "centered", "moments", "lengths", "doutput"),
-        *("dh", "dc", "da", "dpre", "dgamma_c", "dbeta_c"),
+        *("dh", "dc", "da", "dpre", "dgamma_c", "dbeta_c", "streamed"),
     ),
 }
 
@@ -69,7 +71,8 @@ class Tiling:
         units: hidden units per block, a multiple of 8.
         tiles: tiles of 8 rows that a cluster owns. Each row has a warp.
         split: warps that divide the columns of a forward product.
-        registers: registers per thread for weights; the rest of them is in shared memory.
+        registers: registers per thread for weights.
+        room: bytes of shared memory per block. Weights that do not fit are read in every step.
     """
 
     cluster: int
@@ -77,6 +80,7 @@ class Tiling:
     tiles: int = 1
     split: int = 1
     registers: int = 0
+    room: int = 227 * 1024
 
     @property
     def threads(self) -> int:
@@ -94,23 +98,31 @@ class Tiling:
             return _up(self.units // 4, warps // self.split), _up(_up(units, 32), self.split)
         return _up(_up(units, 16), warps), self.units // 8
 
-    def kept(self, direction: str) -> int:
-        """Blocks of 32 columns of its weights that a warp has in registers."""
+    def fragments(self, direction: str, dtype: torch.dtype) -> tuple[int, int, int]:
+        """Fragments of a warp's weights in registers, in shared memory, and in neither."""
         tiles, columns = self._product(direction)
-        return min(columns, self.registers // (8 * tiles))
+        kept = min(2 * tiles * columns, self.registers // 4)
+        left = 2 * tiles * columns - kept
+        space = self.room - self._without_weights(direction, dtype)
+        resident = max(0, min(left, space // (8 * self.tiles * 512)))
+        return kept, resident, left - resident
 
-    def shared(self, direction: str) -> int:
+    def shared(self, direction: str, dtype: torch.dtype) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
+        resident = self.fragments(direction, dtype)[1] * 8 * self.tiles * 512
+        return resident + self._without_weights(direction, dtype)
+
+    def _without_weights(self, direction: str, dtype: torch.dtype) -> int:
         rows = 8 * self.tiles
         tiles, columns = self._product(direction)
-        weights = rows * (columns - self.kept(direction)) * tiles * 1024
         common = 4 * rows + 32 * self.units + 16 * rows * self.cluster + 8 * (2 * rows + 1)
         if direction == "forward":
             part = self.split * rows * (rows // self.split * tiles * 16 + 4) * 4
             operands = rows * (_pitch(columns * self.split) + 2 * self.units) + part
         else:
-            operands = rows * (_pitch(self.units // 8) + self.cluster * self.units * 4)
-        return _up(weights + operands + common, 16) * 16
+            share = 2 if shares_in_half(dtype) else 4
+            operands = rows * (_pitch(self.units // 8) + self.cluster * self.units * share)
+        return _up(operands + common, 16) * 16
 
 
 def _pitch(blocks: int) -> int:
@@ -118,8 +130,15 @@ def _pitch(blocks: int) -> int:
     return 64 * (blocks + (blocks + 1) % 2)
 
 
-def tiling(hidden: int, cluster: int, limit: int, tiles: int = 1) -> Tiling | None:
-    """The tiling for clusters of a size; None if the weights do not fit on the chip.
+def shares_in_half(dtype: torch.dtype) -> bool:
+    """Whether the shares of dh are exchanged in 16 bits, as the numbers were that they sum."""
+    return dtype != torch.float32
+
+
+def tiling(
+    dtype: torch.dtype, hidden: int, cluster: int, limit: int, tiles: int = 1
+) -> Tiling | None:
+    """The tiling for clusters of a size; None if it is not worth while.
 
     limit: bytes of shared memory that a block may use.
     """
@@ -131,9 +150,10 @@ def tiling(hidden: int, cluster: int, limit: int, tiles: int = 1) -> Tiling | No
     split = 1
     while units // 4 < 8 * tiles // split and split < 8:
         split *= 2
-    found = Tiling(cluster, units, tiles, split, registers)
-    fits = max(found.shared("forward"), found.shared("backward")) <= limit
-    return found if fits else None
+    found = Tiling(cluster, units, tiles, split, registers, limit)
+    streamed = max(found.fragments(direction, dtype)[2] for direction in _MEMBERS)
+    most = _STREAMED if cluster == _CLUSTERS[-1] else 0
+    return found if streamed * 8 * tiles * 512 <= most else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -141,13 +161,13 @@ def choose(dtype: torch.dtype, batch: int, hidden: int, device: int) -> Tiling |
     """The tiling for a GPU, or None if none fits."""
     limit = shared_limit(device)
     for cluster in _CLUSTERS:
-        found = tiling(hidden, cluster, limit)
+        found = tiling(dtype, hidden, cluster, limit)
         if found is None:
             continue
         at_once = clusters_at_once(found, dtype, hidden, device)
         if not at_once:
             continue
-        larger = tiling(hidden, cluster, limit, tiles=2)
+        larger = tiling(dtype, hidden, cluster, limit, tiles=2)
         if found.blocks(batch) > at_once * cluster and larger is not None:
             # A cluster of 16 rows takes less time than two of 8, one after the other.
             at_once_larger = clusters_at_once(larger, dtype, hidden, device)
@@ -159,9 +179,11 @@ def choose(dtype: torch.dtype, batch: int, hidden: int, device: int) -> Tiling |
 
 def clusters_at_once(found: Tiling, dtype: torch.dtype, hidden: int, device: int) -> int:
     """How many clusters the GPU runs at once; 0 if it refuses their size."""
-    defines = _defines(dtype, hidden, lengths=False, save=True, doutput=True)
     with torch.cuda.device(device):
-        kernels = [kernel(d, found, device, defines) for d in _MEMBERS]
+        kernels = [
+            kernel(d, found, dtype, device, _defines(d, dtype, hidden, lengths=False, option=True))
+            for d in _MEMBERS
+        ]
     return min(k.at_once for k in kernels) // found.cluster
 
 
@@ -187,33 +209,42 @@ def tiling_for(a: LSTMArguments) -> Tiling | None:
 
 
 def _defines(
-    dtype: torch.dtype, hidden: int, lengths: bool, save: bool, doutput: bool
+    direction: str, dtype: torch.dtype, hidden: int, lengths: bool, option: bool
 ) -> tuple[tuple[str, int], ...]:
+    """option: whether tensors are saved (forward), or the output has a gradient (backward)."""
+    own = "SAVE" if direction == "forward" else "DOUTPUT"
     return (
         *(("TYPE", _TYPES[dtype]), ("H", hidden), ("LENGTHS", int(lengths))),
-        *(("SAVE", int(save)), ("DOUTPUT", int(doutput))),
+        (own, int(option)),
     )
 
 
-def macros(direction: str, tiling: Tiling, defines: tuple[Any, ...]) -> dict[str, int]:
+def macros(
+    direction: str, tiling: Tiling, dtype: torch.dtype, defines: tuple[Any, ...]
+) -> dict[str, int]:
     """All macros that a kernel is compiled with."""
+    kept, resident, _ = tiling.fragments(direction, dtype)
     return dict(defines) | {
         "CLUSTER": tiling.cluster,
         "UNITS": tiling.units,
         "TILES": tiling.tiles,
         "SPLIT": tiling.split,
-        "KEPT": tiling.kept(direction),
+        "KEPT": kept,
+        "RESIDENT": resident,
+        "SHARES16": int(shares_in_half(dtype)),
     }
 
 
 @functools.lru_cache(maxsize=256)
-def kernel(direction: str, tiling: Tiling, device: int, defines: tuple[Any, ...]) -> Kernel:
+def kernel(
+    direction: str, tiling: Tiling, dtype: torch.dtype, device: int, defines: tuple[Any, ...]
+) -> Kernel:
     """The kernel, compiled if necessary; `device` must be the current device."""
     arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
     assert arch is not None  # see `_capable`
     name = f"ln_{direction}"
-    code = nvrtc.compiled(name, macros(direction, tiling, defines), arch)
-    shared = tiling.shared(direction)
+    code = nvrtc.compiled(name, macros(direction, tiling, dtype, defines), arch)
+    shared = tiling.shared(direction, dtype)
     return Kernel(code, name, tiling.threads, shared, tiling.cluster)
 
 
@@ -294,9 +325,13 @@ def _launch(
         tensors["turned"] = weight.t().contiguous()
     if a.lengths is not None:
         tensors["lengths"] = call.lengths
-    defines = _defines(dtype, H, a.lengths is not None, a.save, "doutput" in tensors)
+    streamed = tiling.fragments(direction, dtype)[2] * tiling.blocks(B) * tiling.threads
+    if streamed:
+        tensors["streamed"] = call.new(streamed, 4)
+    option = a.save if direction == "forward" else "doutput" in tensors
+    defines = _defines(direction, dtype, H, a.lengths is not None, option)
     at = {name: value.data_ptr() for name, value in tensors.items()}
     arguments = _STRUCTS[direction].packed(at, T, B, *numbers)
     with device_of(call.wx):
-        code = kernel(direction, tiling, call.wx.device.index or 0, defines)
+        code = kernel(direction, tiling, dtype, call.wx.device.index or 0, defines)
         code.launch((tiling.blocks(B), 1), arguments)

@@ -77,6 +77,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--precisions", nargs="*", choices=TYPES, default=["bf16", "fp16", "tf32"])
+    parser.add_argument("--no-steps", action="store_true", help="leave out ours step by step")
     default = Path(__file__).parent / "results" / "gpu-ln.csv"
     parser.add_argument("--out", type=Path, default=default)
     arguments = parser.parse_args()
@@ -95,7 +96,7 @@ def main():
         writer.writeheader()
         for name in arguments.only:
             for precision in arguments.precisions:
-                for what in (CUDNN, BATCH_FIRST, OURS, STEPS):
+                for what in (CUDNN, BATCH_FIRST, OURS, STEPS)[: 3 if arguments.no_steps else 4]:
                     row = dict(zip(("T", "B", "I", "H"), SHAPES[name], strict=True))
                     row |= {"shape": name, "precision": precision, "what": what} | about
                     row |= measure(what, SHAPES[name], precision, arguments.repeats)

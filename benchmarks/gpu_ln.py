@@ -1,8 +1,9 @@
 """Times LayerNormLSTM beside cuDNN's plain nn.LSTM on the GPU, forward and backward.
 
 Our layer runs in one launch per pass where its kernels cover the shape, and for comparison step by
-step. cuDNN runs in both layouts; its fastest time for bf16 may be that of fp16. Prints a table and
-writes benchmarks/results/gpu-ln.csv, a row for each shape, precision and layer.
+step and with the work divided in other ways. cuDNN runs in both layouts and, beside our bf16, also
+in fp16, where it has faster kernels. Prints a table and writes benchmarks/results/gpu-ln.csv, a row
+for each shape, precision and layer.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from gpu_timing import capture, sample
 import rbn
 from rbn.experiments.results import commit
 from rbn.ops.gpu.ln_lstm import ln_single
+from rbn.ops.gpu.runtime.driver import shared_limit
 
 SHAPES = {
     "H=512": (100, 64, 256, 512),
@@ -27,6 +29,13 @@ SHAPES = {
     "ptb": (100, 64, 50, 1000),
     "text8": (180, 128, 27, 2000),
 }
+TILINGS = {  # blocks of a cluster, tiles of 8 rows
+    "H=512": [(8, 1), (8, 2), (16, 1), (16, 2)],
+    "mnist": [(1, 1), (1, 2), (2, 1), (4, 1)],
+    "ptb": [(16, 1), (16, 2)],
+    "text8": [],
+}
+LAYERS = ("cudnn", "ours", "steps", "tilings")
 CUDNN, BATCH_FIRST = "torch.nn.LSTM (cuDNN)", "torch.nn.LSTM (cuDNN), batch first"
 OURS, STEPS = "rbn.LayerNormLSTM", "rbn.LayerNormLSTM, step by step"
 COLUMNS = [
@@ -35,8 +44,37 @@ COLUMNS = [
 ]
 
 
-def measure(what, shape, precision, repeats):
-    """The columns of a layer's row: milliseconds called from Python and in a CUDA graph."""
+def tilings(name, dtype):
+    """Other ways to divide the work, by name, for comparison with the one that is chosen."""
+    _, batch, _, hidden = SHAPES[name]
+    chosen, limit = ln_single.choose(dtype, batch, hidden, 0), shared_limit(0)
+    found = {}
+    for cluster, tiles in TILINGS[name]:
+        other = ln_single.tiling(dtype, hidden, cluster, limit, tiles)
+        if other not in (None, chosen):
+            found[f"{OURS}, {cluster} blocks, {8 * tiles} rows"] = other
+    return found
+
+
+def rows(name, precision, layers):
+    """What to measure: name, precision, and what `tiling_for` is to return instead, if anything."""
+    if "cudnn" in layers:
+        for each in (precision, "fp16") if precision == "bf16" else (precision,):
+            yield from ((what, each, None) for what in (CUDNN, BATCH_FIRST))
+    if "ours" in layers:
+        yield OURS, precision, None
+    if "steps" in layers:
+        yield STEPS, precision, {"return_value": None}
+    if "tilings" in layers:
+        for what, tiling in tilings(name, TYPES[precision]).items():
+            yield what, precision, {"return_value": tiling}
+
+
+def measure(what, shape, precision, tiling, repeats):
+    """The columns of a layer's row: milliseconds called from Python and in a CUDA graph.
+
+    None of them without repeats, which only compiles kernels.
+    """
     T, B, I, H = shape  # noqa: E741
     torch.manual_seed(0)
     plain = what in (CUDNN, BATCH_FIRST)
@@ -60,13 +98,13 @@ def measure(what, shape, precision, repeats):
 
     row = {}
     with contextlib.ExitStack() as stack:
-        if what == STEPS:
-            steps = mock.patch.object(ln_single, "tiling_for", return_value=None)
-            stack.enter_context(steps)
-        runs = {"called": both}
-        if what != STEPS:
-            runs |= {"graph": capture(both).replay, "graph_forward": capture(forward).replay}
-        for name, run in runs.items():
+        if tiling is not None:
+            stack.enter_context(mock.patch.object(ln_single, "tiling_for", **tiling))
+        if not repeats:
+            both()
+            return row
+        graphs = {"graph": capture(both).replay, "graph_forward": capture(forward).replay}
+        for name, run in ({"called": both} | graphs).items():
             median, spread = median_and_spread(sample(run, repeats))
             row |= {f"{name}_ms": round(median, 4), f"{name}_spread": round(spread, 4)}
     return row
@@ -74,10 +112,10 @@ def measure(what, shape, precision, repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=20, help="0: only compile kernels")
     parser.add_argument("--only", nargs="*", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--precisions", nargs="*", choices=TYPES, default=["bf16", "fp16", "tf32"])
-    parser.add_argument("--no-steps", action="store_true", help="leave out ours step by step")
+    parser.add_argument("--precisions", nargs="*", choices=TYPES, default=["bf16", "tf32"])
+    parser.add_argument("--layers", nargs="*", choices=LAYERS, default=LAYERS)
     default = Path(__file__).parent / "results" / "gpu-ln.csv"
     parser.add_argument("--out", type=Path, default=default)
     arguments = parser.parse_args()
@@ -96,14 +134,14 @@ def main():
         writer.writeheader()
         for name in arguments.only:
             for precision in arguments.precisions:
-                for what in (CUDNN, BATCH_FIRST, OURS, STEPS)[: 3 if arguments.no_steps else 4]:
+                for what, own, tiling in rows(name, precision, arguments.layers):
                     row = dict(zip(("T", "B", "I", "H"), SHAPES[name], strict=True))
-                    row |= {"shape": name, "precision": precision, "what": what} | about
-                    row |= measure(what, SHAPES[name], precision, arguments.repeats)
+                    row |= {"shape": name, "precision": own, "what": what} | about
+                    row |= measure(what, SHAPES[name], own, tiling, arguments.repeats)
                     writer.writerow(row)
                     file.flush()
-                    times = row["called_ms"], row.get("graph_ms", ""), row.get("graph_forward_ms")
-                    print(f"{name:6} {precision} {what:34} called {times[0]} graph {times[1:]}")
+                    times = [row.get(f"{k}_ms") for k in ("called", "graph", "graph_forward")]
+                    print(f"{name:6} {own} {what:36}", *times, flush=True)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ TILINGS = {
     "all in registers": (FLOAT, (3, 5, 24), Tiling(2, 16, split=2, registers=64)),
     "streamed": (HALF, (3, 5, 70), Tiling(2, 40, registers=8, room=30 * KB)),
     "streamed, float32": (FLOAT, (3, 11, 26), Tiling(4, 8, tiles=2, split=8, room=20 * KB)),
+    "blocks without units": (HALF, (3, 5, 10), Tiling(4, 8)),
     "one row": (HALF, (2, 1, 10), Tiling(2, 8)),
     "one step": (HALF, (1, 2, 10), Tiling(2, 8)),
     "one unit": (FLOAT, (2, 2, 1), Tiling(1, 8)),

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.ln_lstm import ln_kernels
-from rbn.ops.gpu.ln_lstm.ln_steps import Call, Saved, other_gradients
+from rbn.ops.gpu.ln_lstm.ln_steps import Call, Saved, input_moments, other_gradients
 from rbn.ops.gpu.lstm.kernel_arguments import aligned
 from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime import nvrtc
@@ -34,7 +33,6 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CLUSTERS = (1, 2, 4, 8, 16)  # blocks
 _MOST_UNITS = 128  # per block: four per lane
 _STREAMED = 400 * 1024  # bytes of weights that a block reads in every step, at most
-_KEPT = ln_kernels.KEPT.value
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 _MEMBERS = {
     "forward": (
@@ -107,6 +105,10 @@ class Tiling:
         resident = max(0, min(left, space // (8 * self.tiles * 512)))
         return kept, resident, left - resident
 
+    def streamed(self, dtype: torch.dtype) -> int:
+        """Bytes of weights that a block reads in every step, at most."""
+        return max(self.fragments(d, dtype)[2] for d in _MEMBERS) * 16 * self.threads
+
     def shared(self, direction: str, dtype: torch.dtype) -> int:
         """Bytes of shared memory, as the kernels lay it out."""
         resident = self.fragments(direction, dtype)[1] * 8 * self.tiles * 512
@@ -143,7 +145,7 @@ def tiling(
     limit: bytes of shared memory that a block may use.
     """
     units = _up(_up(hidden, cluster), 8) * 8
-    if units > _MOST_UNITS or (cluster > 1 and units * (cluster - 1) >= hidden):
+    if units > _MOST_UNITS or (cluster > 1 and units * cluster >= 2 * hidden):
         return None
     # Of 255 registers or, in blocks of 512 threads, 128.
     registers = 0 if tiles > 1 else 128 if units <= 32 else 64 if units <= 64 else 0
@@ -151,30 +153,28 @@ def tiling(
     while units // 4 < 8 * tiles // split and split < 8:
         split *= 2
     found = Tiling(cluster, units, tiles, split, registers, limit)
-    streamed = max(found.fragments(direction, dtype)[2] for direction in _MEMBERS)
-    most = _STREAMED if cluster == _CLUSTERS[-1] else 0
-    return found if streamed * 8 * tiles * 512 <= most else None
+    return found if found.streamed(dtype) <= _STREAMED else None
 
 
 @functools.lru_cache(maxsize=256)
 def choose(dtype: torch.dtype, batch: int, hidden: int, device: int) -> Tiling | None:
-    """The tiling for a GPU, or None if none fits."""
-    limit = shared_limit(device)
-    for cluster in _CLUSTERS:
-        found = tiling(dtype, hidden, cluster, limit)
-        if found is None:
-            continue
-        at_once = clusters_at_once(found, dtype, hidden, device)
-        if not at_once:
-            continue
-        larger = tiling(dtype, hidden, cluster, limit, tiles=2)
-        if found.blocks(batch) > at_once * cluster and larger is not None:
-            # A cluster of 16 rows takes less time than two of 8, one after the other.
-            at_once_larger = clusters_at_once(larger, dtype, hidden, device)
-            if at_once_larger:
-                return larger
-        return found
-    return None
+    """The tiling for a GPU, or None if none fits.
+
+    The smallest clusters that all run at once and keep all weights on the chip. Otherwise those
+    that take the fewest turns, and then those that read the fewest weights in every step.
+    """
+    limit, others = shared_limit(device), []
+    for tiles in (1, 2):
+        for cluster in _CLUSTERS:
+            found = tiling(dtype, hidden, cluster, limit, tiles)
+            at_once = 0 if found is None else clusters_at_once(found, dtype, hidden, device)
+            if found is None or not at_once:
+                continue
+            cost = _up(found.blocks(batch), at_once * cluster), found.streamed(dtype)
+            if cost == (1, 0):
+                return found
+            others.append((cost, found))
+    return min(others, key=lambda each: each[0])[1] if others else None
 
 
 def clusters_at_once(found: Tiling, dtype: torch.dtype, hidden: int, device: int) -> int:
@@ -190,9 +190,7 @@ def clusters_at_once(found: Tiling, dtype: torch.dtype, hidden: int, device: int
 @functools.lru_cache(maxsize=64)
 def _capable(device: int) -> bool:
     capability = torch.cuda.get_device_capability(device)
-    return (
-        capability >= (9, 0) and nvrtc.version() >= nvrtc.FOR_HOPPER and nvrtc.works(capability)
-    )
+    return capability >= (9, 0) and nvrtc.version() >= nvrtc.FOR_HOPPER and nvrtc.works(capability)
 
 
 def supports_options(a: LSTMArguments) -> bool:
@@ -261,11 +259,7 @@ def forward(given: LSTMArguments, tiling: Tiling, separate: bool) -> Results:
     cs = call.new(T + 1 if a.save else 1, B, H)
     cs[0] = a.c0
     centered = call.new(T if a.save else 0, B, 4 * H, dtype=wx.dtype)
-    moments = call.new(T, B, _KEPT)
-    with torch.cuda.device_of(wx):
-        ln_kernels.ln_input_moments[call.grid(T * B)](
-            wx, call.lengths, moments, B, T * B, float(a.eps), **call.row
-        )
+    moments = input_moments(call)
     tensors = {"wx": wx, "hs": hs, "cs": cs, "centered": centered, "moments": moments}
     if a.lengths is not None:
         tensors["h_n"] = call.state(a.h0)  # for rows without steps

@@ -18,7 +18,7 @@ from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.ln_lstm import ln_kernels as kernels
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
-from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
+from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch, launch_cached
 from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Incoming, Results
@@ -108,7 +108,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     cs = call.new(T + 1 if a.save else 1, B, H)
     cs[0] = a.c0
     centered = call.new(T if a.save else 0, B, 4 * H, dtype=wx.dtype)
-    moments = call.new(T if a.save else 0, B, _KEPT)
+    moments = input_moments(call)
     h_n = call.state(a.h0) if a.lengths is not None else call.empty
     weight = factor(a.weight_hh, wx).t()
     wh = call.new(B, 4 * H)
@@ -163,6 +163,29 @@ def backward(
     return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
 
 
+def input_moments(call: Call) -> Tensor:
+    """The statistics of each row and step ``[T, B, 5]``; only those of the input term are there."""
+    n = call.T * call.B
+    moments = call.new(call.T, call.B, _KEPT)
+    tensors = (call.wx, call.lengths, moments)
+    numbers = (call.B, n, float(call.a.eps))
+    _launch(kernels.ln_input_moments, (*call.grid(n), 1), tensors, numbers, call.row)
+    return moments
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    flags: dict[str, Any],
+) -> None:
+    """Launch a kernel that does not run in every step."""
+    wx = tensors[0]
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    launch_cached(kernel, grid, addresses, lambda: tensors, numbers, flags, (wx.dtype,), wx)
+
+
 def other_gradients(
     call: Call, r: Saved, dwx: Tensor, sums: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor | None]:
@@ -195,22 +218,23 @@ def _parameter_sums(call: Call, r: Saved, dpre: Tensor) -> list[Tensor]:
     n = call.T * call.B
     programs = min(32, -(-n // (4 * rows)))
     sums = call.new(programs, 3, F)
-    with torch.cuda.device_of(dpre):
-        kernels.ln_parameter_sums[(-(-F // columns), programs)](
-            *(call.wx, r.centered, dpre, r.moments, call.lengths, sums),
-            *(call.B, n, -(-n // programs)),
-            F=F,
-            ROWS=rows,
-            COLUMNS=columns,
-            LENGTHS=call.a.lengths is not None,
-        )
+    assert r.centered is not None
+    assert r.moments is not None
+    tensors = (call.wx, r.centered, dpre, r.moments, call.lengths, sums)
+    flags = {
+        "F": F,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "LENGTHS": call.a.lengths is not None,
+    }
+    grid, numbers = (-(-F // columns), programs), (call.B, n, -(-n // programs))
+    _launch(kernels.ln_parameter_sums, grid, tensors, numbers, flags)
     return [sums[:, k].sum(0) for k in range(3)]  # each in its own memory
 
 
 def _input_backward(call: Call, r: Saved, dwx: Tensor) -> None:
     """From the gradient of the gates to that of wx ``[T, B, 4H]``, in place."""
+    assert r.moments is not None
     tensors = (call.wx, call.vectors[1], r.moments, call.lengths, dwx)
     n = call.T * call.B
-    with torch.cuda.device_of(dwx):
-        kernels.ln_input_backward[call.grid(n)](*tensors, call.B, n, **call.row)
-
+    _launch(kernels.ln_input_backward, (*call.grid(n), 1), tensors, (call.B, n), call.row)

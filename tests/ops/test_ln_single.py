@@ -8,6 +8,7 @@ from cuda_cases import UNITS, compare, same_bits
 from recurrence_cases import (
     CALM,
     assert_same,
+    call,
     calm,
     differentiate,
     make_case,
@@ -113,3 +114,260 @@ def test_emulated_options(name, emulate):
     launches = emulate(Tiling(2, 8))
     compare_emulated(make_case("ln_lstm", 5, 7, 10, **calm("ln_lstm"), **OPTIONS[name]), HALF)
     assert launches == ["forward", "backward"]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulated_state_that_all_rows_share(emulate):
+    emulate(Tiling(2, 8))
+    case = make_case("ln_lstm", 5, 7, 10, **calm("ln_lstm"), **OPTIONS["lengths"])
+    shared = {name: case.tensors[name][0] for name in ("h0", "c0")}
+    compare_emulated(case.with_tensors(**shared), HALF)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulated_float32_parameters_of_a_half_precision_input(emulate):
+    """As under autocast."""
+    emulate(Tiling(2, 8))
+    case = make_case("ln_lstm", 5, 7, 10, **calm("ln_lstm")).to(HALF)
+    exact = differentiate(case, "gpu")
+    names = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0")
+    found = differentiate(case.with_tensors(**{n: case.tensors[n].float() for n in names}), "gpu")
+    for name in ("output", "h_n", "c_n"):
+        assert torch.equal(found[0][name], exact[0][name]), name
+    for name, value in exact[1].items():
+        assert found[1][name].dtype == (FLOAT if name in names else HALF), name
+        assert torch.equal(found[1][name].to(HALF), value), name
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1e-6, 1e6])
+def test_emulated_float32_of_any_size(scale, emulate):
+    """Products have float16 factors, so everything is scaled into float16's range."""
+    emulate(Tiling(2, 8))
+    case = make_case("ln_lstm", 4, 7, 10, **calm("ln_lstm")).to(FLOAT)
+    weight = case.tensors["weight_hh"]
+    scaled = case.with_tensors(weight_hh=scale * weight)
+    found = differentiate(scaled, "gpu")
+    expected = differentiate(scaled.to(torch.float64), "reference")
+    assert_same(found[0], expected[0], 16 * UNITS[FLOAT])
+    for key, want in expected[1].items():
+        error = (found[1][key].double() - want).norm() / want.norm()
+        assert error <= 16 * UNITS[FLOAT], f"gradient of {key}: {error:.2g}"
+    large = case.with_tensors(h0=1e5 * case.tensors["h0"])
+    found = call(large, "gpu")
+    assert_same(found, call(large.to(torch.float64), "reference"), 16 * UNITS[FLOAT])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("units", [10, 9])
+def test_emulated_layer(units, emulate):
+    """With an input term of its own and a learned state; called, and as a custom operator."""
+    launches = emulate(Tiling(2, 8))
+    torch.manual_seed(0)
+    layer = rbn.LayerNormLSTM(3, units, eps=CALM).to(HALF)
+    x = torch.randn(5, 7, 3).to(HALF)
+
+    def gradients(layer, x, backend):
+        x = x.clone().requires_grad_()
+        with rbn.backend(backend):
+            output, (h_n, c_n) = layer(x)
+        (output.square().sum() + h_n.sum() + c_n.sum()).backward()
+        found = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        return {"output": output, "h_n": h_n, "c_n": c_n}, found | {"x": x.grad}
+
+    found = gradients(copy.deepcopy(layer), x, "gpu")
+    assert launches == ["forward", "backward"]
+    expected = gradients(copy.deepcopy(layer).double(), x.double(), "reference")
+    assert_same(found[0], expected[0], 16 * UNITS[HALF])
+    for name, want in expected[1].items():
+        error = (found[1][name].double() - want).norm() / max(1, want.norm())
+        assert error <= 8 * UNITS[HALF], f"gradient of {name}: {error:.2g}"
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    again = gradients(compiled, x, "gpu")
+    assert len(launches) == 4
+    for name, value in found[0].items():
+        assert torch.equal(again[0][name], value), name
+    for name, value in found[1].items():
+        other = again[1][name if name == "x" else f"_orig_mod.{name}"]
+        assert (other - value).norm() <= 2 * UNITS[HALF] * value.norm(), name
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulated_inference_keeps_nothing(emulate):
+    launches = emulate(Tiling(2, 8))
+    case = make_case("ln_lstm", 5, 7, 10, **calm("ln_lstm"), **OPTIONS["lengths"]).to(HALF)
+    expected = differentiate(case, "gpu")[0]
+    with torch.no_grad():
+        found = call(case, "gpu")
+    assert launches == ["forward", "backward", "forward"]
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_emulated_padding_is_never_used(emulate):
+    emulate(Tiling(2, 8))
+    case = make_case("ln_lstm", 5, 7, 10, **calm("ln_lstm"), **OPTIONS["lengths"]).to(HALF)
+    wx = case.tensors["wx"].clone()
+    wx[torch.arange(5)[:, None] >= case.options["lengths"]] = torch.nan
+    clean, found = differentiate(case, "gpu"), differentiate(case.with_tensors(wx=wx), "gpu")
+    assert torch.equal(found[0]["output"], clean[0]["output"])
+    for name, value in clean[1].items():
+        assert torch.equal(found[1][name], value), name
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+def test_emulated_zero_variance(dtype, emulate):
+    """W_h h is zero, and so are the cells of one row: eps alone keeps these finite."""
+    emulate(Tiling(2, 8))
+    case = make_case("ln_lstm", 3, 4, 10, **calm("ln_lstm"))
+    weight, c0 = torch.zeros_like(case.tensors["weight_hh"]), case.tensors["c0"].clone()
+    wx, bias = case.tensors["wx"].clone(), torch.zeros_like(case.tensors["bias"])
+    wx[:, 2], c0[2] = 1.0, 0.0
+    compare_emulated(case.with_tensors(weight_hh=weight, wx=wx, bias=bias, c0=c0), dtype)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+def test_emulated_nan_shows_in_its_row_alone(dtype, emulate):
+    emulate(Tiling(2, 8))
+    case = make_case("ln_lstm", 5, 7, 10, **calm("ln_lstm")).to(dtype)
+    case.tensors["wx"][2, 3, 4] = torch.nan
+    output = differentiate(case, "gpu")[0]["output"]
+    assert not output[:2].isnan().any()
+    assert output[2:, 3].isnan().all()
+    assert not output[:, torch.arange(7) != 3].isnan().any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("zoneout", [(0.0, "mask"), (0.2, 0.0)])
+def test_zoneout_runs_step_by_step(zoneout, emulate):
+    launches = emulate(Tiling(2, 8))
+    differentiate(make_case("ln_lstm", 5, 3, 6, zoneout=zoneout).to(HALF), "gpu")
+    assert not launches
+
+
+def test_true_float32_runs_step_by_step(emulate):
+    launches, before = emulate(Tiling(2, 8)), torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        differentiate(make_case("ln_lstm", 2, 3, 6).to(FLOAT), "gpu")
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+    assert not launches
+
+
+# How the work is divided -------------------------------------------------------------------------
+
+AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15, 16: 7}  # clusters on an H200
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    def at_once(found, dtype, hidden, device):
+        return AT_ONCE[found.cluster]
+
+    monkeypatch.setattr(ln_single, "shared_limit", lambda device: 227 * KB)
+    monkeypatch.setattr(ln_single, "clusters_at_once", at_once)
+    return ln_single.choose.__wrapped__
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("hidden", [1, 8, 100, 129, 256, 512, 640, 800, 1000, 1024])
+@pytest.mark.parametrize("batch", [1, 8, 64, 65, 1000])
+def test_a_tiling_covers_the_layer_and_fits_the_gpu(dtype, hidden, batch, h200):
+    found = h200(dtype, batch, hidden, 0)
+    assert found.units * found.cluster >= hidden
+    assert found.units % 8 == 0
+    assert found.blocks(batch) * 8 * found.tiles >= batch * found.cluster
+    for direction in ("forward", "backward"):
+        assert found.shared(direction, dtype) <= 227 * KB
+        assert found.shared(direction, dtype) % 16 == 0
+        # A warp's weights: all of them lie somewhere, and its columns are a multiple of 32.
+        tiles, columns = found._product(direction)
+        assert sum(found.fragments(direction, dtype)) == 2 * tiles * columns
+    assert (8 * found.tiles) % found.split == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "hidden", "cluster", "tiles", "streams"),
+    [
+        (100, 100, 1, 1, False),
+        (64, 512, 8, 1, False),  # eight clusters of 16 blocks would not run at once
+        (64, 1000, 16, 2, True),
+    ],
+)
+def test_how_layers_are_divided(batch, hidden, cluster, tiles, streams, h200):
+    found = h200(HALF, batch, hidden, 0)
+    assert (found.cluster, found.tiles) == (cluster, tiles)
+    assert bool(found.streamed(HALF)) == streams
+
+
+def test_layers_that_are_too_wide_run_step_by_step(h200):
+    assert h200(HALF, 128, 2000, 0) is None
+
+
+# On a GPU ----------------------------------------------------------------------------------------
+
+SHAPES = [(5, 100, 100), (4, 64, 512), (3, 37, 1000), (3, 9, 255), (2, 2, 6), (3, 130, 640)]
+needs_clusters = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="there are clusters of blocks from Hopper on",
+)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The directions of the launches."""
+    found, launch = [], ln_single._launch
+
+    def recorded(direction, *rest):
+        found.append(direction)
+        launch(direction, *rest)
+
+    monkeypatch.setattr(ln_single, "_launch", recorded)
+    return found
+
+
+@on_gpu
+@needs_clusters
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((name, (5, 7, 50)) for name in OPTIONS), *(("plain", shape) for shape in SHAPES)],
+)
+def test_against_the_reference(name, shape, dtype, launched):
+    compare("ln_lstm", shape, dtype, OPTIONS[name])
+    assert launched == ["forward", "backward"]
+
+
+@on_gpu
+@needs_clusters
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+@pytest.mark.parametrize(
+    ("cluster", "tiles"), [(1, 1), (1, 2), (2, 1), (4, 2), (8, 1), (8, 2), (16, 1), (16, 2)]
+)
+def test_every_size_of_cluster(cluster, tiles, dtype, launched, monkeypatch):
+    tiling = ln_single.tiling(dtype, 12 * cluster, cluster, 227 * KB, tiles)
+    assert tiling.cluster == cluster
+    monkeypatch.setattr(ln_single, "tiling_for", lambda a: tiling)
+    compare("ln_lstm", (5, 19, 12 * cluster), dtype, {})
+    assert launched == ["forward", "backward"]
+
+
+@on_gpu
+@needs_clusters
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+@pytest.mark.parametrize("shape", [(9, 100, 100), (9, 64, 512), (5, 64, 1000)])
+def test_the_same_bits_every_time(shape, dtype, launched):
+    same_bits(make_case("ln_lstm", *shape, dtype=dtype).on("cuda"), 50)
+    assert len(launched) == 102

@@ -181,7 +181,7 @@ def clusters_at_once(found: Tiling, dtype: torch.dtype, hidden: int, device: int
     """How many clusters the GPU runs at once; 0 if it refuses their size."""
     with torch.cuda.device(device):
         kernels = [
-            kernel(d, found, dtype, device, _defines(d, dtype, hidden, lengths=False, option=True))
+            kernel(d, found, dtype, device, defines(d, dtype, hidden, lengths=False, option=True))
             for d in _MEMBERS
         ]
     return min(k.at_once for k in kernels) // found.cluster
@@ -206,10 +206,13 @@ def tiling_for(a: LSTMArguments) -> Tiling | None:
     return choose(x.dtype, x.shape[1], a.weight_hh.shape[1], device)
 
 
-def _defines(
+def defines(
     direction: str, dtype: torch.dtype, hidden: int, lengths: bool, option: bool
 ) -> tuple[tuple[str, int], ...]:
-    """option: whether tensors are saved (forward), or the output has a gradient (backward)."""
+    """What a call fixes of a kernel, besides the tiling.
+
+    option: whether tensors are saved (forward), or the output has a gradient (backward).
+    """
     own = "SAVE" if direction == "forward" else "DOUTPUT"
     return (
         *(("TYPE", _TYPES[dtype]), ("H", hidden), ("LENGTHS", int(lengths))),
@@ -323,9 +326,9 @@ def _launch(
     if streamed:
         tensors["streamed"] = call.new(streamed, 4)
     option = a.save if direction == "forward" else "doutput" in tensors
-    defines = _defines(direction, dtype, H, a.lengths is not None, option)
+    given = defines(direction, dtype, H, a.lengths is not None, option)
     at = {name: value.data_ptr() for name, value in tensors.items()}
     arguments = _STRUCTS[direction].packed(at, T, B, *numbers)
     with device_of(call.wx):
-        code = kernel(direction, tiling, dtype, call.wx.device.index or 0, defines)
+        code = kernel(direction, tiling, dtype, call.wx.device.index or 0, given)
         code.launch((tiling.blocks(B), 1), arguments)

@@ -15,10 +15,10 @@ struct LNBackward {
   const float* moments;    // [T, B, FACTORS]
   const int* lengths;      // [B]
   const Element* doutput;  // [T, B, H]
-  float *dh, *dc;          // [B, H]: those of h_n and c_n, then of h0 and c0
+  const float *dh_n, *dc_n;  // [B, H], or null
   Element* da;             // [T, B, 4H]: d(W_h h)
   Element* dpre;           // [T, B, 4H]: the gradient of the gates before their nonlinearities
-  float *dgamma_c, *dbeta_c;  // [B, H]: sums over the steps
+  float* rows;                // [4, B, H]: gradients of h0 and c0, and the sums over the steps for gamma_c and beta_c
   uint4* streamed;            // see Shard
   int T, B;
 };
@@ -78,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
 #pragma unroll
     for (int q = 0; q < 4; q++) gamma_h[j][q] = has ? p.gamma_h[q * H + at.unit(j)] : 0.0f;
     gamma_c[j] = has ? p.gamma_c[at.unit(j)] : 0.0f, beta[j] = has ? p.beta_c[at.unit(j)] : 0.0f;
-    dc[j] = has && at.in ? p.dc[at.at * H + at.unit(j)] : 0.0f;
-    skip[j] = has && at.in ? p.dh[at.at * H + at.unit(j)] : 0.0f;  // the gradient of h that comes from no product
+    dc[j] = has && at.in && p.dc_n ? p.dc_n[at.at * H + at.unit(j)] : 0.0f;
+    skip[j] = has && at.in && p.dh_n ? p.dh_n[at.at * H + at.unit(j)] : 0.0f;  // the gradient of h that comes from no product
   }
   // What a step takes from memory, asked for a step before it is needed.
   Element raw_x[PER_LANE][4], raw_a[PER_LANE][4], raw_d[PER_LANE];
@@ -264,7 +264,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   for (int j = 0; j < PER_LANE; j++) {
     if (!at.in || !at.has(j)) continue;
     const i64 place = at.at * H + at.unit(j);
-    p.dh[place] = dh[j], p.dc[place] = dc[j], p.dgamma_c[place] = dgamma[j], p.dbeta_c[place] = dbeta[j];
+    const i64 next = B * H;
+    p.rows[place] = dh[j], p.rows[place + next] = dc[j];
+    p.rows[place + 2 * next] = dgamma[j], p.rows[place + 3 * next] = dbeta[j];
   }
   if (CLUSTER > 1) meet_cluster();  // nobody leaves while others may write into its memory
 }

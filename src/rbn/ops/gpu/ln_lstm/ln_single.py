@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.ln_lstm.ln_steps import Call, Saved, input_moments, other_gradients
+from rbn.ops.gpu.ln_lstm.ln_steps import VECTORS, Call, Saved, gradients, input_moments
 from rbn.ops.gpu.lstm.kernel_arguments import aligned
 from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structure
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
 from rbn.ops.gpu.stepwise import weight_gradient
-from rbn.ops.input_term import through_term, with_term
+from rbn.ops.input_term import with_term
 from rbn.ops.operator import Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
@@ -32,16 +32,16 @@ log = logging.getLogger("rbn.ops.gpu")
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CLUSTERS = (1, 2, 4, 8, 16)  # blocks
 _MOST_UNITS = 128  # per block: four per lane
-_STREAMED = 400 * 1024  # bytes of weights that a block reads in every step, at most
-_VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
+_UNITS = 24  # per block of a cluster of several, at least; smaller blocks were not timed
+_TURNS = 3  # of clusters that do not all run at once, at most; more were not timed
 _MEMBERS = {
     "forward": (
-        *("wx", "weight", *_VECTORS, "hs", "cs", "centered", "moments", "h_n", "lengths"),
+        *("wx", "weight", *VECTORS, "hs", "cs", "centered", "moments", "h_n", "lengths"),
         "streamed",
     ),
     "backward": (
-        *("wx", "weight", "turned", *_VECTORS, "cs", "centered", "moments", "lengths", "doutput"),
-        *("dh", "dc", "da", "dpre", "dgamma_c", "dbeta_c", "streamed"),
+        *("wx", "weight", "turned", *VECTORS, "cs", "centered", "moments", "lengths", "doutput"),
+        *("dh_n", "dc_n", "da", "dpre", "rows", "streamed"),
     ),
 }
 
@@ -70,7 +70,8 @@ class Tiling:
         tiles: tiles of 8 rows that a cluster owns. Each row has a warp.
         split: warps that divide the columns of a forward product.
         registers: registers per thread for weights.
-        room: bytes of shared memory per block. Weights that do not fit are read in every step.
+        room: bytes of shared memory per block. Weights that do not fit are read from L2 in every
+            step, which was not timed yet: `choose` has no such tilings.
     """
 
     cluster: int
@@ -140,7 +141,7 @@ def shares_in_half(dtype: torch.dtype) -> bool:
 def tiling(
     dtype: torch.dtype, hidden: int, cluster: int, limit: int, tiles: int = 1
 ) -> Tiling | None:
-    """The tiling for clusters of a size; None if it is not worth while.
+    """The tiling for clusters of a size; None if the layer is too large or too small for it.
 
     limit: bytes of shared memory that a block may use.
     """
@@ -152,29 +153,28 @@ def tiling(
     split = 1
     while units // 4 < 8 * tiles // split and split < 8:
         split *= 2
-    found = Tiling(cluster, units, tiles, split, registers, limit)
-    return found if found.streamed(dtype) <= _STREAMED else None
+    return Tiling(cluster, units, tiles, split, registers, limit)
 
 
 @functools.lru_cache(maxsize=256)
 def choose(dtype: torch.dtype, batch: int, hidden: int, device: int) -> Tiling | None:
     """The tiling for a GPU, or None if none fits.
 
-    The smallest clusters that all run at once and keep all weights on the chip. Otherwise those
-    that take the fewest turns, and then those that read the fewest weights in every step.
+    Blocks of up to 32 units, if their clusters all run at once, and else larger ones.
     """
     limit, others = shared_limit(device), []
     for tiles in (1, 2):
-        for cluster in _CLUSTERS:
+        for cluster in reversed(_CLUSTERS):
             found = tiling(dtype, hidden, cluster, limit, tiles)
-            at_once = 0 if found is None else clusters_at_once(found, dtype, hidden, device)
-            if found is None or not at_once:
+            if found is None or found.streamed(dtype) or (cluster > 1 and found.units < _UNITS):
                 continue
-            cost = _up(found.blocks(batch), at_once * cluster), found.streamed(dtype)
-            if cost == (1, 0):
+            at_once = clusters_at_once(found, dtype, hidden, device)
+            turns = _up(found.blocks(batch), at_once * cluster) if at_once else _TURNS + 1
+            if turns == 1:
                 return found
-            others.append((cost, found))
-    return min(others, key=lambda each: each[0])[1] if others else None
+            others.append((turns, found))
+    turns, best = min(others, key=lambda each: each[0], default=(_TURNS + 1, None))
+    return best if turns <= _TURNS else None
 
 
 def clusters_at_once(found: Tiling, dtype: torch.dtype, hidden: int, device: int) -> int:
@@ -271,7 +271,9 @@ def forward(given: LSTMArguments, tiling: Tiling, separate: bool) -> Results:
     h_n = hs[T].clone() if a.lengths is None else tensors["h_n"].to(wx.dtype)
     saved = Saved()
     if a.save:
-        saved = Saved(**kept, output=output, centered=centered, cs=cs, moments=moments)
+        kept |= {"centered": centered, "cs": cs, "moments": moments}
+        kept |= {"output": output} if separate else {"states": hs, "vectors": call.joined}
+        saved = Saved(**kept)
     return Results(output, (h_n, cs[-1].to(wx.dtype, copy=True)), (None,) * 6, saved, tiling)
 
 
@@ -281,28 +283,31 @@ def backward(
     """The gradients of all differentiable tensors, by name."""
     a: LSTMArguments
     a, _ = with_term(LSTM, given, r.wx)
-    doutput, (dh_n, dc_n) = incoming.output, incoming.states
-    assert r.output is not None
     assert r.centered is not None
     assert r.cs is not None
     assert r.moments is not None
-    call = Call(a)
+    call = Call(a, r.vectors)
     B, H, wx = call.B, call.H, aligned(call.wx)
-    dh, dc = call.state(dh_n, B, H), call.state(dc_n, B, H)
-    sums = call.new(B, H), call.new(B, H)
+    rows = call.new(4, B, H)  # of h0, c0, gamma_c and beta_c
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)
     tensors = {"wx": wx, "cs": r.cs, "centered": r.centered, "moments": r.moments}
-    tensors |= {"dh": dh, "dc": dc, "da": da, "dpre": dwx}
-    tensors |= {"dgamma_c": sums[0], "dbeta_c": sums[1]}
-    if doutput is not None:
-        tensors["doutput"] = doutput.contiguous()
+    tensors |= {"da": da, "dpre": dwx, "rows": rows}
+    for name, state in zip(("dh_n", "dc_n"), incoming.states, strict=True):
+        if state is not None:
+            tensors[name] = state.to(torch.float32).contiguous()
+    if incoming.output is not None:
+        tensors["doutput"] = incoming.output.contiguous()
     _launch("backward", call, tiling, tensors)
     tf32 = wx.dtype == torch.float32 and wx.is_cuda
     with multiplied_in_tf32(True) if tf32 else contextlib.nullcontext():
-        weights = weight_gradient(da, a.h0, r.output)
-    gradients = other_gradients(call, r, dwx, sums, (dh, dc))
-    gradients["weight_hh"] = weights.to(a.weight_hh.dtype)
-    return through_term(given, gradients, incoming.input, r.x, r.w)
+        if r.states is not None:
+            dweight = da.view(-1, 4 * H).t().mm(r.states[:-1].view(-1, H))
+        else:
+            assert r.output is not None
+            dweight = weight_gradient(da, a.h0, r.output)
+    dweight = dweight.to(a.weight_hh.dtype)
+    separate = r.states is None
+    return gradients(call, given, r, dwx, rows, dweight, incoming.input, separate)
 
 
 def _launch(
@@ -317,7 +322,7 @@ def _launch(
     if log.isEnabledFor(logging.DEBUG):
         log.debug("ln_lstm %s T=%d B=%d H=%d %s: %s", direction, T, B, H, dtype, tiling)
     weight = aligned(a.weight_hh.to(dtype).contiguous())
-    tensors |= dict(zip(_VECTORS, call.vectors, strict=True)) | {"weight": weight}
+    tensors |= dict(zip(VECTORS, call.vectors, strict=True)) | {"weight": weight}
     if direction == "backward":
         tensors["turned"] = weight.t().contiguous()
     if a.lengths is not None:

@@ -27,6 +27,7 @@ log = logging.getLogger("rbn.ops.gpu")
 
 LARGEST = 8192  # hidden units: a program keeps all gates of a row in registers
 _KEPT = kernels.KEPT.value
+VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 # The least number of elements of a gate per program: short rows share a program.
 _TILE, _TILE_INTERPRETED = 128, 4096
 
@@ -41,17 +42,28 @@ class Saved(NamedTuple):
     centered: Tensor | None = None  # [T, B, 4H]: W_h h minus its mean
     cs: Tensor | None = None  # [T + 1, B, H] float32
     moments: Tensor | None = None  # [T, B, 5] float32
+    states: Tensor | None = None  # [T + 1, B, H]: h0 and h after each step, instead of the output
+    vectors: Tensor | None = None  # see `Call`
 
 
 class Call(StepCall):
-    """Sizes, modes and tensors, in the form that the kernels take."""
+    """Sizes, modes and tensors, in the form that the kernels take.
 
-    def __init__(self, a: LSTMArguments) -> None:
+    Attributes:
+        joined: the parameters `VECTORS` in float32, one after the other; zeros for an absent bias.
+        vectors: views of them.
+    """
+
+    def __init__(self, a: LSTMArguments, joined: Tensor | None = None) -> None:
         super().__init__(a.input, a.lengths)
         self.a, self.H = a, a.input.shape[2] // 4
-        self.vectors = [self.bias(a.bias)]
-        given = (a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)
-        self.vectors += [self.full(v) for v in given if v is not None]
+        if joined is None:
+            given = [getattr(a, name) for name in VECTORS]
+            if given[0] is None:
+                given[0] = torch.zeros_like(given[1])
+            joined = torch.cat(given).to(torch.float32)
+        self.joined = joined
+        self.vectors = list(joined.split([4 * self.H] * 3 + [self.H] * 2))
         self.masks = [self.mask(a.mask_c), self.mask(a.mask_h)]
         # Triton would specialize the kernel for integers.
         self.rates = float(a.rate_c), float(a.rate_h)
@@ -142,8 +154,11 @@ def backward(
     call = Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("ln_lstm backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
-    dh, dc = call.state(dh_n, B, H), call.state(dc_n, B, H)
-    through, dgamma_c, dbeta_c = call.zeros(3, B, H)
+    rows, through = call.zeros(4, B, H), call.zeros(B, H)
+    dh, dc, dgamma_c, dbeta_c = rows.unbind()
+    for state, incoming_state in ((dh, dh_n), (dc, dc_n)):
+        if incoming_state is not None:
+            state.copy_(incoming_state)
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)
     weight = factor(a.weight_hh, wx)
     tensors = [wx, *call.vectors, r.cs, r.centered, r.moments, call.lengths, *call.masks]
@@ -157,10 +172,9 @@ def backward(
         for t in range(T - 1, -1, -1):
             step(t, B, *call.rates)
             multiply(steps[t])
-    weights = weight_gradient(da, a.h0, r.output)
-    gradients = other_gradients(call, r, dwx, (dgamma_c, dbeta_c), (dh + through, dc))
-    gradients["weight_hh"] = weights.to(a.weight_hh.dtype)
-    return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
+    dh += through
+    dweight = weight_gradient(da, a.h0, r.output).to(a.weight_hh.dtype)
+    return [gradients(call, calls[0], r, dwx, rows, dweight, incoming.input, separate=True)]
 
 
 def input_moments(call: Call) -> Tensor:
@@ -186,31 +200,47 @@ def _launch(
     launch_cached(kernel, grid, addresses, lambda: tensors, numbers, flags, (wx.dtype,), wx)
 
 
-def other_gradients(
-    call: Call, r: Saved, dwx: Tensor, sums: tuple[Tensor, Tensor], states: tuple[Tensor, Tensor]
+def gradients(
+    call: Call,
+    given: LSTMArguments,
+    r: Saved,
+    dwx: Tensor,
+    rows: Tensor,
+    dweight: Tensor,
+    needs_input: bool,
+    separate: bool,
 ) -> dict[str, Tensor | None]:
-    """All gradients except that of W_h, in the dtypes of what they belong to.
+    """All gradients by name, in the dtypes of what they belong to.
 
-    dwx: the gradient of the gates before their nonlinearities, ``[T, B, 4H]``; overwritten.
-    sums: each row's sums for gamma_c and beta_c, ``[B, H]``. states: dh0 and dc0.
+    given: the original arguments. dwx: the gradient of the gates before their nonlinearities,
+    ``[T, B, 4H]``; overwritten. rows: those of h0 and c0, and each row's sums for gamma_c and
+    beta_c, ``[4, B, H]``. separate: whether no two gradients may share memory.
     """
-    a = call.a
-    dbias, dgamma_x, dgamma_h = _parameter_sums(call, r, dwx)
+    sums = _parameter_sums(call, r, dwx)
     _input_backward(call, r, dwx)
-    return {
-        "input": dwx,
-        "bias": call.gradient(dbias, a.bias),
-        "gamma_x": call.gradient(dgamma_x, a.gamma_x),
-        "gamma_h": call.gradient(dgamma_h, a.gamma_h),
-        "gamma_c": call.gradient(sums[0].sum(0), a.gamma_c),
-        "beta_c": call.gradient(sums[1].sum(0), a.beta_c),
-        "h0": states[0].to(a.h0.dtype),
-        "c0": states[1].to(a.c0.dtype),
+    found = through_term(given, {"input": dwx, "weight_hh": dweight}, needs_input, r.x, r.w)
+    of_rows = rows.sum(1)
+    parts = {
+        ("bias", "gamma_x", "gamma_h"): sums,
+        ("gamma_c", "beta_c"): of_rows[2:],
+        ("h0", "c0"): of_rows[:2] if given.h0.dim() == given.c0.dim() == 1 else rows[:2],
     }
+    for names, values in parts.items():
+        own = [getattr(given, name) for name in names]
+        kinds = {v.dtype for v in own if v is not None}
+        # One conversion for all: launches are what a short layer waits for.
+        values = values.to(kinds.pop()) if len(kinds) == 1 else values
+        for name, v, gradient in zip(names, own, values.unbind(), strict=True):
+            if v is not None:
+                gradient = gradient.sum(0) if gradient.dim() > v.dim() else gradient
+                found[name] = gradient.to(v.dtype, copy=separate)
+            else:
+                found[name] = None
+    return found
 
 
-def _parameter_sums(call: Call, r: Saved, dpre: Tensor) -> list[Tensor]:
-    """The gradients of bias, gamma_x and gamma_h, ``[4H]`` each; bit-identical in every run.
+def _parameter_sums(call: Call, r: Saved, dpre: Tensor) -> Tensor:
+    """The gradients of bias, gamma_x and gamma_h, ``[3, 4H]``; bit-identical in every run.
 
     dpre: the gradient of the gates before their nonlinearities, ``[T, B, 4H]``.
     """
@@ -229,7 +259,7 @@ def _parameter_sums(call: Call, r: Saved, dpre: Tensor) -> list[Tensor]:
     }
     grid, numbers = (-(-F // columns), programs), (call.B, n, -(-n // programs))
     _launch(kernels.ln_parameter_sums, grid, tensors, numbers, flags)
-    return [sums[:, k].sum(0) for k in range(3)]  # each in its own memory
+    return sums.sum(0)
 
 
 def _input_backward(call: Call, r: Saved, dwx: Tensor) -> None:

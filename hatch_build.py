@@ -1,9 +1,12 @@
-"""Builds the compiled kernel of the CPU operator into the wheel.
+"""Builds the compiled kernel of the CPU operator into the wheel, and completes the metadata.
 
 Without a C compiler, and on Windows, the wheel has no kernel and is for any platform
 (``py3-none-any``); the operator then runs on PyTorch's own operations. `RBN_BUILD_KERNEL=0` asks
 for that wheel. `python hatch_build.py` builds the file in place, for running from the source
 folder.
+
+A release sets `RBN_REPOSITORY` to the address of the repository, and `RBN_REF` to the tag. The
+README's links then become absolute, as package indexes need them, and the metadata name both.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+    from hatchling.metadata.plugin.interface import MetadataHookInterface
 except ImportError:  # run as a script
-    BuildHookInterface = object  # type: ignore[assignment,misc]
+    BuildHookInterface = MetadataHookInterface = object  # type: ignore[assignment,misc]
 
 ROOT = Path(__file__).parent
 SOURCE = ROOT / "src/rbn/ops/cpu/kernel.c"
@@ -92,6 +96,36 @@ class KernelHook(BuildHookInterface):
         if version != "editable":
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag()}"
+
+
+class ReadmeHook(MetadataHookInterface):
+    """Called by hatchling for the metadata of every distribution."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the README and the project's addresses."""
+        text = (ROOT / "README.md").read_text(encoding="utf-8")
+        urls = {"Paper": "https://arxiv.org/abs/1603.09025"}
+        repository = os.environ.get("RBN_REPOSITORY", "").rstrip("/")
+        if repository:
+            ref = os.environ.get("RBN_REF") or "main"
+            text = with_absolute_links(text, repository, ref)
+            urls["Repository"] = repository
+            urls["Issues"] = f"{repository}/issues"
+            urls["Changelog"] = f"{repository}/blob/{ref}/CHANGELOG.md"
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+        metadata["urls"] = urls
+
+
+def with_absolute_links(text: str, repository: str, ref: str) -> str:
+    """Markdown whose links and pictures lead into a repository instead of a folder."""
+
+    def absolute(found: re.Match[str]) -> str:
+        kind = "raw" if found[1].endswith((".png", ".svg")) else "blob"
+        return f"]({repository}/{kind}/{ref}/{found[1]})"
+
+    return re.sub(r"\]\((?!\w+://|#)([^)]+)\)", absolute, text)
 
 
 if __name__ == "__main__":

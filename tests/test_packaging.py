@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -394,3 +397,24 @@ def test_declared_dependencies_cover_the_imports() -> None:
         imported = {name.partition(".")[0] for path in paths for name in imports_of(path)} - own
         needed = {canonicalize_name(DISTRIBUTION_OF.get(name, name)) for name in imported}
         assert needed <= declared, f"imported, in no extra: {sorted(needed - declared)}"
+
+
+@pytest.mark.parametrize("address", ["https://forge.example/group/rbn", ""])
+def test_links_of_the_description_are_absolute_in_a_release(address, monkeypatch):
+    monkeypatch.setenv("RBN_REPOSITORY", address)
+    monkeypatch.setenv("RBN_REF", "v9.9")
+    core = ProjectMetadata(str(ROOT), PluginManager()).core
+    targets = re.findall(r"\]\(([^)]+)\)", core.readme)
+    assert len(targets) > 20
+    relative = [target for target in targets if "://" not in target and target[0] != "#"]
+    if not address:
+        assert relative
+        assert "Repository" not in core.urls
+        return
+    assert not relative
+    assert core.urls["Repository"] == address
+    for target in (core.urls["Changelog"], *targets):
+        if target.startswith(address):
+            kind, path = re.fullmatch(rf"{address}/(blob|raw)/v9\.9/(.+)", target).groups()
+            assert (ROOT / path).exists(), path
+            assert (kind == "raw") == path.endswith(".png")

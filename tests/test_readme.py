@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import torch
+from typer.testing import CliRunner
+
+from rbn.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -37,3 +40,11 @@ def test_every_make_target_exists():
 
 def test_it_is_short():
     assert len(README.splitlines()) <= 130
+
+
+def test_the_output_of_a_command_is_that_of_the_page():
+    commands = re.findall(r"^    \$ rbn (evaluate .*?)(?:  +#.*)?\n    (.*)$", README, re.M)
+    assert commands
+    for command, shown in commands:
+        done = CliRunner().invoke(app, command.split())
+        assert shown in done.output.splitlines()

@@ -109,11 +109,11 @@ def test_the_fair_comparison(results, tmp_path):
     path = tmp_path / "comparison.csv"
     path.write_text(COMPARISON)
     rows = read_comparison(path)
-    (found,) = compare(rows, ())  # no model was trained at its best rate on pmnist
+    (found,) = compare(rows)  # no model was trained at its best rate on pmnist
     assert "790" in found.title
     assert found.rows == (
         ("LSTM", "1.400, 1.500", "2e-3", "790 / never", "1.0"),
-        ("BN-LSTM", "1.300, 1.270", "1e-3", "90", "1.0"),
+        ("BN-LSTM", "1.300, 1.270", "1e-3", "90", "1.5"),
         ("LN-LSTM", "diverges at every rate", "", "", ""),
     )
     assert found.verdict.index("BN-LSTM 1.285") < found.verdict.index("LSTM 1.450")
@@ -138,7 +138,7 @@ def test_the_fair_comparison(results, tmp_path):
     publish(results / "only", model="bn-lstm", tag="short")
     write(results / "only", tmp_path / "report", path)
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "| BN-LSTM | 1.300, 1.270 | 1e-3 | 90 | 1.0 |" in text
+    assert "| BN-LSTM | 1.300, 1.270 | 1e-3 | 90 | 1.5 |" in text
     assert text.index("1.300, 1.270") < text.index(not_best) < text.index("<details")
     assert text.index("<details") < text.index("## The paper and ours")
 
@@ -154,7 +154,7 @@ text8,best,lstm,1e-3,3,diverged,300,790,1.9,1.6,never,,5,G,2,abc
 text8,best,bn-lstm,1e-3,1,stopped,200,790,1.9,1.6,never,,5,G,2,abc
 """
     )
-    (found,) = compare(read_comparison(path), ())
+    (found,) = compare(read_comparison(path))
     lstm, bn, ln = found.rows
     cells = "1.700, not tested (validation 1.520), diverged at step 300"
     assert lstm == ("LSTM", cells, "1e-3", "90 / 100 / never", "1.0")
@@ -165,19 +165,33 @@ text8,best,bn-lstm,1e-3,1,stopped,200,790,1.9,1.6,never,,5,G,2,abc
 
 
 def test_readers_in_the_fair_comparison(tmp_path):
-    def reader(model, seed, test, seconds, **more):
-        config = {"optimizer": {"lr": 0.0025}, "data": {"sentences": 4}}
-        same = {"task": "dailymail-built", "tag": "best-rate", "config": config}
-        publish(tmp_path, model=model, seed=seed, test=test, seconds=seconds, **same, **more)
-
-    reader("lstm", 2, 0.5, 10.0, values=(0.6, 0.45, 0.5))
-    reader("lstm", 1, 0.4, 10.0, values=(0.6, 0.4, 0.4))
-    reader("bn-e**", 1, 0.3, 25.0)
-    (found,) = compare([], ResultSet.read(tmp_path).runs)
-    assert found.rows == (
-        ("LSTM", "40.0, 50.0", "2.5e-3", "200", "1.0"),
-        ("BN-e**", "30.0", "2.5e-3", "never", "2.5"),
+    path = tmp_path / "comparison.csv"
+    path.write_text(
+        COMPARISON.splitlines()[0]
+        + """
+dailymail-built,grid,lstm,1e-3,1,finished,400,400,0.41,0.45,200,0.4,10,G,2,abc
+dailymail-built,grid,lstm,2e-3,1,finished,400,400,0.4,0.45,200,0.4,10,G,2,abc
+dailymail-built,grid,bn-e**,2e-3,1,finished,400,400,0.3,0.45,never,0.3,25,G,2,abc
+dailymail-built,best,lstm,1e-3,1,finished,400,400,0.41,0.45,200,0.4,10,G,2,abc
+dailymail-built,best,lstm,1e-3,2,finished,400,400,0.45,0.45,200,0.5,90,G,2,abc
+dailymail-built,best,bn-e**,2e-3,1,finished,400,400,0.3,0.45,never,0.3,25,G,2,abc
+dailymail-built,other,lstm,2e-3,2,finished,400,400,0.6,0.45,never,0.6,10,G,2,abc
+dailymail-built,other,bn-e**,4e-3,1,finished,400,400,0.35,0.45,never,0.3,10,G,2,abc
+"""
     )
+    rows = read_comparison(path)
+    (found,) = compare(rows)
+    trained = [row for row in found.rows if row[1] != "not run"]
+    assert trained == [
+        ("LSTM", "40.0, 50.0", "1e-3", "200", "1.0"),  # all runs of the grid share the GPU alike
+        ("BN-e**", "30.0", "2e-3", "never", "2.5"),
+    ]
+    (lucky,) = exceptions(rows)  # the higher rate of BN-e** is worse: 2e-3 is no edge of the grid
+    assert "LSTM: 2e-3" in lucky
+    assert "(50.0 against 43.0)" in lucky
+    (*_, command) = commands(rows)
+    assert "--best" in command
+    assert "dailymail-built --models 'lstm,bn-e**' --rates 1e-3,2e-3" in commands(rows)[0]
 
 
 def test_a_file_that_is_no_comparison(tmp_path):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from statistics import mean
 
 from rbn.experiments.paper.numbers import NAMES
-from rbn.experiments.paper.paper_tasks import BEST_RATE
-from rbn.experiments.paper.published import Result
 
 COLUMNS = ("model", "test, each seed", "learning rate", "steps to the goal", "time (LSTM = 1)")
-_READER_TASK = "dailymail-built"
 _IMAGES = "--set epochs=40 --set evaluate_every=1000 --set decay_from=0.5"
 _OPTIONS = {
     "ptb": "--precision bf16-mixed --set epochs=10 --set decay_from=0.5",
@@ -23,8 +20,9 @@ _OPTIONS = {
     "--set 'data.characters=[57600179, 5000000, 200000]'",
     "pmnist": _IMAGES,
     "mnist": _IMAGES,
+    "dailymail-built": "--precision bf16-mixed --set epochs=12 --set evaluate_every=1000",
 }
-_MODELS = ("lstm", "bn-lstm", "ln-lstm")
+_LAYERS = ("lstm", "bn-lstm", "ln-lstm")
 _READERS = ("lstm", "bi-lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
 _NEEDED = (
     "task",
@@ -50,6 +48,7 @@ class _Task:
     percent: bool
     higher_is_better: bool
     tested_on: str = ""
+    models: tuple[str, ...] = _LAYERS
 
     def shown(self, value: float) -> str:
         return f"{100 * value:.1f}" if self.percent else f"{value:.3f}"
@@ -65,9 +64,10 @@ _TASKS = {
     ),
     "pmnist": _Task("Permuted MNIST", "accuracy, %", True, True),
     "mnist": _Task("MNIST in order", "accuracy, %", True, True),
+    "dailymail-built": _Task(
+        "Attentive Reader, four sentences", "error rate, %", True, False, models=_READERS
+    ),
 }
-_READER = _Task("Attentive Reader, four sentences", "error rate, %", True, False)
-_READER_GOAL = 0.45  # validation error rate
 
 
 @dataclass(frozen=True)
@@ -116,22 +116,16 @@ def read_comparison(path: Path) -> list[dict[str, str]]:
         return list(reader)
 
 
-def compare(rows: Sequence[dict[str, str]], runs: Iterable[Result]) -> list[Comparison]:
-    """A comparison for each task: those in `rows`, and the reader's from its published runs."""
+def compare(rows: Sequence[dict[str, str]]) -> list[Comparison]:
+    """A comparison for each task in `rows`."""
     found = []
     for name, task in _TASKS.items():
         own = [row for row in rows if row["task"] == name]
         best = [row for row in own if row["phase"] == "best"]
         if best:
             steps, goal = max(int(row["of_steps"]) for row in best), float(best[0]["target"])
-            models = [_from_rows(own, model, task) for model in _MODELS]
+            models = [_from_rows(own, model, task) for model in task.models]
             found.append(_comparison(task, steps, goal, models))
-    readers = [run for run in runs if (run.task, run.tag) == (_READER_TASK, BEST_RATE)]
-    if readers:
-        steps = max(int(run.values["steps"]) for run in readers)
-        models = [_from_results(readers, model) for model in _READERS]
-        trained = [each for each in models if each.values]
-        found.append(_comparison(_READER, steps, _READER_GOAL, trained))
     return found
 
 
@@ -140,7 +134,7 @@ def rate_table(rows: Sequence[dict[str, str]], task: str) -> tuple[list[str], li
     grid = [row for row in rows if (row["task"], row["phase"]) == (task, "grid")]
     rates = sorted({row["rate"] for row in grid}, key=float)
     cells = []
-    for model in _MODELS:
+    for model in _TASKS[task].models:
         by_rate = {row["rate"]: _state(row, _TASKS[task]) for row in grid if row["model"] == model}
         if by_rate:
             cells.append([NAMES[model], *(by_rate.get(rate, "") for rate in rates)])
@@ -153,7 +147,7 @@ def commands(rows: Sequence[dict[str, str]]) -> list[str]:
     for task, options in _OPTIONS.items():
         grid = [row for row in rows if (row["task"], row["phase"]) == (task, "grid")]
         if grid:
-            models = ",".join(dict.fromkeys(row["model"] for row in grid))
+            models = shlex.quote(",".join(dict.fromkeys(row["model"] for row in grid)))
             rates = ",".join(sorted({row["rate"] for row in grid}, key=float))
             command = f"python benchmarks/compare_rates.py {task}"
             lines.append(f"{command} --models {models} --rates {rates} {options}")
@@ -164,7 +158,8 @@ def commands(rows: Sequence[dict[str, str]]) -> list[str]:
 def exceptions(rows: Sequence[dict[str, str]]) -> list[str]:
     """Sentences about learning rates whose choice is uncertain."""
     sentences, edges = [], []
-    for (name, task), model in product(_TASKS.items(), _MODELS):
+    models = ((name, task, model) for name, task in _TASKS.items() for model in task.models)
+    for name, task, model in models:
         own = [row for row in rows if (row["task"], row["model"]) == (name, model)]
         shown = [row for row in own if row["phase"] == "best"]
         grid = [row for row in own if (row["phase"], row["state"]) == ("grid", "finished")]
@@ -173,14 +168,22 @@ def exceptions(rows: Sequence[dict[str, str]]) -> list[str]:
         sign = -1 if task.higher_is_better else 1
         rate = shown[0]["rate"]
         best = min(grid, key=lambda row: sign * float(row["valid"]))
+        average = mean(float(row["valid"]) for row in shown)
         if best["rate"] != rate:
-            failed = [r for r in own if r["rate"] == best["rate"] and r["state"] != "finished"]
+            tried = [row for row in own if row["rate"] == best["rate"]]
+            failed = [row for row in tried if row["state"] != "finished"]
             why = ", ".join(f"seed {row['seed']} {_state(row, task)}" for row in failed)
+            reason = f"other seeds did not finish ({why})"
+            if not failed:
+                by_seed = {row["seed"]: float(row["valid"]) for row in tried}
+                reason = (
+                    f"a worse mean of {len(by_seed)} seeds ({task.shown(mean(by_seed.values()))} "
+                    f"against {task.shown(average)})"
+                )
             sentences.append(
                 f"{task.title}, {NAMES[model]}: {best['rate']} has the better validation result "
-                f"for one seed, but other seeds did not finish ({why})."
+                f"for one seed ({task.shown(float(best['valid']))}), but {reason}."
             )
-        average = mean(float(row["valid"]) for row in shown)
         others = [
             r for r in grid if r["rate"] != rate and sign * float(r["valid"]) < sign * average
         ]
@@ -191,7 +194,13 @@ def exceptions(rows: Sequence[dict[str, str]]) -> list[str]:
                 f"result of all seeds ({task.shown(average)}) is worse than that of seed 1 at "
                 f"{seeds}."
             )
-        if float(rate) == max(float(row["rate"]) for row in grid):
+        above = [
+            row["state"] == "finished" and sign * float(row["valid"]) > sign * average
+            for row in own
+            if float(row["rate"]) > float(rate) and row["of_steps"] == shown[0]["of_steps"]
+        ]
+        tried_higher = bool(above) and all(above)
+        if not tried_higher and float(rate) == max(float(row["rate"]) for row in grid):
             edges.append(f"{task.title}, {NAMES[model]} ({rate}{_higher_rates(own, shown[0])})")
     if edges:
         sentences.append(f"The best rate is the highest of the grid: {'; '.join(edges)}.")
@@ -228,7 +237,9 @@ def _from_rows(rows: Sequence[dict[str, str]], model: str, task: _Task) -> _Mode
     own = [row for row in rows if row["model"] == model]
     best = [row for row in own if row["phase"] == "best"]
     if best:
-        complete = [float(row["seconds"]) for row in best if row["steps"] == row["of_steps"]]
+        # All runs of a grid share the GPU in the same way, those of single seeds need not.
+        timed = [row for row in own if row["phase"] == "grid"] or best
+        complete = [float(row["seconds"]) for row in timed if row["steps"] == row["of_steps"]]
         return _ModelRuns(
             model,
             best[0]["rate"],
@@ -244,33 +255,6 @@ def _from_rows(rows: Sequence[dict[str, str]], model: str, task: _Task) -> _Mode
 
 def _step(text: str) -> str:
     return f"{int(text):,}" if text.isdecimal() else text
-
-
-def _from_results(runs: Sequence[Result], model: str) -> _ModelRuns:
-    own = sorted((run for run in runs if run.model == model), key=lambda run: run.seed)
-    if not own:
-        return _ModelRuns(model)
-    values = tuple(float(run.values["test"]) for run in own)
-    return _ModelRuns(
-        model,
-        _scientific(own[0].config["optimizer"]["lr"]),
-        values,
-        tuple(map(_READER.shown, values)),
-        tuple(map(_reader_step, own)),
-        60 * mean(run.minutes for run in own),
-    )
-
-
-def _reader_step(run: Result) -> str:
-    """The first step of a reader's curve with the error rate to reach."""
-    steps = [p["step"] for p in run.curve if p["valid_population"] <= _READER_GOAL]
-    return f"{int(steps[0]):,}" if steps else "never"
-
-
-def _scientific(value: float) -> str:
-    """A number such as 2.5e-3."""
-    mantissa, exponent = f"{value:.10e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def _comparison(task: _Task, steps: int, goal: float, models: Sequence[_ModelRuns]) -> Comparison:

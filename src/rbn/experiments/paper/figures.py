@@ -205,9 +205,11 @@ def _reader(results: ResultSet, name: str, where: str, models: Sequence[str]) ->
 def note_on_rates(shown: Sequence[Result]) -> str:
     """A sentence about the learning rates of readers of built questions."""
     if all(result.tag == BEST_RATE for result in shown):
+        rates = {result.config["optimizer"]["lr"] for result in shown}
+        rate = f" {rates.pop():g}" if len(rates) == 1 else ""
         return (
-            "Every variant has the same batch size, the same number of steps and the best learning "
-            "rate of four."
+            "Every variant has the same batch size, the same number of steps and the learning rate"
+            f"{rate} that was best in shorter runs. The fair comparison has more rates."
         )
     return (
         "The variants have the paper's learning rates, which differ and decide their order: the "

@@ -30,7 +30,6 @@ from rbn.experiments.paper.figures import figure, note_on_rates
 from rbn.experiments.paper.finding import read_findings
 from rbn.experiments.paper.lines import Figure
 from rbn.experiments.paper.numbers import NAMES, TABLES
-from rbn.experiments.paper.paper_tasks import BEST_RATE
 from rbn.experiments.paper.plan import FIGURE_TARGETS, FINDING_TARGETS, QUESTIONS, Job, jobs
 from rbn.experiments.paper.published import Result
 from rbn.experiments.paper.result_set import ResultSet
@@ -80,7 +79,7 @@ def write_report(results: ResultSet, folder: Path, compared: Path | None = None)
     images = {n: _image(f, folder) for n, f in figures.items() if f.has_ours}
     blocks: list[Block] = [
         *_headline(rows),
-        *_fair_comparison(results, compared),
+        *_fair_comparison(compared),
         *_paper_and_ours(results, rows, images),
         *_more(results, images),
         *_methods(results, rows, list(figures.values())),
@@ -143,9 +142,9 @@ def _comparable(rows: Sequence[Row]) -> dict[str, Row]:
     }
 
 
-def _fair_comparison(results: ResultSet, path: Path | None) -> list[Block]:
+def _fair_comparison(path: Path | None) -> list[Block]:
     rows = comparison.read_comparison(path) if path else []
-    found = comparison.compare(rows, results.runs)
+    found = comparison.compare(rows)
     if not found:
         return []
     cells: list[Sequence[str]] = []
@@ -155,7 +154,7 @@ def _fair_comparison(results: ResultSet, path: Path | None) -> list[Block]:
         Heading("What does normalization buy you?"),
         Paragraph(
             "Every model with the same number of steps and the same tuning budget, at the learning "
-            "rate with the best validation result of one seed. Compare models within a task: "
+            "rate with the best validation result. Compare models within a task: "
             "several runs shared the GPU, so times of different tasks are not comparable."
         ),
         Items([each.verdict for each in found]),
@@ -173,7 +172,7 @@ def _fair_comparison(results: ResultSet, path: Path | None) -> list[Block]:
         gpus = ", ".join(dict.fromkeys(row["gpu"] for row in rows if row.get("gpu")))
         versions = ", ".join(dict.fromkeys(row["torch"] for row in rows if row.get("torch")))
         commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if row.get("commit")))
-        note = f"One seed. {gpus}, torch {versions}, commits {commits}. On MNIST in order only the "
+        note = f"Seed 1. {gpus}, torch {versions}, commits {commits}. On MNIST in order only the "
         note += "BN-LSTM has noise on its first hidden state, as in the authors' code. "
         note += "Every run: benchmarks/results/comparison.csv."
         commands = comparison.commands(rows)
@@ -183,18 +182,7 @@ def _fair_comparison(results: ResultSet, path: Path | None) -> list[Block]:
             Items(commands, code=True),
         ]
         blocks.append(Fold("All learning rates and commands", details))
-    readers = [run for run in results.runs if run.tag == BEST_RATE]
-    if readers:
-        trained = dict.fromkeys(_command(readers, run.model) for run in readers)
-        blocks.append(Fold("Commands of the reader", [Items(list(trained), code=True)]))
     return blocks
-
-
-def _command(runs: Sequence[Result], model: str) -> str:
-    """The command that trains all seeds of a model."""
-    own = [run for run in runs if run.model == model]
-    seeds = ",".join(str(seed) for seed in sorted(run.seed for run in own))
-    return re.sub(r" --seeds? \S+", "", str(own[0].values["command"])) + f" --seeds {seeds}"
 
 
 def _paper_and_ours(

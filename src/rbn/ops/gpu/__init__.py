@@ -1,9 +1,8 @@
 """The recurrences on the GPU.
 
-The batch-normalized and the plain LSTM and the batch-normalized RNN run in persistent kernels. If
-the batch or the layer does not fit into those, each step is a matrix product and a kernel. The
-layer-normalized LSTM and the GRU always run step by step. The reference runs what no kernel
-covers: float64, and layer-normalized rows that are too long.
+All recurrences but the GRU run in persistent kernels. If the batch or the layer does not fit into
+those, each step is a matrix product and a kernel, as always for the GRU. The reference runs what no
+kernel covers: float64, and layer-normalized rows that are too long.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from rbn.ops.definition import GRU, LSTM, RNN, Arguments, Definition
 from rbn.ops.gpu.bn_rnn import implementation as bn_rnn
 from rbn.ops.gpu.cross_entropy.loss import linear_cross_entropy
+from rbn.ops.gpu.ln_lstm import implementation as ln_lstm
 from rbn.ops.gpu.ln_lstm import ln_steps
 from rbn.ops.gpu.lstm import plan
 from rbn.ops.gpu.lstm.backward import backward
@@ -40,7 +40,7 @@ __all__ = [
 log = logging.getLogger("rbn.ops.gpu")
 
 _LSTM = Operator(LSTM, "gpu", Implementation(Saved, forward, backward, fake, RETURNED))
-_LAYER_NORM_LSTM = Operator(LSTM, "gpu_ln", ln_steps.IMPLEMENTATION)
+_LAYER_NORM_LSTM = Operator(LSTM, "gpu_ln", ln_lstm.IMPLEMENTATION)
 _ONE_STATE = {d.name: Operator(d, "gpu", bn_rnn.IMPLEMENTATION) for d in (RNN, GRU)}
 
 

@@ -59,7 +59,7 @@ def kernels(family, all_wait):
     if family == "cuda":
         layers.append(rbn.BatchNormRNN)
     if family == "steps":
-        layers += [rbn.LayerNormLSTM, rbn.BatchNormRNN]
+        layers += [rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
     cases = {
         f"{precision} {make.__name__}": (make, 3, 24, dtype, [])
         for precision, dtype in types.items()

@@ -18,6 +18,7 @@ import torch
 
 from rbn.experiments.results import commit
 from rbn.ops.gpu.bn_rnn import rnn_single
+from rbn.ops.gpu.ln_lstm import ln_single
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
@@ -83,6 +84,7 @@ def kernels(gpu, dtypes=tuple(TYPES)):
         found += _rnn(gpu, dtype)
         if gpu.capability >= (9, 0):
             found += _cluster(gpu, dtype, cluster_kernels.cluster_tiling(dtype, BATCH, 128), 128)
+            found += _layer_norm(gpu, dtype)
         if gpu.capability == (9, 0):
             large = cluster_kernels.cluster_tiling_16(dtype, BATCH, 256)
             found += _cluster(gpu, dtype, large, 256)
@@ -124,6 +126,18 @@ def _rnn(gpu, dtype):
         defines = rnn_single.macros(cut, tuple(_defines(dtype, hidden, direction, RELU=0).items()))
         shared, threads = cut.shared(dtype, hidden), 32 * cut.warps
         yield Compiled(f"rnn_{direction}", arch, dtype, BATCH, hidden, defines, threads, shared)
+
+
+def _layer_norm(gpu, dtype):
+    """Of LayerNormLSTM, as layers of 100, 256 and 512 units are divided on an H200."""
+    arch = nvrtc.architecture(gpu.capability)
+    for hidden, cluster, tiles in ((100, 4, 1), (256, 4, 2), (512, 8, 1)):
+        tiling = ln_single.tiling(dtype, hidden, cluster, gpu.shared, tiles)
+        for direction in () if tiling.streamed(dtype) else ("forward", "backward"):
+            option = ln_single.defines(direction, dtype, hidden, lengths=False, option=True)
+            defines = ln_single.macros(direction, tiling, dtype, option)
+            shared, threads = tiling.shared(direction, dtype), tiling.threads
+            yield Compiled(f"ln_{direction}", arch, dtype, BATCH, hidden, defines, threads, shared)
 
 
 def _cluster(gpu, dtype, cut, hidden):

@@ -43,7 +43,9 @@ LAYERS = {
     "bn_lstm": rbn.BatchNormLSTM,
     "ln_lstm": rbn.LayerNormLSTM,
     "bn_rnn": rbn.BatchNormRNN,
+    "bn_gru": rbn.BatchNormGRU,
 }
+BATCH = ("bn_lstm", "bn_rnn", "bn_gru")
 OPTIONS = {  # options of the layer, options of the call, the kinds of layers that have them
     "plain": ({}, {}, LAYERS),
     "no bias": ({"bias": False}, {}, LAYERS),
@@ -61,9 +63,9 @@ OPTIONS = {  # options of the layer, options of the call, the kinds of layers th
     "retained graph": ({}, {"retain": True}, LAYERS),
     "exact float32": ({}, {"ieee": True}, LAYERS),
     "input gradient": ({}, {"input_gradient": True}, LAYERS),
-    "sequence": ({"input_stats": "sequence"}, {}, ("bn_lstm", "bn_rnn")),
-    "sequence, lengths": ({"input_stats": "sequence"}, {"lengths": True}, ("bn_lstm", "bn_rnn")),
-    "include": ({"padding": "include"}, {"lengths": True}, ("bn_lstm", "bn_rnn")),
+    "sequence": ({"input_stats": "sequence"}, {}, BATCH),
+    "sequence, lengths": ({"input_stats": "sequence"}, {"lengths": True}, BATCH),
+    "include": ({"padding": "include"}, {"lengths": True}, BATCH),
     "joint terms": ({"ablations": ("joint_terms",)}, {}, ("bn_lstm",)),
     "normalized cell": ({"ablations": ("pass_normalized_cell",)}, {}, ("bn_lstm",)),
     "raw output": ({"ablations": ("raw_output",)}, {}, ("bn_lstm",)),
@@ -98,7 +100,7 @@ def digest(tensors):
 def run(kind, sizes, options, call, dtype, device):
     """The hash of each result of one call, forward and backward."""
     T, B, I, H = sizes  # noqa: E741
-    if kind == "bn_rnn" and "zoneout" in options:
+    if kind in ("bn_rnn", "bn_gru") and "zoneout" in options:
         options = {**options, "zoneout": 0.2}
     elif "zoneout" in options:
         options = {**options, "zoneout": (0.2, 0.1)}

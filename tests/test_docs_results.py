@@ -297,6 +297,9 @@ def test_the_readers_at_all_rates_are_those_of_the_file(model):
     steps = ", ".join(f"{int(r['target_step']):,}" for r in best)
     cells = [rate, *(shown(figure, rate) for figure in ("valid", "test", "test_cnn")), steps]
     assert f"| {name} | {' | '.join(cells)} |" in plain
+    if model in ("lstm", "bn-lstm", "bn-e*", "bi-lstm", "bn-e**"):
+        readme = (ROOT / "README.md").read_text()
+        assert shown("test", rate).partition(" ")[0] in readme
 
 
 def test_the_counts_of_held_out_questions_are_those_of_the_files():

@@ -223,3 +223,24 @@ def test_the_times_of_the_simple_rnn_are_those_of_the_file():
             line = f"| {precision} | {' | '.join(cells)} |"
             assert line in page[at[page] :], (shape, line)
             at[page] = page.index(line, at[page])  # in the order of the file
+
+
+def test_the_times_of_the_layer_normalized_lstm_are_those_of_the_file():
+    with (ROOT / "benchmarks/results/gpu-ln.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    (commit,) = {row["commit"] for row in rows}
+    page = (ROOT / "docs/lab-notes/kernels/layer-norm.md").read_text()
+    assert f"commit {commit}" in page
+    at = page.index("precision | cuDNN called")
+    for shape, precision in dict.fromkeys((row["shape"], row["precision"]) for row in rows):
+        if precision == "fp16":  # of cuDNN, beside our bf16
+            continue
+        allowed = ("bf16", "fp16") if precision == "bf16" else (precision,)
+        own = [row for row in rows if row["shape"] == shape and row["precision"] in allowed]
+        cells = []
+        for way in ("called_ms", "graph_ms"):
+            cells.append(min(float(row[way]) for row in own if "cuDNN" in row["what"]))
+            cells += [float(row[way]) for row in own if row["what"] == "rbn.LayerNormLSTM"]
+        line = f"| {precision} | {' | '.join(f'{cell:.2f}' for cell in cells)} |"
+        assert line in page[at:], (shape, line)
+        at = page.index(line, at)  # in the order of the file

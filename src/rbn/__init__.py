@@ -1,11 +1,13 @@
 """Normalized recurrent networks for PyTorch (Cooijmans et al., ICLR 2017).
 
-Layers to use instead of `torch.nn.LSTM`: `BatchNormLSTM`, and beside it `LSTM`, `LayerNormLSTM` and
-`BatchNormRNN`, each with a ``...Cell`` for one step at a time.
+Layers to use instead of `torch.nn.LSTM`: `BatchNormLSTM`, and beside it `LSTM`, `LayerNormLSTM`,
+`BatchNormGRU` and `BatchNormRNN`, each with a ``...Cell`` for one step at a time.
 """
 
 from rbn.nn import (
     LSTM,
+    BatchNormGRU,
+    BatchNormGRUCell,
     BatchNormLSTM,
     BatchNormLSTMCell,
     BatchNormRNN,
@@ -29,6 +31,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "LSTM",
+    "BatchNormGRU",
+    "BatchNormGRUCell",
     "BatchNormLSTM",
     "BatchNormLSTMCell",
     "BatchNormRNN",

@@ -243,6 +243,7 @@ def test_the_case_for_the_sanitizer(bench):
         case.compare(rbn.BatchNormLSTM(3, 4).to(device))
         case.compare(rbn.LayerNormLSTM(3, 4).to(device))
         case.compare(rbn.BatchNormRNN(3, 4).to(device))
+        case.compare(rbn.BatchNormGRU(3, 4).to(device))
         case.train_on_symbols(device)
         case.train_zoned(device)
 

@@ -162,6 +162,9 @@ def _cases() -> dict[str, LayerCase]:
         cases[f"simple, {name}"] = LayerCase(
             rbn.BatchNormRNN, ragged, told=True, steps=2, options=options
         )
+    cases["gru"] = LayerCase(
+        rbn.BatchNormGRU, ragged, told=True, steps=2, options={"bidirectional": True}
+    )
     return cases
 
 
@@ -224,6 +227,7 @@ def reader(ranks: list[int]) -> Found:
 MODELS: dict[str, Any] = {
     "cell of an LSTM": lambda ranks: cell(rbn.BatchNormLSTMCell, ranks),
     "cell of a simple RNN": lambda ranks: cell(rbn.BatchNormRNNCell, ranks),
+    "cell of a GRU": lambda ranks: cell(rbn.BatchNormGRUCell, ranks),
     "term of the attention": term,
     "reader": reader,
 } | {name: lambda ranks, c=case: c.run(c.make(), ranks) for name, case in CASES.items()}

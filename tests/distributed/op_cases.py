@@ -28,13 +28,17 @@ def random_case(op: str, seed: int) -> Case:
         options["absent"] = tuple(name for name in names if draw.random() < 0.3)
         options["pass_normalized_cell"] = draw.random() < 0.3
         options["used"] = draw.choice([None, ("output",), ("h_n",), ("h_n", "c_n")])
+    elif op == "bn_gru":
+        options["absent"] = tuple(name for name in ("bias", "beta_n") if draw.random() < 0.3)
     else:
         options["nonlinearity"] = draw.choice(["tanh", "relu"])
     return make_case(op, T, B, H, seed, **options)
 
 
 CASES = {
-    f"{op} {seed}": random_case(op, seed) for op in ("bn_lstm", "bn_rnn") for seed in range(40)
+    f"{op} {seed}": random_case(op, seed)
+    for op in ("bn_lstm", "bn_rnn", "bn_gru")
+    for seed in range(40)
 }
 # Rows alike in the first steps: a term that is constant over all rows passes no gradient on. On one
 # process the rows are alike for longer; what counts are those of both.

@@ -29,10 +29,11 @@ def group(tmp_path):
         make_case("bn_lstm", 4, 5, 3, lengths="random"),
         make_case("bn_lstm", 4, 5, 3, input_stats="sequence", absent=("gamma_c",)),
         make_case("bn_rnn", 4, 5, 3, zoneout=(0.0, "mask")),
+        make_case("bn_gru", 4, 5, 3, lengths="random"),
         constant_beginning("bn_lstm", 2, 4, 5, 3),
         make_case("bn_lstm", 3, 4, 2, population=3),
     ],
-    ids=["lengths", "sequence", "simple", "rows alike", "population"],
+    ids=["lengths", "sequence", "simple", "gru", "rows alike", "population"],
 )
 def test_the_recurrences(case, group):
     results, gradients = differentiate(case, "reference")

@@ -7,7 +7,15 @@ from torch import nn
 import rbn
 from rbn.models import SequenceClassifier
 
-LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, nn.LSTM, nn.GRU]
+LAYERS = [
+    rbn.LSTM,
+    rbn.BatchNormLSTM,
+    rbn.LayerNormLSTM,
+    rbn.BatchNormRNN,
+    rbn.BatchNormGRU,
+    nn.LSTM,
+    nn.GRU,
+]
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: f"{layer.__module__}.{layer.__name__}")

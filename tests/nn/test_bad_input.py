@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import rbn
 
-LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -37,7 +37,7 @@ def test_options(layer, options, error, message):
         layer(**{"input_size": 3, "hidden_size": 4, **options})
 
 
-@pytest.mark.parametrize("layer", [rbn.BatchNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer", [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -85,7 +85,7 @@ def test_more_options():
         rbn.LSTM(3, 4)(torch.zeros(6, 4, dtype=torch.uint16))
 
 
-@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 @pytest.mark.parametrize("input_stats", ["step", "sequence"])
 def test_training_with_a_batch_of_one(layer_class, input_stats):
     layer, x = layer_class(3, 4, input_stats=input_stats), torch.randn(5, 6, 3)
@@ -104,7 +104,9 @@ def test_training_with_a_batch_of_one(layer_class, input_stats):
     layer.eval()(x[:, :1])
 
 
-@pytest.mark.parametrize("cell_class", [rbn.BatchNormLSTMCell, rbn.BatchNormRNNCell])
+@pytest.mark.parametrize(
+    "cell_class", [rbn.BatchNormLSTMCell, rbn.BatchNormRNNCell, rbn.BatchNormGRUCell]
+)
 def test_training_a_cell_with_a_batch_of_one(cell_class):
     for x in (torch.randn(1, 3), torch.randn(3)):
         with pytest.raises(ValueError, match=f"more than 1 sequence .* {cell_class.__name__}"):
@@ -163,7 +165,7 @@ def test_lengths(layer_class, lengths, error, message):
     layer = layer_class(3, 4)
     with pytest.raises(error, match=message):
         layer(torch.randn(5, 2, 3), lengths=lengths)
-    if layer_class in (rbn.BatchNormLSTM, rbn.BatchNormRNN):
+    if layer_class in (rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU):
         assert not layer.stats_h_l0.estimated  # nothing was done
 
 

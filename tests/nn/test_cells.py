@@ -10,8 +10,9 @@ PAIRS = [
     (rbn.BatchNormLSTM, rbn.BatchNormLSTMCell),
     (rbn.LayerNormLSTM, rbn.LayerNormLSTMCell),
     (rbn.BatchNormRNN, rbn.BatchNormRNNCell),
+    (rbn.BatchNormGRU, rbn.BatchNormGRUCell),
 ]
-NORMALIZED = (rbn.BatchNormLSTM, rbn.BatchNormRNN)
+NORMALIZED = (rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU)
 
 
 def pair(layer_class, cell_class, **options):

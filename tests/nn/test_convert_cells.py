@@ -5,7 +5,7 @@ import torch
 
 import rbn
 
-LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 CASES = [
     *((layer, {}) for layer in LAYERS),
     *((layer, {"num_layers": 2, "bias": False}) for layer in LAYERS),
@@ -18,6 +18,7 @@ CASES = [
     (rbn.BatchNormLSTM, {"input_stats": "sequence", "max_length": 9}),
     (rbn.LayerNormLSTM, {"gamma": 0.5, "dtype": torch.float32}),
     (rbn.BatchNormRNN, {"nonlinearity": "relu", "zoneout": 0.2}),
+    (rbn.BatchNormGRU, {"input_stats": "sequence", "zoneout": 0.2}),
 ]
 ONLY_LAYERS = ("input_stats", "padding", "batch_first", "bidirectional", "dropout")
 

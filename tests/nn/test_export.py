@@ -9,13 +9,14 @@ from torch.export import Dim, export, load, save
 import rbn
 from rbn.models import LanguageModel
 
-LAYERS = [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+LAYERS = [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 CASES = [
     (rbn.BatchNormLSTM, {}),
     (rbn.BatchNormLSTM, {"bidirectional": True, "num_layers": 2, "batch_first": True}),
     (rbn.LSTM, {"initial_state": "zeros"}),
     (rbn.LayerNormLSTM, {"bidirectional": True}),
     (rbn.BatchNormRNN, {}),
+    (rbn.BatchNormGRU, {"bidirectional": True}),
 ]
 # Steps, rows; the layers have 6 units.
 SIZES = [(5, 2), (25, 3), (20, 20), (1, 1), (2, 1), (1, 3), (4, 6), (6, 24)]
@@ -89,7 +90,13 @@ def test_sequences_of_different_length(make, options, device):
         torch.testing.assert_close(found, layer(x, lengths=lengths))
 
 
-CELLS = [rbn.BatchNormLSTMCell, rbn.LSTMCell, rbn.LayerNormLSTMCell, rbn.BatchNormRNNCell]
+CELLS = [
+    rbn.BatchNormLSTMCell,
+    rbn.LSTMCell,
+    rbn.LayerNormLSTMCell,
+    rbn.BatchNormRNNCell,
+    rbn.BatchNormGRUCell,
+]
 INTEGERS = pytest.mark.skipif(
     tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8),
     reason="torch.export takes integers for constants before 2.8",
@@ -106,7 +113,7 @@ def test_a_cell_for_every_step(make, example):
     for step in range(5):
         cell(torch.randn(8, 3), step=step)
     cell.eval()
-    one = make is rbn.BatchNormRNNCell
+    one = make in (rbn.BatchNormRNNCell, rbn.BatchNormGRUCell)
 
     def states(rows):
         return torch.randn(rows, 6) if one else (torch.randn(rows, 6), torch.randn(rows, 6))

@@ -19,6 +19,7 @@ from rbn.nn import recent_calls
 KINDS = {
     "lstm": lambda **options: rbn.BatchNormLSTM(3, 5, **options),
     "rnn": lambda **options: rbn.BatchNormRNN(3, 5, **options),
+    "gru": lambda **options: rbn.BatchNormGRU(3, 5, **options),
     "stacked": lambda **options: rbn.BatchNormLSTM(3, 5, 2, **options),
     "bidirectional": lambda **options: rbn.BatchNormLSTM(3, 5, bidirectional=True, **options),
     "sequence": lambda **options: rbn.BatchNormLSTM(3, 5, input_stats="sequence", **options),

@@ -19,6 +19,9 @@ def test_layers_start_as_in_the_paper():
             assert (layer.get_parameter(name + suffix) == 0).all()
     assert (rbn.LayerNormLSTM(3, 4).gamma_h_l0 == 1).all()
     assert (rbn.BatchNormRNN(3, 4).bias_l0 == 0).all()
+    gru = rbn.BatchNormGRU(3, 4)
+    assert (torch.cat([gru.bias_l0, gru.beta_n_l0, gru.h0_l0]) == 0).all()
+    assert (torch.cat([gru.gamma_x_l0, gru.gamma_h_l0]) == 0.1).all()
     assert rbn.LSTM(3, 4).bias_l0[4:8].tolist() == [1] * 4
     assert (rbn.BatchNormLSTM(3, 4, gamma=0.7).gamma_c_l0 == 0.7).all()
 
@@ -44,6 +47,11 @@ def test_identity_recurrent():
     rnn = rbn.BatchNormRNN(3, 4)
     init.identity_recurrent_(rnn)
     assert torch.equal(rnn.weight_hh_l0, torch.eye(4))
+    gru = rbn.BatchNormGRU(3, 4)
+    init.identity_recurrent_(gru)
+    gates, n = gru.weight_hh_l0.split([8, 4])
+    assert torch.equal(n, torch.eye(4))
+    torch.testing.assert_close(gates.T @ gates, torch.eye(4), rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="blocks must be 'candidate' or 'all', got 'f'"):
         init.identity_recurrent_(layer, "f")
 

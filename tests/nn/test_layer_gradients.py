@@ -20,6 +20,8 @@ CASES = {
     "lstm": (rbn.LSTM, {"num_layers": 2}, True, "train"),
     "ln-lstm": (rbn.LayerNormLSTM, {"bidirectional": True}, True, "train"),
     "bn-rnn-tanh": (rbn.BatchNormRNN, {"num_layers": 2}, True, "train"),
+    "bn-gru": (rbn.BatchNormGRU, {"bidirectional": True}, True, "train"),
+    "bn-gru-eval": (rbn.BatchNormGRU, {"zoneout": 0.2}, True, "eval"),
     "bn-rnn-relu": (rbn.BatchNormRNN, {"nonlinearity": "relu"}, True, "train"),
 }
 

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import rbn
 
-LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 LSTMS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM]
 
 
@@ -22,7 +22,7 @@ def states_of(hx):
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_shapes_are_those_of_torch(layer, bidirectional, layers, batch_first):
-    peer_class = nn.RNN if layer is rbn.BatchNormRNN else nn.LSTM
+    peer_class = {rbn.BatchNormRNN: nn.RNN, rbn.BatchNormGRU: nn.GRU}.get(layer, nn.LSTM)
     options = {"num_layers": layers, "batch_first": batch_first, "bidirectional": bidirectional}
     ours, peer = layer(3, 5, **options), peer_class(3, 5, **options)
     x = torch.randn(4, 7, 3)
@@ -257,7 +257,7 @@ def test_an_empty_batch_gives_an_empty_output(layer):
     output, hx = ours(torch.randn(6, 0, 3))
     assert output.shape == (6, 0, 5)
     assert all(s.shape == (2, 0, 5) for s in states_of(hx))
-    if layer in (rbn.BatchNormLSTM, rbn.BatchNormRNN):
+    if layer in (rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU):
         assert not ours.stats_h_l0.estimated
 
 
@@ -276,7 +276,7 @@ def test_last_states_may_be_changed_in_place(layer_class):
 
 
 @pytest.mark.parametrize(
-    "layer_class", [torch.nn.LSTM, rbn.LSTM, rbn.BatchNormLSTM, rbn.BatchNormRNN]
+    "layer_class", [torch.nn.LSTM, rbn.LSTM, rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 )
 def test_an_empty_batch_has_gradients_of_zero(layer_class):
     layer = layer_class(3, 4)
@@ -287,7 +287,13 @@ def test_an_empty_batch_has_gradients_of_zero(layer_class):
         assert parameter.grad.abs().sum() == 0, name
 
 
-CELLS = [rbn.BatchNormLSTMCell, rbn.LSTMCell, rbn.LayerNormLSTMCell, rbn.BatchNormRNNCell]
+CELLS = [
+    rbn.BatchNormLSTMCell,
+    rbn.LSTMCell,
+    rbn.LayerNormLSTMCell,
+    rbn.BatchNormRNNCell,
+    rbn.BatchNormGRUCell,
+]
 
 
 @pytest.mark.parametrize("looked_at", ["output", "states"])
@@ -333,7 +339,8 @@ def test_what_is_printed_of_a_layer(layer, expected):
 
 
 @pytest.mark.parametrize(
-    "layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormLSTMCell]
+    "layer_class",
+    [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU, rbn.BatchNormLSTMCell],
 )
 def test_what_is_printed_of_a_normalized_layer(layer_class):
     name = layer_class.__name__

@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 
 
 @pytest.mark.parametrize("layer_class", LAYERS)
@@ -64,10 +64,8 @@ def test_rows_of_the_input_that_are_no_multiple_of_16_bytes(features, dtype):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_no_call_makes_the_host_wait(layer_class):
-    layer = layer_class(
-        3, 4, num_layers=2, zoneout=0.1 if layer_class is rbn.BatchNormRNN else (0.1, 0.1)
-    )
-    layer.cuda()
+    zoneout = 0.1 if len(layer_class.states) == 1 else (0.1, 0.1)
+    layer = layer_class(3, 4, num_layers=2, zoneout=zoneout).cuda()
     x, lengths = torch.randn(6, 5, 3, device="cuda"), torch.tensor([6, 1, 4, 6, 2], device="cuda")
     layer(x)  # grows the statistics
     for training in (True, False):
@@ -100,6 +98,7 @@ def test_the_wrong_device_is_named():
         (rbn.LSTMCell, {}),
         (rbn.LayerNormLSTMCell, {}),
         (rbn.BatchNormRNNCell, {"nonlinearity": "relu"}),
+        (rbn.BatchNormGRUCell, {"zoneout": 0.2}),
         (rbn.BatchNormLSTMCell, {"zoneout": (0.1, 0.2)}),
         (rbn.BatchNormLSTMCell, {"ablations": ("joint_terms", "pass_normalized_cell")}),
         (rbn.BatchNormLSTMCell, {"ablations": ("raw_output", "shared_stats"), "bias": False}),
@@ -152,7 +151,9 @@ def test_a_folded_layer_is_the_layer(ablations, batch):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("make", [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize(
+    "make", [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
+)
 def test_batches_of_gradients(make):
     """All at once, though the backward pass runs in a thread of its own."""
     layer, x = make(3, 64).cuda(), torch.randn(5, 6, 3, device="cuda", requires_grad=True)

@@ -10,7 +10,7 @@ from torch.export import Dim
 import rbn
 from rbn.ops import reference
 from rbn.ops.cpu import scan
-from rbn.ops.definition import LSTM, RNN, LSTMArguments, RNNArguments
+from rbn.ops.definition import GRU, LSTM, RNN, LSTMArguments, RNNArguments
 from rbn.ops.types import Statistics
 
 RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -95,6 +95,7 @@ CASES = [
     (rbn.LSTM, {"initial_state": "zeros", "cell_bias": True}),
     (rbn.LayerNormLSTM, {"bidirectional": True, "bias": False}),
     (rbn.BatchNormRNN, {"zoneout": 0.1, "nonlinearity": "relu"}),
+    (rbn.BatchNormGRU, {"zoneout": 0.1}),
 ]
 
 
@@ -160,8 +161,9 @@ def test_start_and_states(ort):
 
 @pytest.mark.slow
 @EXPORTER
-def test_a_cell_for_every_step(ort):
-    cell = rbn.BatchNormRNNCell(3, 6)
+@pytest.mark.parametrize("make", [rbn.BatchNormRNNCell, rbn.BatchNormGRUCell])
+def test_a_cell_for_every_step(ort, make):
+    cell = make(3, 6)
     for step in range(5):
         cell(torch.randn(8, 3), step=step)
     cell.eval()
@@ -303,7 +305,7 @@ def test_scan_of_a_simple_rnn(nonlinearity):
         zoneout_h=0.1,
     )
     arguments = RNNArguments(
-        *(wx, None, weight, None, *gammas, h0, lengths),
+        *(wx, None, weight, None, *gammas, h0, None, lengths),
         **dict(zip(RNN.moments, given, strict=True)),
         rate_h=0.1,
         eps=1e-5,
@@ -311,3 +313,22 @@ def test_scan_of_a_simple_rnn(nonlinearity):
     )
     found = scan.rnn(*arguments)
     torch.testing.assert_close(found[:2], expected[:2])
+
+
+@EXPORTER
+@pytest.mark.parametrize("shifted", [True, False])
+def test_scan_of_a_gru(shifted):
+    wx, weight, h0 = double(T, B, 3 * H), double(3 * H, H), double(B, H)
+    gammas, bias = [double(3 * H), double(3 * H)], double(3 * H) if shifted else None
+    beta = double(H) if shifted else None
+    given, lengths = population(9, 3, False), torch.tensor([2, 7, 5])
+    options = {"lengths": lengths, "population": Statistics(*given), "zoneout_h": 0.1}
+    expected = reference.bn_gru(wx, weight, bias, *gammas, h0, beta, **options)
+    arguments = RNNArguments(
+        *(wx, None, weight, bias, *gammas, h0, beta, lengths),
+        **dict(zip(GRU.moments, given, strict=True)),
+        rate_h=0.1,
+        eps=1e-5,
+        nonlinearity="gates",
+    )
+    torch.testing.assert_close(scan.rnn(*arguments)[:2], expected[:2])

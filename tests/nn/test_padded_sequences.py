@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import rbn
 from rbn.nn.layers import reverse
 
-LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
@@ -23,7 +23,7 @@ def finals(hx):
 @given(lengths=st.lists(st.integers(1, 6), min_size=2, max_size=5), seed=st.integers(0, 2**16))
 def test_evaluation_equals_the_sequences_one_by_one(layer_class, padding, lengths, seed):
     torch.manual_seed(seed)
-    normalized = layer_class in (rbn.BatchNormLSTM, rbn.BatchNormRNN)
+    normalized = layer_class in (rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU)
     options = {"padding": padding} if normalized else {}
     layer = layer_class(3, 4, num_layers=2, bidirectional=True, dtype=torch.float64, **options)
     layer(torch.randn(4, 5, 3, dtype=torch.float64))  # shorter than the longest: beyond T_max
@@ -58,7 +58,7 @@ def test_what_the_padding_holds_does_not_matter(layer_class):
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_excluding_and_including_padded_rows(layer_class):
     """Included rows carry their state: step 1 has rows 0 and 1 anew, and row 2 carried along."""
     layers = {}

@@ -8,7 +8,7 @@ import torch
 import rbn
 from rbn import batch_statistics, update_population_stats
 
-LAYERS = [rbn.BatchNormLSTM, rbn.BatchNormRNN]
+LAYERS = [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 EXACT = {"rtol": 1e-5, "atol": 1e-7}  # float32 averages in another order
 ZERO = 1e-5 * 2**-22  # variances come from 1 / sqrt(var + eps) rounded to float32, eps = 1e-5
 

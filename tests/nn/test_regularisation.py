@@ -60,13 +60,14 @@ def test_zoneout_in_evaluation_is_the_expected_state():
     torch.testing.assert_close(h, 0.2 * h0 + 0.8 * h_new)
 
 
-def test_zoneout_of_the_simple_rnn():
-    layer = rbn.BatchNormRNN(3, 4, zoneout=1.0)
+@pytest.mark.parametrize("layer_class", [rbn.BatchNormRNN, rbn.BatchNormGRU])
+def test_zoneout_of_one_state(layer_class):
+    layer = layer_class(3, 4, zoneout=1.0)
     layer.h0_l0.data.normal_()
     assert torch.equal(layer(torch.randn(5, 6, 3))[0], layer.h0_l0.expand(5, 6, 4))
 
 
-@pytest.mark.parametrize("layer_class", [*LSTMS, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer_class", [*LSTMS, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_weight_dropout_leaves_out_the_same_weights_in_all_steps(layer_class):
     torch.manual_seed(0)
     x = torch.randn(4, 6, 3, dtype=torch.float64)
@@ -91,7 +92,7 @@ def test_weight_dropout_leaves_out_the_same_weights_in_all_steps(layer_class):
         assert (getattr(layer, name).grad[mask != 0] != 0).all()
 
 
-@pytest.mark.parametrize("layer_class", [*LSTMS, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer_class", [*LSTMS, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_weight_dropout_is_gone_in_evaluation(layer_class):
     x = torch.randn(4, 6, 3)
     layer = layer_class(3, 5, weight_dropout=0.5)
@@ -103,7 +104,7 @@ def test_weight_dropout_is_gone_in_evaluation(layer_class):
     assert "weight_dropout=0.5" in repr(layer)
 
 
-@pytest.mark.parametrize("layer_class", [*LSTMS, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer_class", [*LSTMS, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_noise_in_the_initial_state(layer_class):
     layer = layer_class(1, 4, hidden_noise=0.1)
     x = torch.zeros(1, 500, 1)  # constant over the batch, as the upper pixels of an image

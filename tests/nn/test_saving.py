@@ -9,8 +9,8 @@ import torch
 
 import rbn
 
-LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
-NORMALIZED = [rbn.BatchNormLSTM, rbn.BatchNormRNN]
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
+NORMALIZED = [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 
 
 def trained(layer_class, **options):

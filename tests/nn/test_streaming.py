@@ -29,7 +29,7 @@ def make(cell_class, inputs=5, hidden=7, seen=6, **options):
     for name, parameter in cell.named_parameters():
         if not name.startswith("weight"):
             parameter.data.uniform_(-0.3, 1.0)
-    if cell_class in (rbn.BatchNormLSTMCell, rbn.BatchNormRNNCell):
+    if cell_class in (rbn.BatchNormLSTMCell, rbn.BatchNormRNNCell, rbn.BatchNormGRUCell):
         hx = None
         for t in range(seen):
             x = torch.randn(8, inputs, dtype=cell.weight_ih.dtype)
@@ -138,6 +138,8 @@ def test_sizes_that_fill_no_register(hidden, inputs, way):
         (rbn.BatchNormRNNCell, {}),
         (rbn.BatchNormRNNCell, {"nonlinearity": "relu", "bias": False, "zoneout": 0.2}),
         (rbn.BatchNormRNNCell, {"ablations": ("shared_stats",)}),
+        (rbn.BatchNormGRUCell, {}),
+        (rbn.BatchNormGRUCell, {"bias": False, "zoneout": 0.2}),
     ],
     ids=str,
 )
@@ -199,7 +201,9 @@ def test_gradients_of_the_plain_equations(cell_class, ablations, way):
         torch.testing.assert_close(one.grad.double(), other.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("cell_class", [rbn.BatchNormLSTMCell, rbn.BatchNormRNNCell])
+@pytest.mark.parametrize(
+    "cell_class", [rbn.BatchNormLSTMCell, rbn.BatchNormRNNCell, rbn.BatchNormGRUCell]
+)
 def test_second_derivatives(cell_class):
     cell = make(cell_class, dtype=torch.float64)
     x = torch.randn(1, 5, dtype=torch.float64, requires_grad=True)

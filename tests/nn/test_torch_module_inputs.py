@@ -210,6 +210,7 @@ def test_a_wrong_call_raises_torchs_type(args):
         (rbn.BatchNormLSTM, nn.LSTM(3, 5, 2, bidirectional=True)),
         (rbn.LayerNormLSTM, nn.LSTM(3, 5, 2, bidirectional=True)),
         (rbn.BatchNormRNN, nn.RNN(3, 5, 2, bidirectional=True)),
+        (rbn.BatchNormGRU, nn.GRU(3, 5, 2, bidirectional=True)),
     ],
 )
 def test_attributes_of_torchs_layer(layer_class, peer, bias):

@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 import rbn
 
-LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 need_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="the GPU's kernels need triton"
 )
@@ -132,7 +132,7 @@ def test_autocast(layer_class, backend):
     torch.testing.assert_close(y.float(), expected, rtol=0, atol=0.02 if calm else 0.1)
     y.float().sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
-    if layer_class in (rbn.BatchNormLSTM, rbn.BatchNormRNN):
+    if layer_class in (rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU):
         assert layer.stats_h_l0.mean.dtype == torch.float32
 
 
@@ -210,7 +210,8 @@ def replica(module):
 
 
 @pytest.mark.parametrize(
-    "layer_class", [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+    "layer_class",
+    [rbn.BatchNormLSTM, rbn.LSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU],
 )
 def test_replicas_of_data_parallel(layer_class):
     layer, x = layer_class(5, 8), torch.randn(4, 3, 5)
@@ -258,7 +259,8 @@ def test_vmap_with_lengths():
 
 
 @pytest.mark.parametrize(
-    "layer_class", [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN]
+    "layer_class",
+    [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU],
 )
 def test_shapes_on_the_meta_device(layer_class):
     layer = layer_class(3, 4, device="meta")
@@ -274,6 +276,7 @@ def test_shapes_on_the_meta_device(layer_class):
         *((layer, training, "cpu") for layer in LAYERS for training in (True, False)),
         (rbn.BatchNormLSTM, True, "reference"),
         pytest.param(rbn.BatchNormRNN, True, "gpu", marks=need_triton),
+        pytest.param(rbn.BatchNormGRU, True, "gpu", marks=need_triton),
     ],
 )
 def test_batches_of_gradients(layer_class, training, backend):
@@ -303,7 +306,7 @@ def test_batches_of_gradients(layer_class, training, backend):
         torch.autograd.grad(output, inputs, given[0])
 
 
-@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_vmap_in_training(layer_class):
     """With minibatch statistics that are not kept; otherwise one sentence says how."""
     torch.manual_seed(0)

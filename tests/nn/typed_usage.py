@@ -24,6 +24,8 @@ def layers(
     assert_type(rbn.LayerNormLSTM(3, 4)(packed), tuple[PackedSequence, Pair])
     assert_type(rbn.BatchNormRNN(3, 4)(x, h), tuple[Tensor, Tensor])
     assert_type(rbn.BatchNormRNN(3, 4)(packed), tuple[PackedSequence, Tensor])
+    assert_type(rbn.BatchNormGRU.from_gru(nn.GRU(3, 4))(x, h), tuple[Tensor, Tensor])
+    assert_type(rbn.BatchNormGRU(3, 4)(packed), tuple[PackedSequence, Tensor])
     assert_type(rbn.LSTM(3, 4).to_lstm(), nn.LSTM)
 
 
@@ -32,6 +34,7 @@ def cells(x: Tensor, states: Pair, h: Tensor) -> None:
     assert_type(rbn.LSTMCell(3, 4)(x), Pair)
     assert_type(rbn.LayerNormLSTMCell(3, 4)(x, step=1), Pair)
     assert_type(rbn.BatchNormRNNCell(3, 4, nonlinearity="relu")(x, h), Tensor)
+    assert_type(rbn.BatchNormGRUCell(3, 4)(x, h), Tensor)
 
 
 def conversion(x: Tensor, cells: list[rbn.BatchNormLSTMCell]) -> None:
@@ -61,6 +64,7 @@ def mistakes(x: Tensor, packed: PackedSequence, states: Pair, batches: list[Tens
     rbn.LSTM(3, 4, initial_state="zero")  # expected: arg-type
     rbn.BatchNormRNN(3, 4, nonlinearity="gelu")  # expected: arg-type
     rbn.BatchNormRNN(3, 4, ablations=["raw_output"])  # expected: list-item
+    rbn.BatchNormGRU(3, 4, zoneout=(0.1, 0.1))  # expected: arg-type
     rbn.backend("cuda")  # expected: arg-type
     rbn.BatchNormLSTM(3, 4)(x, x)  # expected: call-overload
     rbn.BatchNormLSTM(3, 4)(packed, lengths=[1])  # expected: call-overload

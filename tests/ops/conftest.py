@@ -92,3 +92,34 @@ def in_memory(monkeypatch):
     from rbn.ops.gpu.lstm.cluster import cluster_kernels
 
     monkeypatch.setattr(cluster_kernels, "choose", lambda term: None)
+
+
+@pytest.fixture
+def emulate_portable(tmp_path_factory, monkeypatch):
+    """Makes every LSTM run the portable kernels, emulated on the CPU, with these tilings."""
+    pytest.importorskip("triton", reason="the GPU's kernels need triton")
+    from cuda_emulation import EmulatedKernel
+
+    from rbn.ops.gpu.lstm import cuda_kernels, families, plan
+    from rbn.ops.gpu.lstm.portable import portable_kernels
+
+    launches, folder = [], tmp_path_factory.mktemp("emulated")
+
+    def kernel(direction, tiling, device, shared, defines):
+        launches.append(direction)
+        macros = portable_kernels.macros(tiling, defines)
+        return EmulatedKernel(folder, f"portable_{direction}", macros, tiling.threads, shared)
+
+    def given(few_rows=True, **tilings):
+        choose = portable_kernels.choose
+        monkeypatch.setattr(portable_kernels, "FEW_ROWS", few_rows)
+        monkeypatch.setattr(
+            portable_kernels, "choose", lambda d, *sizes: tilings.get(d) or choose(d, *sizes)
+        )
+        monkeypatch.setattr(portable_kernels, "kernel", kernel)
+        monkeypatch.setattr(cuda_kernels, "family", lambda term, zoned: cuda_kernels.PORTABLE)
+        monkeypatch.setattr(families, "choose", lambda term, a: families.CUDA)
+        monkeypatch.setattr(plan, "_CACHE", {})
+        return launches
+
+    return given

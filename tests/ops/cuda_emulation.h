@@ -11,9 +11,11 @@
 #define __launch_bounds__(...)
 
 struct alignas(8) float2 { float x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
 inline float __uint_as_float(unsigned u) { float v; memcpy(&v, &u, 4); return v; }
@@ -71,6 +73,19 @@ inline float __shfl_xor_sync(unsigned, float v, int mask) {
   const float result = __uint_as_float(w.words[lane ^ mask][0]);
   __syncwarp();
   return result;
+}
+
+inline unsigned __reduce_max_sync(unsigned, unsigned v) {
+  Warp& w = this_warp();
+  w.words[current->thread.x % 32][0] = v;
+  __syncwarp();
+  for (int i = 0; i < 32; i++) v = max(v, w.words[i][0]);
+  __syncwarp();
+  return v;
+}
+// Shared memory has addresses of its own, as on a GPU.
+inline unsigned __cvta_generic_to_shared(const void* p) {
+  return unsigned((const char*)p - (const char*)current->block->memory.data());
 }
 
 static void enter() {

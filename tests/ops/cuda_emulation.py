@@ -50,7 +50,7 @@ extern "C" int run(const void* p, int blocks, int threads, int shared, unsigned 
 class EmulatedKernel:
     """In the place of `driver.Kernel`."""
 
-    at_once = 10**6
+    at_once, together = 10**6, True
 
     def __init__(self, folder, name, defines, threads, shared):
         key = "-".join(f"{k}{v}" for k, v in sorted(defines.items()))

@@ -261,15 +261,37 @@ def ln_lstm(
     return {"output": batch.output, "h_n": batch.final("h"), "c_n": batch.final("c")}
 
 
-def bn_rnn(
+def bn_rnn(wx, weight_hh, bias, gamma_x, gamma_h, h0, *, nonlinearity="tanh", **options):
+    """Equation 1 with both terms normalized as in equation 6."""
+    phi = {"tanh": np.tanh, "relu": relu}[nonlinearity]
+
+    def step(W_h_h, W_x_x, h):
+        return phi(W_h_h + W_x_x + (0.0 if bias is None else bias))
+
+    return one_state(step, wx, weight_hh, gamma_x, gamma_h, h0, **options)
+
+
+def bn_gru(wx, weight_hh, bias, gamma_x, gamma_h, h0, beta_n, **options):
+    """`torch.nn.GRU`'s equations with both terms normalized as in equation 6."""
+
+    def step(W_h_h, W_x_x, h):
+        W_x_x = W_x_x + (0.0 if bias is None else bias)
+        (h_r, h_z, h_n), (x_r, x_z, x_n) = (np.split(term, 3) for term in (W_h_h, W_x_x))
+        r, z = sigmoid(h_r + x_r), sigmoid(h_z + x_z)
+        n = np.tanh(x_n + r * (h_n + (0.0 if beta_n is None else beta_n)))
+        return (1 - z) * n + z * h
+
+    return one_state(step, wx, weight_hh, gamma_x, gamma_h, h0, **options)
+
+
+def one_state(
+    step,
     wx,
     weight_hh,
-    bias,
     gamma_x,
     gamma_h,
     h0,
     *,
-    nonlinearity="tanh",
     lengths=None,
     population=None,
     eps=1e-5,
@@ -277,8 +299,7 @@ def bn_rnn(
     padding="exclude",
     zoneout_h=0.0,
 ):
-    """Equation 1 with both terms normalized as in equation 6."""
-    phi = {"tanh": np.tanh, "relu": relu}[nonlinearity]
+    """A network whose only state is h. step: from both terms and h of a row to its new h."""
     batch = Batch(wx, lengths, padding, h=h0)
     pop = population or {}
     x_term = input_term(batch, wx, pop.get("x"), input_stats)
@@ -291,8 +312,7 @@ def bn_rnn(
         for b in batch.running(t):
             W_h_h = BN(weight_hh @ h[b], gamma_h, 0.0, mean_h, var_h, eps)
             W_x_x = BN(wx[t, b], gamma_x, 0.0, mean_x, var_x, eps)
-            h_t = phi(W_h_h + W_x_x + (0.0 if bias is None else bias))
-            new_h[b] = zoneout(zoneout_h, t, b, h[b], h_t)
+            new_h[b] = zoneout(zoneout_h, t, b, h[b], step(W_h_h, W_x_x, h[b]))
         batch.advance(t, h=new_h)
     return {
         "output": batch.output,

@@ -62,7 +62,7 @@ def main(capability, kilobytes):
             differentiate(make_case("lstm", 2, 200, 60, dtype=half), "gpu")
     with mock.patch.object(families, "choose", return_value=families.STEPS):
         differentiate(make_case("bn_lstm", 1, 9, 17, dtype=half, **calm("bn_lstm")), "gpu")
-    for op in ("ln_lstm", "bn_rnn"):
+    for op in ("ln_lstm", "bn_rnn", "bn_gru"):
         differentiate(make_case(op, 1, 9, 17, dtype=half, **calm(op)), "gpu")
     grad = torch.zeros(100, 64, dtype=half)
     look_up.gradient(torch.zeros(100, dtype=torch.int64), grad, 256, half)

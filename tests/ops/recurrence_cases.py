@@ -18,11 +18,12 @@ from torch import Tensor
 import rbn.ops
 from rbn.ops import Statistics
 from rbn.ops.cpu import compiled_lstm
-from rbn.ops.definition import LSTM, RNN, Arguments, Definition
+from rbn.ops.definition import GRU, LSTM, RNN, Arguments, Definition
 from rbn.ops.operator import Operator
 
-OPS = ("bn_lstm", "lstm", "ln_lstm", "bn_rnn")
-NORMALIZED_BY_BATCH = ("bn_lstm", "bn_rnn")
+OPS = ("bn_lstm", "lstm", "ln_lstm", "bn_rnn", "bn_gru")
+NORMALIZED_BY_BATCH = ("bn_lstm", "bn_rnn", "bn_gru")
+ONE_STATE = {"bn_rnn": RNN, "bn_gru": GRU}  # the others are LSTMs
 BACKENDS = ("reference", "cpu")
 
 # The differentiable arguments of each op, in its order, and the results that have a gradient.
@@ -31,13 +32,15 @@ ARGUMENTS = {
     "lstm": ["wx", "weight_hh", "bias", "beta_c", "h0", "c0"],
     "ln_lstm": ["wx", "weight_hh", "bias", "gamma_x", "gamma_h", "gamma_c", "beta_c", "h0", "c0"],
     "bn_rnn": ["wx", "weight_hh", "bias", "gamma_x", "gamma_h", "h0"],
+    "bn_gru": ["wx", "weight_hh", "bias", "gamma_x", "gamma_h", "h0", "beta_n"],
 }
-RESULTS = dict.fromkeys(OPS, ("output", "h_n", "c_n")) | {"bn_rnn": ("output", "h_n")}
+RESULTS = dict.fromkeys(OPS, ("output", "h_n", "c_n")) | dict.fromkeys(ONE_STATE, ("output", "h_n"))
 OPTIONAL = {
     "bn_lstm": ("bias", "gamma_x", "gamma_c", "beta_c"),
     "lstm": ("bias", "beta_c"),
     "ln_lstm": ("bias",),
     "bn_rnn": ("bias",),
+    "bn_gru": ("bias", "beta_n"),
 }
 
 
@@ -174,7 +177,7 @@ def call(case: Case, backend: str | None = None) -> dict[str, Tensor | None]:
 
 
 def definition_of(op: str) -> Definition:
-    return RNN if op == "bn_rnn" else LSTM
+    return ONE_STATE.get(op, LSTM)
 
 
 def arguments(case: Case) -> Arguments:
@@ -189,6 +192,8 @@ def arguments(case: Case) -> Arguments:
         options[("mask_" if isinstance(value, Tensor) else "rate_") + state] = value
     if definition is LSTM:
         options["norm"] = {"bn_lstm": "batch", "lstm": "none", "ln_lstm": "layer"}[case.op]
+    if definition is GRU:
+        options["nonlinearity"] = "gates"
     return definition.with_population(definition.arguments(**given, **options), population)
 
 
@@ -289,7 +294,7 @@ def make_case(
     def positive(*shape: int) -> Tensor:
         return torch.rand(shape, generator=g, dtype=torch.float64) + 0.25
 
-    G = H if op == "bn_rnn" else 4 * H
+    G = definition_of(op).gates * H
     values = {
         "wx": normal(T, B, G, shift=0.5),
         "weight_hh": normal(G, H, scale=H**-0.5),
@@ -301,6 +306,8 @@ def make_case(
         "h0": normal(B, H, scale=0.5),
         "c0": normal(B, H),
     }
+    if "beta_n" in ARGUMENTS[op]:
+        values["beta_n"] = normal(H, scale=0.5)
     tensors = {name: None if name in absent else values[name] for name in ARGUMENTS[op]}
 
     if lengths == "random":
@@ -320,7 +327,7 @@ def make_case(
         options["population"] = Statistics(*given)
     for name, z in zip(("zoneout_c", "zoneout_h"), zoneout, strict=True):
         mask = torch.rand(T, B, H, generator=g) < 0.4
-        if name in options or (op == "bn_rnn" and name == "zoneout_c"):
+        if name in options or (op in ONE_STATE and name == "zoneout_c"):
             continue
         options[name] = mask if z == "mask" else z
     shapes = {"output": (T, B, H), "h_n": (B, H), "c_n": (B, H)}
@@ -404,7 +411,7 @@ def could_be_parted(op: str) -> dict[str, Case]:
     there by a sequence that ends and keeps its state, or by gates that the cells do not show.
     """
     inputs = constant_beginning(op, 0, 2, 6, 3)
-    masks = (0.0, "mask") if op == "bn_rnn" else ("mask", "mask")
+    masks = (0.0, "mask") if op in ONE_STATE else ("mask", "mask")
     kept = constant_beginning(op, 1, 3, 6, 3, zoneout=masks)
     gamma, none = inputs.tensors["gamma_x"], torch.zeros_like(kept.tensors["weight_hh"])
     over = {"input_stats": "sequence"}

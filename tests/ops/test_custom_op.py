@@ -37,6 +37,12 @@ SETS = {
         "population": {"population": 2, "lengths": LENGTHS},
         "padding counts": {"lengths": LENGTHS, "padding": "include", "nonlinearity": "relu"},
     },
+    "bn_gru": {
+        "batch": {"dtype": torch.float32},
+        "population": {"population": 2, "lengths": LENGTHS},
+        "padding counts": {"lengths": LENGTHS, "padding": "include", "zoneout": (0.0, "mask")},
+        "no shifts": {"absent": ("bias", "beta_n"), "dtype": torch.bfloat16},
+    },
 }
 every_call = pytest.mark.parametrize(
     ("op", "options"),
@@ -147,7 +153,10 @@ def test_without_a_gradient_nothing_is_saved(op):
 
 @pytest.mark.parametrize(
     ("backend", "names"),
-    [("cpu", ("cpu_lstm", "cpu_rnn")), ("gpu", ("gpu_lstm", "gpu_ln_lstm", "gpu_rnn"))],
+    [
+        ("cpu", ("cpu_lstm", "cpu_rnn", "cpu_gru")),
+        ("gpu", ("gpu_lstm", "gpu_ln_lstm", "gpu_rnn", "gpu_gru")),
+    ],
 )
 def test_no_argument_has_a_default(backend, names):
     """PyTorch would leave out of a compiled call what equals it, and then miscount gradients."""

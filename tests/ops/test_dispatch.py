@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from recurrence_cases import (
+    NORMALIZED_BY_BATCH,
     OPS,
     RESULTS,
     arguments,
@@ -46,7 +47,7 @@ def test_every_function_is_found_by_its_name(name):
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_has_an_operator(op):
     case = make_case(op, 2, 3, 2)
-    assert operator_call(case, "cpu")[0] == ("cpu_rnn" if op == "bn_rnn" else "cpu_lstm")
+    assert operator_call(case, "cpu")[0] == f"cpu_{definition_of(op).name}"
     assert reference.operator_for(definition_of(op), [arguments(case)]) is None
 
 
@@ -72,7 +73,7 @@ def test_every_backend_is_asked_the_same(name):
         assert list(inspect.signature(getattr(module, function)).parameters) == names
 
 
-@pytest.mark.parametrize("op", ["bn_lstm", "bn_rnn"])
+@pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
 def test_rows_of_several_processes_run_the_reference_alone(op):
     case = make_case(op, 2, 3, 2)
     with (

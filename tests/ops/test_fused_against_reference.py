@@ -48,6 +48,7 @@ OF_ONE_OP = {
         for passed in (False, True)
     ],
     "bn_rnn": [{"nonlinearity": "tanh"}, {"nonlinearity": "relu"}],
+    "bn_gru": [{"absent": absent} for absent in ((), ("bias",), ("beta_n",), ("bias", "beta_n"))],
 }
 
 

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrence_cases import (
     CALM,
+    NORMALIZED_BY_BATCH,
+    ONE_STATE,
     TOLERANCES,
     assert_same,
     call,
@@ -21,6 +23,7 @@ from recurrence_cases import (
     cases,
     constant_beginning,
     could_be_parted,
+    definition_of,
     differentiate,
     fresh_seed,
     from_input,
@@ -30,6 +33,7 @@ from recurrence_cases import (
     relative,
     shared,
 )
+from recurrence_cases import OPS as EVERY_OP
 
 import rbn
 
@@ -114,7 +118,7 @@ def test_rounding_is_not_enlarged_by_constant_steps(constant):
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in rows that fill a tile
 @pytest.mark.parametrize("by", ["inputs", "zoneout", "padding", "gates"])
-@pytest.mark.parametrize("op", ["bn_lstm", "bn_rnn"])
+@pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
 def test_rows_that_could_be_parted_have_their_gradient(op, by):
     case = could_be_parted(op)[by].to(torch.float32)
     found = shared(differentiate(case.on(DEVICE), "gpu")[1])
@@ -254,10 +258,12 @@ def test_gradients_lie_behind_what_is_still_to_be_read(shape, dtype, lead):
 
 def arguments_of(op, rows=3, hidden=4, steps=5):
     """Random ones, by name, on the device."""
-    gates = 1 if op == "bn_rnn" else 4
+    gates = definition_of(op).gates
     sizes = {"wx": (steps, rows, gates * hidden), "weight_hh": (gates * hidden, hidden)}
     sizes |= {"bias": (gates * hidden,), "h0": (rows, hidden)}
-    if op != "bn_rnn":
+    if op == "bn_gru":
+        sizes["beta_n"] = (hidden,)
+    if op not in ONE_STATE:
         sizes |= {"c0": (rows, hidden), "beta_c": (hidden,)}
     if op != "lstm":
         sizes |= {"gamma_x": (gates * hidden,), "gamma_h": (gates * hidden,)}
@@ -273,7 +279,7 @@ def beside_the_reference(op, **lengths):
     for backend in ("gpu", "reference"):
         with rbn.backend(backend), poisoned_memory(), products(False):
             found.append(getattr(rbn.ops, op)(**given, **lengths, **calm(op)))
-    states = 2 if op == "bn_rnn" else 3
+    states = 2 if op in ONE_STATE else 3
     return (results[:states] for results in found)
 
 
@@ -283,7 +289,7 @@ beyond_the_batch = pytest.mark.filterwarnings(  # rows that only fill a tile
 
 
 @beyond_the_batch
-@pytest.mark.parametrize("op", ["lstm", "bn_lstm", "ln_lstm", "bn_rnn"])
+@pytest.mark.parametrize("op", EVERY_OP)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_lengths_that_do_not_lie_side_by_side(op, dtype):
     lengths = torch.tensor([5, 1, 2, 1, 3, 1], dtype=dtype, device=DEVICE)[::2]
@@ -292,7 +298,7 @@ def test_lengths_that_do_not_lie_side_by_side(op, dtype):
 
 
 @beyond_the_batch
-@pytest.mark.parametrize("op", ["lstm", "bn_lstm", "ln_lstm", "bn_rnn"])
+@pytest.mark.parametrize("op", EVERY_OP)
 def test_rows_without_a_step_keep_their_state(op, monkeypatch):
     """Lengths on a card are taken at their word."""
     monkeypatch.setattr("rbn.ops.definition.check_sequence_lengths", lambda *args: None)

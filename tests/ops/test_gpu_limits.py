@@ -84,6 +84,7 @@ def test_a_hundred_thousand_steps_in_inference(layer_class, dtype):
         (rbn.BatchNormLSTM, 600, 4, torch.float32),  # step by step, as are those below
         (rbn.LayerNormLSTM, 2, 16, torch.float32),
         (rbn.BatchNormRNN, 2, 16, torch.float32),
+        (rbn.BatchNormGRU, 2, 16, torch.float32),
     ],
 )
 def test_a_hundred_thousand_steps_by_other_kernels(layer_class, batch, hidden, dtype):

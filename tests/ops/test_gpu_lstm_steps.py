@@ -223,7 +223,7 @@ def test_the_same_bits_from_a_graph_that_is_kept(monkeypatch):
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("op", ["bn_lstm", "lstm", "ln_lstm", "bn_rnn"])
+@pytest.mark.parametrize("op", ["bn_lstm", "lstm", "ln_lstm", "bn_rnn", "bn_gru"])
 def test_steps_launched_by_the_driver_or_by_triton(op, dtype, monkeypatch):
     """The same bits, whoever launches them, also from the second call on."""
     case = make_case(op, 6, 33, 40, fresh_seed(), dtype=dtype, **calm(op)).on(DEVICE)
@@ -252,7 +252,9 @@ def test_steps_launched_by_the_driver_or_by_triton(op, dtype, monkeypatch):
 
 
 @needs_cuda
-@pytest.mark.parametrize("layer_class", [rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize(
+    "layer_class", [rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
+)
 def test_a_graph_of_steps(layer_class, capture):
     """Captured steps are those of a call, and run again with what is then in memory."""
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrence_cases import (
     CALM,
+    ONE_STATE,
     RESULTS,
     TOLERANCES,
     assert_same,
@@ -39,7 +40,7 @@ from rbn.ops.gpu.ln_lstm import ln_steps
 
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 
-OPS = ("ln_lstm", "bn_rnn")
+OPS = ("ln_lstm", "bn_rnn", "bn_gru")
 ROWS = {
     "plain": {},
     "no bias": {"absent": ("bias",)},
@@ -53,7 +54,6 @@ ROWS = {
     "final state alone": {"used": ("h_n",), "lengths": [2, 5, 3]},
 }
 BATCH = {
-    "relu": {"nonlinearity": "relu"},
     "padding counted": {"lengths": [2, 5, 1], "padding": "include"},
     "sequencewise": {"input_stats": "sequence"},
     "sequencewise, lengths": {"input_stats": "sequence", "lengths": [5, 4, 1]},
@@ -70,7 +70,11 @@ BATCH = {
         "padding": "include",
     },
 }
-OPTIONS = {"ln_lstm": ROWS, "bn_rnn": ROWS | BATCH}
+OPTIONS = {
+    "ln_lstm": ROWS,
+    "bn_rnn": ROWS | BATCH | {"relu": {"nonlinearity": "relu"}},
+    "bn_gru": ROWS | BATCH | {"no shifts": {"absent": ("bias", "beta_n")}},
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -116,11 +120,12 @@ def test_shapes(op, shape):
     compare(make_case(op, *shape, **calm(op)))
 
 
+@pytest.mark.parametrize("op", ONE_STATE)
 @pytest.mark.parametrize("padding", ["exclude", "include"])
-def test_batches_of_several_tiles(padding):
+def test_batches_of_several_tiles(padding, op):
     """Rows are gone over 64 at a time."""
     for B in (64, 65, 150):
-        compare(make_case("bn_rnn", 3, B, 5, lengths="random", padding=padding, **calm("bn_rnn")))
+        compare(make_case(op, 3, B, 5, lengths="random", padding=padding, **calm(op)))
 
 
 def test_a_program_for_each_row(monkeypatch):
@@ -177,13 +182,17 @@ def test_parameters_in_float32_with_inputs_in_half_precision(op):
     assert_same(gradients, expected[1], 16 * unit)
 
 
+@pytest.mark.parametrize("op", ONE_STATE)
 @pytest.mark.parametrize("constant", [1, 4])
-def test_rounding_is_not_enlarged_by_constant_steps(constant):
-    case = constant_beginning("bn_rnn", constant, 8, 12, 5).to(torch.float32)
+def test_rounding_is_not_enlarged_by_constant_steps(constant, op):
+    case = constant_beginning(op, constant, 8, 12, 5).to(torch.float32)
     _, found = differentiate(case.on(DEVICE), "gpu")
     _, expected = differentiate(case.to(torch.float64), "reference")
     assert_same(shared(found), shared(expected), 2e-3)  # as on the CPU
-    assert found["h0"].abs().max() == 0
+    if op == "bn_gru":  # its update gate passes h0 on
+        assert_same({"h0": found["h0"]}, {"h0": expected["h0"]}, 2e-3)
+    else:
+        assert found["h0"].abs().max() == 0
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -288,8 +297,12 @@ def test_the_log_says_that_the_kernels_ran(op, caplog):
 
 
 CHECKED = [("ln_lstm", {}), ("ln_lstm", {"lengths": [4, 1, 2], "zoneout": (0.2, "mask")})]
-CHECKED += [("bn_rnn", {}), ("bn_rnn", {"lengths": [4, 1, 2], "padding": "include"})]
-CHECKED += [("bn_rnn", {"population": 2})]
+for op in ONE_STATE:
+    CHECKED += [
+        (op, {}),
+        (op, {"lengths": [4, 1, 2], "padding": "include"}),
+        (op, {"population": 2}),
+    ]
 
 
 @pytest.mark.slow
@@ -338,7 +351,7 @@ def test_the_operators_from_an_input_and_states_for_all_rows(op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_compiled_as_one_graph(layer_class):
     torch.manual_seed(0)
     layer = layer_class(3, 6).to(DEVICE)
@@ -386,7 +399,7 @@ def test_large_sizes(op, H, dtype):
         assert_same(actual, want, tolerance)
 
 
-@pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_autocast(layer_class):
     torch.manual_seed(0)
     layer = layer_class(3, 6, eps=CALM).to(DEVICE)

@@ -52,6 +52,7 @@ SETS = {
     "lstm": UNNORMALIZED | {"no cell bias": {"absent": ("beta_c",)}},
     "ln_lstm": UNNORMALIZED,
     "bn_rnn": BATCH_NORMALIZED | {"relu": {"nonlinearity": "relu"}},
+    "bn_gru": BATCH_NORMALIZED | {"no shifts": {"absent": ("bias", "beta_n")}},
 }
 
 

@@ -133,7 +133,13 @@ def test_widened_symbols_are_multiplied_fewer_rows_at_a_time():
 
 KERNELS = {
     *("lstm_forward", "lstm_backward", "raise_variances", "lstm_step", "lstm_step_backward"),
-    *("input_moments", "ln_lstm_step", "ln_lstm_step_backward", "ln_input_backward"),
+    *(
+        "input_moments",
+        "ln_lstm_step",
+        "ln_lstm_step_backward",
+        "ln_input_backward",
+        "ln_input_moments",
+    ),
     *("ln_parameter_sums", "bn_rnn_step", "bn_rnn_step_backward", "symbol_sums", "add_shares"),
     "lstm_cell_step",
 }

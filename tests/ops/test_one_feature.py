@@ -180,6 +180,7 @@ def test_more_calls_that_are_taken():
         (lambda: rbn.LSTM(1, 6, dtype=torch.float64), torch.randn(3, 5, 1).double()),
         (lambda: rbn.LayerNormLSTM(1, 6), torch.randn(3, 5, 1)),
         (lambda: rbn.BatchNormRNN(1, 6), torch.randn(3, 5, 1)),
+        (lambda: rbn.BatchNormGRU(1, 6), torch.randn(3, 5, 1)),
     ],
 )
 def test_calls_whose_input_term_is_made(make, x):

@@ -34,8 +34,8 @@ Model = Annotated[
     typer.Option(
         "--model",
         "--variant",
-        help="lstm, bn-lstm (unless the config says otherwise), ln-lstm, bn-rnn, rnn or irnn; for "
-        "reading tasks lstm, bi-lstm, bn-lstm, bn-everywhere, bn-e* or bn-e**.",
+        help="lstm, bn-lstm (unless the config says otherwise), ln-lstm, bn-gru, bn-rnn, rnn or "
+        "irnn; for reading tasks lstm, bi-lstm, bn-lstm, bn-everywhere, bn-e* or bn-e**.",
     ),
 ]
 File = Annotated[

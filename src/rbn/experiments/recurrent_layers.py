@@ -13,6 +13,7 @@ _LAYERS = {
     "lstm": rbn.LSTM,
     "bn-lstm": rbn.BatchNormLSTM,
     "ln-lstm": rbn.LayerNormLSTM,
+    "bn-gru": rbn.BatchNormGRU,
     "bn-rnn": rbn.BatchNormRNN,
 }
 

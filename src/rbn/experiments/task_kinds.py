@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LAYERS = ("lstm", "bn-lstm", "ln-lstm", "bn-rnn", "rnn", "irnn")
+LAYERS = ("lstm", "bn-lstm", "ln-lstm", "bn-gru", "bn-rnn", "rnn", "irnn")
 READERS = ("lstm", "bi-lstm", "bn-lstm", "bn-everywhere", "bn-e*", "bn-e**")
 
 

@@ -1,6 +1,7 @@
 """Modules around the recurrences: layers, cells, population statistics, initialisation."""
 
 from rbn.nn import init
+from rbn.nn.batch_norm_gru import BatchNormGRU, BatchNormGRUCell
 from rbn.nn.batch_norm_lstm import BatchNormLSTM, BatchNormLSTMCell
 from rbn.nn.batch_norm_rnn import BatchNormRNN, BatchNormRNNCell
 from rbn.nn.folded import FoldedLSTM, fold
@@ -19,6 +20,8 @@ from rbn.nn.statistics import PopulationStatistics
 
 __all__ = [
     "LSTM",
+    "BatchNormGRU",
+    "BatchNormGRUCell",
     "BatchNormLSTM",
     "BatchNormLSTMCell",
     "BatchNormRNN",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,18 +19,17 @@ from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.types import InitialState, InputStats, Nonlinearity, Padding
 
 
-class _BatchNormRNN(BatchNormalized):
-    """Equation 1 with both terms normalized."""
+class OneState(BatchNormalized):
+    """A network whose only state is h: equation 1 with both terms normalized, or the GRU."""
 
     definition = RNN
     gates = 1
     states = ("h0",)
     terms = ("x", "h")
-    nonlinearity: Nonlinearity
+    nonlinearity: str
 
     def _set_nonlinearity(self, nonlinearity: str) -> None:
-        name = checks.choice("nonlinearity", nonlinearity, ("tanh", "relu"))
-        self.nonlinearity = cast(Nonlinearity, name)
+        self.nonlinearity = checks.choice("nonlinearity", nonlinearity, ("tanh", "relu"))
 
     def _arguments(
         self,
@@ -51,6 +50,7 @@ class _BatchNormRNN(BatchNormalized):
             gamma_x=self._own(f"gamma_x{suffix}"),
             gamma_h=self._own(f"gamma_h{suffix}"),
             h0=states[0],
+            beta_n=self._parameter(f"beta_n{suffix}"),
             lengths=lengths,
             mask_h=mask_h,
             rate_h=rate_h,
@@ -60,11 +60,11 @@ class _BatchNormRNN(BatchNormalized):
             nonlinearity=self.nonlinearity,
         )
         population = self._population(suffix, start, input.shape[0])
-        with_population: RNNArguments = RNN.with_population(arguments, population)
+        with_population: RNNArguments = self.definition.with_population(arguments, population)
         return with_population
 
 
-class BatchNormRNN(_BatchNormRNN, CellLayers[Tensor]):
+class BatchNormRNN(OneState, CellLayers[Tensor]):
     r"""A batch-normalized simple RNN (equation 1), called like `torch.nn.RNN`.
 
     $$
@@ -152,7 +152,7 @@ class BatchNormRNN(_BatchNormRNN, CellLayers[Tensor]):
         return f"RNN_{self.nonlinearity.upper()}"
 
 
-class BatchNormRNNCell(_BatchNormRNN, Cell[Tensor]):
+class BatchNormRNNCell(OneState, Cell[Tensor]):
     """One step of `BatchNormRNN`, called like `torch.nn.RNNCell` plus the time step.
 
     ``cell(input, hx, step)`` takes ``[B, input_size]`` and returns h ``[B, H]``. Options and

@@ -63,9 +63,9 @@ def identity_recurrent_(
 ) -> None:
     """Initialize the recurrent weights as in the MNIST experiments.
 
-    ``"candidate"``, as in the authors' code: the block of the candidate g is the identity, and the
-    three gates together are one orthogonal ``[3H, H]`` matrix. ``"all"``, as in the paper's text:
-    each of the four blocks is the identity. For a simple RNN both give the identity.
+    ``"candidate"``, as in the authors' code: the block of the candidate g (of a GRU, n) is the
+    identity, and the gates together are one orthogonal matrix, ``[3H, H]``. ``"all"``, as in the
+    paper's text: each block is the identity. For a simple RNN both give the identity.
     """
     if blocks not in ("candidate", "all"):
         raise ValueError(f"blocks must be 'candidate' or 'all', got {blocks!r}")
@@ -76,9 +76,8 @@ def identity_recurrent_(
             if blocks == "all" or len(weight) == hidden:
                 weight.copy_(eye.repeat(len(weight) // hidden, 1))
                 continue
-            gates = orthogonal_(weight.new_empty(3 * hidden, hidden))
-            i, f, o = gates.split(hidden)
-            weight.copy_(torch.cat([i, f, eye, o]))
+            gates = orthogonal_(weight.new_empty(len(weight) - hidden, hidden))
+            weight.copy_(torch.cat([gates[: 2 * hidden], eye, gates[2 * hidden :]]))
 
 
 def repeated_gates_(module: nn.Module, scale: float = 0.05) -> None:

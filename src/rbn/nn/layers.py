@@ -73,7 +73,7 @@ class Layers(Recurrence, Generic[GivenStates]):
     @property
     def mode(self) -> str:
         """The type of network, as torch names it."""
-        return "LSTM"
+        return self.definition.name.upper()
 
     @property
     def all_weights(self) -> list[list[Tensor]]:
@@ -89,6 +89,8 @@ class Layers(Recurrence, Generic[GivenStates]):
                 one = [self._own(name + suffix) for name in names]
                 if self.bias:
                     one.append(nn.Parameter(torch.zeros_like(one[-1]), requires_grad=False))
+                    if (beta_n := self._parameter(f"beta_n{suffix}")) is not None:  # of a GRU
+                        one[-1][-len(beta_n) :] = beta_n.detach()
                 weights.append(one)
         return weights
 

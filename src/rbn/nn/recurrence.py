@@ -121,8 +121,14 @@ class Recurrence(nn.Module, abc.ABC):
             if name.startswith("bias") and prefix + name not in state_dict:
                 both = [prefix + name.replace("bias", new) for new in ("bias_ih", "bias_hh")]
                 if all(key in state_dict for key in both):
-                    state_dict[prefix + name] = sum(state_dict.pop(key) for key in both)
+                    own = self._own_biases(*(state_dict.pop(key) for key in both))
+                    for new, value in own.items():
+                        state_dict[prefix + name.replace("bias", new)] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _own_biases(self, bias_ih: Tensor, bias_hh: Tensor) -> dict[str, Tensor]:
+        """This network's shifts, by name without suffix, from the two biases of torch's module."""
+        return {"bias": bias_ih + bias_hh}
 
     # TorchScript --------------------------------------------------------------------------------
 

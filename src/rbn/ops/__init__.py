@@ -2,6 +2,7 @@
 
 from rbn.ops.dispatch import backend, backends
 from rbn.ops.functional import (
+    bn_gru,
     bn_lstm,
     bn_rnn,
     linear_cross_entropy,
@@ -15,6 +16,7 @@ __all__ = [
     "Statistics",
     "backend",
     "backends",
+    "bn_gru",
     "bn_lstm",
     "bn_rnn",
     "linear_cross_entropy",

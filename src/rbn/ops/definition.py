@@ -9,7 +9,7 @@ option, add a field here and implement it in the kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -89,7 +89,10 @@ class LSTMArguments(NamedTuple):
 
 
 class RNNArguments(NamedTuple):
-    """Arguments of the batch-normalized simple RNN. See `LSTMArguments`; here G = H."""
+    """Arguments of networks whose only state is h, the batch-normalized simple RNN and GRU.
+
+    See `LSTMArguments`; here G = H, or 3H for the GRU.
+    """
 
     input: Tensor
     weight_ih: Tensor | None
@@ -98,6 +101,7 @@ class RNNArguments(NamedTuple):
     gamma_x: Tensor
     gamma_h: Tensor
     h0: Tensor
+    beta_n: Tensor | None = None  # [H], of the GRU: the shift of the candidate's recurrent term
     lengths: Tensor | None = None
     mask_h: Tensor | None = None
     mean_x: Tensor | None = None
@@ -108,9 +112,19 @@ class RNNArguments(NamedTuple):
     eps: float = 0.0
     input_stats: str = "step"
     padding: str = "exclude"
-    nonlinearity: str = "tanh"  # or "relu"
+    nonlinearity: str = "tanh"  # or "relu", or "gates" for the GRU
     save: bool = False
     tf32: bool = False
+
+    @property
+    def definition(self) -> Definition:
+        """The recurrence."""
+        return GRU if self.gated else RNN
+
+    @property
+    def gated(self) -> bool:
+        """Whether the recurrence is the GRU."""
+        return self.nonlinearity == "gates"
 
     @property
     def population(self) -> bool:
@@ -340,3 +354,5 @@ RNN = Definition(
     states=("h_n",),
     terms=("x", "h"),
 )
+
+GRU = replace(RNN, name="gru", gates=3, shapes={**RNN.shapes, "beta_n": "H"})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.checks import check_targets
-from rbn.ops.definition import LSTM, RNN, LSTMArguments, RNNArguments
+from rbn.ops.definition import GRU, LSTM, RNN, LSTMArguments, RNNArguments
 from rbn.ops.dispatch import run, select
 from rbn.ops.types import InputStats, Nonlinearity, Padding, Statistics
 
@@ -179,6 +179,35 @@ def bn_rnn(
         nonlinearity=nonlinearity,
     )
     output, h_n, statistics = run(RNN, [RNN.with_population(a, population)], group)[0]
+    return output, h_n, statistics
+
+
+def bn_gru(
+    wx: Tensor,
+    weight_hh: Tensor,
+    bias: Tensor | None,
+    gamma_x: Tensor,
+    gamma_h: Tensor,
+    h0: Tensor,
+    beta_n: Tensor | None,
+    *,
+    lengths: Tensor | None = None,
+    population: Statistics | None = None,
+    eps: float = 1e-5,
+    input_stats: InputStats = "step",
+    padding: Padding = "exclude",
+    zoneout_h: Tensor | float = 0.0,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor, Statistics]:
+    """The batch-normalized GRU, equations in `rbn.ops.reference.bn_gru`.
+
+    beta_n ``[H]`` is the shift of the candidate's recurrent term. All else is as in `bn_rnn`, with
+    3H features where `bn_lstm` has 4H, in torch's gate order r, z, n.
+    """
+    tensors = (wx, None, weight_hh, bias, gamma_x, gamma_h, h0, beta_n, lengths)
+    a = RNNArguments(*tensors, eps=eps, input_stats=input_stats, padding=padding)
+    a = a._replace(nonlinearity="gates", **_zoneout(h=zoneout_h))
+    output, h_n, statistics = run(GRU, [GRU.with_population(a, population)], group)[0]
     return output, h_n, statistics
 
 

@@ -28,8 +28,9 @@ def identical_steps(
 ) -> tuple[Tensor, Tensor]:
     """In which steps the recurrent term, and in which the cell, may be treated as constant.
 
-    Before such a step the rows of the states are identical. For the cell, the rows of the input are
-    identical too, in this step and all earlier ones.
+    Before such a step the rows of the states are identical, and all variances of the term are
+    small: it is constant in all units or in none. For the cell, the rows of the input are identical
+    too, in this step and all earlier ones.
 
     states: ``[..., B, H]`` each, the initial states. wx: ``[..., T, B, F]``.
     var_x, var_h, var_c: ``[..., T, F]`` (``[..., 1, F]`` for a sequencewise var_x), None for absent
@@ -46,9 +47,10 @@ def identical_steps(
             same = state == state[..., :1, :]
             begin = same if begin is None else begin & same
     limit = CONSTANT * eps
-    constant = ((var_h if var_c is None else var_c) <= limit).all(-1)
+    small = (var_h <= limit).all(-1)
+    constant = small if var_c is None else (var_c <= limit).all(-1)
     if var_x is None:  # the sum of both terms is normalized
-        constant = constant & (var_h <= limit).all(-1)
+        constant = constant & small
     elif var_x.shape[-2] == wx.shape[-3]:
         constant = constant & (var_x <= limit).all(-1)
     else:
@@ -67,9 +69,7 @@ def identical_steps(
         before, after = (
             F.pad(result[..., :1], (0, wx.shape[-3] - 1)) for result in (before, after)
         )
-    if var_x is None:  # the sum of both terms: constant only if the input is identical as well
-        before = before & (var_h <= limit).all(-1)
-    return before, after
+    return before & small, after
 
 
 def _identical_inputs(wx: Tensor, lengths: Tensor | None) -> Tensor:

@@ -20,7 +20,6 @@ from rbn.ops import dispatch
 from rbn.ops.cpu import inference
 from rbn.ops.cpu.inference import Row, Weights
 from rbn.ops.operator import is_traced
-from rbn.ops.types import Nonlinearity
 
 Rows = Sequence[Row | None]  # of the terms x, h and c
 
@@ -164,7 +163,7 @@ def bn_rnn(
     gamma_x: Tensor,
     gamma_h: Tensor,
     h: Tensor,
-    nonlinearity: Nonlinearity,
+    nonlinearity: str,
     rows: Rows,
     eps: float,
     zoneout: tuple[float, ...],
@@ -173,6 +172,18 @@ def bn_rnn(
     wx = _bn(F.linear(x, weight_ih), gamma_x, bias, rows[0], eps)
     pre = wx + _bn(F.linear(h, weight_hh), gamma_h, None, rows[1], eps)
     return _zoneout(zoneout[0], h, torch.tanh(pre) if nonlinearity == "tanh" else torch.relu(pre))
+
+
+def bn_gru(
+    x: Tensor, weights: Sequence[Any], h: Tensor, rows: Rows, eps: float, zoneout: tuple[float, ...]
+) -> Tensor:
+    """One step of the batch-normalized GRU: the new h ``[B, H]``; arguments as in `lstm`."""
+    weight_ih, weight_hh, bias, gamma_x, gamma_h, beta_n = weights
+    r, z, n = _bn(F.linear(x, weight_ih), gamma_x, bias, rows[0], eps).chunk(3, dim=1)
+    r_h, z_h, n_h = _bn(F.linear(h, weight_hh), gamma_h, None, rows[1], eps).chunk(3, dim=1)
+    n_h = n_h if beta_n is None else n_h + beta_n
+    n = torch.tanh(torch.addcmul(n, torch.sigmoid(r + r_h), n_h))
+    return _zoneout(zoneout[0], h, torch.lerp(n, h, torch.sigmoid(z + z_h)))
 
 
 def _any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:

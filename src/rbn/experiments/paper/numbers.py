@@ -9,6 +9,7 @@ NAMES = {
     "bi-lstm": "BiLSTM",
     "bn-lstm": "BN-LSTM",
     "ln-lstm": "LN-LSTM",
+    "bn-gru": "BN-GRU",
     "bn-rnn": "BN-RNN",
     "rnn": "RNN",
     "irnn": "iRNN",

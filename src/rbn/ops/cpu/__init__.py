@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rbn.ops.cpu import lstm, rnn, scan
-from rbn.ops.definition import LSTM, RNN, Arguments, Definition
+from rbn.ops.definition import GRU, LSTM, RNN, Arguments, Definition
 from rbn.ops.operator import Operator
 from rbn.ops.reference import linear_cross_entropy, symbol_rows
 
@@ -14,6 +14,7 @@ __all__ = ["joins", "linear_cross_entropy", "operator_for", "symbol_rows", "tf32
 _OPERATORS = {
     "lstm": Operator(LSTM, "cpu", lstm.IMPLEMENTATION, in_onnx=scan.lstm),
     "rnn": Operator(RNN, "cpu", rnn.IMPLEMENTATION, in_onnx=scan.rnn),
+    "gru": Operator(GRU, "cpu", rnn.IMPLEMENTATION, in_onnx=scan.rnn),
 }
 
 

@@ -1,6 +1,6 @@
-"""The fused batch-normalized simple RNN, with a backward pass derived by hand.
+"""The fused batch-normalized simple RNN and GRU, with a backward pass derived by hand.
 
-Structured like `rbn.ops.cpu.fused_lstm`, with one nonlinearity and no cell.
+Structured like `rbn.ops.cpu.fused_lstm`, with one nonlinearity, or `Gates`, and no cell.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rbn.ops.cpu.fused_gru import Gates
 from rbn.ops.cpu.layout import Buffers, Layout, like_parameter, moments_of, restore_moments
 from rbn.ops.cpu.norms import BatchNorm
 from rbn.ops.cpu.transition import Transition
@@ -31,8 +32,8 @@ class Saved(NamedTuple):
     rstd_x: Tensor | None
     mean_h: Tensor | None
     rstd_h: Tensor | None
-    wh: Tensor | None  # [T * B, H]
-    phi: Tensor | None  # [T * B, H]: the nonlinearity's values, if they are not the states
+    wh: Tensor | None  # [T * B, G]
+    phi: Tensor | None  # [T * B, H]: the nonlinearity's values, if they are not the states; Gates'
     hidden: Tensor | None  # [T * B, H], if it is not the output
 
 
@@ -43,10 +44,14 @@ class _Plan:
         self.layout = layout = Layout(a.input, a.h0, a.lengths, a.include)
         gamma_x, gamma_h = layout.cast(a.gamma_x), layout.cast(a.gamma_h)
         bias, pop_x, pop_h = layout.optional(a.bias), (a.mean_x, a.var_x), (a.mean_h, a.var_h)
+        self.gates = Gates(a, layout) if a.gated else None
+        beta = bias if self.gates is None else self.gates.beta_h
         norm_x = layout.input_norm("batch", gamma_x, a.eps, pop_x, a.input_stats)
-        norm_h = layout.norm("batch", gamma_h, bias, a.eps, pop_h)
+        norm_h = layout.norm("batch", gamma_h, beta, a.eps, pop_h)
         self.norms = norm_x, norm_h
         self.transition = Transition(layout, a.input, a.weight_hh, a.bias, norm_x, norm_h)
+        if self.gates is not None:
+            self.gates.transition = self.transition
         self.zoneout_h = layout.zoneout(a.mask_h, a.rate_h)
 
 
@@ -65,14 +70,17 @@ def forward(a: RNNArguments) -> tuple[Tensor, tuple[Tensor], Saved]:
     if zoneout_h.active:
         phi = packing.buffer(H, like)
         phis = packing.split(phi)
+    if plan.gates is not None:
+        phi = buffers.make(4 * H)
+        gates = buffers.views(phi)
 
     for t, n in enumerate(packing.sizes):
         h = h[:n]
-        transition.forward(t, h, phis[t])
-        if a.nonlinearity == "tanh":
-            phis[t].tanh_()
+        if plan.gates is not None:
+            plan.gates.forward(t, gates[t], h, phis[t])
         else:
-            phis[t].relu_()
+            transition.forward(t, h, phis[t])
+            phis[t].tanh_() if a.nonlinearity == "tanh" else phis[t].relu_()
         if zoneout_h.active:
             zoneout_h.forward(t, h, phis[t], hs[t])
         h = hs[t]
@@ -118,9 +126,10 @@ def backward(
     restore_moments(plan.norms, (r.mean_x, r.rstd_x, r.mean_h, r.rstd_h))
     norm_h = plan.norms[1]
     h0 = layout.state(a.h0)
-    states = r.output if r.hidden is None else r.hidden
-    assert states is not None
-    hidden = states.reshape(-1, H)
+    kept = r.output if r.hidden is None else r.hidden
+    assert kept is not None
+    hidden = kept.reshape(-1, H)
+    states = packing.split(hidden)
     if isinstance(norm_h, BatchNorm):
         assert r.rstd_x is not None
         assert r.rstd_h is not None
@@ -136,10 +145,10 @@ def backward(
             a.padding == "include",
         )
         constant = (r.rstd_h.square() * a.eps > 1 - CONSTANT).all(-1).tolist()
-        identical = _identical_states(before.tolist(), packing.split(hidden), a.eps)
+        identical = _identical_states(before.tolist(), states, a.eps)
         # A term counts as constant only if all its features do.
         norm_h.identical = [both and all_ for both, all_ in zip(identical, constant, strict=True)]
-    phis = packing.split(hidden if r.phi is None else r.phi)
+    phis = states if r.phi is None else packing.split(r.phi)
 
     transition.start_backward(r.wh)
     dys = layout.output_gradients(doutput)
@@ -150,15 +159,22 @@ def backward(
         if dys is not None:
             dh_t += dys[t]
         dh_new, dh_kept = zoneout_h.backward(t, dh_t) if zoneout_h.active else (dh_t, None)
-        if a.nonlinearity == "tanh":
-            _tanh_backward(dh_new, phis[t], grad_input=dpre)
+        if plan.gates is not None:
+            h = (h0 if t == 0 else states[t - 1])[: len(dh_t)]
+            plan.gates.backward(t, phis[t], h, dh_new, dh_t)
         else:
-            _relu_backward(dh_new, phis[t], 0, grad_input=dpre)
-        transition.backward(t, dpre, dh_t)
+            if a.nonlinearity == "tanh":
+                _tanh_backward(dh_new, phis[t], grad_input=dpre)
+            else:
+                _relu_backward(dh_new, phis[t], 0, grad_input=dpre)
+            transition.backward(t, dpre, dh_t)
         if dh_kept is not None:
             dh_t += dh_kept
 
     dwx, dweight, dbias, dgamma_x, dgamma_h = transition.finish_backward(hidden, h0)
+    dbeta = None
+    if plan.gates is not None and dbias is not None:
+        dbias, dbeta = plan.gates.dbias, dbias[-H:].clone()
     return {
         "input": dwx.to(a.input.dtype),
         "weight_hh": dweight.to(a.weight_hh.dtype),
@@ -166,4 +182,5 @@ def backward(
         "gamma_x": like_parameter(dgamma_x, a.gamma_x),
         "gamma_h": like_parameter(dgamma_h, a.gamma_h),
         "h0": packing.unsort(dh).to(a.h0.dtype),
+        "beta_n": like_parameter(dbeta, a.beta_n),
     }

@@ -1,4 +1,4 @@
-"""The batch-normalized simple RNN on the CPU."""
+"""The batch-normalized simple RNN and GRU on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rbn.ops.cpu import fused_rnn
 from rbn.ops.cpu.fused_rnn import Saved
-from rbn.ops.definition import RNN, RNNArguments
+from rbn.ops.definition import RNNArguments
 from rbn.ops.identical_rows import variance
 from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Implementation, Incoming, Results
@@ -20,7 +20,7 @@ def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     (call,) = calls
     a: RNNArguments
-    a, kept = with_term(RNN, call)
+    a, kept = with_term(call.definition, call)
     output, states, saved = fused_rnn.forward(a)
     moments: tuple[Tensor | None, ...] = (None,) * 4
     if saved.rstd_x is not None and saved.rstd_h is not None:
@@ -37,34 +37,35 @@ def backward(
     """The gradients of all differentiable tensors."""
     (call,) = calls
     a: RNNArguments
-    a, _ = with_term(RNN, call, saved.wx)
+    a, _ = with_term(call.definition, call, saved.wx)
     gradients = fused_rnn.backward(a, saved, incoming.output, *incoming.states)
     return [through_term(call, gradients, incoming.input)]
 
 
 def fake(a: RNNArguments) -> Results:
     """Empty tensors with the shapes and dtypes of the results."""
-    (T, B), H = a.input.shape[:2], a.weight_hh.shape[1]
+    (T, B), (G, H) = a.input.shape[:2], a.weight_hh.shape
     dtype, full = a.input.dtype, compute_dtype(a.input.dtype)
 
     def new(*shape: int, dtype: torch.dtype = full) -> Tensor:
         return a.input.new_empty(shape, dtype=dtype)
 
-    def kept(present: bool = True) -> Tensor | None:
-        return new(T * B, H) if a.save and present else None
+    def kept(features: int, present: bool = True) -> Tensor | None:
+        return new(T * B, features) if a.save and present else None
 
-    shapes = RNN.statistics_shapes(a)
+    zoned = a.mask_h is not None or a.rate_h != 0
+    shapes = a.definition.statistics_shapes(a)
     moments = [None if shape is None else new(*shape) for shape in shapes for _ in range(2)]
     saved = Saved(
-        wx=None if a.weight_ih is None or not a.save else new(T, B, H, dtype=dtype),
+        wx=None if a.weight_ih is None or not a.save else new(T, B, G, dtype=dtype),
         output=None,
         mean_x=moments[0],
         rstd_x=None if moments[1] is None else torch.empty_like(moments[1]),
         mean_h=moments[2],
         rstd_h=None if moments[3] is None else torch.empty_like(moments[3]),
-        wh=kept(),
-        phi=kept(a.mask_h is not None or a.rate_h != 0 or a.include),
-        hidden=kept(a.lengths is not None or dtype != full),
+        wh=kept(G),
+        phi=kept(4 * H if a.gated else H, a.gated or zoned or a.include),
+        hidden=kept(H, a.lengths is not None or dtype != full),
     )
     return Results(new(T, B, H, dtype=dtype), (new(B, H, dtype=dtype),), tuple(moments), saved)
 

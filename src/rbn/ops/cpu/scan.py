@@ -1,6 +1,6 @@
 """The fused recurrences as a scan over time, built from operators that every exporter knows.
 
-`rbn::cpu_lstm` and `rbn::cpu_rnn` do not exist outside of PyTorch. `torch.onnx.export` sees these
+`rbn::cpu_lstm` and its siblings do not exist outside of PyTorch. `torch.onnx.export` sees these
 functions instead and turns the scan into ONNX's `Scan`. Inference only, with population statistics
 and without masks.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rbn.ops.definition import LSTM, RNN, Arguments, LSTMArguments, RNNArguments
+from rbn.ops.definition import LSTM, Arguments, LSTMArguments, RNNArguments
 from rbn.ops.input_term import with_term
 from rbn.ops.types import compute_dtype, valid_steps
 
@@ -59,21 +59,30 @@ def lstm(*args: Any) -> tuple[Tensor, ...]:
 
 
 def rnn(*args: Any) -> tuple[Tensor, ...]:
-    """`rbn::cpu_rnn` as a scan: ``output [T, B, H]``, ``h_n``; the others empty."""
-    a: RNNArguments
-    a, _ = with_term(RNN, RNNArguments(*args))
+    """`rbn::cpu_rnn`, or `rbn::cpu_gru`, as a scan: ``output [T, B, H]``, ``h_n``; others empty."""
+    a = RNNArguments(*args)
+    a, _ = with_term(a.definition, a)
     _check_inference(a.population, (a.mask_h,))
     terms = _Terms(a)
     terms.add_input(a.gamma_x, a.bias, "batch", (a.mean_x, a.var_x))
     terms.add("h", a.gamma_h, "batch", (a.mean_h, a.var_h))
+    if a.beta_n is not None:
+        terms.fixed["beta"] = a.beta_n.to(terms.dtype)
+
+    def gates(of_h: Tensor, of_x: Tensor, h: Tensor, now: Step) -> Tensor:
+        (r, z, n), (r_x, z_x, n_x) = of_h.chunk(3, dim=1), of_x.chunk(3, dim=1)
+        n = n + _like(n, now["beta"]) if "beta" in now else n
+        z, n = torch.sigmoid(z + z_x), torch.tanh(n_x + torch.sigmoid(r + r_x) * n)
+        return (1 - z) * n + z * h
 
     def step(states: tuple[Tensor, ...], now: Step) -> tuple[Tensor, ...]:
         (h,) = states
-        sums = terms.normalized("h", h @ now["weight"], now) + now["x"]
-        h_t = torch.tanh(sums) if a.nonlinearity == "tanh" else torch.relu(sums)
+        of_h, of_x = terms.normalized("h", h @ now["weight"], now), now["x"]
+        phi = torch.tanh if a.nonlinearity == "tanh" else torch.relu
+        h_t = gates(of_h, of_x, h, now) if a.gated else phi(of_h + of_x)
         return (_zoneout(a.rate_h, h, h_t),)
 
-    return _scanned(terms, step, (a.h0,), len(RNN.moments))
+    return _scanned(terms, step, (a.h0,), len(a.definition.moments))
 
 
 class _Terms:

@@ -65,10 +65,16 @@ class Transition:
             torch.addmm(x, h, W, out=wh)
             pre.copy_(self.norm_h.forward(t, wh))
             return
-        torch.mm(h, W, out=wh)
+        torch.add(*self.terms(t, h), out=pre)
+
+    def terms(self, t: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        """The recurrent term and the input term of step t, each normalized, ``[n, G]``."""
+        assert self.norm_h is not None
+        wh, x = self._whs[t], self._xs[t]
+        torch.mm(h, self._weight_t, out=wh)
         if self.norm_x is not None:
             x = self.norm_x.forward(t, x)
-        torch.add(self.norm_h.forward(t, wh), x, out=pre)
+        return self.norm_h.forward(t, wh), x
 
     # Backward -----------------------------------------------------------------------------------
 
@@ -92,12 +98,15 @@ class Transition:
         """Where the caller writes the gradient of the pre-activations of step t."""
         return self._dxs[t] if self._in_place else self._scratch[: self.packing.sizes[t]]
 
-    def backward(self, t: int, dpre: Tensor, dh: Tensor) -> None:
-        """Take the gradient of step t's pre-activations back to the previous state, into dh."""
+    def backward(self, t: int, dpre: Tensor, dh: Tensor, of_h: Tensor | None = None) -> None:
+        """Take the gradient of step t's pre-activations back to the previous state, into dh.
+
+        of_h: the gradient of the recurrent term if it is not that of the input term, dpre.
+        """
         dwh = dpre
         if self.norm_h is not None:
             dwh = self._dwhs[t]
-            dwh.copy_(self.norm_h.backward(t, dpre, self._whs[t]))
+            dwh.copy_(self.norm_h.backward(t, dpre if of_h is None else of_h, self._whs[t]))
             if self.norm_x is not None:
                 self._dxs[t].copy_(self.norm_x.backward(t, dpre, self._xs[t]))
         torch.mm(dwh, self.weight, out=dh)

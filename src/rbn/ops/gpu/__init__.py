@@ -1,9 +1,8 @@
 """The recurrences on the GPU.
 
-The batch-normalized and the plain LSTM and the batch-normalized RNN run in persistent kernels. If
-the batch or the layer does not fit into those, each step is a matrix product and a kernel. The
-layer-normalized LSTM always runs step by step. The reference runs what no kernel covers: float64,
-and layer-normalized rows that are too long.
+All recurrences but the GRU run in persistent kernels. If the batch or the layer does not fit into
+those, each step is a matrix product and a kernel, as always for the GRU. The reference runs what no
+kernel covers: float64, and layer-normalized rows that are too long.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
-from rbn.ops.definition import LSTM, RNN, Arguments, Definition
+from rbn.ops.definition import GRU, LSTM, RNN, Arguments, Definition
 from rbn.ops.gpu.bn_rnn import implementation as bn_rnn
 from rbn.ops.gpu.cross_entropy.loss import linear_cross_entropy
+from rbn.ops.gpu.ln_lstm import implementation as ln_lstm
 from rbn.ops.gpu.ln_lstm import ln_steps
 from rbn.ops.gpu.lstm import plan
 from rbn.ops.gpu.lstm.backward import backward
@@ -40,8 +40,8 @@ __all__ = [
 log = logging.getLogger("rbn.ops.gpu")
 
 _LSTM = Operator(LSTM, "gpu", Implementation(Saved, forward, backward, fake, RETURNED))
-_LAYER_NORM_LSTM = Operator(LSTM, "gpu_ln", ln_steps.IMPLEMENTATION)
-_RNN = Operator(RNN, "gpu", bn_rnn.IMPLEMENTATION)
+_LAYER_NORM_LSTM = Operator(LSTM, "gpu_ln", ln_lstm.IMPLEMENTATION)
+_ONE_STATE = {d.name: Operator(d, "gpu", bn_rnn.IMPLEMENTATION) for d in (RNN, GRU)}
 
 
 def operator_for(definition: Definition, calls: Sequence[Arguments]) -> Operator | None:
@@ -50,8 +50,8 @@ def operator_for(definition: Definition, calls: Sequence[Arguments]) -> Operator
     if a.input.dtype == torch.float64:
         _log_reference(a)
         return None
-    if definition.name == "rnn":
-        return _RNN
+    if definition.name in _ONE_STATE:
+        return _ONE_STATE[definition.name]
     if a.norm != "layer":
         return _LSTM
     if a.weight_hh.shape[1] <= ln_steps.LARGEST:

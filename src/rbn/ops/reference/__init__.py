@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rbn.ops.definition import Arguments, Definition
+from rbn.ops.reference.bn_gru import bn_gru
 from rbn.ops.reference.bn_lstm import bn_lstm
 from rbn.ops.reference.bn_rnn import bn_rnn
 from rbn.ops.reference.call import run
@@ -17,6 +18,7 @@ from rbn.ops.reference.lstm import lstm
 from rbn.ops.reference.symbol_rows import symbol_rows
 
 __all__ = [
+    "bn_gru",
     "bn_lstm",
     "bn_rnn",
     "linear_cross_entropy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,7 @@ def bn_rnn(
     gamma_h: Tensor,
     h0: Tensor,
     *,
-    nonlinearity: Nonlinearity = "tanh",
+    nonlinearity: Nonlinearity | Callable[[Tensor, Tensor, Tensor], Tensor] = "tanh",
     lengths: Tensor | None = None,
     population: Statistics | None = None,
     eps: float = 1e-5,
@@ -49,13 +50,17 @@ def bn_rnn(
     zoneout_h: Tensor | float = 0.0,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
-    """See `rbn.ops.bn_rnn` for the arguments."""
+    """See `rbn.ops.bn_rnn` for the arguments.
+
+    In place of a nonlinearity, a function gives h_t from both normalized terms and h_{t-1}.
+    """
     dtype = wx.dtype
     wx, W_h, h, bias, gamma_x, gamma_h = in_type(
         compute_dtype(dtype), wx, weight_hh, h0, bias, gamma_x, gamma_h
     )
     b = 0.0 if bias is None else bias
     phi = torch.tanh if nonlinearity == "tanh" else torch.relu
+    gates = nonlinearity if callable(nonlinearity) else lambda of_h, of_x, h: phi(of_h + of_x + b)
 
     if population is not None:
         group = None  # no minibatch statistics are needed
@@ -71,10 +76,10 @@ def bn_rnn(
     for t in range(len(wx)):
         rows = None if counted is None else counted[t]
         W_x_x, W_h_h = wx[t], h @ W_h.T  # [B, H]
-        h_t = phi(
-            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, identical)
-            + x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps)
-            + b
+        h_t = gates(
+            h_term.bn(t, W_h_h, gamma_h, 0.0, rows, eps, identical),
+            x_term.bn(t, W_x_x, gamma_x, 0.0, rows, eps),
+            h,
         )
         identical = identical & x_term.constant(t, eps)
         h_t = zoneout(zoneout_h, t, h, h_t)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rbn.ops.definition import Arguments, Definition
 from rbn.ops.input_term import input_product
+from rbn.ops.reference.bn_gru import bn_gru
 from rbn.ops.reference.bn_lstm import bn_lstm
 from rbn.ops.reference.bn_rnn import bn_rnn
 from rbn.ops.reference.ln_lstm import ln_lstm
@@ -28,10 +29,12 @@ def run(definition: Definition, a: Arguments, group: ProcessGroup | None) -> tup
     if a.mean_h is not None:
         population = Statistics(*(getattr(a, name) for name in definition.moments))
     statistics = {"population": population, "input_stats": a.input_stats, "padding": a.padding}
-    if definition.name == "rnn":
+    if len(definition.states) == 1:
         of_rnn = (wx, a.weight_hh, a.bias, a.gamma_x, a.gamma_h, a.h0.expand(rows))
-        given |= statistics | {"eps": a.eps, "nonlinearity": a.nonlinearity, "group": group}
-        return bn_rnn(*of_rnn, **given)
+        given |= statistics | {"eps": a.eps, "group": group}
+        if definition.name == "gru":
+            return bn_gru(*of_rnn, a.beta_n, **given)
+        return bn_rnn(*of_rnn, nonlinearity=a.nonlinearity, **given)
     given["zoneout_c"] = _zoneout(a, "c")
     states = a.h0.expand(rows), a.c0.expand(rows)
     if a.norm == "none":

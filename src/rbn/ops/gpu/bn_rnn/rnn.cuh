@@ -53,7 +53,7 @@ __device__ __forceinline__ void multiply_rows(float (&result)[RPT][OWN], const W
                                               const Element* rows, int B, const Owner& o, float* part,
                                               Team team, int step, bool wait) {
   float sums[MPW][NT][4] = {};
-  gather_multiply<NT, KBW>(sums, w, rows, HS, HS, B, o.rank * KS + o.ks, o.mw, o.lane, wait);
+  gather_multiply<NT, KBW, TEAM * KS>(sums, w, rows, HS, HS, B, o.rank * KS + o.ks, o.mw, o.lane, wait);
 #if DIRECT
 #pragma unroll
   for (int j = 0; j < RPT; j++) result[j][0] = sums[0][0][2 * j], result[j][1] = sums[0][0][2 * j + 1];

@@ -159,7 +159,7 @@ def supports_options(a: RNNArguments) -> bool:
 def tiling_for(a: RNNArguments) -> Tiling | None:
     """The tiling of a call; None if it must run step by step."""
     x, device = a.input, a.input.device.index or 0
-    if not x.is_cuda or not supports_options(a) or not _capable(device):
+    if a.gated or not x.is_cuda or not supports_options(a) or not _capable(device):
         return None
     sizes = x.shape[1], a.weight_hh.shape[1]
     return choose(x.dtype, *sizes, multiprocessors(device), shared_limit(device))

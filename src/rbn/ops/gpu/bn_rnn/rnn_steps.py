@@ -1,4 +1,4 @@
-"""The batch-normalized simple RNN step by step, for calls that `rnn_single` does not cover.
+"""The batch-normalized GRU, and the simple RNN where `rnn_single` does not cover it, step by step.
 
 Each step is a matrix product and one kernel, in which a program owns a few units for all rows.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rbn.ops.definition import RNN, RNNArguments
@@ -29,7 +30,10 @@ _BATCH, _GIVEN = triton_functions.BATCH.value, triton_functions.GIVEN.value
 
 
 class Saved(NamedTuple):
-    """The tensors that the backward pass needs; None if absent, or if nothing is saved."""
+    """The tensors that the backward pass needs; None if absent, or if nothing is saved.
+
+    Shapes are those of the simple RNN. The terms of the GRU and their statistics have 3H columns.
+    """
 
     wx: Tensor | None = None  # the input term and its factors, if the call computed them
     x: Tensor | None = None
@@ -49,8 +53,12 @@ class RNNCall(StepCall):
 
     def __init__(self, a: RNNArguments) -> None:
         super().__init__(a.input, a.lengths)
-        self.a, self.H = a, a.input.shape[2]
-        self.vectors = [self.bias(a.bias), self.full(a.gamma_x), self.full(a.gamma_h)]
+        self.a, (self.G, self.H) = a, a.weight_hh.shape
+        beta = self.empty
+        if a.gated:
+            beta_n = self.zeros(self.H) if a.beta_n is None else self.full(a.beta_n)
+            beta = F.pad(beta_n, (2 * self.H, 0))
+        self.vectors = [self.bias(a.bias), self.full(a.gamma_x), self.full(a.gamma_h), beta]
         self.mask_h = self.mask(a.mask_h)
         self.inv_n = self.empty
         if self.valid is not None:
@@ -58,7 +66,7 @@ class RNNCall(StepCall):
             self.inv_n = torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
         # Triton would specialize the kernel for integers.
         self.numbers = float(a.rate_h), float(a.eps)
-        units = min(16, power_of_two(self.H))
+        units = min(4 if a.gated else 16, power_of_two(self.H))
         self.grid = (-(-self.H // units),)
         self.flags: dict[str, Any] = {
             "H": self.H,
@@ -67,6 +75,7 @@ class RNNCall(StepCall):
             "X": _GIVEN if a.population or a.sequence else _BATCH,
             "NORM": _GIVEN if a.population else _BATCH,
             "RELU": a.nonlinearity == "relu",
+            "GATED": a.gated,
             "LENGTHS": a.lengths is not None,
             "INCLUDE": a.include,
             "ZONE_H": zone(a.mask_h, a.rate_h),
@@ -86,13 +95,13 @@ def _rows(moments: list[Tensor], t: int) -> list[int]:
 
 def fake(a: RNNArguments) -> Results:
     """Empty tensors with the shapes and dtypes of the results of one call."""
-    (T, B), H, dtype = a.input.shape[:2], a.weight_hh.shape[1], a.input.dtype
+    (T, B), (G, H), dtype = a.input.shape[:2], a.weight_hh.shape, a.input.dtype
 
     def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return a.input.new_empty(shape, dtype=dtype)
 
     hidden = new(T + 1, B, H)[1:]
-    shapes = RNN.statistics_shapes(a)
+    shapes = a.definition.statistics_shapes(a)
     moments = [
         None if shape is None else new(*shape, dtype=torch.float32)
         for shape in shapes
@@ -101,9 +110,9 @@ def fake(a: RNNArguments) -> Results:
     saved = Saved()
     if a.save:
         saved = Saved(
-            wx=None if a.weight_ih is None else new(T, B, H),
+            wx=None if a.weight_ih is None else new(T, B, G),
             **dict(zip(RNN.moments, moments, strict=True)),
-            centered=new(T, B, H),
+            centered=new(T, B, G),
             hidden=hidden if a.include else None,
         )
     output = new(T, B, H) if a.include else hidden
@@ -113,23 +122,24 @@ def fake(a: RNNArguments) -> Results:
 def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     a: RNNArguments
-    a, kept = with_term(RNN, calls[0], make_factors=padded_factors)
+    a, kept = with_term(calls[0].definition, calls[0], make_factors=padded_factors)
     if separate:  # the factors may be views of one buffer
         kept.update(x=None, w=None)
     call = RNNCall(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
-    log.debug("bn_rnn forward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
+    sizes = a.definition.name, T, B, H, wx.dtype
+    log.debug("bn_%s forward T=%d B=%d H=%d %s: a kernel for each step", *sizes)
     hs = call.new(T + 1, B, H, dtype=wx.dtype)
     hs[0] = a.h0
-    centered = call.new(T if a.save else 0, B, H, dtype=wx.dtype)
-    shapes = [shape for shape in RNN.statistics_shapes(a) if shape is not None]
+    centered = call.new(T if a.save else 0, B, call.G, dtype=wx.dtype)
+    shapes = [shape for shape in a.definition.statistics_shapes(a) if shape is not None]
     own = [call.new(*shape) for shape in shapes for _ in range(2)]
     if a.sequence:
         sequence_moments(call, own)
     moments = call.moments(own)
     h_n = call.state(a.h0) if a.lengths is not None else call.empty
     weight = factor(a.weight_hh, wx).t()
-    wh = call.new(B, H)
+    wh = call.new(B, call.G)
     tensors = [wh, wx, *call.vectors, *moments, hs, centered]
     tensors += [h_n, call.lengths, call.inv_n, call.mask_h]
     step = RepeatedLaunch(kernels.bn_rnn_step, call.grid, tensors, call.flags | {"SAVE": a.save})
@@ -158,12 +168,13 @@ def backward(
 ) -> list[dict[str, Tensor | None]]:
     """The gradients of all differentiable tensors."""
     a: RNNArguments
-    a, _ = with_term(RNN, calls[0], r.wx)
+    a, _ = with_term(calls[0].definition, calls[0], r.wx)
     doutput, (dh_n,) = incoming.output, incoming.states
     assert r.centered is not None
     call = RNNCall(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
-    log.debug("bn_rnn backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
+    sizes = a.definition.name, T, B, H, wx.dtype
+    log.debug("bn_%s backward T=%d B=%d H=%d %s: a kernel for each step", *sizes)
     own = (r.mean_x, r.var_x, r.mean_h, r.var_h)
     moments = call.moments([m for m in own if m is not None])
     if not a.population:
@@ -175,12 +186,16 @@ def backward(
         moments[3] = raise_variances(r.var_h, before, a.eps)
     dh, through = call.state(dh_n, B, H), call.zeros(B, H)
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)
-    sums = call.new(3, T, H)
+    hidden = r.output if r.hidden is None else r.hidden
+    assert hidden is not None
+    previous = torch.cat([a.h0[None].to(wx.dtype), hidden[:-1]]) if a.gated else call.empty
+    terms = 2 if a.gated else 1  # whose gradients differ
+    sums = call.new(2 + terms, T, call.G)
     weight = factor(a.weight_hh, wx)
-    tensors = [wx, *call.vectors, *moments[:2], moments[3], r.centered]
+    tensors = [wx, *call.vectors, *moments[:2], moments[3], r.centered, previous]
     tensors += [call.lengths, call.inv_n, call.mask_h]
     tensors += [call.empty if doutput is None else doutput.contiguous()]
-    tensors += [through, dh, call.new(B, H), da, dwx, sums]
+    tensors += [through, dh, call.new(terms, B, call.G), da, dwx, sums]
     flags = call.flags | {"HAS_DOUTPUT": doutput is not None}
     step = RepeatedLaunch(kernels.bn_rnn_step_backward, call.grid, tensors, flags)
     steps = da.unbind()
@@ -189,11 +204,9 @@ def backward(
         for t in range(T - 1, -1, -1):
             step(t, B, T, *_rows(moments, t), *call.numbers)
             multiply(steps[t])
-    dbias, dgamma_x, dgamma_h = (s.sum(0) for s in sums)  # each in its own memory
+    dbias, dgamma_x, dgamma_h, *dbeta = (s.sum(0) for s in sums)  # each in its own memory
     if a.sequence:
         sequence_backward(call, r, dwx, dbias, dgamma_x)
-    hidden = r.output if r.hidden is None else r.hidden
-    assert hidden is not None
     gradients = {
         "input": dwx,
         "weight_hh": weight_gradient(da, a.h0, hidden).to(a.weight_hh.dtype),
@@ -201,6 +214,7 @@ def backward(
         "gamma_x": call.gradient(dgamma_x, a.gamma_x),
         "gamma_h": call.gradient(dgamma_h, a.gamma_h),
         "h0": (dh + through).to(a.h0.dtype),
+        "beta_n": call.gradient(dbeta[0][-H:].clone(), a.beta_n) if dbeta else None,
     }
     return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
 

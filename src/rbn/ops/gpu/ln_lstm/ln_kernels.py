@@ -120,7 +120,7 @@ def ln_lstm_step(
     hs,  # [T + 1, B, H]; the output is all but the first
     cs,  # [T + 1, B, H] float32, or [B, H] if nothing is saved
     centered,  # [T, B, 4H]: W_h h minus its mean, for the backward pass
-    moments,  # [T, B, KEPT] float32
+    moments,  # [T, B, KEPT] float32; those of x are given
     h_n,  # [B, H] float32, written if there are lengths
     lengths,  # [B] int32
     mask_c,  # [T, B, H] bool
@@ -152,28 +152,32 @@ def ln_lstm_step(
     at_step = before * H + at_row
     at_gates = (before + row) * 4 * H + units
 
+    # What does not depend on the product is asked for first. Padding is read as zeros: it may
+    # contain NaN, which would spread.
+    x_i, x_f, x_g, x_o = load_gates(wx, at_gates, valid, H)
+    kept = moments + (before + row) * KEPT
+    mean_x = tl.load(kept + MEAN_X, mask=in_batch, other=0.0)
+    rstd_x = tl.load(kept + RSTD_X, mask=in_batch, other=0.0)
+    if SAVE:
+        cs += before * H
+    c = load(cs, at_row, ok)
+    scale_c = load(gamma_c, units, inside)
+    shift_c = load(beta_c, units, inside)
     a_i, a_f, a_g, a_o = load_gates(wh, row * 4 * H + units, ok, H)
     a_i, a_f, a_g, a_o = _less(a_i, a_f, a_g, a_o, _mean(a_i + a_f + a_g + a_o, 4 * H), ok)
     rstd_h = _rstd(a_i * a_i + a_f * a_f + a_g * a_g + a_o * a_o, eps, 4 * H)
-    # Padding is read as zeros: it may contain NaN, which would spread.
-    x_i, x_f, x_g, x_o = load_gates(wx, at_gates, valid, H)
-    mean_x = _mean(x_i + x_f + x_g + x_o, 4 * H)
     x_i, x_f, x_g, x_o = _less(x_i, x_f, x_g, x_o, mean_x, ok)
-    rstd_x = _rstd(x_i * x_i + x_f * x_f + x_g * x_g + x_o * x_o, eps, 4 * H)
     i, f, g, o = _gates(
         a_i, a_f, a_g, a_o, rstd_h, gamma_h,
         x_i, x_f, x_g, x_o, rstd_x, gamma_x,
         bias, units, inside, H,
     )  # fmt: skip
 
-    if SAVE:
-        cs += before * H
-    c = load(cs, at_row, ok)
     c_t = f * c + i * g
     mean_c = _mean(tl.where(ok, c_t, 0.0), H)
     c_hat = tl.where(ok, c_t - mean_c, 0.0)
     rstd_c = _rstd(c_hat * c_hat, eps, H)
-    c_hat = c_hat * rstd_c * load(gamma_c, units, inside) + load(beta_c, units, inside)
+    c_hat = c_hat * rstd_c * scale_c + shift_c
     h_t = o * tanh(c_hat)
 
     if ZONE_C == MASK:
@@ -199,12 +203,38 @@ def ln_lstm_step(
         tl.store(h_n + at_row, h_t, mask=valid)
     if SAVE:
         store_gates(centered, a_i, a_f, a_g, a_o, at_gates, ok, H)
-        kept = moments + (before + row) * KEPT
-        tl.store(kept + MEAN_X, mean_x, mask=in_batch)
-        tl.store(kept + RSTD_X, rstd_x, mask=in_batch)
         tl.store(kept + RSTD_H, rstd_h, mask=in_batch)
         tl.store(kept + MEAN_C, mean_c, mask=in_batch)
         tl.store(kept + RSTD_C, rstd_c, mask=in_batch)
+
+
+@triton.jit(do_not_specialize=["B", "N"])
+def ln_input_moments(
+    wx,  # [T, B, 4H]
+    lengths,  # [B] int32
+    moments,  # [T, B, KEPT] float32
+    B,
+    N,  # T B
+    eps,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNITS: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):
+    """The statistics of the input term, for all rows of all steps at once."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    units = tl.arange(0, UNITS)[None, :]
+    counts = row < N
+    ok = counts & (units < H)
+    valid = ok
+    if LENGTHS:
+        valid = ok & (row // B < tl.load(lengths + row % B, mask=counts, other=0))
+    i, f, g, o = load_gates(wx, row * 4 * H + units, valid, H)
+    mean = _mean(i + f + g + o, 4 * H)
+    i, f, g, o = _less(i, f, g, o, mean, ok)
+    tl.store(moments + row * KEPT + MEAN_X, mean, mask=counts)
+    rstd = _rstd(i * i + f * f + g * g + o * o, eps, 4 * H)
+    tl.store(moments + row * KEPT + RSTD_X, rstd, mask=counts)
 
 
 @triton.jit(do_not_specialize=["t", "B"])
@@ -255,6 +285,17 @@ def ln_lstm_step_backward(
     at_step = before * H + at_row
     at_gates = (before + row) * 4 * H + units
 
+    # All that the step reads is asked for first.
+    dh_t = tl.load(dh + at_row, mask=ok, other=0.0) + tl.load(through + at_row, mask=ok, other=0.0)
+    if HAS_DOUTPUT:
+        dh_t += tl.load(doutput + at_step, mask=valid, other=0.0).to(tl.float32)
+    dc_t = tl.load(dc + at_row, mask=ok, other=0.0)
+    c = load(cs, at_step, ok)
+    scale_c = load(gamma_c, units, inside)
+    shift_c = load(beta_c, units, inside)
+    sum_gamma = tl.load(dgamma_c + at_row, mask=ok, other=0.0)
+    sum_beta = tl.load(dbeta_c + at_row, mask=ok, other=0.0)
+
     # Recompute the forward step.
     kept = moments + (before + row) * KEPT
     rstd_h = tl.load(kept + RSTD_H, mask=in_batch, other=0.0)
@@ -270,19 +311,13 @@ def ln_lstm_step_backward(
         x_i, x_f, x_g, x_o, rstd_x, gamma_x,
         bias, units, inside, H,
     )  # fmt: skip
-    c = load(cs, at_step, ok)
     c_t = f * c + i * g
     if ZONE_C == NONE:
         c_t = load(cs + tl.cast(B, tl.int64) * H, at_step, ok)  # the value of the forward pass
     c_hat = tl.where(ok, c_t - mean_c, 0.0) * rstd_c
-    scale_c = load(gamma_c, units, inside)
-    tanh_c = tanh(c_hat * scale_c + load(beta_c, units, inside))
+    tanh_c = tanh(c_hat * scale_c + shift_c)
 
     # Zoneout and padding divide the gradient: one part bypasses the step, one goes through it.
-    dh_t = tl.load(dh + at_row, mask=ok, other=0.0) + tl.load(through + at_row, mask=ok, other=0.0)
-    if HAS_DOUTPUT:
-        dh_t += tl.load(doutput + at_step, mask=valid, other=0.0).to(tl.float32)
-    dc_t = tl.load(dc + at_row, mask=ok, other=0.0)
     dh_skip, dh_new = by_zoneout(dh_t, mask_h, at_step, ok, rate_h, ZONE_H)
     dc_skip, dc_new = by_zoneout(dc_t, mask_c, at_step, ok, rate_c, ZONE_C)
     if LENGTHS:
@@ -304,8 +339,8 @@ def ln_lstm_step_backward(
     df = dc_new * c * f * (1.0 - f)
     dg = dc_new * i * (1.0 - g * g)
     dc_t = dc_new * f + dc_skip
-    sum_gamma = tl.load(dgamma_c + at_row, mask=ok, other=0.0) + dcell * c_hat
-    sum_beta = tl.load(dbeta_c + at_row, mask=ok, other=0.0) + dcell
+    sum_gamma += dcell * c_hat
+    sum_beta += dcell
     tl.debug_barrier()  # every thread must have read what is overwritten next
     tl.store(dh + at_row, dh_skip, mask=ok)
     tl.store(dc + at_row, dc_t, mask=ok)

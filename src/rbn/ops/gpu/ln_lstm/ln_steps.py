@@ -1,4 +1,4 @@
-"""The layer-normalized LSTM on the GPU, from tensors to kernel launches.
+"""The layer-normalized LSTM step by step, for calls that `ln_single` does not cover.
 
 Each step is a matrix product and one kernel, whose programs own one or a few rows. Work that is not
 recurrent is done for all steps at once, after the loop: the backward pass of the input term's
@@ -18,15 +18,16 @@ from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.ln_lstm import ln_kernels as kernels
 from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
-from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
+from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch, launch_cached
 from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.input_term import through_term, with_term
-from rbn.ops.operator import Implementation, Incoming, Results
+from rbn.ops.operator import Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
 
 LARGEST = 8192  # hidden units: a program keeps all gates of a row in registers
 _KEPT = kernels.KEPT.value
+VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 # The least number of elements of a gate per program: short rows share a program.
 _TILE, _TILE_INTERPRETED = 128, 4096
 
@@ -41,15 +42,28 @@ class Saved(NamedTuple):
     centered: Tensor | None = None  # [T, B, 4H]: W_h h minus its mean
     cs: Tensor | None = None  # [T + 1, B, H] float32
     moments: Tensor | None = None  # [T, B, 5] float32
+    states: Tensor | None = None  # [T + 1, B, H]: h0 and h after each step, instead of the output
+    vectors: Tensor | None = None  # see `Call`
 
 
-class _Call(StepCall):
-    def __init__(self, a: LSTMArguments) -> None:
+class Call(StepCall):
+    """Sizes, modes and tensors, in the form that the kernels take.
+
+    Attributes:
+        joined: the parameters `VECTORS` in float32, one after the other; zeros for an absent bias.
+        vectors: views of them.
+    """
+
+    def __init__(self, a: LSTMArguments, joined: Tensor | None = None) -> None:
         super().__init__(a.input, a.lengths)
         self.a, self.H = a, a.input.shape[2] // 4
-        self.vectors = [self.bias(a.bias)]
-        given = (a.gamma_x, a.gamma_h, a.gamma_c, a.beta_c)
-        self.vectors += [self.full(v) for v in given if v is not None]
+        if joined is None:
+            given = [getattr(a, name) for name in VECTORS]
+            if given[0] is None:
+                given[0] = torch.zeros_like(given[1])
+            joined = torch.cat(given).to(torch.float32)
+        self.joined = joined
+        self.vectors = list(joined.split([4 * self.H] * 3 + [self.H] * 2))
         self.masks = [self.mask(a.mask_c), self.mask(a.mask_h)]
         # Triton would specialize the kernel for integers.
         self.rates = float(a.rate_c), float(a.rate_h)
@@ -98,7 +112,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     a, kept = with_term(LSTM, calls[0], make_factors=padded_factors)
     if separate:  # the factors may be views of one buffer
         kept.update(x=None, w=None)
-    call = _Call(a)
+    call = Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("ln_lstm forward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
     hs = call.new(T + 1, B, H, dtype=wx.dtype)
@@ -106,7 +120,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     cs = call.new(T + 1 if a.save else 1, B, H)
     cs[0] = a.c0
     centered = call.new(T if a.save else 0, B, 4 * H, dtype=wx.dtype)
-    moments = call.new(T if a.save else 0, B, _KEPT)
+    moments = input_moments(call)
     h_n = call.state(a.h0) if a.lengths is not None else call.empty
     weight = factor(a.weight_hh, wx).t()
     wh = call.new(B, 4 * H)
@@ -127,7 +141,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
 
 
 def backward(
-    calls: Sequence[LSTMArguments], r: Saved, plan: None, incoming: Incoming
+    calls: Sequence[LSTMArguments], r: Saved, incoming: Incoming
 ) -> list[dict[str, Tensor | None]]:
     """The gradients of all differentiable tensors."""
     a: LSTMArguments
@@ -137,11 +151,14 @@ def backward(
     assert r.centered is not None
     assert r.cs is not None
     assert r.moments is not None
-    call = _Call(a)
+    call = Call(a)
     T, B, H, wx = call.T, call.B, call.H, call.wx
     log.debug("ln_lstm backward T=%d B=%d H=%d %s: a kernel for each step", T, B, H, wx.dtype)
-    dh, dc = call.state(dh_n, B, H), call.state(dc_n, B, H)
-    through, dgamma_c, dbeta_c = call.zeros(3, B, H)
+    rows, through = call.zeros(4, B, H), call.zeros(B, H)
+    dh, dc, dgamma_c, dbeta_c = rows.unbind()
+    for state, incoming_state in ((dh, dh_n), (dc, dc_n)):
+        if incoming_state is not None:
+            state.copy_(incoming_state)
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)
     weight = factor(a.weight_hh, wx)
     tensors = [wx, *call.vectors, r.cs, r.centered, r.moments, call.lengths, *call.masks]
@@ -155,24 +172,75 @@ def backward(
         for t in range(T - 1, -1, -1):
             step(t, B, *call.rates)
             multiply(steps[t])
-    dbias, dgamma_x, dgamma_h = _parameter_sums(call, r, dwx)
+    dh += through
+    dweight = weight_gradient(da, a.h0, r.output).to(a.weight_hh.dtype)
+    return [gradients(call, calls[0], r, dwx, rows, dweight, incoming.input, separate=True)]
+
+
+def input_moments(call: Call) -> Tensor:
+    """The statistics of each row and step ``[T, B, 5]``; only those of the input term are there."""
+    n = call.T * call.B
+    moments = call.new(call.T, call.B, _KEPT)
+    tensors = (call.wx, call.lengths, moments)
+    numbers = (call.B, n, float(call.a.eps))
+    _launch(kernels.ln_input_moments, (*call.grid(n), 1), tensors, numbers, call.row)
+    return moments
+
+
+def _launch(
+    kernel: Any,
+    grid: tuple[int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    flags: dict[str, Any],
+) -> None:
+    """Launch a kernel that does not run in every step."""
+    wx = tensors[0]
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    launch_cached(kernel, grid, addresses, lambda: tensors, numbers, flags, (wx.dtype,), wx)
+
+
+def gradients(
+    call: Call,
+    given: LSTMArguments,
+    r: Saved,
+    dwx: Tensor,
+    rows: Tensor,
+    dweight: Tensor,
+    needs_input: bool,
+    separate: bool,
+) -> dict[str, Tensor | None]:
+    """All gradients by name, in the dtypes of what they belong to.
+
+    given: the original arguments. dwx: the gradient of the gates before their nonlinearities,
+    ``[T, B, 4H]``; overwritten. rows: those of h0 and c0, and each row's sums for gamma_c and
+    beta_c, ``[4, B, H]``. separate: whether no two gradients may share memory.
+    """
+    sums = _parameter_sums(call, r, dwx)
     _input_backward(call, r, dwx)
-    gradients = {
-        "input": dwx,
-        "weight_hh": weight_gradient(da, a.h0, r.output).to(a.weight_hh.dtype),
-        "bias": call.gradient(dbias, a.bias),
-        "gamma_x": call.gradient(dgamma_x, a.gamma_x),
-        "gamma_h": call.gradient(dgamma_h, a.gamma_h),
-        "gamma_c": call.gradient(dgamma_c.sum(0), a.gamma_c),
-        "beta_c": call.gradient(dbeta_c.sum(0), a.beta_c),
-        "h0": (dh + through).to(a.h0.dtype),
-        "c0": dc.to(a.c0.dtype),
+    found = through_term(given, {"input": dwx, "weight_hh": dweight}, needs_input, r.x, r.w)
+    of_rows = rows.sum(1)
+    parts = {
+        ("bias", "gamma_x", "gamma_h"): sums,
+        ("gamma_c", "beta_c"): of_rows[2:],
+        ("h0", "c0"): of_rows[:2] if given.h0.dim() == given.c0.dim() == 1 else rows[:2],
     }
-    return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
+    for names, values in parts.items():
+        own = [getattr(given, name) for name in names]
+        kinds = {v.dtype for v in own if v is not None}
+        # One conversion for all: launches are what a short layer waits for.
+        values = values.to(kinds.pop()) if len(kinds) == 1 else values
+        for name, v, gradient in zip(names, own, values.unbind(), strict=True):
+            if v is not None:
+                gradient = gradient.sum(0) if gradient.dim() > v.dim() else gradient
+                found[name] = gradient.to(v.dtype, copy=separate)
+            else:
+                found[name] = None
+    return found
 
 
-def _parameter_sums(call: _Call, r: Saved, dpre: Tensor) -> list[Tensor]:
-    """The gradients of bias, gamma_x and gamma_h, ``[4H]`` each; bit-identical in every run.
+def _parameter_sums(call: Call, r: Saved, dpre: Tensor) -> Tensor:
+    """The gradients of bias, gamma_x and gamma_h, ``[3, 4H]``; bit-identical in every run.
 
     dpre: the gradient of the gates before their nonlinearities, ``[T, B, 4H]``.
     """
@@ -180,25 +248,23 @@ def _parameter_sums(call: _Call, r: Saved, dpre: Tensor) -> list[Tensor]:
     n = call.T * call.B
     programs = min(32, -(-n // (4 * rows)))
     sums = call.new(programs, 3, F)
-    with torch.cuda.device_of(dpre):
-        kernels.ln_parameter_sums[(-(-F // columns), programs)](
-            *(call.wx, r.centered, dpre, r.moments, call.lengths, sums),
-            *(call.B, n, -(-n // programs)),
-            F=F,
-            ROWS=rows,
-            COLUMNS=columns,
-            LENGTHS=call.a.lengths is not None,
-        )
-    return [sums[:, k].sum(0) for k in range(3)]  # each in its own memory
+    assert r.centered is not None
+    assert r.moments is not None
+    tensors = (call.wx, r.centered, dpre, r.moments, call.lengths, sums)
+    flags = {
+        "F": F,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "LENGTHS": call.a.lengths is not None,
+    }
+    grid, numbers = (-(-F // columns), programs), (call.B, n, -(-n // programs))
+    _launch(kernels.ln_parameter_sums, grid, tensors, numbers, flags)
+    return sums.sum(0)
 
 
-def _input_backward(call: _Call, r: Saved, dwx: Tensor) -> None:
+def _input_backward(call: Call, r: Saved, dwx: Tensor) -> None:
     """From the gradient of the gates to that of wx ``[T, B, 4H]``, in place."""
+    assert r.moments is not None
     tensors = (call.wx, call.vectors[1], r.moments, call.lengths, dwx)
     n = call.T * call.B
-    with torch.cuda.device_of(dwx):
-        kernels.ln_input_backward[call.grid(n)](*tensors, call.B, n, **call.row)
-
-
-RETURNED = ("wx", "centered", "cs", "moments")  # by the custom operator
-IMPLEMENTATION = Implementation(Saved, forward, backward, fake, RETURNED)
+    _launch(kernels.ln_input_backward, (*call.grid(n), 1), tensors, (call.B, n), call.row)

@@ -3,6 +3,8 @@
 // A block owns UNITS = 8 hidden units for all rows of the batch. Its warps form MW groups over the
 // rows and KS groups over the columns of the product; the sums over KS meet in shared memory. From
 // there on a thread owns two neighbouring units (PAIR = tid % 4) of the rows tid / 4, tid / 4 + STEP, ...
+// With FEW, for up to 16 rows, a warp has all rows of two pairs instead: it sums over the batch without the others,
+// and warps beyond the second only multiply.
 //
 // Named from outside: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
 // CHUNK (column blocks read at once), REGISTERS (weights in registers or in shared memory),
@@ -39,6 +41,12 @@ typedef u32 Pair;
 #define BLOCKS ((H + UNITS - 1) / UNITS)
 #define PADDED (WARPS | 1)
 #define EMPTY 0xffffffffu
+#ifndef FEW
+#define FEW 0
+#endif
+#define PAIR_OF(tid) (FEW ? (tid) >> 4 & 3 : (tid) & 3)
+#define ROW_OF(tid) (FEW ? ((tid) & 15) + ((tid) >> 6) * 16 : (tid) >> 2)
+#define HAS_ROWS (!FEW || threadIdx.x < 64)
 
 // Values ------------------------------------------------------------------------------------------
 
@@ -159,10 +167,27 @@ __device__ __forceinline__ void wait_for(const u32* counter, u32 arrivals) {
   __syncthreads();
 }
 
-// In half precision the approximate tanh is as good as what is kept of it. FAST: in float32, too.
+// In half precision the approximate tanh, right to 2^-11 of its value, is as good as what is kept of it. FAST: in float32, too.
 #if TYPE == 0 && !defined(FAST)
-__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
-__device__ __forceinline__ float tanh_(float x) { return 2.0f * sigmoid(2.0f * x) - 1.0f; }
+__device__ __forceinline__ float exp2_(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float sigmoid(float x) { return inverse(1.0f + exp2_(-1.44269504f * x)); }
+
+// The quotient is right to 1e-7, however small x is, and batch normalization magnifies small states. So they get an odd
+// polynomial, right to 2e-7 of its value, which is computed beside the quotient: no branch.
+__device__ __forceinline__ float tanh_(float x) {
+  const float s = x * x, far = fmaf(-2.0f, inverse(1.0f + exp2_(2.88539008f * x)), 1.0f);
+  const float near = fmaf(x * s, fmaf(fmaf(-0.0477942191f, s, 0.132776290f), s, -0.333318830f), x);
+  return fabsf(x) < 0.4f ? near : far;  // a NaN stays one
+}
 #else
 __device__ __forceinline__ float tanh_(float x) {
   float y;
@@ -266,19 +291,20 @@ struct Weights {
 };
 
 // sums[m][n] += rows of this warp times W. The rows [ROWS, width] (stride `stride`) come from the
-// other blocks: a 16-byte piece that is not there yet is read again.
-template <int NT, int KBW>
+// other blocks: a 16-byte piece that is not there yet is read again. ks: which of SLICES parts of the columns.
+template <int NT, int KBW, int SLICES = KS>
 __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const Weights<NT, KBW>& w,
                                                 const Element* rows, int stride, int width, int B,
                                                 int ks, int mw, int lane, bool wait) {
   constexpr int PIECES = (KBW + CHUNK - 1) / CHUNK;
   uint4 a[PIECES > 1 ? 2 : 1][MPW][CHUNK][2];
   const int g = lane >> 2;
-  auto address = [&](int m, int i, int half) {
-    return rows + i64((mw * MPW + m) * 16 + g + 8 * half) * stride + (ks * KBW + i) * BLOCK + (lane & 3) * VEC;
-  };
+  const int row = mw * MPW * 16 + g, column = ks * KBW * BLOCK + (lane & 3) * VEC;
+  const Element* first = rows + i64(row) * stride + column;
+  const bool whole = width >= SLICES * KBW * BLOCK;  // known to the compiler: no warp has columns beyond the last
+  auto address = [&](int m, int i, int half) { return first + (m * 16 + 8 * half) * stride + i * BLOCK; };
   auto there = [&](int m, int i, int half) {
-    return i < KBW && (mw * MPW + m) * 16 + g + 8 * half < B && (ks * KBW + i) * BLOCK + (lane & 3) * VEC < width;
+    return i < KBW && row + m * 16 + 8 * half < B && (whole || column + i * BLOCK < width);
   };
   auto ask = [&](int piece) {
 #pragma unroll
@@ -299,10 +325,10 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
 #ifdef NO_WAIT
   wait = false;
 #endif
-  // Until the others are about done, only one piece is asked for again and again.
-  constexpr bool EAGER = BARRIER || (PIECES == 1 && MPW * CHUNK <= 8);
+  // Until the others are about done, only one piece is asked for again and again: all are too many, but of few rows.
+  constexpr bool EAGER = BARRIER || FEW || (PIECES == 1 && MPW * CHUNK <= 8);
   if (EAGER) ask(0);
-  if (!BARRIER && wait && there(0, 0, 0)) {
+  if (!BARRIER && !FEW && wait && there(0, 0, 0)) {
     uint4 probe = EAGER ? a[0][0][0][0] : peek(address(0, 0, 0));
     while (missing(probe)) probe = peek(address(0, 0, 0));
   }
@@ -341,7 +367,16 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
   }
 }
 
-// Sums of tiles into shared memory, [KS][ROWS][PITCH].
+// Where sums of a row and column lie in shared memory, [KS][ROWS][PITCH], such that neither the lanes that write them
+// nor those that read them use the same bank.
+template <int NT, int PITCH>
+__device__ __forceinline__ int place_of_sum(int row, int column) {
+  if (!FEW) return row * PITCH + column;
+  const int turned = NT > 1 ? row >> 2 & 3 | (row & 3) << 2 : row >> 2 & 3;
+  return row * 8 * NT + 2 * (column / 2 ^ turned);
+}
+
+// Sums of tiles into shared memory.
 template <int NT, int PITCH>
 __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4], int ks, int mw, int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -349,23 +384,24 @@ __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4],
   for (int m = 0; m < MPW; m++)
 #pragma unroll
     for (int n = 0; n < NT; n++) {
-      float* p = part + (ks * ROWS + (mw * MPW + m) * 16 + g) * PITCH + n * 8 + 2 * t;
-      store2(p, sums[m][n][0], sums[m][n][1]);
-      store2(p + 8 * PITCH, sums[m][n][2], sums[m][n][3]);
+      float* p = part + ks * ROWS * PITCH;
+      const int row = (mw * MPW + m) * 16 + g, column = n * 8 + 2 * t;
+      store2(p + place_of_sum<NT, PITCH>(row, column), sums[m][n][0], sums[m][n][1]);
+      store2(p + place_of_sum<NT, PITCH>(row + 8, column), sums[m][n][2], sums[m][n][3]);
     }
 }
 
 // Sums over the batch ------------------------------------------------------------------------------
 
-// Each v[i] summed over the lanes of a warp that have the same pair of units (lane & 3). Each exchange
-// halves what is left to add: a lane ends with the sums from the returned index on, in v[0] and, for
-// more than 8 numbers, the next NV / 8 - 1.
+// Each v[i] summed over the lanes of a warp that have the same pair of units. Each exchange
+// halves what is left to add, while it can: a lane ends with the sums from the returned index on, in v[0] and, for
+// more than 8 numbers (16 with FEW), the next NV / 8 - 1.
 template <int NV>
 __device__ __forceinline__ int sum_over_lanes(float (&v)[NV], int lane) {
   int n = NV, index = 0;
 #pragma unroll
-  for (int mask = 16; mask >= 4; mask >>= 1) {
-    if (n > 1) {
+  for (int mask = FEW ? 8 : 16; mask >= (FEW ? 1 : 4); mask >>= 1) {
+    if (n % 2 == 0) {
       n /= 2;
       const bool upper = lane & mask;
 #pragma unroll
@@ -376,22 +412,33 @@ __device__ __forceinline__ int sum_over_lanes(float (&v)[NV], int lane) {
         }
       index += upper ? n : 0;
     } else {
-      v[0] += __shfl_xor_sync(~0u, v[0], mask);
+#pragma unroll
+      for (int i = 0; i < NV / 8 + 1; i++)
+        if (i < n) v[i] += __shfl_xor_sync(~0u, v[i], mask);
     }
   }
   return index;
 }
 
 // Each v[i] summed over all threads with the same pair of units, in a fixed order, given back to all.
-// `running`, of thread 4 i + pair, counts v[i] over all calls.
+// `running`, of thread 4 i + pair, counts v[i] over all calls; with FEW, of the i-th row v[i], and v[16 + i].
 template <int NV>
-__device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total, float& running) {
+__device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total, float2& running) {
 #ifdef NO_SUM
   return;
 #endif
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = tid & 3;
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = PAIR_OF(tid);
+  if (!HAS_ROWS) return;
   const int index = sum_over_lanes(v, lane);
-  constexpr int LEFT = NV > 8 ? NV / 8 : 1;
+  constexpr int LEFT = NV > (FEW ? 16 : 8) ? NV / 8 : 1;
+#if FEW
+  float* own = total + pair * NV;
+#pragma unroll
+  for (int i = 0; i < LEFT; i++) own[index + i] = v[i];
+  __syncwarp();
+  running.x += own[(tid & 15) % NV];
+  if (NV > 16) running.y += own[16 + tid % 8];
+#else
 #pragma unroll
   for (int i = 0; i < LEFT; i++) scratch[((index + i) * 4 + pair) * PADDED + warp] = v[i];
   __syncthreads();
@@ -400,9 +447,10 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* 
 #pragma unroll
     for (int w = 0; w < WARPS; w++) sum += scratch[tid * PADDED + w];
     total[(tid & 3) * NV + (tid >> 2)] = sum;
-    running += sum;
+    running.x += sum;
   }
   __syncthreads();
+#endif
 #pragma unroll
   for (int i = 0; i < NV / 4; i++) {
     const float4 four = reinterpret_cast<const float4*>(total + pair * NV)[i];
@@ -412,7 +460,7 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* 
 
 template <int NV>
 __device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total) {
-  float unused = 0.0f;
+  float2 unused = make_float2(0.0f, 0.0f);
   sum_rows(v, scratch, total, unused);
 }
 
@@ -425,7 +473,7 @@ __device__ __forceinline__ int column_of(int i) {  // of the whole layer, or -1
 }
 
 __device__ __forceinline__ void read_gates(float (&v)[4][OWN], const float* from) {
-  const float4* p = reinterpret_cast<const float4*>(from + (threadIdx.x & 3) * 4 * OWN);
+  const float4* p = reinterpret_cast<const float4*>(from + PAIR_OF(threadIdx.x) * 4 * OWN);
   float flat[4 * OWN];
 #pragma unroll
   for (int i = 0; i < OWN; i++) {

@@ -34,13 +34,12 @@ def _small(var, size, limit, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _raise(var, out, size, F, identical, floor, BLOCK: tl.constexpr):
-    """Raise variances ``[T, F]`` to `floor`, except in the first `identical` steps."""
+def _raise(var, out, size, floor, BLOCK: tl.constexpr):
+    """Raise variances to `floor`. NaN stays."""
     for start in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK)
         v = tl.load(var + at, mask=at < size, other=0.0)
-        low = (at // F >= identical) & (v < floor)  # NaN stays
-        tl.store(out + at, tl.where(low, floor, v), mask=at < size)
+        tl.store(out + at, tl.where(v < floor, floor, v), mask=at < size)
 
 
 @triton.jit
@@ -85,9 +84,18 @@ def raise_both(
             identical *= 0
         before += identical
         t += 1
-    _raise(var_h + r * T * 4 * H, new_h + r * T * 4 * H, T * 4 * H, 4 * H, before, floor, BLOCK)
+    before = tl.minimum(before, T)
+    for k in range(before):  # constant in all units or in none
+        at = (r * T + k) * 4 * H
+        small = _small(var_h + at, 4 * H, limit, BLOCK)
+        _raise(var_h + at, new_h + at, 4 * H, tl.where(small == 1, 0.0, floor), BLOCK)
+    at = (r * T + before) * 4 * H
+    _raise(var_h + at, new_h + at, (T - before) * 4 * H, floor, BLOCK)
     if CELL:
-        _raise(var_c + r * T * H, new_c + r * T * H, T * H, H, after, floor, BLOCK)
+        at = r * T * H
+        _raise(var_c + at, new_c + at, after * H, 0.0, BLOCK)
+        at += after * H
+        _raise(var_c + at, new_c + at, (T - after) * H, floor, BLOCK)
 
 
 @triton.jit

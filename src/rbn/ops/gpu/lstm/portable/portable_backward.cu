@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
   uint4* weights = reinterpret_cast<uint4*>(given + 112);
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, mw = warp % MW, ks = warp / MW;
-  const int pair = tid & 3, unit = blockIdx.x * UNITS + 2 * pair;
+  const int pair = PAIR_OF(tid), unit = blockIdx.x * UNITS + 2 * pair;
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
   const Element* wx = p.wx + r * p.T * B * GATES;
@@ -61,7 +61,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
   });
 
   load_parameters(parameters, p.bias, p.gamma_x, p.gamma_h, r);
-  float g_c[2] = {}, beta[2] = {}, sum_b[8] = {}, sum_beta[4] = {}, running_gates = 0, running_cell = 0;
+  float g_c[2] = {}, beta[2] = {}, sum_b[8] = {}, sum_beta[4] = {};
+  float2 running_gates = make_float2(0, 0), running_cell = running_gates;
   if (mine)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -75,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
   bool in[RPT];
 #pragma unroll
   for (int j = 0; j < RPT; j++) {
-    const i64 row = (tid >> 2) + j * STEP, at = (r * B + row) * H + unit;
+    const i64 row = ROW_OF(tid) + j * STEP, at = (r * B + row) * H + unit;
     in[j] = row < B && mine;
     length[j] = p.T;
     if (LENGTHS) length[j] = in[j] ? p.lengths[row] : 0;
@@ -102,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
     });
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
-      const i64 row = (tid >> 2) + j * STEP;
+      const i64 row = ROW_OF(tid) + j * STEP;
       c_t[j][0] = c_before[j][0], c_t[j][1] = c_before[j][1];
       if (!in[j]) continue;
 #pragma unroll
@@ -135,63 +136,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
       return (i - GIVEN_H - GIVEN_X) / 8 == 1;
     });
     __syncthreads();
-    if (MODE_H) {
-      read_gates(rh, given);
-      read_gates(b, parameters);
-      read_gates(g_h, parameters + 64);
-    }
-    if (MODE_X) {
-      read_gates(mx, given + GIVEN_H);
-      read_gates(rx, given + GIVEN_H + 32);
-      read_gates(g_x, parameters + 32);
-    }
-    if (MODE_C) {
-      const float2 m = load2(given + GIVEN_H + GIVEN_X + 2 * pair), s = load2(given + GIVEN_H + GIVEN_X + 8 + 2 * pair);
-      mc[0] = m.x, mc[1] = m.y, rc[0] = s.x, rc[1] = s.y;
-    }
+    if (HAS_ROWS) {
+      if (MODE_H) {
+        read_gates(rh, given);
+        read_gates(b, parameters);
+        read_gates(g_h, parameters + 64);
+      }
+      if (MODE_X) {
+        read_gates(mx, given + GIVEN_H);
+        read_gates(rx, given + GIVEN_H + 32);
+        read_gates(g_x, parameters + 32);
+      }
+      if (MODE_C) {
+        const float2 m = load2(given + GIVEN_H + GIVEN_X + 2 * pair), s = load2(given + GIVEN_H + GIVEN_X + 8 + 2 * pair);
+        mc[0] = m.x, mc[1] = m.y, rc[0] = s.x, rc[1] = s.y;
+      }
 #pragma unroll
-    for (int q = 0; q < 4; q++) {
+      for (int q = 0; q < 4; q++) {
 #pragma unroll
-      for (int j = 0; j < RPT; j++) {
-        const float2 vh = widen(raw_h[j][q]);
-        a_hat[j][q][0] = vh.x, a_hat[j][q][1] = vh.y;
-        if (SPLIT) {
-          float2 vx = widen(raw_x[j][q]);
-          if (LENGTHS && t >= length[j]) vx = make_float2(0, 0);
-          x_hat[j][q][0] = vx.x, x_hat[j][q][1] = vx.y;
+        for (int j = 0; j < RPT; j++) {
+          const float2 vh = widen(raw_h[j][q]);
+          a_hat[j][q][0] = vh.x, a_hat[j][q][1] = vh.y;
+          if (SPLIT) {
+            float2 vx = widen(raw_x[j][q]);
+            if (LENGTHS && t >= length[j]) vx = make_float2(0, 0);
+            x_hat[j][q][0] = vx.x, x_hat[j][q][1] = vx.y;
+          }
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            float v = a_hat[j][q][e];
+            if (MODE_H) {
+              v = a_hat[j][q][e] = v * rh[q][e];
+              v = v * g_h[q][e] + b[q][e];
+            }
+            if (SPLIT) {
+              if (MODE_X) x_hat[j][q][e] = (x_hat[j][q][e] - mx[q][e]) * rx[q][e];
+              v += MODE_X ? x_hat[j][q][e] * g_x[q][e] : x_hat[j][q][e];
+            }
+            gate[j][q][e] = q == 2 ? tanh_(v) : sigmoid(v);
+          }
         }
+        // From here on what the gradients are multiplied with.
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          float v = a_hat[j][q][e];
-          if (MODE_H) {
-            v = a_hat[j][q][e] = v * rh[q][e];
-            v = v * g_h[q][e] + b[q][e];
-          }
-          if (SPLIT) {
-            if (MODE_X) x_hat[j][q][e] = (x_hat[j][q][e] - mx[q][e]) * rx[q][e];
-            v += MODE_X ? x_hat[j][q][e] * g_x[q][e] : x_hat[j][q][e];
-          }
-          gate[j][q][e] = q == 2 ? tanh_(v) : sigmoid(v);
+          if (MODE_H) rh[q][e] = slope<MODE_H>(rh[q][e], g_h[q][e], p.eps);
+          if (MODE_X) rx[q][e] *= g_x[q][e];
         }
       }
-      // From here on what the gradients are multiplied with.
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        if (MODE_H) rh[q][e] = slope<MODE_H>(rh[q][e], g_h[q][e], p.eps);
-        if (MODE_X) rx[q][e] *= g_x[q][e];
-      }
+      for (int j = 0; j < RPT; j++)
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float v = c_t[j][e];
+          if (MODE_C) v = (v - mc[e]) * rc[e];
+          c_hat[j][e] = v;
+          tanh_c[j][e] = tanh_((MODE_C ? v * g_c[e] : v) + beta[e]);
+          dh[j][e] = skip[j][e];
+          if (DOUTPUT && in[j] && t < length[j]) dh[j][e] += e ? widen(dy[j]).y : widen(dy[j]).x;
+        }
     }
-#pragma unroll
-    for (int j = 0; j < RPT; j++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float v = c_t[j][e];
-        if (MODE_C) v = (v - mc[e]) * rc[e];
-        c_hat[j][e] = v;
-        tanh_c[j][e] = tanh_((MODE_C ? v * g_c[e] : v) + beta[e]);
-        dh[j][e] = skip[j][e];
-        if (DOUTPUT && in[j] && t < length[j]) dh[j][e] += e ? widen(dy[j]).y : widen(dy[j]).x;
-      }
 
     // dh through W_h
     if (t < p.T - 1) {
@@ -202,14 +205,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
       __syncthreads();
 #pragma unroll
       for (int j = 0; j < RPT; j++) {
-        const int row = (tid >> 2) + j * STEP;
-        if (row < ROWS)
+        const int row = ROW_OF(tid) + j * STEP;
+        if (row < ROWS && HAS_ROWS)
 #pragma unroll
           for (int k = 0; k < KS; k++) {
-            const float2 s = load2(part + (k * ROWS + row) * PITCH + 2 * pair);
+            const float2 s = load2(part + k * ROWS * PITCH + place_of_sum<NT, PITCH>(row, 2 * pair));
             dh[j][0] += s.x, dh[j][1] += s.y;
           }
       }
+    } else if (FEW) {
+      __syncthreads();  // before statistics of the next step are written over these
+    }
+    if (!HAS_ROWS) {
+      if (BARRIER) arrive(p.counter + r);
+      if (t > 0) load_step(t - 1);
+      continue;
     }
 
     // Equation 8
@@ -263,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
     if (MODE_H) sum_rows(v, scratch, total, running_gates);
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
-      const i64 row = (tid >> 2) + j * STEP;
+      const i64 row = ROW_OF(tid) + j * STEP;
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         float d[2];
@@ -287,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
     if (SPLIT)
 #pragma unroll
       for (int j = 0; j < RPT; j++) {
-        const i64 row = (tid >> 2) + j * STEP;
+        const i64 row = ROW_OF(tid) + j * STEP;
         if (!in[j]) continue;
 #pragma unroll
         for (int q = 0; q < 4; q++) {
@@ -307,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
 
 #pragma unroll
   for (int j = 0; j < RPT; j++) {
-    const i64 at = (r * B + (tid >> 2) + j * STEP) * H + unit;
+    const i64 at = (r * B + ROW_OF(tid) + j * STEP) * H + unit;
     if (!in[j]) continue;
     store2(p.dh + at, skip[j][0], skip[j][1]);
     store2(p.dc + at, dc[j][0], dc[j][1]);
@@ -316,10 +326,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
   __syncthreads();
   if (!MODE_H) sum_rows(sum_b, scratch, total, running_gates);
   if (!MODE_C) sum_rows(sum_beta, scratch, total, running_cell);
+#if FEW
+  if (tid < 64) {
+    const int i = tid & 15;
+    scratch[4 * i + pair] = running_gates.x, scratch[192 + 4 * i + pair] = running_cell.x;
+    if (i < 8) scratch[64 + 4 * i + pair] = running_gates.y;
+  }
+  __syncthreads();
+  running_gates.x = tid < 96 ? scratch[tid] : 0.0f, running_cell.x = tid < 16 ? scratch[192 + tid] : 0.0f;
+#endif
   const int of = blockIdx.x * UNITS + 2 * (tid & 3) + ((tid >> 2) & 1);
-  if (of < H && tid < 16) (tid < 8 ? p.dbeta_c : p.dgamma_c)[r * H + of] = running_cell;
+  if (of < H && tid < 16) (tid < 8 ? p.dbeta_c : p.dgamma_c)[r * H + of] = running_cell.x;
   if (of < H && tid < (MODE_H ? 96 : 32)) {
     float* sums = tid < 32 ? p.dbias : tid < 64 ? p.dgamma_h : p.dgamma_x;
-    sums[r * GATES + ((tid >> 3) & 3) * H + of] = running_gates;
+    sums[r * GATES + ((tid >> 3) & 3) * H + of] = running_gates.x;
   }
 }

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
   uint4* weights = reinterpret_cast<uint4*>(given + 144);
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, mw = warp % MW, ks = warp / MW;
-  const int pair = tid & 3, unit = blockIdx.x * UNITS + 2 * pair;
+  const int pair = PAIR_OF(tid), unit = blockIdx.x * UNITS + 2 * pair;
   const bool mine = unit < H;
   const i64 r = blockIdx.y, B = p.B;
   const Element* wx = p.wx + r * p.T * B * GATES;
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
     }
 #pragma unroll
   for (int j = 0; j < RPT; j++) {
-    const int row = (tid >> 2) + j * STEP;
+    const int row = ROW_OF(tid) + j * STEP;
     in[j] = row < B && mine;
     length[j] = p.T;
     if (LENGTHS) length[j] = in[j] ? p.lengths[row] : 0;
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
     });
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
-      const i64 row = (tid >> 2) + j * STEP;
+      const i64 row = ROW_OF(tid) + j * STEP;
 #pragma unroll
       for (int q = 0; q < 4; q++)
         if (in[j]) raw[j][q] = *reinterpret_cast<const Pair*>(wx + (t * B + row) * GATES + q * H + unit);
@@ -157,17 +157,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
     gather_multiply<NT, KBW>(sums, w, hs + t * B * HS, HS, HS, p.B, ks, mw, lane, t > 0);
     put_sums<NT, PITCH>(part, sums, ks, mw, lane);
     __syncthreads();
+    if (!HAS_ROWS) {
+      if (BARRIER) arrive(p.counter + r);
+      if (t + 1 < p.T) prepare(t + 1);
+      continue;
+    }
     float a[RPT][4][2];
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
-      const int row = (tid >> 2) + j * STEP;
+      const int row = ROW_OF(tid) + j * STEP;
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         float2 v = make_float2(0, 0);
         if (row < ROWS)
 #pragma unroll
           for (int k = 0; k < KS; k++) {
-            const float2 s = load2(part + (k * ROWS + row) * PITCH + q * 8 + 2 * pair);
+            const float2 s = load2(part + k * ROWS * PITCH + place_of_sum<NT, PITCH>(row, q * 8 + 2 * pair));
             v.x += s.x, v.y += s.y;
           }
         a[j][q][0] = v.x, a[j][q][1] = v.y;
@@ -241,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
     float h[RPT][2];
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
-      const int row = (tid >> 2) + j * STEP;
+      const int row = ROW_OF(tid) + j * STEP;
       const bool valid = t < length[j];
 #pragma unroll
       for (int e = 0; e < 2; e++) {
@@ -257,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
     // What nobody waits for.
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
-      const i64 row = (tid >> 2) + j * STEP;
+      const i64 row = ROW_OF(tid) + j * STEP;
       if (SAVE && row < B) {
 #pragma unroll
         for (int q = 0; q < 4; q++)
@@ -266,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
       }
       if (LENGTHS && in[j] && t < length[j]) store2(p.h_n + (r * B + row) * H + unit, h[j][0], h[j][1]);
     }
-    if (tid < 4 && mine) {
+    if (ROW_OF(tid) == 0 && mine) {
       if (MODE_H == 1)
 #pragma unroll
         for (int q = 0; q < 4; q++) {
@@ -282,5 +287,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
   }
 #pragma unroll
   for (int j = 0; j < RPT; j++)
-    if (in[j]) store2(p.c_n + (r * B + (tid >> 2) + j * STEP) * H + unit, c[j][0], c[j][1]);
+    if (in[j]) store2(p.c_n + (r * B + ROW_OF(tid) + j * STEP) * H + unit, c[j][0], c[j][1]);
 }

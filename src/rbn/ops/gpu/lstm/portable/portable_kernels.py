@@ -19,6 +19,9 @@ from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
 UNITS = 8
 _SHARED = 227 * 1024  # bytes of shared memory that a block may use on an H100 or H200
 _MOST_TILES = 8  # tiles of 16 rows
+# Whether batches of up to 16 rows are summed inside a warp and polled (see the notes on few rows).
+# Off: timed on a GPU, but its results have been checked in the emulation only.
+FEW_ROWS = False
 
 
 @dataclass(frozen=True)
@@ -81,16 +84,22 @@ def choose(
 def _forward(dtype: torch.dtype, tiles: int, hidden: int) -> PortableTiling:
     half = dtype != torch.float32
     blocks = -(-hidden // (32 if half else 16))
-    if blocks > 8 * (2 - half):
+    many = blocks > 8 * (2 - half)
+    if many and not (FEW_ROWS and tiles == 1):
         return _for_many_columns(tiles)
-    # A warp's share of the weights is small: poll the data.
-    columns = _column_warps(tiles)
+    # A warp's share of the weights is small, or the rows are few: poll the data.
+    columns = 8 if many else _column_warps(tiles)
     per_warp = -(-blocks // columns)
     return PortableTiling(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
 
 
 def _backward(dtype: torch.dtype, tiles: int, hidden: int) -> PortableTiling:
-    blocks = -(-4 * hidden // (16 if dtype == torch.float32 else 32))
+    half = dtype != torch.float32
+    blocks = -(-4 * hidden // (32 if half else 16))
+    if (
+        FEW_ROWS and tiles == 1 and blocks >= 64
+    ):  # ask for many columns at once: each wait is a step's latency
+        return PortableTiling(1, 1, 8, min(12 if half else 8, -(-blocks // 8)), False, True)
     if blocks > 64:
         return _for_many_columns(tiles)
     return PortableTiling(tiles, tiles, _column_warps(tiles), 4, False, barrier=True)
@@ -124,6 +133,19 @@ def _fits(dtype: torch.dtype, recurrences: int, batch: int, hidden: int, device:
     )
 
 
+def macros(tiling: PortableTiling, defines: tuple[Any, ...]) -> dict[str, int]:
+    """The macros of a kernel: those of the call and those of the tiling."""
+    return dict(defines) | {
+        "MT": tiling.tiles,
+        "MW": tiling.row_warps,
+        "KS": tiling.column_warps,
+        "CHUNK": tiling.chunk,
+        "REGISTERS": int(tiling.registers),
+        "BARRIER": int(tiling.barrier),
+        "FEW": int(FEW_ROWS and tiling.tiles == 1),
+    }
+
+
 @functools.lru_cache(maxsize=256)
 def kernel(
     direction: str, tiling: PortableTiling, device: int, shared: int, defines: tuple[Any, ...]
@@ -131,13 +153,6 @@ def kernel(
     """The kernel, compiled if necessary."""
     arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
     assert arch is not None  # see `cuda_kernels.covers`
-    named = dict(defines) | {
-        "MT": tiling.tiles,
-        "MW": tiling.row_warps,
-        "KS": tiling.column_warps,
-        "CHUNK": tiling.chunk,
-        "REGISTERS": tiling.registers,
-        "BARRIER": tiling.barrier,
-    }
     name = f"portable_{direction}"
-    return Kernel(nvrtc.compiled(name, named, arch), name, tiling.threads, shared)
+    code = nvrtc.compiled(name, macros(tiling, defines), arch)
+    return Kernel(code, name, tiling.threads, shared)

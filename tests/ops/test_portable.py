@@ -1,0 +1,158 @@
+"""The portable kernels: each way to divide the work, and every option, emulated on the CPU.
+
+On a card: layers of few rows.
+"""
+
+import pytest
+import torch
+from cuda_cases import OPTIONS as CARD_OPTIONS
+from cuda_cases import UNITS, on_a_card, same_bits
+from cuda_cases import compare as compare_on_card
+from recurrence_cases import assert_same, calm, differentiate, make_case, poisoned_memory
+
+pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from cuda_emulation import COMPILER
+
+from rbn.ops.gpu.lstm import plan
+from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.lstm.portable import portable_kernels
+from rbn.ops.gpu.lstm.portable.portable_kernels import PortableTiling, choose
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+
+def tiling(tiles, row_warps, column_warps, registers=True, barrier=False, chunk=1):
+    return PortableTiling(tiles, row_warps, column_warps, chunk, registers, barrier)
+
+
+# Of up to 16 rows a warp has all of two pairs of units, of more rows eight of all pairs.
+FLOAT, HALF = torch.float32, torch.bfloat16
+TILINGS = {
+    "few rows": (FLOAT, (5, 7, 10), tiling(1, 1, 4)),
+    "few rows, half": (HALF, (4, 16, 42), tiling(1, 1, 3, chunk=2)),
+    "few rows, barrier": (HALF, (4, 11, 34), tiling(1, 1, 4, False, True)),
+    "one row": (FLOAT, (4, 1, 6), tiling(1, 1, 4)),
+    "one step": (HALF, (1, 2, 10), tiling(1, 1, 4)),
+    "more rows": (FLOAT, (4, 19, 10), tiling(2, 2, 2)),
+    "more rows, barrier": (HALF, (3, 37, 18), tiling(3, 1, 4, False, True)),
+}
+OPTIONS = {
+    "lstm": ("lstm", {}),
+    "lstm, lengths": ("lstm", {"lengths": [5, 1, 3, 2, 5, 4, 1]}),
+    "no bias": ("bn_lstm", {"absent": ("bias", "beta_c")}),
+    "raw output": ("bn_lstm", {"absent": ("gamma_c",)}),
+    "lengths": ("bn_lstm", {"lengths": [5, 1, 3, 2, 5, 4, 1]}),
+    "no row to the end": ("bn_lstm", {"lengths": [3, 1, 2, 3, 1, 1, 2]}),
+    "sequencewise": ("bn_lstm", {"input_stats": "sequence", "lengths": [5, 1, 3, 2, 5, 4, 1]}),
+    "population": ("bn_lstm", {"population": (2, 7, 5)}),
+    "output alone": ("bn_lstm", {"used": ("output",)}),
+    "final state alone": ("bn_lstm", {"used": ("h_n",), "lengths": [2, 5, 3, 1, 2, 4, 5]}),
+}
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Few rows are summed inside a warp."""
+    caches = portable_kernels.choose, portable_kernels.kernel, portable_kernels._fits
+    monkeypatch.setattr(portable_kernels, "FEW_ROWS", True)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def portable(monkeypatch, few_rows):
+    """No call runs the wide kernels."""
+    monkeypatch.setattr(plan, "_CACHE", {})
+    monkeypatch.setattr(grid_kernels, "preferred", lambda term: False)
+
+
+def compare(case, dtype):
+    """Results and all gradients beside those of the reference in float64."""
+    with poisoned_memory():
+        found = differentiate(case.to(dtype), "gpu")
+    expected = differentiate(case.to(dtype).to(torch.float64), "reference")
+    assert_same(found[0], expected[0], 16 * UNITS[dtype])
+    for key, want in expected[1].items():
+        error = (found[1][key].double() - want).norm() / max(1, want.norm())
+        assert error <= 8 * UNITS[dtype], f"gradient of {key}: {error:.2g}"
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "few_rows"),
+    [*((name, True) for name in TILINGS), ("few rows", False), ("few rows, barrier", False)],
+)
+def test_tilings(name, few_rows, emulate_portable):
+    dtype, shape, both = TILINGS[name]
+    launches = emulate_portable(few_rows, forward=both, backward=both)
+    compare(make_case("bn_lstm", *shape, **calm("bn_lstm")), dtype)
+    assert launches == ["forward", "backward"]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, 16) for name in OPTIONS), ("lstm, lengths", 32), ("lengths", 32)]
+)
+def test_options(name, rows, emulate_portable):  # of a tile, or two
+    both = tiling(rows // 16, 1, 4)
+    launches = emulate_portable(forward=both, backward=both)
+    op, options = OPTIONS[name]
+    compare(make_case(op, 5, 7, 10, **calm(op), **options), HALF)
+    assert launches == ["forward", "backward"]
+
+
+# How the work is divided -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("hidden", [258, 512, 768, 1000, 1056])
+@pytest.mark.usefixtures("few_rows")
+def test_few_rows_are_polled_forward(dtype, hidden):
+    """A warp asks at once for all of its columns, or a few at a time where they are too many."""
+    forward, backward = (choose(d, dtype, 16, hidden) for d in ("forward", "backward"))
+    assert not forward.barrier
+    assert backward.barrier
+    width = 32 if dtype != FLOAT else 16
+    for found, columns in ((forward, hidden), (backward, 4 * hidden)):
+        assert found.column_warps * -(-columns // (found.column_warps * width)) * width >= columns
+    assert choose("forward", dtype, 17, hidden).barrier
+
+
+# On a card ---------------------------------------------------------------------------------------
+
+
+def on_card(test):
+    for mark in on_a_card:
+        test = mark(test)
+    return test
+
+
+@on_card
+@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize(
+    ("op", "name", "shape"),
+    [
+        *(("bn_lstm", name, (5, 13, 268)) for name in CARD_OPTIONS),
+        *(("bn_lstm", "plain", shape) for shape in [(6, 16, 512), (5, 9, 768), (3, 2, 512)]),
+        *(("bn_lstm", "plain", shape) for shape in [(4, 3, 1056), (3, 1, 10)]),
+        *(("lstm", name, (5, 16, 512)) for name in ("plain", "lengths")),
+    ],
+)
+@pytest.mark.usefixtures("in_memory", "portable")
+def test_few_rows(op, name, shape, dtype, calls):
+    compare_on_card(op, shape, dtype, CARD_OPTIONS[name])
+    assert calls == ["forward", "backward"]
+
+
+@on_card
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+@pytest.mark.usefixtures("in_memory", "portable")
+def test_few_rows_give_the_same_bits_every_time(dtype, calls):
+    same_bits(make_case("bn_lstm", 40, 16, 512, dtype=dtype).on("cuda"), 100)
+    assert len(calls) == 202

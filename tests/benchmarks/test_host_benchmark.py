@@ -1,4 +1,6 @@
-"""How much the host does around a GPU kernel, counted."""
+"""What the host does around a GPU kernel: how much, and with which addresses."""
+
+import importlib
 
 import pytest
 import torch
@@ -27,3 +29,59 @@ def test_operations_around_a_kernel(bench, layer, directions):
     assert found.keys() == most.keys()
     for name, count in found.items():
         assert 10 < count <= most[name], f"{name}: {count}"
+
+
+USERS = ("lstm.backward", "lstm.forward", "lstm.prepare", "running_average", "runtime.launch_cache")
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Every launch whose arguments are cached, as (the first launch's arguments, addresses)."""
+    modules = [importlib.import_module(f"rbn.ops.gpu.{name}") for name in USERS]
+    original, made = modules[-1].launch_by_key, []
+
+    def launch_by_key(kernel, key, addresses, arguments, like):
+        made.append((id(kernel), key, arguments(), addresses))
+        original(kernel, key, addresses, arguments, like)
+
+    for module in modules:
+        if hasattr(module, "launch_by_key"):
+            monkeypatch.setattr(module, "launch_by_key", launch_by_key)
+    return made
+
+
+def is_read(position, tensor, flags):
+    """Whether the kernel reads this tensor: none that is empty, nor variances not to be raised."""
+    return tensor.numel() > 0 and not (flags.get("RAISE") is False and position in (2, 3, 4))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-ins are for the CPU")
+@pytest.mark.parametrize("kernels", ["portable", "cluster"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", [1, 3, 8])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bidirectional": True}, {"bias": False}, {"initial_state": "zeros"}, {"num_layers": 2}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+@pytest.mark.parametrize("layer", [rbn.LSTM, rbn.BatchNormLSTM])
+def test_a_repeated_launch_gets_what_the_first_got(
+    layer, options, features, dtype, kernels, bench, launches
+):
+    """Later launches pass addresses where the first passes tensors: both must be the same ones."""
+    host = bench("host")
+    with host.stand_ins(kernels):
+        for lengths in (None, torch.tensor([3, 1, 2])):
+            network = layer(features, 8, **options).to(dtype)
+            for _ in range(2):
+                output, _ = network(torch.randn(3, 3, features, dtype=dtype), lengths=lengths)
+                output.float().sum().backward()
+    assert len(launches) > 8
+    known = {}
+    for kernel, key, (grid, tensors, numbers, flags), addresses in launches:
+        assert len(tensors) == len(addresses)
+        for position, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
+            if is_read(position, tensor, flags):
+                assert tensor.data_ptr() == address, position
+        found = grid, numbers, flags, [tensor.dtype for tensor in tensors]
+        assert known.setdefault((kernel, key), found) == found

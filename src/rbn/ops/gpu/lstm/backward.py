@@ -300,12 +300,12 @@ def _in_cuda(
     at["cs"], at["wh"], at["da"] = r.cs.data_ptr(), r.wh.data_ptr(), da.data_ptr()
     if dwx is not None:
         at["dwx"] = dwx.data_ptr()
-    if r.inputs is not None:
-        at |= call.inputs_at(r.inputs)
     if doutput is not None:
         at["doutput"] = call.address(doutput.contiguous())
     with device_of(call.term):
         begin_backward(call, weight, at, scratch, alone, lambda: _moments(call, r))
+        if r.inputs is not None:  # from here on, var_x is that of the feature
+            at |= call.inputs_at(r.inputs)
         if plan.raises:
             at["var_h"], at["var_c"] = scratch.at["var_h"], scratch.at["var_c"]
         if plan.turns:

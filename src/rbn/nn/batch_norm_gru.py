@@ -50,7 +50,8 @@ class BatchNormGRU(_BatchNormGRU, CellLayers[Tensor]):
 
     $\beta_n$ is the only shift besides b that is not redundant, because the reset gate multiplies
     it. All arguments are those of `BatchNormRNN`, without `nonlinearity`; ``bias=False`` removes b
-    and $\beta_n$. `from_gru` and `load_state_dict` take the weights of a `torch.nn.GRU`.
+    and $\beta_n$. `from_gru` and ``load_state_dict(strict=False)`` take the weights of a
+    `torch.nn.GRU`.
 
     Parameters, for each layer k: ``weight_ih_lk [3H, I]``, ``weight_hh_lk [3H, H]``,
     ``bias_lk [3H]``, ``gamma_x_lk [3H]``, ``gamma_h_lk [3H]``, ``beta_n_lk [H]``, ``h0_lk [H]``;

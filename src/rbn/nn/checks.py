@@ -292,7 +292,8 @@ def refuse_one(name: str, what: str) -> NoReturn:
     """Reject training with a batch of one, which has no variance, as `nn.BatchNorm1d` does."""
     raise ValueError(
         f"Expected more than 1 {what} in a batch when training {name}, got 1: it has no variance "
-        "to normalize with. Use a larger batch, or eval() to normalize with population statistics"
+        "to normalize with. Use a larger batch (a DataLoader leaves out a last batch of one with "
+        "drop_last=True), or eval() to normalize with population statistics"
     )
 
 

@@ -176,16 +176,20 @@ def exceptions(rows: Sequence[dict[str, str]]) -> list[str]:
             reason = f"other seeds did not finish ({why})"
             if not failed:
                 by_seed = {row["seed"]: float(row["valid"]) for row in tried}
-                reason = (
-                    f"a worse mean of {len(by_seed)} seeds ({task.shown(mean(by_seed.values()))} "
-                    f"against {task.shown(average)})"
-                )
+                found = task.shown(mean(by_seed.values()))
+                alike = found == task.shown(average)
+                reason = f"{'the same' if alike else 'a worse'} mean of {len(by_seed)} seeds"
+                reason += f" ({found})" if alike else f" ({found} against {task.shown(average)})"
             sentences.append(
                 f"{task.title}, {NAMES[model]}: {best['rate']} has the better validation result "
                 f"for one seed ({task.shown(float(best['valid']))}), but {reason}."
             )
         others = [
-            r for r in grid if r["rate"] != rate and sign * float(r["valid"]) < sign * average
+            r
+            for r in grid
+            if r["rate"] != rate
+            and sign * float(r["valid"]) < sign * average
+            and sum(other["rate"] == r["rate"] and other["phase"] == "other" for other in own) == 0
         ]
         if others and best["rate"] == rate:
             seeds = ", ".join(f"{r['rate']} ({task.shown(float(r['valid']))})" for r in others)

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from gpu_cases import differentiate_together, products
 
 from rbn.ops.gpu.lstm import cuda_kernels, families
 from rbn.ops.gpu.lstm.persistent.tiles import make_tiles
+from rbn.ops.gpu.lstm.portable import portable_kernels
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # float32 is tf32
@@ -230,18 +232,22 @@ def test_triton_without_room_fails_and_the_next_call_works():
     assert_same(found, call(case.to(torch.float64), "reference"), 16 * UNITS[torch.float32])
 
 
-def test_no_room_is_said_before_anything_starts():
+def test_no_room_is_said_before_anything_starts(monkeypatch):
     """The same without a card: the host knows how many blocks fit."""
-
-    class Full:
-        at_once, cluster, together = 7, 0, True
-
-        def launch(self, grid, arguments):
-            raise AssertionError("must not be launched")
-
-    two = type("Call", (), {"R": 2, "T": 1, "B": 1})()
+    full = types.SimpleNamespace(at_once=7, cluster=0, together=True)
+    monkeypatch.setattr(portable_kernels, "kernel", lambda *arguments: full)
+    monkeypatch.setattr(portable_kernels, "shared_bytes", lambda *arguments: 0)
+    term = types.SimpleNamespace(dtype=torch.float32, device=torch.device("cpu"))
+    plan = types.SimpleNamespace(
+        family=cuda_kernels.PORTABLE,
+        tilings={"forward": None},
+        term=term,
+        sizes=((2,), 2, 1, 1, 32),
+    )
     with pytest.raises(RuntimeError, match="do not fit on the GPU at once"):
-        cuda_kernels._launch(Full(), 4, two, cuda_kernels.ForwardArguments, {}, [1, 1, 1])
+        cuda_kernels._kernel_and_grid("forward", plan, ())  # 4 blocks for each of 2
+    full.at_once = 8
+    assert cuda_kernels._kernel_and_grid("forward", plan, ()) == (full, (4, 2))
 
 
 ALONE = """

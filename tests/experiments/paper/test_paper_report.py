@@ -183,7 +183,13 @@ dailymail-built,other,bn-e**,4e-3,1,finished,400,400,0.35,0.45,never,0.3,10,G,2,
     (found,) = compare(rows)
     trained = [row for row in found.rows if row[1] != "not run"]
     assert trained == [
-        ("LSTM", "40.0, 50.0", "1e-3", "200", "1.0"),  # all runs of the grid share the GPU alike
+        (
+            "LSTM",
+            "40.0, 50.0",
+            "1e-3",
+            "200",
+            "1.0",
+        ),  # time: the runs of the grid, which shared the GPU
         ("BN-e**", "30.0", "2e-3", "never", "2.5"),
     ]
     (lucky,) = exceptions(rows)  # the higher rate of BN-e** is worse: 2e-3 is no edge of the grid

@@ -177,9 +177,9 @@ def exceptions(rows: Sequence[dict[str, str]]) -> list[str]:
             if not failed:
                 by_seed = {row["seed"]: float(row["valid"]) for row in tried}
                 found = task.shown(mean(by_seed.values()))
-                alike = found == task.shown(average)
-                reason = f"{'the same' if alike else 'a worse'} mean of {len(by_seed)} seeds"
-                reason += f" ({found})" if alike else f" ({found} against {task.shown(average)})"
+                same = found == task.shown(average)
+                reason = f"{'the same' if same else 'a worse'} mean of {len(by_seed)} seeds"
+                reason += f" ({found})" if same else f" ({found} against {task.shown(average)})"
             sentences.append(
                 f"{task.title}, {NAMES[model]}: {best['rate']} has the better validation result "
                 f"for one seed ({task.shown(float(best['valid']))}), but {reason}."

@@ -70,8 +70,8 @@ class Tiling:
         tiles: tiles of 8 rows that a cluster owns. Each row has a warp.
         split: warps that divide the columns of a forward product.
         registers: registers per thread for weights.
-        room: bytes of shared memory per block. Weights that do not fit are read from L2 in every
-            step, which was not timed yet: `choose` has no such tilings.
+        capacity: bytes of shared memory per block. Weights that do not fit are read from L2 in
+            every step, which was not timed yet: `choose` has no such tilings.
     """
 
     cluster: int
@@ -79,7 +79,7 @@ class Tiling:
     tiles: int = 1
     split: int = 1
     registers: int = 0
-    room: int = 227 * 1024
+    capacity: int = 227 * 1024
 
     @property
     def threads(self) -> int:
@@ -102,7 +102,7 @@ class Tiling:
         tiles, columns = self._product(direction)
         kept = min(2 * tiles * columns, self.registers // 4)
         left = 2 * tiles * columns - kept
-        space = self.room - self._without_weights(direction, dtype)
+        space = self.capacity - self._without_weights(direction, dtype)
         resident = max(0, min(left, space // (8 * self.tiles * 512)))
         return kept, resident, left - resident
 

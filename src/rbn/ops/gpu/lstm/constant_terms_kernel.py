@@ -43,13 +43,13 @@ def _raise(var, out, size, floor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def raise_both(
-    h0,
+def raise_variances(
+    h0,  # [R, B, H]
     c0,
-    var_x,
+    var_x,  # [R, T, 4H] float32
     var_h,
-    var_c,
-    new_h,
+    var_c,  # [R, T, H] float32
+    new_h,  # as var_h
     new_c,
     T,
     B,
@@ -62,7 +62,10 @@ def raise_both(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The body of `raise_variances`."""
+    """Raise both variances, see `identical_steps`. LOOK_H, LOOK_C: whether a state's rows differ.
+
+    A state whose rows are the same memory need not be read.
+    """
     r = tl.program_id(1).to(tl.int64)
     identical = 1
     if LOOK_H:
@@ -96,48 +99,3 @@ def raise_both(
         _raise(var_c + at, new_c + at, after * H, 0.0, BLOCK)
         at += after * H
         _raise(var_c + at, new_c + at, (T - after) * H, floor, BLOCK)
-
-
-@triton.jit
-def raise_variances(
-    h0,  # [R, B, H]
-    c0,
-    var_x,  # [R, T, 4H] float32
-    var_h,
-    var_c,  # [R, T, H] float32
-    new_h,  # as var_h
-    new_c,
-    T,
-    B,
-    H,
-    limit,
-    floor,
-    LOOK_H: tl.constexpr,
-    LOOK_C: tl.constexpr,
-    CELL: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Raise both variances, see `identical_steps`. LOOK_H, LOOK_C: whether a state's rows differ.
-
-    A state whose rows are the same memory need not be read.
-    """
-    raise_both(
-        h0,
-        c0,
-        var_x,
-        var_h,
-        var_c,
-        new_h,
-        new_c,
-        T,
-        B,
-        H,
-        limit,
-        floor,
-        LOOK_H,
-        LOOK_C,
-        CELL,
-        MASKED,
-        BLOCK,
-    )

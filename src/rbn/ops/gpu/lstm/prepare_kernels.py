@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rbn.ops.gpu.lstm.constant_terms_kernel import raise_both
+from rbn.ops.gpu.lstm.constant_terms_kernel import raise_variances
 from rbn.ops.gpu.lstm.input_moments import step_moments
 
 
@@ -161,7 +161,7 @@ def begin_backward(
 ):
     """Raise variances as `raise_variances` if RAISE, transpose W_h if TURN, and zero `clear`."""
     if RAISE:
-        raise_both(
+        raise_variances(
             h0,
             c0,
             var_x,

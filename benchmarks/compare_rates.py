@@ -107,7 +107,8 @@ def shared_gpu(device):
     Without it their kernels take turns.
     """
     control = shutil.which("nvidia-cuda-mps-control")
-    if device == "cpu" or control is None:
+    already = "CUDA_MPS_PIPE_DIRECTORY" in os.environ  # one server for several of these commands
+    if device == "cpu" or control is None or already:
         yield {}
         return
     with tempfile.TemporaryDirectory() as folder:

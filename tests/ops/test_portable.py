@@ -16,7 +16,6 @@ from cuda_emulation import COMPILER
 
 from rbn.ops.gpu.lstm import plan
 from rbn.ops.gpu.lstm.grid import grid_kernels
-from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.gpu.lstm.portable.portable_kernels import PortableTiling, choose
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")

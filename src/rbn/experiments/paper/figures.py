@@ -295,7 +295,8 @@ def _sensitivity(results: ResultSet) -> Figure:
             field, factor = _loss(name, part)
             without_loss = []  # published before the loss was recorded
             for gamma, runs in sorted(own.items()):
-                line = mean_curve(runs, field, f"gamma={gamma:.2f}", "", factor)
+                label = f"gamma={gamma:.2f}" if gamma >= 0.01 else f"gamma={gamma:g}"
+                line = mean_curve(runs, field, label, "", factor)
                 if line is None:
                     without_loss.append(f"{gamma:g}")
                 else:

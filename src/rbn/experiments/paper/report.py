@@ -172,8 +172,9 @@ def _fair_comparison(path: Path | None) -> list[Block]:
         gpus = ", ".join(dict.fromkeys(row["gpu"] for row in rows if row.get("gpu")))
         versions = ", ".join(dict.fromkeys(row["torch"] for row in rows if row.get("torch")))
         commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if row.get("commit")))
-        note = f"Seed 1. {gpus}, torch {versions}, commits {commits}. On MNIST in order only the "
-        note += "BN-LSTM has noise on its first hidden state, as in the authors' code. "
+        note = f"Seed 1. {gpus}, torch {versions}, commits {commits}. On MNIST in order BN-LSTM "
+        note += "and LN-LSTM have noise on the first hidden state, like the authors' BN-LSTM; on "
+        note += "permuted MNIST the LN-LSTM has it, because its gradient overflows otherwise. "
         note += "Every run: benchmarks/results/comparison.csv."
         commands = comparison.commands(rows)
         details += [
@@ -360,8 +361,9 @@ def _more(results: ResultSet, images: dict[str, Image]) -> list[Block]:
         Fold(images[name].title, [images[name]]) for name in _OTHER_FIGURES if name in images
     ]
     for each in read_findings(results.folder):
-        details = f"{each.setup} {each.outcome} ({each.command}; {each.seconds:.0f} s, "
-        text = Paragraph(f"{details}{each.versions}.)")
+        time = f"{each.seconds:.0f} s, " if each.seconds else ""
+        about = f"({each.command}; {time}{each.versions}.)"
+        text = Paragraph(f"{each.setup} {each.outcome} {about}")
         table = Grid(each.statement, each.columns, each.rows)
         folds.append(Fold(f"Claim: {each.statement}", [table, text]))
     return [Heading("More from the paper"), *folds] if folds else []

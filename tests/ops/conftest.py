@@ -110,9 +110,8 @@ def emulate_portable(tmp_path_factory, monkeypatch):
         macros = portable_kernels.macros(tiling, defines)
         return EmulatedKernel(folder, f"portable_{direction}", macros, tiling.threads, shared)
 
-    def given(few_rows=True, **tilings):
+    def given(**tilings):
         choose = portable_kernels.choose
-        monkeypatch.setattr(portable_kernels, "FEW_ROWS", few_rows)
         monkeypatch.setattr(
             portable_kernels, "choose", lambda d, *sizes: tilings.get(d) or choose(d, *sizes)
         )

@@ -16,7 +16,6 @@ from cuda_emulation import COMPILER
 
 from rbn.ops.gpu.lstm import plan
 from rbn.ops.gpu.lstm.grid import grid_kernels
-from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.gpu.lstm.portable.portable_kernels import PortableTiling, choose
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -52,19 +51,7 @@ OPTIONS = {
 
 
 @pytest.fixture
-def few_rows(monkeypatch):
-    """Few rows are summed inside a warp."""
-    caches = portable_kernels.choose, portable_kernels.kernel, portable_kernels._fits
-    monkeypatch.setattr(portable_kernels, "FEW_ROWS", True)
-    for cache in caches:
-        cache.cache_clear()
-    yield
-    for cache in caches:
-        cache.cache_clear()
-
-
-@pytest.fixture
-def portable(monkeypatch, few_rows):
+def portable(monkeypatch):
     """No call runs the wide kernels."""
     monkeypatch.setattr(plan, "_CACHE", {})
     monkeypatch.setattr(grid_kernels, "preferred", lambda term: False)
@@ -83,13 +70,10 @@ def compare(case, dtype):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "few_rows"),
-    [*((name, True) for name in TILINGS), ("few rows", False), ("few rows, barrier", False)],
-)
-def test_tilings(name, few_rows, emulate_portable):
+@pytest.mark.parametrize("name", TILINGS)
+def test_tilings(name, emulate_portable):
     dtype, shape, both = TILINGS[name]
-    launches = emulate_portable(few_rows, forward=both, backward=both)
+    launches = emulate_portable(forward=both, backward=both)
     compare(make_case("bn_lstm", *shape, **calm("bn_lstm")), dtype)
     assert launches == ["forward", "backward"]
 
@@ -112,7 +96,6 @@ def test_options(name, rows, emulate_portable):  # of a tile, or two
 
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("hidden", [258, 512, 768, 1000, 1056])
-@pytest.mark.usefixtures("few_rows")
 def test_few_rows_are_polled_forward(dtype, hidden):
     """A warp asks at once for all of its columns, or a few at a time where they are too many."""
     forward, backward = (choose(d, dtype, 16, hidden) for d in ("forward", "backward"))

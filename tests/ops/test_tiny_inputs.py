@@ -59,8 +59,11 @@ def compare(
     dtype=torch.float32,
     hidden=HIDDEN,
     change=lambda layer: None,
+    times=1,
 ):
     """With the reference in float64.
+
+    times: how much more of an error is allowed.
 
     Allowed are 64 units, where sums cancel 8 times what float32 does to the reference, in units of
     the dtype. Kernels also raise small variances to the threshold of constant terms: two terms a
@@ -76,7 +79,9 @@ def compare(
         enlarged = (rounded[name] - want).norm() / FLOAT
         allowed = unit * (64 * size + 8 * enlarged) + 2 * STEPS * CONSTANT * size
         error = (found[name] - want).norm()
-        assert error <= allowed, f"{name}: {error / size:.2g}, allowed {allowed / size:.2g}"
+        assert error <= times * allowed, (
+            f"{name}: {error / size:.2g}, allowed {times * allowed / size:.2g}"
+        )
 
 
 @pytest.mark.parametrize(("kind", "scale"), EVERY)
@@ -184,8 +189,10 @@ DTYPES = pytest.mark.parametrize(
 )
 def test_lstm_in_cuda(family, hidden, scale, dtype, unit, families_of_cuda):
     launched = families_of_cuda(family)
+    # Two families pass on states in float32 as scaled float16, which has fewer bits below 4e-9.
+    coarse = scale == 1e-12 and dtype == torch.float32 and family != "portable"
     with products(tf32=True):
-        compare("lstm", scale, "gpu", unit, dtype, hidden)
+        compare("lstm", scale, "gpu", unit, dtype, hidden, times=3 if coarse else 1)
     assert launched == ["forward", "backward"]
 
 

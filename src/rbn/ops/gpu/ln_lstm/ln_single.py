@@ -33,6 +33,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CLUSTERS = (1, 2, 4, 8, 16)  # blocks
 _MOST_UNITS = 128  # per block: four per lane
 _UNITS = 24  # per block of a cluster of several, at least; smaller blocks were not timed
+_MOST_STREAMED = 1024  # units of a layer that reads weights from L2; larger ones were not timed
 _TURNS = 3  # of clusters that do not all run at once, at most; more were not timed
 _MEMBERS = {
     "forward": (
@@ -71,7 +72,7 @@ class Tiling:
         split: warps that divide the columns of a forward product.
         registers: registers per thread for weights.
         capacity: bytes of shared memory per block. Weights that do not fit are read from L2 in
-            every step, which was not timed yet: `choose` has no such tilings.
+            every step.
     """
 
     cluster: int
@@ -160,21 +161,29 @@ def tiling(
 def choose(dtype: torch.dtype, batch: int, hidden: int, device: int) -> Tiling | None:
     """The tiling for a GPU, or None if none fits.
 
-    Blocks of up to 32 units, if their clusters all run at once, and else larger ones.
+    Blocks of up to 32 units, if their clusters all run at once, and else larger ones. Weights that
+    do not fit on the chip are read from L2, if clusters of 16 blocks all run at once.
     """
-    limit, others = shared_limit(device), []
+    limit = shared_limit(device)
+    resident, streamed = [], []
     for tiles in (1, 2):
         for cluster in reversed(_CLUSTERS):
             found = tiling(dtype, hidden, cluster, limit, tiles)
-            if found is None or found.streamed(dtype) or (cluster > 1 and found.units < _UNITS):
+            if found is None or (cluster > 1 and found.units < _UNITS):
                 continue
-            at_once = clusters_at_once(found, dtype, hidden, device)
-            turns = _up(found.blocks(batch), at_once * cluster) if at_once else _TURNS + 1
-            if turns == 1:
-                return found
-            others.append((turns, found))
-    turns, best = min(others, key=lambda each: each[0], default=(_TURNS + 1, None))
-    return best if turns <= _TURNS else None
+            if not found.streamed(dtype):
+                resident.append(found)
+            elif cluster == max(_CLUSTERS) and hidden <= _MOST_STREAMED:
+                streamed.append(found)
+    best, least = None, _TURNS + 1
+    for found in resident or streamed:
+        at_once = clusters_at_once(found, dtype, hidden, device)
+        turns = _up(found.blocks(batch), at_once * found.cluster) if at_once else least
+        if turns < least:
+            best, least = found, turns
+        if least == 1:
+            return best
+    return best if resident else None
 
 
 def clusters_at_once(found: Tiling, dtype: torch.dtype, hidden: int, device: int) -> int:

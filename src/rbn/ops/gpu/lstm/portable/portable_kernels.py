@@ -19,9 +19,6 @@ from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
 UNITS = 8
 _SHARED = 227 * 1024  # bytes of shared memory that a block may use on an H100 or H200
 _MOST_TILES = 8  # tiles of 16 rows
-# Whether batches of up to 16 rows are summed inside a warp and polled (see the notes on few rows).
-# Off: timed on a GPU, but its results have been checked in the emulation only.
-FEW_ROWS = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ def _forward(dtype: torch.dtype, tiles: int, hidden: int) -> PortableTiling:
     half = dtype != torch.float32
     blocks = -(-hidden // (32 if half else 16))
     many = blocks > 8 * (2 - half)
-    if many and not (FEW_ROWS and tiles == 1):
+    if many and tiles > 1:
         return _for_many_columns(tiles)
     # A warp's share of the weights is small, or the rows are few: poll the data.
     columns = 8 if many else _column_warps(tiles)
@@ -96,9 +93,7 @@ def _forward(dtype: torch.dtype, tiles: int, hidden: int) -> PortableTiling:
 def _backward(dtype: torch.dtype, tiles: int, hidden: int) -> PortableTiling:
     half = dtype != torch.float32
     blocks = -(-4 * hidden // (32 if half else 16))
-    if (
-        FEW_ROWS and tiles == 1 and blocks >= 64
-    ):  # ask for many columns at once: each wait is a step's latency
+    if tiles == 1 and blocks >= 64:  # one wait for many columns: each takes a step's latency
         return PortableTiling(1, 1, 8, min(12 if half else 8, -(-blocks // 8)), False, True)
     if blocks > 64:
         return _for_many_columns(tiles)
@@ -142,7 +137,7 @@ def macros(tiling: PortableTiling, defines: tuple[Any, ...]) -> dict[str, int]:
         "CHUNK": tiling.chunk,
         "REGISTERS": int(tiling.registers),
         "BARRIER": int(tiling.barrier),
-        "FEW": int(FEW_ROWS and tiling.tiles == 1),
+        "FEW": int(tiling.tiles == 1),  # a warp has all rows, and sums over them alone
     }
 
 

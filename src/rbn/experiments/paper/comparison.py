@@ -246,16 +246,19 @@ def _from_rows(rows: Sequence[dict[str, str]], model: str, task: _Task) -> _Mode
     own = [row for row in rows if row["model"] == model]
     best = [row for row in own if row["phase"] == "best"]
     if best:
-        # All runs of a grid share the GPU in the same way, those of single seeds need not.
-        timed = [row for row in own if row["phase"] == "grid"] or best
-        complete = [float(row["seconds"]) for row in timed if row["steps"] == row["of_steps"]]
+        # Runs of one grid share the GPU in the same way; other runs, and later ones, need not.
+        grid = [row for row in rows if row["phase"] == "grid"] or rows
+        grid = [row for row in grid if row["steps"] == row["of_steps"]]
+        same = {(row["rate"], row.get("commit")) for row in grid if row["model"] == "lstm"}
+        timed = [row for row in grid if (row["rate"], row.get("commit")) in same]
+        seconds = [float(row["seconds"]) for row in timed if row["model"] == model]
         return _ModelRuns(
             model,
             best[0]["rate"],
             tuple(float(row["test"]) for row in best if row["state"] == "finished"),
             tuple(_state(row, task) for row in best),
             tuple(_step(row["target_step"]) for row in best),
-            mean(complete) if complete else 0.0,
+            mean(seconds) if seconds else 0.0,
         )
     states = {row["state"] for row in own}
     note = {frozenset(): "not run", frozenset({"diverged"}): "diverges at every rate"}

@@ -94,7 +94,7 @@ def stand_ins(kernels="portable"):
             tiling = cluster_kernels.cluster_tiling(torch.bfloat16, B, H)
             stack.enter_context(mock.patch.object(cluster_kernels, "choose", return_value=tiling))
         for target, name, value in (
-            (cuda_kernels, "covers", lambda term, a: True),
+            (cuda_kernels, "family", lambda term, a: cuda_kernels.fastest(term)),
             (portable_kernels, "_fits", lambda *sizes: True),
             (portable_kernels, "kernel", lambda *sizes: _Kernel()),
             (cluster_kernels, "cluster_of", lambda *sizes: 1),

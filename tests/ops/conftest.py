@@ -100,7 +100,7 @@ def emulate_portable(tmp_path_factory, monkeypatch):
     pytest.importorskip("triton", reason="the GPU's kernels need triton")
     from cuda_emulation import EmulatedKernel
 
-    from rbn.ops.gpu.lstm import cuda_kernels, families, plan
+    from rbn.ops.gpu.lstm import cuda_kernels, plan
     from rbn.ops.gpu.lstm.portable import portable_kernels
 
     launches, folder = [], tmp_path_factory.mktemp("emulated")
@@ -116,8 +116,7 @@ def emulate_portable(tmp_path_factory, monkeypatch):
             portable_kernels, "choose", lambda d, *sizes: tilings.get(d) or choose(d, *sizes)
         )
         monkeypatch.setattr(portable_kernels, "kernel", kernel)
-        monkeypatch.setattr(cuda_kernels, "family", lambda term, zoned: cuda_kernels.PORTABLE)
-        monkeypatch.setattr(families, "choose", lambda term, a: families.CUDA)
+        monkeypatch.setattr(cuda_kernels, "family", lambda term, a: cuda_kernels.PORTABLE)
         monkeypatch.setattr(plan, "_CACHE", {})
         return launches
 

@@ -19,7 +19,7 @@ from gpu_cases import DEVICE, products
 
 from rbn.ops.gpu.bn_rnn import rnn_single
 from rbn.ops.gpu.bn_rnn.rnn_single import Tiling
-from rbn.ops.gpu.lstm import families, plan
+from rbn.ops.gpu.lstm import cuda_kernels, plan
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.types import CONSTANT
@@ -91,9 +91,8 @@ def test_on_the_cpu(kind, scale):
 
 @triton_marks
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("path", [families.PERSISTENT, families.STEPS])
-def test_lstm_in_triton(path, scale, monkeypatch):
-    monkeypatch.setattr(families, "choose", lambda term, a: path)
+def test_lstm_in_triton(scale, monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: None)
     monkeypatch.setattr(plan, "_CACHE", {})
     with products(tf32=False):
         compare("lstm", scale, "gpu")

@@ -1,8 +1,8 @@
 """The recurrences on the GPU.
 
-All recurrences but the GRU run in persistent kernels. If the batch or the layer does not fit into
-those, each step is a matrix product and a kernel, as always for the GRU. The reference runs what no
-kernel covers: float64, and layer-normalized rows that are too long.
+All recurrences but the GRU run in CUDA C++ kernels, one launch for all steps. For calls that those
+do not cover, each step is a matrix product and a Triton kernel, as always for the GRU. The
+reference runs what no kernel covers: float64, and layer-normalized rows that are too long.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rbn.ops.gpu.lstm import plan
 from rbn.ops.gpu.lstm.backward import backward
 from rbn.ops.gpu.lstm.forward import fake, forward
 from rbn.ops.gpu.lstm.joined import RETURNED, Saved
-from rbn.ops.gpu.lstm.persistent.tiles import tf32_allowed
 from rbn.ops.gpu.lstm_cell.step import step as lstm_cell_step
 from rbn.ops.gpu.running_average import average_in
+from rbn.ops.gpu.runtime.precision import tf32_allowed
 from rbn.ops.gpu.symbols.look_up import symbol_rows
 from rbn.ops.operator import Implementation, Operator
 

@@ -23,10 +23,10 @@ from rbn.ops.gpu.bn_rnn.rnn_steps import RNNCall, Saved, sequence_backward, sequ
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.input_moments import input_moments
 from rbn.ops.gpu.lstm.kernel_arguments import aligned
-from rbn.ops.gpu.lstm.persistent.tiles import multiprocessors, power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.lstm.workspace import stride_of
 from rbn.ops.gpu.runtime import nvrtc
+from rbn.ops.gpu.runtime.device import multiprocessors, power_of_two
 from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structure
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.gpu.bn_rnn import rnn_kernels as kernels
-from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime import triton_functions
+from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
 from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.identical_rows import identical_steps, raise_variances

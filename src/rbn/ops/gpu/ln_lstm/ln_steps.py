@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.ln_lstm import ln_kernels as kernels
-from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
+from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch, launch_cached
 from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.input_term import through_term, with_term

@@ -122,7 +122,7 @@ ZONEOUT = [{"mask_c": MASK}, {"mask_h": MASK}, {"rate_c": 0.5}, {"rate_h": 0.05}
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("zoneout", ZONEOUT)
 def test_which_zoned_calls_run_on_the_grid(zoneout, monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
+    monkeypatch.setattr(grid_kernels.nvrtc, "supports", lambda device: True)
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
 
     def runs(*sizes, **options):

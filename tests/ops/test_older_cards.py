@@ -30,7 +30,7 @@ ON_A_CARD = types.SimpleNamespace(device=torch.device("cuda", 0))
 @pytest.fixture
 def card(monkeypatch):
     """Makes the card one of another compute capability."""
-    caches = (dispatch._capability, cuda_kernels._capable, portable_kernels._fits)
+    caches = (dispatch._capability, nvrtc.supports, portable_kernels._fits)
 
     def of(*capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)

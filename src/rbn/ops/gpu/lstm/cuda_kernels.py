@@ -7,7 +7,6 @@ the `portable` kernels. Calls that none of them covers run step by step, see `st
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from rbn.ops.gpu.stepwise import zone
 
 log = logging.getLogger("rbn.ops.gpu")
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CLUSTER, GRID, PORTABLE = "cluster", "grid", "portable"  # the families of kernels
 
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
@@ -72,15 +70,9 @@ _GRID_STRUCTS = {"forward": GridForwardArguments, "backward": GridBackwardArgume
 _ONE_FEATURE = {"forward": OneFeatureForwardArguments, "backward": OneFeatureBackwardArguments}
 
 
-@functools.lru_cache(maxsize=64)
-def _capable(device: int) -> bool:
-    capability = torch.cuda.get_device_capability(device)
-    return capability >= (8, 0) and nvrtc.works(capability)
-
-
 def family(term: Term, a: LSTMArguments) -> str | None:
     """The kernel family of a call, forward and backward; None if the steps of `steps` run."""
-    if not term.is_cuda or not _capable(term.device.index or 0):
+    if not term.is_cuda or not nvrtc.supports(term.device.index or 0):
         return None
     if (term.dtype == torch.float32 and not a.tf32) or not supports_options(term, a):
         return None
@@ -150,7 +142,7 @@ def defines(
     gradient, for the backward kernel.
     """
     return (
-        ("TYPE", _TYPES[a.input.dtype]),
+        ("TYPE", nvrtc.TYPES[a.input.dtype]),
         ("H", hidden),
         ("MODE_X", flags["X"]),
         ("MODE_H", flags["NORM"]),

@@ -94,8 +94,17 @@ def in_memory(monkeypatch):
     monkeypatch.setattr(cluster_kernels, "choose", lambda term: None)
 
 
+@pytest.fixture(scope="session")
+def emulated_folder(tmp_path_factory, request):
+    """Where emulated kernels are compiled to, once for all workers that pytest has."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "emulated"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture
-def emulate_portable(tmp_path_factory, monkeypatch):
+def emulate_portable(emulated_folder, monkeypatch):
     """Makes every LSTM run the portable kernels, emulated on the CPU, with these tilings."""
     pytest.importorskip("triton", reason="the GPU's kernels need triton")
     from cuda_emulation import EmulatedKernel
@@ -103,12 +112,13 @@ def emulate_portable(tmp_path_factory, monkeypatch):
     from rbn.ops.gpu.lstm import cuda_kernels, families, plan
     from rbn.ops.gpu.lstm.portable import portable_kernels
 
-    launches, folder = [], tmp_path_factory.mktemp("emulated")
+    launches = []
 
     def kernel(direction, tiling, device, shared, defines):
         launches.append(direction)
         macros = portable_kernels.macros(tiling, defines)
-        return EmulatedKernel(folder, f"portable_{direction}", macros, tiling.threads, shared)
+        name = f"portable_{direction}"
+        return EmulatedKernel(emulated_folder, name, macros, tiling.threads, shared)
 
     def given(**tilings):
         choose = portable_kernels.choose

@@ -125,12 +125,13 @@ def test_a_term_is_constant_in_all_units_or_in_none(kind, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("barrier", [False, True])
-def test_emulated_rnn(barrier, scale, tmp_path, monkeypatch):
+def test_emulated_rnn(barrier, scale, emulated_folder, monkeypatch):
     tiling = Tiling(8, 1, 1, 1, 1, 1, registers=not barrier, barrier=barrier)
 
     def kernel(direction, tiling, device, shared, defines):
         macros = rnn_single.macros(tiling, defines)
-        return EmulatedKernel(tmp_path, f"rnn_{direction}", macros, 32 * tiling.warps, shared)
+        name, threads = f"rnn_{direction}", 32 * tiling.warps
+        return EmulatedKernel(emulated_folder, name, macros, threads, shared)
 
     monkeypatch.setattr(rnn_single, "kernel", kernel)
     monkeypatch.setattr(rnn_single, "tiling_for", lambda a: tiling)

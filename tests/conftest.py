@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from hypothesis import settings
+from warm_commands import WarmProcess
 
 # Without a GPU its kernels run in Triton's interpreter, which has to be said before it is imported.
 if not torch.cuda.is_available():
@@ -108,6 +109,14 @@ def pytest_runtest_call(item):
         return (yield)
     finally:
         sys.settrace(tracer)
+
+
+@pytest.fixture(scope="session")
+def warm_process():
+    """What `warm_commands.Command` forks; it starts with the first of them."""
+    process = WarmProcess()
+    yield process
+    process.close()
 
 
 @pytest.fixture

@@ -3,8 +3,13 @@ import secrets
 import signal
 import sys
 
+# Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
+# This holds for what tests start, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import settings
 from warm_commands import WarmProcess
 
@@ -26,7 +31,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 for _name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_name, None)
 
-# Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
 torch.set_num_threads(1)
 
 # Parameters whose every value is a kind of case of its own; of the others one value stands for all.
@@ -109,6 +113,23 @@ def pytest_runtest_call(item):
         return (yield)
     finally:
         sys.settrace(tracer)
+
+
+@pytest.fixture(scope="session")
+def make_once(tmp_path_factory, request):
+    """Fills a folder of that name once, for all workers that pytest has; returns its path."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
+
+    def make(name, fill):
+        folder, unfinished = shared / name, tmp_path_factory.mktemp(name)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                fill(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

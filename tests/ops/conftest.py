@@ -95,12 +95,9 @@ def in_memory(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def emulated_folder(tmp_path_factory, request):
-    """Where emulated kernels are compiled to, once for all workers that pytest has."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "emulated"
-    folder.mkdir(exist_ok=True)
-    return folder
+def emulated_folder(make_once):
+    """Where all workers find emulated kernels that are compiled."""
+    return make_once("emulated", lambda folder: None)
 
 
 @pytest.fixture

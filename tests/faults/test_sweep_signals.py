@@ -156,7 +156,7 @@ def test_interrupts_at_random_moments(way, request, tmp_path, tries, count_outco
     moments = random.Random(os.environ["RBN_TEST_SEED"])
     outcomes, failures = Counter(), []
     warm = request.getfixturevalue("warm_process") if way == "warm" else None
-    for attempt in range(tries(3, 100) if warm else 40):
+    for attempt in range(tries(2, 100) if warm else 40):
         wait = warm is not None or attempt % 2 == 0
         number = signal.SIGTERM if attempt % 5 == 1 else signal.SIGINT
         moment = moments.uniform(0, 3 if wait else 25)

@@ -319,6 +319,13 @@ def test_stars_and_bars_in_markdown():
     assert "| a\\|b |" in text
 
 
+def test_a_table_with_titles_is_several_tables_in_markdown():
+    head = "| x | y |\n|---|---|\n"
+    for first, row in (([], ""), ([("1", "2")], head + "| 1 | 2 |\n\n")):
+        text = Grid("c", ["x", "y"], [*first, ("a*",), ("3", "4"), ("b",), ("5", "6")]).markdown()
+        assert text == f"**c**\n\n{row}a\\*\n\n{head}| 3 | 4 |\n\nb\n\n{head}| 5 | 6 |"
+
+
 @pytest.mark.slow
 def test_the_committed_report_is_of_the_committed_results(tmp_path):
     results, committed = ROOT / "results", ROOT / "docs" / "report"

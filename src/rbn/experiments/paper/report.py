@@ -177,9 +177,10 @@ def _fair_comparison(path: Path | None) -> list[Block]:
     blocks: list[Block] = [
         Heading("What does normalization buy you?"),
         Paragraph(
-            "Every model with the same number of steps and the same tuning budget, at the learning "
-            "rate with the best validation result. Compare models within a task: "
-            "several runs shared the GPU, so times of different tasks are not comparable."
+            "Here every model trains for the same number of steps, at the learning rate with the "
+            "best validation result, and all models have the same tuning budget. Compare models "
+            "within a task only: several runs shared the GPU, so times of different tasks are not "
+            "comparable."
         ),
         Items([each.verdict for each in found]),
         Grid("Fair comparison, test results", comparison.COLUMNS, cells),

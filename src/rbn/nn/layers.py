@@ -149,9 +149,9 @@ class Layers(Recurrence, Generic[GivenStates]):
                 run = compiling.run_eagerly
                 result = run(Layers.forward, self, input, hx, lengths, start=start)
                 return result
-        elif compiling.compiler_callback() is not None:
+        elif (compiler := compiling.set_eval_frame(None)) is not None:
             run = compiling.run_in_compiled_code
-            result = run(Layers.forward, self, input, hx, lengths, start=start)
+            result = run(compiler, Layers.forward, self, input, hx, lengths, start=start)
             return result
         x, hx, lengths, restore = self._in_steps(input, hx, lengths)
         steps, batch, _ = x.shape

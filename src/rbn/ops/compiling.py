@@ -7,10 +7,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
-
-compiler_callback = get_eval_frame_callback
-"""Returns None unless a function compiled by torch.compile, but not its graph, is running."""
+from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,13 +63,15 @@ def runs_between_graphs(forward: F) -> F:
     return forward
 
 
-def run_in_compiled_code(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function from code that torch.compile skips, inside a call of compiled code.
+def run_in_compiled_code(
+    callback: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function from compiled code, outside of its graphs.
 
-    The function runs as if it was not compiled, or as a graph of its own where `breaks_graph` would
-    be False.
+    It runs as if it was not compiled, or as a graph of its own if that may not break.
+    ``set_eval_frame(None)`` turned the compiler off and returned `callback`; this turns it on
+    again.
     """
-    callback = set_eval_frame(None)  # what `torch.compiler.disable` does, in less time
     try:
         # Only this callback continues after a graph break.
         if not callback or (hasattr(callback, "_inner_convert") and not _traces_layers()):
@@ -86,7 +85,7 @@ def _call_and_skip(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """Call a function, and from now on without guards and without tracing it for each shape."""
     from torch._dynamo.eval_frame import skip_code
 
-    for code in (*_layer_codes, run_in_compiled_code.__code__):
+    for code in _layer_codes:
         skip_code(code)
     return function(*args, **kwargs)
 

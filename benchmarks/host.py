@@ -8,6 +8,7 @@ without a driver's share; they compare two states of the source on one machine, 
 import argparse
 import contextlib
 import csv
+import functools
 import importlib
 import os
 import platform
@@ -78,6 +79,12 @@ def _product(a, b):
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
+def _average_in(traced, kernel, terms, momentum, seen):
+    if torch.compiler.is_compiling():
+        return traced(terms, momentum, seen)
+    return kernel(terms, momentum)
+
+
 @contextlib.contextmanager
 def stand_ins(kernels="portable"):
     """The CUDA C++ kernels of one family take every call, and do nothing; nor do products."""
@@ -103,7 +110,7 @@ def stand_ins(kernels="portable"):
             (
                 averages,
                 "average_in",
-                lambda terms, *rest: running_average.average_in(terms, rest[0]),
+                functools.partial(_average_in, averages.average_in, running_average.average_in),
             ),
             (running_average, "average", _Triton()),
             (plan, "_CACHE", {}),

@@ -119,6 +119,8 @@ def test_compiled_layers_are_not_compiled_again():
         compiled(torch.randn(steps, 6, 3))
     with torch.no_grad():
         compiled(torch.randn(5, 6, 3))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(torch.randn(5, 6, 3))
     assert torch._dynamo.utils.counters["frames"]["total"] == frames
     assert not graphs
     x = torch.randn(5, 6, 3)

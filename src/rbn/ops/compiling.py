@@ -73,12 +73,19 @@ def run_in_compiled_code(
     again.
     """
     try:
-        # Only this callback continues after a graph break.
-        if not callback or (hasattr(callback, "_inner_convert") and not _traces_layers()):
+        if not callback or (_may_break(callback) and not _traces_layers()):
             return function(*args, **kwargs)
     finally:
         set_eval_frame(callback)
     return _call(function, *args, **kwargs)
+
+
+def _may_break(callback: Any) -> bool:
+    """Whether the compiler continues after a graph break: only one that does has a fallback."""
+    while callback is not None and not hasattr(callback, "_inner_convert"):
+        wrapped = getattr(callback, "_torchdynamo_orig_callable", None)  # before torch 2.7
+        callback = getattr(callback, "_torchdynamo_orig_backend", wrapped)
+    return callback is not None
 
 
 def _call_and_skip(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

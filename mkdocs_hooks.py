@@ -35,6 +35,7 @@ NAME = re.compile(
     r"<(?P<tag>a|h[1-6]|pre)\b.*?</(?P=tag)>|<code>(?P<name>(?:rbn\.)?[A-Za-z][\w.]*)</code>",
     flags=re.S,
 )
+PERCENT = re.compile(r"(?<=\d) (?=%)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
@@ -72,7 +73,7 @@ def outside(match: re.Match[str], folder: Path, docs: Path, repository: str | No
 
 
 def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
-    """Turn equations into MathML, and names into links that mkdocs-autorefs completes."""
+    """Equations as MathML, names as links that mkdocs-autorefs completes, and no lone "%"."""
     in_reference = page.file.src_uri.startswith("reference/")
 
     def linked(match: re.Match[str]) -> str:
@@ -83,6 +84,7 @@ def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
             return match.group()
         return f'<autoref identifier="{name}" optional>{match.group()}</autoref>'
 
+    html = PERCENT.sub("\N{NO-BREAK SPACE}", html)
     return NAME.sub(linked, EQUATION.sub(mathml, html))
 
 

@@ -3,9 +3,6 @@
 Forward and backward of a training call in a CUDA graph, so that the host's time does not count.
 The selection in ``rbn.ops.gpu.lstm.grid.grid_kernels`` follows this table. Kernels are compiled in
 several processes first. Appends to benchmarks/results/families.csv.
-
-``--triton`` compares the persistent Triton kernels with those of single steps instead, for calls
-that the CUDA C++ kernels do not cover: float32 without tf32, and options (families-triton.csv).
 """
 
 import argparse
@@ -22,7 +19,7 @@ import torch
 
 import rbn
 from rbn.experiments.results import commit
-from rbn.ops.gpu.lstm import cuda_kernels, families, plan
+from rbn.ops.gpu.lstm import cuda_kernels, plan
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
@@ -37,12 +34,6 @@ RESULTS = Path(__file__).parent / "results" / "families.csv"
 COLUMNS = ["T", "B", "I", "H", "dtype", *(f"{f}_ms" for f in FAMILIES)]
 COLUMNS += ["gpu", "versions", "commit", "date"]
 
-TRITON_SHAPES = [(784, 100, 1, 100), (100, 64, 50, 1000), (300, 64, 240, 240), (100, 64, 256, 512)]
-TRITON_SHAPES += [(50, 32, 128, 128), (100, 4, 64, 256), (256, 16, 512, 512)]
-TRITON_TYPES = {"float32": torch.float32, "pass_normalized_cell": torch.bfloat16}
-TRITON_RESULTS = RESULTS.with_name("families-triton.csv")
-TRITON_COLUMNS = ["T", "B", "I", "H", "what", "persistent_ms", "steps_ms", *COLUMNS[-4:]]
-
 
 def cases():
     """The shapes and dtypes that both families cover, and `cluster` does not."""
@@ -55,10 +46,10 @@ def cases():
                 yield shape, dtype
 
 
-def training_step(shape, dtype, **options):
+def training_step(shape, dtype):
     T, B, inputs, H = shape
     torch.manual_seed(0)
-    layer = rbn.BatchNormLSTM(inputs, H, max_length=T, refresh_stats=False, **options)
+    layer = rbn.BatchNormLSTM(inputs, H, max_length=T, refresh_stats=False)
     layer.to("cuda", dtype)
     x = torch.randn(T, B, inputs, device="cuda", dtype=dtype)
     grad = torch.randn(T, B, H, device="cuda", dtype=dtype)
@@ -97,37 +88,14 @@ def with_family(family):
     return mock.patch.object(cuda_kernels, "fits_grid", grid)
 
 
-def compare_triton_kernels(origin):
-    """The persistent Triton kernels beside those of single steps."""
-    torch.backends.cudnn.allow_tf32 = False
-    with TRITON_RESULTS.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(TRITON_COLUMNS)
-        for what, dtype in TRITON_TYPES.items():
-            options = {} if what == "float32" else {"ablations": (what,)}
-            for shape in TRITON_SHAPES:
-                found = []
-                for path in (families.PERSISTENT, families.STEPS):
-                    plan._CACHE.clear()
-                    with mock.patch.object(families, "choose", return_value=path):
-                        found.append(round(milliseconds(training_step(shape, dtype, **options)), 3))
-                writer.writerow([*shape, what, *found, *origin])
-                file.flush()
-                print(*shape, what, *found, flush=True)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=min(13, os.cpu_count() or 1))
     parser.add_argument("--compile", type=int, help=argparse.SUPPRESS)  # which part of the cases
-    parser.add_argument("--triton", action="store_true", help="the Triton kernels instead")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}"
     origin = [torch.cuda.get_device_name(), versions, commit(), time.strftime("%Y-%m-%d")]
-    if arguments.triton:
-        compare_triton_kernels(origin)
-        return
     jobs = [(shape, dtype, family) for shape, dtype in cases() for family in FAMILIES]
     if arguments.compile is not None:
         for shape, dtype, family in jobs[arguments.compile :: arguments.workers]:

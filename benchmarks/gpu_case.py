@@ -24,14 +24,14 @@ TYPES = {"tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def kernels(family, all_wait):
     """A training and an inference call through every kernel of a family.
 
-    small, cuda and wide are in CUDA C++, triton is the LSTM in one launch, steps is step by step.
+    small, cuda and wide are in CUDA C++, steps is step by step.
     The result is compared with the reference's, loosely: what is looked for is looked for by the
     sanitizer.
 
     all_wait: compile those in CUDA C++ with barriers at which all wait.
     """
     from rbn.ops.gpu.bn_rnn import rnn_single
-    from rbn.ops.gpu.lstm import cuda_kernels, families, plan
+    from rbn.ops.gpu.lstm import cuda_kernels, plan
     from rbn.ops.gpu.lstm.cluster import cluster_kernels
     from rbn.ops.gpu.lstm.grid import grid_kernels
     from rbn.ops.gpu.lstm.portable import portable_kernels
@@ -47,9 +47,8 @@ def kernels(family, all_wait):
         "small": [],
         "cuda": [in_memory],
         "wide": [in_memory, (portable_kernels, "fits", lambda term: False)],
-        "triton": [(cuda_kernels, "covers", lambda term, a: False)],
         "steps": [
-            (families, "choose", lambda term, a: families.STEPS),
+            (cuda_kernels, "family", lambda term, a: None),
             (rnn_single, "tiling_for", lambda a: None),
         ],
     }[family]

@@ -68,7 +68,7 @@ def measured_rates(time):
 
 
 def time_of_a_meeting(time, device="cuda"):
-    """Seconds that all multiprocessors take to meet once, by the barrier of our Triton kernels."""
+    """Seconds that all multiprocessors take to meet once, by a barrier in Triton."""
     from gpu_barriers import barriers
 
     programs, rounds, options = 1, 3, {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 TOOLS = ("memcheck", "racecheck")
-FAMILIES = ("small", "cuda", "wide", "triton", "steps")
+FAMILIES = ("small", "cuda", "wide", "steps")
 AT_ONCE = 3
 LONGEST = 240  # seconds of one check: a kernel that goes on holds the card's other users up
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")

@@ -8,6 +8,7 @@ without a driver's share; they compare two states of the source on one machine, 
 import argparse
 import contextlib
 import csv
+import functools
 import importlib
 import os
 import platform
@@ -78,6 +79,12 @@ def _product(a, b):
     return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
+def _average_in(traced, kernel, terms, momentum, seen):
+    if torch.compiler.is_compiling():
+        return traced(terms, momentum, seen)
+    return kernel(terms, momentum)
+
+
 @contextlib.contextmanager
 def stand_ins(kernels="portable"):
     """The CUDA C++ kernels of one family take every call, and do nothing; nor do products."""
@@ -94,7 +101,7 @@ def stand_ins(kernels="portable"):
             tiling = cluster_kernels.cluster_tiling(torch.bfloat16, B, H)
             stack.enter_context(mock.patch.object(cluster_kernels, "choose", return_value=tiling))
         for target, name, value in (
-            (cuda_kernels, "covers", lambda term, a: True),
+            (cuda_kernels, "family", lambda term, a: cuda_kernels.fastest(term)),
             (portable_kernels, "_fits", lambda *sizes: True),
             (portable_kernels, "kernel", lambda *sizes: _Kernel()),
             (cluster_kernels, "cluster_of", lambda *sizes: 1),
@@ -103,7 +110,7 @@ def stand_ins(kernels="portable"):
             (
                 averages,
                 "average_in",
-                lambda terms, *rest: running_average.average_in(terms, rest[0]),
+                functools.partial(_average_in, averages.average_in, running_average.average_in),
             ),
             (running_average, "average", _Triton()),
             (plan, "_CACHE", {}),

@@ -4,7 +4,7 @@ The layer takes characters as integers `[T, B]`, which stand for one-hot vectors
 
 Run (about ten seconds on a CPU; the default text is a module of Python itself):
 
-    pip install recurrent-batchnorm
+    pip install .  # in a clone of the project
     python examples/character_model.py [FILE]
 """
 

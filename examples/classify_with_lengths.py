@@ -6,7 +6,7 @@ each one ends, so that padding has no effect on outputs, gradients or statistics
 
 Run (a few seconds on a CPU):
 
-    pip install recurrent-batchnorm
+    pip install .  # in a clone of the project
     python examples/classify_with_lengths.py
 """
 

@@ -5,7 +5,7 @@ computes population statistics from the whole training set before each evaluatio
 
 Run (a few seconds on a CPU):
 
-    pip install recurrent-batchnorm lightning
+    pip install . lightning  # in a clone of the project
     python examples/lightning_module.py
 """
 

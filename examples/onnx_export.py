@@ -4,7 +4,7 @@ The file has dynamic batch size and length, and needs neither torch nor rbn to r
 
 Run (about ten seconds on a CPU):
 
-    pip install recurrent-batchnorm onnx onnxscript onnxruntime
+    pip install . onnx onnxscript onnxruntime  # in a clone of the project
     python examples/onnx_export.py [tagger.onnx]
 """
 

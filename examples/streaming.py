@@ -5,7 +5,7 @@ normalization into scales and shifts for the fastest inference on whole sequence
 
 Run (a few seconds on a CPU):
 
-    pip install recurrent-batchnorm
+    pip install .  # in a clone of the project
     python examples/streaming.py
 """
 

@@ -3,9 +3,15 @@ import secrets
 import signal
 import sys
 
+# Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
+# This holds for what tests start, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import settings
+from warm_commands import WarmProcess
 
 # Without a GPU its kernels run in Triton's interpreter, which has to be said before it is imported.
 if not torch.cuda.is_available():
@@ -25,7 +31,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 for _name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(_name, None)
 
-# Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
 torch.set_num_threads(1)
 
 # Parameters whose every value is a kind of case of its own; of the others one value stands for all.
@@ -108,6 +113,31 @@ def pytest_runtest_call(item):
         return (yield)
     finally:
         sys.settrace(tracer)
+
+
+@pytest.fixture(scope="session")
+def make_once(tmp_path_factory, request):
+    """Fills a folder of that name once, for all workers that pytest has; returns its path."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if hasattr(request.config, "workerinput") else base
+
+    def make(name, fill):
+        folder, unfinished = shared / name, tmp_path_factory.mktemp(name)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                fill(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def warm_process():
+    """What `warm_commands.Command` forks; it starts with the first of them."""
+    process = WarmProcess()
+    yield process
+    process.close()
 
 
 @pytest.fixture

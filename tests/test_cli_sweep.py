@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from typer.testing import CliRunner
+from warm_commands import Command
 
 pytest.importorskip("optuna")
 
@@ -110,14 +111,14 @@ def test_two_processes_on_one_file_and_one_is_killed(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
-def test_control_c_and_the_same_command_again(folder):
+def test_control_c_and_the_same_command_again(folder, warm_process):
     (folder / "mine.yaml").write_text(LONG)
-    presser = Meanwhile(lambda found: os.kill(os.getpid(), signal.SIGINT))
-    presser.start()
-    done = invoke("mine.yaml", "--workers", "2", "--device", "cpu")
-    presser.join()
-    assert done.exit_code == 130, done.output
-    assert "rbn: stopped; the same command resumes" in done.output
+    words = ["sweep", "mine.yaml", "--workers", "2", "--device", "cpu"]
+    command = Command(warm_process, words, folder, folder)
+    presser = Meanwhile(lambda found: command.send_signal(signal.SIGINT))
+    presser.run()
+    assert command.wait(240) == 130, command.errors
+    assert "rbn: stopped; the same command resumes" in command.errors
     now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
     assert [row.remark for row in now.rows] == ["to be resumed"] * 2
     done = invoke("mine.yaml", "--device", "cpu")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from typer.testing import CliRunner
+from warm_commands import Command
 
 from rbn.cli.app import app
 from rbn.training import checkpoint
@@ -56,22 +57,17 @@ def test_out_of_time_and_resumed(whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_killed_and_resumed(whole, tmp_path):
+def test_killed_and_resumed(whole, warm_process, tmp_path):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "rbn", "train", "digits", *SMALL]
-    # As many threads as the other run had: sums depend on them.
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    process = subprocess.Popen(
-        [*command, "--device", "cpu", "--out", str(folder)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    # It has one thread, as the other run had: sums depend on their number.
+    assert torch.get_num_threads() == 1
+    words = ["train", "digits", *SMALL, "--device", "cpu", "--out", folder]
+    process = Command(warm_process, words, tmp_path, tmp_path)
     deadline = time.monotonic() + 300
     while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.kill()
-    assert process.wait() in (-signal.SIGKILL, 0)
+    assert process.wait(60) in (-signal.SIGKILL, 0)
     done = invoke("resume", folder, "--device", "cpu")
     assert done.exit_code == 0, done.output
     assert result_of(folder) == result_of(whole)
@@ -86,6 +82,7 @@ def test_control_c_says_how_to_go_on(tmp_path):
     command = [sys.executable, "-m", "rbn", "train", "digits", "--device", "cpu"]
     process = subprocess.Popen(
         [*command, "--out", str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -462,20 +459,15 @@ def test_empty_and_missing_names_are_refused(options, message, tmp_path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to send to another process")
-def test_sigterm_saves_and_says_how_to_resume(tmp_path):
-    command = [sys.executable, "-m", "rbn", "train", "digits", "--set", "hidden_size=4"]
-    options = ["--set", "epochs=5000", "--set", "evaluate_every=2", "--device", "cpu"]
+def test_sigterm_saves_and_says_how_to_resume(warm_process, tmp_path):
     folder = tmp_path / "run"
-    with subprocess.Popen(
-        [*command, *options, "--out", str(folder)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        deadline = time.monotonic() + 240
-        while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 143, errors
+    words = ["train", "digits", "--set", "hidden_size=4", "--set", "epochs=5000"]
+    words += ["--set", "evaluate_every=2", "--device", "cpu", "--out", folder]
+    process = Command(warm_process, words, tmp_path, tmp_path)
+    deadline = time.monotonic() + 240
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    code, errors = process.wait(120), process.errors
+    assert code == 143, errors
     assert f"saved. Resume with: rbn resume {folder}" in errors

@@ -71,6 +71,7 @@ def check_reference(folder):
         public = set(importlib.import_module(module).__all__) - {"__version__", "init"}
         assert public <= entries, module
     assert 'href="statistics.html#rbn.update_population_stats"' in text  # from a docstring
+    assert '<span class="nf">BatchNormLSTM</span><span class="p">(</span>' in text  # its signature
     init = importlib.import_module("rbn").init
     functions = {name for name in vars(init) if name.endswith("_") and name[0] != "_"}
     assert functions <= entries

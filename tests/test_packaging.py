@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -177,9 +177,9 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder))
+def wheel(make_once: Callable[..., Path]) -> Path:
+    build = ("-m", "build", "--wheel", "--no-isolation", "--outdir")
+    folder = make_once("wheel", lambda folder: run(*build, str(folder)))
     (path,) = folder.glob("*.whl")
     return path
 
@@ -321,9 +321,9 @@ def test_wheel_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sdist")
-    run("-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder))
+def sdist(make_once: Callable[..., Path]) -> Path:
+    build = ("-m", "build", "--sdist", "--no-isolation", "--outdir")
+    folder = make_once("sdist", lambda folder: run(*build, str(folder)))
     (path,) = folder.glob("*.tar.gz")
     return path
 

@@ -1,5 +1,3 @@
-import time
-
 import pytest
 import torch
 from pair import run_pair
@@ -13,22 +11,9 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def pair_folder(tmp_path_factory, request):
-    """Where two processes have run all cases, once for all workers that pytest has."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if hasattr(request.config, "workerinput") else base
-    folder = shared / "pair"
-    done = folder / "done"
-    try:
-        folder.mkdir()
-    except FileExistsError:  # another worker is at it
-        deadline = time.monotonic() + 300
-        while not done.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return folder
-    run_pair(folder)
-    done.touch()
-    return folder
+def pair_folder(make_once):
+    """Where two processes have run all cases."""
+    return make_once("pair", run_pair)
 
 
 @pytest.fixture(scope="session")

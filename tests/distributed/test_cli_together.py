@@ -13,6 +13,7 @@ import pytest
 import torch
 from misbehaving import misbehave
 from typer.testing import CliRunner
+from warm_commands import Command
 
 from rbn.cli.app import app
 from rbn.training import RankLost, World, checkpoint, launch
@@ -25,8 +26,24 @@ def invoke(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
+@pytest.fixture
+def started(warm_process, tmp_path):
+    """Starts commands one after the other, and ends what is left of them."""
+    commands = []
+
+    def start(*words):
+        output = tmp_path / f"output-{len(commands)}"
+        output.mkdir()
+        commands.append(Command(warm_process, words, tmp_path, output))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.kill()
+
+
 @contextlib.contextmanager
-def started(*arguments):
+def from_scratch(*arguments):
     with subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -43,7 +60,7 @@ def started(*arguments):
 def wait_for(condition, process):
     deadline = time.monotonic() + 240
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.errors
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -52,7 +69,7 @@ def ranks_of(process):
     """The processes that it started, in the order of their ranks."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     names = {int(pid): Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
-    return sorted(pid for pid, name in names.items() if "spawn_main" in name)
+    return sorted(pid for pid, name in names.items() if "resource_tracker" not in name)
 
 
 def step_of(folder):
@@ -61,28 +78,28 @@ def step_of(folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find a process")
-def test_stopped_then_a_rank_killed_then_gone_on_with_alone(tmp_path):
+def test_stopped_then_a_rank_killed_then_gone_on_with_alone(started, tmp_path):
     folder = tmp_path / "run"
     options = ["--device", "cpu", "--devices", "2"]
-    with started("-m", "rbn", "train", "digits", *LONG, *options, "--out", folder) as process:
-        wait_for((folder / "metrics.jsonl").exists, process)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
+    process = started("train", "digits", *LONG, *options, "--out", folder)
+    wait_for((folder / "metrics.jsonl").exists, process)
+    process.send_signal(signal.SIGINT)
+    code, errors = process.wait(120), process.errors
+    assert code == 130, errors
     assert f"saved. Resume with: rbn resume {folder} --devices 2" in errors
     assert "Traceback" not in errors
     stopped = step_of(folder)
     assert stopped > 0
 
     before = (folder / "metrics.jsonl").read_text()
-    with started("-m", "rbn", "resume", folder, *options) as process:
-        wait_for(lambda: (folder / "metrics.jsonl").read_text() not in ("", before), process)
-        first, second = ranks_of(process)
-        os.kill(second, signal.SIGKILL)
-        killed = time.monotonic()
-        _, errors = process.communicate(timeout=120)
+    process = started("resume", folder, *options)
+    wait_for(lambda: (folder / "metrics.jsonl").read_text() not in ("", before), process)
+    first, second = ranks_of(process)
+    os.kill(second, signal.SIGKILL)
+    killed = time.monotonic()
+    code, errors = process.wait(120), process.errors
     assert time.monotonic() - killed < 60  # at once, and not after the patience of the backend
-    assert process.returncode == 1, errors
+    assert code == 1, errors
     (said,) = (line for line in errors.splitlines() if line.startswith("rbn: "))
     assert "rank 1 of 2 was killed by SIGKILL; the others were ended" in said
     assert said.endswith(f"Resume with: rbn resume {folder} --devices 2")
@@ -102,7 +119,7 @@ def test_torchrun(tmp_path):
     folder = tmp_path / "run"
     options = ["--device", "cpu", "--out", folder]
     run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
-    with started(*run, "-m", "rbn", "train", "digits", *SMALL, *options) as process:
+    with from_scratch(*run, "-m", "rbn", "train", "digits", *SMALL, *options) as process:
         output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert output.count("digits, bn-lstm, seed 1: test accuracy ") == 1  # the first rank talks

@@ -500,7 +500,8 @@ def test_build_and_count_on_the_command_line(tmp_path):
     result = call("data", "build-cloze", "--articles", file, "--out", out, "--processes", 0)
     assert result.output.startswith("rbn: processes must be at least 1")
     file.write_text('{"text": "Ann Lee was glad."}\n')
-    result = call("data", "build-cloze", "--articles", file, "--out", tmp_path / "none")
+    none = ("--out", tmp_path / "none", "--processes", 1)
+    result = call("data", "build-cloze", "--articles", file, *none)
     assert result.exit_code == 1
     assert "a line that is no article (no 'article')" in result.output
     assert "no question could be made of" in result.output

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from warm_commands import Command
 
 pytest.importorskip("optuna")
 
@@ -67,39 +68,20 @@ def wait_for(condition, seconds):
     return found
 
 
-class Warm:
-    """Starts commands quickly (see warm_command.py)."""
-
-    def __init__(self):
-        program = [sys.executable, str(Path(__file__).with_name("warm_command.py"))]
-        options = {"env": os.environ | {"OMP_NUM_THREADS": "1"}, "text": True}
-        self.process = subprocess.Popen(
-            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
-        )
-        assert self.process.stdout.readline() == "ready\n"
-
-    def ask(self, *words):
-        self.process.stdin.write(" ".join(map(str, words)) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline())
-
-    def close(self):
-        self.process.communicate()
-
-
-class Command:
+class Sweep:
     """A sweep with two workers, in a session of its own as in a terminal."""
 
     def __init__(self, folder, warm=None):
         folder.mkdir()
         (folder / "mine.yaml").write_text(SWEEP)
-        self.folder, self.warm, self.code = folder, warm, None
+        self.folder = folder
         words = ["sweep", "mine.yaml", "--workers", "2", "--device", "cpu"]
         if warm is not None:
-            self.pid = warm.ask("run", folder, *words)
+            self.process = Command(warm, words, folder, folder)
+            self.pid = self.process.pid
             return
         program = "import rbn_script; print('ready', flush=True); rbn_script.main()"
-        with (folder / "said.txt").open("w") as said:
+        with (folder / "stdout.txt").open("w") as said:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", program, *words],
                 cwd=folder,
@@ -114,21 +96,14 @@ class Command:
 
     @property
     def said(self):
-        path = self.folder / "said.txt"
-        return path.read_text() if path.exists() else ""
-
-    def wait(self):
-        """The exit code of a command that has ended."""
-        if self.code is None:
-            warm = self.warm
-            self.code = self.process.wait() if warm is None else warm.ask("wait", self.pid)
-        return self.code
+        paths = [self.folder / name for name in ("stdout.txt", "stderr.txt")]
+        return "".join(path.read_text() for path in paths if path.exists())
 
 
 @contextlib.contextmanager
 def sweeping(folder, warm=None):
     """A sweep at work, and a list for the processes that it started."""
-    command, started = Command(folder, warm), []
+    command, started = Sweep(folder, warm), []
     try:
         yield command, started
     finally:
@@ -136,7 +111,7 @@ def sweeping(folder, warm=None):
             if is_alive(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        command.wait()
+        command.process.wait(LONGEST)
 
 
 def at_work(folder):
@@ -164,7 +139,7 @@ def interrupt(folder, number, wait, moment, to_group, warm=None):
             return "hung", command.said
         if not wait_for(lambda: not any(map(is_alive, started)), 10):
             return "left workers", command.said
-        code = command.wait()
+        code = command.process.wait(LONGEST)
     outcome = "stopped" if code == 128 + number else f"ended with {code}"
     if "Traceback" in command.said:
         outcome += " and a traceback"
@@ -175,20 +150,13 @@ def interrupt(folder, number, wait, moment, to_group, warm=None):
     return outcome, command.said
 
 
-@pytest.fixture(scope="module")
-def warm():
-    started = Warm()
-    yield started
-    started.close()
-
-
 @pytest.mark.parametrize("way", ["warm", pytest.param("from scratch", marks=thorough)])
 def test_interrupts_at_random_moments(way, request, tmp_path, tries, count_outcomes):
     """Warm, they come while trials start, train and end; from scratch, also during start-up."""
     moments = random.Random(os.environ["RBN_TEST_SEED"])
     outcomes, failures = Counter(), []
-    warm = request.getfixturevalue("warm") if way == "warm" else None
-    for attempt in range(tries(3, 100) if warm else 40):
+    warm = request.getfixturevalue("warm_process") if way == "warm" else None
+    for attempt in range(tries(2, 100) if warm else 40):
         wait = warm is not None or attempt % 2 == 0
         number = signal.SIGTERM if attempt % 5 == 1 else signal.SIGINT
         moment = moments.uniform(0, 3 if wait else 25)
@@ -202,12 +170,12 @@ def test_interrupts_at_random_moments(way, request, tmp_path, tries, count_outco
     assert not failures
 
 
-def test_workers_stop_when_their_parent_is_killed(warm, tmp_path, tries, count_outcomes):
+def test_workers_stop_when_their_parent_is_killed(warm_process, tmp_path, tries, count_outcomes):
     moments = random.Random(os.environ["RBN_TEST_SEED"])
     outcomes = Counter()
     for attempt in range(tries(1, 40)):
         folder = tmp_path / str(attempt)
-        with sweeping(folder, warm) as (command, started):
+        with sweeping(folder, warm_process) as (command, started):
             assert wait_for(lambda folder=folder: at_work(folder), 240)
             time.sleep(moments.uniform(0, 3))
             started += children(command.pid)

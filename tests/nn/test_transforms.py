@@ -102,6 +102,51 @@ def test_compiled_models_run_their_layers_eagerly(fullgraph, allow_rnn, traced):
     torch._dynamo.reset()
 
 
+@pytest.mark.no_cover
+def test_compiled_layers_are_not_compiled_again():
+    """Neither for new shapes nor without gradients; and one graph is still one graph afterwards."""
+    torch._dynamo.reset()
+    layer, graphs = rbn.BatchNormLSTM(3, 4, max_length=9), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, backend=backend)
+    compiled(torch.randn(5, 6, 3))
+    frames = torch._dynamo.utils.counters["frames"]["total"]
+    for steps in range(5, 9):
+        compiled(torch.randn(steps, 6, 3))
+    with torch.no_grad():
+        compiled(torch.randn(5, 6, 3))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        compiled(torch.randn(5, 6, 3))
+    assert torch._dynamo.utils.counters["frames"]["total"] == frames
+    assert not graphs
+    x = torch.randn(5, 6, 3)
+    expected = copy.deepcopy(layer)(x)[0]
+    found = torch.compile(layer, backend=backend, fullgraph=True)(x)[0]
+    assert len(graphs) == 1
+    torch.testing.assert_close(found, expected)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        torch.compile(layer, backend=lambda *args: backend(*args))(x)
+    assert len(graphs) == 2
+    torch._dynamo.reset()
+
+
+@pytest.mark.no_cover
+def test_a_compiled_subclass_with_its_own_forward():
+    class Scaled(rbn.BatchNormLSTM):
+        def forward(self, x):
+            output, states = super().forward(2 * x)
+            return output + 1, states
+
+    layer, x = Scaled(3, 4), torch.randn(5, 6, 3)
+    compiled = torch.compile(layer, backend="eager")
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x)[0], layer(x)[0])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:BatchNormLSTM was not trained")
 def test_a_compiled_evaluation_without_statistics_uses_the_batch():

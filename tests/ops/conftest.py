@@ -94,21 +94,28 @@ def in_memory(monkeypatch):
     monkeypatch.setattr(cluster_kernels, "choose", lambda term: None)
 
 
+@pytest.fixture(scope="session")
+def emulated_folder(make_once):
+    """Where all workers find emulated kernels that are compiled."""
+    return make_once("emulated", lambda folder: None)
+
+
 @pytest.fixture
-def emulate_portable(tmp_path_factory, monkeypatch):
+def emulate_portable(emulated_folder, monkeypatch):
     """Makes every LSTM run the portable kernels, emulated on the CPU, with these tilings."""
     pytest.importorskip("triton", reason="the GPU's kernels need triton")
     from cuda_emulation import EmulatedKernel
 
-    from rbn.ops.gpu.lstm import cuda_kernels, families, plan
+    from rbn.ops.gpu.lstm import cuda_kernels, plan
     from rbn.ops.gpu.lstm.portable import portable_kernels
 
-    launches, folder = [], tmp_path_factory.mktemp("emulated")
+    launches = []
 
     def kernel(direction, tiling, device, shared, defines):
         launches.append(direction)
         macros = portable_kernels.macros(tiling, defines)
-        return EmulatedKernel(folder, f"portable_{direction}", macros, tiling.threads, shared)
+        name = f"portable_{direction}"
+        return EmulatedKernel(emulated_folder, name, macros, tiling.threads, shared)
 
     def given(**tilings):
         choose = portable_kernels.choose
@@ -116,8 +123,7 @@ def emulate_portable(tmp_path_factory, monkeypatch):
             portable_kernels, "choose", lambda d, *sizes: tilings.get(d) or choose(d, *sizes)
         )
         monkeypatch.setattr(portable_kernels, "kernel", kernel)
-        monkeypatch.setattr(cuda_kernels, "family", lambda term, zoned: cuda_kernels.PORTABLE)
-        monkeypatch.setattr(families, "choose", lambda term, a: families.CUDA)
+        monkeypatch.setattr(cuda_kernels, "family", lambda term, a: cuda_kernels.PORTABLE)
         monkeypatch.setattr(plan, "_CACHE", {})
         return launches
 

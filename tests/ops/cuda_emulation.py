@@ -4,10 +4,13 @@ What is written in PTX is replaced by the functions of ``cuda_emulation_function
 """
 
 import ctypes
+import hashlib
 import re
 import shutil
 import subprocess
 from pathlib import Path
+
+from filelock import FileLock
 
 from rbn.ops.gpu.runtime import nvrtc
 
@@ -47,23 +50,30 @@ extern "C" int run(const void* p, int blocks, int threads, int shared, unsigned 
     return (_HERE / "cuda_emulation.h").read_text() + text + run
 
 
+def compiled(folder, name, defines):
+    """The path of the compiled kernel; one process compiles it, and all others wait for that."""
+    options = [o for o in nvrtc._OPTIONS if o.startswith("-D")]
+    options += [f"-D{k}={v}" for k, v in sorted(defines.items())]
+    source = emulated_source(name)
+    key = hashlib.sha256(repr((source, options)).encode()).hexdigest()[:20]
+    library = Path(folder) / f"{name}-{key}.so"
+    with FileLock(f"{library}.lock"):
+        if not library.exists():
+            path, unfinished = library.with_suffix(".cpp"), library.with_suffix(".unfinished")
+            path.write_text(source)
+            flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared"]
+            subprocess.run([COMPILER, *flags, *options, path, "-o", unfinished], check=True)
+            unfinished.replace(library)
+    return str(library)
+
+
 class EmulatedKernel:
     """In the place of `driver.Kernel`."""
 
     at_once, together = 10**6, True
 
     def __init__(self, folder, name, defines, threads, shared):
-        key = "-".join(f"{k}{v}" for k, v in sorted(defines.items()))
-        library = Path(folder) / f"{name}-{key}.so"
-        if not library.exists():
-            source = library.with_suffix(".cpp")
-            source.write_text(emulated_source(name))
-            macros = [f"-D{k}={v}" for k, v in defines.items()]
-            options = [o for o in nvrtc._OPTIONS if o.startswith("-D")]
-            flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared"]
-            command = [COMPILER, *flags, *options, *macros, str(source), "-o", str(library)]
-            subprocess.run(command, check=True)
-        self._run = ctypes.CDLL(str(library)).run
+        self._run = ctypes.CDLL(compiled(folder, name, defines)).run
         self.threads, self.shared, self.seed = threads, shared, 0
 
     def launch(self, grid, arguments):

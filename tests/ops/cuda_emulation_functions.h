@@ -127,10 +127,9 @@ inline void expect(u32 barrier, u32 bytes) {
   b.bytes += bytes, b.waiting--;
   b.end();
 }
-inline u32 ended(u32 barrier, u32 phase) {
-  if ((barrier_at(own(barrier)).phases & 1) != (phase & 1)) return 1;
-  yield();
-  return 0;
+inline void await_phase(u32 barrier, u32 phase) {
+  while ((barrier_at(own(barrier)).phases & 1) == (phase & 1)) yield();
+  __syncwarp();
 }
 template <class T>
 void send(bool there, u32 to, u32 barrier, T v) {

@@ -18,9 +18,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from rbn.ops.cpu.inference import Row, Weights
-from rbn.ops.gpu.lstm import families, kernel_arguments
-from rbn.ops.gpu.lstm.persistent import tiles
 from rbn.ops.gpu.lstm_cell import step
+from rbn.ops.gpu.runtime import device
 from rbn.ops.gpu.symbols import look_up
 
 
@@ -39,29 +38,21 @@ def main(capability, kilobytes):
         code = compiled(kernel, *args, grid=grid, warmup=True, **options)
         found.append((kernel.__name__, code.metadata.shared))
 
-    def tiles_for(term):
-        sizes = term.shape[0] if len(term.shape) == 4 else 1, term.shape[-2], term.shape[-1] // 4
-        widened = not has_product(term.device, term.dtype)
-        return tiles.make_tiles(*sizes, 40, term.dtype.itemsize, 1024 * kilobytes, widened)
-
-    def has_product(device, dtype):
-        return tiles.has_product(torch.device("cuda", 0), dtype)
+    def product_on_card(where, dtype):
+        return device.has_product(torch.device("cuda", 0), dtype)
 
     driver.set_active(card)
     os.environ["TRITON_INTERPRET"] = "1"  # or tensors on the CPU were refused
     number = divmod(capability, 10)
-    patches = [(JITFunction, "run", run), (families, "tiles_for", tiles_for)]
+    patches = [(JITFunction, "run", run), (look_up, "has_product", product_on_card)]
     patches += [(torch.cuda, "get_device_capability", lambda device: number)]
-    patches += [(module, "has_product", has_product) for module in (kernel_arguments, look_up)]
     for patch in patches:
         mock.patch.object(*patch).start()
-    with mock.patch.object(families, "choose", return_value=families.PERSISTENT):
-        options = calm("bn_lstm") | {"lengths": "random", "zoneout": ("mask", 0.3)}
-        differentiate(make_case("bn_lstm", 2, 9, 17, dtype=torch.float32, **options), "gpu")
-        for half in (torch.float16, torch.bfloat16):
-            differentiate(make_case("lstm", 2, 200, 60, dtype=half), "gpu")
-    with mock.patch.object(families, "choose", return_value=families.STEPS):
-        differentiate(make_case("bn_lstm", 1, 9, 17, dtype=half, **calm("bn_lstm")), "gpu")
+    options = calm("bn_lstm") | {"lengths": "random", "zoneout": ("mask", 0.3)}
+    differentiate(make_case("bn_lstm", 2, 9, 17, dtype=torch.float32, **options), "gpu")
+    for half in (torch.float16, torch.bfloat16):
+        differentiate(make_case("lstm", 2, 200, 60, dtype=half), "gpu")
+    differentiate(make_case("bn_lstm", 1, 9, 17, dtype=half, **calm("bn_lstm")), "gpu")
     for op in ("ln_lstm", "bn_rnn", "bn_gru"):
         differentiate(make_case(op, 1, 9, 17, dtype=half, **calm(op)), "gpu")
     grad = torch.zeros(100, 64, dtype=half)

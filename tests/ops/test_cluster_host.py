@@ -108,12 +108,11 @@ def test_cluster_kernels_run_where_a_cluster_fits(monkeypatch):
 @pytest.mark.usefixtures("hopper")
 def test_small_layers_side_by_side(monkeypatch):
     """Clusters need not run at once, so any number of recurrences is taken as one of them is."""
-    monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
 
     def kind(recurrences, batch=100, hidden=100):
         shape = (recurrences, 5, batch, 4 * hidden)
-        return cuda_kernels.kind(Term(shape, torch.float32, CARD), tf32=True)
+        return cuda_kernels.fastest(Term(shape, torch.float32, CARD))
 
     assert [kind(1), kind(2), kind(20)] == [cuda_kernels.CLUSTER] * 3
     assert kind(1, hidden=240) == cuda_kernels.GRID

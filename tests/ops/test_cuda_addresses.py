@@ -44,8 +44,7 @@ class Writer:
 def test_results_are_what_the_kernels_wrote(monkeypatch, family):
     """Of sizes that leave parts of a buffer unaligned; arguments are copied where they are."""
     kernel = Writer(6)
-    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
-    monkeypatch.setattr(portable_kernels, "_fits", lambda *sizes: True)
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: family)
     monkeypatch.setattr(portable_kernels, "kernel", lambda *sizes: kernel)
     if family == cuda_kernels.CLUSTER:
         monkeypatch.delattr(portable_kernels, "kernel")
@@ -143,8 +142,7 @@ def test_kernels_find_the_arguments_where_they_are_told(monkeypatch, option, dty
         rows = 2 if option == "population" else 0
         sizes |= {f"{what}_{name}": (full, R * rows * F) for what in ("mean", "var")}
     kernel = Reader(sizes, (R, T, B, 4 * H))
-    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
-    monkeypatch.setattr(portable_kernels, "_fits", lambda *sizes: True)
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: cuda_kernels.PORTABLE)
     monkeypatch.setattr(portable_kernels, "kernel", lambda *sizes: kernel)
     monkeypatch.setattr(forward, "input_moments", collections.defaultdict(lambda: moments_of))
     results = forward.forward(calls, separate=False)
@@ -232,7 +230,7 @@ class Masked:
 def test_grid_kernels_find_the_masks(monkeypatch, zoneout, R, spread):
     T, B, H = 3, 5, 12
     kernel, defines = Masked(R * T * B * H), []
-    monkeypatch.setattr(cuda_kernels, "covers", cuda_kernels.supports_options)
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: cuda_kernels.GRID)
     monkeypatch.setattr(grid_kernels, "kernel", lambda cut, device, d: defines.append(d) or kernel)
     generator = torch.Generator().manual_seed(0)
 

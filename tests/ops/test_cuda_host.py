@@ -9,9 +9,8 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops.gpu.lstm import workspace
 from rbn.ops.gpu.lstm.input_moments import input_moments
-from rbn.ops.gpu.lstm.persistent import tiles
 from rbn.ops.gpu.lstm.portable.portable_kernels import choose
-from rbn.ops.gpu.runtime import driver, nvrtc
+from rbn.ops.gpu.runtime import driver, nvrtc, precision
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,35 +48,6 @@ def test_a_card_with_less_shared_memory():
     limit = 99 * 1024
     assert choose("forward", torch.bfloat16, 100, 100, limit) is not None
     assert choose("forward", torch.bfloat16, 64, 1000, limit) is None
-
-
-@pytest.mark.parametrize(
-    ("hidden", "itemsize", "stages"),
-    [(1056, 2, (3, 3)), (1058, 2, (1, 3)), (1055, 2, (1, 1)), (1058, 4, (1, 3)), (1056, 4, (3, 3))],
-)
-def test_rows_that_begin_anywhere_are_not_read_in_the_background(hidden, itemsize, stages):
-    found = tiles.make_tiles(1, 9, hidden, 132, itemsize, 227 * 1024)
-    assert (found.stages_forward, found.stages_backward) == stages
-
-
-@pytest.mark.parametrize("shared", [48, 64, 96, 163, 227])
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("batch", [1, 64, 129, 400, 1000, 2000])
-@pytest.mark.parametrize("hidden", [1, 24, 40, 100, 1000])
-def test_the_tiles_of_triton_fit_the_card(shared, itemsize, batch, hidden):
-    found = tiles.make_tiles(1, batch, hidden, 132, itemsize, 1024 * shared)
-    rows = max(16, tiles.power_of_two(batch))
-    if found is None:
-        # The smallest tile of four units does not fit, or the gates take too many registers.
-        assert (rows + 16) * 16 * itemsize > 1024 * shared or rows * 16 * -(-hidden // 528) > 2**13
-        return
-    assert rows * 4 * found.units <= 2**13
-    for k, stages, columns in (
-        (found.k_forward, found.stages_forward, 4 * found.units),
-        (found.k_backward, found.stages_backward, found.units),
-    ):
-        assert k >= 16
-        assert stages * (rows + columns) * k * itemsize <= 1024 * shared
 
 
 def test_what_is_saved_has_space_for_pairs_of_rows():
@@ -294,13 +264,13 @@ def test_tf32_follows_the_setting_for_recurrent_networks():
     try:
         for allowed in (True, False):
             cudnn.allow_tf32 = allowed
-            assert tiles.tf32_allowed() is allowed
+            assert precision.tf32_allowed() is allowed
         if not hasattr(cudnn, "rnn"):
             return  # a torch without settings of its own for them
         for rnn, conv in (("tf32", "ieee"), ("ieee", "tf32")):
             cudnn.rnn.fp32_precision, cudnn.conv.fp32_precision = rnn, conv
             with pytest.raises(RuntimeError, match="TF32"):
                 cudnn.allow_tf32  # noqa: B018
-            assert tiles.tf32_allowed() is (rnn == "tf32")
+            assert precision.tf32_allowed() is (rnn == "tf32")
     finally:
         cudnn.allow_tf32 = before

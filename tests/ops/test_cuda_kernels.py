@@ -12,8 +12,7 @@ import rbn
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.lstm import cuda_kernels, families, forward, plan
-from rbn.ops.gpu.lstm.term import Term
+from rbn.ops.gpu.lstm import cuda_kernels, forward, plan
 
 pytestmark = on_a_card
 
@@ -131,7 +130,7 @@ def test_results_of_the_operator_share_no_memory(features, dtype):
 def test_two_steps_in_triton(monkeypatch, calls):
     """A step that is number 1 is no constant of the kernel."""
     case = make_case("bn_lstm", 2, 9, 16, dtype=torch.float32, **calm("bn_lstm"))
-    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: False)
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: None)
     found = differentiate(case.on("cuda"), "gpu")
     assert not calls
     expected = differentiate(case.to(torch.float64), "reference")
@@ -144,7 +143,7 @@ def test_triton_and_cuda_agree(dtype, monkeypatch, calls):
     one = differentiate(case.on("cuda"), "gpu")
     assert calls == ["forward", "backward"]
     monkeypatch.setattr(plan, "_CACHE", {})
-    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: False)
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: None)
     other = differentiate(case.on("cuda"), "gpu")
     assert len(calls) == 2
     for a, b in zip(one, other, strict=True):
@@ -153,8 +152,6 @@ def test_triton_and_cuda_agree(dtype, monkeypatch, calls):
 
 def test_a_batch_too_large_for_the_kernels(calls):
     case = make_case("bn_lstm", 3, 5000, 4, dtype=torch.float32, **calm("bn_lstm"))
-    term = Term((1, 3, 5000, 16), torch.float32, torch.device("cuda", 0))
-    assert families.tiles_for(term) is None
     found = differentiate(case.on("cuda"), "gpu")
     assert not calls
     expected = differentiate(case.to(torch.float64), "reference")

@@ -9,6 +9,7 @@ from recurrence_cases import (
     OPS,
     RESULTS,
     from_input,
+    has_compiled_step,
     make_case,
     operator_call,
     poisoned_memory,
@@ -83,8 +84,13 @@ def test_backward(op, options):
 
 @pytest.mark.slow
 @pytest.mark.no_cover
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [
+        *((op, torch.float64) for op in OPS),
+        *((op, torch.float32) for op in OPS if has_compiled_step(op)),
+    ],
+)
 def test_from_an_input_and_states_for_all_rows(op, dtype):
     case = make_case(op, 4, 4, 3, dtype=dtype, lengths=LENGTHS)
     leaves = {k: v.clone().requires_grad_() for k, v in case.present().items()}

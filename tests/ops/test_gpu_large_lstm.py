@@ -1,4 +1,4 @@
-"""Batches and layers of the LSTM on a GPU that no persistent kernel takes."""
+"""Batches and layers of the LSTM on a GPU that no CUDA C++ kernel takes."""
 
 import copy
 import logging
@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import products
 
-from rbn.ops.gpu.lstm import families
 from rbn.ops.gpu.lstm.grid import grid_kernels
+from rbn.ops.gpu.lstm.plan import STEPS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def compare(case, dtype, caplog):
     """Results, and gradients by their norm, beside the reference in float64 on the same card."""
     with caplog.at_level(logging.DEBUG, "rbn.ops.gpu"):
         found = differentiate(case.to(dtype).on("cuda"), "gpu")
-    assert caplog.text.count(families.STEPS) == 2
+    assert caplog.text.count(STEPS) == 2
     expected = differentiate(case.to(dtype).to(torch.float64).on("cuda"), "reference")
     expected = [{k: None if v is None else v.cpu() for k, v in part.items()} for part in expected]
     assert_same(found[0], expected[0], 16 * UNITS[dtype])

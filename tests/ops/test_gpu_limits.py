@@ -27,8 +27,7 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from gpu_cases import differentiate_together, products
 
-from rbn.ops.gpu.lstm import cuda_kernels, families
-from rbn.ops.gpu.lstm.persistent.tiles import make_tiles
+from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -211,27 +210,6 @@ def test_a_launch_without_room_fails_and_the_next_one_works():
     assert torch.equal(before["output"], after["output"])
 
 
-@pytest.mark.gpu
-@needs_cuda
-def test_triton_without_room_fails_and_the_next_call_works():
-    """The same of a persistent kernel in Triton, were it given more programs than fit."""
-    H = 8192
-    new = {"device": "cuda", "dtype": torch.bfloat16}
-    wx, weight = torch.zeros(2, 16, 4 * H, **new), torch.zeros(4 * H, H, **new)
-    h0, c0 = torch.zeros(2, 16, H, **new)
-    tiles = make_tiles(1, 16, H, 10**6, 2, 227 * 1024)
-    assert tiles.programs == 2048
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(families, "choose", lambda term, a: families.PERSISTENT)
-        patch.setattr(families, "tiles_for", lambda term: tiles)
-        with pytest.raises(RuntimeError, match="too many blocks"):
-            rbn.ops.lstm(wx, weight, None, None, h0, c0)
-    torch.cuda.synchronize()
-    case = make_case("bn_lstm", 4, 20, 33, fresh_seed(), dtype=torch.float32, **calm("bn_lstm"))
-    found = call(case.on("cuda"), "gpu")
-    assert_same(found, call(case.to(torch.float64), "reference"), 16 * UNITS[torch.float32])
-
-
 def test_no_room_is_said_before_anything_starts(monkeypatch):
     """The same without a card: the host knows how many blocks fit."""
     full = types.SimpleNamespace(at_once=7, cluster=0, together=True)
@@ -298,7 +276,7 @@ def test_two_processes_share_the_card(hidden):
 @needs_cuda
 @pytest.mark.parametrize("dtype", UNITS)
 def test_the_triton_kernels_give_the_same_bits_every_time(dtype, monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: False)
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: None)
     case = make_case("bn_lstm", 9, 40, 100, fresh_seed(), dtype=dtype).on("cuda")
     first = differentiate(case, "gpu")
     for _ in range(200):
@@ -364,7 +342,7 @@ def test_a_graph_of_inference(layer_class):
     ("shape", "dtype", "words"),
     [
         ((3, 9, 16), torch.bfloat16, "in CUDA"),
-        ((3, 9, 17), torch.bfloat16, "one persistent kernel"),
+        ((3, 9, 17), torch.bfloat16, "a product and a kernel for each step"),
         ((3, 9, 16), torch.float64, "the reference runs"),
         ((3, 5000, 4), torch.float32, "a product and a kernel for each step"),
     ],

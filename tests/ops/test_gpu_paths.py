@@ -11,33 +11,9 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 from gpu_cases import DEVICE, products
 
 import rbn
-from rbn.ops.gpu.lstm import backward, cuda_kernels, families, forward
-from rbn.ops.gpu.lstm.persistent.tiles import make_tiles
+from rbn.ops.gpu.lstm import backward, cuda_kernels, forward
 from rbn.ops.gpu.lstm.steps import step_launches
-from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import precision
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "path"),
-    [
-        ((1, 180, 128, 2000), torch.float32, families.STEPS),  # 64 MB of weights
-        ((1, 180, 128, 2000), torch.bfloat16, families.STEPS),  # 32
-        ((1, 100, 64, 1000), torch.float32, families.PERSISTENT),  # 16
-        ((1, 784, 5000, 100), torch.float32, families.STEPS),  # no tile for the batch
-        ((1, 50, 4, 9000), torch.bfloat16, families.STEPS),  # no room for all programs
-        ((2, 784, 100, 100), torch.float32, families.PERSISTENT),
-    ],
-)
-def test_which_path_is_taken(shape, dtype, path, monkeypatch):
-    R, T, B, H = shape
-    term = Term((R, T, B, 4 * H), dtype, torch.device("meta"))
-    tiles = make_tiles(R, B, H, 132, dtype.itemsize, 227 * 1024)
-    monkeypatch.setattr(families, "tiles_for", lambda term: tiles)
-    given_ = types.SimpleNamespace()
-    assert families.choose(term, given_) == path
-    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
-    assert families.choose(term, given_) == families.CUDA
 
 
 @pytest.mark.parametrize(
@@ -122,10 +98,14 @@ def test_threads_share_the_switch_of_products():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_backward_pass_takes_the_path_of_the_forward_pass(compiled, monkeypatch):
+def test_the_backward_pass_takes_the_path_of_the_forward_pass(
+    compiled, emulate_portable, monkeypatch
+):
     """Though what it may multiply in was changed meanwhile: what was saved lies in its order."""
-    paths, plans = {True: families.STEPS, False: families.PERSISTENT}, []
-    monkeypatch.setattr(families, "choose", lambda term, a: paths[a.tf32])
+    if DEVICE == "cpu":
+        emulate_portable()
+    found, plans = {True: cuda_kernels.PORTABLE, False: None}, []
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: found[a.tf32])
     for module in (forward, backward):
         join = module.join
 
@@ -150,7 +130,7 @@ def test_the_backward_pass_takes_the_path_of_the_forward_pass(compiled, monkeypa
         (plan, first), (again, second) = plans
         assert first == second == tf32
         assert plan is again
-        assert plan.path == paths[tf32]
+        assert plan.family == found[tf32]
         plans.clear()
 
 

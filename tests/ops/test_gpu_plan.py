@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops import gpu
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.lstm import cuda_kernels, families, plan
+from rbn.ops.gpu.lstm import cuda_kernels, plan
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.plan import plan_for
@@ -111,14 +111,13 @@ def test_a_plan_says_what_the_call_is():
         assert [flags[name] for name in ("X", "NORM", "CELL")] == [modes[m] for m in expected]
 
 
-@pytest.mark.parametrize("path", [families.CUDA, families.PERSISTENT, families.STEPS])
-def test_a_plan_has_the_kernels_that_were_chosen(path, monkeypatch):
+@pytest.mark.parametrize("family", [cuda_kernels.PORTABLE, None])
+def test_a_plan_has_the_kernels_that_were_chosen(family, monkeypatch):
     asked = []
-    monkeypatch.setattr(families, "choose", lambda term, a: asked.append((term, a)) or path)
-    monkeypatch.setattr(cuda_kernels, "family", lambda term, zoned: cuda_kernels.PORTABLE)
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: asked.append((term, a)) or family)
     a = arguments(features=2)
     found = plan_for([a, a], False)
-    assert (found.path, found.in_cuda) == (path, path == families.CUDA)
+    assert found.family == family
     ((term, of),) = asked
     assert term is found.term
     assert (term.shape, term.dtype) == ((2, T, B, 4 * H), torch.float32)
@@ -130,7 +129,7 @@ def test_a_plan_has_the_kernels_that_were_chosen(path, monkeypatch):
 @pytest.mark.parametrize("count", [1, 2])
 def test_which_inputs_of_one_feature_the_kernels_take_as_they_are(count, monkeypatch):
     cut = cluster_kernels.cluster_tiling(torch.float32, B, H)
-    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: cuda_kernels.CLUSTER)
     monkeypatch.setattr(cluster_kernels, "choose", lambda term: cut)
     needs_gradient = torch.zeros(T, B, 1, requires_grad=True)
 
@@ -151,15 +150,14 @@ def test_which_inputs_of_one_feature_the_kernels_take_as_they_are(count, monkeyp
         patch.setattr(cluster_kernels, "ONE_FEATURE", ())
         assert not taken()
     monkeypatch.setattr(plan, "_CACHE", {})
-    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: False)
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: None)
     assert not taken()
 
 
 def test_zoned_inputs_of_one_feature_are_multiplied(monkeypatch):
     """Kernels with zoneout have no inputs of one feature."""
     cut = cluster_kernels.cluster_tiling(torch.float32, B, H)
-    monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
-    monkeypatch.setattr(cuda_kernels, "family", lambda term, zoned: cuda_kernels.CLUSTER)
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: cuda_kernels.CLUSTER)
     monkeypatch.setattr(cluster_kernels, "choose", lambda term: cut)
     assert plan_of(features=1).one_feature
     assert not plan_of(features=1, mask_h=MASK).one_feature
@@ -196,18 +194,17 @@ def test_parts_of_a_workspace_lie_side_by_side(count, separate, cut, given, monk
         found = PortableTiling(1, 1, 4, 4, registers=False, barrier=cut == "counts")
         if cut == "grid":
             found = grid_kernels.GridTiling("forward", 8, 1, 1, 4, 1, 64)
-        monkeypatch.setattr(cuda_kernels, "covers", lambda term, a: True)
-        monkeypatch.setattr(cuda_kernels, "family", lambda term, zoned: family)
+        monkeypatch.setattr(cuda_kernels, "family", lambda term, a: family)
         monkeypatch.setattr(cuda_kernels, "tiling_of", lambda direction, term, family: found)
     planned = plan_of(count, separate, **given)
-    assert planned.in_cuda == (cut != "no kernel")
+    assert (planned.family is None) == (cut == "no kernel")
     workspace = Workspace(planned, separate)
-    zeroed = sum(planned.zeroed["forward"].values()) if planned.in_cuda else 0
+    zeroed = sum(planned.zeroed["forward"].values()) if planned.family else 0
     assert planned.clear * 4 == zeroed
     assert (zeroed > 0) == (cut in ("counts", "grid"))
-    at = workspace.at() if planned.in_cuda else {}
+    at = workspace.at() if planned.family else {}
     parts = {}
-    if planned.in_cuda:
+    if planned.family:
         parts["c_n"] = workspace.part(0, planned.cell)
         clear, begin = workspace.part(planned.cell, planned.clear), planned.cell
         assert not zeroed or at[next(iter(planned.zeroed["forward"]))] == clear.data_ptr()
@@ -233,14 +230,14 @@ def test_parts_of_a_workspace_lie_side_by_side(count, separate, cut, given, monk
     spans = []
     for name, part in parts.items():
         assert part.is_contiguous()
-        if planned.in_cuda:
+        if planned.family:
             assert at[name] % 16 == 0
             assert part.data_ptr() == at[name]
         if part.numel():
             spans.append((part.data_ptr(), part.data_ptr() + part.numel() * 4))
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(spans)))
     statistics = [part for name, part in parts.items() if name in LSTM.moments]
-    if planned.in_cuda:
+    if planned.family:
         spans.append((clear.data_ptr(), clear.data_ptr() + zeroed))
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(spans)))
     own = {part.untyped_storage().data_ptr() for part in statistics}

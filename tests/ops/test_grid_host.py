@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.lstm import cuda_kernels, families
+from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.cuda_kernels import CLUSTER, GRID, PORTABLE
 from rbn.ops.gpu.lstm.grid import grid_kernels
@@ -60,13 +60,11 @@ def test_text8_is_cut_as_planned():
 
 @pytest.mark.usefixtures("hopper")
 def test_which_layers_prefer_the_grid(monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
-
-    def kind(batch, hidden, recurrences=1, dtype=torch.bfloat16, tf32=True):
+    def kind(batch, hidden, recurrences=1, dtype=torch.bfloat16):
         term = Term((recurrences, 1, batch, 4 * hidden), dtype, HOST)
         rows = {cut.rows for d in grid_kernels.TEAMS if (cut := grid_kernels.choose(d, term))}
         assert len(rows) <= 1
-        return (cuda_kernels.kind(term, tf32), *rows)
+        return (cuda_kernels.fastest(term), *rows)
 
     assert kind(64, 1000) == kind(64, 2000) == (GRID, 64)  # Penn Treebank's layer
     assert kind(128, 2000) == (GRID, 128)  # text8's
@@ -99,10 +97,8 @@ def test_which_layers_prefer_the_grid(monkeypatch):
         assert kind(64, 1000, dtype=torch.float32) == (PORTABLE,)
         assert kind(128, 2000, dtype=torch.float32) == (None,)
         assert kind(64, 1000) == (GRID, 64)
-    assert kind(64, 1000, dtype=torch.float32, tf32=False)[0] is None
-    assert kind(64, 1000, tf32=False) == (GRID, 64)
     term = Term((1, 1, 64, 4000), torch.bfloat16, HOST)
-    cut = cuda_kernels.tiling_of("forward", term, cuda_kernels.family(term))
+    cut = cuda_kernels.tiling_of("forward", term, cuda_kernels.fastest(term))
     assert isinstance(cut, grid_kernels.GridTiling)
     assert not cuda_kernels.polls(cut)
     monkeypatch.setattr(grid_kernels, "PREFERRED", {64: 1000, 128: 500})
@@ -126,19 +122,18 @@ ZONEOUT = [{"mask_c": MASK}, {"mask_h": MASK}, {"rate_c": 0.5}, {"rate_h": 0.05}
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("zoneout", ZONEOUT)
 def test_which_zoned_calls_run_on_the_grid(zoneout, monkeypatch):
-    monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
+    monkeypatch.setattr(grid_kernels.nvrtc, "supports", lambda device: True)
     monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *args: 13)
 
     def runs(*sizes, **options):
         term, a = zoned_call(*sizes, **zoneout | options)
         assert a.zoned
-        assert cuda_kernels.family(term, a.zoned) == GRID
-        return cuda_kernels.covers(term, a)
+        return cuda_kernels.family(term, a) == GRID
 
     sizes = ((64, 1000), (128, 2000), (100, 100), (16, 512), (64, 240))
     # Also where small layers or few rows have other kernels, without zoneout.
     assert all(runs(*size) for size in sizes)
-    assert cuda_kernels.family(zoned_call(100, 100)[0]) == CLUSTER
+    assert cuda_kernels.family(*zoned_call(100, 100)) == CLUSTER
     assert all(runs(*size, dtype=torch.float32) for size in sizes)
     assert not runs(64, 1000, dtype=torch.float64)
     assert not runs(64, 1000, dtype=torch.float32, tf32=False)
@@ -212,12 +207,11 @@ def test_what_blocks_look_at_begins_at_zero(direction, rows, half):
 @pytest.mark.usefixtures("hopper")
 def test_which_batches_are_split(monkeypatch):
     """Where the card has room for all clusters, 60 of 2 blocks, 30 of 4, 15 of 8."""
-    monkeypatch.setattr(cuda_kernels, "_capable", lambda device: True)
 
     def cuts(batch, hidden, recurrences=1, dtype=torch.bfloat16):
         term = Term((recurrences, 1, batch, 4 * hidden), dtype, HOST)
         found = [grid_kernels.choose(direction, term) for direction in ("forward", "backward")]
-        assert (cuda_kernels.kind(term, tf32=True) == GRID) == grid_kernels.fits(term) == all(found)
+        assert (cuda_kernels.fastest(term) == GRID) == grid_kernels.fits(term) == all(found)
         return [(cut.splits, cut.rows, cut.blocks, cut.team) for cut in found if cut]
 
     monkeypatch.setattr(grid_kernels, "SPLIT_ROWS", (128,))
@@ -346,6 +340,6 @@ def test_splits_keep_step_where_they_have_sums_in_common(batch, norm, given, tog
         statistics = [torch.ones(1, 4 * H)] * 4 + [torch.ones(1, H)] * 2
         fields |= dict(zip(LSTM.moments, statistics, strict=True))
     term = Term((2, batch, 4 * H), torch.bfloat16, HOST)
-    found = Plan(LSTMArguments(**fields), term, one_feature=False, path=families.CUDA)
+    found = Plan(LSTMArguments(**fields), term, one_feature=False, family=GRID)
     assert {cut.splits for cut in found.tilings.values()} == {-(-batch // 64)}
     assert found.lockstep == together

@@ -61,13 +61,8 @@ def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a CUDA device")(test))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("emulated")
-
-
 @pytest.fixture
-def emulate(folder, monkeypatch):
+def emulate(emulated_folder, monkeypatch):
     """Runs all calls with this tiling, on the CPU."""
     launches = []
 
@@ -75,7 +70,7 @@ def emulate(folder, monkeypatch):
         launches.append(direction)
         macros = ln_single.macros(direction, tiling, dtype, defines)
         name, shared = f"ln_{direction}", tiling.shared(direction, dtype)
-        return EmulatedKernel(folder, name, macros, tiling.threads, shared)
+        return EmulatedKernel(emulated_folder, name, macros, tiling.threads, shared)
 
     def given(tiling):
         supports = ln_single.supports_options

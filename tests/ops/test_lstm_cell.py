@@ -48,10 +48,12 @@ ABSENT = {
 }
 
 
-@pytest.mark.parametrize("tile", [4, None])  # several small tiles, or as users get them
+SIZES = [(1, 1, True), (1, 9, True), (3, 5, True), (3, 5, False)]
+
+
 @pytest.mark.parametrize(
-    ("B", "H", "multiplies"),
-    [(1, 1, True), (1, 9, True), (3, 5, True), (3, 5, False), (2, 130, False)],
+    ("B", "H", "multiplies", "tile"),  # several small tiles, or as users get them
+    [*((*size, tile) for size in SIZES for tile in (4, None)), (2, 130, False, None)],
 )
 @pytest.mark.parametrize("absent", ABSENT)
 def test_a_step_beside_float64(absent, B, H, multiplies, tile, monkeypatch):

@@ -88,9 +88,9 @@ def known_source(monkeypatch):
 
 @pytest.mark.skipif(COMPILER is None, reason="needs g++")
 @pytest.mark.usefixtures("known_source")
-def test_emulated(tmp_path):
+def test_emulated(emulated_folder):
     x = torch.cat([LIMITS, numbers()])
-    kernel = EmulatedKernel(tmp_path, "nonlinearities", MACROS | {"TYPE": 0}, 32, 0)
+    kernel = EmulatedKernel(emulated_folder, "nonlinearities", MACROS | {"TYPE": 0}, 32, 0)
     y, z = run(kernel, x)
     check_limits(y, z)
     check(x[4:], y[4:], z[4:], EXACT)

@@ -17,11 +17,11 @@ from rbn.ops.definition import LSTM, LSTMArguments
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops import gpu
-from rbn.ops.gpu.lstm import cuda_kernels, families
-from rbn.ops.gpu.lstm.persistent import tiles
+from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.runtime import nvrtc
+from rbn.ops.gpu.runtime.device import has_product
 from rbn.ops.gpu.symbols import look_up
 
 ON_A_CARD = types.SimpleNamespace(device=torch.device("cuda", 0))
@@ -30,7 +30,7 @@ ON_A_CARD = types.SimpleNamespace(device=torch.device("cuda", 0))
 @pytest.fixture
 def card(monkeypatch):
     """Makes the card one of another compute capability."""
-    caches = (dispatch._capability, cuda_kernels._capable, portable_kernels._fits, families._tiles)
+    caches = (dispatch._capability, nvrtc.supports, portable_kernels._fits)
 
     def of(*capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -68,23 +68,23 @@ def test_cards_of_another_maker_run_the_reference(card, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "compiler", "path"),
+    ("capability", "compiler", "family"),
     [
-        ((7, 0), True, families.PERSISTENT),
-        ((7, 5), True, families.PERSISTENT),
-        ((8, 0), True, families.CUDA),
-        ((8, 0), False, families.PERSISTENT),
+        ((7, 0), True, None),
+        ((7, 5), True, None),
+        ((8, 0), True, cuda_kernels.PORTABLE),
+        ((8, 0), False, None),
     ],
 )
-def test_cuda_needs_ampere_and_its_compiler(capability, compiler, path, card, monkeypatch):
+def test_cuda_needs_ampere_and_its_compiler(capability, compiler, family, card, monkeypatch):
     card(*capability)
     properties = types.SimpleNamespace(multi_processor_count=80)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    for module in (portable_kernels, tiles):
-        monkeypatch.setattr(module, "shared_limit", lambda device: 96 * 1024)
+    monkeypatch.setattr(portable_kernels, "shared_limit", lambda device: 96 * 1024)
     monkeypatch.setattr(nvrtc, "works", lambda number: compiler and number == capability)
     term = Term((5, 100, 400), torch.float16, torch.device("cuda", 0))
-    assert families.choose(term, LSTMArguments(**dict.fromkeys(LSTM.tensors))) == path
+    a = LSTMArguments(**dict.fromkeys(LSTM.tensors))
+    assert cuda_kernels.family(term, a) == family
 
 
 @pytest.mark.parametrize(
@@ -97,33 +97,10 @@ def test_cuda_needs_ampere_and_its_compiler(capability, compiler, path, card, mo
         ((8, 0), torch.float16, True),
     ],
 )
-def test_where_products_of_half_precision_are_made(capability, dtype, expected, card, monkeypatch):
-    """Elsewhere factors are widened, and take twice the shared memory."""
+def test_where_products_of_half_precision_are_made(capability, dtype, expected, card):
+    """Elsewhere factors are widened."""
     card(*capability)
-    assert tiles.has_product(torch.device("cuda", 0), dtype) is expected
-    made = []
-    monkeypatch.setattr(families, "multiprocessors", lambda where: 40)
-    monkeypatch.setattr(families, "shared_memory", lambda where: 64 * 1024)
-    monkeypatch.setattr(families, "make_tiles", lambda *sizes: made.append(sizes))
-    families._tiles.__wrapped__(1, 200, 60, dtype, 0)
-    assert made == [(1, 200, 60, 40, dtype.itemsize, 64 * 1024, not expected)]
-
-
-@pytest.mark.parametrize("shared", [48, 64, 96])
-@pytest.mark.parametrize("batch", [1, 64, 129, 400])
-@pytest.mark.parametrize("hidden", [1, 24, 60, 100, 1000])
-def test_widened_tiles_fit_the_card(shared, batch, hidden):
-    found = tiles.make_tiles(1, batch, hidden, 80, 2, 1024 * shared, widened=True)
-    assert found == tiles.make_tiles(1, batch, hidden, 80, 2, 1024 * shared, True)
-    rows = max(16, tiles.power_of_two(batch))
-    if found is None:
-        assert (rows + 16) * 16 * 4 > 1024 * shared or rows * 16 * -(-hidden // 320) > 2**13
-        return
-    for k, stages, columns in (
-        (found.k_forward, found.stages_forward, 4 * found.units),
-        (found.k_backward, found.stages_backward, found.units),
-    ):
-        assert stages * (rows + columns) * k * 4 <= 1024 * shared
+    assert has_product(torch.device("cuda", 0), dtype) is expected
 
 
 def test_widened_symbols_are_multiplied_fewer_rows_at_a_time():
@@ -132,7 +109,7 @@ def test_widened_symbols_are_multiplied_fewer_rows_at_a_time():
 
 
 KERNELS = {
-    *("lstm_forward", "lstm_backward", "raise_variances", "lstm_step", "lstm_step_backward"),
+    *("raise_variances", "lstm_step", "lstm_step_backward"),
     *(
         "input_moments",
         "ln_lstm_step",

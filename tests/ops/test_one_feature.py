@@ -81,11 +81,15 @@ def fits_a_cluster(term):
     return cluster_kernels.cluster_tiling(term.dtype, *(term.shape[-2], term.shape[-1] // 4))
 
 
+def covered(term, a):
+    return cuda_kernels.CLUSTER if cuda_kernels.supports_options(term, a) else None
+
+
 @pytest.fixture
 def stand_ins(monkeypatch):
     """The kernels with one cluster take what they would take on a card."""
     monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", TYPES)
-    monkeypatch.setattr(cuda_kernels, "covers", cuda_kernels.supports_options)
+    monkeypatch.setattr(cuda_kernels, "family", covered)
     monkeypatch.setattr(cluster_kernels, "choose", fits_a_cluster)
     monkeypatch.setattr(plan, "_fits_side_by_side", lambda a, count: True)
     with rbn.backend("gpu"):
@@ -100,7 +104,7 @@ def make_term(*factors):
 def which(monkeypatch, stand_ins):
     """Both ways end at once: where the plan says which, or another operator makes the term."""
 
-    def end(a, term, one_feature, path):
+    def end(a, term, one_feature, family):
         raise Taken if one_feature else Made
 
     monkeypatch.setattr(plan, "Plan", end)

@@ -62,20 +62,16 @@ def on_gpu(test):
     return pytest.mark.gpu(pytest.mark.skipif(missing, reason="needs a CUDA device")(test))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("emulated")
-
-
 @pytest.fixture
-def emulate(folder, monkeypatch):
+def emulate(emulated_folder, monkeypatch):
     """Runs all calls with this tiling, on the CPU."""
     launches = []
 
     def kernel(direction, tiling, device, shared, defines):
         launches.append(direction)
         macros = rnn_single.macros(tiling, defines)
-        return EmulatedKernel(folder, f"rnn_{direction}", macros, 32 * tiling.warps, shared)
+        name, threads = f"rnn_{direction}", 32 * tiling.warps
+        return EmulatedKernel(emulated_folder, name, macros, threads, shared)
 
     def given(tiling):
         supports = rnn_single.supports_options

@@ -1,7 +1,6 @@
 """Independent recurrences of one shape: in one launch on a GPU, with the numbers of each alone."""
 
 import importlib
-import types
 
 import pytest
 import torch
@@ -77,7 +76,7 @@ def test_one_by_one_where_there_is_no_launch_to_share(op):
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 on_a_card = pytest.mark.gpu if torch.cuda.is_available() else lambda test: test
 
-from rbn.ops.gpu.lstm import cuda_kernels, families, plan  # noqa: E402
+from rbn.ops.gpu.lstm import cuda_kernels, plan  # noqa: E402
 from rbn.ops.gpu.lstm.term import Term  # noqa: E402
 
 gpu = importlib.import_module("rbn.ops.gpu")
@@ -185,8 +184,7 @@ def test_calls_that_differ_are_made_one_by_one(launches):
 def test_what_has_no_room_or_no_kernel_is_made_one_by_one(monkeypatch):
     """By the sizes alone, as if there were a card."""
     calls, _ = two_calls("bn_lstm", torch.float32)
-    term, kinds = plan.term_of, {1: "cluster", 2: "cluster"}
-    persistent = {1: True, 2: True}
+    term, found = plan.term_of, {1: "cluster", 2: "cluster"}
 
     def on_card(a, count):
         return Term(term(a, count).shape, a.input.dtype, torch.device("cuda", 0))
@@ -195,12 +193,7 @@ def test_what_has_no_room_or_no_kernel_is_made_one_by_one(monkeypatch):
         return term.shape[0] if len(term.shape) == 4 else 1
 
     monkeypatch.setattr(plan, "term_of", on_card)
-    monkeypatch.setattr(cuda_kernels, "kind", lambda term, tf32: kinds[several(term)])
-    monkeypatch.setattr(
-        families,
-        "tiles_for",
-        lambda term: types.SimpleNamespace(persistent=persistent[several(term)]),
-    )
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: found[several(term)])
 
     def joins(calls=calls):
         monkeypatch.setattr(plan, "_CACHE", {})
@@ -209,14 +202,11 @@ def test_what_has_no_room_or_no_kernel_is_made_one_by_one(monkeypatch):
     assert joins()
     assert not joins([call._replace(norm="layer") for call in calls])
     assert not joins([call._replace(input=call.input.double()) for call in calls])
-    kinds[2] = "grid"
+    found[2] = "grid"
     assert not joins()
-    kinds |= {1: None, 2: None}
-    assert joins()
-    monkeypatch.setattr(families, "is_streamed", lambda term: True)
+    found[2] = None
     assert not joins()
-    monkeypatch.setattr(families, "is_streamed", lambda term: False)
-    persistent[2] = False
+    found[1] = None
     assert not joins()
 
 

@@ -19,7 +19,7 @@ from gpu_cases import DEVICE, products
 
 from rbn.ops.gpu.bn_rnn import rnn_single
 from rbn.ops.gpu.bn_rnn.rnn_single import Tiling
-from rbn.ops.gpu.lstm import families, plan
+from rbn.ops.gpu.lstm import cuda_kernels, plan
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
 from rbn.ops.types import CONSTANT
@@ -91,9 +91,8 @@ def test_on_the_cpu(kind, scale):
 
 @triton_marks
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("path", [families.PERSISTENT, families.STEPS])
-def test_lstm_in_triton(path, scale, monkeypatch):
-    monkeypatch.setattr(families, "choose", lambda term, a: path)
+def test_lstm_in_triton(scale, monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "family", lambda term, a: None)
     monkeypatch.setattr(plan, "_CACHE", {})
     with products(tf32=False):
         compare("lstm", scale, "gpu")
@@ -125,12 +124,13 @@ def test_a_term_is_constant_in_all_units_or_in_none(kind, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("barrier", [False, True])
-def test_emulated_rnn(barrier, scale, tmp_path, monkeypatch):
+def test_emulated_rnn(barrier, scale, emulated_folder, monkeypatch):
     tiling = Tiling(8, 1, 1, 1, 1, 1, registers=not barrier, barrier=barrier)
 
     def kernel(direction, tiling, device, shared, defines):
         macros = rnn_single.macros(tiling, defines)
-        return EmulatedKernel(tmp_path, f"rnn_{direction}", macros, 32 * tiling.warps, shared)
+        name, threads = f"rnn_{direction}", 32 * tiling.warps
+        return EmulatedKernel(emulated_folder, name, macros, threads, shared)
 
     monkeypatch.setattr(rnn_single, "kernel", kernel)
     monkeypatch.setattr(rnn_single, "tiling_for", lambda a: tiling)

@@ -19,10 +19,10 @@ def digits(permuted: bool = False, *, seed: int = 0) -> Splits:
     ``[N]``.
 
     Args:
-        permuted: put the pixels of every image into one and the same random order, so that pixels
-            that belong together are far apart in the sequence (the paper's harder task).
-        seed: of the division into 1,200 training, 297 validation and 300 test images, and of the
-            order of the pixels.
+        permuted: put the pixels of all images into the same random order, so that neighbouring
+            pixels are far apart in the sequence (the paper's harder task).
+        seed: determines the division into 1,200 training, 297 validation and 300 test images, and
+            the order of the pixels.
     """
     try:
         from sklearn.datasets import load_digits

@@ -74,11 +74,11 @@ def load(name: str, root: str | Path | None = None, *, fetch: bool = False) -> l
 
 
 def get(name: str, root: str | Path | None = None, progress: Progress | None = None) -> list[Path]:
-    """Download the files of a data set that are missing, and return the paths of these.
+    """Download the missing files of a data set, and return their paths.
 
     Raises:
-        DataNotFound: they could not be loaded; says which files, and where to put them.
-        DataAltered: a server gave something else.
+        DataNotFound: a download failed; names the files and the folder they belong in.
+        DataAltered: a server sent other content.
     """
     data = data_set(name)
     folder = data_folder(root) / data.folder

@@ -12,15 +12,15 @@ from rbn.data.split import Split
 class Minibatches:
     """The sequences of a split, shuffled in every epoch.
 
-    An epoch's order depends on `seed` and the epoch's number only, so any batch can be had again
-    without those before it. Sequences that do not fill a batch are left out, others in each epoch.
+    An epoch's order depends only on `seed` and the epoch's number, so any batch can be made without
+    those before it. Sequences that do not fill a batch are left out, different ones in each epoch.
 
     With ``shuffle=False``, for evaluation, they come in order, and the last batch may be smaller.
 
     Args:
         split: inputs ``[T, N, features]`` and labels ``[N]``; batches are gathered on its device.
         batch_size: sequences in a batch.
-        seed: of the orders.
+        seed: determines the orders.
         shuffle: whether the order is random.
     """
 

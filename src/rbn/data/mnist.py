@@ -34,8 +34,8 @@ def mnist(
     and 10,000 test images. Inputs are float32 ``[784, N, 1]`` in [0, 1], labels int64 ``[N]``.
 
     Args:
-        order: in which the pixels of every image are read (see `pixel_order`).
-        seed: of the order.
+        order: the order in which the pixels of every image are read (see `pixel_order`).
+        seed: determines the order.
         root: the data folder; by default RBN_DATA, or else ``~/.cache/rbn/data``.
         download: load missing files from the web.
     """
@@ -71,8 +71,8 @@ def pixel_order(order: Order, seed: int = 0) -> Tensor:
         order: ``"rows"``: from left to right and from top to bottom. ``"permutation"``: every pixel
             once, in random order, as in the paper. ``"with-replacement"``: each drawn from all 784,
             as in the authors' code, so that about 63% of the pixels are seen, some of them more
-            than once; with torch's generator, so it is not the very order of theirs.
-        seed: of the order; without effect on ``"rows"``.
+            than once. The draw uses torch's generator, so the order differs from theirs.
+        seed: determines the order; without effect on ``"rows"``.
     """
     generator = torch.Generator().manual_seed(seed)
     if order == "rows":

@@ -11,24 +11,23 @@ _AT_ONCE = 2**20  # characters that are gathered together, about: a batch at a t
 
 
 class Windows:
-    """Non-overlapping windows of a stream, differently cut and shuffled in every epoch.
+    """Non-overlapping windows of a stream, cut and shuffled anew in every epoch.
 
-    An epoch's cut and order depend on `seed` and the epoch's number only, so any batch can be had
-    again without those before it. The windows lie end to end from an offset that is drawn anew
-    every epoch, such that over the epochs every character has its turn. Their number is the same
-    in all epochs. Windows that do not fill a batch are left out, others in each epoch.
+    An epoch's cut and order depend only on `seed` and the epoch's number, so any batch can be made
+    without those before it. The windows lie end to end from a random offset, drawn anew in every
+    epoch, so that over the epochs every character is used. All epochs have the same number of
+    windows. Windows that do not fill a batch are left out, different ones in each epoch.
 
-    With ``shuffle=False``, for evaluation, the windows begin at the first character, the same in
-    every epoch, and the characters after the last whole window are left out. Batch k of n has
-    windows k, k + n, k + 2n, ...: from all over the text, like those of a shuffled batch, since
-    neighbours resemble each other more than the statistics of a batch should. The sizes of batches
-    differ by one at most.
+    With ``shuffle=False``, for evaluation, the windows begin at the first character in every epoch,
+    and the characters after the last whole window are left out. Batch k of n has windows k, k + n,
+    k + 2n, ..., from all over the text, like a shuffled batch: neighbouring windows are too similar
+    for the statistics of a batch. The sizes of batches differ by at most one.
 
     Args:
         stream: integers ``[n]``; batches are gathered on its device.
         length: characters in a window.
         batch_size: windows in a batch.
-        seed: of cuts and orders.
+        seed: determines the cuts and orders.
         shuffle: whether cut and order are random.
     """
 
@@ -81,7 +80,7 @@ class Windows:
         Returns:
             Inputs, int64 ``[length - 1, B]``: all characters of the windows but the last; and
             targets, of the same shape: the characters that follow them. Both are views of one
-            tensor, which may be given again: not to be changed.
+            tensor that later calls may return again: do not change them.
         """
         # An error where there is no such batch.
         batch_bounds(self.windows_per_epoch, self.batch_size, self.batches_per_epoch, epoch, k)

@@ -73,7 +73,7 @@ class AttentiveReader(nn.Module):
         embedding_size: size of the symbol embeddings, shared by both encoders; H by default.
         output: the answer is one of the ``"entities"``, or any symbol of the ``"vocabulary"``.
         bidirectional: overrides the variant's.
-        dropout: on the symbol embeddings and on g; the authors' script uses 0.5.
+        dropout: rate of dropout on the symbol embeddings and on g; the authors' script uses 0.5.
         gamma: initial value of every scale.
         eps: added to every variance.
         momentum: weight of a new minibatch in running statistics.
@@ -90,10 +90,10 @@ class AttentiveReader(nn.Module):
         document_skip: adds the mean of the document's states to g as a third term, normalized in
             the variants that normalize everywhere. It is ``use_desc_skip_c_g`` in the authors'
             ``model.py``, on for bn-e* and bn-e** in their Figure 4a.
-        initialization: of the encoders. ``"orthogonal"`` is the one of the paper's other
-            experiments: orthogonal weights, forget bias 1, learned initial cells. ``"code"`` is the
-            one in the authors' ``layers.py`` and ``utils.py``: `rbn.init.repeated_gates_`, forget
-            bias 0, initial cells fixed at 0.
+        initialization: how the encoders start. ``"orthogonal"``, as in the paper's other
+            experiments: orthogonal weights, forget bias 1, learned initial cells. ``"code"``, as in
+            the authors' ``layers.py`` and ``utils.py``: `rbn.init.repeated_gates_`, forget bias 0,
+            initial cells fixed at 0.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class SequenceClassifier(nn.Module):
         recurrent: a layer of `rbn`, or any module called like `torch.nn.LSTM` with a
             `hidden_size`. A stack uses the last layer's state; two directions use both states.
         classes: number of labels.
-        dropout: on the final state, before the softmax.
+        dropout: rate of dropout on the final state, before the softmax.
     """
 
     def __init__(self, recurrent: nn.Module, classes: int, dropout: float = 0.0) -> None:

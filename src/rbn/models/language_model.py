@@ -17,7 +17,7 @@ class LanguageModel(nn.Module):
 
     Args:
         recurrent: a layer of `rbn` whose `input_size` is the number of symbols.
-        dropout: on the layer's output, before the softmax.
+        dropout: rate of dropout on the layer's output, before the softmax.
         alphabet: the characters that the symbols stand for; kept as an attribute.
     """
 

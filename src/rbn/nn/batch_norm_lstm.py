@@ -103,7 +103,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         num_layers: stacked layers.
         bias: whether to use a bias b.
         batch_first: input and output as ``[B, T, features]``.
-        dropout: on the output of each layer except the last.
+        dropout: rate of dropout on the output of each layer except the last.
         bidirectional: adds a second recurrence backwards in time. Reverses only the unpadded part.
         max_length: number of steps with population statistics; None grows with the training data.
         gamma: initial value of all gammas.
@@ -118,10 +118,10 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         zoneout: rates (cell, hidden) of Krueger et al. (2017).
         weight_dropout: dropout rate of the entries of W_h in training (Merity et al., 2018). One
             mask per call, shared by all steps; the remaining weights are scaled up.
-        ablations: of the paper and its code, any of ``"shared_stats"`` (population statistics
-            averaged over time), ``"joint_terms"`` (one normalization of W_h h + W_x x by gamma_h),
-            ``"pass_normalized_cell"`` (the next step continues from BN(c_t)) and ``"raw_output"``
-            (no normalization of the cell before the output).
+        ablations: variants in the paper and its code. Any of ``"shared_stats"`` (population
+            statistics averaged over time), ``"joint_terms"`` (one normalization of W_h h + W_x x by
+            gamma_h), ``"pass_normalized_cell"`` (the next step continues from BN(c_t)) and
+            ``"raw_output"`` (no normalization of the cell before the output).
         sync_stats: in distributed training (`torch.distributed`), compute minibatch statistics and
             their gradients over the rows of all processes, as if one process had them all. Every
             process must then call the layer in training; batch sizes and lengths may differ. Runs

@@ -78,7 +78,7 @@ class BatchNormRNN(OneState, CellLayers[Tensor]):
         nonlinearity: ``"tanh"`` or ``"relu"``.
         bias: whether to use a bias b.
         batch_first: input and output as ``[B, T, features]``.
-        dropout: on the output of each layer except the last.
+        dropout: rate of dropout on the output of each layer except the last.
         bidirectional: adds a second recurrence backwards in time. Reverses only the unpadded part.
         zoneout: rate for the hidden state (Krueger et al., 2017).
         weight_dropout: dropout rate of the entries of W_h in training (Merity et al., 2018). One

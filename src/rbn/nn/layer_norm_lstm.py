@@ -66,7 +66,7 @@ class LayerNormLSTM(_LayerNormLSTM, LSTMLayers):
         num_layers: stacked layers.
         bias: whether to use a bias b.
         batch_first: input and output as ``[B, T, features]``.
-        dropout: on the output of each layer except the last.
+        dropout: rate of dropout on the output of each layer except the last.
         bidirectional: adds a second recurrence backwards in time. Reverses only the unpadded part.
         gamma: initial value of all gammas.
         eps: added to every variance.

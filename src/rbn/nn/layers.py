@@ -117,6 +117,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         self, input: PackedSequence, hx: GivenStates | None = None, *, start: int = 0
     ) -> tuple[PackedSequence, GivenStates]: ...
 
+    @compiling.runs_between_graphs
     def forward(
         self,
         input: Tensor | PackedSequence,
@@ -142,9 +143,15 @@ class Layers(Recurrence, Generic[GivenStates]):
             ``output, states`` with the shapes of `torch.nn.LSTM`. Padded positions of the output
             are zero; the states are those after each sequence's last unpadded step.
         """
-        if torch.compiler.is_compiling() and compiling.breaks_graph():
-            result: tuple[Any, GivenStates]
-            result = compiling.run_eagerly(self.forward, input, hx, lengths, start=start)
+        result: tuple[Any, GivenStates]
+        if torch.compiler.is_compiling():
+            if compiling.breaks_graph():
+                run = compiling.run_eagerly
+                result = run(Layers.forward, self, input, hx, lengths, start=start)
+                return result
+        elif (compiler := compiling.set_eval_frame(None)) is not None:
+            run = compiling.run_in_compiled_code
+            result = run(compiler, Layers.forward, self, input, hx, lengths, start=start)
             return result
         x, hx, lengths, restore = self._in_steps(input, hx, lengths)
         steps, batch, _ = x.shape

@@ -55,7 +55,8 @@ class PopulationStatistics(nn.Module):
     """Running mean and biased variance of one normalized term, one row per time step.
 
     Attributes:
-        mean, var: ``[S, features]``. S is `max_length` if given, else the number of steps seen.
+        mean: ``[S, features]``. S is `max_length` if given, else the number of steps seen.
+        var: ``[S, features]``.
         count: ``[S]``, the number of minibatches that reached each step.
 
     Statistics stay in float32 or float64 when the rest of the module is cast to a 16-bit dtype.
@@ -84,8 +85,14 @@ class PopulationStatistics(nn.Module):
     ) -> None:
         """Start without estimates.
 
-        shared: at test time, all steps use the average over the steps (an ablation).
-        sync: a minibatch consists of the rows of all processes, see `group`.
+        Args:
+            features: features of the term.
+            max_length: number of steps; None grows with the data.
+            momentum: weight of a new minibatch in the running average; None weights all equally.
+            shared: at test time, all steps use the average over the steps (an ablation).
+            sync: a minibatch consists of the rows of all processes, see `group`.
+            device: device of the statistics.
+            dtype: their dtype: float64, else float32.
         """
         super().__init__()
         self.features, self.max_length = features, max_length

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,13 +28,9 @@ def exporting_to_onnx() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
-run_eagerly: Callable[..., Any]
-"""Calls a function without tracing it, which breaks the graph. `breaks_graph` creates it."""
-
-
 @constant_result
 def breaks_graph() -> bool:
-    """Whether torch.compile should run a layer eagerly, between two graphs.
+    """Whether torch.compile, which is tracing, should run a layer eagerly, between two graphs.
 
     There is nothing to compile in a layer's kernels, and the guards and wrappers of a graph around
     them take time. So torch.compile breaks the graph at a layer, as it does at `torch.nn.LSTM`. It
@@ -40,16 +38,69 @@ def breaks_graph() -> bool:
     ``torch._dynamo.config.allow_rnn = True``.
     """
     global run_eagerly
-    import torch._dynamo.config
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    if "run_eagerly" not in globals():
-        run_eagerly = torch.compiler.disable(_call)
     try:
         in_one_graph = InstructionTranslator.current_tx().one_graph
     except AttributeError:  # another tracer, which has no graph breaks
         return False
-    return not in_one_graph and not getattr(torch._dynamo.config, "allow_rnn", False)
+    if in_one_graph or _traces_layers():
+        return False
+    if "run_eagerly" not in globals():
+        run_eagerly = torch.compiler.disable(_call_and_skip)
+    return True
+
+
+run_eagerly: Callable[..., Any]
+"""Calls a function without tracing it, which breaks the graph. `breaks_graph` creates it."""
+
+_layer_codes: list[CodeType] = []
+
+
+def runs_between_graphs(forward: F) -> F:
+    """Mark the forward method of layers at which torch.compile breaks the graph."""
+    _layer_codes.append(forward.__code__)
+    return forward
+
+
+def run_in_compiled_code(
+    callback: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function from compiled code, outside of its graphs.
+
+    It runs as if it was not compiled, or as a graph of its own if that may not break.
+    ``set_eval_frame(None)`` turned the compiler off and returned `callback`; this turns it on
+    again.
+    """
+    try:
+        if not callback or (_may_break(callback) and not _traces_layers()):
+            return function(*args, **kwargs)
+    finally:
+        set_eval_frame(callback)
+    return _call(function, *args, **kwargs)
+
+
+def _may_break(callback: Any) -> bool:
+    """Whether the compiler continues after a graph break: only one that does has a fallback."""
+    while callback is not None and not hasattr(callback, "_inner_convert"):
+        wrapped = getattr(callback, "_torchdynamo_orig_callable", None)  # before torch 2.7
+        callback = getattr(callback, "_torchdynamo_orig_backend", wrapped)
+    return callback is not None
+
+
+def _call_and_skip(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function, and from now on without guards and without tracing it for each shape."""
+    from torch._dynamo.eval_frame import skip_code
+
+    for code in _layer_codes:
+        skip_code(code)
+    return function(*args, **kwargs)
+
+
+def _traces_layers() -> bool:
+    import torch._dynamo.config
+
+    return bool(getattr(torch._dynamo.config, "allow_rnn", False))
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -97,9 +97,9 @@ class Trainer:
 
     Args:
         task: the model, its data and its evaluation. Its `model` is replaced by Fabric's wrapper.
-        optimizer: of the model's parameters.
+        optimizer: updates the model's parameters.
         schedule: how long to train, and when to evaluate and save.
-        folder: of the run. If it holds a checkpoint, training resumes from it.
+        folder: the run's folder. If it holds a checkpoint, training resumes from it.
         fabric: device, precision and processes; by default the model's device in full precision.
         graph: capture the step as a CUDA graph. The optimiser must be `capturable`, and its
             learning rates must be tensors if they decay.

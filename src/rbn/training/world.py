@@ -23,9 +23,9 @@ class World:
     """The rank of this process and the size of its group, as torchrun counts them.
 
     Attributes:
-        rank: of this process, from 0, over all machines.
+        rank: number of this process, from 0, over all machines.
         count: number of processes on all machines.
-        local_rank: of this process on its machine.
+        local_rank: number of this process on its machine, from 0.
         local_count: number of processes on this machine.
     """
 
@@ -90,8 +90,8 @@ def make_fabric(
     Initializes the process group of several processes: gloo for CPUs, NCCL for GPUs.
 
     Args:
-        device: of this process.
-        precision: in Fabric's words, such as ``"bf16-mixed"``.
+        device: the device of this process.
+        precision: a precision of Fabric, such as ``"bf16-mixed"``.
         world: rank and size; None for a single process.
     """
     from lightning.fabric import Fabric

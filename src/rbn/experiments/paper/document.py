@@ -105,7 +105,10 @@ class Cards:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table with a caption. A row of a single cell is the title of the rows below it."""
+    """A table with a caption. A row of a single cell is the title of the rows below it.
+
+    In Markdown, whose cells cannot span columns, every title starts a new table.
+    """
 
     kind: ClassVar[str] = "table"
 
@@ -115,13 +118,15 @@ class Grid:
 
     def markdown(self) -> str:
         """The block as Markdown."""
-        lines = [f"| {' | '.join(map(_cell, self.columns))} |", "|" + "---|" * len(self.columns)]
+        head = [f"| {' | '.join(map(_cell, self.columns))} |", "|" + "---|" * len(self.columns)]
+        parts, lines = [f"**{_plain(self.caption)}**"], list(head)
         for row in self.rows:
             if len(row) == 1 < len(self.columns):
-                lines.append(f"| **{_cell(row[0])}** |" + " |" * (len(self.columns) - 1))
+                parts += ["\n".join(lines)] * (lines != head) + [_plain(row[0])]
+                lines = list(head)
             else:
                 lines.append(f"| {' | '.join(map(_cell, row))} |")
-        return f"**{_plain(self.caption)}**\n\n" + "\n".join(lines)
+        return "\n\n".join([*parts, "\n".join(lines)])
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,11 @@ class Row:
         return f"{rounded:+.{digits}f}"
 
     @property
+    def paper(self) -> str:
+        """The paper's number with the paper's decimals."""
+        return f"{self.entry.paper:.{1 if self.table.percent else 2}f}"
+
+    @property
     def settings(self) -> str:
         """The config's name."""
         return self.results[0].settings if self.results else ""
@@ -117,7 +122,7 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """The row as text, one cell for each of `COLUMNS`."""
         part = "" if self.entry.field == "test" else f", {self.entry.field}"
-        paper = "" if self.task.stand_in else f"{self.entry.paper:g}"
+        paper = "" if self.task.stand_in else self.paper
         name = NAMES[self.entry.model]
         title = self.task.title_of(self.results) + part
         return (

@@ -1,8 +1,8 @@
 """The recurrences on the GPU.
 
-All recurrences but the GRU run in persistent kernels. If the batch or the layer does not fit into
-those, each step is a matrix product and a kernel, as always for the GRU. The reference runs what no
-kernel covers: float64, and layer-normalized rows that are too long.
+All recurrences but the GRU run in CUDA C++ kernels, one launch for all steps. For calls that those
+do not cover, each step is a matrix product and a Triton kernel, as always for the GRU. The
+reference runs what no kernel covers: float64, and layer-normalized rows that are too long.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Sequence
 import torch
 
 from rbn.ops.definition import GRU, LSTM, RNN, Arguments, Definition
-from rbn.ops.gpu.bn_rnn import implementation as bn_rnn
+from rbn.ops.gpu.bn_rnn import rnn_single, rnn_steps
 from rbn.ops.gpu.cross_entropy.loss import linear_cross_entropy
-from rbn.ops.gpu.ln_lstm import implementation as ln_lstm
-from rbn.ops.gpu.ln_lstm import ln_steps
+from rbn.ops.gpu.ln_lstm import ln_single, ln_steps
 from rbn.ops.gpu.lstm import plan
 from rbn.ops.gpu.lstm.backward import backward
 from rbn.ops.gpu.lstm.forward import fake, forward
 from rbn.ops.gpu.lstm.joined import RETURNED, Saved
-from rbn.ops.gpu.lstm.persistent.tiles import tf32_allowed
 from rbn.ops.gpu.lstm_cell.step import step as lstm_cell_step
+from rbn.ops.gpu.one_launch_or_steps import implementation
 from rbn.ops.gpu.running_average import average_in
+from rbn.ops.gpu.runtime.precision import tf32_allowed
 from rbn.ops.gpu.symbols.look_up import symbol_rows
 from rbn.ops.operator import Implementation, Operator
 
@@ -40,8 +40,10 @@ __all__ = [
 log = logging.getLogger("rbn.ops.gpu")
 
 _LSTM = Operator(LSTM, "gpu", Implementation(Saved, forward, backward, fake, RETURNED))
-_LAYER_NORM_LSTM = Operator(LSTM, "gpu_ln", ln_lstm.IMPLEMENTATION)
-_ONE_STATE = {d.name: Operator(d, "gpu", bn_rnn.IMPLEMENTATION) for d in (RNN, GRU)}
+_BY_LAYER = implementation(ln_single, ln_steps, ("wx", "centered", "cs", "moments"))
+_LAYER_NORM_LSTM = Operator(LSTM, "gpu_ln", _BY_LAYER)
+_RNN = implementation(rnn_single, rnn_steps, ("wx", "centered", "hidden"))
+_ONE_STATE = {d.name: Operator(d, "gpu", _RNN) for d in (RNN, GRU)}
 
 
 def operator_for(definition: Definition, calls: Sequence[Arguments]) -> Operator | None:

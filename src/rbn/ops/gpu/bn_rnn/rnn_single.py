@@ -23,10 +23,10 @@ from rbn.ops.gpu.bn_rnn.rnn_steps import RNNCall, Saved, sequence_backward, sequ
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.input_moments import input_moments
 from rbn.ops.gpu.lstm.kernel_arguments import aligned
-from rbn.ops.gpu.lstm.persistent.tiles import multiprocessors, power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.lstm.workspace import stride_of
 from rbn.ops.gpu.runtime import nvrtc
+from rbn.ops.gpu.runtime.device import multiprocessors, power_of_two
 from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structure
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
@@ -38,7 +38,6 @@ from rbn.ops.types import valid_steps
 log = logging.getLogger("rbn.ops.gpu")
 
 _BATCH, _GIVEN = 1, 2  # the statistics that a term is normalized with
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MOST_TILES = 8  # tiles of 16 rows
 _POLLED = 8  # blocks of columns, at most, whose data are polled
 _COLUMNS = 128  # per program of `input_moments`
@@ -144,12 +143,6 @@ def choose(
     return tiling
 
 
-@functools.lru_cache(maxsize=64)
-def _capable(device: int) -> bool:
-    capability = torch.cuda.get_device_capability(device)
-    return capability >= (8, 0) and nvrtc.works(capability)
-
-
 def supports_options(a: RNNArguments) -> bool:
     """Whether the kernels support all options of this call. In float32 they multiply in tf32."""
     zoned = a.mask_h is not None or bool(a.rate_h)
@@ -159,7 +152,7 @@ def supports_options(a: RNNArguments) -> bool:
 def tiling_for(a: RNNArguments) -> Tiling | None:
     """The tiling of a call; None if it must run step by step."""
     x, device = a.input, a.input.device.index or 0
-    if a.gated or not x.is_cuda or not supports_options(a) or not _capable(device):
+    if a.gated or not x.is_cuda or not supports_options(a) or not nvrtc.supports(device):
         return None
     sizes = x.shape[1], a.weight_hh.shape[1]
     return choose(x.dtype, *sizes, multiprocessors(device), shared_limit(device))
@@ -170,10 +163,8 @@ def kernel(
     direction: str, tiling: Tiling, device: int, shared: int, defines: tuple[Any, ...]
 ) -> Kernel:
     """The kernel, compiled if necessary."""
-    arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
-    assert arch is not None  # see `_capable`
     name = f"rnn_{direction}"
-    code = nvrtc.compiled(name, macros(tiling, defines), arch)
+    code = nvrtc.compiled(name, macros(tiling, defines), nvrtc.architecture_of(device))
     return Kernel(code, name, 32 * tiling.warps, shared)
 
 
@@ -397,7 +388,7 @@ def _launch(direction: str, a: RNNArguments, tiling: Tiling, tensors: dict[str, 
         sizes = blocks, tiling.team, 16 * tiling.tiles, tiling.units
         tensors["handed"] = torch.empty(sizes, dtype=torch.float32, device=device)
     defines = (
-        ("TYPE", _TYPES[dtype]),
+        ("TYPE", nvrtc.TYPES[dtype]),
         ("H", H),
         ("MODE_X", _GIVEN if a.population or a.sequence else _BATCH),
         ("MODE_H", _GIVEN if a.population else _BATCH),

@@ -6,7 +6,6 @@ Each step is a matrix product and one kernel, in which a program owns a few unit
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.gpu.bn_rnn import rnn_kernels as kernels
-from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime import triton_functions
+from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
 from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.identical_rows import identical_steps, raise_variances
@@ -119,10 +118,10 @@ def fake(a: RNNArguments) -> Results:
     return Results(output, (new(B, H),), tuple(moments), saved)
 
 
-def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
-    """Run the recurrence over all steps."""
+def forward(given: RNNArguments, separate: bool) -> Results:
+    """Run the recurrence over all steps. separate: whether no two results may share memory."""
     a: RNNArguments
-    a, kept = with_term(calls[0].definition, calls[0], make_factors=padded_factors)
+    a, kept = with_term(given.definition, given, make_factors=padded_factors)
     if separate:  # the factors may be views of one buffer
         kept.update(x=None, w=None)
     call = RNNCall(a)
@@ -163,12 +162,10 @@ def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     return Results(output, (last,), statistics, saved)
 
 
-def backward(
-    calls: Sequence[RNNArguments], r: Saved, incoming: Incoming
-) -> list[dict[str, Tensor | None]]:
-    """The gradients of all differentiable tensors."""
+def backward(given: RNNArguments, r: Saved, incoming: Incoming) -> dict[str, Tensor | None]:
+    """The gradients of all differentiable tensors, by name."""
     a: RNNArguments
-    a, _ = with_term(calls[0].definition, calls[0], r.wx)
+    a, _ = with_term(given.definition, given, r.wx)
     doutput, (dh_n,) = incoming.output, incoming.states
     assert r.centered is not None
     call = RNNCall(a)
@@ -216,7 +213,7 @@ def backward(
         "h0": (dh + through).to(a.h0.dtype),
         "beta_n": call.gradient(dbeta[0][-H:].clone(), a.beta_n) if dbeta else None,
     }
-    return [through_term(calls[0], gradients, incoming.input, r.x, r.w)]
+    return through_term(given, gradients, incoming.input, r.x, r.w)
 
 
 def sequence_moments(call: RNNCall, own: list[Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rbn.ops import reference
 from rbn.ops.gpu.cross_entropy.loss_kernels import cross_entropy_backward, cross_entropy_forward
-from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
+from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.launch_cache import launch_cached
 from rbn.ops.gpu.stepwise import product
 from rbn.ops.operator import is_traced, needs_grad, one_by_one, undifferentiable

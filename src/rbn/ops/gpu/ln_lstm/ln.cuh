@@ -100,16 +100,16 @@ struct Exchange {
     to = in_block(address_of(slots + at.rank), other), barrier = in_block(own, other);
   }
   // Lane i gets the numbers of block i. They stay until this block sends something that depends on them.
-  __device__ __forceinline__ float2 operator()(float2 v, Waiting& waiting, int lane) {
+  __device__ __forceinline__ float2 operator()(float2 v, int lane) {
     if (CLUSTER == 1) return v;
     send(lane < CLUSTER, to, barrier, make_uint2(__float_as_uint(v.x), __float_as_uint(v.y)));
-    waiting.until(own, step++);
+    await_phase(own, step++);
     if (lane == 0) expect(own, 8 * CLUSTER);
     return lane < CLUSTER ? slots[lane] : make_float2(0.0f, 0.0f);
   }
   // Both numbers summed over all blocks.
-  __device__ __forceinline__ float2 sums(float first, float second, Waiting& waiting, int lane) {
-    float2 v = (*this)(make_float2(over_lanes(first), over_lanes(second)), waiting, lane);
+  __device__ __forceinline__ float2 sums(float first, float second, int lane) {
+    float2 v = (*this)(make_float2(over_lanes(first), over_lanes(second)), lane);
     if (CLUSTER > 1) v.x = over_lanes(v.x), v.y = over_lanes(v.y);
     return v;
   }
@@ -119,7 +119,7 @@ struct Exchange {
 // Each block's squares are those around its own mean, so nothing cancels.
 template <int N>
 __device__ __forceinline__ float2 normalizer(const float (&v)[PER_LANE][N], float eps, Exchange& exchange,
-                                             Waiting& waiting, const Place& at) {
+                                             const Place& at) {
   float sum = 0.0f, square = 0.0f;
 #pragma unroll
   for (int j = 0; j < PER_LANE; j++)
@@ -137,7 +137,7 @@ __device__ __forceinline__ float2 normalizer(const float (&v)[PER_LANE][N], floa
     }
   square = over_lanes(square);
   if (CLUSTER == 1) return make_float2(mean, rsqrtf(square / (N * H) + eps));
-  const float2 other = exchange(make_float2(mean, square), waiting, at.lane);
+  const float2 other = exchange(make_float2(mean, square), at.lane);
   const float n = at.lane < CLUSTER ? float(N * units_of(at.lane)) : 0.0f;
   const float whole = over_lanes(n * other.x) / (N * H), d = other.x - whole;
   return make_float2(whole, rsqrtf(over_lanes(other.y + n * d * d) / (N * H) + eps));

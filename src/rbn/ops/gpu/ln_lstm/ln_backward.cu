@@ -48,7 +48,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   const u32 first_barrier = address_of(barriers), of_shares = first_barrier + 16 * ROWS;
   const Place at(p.B);
   const i64 B = p.B;
-  Waiting waiting;
 
   const u32 top = largest_weight(p.weight, at, reinterpret_cast<u32*>(shares));
   const float up = TYPE == 0 ? scale_up(top) : 1.0f, weight_down = TYPE == 0 ? scale_down(top) : 1.0f;
@@ -113,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   // The sum of all blocks' shares of this lane's dh, once they have come.
   auto through_product = [&](float (&dh)[PER_LANE], u32 phase) {
     if (CLUSTER > 1) {
-      waiting.until(of_shares, phase);
+      await_phase(of_shares, phase);
       if (threadIdx.x == 0) expect(of_shares, int(sizeof(Share)) * SHARES);
     } else {
       __syncthreads();
@@ -172,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
       dcell[j] = at.has(j) ? dh[j] * gate[j][3] * (1.0f - tanh_c[j] * tanh_c[j]) : 0.0f;
       first += dcell[j] * gamma_c[j], second += dcell[j] * gamma_c[j] * c_hat[j];
     }
-    const float2 of_c = of_cells.sums(first, second, waiting, at.lane);
+    const float2 of_c = of_cells.sums(first, second, at.lane);
 
     float d[PER_LANE][4];
     first = second = 0.0f;
@@ -190,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
 #pragma unroll
       for (int q = 0; q < 4; q++) first += d[j][q] * gamma_h[j][q], second += d[j][q] * gamma_h[j][q] * a[j][q];
     }
-    const float2 of_a = of_gates.sums(first, second, waiting, at.lane);
+    const float2 of_a = of_gates.sums(first, second, at.lane);
 
     float da[PER_LANE][4];
     u32 largest = 0;

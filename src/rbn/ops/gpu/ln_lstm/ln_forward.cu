@@ -39,7 +39,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
   const u32 first_barrier = address_of(barriers), of_h = first_barrier + 16 * ROWS;
   const Place at(p.B);
   const i64 B = p.B;
-  Waiting waiting;
 
   const u32 top = largest_weight(p.weight, at, reinterpret_cast<u32*>(part));
   const float up = TYPE == 0 ? scale_up(top) : 1.0f, weight_down = TYPE == 0 ? scale_down(top) : 1.0f;
@@ -118,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
   for (i64 t = 0; t < p.T; t++) {
     if (t > 0) {
       if (CLUSTER > 1) {
-        waiting.until(of_h, u32(t - 1));
+        await_phase(of_h, u32(t - 1));
         if (threadIdx.x == 0) expect(of_h, CLUSTER * ROWS * UNITS * 2);
       } else {
         __syncthreads();
@@ -149,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
           for (int s = 0; s < SPLIT; s++) sum += part[(s * ROWS + at.row) * PART_PITCH + q * UNITS + at.within(j)];
         a[j][q] = TYPE == 0 ? sum * scale : sum;
       }
-    const float2 of_h_term = normalizer(a, p.eps, of_gates, waiting, at);
+    const float2 of_h_term = normalizer(a, p.eps, of_gates, at);
     float cell[PER_LANE][1], out[PER_LANE], h[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
@@ -162,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
       }
       cell[j][0] = at.has(j) ? gate[1] * c[j] + gate[0] * gate[2] : 0.0f, out[j] = gate[3];
     }
-    const float2 of_c = normalizer(cell, p.eps, of_cells, waiting, at);
+    const float2 of_c = normalizer(cell, p.eps, of_cells, at);
     const bool valid = t < length;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {

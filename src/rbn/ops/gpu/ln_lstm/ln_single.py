@@ -29,7 +29,6 @@ from rbn.ops.operator import Incoming, Results
 
 log = logging.getLogger("rbn.ops.gpu")
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CLUSTERS = (1, 2, 4, 8, 16)  # blocks
 _MOST_UNITS = 128  # per block: four per lane
 _UNITS = 24  # per block of a cluster of several, at least; smaller blocks were not timed
@@ -198,8 +197,8 @@ def clusters_at_once(found: Tiling, dtype: torch.dtype, hidden: int, device: int
 
 @functools.lru_cache(maxsize=64)
 def _capable(device: int) -> bool:
-    capability = torch.cuda.get_device_capability(device)
-    return capability >= (9, 0) and nvrtc.version() >= nvrtc.FOR_HOPPER and nvrtc.works(capability)
+    recent = torch.cuda.get_device_capability(device) >= (9, 0)
+    return recent and nvrtc.version() >= nvrtc.FOR_HOPPER and nvrtc.supports(device)
 
 
 def supports_options(a: LSTMArguments) -> bool:
@@ -224,7 +223,7 @@ def defines(
     """
     own = "SAVE" if direction == "forward" else "DOUTPUT"
     return (
-        *(("TYPE", _TYPES[dtype]), ("H", hidden), ("LENGTHS", int(lengths))),
+        *(("TYPE", nvrtc.TYPES[dtype]), ("H", hidden), ("LENGTHS", int(lengths))),
         (own, int(option)),
     )
 
@@ -250,10 +249,9 @@ def kernel(
     direction: str, tiling: Tiling, dtype: torch.dtype, device: int, defines: tuple[Any, ...]
 ) -> Kernel:
     """The kernel, compiled if necessary; `device` must be the current device."""
-    arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
-    assert arch is not None  # see `_capable`
     name = f"ln_{direction}"
-    code = nvrtc.compiled(name, macros(direction, tiling, dtype, defines), arch)
+    named = macros(direction, tiling, dtype, defines)
+    code = nvrtc.compiled(name, named, nvrtc.architecture_of(device))
     shared = tiling.shared(direction, dtype)
     return Kernel(code, name, tiling.threads, shared, tiling.cluster)
 

@@ -8,7 +8,6 @@ normalization, the sums for gamma and bias, the weight gradient.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.ln_lstm import ln_kernels as kernels
-from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare import padded_factors
+from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch, launch_cached
 from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.input_term import through_term, with_term
@@ -106,10 +105,10 @@ def fake(a: LSTMArguments) -> Results:
     return Results(new(T + 1, B, H, dtype=dtype)[1:], states, (None,) * 6, saved)
 
 
-def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
-    """Run the recurrence over all steps."""
+def forward(given: LSTMArguments, separate: bool) -> Results:
+    """Run the recurrence over all steps. separate: whether no two results may share memory."""
     a: LSTMArguments
-    a, kept = with_term(LSTM, calls[0], make_factors=padded_factors)
+    a, kept = with_term(LSTM, given, make_factors=padded_factors)
     if separate:  # the factors may be views of one buffer
         kept.update(x=None, w=None)
     call = Call(a)
@@ -140,12 +139,10 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     return Results(output, (h_n, cs[-1].to(wx.dtype, copy=True)), (None,) * 6, saved)
 
 
-def backward(
-    calls: Sequence[LSTMArguments], r: Saved, incoming: Incoming
-) -> list[dict[str, Tensor | None]]:
-    """The gradients of all differentiable tensors."""
+def backward(given: LSTMArguments, r: Saved, incoming: Incoming) -> dict[str, Tensor | None]:
+    """The gradients of all differentiable tensors, by name."""
     a: LSTMArguments
-    a, _ = with_term(LSTM, calls[0], r.wx)
+    a, _ = with_term(LSTM, given, r.wx)
     doutput, (dh_n, dc_n) = incoming.output, incoming.states
     assert r.output is not None
     assert r.centered is not None
@@ -174,7 +171,7 @@ def backward(
             multiply(steps[t])
     dh += through
     dweight = weight_gradient(da, a.h0, r.output).to(a.weight_hh.dtype)
-    return [gradients(call, calls[0], r, dwx, rows, dweight, incoming.input, separate=True)]
+    return gradients(call, given, r, dwx, rows, dweight, incoming.input, separate=True)
 
 
 def input_moments(call: Call) -> Tensor:

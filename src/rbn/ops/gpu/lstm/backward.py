@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from rbn.ops.definition import LSTMArguments
-from rbn.ops.gpu.lstm import cuda_kernels, families
+from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.joined import Saved, factors_of, join
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, aligned, rows_of
-from rbn.ops.gpu.lstm.persistent.backward_kernel import lstm_backward
-from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.plan import Plan, plan_for
 from rbn.ops.gpu.lstm.prepare import begin_backward
 from rbn.ops.gpu.lstm.prepare_kernels import finish
 from rbn.ops.gpu.lstm.steps import step_launches
 from rbn.ops.gpu.lstm.workspace import VECTORS, Scratch, vector_size
+from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.driver import device_of
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
@@ -186,7 +185,7 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
     if log.isEnabledFor(logging.DEBUG):
         log.debug(
             "lstm backward R=%d T=%d B=%d H=%d %s: %s",
-            *(call.R, call.T, call.B, call.H, wx.dtype, call.path),
+            *(call.R, call.T, call.B, call.H, wx.dtype, plan.path),
         )
     da = _consumed(call, r.wh) if incoming.consume else None
     if da is None:
@@ -194,13 +193,13 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
     shared = a.norm == "none" or plan.joint  # both terms have the same gradient
     dwx = None if w is not None else da if shared else torch.empty_like(wx)
     weight = aligned(call.weight())
-    scratch = Scratch(plan) if call.in_cuda else None
+    scratch = None if plan.family is None else Scratch(plan)
     sums = _Sums(call, scratch)
     if scratch is not None:
         dh, dc = _in_cuda(call, r, weight, incoming, da, dwx, scratch)
     else:
         assert dwx is not None
-        dh, dc = _in_triton(call, r, weight, incoming, da, dwx, sums)
+        dh, dc = _in_steps(call, r, incoming, da, dwx, sums)
 
     if plan.sequence and dwx is not None:
         _sequence_backward(call, _moments(call, r), dwx.view(call.wx.shape), *sums.parts()[:2])
@@ -316,60 +315,24 @@ def _in_cuda(
     return None if through else dh, dc
 
 
-def _in_triton(
+def _in_steps(
     call: LSTMCall,
     r: Saved,
-    weight: Tensor,
     incoming: Incoming,
     da: Tensor,
     dwx: Tensor,
     sums: _Sums,
 ) -> tuple[Tensor | None, Tensor]:
-    """Like `_in_cuda`, in one launch or in one per step."""
-    a, T, B, wx = call.a, call.T, call.B, call.wx
-    doutput, moments = incoming.output, _raised(call, _moments(call, r))
+    """Like `_in_cuda`, step by step."""
+    wx, doutput = call.wx, incoming.output
+    moments = _raised(call, _moments(call, r))
     da, dwx = da.view(wx.shape), dwx.view(wx.shape)
     dh, dc = (_copied(call, grad) for grad in incoming.states)
-    through = a.lengths is None and not call.plan.zoned
-    if call.path == families.STEPS:
-        dy = None if doutput is None else doutput.contiguous()
-        assert r.cs is not None
-        assert r.wh is not None
-        step_launches.backward(call, moments, r.cs, r.wh, dy, dh, dc, da, dwx, sums.parts())
-        return None if through else dh, dc
-    barrier = torch.zeros(call.R, dtype=torch.int32, device=wx.device)
-    tiles, transposed = call.tiles, weight.transpose(-2, -1).contiguous()
-    flags = {"K": tiles.k_backward, "HAS_DOUTPUT": doutput is not None}
-    vectors, masks = call.vectors(), call.masks()
-    pieces = [(T - 1, T)] if tiles.persistent else [(t, 1) for t in range(T - 1, -1, -1)]
-    for first, steps in pieces:
-        arguments = [
-            wx,
-            transposed,
-            *vectors,
-            *(call.empty if m is None else m for m in (*moments[:2], *moments[3:])),
-            r.cs,
-            r.wh,
-            call.lengths,
-            call.inv_n,
-            *masks,
-            call.empty if doutput is None else doutput.contiguous(),
-            dh,
-            dc,
-            da,
-            dwx,
-            *sums.parts(),
-            barrier,
-            first,
-            steps,
-            T,
-            B,
-            *rows_of(moments),
-            a.rate_c,
-            a.rate_h,
-            a.eps,
-        ]
-        call.launch(lstm_backward, arguments, flags, tiles.warps_backward, tiles.stages_backward)
+    dy = None if doutput is None else doutput.contiguous()
+    assert r.cs is not None
+    assert r.wh is not None
+    step_launches.backward(call, moments, r.cs, r.wh, dy, dh, dc, da, dwx, sums.parts())
+    through = call.a.lengths is None and not call.plan.zoned
     return None if through else dh, dc
 
 

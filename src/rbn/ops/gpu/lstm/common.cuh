@@ -9,8 +9,7 @@
 // Named from outside: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
 // CHUNK (column blocks read at once), REGISTERS (weights in registers or in shared memory),
 // BARRIER (meet at a counter, or wait for the data themselves), MODE_X, MODE_H, MODE_C (0 none,
-// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT. NO_WAIT, NO_GATHER, NO_SUM and NO_EXCHANGE
-// leave a stage out, to see what it costs; the numbers are then wrong.
+// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -135,25 +134,15 @@ __device__ __forceinline__ uint4 fetch(const Element* p) {
   return v;
 }
 
-// A meeting of all blocks of a recurrence, in two halves. With GUARD, for trials, whoever waited for two
-// seconds or so ends all waiting: a mistake gives wrong numbers, not a card that hangs.
+// A meeting of all blocks of a recurrence, in two halves.
 __device__ __forceinline__ void announce(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
 __device__ __forceinline__ void wait_until(const u32* counter, u32 arrivals) {
-#ifdef NO_WAIT
-  arrivals = 0;
-#endif
   u32 seen;
-#ifdef GUARD
-  const i64 since = clock64();
-#endif
   do {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-#ifdef GUARD
-    if (clock64() - since > (1ll << 32)) atomicExch(const_cast<u32*>(counter), 1u << 30);
-#endif
   } while (seen < arrivals);
 }
 
@@ -319,12 +308,6 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
                                                         : peek(address(m, k, half));
         }
   };
-#ifdef NO_GATHER
-  return;
-#endif
-#ifdef NO_WAIT
-  wait = false;
-#endif
   // Until the others are about done, only one piece is asked for again and again: all are too many, but of few rows.
   constexpr bool EAGER = BARRIER || FEW || (PIECES == 1 && MPW * CHUNK <= 8);
   if (EAGER) ask(0);
@@ -424,9 +407,6 @@ __device__ __forceinline__ int sum_over_lanes(float (&v)[NV], int lane) {
 // `running`, of thread 4 i + pair, counts v[i] over all calls; with FEW, of the i-th row v[i], and v[16 + i].
 template <int NV>
 __device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total, float2& running) {
-#ifdef NO_SUM
-  return;
-#endif
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = PAIR_OF(tid);
   if (!HAS_ROWS) return;
   const int index = sum_over_lanes(v, lane);

@@ -1,14 +1,12 @@
 """Launches the LSTM's CUDA C++ kernels, for the shapes and options they cover.
 
 Wide layers and layers with zoneout run the `grid` kernels, small ones the `cluster` kernels, others
-the `portable` kernels. Calls that none of them covers run the Triton kernels of `persistent` or
-`steps`.
+the `portable` kernels. Calls that none of them covers run step by step, see `steps`.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import logging
 from typing import Any, NamedTuple
 
@@ -26,7 +24,6 @@ from rbn.ops.gpu.stepwise import zone
 
 log = logging.getLogger("rbn.ops.gpu")
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CLUSTER, GRID, PORTABLE = "cluster", "grid", "portable"  # the families of kernels
 
 _VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
@@ -73,23 +70,20 @@ _GRID_STRUCTS = {"forward": GridForwardArguments, "backward": GridBackwardArgume
 _ONE_FEATURE = {"forward": OneFeatureForwardArguments, "backward": OneFeatureBackwardArguments}
 
 
-@functools.lru_cache(maxsize=64)
-def _capable(device: int) -> bool:
-    capability = torch.cuda.get_device_capability(device)
-    return capability >= (8, 0) and nvrtc.works(capability)
+def family(term: Term, a: LSTMArguments) -> str | None:
+    """The kernel family of a call, forward and backward; None if the steps of `steps` run."""
+    if not term.is_cuda or not nvrtc.supports(term.device.index or 0):
+        return None
+    if (term.dtype == torch.float32 and not a.tf32) or not supports_options(term, a):
+        return None
+    return GRID if a.zoned else fastest(term)
 
 
-def covers(term: Term, a: LSTMArguments) -> bool:
-    """Whether the CUDA C++ kernels cover this call, forward and backward."""
-    if not term.is_cuda or not _capable(term.device.index or 0):
-        return False
-    if term.dtype == torch.float32 and not a.tf32:
-        return False
-    if not supports_options(term, a):
-        return False
-    return bool(
-        a.zoned or portable_kernels.fits(term) or cluster_kernels.choose(term) or fits_grid(term)
-    )
+def fastest(term: Term) -> str | None:
+    """The family for a layer of this size, ignoring options; None if none has room for it."""
+    if cluster_kernels.choose(term):
+        return CLUSTER
+    return GRID if fits_grid(term) else PORTABLE if portable_kernels.fits(term) else None
 
 
 def supports_options(term: Term, a: LSTMArguments) -> bool:
@@ -110,24 +104,6 @@ def fits_grid(wx: Term) -> bool:
     if portable_kernels.fits(wx):
         return grid_kernels.preferred(wx)
     return grid_kernels.fits(wx)
-
-
-def kind(wx: Term, tf32: bool) -> str | None:
-    """The kernel family for a layer of this size and dtype, ignoring options; None if none."""
-    if not _capable(wx.device.index or 0):
-        return None
-    if wx.dtype == torch.float32 and not tf32:
-        return None
-    if cluster_kernels.choose(wx):
-        return CLUSTER
-    return GRID if fits_grid(wx) else PORTABLE if portable_kernels.fits(wx) else None
-
-
-def family(wx: Term, zoned: bool = False) -> str:
-    """The family of kernels for a call that `covers` accepts."""
-    if zoned:
-        return GRID
-    return CLUSTER if cluster_kernels.choose(wx) else GRID if fits_grid(wx) else PORTABLE
 
 
 def tiling_of(direction: str, wx: Term, family: str) -> Any:
@@ -166,7 +142,7 @@ def defines(
     gradient, for the backward kernel.
     """
     return (
-        ("TYPE", _TYPES[a.input.dtype]),
+        ("TYPE", nvrtc.TYPES[a.input.dtype]),
         ("H", hidden),
         ("MODE_X", flags["X"]),
         ("MODE_H", flags["NORM"]),

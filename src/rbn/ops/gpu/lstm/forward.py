@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.lstm import cuda_kernels, families
+from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.input_moments import feature_moments, input_moments
 from rbn.ops.gpu.lstm.joined import Saved, join, to_save
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, rows_of
-from rbn.ops.gpu.lstm.persistent.forward_kernel import lstm_forward
-from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.plan import BATCH, plan_for
 from rbn.ops.gpu.lstm.prepare import MOMENTS_COLUMNS, begin_states, moments_rows
 from rbn.ops.gpu.lstm.prepare_kernels import last_states
@@ -31,6 +29,7 @@ from rbn.ops.gpu.lstm.workspace import (
     steps_of,
     stride_of,
 )
+from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.driver import device_of
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key, launch_cached
 from rbn.ops.operator import Results
@@ -55,12 +54,12 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
             "lstm forward R=%d T=%d B=%d H=%d %s: %s",
             *(call.R, call.T, call.B, call.H, call.term.dtype, path),
         )
-    run = _in_cuda if plan.in_cuda else _in_triton
+    run = _in_steps if plan.family is None else _in_cuda
     output, states, moments, kept = run(call, separate)
     saved = _NOTHING_SAVED
     if call.a.save:
         kept.update(to_save(call, calls))
-        if separate or not plan.in_cuda:  # otherwise they are part of `memory`
+        if separate or plan.family is None:  # otherwise they are part of `memory`
             kept.update(zip(LSTM.moments, moments, strict=True))
         if separate:  # the sizes must match `fake`, and no memory may be shared
             kept["wh"] = kept["wh"].narrow(0, 0, plan.saved[1])
@@ -175,15 +174,14 @@ def _last_states(call: LSTMCall, h: Tensor, new: Workspace) -> tuple[Tensor, Ten
     return h_n, c_n
 
 
-def _in_triton(call: LSTMCall, separate: bool) -> Run:
-    """Run in one launch, or in one per step. Returns the same as `_in_cuda`."""
+def _in_steps(call: LSTMCall, separate: bool) -> Run:
+    """Run step by step. Returns the same as `_in_cuda`."""
     a, R, T, B, H, wx = call.a, call.R, call.T, call.B, call.H, call.wx
-    dtype, device = wx.dtype, wx.device
     stride = stride_of(H)
     hs = states_buffer(call.plan, stride)
     _begin(call, hs, stride)
     cells, products, beyond = call.plan.saved
-    cs = torch.empty(cells, dtype=torch.float32, device=device)
+    cs = torch.empty(cells, dtype=torch.float32, device=wx.device)
     wh = wx.new_empty(products + beyond)
     h_n = _first_states(call)
     new = Workspace(call.plan, separate=True)
@@ -192,42 +190,9 @@ def _in_triton(call: LSTMCall, separate: bool) -> Run:
     moments = call.population() if a.population else new.moments()
     natural = cs.narrow(0, 0, R * (T + 1 if a.save else 1) * B * H).view(*call.lead, -1, B, H)
     natural.select(-3, 0).copy_(_broadcast(call, a.c0))
-    if call.path == families.STEPS:
-        if call.x == BATCH:
-            _input_moments(call, new)
-        step_launches.forward(call, moments, hs, natural, wh, h_n)
-        return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.moments(), separate)
-    barrier = torch.zeros(R, dtype=torch.int32, device=device)
-    tiles, weight = call.tiles, a.weight_hh.to(dtype).contiguous()
-    flags = {"HS": stride, "K": tiles.k_forward, "SAVE": a.save}
-    vectors, masks = call.vectors(), call.masks()
-    pieces = [(0, T)] if tiles.persistent else [(t, 1) for t in range(T)]
-    for begin, steps in pieces:
-        arguments = [
-            wx,
-            weight,
-            *vectors,
-            *(call.empty if m is None else m for m in moments),
-            hs,
-            cs,
-            wh,
-            h_n,
-            call.lengths,
-            call.inv_n,
-            *masks,
-            barrier,
-            begin,
-            steps,
-            T,
-            B,
-            *rows_of(moments),
-            B * H if a.save else 0,
-            a.rate_c,
-            a.rate_h,
-            a.eps,
-        ]
-        call.launch(lstm_forward, arguments, flags, tiles.warps_forward, tiles.stages_forward)
-
+    if call.x == BATCH:
+        _input_moments(call, new)
+    step_launches.forward(call, moments, hs, natural, wh, h_n)
     return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.moments(), separate)
 
 

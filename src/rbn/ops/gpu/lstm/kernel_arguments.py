@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.lstm import families
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
-from rbn.ops.gpu.lstm.persistent.tiles import Tiles, has_product
 from rbn.ops.gpu.lstm.plan import BATCH, Plan
 from rbn.ops.gpu.stepwise import zone
 from rbn.ops.types import valid_steps
@@ -42,7 +40,7 @@ class LSTMCall:
         self.a, self.plan, self.w = a, plan, w
         self.term = aligned(a.input.contiguous()) if w is None else a.input
         self.lead, self.R, self.T, self.B, self.H = plan.sizes
-        self.path, self.in_cuda, self.x = plan.path, plan.in_cuda, plan.x
+        self.x = plan.x
         self.kept: list[Tensor] = []
         self.factors: list[tuple[Tensor, Tensor]] = []  # of the computed input terms
         self.vectors_of_all: Tensor | None = None  # the parameters `VECTORS` of several calls
@@ -55,11 +53,6 @@ class LSTMCall:
         size one does not change.
         """
         return self.term if self.lead else self.term[None]
-
-    @property
-    def family(self) -> str:
-        """Which CUDA C++ kernels run."""
-        return self.plan.family
 
     @functools.cached_property
     def empty(self) -> Tensor:
@@ -86,13 +79,6 @@ class LSTMCall:
         assert valid is not None
         n = valid.sum(1)
         return torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
-
-    @functools.cached_property
-    def tiles(self) -> Tiles:
-        """The tiles of the persistent Triton kernels."""
-        tiles = families.tiles_for(self.plan.term)
-        assert tiles is not None
-        return tiles
 
     def shared(self, state: Tensor) -> bool:
         """Whether all rows share this initial state."""
@@ -194,19 +180,6 @@ class LSTMCall:
         pairs = zip(LSTM.moments, moments, strict=True)
         return {name: self.address(m) for name, m in pairs if m is not None}
 
-    def launch(
-        self, kernel: Any, arguments: list[Any], flags: dict[str, Any], warps: int, stages: int
-    ) -> None:
-        """Launch a Triton kernel once."""
-        options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
-        if self.tiles.persistent:
-            options["launch_cooperative_grid"] = True
-        grid = (self.tiles.programs, self.R)
-        with torch.cuda.device_of(self.wx):
-            kernel[grid](
-                *arguments, **self.plan.flags, **self._persistent_options(), **flags, **options
-            )
-
     def options(self) -> dict[str, Any]:
         """Compile-time options of every Triton kernel of the LSTM, besides `flags`."""
         a = self.a
@@ -221,17 +194,6 @@ class LSTMCall:
             "ZONE_C": zone(a.mask_c, a.rate_c),
             "ZONE_H": zone(a.mask_h, a.rate_h),
             "FUSED": self.term.is_cuda,
-        }
-
-    def _persistent_options(self) -> dict[str, Any]:
-        tiles = self.tiles
-        return self.options() | {
-            "PERSIST": tiles.persistent,
-            "PRECISION": "tf32" if self.a.tf32 else "ieee",
-            "WIDEN": not has_product(self.wx.device, self.wx.dtype),
-            "ROWS": tiles.rows,
-            "UNITS": tiles.units,
-            "PROGRAMS": tiles.programs,
         }
 
 

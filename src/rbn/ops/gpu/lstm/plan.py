@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.lstm import cuda_kernels, families
+from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.constant_terms import raises_in_kernel
 from rbn.ops.gpu.lstm.cuda_kernels import CLUSTER
@@ -27,6 +27,7 @@ from rbn.ops.gpu.runtime import triton_functions
 NONE, BATCH, GIVEN = (
     mode.value for mode in (triton_functions.NONE, triton_functions.BATCH, triton_functions.GIVEN)
 )
+STEPS = "a product and a kernel for each step"
 _MOST = 256  # entries in the cache, at most
 _TENSORS, _GRADIENTS = len(LSTM.tensors), len(LSTM.gradients)
 
@@ -36,7 +37,8 @@ class Plan:
 
     Attributes:
         term: shape, dtype and device of the input term, which determine the kernels.
-        path: which kernels run; see `families.choose`.
+        family: the CUDA C++ kernels that run: cluster, grid or portable. None if the call runs step
+            by step.
         sizes: ``(lead, R, T, B, H)``; lead is ``(R,)`` for recurrences side by side, else ``()``.
         one_feature: the input has one feature, and the kernels take it and W_x instead of the
             input term.
@@ -48,7 +50,6 @@ class Plan:
         lockstep: whether all rows stay in the same step during the backward pass.
 
     For the CUDA C++ kernels also, by direction where the directions differ:
-        family: which of these kernels run: cluster, grid or portable.
         tilings: how the work is divided among blocks and warps.
         stride: elements from one row of h to the next.
         polls: whether the blocks poll their exchange buffer, which must be filled with EMPTY.
@@ -68,10 +69,10 @@ class Plan:
         launches: see `cuda_kernels.launch_for`.
     """
 
-    def __init__(self, a: LSTMArguments, term: Term, one_feature: bool, path: str) -> None:
+    def __init__(self, a: LSTMArguments, term: Term, one_feature: bool, family: str | None) -> None:
         *lead, T, B, G = term.shape
         R, H = lead[0] if lead else 1, G // 4
-        self.term, self.path, self.in_cuda = term, path, path == families.CUDA
+        self.term, self.family = term, family
         self.sizes = tuple(lead), R, T, B, H
         self.one_feature = one_feature
         self.zoned, self.sequence, self.include, self.joint = (
@@ -93,18 +94,17 @@ class Plan:
         self.saved = saved_sizes(term.shape, a.save)
         self.cell = self.clear = self.vectors = 0
         self.lockstep, self.by_unit = True, False
-        if self.in_cuda:
-            self._add_cuda(a)
+        if family is not None:
+            self._add_cuda(a, family)
         self.ahead = self.cell + self.clear + self.vectors
         self.moments = statistics_layout(LSTM.statistics_shapes(a, *lead), self.ahead)
-        if self.in_cuda:
+        if family is not None:
             self.kept += self.moments.at
             self.places += self.kept
             self._add_backward(a)
 
-    def _add_cuda(self, a: LSTMArguments) -> None:
+    def _add_cuda(self, a: LSTMArguments, family: str) -> None:
         _, R, _, B, H = self.sizes
-        self.family = family = cuda_kernels.family(self.term, self.zoned)
         # Rows that the kernels read start at multiples of 16 bytes.
         self.stride = H if family == CLUSTER else stride_of(H)
         both = "forward", "backward"
@@ -127,6 +127,11 @@ class Plan:
             for doutput in (False, True)
         }
         self.launches: dict[tuple[str, bool], Any] = {}
+
+    @property
+    def path(self) -> str:
+        """Which kernels run, for the log."""
+        return self.family or STEPS
 
     def _add_backward(self, a: LSTMArguments) -> None:
         _, R, T, B, H = self.sizes
@@ -171,15 +176,15 @@ def plan_for(calls: Sequence[LSTMArguments], separate: bool) -> Plan:
 
 def _new_plan(a: LSTMArguments, count: int, may_skip_term: bool) -> Plan:
     term = term_of(a, count)
-    path = families.choose(term, a)
+    family = cuda_kernels.family(term, a)
     one_feature = (
         may_skip_term
-        and path == families.CUDA
+        and family is not None
         and not a.zoned
         and (a.norm == "none" or (a.gamma_x is not None and a.gamma_c is not None))
         and cluster_kernels.choose(term) is not None
     )
-    return Plan(a, term, one_feature, path)
+    return Plan(a, term, one_feature, family)
 
 
 def term_of(a: LSTMArguments, count: int) -> Term:
@@ -205,22 +210,17 @@ def joins(calls: Sequence[LSTMArguments]) -> bool:
     if count > 2 and a.weight_ih is not None:  # `Saved` has fields for the factors of two
         return False
     key = ("joins", count, a.input.shape[:2], a.weight_hh.shape, a.input.dtype, a.input.device)
+    options = a.tf32, a.norm, a.joint, a.zoned, a.include, a.pass_normalized_cell
     return all(_same_shapes(a, other) for other in calls[1:]) and bool(
-        once((*key, a.tf32, a.norm), lambda: _fits_side_by_side(a, count))
+        once((*key, *options), lambda: _fits_side_by_side(a, count))
     )
 
 
 def _fits_side_by_side(a: LSTMArguments, count: int) -> bool:
-    one, several = term_of(a, 1), term_of(a, count)
-    if not one.is_cuda or one.dtype == torch.float64 or a.norm == "layer":
+    if a.input.dtype == torch.float64 or a.norm == "layer":
         return False
-    tiles, all_tiles = families.tiles_for(one), families.tiles_for(several)
-    if tiles is None or all_tiles is None or not all_tiles.persistent:
-        return False
-    kind = cuda_kernels.kind(one, a.tf32)
-    if kind is None:
-        return not families.is_streamed(one)
-    return cuda_kernels.kind(several, a.tf32) == kind
+    family = cuda_kernels.family(term_of(a, 1), a)
+    return family is not None and cuda_kernels.family(term_of(a, count), a) == family
 
 
 def _same_shapes(a: LSTMArguments, other: LSTMArguments) -> bool:

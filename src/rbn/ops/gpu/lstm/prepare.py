@@ -11,9 +11,9 @@ from torch import Tensor
 from rbn.ops.gpu.lstm import prepare_kernels
 from rbn.ops.gpu.lstm.constant_terms import BLOCK, PROGRAMS
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall
-from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.prepare_kernels import begin, pad_rows
 from rbn.ops.gpu.lstm.workspace import Scratch, Workspace
+from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key, launch_cached
 from rbn.ops.input_term import factors, padding
 from rbn.ops.types import CONSTANT

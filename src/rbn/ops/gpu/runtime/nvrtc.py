@@ -25,6 +25,7 @@ log = logging.getLogger("rbn.ops.gpu")
 _SOURCES = {path.name: path for path in Path(__file__).parents[1].rglob("*.cu*")}  # by name
 # The first version with what the Hopper kernels need: st.async, 128-bit numbers.
 FOR_HOPPER = (12, 3)
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the kernels' macro TYPE
 _OPTIONS = ("--std=c++17", "-default-device", f"-DCONSTANT={CONSTANT}f")
 _DIGEST = hashlib.sha256().digest_size
 _INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
@@ -85,6 +86,20 @@ def architecture(capability: tuple[int, int]) -> str | None:
     known = architectures() or (10 * major + minor,)
     same = [arch for arch in known if arch // 10 == major and arch % 10 <= minor]
     return f"sm_{max(same)}" if same else None
+
+
+def architecture_of(device: int) -> str:
+    """The architecture to compile for on a device that `supports` covers."""
+    arch = architecture(torch.cuda.get_device_capability(device))
+    assert arch is not None
+    return arch
+
+
+@functools.lru_cache(maxsize=64)
+def supports(device: int) -> bool:
+    """Whether CUDA C++ runs on a device: compute capability 8.0 or later, and NVRTC works."""
+    capability = torch.cuda.get_device_capability(device)
+    return capability >= (8, 0) and works(capability)
 
 
 @functools.lru_cache(maxsize=64)

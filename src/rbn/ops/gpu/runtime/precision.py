@@ -1,4 +1,4 @@
-"""Gives PyTorch's float32 products around the kernels the precision of the kernels' own."""
+"""The precision of float32 products: the kernels' own, and PyTorch's around them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+
+def tf32_allowed() -> bool:
+    """Whether float32 products may use tf32; follows the setting of cuDNN's recurrent networks."""
+    try:
+        return bool(torch.backends.cudnn.allow_tf32)
+    except RuntimeError:  # newer settings are in use that differ for convolutions
+        rnn: Any = torch.backends.cudnn.rnn
+        return bool(rnn.fp32_precision == "tf32")
 
 
 class _Switch:

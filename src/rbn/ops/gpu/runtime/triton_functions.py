@@ -15,9 +15,8 @@ GIVEN = tl.constexpr(2)
 # In a product these stand after a tensor: before one, the interpreter of Triton 3.7 takes the
 # product for a constexpr.
 
-# Variances below this part of the square that was subtracted are what rounding left of it.
-ROUNDING = tl.constexpr(2e-6)
-# The same if the mean of the rows themselves was subtracted, which is exact to a few roundings.
+# Variances below this part of the square of the mean are what rounding left of it: the mean of the
+# rows, which was subtracted, is exact to a few roundings.
 LAST_BITS = tl.constexpr(2e-13)
 CONSTANT = tl.constexpr(types.CONSTANT)
 
@@ -129,22 +128,8 @@ def sum_pair(a, b, FUSED: tl.constexpr):
 
 
 @triton.jit
-def moments(x, rows, shift, inv_n, FUSED: tl.constexpr):
-    """Mean and biased variance over the rows that count, in one pass around `shift`.
-
-    shift ``[F]``: a value close to the mean, such as the last step's mean, to avoid cancellation.
-    """
-    d = tl.where(rows, x - shift[None, :], 0.0)
-    first, second = sum_pair(d, d * d, FUSED)
-    off = first * inv_n
-    var = second * inv_n - off * off
-    var = tl.where(var <= off * ROUNDING * off, 0.0, var)  # but a NaN stays one
-    return tl.where(inv_n > 0, shift + off, 0.0), var
-
-
-@triton.jit
 def centered_moments(x, rows, inv_n):
-    """Mean and biased variance in two passes, for code that is not time-critical."""
+    """Mean and biased variance over the rows that count, in two passes."""
     mean = tl.sum(tl.where(rows, x, 0.0), 0) * inv_n
     d = tl.where(rows, x - mean[None, :], 0.0)
     return mean, tl.sum(d * d, 0) * inv_n
@@ -203,28 +188,3 @@ def slope(rstd, gamma, eps, MODE: tl.constexpr):
     if MODE == BATCH:
         s = tl.where(rstd * rstd * eps <= 1.0 - CONSTANT, s, 0.0)
     return s
-
-
-@triton.jit
-def product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    """``acc + a b``, in float32 if the device has no product in the dtype of a and b (WIDEN)."""
-    if WIDEN:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
-
-
-@triton.jit
-def arrive(barrier):
-    """Signal that other programs may read this program's stores so far."""
-    tl.debug_barrier()
-    tl.atomic_add(barrier, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def wait(barrier, target):
-    """Wait until `target` programs have arrived; their stores can then be read."""
-    while tl.load(barrier, volatile=True) < target:
-        pass
-    tl.atomic_add(barrier, 0, sem="acquire", scope="gpu")
-    tl.debug_barrier()

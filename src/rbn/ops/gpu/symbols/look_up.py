@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rbn.ops import reference
-from rbn.ops.gpu.lstm.persistent.tiles import has_product
+from rbn.ops.gpu.runtime.device import has_product
 from rbn.ops.gpu.runtime.launch_cache import launch_cached
 from rbn.ops.gpu.symbols.row_sums import add_shares, symbol_sums
 from rbn.ops.operator import is_traced, one_by_one

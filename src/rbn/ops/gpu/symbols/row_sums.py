@@ -5,7 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rbn.ops.gpu.runtime.triton_functions import product
+
+@triton.jit
+def product(a, b, acc, WIDEN: tl.constexpr):
+    """``acc + a b``, in float32 if the device has no product in the dtype of a and b (WIDEN)."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -48,11 +55,11 @@ def symbol_sums(
             rest = d - high.to(tl.float32)
             middle = rest.to(tl.bfloat16)
             low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-            acc = product(one, low, acc, "ieee", WIDEN)
-            acc = product(one, middle, acc, "ieee", WIDEN)
-            acc = product(one, high, acc, "ieee", WIDEN)
+            acc = product(one, low, acc, WIDEN)
+            acc = product(one, middle, acc, WIDEN)
+            acc = product(one, high, acc, WIDEN)
         else:
-            acc = product(hot.to(d.dtype), d, acc, "ieee", WIDEN)
+            acc = product(hot.to(d.dtype), d, acc, WIDEN)
     out = sums + (share * V + numbers).to(tl.int64)[:, None] * G + columns[None, :]
     tl.store(out, acc, mask=(numbers < V)[:, None] & inside[None, :])
 

@@ -81,13 +81,8 @@ typedef Element Input;
 #endif
 
 // Whether sums over the batch are made in each step.
-#ifdef NO_SUM
-#define SUM_H 0
-#define SUM_C 0
-#else
 #define SUM_H (MODE_H == 1)
 #define SUM_C (MODE_C == 1)
-#endif
 #define PAIRS ((B + 1) / 2)  // of rows, in what is saved for the backward pass
 
 // One of two numbers, without a branch: those that the compiler would make keep the rows of a thread
@@ -187,29 +182,6 @@ __device__ __forceinline__ u32 sender(u32 i) { return blockIdx.x >= i ? blockIdx
 #define ARRIVALS (ALL_WAIT ? 32 : 1)
 #define EXPECTS (ALL_WAIT ? threadIdx.x < 32 : threadIdx.x == 0)
 #define EXPECTED(bytes) (ALL_WAIT && threadIdx.x ? 0 : (bytes))
-
-// With CLOCK, for trials, warps of blocks 0 and 5 write down when they pass the stages of the 32 steps from
-// number CLOCK on, [2][32][WARPS + 1][16] into what is otherwise not used.
-#ifdef CLOCK
-struct Marks {
-  volatile u32* at;
-  __device__ __forceinline__ void begin(u32* scratch, int step) {
-    const int block = blockIdx.x == 0 ? 0 : 1;
-    const bool now = (blockIdx.x == 0 || blockIdx.x == 5) && threadIdx.x % 32 == 0 && step >= CLOCK && step < CLOCK + 32;
-    at = now ? scratch + ((block * 32 + step - CLOCK) * (THREADS / 32) + threadIdx.x / 32) * 16 : nullptr;
-  }
-  __device__ __forceinline__ void pass(int stage) const {
-    u32 when;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(when)::"memory");
-    if (at) at[stage] = when;
-  }
-};
-#define MARKS(scratch, step) Marks marks; marks.begin(scratch, step)
-#define MARK(stage) marks.pass(stage)
-#else
-#define MARKS(scratch, step)
-#define MARK(stage)
-#endif
 
 // Registers of the warps with rows, and of the others. Four warps each do it together.
 __device__ __forceinline__ void take_registers() {

@@ -62,7 +62,7 @@ struct Backward {
   Element* dwx;            // [R, T, B, 4H]
 #endif
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
-  u32* counter;  // not used but by CLOCK
+  u32* counter;  // not used
 #if SCALAR
   const float* w;  // [R, 4H]
 #endif
@@ -193,14 +193,11 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
   meet_cluster();
 
   for (int k = 0; k < p.T; k++) {
-    MARKS(p.counter, k);
     EACH_HALF rh[s] = next_rh[s], rx[s] = next_rx[s], rc[s] = next_rc[s];
     if (LENGTHS) inv = p.inv_n[p.T - 1 - k];
     if (!SUM_H && !SUM_C) __syncthreads();
     if (SUM_C) {
-      MARK(5);
       await<SUMS_1>();
-      MARK(6);
       float2 sum[HALVES];
       EACH_HALF {
         sum[s] = add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
@@ -210,14 +207,11 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       }
       if (!SUM_H) put(k + 1);
       __syncthreads();
-      MARK(7);
       EACH_HALF all_c[s].x += sum[s].x, all_c[s].y += sum[s].y * rc[s];
     }
     if (SUM_C == SUM_H) put(k + 1);
     if (SUM_H) {
-      MARK(8);
       await<SUMS_2>();
-      MARK(9);
       float2 sum[HALVES];
       float off[HALVES], sum_x[HALVES];
       EACH_HALF {
@@ -228,7 +222,6 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       }
       if (!SUM_C) put(k + 1);
       __syncthreads();
-      MARK(10);
       EACH_HALF {
         all_h[s].x += sum[s].x, all_h[s].y += sum[s].y * rh[s];
         sum_x[s] = MODE_X ? add_warps(in.room_x + s * MW * 32 + at.lane, 32) : 0.0f;
@@ -434,15 +427,11 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   };
   __syncthreads();
   meet_cluster();
-  Waiting waiting;
 
   for (int k = 0; k < p.T; k++) {
-    MARKS(p.counter, k);
-    MARK(0);
     const int t = p.T - 1 - k, now = k & 1;
     const float4* table = in.table(k);
     fetched();
-    MARK(1);
     if (!SUM_H && !SUM_C) __syncthreads();
 
     // The forward step again, which waits for nobody: all that d(.) is multiplied with.
@@ -502,16 +491,14 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       for (int n = 0; n < RT; n++) keep_units(n);
       da -= B * GATES;
     }
-    MARK(3);
 
     // dh through W_h
     if (k > 0) {
       if (BLOCKS > 1) {
         const u32 barrier = in.barriers + 8 * (now ^ 1);
-        waiting.until(barrier, u32((k - 1) >> 1));
-        if (EXPECTS && !waiting.tired) expect(barrier, EXPECTED(COUNTED));
+        await_phase(barrier, u32((k - 1) >> 1));
+        if (EXPECTS) expect(barrier, EXPECTED(COUNTED));
       }
-      MARK(4);
       const u32* from = in.shares + (now ^ 1) * BLOCKS * SOURCE + warp * PIECE;
       float sum[2][RT][2] = {};
 #pragma unroll
@@ -550,17 +537,14 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     float4 total_c = make_float4(of_c.z, 0, 0, 0);
     if (SUM_C) {
       sum_cells(in.room_c, v_c[0], v_c[1], at);
-      MARK(5);
       done<SUMS_1>();
       if (k > 0) keep_gates(0, 2);
-      MARK(6);
       __syncthreads();
       total_c = in.totals[OF_C + within];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
       if (k > 0) keep_gates(0, 2);
     }
-    MARK(7);
 
     // Equation 7
     float dpre[RT][4][2], v[SUMS][4];
@@ -594,7 +578,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       sum_gates(sum, v, quad);
       store2(in.scratch + (warp * 32 + lane) * 2, sum[0], sum[1]);
       if (MODE_X) in.room_x[warp * 32 + lane] = sum[2];
-      MARK(8);
       done<SUMS_2>();
     } else {
 #pragma unroll
@@ -604,7 +587,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     }
     if (k > 0) keep_gates(2, 4), gates_late -= B * GATES;
     if (SUM_H) __syncthreads();
-    MARK(10);
     float d[RT][4][2];
 #pragma unroll
     for (int q = 0; q < 4; q++) {
@@ -679,7 +661,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
       for (int first = 0; first < MW; first++) {
         float sums[PARTS][TILES][RT][4] = {};
-#ifndef NO_GATHER
 #pragma unroll
         for (int s = 0; s < HALVES; s++)
 #pragma unroll
@@ -691,7 +672,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
                 const uint4 v = lines[first * RT + n][s];
                 multiply16(sums[s % PARTS][m][n], w[m][2 * s + half], half ? v.z : v.x, half ? v.w : v.y);
               }
-#endif
         float(&sum)[TILES][RT][4] = sums[0];
 #if TYPE == 0
 #pragma unroll
@@ -700,7 +680,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
           sum[m][n][j] = sum[m][n][j] * down[first][0] + sums[PARTS - 1][m][n][j] * down[first][1];
         }
 #endif
-#ifndef NO_EXCHANGE
         // To the warps with these rows, of both halves.
 #pragma unroll
         for (int m = 0; m < TILES; m++)
@@ -715,9 +694,8 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
             else if (i < BLOCKS)
               share.send_to(there[m] + 4 * from, there[m] + barrier_at + now * 8);
           }
-#endif
       }
-#if TYPE == 0 && !defined(NO_EXCHANGE)
+#if TYPE == 0
       {  // The powers: a lane for each block and warp there.
         const int m = lane / WARPS, to = lane % WARPS;
         const u32 i = warp + WARPS * m, from = (now * BLOCKS + i) * SOURCE + to * PIECE + 32 * RT;
@@ -738,7 +716,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
       for (int first = 0; first < TILES; first += BATCH) {
         float sum[BATCH][RT][4] = {};
-#ifndef NO_GATHER
 #pragma unroll
         for (int half = 0; half < 2; half++)
 #pragma unroll
@@ -746,7 +723,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
             for (int n = 0; n < RT; n++)
               if (first + m < TILES) multiply16(sum[m][n], w[first + m][half], line[n][2 * half], line[n][2 * half + 1]);
-#endif
 #pragma unroll
         for (int m = 0; m < BATCH; m++)
           if (first + m < TILES)
@@ -758,16 +734,14 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
                 for (int n = 0; n < RT; n++)
 #pragma unroll
                   for (int e = 0; e < 2; e++) to_itself[n][e] = TYPE == 0 ? sum[m][n][e] * factor : sum[m][n][e];
-#ifndef NO_EXCHANGE
               Share share;
 #pragma unroll
               for (int n = 0; n < RT; n++) share.words[n] = pack(sum[m][n][2 * half], sum[m][n][2 * half + 1]);
               const u32 there = in_block(shared, receiver(i < BLOCKS ? i : 0));
               if (0 < i && i < BLOCKS) share.send_to(there + buffer + i * SOURCE * 4, there + barrier);
-#endif
             }
       }
-#if TYPE == 0 && !defined(NO_EXCHANGE)
+#if TYPE == 0
       const u32 there = in_block(shared, receiver(min(lane, BLOCKS - 1)));
       send(0 < lane && lane < BLOCKS, there + buffer + lane * SOURCE * 4 + 4 * RT * (32 - lane), there + barrier,
            make_uint4(__float_as_uint(factor), 0, 0, 0));
@@ -775,7 +749,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #endif
     };
     if (t > 0 && !later) pass();
-    MARK(11);
 
     // What it leaves behind.
     if (!EARLY && MEETS_X) __syncthreads();
@@ -814,7 +787,6 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #endif
       }
     if (t > 0 && later) pass();
-    MARK(12);
   }
 
   keep_all();

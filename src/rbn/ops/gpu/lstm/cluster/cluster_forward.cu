@@ -30,7 +30,7 @@ struct Forward {
   float *h_n, *c_n;    // [R, B, H]; h_n only where there are lengths
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
-  u32* counter;        // not used but by CLOCK
+  u32* counter;        // not used
 #if SCALAR
   const float* w;      // [R, 4H]
 #endif
@@ -120,14 +120,11 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
   i64 to_h = r * p.rows_h * GATES + column, to_c = r * p.rows_c * H + at.unit;
   float shift_h[HALVES] = {}, shift_c[HALVES] = {}, var_c[HALVES] = {};  // the shifts: near the mean, so that nothing cancels
   for (int t = 0; t < p.T; t++) {
-    MARKS(p.counter, t);
     float2* statistics = in.statistics(t);
     if (LENGTHS) inv = p.inv_n[t];
     if (HALVES > 1) let_workers_meet();
     if (SUM_H) {
-      MARK(4);
       await<SUMS_1>();
-      MARK(5);
       float var_h[HALVES];
       EACH_HALF {
         const float2 v = add_warps2(reinterpret_cast<float2*>(in.scratch) + s * MW * 32 + at.lane, 32);
@@ -138,16 +135,13 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       }
       if (!SUM_C) put(t + 1);
       __syncthreads();
-      MARK(6);
       EACH_HALF
         if (at.has(s)) p.mean_h[to_h + 8 * s] = shift_h[s], p.var_h[to_h + 8 * s] = var_h[s];
       to_h += GATES;
       if (SUM_C) put(t + 1);
     }
     if (SUM_C) {
-      MARK(7);
       await<SUMS_2>();
-      MARK(8);
       EACH_HALF {
         const float2 v = add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
         const float off = v.x * inv, var = variance(v.y * inv, off);
@@ -157,7 +151,6 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       }
       if (!SUM_H) put(t + 1);
       __syncthreads();
-      MARK(9);
     }
     if (!SUM_H && !SUM_C) put(t + 1);
     EACH_HALF
@@ -342,28 +335,23 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   look(0);
   prepare(0);
   meet_cluster();
-  Waiting waiting;
 
   for (int t = 0; t < p.T; t++) {
-    MARKS(p.counter, t);
-    MARK(0);
     const int now = t & 1;
     const float2 *statistics = in.statistics(t), *before = in.statistics(t + 1);  // of step t - 1
 
     // W_h h. In step 0 there is nothing to wait for, and a barrier says so of the phase before its first.
     if (BLOCKS > 1) {
       const u32 barrier = in.barriers + 8 * now;
-      waiting.until(barrier, u32((t - 1) >> 1));
-      if (EXPECTS && !waiting.tired) expect(barrier, EXPECTED(counted(p.B)));
+      await_phase(barrier, u32((t - 1) >> 1));
+      if (EXPECTS) expect(barrier, EXPECTED(counted(p.B)));
     } else {
       __syncwarp();
     }
     // The warp of the other half has written its part of these rows. And none still waits for what came: one without rows
     // could miss it, since the others, and with them other blocks, might go on without it.
     if (HALVES > 1) meet_workers();
-    MARK(2);
     float a[RT][4][2] = {};
-#ifndef NO_GATHER
     {
       const uint4* rows = in.hidden + now * SOURCES * SOURCE + 8 * at.tile + own;
       float sums[RT][2][CHAINS][4] = {};
@@ -411,8 +399,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 #endif
           }
     }
-#endif
-    MARK(3);
 
     // Equation 6
     if (SUM_H) {
@@ -429,11 +415,9 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         }
       sum_gates(sum, v, quad);
       store2(in.scratch + (warp * 32 + lane) * 2, sum[0], sum[1]);
-      MARK(4);
       done<SUMS_1>();
       if (t > 0) keep(0, RT / 2);
       __syncthreads();
-      MARK(6);
     }
     float gate[RT][4][2], cand[RT][2];
     float2 of_h[4] = {};
@@ -471,7 +455,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         v[1] = i ? v[1] + d * d : d * d;
       }
       sum_cells(in.room_c, v[0], v[1], at);
-      MARK(7);
       done<SUMS_2>();
     }
     if (t > 0) keep(TYPE == 0 ? RT : SUM_H ? RT / 2 : 0, RT + 1);
@@ -486,10 +469,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     // A store that is never made, but needs them: else they were computed after the wait.
     if (SUM_C && (mixed & never)) in.room_c[0] = 0.0f;
     if (SUM_C) {
-      MARK(8);
       __syncthreads();
     }
-    MARK(9);
     const float2 of_c = MODE_C ? statistics[OF_C + within] : make_float2(0, pre(2));
     if (SUM_H || SUM_C) look(t + 1);
     float h[RT][2];
@@ -508,7 +489,6 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 
     // To all blocks, this one too.
     auto pass = [&]() {
-#ifndef NO_EXCHANGE
       if (t + 1 >= p.T) return;
       u32* mine = reinterpret_cast<u32*>(in.hidden + ((now ^ 1) * SOURCES + at.half) * SOURCE + 8 * at.tile) + lane;
 #pragma unroll
@@ -525,10 +505,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
           send(4 * i + first_place < BLOCKS && 8 * (at.tile + n) + piece < B,
                to[i] + into + buffer + 4 * i * HALVES * SOURCE * 16 + 128 * n, to[i] + barrier, chunk);
       }
-#endif
     };
     if (!later) pass();
-    MARK(10);
 
     __syncwarp();  // all lanes have read what is written over
 #pragma unroll
@@ -541,11 +519,9 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
           if (valid(n, e, t)) p.h_n[(r * B + at.row(n, e)) * H + unit] = h[n][e];
     }
     __syncwarp();
-    MARK(11);
     if (!SUM_H && !SUM_C) __syncthreads(), look(t + 1);
     if (t + 1 < p.T) prepare(t + 1);
     if (later) pass();
-    MARK(12);
   }
   keep(0, RT + 1);
 #pragma unroll

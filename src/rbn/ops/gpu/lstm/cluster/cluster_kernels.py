@@ -32,7 +32,7 @@ SIXTEEN: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16
 # term. In half precision that is as exact and a seventh faster, but three of three MNIST runs in
 # bf16 diverged within 10,000 steps; with the input term one of three did.
 ONE_FEATURE: tuple[torch.dtype, ...] = (torch.float32,)
-# Further macros to compile the kernels with: ALL_WAIT, STAGGERED, and those that skip stages.
+# Further macros to compile the kernels with: ALL_WAIT, STAGGERED.
 SWITCHES: dict[str, int] = {}
 _OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
 
@@ -131,9 +131,8 @@ def cluster_of(cut: ClusterTiling, dtype: torch.dtype, hidden: int, device: int)
         return None
     if max(cut.shared("forward"), cut.shared("backward")) > shared_limit(device):
         return None
-    type_ = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype]
     # Every variant takes the same share of a multiprocessor. Most training runs use this one.
-    defines = {"TYPE": type_, "H": hidden, "LENGTHS": 0} | dict.fromkeys(_OPTIONS, 1)
+    defines = {"TYPE": nvrtc.TYPES[dtype], "H": hidden, "LENGTHS": 0} | dict.fromkeys(_OPTIONS, 1)
     with torch.cuda.device(device):
         for size in sorted({cut.blocks, 1 << (cut.blocks - 1).bit_length()}):
             kernels = [
@@ -153,8 +152,7 @@ def kernel(
     direction: str, cut: ClusterTiling, cluster: int, device: int, defines: tuple[Any, ...]
 ) -> Kernel:
     """Compile and load the kernel for a tiling; `device` must be the current device."""
-    arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
-    assert arch is not None  # or nobody would have chosen it
+    arch = nvrtc.architecture_of(device)
     name = f"cluster_{direction}"
     cuts = {"MW": cut.row_warps, "RT": cut.tiles}
     if cut.units > UNITS:  # only Hopper can move registers between warps

@@ -32,8 +32,7 @@
 //
 // Named from outside besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
 // for ahead), SPLITS, ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For trials: STAGGER,
-// MEETING, ALL_WAIT, NO_FETCH (zeros are multiplied), CLOCK, LATE. The including file defines SIDE and PASSED, the pieces that
-// a thread passes on in a step.
+// MEETING, ALL_WAIT, LATE. The including file defines SIDE and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #ifndef MT
 #define MT 8
@@ -45,6 +44,7 @@
 #define BARRIER 1
 #define FAST  // as large as the errors of products
 #include "common.cuh"
+#include "barriers.cuh"
 
 #ifndef ZONE_C
 #define ZONE_C 0
@@ -89,29 +89,6 @@ typedef unsigned long long u64;
 #define SUBS ((H + 7) / 8)  // what is saved lies in groups of 8 units
 
 // Trials ------------------------------------------------------------------------------------------
-
-// With CLOCK warps of blocks 0 and 60 write down when they pass the stages of the 32 steps from number
-// CLOCK on, [2][32][WARPS][16], 256 bytes beyond the counter of the only recurrence.
-#ifdef CLOCK
-struct Marks {
-  volatile u32* at;
-  __device__ __forceinline__ void begin(u32* counter, int step) {
-    const bool here = (blockIdx.x == 0 || blockIdx.x == 60) && threadIdx.x % 32 == 0;
-    const bool now = here && step >= CLOCK && step < CLOCK + 32;
-    at = now ? counter + 64 + (((blockIdx.x != 0) * 32 + step - CLOCK) * WARPS + threadIdx.x / 32) * 16 : nullptr;
-  }
-  __device__ __forceinline__ void pass(int stage) const {
-    u32 when;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(when)::"memory");
-    if (at) at[stage] = when;
-  }
-};
-#define MARKS(counter, step) Marks marks; marks.begin(counter, step)
-#define MARK(stage) marks.pass(stage)
-#else
-#define MARKS(counter, step)
-#define MARK(stage)
-#endif
 
 // With LATE one block, LATE / 4 of the first split, is late at one place of each step, LATE % 4: by more than the others
 // need for a step.
@@ -210,8 +187,6 @@ __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 hig
 
 __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
-
 // Meetings ----------------------------------------------------------------------------------------
 
 // Who multiplies a slice waits for the blocks whose pieces it is made of, at a counter of the slice:
@@ -268,36 +243,6 @@ __device__ __forceinline__ void done() {
   else asm volatile("bar.arrive %0, %1;" ::"n"(WHICH), "n"(THREADS) : "memory");
 }
 
-// Barriers in shared memory that count arrivals and bytes, phase by phase.
-__device__ __forceinline__ void start_barrier(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// The barrier expects `bytes` in its present phase, which ends when they have come.
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}"
-               ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void await_phase(u32 barrier, u32 phase) {
-  u32 done = 1;
-#ifdef GUARD
-  const i64 since = clock64();
-#endif
-#ifndef NO_WAIT
-  do {
-    asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-                 "selp.u32 %0, 1, 0, p;\n\t}"
-                 : "=r"(done) : "r"(barrier), "r"(phase & 1) : "memory");
-#ifdef GUARD
-    if (clock64() - since > (1ll << 27)) break;
-#endif
-  } while (!done);
-#endif
-  __syncwarp();
-}
-
 #include "grid_splits.cuh"
 #include "grid_product.cuh"
 
@@ -317,9 +262,6 @@ __device__ __forceinline__ void read_table(float (&v)[4][4], const float* table)
 // Sums over the rows of a warp: a thread gets those of numbers NV / 8 * (lane / 4) + i of its units.
 template <int NV>
 __device__ __forceinline__ void fold_rows(float (&v)[NV]) {
-#ifdef NO_SUM
-  return;
-#endif
   int n = NV;
 #pragma unroll
   for (int mask = 16; mask >= 4; mask >>= 1) {

@@ -33,7 +33,7 @@ struct Backward {
   Element* da;             // [R, T, B, 4H]: d(W_h h)
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
-  u32* counter;    // not used but by CLOCK
+  u32* counter;    // not used
   uint4* passed;   // [R, SPLITS, BUFFERS, STEP_WORDS], zero: d(W_h h) of the last steps
   uint4* spilled;  // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], for weights
   u32* barriers;   // [R, SPLITS, TEAM, 32], zero: counters of the slices
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   float *gamma_h = plus_c + UNITS, *gamma_x = gamma_h + 64, *bias_of = gamma_x + 64, *gamma_c = bias_of + 64;
   float *beta_of = gamma_c + UNITS, *barriers = beta_of + UNITS;
   // Behind two barriers for weights those for splits, and what these send.
-  const OverSplits<GATE_SUMS> of_gates = {barriers + 12, shared_address(barriers + 4)};
+  const OverSplits<GATE_SUMS> of_gates = {barriers + 12, address_of(barriers + 4)};
   const OverSplits<32> of_cell = {of_gates.scratch + 2 * SPLITS * GATE_SUMS, of_gates.barriers + 16};
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   asm volatile("" : "+r"(begin));
   u32* meeting = p.barriers + part * TEAM * 32;
   uint4* handed = p.handed + part * HANDED_WORDS;
-  const Refill refill = {slots, spilled, shared_address(barriers)};
+  const Refill refill = {slots, spilled, address_of(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
   of_gates.start(), of_cell.start();
 
@@ -301,8 +301,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     if (t > 0) refill.ask_first(), put_statistics(t - 1);
   }
   for (int t = p.T - 1; t >= 0 && has_rows(); t--) {
-    MARKS(p.counter, t);
-    MARK(0);
     if (LENGTHS) inv = p.inv_n[t];
     const u32 times = u32(p.T - 1 - t);  // that the team has met before
 
@@ -311,7 +309,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     const uint4* from = slice + times % BUFFERS * STEP_WORDS;
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, times);
-    MARK(1);
     maybe_late(0);
 #if SCALED
     Powers powers;
@@ -321,11 +318,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
 #endif
     product(sums, from, begin, resident, refill, times, powers, [&](int i) { beside(i, t); });
     wh -= SUBS * 4 * B * 8, doutput -= B * H;
-    MARK(2);
     maybe_late(1);
     hand_over(sums, handed, times, powers.back(undo));
     if (t > 0) ask_statistics(t - 1);
-    MARK(3);
 
     // The forward step again, while the team meets: what dh, and what the gradient of the cell, is
     // multiplied with. Before the product their numbers would not fit beside its own.
@@ -382,7 +377,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
         }
       }
     }
-    MARK(4);
     float dh[2][4];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -408,7 +402,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
 #pragma unroll
         for (int e = 0; e < 4; e++) dh[j][e] += given[e];
       }
-    MARK(5);
 
     // Equation 8
     float a[2][4][4], x[2][4][4];
@@ -444,7 +437,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     if (MODE_C) {
       fold_rows(v_c);
       scratch[warp * 32 + lane] = v_c[0];
-      MARK(6);
       if (for_c) total_of_cell(times);
       else done<SUMS_READY>();
       output_gate();
@@ -455,7 +447,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
 #pragma unroll
       for (int e = 0; e < 4; e++) sum_beta[e] += v_c[e];
     }
-    MARK(7);
 
     // Equation 7
     {
@@ -492,12 +483,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
         fold_rows(v[k]);
         store2(scratch + warp * PITCH + 64 * k + 2 * lane, v[k][0], v[k][1]);
       }
-      MARK(8);
       __syncthreads();
-      MARK(9);
       totals_of_gates(times);
       __syncthreads();
-      MARK(10);
     }
 #pragma unroll
     for (int q = 0; q < 4; q++) {
@@ -544,9 +532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
       __syncwarp();
     }
 #endif
-    MARK(11);
     arrive_at_slices(meeting);
-    MARK(12);
 
     // What nobody waits for.
     if (t > 0) refill.ask_first();
@@ -570,9 +556,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
         }
       }
     at -= B * GATES;
-    MARK(13);
     if (t > 0) put_statistics(t - 1);
-    MARK(14);
   }
 
 #pragma unroll

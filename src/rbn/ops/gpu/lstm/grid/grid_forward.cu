@@ -26,7 +26,7 @@ struct Forward {
   float *h_n, *c_n;    // [R, B, H]; h_n only where there are lengths
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
-  u32* counter;        // not used but by CLOCK
+  u32* counter;        // not used
   uint4* passed;       // [R, SPLITS, BUFFERS, STEP_WORDS], zero: h of the last steps
   uint4* spilled;      // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], for weights
   u32* barriers;       // [R, SPLITS, TEAM, 32], zero: counters
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   float *plus_x = scale_of_x + TABLE, *mean_of_c = plus_x + TABLE, *scale_of_c = mean_of_c + UNITS;
   float *beta_of = scale_of_c + UNITS, *barriers = beta_of + UNITS;
   // Behind two barriers for weights those for splits, and what these send.
-  const OverSplits<128> of_h = {barriers + 12, shared_address(barriers + 4)};
+  const OverSplits<128> of_h = {barriers + 12, address_of(barriers + 4)};
   const OverSplits<32> of_c = {of_h.scratch + 2 * SPLITS * 128, of_h.barriers + 16};
 
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, quad = tid & 3;
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   u32 begin = beginning() * 2 * HOLDERS;
   asm volatile("" : "+r"(begin));
   u32* meeting = p.barriers + part * TEAM * 32;
-  const Refill refill = {slots, spilled, shared_address(barriers)};
+  const Refill refill = {slots, spilled, address_of(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
   of_h.start(), of_c.start();
 
@@ -277,22 +277,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     return;
   }
   for (int t = 0; t < p.T; t++) {
-    MARKS(p.counter, t);
-    MARK(0);
     if (LENGTHS) inv = p.inv_n[t];
 
     // W_h h
     const uint4* from = slice + t % BUFFERS * STEP_WORDS;
     asm volatile("" : "+l"(from));
     wait_for_slices(meeting, u32(t + 1));
-    MARK(1);
     maybe_late(0);
     float sums[COLUMNS / 2];
     AsPassed powers;
     product(sums, from, begin, resident, refill, u32(t), powers, [&](int i) { beside(i, t); });
-    MARK(2);
     wx += B * GATES;
-    MARK(3);
     float a[2][4][4];
 #pragma unroll
     for (int j = 0; j < 2; j++)
@@ -321,9 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
       fold_rows(squares);
       store2(scratch + warp * PITCH + 2 * lane, v[0], v[1]);
       store2(scratch + warp * PITCH + SECOND_AT + 2 * lane, squares[0], squares[1]);
-      MARK(4);
       __syncthreads();
-      MARK(5);
       float var = 0.0f;
       if (for_h) {
         const float sum = over_warps(scratch + (lane < 16 ? 0 : SECOND_AT) + number, PITCH);
@@ -334,7 +327,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
         if (for_x) ask_given(t + 2);
       }
       __syncthreads();
-      MARK(6);
       if (for_h) keep(t, shift, var);
     } else {
       put_given_x();
@@ -381,7 +373,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
           }
       fold_rows(v);
       scratch[warp * 32 + lane] = v[0];
-      MARK(7);
       if (for_c) {
         await<SUMS_READY>();
         const float var = moments(of_c.all(over_warps(scratch + lane, 32), lane, u32(t)), inv, shift);
@@ -395,7 +386,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     }
     open(3);
     if (SUM_C && !for_c) await<TOTALS_READY>();
-    MARK(8);
     if (MODE_C) load4(mc, mean_of_c + 4 * quad), load4(rc, scale_of_c + 4 * quad);
     float h[2][4], beta[4];
     load4(beta, beta_of + 4 * quad);
@@ -414,9 +404,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     }
     maybe_late(1);
     pass_on(passed + (t + 1) % BUFFERS * STEP_WORDS, 0, as_factors(packed[0], up), as_factors(packed[1], up));
-    MARK(9);
     arrive_at_slices(meeting);
-    MARK(10);
 
     // What nobody waits for.
     hs += B * HS;
@@ -428,13 +416,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
 #pragma unroll
     for (int j = 0; j < 2; j++)
       if (LENGTHS && counts[j]) store4(p.h_n + (r * B + row0 + 8 * j) * H + unit, h[j]);
-    MARK(11);
     if (t + 1 < p.T) {
       put_given_rest();
       if (!for_x) ask_given(t + 2);
       prepare(t + 1);
     }
-    MARK(12);
   }
 #pragma unroll
   for (int k = 0; k < 12; k++) save(k, true);

@@ -135,7 +135,7 @@ struct Refill {
   __device__ __forceinline__ void copy(const uint4* from, int groups, u32 barrier) const {
     expect(barrier, groups * GROUP_WORDS * 16);
     for (int i = 0; i < groups; i++)
-      copy_bulk(shared_address(slots + i * GROUP_WORDS), from + i * GROUP_WORDS, GROUP_WORDS * 16, barrier);
+      copy_bulk(address_of(slots + i * GROUP_WORDS), from + i * GROUP_WORDS, GROUP_WORDS * 16, barrier);
   }
   // All threads left the slots, and a barrier was passed.
   __device__ __forceinline__ void ask_first() const {
@@ -199,9 +199,6 @@ __device__ __forceinline__ void await_products() {
 // A piece, OFFSET bytes further.
 template <int OFFSET>
 __device__ __forceinline__ uint4 fetch_piece(const uint4* p) {
-#ifdef NO_FETCH
-  return make_uint4(0, 0, 0, 0);
-#endif
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "n"(OFFSET) : "memory");
@@ -221,7 +218,7 @@ __device__ __forceinline__ void for_each(const Run& run) {
 // Where weights lie, and how, as the instruction takes it. Of an address it has 18 bits: above them is the block's
 // rank in its cluster, which would be taken for a part of the distance of columns.
 __device__ __forceinline__ u32 described(const uint4* weights) {
-  return COLUMNS << 16 | (shared_address(weights) & 0x3ffff) >> 4;
+  return COLUMNS << 16 | (address_of(weights) & 0x3ffff) >> 4;
 }
 __device__ __forceinline__ u64 with_rest(u32 description) { return u64(128 / 16) << 32 | description; }
 
@@ -348,14 +345,6 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
     }
     __syncwarp();  // or the compiler would ask later, when it thinks that is early enough
   };
-#ifdef NO_GATHER
-  refill.await_first(step);
-#pragma unroll
-  for (int i = 0; i < COLUMNS / 2; i++) sums[i] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < SLICE; i++) other(i);
-  return;
-#endif
   for_each<0, DEPTH - BATCH>(ask);
   powers.find();
   for_each<0, SLICE / BATCH>([&](auto number) {

@@ -23,13 +23,6 @@ __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// An address of this block's shared memory, in that of another split.
-__device__ __forceinline__ u32 in_split(u32 address, u32 split) {
-  u32 there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(split));
-  return there;
-}
-
 // Stores into the shared memory of another split; `barrier`, in it, counts the bytes.
 __device__ __forceinline__ void send(u32 to, u32 barrier, float v) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
@@ -48,13 +41,13 @@ struct OverSplits {
   // times: that this was done before.
   __device__ __forceinline__ void give(float own, int number, u32 times) const {
     if (SPLITS == 1) return;
-    const u32 at = shared_address(scratch) + ((times % 2 * SPLITS + own_split()) * NUMBERS + number) * 4;
+    const u32 at = address_of(scratch) + ((times % 2 * SPLITS + own_split()) * NUMBERS + number) * 4;
     const u32 barrier = barriers + times % 2 * 8;
     if (number == 0) expect(barrier, (SPLITS - 1) * NUMBERS * 4);
 #pragma unroll
     for (u32 s = 1; s < SPLITS; s++) {
       const u32 to = (own_split() + s) % SPLITS;
-      send(in_split(at, to), in_split(barrier, to), own);
+      send(in_block(at, to), in_block(barrier, to), own);
     }
     __syncwarp();
   }

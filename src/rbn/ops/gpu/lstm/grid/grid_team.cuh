@@ -30,9 +30,6 @@ __device__ __forceinline__ uint4 word_of(const float* v, float up, u32 times) {
 }
 
 __device__ __forceinline__ bool of_step(u32 first, u32 times) {
-#ifdef NO_WAIT
-  return true;
-#endif
   return ((first ^ times) & 1) != 0;
 }
 
@@ -76,9 +73,6 @@ __device__ __forceinline__ u32* powers_in(uint4* handed) {
 // times: that sums were handed over before. back: what they are to be multiplied with, only in float32; those for the
 // block itself are.
 __device__ __forceinline__ void hand_over(float (&sums)[COLUMNS / 2], uint4* handed, u32 times, float back) {
-#ifdef NO_EXCHANGE
-  return;
-#endif
   float up = 1.0f;
 #if SCALED
   const u32 top = largest(sums);
@@ -100,9 +94,6 @@ __device__ __forceinline__ void hand_over(float (&sums)[COLUMNS / 2], uint4* han
 // next sums are written over these, so it must not look for them: if it is late they are gone, and it would wait for
 // ever, and all others for it.
 __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], uint4* handed, u32 times, u32 nothing) {
-#ifdef NO_EXCHANGE
-  return;
-#endif
   if (OWNERS % TEAM && blockIdx.x >= OWNERS) return;
   const u32 rank = rank_in_team(), first = blockIdx.x - rank;
   const uint4* come = handed + threadIdx.x + nothing;
@@ -119,14 +110,8 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], uint4* han
   u32 power = look_at_power(at_power);
 #endif
   // Those that are not there yet are asked for again, all at once.
-#ifdef GUARD
-  const i64 since = clock64();
-#endif
   for (bool again = true; again;) {
     again = false;
-#ifdef GUARD
-    if (clock64() - since > (1ll << 22)) break;
-#endif
 #pragma unroll
     for (int s = 1; s < TEAM; s++)
       if (!of_step(v[s].x, times)) v[s] = look_at_word(at(s)), again = true;

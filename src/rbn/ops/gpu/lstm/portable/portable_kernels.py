@@ -146,8 +146,6 @@ def kernel(
     direction: str, tiling: PortableTiling, device: int, shared: int, defines: tuple[Any, ...]
 ) -> Kernel:
     """The kernel, compiled if necessary."""
-    arch = nvrtc.architecture(torch.cuda.get_device_capability(device))
-    assert arch is not None  # see `cuda_kernels.covers`
     name = f"portable_{direction}"
-    code = nvrtc.compiled(name, macros(tiling, defines), arch)
+    code = nvrtc.compiled(name, macros(tiling, defines), nvrtc.architecture_of(device))
     return Kernel(code, name, tiling.threads, shared)

@@ -1,6 +1,6 @@
 """The LSTM step by step, with a matrix product and one kernel per step. Supports any shape.
 
-See `families.choose` for which calls run here. Several recurrences run one after another.
+For calls that no CUDA C++ kernel covers. Several recurrences run one after another.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, aligned, rows_of
-from rbn.ops.gpu.lstm.persistent.tiles import power_of_two
 from rbn.ops.gpu.lstm.steps.backward_kernels import lstm_step_backward
 from rbn.ops.gpu.lstm.steps.forward_kernels import lstm_step
+from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
 from rbn.ops.gpu.stepwise import factor, products

@@ -4,27 +4,34 @@ A command with two workers imports torch and Lightning three times, which takes 
 a busy machine. Here the command is forked from a warm process, and so are the workers that it
 spawns. All else is as usual: they have their own session, signal handlers and open files.
 
-Reads lines from standard input: ``run FOLDER WORDS`` prints the process id of the command, whose
-output goes to ``said.txt`` in the folder; ``wait PID`` prints its exit code.
+Reads requests from standard input, each a line of JSON, and answers each with a number:
+``["run", folder, words, stdout, stderr]`` starts ``rbn WORDS`` in the folder, with its output in
+these files, and gives its process id; ``["poll", pid]`` gives its exit code, or null before it has
+ended.
 """
 
 import contextlib
+import importlib
+import json
 import os
 import signal
 import sys
 from multiprocessing import util
 
-# What a command and its workers import.
-import lightning.fabric
-import optuna  # noqa: F401
-import sklearn.datasets  # noqa: F401
-import sqlalchemy.dialects.sqlite  # noqa: F401
-
 import rbn.cli
 import rbn.cli.app
 from rbn.experiments import training_session  # noqa: F401
-from rbn.experiments.search import worker_processes  # noqa: F401
 from rbn.training import interrupt
+
+# What a command and its workers import while they run, as far as it is installed.
+for name in (
+    *("lightning.fabric", "sklearn.datasets", "optuna", "sqlalchemy.dialects.sqlite"),
+    "rbn.experiments.search.worker_processes",
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+
+spawn = util.spawnv_passfds
 
 
 def usual_signals():
@@ -35,6 +42,9 @@ def usual_signals():
 
 def fork_instead(executable, arguments, keep):
     """In place of `multiprocessing.util.spawnv_passfds`."""
+    programs = [word for word in map(os.fsdecode, arguments) if "spawn_main" in word]
+    if not programs:  # the resource tracker, which imports little
+        return spawn(executable, arguments, keep)
     pid = os.fork()
     if pid:
         return pid
@@ -47,11 +57,7 @@ def fork_instead(executable, arguments, keep):
                     os.close(int(name))
         usual_signals()
         interrupt._active = None
-        (program,) = [
-            word.decode() if isinstance(word, bytes) else word
-            for word in arguments
-            if b"spawn_main" in os.fsencode(word)
-        ]
+        (program,) = programs
         sys.argv = ["-c", "--multiprocessing-fork"]
         exec(program, {})
     except SystemExit as ended:
@@ -62,13 +68,13 @@ def fork_instead(executable, arguments, keep):
         os._exit(code or 0)
 
 
-def run(folder, words):
+def run(folder, words, stdout, stderr):
     """In the fork: become the command."""
     os.setsid()
     os.chdir(folder)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for old, new in ((nothing, 0), (said, 1), (said, 2)):
+    files = [os.open(f, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) for f in (stdout, stderr)]
+    for old, new in zip((nothing, *files), (0, 1, 2), strict=True):
         os.dup2(old, new)
     usual_signals()
     util.spawnv_passfds = fork_instead
@@ -76,19 +82,23 @@ def run(folder, words):
     rbn.cli.main()
 
 
+def poll(pid):
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
 def main():
-    assert lightning.fabric.Fabric
     print("ready", flush=True)
     for line in sys.stdin:
-        what, *words = line.split()
-        if what == "wait":
-            _, status = os.waitpid(int(words[0]), 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            run(words[0], words[1:])
-        print(pid, flush=True)
+        what, *details = json.loads(line)
+        if what == "poll":
+            answer = poll(*details)
+        else:
+            answer = os.fork()
+            if answer == 0:
+                run(*details)
+                return
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

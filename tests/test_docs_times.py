@@ -75,8 +75,8 @@ def test_the_ranges_on_a_gpu_are_those_of_the_file(on_a_gpu):
     text = " ".join((ROOT / "docs/results/speed.md").read_text().split())
     times = [f"{1 / ratio:.1f}" for way in every for ratio in (max(every[way]), min(every[way]))]
     slow, fast, slow_graph, fast_graph = times[:4]
-    assert f"bf16: {slow} (text8) to {fast} times as fast called" in text
-    assert f"called, {slow_graph} to {fast_graph} times in a CUDA graph" in text
+    assert f"bf16: {slow} (text8) to {fast} times as fast in eager mode" in text
+    assert f"eager mode, {slow_graph} to {fast_graph} times in a CUDA graph" in text
     kernels = " ".join((ROOT / "docs/explanation/kernels.md").read_text().split())
     assert f"{slow} to {fast} times as fast as cuDNN's" in kernels
     plain = [float(on_a_gpu[shape, "bf16", "rbn.LSTM"]["ratio_to_cudnn"]) for shape in SHAPES]

@@ -330,6 +330,7 @@ def test_words_where_nobody_is_faster() -> None:
     assert "too close to tell apart" in test
     slow = outcome_of([0.5, 0.6], [0.6, 0.7])
     assert faster(slow) is None
+    assert headline(slow).endswith("neither model reached 80%")
     neither, _, _ = outcome(slow)  # and not a word of 90%
     assert "Neither" in neither
     assert parts(neither) == ["80%", "60.0%", "LSTM", "70.0%", "BN-LSTM"]

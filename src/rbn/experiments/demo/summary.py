@@ -30,6 +30,9 @@ def headline(result: Result) -> str:
     """The outcome in one line."""
     first = faster(result)
     if first is None:
+        lowest = min(THRESHOLDS)
+        if all(model.reached(lowest) is None for model in result.models):
+            return f"In this run neither model reached {100 * lowest:.0f}%"
         return "In this run neither model learned faster"
     if first is result.lstm:
         return "In this run the plain LSTM learned faster"

@@ -7,7 +7,15 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
+
+try:  # private: without it, layers in compiled code work as before, and take longer
+    from torch._C._dynamo.eval_frame import set_eval_frame as set_eval_frame
+except ImportError:
+
+    def set_eval_frame(callback: Any) -> Any:  # type: ignore[misc]
+        """Stands for torch's function: no compiler is active."""
+        return None
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 

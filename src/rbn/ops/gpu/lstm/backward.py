@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.definition import LSTMArguments
+from rbn.ops.definition import VECTORS, LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.joined import Saved, factors_of, join
@@ -20,7 +20,7 @@ from rbn.ops.gpu.lstm.plan import Plan, plan_for
 from rbn.ops.gpu.lstm.prepare import begin_backward
 from rbn.ops.gpu.lstm.prepare_kernels import finish
 from rbn.ops.gpu.lstm.steps import step_launches
-from rbn.ops.gpu.lstm.workspace import VECTORS, Scratch, vector_size
+from rbn.ops.gpu.lstm.workspace import Scratch, vector_size
 from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.driver import device_of
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key

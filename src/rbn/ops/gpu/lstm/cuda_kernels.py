@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rbn.ops.definition import LSTMArguments
+from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
@@ -26,9 +26,7 @@ log = logging.getLogger("rbn.ops.gpu")
 
 CLUSTER, GRID, PORTABLE = "cluster", "grid", "portable"  # the families of kernels
 
-_VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
-_MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
-_COMMON = ("wx", "weight", *_VECTORS, *_MOMENTS)
+_COMMON = ("wx", "weight", *VECTORS, *LSTM.moments)
 _SIZES = ("T", "B", "rows_x", "rows_h", "rows_c")
 _FORWARD = (*_COMMON, "hs", "cs", "wh", "c0", "h_n", "c_n", "lengths", "inv_n", "counter")
 _BACKWARD = (

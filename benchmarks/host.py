@@ -117,7 +117,6 @@ def stand_ins(kernels="portable"):
             (plan, "_fits_side_by_side", lambda a, count: True),
             (prepare, "begin", _Triton()),
             (backward, "finish", _Triton()),
-            (forward, "input_moments", _Triton()),
             (forward, "last_states", _Triton()),
             (prepare_kernels, "begin_backward", _Triton()),
             (F, "linear", _linear),

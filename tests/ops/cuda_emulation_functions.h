@@ -7,15 +7,34 @@ inline unsigned short to_half(float v) {
   return v != v ? 0x7fff : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 }
 
+// In float32 operands are float16.
 #if TYPE == 0
-inline float2 widen(Pair p) { return p; }
-inline Pair narrow(float2 v) { return v; }
+inline unsigned short to_operand(float v) {
+  const unsigned u = __float_as_uint(v), sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
+  if (size > 0x7f800000) return 0x7fff;
+  if (size >= 0x477ff000) return sign | 0x7c00;
+  if (size < 0x38800000) return sign | unsigned(std::nearbyint(std::ldexp(__uint_as_float(size), 24)));
+  return sign | (((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10));
+}
+inline float from_operand(unsigned short bits) {
+  const unsigned exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                     : exponent ? std::ldexp(1024.0f + fraction, int(exponent) - 25) : std::ldexp(float(fraction), -24);
+  return bits & 0x8000 ? -size : size;
+}
+#else
+inline unsigned short to_operand(float v) { return to_half(v); }
+inline float from_operand(unsigned short bits) { return from_half(bits); }
+#endif
+inline float2 unpack(u32 p) { return make_float2(from_operand(p), from_operand(p >> 16)); }
+inline u32 pack(float x, float y) { return to_operand(x) | u32(to_operand(y)) << 16; }
+
+inline Pair narrow(float2 v);
+#if TYPE == 0
 inline u32 rounded_word(u32 v) { return (v + 0x1000) & ~0x1fffu; }
 inline float exp2_(float x) { return std::exp2(x); }
 inline float inverse(float x) { return 1.0f / x; }
 #else
-inline float2 widen(Pair p) { return make_float2(from_half(p), from_half(p >> 16)); }
-inline Pair narrow(float2 v) { return to_half(v.x) | u32(to_half(v.y)) << 16; }
 inline u32 rounded_word(u32 v) { return v; }
 inline float tanh_(float x) { return std::tanh(x); }
 #endif
@@ -65,28 +84,7 @@ inline void multiply(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 }
 
 #ifdef CLUSTER
-// The functions of exchange.cuh. In float32 operands are float16.
-#if TYPE == 0
-inline unsigned short to_operand(float v) {
-  const unsigned u = __float_as_uint(v), sign = u >> 16 & 0x8000, size = u & 0x7fffffff;
-  if (size > 0x7f800000) return 0x7fff;
-  if (size >= 0x477ff000) return sign | 0x7c00;
-  if (size < 0x38800000) return sign | unsigned(std::nearbyint(std::ldexp(__uint_as_float(size), 24)));
-  return sign | (((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10));
-}
-inline float from_operand(unsigned short bits) {
-  const unsigned exponent = bits >> 10 & 31, fraction = bits & 1023;
-  const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
-                     : exponent ? std::ldexp(1024.0f + fraction, int(exponent) - 25) : std::ldexp(float(fraction), -24);
-  return bits & 0x8000 ? -size : size;
-}
-#else
-inline unsigned short to_operand(float v) { return to_half(v); }
-inline float from_operand(unsigned short bits) { return from_half(bits); }
-#endif
-inline float2 unpack(u32 p) { return make_float2(from_operand(p), from_operand(p >> 16)); }
-inline u32 pack(float x, float y) { return to_operand(x) | u32(to_operand(y)) << 16; }
-
+// The functions of exchange.cuh.
 inline void multiply16(float (&c)[4], uint4 a, u32 b0, u32 b1) {
   Warp& w = this_warp();
   const int lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;

@@ -1,6 +1,5 @@
 """What the kernels in CUDA C++ find, and leave, at the addresses that they are given."""
 
-import collections
 import ctypes
 import math
 
@@ -52,7 +51,6 @@ def test_results_are_what_the_kernels_wrote(monkeypatch, family):
         monkeypatch.setattr(cluster_kernels, "choose", lambda term: cut)
         monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *sizes: cut.blocks)
         monkeypatch.setattr(cluster_kernels, "kernel", lambda *sizes: kernel)
-    monkeypatch.setattr(forward, "input_moments", collections.defaultdict(lambda: moments_of))
     case = make_case("bn_lstm", 3, 5, 6, dtype=torch.float32)
     leaves = {name: shifted(v).requires_grad_() for name, v in case.present().items()}
     results = call(case.with_tensors(**leaves), "gpu")
@@ -144,7 +142,6 @@ def test_kernels_find_the_arguments_where_they_are_told(monkeypatch, option, dty
     kernel = Reader(sizes, (R, T, B, 4 * H))
     monkeypatch.setattr(cuda_kernels, "family", lambda term, a: cuda_kernels.PORTABLE)
     monkeypatch.setattr(portable_kernels, "kernel", lambda *sizes: kernel)
-    monkeypatch.setattr(forward, "input_moments", collections.defaultdict(lambda: moments_of))
     results = forward.forward(calls, separate=False)
     lead = (R,) if R > 1 else ()
     doutput, dh_n = new(*lead, T, B, H), new(*lead, B, H)
@@ -265,10 +262,6 @@ def test_grid_kernels_find_the_masks(monkeypatch, zoneout, R, spread):
             assert mask is None or torch.equal(seen, mask.flatten().long())
     modes = [1 if z == "mask" else 2 if z else 0 for z in zoneout]
     assert all([dict(d)["ZONE_C"], dict(d)["ZONE_H"]] == modes for d in defines)
-
-
-def moments_of(*arguments, **flags):
-    pass
 
 
 def shifted(value):

@@ -8,13 +8,13 @@ import torch
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops import gpu
-from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels, plan
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.plan import plan_for
 from rbn.ops.gpu.lstm.portable.portable_kernels import PortableTiling
-from rbn.ops.gpu.lstm.workspace import VECTORS, Workspace
+from rbn.ops.gpu.lstm.workspace import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 T, B, H = 3, 5, 6

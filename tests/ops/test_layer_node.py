@@ -116,7 +116,9 @@ def test_same_numbers_as_in_several_nodes(name, given, bidirectional, nodes, mon
         if not one_node:
             monkeypatch.setattr(rbn.nn.recurrence, "run", run_in_several_nodes)
         found.append(results(own, x, hx, LENGTHS if given == "lengths" else None))
-    assert nodes == [directions] * 2
+    # On a card the CUDA C++ kernels run side by side, which do not have this ablation.
+    alone = DEVICE == "cuda" and name == "joint terms"
+    assert nodes == ([1] * directions if alone else [directions]) * 2
     one, several = found
     for name, value in one.items():
         want = several[name]

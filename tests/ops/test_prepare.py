@@ -14,12 +14,12 @@ import rbn
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
 from rbn.ops import dispatch
+from rbn.ops.definition import VECTORS
 from rbn.ops.gpu import running_average
 from rbn.ops.gpu.lstm import backward, forward, prepare
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall
 from rbn.ops.gpu.lstm.workspace import (
-    VECTORS,
     Scratch,
     Workspace,
     laid_out,

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from rbn.ops.types import Statistics, check_lengths, compute_dtype, readable
 
+VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")  # parameters of the LSTM, [G] or [H]
+
 
 class LSTMArguments(NamedTuple):
     """Arguments of the plain, the batch-normalized and the layer-normalized LSTM.

@@ -22,16 +22,15 @@ from torch import Tensor
 from rbn.ops.cpu.fused_lstm import Forward, Gradients, Saved, identical_steps_of, states_of
 from rbn.ops.cpu.layout import Buffers, Layout, like_parameter
 from rbn.ops.cpu.norms import SequenceNorm
-from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.identical_rows import lower_rstd
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 _NONE, _BATCH, _GIVEN = 0, 1, 2
 SMALL = 2048  # units times rows below which a second thread costs more than it saves
 _BUFFERS = ("wx", "wh", "gates", "cand", "tanh_c", "hidden_states", "c0")
-_VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 _MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
-_GRADIENTS = ("dy", "dh", "dc", "dwh", "dwx", *("d" + name for name in _VECTORS))
+_GRADIENTS = ("dy", "dh", "dc", "dwh", "dwx", *("d" + name for name in VECTORS))
 _NUMBERS = ("hidden", "keep", "mode_x", "mode_h", "mode_c", "rows_x", "rows_h", "rows_c")
 
 
@@ -41,7 +40,7 @@ class _Args(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in (*_BUFFERS, *_VECTORS, *_MOMENTS, *_GRADIENTS)),
+        *((name, ctypes.c_void_p) for name in (*_BUFFERS, *VECTORS, *_MOMENTS, *_GRADIENTS)),
     )
 
     def point(self, **tensors: Tensor | None) -> None:
@@ -114,7 +113,7 @@ class _Call:
         self.h0 = layout.state(a.h0).contiguous()
         self.c0 = layout.state(a.c0).contiguous()
         self.vectors: dict[str, Tensor | None] = {}
-        for name in _VECTORS:
+        for name in VECTORS:
             value = layout.optional(getattr(a, name))
             self.vectors[name] = None if value is None else value.contiguous()
         self.sequence: SequenceNorm | None = None
@@ -256,7 +255,7 @@ def backward(
         dwx[:rows] = call.sequence.backward(dwx[:rows], wx[:rows])
         grads["dgamma_x"] = call.sequence.dgamma
     dweight = packing.outer(dwh, hidden, h0)
-    vectors = {name: like_parameter(grads["d" + name], getattr(a, name)) for name in _VECTORS}
+    vectors = {name: like_parameter(grads["d" + name], getattr(a, name)) for name in VECTORS}
     return {
         "input": packing.unpack(dwx).to(a.input.dtype),
         "weight_hh": dweight.to(a.weight_hh.dtype),

@@ -19,28 +19,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rbn.ops.definition import RNN, RNNArguments
-from rbn.ops.gpu.bn_rnn.rnn_steps import RNNCall, Saved, sequence_backward, sequence_moments
+from rbn.ops.gpu.bn_rnn.rnn_steps import Saved
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
-from rbn.ops.gpu.lstm.input_moments import input_moments
 from rbn.ops.gpu.lstm.kernel_arguments import aligned
-from rbn.ops.gpu.lstm.prepare import padded_factors
+from rbn.ops.gpu.lstm.prepare import padded_factors, write_input_moments
 from rbn.ops.gpu.lstm.workspace import stride_of
 from rbn.ops.gpu.runtime import nvrtc
-from rbn.ops.gpu.runtime.device import multiprocessors, power_of_two
+from rbn.ops.gpu.runtime.device import multiprocessors
 from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structure
-from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
+from rbn.ops.gpu.sequence_statistics import sequence_backward, sequence_moments
 from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.input_term import without_padding
 from rbn.ops.operator import Incoming, Results
-from rbn.ops.types import valid_steps
+from rbn.ops.types import inverse_counts, valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
 _BATCH, _GIVEN = 1, 2  # the statistics that a term is normalized with
 _MOST_TILES = 8  # tiles of 16 rows
 _POLLED = 8  # blocks of columns, at most, whose data are polled
-_COLUMNS = 128  # per program of `input_moments`
 
 _VECTORS = ("bias", "gamma_x", "gamma_h")
 _MEMBERS = {
@@ -209,9 +207,9 @@ def forward(a: RNNArguments, tiling: Tiling, separate: bool) -> Results:
     if a.population:
         moments = [aligned(_given(getattr(a, name))) for name in RNN.moments]
     elif a.sequence:
-        sequence_moments(RNNCall(a._replace(input=wx)), moments)
+        sequence_moments(wx, _valid(a), *moments[:2])
     else:
-        _write_input_moments(wx, lengths.get("lengths"), *moments[:2])
+        write_input_moments(wx, lengths.get("lengths"), *moments[:2])
     hs = exchanged(tiling, T + 1, wx)
     hs[0, :, :H] = a.h0
     if hs.shape[2] != H:
@@ -258,7 +256,8 @@ def backward(
     sums = {name: torch.empty(H, dtype=torch.float32, device=device) for name in _VECTORS}
     _launch("backward", a, tiling, tensors | {f"d{name}": sums[name] for name in _VECTORS})
     if a.sequence:
-        sequence_backward(RNNCall(a._replace(input=wx)), r, dwx, sums["bias"], sums["gamma_x"])
+        known = wx, _valid(a), (moments["mean_x"], moments["var_x"]), tensors["gamma_x"], a.eps
+        sequence_backward(*known, dwx, sums["bias"], sums["gamma_x"])
 
     gradients: dict[str, Tensor | None] = dict.fromkeys(RNN.gradients)
     for name in _VECTORS:
@@ -329,34 +328,15 @@ def _lengths(a: RNNArguments) -> dict[str, Tensor]:
     """The lengths, and 1 / unpadded rows of each step; empty without lengths."""
     if a.lengths is None:
         return {}
-    lengths = a.lengths.to(device=a.input.device, dtype=torch.int32).contiguous()
-    valid = valid_steps(lengths, a.input.shape[0])
+    lengths, valid = a.lengths.to(device=a.input.device, dtype=torch.int32), _valid(a)
     assert valid is not None
-    n = valid.sum(1)
-    inv_n = torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
-    return {"lengths": lengths, "inv_n": inv_n}
+    return {"lengths": lengths.contiguous(), "inv_n": inverse_counts(valid)}
 
 
-def _write_input_moments(wx: Tensor, lengths: Tensor | None, mean: Tensor, var: Tensor) -> None:
-    """Mean and var of the input term over the unpadded rows of every step, ``[T, H]``."""
-    T, B, H = wx.shape
-    tensors = wx, mean, var, wx if lengths is None else lengths  # wx: a placeholder, not read
-
-    def arguments() -> Any:
-        return (
-            (T, -(-H // _COLUMNS)),
-            tensors,
-            (T, B),
-            {
-                "F": H,
-                "ROWS": min(128, max(16, power_of_two(B))),
-                "COLUMNS": _COLUMNS,
-                "LENGTHS": lengths is not None,
-            },
-        )
-
-    addresses = tuple([tensor.data_ptr() for tensor in tensors])
-    launch_by_key(input_moments, (wx.shape, wx.dtype, lengths is None), addresses, arguments, wx)
+def _valid(a: RNNArguments) -> Tensor | None:
+    """Which positions are not padding, bool ``[T, B]``; None without lengths."""
+    lengths = None if a.lengths is None else a.lengths.to(a.input.device)
+    return valid_steps(lengths, a.input.shape[0])
 
 
 def _raised_variance(

@@ -18,10 +18,12 @@ from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime import triton_functions
 from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
+from rbn.ops.gpu.sequence_statistics import sequence_backward, sequence_moments
 from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zone
 from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Incoming, Results
+from rbn.ops.types import inverse_counts
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -59,10 +61,7 @@ class RNNCall(StepCall):
             beta = F.pad(beta_n, (2 * self.H, 0))
         self.vectors = [self.bias(a.bias), self.full(a.gamma_x), self.full(a.gamma_h), beta]
         self.mask_h = self.mask(a.mask_h)
-        self.inv_n = self.empty
-        if self.valid is not None:
-            n = self.valid.sum(1)
-            self.inv_n = torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
+        self.inv_n = self.empty if self.valid is None else inverse_counts(self.valid)
         # Triton would specialize the kernel for integers.
         self.numbers = float(a.rate_h), float(a.eps)
         units = min(4 if a.gated else 16, power_of_two(self.H))
@@ -134,7 +133,7 @@ def forward(given: RNNArguments, separate: bool) -> Results:
     shapes = [shape for shape in a.definition.statistics_shapes(a) if shape is not None]
     own = [call.new(*shape) for shape in shapes for _ in range(2)]
     if a.sequence:
-        sequence_moments(call, own)
+        sequence_moments(wx, call.valid, *own[:2])
     moments = call.moments(own)
     h_n = call.state(a.h0) if a.lengths is not None else call.empty
     weight = factor(a.weight_hh, wx).t()
@@ -203,7 +202,10 @@ def backward(given: RNNArguments, r: Saved, incoming: Incoming) -> dict[str, Ten
             multiply(steps[t])
     dbias, dgamma_x, dgamma_h, *dbeta = (s.sum(0) for s in sums)  # each in its own memory
     if a.sequence:
-        sequence_backward(call, r, dwx, dbias, dgamma_x)
+        assert r.mean_x is not None
+        assert r.var_x is not None
+        known = wx, call.valid, (r.mean_x, r.var_x), call.vectors[1], a.eps
+        sequence_backward(*known, dwx, dbias, dgamma_x)
     gradients = {
         "input": dwx,
         "weight_hh": weight_gradient(da, a.h0, hidden).to(a.weight_hh.dtype),
@@ -214,29 +216,3 @@ def backward(given: RNNArguments, r: Saved, incoming: Incoming) -> dict[str, Ten
         "beta_n": call.gradient(dbeta[0][-H:].clone(), a.beta_n) if dbeta else None,
     }
     return through_term(given, gradients, incoming.input, r.x, r.w)
-
-
-def sequence_moments(call: RNNCall, own: list[Tensor]) -> None:
-    """Mean and var of the input term over all unpadded positions, into own[0] and own[1]."""
-    x = call.wx.to(torch.float32)
-    if call.valid is None:
-        own[1][0], own[0][0] = torch.var_mean(x, dim=(0, 1), correction=0)
-        return
-    keep, n = call.valid[:, :, None], call.valid.sum().clamp(min=1)
-    own[0][0] = torch.where(keep, x, 0).sum((0, 1)) / n
-    own[1][0] = torch.where(keep, x - own[0], 0).square().sum((0, 1)) / n
-
-
-def sequence_backward(
-    call: RNNCall, r: Saved, dwx: Tensor, dbias: Tensor, dgamma_x: Tensor
-) -> None:
-    """Add the gradient through sequencewise statistics to that of the input term, in place."""
-    assert r.mean_x is not None
-    assert r.var_x is not None
-    rstd = torch.rsqrt(r.var_x + call.a.eps)
-    spread = dbias + (call.wx - r.mean_x) * rstd * dgamma_x
-    n: Tensor | int = call.T * call.B
-    if call.valid is not None:
-        n = call.valid.sum().clamp(min=1)
-        spread = torch.where(call.valid[:, :, None], spread, 0)
-    dwx -= (spread * (rstd * call.vectors[1]) / n).to(dwx.dtype)

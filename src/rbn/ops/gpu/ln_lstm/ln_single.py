@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.definition import LSTM, LSTMArguments
-from rbn.ops.gpu.ln_lstm.ln_steps import VECTORS, Call, Saved, gradients, input_moments
+from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
+from rbn.ops.gpu.ln_lstm.ln_steps import Call, Saved, gradients, input_moments
 from rbn.ops.gpu.lstm.kernel_arguments import aligned
 from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime import nvrtc

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.gpu.ln_lstm import ln_kernels as kernels
 from rbn.ops.gpu.lstm.prepare import padded_factors
 from rbn.ops.gpu.runtime.device import power_of_two
@@ -26,7 +26,6 @@ log = logging.getLogger("rbn.ops.gpu")
 
 LARGEST = 8192  # hidden units: a program keeps all gates of a row in registers
 _KEPT = kernels.KEPT.value
-VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 # The least number of elements of a gate per program: short rows share a program.
 _TILE, _TILE_INTERPRETED = 128, 4096
 

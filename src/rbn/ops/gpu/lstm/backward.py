@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.definition import LSTMArguments
+from rbn.ops.definition import VECTORS, LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.joined import Saved, factors_of, join
@@ -20,14 +20,14 @@ from rbn.ops.gpu.lstm.plan import Plan, plan_for
 from rbn.ops.gpu.lstm.prepare import begin_backward
 from rbn.ops.gpu.lstm.prepare_kernels import finish
 from rbn.ops.gpu.lstm.steps import step_launches
-from rbn.ops.gpu.lstm.workspace import VECTORS, Scratch, vector_size
+from rbn.ops.gpu.lstm.workspace import Scratch, vector_size
 from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.driver import device_of
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
+from rbn.ops.gpu.sequence_statistics import sequence_backward
 from rbn.ops.input_term import without_padding
 from rbn.ops.operator import Incoming
-from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -202,7 +202,11 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
         dh, dc = _in_steps(call, r, incoming, da, dwx, sums)
 
     if plan.sequence and dwx is not None:
-        _sequence_backward(call, _moments(call, r), dwx.view(call.wx.shape), *sums.parts()[:2])
+        mean, var, *_ = _moments(call, r)
+        assert mean is not None
+        assert var is not None
+        known = call.wx, call.valid, (mean, var), call.full(a.gamma_x), a.eps
+        sequence_backward(*known, dwx.view(call.wx.shape), *sums.parts()[:2])
     with _multiplied_as_by_kernels(call):
         dweight, dh0 = _through_weight(call, da, weight, r)
     done = sums.with_states(dweight, dh0, dh, dc)
@@ -398,28 +402,3 @@ def columns_of(x: Tensor, first: int, count: int) -> Tensor:
     *strides, rows, _, _ = x.stride()
     begin = x.storage_offset() + first * rows
     return x.as_strided((*lead, F, count * B), (*strides, 1, F), begin)
-
-
-def _sequence_backward(
-    call: LSTMCall,
-    moments: list[Tensor | None],
-    dwx: Tensor,
-    dbias: Tensor,
-    dgamma_x: Tensor,
-) -> None:
-    """Add the contribution of sequencewise statistics to the input term's gradient, in place."""
-    a, wide = call.a, (call.R, 1, 1, 4 * call.H)
-    mean, var = moments[:2]
-    assert mean is not None
-    assert var is not None
-    rstd = torch.rsqrt(var.view(wide) + a.eps)
-    x_hat = (call.wx - mean.view(wide)) * rstd
-    n: Tensor | int = call.T * call.B
-    spread = dbias.view(wide) + x_hat * dgamma_x.view(wide)
-    if a.lengths is not None:
-        valid = valid_steps(call.lengths, call.T)
-        assert valid is not None
-        n = valid.sum()
-        spread = torch.where(valid[None, :, :, None], spread, 0)
-    gamma_x = call.full(a.gamma_x).view(wide)
-    dwx -= (spread * (rstd * gamma_x) / n).to(dwx.dtype)

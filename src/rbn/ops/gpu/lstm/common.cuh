@@ -49,16 +49,32 @@ typedef u32 Pair;
 
 // Values ------------------------------------------------------------------------------------------
 
+// Two numbers in 16 bits each, the first in the lower half: bfloat16 with TYPE 1, else float16.
+__device__ __forceinline__ u32 pack(float x, float y) {
+  u32 p;
+#if TYPE == 1
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(y), "f"(x));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(y), "f"(x));
+#endif
+  return p;
+}
+
+__device__ __forceinline__ float2 unpack(u32 p) {
+  float2 v;
+#if TYPE == 1
+  v = make_float2(__uint_as_float(p << 16), __uint_as_float(p & 0xffff0000u));
+#else
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(v.x), "=f"(v.y) : "r"(p));
+#endif
+  return v;
+}
+
 __device__ __forceinline__ float2 widen(Pair p) {
 #if TYPE == 0
   return p;
-#elif TYPE == 1
-  return make_float2(__uint_as_float(p << 16), __uint_as_float(p & 0xffff0000u));
 #else
-  float2 v;
-  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-      : "=f"(v.x), "=f"(v.y) : "r"(p));
-  return v;
+  return unpack(p);
 #endif
 }
 
@@ -66,13 +82,7 @@ __device__ __forceinline__ Pair narrow(float2 v) {
 #if TYPE == 0
   return v;
 #else
-  u32 p;
-#if TYPE == 1
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(v.y), "f"(v.x));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(v.y), "f"(v.x));
-#endif
-  return p;
+  return pack(v.x, v.y);
 #endif
 }
 

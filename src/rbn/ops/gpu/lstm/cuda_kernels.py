@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rbn.ops.definition import LSTMArguments
+from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.grid import grid_kernels
 from rbn.ops.gpu.lstm.portable import portable_kernels
@@ -26,9 +26,7 @@ log = logging.getLogger("rbn.ops.gpu")
 
 CLUSTER, GRID, PORTABLE = "cluster", "grid", "portable"  # the families of kernels
 
-_VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
-_MOMENTS = ("mean_x", "var_x", "mean_h", "var_h", "mean_c", "var_c")
-_COMMON = ("wx", "weight", *_VECTORS, *_MOMENTS)
+_COMMON = ("wx", "weight", *VECTORS, *LSTM.moments)
 _SIZES = ("T", "B", "rows_x", "rows_h", "rows_c")
 _FORWARD = (*_COMMON, "hs", "cs", "wh", "c0", "h_n", "c_n", "lengths", "inv_n", "counter")
 _BACKWARD = (
@@ -183,11 +181,13 @@ def launch_for(
         cached = plan.launches[direction, has_doutput] = _kernel_and_grid(
             direction, plan, plan.defines[has_doutput]
         )
-    if plan.family == CLUSTER:
-        return _cluster_launch(direction, call, cached, at, rows)
+    structs = _ONE_FEATURE if plan.one_feature else _STRUCTS
+    more: tuple[float, ...] = ()
     if plan.family == GRID:
-        return _grid_launch(direction, call, cached, at, rows)
-    return _portable_launch(direction, call, cached, at, rows)
+        structs, more = _GRID_STRUCTS, _for_grid(direction, call, at)
+    arguments = structs[direction].packed(at, call.T, call.B, *rows, call.a.eps, *more)
+    kernel, grid = cached
+    return Launch(kernel, grid, arguments)
 
 
 Cached = tuple[Kernel, tuple[int, int]]
@@ -216,29 +216,11 @@ def _kernel_and_grid(direction: str, plan: Any, defines: tuple[Any, ...]) -> Cac
     return kernel, (blocks, R * splits)
 
 
-def _cluster_launch(
-    direction: str, call: Any, cached: Cached, at: dict[str, int], rows: list[int]
-) -> Launch:
-    struct = (_ONE_FEATURE if call.plan.one_feature else _STRUCTS)[direction]
-    return Launch(*cached, struct.packed(at, call.T, call.B, *rows, call.a.eps))
-
-
-def _grid_launch(
-    direction: str, call: Any, cached: Cached, at: dict[str, int], rows: list[int]
-) -> Launch:
+def _for_grid(direction: str, call: Any, at: dict[str, int]) -> tuple[float, ...]:
+    """Allocate the memory of weights that are not resident; returns the numbers of zoneout."""
     spilled = call.R * call.plan.tilings[direction].spilled
     if spilled:
         spill = torch.empty(spilled, dtype=torch.uint8, device=call.term.device)
         call.kept.append(spill)
         at["spilled"] = spill.data_ptr()
-    masks = (at.get(name, 0) for name in ("mask_c", "mask_h"))
-    more = (call.a.rate_c, call.a.rate_h, *masks)
-    struct = _GRID_STRUCTS[direction]
-    return Launch(*cached, struct.packed(at, call.T, call.B, *rows, call.a.eps, *more))
-
-
-def _portable_launch(
-    direction: str, call: Any, cached: Cached, at: dict[str, int], rows: list[int]
-) -> Launch:
-    struct = _STRUCTS[direction]
-    return Launch(*cached, struct.packed(at, call.T, call.B, *rows, call.a.eps))
+    return call.a.rate_c, call.a.rate_h, at.get("mask_c", 0), at.get("mask_h", 0)

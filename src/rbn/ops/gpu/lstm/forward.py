@@ -15,11 +15,11 @@ from torch import Tensor
 
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels
-from rbn.ops.gpu.lstm.input_moments import feature_moments, input_moments
+from rbn.ops.gpu.lstm.input_moments import feature_moments
 from rbn.ops.gpu.lstm.joined import Saved, join, to_save
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, rows_of
 from rbn.ops.gpu.lstm.plan import BATCH, plan_for
-from rbn.ops.gpu.lstm.prepare import MOMENTS_COLUMNS, begin_states, moments_rows
+from rbn.ops.gpu.lstm.prepare import begin_states, write_input_moments
 from rbn.ops.gpu.lstm.prepare_kernels import last_states
 from rbn.ops.gpu.lstm.steps import step_launches
 from rbn.ops.gpu.lstm.workspace import (
@@ -32,8 +32,8 @@ from rbn.ops.gpu.lstm.workspace import (
 from rbn.ops.gpu.runtime.device import power_of_two
 from rbn.ops.gpu.runtime.driver import device_of
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key, launch_cached
+from rbn.ops.gpu.sequence_statistics import sequence_moments
 from rbn.ops.operator import Results
-from rbn.ops.types import valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -134,9 +134,7 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
         inputs = _inputs_of_one_feature(call, new, at)
         at |= call.inputs_at(inputs)
     elif plan.sequence:
-        _sequence_moments(
-            call.wx, call.lengths if a.lengths is not None else None, *new.input_moments()
-        )
+        sequence_moments(call.wx, call.valid, *new.input_moments())
     with device_of(call.term):
         launch = cuda_kernels.launch_for("forward", call, at, rows)
         launch.kernel.launch(launch.grid, launch.arguments)
@@ -186,12 +184,13 @@ def _in_steps(call: LSTMCall, separate: bool) -> Run:
     h_n = _first_states(call)
     new = Workspace(call.plan, separate=True)
     if call.plan.sequence:
-        _sequence_moments(wx, call.lengths if a.lengths is not None else None, *new.input_moments())
+        sequence_moments(wx, call.valid, *new.input_moments())
     moments = call.population() if a.population else new.moments()
     natural = cs.narrow(0, 0, R * (T + 1 if a.save else 1) * B * H).view(*call.lead, -1, B, H)
     natural.select(-3, 0).copy_(_broadcast(call, a.c0))
     if call.x == BATCH:
-        _input_moments(call, new)
+        padded = a.lengths is not None and not call.plan.include
+        write_input_moments(call.term, call.lengths if padded else None, *new.input_moments())
     step_launches.forward(call, moments, hs, natural, wh, h_n)
     return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.moments(), separate)
 
@@ -232,13 +231,12 @@ def _outputs(
     separate: bool,
 ) -> Run:
     """Build the results from the kernels' buffers."""
-    a, dtype, T, H = call.a, call.wx.dtype, call.T, call.H
+    a, dtype, H = call.a, call.wx.dtype, call.H
     output = steps_of(hs, H)
     include = call.plan.include
     if include:
-        valid = valid_steps(call.lengths, T)
-        assert valid is not None
-        output = torch.where(valid[:, :, None], output, 0)
+        assert call.valid is not None
+        output = torch.where(call.valid[:, :, None], output, 0)
     elif hs.shape[-1] != H:
         output = output.contiguous()
     last = h_n.to(dtype) if a.lengths is not None else output.select(-3, -1).clone()
@@ -249,30 +247,6 @@ def _outputs(
     saved: dict[str, Any] = {"wh": wh, "cs": cs, "hidden": hidden}
     saved["output"] = output if hidden is None else None
     return output, (last, c_n.to(dtype, copy=True)), moments, saved
-
-
-def _input_moments(call: LSTMCall, new: Workspace) -> None:
-    """Write mean and var of the input term of every step into the workspace `new`."""
-    mean, var = new.input_moments()
-    wx = call.term
-    padded = call.a.lengths is not None and not call.plan.include
-    lengths = call.lengths if padded else wx  # wx: a placeholder that the kernel does not read
-
-    def arguments() -> Any:
-        return (
-            (call.R * call.T, -(-4 * call.H // MOMENTS_COLUMNS)),
-            [wx, mean, var, lengths],
-            (call.T, call.B),
-            {
-                "F": 4 * call.H,
-                "ROWS": moments_rows(call.B),
-                "COLUMNS": MOMENTS_COLUMNS,
-                "LENGTHS": padded,
-            },
-        )
-
-    addresses = (wx.data_ptr(), mean.data_ptr(), var.data_ptr(), lengths.data_ptr())
-    launch_by_key(input_moments, (call.plan,), addresses, arguments, wx)
 
 
 def _inputs_of_one_feature(call: LSTMCall, new: Workspace, at: dict[str, int]) -> Tensor:
@@ -332,27 +306,10 @@ def _sequence_centered(call: LSTMCall, var: Tensor, new: Workspace) -> Tensor:
     assert call.w is not None
     feature = call.wx.narrow(-1, 0, 1).to(torch.float32)
     mean, result = feature.new_empty(2, call.R, 1)
-    _sequence_moments(feature, call.lengths if call.a.lengths is not None else None, mean, result)
+    sequence_moments(feature, call.valid, mean, result)
     var.copy_(result.view(-1))
     w = call.full(call.w).view(call.R, -1)
     for part, value in zip(new.input_moments(), (mean * w, result * w.square()), strict=True):
         part.copy_(value.view_as(part))
     centered: Tensor = feature - mean[:, None, None]
     return centered
-
-
-def _sequence_moments(
-    wx: Tensor, lengths: Tensor | None, new_mean: Tensor, new_var: Tensor
-) -> None:
-    """Write mean and var of the input term over all unpadded positions to new_mean and new_var."""
-    x = wx.to(torch.float32)
-    if lengths is None:
-        var, mean = torch.var_mean(x, dim=(1, 2), correction=0)
-    else:
-        valid = valid_steps(lengths, wx.shape[1])
-        assert valid is not None
-        keep, n = valid[None, :, :, None], valid.sum()
-        mean = torch.where(keep, x, 0).sum((1, 2)) / n
-        var = torch.where(keep, x - mean[:, None, None], 0).square().sum((1, 2)) / n
-    new_mean.copy_(mean.view_as(new_mean))
-    new_var.copy_(var.view_as(new_var))

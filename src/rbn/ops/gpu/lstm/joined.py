@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall
 from rbn.ops.gpu.lstm.plan import Plan
 from rbn.ops.gpu.lstm.prepare import padded_factors
-from rbn.ops.gpu.lstm.workspace import VECTORS
 
 _OTHERS = LSTM.tensors[len(LSTM.gradients) :]  # tensors without a gradient
 

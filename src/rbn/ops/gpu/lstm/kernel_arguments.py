@@ -13,7 +13,7 @@ from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.plan import BATCH, Plan
 from rbn.ops.gpu.stepwise import zone
-from rbn.ops.types import valid_steps
+from rbn.ops.types import inverse_counts, valid_steps
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -68,17 +68,14 @@ class LSTMCall:
         return lengths.to(device=self.term.device, dtype=torch.int32).contiguous()
 
     @functools.cached_property
-    def inv_n(self) -> Tensor:
-        """1 / unpadded rows of each step ``[T]``, 0 for steps without any.
+    def valid(self) -> Tensor | None:
+        """Which positions are not padding, bool ``[T, B]``; None if the call has no lengths."""
+        return None if self.a.lengths is None else valid_steps(self.lengths, self.T)
 
-        A placeholder if the call has no lengths.
-        """
-        if self.a.lengths is None:
-            return self.empty
-        valid = valid_steps(self.lengths, self.T)
-        assert valid is not None
-        n = valid.sum(1)
-        return torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
+    @functools.cached_property
+    def inv_n(self) -> Tensor:
+        """See `inverse_counts`; a placeholder if the call has no lengths."""
+        return self.empty if self.valid is None else inverse_counts(self.valid)
 
     def shared(self, state: Tensor) -> bool:
         """Whether all rows share this initial state."""

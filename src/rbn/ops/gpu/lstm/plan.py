@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rbn.ops.definition import LSTM, LSTMArguments
+from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.gpu.lstm import cuda_kernels
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.constant_terms import raises_in_kernel
@@ -15,7 +15,6 @@ from rbn.ops.gpu.lstm.cuda_kernels import CLUSTER
 from rbn.ops.gpu.lstm.term import Term
 from rbn.ops.gpu.lstm.workspace import (
     FAR,
-    VECTORS,
     laid_out,
     saved_sizes,
     statistics_layout,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rbn.ops.gpu.lstm import prepare_kernels
 from rbn.ops.gpu.lstm.constant_terms import BLOCK, PROGRAMS
+from rbn.ops.gpu.lstm.input_moments import input_moments
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall
 from rbn.ops.gpu.lstm.prepare_kernels import begin, pad_rows
 from rbn.ops.gpu.lstm.workspace import Scratch, Workspace
@@ -19,7 +20,7 @@ from rbn.ops.input_term import factors, padding
 from rbn.ops.types import CONSTANT
 
 _BLOCK = 1024
-MOMENTS_COLUMNS = 128  # per program; 64 or 256 take a fifth longer at 128 rows
+_MOMENTS_COLUMNS = 128  # per program; 64 or 256 take a fifth longer at 128 rows
 _TILE = 32  # rows and columns of the tiles in which W_h is transposed
 _PRESENT = ("BIAS", "GAMMA_X", "GAMMA_H", "GAMMA_C", "BETA_C")
 _WIDEST = 256  # columns per row that the kernel pads, at most
@@ -82,13 +83,17 @@ def begin_states(
         means = new.input_moments() if at else (cell, cell)
         blocks, steps = -(-max(R * of_one, plan.clear, 4 * units) // _BLOCK), R * T * bool(at)
         return (
-            (max(blocks, steps), 1 + bool(at) * -(-4 * H // MOMENTS_COLUMNS)),
+            (max(blocks, steps), 1 + bool(at) * -(-4 * H // _MOMENTS_COLUMNS)),
             [*tensors, cell, joined, zeros.view(torch.int32), term, *means, lengths],
             (R * of_one, of_one, (T + 1) * of_one, h_r, h_b, c_r, c_b, plan.clear, steps, T, B),
             {"H": H, "STRIDE": stride, "UNITS": units}
             | {name: v is not None for name, v in zip(_PRESENT, given, strict=True)}
             | {"BLOCK": _BLOCK, "MOMENTS": bool(at)}
-            | {"ROWS": moments_rows(B), "COLUMNS": MOMENTS_COLUMNS, "LENGTHS": lengths is not term},
+            | {
+                "ROWS": _moments_rows(B),
+                "COLUMNS": _MOMENTS_COLUMNS,
+                "LENGTHS": lengths is not term,
+            },
         )
 
     places = own, own + 4 * (plan.cell + plan.clear), own + 4 * plan.cell, term.data_ptr(), *moments
@@ -96,7 +101,29 @@ def begin_states(
     launch_by_key(begin, (plan, h_r, h_b, c_r, c_b), addresses, arguments, hs)
 
 
-def moments_rows(batch: int) -> int:
+def write_input_moments(wx: Tensor, lengths: Tensor | None, mean: Tensor, var: Tensor) -> None:
+    """Mean and var of wx ``[..., T, B, F]`` over the unpadded rows of every step."""
+    *_, T, B, F = wx.shape
+    tensors = wx, mean, var, wx if lengths is None else lengths  # wx: a placeholder, not read
+
+    def arguments() -> Any:
+        return (
+            (wx.numel() // (B * F), -(-F // _MOMENTS_COLUMNS)),
+            tensors,
+            (T, B),
+            {
+                "F": F,
+                "ROWS": _moments_rows(B),
+                "COLUMNS": _MOMENTS_COLUMNS,
+                "LENGTHS": lengths is not None,
+            },
+        )
+
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    launch_by_key(input_moments, (wx.shape, wx.dtype, lengths is None), addresses, arguments, wx)
+
+
+def _moments_rows(batch: int) -> int:
     """Rows of the batch that a program of `input_moments` reads at once."""
     return min(128, max(16, power_of_two(batch)))
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 FAR = 32  # elements between results and counters, so that they share no cache line
-VECTORS = ("bias", "gamma_x", "gamma_h", "gamma_c", "beta_c")
 
 
 def vector_size(elements: int) -> int:

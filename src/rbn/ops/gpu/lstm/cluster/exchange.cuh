@@ -3,27 +3,6 @@
 
 // Operands of products ------------------------------------------------------------------------------
 
-// Two numbers in 16 bits each, the first in the lower half.
-__device__ __forceinline__ u32 pack(float x, float y) {
-  u32 p;
-#if TYPE == 1
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(y), "f"(x));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(y), "f"(x));
-#endif
-  return p;
-}
-
-__device__ __forceinline__ float2 unpack(u32 p) {
-  float2 v;
-#if TYPE == 1
-  v = make_float2(__uint_as_float(p << 16), __uint_as_float(p & 0xffff0000u));
-#else
-  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(v.x), "=f"(v.y) : "r"(p));
-#endif
-  return v;
-}
-
 __device__ __forceinline__ void multiply16(float (&c)[4], uint4 a, u32 b0, u32 b1) {
 #if TYPE == 1
 #define SHAPE16 "m16n8k16.row.col.f32.bf16.bf16.f32"

@@ -120,18 +120,6 @@ __device__ __forceinline__ u32 anew(u32 v) {
 
 // Four neighbouring units -------------------------------------------------------------------------
 
-// Two numbers as float16, and back.
-__device__ __forceinline__ u32 to_halves(float x, float y) {
-  u32 p;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(p) : "f"(y), "f"(x));
-  return p;
-}
-__device__ __forceinline__ float2 from_halves(u32 p) {
-  float2 v;
-  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(v.x), "=f"(v.y) : "r"(p));
-  return v;
-}
-
 // Raw4: as they are in memory. as_factors: as they are multiplied, in 16 bits; only in float32 `up` is looked at.
 #if TYPE == 0
 typedef float4 Raw4;
@@ -139,10 +127,10 @@ typedef float4 Raw4;
 __device__ __forceinline__ void widen4(float (&v)[4], float4 p) { v[0] = p.x, v[1] = p.y, v[2] = p.z, v[3] = p.w; }
 __device__ __forceinline__ float4 narrow4(const float (&v)[4]) { return make_float4(v[0], v[1], v[2], v[3]); }
 __device__ __forceinline__ uint2 as_factors(float4 v, float up) {
-  return make_uint2(to_halves(v.x * up, v.y * up), to_halves(v.z * up, v.w * up));
+  return make_uint2(pack(v.x * up, v.y * up), pack(v.z * up, v.w * up));
 }
 __device__ __forceinline__ float4 from_factors(uint2 p, float down) {
-  const float2 a = from_halves(p.x), b = from_halves(p.y);
+  const float2 a = unpack(p.x), b = unpack(p.y);
   return make_float4(a.x * down, a.y * down, b.x * down, b.y * down);
 }
 #else

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   of_gates.start(), of_cell.start();
 
   const Element* weight = p.weight + r * GATES * H;
-  const float undo = pack(resident, spilled, scratch, [&](int n, int piece, int u) {
+  const float undo = pack_weights(resident, spilled, scratch, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece / 4 * UNITS + u;
     if (of >= H || k >= H) return Raw4{};
     const Element* from = weight + i64(piece % 4 * H + k) * H + of;

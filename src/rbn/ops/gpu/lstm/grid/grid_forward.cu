@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   of_h.start(), of_c.start();
 
   const Element* weight = p.weight + r * GATES * H;
-  const float undo = pack(resident, spilled, scratch, [&](int n, int piece, int u) {
+  const float undo = pack_weights(resident, spilled, scratch, [&](int n, int piece, int u) {
     const int of = unit_of(n), k = piece * UNITS + u;
     if (of >= H || k >= H) return Raw4{};
     return __ldg(reinterpret_cast<const Raw4*>(weight + i64(n / 16 % 4 * H + of) * H + k));

@@ -84,7 +84,7 @@ __device__ __forceinline__ void store_here(Element* p, uint2 v, bool on) {
 // column n of the product for units u to u + 3 of a piece, by loads that need not wait for stores before them.
 // Gives what a product is to be multiplied with: 1, but in float32, where `scratch` for a word of each warp is needed.
 template <class Four>
-__device__ __forceinline__ float pack(uint4* resident, uint4* spilled, float* scratch, Four four) {
+__device__ __forceinline__ float pack_weights(uint4* resident, uint4* spilled, float* scratch, Four four) {
   float up = 1.0f, down = 1.0f;
 #if TYPE == 0
   u32 top = 0;

@@ -14,9 +14,9 @@
 static_assert(PART == 8, "a word for each other block");
 
 #if TYPE == 0
-__device__ __forceinline__ u32 in_16_bits(const float* v, float up) { return to_halves(v[0] * up, v[1] * up); }
+__device__ __forceinline__ u32 in_16_bits(const float* v, float up) { return pack(v[0] * up, v[1] * up); }
 __device__ __forceinline__ float2 of_16_bits(u32 p, float down) {
-  const float2 v = from_halves(p);
+  const float2 v = unpack(p);
   return make_float2(v.x * down, v.y * down);
 }
 #else

@@ -307,6 +307,7 @@ for op in ONE_STATE:
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("op", "options"), CHECKED)
 def test_the_operator(op, options):
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
@@ -321,6 +322,7 @@ def test_the_operator(op, options):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("op", "options"), CHECKED)
 def test_the_backward_operator(op, options):
     case = make_case(op, 2, 3, 5, dtype=torch.float32, **calm(op), **options).on(DEVICE)
@@ -334,6 +336,7 @@ def test_the_backward_operator(op, options):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
 def test_the_operators_from_an_input_and_states_for_all_rows(op):
     case = make_case(op, 2, 3, 5, dtype=torch.float32, **calm(op), lengths=[2, 1, 2]).on(DEVICE)

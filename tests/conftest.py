@@ -6,6 +6,8 @@ import sys
 # Small tensors gain nothing from a second thread, and lose much where other work shares the cores.
 # This holds for what tests start, too.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor compiles here, not in processes that import torch first.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch

@@ -168,6 +168,7 @@ def test_ends_with_one_line(
     assert result.output.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_without_typer_one_sentence() -> None:
     program = "import sys; sys.modules['typer'] = None; import rbn.cli; rbn.cli.main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

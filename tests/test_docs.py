@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Other tests run the same lines, and tracing exporters takes long.
+pytestmark = pytest.mark.no_cover
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -125,6 +128,7 @@ def test_your_own_data(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "series" / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # the exporter's own
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_export(run):

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Other tests run the same lines, and tracing exporters takes long.
+pytestmark = pytest.mark.no_cover
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MOST_LINES = 80
 

@@ -184,6 +184,7 @@ def wheel(make_once: Callable[..., Path]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -207,6 +208,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert not [part for part in parts if part == "tests" or part.startswith("test_")]
 
 
+@pytest.mark.slow
 def test_wheel_has_the_compiled_step_where_there_is_a_compiler(wheel: Path) -> None:
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("no C compiler: the wheel is a pure one")
@@ -237,6 +239,7 @@ def test_wheel_without_a_compiler_is_for_any_platform(
         assert not [name for name in archive.namelist() if name.endswith(".so")]
 
 
+@pytest.mark.slow
 def test_installed_wheel_needs_torch_alone(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     run(
@@ -328,6 +331,7 @@ def sdist(make_once: Callable[..., Path]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_description_can_be_shown(wheel: Path, sdist: Path) -> None:
     pytest.importorskip("twine")
     printed = run("-m", "twine", "--no-color", "check", "--strict", str(wheel), str(sdist))
@@ -352,6 +356,7 @@ def test_the_source_distribution_passes_its_tests(sdist: Path, tmp_path: Path) -
     )
 
 
+@pytest.mark.slow
 def test_command_shows_its_help() -> None:
     assert "demo" in run("-m", "rbn", "--help")
 

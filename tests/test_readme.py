@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -42,6 +43,7 @@ def test_it_is_short():
     assert len(README.splitlines()) <= 130
 
 
+@pytest.mark.slow
 def test_the_output_of_a_command_is_that_of_the_page():
     commands = re.findall(r"^    \$ rbn (evaluate .*?)(?:  +#.*)?\n    (.*)$", README, re.M)
     assert commands

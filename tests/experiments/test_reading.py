@@ -152,6 +152,7 @@ def train(task, config, batches):
         yield loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("variant", READERS)
 def test_each_variant_fits_a_batch(variant):

@@ -55,6 +55,7 @@ def random_input(layer, steps, rows):
 
 # By `load` of some versions of PyTorch, about its own reading of the file.
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("make", "options"), CASES)
@@ -72,6 +73,7 @@ def test_one_program_for_all_sizes(make, options, device):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_sequences_of_different_length(make, options, device):
@@ -145,6 +147,7 @@ def test_a_piece_from_every_start(options):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("make", LAYERS)
 def test_without_operators_of_our_own(make):
     """For a fixed number of steps, and for what knows no more than PyTorch's operators."""
@@ -160,6 +163,7 @@ def test_without_operators_of_our_own(make):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_by_the_operators_of_a_gpu(make, options):
     """On the CPU by Triton's interpreter, if there is no other way."""

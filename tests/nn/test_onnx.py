@@ -100,6 +100,7 @@ CASES = [
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @EXPORTER
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_a_layer(ort, make, options):
@@ -112,6 +113,7 @@ def test_a_layer(ort, make, options):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @EXPORTER
 def test_lengths(ort):
     layer = trained(rbn.BatchNormLSTM, bidirectional=True, batch_first=True, max_length=20)
@@ -131,6 +133,7 @@ def test_lengths(ort):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @EXPORTER
 def test_start_and_states(ort):
     """Pieces of a sequence; the example is one step of one sequence."""
@@ -160,6 +163,7 @@ def test_start_and_states(ort):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @EXPORTER
 @pytest.mark.parametrize("make", [rbn.BatchNormRNNCell, rbn.BatchNormGRUCell])
 def test_a_cell_for_every_step(ort, make):
@@ -188,6 +192,7 @@ class Tagger(nn.Module):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @EXPORTER
 def test_a_model(ort, tmp_path):
     """Written to a file, which ONNX's own check accepts, with the names of dimensions."""
@@ -215,6 +220,7 @@ def test_a_model(ort, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @EXPORTER
 def test_symbols_and_steps_without_an_estimate(ort):
     """Each such step uses the statistics of the one before."""
@@ -228,6 +234,7 @@ def test_symbols_and_steps_without_an_estimate(ort):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @EXPORTER
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
 @pytest.mark.parametrize("options", [{}, {"zoneout": (0.1, 0.1)}])

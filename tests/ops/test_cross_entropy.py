@@ -96,6 +96,7 @@ def compare(tensors, targets, reduction="mean", dloss=1.0):
         assert (((one - value).abs() <= off) | overflows).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=3),

@@ -110,7 +110,7 @@ def test_a_batch_beyond_the_tile_as_it_is():
 @pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=7)  # on a GPU a compilation each
+@settings(max_examples=4)  # on a GPU a compilation each
 @given(data=st.data())
 def test_random_calls(op, data):
     with tiles(data.draw(st.sampled_from(list(TILES)))):

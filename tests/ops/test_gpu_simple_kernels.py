@@ -142,19 +142,19 @@ def test_sums_over_many_rows():
 @pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_random_calls(op, data):
     compare(data.draw(cases(op, eps=(CALM,))))
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize("options", [{}, {"zoneout": ("mask", 0.3), "lengths": [6, 3, 1] * 3}])
+@pytest.mark.parametrize("options", [{}, {"zoneout": ("mask", 0.3), "lengths": [3, 1, 2, 3, 2]}])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", OPS)
 def test_half_precision(op, dtype, options):
     """Products of rounded values; sums, cells and statistics in float32."""
-    case = make_case(op, 6, 9, 7, dtype=dtype, **calm(op), **options)
+    case = make_case(op, 3, 5, 7, dtype=dtype, **calm(op), **options)
     found = differentiate(case.on(DEVICE), "gpu")
     expected = differentiate(case.to(torch.float64), "reference")
     unit = torch.finfo(dtype).eps
@@ -296,20 +296,22 @@ def test_the_log_says_that_the_kernels_ran(op, caplog):
     ] * 2
 
 
-CHECKED = [("ln_lstm", {}), ("ln_lstm", {"lengths": [4, 1, 2], "zoneout": (0.2, "mask")})]
+# Of two steps: PyTorch runs each a dozen times.
+CHECKED = [("ln_lstm", {}), ("ln_lstm", {"lengths": [2, 1, 2], "zoneout": (0.2, "mask")})]
 for op in ONE_STATE:
     CHECKED += [
         (op, {}),
-        (op, {"lengths": [4, 1, 2], "padding": "include"}),
-        (op, {"population": 2}),
+        (op, {"lengths": [2, 1, 2], "padding": "include"}),
+        (op, {"population": 4}),
     ]
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("op", "options"), CHECKED)
 def test_the_operator(op, options):
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
-    case = make_case(op, 4, 3, 5, dtype=torch.float32, **calm(op), **options).on(DEVICE)
+    case = make_case(op, 2, 3, 5, dtype=torch.float32, **calm(op), **options).on(DEVICE)
     training = "population" not in options
     leaves = {name: v.requires_grad_(training) for name, v in case.present().items()}
     name, args = operator_call(case.with_tensors(**leaves), "gpu")
@@ -320,9 +322,10 @@ def test_the_operator(op, options):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("op", "options"), CHECKED)
 def test_the_backward_operator(op, options):
-    case = make_case(op, 4, 3, 5, dtype=torch.float32, **calm(op), **options).on(DEVICE)
+    case = make_case(op, 2, 3, 5, dtype=torch.float32, **calm(op), **options).on(DEVICE)
     name, args = operator_call(case, "gpu")
     args = args._replace(save=True)
     results = results_to_keep(op, getattr(torch.ops.rbn, name).default(*args))
@@ -333,9 +336,10 @@ def test_the_backward_operator(op, options):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
 def test_the_operators_from_an_input_and_states_for_all_rows(op):
-    case = make_case(op, 4, 3, 5, dtype=torch.float32, **calm(op), lengths=[4, 1, 2]).on(DEVICE)
+    case = make_case(op, 2, 3, 5, dtype=torch.float32, **calm(op), lengths=[2, 1, 2]).on(DEVICE)
     leaves = {name: v.requires_grad_() for name, v in case.present().items()}
     name, args = operator_call(case.with_tensors(**leaves), "gpu")
     args = from_input(args)

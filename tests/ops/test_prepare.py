@@ -215,10 +215,9 @@ def test_the_backward_pass_begins_in_one_launch(lead, dtype, alone, turns, state
     assert (scratch.part("sums", 4) == 7).all()
 
 
-@pytest.mark.parametrize("lead", [(), (2,)])
+@pytest.mark.parametrize(("lead", "more"), [((), True), ((2,), False)])
 @pytest.mark.parametrize(("B", "by_unit"), [(1, False), (5, True), (200, False)])
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("more", [False, True])
 def test_gradients_are_finished_at_once(lead, B, dtype, more, by_unit):
     H = 45
     given = call_of(lead, B, H, dtype, dtype, (True, True), ("bias",))

@@ -160,6 +160,7 @@ def test_a_gradient_of_one_result_alone(result, of, launches):
     assert not any(grad.any() for grad in grads[len(own) :])
 
 
+@pytest.mark.slow
 @on_a_card
 def test_calls_that_differ_are_made_one_by_one(launches):
     calls = [call._replace(tf32=True) for call in two_calls("bn_lstm", torch.float32)[0]]

@@ -40,6 +40,7 @@ def states(trials):
     return [trial.state.name for trial in trials.study.get_trials()]
 
 
+@pytest.mark.slow
 def test_every_trial_is_taken_once(where, make, worker):
     sweep = make(space={"clip": [float(k) for k in range(1, 13)]})
     taken, barrier = [], threading.Barrier(3)

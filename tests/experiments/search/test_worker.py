@@ -203,6 +203,7 @@ def test_taken_up_from_its_last_checkpoint(make, start, tmp_path, monkeypatch):
     assert list(row.curve) == [record["valid_population"] for record in expected]
 
 
+@pytest.mark.slow
 def test_what_fails_is_told_and_the_others_go_on(make, start):
     sweep = make(space={"batch_size": [5000, 200]}, set={"hidden_size": 4, "epochs": 1})
     worker, said = start(sweep)

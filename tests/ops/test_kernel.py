@@ -185,10 +185,56 @@ def test_nan_shows_in_backward(batch):
     assert grads["input"][1, :, :18].isfinite().all()
 
 
+@pytest.fixture
+def use_version():
+    """Choose the kernel's instruction set, the widest first; the last has no products."""
+    library = compiled_lstm.load()
+
+    def use(index):
+        if not library.rbn_use_version(ctypes.c_int64(index)):
+            pytest.skip("this machine has fewer instruction sets")
+
+    yield use
+    library.rbn_use_version(ctypes.c_int64(0))
+
+
+@needs_kernel
+@pytest.mark.parametrize("norm", ["batch", "none"])
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_every_instruction_set(version, norm, use_version):
+    """Odd sizes, rows that fill no tile of a product, sequences that end."""
+    use_version(version)
+    for batch in (2, 3, 4, 5, 7, 13):
+        for hidden in (3, 17, 40, 100):
+            a = inputs(hidden, 3, batch, hidden, norm=norm, padded=batch % 2 == 1)
+            (found, _), (expected, saved) = forward(compiled_lstm, a), forward(fused_lstm, a)
+            close(found, expected)
+            cotangents = [torch.randn_like(found[name]) for name in ("output", "h_n", "c_n")]
+            close(
+                compiled_lstm.backward(a, saved, *cotangents),
+                fused_lstm.backward(a, saved, *cotangents),
+            )
+
+
+@needs_kernel
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "parts"), [(68, 5, 4), (40, 33, 1), (3, 1, 1)])
+def test_packed_weights(rows, columns, parts, transposed):
+    """Panels hold the rows of the weight one after another, and zeros."""
+    weight = torch.randn(columns, rows).t() if transposed else torch.randn(rows, columns)
+    panels = compiled_lstm.packed(weight, parts, 3)
+    if panels is None:
+        pytest.skip("the kernel has no products on this machine")
+    flat = panels.transpose(2, 3).flatten(1, 2)  # [parts, padded rows, columns]
+    assert torch.equal(flat[:, : rows // parts].flatten(0, 1), weight)
+    assert not flat[:, rows // parts :].any()
+
+
 @needs_kernel
 def test_the_number_of_threads_changes_no_bit():
     before = torch.get_num_threads()
     a = inputs(0, 5, 64, 50, padded=True)
+    own_products = compiled_lstm.load().rbn_panel_lanes() > 0
     results = []
     try:
         for threads in (1, 2, 3, 7):
@@ -201,6 +247,9 @@ def test_the_number_of_threads_changes_no_bit():
     finally:
         torch.set_num_threads(before)
     for grads, output, _ in results[1:]:
+        if own_products:
+            assert torch.equal(output, results[0][1])
+            assert torch.equal(grads["h0"], results[0][0]["h0"])
         torch.testing.assert_close(output, results[0][1], rtol=0, atol=1e-5)
         close(grads, results[0][0])
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rbn.ops as ops
@@ -17,7 +16,7 @@ from rbn.nn.layers import Layers
 from rbn.nn.recurrence import States
 from rbn.nn.statistics import PopulationStatistics
 from rbn.ops import steps
-from rbn.ops.cpu import inference
+from rbn.ops.cpu import inference, memory
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.types import Statistics, compute_dtype
 
@@ -135,7 +134,7 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
         """Run one direction with the compiled kernel."""
         weight, batch = self._own(f"weight_ih{suffix}"), x.shape[1]
         if x.is_floating_point():
-            wx = F.linear(x, weight)
+            wx = memory.linear(x, weight)
         else:
             wx = ops.symbol_rows(x[..., 0], weight, weight.dtype)
         h0, c0 = self._initial_states(suffix, batch, weight) if given is None else given

@@ -51,6 +51,7 @@ def with_term(
     wx: Tensor | None = None,
     *,
     make_factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _as_they_are,
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> tuple[Arguments, dict[str, Tensor | None]]:
     """The arguments with the input term ``[T, B, G]`` as input, and states expanded to ``[B, H]``.
 
@@ -61,6 +62,7 @@ def with_term(
         a: its arguments.
         wx: the input term, if it is already computed.
         make_factors: gives the factors of the product, such as `factors`.
+        linear: the product, ``[..., I]`` and ``[G, I]`` to ``[..., G]``.
     """
     batch, hidden = a.input.shape[1], a.weight_hh.shape[1]
     states = [name for name, shape in definition.shapes.items() if shape == "BH"]
@@ -70,7 +72,7 @@ def with_term(
     kept: dict[str, Tensor | None] = {}
     if wx is None:
         x, w = make_factors(a.input, a.weight_ih)
-        wx = F.linear(x, w)
+        wx = linear(x, w)
         kept = {"wx": wx, "x": None if x is a.input else x, "w": None if w is a.weight_ih else w}
     return a._replace(input=wx, weight_ih=None, **given), kept
 

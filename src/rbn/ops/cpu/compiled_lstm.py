@@ -1,9 +1,10 @@
 """The LSTM with the compiled step of kernel.c.
 
-Between two matrix products, one call of the kernel normalizes, applies the nonlinearities and
-updates the state. It covers float32 with minibatch statistics, population statistics or none; every
-other case (and an installation without the compiled file) runs `rbn.ops.cpu.fused_lstm`. Both save
-the same tensors, so either can run the backward pass of the other.
+A call of the kernel is one time step: it normalizes, applies the nonlinearities and updates the
+state. On x86 with AVX2 it also multiplies by W_h; elsewhere PyTorch does, between two calls. The
+kernel covers float32 with minibatch statistics, population statistics or none; every other case
+(and an installation without the compiled file) runs `rbn.ops.cpu.fused_lstm`. Both save the same
+tensors, so either can run the backward pass of the other.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rbn.ops.identical_rows import lower_rstd
 LIBRARY = Path(__file__).with_name("_kernel.so")
 _NONE, _BATCH, _GIVEN = 0, 1, 2
 SMALL = 2048  # units times rows below which a second thread costs more than it saves
-_BUFFERS = ("wx", "wh", "gates", "cand", "tanh_c", "hidden_states", "c0")
+_BUFFERS = ("wx", "wh", "gates", "cand", "tanh_c", "hidden_states", "c0", "h0", "packed", "start")
 _MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
 _GRADIENTS = ("dy", "dh", "dc", "dwh", "dwx", *("d" + name for name in VECTORS))
 _NUMBERS = ("hidden", "keep", "mode_x", "mode_h", "mode_c", "rows_x", "rows_h", "rows_c")
@@ -64,10 +65,35 @@ def load() -> Any | None:
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p] + [ctypes.c_int64] * 5
         function.restype = None
+    library.rbn_panel_lanes.restype = ctypes.c_int64
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    library.rbn_pack.argtypes = [address, *[number] * 4, address, number]
+    library.rbn_pack.restype = None
     openmp = _openmp_of_torch()
     if openmp is not None:
         library.rbn_use_openmp(*openmp)
     return library
+
+
+def packed(weight: Tensor, parts: int, threads: int) -> Tensor | None:
+    """The weight in the kernel's format, for products ``x @ weight.T``; None without such products.
+
+    Args:
+        weight: float32 ``[N, K]``, any strides.
+        parts: how many parts of equal size N has, such as gates; each has panels of its own.
+        threads: how many threads pack.
+    """
+    library: Any = load()
+    lanes = library.rbn_panel_lanes()
+    if not lanes:
+        return None
+    (N, K), (row, column) = weight.shape, weight.stride()
+    size = N // parts
+    panels = weight.new_empty(parts, -(-size // lanes), K, lanes)
+    for part, to in enumerate(panels):
+        address = weight.data_ptr() + 4 * part * size * row
+        library.rbn_pack(address, size, K, row, column, to.data_ptr(), threads)
+    return panels
 
 
 def _openmp_of_torch() -> tuple[ctypes.c_void_p, ...] | None:
@@ -129,7 +155,7 @@ class _Call:
             setattr(args, f"mode_{term}", mode)
             if mode == _GIVEN:
                 setattr(args, f"rows_{term}", len(getattr(a, f"mean_{term}")))
-        args.point(c0=self.c0, **self.vectors)
+        args.point(c0=self.c0, h0=self.h0, **self.vectors)
         big = self.packing.batch * H >= SMALL
         self.threads = torch.get_num_threads() if big else 1
         # The first row of each step, and of the step before it; -1 stands for the initial state.
@@ -180,19 +206,22 @@ def forward(a: LSTMArguments) -> Forward:
     args.point(wx=None if plain else x, wh=wh, gates=gates, cand=cand, tanh_c=tanh_c)
     args.point(hidden_states=hidden)
     whs, hs, xs = buffers.views(wh), packing.split(hidden), packing.split(x)
-    W = call.weight.t().contiguous()  # [H, 4H]
+    panels = packed(call.weight, 4, call.threads)
+    W = call.weight.t().contiguous() if panels is None else call.weight  # [H, 4H] if used
+    args.point(packed=panels, start=x if plain else None)
     run, address = call.library.rbn_lstm_forward, ctypes.addressof(args)
 
     h = call.h0
     for t, n in enumerate(packing.sizes):
-        h = h if len(h) == n else h[:n]
-        if plain:
-            torch.addmm(xs[t], h, W, out=whs[t])
-        else:
-            torch.mm(h, W, out=whs[t])
+        if panels is None:
+            h = h if len(h) == n else h[:n]
+            if plain:
+                torch.addmm(xs[t], h, W, out=whs[t])
+            else:
+                torch.mm(h, W, out=whs[t])
+            h = hs[t]
         start, _, previous = call.rows[t]
         run(address, t, start, n, previous, call.threads)
-        h = hs[t]
 
     output = layout.padded(hidden).to(dtype)
     h_n = packing.final(hidden)
@@ -241,12 +270,15 @@ def backward(
     }
     args.point(dy=dy, dh=dh, dc=dc, dwh=dwh, dwx=None if plain else dwx, **grads)
     dwhs, W = packing.split(dwh), call.weight.contiguous()
+    panels = packed(W.t(), 1, call.threads)
+    args.point(packed=panels)
     run, address = call.library.rbn_lstm_backward, ctypes.addressof(args)
 
     for t in range(len(packing.sizes) - 1, -1, -1):
         start, n, previous = call.rows[t]
         run(address, t, start, n, previous, call.threads)
-        torch.mm(dwhs[t], W, out=dh[:n])
+        if panels is None:
+            torch.mm(dwhs[t], W, out=dh[:n])
 
     if call.sequence is not None:
         assert r.mean_x is not None

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu import compiled_lstm
+from rbn.ops.cpu import compiled_lstm, memory
 
 _PER_THREAD = 1 << 17  # multiplications per step that justify another thread
+_COPIES = 16  # steps for which a copy of W_h in another layout saves more than it costs
 # The struct Inference of kernel.c, packed as bytes: filling a ctypes.Structure takes three times as
 # long.
-_STRUCT = struct.Struct("=10q3d20Q")
+_STRUCT = struct.Struct("=10q3d21Q")
 
 
 @functools.lru_cache(maxsize=1)
@@ -95,7 +96,7 @@ def step(
     arguments = _STRUCT.pack(
         *(hidden, inputs, 1, 0, gamma_h is not None and gamma_x is None, pass_normalized_cell),
         *(1, 1, 1, 1, eps, zoneout[0], zoneout[1]),
-        *(*addresses[:3], wx, wx + 16 * hidden, *addresses[3:8], *moments, *addresses[8:]),
+        *(*addresses[:3], 0, wx, wx + 16 * hidden, *addresses[3:8], *moments, *addresses[8:]),
         *(new_h.data_ptr(), new_c.data_ptr()),
     )
     function(arguments, 1, _threads(4 * hidden * (hidden + inputs)))
@@ -143,7 +144,8 @@ def sequence(
     function: Any = load()
     (steps, batch, gates), hidden = wx.shape, weight_hh.shape[1]
     wx, weight_hh, h, c = (tensor.contiguous() for tensor in (wx, weight_hh, h0, c0))
-    output, c_n = wx.new_empty(steps, batch, hidden), torch.empty_like(c)
+    output = memory.empty(steps * batch, hidden, wx).view(steps, batch, hidden)
+    c_n = torch.empty_like(c)
     wh = wx.new_empty(batch, gates)
     tables = [None if t is None else t.contiguous() for t in folded]
     rows = [0 if t is None else t.shape[0] for t in (*tables[:3], tables[4])]
@@ -152,19 +154,22 @@ def sequence(
     def run(t: int, steps: int, weight: int, h: Tensor, c: Tensor) -> None:
         arguments = _STRUCT.pack(
             *(hidden, 0, batch, start + t, joint, pass_normalized_cell, *rows, 0.0, *zoneout),
-            *(0, 0, weight, wx.data_ptr() + 4 * t * batch * gates, wh.data_ptr(), *addresses),
+            *(0, 0, weight, panels, wx.data_ptr() + 4 * t * batch * gates, wh.data_ptr()),
+            *addresses,
             *(0, 0, 0, 0, 0, 0, h.data_ptr(), c.data_ptr()),
             *(output.data_ptr() + 4 * t * batch * hidden, c_n.data_ptr()),
         )
         function(arguments, steps, threads)
 
-    if batch == 1:
-        threads = _threads(gates * hidden)
-        run(0, steps, weight_hh.data_ptr(), h, c)
+    packed = compiled_lstm.packed(weight_hh, 4, 1) if steps >= _COPIES else None
+    panels = 0 if packed is None else packed.data_ptr()
+    if batch == 1 or panels:
+        threads = _threads(batch * gates * hidden)
+        run(0, steps, 0 if panels else weight_hh.data_ptr(), h, c)
     else:
         threads = torch.get_num_threads() if batch * hidden >= compiled_lstm.SMALL else 1
         transposed = weight_hh.t()
-        if steps >= 16:  # the copy costs less than it saves in the products
+        if steps >= _COPIES:
             transposed = transposed.contiguous()
         for t, new_h in enumerate(output.unbind()):
             torch.mm(h, transposed, out=wh)

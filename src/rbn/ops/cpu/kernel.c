@@ -2,7 +2,8 @@
  *
  * The batch statistics of a hidden unit are over the rows of the minibatch. So each thread takes a
  * few units, all four gates of them, for all rows: every mean and variance, forward and backward, is
- * its own, and a step is one parallel region between two matrix products.
+ * its own, and a step is one parallel region. On x86 that includes the product with W_h, whose columns
+ * are packed once per call; elsewhere PyTorch multiplies between the steps.
  *
  * C with the vector types of GCC and Clang and no dependency. kernel_step.h works on as many units at
  * a time as a vector register holds; on x86 it is compiled for three instruction sets, of which the
@@ -41,7 +42,10 @@ typedef struct {
     float *gates;              /* [N, 4H], out: after their nonlinearities */
     float *cand, *tanh_c;      /* [N, H], out: the cell and its tanh */
     float *hidden_states;      /* [N, H], out */
-    float *c0;                 /* [B, H] */
+    float *c0, *h0;            /* [B, H] */
+    /* W_h for the products of the two passes, see rbn_pack; null where PyTorch multiplies. */
+    const float *packed;
+    const float *start;        /* [N, 4H], may be null: what the product is added to, forward */
     float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c; /* any may be null */
     float *mean_x, *rstd_x, *mean_h, *rstd_h, *mean_c, *rstd_c;
     /* The backward pass. */
@@ -54,8 +58,11 @@ typedef struct {
 typedef struct {
     const Args *a;
     int64_t t, row, n, prev; /* prev: first row of the previous step, or -1 for c0 */
-    int backward;
+    int backward; /* 0, UNITS or PRODUCT */
 } Step;
+
+/* The two parts of a step of the backward pass: all units, and then the gradient of the last h. */
+enum { UNITS = 1, PRODUCT = 2 };
 
 /* Inference over all steps of a call, without anything that only a backward pass would need. A term
  * is normalized as (term - mean) / sqrt(var + eps) * scale, where an absent (null) mean is 0, an absent
@@ -67,6 +74,7 @@ typedef struct {
     int64_t rows_x, rows_h, rows_shift, rows_c;
     double eps, zoneout_c, zoneout_h;
     const float *x, *weight_x, *weight_h; /* [T, B, I], [4H, I], [4H, H] */
+    const float *packed;                  /* W_h from rbn_pack, instead of weight_h; may be null */
     float *wx, *wh;                       /* [T, B, 4H], [B, 4H]: computed where the weight is not null */
     const float *scale_x, *scale_h, *shift, *scale_c, *shift_c;
     const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
@@ -90,6 +98,8 @@ typedef void (*block_fn)(const Step *, int64_t, int);
 typedef void (*inference_fn)(const Inference *, int64_t, int64_t, int);
 typedef void (*product_fn)(const float *, const float *, int64_t, int64_t, float *);
 typedef void (*elementary_fn)(const float *, int64_t, float *, float *);
+typedef void (*gates_fn)(const float *, int64_t, int64_t, int, const float *, int64_t, const float *, float *);
+typedef void (*multiply_fn)(const float *, const float *, int64_t, int64_t, int64_t, int64_t, float *, int64_t);
 
 /* The versions this processor runs, the widest first. The last has 4 lanes and takes fewer too. */
 typedef struct {
@@ -98,9 +108,13 @@ typedef struct {
     inference_fn inference;
     product_fn product;
     elementary_fn elementary;
+    gates_fn gates; /* products with packed weights: null in the base version, where they were not measured */
+    multiply_fn multiply;
 } Version;
-#define VERSION(name, lanes) {lanes, block_##name, inference_block_##name, product_##name, elementary_##name}
-static Version versions[3] = {VERSION(base, 4)};
+#define VERSION(name, lanes, gates, multiply) \
+    {lanes, block_##name, inference_block_##name, product_##name, elementary_##name, gates, multiply}
+static Version known[3] = {VERSION(base, 4, 0, 0)};
+static const Version *versions = known; /* the one in use, and narrower ones */
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC push_options
@@ -120,8 +134,9 @@ static Version versions[3] = {VERSION(base, 4)};
 #pragma GCC pop_options
 
 __attribute__((constructor)) static void choose(void) {
-    const Version half = VERSION(avx2_half, 4), avx2 = VERSION(avx2, 8), avx512 = VERSION(avx512, 16);
-    Version *next = versions;
+    const Version half = VERSION(avx2_half, 4, 0, 0), avx2 = VERSION(avx2, 8, gates_avx2, multiply_avx2);
+    const Version avx512 = VERSION(avx512, 16, gates_avx512, multiply_avx512);
+    Version *next = known;
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
@@ -137,7 +152,26 @@ typedef struct {
     const Step *step;
     const Inference *inference;
     int64_t hidden, t;
+    const struct Packing *packing;
 } Work;
+
+/* Columns of a weight [N, K] (row n at n * row, column k of it at k * column) as panels, see kernel_product.h. */
+typedef struct Packing {
+    const float *weight;
+    int64_t N, K, row, column;
+    float *packed;
+} Packing;
+
+static void pack(const Packing *p, int64_t first, int64_t stop) {
+    const int64_t lanes = versions->lanes, K = p->K;
+    for (int64_t panel = first; panel < stop; panel++)
+        for (int64_t l = 0; l < lanes; l++) {
+            const int64_t n = panel * lanes + l;
+            const float *from = p->weight + n * p->row;
+            float *to = p->packed + panel * K * lanes + l;
+            for (int64_t k = 0; k < K; k++) to[k * lanes] = n < p->N ? from[k * p->column] : 0.0f;
+        }
+}
 
 /* The products of units first to stop, all four gates of them. */
 static void products(const Inference *a, int64_t t, int64_t first, int64_t stop) {
@@ -154,6 +188,23 @@ static void products(const Inference *a, int64_t t, int64_t first, int64_t stop)
     }
 }
 
+/* The products of units j to j + w of a step, where the weights are packed. */
+static void packed_products(const Work *work, int64_t j, int w) {
+    const int64_t H = work->hidden, G = 4 * H;
+    if (work->inference) {
+        const Inference *a = work->inference;
+        const float *h = work->t ? a->output + (work->t - 1) * a->batch * H : a->h;
+        if (a->packed) versions->gates(a->packed, H, j, w, h, a->batch, 0, a->wh);
+        return;
+    }
+    const Step *step = work->step;
+    const Args *a = step->a;
+    if (step->backward || !a->packed) return;
+    const float *h = step->prev < 0 ? a->h0 : a->hidden_states + step->prev * H;
+    versions->gates(a->packed, H, j, w, h, step->n, a->start ? a->start + step->row * G : 0,
+                    a->wh + (a->keep ? step->row * G : 0));
+}
+
 /* The units of one thread. Where rows are whole cache lines threads share none of them. Elsewhere
  * they share some at the borders anyway, and whole registers divide the work more evenly. */
 static void run(const Work *work, int thread, int threads) {
@@ -161,12 +212,27 @@ static void run(const Work *work, int thread, int threads) {
     const int64_t H = work->hidden, size = H % LINE ? v->lanes : LINE, parts = (H + size - 1) / size;
     const int64_t last = size * (parts * (thread + 1) / threads), stop = last < H ? last : H;
     const int64_t first = size * (parts * thread / threads);
+    if (work->packing) {
+        pack(work->packing, first / v->lanes, (stop + v->lanes - 1) / v->lanes);
+        return;
+    }
+    if (!work->inference && work->step->backward == PRODUCT) {
+        const Step *step = work->step;
+        const Args *a = step->a;
+        v->multiply(a->packed, a->dwh + step->row * 4 * H, step->n, 4 * H, first, stop, a->dh, H);
+        return;
+    }
     if (work->inference) products(work->inference, work->t, first, stop);
-    for (int64_t j = first; j < stop; j += v->lanes) {
-        while (v->lanes > stop - j && v->lanes > 4) v++;
-        const int w = (int)(stop - j < v->lanes ? stop - j : v->lanes);
-        if (work->inference) v->inference(work->inference, work->t, j, w);
-        else v->block(work->step, j, w);
+    for (int64_t j = first; j < stop;) {
+        const int64_t end = j + versions->lanes < stop ? j + versions->lanes : stop;
+        packed_products(work, j, (int)(end - j));
+        for (; j < end; j += v->lanes) {
+            while (v->lanes > end - j && v->lanes > 4) v++;
+            const int w = (int)(end - j < v->lanes ? end - j : v->lanes);
+            if (work->inference) v->inference(work->inference, work->t, j, w);
+            else v->block(work->step, j, w);
+        }
+        j = end;
     }
 }
 
@@ -193,17 +259,36 @@ static void launch(Work work, int64_t threads) {
 EXPORT void rbn_lstm_forward(const Args *a, int64_t t, int64_t row, int64_t n, int64_t prev,
                              int64_t threads) {
     const Step step = {a, t, row, n, prev, 0};
-    launch((Work){&step, 0, a->hidden, t}, threads);
+    launch((Work){&step, 0, a->hidden, t, 0}, threads);
 }
 
 EXPORT void rbn_lstm_backward(const Args *a, int64_t t, int64_t row, int64_t n, int64_t prev,
                               int64_t threads) {
-    const Step step = {a, t, row, n, prev, 1};
-    launch((Work){&step, 0, a->hidden, t}, threads);
+    const Step step = {a, t, row, n, prev, UNITS}, product = {a, t, row, n, prev, PRODUCT};
+    launch((Work){&step, 0, a->hidden, t, 0}, threads);
+    if (a->packed) launch((Work){&product, 0, a->hidden, t, 0}, threads);
+}
+
+/* The lanes of a panel, or 0 where PyTorch's products are used instead. */
+EXPORT int64_t rbn_panel_lanes(void) { return versions->gates ? versions->lanes : 0; }
+
+/* Packs a weight [N, K] for products x weight^T: ceil(N / lanes) panels of lanes columns, K lanes numbers
+ * each. The strides are in numbers. */
+EXPORT void rbn_pack(const float *weight, int64_t N, int64_t K, int64_t row, int64_t column, float *packed,
+                     int64_t threads) {
+    const Packing packing = {weight, N, K, row, column, packed};
+    launch((Work){0, 0, N, 0, &packing}, threads);
 }
 
 EXPORT void rbn_lstm_inference(const Inference *a, int64_t steps, int64_t threads) {
-    for (int64_t t = 0; t < steps; t++) launch((Work){0, a, a->hidden, t}, threads);
+    for (int64_t t = 0; t < steps; t++) launch((Work){0, a, a->hidden, t, 0}, threads);
+}
+
+/* For tests: use the version of that index, 0 being the widest; returns its lanes, or 0 if there is none. */
+EXPORT int64_t rbn_use_version(int64_t index) {
+    if (index > 2 || !known[index].lanes || (index && known[index - 1].lanes == 4)) return 0;
+    versions = known + index;
+    return versions->lanes;
 }
 
 /* For tests: the elementary functions themselves. */

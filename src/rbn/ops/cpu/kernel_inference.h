@@ -10,8 +10,11 @@ static void NAME(product)(const float *weight, const float *x, int64_t n, int64_
                 sum[k] += NAME(load)(weight + i + k * LANES, LANES) * NAME(load)(x + i + k * LANES, LANES);
         for (; i + LANES <= n; i += LANES) sum[0] += NAME(load)(weight + i, LANES) * NAME(load)(x + i, LANES);
         const V all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-        float total = 0.0f;
-        for (int k = 0; k < LANES; k++) total += all[k];
+        float part[LANES];
+        __builtin_memcpy(part, &all, sizeof part);
+        for (int half = LANES / 2; half; half /= 2)
+            for (int k = 0; k < half; k++) part[k] += part[k + half];
+        float total = part[0];
         for (; i < n; i++) total += weight[i] * x[i];
         out[r] = total;
     }

@@ -36,9 +36,33 @@ INLINE void NAME(store)(float *p, V v, int w) {
             if (k < w) p[k] = v[k];
 }
 
+/* The same for any w, where speed at the border does not matter. */
+INLINE V NAME(load_columns)(const float *p, int w) {
+    float numbers[LANES] = {0};
+    if (w == LANES) return NAME(load)(p, LANES);
+    for (int k = 0; k < w; k++) numbers[k] = p[k];
+    return NAME(load)(numbers, LANES);
+}
+
+INLINE void NAME(store_columns)(float *p, V v, int w) {
+    if (w == LANES) NAME(store)(p, v, LANES);
+    else
+        for (int k = 0; k < w; k++) p[k] = v[k];
+}
+
 INLINE V NAME(get)(Columns x, int64_t r, int w) { return NAME(load)(x.p + r * x.stride, w); }
 
 INLINE void NAME(put)(Columns x, int64_t r, V v, int w) { NAME(store)(x.p + r * x.stride, v, w); }
+
+/* Requests the next columns of a row, to be read or written next. Rows are too far apart for the
+ * processor to foresee that. */
+#if LANES > 4
+#define AHEAD(x, r) __builtin_prefetch((x).p + (r) * (x).stride + LANES, 0, 2)
+#define AHEAD_TO_WRITE(x, r) __builtin_prefetch((x).p + (r) * (x).stride + LANES, 1, 2)
+#else
+#define AHEAD(x, r) (void)0
+#define AHEAD_TO_WRITE(x, r) (void)0
+#endif
 
 /* Where to work on columns: in the buffer if they fit, else where they are. A power of two between the
  * rows of a matrix puts all its rows into a few sets of the first cache, which hold 8 or 12 of them;
@@ -100,6 +124,7 @@ INLINE void NAME(moments)(Columns x, Columns copy, int64_t n, int w, double eps,
         for (int64_t r = r0; r < r1; r += CHAINS)
             for (int k = 0; k < CHAINS && r + k < r1; k++) {
                 V v = NAME(get)(x, r + k, w);
+                AHEAD(x, r + k);
                 if (copying) NAME(put)(copy, r + k, v, w);
                 part[k] += v;
             }
@@ -179,18 +204,23 @@ INLINE void NAME(forward_units)(const Step *step, int64_t j, int w) {
         if (q == 0) {
             for (int64_t r = 0; r < n; r++) {
                 V i = NAME(sigmoid)(NAME(before)(gate, r, w));
+                AHEAD_TO_WRITE(out, r);
                 NAME(put)(out, r, i, w);
                 NAME(put)(product, r, i, w);
             }
         } else if (q == 2) {
             for (int64_t r = 0; r < n; r++) {
                 V g = NAME(tanh)(NAME(before)(gate, r, w));
+                AHEAD_TO_WRITE(out, r);
                 NAME(put)(out, r, g, w);
                 NAME(put)(product, r, g * NAME(get)(product, r, w), w);
             }
         } else if (q == 1) {
             for (int64_t r = 0; r < n; r++) {
                 V f = NAME(sigmoid)(NAME(before)(gate, r, w));
+                AHEAD_TO_WRITE(out, r);
+                AHEAD_TO_WRITE(cand, r);
+                AHEAD(c_prev, r);
                 NAME(put)(out, r, f, w);
                 V c = f * NAME(get)(c_prev, r, w) + NAME(get)(product, r, w);
                 NAME(put)(cand, r, c, w);
@@ -204,6 +234,9 @@ INLINE void NAME(forward_units)(const Step *step, int64_t j, int w) {
             for (int64_t r = 0; r < n; r++) {
                 V o = NAME(sigmoid)(NAME(before)(gate, r, w));
                 V y = NAME(tanh)((NAME(get)(cell, r, w) - m) * s + beta);
+                AHEAD_TO_WRITE(out, r);
+                AHEAD_TO_WRITE(tanh_c, r);
+                AHEAD_TO_WRITE(h, r);
                 NAME(put)(out, r, o, w);
                 NAME(put)(tanh_c, r, y, w);
                 NAME(put)(h, r, o * y, w);
@@ -280,6 +313,10 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
             V e = NAME(get)(dh, r, w);
             if (dy.p) e += NAME(get)(dy, r, w);
             V y = NAME(get)(tanh_c, r, w), s = NAME(get)(o, r, w);
+            AHEAD(dy, r);
+            AHEAD(tanh_c, r);
+            AHEAD(o, r);
+            AHEAD(cand, r);
             NAME(put)(d_o, r, e * y * s * (1.0f - s), w);
             e = e * s * (1.0f - y * y);
             NAME(put)(dcell, r, e, w);
@@ -302,6 +339,10 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
     for (int64_t r = 0; r < n; r++) {
         V e = NAME(through)(back_c, NAME(get)(dcell, r, w), cell, r, w) + NAME(get)(dc, r, w);
         V iv = NAME(get)(i, r, w), fv = NAME(get)(f, r, w), gv = NAME(get)(g, r, w);
+        AHEAD(i, r);
+        AHEAD(f, r);
+        AHEAD(g, r);
+        AHEAD(c_prev, r);
         NAME(put)(di, r, e * gv * iv * (1.0f - iv), w);
         NAME(put)(df, r, e * NAME(get)(c_prev, r, w) * fv * (1.0f - fv), w);
         NAME(put)(dg, r, e * iv * (1.0f - gv * gv), w);
@@ -330,11 +371,13 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
                 part += e;
                 if (has_h) {
                     V v = NAME(get)(wh, r, w);
+                    AHEAD(wh, r);
                     if (apart) NAME(put)(near_h, r, v, w);
                     part_h += e * ((v - mh) * sh);
                 }
                 if (has_x) {
                     V v = NAME(get)(wx, r, w);
+                    AHEAD(wx, r);
                     if (apart) NAME(put)(near_x, r, v, w);
                     part_x += e * ((v - mx) * sx);
                 }
@@ -352,6 +395,8 @@ INLINE void NAME(backward_units)(const Step *step, int64_t j, int w) {
             NAME(back)(a->mode_x, n, w, 0.0, mean_x, rstd_x, NAME(at)(a->gamma_x, col), sum, sum_x);
         for (int64_t r = 0; r < n; r++) {
             V e = NAME(get)(dq, r, w);
+            AHEAD_TO_WRITE(dwh, r);
+            AHEAD_TO_WRITE(dwx, r);
             if (dwx.p) NAME(put)(dwx, r, NAME(through)(back_x, e, near_x, r, w), w);
             NAME(put)(dwh, r, NAME(through)(back_h, e, near_h, r, w), w);
         }
@@ -379,7 +424,12 @@ static void NAME(elementary)(const float *x, int64_t n, float *sigmoid, float *t
 }
 
 #include "kernel_inference.h"
+#if LANES > 4
+#include "kernel_product.h"
+#endif
 
+#undef AHEAD
+#undef AHEAD_TO_WRITE
 #undef V
 #undef I
 #undef LANES

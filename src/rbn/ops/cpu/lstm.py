@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu import compiled_lstm, fused_lstm
+from rbn.ops.cpu import compiled_lstm, fused_lstm, memory
 from rbn.ops.cpu.fused_lstm import Gradients, Saved
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.identical_rows import variance
@@ -24,7 +24,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     (call,) = calls
     a: LSTMArguments
-    a, kept = with_term(LSTM, call)
+    a, kept = with_term(LSTM, call, linear=memory.linear)
     module: Any = compiled_lstm if compiled_lstm.usable(a) else fused_lstm
     saved: Saved
     output, states, saved = module.forward(a)

@@ -32,6 +32,14 @@ def _madvise() -> Any | None:
     return function
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` in huge pages, ``[..., I]`` and ``[G, I]`` to ``[..., G]``. No autograd."""
+    rows = x.reshape(-1, x.shape[-1])
+    product = empty(len(rows), len(weight), rows)
+    torch.mm(rows, weight.t(), out=product)
+    return product.view(*x.shape[:-1], len(weight))
+
+
 def empty(rows: int, features: int, like: Tensor) -> Tensor:
     """Uninitialized ``[rows, features]`` with the dtype and device of `like`."""
     buffer = like.new_empty(rows, features)

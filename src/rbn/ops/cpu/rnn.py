@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu import fused_rnn
+from rbn.ops.cpu import fused_rnn, memory
 from rbn.ops.cpu.fused_rnn import Saved
 from rbn.ops.definition import RNNArguments
 from rbn.ops.identical_rows import variance
@@ -20,7 +20,7 @@ def forward(calls: Sequence[RNNArguments], separate: bool) -> Results:
     """Run the recurrence over all steps."""
     (call,) = calls
     a: RNNArguments
-    a, kept = with_term(call.definition, call)
+    a, kept = with_term(call.definition, call, linear=memory.linear)
     output, states, saved = fused_rnn.forward(a)
     moments: tuple[Tensor | None, ...] = (None,) * 4
     if saved.rstd_x is not None and saved.rstd_h is not None:

@@ -36,13 +36,14 @@ NORMALIZED = {
 def ran(monkeypatch):
     """Of the kernels with one cluster that ran: the direction, whether without an input term."""
     found = []
-    run = cuda_kernels._cluster_launch
+    run = cuda_kernels.launch_for
 
     def counted(direction, call, *args):
-        found.append((direction, call.w is not None))
+        if call.plan.family == cuda_kernels.CLUSTER:
+            found.append((direction, call.w is not None))
         return run(direction, call, *args)
 
-    monkeypatch.setattr(cuda_kernels, "_cluster_launch", counted)
+    monkeypatch.setattr(cuda_kernels, "launch_for", counted)
     monkeypatch.setattr(cluster_kernels, "ONE_FEATURE", tuple(UNITS))
     return found
 

@@ -56,17 +56,18 @@ def calls(monkeypatch):
 
 @pytest.fixture
 def record_runs(monkeypatch):
-    """Records the launches of a family's kernels, by the name of the function that makes them."""
+    """Records the launches of a family's kernels."""
     from rbn.ops.gpu.lstm import cuda_kernels
 
-    def record(name, what=lambda direction, call: direction):
-        found, run = [], getattr(cuda_kernels, name)
+    def record(family, what=lambda direction, call: direction):
+        found, run = [], cuda_kernels.launch_for
 
         def recorded(direction, call, *rest):
-            found.append(what(direction, call))
+            if call.plan.family == family:
+                found.append(what(direction, call))
             return run(direction, call, *rest)
 
-        monkeypatch.setattr(cuda_kernels, name, recorded)
+        monkeypatch.setattr(cuda_kernels, "launch_for", recorded)
         return found
 
     return record

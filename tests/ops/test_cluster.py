@@ -26,7 +26,7 @@ pytestmark = [*on_a_card, needs_clusters]
 @pytest.fixture
 def runs(record_runs):
     """The directions in which the cluster kernels ran."""
-    return record_runs("_cluster_launch")
+    return record_runs("cluster")
 
 
 @pytest.mark.parametrize("dtype", UNITS)

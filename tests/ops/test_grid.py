@@ -193,7 +193,7 @@ ZONEOUT = {
 @pytest.fixture
 def zoned(record_runs):
     """Zoned calls run the grid kernels; the directions in which they did."""
-    return record_runs("_grid_launch")
+    return record_runs("grid")
 
 
 @pytest.mark.parametrize("dtype", UNITS)

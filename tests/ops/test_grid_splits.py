@@ -31,7 +31,7 @@ pytestmark = [*on_a_card, needs_hopper]
 def launched(record_runs):
     """Directions and splits of the grid kernels that ran."""
     return record_runs(
-        "_grid_launch", lambda direction, call: (direction, call.plan.tilings[direction].splits)
+        "grid", lambda direction, call: (direction, call.plan.tilings[direction].splits)
     )
 
 

@@ -165,7 +165,7 @@ def families_of_cuda(monkeypatch, record_runs):
             monkeypatch.setattr(cluster_kernels, "choose", lambda term: None)
         if family == "grid":
             monkeypatch.setattr(portable_kernels, "fits", lambda term: False)
-        return record_runs(f"_{family}_launch")
+        return record_runs(family)
 
     return given
 

@@ -52,6 +52,7 @@ INLINE void NAME(inference)(const Inference *a, int64_t t, int64_t j, int w) {
         V gate[4];
         for (int q = 0; q < 4; q++) {
             const int64_t col = q * H + j;
+            __builtin_prefetch(a->wx + (row + 6) * G + col);
             const V wx = NAME(load)(a->wx + row * G + col, w), wh = NAME(load)(a->wh + r * G + col, w);
             if (a->joint) gate[q] = (wh + wx - mh[q]) * sh[q] + shift[q];
             else gate[q] = (wh - mh[q]) * sh[q] + (wx - mx[q]) * sx[q] + shift[q];

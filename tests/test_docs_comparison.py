@@ -32,7 +32,9 @@ def test_the_grid_is_that_of_the_file(task, model):
     for rate in sorted({row["rate"] for row in every}, key=float):
         (row,) = [row for row in every if (row["model"], row["rate"]) == (model, rate)]
         finished = row["state"] == "finished"
-        cells.append(shown(task, row) if finished else f"{row['state']} at step {int(row['steps']):,}")
+        cells.append(
+            shown(task, row) if finished else f"{row['state']} at step {int(row['steps']):,}"
+        )
     assert f"| {model} | {' | '.join(cells)} |" in page
 
 

@@ -217,8 +217,9 @@ class Definition:
             G = self.gates * H
             _check("weight_ih", a.weight_ih, (G, features), device)
         shapes: dict[str, tuple[int, ...]] = {"GH": (G, H), "G": (G,), "H": (H,), "BH": (B, H)}
-        # These tensors come behind the input and W_x.
-        for (name, letters), tensor in zip(self.shapes.items(), a[2:], strict=False):
+        # These tensors come behind the input and W_x. (torch 2.6 cannot trace a slice of a NamedTuple.)
+        given = (*a,)[2 : 2 + len(self.shapes)]
+        for (name, letters), tensor in zip(self.shapes.items(), given, strict=True):
             if tensor is None:
                 continue
             # A vector is a state for all rows. Its size is not compared with B, which would become
@@ -236,7 +237,7 @@ class Definition:
 
     def for_run(self, a: Arguments, save: bool, tf32: bool) -> Arguments:
         """The arguments with their last two fields set."""
-        return self.arguments(*a[:-2], save, tf32)
+        return self.arguments(*(*a,)[:-2], save, tf32)
 
     def _check_term(self, wx: Tensor, may_be_empty: bool) -> None:
         sizes = wx.shape[::2] if may_be_empty else wx.shape

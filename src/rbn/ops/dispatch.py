@@ -141,7 +141,7 @@ def run(
         )
     module = _module(name)
     count = len(definition.gradients)
-    save = needs_grad([tensor for each in calls for tensor in each[:count]])
+    save = needs_grad([tensor for each in calls for tensor in (*each,)[:count]])
     tf32 = module.tf32_allowed()
     calls = [definition.for_run(each, save, tf32) for each in calls]
     with _autocast_off(device):

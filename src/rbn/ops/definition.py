@@ -217,7 +217,7 @@ class Definition:
             G = self.gates * H
             _check("weight_ih", a.weight_ih, (G, features), device)
         shapes: dict[str, tuple[int, ...]] = {"GH": (G, H), "G": (G,), "H": (H,), "BH": (B, H)}
-        # These tensors come behind the input and W_x. (torch 2.6 cannot trace a slice of a NamedTuple.)
+        # Behind the input and W_x. A tuple, since torch 2.6 cannot trace a slice of a NamedTuple.
         given = (*a,)[2 : 2 + len(self.shapes)]
         for (name, letters), tensor in zip(self.shapes.items(), given, strict=True):
             if tensor is None:
@@ -306,7 +306,11 @@ class Definition:
                 given[name] = None if getattr(a, f"gamma_{term}") is None else value
                 if given[name] is None and getattr(a, f"gamma_{term}") is not None:
                     raise ValueError(f"population.{name} is missing, but its term is normalized")
-        return a._replace(**given)
+        # Not `_replace`, which torch 2.6 cannot trace.
+        values = [
+            given.get(name, value) for name, value in zip(self.arguments._fields, a, strict=True)
+        ]
+        return self.arguments(*values)
 
 
 def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:

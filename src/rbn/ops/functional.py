@@ -205,8 +205,14 @@ def bn_gru(
     3H features where `bn_lstm` has 4H, in torch's gate order r, z, n.
     """
     tensors = (wx, None, weight_hh, bias, gamma_x, gamma_h, h0, beta_n, lengths)
-    a = RNNArguments(*tensors, eps=eps, input_stats=input_stats, padding=padding)
-    a = a._replace(nonlinearity="gates", **_zoneout(h=zoneout_h))
+    a = RNNArguments(
+        *tensors,
+        nonlinearity="gates",
+        eps=eps,
+        input_stats=input_stats,
+        padding=padding,
+        **_zoneout(h=zoneout_h),
+    )
     output, h_n, statistics = run(GRU, [GRU.with_population(a, population)], group)[0]
     return output, h_n, statistics
 

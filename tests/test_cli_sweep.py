@@ -33,7 +33,7 @@ space:
   optimizer.lr: [2e-2, 1e-2]
 heartbeat: 1
 """
-LONG = (SWEEP % 12).replace("[lstm, bn-lstm]", "[lstm]")  # long enough to be found at work
+LONG = (SWEEP % 40).replace("[lstm, bn-lstm]", "[lstm]")  # long enough to be found at work
 
 
 def invoke(*arguments):
@@ -69,14 +69,18 @@ class Meanwhile(threading.Thread):
 
     def __init__(self, do):
         super().__init__()
-        self.do, self.found = do, {}
+        self.do, self.found, self.over = do, {}, threading.Event()
 
     def run(self):
         deadline = time.monotonic() + 240
-        while len(self.found) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        while len(self.found) < 2 and time.monotonic() < deadline and not self.over.wait(0.02):
             self.found = running(Path("runs/mine"))
-        self.do(self.found)
+        if len(self.found) == 2:
+            self.do(self.found)
+
+    def join(self, timeout=None):
+        self.over.set()
+        super().join(timeout)
 
 
 def history(path):
@@ -92,9 +96,9 @@ def test_two_processes_on_one_file_and_one_is_killed(folder):
     killer.start()
     done = invoke("mine.yaml", "--workers", "2", "--device", "cpu")
     killer.join()
+    assert len(set(killer.found.values())) == 2, "each process has a trial at the same time"
     assert done.exit_code == 0, done.output
     assert "was killed by SIGKILL; its trial will be taken up again" in done.output
-    assert len(set(killer.found.values())) == 2  # each process had one
     number = min(killer.found)
     now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
     assert [row.state for row in now.rows] == ["complete"] * 2

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hatchling.metadata.core import ProjectMetadata
-from hatchling.plugin.manager import PluginManager
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -408,7 +406,9 @@ def test_declared_dependencies_cover_the_imports() -> None:
 def test_links_of_the_description_are_absolute_in_a_release(address, monkeypatch):
     monkeypatch.setenv("RBN_REPOSITORY", address)
     monkeypatch.setenv("RBN_REF", "v9.9")
-    core = ProjectMetadata(str(ROOT), PluginManager()).core
+    hatch = pytest.importorskip("hatchling.metadata.core")
+    plugins = pytest.importorskip("hatchling.plugin.manager").PluginManager()
+    core = hatch.ProjectMetadata(str(ROOT), plugins).core
     targets = re.findall(r"\]\(([^)]+)\)", core.readme)
     assert len(targets) > 20
     relative = [target for target in targets if "://" not in target and target[0] != "#"]

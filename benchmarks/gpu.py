@@ -1,10 +1,12 @@
-"""Times the layers beside cuDNN's torch.nn.LSTM and other ways on this GPU, in one run.
+"""Times the layers beside the fastest that cuDNN offers for the same call, in one run.
 
-For each shape, precision and layer: the forward pass, forward and backward together, and inference,
-called and as CUDA graphs; the memory a training step takes at its peak; the fraction of the time
-that is the floor of gpu_floor.py. The most important come first. Rows are in
-benchmarks/results/gpu.csv as soon as they are measured, so a run may be stopped, or end with its
---minutes; the rest of the file stays as it was. Draws benchmarks/results/gpu.png at the end.
+For each shape: the forward pass, forward and backward together, and inference, in eager PyTorch and
+as CUDA graphs; the memory a training step takes at its peak; the fraction of the time that is the
+floor of gpu_floor.py. The peer in 16 bits is the fastest of cuDNN's LSTM in float16 and bfloat16,
+as a half-precision module and under autocast, with time or batch first; in tf32 the faster of both
+layouts. Variable lengths are compared with its PackedSequence. Rows are in
+benchmarks/results/gpu.csv as soon as they are measured, the most important first, and name cuDNN's
+fastest configuration. Draws benchmarks/results/gpu.png at the end.
 """
 
 import argparse
@@ -23,19 +25,21 @@ from gpu_floor import floors, measured_rates
 from gpu_plot import draw
 from gpu_rows import (
     ALL_SHAPES,
-    BN_LSTM,
+    CLASSES,
     COMPILED,
     CUDNN,
-    CUDNN_BATCH_FIRST,
+    CUDNNS,
     LAYERS,
-    LSTM,
+    OPTIONS,
+    OPTIONS_SHAPE,
+    OTHERS,
     PEERS,
-    PRECISIONS,
+    SCRIPTED,
     SHAPES,
     SWEEPS,
     Rows,
+    beside_cudnn,
     figures_of,
-    ratios,
     sizes_of,
 )
 from gpu_timing import Ready, measure, sample
@@ -44,57 +48,55 @@ import rbn
 from rbn.experiments.results import commit
 
 RESULTS = Path(__file__).parent / "results" / "gpu.csv"
-PARTS = {"paper": (SHAPES, LAYERS), "peers": (SHAPES, PEERS), "sweeps": (SWEEPS, LAYERS)}
-ORDER = (
-    *(("paper", "bf16"), ("paper", "tf32"), ("paper", "fp16"), ("peers", "bf16")),
-    *(("peers", "tf32"), ("sweeps", "bf16"), ("peers", "fp16"), ("sweeps", "tf32")),
-    ("sweeps", "fp16"),
-)
-PREPARED = (LSTM, BN_LSTM, COMPILED)  # what is compiled, and kept on disk
+PARTS = {  # shapes, and what is measured beside cuDNN
+    "paper": (SHAPES, LAYERS),
+    "others": (OTHERS, LAYERS),
+    "options": ((OPTIONS_SHAPE,), OPTIONS),
+    "sweeps": (SWEEPS, LAYERS),
+    "peers": (SHAPES, PEERS),
+}
 
 
-def plan(precisions=PRECISIONS, parts=tuple(PARTS), only=()):
-    """What is measured, the most important first: shape (of ``only``), precision and layers."""
+def plan(classes=tuple(CLASSES), parts=tuple(PARTS), only=()):
+    """What is measured, the most important first: shape (of ``only``), class and layers."""
     return [
-        (shape, precision, layers)
-        for part, precision in ORDER
-        if part in parts and precision in precisions
-        for shapes, layers in [PARTS[part]]
+        (shape, kind, layers[kind])
+        for part, (shapes, layers) in PARTS.items()
+        for kind in CLASSES
         for shape in shapes
-        if not only or shape in only
+        if part in parts and kind in classes and (not only or shape in only)
     ]
 
 
 def run(todo, rows, rates, facts, measure, time_left):
     """Measure all that there is time for. Gives the layers that failed, and those not reached."""
     failed, missed, cudnn = [], [], {}
-    for shape, precision, layers in todo:
-        floor = floors(ALL_SHAPES[shape], precision, rates)
-        wanted = layers
-        if (shape, precision) not in cudnn and CUDNN not in layers:
-            wanted = (CUDNN, CUDNN_BATCH_FIRST, *layers)  # the same run's, to compare with
-        for what in wanted:
+    for shape, kind, layers in todo:
+        same = cudnn.get((shape, kind))
+        if same is None:
+            same = cudnn[shape, kind] = []
+            layers = CUDNNS[kind] + layers
+        for precision, what in layers:
             if time_left() <= 0:
                 missed.append((shape, precision, what))
                 continue
-            same = cudnn.setdefault((shape, precision), [])
+            floor = floors(ALL_SHAPES[shape], precision, rates)
             try:
                 for label, found in measure(what, ALL_SHAPES[shape], precision):
                     row = {"shape": shape, **sizes_of(shape), "precision": precision}
                     row |= {"what": label, **figures_of(found, floor), **facts}
                     if label.startswith(CUDNN):
                         same.append(row)
-                    row |= ratios(row, same)
+                    row |= beside_cudnn(row, same)
                     rows.put(row)
                     show(row)
-                if what == CUDNN_BATCH_FIRST:  # now it is known which of the two is faster
-                    for row in same:
-                        rows.put(row | ratios(row, same))
             except Exception as error:  # the others are measured all the same
                 failed.append(f"{shape}, {precision}, {what}: {type(error).__name__}: {error}")
                 print(f"failed: {failed[-1]}", flush=True)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+        for row in same:  # all of cuDNN's are known now
+            rows.put(row | beside_cudnn(row, same))
         gc.collect()
     return failed, missed
 
@@ -102,9 +104,9 @@ def run(todo, rows, rates, facts, measure, time_left):
 def show(row):
     numbers = [row.get(f"{name}_ms", 0) for name in ("fwd", "fwdbwd", "infer")]
     print(
-        f"{row['shape']:>15} {row['precision']:5} {row['what']:<47}"
+        f"{row['shape']:>20} {row['precision']:5} {row['what']:<52}"
         + "".join(f"{n:10.3f}" for n in numbers)
-        + f"{row.get('peak_mb', 0):10.1f}{row.get('ratio_to_cudnn', 0):8.2f}"
+        + f"{row.get('peak_mb', 0):10.1f}{row.get('times_as_fast', 0):8.2f}"
         f"{row.get('memory_ratio', 0):8.2f}{row.get('fwdbwd_floor', 0):8.2f}",
         flush=True,
     )
@@ -114,9 +116,9 @@ def prepare(todo, workers, seconds):
     """Compile what will be timed, in processes of their own, into the caches on disk."""
     jobs = [
         (shape, precision, what)
-        for shape, precision, layers in todo
-        for what in layers
-        if what in PREPARED
+        for shape, _, layers in todo
+        for precision, what in layers
+        if what != SCRIPTED and not what.startswith(CUDNN)
     ]
     workers = min(workers, len(jobs))
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -152,7 +154,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30, help="end after about so many")
     parser.add_argument("--repeats", type=int, default=15, help="samples of a figure, at most")
-    parser.add_argument("--precisions", default=",".join(PRECISIONS))
+    parser.add_argument("--classes", default=",".join(CLASSES), help="of " + ", ".join(CLASSES))
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
     parser.add_argument("--shapes", nargs="+", default=[], help="only these: B=256 B=512")
     parser.add_argument("--workers", type=int, default=min(14, os.cpu_count() or 1))
@@ -160,9 +162,9 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--prepare", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    precisions, parts = arguments.precisions.split(","), arguments.parts.split(",")
+    classes, parts = arguments.classes.split(","), arguments.parts.split(",")
     for name, given, known in (
-        ("precisions", precisions, PRECISIONS),
+        ("classes", classes, CLASSES),
         ("parts", parts, PARTS),
         ("shapes", arguments.shapes, ALL_SHAPES),
     ):
@@ -189,16 +191,16 @@ def main():
         "date": time.strftime("%Y-%m-%d"),
     }
     print(f"{facts['gpu']}; {facts['versions']}; {facts['commit']}")
-    todo = plan(precisions, parts, arguments.shapes)
+    todo = plan(classes, parts, arguments.shapes)
     began = time.monotonic()
     prepare(todo, arguments.workers, 0.3 * (end - began))
     print(f"compiled in {time.monotonic() - began:.0f} s with {arguments.workers} processes")
     rates = measured_rates(lambda function: statistics.median(sample(function, 15)))
     print(f"ceilings: {rates}\n")
     heads = ("fwd", "fwd+bwd", "infer", "MiB")
-    more = ("ratio", "memory", "floor")
+    more = ("times", "memory", "floor")
     print(
-        f"{'':>15} {'':5} {'ms':<47}"
+        f"{'':>20} {'':5} {'ms':<52}"
         + "".join(f"{h:>10}" for h in heads)
         + "".join(f"{h:>8}" for h in more)
     )

@@ -2,7 +2,16 @@
 
 import torch
 import torch.nn.functional as F
-from gpu_rows import BN_LSTM, COMPILED, CUDNN, CUDNN_BATCH_FIRST, LSTM, SCRIPTED
+from gpu_rows import (
+    BATCH_FIRST,
+    BN_LSTM,
+    COMPILED,
+    CUDNN,
+    LSTM,
+    SCRIPTED,
+    SEQUENCE_STATISTICS,
+    ZONEOUT,
+)
 from torch import nn
 
 import rbn
@@ -130,12 +139,15 @@ def make_layer(what, shape):
     """A layer for the shape T, B, I, H, directions."""
     T, _, I, H, directions = shape  # noqa: E741
     both = directions == 2
-    if what in (CUDNN, CUDNN_BATCH_FIRST):
-        return nn.LSTM(I, H, bidirectional=both, batch_first=what == CUDNN_BATCH_FIRST)
-    if what == LSTM:
+    if what.startswith(CUDNN):
+        return nn.LSTM(I, H, bidirectional=both, batch_first=BATCH_FIRST in what)
+    if what.startswith(LSTM):
         return rbn.LSTM(I, H, bidirectional=both)
-    if what == BN_LSTM:
-        return rbn.BatchNormLSTM(I, H, bidirectional=both, max_length=T)
+    if what.startswith(BN_LSTM):
+        options = {"zoneout": (0.3, 0.05)} if ZONEOUT in what else {}
+        if SEQUENCE_STATISTICS in what:
+            options = {"input_stats": "sequence"}
+        return rbn.BatchNormLSTM(I, H, bidirectional=both, max_length=T, **options)
     if what == COMPILED:
         torch._dynamo.reset()  # or the cells of many shapes would count as one, compiled too often
         make = CompiledCellBatchNormLSTM

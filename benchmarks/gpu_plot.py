@@ -1,6 +1,6 @@
 """The picture of the GPU benchmark's rows."""
 
-from gpu_rows import BN_LSTM, CUDNN, GRAPH, LSTM, PRECISIONS, SHAPES, SWEEPS
+from gpu_rows import BN_LSTM, CUDNN, GRAPH, LSTM, OTHERS, PRECISIONS, SHAPES, SWEEPS
 
 # From the Okabe-Ito palette, which colour-blind readers can tell apart.
 COLOURS = {"bf16": "#0072B2", "tf32": "#D55E00", "fp16": "#009E73"}
@@ -9,13 +9,13 @@ AXES = {"H": "units (T 100, batch 64)", "B": "batch (T 100, H 256)", "T": "steps
 
 
 def draw(rows, path):
-    """The paper's shapes as speed against cuDNN, and the sweeps, if any, as milliseconds."""
+    """The shapes as speed against cuDNN, and the sweeps, if any, as milliseconds."""
     from matplotlib.figure import Figure
 
     if not rows:
         return
     swept = any(row["shape"] in SWEEPS for row in rows)
-    figure = Figure(figsize=(11, 7.5 if swept else 4), dpi=130, layout="constrained")
+    figure = Figure(figsize=(14, 7.5 if swept else 4), dpi=130, layout="constrained")
     above, *below = figure.subfigures(1 + swept, 1, squeeze=False)[:, 0]
     _speed(above.subplots(), rows)
     for part in below:
@@ -32,29 +32,30 @@ def _number(row, name):
 
 def _speed(axes, rows):
     """Bars: how many times as fast as cuDNN the BN-LSTM is, called and in a CUDA graph."""
+    shapes = SHAPES | OTHERS
     series = [(p, graph) for p in PRECISIONS for graph in ("", GRAPH)]
     width = 0.85 / len(series)
     for k, (precision, graph) in enumerate(series):
-        ratios = {
-            row["shape"]: _number(row, "ratio_to_cudnn")
+        speeds = {
+            row["shape"]: _number(row, "times_as_fast")
             for row in rows
             if row["what"] == BN_LSTM + graph and row["precision"] == precision
         }
-        known = [(place, ratios[shape]) for place, shape in enumerate(SHAPES) if ratios.get(shape)]
+        known = [(place, speeds[shape]) for place, shape in enumerate(shapes) if speeds.get(shape)]
         shift = (k - (len(series) - 1) / 2) * width
         if known:
-            bars = axes.bar(
+            axes.bar(
                 [place + shift for place, _ in known],
-                [1 / ratio for _, ratio in known],
+                [speed for _, speed in known],
                 width,
                 color=COLOURS[precision],
                 alpha=1 if graph else 0.45,
                 label=f"{precision}{graph or ', called'}",
             )
-            axes.bar_label(bars, fmt="%.1f", fontsize=7)
     axes.axhline(1, color="black", linewidth=1)
-    axes.set_xticks(range(len(SHAPES)), [f"{n}\n{SHAPES[n][:4]}" for n in SHAPES])
-    axes.set_xlim(-0.5, len(SHAPES) - 0.5)
+    labels = [f"{n}\n{', '.join(map(str, SHAPES[n][:4]))}" if n in SHAPES else n for n in shapes]
+    axes.set_xticks(range(len(shapes)), labels, fontsize=7)
+    axes.set_xlim(-0.5, len(shapes) - 0.5)
     axes.margins(y=0.2)
     axes.set_ylabel("times as fast as cuDNN's plain LSTM")
     axes.spines[["top", "right"]].set_visible(False)

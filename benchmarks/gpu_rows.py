@@ -12,28 +12,68 @@ SHAPES = {
     "cnn": (300, 64, 240, 240, 1),
     "cnn, both ways": (300, 64, 240, 240, 2),
 }  # T, B, I, H, directions
+OTHERS = {  # where cuDNN has its fastest kernels, or the host's time counts most
+    ", ".join(map(str, sizes)): (*sizes, 1)
+    for sizes in (
+        *((1024, 16, 512, 512), (1024, 16, 768, 768), (100, 64, 256, 512)),
+        *((256, 128, 1024, 1024), (50, 32, 128, 128), (30, 1024, 64, 64), (100, 64, 64, 32)),
+    )
+}
 SWEEPS = {
     **{f"H={h}": (100, 64, 64, h, 1) for h in (32, 128, 512, 1024, 1536, 2048, 4096)},
+    **{f"I=H={h}": (100, 64, h, h, 1) for h in (32, 128, 512, 1024, 2048)},
     **{f"T={t}": (t, 64, 64, 256, 1) for t in (1, 10, 1000, 5000)},
     **{f"B={b}": (100, b, 64, 256, 1) for b in (2, 16, 128, 256, 512)},
 }
+ALL_SHAPES = SHAPES | OTHERS | SWEEPS
+OPTIONS_SHAPE = "100, 64, 256, 512"
+
 PRECISIONS = ("bf16", "tf32", "fp16")
-CUDNN, CUDNN_BATCH_FIRST = "torch.nn.LSTM (cuDNN)", "torch.nn.LSTM (cuDNN), batch first"
-LSTM, BN_LSTM = "rbn.LSTM", "rbn.BatchNormLSTM"
+# A user who wants 16 bits may take either of them, so cuDNN's fastest of both is the peer.
+CLASSES = {"16 bits": ("bf16", "fp16"), "tf32": ("tf32",)}
+CUDNN, LSTM, BN_LSTM = "torch.nn.LSTM (cuDNN)", "rbn.LSTM", "rbn.BatchNormLSTM"
 COMPILED, SCRIPTED = "compiled BN-LSTM cell", "scripted LayerNorm LSTM"
-LAYERS = (CUDNN, CUDNN_BATCH_FIRST, LSTM, BN_LSTM)
-PEERS = (COMPILED, SCRIPTED)
-GRAPH = ", CUDA graph"
+GRAPH, BATCH_FIRST, AUTOCAST = ", CUDA graph", ", batch first", ", autocast"
+PACKED, LENGTHS, ZONEOUT = ", PackedSequence", ", lengths", ", zoneout"
+SEQUENCE_STATISTICS = ", input_stats sequence"
+
+# What is measured in a class, each a precision and a name. Under autocast, torch runs cuDNN's LSTM
+# in float16, also where bfloat16 is asked for.
+CUDNNS = {
+    "16 bits": [
+        (precision, CUDNN + autocast + layout)
+        for precision, autocast in (("fp16", ""), ("bf16", ""), ("fp16", AUTOCAST))
+        for layout in ("", BATCH_FIRST)
+    ],
+    "tf32": [("tf32", CUDNN), ("tf32", CUDNN + BATCH_FIRST)],
+}
+LAYERS = {
+    "16 bits": [
+        *(("bf16", BN_LSTM), ("fp16", BN_LSTM), ("bf16", BN_LSTM + AUTOCAST)),
+        *(("bf16", LSTM), ("fp16", LSTM)),
+    ],
+    "tf32": [("tf32", BN_LSTM), ("tf32", LSTM)],
+}
+OPTIONS = {
+    kind: [
+        (precision, name)
+        for precision in precisions
+        for name in (
+            *(CUDNN + PACKED, BN_LSTM + PACKED, BN_LSTM + LENGTHS),
+            *(BN_LSTM + ZONEOUT, BN_LSTM + SEQUENCE_STATISTICS),
+        )
+    ]
+    for kind, precisions in CLASSES.items()
+}
+PEERS = {"16 bits": [("bf16", COMPILED), ("bf16", SCRIPTED)], "tf32": [("tf32", COMPILED)]}
 
 SIZES = ("T", "B", "I", "H", "directions")
 KEY = ("shape", *SIZES, "precision", "what")
 COLUMNS = [
-    *(*KEY, "fwd_ms", "fwdbwd_ms", "infer_ms", "peak_mb", "ratio_to_cudnn"),
+    *(*KEY, "fwd_ms", "fwdbwd_ms", "infer_ms", "peak_mb", "times_as_fast", "fastest_cudnn"),
+    *("memory_ratio", "fwdbwd_floor", "fwd_spread", "fwdbwd_spread", "infer_spread"),
     *("gpu", "versions", "commit", "date"),
-    *("fwd_spread", "fwdbwd_spread", "infer_spread", "memory_ratio"),
-    *("fwd_floor", "fwdbwd_floor", "infer_floor"),
 ]
-ALL_SHAPES = SHAPES | SWEEPS
 
 
 def sizes_of(shape):
@@ -82,12 +122,10 @@ def _key(row):
 
 def _order(row):
     """As in the lists above; what is in none of them comes last."""
-    lists = list(ALL_SHAPES), list(PRECISIONS), [*LAYERS, *PEERS]
-    values = row["shape"], row["precision"], row["what"].removesuffix(GRAPH)
-    places = [
-        names.index(value) if value in names else len(names)
-        for names, value in zip(lists, values, strict=True)
-    ]
+    names = [CUDNN, LSTM, BN_LSTM, COMPILED, SCRIPTED]
+    layer = next((name for name in names if row["what"].startswith(name)), None)
+    lists = (list(ALL_SHAPES), row["shape"]), (list(PRECISIONS), row["precision"]), (names, layer)
+    places = [known.index(value) if value in known else len(known) for known, value in lists]
     return (*places, captured(row["what"]), row["what"])
 
 
@@ -102,7 +140,7 @@ def figures_of(found, floors):
     """The columns of what was measured.
 
     found: for "fwd", "fwdbwd" and "infer" the samples in milliseconds; "peak_mb" if known.
-    floors: for the same the milliseconds that no implementation can go below.
+    floors: the milliseconds that no implementation can go below.
     """
     row = {}
     for name in ("fwd", "fwdbwd", "infer"):
@@ -111,26 +149,31 @@ def figures_of(found, floors):
         median, spread = median_and_spread(found[name])
         row[f"{name}_ms"] = round(median, 4)
         row[f"{name}_spread"] = round(spread, 4)
-        row[f"{name}_floor"] = round(floors[name] / median, 3)
+        if name == "fwdbwd":
+            row["fwdbwd_floor"] = round(floors[name] / median, 3)
     if "peak_mb" in found:
         row["peak_mb"] = round(found["peak_mb"], 1)
     return row
 
 
-def ratios(row, cudnn):
-    """How the row stands to cuDNN's rows of the same run, shape and precision: like with like.
+def beside_cudnn(row, cudnn):
+    """How the row stands to the fastest of cuDNN's rows of the same run, shape and class.
 
-    A training step that is called is compared with the faster of cuDNN's layouts, called; one in a
-    CUDA graph with the faster of them in a CUDA graph. Memory likewise with the smaller one's.
+    A training step that is called is compared with the fastest called one, one in a CUDA graph
+    with the fastest in a CUDA graph. Variable lengths are compared with cuDNN's PackedSequence.
+    Memory is compared with the least.
     """
+    packed = any(word in row["what"] for word in (PACKED, LENGTHS))
+    cudnn = [r for r in cudnn if (PACKED in r["what"]) == packed]
     found = {}
     times = [
-        r["fwdbwd_ms"]
+        (r["fwdbwd_ms"], f"{r['precision']}{r['what'].removeprefix(CUDNN).removesuffix(GRAPH)}")
         for r in cudnn
         if "fwdbwd_ms" in r and captured(r["what"]) == captured(row["what"])
     ]
     if times and "fwdbwd_ms" in row:
-        found["ratio_to_cudnn"] = round(row["fwdbwd_ms"] / min(times), 4)
+        fastest, name = min(times)
+        found = {"times_as_fast": round(fastest / row["fwdbwd_ms"], 4), "fastest_cudnn": name}
     peaks = [r["peak_mb"] for r in cudnn if "peak_mb" in r]
     if peaks and "peak_mb" in row:
         found["memory_ratio"] = round(row["peak_mb"] / min(peaks), 3)

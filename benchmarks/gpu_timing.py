@@ -5,9 +5,10 @@ import time
 import torch
 from gpu_floor import TYPES
 from gpu_layers import make_layer
-from gpu_rows import CUDNN, CUDNN_BATCH_FIRST, GRAPH, SCRIPTED
+from gpu_rows import AUTOCAST, BATCH_FIRST, CUDNN, GRAPH, LENGTHS, PACKED, SCRIPTED
 
-SECONDS = 1.0  # for the samples of one figure, or three of them
+DEVICE = "cuda"
+SECONDS = 0.3  # for the samples of one figure, or three of them
 
 
 def sample(function, repeats):
@@ -35,20 +36,35 @@ class Ready:
     def __init__(self, what, shape, precision):
         T, B, I, H, directions = shape  # noqa: E741
         torch.manual_seed(0)
-        self.layer = make_layer(what, shape).to("cuda", TYPES[precision])
-        first = (B, T) if what == CUDNN_BATCH_FIRST else (T, B)
-        new = {"device": "cuda", "dtype": TYPES[precision]}
-        self.x = torch.randn(*first, I, **new)
-        self.grad = torch.randn(*first, H * directions, **new)
-        if what in (CUDNN, CUDNN_BATCH_FIRST):
+        self.autocast = TYPES[precision] if AUTOCAST in what else None
+        dtype = torch.float32 if self.autocast else TYPES[precision]
+        self.layer = make_layer(what, shape).to(DEVICE, dtype)
+        first = (B, T) if BATCH_FIRST in what else (T, B)
+        self.x = torch.randn(*first, I, device=DEVICE, dtype=dtype)
+        self.grad = torch.randn(*first, H * directions, device=DEVICE, dtype=self.autocast or dtype)
+        self.options, self.packed = {}, PACKED in what
+        if self.packed or LENGTHS in what:  # T for the longest, half of it for the shortest
+            lengths = torch.linspace(T, (T + 1) // 2, B).long()
+            if self.packed:
+                pack = torch.nn.utils.rnn.pack_padded_sequence
+                self.x, self.grad = pack(self.x, lengths), pack(self.grad, lengths).data
+            else:
+                self.options["lengths"] = lengths
+        if what.startswith(CUDNN):
             self.layer.flatten_parameters()
 
     def forward(self):
-        return self.layer(self.x)[0]
+        if self.autocast is None:
+            output = self.layer(self.x, **self.options)[0]
+        else:
+            with torch.autocast(DEVICE, self.autocast):
+                output = self.layer(self.x, **self.options)[0]
+        return output.data if self.packed else output
 
     def both(self):
         self.layer.zero_grad(set_to_none=True)
-        self.forward().backward(self.grad)
+        output = self.forward()
+        output.backward(self.grad.to(output.dtype))  # cuDNN's is float16 under any autocast
 
     @torch.no_grad()
     def infer(self):

@@ -31,19 +31,27 @@ def read(path):
 def test_the_paper_comes_first_and_nothing_twice(bench):
     gpu, rows = bench("gpu"), bench("gpu_rows")
     plan = gpu.plan()
-    assert [case[:2] for case in plan[:5]] == [(shape, "bf16") for shape in rows.SHAPES]
-    single = [(shape, precision, what) for shape, precision, layers in plan for what in layers]
+    assert [case[:2] for case in plan[:5]] == [(shape, "16 bits") for shape in rows.SHAPES]
+    single = [(shape, *layer) for shape, _, layers in plan for layer in layers]
     assert len(single) == len(set(single))
-    for shape in rows.SHAPES:
+    for shape in rows.ALL_SHAPES:
         for precision in rows.PRECISIONS:
-            for what in (*rows.LAYERS, *rows.PEERS):
-                assert (shape, precision, what) in single
-    for shape in rows.SWEEPS:
-        assert (shape, "fp16", rows.BN_LSTM) in single
-    assert gpu.plan(["tf32"], ["peers"]) == [(shape, "tf32", rows.PEERS) for shape in rows.SHAPES]
-    assert gpu.plan(["tf32"], only=["B=2", "ptb"]) == [
-        *(("ptb", "tf32", rows.LAYERS), ("ptb", "tf32", rows.PEERS), ("B=2", "tf32", rows.LAYERS)),
+            assert (shape, precision, rows.BN_LSTM) in single
+    assert gpu.plan(["tf32"], ["peers"]) == [
+        (shape, "tf32", rows.PEERS["tf32"]) for shape in rows.SHAPES
     ]
+    assert gpu.plan(["tf32"], only=["B=2", "ptb"]) == [
+        (shape, "tf32", layers["tf32"])
+        for shape, layers in (("ptb", rows.LAYERS), ("B=2", rows.LAYERS), ("ptb", rows.PEERS))
+    ]
+
+
+def test_the_peer_in_16_bits_is_every_way_to_call_cudnn(bench):
+    rows = bench("gpu_rows")
+    assert len(set(rows.CUDNNS["16 bits"])) == 6
+    assert ("fp16", "torch.nn.LSTM (cuDNN), autocast, batch first") in rows.CUDNNS["16 bits"]
+    inputs = {(sizes[2], sizes[3]) for sizes in rows.SWEEPS.values()}
+    assert {(64, 512), (512, 512), (64, 2048), (2048, 2048)} <= inputs
 
 
 def test_the_shapes_of_the_paper(bench):
@@ -83,7 +91,7 @@ def test_the_columns(bench, tmp_path):
     path = tmp_path / "gpu.csv"
     rows.Rows(path).put(row_of(rows, "ptb", "bf16", rows.CUDNN))
     wanted = "shape,T,B,I,H,directions,precision,what,fwd_ms,fwdbwd_ms,infer_ms,peak_mb,"
-    wanted += "ratio_to_cudnn,gpu,versions,commit"
+    wanted += "times_as_fast,fastest_cudnn"
     assert path.read_text().startswith(wanted)
     with pytest.raises(ValueError, match="no column colour"):
         rows.Rows(path).put(row_of(rows, "ptb", "bf16", rows.CUDNN, colour="red"))
@@ -92,8 +100,13 @@ def test_the_columns(bench, tmp_path):
 def test_median_and_spread(bench):
     rows = bench("gpu_rows")
     assert rows.median_and_spread([9.0, 1.0, 2.0, 3.0, 4.0]) == (3.0, 1.0)
-    found = rows.figures_of({"fwd": [2.0] * 3, "peak_mb": 1.26}, {"fwd": 0.5})
-    assert found == {"fwd_ms": 2.0, "fwd_spread": 0.0, "fwd_floor": 0.25, "peak_mb": 1.3}
+    found = rows.figures_of({"fwdbwd": [2.0] * 3, "peak_mb": 1.26}, {"fwdbwd": 0.5})
+    assert found == {
+        "fwdbwd_ms": 2.0,
+        "fwdbwd_spread": 0.0,
+        "fwdbwd_floor": 0.25,
+        "peak_mb": 1.3,
+    }
 
 
 # A run ------------------------------------------------------------------------------------------
@@ -101,60 +114,78 @@ def test_median_and_spread(bench):
 
 def fake_measure(rows, slow=()):
     """A training step of 8 ms in cuDNN, 6 with the batch first, 3 in ours; half of it captured."""
-    times = {rows.CUDNN: 8.0, rows.CUDNN_BATCH_FIRST: 6.0, rows.LSTM: 2.0, rows.BN_LSTM: 3.0}
+    times = {rows.CUDNN: 8.0, rows.LSTM: 2.0, rows.BN_LSTM: 3.0}
 
     def measure(what, shape, precision):
         if what in slow:
             raise RuntimeError("out of memory")
-        ms = times.get(what, 60.0)
+        ms = next((ms for name, ms in times.items() if what.startswith(name)), 60.0)
+        ms -= 2.0 * (rows.BATCH_FIRST in what)
         yield what, {name: [ms] * 3 for name in ("fwd", "fwdbwd", "infer")} | {"peak_mb": ms}
         yield what + rows.GRAPH, {"fwdbwd": [ms / (4 if what == rows.BN_LSTM else 2)] * 3}
 
     return measure
 
 
-def test_a_run_compares_like_with_like(bench, rates, tmp_path, capsys):
+def run(bench, rates, path, *todo, slow=(), time_left=lambda: 1):
     gpu, rows = bench("gpu"), bench("gpu_rows")
+    measure = fake_measure(rows, slow)
+    return gpu.run(list(todo), rows.Rows(path), rates, FACTS, measure, time_left)
+
+
+def test_a_run_compares_like_with_like(bench, rates, tmp_path, capsys):
+    rows = bench("gpu_rows")
     path = tmp_path / "gpu.csv"
-    todo = [("ptb", "bf16", rows.LAYERS), ("ptb", "bf16", rows.PEERS)]
-    outcome = gpu.run(todo, rows.Rows(path), rates, FACTS, fake_measure(rows), lambda: 1)
-    assert outcome == ([], [])
-    found = {r["what"]: r for r in read(path)}
-    assert len(found) == 12
-    assert float(found[rows.CUDNN]["ratio_to_cudnn"]) == pytest.approx(8 / 6, abs=1e-4)
-    assert found[rows.CUDNN_BATCH_FIRST]["ratio_to_cudnn"] == "1.0"
-    assert found[rows.BN_LSTM]["ratio_to_cudnn"] == "0.5"  # the faster layout, called
-    assert found[rows.BN_LSTM + rows.GRAPH]["ratio_to_cudnn"] == "0.25"  # captured: 0.75 / 3
-    assert found[rows.BN_LSTM]["memory_ratio"] == "0.5"
-    assert found[rows.SCRIPTED]["ratio_to_cudnn"] == "10.0"
+    todo = [("ptb", "16 bits", each["16 bits"]) for each in (rows.LAYERS, rows.PEERS)]
+    assert run(bench, rates, path, *todo) == ([], [])
+    found = {(r["precision"], r["what"]): r for r in read(path)}
+    assert len(found) == 2 * (6 + 5 + 2)
+    assert float(found["fp16", rows.CUDNN]["times_as_fast"]) == 0.75
+    first = found["bf16", rows.CUDNN + rows.BATCH_FIRST]
+    assert (first["times_as_fast"], first["fastest_cudnn"]) == ("1.0", "bf16, batch first")
+    ours = found["fp16", rows.BN_LSTM]
+    assert ours["times_as_fast"] == "2.0"  # the fastest, called
+    assert found["bf16", rows.BN_LSTM + rows.GRAPH]["times_as_fast"] == "4.0"  # 3 / 0.75
+    assert ours["memory_ratio"] == "0.5"
+    assert found["bf16", rows.SCRIPTED]["times_as_fast"] == "0.1"
     assert all(r["commit"] == "abc" for r in found.values())
     assert "rbn.BatchNormLSTM, CUDA graph" in capsys.readouterr().out
 
 
+def test_the_fastest_configuration_of_cudnn_is_named(bench):
+    rows = bench("gpu_rows")
+    cudnn = [
+        {"what": rows.CUDNN + option, "precision": precision, "fwdbwd_ms": ms}
+        for precision, option, ms in (
+            *(("fp16", "", 4.0), ("fp16", rows.AUTOCAST, 3.0), ("bf16", rows.GRAPH, 1.0)),
+            ("bf16", rows.PACKED, 0.5),
+        )
+    ]
+    ours = {"what": rows.BN_LSTM, "precision": "bf16", "fwdbwd_ms": 2.0}
+    assert rows.beside_cudnn(ours, cudnn) == {
+        "times_as_fast": 1.5,
+        "fastest_cudnn": "fp16, autocast",
+    }
+    for option in (rows.PACKED, rows.LENGTHS):  # of those for variable lengths
+        found = rows.beside_cudnn(ours | {"what": rows.BN_LSTM + option}, cudnn)
+        assert found["fastest_cudnn"] == "bf16, PackedSequence"
+
+
 def test_peers_alone_bring_their_own_cudnn(bench, rates, tmp_path):
-    gpu, rows = bench("gpu"), bench("gpu_rows")
+    rows = bench("gpu_rows")
     path = tmp_path / "gpu.csv"
-    gpu.run(
-        [("cnn", "tf32", rows.PEERS)],
-        rows.Rows(path),
-        rates,
-        FACTS,
-        fake_measure(rows),
-        lambda: 1,
-    )
-    found = {r["what"]: r["ratio_to_cudnn"] for r in read(path)}
-    assert found[rows.COMPILED] == "10.0"
+    run(bench, rates, path, ("cnn", "tf32", rows.PEERS["tf32"]))
+    found = {r["what"]: r["times_as_fast"] for r in read(path)}
+    assert found[rows.COMPILED] == "0.1"
     assert rows.CUDNN in found
 
 
 def test_a_failure_costs_its_own_row_alone(bench, rates, tmp_path):
-    gpu, rows = bench("gpu"), bench("gpu_rows")
+    rows = bench("gpu_rows")
     path = tmp_path / "gpu.csv"
-    measure = fake_measure(rows, slow=(rows.LSTM,))
-    failed, missed = gpu.run(
-        [("cnn", "fp16", rows.LAYERS)], rows.Rows(path), rates, FACTS, measure, lambda: 1
-    )
-    assert failed == ["cnn, fp16, rbn.LSTM: RuntimeError: out of memory"]
+    todo = ("cnn", "tf32", rows.LAYERS["tf32"])
+    failed, missed = run(bench, rates, path, todo, slow=(rows.LSTM,))
+    assert failed == ["cnn, tf32, rbn.LSTM: RuntimeError: out of memory"]
     assert missed == []
     whats = {r["what"] for r in read(path)}
     assert rows.BN_LSTM in whats
@@ -162,18 +193,16 @@ def test_a_failure_costs_its_own_row_alone(bench, rates, tmp_path):
 
 
 def test_a_run_ends_with_its_time(bench, rates, tmp_path):
-    gpu, rows = bench("gpu"), bench("gpu_rows")
+    rows = bench("gpu_rows")
     path, left = tmp_path / "gpu.csv", iter([3, 2, 1])
-    todo = [("ptb", "bf16", rows.LAYERS), ("cnn", "bf16", rows.LAYERS)]
-    failed, missed = gpu.run(
-        todo, rows.Rows(path), rates, FACTS, fake_measure(rows), lambda: next(left, 0)
-    )
+    todo = [(shape, "tf32", rows.LAYERS["tf32"]) for shape in ("ptb", "cnn")]
+    failed, missed = run(bench, rates, path, *todo, time_left=lambda: next(left, 0))
     assert not failed
     assert missed == [
-        ("ptb", "bf16", rows.BN_LSTM),
-        *(("cnn", "bf16", what) for what in rows.LAYERS),
+        ("ptb", "tf32", rows.LSTM),
+        *(("cnn", *layer) for layer in rows.CUDNNS["tf32"] + rows.LAYERS["tf32"]),
     ]
-    assert {r["what"].removesuffix(rows.GRAPH) for r in read(path)} == set(rows.LAYERS[:3])
+    assert {r["shape"] for r in read(path)} == {"ptb"}
 
 
 def test_slow_calls_are_sampled_less(bench, monkeypatch):
@@ -273,16 +302,29 @@ def test_every_layer_has_the_shape_of_cudnns(bench, directions, monkeypatch):
     monkeypatch.setattr(layers.torch, "compile", as_they_are)
     monkeypatch.setattr(layers.CompiledCellBatchNormLSTM.__init__, "__defaults__", (as_they_are,))
     x = torch.randn(4, 7, 3)
-    for what in (*rows.LAYERS, *rows.PEERS):
+    every = (rows.CUDNNS, rows.LAYERS, rows.OPTIONS, rows.PEERS)
+    for what in {what for each in every for kind in each.values() for _, what in kind}:
         layer = layers.make_layer(what, (4, 7, 3, 6, directions))
-        given = x.transpose(0, 1) if what == rows.CUDNN_BATCH_FIRST else x
-        shape = (7, 4) if what == rows.CUDNN_BATCH_FIRST else (4, 7)
-        output = layer(given)[0]
-        assert output.shape == (*shape, 6 * directions), what
+        first = rows.BATCH_FIRST in what
+        output = layer(x.transpose(0, 1) if first else x)[0]
+        assert output.shape == (*((7, 4) if first else (4, 7)), 6 * directions), what
         output.sum().backward()
         assert all(p.grad is not None for p in layer.parameters()), what
     with pytest.raises(ValueError, match="no layer 'other'"):
         layers.make_layer("other", (4, 7, 3, 6, 1))
+
+
+@pytest.mark.parametrize("what", [", autocast, batch first", ", PackedSequence", ""])
+@pytest.mark.parametrize("name", ["torch.nn.LSTM (cuDNN)", "rbn.BatchNormLSTM"])
+def test_what_is_timed_runs_forward_and_backward(bench, name, what, monkeypatch):
+    timing = bench("gpu_timing")
+    monkeypatch.setattr(timing, "DEVICE", "cpu")
+    if name == "rbn.BatchNormLSTM":
+        what = what.replace(", batch first", "")
+    ready = timing.Ready(name + what, (4, 7, 3, 6, 1), "bf16")
+    for _, function in ready.each():
+        function()
+    assert all(p.grad is not None for p in ready.layer.parameters())
 
 
 # The picture and the command --------------------------------------------------------------------
@@ -294,7 +336,7 @@ def test_the_picture(bench, rates, tmp_path):
     store = rows.Rows(tmp_path / "gpu.csv")
     plot.draw(store.sorted(), tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-    todo = [("ptb", "bf16", rows.LAYERS), ("H=32", "bf16", rows.LAYERS)]
+    todo = [(shape, "16 bits", rows.LAYERS["16 bits"]) for shape in ("ptb", "H=32")]
     gpu.run(todo, store, rates, FACTS, fake_measure(rows), lambda: 1)
     plot.draw(rows.Rows(tmp_path / "gpu.csv").sorted(), tmp_path / "part.png")
     plot.draw(rows.Rows(FOLDER / "results" / "gpu.csv").sorted(), tmp_path / "all.png")
@@ -305,7 +347,7 @@ def test_the_picture(bench, rates, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--precisions", "bf16,int8"], "got int8"),
+        (["--classes", "tf32,int8"], "got int8"),
         (["--parts", "all"], "got all"),
         (["--repeats", "2"], "--repeats must be at least 3"),
     ],

@@ -1,13 +1,22 @@
 """The times in README and docs are those of the files in benchmarks/results."""
 
 import csv
+import importlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+
+def bench(name):
+    """A module of the folder of benchmarks."""
+    if str(ROOT / "benchmarks") not in sys.path:
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+    return importlib.import_module(name)
 
 
 def test_the_times_of_two_processes_are_those_of_the_file():
@@ -27,123 +36,39 @@ def test_the_times_of_two_processes_are_those_of_the_file():
         assert {cell.strip() for cell in line.group(1).split("|")} == found
 
 
-SHAPES = ("mnist", "ptb", "text8", "cnn", "cnn, both ways")
-CUDNN = ("torch.nn.LSTM (cuDNN)", "torch.nn.LSTM (cuDNN), batch first")
+@pytest.mark.parametrize("page", bench("doc_tables").PAGES)
+def test_the_tables_are_those_of_the_files(page):
+    text = (ROOT / page).read_text()
+    assert bench("doc_tables").MARKED.search(text), "there is no table"
+    assert bench("doc_tables").filled(text) == text, "run python benchmarks/doc_tables.py"
 
 
-@pytest.fixture
-def on_a_gpu():
-    """The rows of the GPU's benchmark by shape, precision and layer; cuDNN's is the faster one."""
-    with (ROOT / "benchmarks/results/gpu.csv").open(newline="") as file:
-        found = {(row["shape"], row["precision"], row["what"]): row for row in csv.DictReader(file)}
-    for shape, precision, _ in list(found):
-        for way in ("", ", CUDA graph"):
-            layouts = [found[shape, precision, f"{what}{way}"] for what in CUDNN]
-            fastest = min(layouts, key=lambda row: float(row["fwdbwd_ms"]))
-            found[shape, precision, f"cuDNN{way}"] = fastest
-    return found
+def test_a_table_that_differs_from_its_file_is_found():
+    page = (ROOT / bench("doc_tables").PAGES[0]).read_text()
+    number = re.search(r"<!-- times: gpu -->.*?\*\*([\d.]+)\*\*", page, re.S)
+    changed = page[: number.start(1)] + "9.9" + page[number.end(1) :]
+    assert bench("doc_tables").filled(changed) == page
 
 
-def test_the_ratios_on_a_gpu_are_those_of_the_file(on_a_gpu):
-    lines = iter((ROOT / "docs/results/speed.md").read_text().splitlines())
-    for shape in SHAPES:
-        for precision in ("bf16", "fp16", "tf32"):
-
-            def of(what, column="ratio_to_cudnn", key=(shape, precision)):
-                return float(on_a_gpu[(*key, what)][column])
-
-            cells = []
-            for way in ("", ", CUDA graph"):
-                cells.append(f"{of(f'cuDNN{way}', 'fwdbwd_ms'):.1f}")
-                ours = (of(f"rbn.{name}{way}") for name in ("BatchNormLSTM", "LSTM"))
-                cells += [f"{1 / ratio:.1f}" for ratio in ours]
-            cells.append(f"{of('rbn.BatchNormLSTM', 'memory_ratio'):.1f}")
-            wanted = f" | {precision} | {' | '.join(cells)} |"
-            assert any(line.endswith(wanted) for line in lines), (shape, wanted)
+def test_all_times_on_a_gpu_are_from_one_run():
+    rows = bench("doc_tables").read("gpu.csv").values()
+    assert len({(row["commit"], row["date"], row["versions"], row["gpu"]) for row in rows}) == 1
 
 
-def test_the_ranges_on_a_gpu_are_those_of_the_file(on_a_gpu):
-    def ratios(precision, way):
-        what = f"rbn.BatchNormLSTM{way}"
-        return [float(on_a_gpu[shape, precision, what]["ratio_to_cudnn"]) for shape in SHAPES]
-
-    every = {
-        (precision, way): ratios(precision, way)
-        for precision in ("bf16", "tf32")
-        for way in ("", ", CUDA graph")
+def test_the_ranges_on_a_gpu_are_those_of_the_file():
+    rows = bench("doc_tables").read("gpu.csv")
+    own = {
+        name: [rows[shape, "bf16", f"rbn.{name}"] for shape in bench("gpu_rows").SHAPES]
+        for name in ("BatchNormLSTM", "LSTM")
     }
-    text = " ".join((ROOT / "docs/results/speed.md").read_text().split())
-    times = [f"{1 / ratio:.1f}" for way in every for ratio in (max(every[way]), min(every[way]))]
-    slow, fast, slow_graph, fast_graph = times[:4]
-    assert f"bf16: {slow} (text8) to {fast} times as fast in eager mode" in text
-    assert f"eager mode, {slow_graph} to {fast_graph} times in a CUDA graph" in text
-    kernels = " ".join((ROOT / "docs/explanation/kernels.md").read_text().split())
-    assert f"{slow} to {fast} times as fast as cuDNN's" in kernels
-    plain = [float(on_a_gpu[shape, "bf16", "rbn.LSTM"]["ratio_to_cudnn"]) for shape in SHAPES]
-    more = [ours / other for ours, other in zip(every["bf16", ""], plain, strict=True)]
-    assert f"takes {min(more):.1f} to {max(more):.1f} times as long as one of our" in kernels
-
-
-@pytest.mark.parametrize("shape", ["mnist", "mnist, tf32", "ptb", "text8", "cnn"])
-def test_the_times_on_a_gpu_are_those_of_the_file(shape, on_a_gpu):
-    def times(what, key):
-        found = [
-            float(on_a_gpu[(*key, f"{what}{way}")]["fwdbwd_ms"]) for way in (", CUDA graph", "")
-        ]
-        return ", ".join(f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" for ms in found)
-
-    page = (ROOT / "docs/lab-notes/kernels.md").read_text()
-    name, _, precision = shape.partition(", ")
-    key = (name, precision or "bf16")
-    line = re.search(rf"^\| {shape} \| .* \+ .* \| (.*) \| (.*) \|$", page, flags=re.M)
-    ours, cudnn = line.groups()
-    assert ours == times("rbn.BatchNormLSTM", key)
-    assert cudnn.split(" (")[0] == times("cuDNN", key)
-    commits = {on_a_gpu[(*key, what)]["commit"] for what in ("rbn.BatchNormLSTM", "cuDNN")}
-    assert commits == set(re.findall(r"called \(\[`gpu\.csv`\]\(.*?\),\ncommit (\w+)\)", page))
-
-
-@pytest.mark.parametrize(
-    ("shape", "name", "exchange", "slow"),
-    [
-        ("ptb", "Penn Treebank", 0.06, 0.68),
-        ("cnn", "CNN, one encoder", 0.01, 0.07),
-        ("mnist", "MNIST", 0.0, 0.0),
-        ("text8", "text8", 0.22, 2.6),
-    ],
-)
-def test_when_a_second_gpu_pays_follows_from_the_file(shape, name, exchange, slow, on_a_gpu):
-    """exchange, slow: ms at 300 and 25 GB/s, about; what is shown is rounded."""
-    rows = [on_a_gpu[shape, "bf16", f"rbn.BatchNormLSTM{way}"] for way in ("", ", CUDA graph")]
-    eager, graph = (float(row["fwdbwd_ms"]) for row in rows)
-    batch = int(rows[0]["B"])
-    page = (ROOT / "docs/lab-notes/scaling.md").read_text()
-    line = re.search(rf"^\| {name} \| {batch} \| (.*) \|$", page, flags=re.M)
-    *times, shown, whole, half, far = map(float, line.group(1).split(" | "))
-    assert times == [round(eager, 2), round(graph, 2)]
-    assert shown == exchange
-    for found, cost, part in ((whole, exchange, 1), (half, exchange, 0.5), (far, slow, 0.5)):
-        expected = 2 * batch * (eager - graph + cost) / (part * graph)
-        assert found == pytest.approx(expected, rel=0.03)
-    assert {row["commit"] for row in rows} == set(re.findall(r"gpu\.csv\) \(commit (\w+)\)", page))
-
-
-def test_the_times_of_other_sizes_are_those_of_the_file(on_a_gpu):
-    page = (ROOT / "docs/lab-notes/kernels.md").read_text()
-    shapes = {shape for shape, *_ in on_a_gpu if "=" in shape}
-    columns = (
-        ("cuDNN, CUDA graph", "fwdbwd_ms"),
-        ("rbn.BatchNormLSTM, CUDA graph", "ratio_to_cudnn"),
-    )
-    columns += (("rbn.LSTM, CUDA graph", "ratio_to_cudnn"), ("rbn.BatchNormLSTM", "ratio_to_cudnn"))
-    assert len(shapes) == 16
-    for shape in shapes:
-        cells = []
-        for precision in ("bf16", "tf32"):
-            rows = [on_a_gpu.get((shape, precision, what)) for what, _ in columns]
-            names = [column for _, column in columns]
-            cells += [f"{float(r[k]):.2f}" if r else "" for r, k in zip(rows, names, strict=True)]
-        assert f"| {shape.replace('=', ' = ')} | {' | '.join(cells)} |" in page
+    speeds = [float(row["times_as_fast"]) for row in own["BatchNormLSTM"]]
+    more = [
+        float(bn["fwdbwd_ms"]) / float(plain["fwdbwd_ms"])
+        for bn, plain in zip(own["BatchNormLSTM"], own["LSTM"], strict=True)
+    ]
+    page = " ".join((ROOT / "docs/explanation/kernels.md").read_text().split())
+    assert f"{min(speeds):.1f} to {max(speeds):.1f} times as fast as cuDNN's" in page
+    assert f"takes {min(more):.1f} to {max(more):.1f} times as long as one of our" in page
 
 
 def test_what_was_checked_on_a_gpu_is_in_the_file():

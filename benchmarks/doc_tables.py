@@ -1,0 +1,237 @@
+"""Writes the tables of GPU times in the documentation from the data files.
+
+A table stands between ``<!-- times: NAME -->`` and ``<!-- end of times -->``. A test compares the
+pages with what this program would write.
+
+    python3 benchmarks/doc_tables.py            # write all tables
+"""
+
+import csv
+import re
+from pathlib import Path
+
+from gpu_rows import (
+    AUTOCAST,
+    BN_LSTM,
+    COMPILED,
+    CUDNN,
+    GRAPH,
+    LENGTHS,
+    LSTM,
+    OPTIONS_SHAPE,
+    OTHERS,
+    PACKED,
+    SCRIPTED,
+    SEQUENCE_STATISTICS,
+    SHAPES,
+    SIZES,
+    SWEEPS,
+    ZONEOUT,
+)
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("docs/results/speed.md", "docs/lab-notes/kernels.md", "docs/lab-notes/scaling.md")
+NAMES = {"mnist": "MNIST", "ptb": "Penn Treebank", "text8": "text8", "cnn": "CNN reader"}
+MARKED = re.compile(r"(<!-- times: (\S+) -->\n).*?(<!-- end of times -->)", re.S)
+WAYS = ("", GRAPH)  # eager PyTorch, a captured step
+
+
+def read(name):
+    """The rows of a file by shape, precision and layer."""
+    with (RESULTS / name).open(newline="") as file:
+        return {(r["shape"], r["precision"], r["what"]): r for r in csv.DictReader(file)}
+
+
+def table(heads, rows):
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def ms(row, column="fwdbwd_ms"):
+    value = float(row[column])
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def times(row):
+    """How many times as fast as cuDNN: two digits below 1.05, where they decide who is faster."""
+    value = float(row["times_as_fast"])
+    return f"{value:.2f}" if value < 1.05 else f"{value:.1f}"
+
+
+def fastest(rows, row):
+    """The row of cuDNN with which a row is compared."""
+    precision, _, options = row["fastest_cudnn"].partition(",")
+    what = CUDNN + ("," + options if options else "")
+    if row["what"].endswith(GRAPH):
+        what += GRAPH
+    return rows[row["shape"], precision, what]
+
+
+def label(row, shape):
+    sizes = ", ".join(row[size] for size in SIZES[:4])
+    if shape not in SHAPES:
+        return sizes
+    both = row["directions"] == "2"
+    return "the same in two directions" if both else f"{NAMES[shape]}: {sizes}"
+
+
+def summary():
+    """Ranges over the paper's shapes and over all of them."""
+    rows, lines = read("gpu.csv"), []
+    for name, precision, what in (
+        ("16 bits, a module in bf16", "bf16", BN_LSTM),
+        ("16 bits, under autocast", "bf16", BN_LSTM + AUTOCAST),
+        ("tf32", "tf32", BN_LSTM),
+    ):
+        cells = [name]
+        for shapes in (SHAPES, OTHERS):
+            for way in WAYS:
+                found = [rows[shape, precision, what + way] for shape in shapes]
+                low, high = sorted(found, key=lambda row: float(row["times_as_fast"]))[
+                    :: len(found) - 1
+                ]
+                cells.append(f"{float(low['times_as_fast']):.1f} to {times(high)}")
+        lines.append(cells)
+    heads = ["", "paper's shapes, eager", "in a CUDA graph", "others, eager", "in a CUDA graph"]
+    return table(heads, lines)
+
+
+def gpu():
+    rows, lines = read("gpu.csv"), []
+    for shape in SHAPES | OTHERS:
+        for precision in ("bf16", "tf32"):
+            ours = [rows[shape, precision, BN_LSTM + way] for way in WAYS]
+            plain = [rows[shape, precision, LSTM + way] for way in WAYS]
+            cells = [label(ours[0], shape) if precision == "bf16" else ""]
+            cells.append("16 bits" if precision == "bf16" else precision)
+            for one, other in zip(ours, plain, strict=True):
+                peer = fastest(rows, one)
+                named = f" ({one['fastest_cudnn']})" if precision == "bf16" else ""
+                cells += [ms(peer) + named, ms(one), f"**{times(one)}**", times(other)]
+            lines.append([*cells, f"{float(ours[0]['memory_ratio']):.1f}"])
+    heads = ["T, B, inputs, units", "", "cuDNN, ms", "BN-LSTM, ms", "times as fast", "LSTM"]
+    heads += ["in a graph: cuDNN, ms", "BN-LSTM, ms", "times as fast", "LSTM", "memory"]
+    return table(heads, lines)
+
+
+def options():
+    rows, lines = read("gpu.csv"), []
+    for name, option in (
+        ("none", ""),
+        ("under autocast", AUTOCAST),
+        ("`zoneout`", ZONEOUT),
+        ('`input_stats="sequence"`', SEQUENCE_STATISTICS),
+        ("`lengths`", LENGTHS),
+        ("`PackedSequence`", PACKED),
+    ):
+        cells = [name]
+        for way in WAYS:
+            row = rows.get((OPTIONS_SHAPE, "bf16", BN_LSTM + option + way))
+            plain = rows[OPTIONS_SHAPE, "bf16", BN_LSTM + way]
+            if row is None:
+                cells += ["not measured", "", ""]
+                continue
+            more = float(row["fwdbwd_ms"]) / float(plain["fwdbwd_ms"])
+            cells += [ms(row), f"{more:.2f}", times(row)]
+        lines.append(cells)
+    heads = ["option", "eager, ms", "of the plain layer's time", "times as fast as cuDNN"]
+    heads += ["in a graph, ms", "of the plain layer's time", "times as fast as cuDNN"]
+    return table(heads, lines)
+
+
+def peers():
+    """Times as long as cuDNN, in bf16, of the ways without a kernel."""
+    rows, lines = read("gpu-sweeps.csv"), []
+    for shape in SHAPES:
+        found = [
+            rows.get((shape, "bf16", what + way))
+            for what, way in ((COMPILED, ""), (COMPILED, GRAPH), (SCRIPTED, ""))
+        ]
+        cudnn = {way: [] for way in WAYS}
+        for (name, precision, what), row in read("gpu.csv").items():
+            if name == shape and precision == "bf16" and what.startswith(CUDNN):
+                cudnn[GRAPH if what.endswith(GRAPH) else ""].append(float(row["fwdbwd_ms"]))
+        least = [min(cudnn[way]) for way in ("", GRAPH, "")]
+        lines.append(
+            [shape]
+            + [f"{float(r['fwdbwd_ms']) / ms:.1f}" for r, ms in zip(found, least, strict=True)]
+        )
+    return table(["", COMPILED, "in a CUDA graph", SCRIPTED], lines)
+
+
+def sweeps():
+    rows, lines = read("gpu-sweeps.csv"), []
+    for shape in SWEEPS:
+        cells = [shape.replace("=", " = ")]
+        for precision in ("bf16", "tf32"):
+            ours = {way: rows.get((shape, precision, BN_LSTM + way)) for way in WAYS}
+            plain = rows.get((shape, precision, LSTM + GRAPH))
+            if ours[GRAPH] is None or plain is None:
+                cells += [""] * 4
+                continue
+            peer = fastest(rows, ours[GRAPH])
+            cells += [ms(peer), times(ours[GRAPH]), times(plain), times(ours[""])]
+        if any(cells[1:]):
+            lines.append(cells)
+    heads = ["", "bf16: cuDNN in a graph, ms", "BN-LSTM", "LSTM", "BN-LSTM, eager"]
+    heads += ["tf32: cuDNN in a graph, ms", "BN-LSTM", "LSTM", "BN-LSTM, eager"]
+    return table(heads, lines)
+
+
+def second_gpu():
+    """From which batch on a second GPU pays: arithmetic on the times of one."""
+    rows, lines = read("gpu.csv"), []
+    for shape, name, exchange, slow in (  # ms to exchange gradients at 300 and at 25 GB/s, assumed
+        ("ptb", "Penn Treebank", 0.06, 0.68),
+        ("cnn", "CNN, one encoder", 0.01, 0.07),
+        ("mnist", "MNIST", 0.0, 0.0),
+        ("text8", "text8", 0.22, 2.6),
+    ):
+        both = [rows[shape, "bf16", BN_LSTM + way] for way in WAYS]
+        eager, graph = (float(row["fwdbwd_ms"]) for row in both)
+        batch = int(both[0]["B"])
+        pays = [
+            round(2 * batch * (eager - graph + cost) / (part * graph))
+            for cost, part in ((exchange, 1), (exchange, 0.5), (slow, 0.5))
+        ]
+        cells = [name, str(batch), f"{eager:.2f}", f"{graph:.2f}", f"{exchange:.2f}"]
+        lines.append(cells + [str(value) for value in pays])
+    heads = ["shape, bf16", "B0", "eager, ms (measured)", "graph, ms (measured)"]
+    heads += ["exchange at 300 GB/s, ms (assumed)", "pays from B, part = 1", "part = 0.5"]
+    return table([*heads, "part = 0.5, exchange at 25 GB/s"], lines)
+
+
+def source():
+    """Where the rows of gpu.csv come from."""
+    rows = list(read("gpu.csv").values())
+    (commit,), (gpu,), (versions,) = (
+        {row[name] for row in rows} for name in ("commit", "gpu", "versions")
+    )
+    return f"All rows: {gpu}, {versions}, commit {commit}, {rows[0]['date']}.\n"
+
+
+TABLES = {
+    "summary": summary,
+    "gpu": gpu,
+    "options": options,
+    "peers": peers,
+    "sweeps": sweeps,
+    "second-gpu": second_gpu,
+    "source": source,
+}
+
+
+def filled(text):
+    """A page with its tables as the data files have them."""
+    return MARKED.sub(lambda m: m[1] + TABLES[m[2]]() + m[3], text)
+
+
+def main():
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(filled(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -54,12 +54,6 @@ def valid_steps(lengths: Tensor | None, steps: int) -> Tensor | None:
     return torch.arange(steps, device=lengths.device)[:, None] < lengths
 
 
-def inverse_counts(valid: Tensor) -> Tensor:
-    """1 / unpadded rows of each step, float32 ``[T]``; 0 for steps without any."""
-    n = valid.sum(1)
-    return torch.where(n > 0, 1.0 / n.clamp(min=1), 0.0).to(torch.float32)
-
-
 def readable(values: Tensor) -> bool:
     """Whether the host can read values without waiting: on a CPU, and not traced."""
     opaque = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbn.ops.gpu.row_counts import row_counts
 from rbn.ops.gpu.runtime import triton_functions as kernel_device
 from rbn.ops.types import valid_steps
 
@@ -72,11 +73,16 @@ class StepCall:
         self.wx = wx.contiguous()
         self.T, self.B = wx.shape[:2]
         self.empty = wx.new_empty(1, dtype=torch.float32)
-        self.lengths = self.empty
+        self.lengths = self.inv_n = self.empty  # see `row_counts`
         self.valid: Tensor | None = None  # [T, B]
         if lengths is not None:
-            self.lengths = lengths.to(device=wx.device, dtype=torch.int32).contiguous()
+            self.lengths, self.inv_n = row_counts(lengths, self.T, wx)
             self.valid = valid_steps(self.lengths, self.T)
+
+    @property
+    def given_lengths(self) -> Tensor | None:
+        """The lengths, or None."""
+        return None if self.valid is None else self.lengths
 
     def full(self, value: Tensor) -> Tensor:
         """A contiguous float32 version."""

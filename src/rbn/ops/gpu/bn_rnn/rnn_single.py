@@ -24,6 +24,7 @@ from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.kernel_arguments import aligned
 from rbn.ops.gpu.lstm.prepare import padded_factors, write_input_moments
 from rbn.ops.gpu.lstm.workspace import stride_of
+from rbn.ops.gpu.row_counts import row_counts
 from rbn.ops.gpu.runtime import nvrtc
 from rbn.ops.gpu.runtime.device import multiprocessors
 from rbn.ops.gpu.runtime.driver import Kernel, device_of, shared_limit, structure
@@ -32,7 +33,6 @@ from rbn.ops.gpu.sequence_statistics import sequence_backward, sequence_moments
 from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.input_term import without_padding
 from rbn.ops.operator import Incoming, Results
-from rbn.ops.types import inverse_counts, valid_steps
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -207,7 +207,7 @@ def forward(a: RNNArguments, tiling: Tiling, separate: bool) -> Results:
     if a.population:
         moments = [aligned(_given(getattr(a, name))) for name in RNN.moments]
     elif a.sequence:
-        sequence_moments(wx, _valid(a), *moments[:2])
+        sequence_moments(wx, lengths.get("lengths"), *moments[:2])
     else:
         write_input_moments(wx, lengths.get("lengths"), *moments[:2])
     hs = exchanged(tiling, T + 1, wx)
@@ -256,7 +256,8 @@ def backward(
     sums = {name: torch.empty(H, dtype=torch.float32, device=device) for name in _VECTORS}
     _launch("backward", a, tiling, tensors | {f"d{name}": sums[name] for name in _VECTORS})
     if a.sequence:
-        known = wx, _valid(a), (moments["mean_x"], moments["var_x"]), tensors["gamma_x"], a.eps
+        own = moments["mean_x"], moments["var_x"]
+        known = wx, tensors.get("lengths"), own, tensors["gamma_x"], a.eps
         sequence_backward(*known, dwx, sums["bias"], sums["gamma_x"])
 
     gradients: dict[str, Tensor | None] = dict.fromkeys(RNN.gradients)
@@ -328,15 +329,9 @@ def _lengths(a: RNNArguments) -> dict[str, Tensor]:
     """The lengths, and 1 / unpadded rows of each step; empty without lengths."""
     if a.lengths is None:
         return {}
-    lengths, valid = a.lengths.to(device=a.input.device, dtype=torch.int32), _valid(a)
-    assert valid is not None
-    return {"lengths": lengths.contiguous(), "inv_n": inverse_counts(valid)}
-
-
-def _valid(a: RNNArguments) -> Tensor | None:
-    """Which positions are not padding, bool ``[T, B]``; None without lengths."""
-    lengths = None if a.lengths is None else a.lengths.to(a.input.device)
-    return valid_steps(lengths, a.input.shape[0])
+    return dict(
+        zip(("lengths", "inv_n"), row_counts(a.lengths, len(a.input), a.input), strict=True)
+    )
 
 
 def _raised_variance(

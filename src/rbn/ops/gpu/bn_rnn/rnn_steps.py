@@ -23,7 +23,6 @@ from rbn.ops.gpu.stepwise import StepCall, factor, products, weight_gradient, zo
 from rbn.ops.identical_rows import identical_steps, raise_variances
 from rbn.ops.input_term import through_term, with_term
 from rbn.ops.operator import Incoming, Results
-from rbn.ops.types import inverse_counts
 
 log = logging.getLogger("rbn.ops.gpu")
 
@@ -61,7 +60,6 @@ class RNNCall(StepCall):
             beta = F.pad(beta_n, (2 * self.H, 0))
         self.vectors = [self.bias(a.bias), self.full(a.gamma_x), self.full(a.gamma_h), beta]
         self.mask_h = self.mask(a.mask_h)
-        self.inv_n = self.empty if self.valid is None else inverse_counts(self.valid)
         # Triton would specialize the kernel for integers.
         self.numbers = float(a.rate_h), float(a.eps)
         units = min(4 if a.gated else 16, power_of_two(self.H))
@@ -133,7 +131,7 @@ def forward(given: RNNArguments, separate: bool) -> Results:
     shapes = [shape for shape in a.definition.statistics_shapes(a) if shape is not None]
     own = [call.new(*shape) for shape in shapes for _ in range(2)]
     if a.sequence:
-        sequence_moments(wx, call.valid, *own[:2])
+        sequence_moments(wx, call.given_lengths, *own[:2])
     moments = call.moments(own)
     h_n = call.state(a.h0) if a.lengths is not None else call.empty
     weight = factor(a.weight_hh, wx).t()
@@ -177,7 +175,7 @@ def backward(given: RNNArguments, r: Saved, incoming: Incoming) -> dict[str, Ten
         masked = a.mask_h is not None
         assert r.var_h is not None
         variances = r.var_x, r.var_h, None
-        lengths = None if a.lengths is None else call.lengths
+        lengths = call.given_lengths
         before, _ = identical_steps((a.h0,), wx, *variances, a.eps, masked, lengths, a.include)
         moments[3] = raise_variances(r.var_h, before, a.eps)
     dh, through = call.state(dh_n, B, H), call.zeros(B, H)
@@ -204,7 +202,7 @@ def backward(given: RNNArguments, r: Saved, incoming: Incoming) -> dict[str, Ten
     if a.sequence:
         assert r.mean_x is not None
         assert r.var_x is not None
-        known = wx, call.valid, (r.mean_x, r.var_x), call.vectors[1], a.eps
+        known = wx, call.given_lengths, (r.mean_x, r.var_x), call.vectors[1], a.eps
         sequence_backward(*known, dwx, dbias, dgamma_x)
     gradients = {
         "input": dwx,

@@ -205,7 +205,7 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
         mean, var, *_ = _moments(call, r)
         assert mean is not None
         assert var is not None
-        known = call.wx, call.valid, (mean, var), call.full(a.gamma_x), a.eps
+        known = call.wx, call.given_lengths, (mean, var), call.full(a.gamma_x), a.eps
         sequence_backward(*known, dwx.view(call.wx.shape), *sums.parts()[:2])
     with _multiplied_as_by_kernels(call):
         dweight, dh0 = _through_weight(call, da, weight, r)
@@ -253,9 +253,9 @@ def _raised(call: LSTMCall, moments: list[Tensor | None]) -> list[Tensor | None]
         assert var_h is not None
         h0, c0 = [None if call.shared(s) else s for s in (a.h0, a.c0)]
         masked = a.mask_c is not None or a.mask_h is not None
-        lengths = None if a.lengths is None else call.lengths
+        lengths, include = call.given_lengths, call.plan.include
         moments[3], moments[5] = raised_variances(
-            (h0, c0), a.input, var_x, var_h, var_c, a.eps, masked, lengths, call.plan.include
+            (h0, c0), a.input, var_x, var_h, var_c, a.eps, masked, lengths, include
         )
     return moments
 

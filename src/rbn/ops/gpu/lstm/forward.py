@@ -134,7 +134,7 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
         inputs = _inputs_of_one_feature(call, new, at)
         at |= call.inputs_at(inputs)
     elif plan.sequence:
-        sequence_moments(call.wx, call.valid, *new.input_moments())
+        sequence_moments(call.wx, call.given_lengths, *new.input_moments())
     with device_of(call.term):
         launch = cuda_kernels.launch_for("forward", call, at, rows)
         launch.kernel.launch(launch.grid, launch.arguments)
@@ -184,7 +184,7 @@ def _in_steps(call: LSTMCall, separate: bool) -> Run:
     h_n = _first_states(call)
     new = Workspace(call.plan, separate=True)
     if call.plan.sequence:
-        sequence_moments(wx, call.valid, *new.input_moments())
+        sequence_moments(wx, call.given_lengths, *new.input_moments())
     moments = call.population() if a.population else new.moments()
     natural = cs.narrow(0, 0, R * (T + 1 if a.save else 1) * B * H).view(*call.lead, -1, B, H)
     natural.select(-3, 0).copy_(_broadcast(call, a.c0))
@@ -306,7 +306,7 @@ def _sequence_centered(call: LSTMCall, var: Tensor, new: Workspace) -> Tensor:
     assert call.w is not None
     feature = call.wx.narrow(-1, 0, 1).to(torch.float32)
     mean, result = feature.new_empty(2, call.R, 1)
-    sequence_moments(feature, call.valid, mean, result)
+    sequence_moments(feature, call.given_lengths, mean, result)
     var.copy_(result.view(-1))
     w = call.full(call.w).view(call.R, -1)
     for part, value in zip(new.input_moments(), (mean * w, result * w.square()), strict=True):

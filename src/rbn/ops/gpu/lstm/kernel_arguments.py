@@ -12,8 +12,9 @@ from torch import Tensor
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.gpu.lstm.plan import BATCH, Plan
+from rbn.ops.gpu.row_counts import row_counts
 from rbn.ops.gpu.stepwise import zone
-from rbn.ops.types import inverse_counts, valid_steps
+from rbn.ops.types import valid_steps
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -62,10 +63,7 @@ class LSTMCall:
     @functools.cached_property
     def lengths(self) -> Tensor:
         """The length of each row, int32 ``[B]``; a placeholder if the call has no lengths."""
-        lengths = self.a.lengths
-        if lengths is None:
-            return self.empty
-        return lengths.to(device=self.term.device, dtype=torch.int32).contiguous()
+        return self._counts[0]
 
     @functools.cached_property
     def valid(self) -> Tensor | None:
@@ -74,8 +72,19 @@ class LSTMCall:
 
     @functools.cached_property
     def inv_n(self) -> Tensor:
-        """See `inverse_counts`; a placeholder if the call has no lengths."""
-        return self.empty if self.valid is None else inverse_counts(self.valid)
+        """See `row_counts`; a placeholder if the call has no lengths."""
+        return self._counts[1]
+
+    @property
+    def given_lengths(self) -> Tensor | None:
+        """The same, or None."""
+        return None if self.a.lengths is None else self.lengths
+
+    @functools.cached_property
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        if self.a.lengths is None:
+            return self.empty, self.empty
+        return row_counts(self.a.lengths, self.T, self.term)
 
     def shared(self, state: Tensor) -> bool:
         """Whether all rows share this initial state."""

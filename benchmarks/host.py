@@ -94,7 +94,10 @@ def stand_ins(kernels="portable"):
     )
     portable_kernels = importlib.import_module("rbn.ops.gpu.lstm.portable.portable_kernels")
     cluster_kernels = importlib.import_module("rbn.ops.gpu.lstm.cluster.cluster_kernels")
-    running_average = importlib.import_module("rbn.ops.gpu.running_average")
+    row_counts, running_average, sequence_statistics = (
+        importlib.import_module(f"rbn.ops.gpu.{name}")
+        for name in ("row_counts", "running_average", "sequence_statistics")
+    )
     averages = importlib.import_module("rbn.nn.statistics")
     with contextlib.ExitStack() as stack:
         if kernels == "cluster":
@@ -116,6 +119,9 @@ def stand_ins(kernels="portable"):
             (plan, "_CACHE", {}),
             (plan, "_fits_side_by_side", lambda a, count: True),
             (prepare, "begin", _Triton()),
+            (prepare, "input_moments", _Triton()),
+            (row_counts, "count_rows", _Triton()),
+            (sequence_statistics, "subtract_spread", _Triton()),
             (backward, "finish", _Triton()),
             (forward, "last_states", _Triton()),
             (prepare_kernels, "begin_backward", _Triton()),

@@ -203,7 +203,6 @@ class BatchNormalized(FreshStatistics):
                 (statistics, mean, var, 0 if sequence and term == "x" else start, None)
                 for term, statistics, mean, var in results
             ]
-        reached: Tensor | None = None
         last: Tensor | int | None = None
         # A single row has no variance: only steps that at least two sequences reach count.
         together = self._group() is not None
@@ -212,8 +211,11 @@ class BatchNormalized(FreshStatistics):
             common = self._common_steps if self._ignores_padding() else None
             last = None if common == steps else common
         elif lengths is not None and not alone:
-            last = lengths.topk(min(2, rows) if self._ignores_padding() else 1).values[-1]
-        if last is not None:
+            fewest = min(2, rows) if self._ignores_padding() else 1
+            known = checks.known_lengths(lengths)
+            last = lengths.topk(fewest).values[-1] if known is None else sorted(known)[-fewest]
+        reached: Tensor | None = None
+        if isinstance(last, Tensor):
             reached = torch.arange(steps, device=self._weight().device) < last
         updates: list[Update] = []
         for term, statistics, mean, var in results:
@@ -225,6 +227,10 @@ class BatchNormalized(FreshStatistics):
                         lengths > 1 if lengths is not None and self._ignores_padding() else None
                     )
                     updates.append((statistics, mean, var, 0, several))
+            elif isinstance(last, int) and last < steps:
+                if statistics.max_length is None:
+                    statistics.grow(start + steps)
+                updates.append((statistics, mean[:last], var[:last], start, None))
             elif not alone:
                 updates.append((statistics, mean, var, start, reached))
         return updates

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rbn.ops.types import check_lengths, readable
 
+_KNOWN = "_rbn_values"  # attribute of the tensors that `lengths` returns
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNSIGNED = frozenset({torch.uint16, torch.uint32, torch.uint64})  # few torch operations take them
@@ -238,7 +239,8 @@ def packed(value: Any) -> None:
 def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
     """Lengths as an integer tensor ``[B]`` on the device. Values on the CPU are checked.
 
-    Values that are already on an accelerator are not checked.
+    Values that are already on an accelerator are not checked. The result remembers those that the
+    host knows, see `known_lengths`.
     """
     if value is None:
         return None
@@ -256,10 +258,25 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
             f"lengths must have one entry for each of the {batch} sequences, "
             f"got shape {tuple(value.shape)}"
         )
+    values: list[int] | None = None
     if readable(value):
-        check_lengths(value.tolist(), steps)
+        values = value.tolist()
+        check_lengths(values, steps)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "lengths must be a tensor on the GPU while a CUDA graph is captured (a "
+                "PackedSequence has them on the CPU: pad it and give lengths)"
+            )
     result: Tensor = value.to(device=device, dtype=torch.int64)
+    if values is not None and not torch.compiler.is_compiling():
+        result = result.detach() if result is value else result
+        setattr(result, _KNOWN, values)
     return result
+
+
+def known_lengths(lengths: Tensor) -> list[int] | None:
+    """The values of a result of `lengths`, if the host knows them without waiting for a device."""
+    return None if torch.compiler.is_compiling() else getattr(lengths, _KNOWN, None)
 
 
 def warn(message: str) -> None:

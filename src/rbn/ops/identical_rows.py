@@ -54,7 +54,7 @@ def identical_steps(
     elif var_x.shape[-2] == wx.shape[-3]:
         constant = constant & (var_x <= limit).all(-1)
     else:
-        constant = constant & _identical_inputs(wx, None if include else lengths)
+        constant = constant & identical_inputs(wx, None if include else lengths)
     if include and lengths is not None:  # the rows differ once the first one ends
         each = torch.arange(wx.shape[-3], device=wx.device)
         constant = constant & (each < lengths.min().to(wx.device))
@@ -72,7 +72,7 @@ def identical_steps(
     return before & small, after
 
 
-def _identical_inputs(wx: Tensor, lengths: Tensor | None) -> Tensor:
+def identical_inputs(wx: Tensor, lengths: Tensor | None) -> Tensor:
     """Whether all unpadded rows ``[..., T, B, F]`` of a step are the same, ``[..., T]``."""
     if lengths is None:
         return (wx == wx[..., :1, :]).flatten(-2).all(-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rbn.ops.gpu.lstm.constant_terms_kernel import raise_variances as kernel
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key
-from rbn.ops.identical_rows import identical_steps, raise_variances
+from rbn.ops.identical_rows import identical_inputs, identical_steps, raise_variances
 from rbn.ops.types import CONSTANT
 
 BLOCK = 1024
@@ -39,15 +39,17 @@ def raised_variances(
     terms. For the other arguments see `identical_steps`.
     """
     T, B, G = wx.shape[-3:]
-    sequence = var_x is not None and var_x.shape[-2] != T
     # Rare, and not supported by the kernel:
-    if var_x is None or sequence or include or not raises_in_kernel(T, B, G):
+    if var_x is None or include or not raises_in_kernel(T, B, G):
         seen = tuple(state for state in states if state is not None)
         variances = var_x, var_h, var_c
         before, after = identical_steps(seen, wx, *variances, eps, masked, lengths, include)
         return raise_variances(var_h, before, eps), None if var_c is None else raise_variances(
             var_c, after, eps
         )
+    if var_x.shape[-2] != T:  # sequencewise: what counts is whether the rows of a step differ
+        var_x = (~identical_inputs(wx, lengths)).to(var_h.dtype)[..., None].expand(var_h.shape)
+        var_x = var_x.contiguous()
     different = [None if s is None or s.stride(-2) == 0 else s.contiguous() for s in states]
     h0, c0 = [var_h if state is None else state for state in different]
     look = [state is not None for state in different]

@@ -1,12 +1,16 @@
 """Padding: every sequence is treated as if it stood alone."""
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import rbn
-from rbn.nn.layers import reverse
+from rbn.nn import checks
+from rbn.nn.layers import padded_sequence, reverse
 
 LAYERS = [rbn.LSTM, rbn.BatchNormLSTM, rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
@@ -127,3 +131,51 @@ def test_the_backward_direction_is_the_forward_one_on_reversed_sequences():
     torch.testing.assert_close(output[:, :, 4:], reverse(expected, lengths), **CLOSE)
     torch.testing.assert_close(h[1], h_one[0], **CLOSE)
     torch.testing.assert_close(both.stats_h_l0_reverse.mean, one.stats_h_l0.mean, **CLOSE)
+
+
+@pytest.mark.parametrize("sizes", [[4, 3, 3, 1], [2, 2], [1], [3]])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3)])
+def test_packed_data_are_padded_and_packed_like_torchs(sizes, shape):
+    data = torch.randn(sum(sizes), *shape, dtype=torch.float64, requires_grad=True)
+    peer = data.detach().clone().requires_grad_()
+    padded, lengths, pack = padded_sequence(data, torch.tensor(sizes))
+    wanted, wanted_lengths = pad_packed_sequence(PackedSequence(peer, torch.tensor(sizes)))
+    assert torch.equal(padded, wanted)
+    assert torch.equal(lengths, wanted_lengths)
+    factor = torch.randn_like(wanted)
+    again = pack(padded * factor)
+    assert torch.equal(again, pack_padded_sequence(wanted * factor, lengths).data)
+    (again**2).sum().backward()
+    (pack_padded_sequence(wanted * factor, lengths).data ** 2).sum().backward()
+    torch.testing.assert_close(data.grad, peer.grad)
+
+
+@pytest.mark.parametrize("layer", [rbn.BatchNormLSTM, rbn.BatchNormRNN])
+@pytest.mark.parametrize("lengths", [[5, 2, 4], [3, 3, 3], [5, 1, 1], [1, 1, 1]])
+@pytest.mark.parametrize("options", [{}, {"max_length": 3}, {"padding": "include"}])
+def test_lengths_that_the_host_knows_record_the_same_statistics(
+    layer, lengths, options, monkeypatch
+):
+    torch.manual_seed(1)
+    ours = layer(2, 3, 2, **options).double()
+    peer = copy.deepcopy(ours)
+    for _ in range(3):
+        x = torch.randn(5, 3, 2, dtype=torch.float64)
+        ours(x, lengths=lengths)
+        with monkeypatch.context() as patch:
+            patch.setattr(checks, "known_lengths", lambda lengths: None)
+            peer(x, lengths=torch.tensor(lengths))
+    found, wanted = ours.state_dict(), peer.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert torch.equal(value, wanted[name]), name
+
+
+def test_lengths_are_read_again_after_a_change_in_place():
+    lengths = torch.tensor([4, 4, 4])
+    layer = rbn.BatchNormLSTM(2, 3)
+    layer(torch.randn(4, 3, 2), lengths=lengths)
+    lengths.fill_(2)
+    layer(torch.randn(4, 3, 2), lengths=lengths)
+    assert layer.stats_h_l0.count.tolist() == [2, 2, 1, 1]
+    assert not lengths.__dict__  # the caller's tensor is as it was

@@ -234,6 +234,7 @@ def packed(value: Any) -> None:
             f"data of a PackedSequence must have as many rows as its batch_sizes say, "
             f"{sum(sizes)}, got {len(value.data)}"
         )
+    _not_in_capture(value.data.device)
 
 
 def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
@@ -262,16 +263,21 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
     if readable(value):
         values = value.tolist()
         check_lengths(values, steps)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "lengths must be a tensor on the GPU while a CUDA graph is captured (a "
-                "PackedSequence has them on the CPU: pad it and give lengths)"
-            )
+        _not_in_capture(device)
     result: Tensor = value.to(device=device, dtype=torch.int64)
     if values is not None and not torch.compiler.is_compiling():
         result = result.detach() if result is value else result
         setattr(result, _KNOWN, values)
     return result
+
+
+def _not_in_capture(device: torch.device) -> None:
+    """Refuse lengths in host memory while a CUDA graph is captured."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "while a CUDA graph is captured, lengths must be a tensor on the GPU; those of a "
+            "PackedSequence are on the CPU, so pad it and give lengths"
+        )
 
 
 def known_lengths(lengths: Tensor) -> list[int] | None:

@@ -158,6 +158,8 @@ class Layers(Recurrence, Generic[GivenStates]):
         given, lengths = self._check_call(x, hx, lengths, start)
         untrained = self._check_ready(batch)
         self._keep_call(x, given, lengths, start, batch)
+        if not isinstance(input, PackedSequence):
+            x = self._zero_padding(x, lengths)
         if untrained:
             with self._batch_statistics():
                 return restore(*self._stack(x, given, lengths, start))
@@ -217,7 +219,7 @@ class Layers(Recurrence, Generic[GivenStates]):
     def _unpacked(self, packed: PackedSequence, hx: Any) -> tuple[Tensor, Any, Tensor, Restore]:
         """Pads a packed sequence in its sorted row order. The output is packed the same way."""
         checks.packed(packed)
-        padded, lengths = pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))
+        padded, lengths, pack = padded_sequence(packed.data, packed.batch_sizes)
         x = self._prepared(padded)
         if hx is not None and packed.sorted_indices is not None:
             shape = (self.num_layers * self.directions, x.shape[1], self.hidden_size)
@@ -227,9 +229,8 @@ class Layers(Recurrence, Generic[GivenStates]):
         def restore(output: Tensor, finals: States) -> tuple[PackedSequence, Any]:
             if packed.unsorted_indices is not None:
                 finals = tuple(state[:, packed.unsorted_indices] for state in finals)
-            data = pack_padded_sequence(output, lengths).data
             indices = packed.sorted_indices, packed.unsorted_indices
-            return PackedSequence(data, packed.batch_sizes, *indices), self._wrap(finals)
+            return PackedSequence(pack(output), packed.batch_sizes, *indices), self._wrap(finals)
 
         return x, hx, lengths, restore
 
@@ -250,16 +251,20 @@ class Layers(Recurrence, Generic[GivenStates]):
     def _run_call(
         self, x: Tensor, states: States | None, lengths: Tensor | None, start: int
     ) -> States:
-        return self._stack(x, states, lengths, start)[1]
+        return self._stack(self._zero_padding(x, lengths), states, lengths, start)[1]
+
+    def _zero_padding(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        """Replace padding, which may hold anything, by zeros if it is ignored; x: ``[T, B, F]``."""
+        if lengths is None or not self._ignores_padding():
+            return x
+        valid = valid_steps(lengths, x.shape[0])
+        assert valid is not None
+        return torch.where(valid[:, :, None], x, 0)
 
     def _stack(
         self, x: Tensor, given: States | None, lengths: Tensor | None, start: int
     ) -> tuple[Tensor, States]:
         """Run all layers and directions over x ``[T, B, input_size]``."""
-        if lengths is not None and self._ignores_padding():
-            valid = valid_steps(lengths, x.shape[0])
-            assert valid is not None
-            x = torch.where(valid[:, :, None], x, 0)  # padding may hold anything
         finals: list[States] = []
         for layer in range(self.num_layers):
             directions: list[tuple[str, Tensor, States | None]] = []
@@ -281,6 +286,29 @@ class Layers(Recurrence, Generic[GivenStates]):
     def _ignores_padding(self) -> bool:
         """Whether padded positions have no influence on any result."""
         return True
+
+
+def padded_sequence(
+    data: Tensor, sizes: Tensor
+) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """The data of a packed sequence, padded with zeros; the lengths, on the CPU; what packs again.
+
+    The rows keep their order. PyTorch's functions copy the rows of each length separately, which
+    takes longer than a recurrence on a GPU.
+
+    Args:
+        data: ``[N, ...]``.
+        sizes: ``[T]``, how many sequences reach each step.
+    """
+    if torch.compiler.is_compiling():
+        padded, lengths = pad_packed_sequence(PackedSequence(data, sizes))
+        return padded, lengths, lambda output: pack_padded_sequence(output, lengths).data
+    steps, batch = len(sizes), int(sizes[0])
+    valid = torch.arange(batch, device="cpu") < sizes[:, None]  # [T, B]
+    places = valid.flatten().nonzero().squeeze(1).to(data.device)
+    padded = data.new_zeros(steps * batch, *data.shape[1:]).index_copy(0, places, data)
+    padded = padded.unflatten(0, (steps, batch))
+    return padded, valid.sum(0), lambda output: output.flatten(0, 1).index_select(0, places)
 
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:

@@ -1,3 +1,4 @@
+import gc
 import os
 import secrets
 import signal
@@ -78,6 +79,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = chosen
 
 
+def pytest_collection_finish():
+    """What is there by now stays: the garbage collector need not go through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_report_header():
     if torch.cuda.is_available():
         return f"the same random inputs again: RBN_TEST_SEED={os.environ['RBN_TEST_SEED']}"
@@ -102,12 +109,13 @@ def same_signal_handlers():
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest-cov's
 def pytest_runtest_call(item):
-    """Coverage counts the first case of each kind, and none that is marked no_cover.
+    """Coverage counts the first case of each kind, and none that is marked slow or no_cover.
 
-    Further cases run the same lines, and tracing them would take half as long again. The tracer has
+    The others run the same lines, and tracing them would take half as long again. The tracer has
     to be removed: pytest-cov leaves one in xdist's workers.
     """
-    if item.get_closest_marker("no_cover") is None and item.stash[_FIRST_OF_KIND]:
+    untraced = item.get_closest_marker("slow") or item.get_closest_marker("no_cover")
+    if item.stash[_FIRST_OF_KIND] and not untraced:
         return (yield)
     tracer = sys.gettrace()
     sys.settrace(None)

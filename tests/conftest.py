@@ -80,9 +80,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is there by now stays: the garbage collector need not go through it again and again."""
+    """The garbage collector runs less often, and leaves out what is there by now, which stays."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_report_header():
@@ -109,13 +110,12 @@ def same_signal_handlers():
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest-cov's
 def pytest_runtest_call(item):
-    """Coverage counts the first case of each kind, and none that is marked slow or no_cover.
+    """Coverage counts the first case of each kind, and none that is marked no_cover.
 
-    The others run the same lines, and tracing them would take half as long again. The tracer has
+    Further cases run the same lines, and tracing them would take half as long again. The tracer has
     to be removed: pytest-cov leaves one in xdist's workers.
     """
-    untraced = item.get_closest_marker("slow") or item.get_closest_marker("no_cover")
-    if item.stash[_FIRST_OF_KIND] and not untraced:
+    if item.get_closest_marker("no_cover") is None and item.stash[_FIRST_OF_KIND]:
         return (yield)
     tracer = sys.gettrace()
     sys.settrace(None)

@@ -269,6 +269,7 @@ def test_replicas_of_data_parallel(layer_class):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 def test_pieces_of_a_sequence_are_not_compiled_one_by_one():
     """With room for all steps a graph does not depend on how many have statistics."""
     layer = rbn.BatchNormLSTM(3, 4, max_length=60)

@@ -12,13 +12,15 @@ help: ## Show this list
 
 install: $(STAMP) ## Make .venv and install the package into it, with the pinned versions
 
-# torch goes first and alone, so that the pin decides which build of it comes.
+# torch goes first and alone, so that the pin decides which build of it comes. pip would compile
+# one file after another; here all cores do. Files for other versions of Python do not compile.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/rbn/ops/cpu/kernel*)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed; name one: make PYTHON=python3.11")'
 	@echo "Installing into $(VENV); the first time takes a few minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,train,sweep,dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[demo,train,sweep,dev,docs]'
+	$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib > /dev/null || true
 	@touch $@
 
 demo: install ## Run the demo (PERMUTED=1: on permuted pixels)

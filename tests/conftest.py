@@ -1,3 +1,4 @@
+import gc
 import os
 import secrets
 import signal
@@ -76,6 +77,13 @@ def pytest_collection_modifyitems(config, items):
         chosen = [i for i in items if i.stash[_FIRST_OF_KIND] and not i.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
         items[:] = chosen
+
+
+def pytest_collection_finish():
+    """The garbage collector runs less often, and leaves out what is there by now, which stays."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_report_header():

@@ -233,6 +233,7 @@ def test_everything_in_one_summary(bench, tests):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in rows that fill a tile
 def test_the_case_for_the_sanitizer(bench):
     """Its layers, by Triton's interpreter where there is no GPU; a wrong result is seen."""

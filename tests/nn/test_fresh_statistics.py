@@ -448,6 +448,7 @@ def test_functional_call_uses_the_given_parameters():
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 def test_compiled_training():
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(3, 5, max_length=6)

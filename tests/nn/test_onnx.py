@@ -90,7 +90,6 @@ def assert_same(session, expected, *inputs):
 
 
 CASES = [
-    (rbn.BatchNormLSTM, {}),
     (rbn.BatchNormLSTM, {"ablations": ["joint_terms", "pass_normalized_cell"]}),
     (rbn.LSTM, {"initial_state": "zeros", "cell_bias": True}),
     (rbn.LayerNormLSTM, {"bidirectional": True, "bias": False}),

@@ -76,6 +76,7 @@ def test_the_same_bits_every_time():
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.skipif(ON_GPU, reason="with a CUDA device the kernels run there")
 @pytest.mark.parametrize("layer_class", LAYERS)
 def test_as_one_hot_vectors_in_the_kernels(layer_class):

@@ -1,4 +1,5 @@
 // CUDA's threads on the CPU: each is a fiber that runs until it waits for others.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -40,12 +41,13 @@ struct Block {
 struct Index { unsigned x, y; };
 struct Fiber {
   ucontext_t context;
+  jmp_buf place_in_code;
   std::vector<char> stack;
   Block* block;
   Index thread, place;
-  bool done = false;
+  bool started = false, done = false;
 };
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static Fiber* current;
 static int threads_of_block;
 static bool progress;
@@ -54,7 +56,16 @@ static void (*body)();
 #define threadIdx (current->thread)
 #define blockIdx (current->place)
 
-inline void yield() { swapcontext(&current->context, &scheduler); }
+// swapcontext would ask the kernel for the signal mask each time.
+inline void yield() {
+  if (!_setjmp(current->place_in_code)) _longjmp(scheduler, 1);
+}
+inline void resume() {
+  if (_setjmp(scheduler)) return;
+  if (current->started) _longjmp(current->place_in_code, 1);
+  current->started = true;
+  setcontext(&current->context);
+}
 inline void meet(Meeting& m, int count) {
   const int times = m.times;
   progress = true;
@@ -123,7 +134,7 @@ inline int run_grid(int blocks, int threads, int shared, unsigned seed) {
     progress = false;
     for (Fiber* f : order) {
       current = f;
-      swapcontext(&scheduler, &f->context);
+      resume();
     }
     std::vector<Fiber*> left;
     for (Fiber* f : order)

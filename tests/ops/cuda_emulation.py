@@ -61,7 +61,7 @@ def compiled(folder, name, defines):
         if not library.exists():
             path, unfinished = library.with_suffix(".cpp"), library.with_suffix(".unfinished")
             path.write_text(source)
-            flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared"]
+            flags = ["-std=c++14", "-Og", "-w", "-fPIC", "-shared"]
             subprocess.run([COMPILER, *flags, *options, path, "-o", unfinished], check=True)
             unfinished.replace(library)
     return str(library)

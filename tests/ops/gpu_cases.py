@@ -91,3 +91,4 @@ if DEVICE == "cpu":
     faster_interpreter.prepare_once()
     faster_interpreter.make_types_once()
     faster_interpreter.leave_like_shapes()
+    faster_interpreter.calculate_at_once()

@@ -331,6 +331,7 @@ def test_a_graph_of_steps(layer_class, capture):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 def test_the_operator():
     """Its schema, its fake implementation and its autograd formula, as PyTorch checks them."""
     # With 8 units and an even batch the saved buffers have no unwritten parts, which would differ
@@ -357,7 +358,8 @@ def test_the_operator_from_an_input_and_states_for_all_rows(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.no_cover
+@pytest.mark.parametrize("tf32", [False, True] if torch.cuda.is_available() else [True])
 def test_compiled_as_one_graph(tf32):
     torch.manual_seed(0)
     layer = rbn.BatchNormLSTM(3, 6, max_length=4).to(DEVICE)
@@ -376,6 +378,7 @@ def test_compiled_as_one_graph(tf32):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("layer_class", [rbn.LSTM, rbn.BatchNormLSTM])
 def test_compiled_as_one_graph_under_autocast(layer_class):
     torch.manual_seed(0)

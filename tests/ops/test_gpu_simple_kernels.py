@@ -355,6 +355,7 @@ def test_the_operators_from_an_input_and_states_for_all_rows(op):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("layer_class", [rbn.LayerNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
 def test_compiled_as_one_graph(layer_class):
     torch.manual_seed(0)

@@ -84,6 +84,7 @@ def test_gradients(op, options):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("op", OPS)
 def test_second_derivatives_of_the_reference(op):
     case = make_case(op, 2, 3, 1, seed=1, lengths=[2, 1, 2])

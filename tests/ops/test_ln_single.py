@@ -94,6 +94,7 @@ def compare_emulated(case, dtype):
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", TILINGS)
 def test_emulated_tilings(name, emulate):
     dtype, shape, tiling = TILINGS[name]
@@ -158,6 +159,7 @@ def test_emulated_float32_of_any_size(scale, emulate):
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("units", [10, 9])
 def test_emulated_layer(units, emulate):
     """With an input term of its own and a learned state; called, and as a custom operator."""

@@ -70,6 +70,7 @@ def compare(case, dtype):
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", TILINGS)
 def test_tilings(name, emulate_portable):
     dtype, shape, both = TILINGS[name]

@@ -95,6 +95,7 @@ def compare_emulated(case, dtype):
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("name", TILINGS)
 def test_emulated_tilings(name, emulate):
     dtype, shape, tiling = TILINGS[name]
@@ -138,6 +139,7 @@ def test_emulated_float32_parameters_of_a_half_precision_input(emulate):
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.parametrize("units", [10, 8])  # rows of h have padding, or not
 def test_emulated_layer(units, emulate):
     """With an input term of its own and a learned state; called, and as a custom operator."""

@@ -42,6 +42,7 @@ def check_close(found, expected, lr, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @either
 @settings(max_examples=20)
 @given(

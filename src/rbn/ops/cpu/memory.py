@@ -83,7 +83,10 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` in huge pages, ``[..., I]`` and ``[G, I]`` to ``[..., G]``. No autograd."""
     rows = x.reshape(-1, x.shape[-1])
     product = empty(len(rows), len(weight), rows)
-    torch.mm(rows, weight.t(), out=product)
+    if rows.shape[1] == 1:
+        torch.mul(rows, weight.t(), out=product)
+    else:
+        torch.mm(rows, weight.t(), out=product)
     return product.view(*x.shape[:-1], len(weight))
 
 

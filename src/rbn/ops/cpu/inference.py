@@ -1,7 +1,8 @@
 """LSTM inference with the compiled kernel, which saves nothing for a backward pass.
 
-Covers float32 on the CPU. Any number of steps of a single sequence is one call of the kernel. For
-larger batch sizes PyTorch multiplies by W_h and the kernel does the rest of each step.
+Covers float32 on the CPU. Any number of steps of a single sequence is one call of the kernel. On
+x86 with AVX2 that holds for any batch size, and from `_FUSED` rows on the input term is part of it.
+Elsewhere PyTorch multiplies by W_h and the kernel does the rest of each step.
 """
 
 from __future__ import annotations

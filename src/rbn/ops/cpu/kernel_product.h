@@ -27,16 +27,15 @@ INLINE void NAME(tile)(int R, int P, NAME(Panels) panel, const float *x, int64_t
         }
 #pragma GCC unroll 4
     for (int64_t k = 0; k < K; k++) {
-        V weight[PANELS];
+        V factor[TILE];
         if (R > 2) __builtin_prefetch(panel.next + k * panel.ahead, 0, 2);
 #pragma GCC unroll 8
-        for (int p = 0; p < P; p++)
-            weight[p] = NAME(load)(panel.p + p * panel.across + k * panel.down, LANES);
+        for (int r = 0; r < R; r++) factor[r] = x[r * stride_x + k] - (V){0};
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const V factor = x[r * stride_x + k] - (V){0};
+        for (int p = 0; p < P; p++) {
+            const V weight = NAME(load)(panel.p + p * panel.across + k * panel.down, LANES);
 #pragma GCC unroll 8
-            for (int p = 0; p < P; p++) sum[r][p] += weight[p] * factor;
+            for (int r = 0; r < R; r++) sum[r][p] += weight * factor[r];
         }
     }
 #pragma GCC unroll 8

@@ -1,6 +1,7 @@
 """Folded layers compute what the layer does in eval(), with fewer and smaller tensors."""
 
 import copy
+import ctypes
 import io
 
 import pytest
@@ -10,7 +11,7 @@ from torch.export import Dim, export
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import rbn
-from rbn.ops.cpu import inference
+from rbn.ops.cpu import compiled_lstm, inference
 
 OPTIONS = [
     {},
@@ -297,3 +298,20 @@ def test_what_cannot_be_folded():
         rbn.fold(3)
     with pytest.raises(ValueError, match="ablations must be one of"):
         rbn.FoldedLSTM(5, 7, ablations=("shared_stats",))
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"zoneout": (0.1, 0.2)}, {"ablations": ("joint_terms",)}])
+@pytest.mark.parametrize(("batch", "hidden"), [(32, 3), (59, 17), (33, 40)])
+def test_large_batches_with_every_instruction_set(batch, hidden, options, version):
+    """So many rows that each step makes its own input term."""
+    if inference.load() is None:
+        pytest.skip("no compiled kernel")
+    library = compiled_lstm.load()
+    layer = trained(5, hidden, steps=3, **options)
+    try:
+        if not library.rbn_use_version(ctypes.c_int64(version)):
+            pytest.skip("this machine has fewer instruction sets")
+        compare(layer, rbn.fold(layer), random_input(layer, 4, batch))
+    finally:
+        library.rbn_use_version(ctypes.c_int64(0))

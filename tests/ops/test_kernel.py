@@ -222,10 +222,10 @@ def test_every_instruction_set(version, norm, use_version):
 def test_packed_weights(rows, columns, parts, transposed):
     """Panels hold the rows of the weight one after another, and zeros."""
     weight = torch.randn(columns, rows).t() if transposed else torch.randn(rows, columns)
-    panels = compiled_lstm.packed(weight, parts, 3)
+    panels = compiled_lstm.packed([weight[:, :1], weight[:, 1:]], parts, 3)
     if panels is None:
         pytest.skip("the kernel has no products on this machine")
-    flat = panels.transpose(2, 3).flatten(1, 2)  # [parts, padded rows, columns]
+    flat = panels.permute(2, 0, 3, 1).flatten(1, 2)  # [parts, padded rows, columns]
     assert torch.equal(flat[:, : rows // parts].flatten(0, 1), weight)
     assert not flat[:, rows // parts :].any()
 

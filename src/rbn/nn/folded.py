@@ -16,7 +16,7 @@ from rbn.nn.layers import Layers
 from rbn.nn.recurrence import States
 from rbn.nn.statistics import PopulationStatistics
 from rbn.ops import steps
-from rbn.ops.cpu import inference, memory
+from rbn.ops.cpu import inference
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.types import Statistics, compute_dtype
 
@@ -133,13 +133,13 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     ) -> tuple[Tensor, States]:
         """Run one direction with the compiled kernel."""
         weight, batch = self._own(f"weight_ih{suffix}"), x.shape[1]
-        if x.is_floating_point():
-            wx = memory.linear(x, weight)
-        else:
-            wx = ops.symbol_rows(x[..., 0], weight, weight.dtype)
+        of_symbols = not x.is_floating_point()
+        if of_symbols:
+            x = ops.symbol_rows(x[..., 0], weight, weight.dtype)
         h0, c0 = self._initial_states(suffix, batch, weight) if given is None else given
         output, *states = inference.sequence(
-            wx,
+            x,
+            None if of_symbols else weight,
             self._own(f"weight_hh{suffix}"),
             self._tables(suffix),
             h0.expand(batch, -1),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rbn.ops.cpu import memory
 from rbn.ops.cpu.fused_lstm import Forward, Gradients, Saved, identical_steps_of, states_of
 from rbn.ops.cpu.layout import Buffers, Layout, like_parameter
 from rbn.ops.cpu.norms import SequenceNorm
@@ -67,7 +68,7 @@ def load() -> Any | None:
         function.restype = None
     library.rbn_panel_lanes.restype = ctypes.c_int64
     address, number = ctypes.c_void_p, ctypes.c_int64
-    library.rbn_pack.argtypes = [address, *[number] * 4, address, number]
+    library.rbn_pack.argtypes = [address, *[number] * 4, address, *[number] * 3]
     library.rbn_pack.restype = None
     openmp = _openmp_of_torch()
     if openmp is not None:
@@ -75,24 +76,33 @@ def load() -> Any | None:
     return library
 
 
-def packed(weight: Tensor, parts: int, threads: int) -> Tensor | None:
-    """The weight in the kernel's format, for products ``x @ weight.T``; None without such products.
+def packed(weights: Sequence[Tensor], parts: int, threads: int) -> Tensor | None:
+    """Weights in the kernel's format, for products ``x @ weight.T``; None without such products.
 
     Args:
-        weight: float32 ``[N, K]``, any strides.
-        parts: how many parts of equal size N has, such as gates; each has panels of its own.
+        weights: float32 ``[N, K]`` each with its own K, any strides.
+        parts: how many parts of equal size N has, such as gates.
         threads: how many threads pack.
+
+    Returns:
+        ``[panels, K of all weights, parts, lanes]``: a panel holds `lanes` rows of each part.
     """
     library: Any = load()
     lanes = library.rbn_panel_lanes()
     if not lanes:
         return None
-    (N, K), (row, column) = weight.shape, weight.stride()
-    size = N // parts
-    panels = weight.new_empty(parts, -(-size // lanes), K, lanes)
-    for part, to in enumerate(panels):
-        address = weight.data_ptr() + 4 * part * size * row
-        library.rbn_pack(address, size, K, row, column, to.data_ptr(), threads)
+    size, columns = weights[0].shape[0] // parts, sum(w.shape[1] for w in weights)
+    panels = memory.empty(-(-size // lanes), columns * parts * lanes, weights[0])
+    panels = panels.view(-1, columns, parts, lanes)
+    k = 0
+    for weight in weights:
+        (row, column), K = weight.stride(), weight.shape[1]
+        for part in range(parts):
+            source = weight.data_ptr() + 4 * part * size * row
+            to = panels.data_ptr() + 4 * lanes * (k * parts + part)
+            strides = columns * parts * lanes, parts * lanes
+            library.rbn_pack(source, size, K, row, column, to, *strides, threads)
+        k += K
     return panels
 
 
@@ -206,7 +216,7 @@ def forward(a: LSTMArguments) -> Forward:
     args.point(wx=None if plain else x, wh=wh, gates=gates, cand=cand, tanh_c=tanh_c)
     args.point(hidden_states=hidden)
     whs, hs, xs = buffers.views(wh), packing.split(hidden), packing.split(x)
-    panels = packed(call.weight, 4, call.threads)
+    panels = packed([call.weight], 4, call.threads)
     W = call.weight.t().contiguous() if panels is None else call.weight  # [H, 4H] if used
     args.point(packed=panels, start=x if plain else None)
     run, address = call.library.rbn_lstm_forward, ctypes.addressof(args)
@@ -270,7 +280,7 @@ def backward(
     }
     args.point(dy=dy, dh=dh, dc=dc, dwh=dwh, dwx=None if plain else dwx, **grads)
     dwhs, W = packing.split(dwh), call.weight.contiguous()
-    panels = packed(W.t(), 1, call.threads)
+    panels = packed([W.t()], 1, call.threads)
     args.point(packed=panels)
     run, address = call.library.rbn_lstm_backward, ctypes.addressof(args)
 

@@ -1,7 +1,8 @@
 """LSTM inference with the compiled kernel, which saves nothing for a backward pass.
 
-Covers float32 on the CPU. Any number of steps of a single sequence is one call of the kernel. For
-larger batch sizes PyTorch multiplies by W_h and the kernel does the rest of each step.
+Covers float32 on the CPU. Any number of steps of a single sequence is one call of the kernel. On
+x86 with AVX2 that holds for any batch size, and from `_FUSED` rows on the input term is part of it.
+Elsewhere PyTorch multiplies by W_h and the kernel does the rest of each step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from rbn.ops.cpu import compiled_lstm, memory
 
 _PER_THREAD = 1 << 17  # multiplications per step that justify another thread
+_FUSED = 32  # rows for which each step makes its own input term
 _COPIES = 16  # steps for which a copy of W_h in another layout saves more than it costs
 # The struct Inference of kernel.c, packed as bytes: filling a ctypes.Structure takes three times as
 # long.
@@ -114,7 +116,8 @@ class Tables(NamedTuple):
 
 
 def sequence(
-    wx: Tensor,
+    x: Tensor,
+    weight_ih: Tensor | None,
     weight_hh: Tensor,
     folded: Tables,
     h0: Tensor,
@@ -128,12 +131,13 @@ def sequence(
     """An LSTM with folded normalization: see `rbn.nn.folded.FoldedLSTM` for the equations.
 
     Args:
-        wx: input term W_x x_t, ``[T, B, 4H]``.
+        x: the input ``[T, B, I]``, or the input term W_x x_t ``[T, B, 4H]``.
+        weight_ih: W_x, ``[4H, I]``; None where x is the term.
         weight_hh: W_h, ``[4H, H]``.
         folded: the scales and shifts.
         h0: ``[B, H]``.
         c0: ``[B, H]``.
-        start: the time step of ``wx[0]``.
+        start: the time step of ``x[0]``.
         joint: scale_h applies to the sum of both terms.
         zoneout: the rates (cell, hidden).
         pass_normalized_cell: the next step continues from the scaled and shifted cell.
@@ -142,30 +146,38 @@ def sequence(
         The output ``[T, B, H]``, h_n and c_n ``[B, H]``. All tensors are float32 on the CPU.
     """
     function: Any = load()
-    (steps, batch, gates), hidden = wx.shape, weight_hh.shape[1]
-    wx, weight_hh, h, c = (tensor.contiguous() for tensor in (wx, weight_hh, h0, c0))
-    output = memory.empty(steps * batch, hidden, wx).view(steps, batch, hidden)
+    (steps, batch, inputs), hidden = x.shape, weight_hh.shape[1]
+    gates, panels = 4 * hidden, None
+    if weight_ih is not None and batch < _FUSED:
+        x, weight_ih = memory.linear(x, weight_ih), None
+    if steps >= _COPIES or weight_ih is not None:
+        both = [weight_hh] if weight_ih is None else [weight_ih, weight_hh]
+        panels = compiled_lstm.packed(both, 4, 1)
+    if panels is None and weight_ih is not None:
+        x, weight_ih = memory.linear(x, weight_ih), None
+    x, weight_hh, h, c = (tensor.contiguous() for tensor in (x, weight_hh, h0, c0))
+    output = memory.empty(steps * batch, hidden, x).view(steps, batch, hidden)
     c_n = torch.empty_like(c)
-    wh = wx.new_empty(batch, gates)
+    wh = x.new_empty(batch, gates)
     tables = [None if t is None else t.contiguous() for t in folded]
     rows = [0 if t is None else t.shape[0] for t in (*tables[:3], tables[4])]
     addresses = [0 if t is None else t.data_ptr() for t in tables]
 
     def run(t: int, steps: int, weight: int, h: Tensor, c: Tensor) -> None:
+        inputs = 0 if weight_ih is None else weight_ih.shape[1]
+        of_x = x.data_ptr() + 4 * t * batch * x.shape[2]
         arguments = _STRUCT.pack(
-            *(hidden, 0, batch, start + t, joint, pass_normalized_cell, *rows, 0.0, *zoneout),
-            *(0, 0, weight, panels, wx.data_ptr() + 4 * t * batch * gates, wh.data_ptr()),
+            *(hidden, inputs, batch, start + t, joint, pass_normalized_cell, *rows, 0.0, *zoneout),
+            *(of_x, 0, weight, 0 if panels is None else panels.data_ptr(), of_x, wh.data_ptr()),
             *addresses,
             *(0, 0, 0, 0, 0, 0, h.data_ptr(), c.data_ptr()),
             *(output.data_ptr() + 4 * t * batch * hidden, c_n.data_ptr()),
         )
         function(arguments, steps, threads)
 
-    packed = compiled_lstm.packed(weight_hh, 4, 1) if steps >= _COPIES else None
-    panels = 0 if packed is None else packed.data_ptr()
-    if batch == 1 or panels:
-        threads = _threads(batch * gates * hidden)
-        run(0, steps, 0 if panels else weight_hh.data_ptr(), h, c)
+    if batch == 1 or panels is not None:
+        threads = _threads(batch * gates * (hidden + inputs))
+        run(0, steps, weight_hh.data_ptr() if panels is None else 0, h, c)
     else:
         threads = torch.get_num_threads() if batch * hidden >= compiled_lstm.SMALL else 1
         transposed = weight_hh.t()

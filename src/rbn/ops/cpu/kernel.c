@@ -74,8 +74,8 @@ typedef struct {
     int64_t rows_x, rows_h, rows_shift, rows_c;
     double eps, zoneout_c, zoneout_h;
     const float *x, *weight_x, *weight_h; /* [T, B, I], [4H, I], [4H, H] */
-    const float *packed;                  /* W_h from rbn_pack, instead of weight_h; may be null */
-    float *wx, *wh;                       /* [T, B, 4H], [B, 4H]: computed where the weight is not null */
+    const float *packed; /* W_x (if inputs > 0) and W_h from rbn_pack, instead of the others; may be null */
+    float *wx, *wh;      /* [T, B, 4H], [B, 4H]: computed where the weight is not null */
     const float *scale_x, *scale_h, *shift, *scale_c, *shift_c;
     const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
     const float *h, *c;                   /* [B, H], the states before the first step */
@@ -90,15 +90,31 @@ typedef struct {
     int64_t stride;
 } Columns;
 
+/* The four gates of some units: row r of gate q begins at r * stride + q * apart. */
+typedef struct {
+    float *p;
+    int64_t stride, apart;
+} Terms;
+
+#define TILE_ROWS(lanes) ((lanes) < 16 ? 3 : 6) /* with 4 panels, 12 of 16 registers, or 24 of 32 */
+
+/* How many numbers of the next panels to request at each k, so that n rows request them all. A request
+ * brings a line, so that few rows cannot. */
+static int64_t ahead(int64_t columns, int64_t lanes, int64_t n) {
+    const int64_t numbers = (columns * TILE_ROWS(lanes) + n - 1) / n;
+    return numbers <= LINE ? numbers : 0;
+}
+
 #define NAME(x) x##_base
 #define LANES 4
 #include "kernel_step.h"
 
 typedef void (*block_fn)(const Step *, int64_t, int);
-typedef void (*inference_fn)(const Inference *, int64_t, int64_t, int);
+typedef void (*inference_fn)(const Inference *, int64_t, int64_t, int, int64_t, int64_t, Terms, Terms);
 typedef void (*product_fn)(const float *, const float *, int64_t, int64_t, float *);
 typedef void (*elementary_fn)(const float *, int64_t, float *, float *);
-typedef void (*gates_fn)(const float *, int64_t, int64_t, int, const float *, int64_t, const float *, float *);
+typedef void (*gates_fn)(const float *, const float *, int64_t, const float *, int64_t, int64_t, const float *, Terms,
+                         int);
 typedef void (*multiply_fn)(const float *, const float *, int64_t, int64_t, int64_t, int64_t, float *, int64_t);
 
 /* The versions this processor runs, the widest first. The last has 4 lanes and takes fewer too. */
@@ -155,22 +171,25 @@ typedef struct {
     const struct Packing *packing;
 } Work;
 
-/* Columns of a weight [N, K] (row n at n * row, column k of it at k * column) as panels, see kernel_product.h. */
+/* Rows of a weight [N, K] (row n at n * row, column k of it at k * column) as panels of `lanes` rows:
+ * panel p begins at p * panel, its column k at k * down from there. */
 typedef struct Packing {
     const float *weight;
     int64_t N, K, row, column;
     float *packed;
+    int64_t panel, down;
 } Packing;
 
 static void pack(const Packing *p, int64_t first, int64_t stop) {
-    const int64_t lanes = versions->lanes, K = p->K;
+    const int64_t lanes = versions->lanes;
     for (int64_t panel = first; panel < stop; panel++)
-        for (int64_t l = 0; l < lanes; l++) {
-            const int64_t n = panel * lanes + l;
-            const float *from = p->weight + n * p->row;
-            float *to = p->packed + panel * K * lanes + l;
-            for (int64_t k = 0; k < K; k++) to[k * lanes] = n < p->N ? from[k * p->column] : 0.0f;
-        }
+        for (int64_t k0 = 0; k0 < p->K; k0 += LINE) /* few columns at a time, whose lines stay in the first cache */
+            for (int64_t l = 0; l < lanes; l++) {
+                const int64_t n = panel * lanes + l, k1 = k0 + LINE < p->K ? k0 + LINE : p->K;
+                const float *from = p->weight + n * p->row;
+                float *to = p->packed + panel * p->panel + l;
+                for (int64_t k = k0; k < k1; k++) to[k * p->down] = n < p->N ? from[k * p->column] : 0.0f;
+            }
 }
 
 /* The products of units first to stop, all four gates of them. */
@@ -188,21 +207,46 @@ static void products(const Inference *a, int64_t t, int64_t first, int64_t stop)
     }
 }
 
-/* The products of units j to j + w of a step, where the weights are packed. */
-static void packed_products(const Work *work, int64_t j, int w) {
-    const int64_t H = work->hidden, G = 4 * H;
-    if (work->inference) {
-        const Inference *a = work->inference;
-        const float *h = work->t ? a->output + (work->t - 1) * a->batch * H : a->h;
-        if (a->packed) versions->gates(a->packed, H, j, w, h, a->batch, 0, a->wh);
-        return;
-    }
-    const Step *step = work->step;
+/* W_h h of units j to j + w of a training step. */
+static void recurrent_products(const Step *step, int64_t j, int w) {
     const Args *a = step->a;
-    if (step->backward || !a->packed) return;
+    const int64_t H = a->hidden, n = step->n, lanes = versions->lanes;
+    const float *panel = a->packed + j * 4 * H, *next = panel + 4 * lanes * H;
     const float *h = step->prev < 0 ? a->h0 : a->hidden_states + step->prev * H;
-    versions->gates(a->packed, H, j, w, h, step->n, a->start ? a->start + step->row * G : 0,
-                    a->wh + (a->keep ? step->row * G : 0));
+    const Terms out = {a->wh + (a->keep ? step->row * 4 * H : 0) + j, 4 * H, H};
+    versions->gates(panel, next, ahead(4 * lanes, lanes, n), h, n, H,
+                    a->start ? a->start + step->row * 4 * H + j : 0, out, w);
+}
+
+/* The rest of an inference step for units j to stop: the last version takes those that fill no register. */
+static void inference_units(const Inference *a, int64_t t, int64_t j, int64_t stop, int64_t row, int64_t n,
+                            Terms wx, Terms wh) {
+    for (const Version *v = versions; j < stop;) {
+        while (v->lanes > stop - j && v->lanes > 4) v++;
+        const int w = (int)(stop - j < v->lanes ? stop - j : v->lanes);
+        v->inference(a, t, j, w, row, n, wx, wh);
+        j += w, wx.p += w, wh.p += w;
+    }
+}
+
+/* An inference step for units j to stop, which one panel holds: neither term is written to memory, only
+ * to the first cache, a few rows at a time. */
+static void packed_inference(const Inference *a, int64_t t, int64_t j, int64_t stop) {
+    const int64_t B = a->batch, H = a->hidden, I = a->inputs, lanes = versions->lanes, width = 4 * lanes;
+    const int64_t rows = 4 * TILE_ROWS(lanes), step = ahead(width, lanes, B);
+    const float *panel = a->packed + j * 4 * (I + H), *next = panel + width * (I + H);
+    float room_x[24 * 64] ALIGNED, room_h[24 * 64] ALIGNED;
+    for (int64_t r = 0; r < B; r += rows) {
+        const int64_t n = B - r < rows ? B - r : rows, row = t * B + r;
+        const float *h = t ? a->output + (row - B) * H : a->h + r * H;
+        const Terms wh = {room_h, width, lanes};
+        Terms wx = {room_x, width, lanes};
+        if (I) versions->gates(panel, next, step, a->x + row * I, n, I, 0, wx, (int)lanes);
+        else wx = (Terms){a->wx + row * 4 * H + j, 4 * H, H};
+        versions->gates(panel + width * I, next + I * step, step, h, n, H, 0, wh, (int)lanes);
+        next += (n + TILE_ROWS(lanes) - 1) / TILE_ROWS(lanes) * (I + H) * step;
+        inference_units(a, t, j, stop, r, n, wx, wh);
+    }
 }
 
 /* The units of one thread. Where rows are whole cache lines threads share none of them. Elsewhere
@@ -222,15 +266,25 @@ static void run(const Work *work, int thread, int threads) {
         v->multiply(a->packed, a->dwh + step->row * 4 * H, step->n, 4 * H, first, stop, a->dh, H);
         return;
     }
-    if (work->inference) products(work->inference, work->t, first, stop);
+    const Inference *a = work->inference;
+    if (a && !a->packed) {
+        const int64_t t = work->t, G = 4 * H;
+        products(a, t, first, stop);
+        inference_units(a, t, first, stop, 0, a->batch, (Terms){a->wx + t * a->batch * G + first, G, H},
+                        (Terms){a->wh + first, G, H});
+        return;
+    }
     for (int64_t j = first; j < stop;) {
         const int64_t end = j + versions->lanes < stop ? j + versions->lanes : stop;
-        packed_products(work, j, (int)(end - j));
+        if (a) {
+            packed_inference(a, work->t, j, end);
+            j = end;
+            continue;
+        }
+        if (!work->step->backward && work->step->a->packed) recurrent_products(work->step, j, (int)(end - j));
         for (; j < end; j += v->lanes) {
             while (v->lanes > end - j && v->lanes > 4) v++;
-            const int w = (int)(end - j < v->lanes ? end - j : v->lanes);
-            if (work->inference) v->inference(work->inference, work->t, j, w);
-            else v->block(work->step, j, w);
+            v->block(work->step, j, (int)(end - j < v->lanes ? end - j : v->lanes));
         }
         j = end;
     }
@@ -272,11 +326,10 @@ EXPORT void rbn_lstm_backward(const Args *a, int64_t t, int64_t row, int64_t n, 
 /* The lanes of a panel, or 0 where PyTorch's products are used instead. */
 EXPORT int64_t rbn_panel_lanes(void) { return versions->gates ? versions->lanes : 0; }
 
-/* Packs a weight [N, K] for products x weight^T: ceil(N / lanes) panels of lanes columns, K lanes numbers
- * each. The strides are in numbers. */
+/* Packs a weight [N, K] for products x weight^T, see Packing. */
 EXPORT void rbn_pack(const float *weight, int64_t N, int64_t K, int64_t row, int64_t column, float *packed,
-                     int64_t threads) {
-    const Packing packing = {weight, N, K, row, column, packed};
+                     int64_t panel, int64_t down, int64_t threads) {
+    const Packing packing = {weight, N, K, row, column, packed, panel, down};
     launch((Work){0, 0, N, 0, &packing}, threads);
 }
 

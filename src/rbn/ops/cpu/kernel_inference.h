@@ -32,7 +32,10 @@ INLINE void NAME(scale)(const float *scale, const float *mean, const float *var,
     }
 }
 
-INLINE void NAME(inference)(const Inference *a, int64_t t, int64_t j, int w) {
+/* Rows `first` to `first` + n of a step for w units. The terms are those of these rows and
+ * units; h is overwritten. */
+INLINE void NAME(inference)(const Inference *a, int64_t t, int64_t j, int w, int64_t first, int64_t n,
+                            Terms x, Terms h) {
     const int64_t H = a->hidden, G = 4 * H;
     const int64_t tx = row_at(a->rows_x, a->start + t), th = row_at(a->rows_h, a->start + t);
     const int64_t tb = row_at(a->rows_shift, a->start + t), tc = row_at(a->rows_c, a->start + t);
@@ -46,32 +49,39 @@ INLINE void NAME(inference)(const Inference *a, int64_t t, int64_t j, int w) {
     }
     NAME(scale)(a->scale_c, a->mean_c, a->var_c, tc * H + j, eps, w, &mc, &sc);
     if (a->shift_c) shift_c = NAME(load)(a->shift_c + tc * H + j, w);
-    for (int64_t r = 0; r < a->batch; r++) {
-        const int64_t row = t * a->batch + r;
-        const float *h = (t ? a->output + (row - a->batch) * H : a->h + r * H);
+    for (int64_t r = 0; r < n; r++, x.p += x.stride, h.p += h.stride) {
+        const int64_t b = first + r, row = t * a->batch + b;
         V gate[4];
         for (int q = 0; q < 4; q++) {
-            const int64_t col = q * H + j;
-            __builtin_prefetch(a->wx + (row + 6) * G + col);
-            const V wx = NAME(load)(a->wx + row * G + col, w), wh = NAME(load)(a->wh + r * G + col, w);
+            __builtin_prefetch(x.p + 6 * x.stride + q * x.apart);
+            const V wx = NAME(load)(x.p + q * x.apart, w), wh = NAME(load)(h.p + q * h.apart, w);
             if (a->joint) gate[q] = (wh + wx - mh[q]) * sh[q] + shift[q];
             else gate[q] = (wh - mh[q]) * sh[q] + (wx - mx[q]) * sx[q] + shift[q];
         }
-        const V c = NAME(load)((t ? a->c_n : a->c) + r * H + j, w);
+        const V c = NAME(load)((t ? a->c_n : a->c) + b * H + j, w);
         V new_c = NAME(sigmoid)(gate[1]) * c + NAME(sigmoid)(gate[0]) * NAME(tanh)(gate[2]);
         const V read = (new_c - mc) * sc + shift_c;
-        V new_h = NAME(sigmoid)(gate[3]) * NAME(tanh)(read);
         if (a->pass_normalized_cell) new_c = read;
         if (zc != 0.0f) new_c = zc * c + (1.0f - zc) * new_c;
-        if (zh != 0.0f) new_h = zh * NAME(load)(h + j, w) + (1.0f - zh) * new_h;
-        NAME(store)(a->c_n + r * H + j, new_c, w);
-        NAME(store)(a->output + row * H + j, new_h, w);
+        NAME(store)(a->c_n + b * H + j, new_c, w);
+        NAME(store)(h.p, read, w);
+        NAME(store)(h.p + h.apart, NAME(sigmoid)(gate[3]), w);
+    }
+    /* In a loop of its own, so that a row need not wait for the tanh of the last one. */
+    h.p -= n * h.stride;
+    for (int64_t r = first; r < first + n; r++, h.p += h.stride) {
+        float *out = a->output + (t * a->batch + r) * H + j;
+        V new_h = NAME(load)(h.p + h.apart, w) * NAME(tanh)(NAME(load)(h.p, w));
+        if (zh != 0.0f)
+            new_h = zh * NAME(load)(t ? out - a->batch * H : a->h + r * H + j, w) + (1.0f - zh) * new_h;
+        NAME(store)(out, new_h, w);
     }
 }
 
-static void NAME(inference_block)(const Inference *a, int64_t t, int64_t j, int w) {
-    if (w == LANES) NAME(inference)(a, t, j, LANES);
+static void NAME(inference_block)(const Inference *a, int64_t t, int64_t j, int w, int64_t first, int64_t n,
+                                  Terms x, Terms h) {
+    if (w == LANES) NAME(inference)(a, t, j, LANES, first, n, x, h);
 #if LANES == 4
-    else NAME(inference)(a, t, j, w);
+    else NAME(inference)(a, t, j, w, first, n, x, h);
 #endif
 }

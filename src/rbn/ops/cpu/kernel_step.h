@@ -74,10 +74,20 @@ INLINE Columns NAME(near)(Columns x, float *buffer, int64_t n) {
 /* Lane by lane: yes where the mask is set, else no. A comparison with NaN sets nothing. */
 INLINE V NAME(select)(I mask, V yes, V no) { return (V)((mask & (I)yes) | (~mask & (I)no)); }
 
-/* exp(x) = 2^k exp(r), |r| <= ln(2) / 2, by a polynomial of relative error 1e-8. */
+/* The smaller, or x if it is NaN. */
+INLINE V NAME(at_most)(V x, float limit) {
+#if LANES == 16
+    return __builtin_ia32_minps512_mask(NAME(splat)(limit), x, x, (uint16_t)-1, 4);
+#elif LANES == 8
+    return __builtin_ia32_minps256(NAME(splat)(limit), x);
+#else
+    return NAME(select)(x > limit, NAME(splat)(limit), x);
+#endif
+}
+
+/* exp(x) = 2^k exp(r), |r| <= ln(2) / 2, by a polynomial of relative error 1e-8, for x >= -87. */
 INLINE V NAME(exp)(V x) {
-    x = NAME(select)(x > 87.0f, NAME(splat)(87.0f), x);
-    x = NAME(select)(x < -87.0f, NAME(splat)(-87.0f), x);
+    x = NAME(at_most)(x, 87.0f);
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     V shifted = x * 1.44269504f + magic;
     V k = shifted - magic;
@@ -91,7 +101,7 @@ INLINE V NAME(exp)(V x) {
     return p * (V)power;
 }
 
-INLINE V NAME(sigmoid)(V x) { return 1.0f / (1.0f + NAME(exp)(-x)); }
+INLINE V NAME(sigmoid)(V x) { return 1.0f / (1.0f + NAME(exp)(-NAME(at_most)(x, 87.0f))); }
 
 /* Near zero by an odd polynomial of relative error 2e-8, elsewhere through exp. */
 INLINE V NAME(tanh)(V x) {

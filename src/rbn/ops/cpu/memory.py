@@ -1,15 +1,21 @@
-"""Large buffers in huge pages.
+"""Large buffers, reused and in huge pages.
 
-A training step touches hundreds of megabytes of fresh memory. With pages of 4 KiB, page faults can
-cost more than the recurrence. On Linux a buffer may request pages of 2 MiB.
+A training step touches hundreds of megabytes. The C library returns such buffers to the system when
+they are free. The pages of the next step's buffers fault in and are cleared again, which can cost
+more than the recurrence. So freed buffers stay here for the next step. Together with those in use
+they never hold more memory than was in use at the peak, and Linux may take their pages when it
+needs memory. Buffers request pages of 2 MiB.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import functools
+import itertools
 import mmap
 import sys
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -19,35 +25,79 @@ _PAGE = 2**21
 _LEAST = 2 * _PAGE  # smaller buffers usually come from already mapped memory
 
 
-@functools.lru_cache(maxsize=1)
-def _madvise() -> Any | None:
-    """The system call `madvise`, or None if there is none."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        function = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
+class Pool:
+    """Mapped memory, in use or free. Nothing here happens on systems other than Linux."""
+
+    def __init__(self) -> None:
+        self.free: list[Any] = []  # the longest unused first
+        self.used, self.peak = 0, 0  # bytes in use, now and at most
+        self._lock = threading.RLock()  # a finalizer may run anywhere
+
+    def take(self, size: int) -> Any | None:
+        """At least `size` bytes, free again when the array is garbage; None if refused."""
+        size = -(-size // _PAGE) * _PAGE
+        with self._lock:
+            fits = [
+                block for block in reversed(self.free) if size <= len(block) <= size + size // 4
+            ]
+            if fits:
+                block = min(fits, key=len)  # of equal ones the last used, which caches may hold
+                self.free.remove(block)
+            else:
+                try:
+                    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                    block = mmap.mmap(-1, size, flags=flags)
+                except OSError:
+                    return None
+                _advise(block, "MADV_HUGEPAGE")
+            self.used += len(block)
+            self.peak = max(self.peak, self.used)
+            self._unmap()
+        memory = (ctypes.c_char * len(block)).from_buffer(block)
+        weakref.finalize(memory, self._give_back, block).atexit = False
+        return memory
+
+    def _give_back(self, block: Any) -> None:
+        _advise(block, "MADV_FREE")
+        with self._lock:
+            self.used -= len(block)
+            self.free.append(block)
+            self._unmap()
+
+    def _unmap(self) -> None:
+        while self.free and self.used + sum(map(len, self.free)) > self.peak:
+            del self.free[0]
+
+
+def _advise(block: Any, advice: str) -> None:
+    """Only a hint: the system may not know it, or refuse it."""
+    with contextlib.suppress(AttributeError, OSError):
+        block.madvise(getattr(mmap, advice))
+
+
+_pool = Pool()
+_number = itertools.count()
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` in huge pages, ``[..., I]`` and ``[G, I]`` to ``[..., G]``. No autograd."""
     rows = x.reshape(-1, x.shape[-1])
     product = empty(len(rows), len(weight), rows)
-    torch.mm(rows, weight.t(), out=product)
+    if rows.shape[1] == 1:
+        torch.mul(rows, weight.t(), out=product)
+    else:
+        torch.mm(rows, weight.t(), out=product)
     return product.view(*x.shape[:-1], len(weight))
 
 
 def empty(rows: int, features: int, like: Tensor) -> Tensor:
     """Uninitialized ``[rows, features]`` with the dtype and device of `like`."""
-    buffer = like.new_empty(rows, features)
-    size = buffer.numel() * buffer.element_size()
-    if size >= _LEAST and buffer.device.type == "cpu" and not torch.compiler.is_compiling():
-        madvise = _madvise()
-        if madvise is not None:  # only a hint: it may be refused
-            start = -(-buffer.data_ptr() // _PAGE) * _PAGE
-            end = (buffer.data_ptr() + size) // _PAGE * _PAGE
-            madvise(start, end - start, mmap.MADV_HUGEPAGE)
-    return buffer
+    size = rows * features * like.element_size()
+    if size >= _LEAST and like.device.type == "cpu" and sys.platform == "linux":
+        memory = None if torch.compiler.is_compiling() else _pool.take(size + 4096)
+        if memory is not None:
+            # Each begins in other lines of the caches: rows a power of two long share few of them.
+            offset = 192 * next(_number) % 4096
+            flat = torch.frombuffer(memory, dtype=like.dtype, count=rows * features, offset=offset)
+            return flat.view(rows, features)
+    return like.new_empty(rows, features)

@@ -14,6 +14,8 @@ from torch import Tensor
 from rbn.ops.cpu import memory
 from rbn.ops.types import check_lengths
 
+_NARROW = 256  # states with which MKL is up to 1.4 times as fast if they are the first factor
+
 
 class Packing:
     """The layout of ``[T, B, F]`` data as rows ``[N, F]``, N the number of unpadded positions.
@@ -89,4 +91,6 @@ class Packing:
         """
         first, rest = left[: self.batch], left[self.batch : self.rows]
         before = states[: self.rows - self.batch] if self.index is None else states[self.previous]
+        if torch.backends.mkl.is_available() and states.shape[1] <= _NARROW:
+            return torch.mm(before.t(), rest).addmm_(initial.t(), first).t().contiguous()
         return torch.mm(rest.t(), before).addmm_(first.t(), initial)

@@ -9,6 +9,7 @@ needs memory. Buffers request pages of 2 MiB.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import itertools
@@ -29,20 +30,35 @@ class Pool:
     """Mapped memory, in use or free. Nothing here happens on systems other than Linux."""
 
     def __init__(self) -> None:
-        self.free: list[Any] = []  # the longest unused first
-        self.used, self.peak = 0, 0  # bytes in use, now and at most
-        self._lock = threading.RLock()  # a finalizer may run anywhere
+        self.peak = 0  # bytes in use at most
+        self._used = 0  # bytes in use, or given back and not collected yet
+        self._free: list[Any] = []  # the longest unused first
+        # A finalizer may run anywhere, also inside of these methods, so it only appends.
+        self._given_back: collections.deque[Any] = collections.deque()
+        self._lock = threading.Lock()
+
+    @property
+    def used(self) -> int:
+        """Bytes in use."""
+        with self._lock:
+            self._collect()
+            return self._used
+
+    @property
+    def free(self) -> list[Any]:
+        """The blocks for later use."""
+        with self._lock:
+            self._collect()
+            return list(self._free)
 
     def take(self, size: int) -> Any | None:
         """At least `size` bytes, free again when the array is garbage; None if refused."""
         size = -(-size // _PAGE) * _PAGE
         with self._lock:
-            fits = [
-                block for block in reversed(self.free) if size <= len(block) <= size + size // 4
-            ]
-            if fits:
-                block = min(fits, key=len)  # of equal ones the last used, which caches may hold
-                self.free.remove(block)
+            self._collect()
+            fits = [k for k, block in enumerate(self._free) if size <= len(block) <= size * 5 // 4]
+            if fits:  # of equal ones the last used, which caches may hold
+                block = self._free.pop(min(reversed(fits), key=lambda k: len(self._free[k])))
             else:
                 try:
                     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -50,8 +66,8 @@ class Pool:
                 except OSError:
                     return None
                 _advise(block, "MADV_HUGEPAGE")
-            self.used += len(block)
-            self.peak = max(self.peak, self.used)
+            self._used += len(block)
+            self.peak = max(self.peak, self._used)
             self._unmap()
         memory = (ctypes.c_char * len(block)).from_buffer(block)
         weakref.finalize(memory, self._give_back, block).atexit = False
@@ -59,14 +75,18 @@ class Pool:
 
     def _give_back(self, block: Any) -> None:
         _advise(block, "MADV_FREE")
-        with self._lock:
-            self.used -= len(block)
-            self.free.append(block)
-            self._unmap()
+        self._given_back.append(block)
+
+    def _collect(self) -> None:
+        while self._given_back:
+            block = self._given_back.popleft()
+            self._used -= len(block)
+            self._free.append(block)
+        self._unmap()
 
     def _unmap(self) -> None:
-        while self.free and self.used + sum(map(len, self.free)) > self.peak:
-            del self.free[0]
+        while self._free and self._used + sum(map(len, self._free)) > self.peak:
+            del self._free[0]
 
 
 def _advise(block: Any, advice: str) -> None:

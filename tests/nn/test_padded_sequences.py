@@ -1,7 +1,6 @@
 """Padding: every sequence is treated as if it stood alone."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -180,20 +179,3 @@ def test_lengths_are_read_again_after_a_change_in_place():
     layer(torch.randn(4, 3, 2), lengths=lengths)
     assert layer.stats_h_l0.count.tolist() == [2, 2, 1, 1]
     assert not lengths.__dict__  # the caller's tensor is as it was
-
-
-@pytest.mark.parametrize("layer", [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU])
-def test_a_sequence_that_is_alone_at_its_last_steps_is_warned_of_once(layer):
-    x, ours = torch.randn(6, 4, 3), layer(3, 5, bidirectional=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours(x, lengths=[4, 6, 6, 1])
-        ours.eval()(x, lengths=[4, 6, 3, 1])
-        layer(3, 5, padding="include")(x, lengths=[4, 6, 3, 1])
-        ours.train()
-        with pytest.warns(UserWarning, match="reaches its last 2 steps"):
-            _, hx = ours(x, lengths=[4, 6, 3, 1])
-        ours(x, lengths=[1, 6, 3, 1])
-    if layer is rbn.BatchNormLSTM:  # what the warning says
-        other = torch.randn(6, 4, 3)
-        assert torch.equal(hx[0][:, 1], ours(other, lengths=[4, 6, 3, 1])[1][0][:, 1])

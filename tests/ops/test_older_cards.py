@@ -111,6 +111,7 @@ def test_widened_symbols_are_multiplied_fewer_rows_at_a_time():
 KERNELS = {
     *("raise_variances", "lstm_step", "lstm_step_backward"),
     *(
+        "count_rows",
         "input_moments",
         "ln_lstm_step",
         "ln_lstm_step_backward",

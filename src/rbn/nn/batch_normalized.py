@@ -188,18 +188,6 @@ class BatchNormalized(FreshStatistics):
                 "torch.func refuses: call it in eval(), or inside rbn.batch_statistics(model)"
             ) from error
 
-    def _warn_of_one_sequence(self, steps: int) -> None:
-        """Warn, once for a layer, of steps that only one sequence of a minibatch reaches."""
-        if not self.__dict__.get("_warned_of_one_sequence"):
-            self.__dict__["_warned_of_one_sequence"] = True
-            checks.warn(
-                "Only one sequence of this minibatch reaches its last "
-                f"{'step' if steps == 1 else f'{steps} steps'}. One sequence has no variance, so "
-                f"{type(self).__name__} normalizes its terms to 0 there: these steps ignore their "
-                "input, and the last hidden state of an LSTM or RNN passes no gradient. Put "
-                "sequences of similar lengths into a minibatch. This warning is not repeated."
-            )
-
     def _updates(
         self,
         results: list[tuple[str, PopulationStatistics, Tensor, Tensor]],
@@ -225,13 +213,7 @@ class BatchNormalized(FreshStatistics):
         elif lengths is not None and not alone:
             fewest = min(2, rows) if self._ignores_padding() else 1
             known = checks.known_lengths(lengths)
-            if known is None:
-                last = lengths.topk(fewest).values[-1]
-            else:
-                longest = sorted(known)
-                last = longest[-fewest]
-                if last < longest[-1]:
-                    self._warn_of_one_sequence(longest[-1] - last)
+            last = lengths.topk(fewest).values[-1] if known is None else sorted(known)[-fewest]
         reached: Tensor | None = None
         if isinstance(last, Tensor):
             reached = torch.arange(steps, device=self._weight().device) < last

@@ -22,7 +22,7 @@ import torch
 import rbn
 from rbn.experiments import build, results
 from rbn.experiments import config as configs
-from rbn.experiments.paper.initial_states import _initialize_from_data
+from rbn.experiments.paper.initial_states import initialize_from_data
 from rbn.nn import PopulationStatistics
 
 RESULTS = Path(__file__).parent / "results" / "claims.csv"
@@ -48,7 +48,7 @@ def train(task_name, start, seed, epochs, device):
     loaded = build.load(config, device)
     task = build.build(config, seed, device, loaded=loaded)
     if start in ("mean", "fixed", "learned"):
-        _initialize_from_data(task, loaded.train.inputs.cpu(), start, seed)
+        initialize_from_data(task, loaded.train.inputs.cpu(), start, seed)
         task.model.to(device)
     with tempfile.TemporaryDirectory() as folder:
         trainer = build.make_trainer(config, task, Path(folder), graph=device.type == "cuda")

@@ -67,6 +67,12 @@ def test_the_ranges_on_a_gpu_are_those_of_the_file():
         for bn, plain in zip(own["BatchNormLSTM"], own["LSTM"], strict=True)
     ]
     page = " ".join((ROOT / "docs/explanation/kernels.md").read_text().split())
+    earlier = bench("doc_tables").read("gpu-sweeps.csv")
+    loops = [
+        1 / float(earlier[shape, "bf16", bench("gpu_rows").COMPILED]["times_as_fast"])
+        for shape in bench("gpu_rows").SHAPES
+    ]
+    assert f"takes {min(loops):.0f} to {max(loops):.0f} times as long as cuDNN's" in page
     assert f"{min(speeds):.1f} to {max(speeds):.1f} times as fast as cuDNN's" in page
     assert f"takes {min(more):.1f} to {max(more):.1f} times as long as one of our" in page
 

@@ -150,7 +150,7 @@ _STARTS: dict[Start, str] = {
 }
 
 
-def _initialize_from_data(task: BaseTask, inputs: Tensor, start: Start, seed: int) -> None:
+def initialize_from_data(task: BaseTask, inputs: Tensor, start: Start, seed: int) -> None:
     """Initialize the hidden state with the image's mean, or a projection as wide as the noise."""
     model = task.model
     assert isinstance(model, SequenceClassifier)
@@ -182,7 +182,7 @@ def data_start(seeds: int, steps: int) -> Finding:
         for seed in range(1, seeds + 1):
             task = build.build(config, seed, CPU, loaded=splits)
             if start != "noise":
-                _initialize_from_data(task, splits.train.inputs, start, seed)
+                initialize_from_data(task, splits.train.inputs, start, seed)
             fit(task, config, steps)
             results.exact_statistics(config, task)
             accuracies.append(100 * task.measure_with("test", "population"))

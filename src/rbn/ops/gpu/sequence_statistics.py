@@ -18,9 +18,9 @@ _COLUMNS = 128  # per program
 def sequence_moments(wx: Tensor, lengths: Tensor | None, mean: Tensor, var: Tensor) -> None:
     """Write the statistics of wx ``[..., T, B, F]``, F of each recurrence, to mean and var.
 
-    They are those of all steps, merged.
+    Computes the statistics of each step, then merges them.
 
-    lengths: int32 ``[B]``.
+    lengths: int32 ``[B]``; None without padding.
     """
     *lead, T, _, F = wx.shape
     means, variances = torch.empty((2, *lead, T, F), dtype=torch.float32, device=wx.device)
@@ -49,7 +49,15 @@ def sequence_backward(
 ) -> None:
     """Add the gradient through the statistics `moments` to that of wx ``[..., T, B, F]``, dwx.
 
-    lengths: int32 ``[B]``. dwx is contiguous.
+    Args:
+        wx: the input term.
+        lengths: int32 ``[B]``; None without padding.
+        moments: mean and variance, float32, F of each recurrence, like the gradients below.
+        gamma_x: float32.
+        eps: added to the variance.
+        dwx: the gradient with the statistics taken as constants, contiguous; changed in place.
+        dbias: the gradient of the bias.
+        dgamma_x: the gradient of gamma_x.
     """
     *_, T, B, F = wx.shape
     wx = wx.contiguous()

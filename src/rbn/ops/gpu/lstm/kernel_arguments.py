@@ -77,7 +77,7 @@ class LSTMCall:
 
     @property
     def given_lengths(self) -> Tensor | None:
-        """The same, or None."""
+        """`lengths`, or None if the call has none."""
         return None if self.a.lengths is None else self.lengths
 
     @functools.cached_property

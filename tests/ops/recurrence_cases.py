@@ -17,7 +17,7 @@ from torch import Tensor
 
 import rbn.ops
 from rbn.ops import Statistics
-from rbn.ops.cpu import compiled_lstm
+from rbn.ops.cpu import compiled_layer_lstm, compiled_lstm
 from rbn.ops.definition import GRU, LSTM, RNN, Arguments, Definition
 from rbn.ops.operator import Operator
 
@@ -63,12 +63,12 @@ TOLERANCES = {
     torch.float32: (64 * EPS32, 1024 * EPS32),  # 8e-6 and 1e-4
 }
 
-# The fused LSTM has a step compiled from C for float32, and one of PyTorch's operations.
+# The fused LSTMs have steps compiled from C for float32, and steps of PyTorch's operations.
 STEPS = ("compiled", "torch")
 
 
 def has_compiled_step(op: str) -> bool:
-    return op in ("bn_lstm", "lstm")
+    return op in ("bn_lstm", "lstm", "ln_lstm")
 
 
 _fresh = random.Random(int(os.environ["RBN_TEST_SEED"]))
@@ -96,7 +96,9 @@ def cpu_step(name: str) -> Iterator[None]:
             pytest.skip("the compiled step is not built: python hatch_build.py")
         yield
     else:
-        with mock.patch.object(compiled_lstm, "usable", return_value=False):
+        with contextlib.ExitStack() as stack:
+            for module in (compiled_lstm, compiled_layer_lstm):
+                stack.enter_context(mock.patch.object(module, "usable", return_value=False))
             yield
 
 

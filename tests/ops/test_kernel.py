@@ -1,4 +1,4 @@
-"""The compiled step of the CPU operator against the same operator on PyTorch's operations."""
+"""The compiled kernel of the CPU operator against the same operator on PyTorch's operations."""
 
 import ctypes
 import itertools
@@ -12,12 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rbn import ops
-from rbn.ops.cpu import compiled_lstm, fused_lstm
+from rbn.ops.cpu import compiled_layer_lstm, compiled_lstm, fused_lstm
 from rbn.ops.definition import LSTM, LSTMArguments
 
 needs_kernel = pytest.mark.skipif(
     compiled_lstm.load() is None, reason="rbn was installed without a C compiler"
 )
+
+
+def compiled(norm):
+    """The module that runs a normalization in the kernel; layer norm needs its products."""
+    if norm != "layer":
+        return compiled_lstm
+    if not compiled_lstm.load().rbn_panel_lanes():
+        pytest.skip("the kernel has no products on this machine")
+    return compiled_layer_lstm
 
 
 def elementary(x):
@@ -120,7 +129,7 @@ def close(found, expected):
     steps=st.integers(1, 4),
     batch=st.sampled_from([3, 5, 64, 65, 130, 256, 257]),
     hidden=st.sampled_from([1, 7, 16, 17, 40]),
-    norm=st.sampled_from(["batch", "none"]),
+    norm=st.sampled_from(["batch", "none", "layer"]),
     padded=st.booleans(),
     population=st.integers(0, 5),
     sequence=st.booleans(),
@@ -129,14 +138,17 @@ def close(found, expected):
 def test_forward_and_backward(
     seed, steps, batch, hidden, norm, padded, population, sequence, absent
 ):
+    module = compiled(norm)
+    if norm == "layer":
+        hidden, absent = max(hidden, 3), absent - {"gamma_c"}  # of two units, signs alone are left
     options = {"norm": norm, "padded": padded, "absent": tuple(absent)}
     if norm == "batch":
         options |= {"population": population, "sequence": sequence}
     a = inputs(seed, steps, batch, hidden, **options)
-    assert compiled_lstm.usable(a)
-    (found, _), (expected, saved) = forward(compiled_lstm, a), forward(fused_lstm, a)
+    assert module.usable(a)
+    (found, _), (expected, saved) = forward(module, a), forward(fused_lstm, a)
     close(found, expected)
-    light, _ = forward(compiled_lstm, a._replace(save=False))
+    light, _ = forward(module, a._replace(save=False))
     names = ("output", "h_n", "c_n")
     for name in names:
         assert torch.equal(light[name], found[name]), name
@@ -144,27 +156,29 @@ def test_forward_and_backward(
     for given_ in itertools.islice(itertools.product((True, False), repeat=3), 7):
         some = [c if use else None for c, use in zip(cotangents, given_, strict=True)]
         # From the same saved values, whichever of the two made them.
-        close(compiled_lstm.backward(a, saved, *some), fused_lstm.backward(a, saved, *some))
+        close(module.backward(a, saved, *some), fused_lstm.backward(a, saved, *some))
 
 
 @needs_kernel
-@pytest.mark.parametrize("norm", ["batch", "none"])
+@pytest.mark.parametrize("norm", ["batch", "none", "layer"])
 @pytest.mark.parametrize("batch", [1, 6, 300])  # more rows than a thread has room for
 @pytest.mark.parametrize("hidden", [1, 2, 3, 5, 7, 8, 12, 17, 20, 31, 100])
 def test_units_that_fill_no_register(hidden, batch, norm):
+    module = compiled(norm)
+    hidden += 2 * (norm == "layer" and hidden < 3)  # layer norm leaves only signs of two units
     a = inputs(hidden, 2, batch, hidden, norm=norm)
     if batch == 1 and norm == "batch":  # a variance of zero would only show roundings
         a = inputs(hidden, 2, batch, hidden, population=2)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1 + hidden % 3)
-        (found, _), (expected, saved) = forward(compiled_lstm, a), forward(fused_lstm, a)
+        (found, _), (expected, saved) = forward(module, a), forward(fused_lstm, a)
         close(found, expected)
-        light, _ = forward(compiled_lstm, a._replace(save=False))
+        light, _ = forward(module, a._replace(save=False))
         assert torch.equal(light["output"], found["output"])
         cotangents = [torch.randn_like(found[name]) for name in ("output", "h_n", "c_n")]
         close(
-            compiled_lstm.backward(a, saved, *cotangents),
+            module.backward(a, saved, *cotangents),
             fused_lstm.backward(a, saved, *cotangents),
         )
     finally:
@@ -185,6 +199,60 @@ def test_nan_shows_in_backward(batch):
     assert grads["input"][1, :, :18].isfinite().all()
 
 
+@needs_kernel
+def test_nan_stays_in_its_row_with_layer_norm():
+    module, nan = compiled("layer"), float("nan")
+    a = inputs(0, 2, 5, 20, norm="layer")
+    output, _, saved = module.forward(a)
+    doutput = torch.zeros_like(output)
+    doutput[1, 2, 18] = nan
+    grads = module.backward(a, saved, doutput, None, None)
+    others = [0, 1, 3, 4]
+    assert grads["input"][:, 2].isnan().all()
+    assert grads["input"][:, others].isfinite().all()
+    assert grads["gamma_h"].isnan().all()
+    a.input[0, 1, 3] = nan
+    output = module.forward(a)[0]
+    assert output[:, 1].isnan().all()
+    assert output[:, [0, 2, 3, 4]].isfinite().all()
+
+
+@needs_kernel
+@pytest.mark.parametrize("hidden", [1, 20])
+def test_layer_norm_of_equal_features(hidden):
+    """A variance of zero: the terms are 0, and no gradient passes through them."""
+    module = compiled("layer")
+    a = inputs(0, 1, 5, hidden, norm="layer", absent=("bias",))
+    a = a._replace(
+        input=torch.full_like(a.input, 3.0), h0=torch.zeros_like(a.h0), c0=torch.ones_like(a.c0)
+    )
+    output, _, saved = module.forward(a)
+    torch.testing.assert_close(output, (0.5 * a.beta_c.tanh()).expand_as(output))
+    grads = module.backward(a, saved, torch.ones_like(output), None, None)
+    assert grads["gamma_x"].eq(0).all()
+    assert grads["gamma_c"].eq(0).all()
+    expected = 5 * 0.5 * (1 - a.beta_c.tanh() ** 2)
+    torch.testing.assert_close(grads["beta_c"], expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 40])
+def test_rows_of_layer_norm_are_shared_out_by_their_lengths(threads):
+    """Every row belongs to one thread, also where a few long rows are most of the work."""
+    module = compiled("layer")
+    a = inputs(0, 9, 30, 70, norm="layer")
+    a = a._replace(lengths=torch.tensor([9, 1, 1, 2, 9, 1] * 5))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        (found, _), (expected, saved) = forward(module, a), forward(fused_lstm, a)
+        close(found, expected)
+        cotangents = [torch.randn_like(found[name]) for name in ("output", "h_n", "c_n")]
+        close(module.backward(a, saved, *cotangents), fused_lstm.backward(a, saved, *cotangents))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture
 def use_version():
     """Choose the kernel's instruction set, the widest first; the last has no products."""
@@ -199,19 +267,20 @@ def use_version():
 
 
 @needs_kernel
-@pytest.mark.parametrize("norm", ["batch", "none"])
+@pytest.mark.parametrize("norm", ["batch", "none", "layer"])
 @pytest.mark.parametrize("version", [0, 1, 2])
 def test_every_instruction_set(version, norm, use_version):
     """Odd sizes, rows that fill no tile of a product, sequences that end."""
     use_version(version)
+    module = compiled(norm)
     for batch in (2, 3, 4, 5, 7, 13):
         for hidden in (3, 17, 40, 100):
             a = inputs(hidden, 3, batch, hidden, norm=norm, padded=batch % 2 == 1)
-            (found, _), (expected, saved) = forward(compiled_lstm, a), forward(fused_lstm, a)
+            (found, _), (expected, saved) = forward(module, a), forward(fused_lstm, a)
             close(found, expected)
             cotangents = [torch.randn_like(found[name]) for name in ("output", "h_n", "c_n")]
             close(
-                compiled_lstm.backward(a, saved, *cotangents),
+                module.backward(a, saved, *cotangents),
                 fused_lstm.backward(a, saved, *cotangents),
             )
 
@@ -231,18 +300,20 @@ def test_packed_weights(rows, columns, parts, transposed):
 
 
 @needs_kernel
-def test_the_number_of_threads_changes_no_bit():
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+def test_the_number_of_threads_changes_no_bit(norm):
+    module = compiled(norm)
     before = torch.get_num_threads()
-    a = inputs(0, 5, 64, 50, padded=True)
+    a = inputs(0, 5, 64, 50, norm=norm, padded=True)
     own_products = compiled_lstm.load().rbn_panel_lanes() > 0
     results = []
     try:
         for threads in (1, 2, 3, 7):
             torch.set_num_threads(threads)
-            output, _, saved = compiled_lstm.forward(a)
+            output, _, saved = module.forward(a)
             # The products of torch may differ with the threads: give all the same saved values.
             first = results[0][2] if results else saved
-            grads = compiled_lstm.backward(a, first, output, None, None)
+            grads = module.backward(a, first, output, None, None)
             results.append((grads, output, saved))
     finally:
         torch.set_num_threads(before)
@@ -281,6 +352,9 @@ def test_a_large_batch_loses_no_digits():
 )
 def test_what_it_does_not_cover_is_left_to_the_other(changes):
     assert not compiled_lstm.usable(inputs(0, 2, 3, 4)._replace(**changes))
+    if "norm" not in changes and "padding" not in changes:
+        a = inputs(0, 2, 3, 4, norm="layer")
+        assert not compiled_layer_lstm.usable(a._replace(**changes))
 
 
 @pytest.mark.slow

@@ -143,9 +143,15 @@ def test_float32_of_a_size_that_several_threads_share(op, step, H):
 
 
 @pytest.mark.parametrize("first", STEPS)
-@pytest.mark.parametrize("options", [SETS["plain"], SETS["population"], SETS["sequence"]])
-def test_the_backward_pass_of_one_step_may_follow_the_forward_pass_of_the_other(options, first):
-    case = case_of("bn_lstm", options).to(torch.float32)
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        *(("bn_lstm", SETS[name]) for name in ("plain", "population", "sequence")),
+        *(("ln_lstm", SETS[name]) for name in ("plain", "lengths")),
+    ],
+)
+def test_the_backward_pass_of_one_step_may_follow_the_forward_pass_of_the_other(op, options, first):
+    case = case_of(op, options).to(torch.float32)
     _, expected = differentiate(case, "cpu")
     leaves = {name: v.clone().requires_grad_() for name, v in case.present().items()}
     with cpu_step(first):

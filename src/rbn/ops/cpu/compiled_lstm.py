@@ -31,7 +31,7 @@ LIBRARY = Path(__file__).with_name("_kernel.so")
 _NONE, _BATCH, _GIVEN = 0, 1, 2
 SMALL = 2048  # units times rows below which a second thread costs more than it saves
 _BUFFERS = ("wx", "wh", "gates", "cand", "tanh_c", "hidden_states", "c0", "h0", "packed", "start")
-_MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
+MOMENTS = ("mean_x", "rstd_x", "mean_h", "rstd_h", "mean_c", "rstd_c")
 _GRADIENTS = ("dy", "dh", "dc", "dwh", "dwx", *("d" + name for name in VECTORS))
 _NUMBERS = ("hidden", "keep", "mode_x", "mode_h", "mode_c", "rows_x", "rows_h", "rows_c")
 
@@ -42,7 +42,7 @@ class _Args(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _NUMBERS),
         ("eps", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in (*_BUFFERS, *VECTORS, *_MOMENTS, *_GRADIENTS)),
+        *((name, ctypes.c_void_p) for name in (*_BUFFERS, *VECTORS, *MOMENTS, *_GRADIENTS)),
     )
 
     def point(self, **tensors: Tensor | None) -> None:
@@ -60,14 +60,16 @@ def load() -> Any | None:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError:  # built for another machine
         return None
-    if library.rbn_args_size() != ctypes.sizeof(_Args):
-        return None
+    if library.rbn_args_size() != ctypes.sizeof(_Args) or not hasattr(library, "rbn_layer_lstm"):
+        return None  # built from older sources
     for name in ("rbn_lstm_forward", "rbn_lstm_backward"):
         function = getattr(library, name)
         function.argtypes = [ctypes.c_void_p] + [ctypes.c_int64] * 5
         function.restype = None
     library.rbn_panel_lanes.restype = ctypes.c_int64
     address, number = ctypes.c_void_p, ctypes.c_int64
+    library.rbn_layer_lstm.argtypes = [address, address, number, address, number, number]
+    library.rbn_layer_lstm.restype = None
     library.rbn_pack.argtypes = [address, *[number] * 4, address, *[number] * 3]
     library.rbn_pack.restype = None
     openmp = _openmp_of_torch()
@@ -137,7 +139,7 @@ def usable(a: LSTMArguments) -> bool:
     )
 
 
-class _Call:
+class Call:
     """One forward or backward pass: the arguments of the compiled step and what they point to."""
 
     def __init__(self, a: LSTMArguments) -> None:
@@ -177,7 +179,7 @@ class _Call:
     def use_moments(self, moments: Sequence[Tensor | None]) -> None:
         """Point to mean and rstd of the terms x, h and c."""
         self.moments = [None if m is None else m.contiguous() for m in moments]
-        self.args.point(**dict(zip(_MOMENTS, self.moments, strict=True)))
+        self.args.point(**dict(zip(MOMENTS, self.moments, strict=True)))
 
     def given_moments(self, a: LSTMArguments) -> list[Tensor | None]:
         """Mean and rstd from the population statistics; None for absent terms."""
@@ -192,7 +194,7 @@ class _Call:
 
 def forward(a: LSTMArguments) -> Forward:
     """Run the recurrence over all steps."""
-    call = _Call(a)
+    call = Call(a)
     layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
     H, dtype = layout.hidden, a.input.dtype
     unreached = a.eps**-0.5 if a.eps > 0 else float("inf")
@@ -248,7 +250,7 @@ def backward(
     a: LSTMArguments, r: Saved, doutput: Tensor | None, dh_n: Tensor | None, dc_n: Tensor | None
 ) -> Gradients:
     """The gradients of all differentiable tensors, from those of the three results."""
-    call = _Call(a)
+    call = Call(a)
     layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
     H, rows, h0 = layout.hidden, packing.rows, call.h0
     hidden = states_of(r, H)

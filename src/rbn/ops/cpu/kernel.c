@@ -82,6 +82,15 @@ typedef struct {
     float *output, *c_n;                  /* [T, B, H] and [B, H], out */
 } Inference;
 
+/* All steps of the layer-normalized LSTM, forward or backward. Its statistics are [N], one for each row. */
+typedef struct {
+    const Args *a;
+    const int64_t *sizes; /* [steps]: the rows of each step, which do not increase */
+    int64_t steps;
+    float *sums;  /* backward: two sets of `size` numbers for each thread, zero, see layer_backward */
+    int64_t size; /* 0: forward */
+} LayerPass;
+
 static int64_t row_at(int64_t rows, int64_t t) { return t < rows ? t : rows ? rows - 1 : 0; }
 
 /* A few neighbouring columns of a matrix: a row every stride numbers. */
@@ -116,6 +125,8 @@ typedef void (*elementary_fn)(const float *, int64_t, float *, float *);
 typedef void (*gates_fn)(const float *, const float *, int64_t, const float *, int64_t, int64_t, const float *, Terms,
                          int);
 typedef void (*multiply_fn)(const float *, const float *, int64_t, int64_t, int64_t, int64_t, float *, int64_t);
+typedef void (*layer_forward_fn)(const LayerPass *, int64_t, int64_t);
+typedef void (*layer_backward_fn)(const LayerPass *, int64_t, int64_t, float *);
 
 /* The versions this processor runs, the widest first. The last has 4 lanes and takes fewer too. */
 typedef struct {
@@ -124,15 +135,22 @@ typedef struct {
     inference_fn inference;
     product_fn product;
     elementary_fn elementary;
-    gates_fn gates; /* products with packed weights: null in the base version, where they were not measured */
+    /* Products with packed weights and what needs them: null in the base version, where they were not measured. */
+    gates_fn gates;
     multiply_fn multiply;
+    layer_forward_fn layer_forward;
+    layer_backward_fn layer_backward;
 } Version;
-#define VERSION(name, lanes, gates, multiply) \
-    {lanes, block_##name, inference_block_##name, product_##name, elementary_##name, gates, multiply}
-static Version known[3] = {VERSION(base, 4, 0, 0)};
+#define NARROW(name, lanes) \
+    {lanes, block_##name, inference_block_##name, product_##name, elementary_##name, 0, 0, 0, 0}
+#define WIDE(name, lanes)                                                                                  \
+    {lanes,        block_##name,    inference_block_##name, product_##name,       elementary_##name, \
+     gates_##name, multiply_##name, layer_forward_##name,   layer_backward_##name}
+static Version known[3] = {NARROW(base, 4)};
 static const Version *versions = known; /* the one in use, and narrower ones */
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+static const int32_t first_of_8[16] = {-1, -1, -1, -1, -1, -1, -1, -1}; /* masks: w lanes from 8 - w on */
 #pragma GCC push_options
 #pragma GCC target("arch=haswell")
 #define NAME(x) x##_avx2_half
@@ -150,8 +168,7 @@ static const Version *versions = known; /* the one in use, and narrower ones */
 #pragma GCC pop_options
 
 __attribute__((constructor)) static void choose(void) {
-    const Version half = VERSION(avx2_half, 4, 0, 0), avx2 = VERSION(avx2, 8, gates_avx2, multiply_avx2);
-    const Version avx512 = VERSION(avx512, 16, gates_avx512, multiply_avx512);
+    const Version half = NARROW(avx2_half, 4), avx2 = WIDE(avx2, 8), avx512 = WIDE(avx512, 16);
     Version *next = known;
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return;
@@ -169,6 +186,7 @@ typedef struct {
     const Inference *inference;
     int64_t hidden, t;
     const struct Packing *packing;
+    const LayerPass *layer;
 } Work;
 
 /* Rows of a weight [N, K] (row n at n * row, column k of it at k * column) as panels of `lanes` rows:
@@ -249,10 +267,32 @@ static void packed_inference(const Inference *a, int64_t t, int64_t j, int64_t s
     }
 }
 
+/* Where part `part` of the minibatch begins, such that all parts have as many unpadded positions. */
+static int64_t first_row(const LayerPass *p, int part, int parts) {
+    int64_t all = 0, before = 0, row = 0, steps = p->steps; /* steps: the length of the row */
+    for (int64_t t = 0; t < steps; t++) all += p->sizes[t];
+    for (;; row++) {
+        while (steps && p->sizes[steps - 1] <= row) steps--;
+        if (before * parts >= all * part) return row;
+        before += steps;
+    }
+}
+
+/* The rows of one thread, through all time steps. */
+static void layer_rows(const LayerPass *p, int thread, int threads) {
+    const int64_t first = first_row(p, thread, threads), stop = first_row(p, thread + 1, threads);
+    if (p->size) versions->layer_backward(p, first, stop, p->sums + 2 * thread * p->size);
+    else versions->layer_forward(p, first, stop);
+}
+
 /* The units of one thread. Where rows are whole cache lines threads share none of them. Elsewhere
  * they share some at the borders anyway, and whole registers divide the work more evenly. */
 static void run(const Work *work, int thread, int threads) {
     const Version *v = versions;
+    if (work->layer) {
+        layer_rows(work->layer, thread, threads);
+        return;
+    }
     const int64_t H = work->hidden, size = H % LINE ? v->lanes : LINE, parts = (H + size - 1) / size;
     const int64_t last = size * (parts * (thread + 1) / threads), stop = last < H ? last : H;
     const int64_t first = size * (parts * thread / threads);
@@ -313,14 +353,21 @@ static void launch(Work work, int64_t threads) {
 EXPORT void rbn_lstm_forward(const Args *a, int64_t t, int64_t row, int64_t n, int64_t prev,
                              int64_t threads) {
     const Step step = {a, t, row, n, prev, 0};
-    launch((Work){&step, 0, a->hidden, t, 0}, threads);
+    launch((Work){&step, 0, a->hidden, t, 0, 0}, threads);
 }
 
 EXPORT void rbn_lstm_backward(const Args *a, int64_t t, int64_t row, int64_t n, int64_t prev,
                               int64_t threads) {
     const Step step = {a, t, row, n, prev, UNITS}, product = {a, t, row, n, prev, PRODUCT};
-    launch((Work){&step, 0, a->hidden, t, 0}, threads);
-    if (a->packed) launch((Work){&product, 0, a->hidden, t, 0}, threads);
+    launch((Work){&step, 0, a->hidden, t, 0, 0}, threads);
+    if (a->packed) launch((Work){&product, 0, a->hidden, t, 0, 0}, threads);
+}
+
+/* The layer-normalized LSTM, see LayerPass; only where a panel has lanes. */
+EXPORT void rbn_layer_lstm(const Args *a, const int64_t *sizes, int64_t steps, float *sums, int64_t size,
+                           int64_t threads) {
+    const LayerPass pass = {a, sizes, steps, sums, size};
+    launch((Work){0, 0, a->hidden, 0, 0, &pass}, threads);
 }
 
 /* The lanes of a panel, or 0 where PyTorch's products are used instead. */
@@ -330,11 +377,11 @@ EXPORT int64_t rbn_panel_lanes(void) { return versions->gates ? versions->lanes 
 EXPORT void rbn_pack(const float *weight, int64_t N, int64_t K, int64_t row, int64_t column, float *packed,
                      int64_t panel, int64_t down, int64_t threads) {
     const Packing packing = {weight, N, K, row, column, packed, panel, down};
-    launch((Work){0, 0, N, 0, &packing}, threads);
+    launch((Work){0, 0, N, 0, &packing, 0}, threads);
 }
 
 EXPORT void rbn_lstm_inference(const Inference *a, int64_t steps, int64_t threads) {
-    for (int64_t t = 0; t < steps; t++) launch((Work){0, a, a->hidden, t, 0}, threads);
+    for (int64_t t = 0; t < steps; t++) launch((Work){0, a, a->hidden, t, 0, 0}, threads);
 }
 
 /* For tests: use the version of that index, 0 being the widest; returns its lanes, or 0 if there is none. */

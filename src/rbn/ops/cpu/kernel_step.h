@@ -36,18 +36,34 @@ INLINE void NAME(store)(float *p, V v, int w) {
             if (k < w) p[k] = v[k];
 }
 
-/* The same for any w, where speed at the border does not matter. */
+/* The same for any w. */
 INLINE V NAME(load_columns)(const float *p, int w) {
-    float numbers[LANES] = {0};
     if (w == LANES) return NAME(load)(p, LANES);
-    for (int k = 0; k < w; k++) numbers[k] = p[k];
-    return NAME(load)(numbers, LANES);
+#if LANES == 16
+    return __builtin_ia32_loadups512_mask(p, (V){0}, (uint16_t)((1 << w) - 1));
+#elif LANES == 8
+    I mask;
+    __builtin_memcpy(&mask, first_of_8 + 8 - w, sizeof mask);
+    return __builtin_ia32_maskloadps256((const V *)p, mask);
+#else
+    return NAME(load)(p, w);
+#endif
 }
 
 INLINE void NAME(store_columns)(float *p, V v, int w) {
-    if (w == LANES) NAME(store)(p, v, LANES);
-    else
-        for (int k = 0; k < w; k++) p[k] = v[k];
+    if (w == LANES) {
+        NAME(store)(p, v, LANES);
+        return;
+    }
+#if LANES == 16
+    __builtin_ia32_storeups512_mask(p, v, (uint16_t)((1 << w) - 1));
+#elif LANES == 8
+    I mask;
+    __builtin_memcpy(&mask, first_of_8 + 8 - w, sizeof mask);
+    __builtin_ia32_maskstoreps256((V *)p, mask, v);
+#else
+    NAME(store)(p, v, w);
+#endif
 }
 
 INLINE V NAME(get)(Columns x, int64_t r, int w) { return NAME(load)(x.p + r * x.stride, w); }
@@ -436,6 +452,7 @@ static void NAME(elementary)(const float *x, int64_t n, float *sigmoid, float *t
 #include "kernel_inference.h"
 #if LANES > 4
 #include "kernel_product.h"
+#include "kernel_layer.h"
 #endif
 
 #undef AHEAD

@@ -1,6 +1,6 @@
 """The LSTM on the CPU: plain, batch-normalized or layer-normalized.
 
-The compiled step of kernel.c runs the calls that it covers, PyTorch's operators run the others.
+The compiled kernel runs the calls that it covers, PyTorch's operators run the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rbn.ops.cpu import compiled_lstm, fused_lstm, memory
+from rbn.ops.cpu import compiled_layer_lstm, compiled_lstm, fused_lstm, memory
 from rbn.ops.cpu.fused_lstm import Gradients, Saved
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.identical_rows import variance
@@ -25,7 +25,7 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     (call,) = calls
     a: LSTMArguments
     a, kept = with_term(LSTM, call, linear=memory.linear)
-    module: Any = compiled_lstm if compiled_lstm.usable(a) else fused_lstm
+    module = _fastest(a)
     saved: Saved
     output, states, saved = module.forward(a)
     moments: tuple[Tensor | None, ...] = (None,) * 6
@@ -34,6 +34,13 @@ def forward(calls: Sequence[LSTMArguments], separate: bool) -> Results:
     if a.save and kept:
         saved = saved._replace(wx=kept["wx"])
     return Results(output, states, moments, saved)
+
+
+def _fastest(a: LSTMArguments) -> Any:
+    for module in (compiled_lstm, compiled_layer_lstm):
+        if module.usable(a):
+            return module
+    return fused_lstm
 
 
 def _with_variances(saved: Saved, eps: float) -> tuple[Tensor | None, ...]:
@@ -51,7 +58,7 @@ def backward(
     (call,) = calls
     a: LSTMArguments
     a, _ = with_term(LSTM, call, saved.wx)
-    module: Any = compiled_lstm if compiled_lstm.usable(a) else fused_lstm
+    module = _fastest(a)
     gradients: Gradients = module.backward(a, saved, incoming.output, *incoming.states)
     return [through_term(call, gradients, incoming.input)]
 

@@ -1,6 +1,6 @@
-"""Writes the tables of GPU times in the documentation from the data files.
+"""Writes tables in the documentation from the data files.
 
-A table stands between ``<!-- times: NAME -->`` and ``<!-- end of times -->``. A test compares the
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``. A test compares the
 pages with what this program would write.
 
     python3 benchmarks/doc_tables.py            # write all tables
@@ -31,9 +31,13 @@ from gpu_rows import (
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("docs/results/speed.md", "docs/lab-notes/kernels.md", "docs/lab-notes/scaling.md")
+PAGES = (
+    "docs/results/speed.md",
+    "docs/lab-notes/kernels.md",
+    "docs/lab-notes/scaling.md",
+)
 NAMES = {"mnist": "MNIST", "ptb": "Penn Treebank", "text8": "text8", "cnn": "CNN reader"}
-MARKED = re.compile(r"(<!-- times: (\S+) -->\n).*?(<!-- end of times -->)", re.S)
+MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
 WAYS = ("", GRAPH)  # eager PyTorch, a captured step
 
 
@@ -203,7 +207,51 @@ def source():
     return f"All rows: {gpu}, {versions}, commit {commit}, {rows[0]['date']}.\n"
 
 
+def by_seed(rows, digits):
+    """The results at the rate that is best for the first seed; diverged runs have none."""
+    first = [row for row in rows if row["seed"] == "1" and row["valid"]]
+    sign = -1 if first[0]["unit"] == "%" else 1
+    best = min(first, key=lambda row: sign * float(row["valid"]))
+    found = [row for row in rows if row["rate"] == best["rate"]]
+    found.sort(key=lambda row: int(row["seed"]))
+    values = [f"{float(row['valid']):.{digits}f}" if row["valid"] else "diverged" for row in found]
+    return [best["rate"], ", ".join(values)]
+
+
+def grouped(name, *keys):
+    """The rows of a file by the values of some columns, in the file's order."""
+    groups = {}
+    with (RESULTS / name).open(newline="") as file:
+        for row in csv.DictReader(file):
+            groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def longest_sequence():
+    found = grouped("longest-sequence.csv", "batch", "normalized_with")
+    batches = sorted({int(batch) for batch, _ in found})
+    lines = []
+    for batch in batches:
+        cells = [str(batch)]
+        for way in ("constants", "zeros"):
+            cells += by_seed(found[str(batch), way], 1)
+        lines.append(cells)
+    heads = ["sequences in a batch", "rate", "constants", "rate", "terms are 0"]
+    return table(heads, lines)
+
+
+def gru():
+    lines = []
+    names = {"digits": "digits, %", "pdigits": "permuted digits, %", "pydoc": "pydoc, bits"}
+    for (task, model), rows in grouped("gru.csv", "task", "model").items():
+        digits = 1 if rows[0]["unit"] == "%" else 3
+        lines.append([names[task], f"`{model}`", *by_seed(rows, digits)])
+    return table(["task", "layer", "rate", "validation, three seeds"], lines)
+
+
 TABLES = {
+    "longest-sequence": longest_sequence,
+    "gru": gru,
     "summary": summary,
     "gpu": gpu,
     "options": options,

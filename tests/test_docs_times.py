@@ -45,7 +45,7 @@ def test_the_tables_are_those_of_the_files(page):
 
 def test_a_table_that_differs_from_its_file_is_found():
     page = (ROOT / bench("doc_tables").PAGES[0]).read_text()
-    number = re.search(r"<!-- times: gpu -->.*?\*\*([\d.]+)\*\*", page, re.S)
+    number = re.search(r"<!-- table: gpu -->.*?\*\*([\d.]+)\*\*", page, re.S)
     changed = page[: number.start(1)] + "9.9" + page[number.end(1) :]
     assert bench("doc_tables").filled(changed) == page
 

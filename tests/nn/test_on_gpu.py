@@ -66,14 +66,15 @@ def test_rows_of_the_input_that_are_no_multiple_of_16_bytes(features, dtype):
 def test_no_call_makes_the_host_wait(layer_class):
     zoneout = 0.1 if len(layer_class.states) == 1 else (0.1, 0.1)
     layer = layer_class(3, 4, num_layers=2, zoneout=zoneout).cuda()
-    x, lengths = torch.randn(6, 5, 3, device="cuda"), torch.tensor([6, 1, 4, 6, 2], device="cuda")
+    x, lengths = torch.randn(6, 5, 3, device="cuda"), torch.tensor([6, 1, 4, 5, 2])
     layer(x)  # grows the statistics
     for training in (True, False):
         layer.train(training)  # eval() waits once after training: it refreshes the statistics
+        given = lengths if training else lengths.cuda()  # in training the host reads them
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            layer(x, lengths=lengths)[0].sum().backward()
+            layer(x, lengths=given)[0].sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -92,7 +92,8 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
     $$
 
     In training, each time step is normalized with its own minibatch statistics, and gradients flow
-    through them. In `eval()`, the layer uses population statistics. These are re-estimated from the
+    through them; a step that only the longest sequence reaches, with constants over all earlier
+    steps. In `eval()`, the layer uses population statistics. These are re-estimated from the
     inputs of recent training calls at the current weights (see `refresh_stats`), or averaged over
     an entire data set by `rbn.update_population_stats`. Steps beyond the last one seen in training
     use the statistics of that last step.
@@ -110,7 +111,8 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         eps: added to every variance.
         momentum: weight of a new minibatch in the running average; None weights all equally.
         input_stats: ``"step"``, or ``"sequence"`` for input-term statistics over all unpadded
-            positions, shared by all steps (BN-e* of the paper).
+            positions of steps that several sequences reach, shared by all steps (BN-e* of the
+            paper).
         padding: ``"exclude"`` keeps padded rows out of every statistic; ``"include"``, the authors'
             behaviour, counts them in all except sequencewise ones.
         initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.

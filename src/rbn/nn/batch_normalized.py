@@ -10,9 +10,12 @@ from torch import Tensor
 
 from rbn.nn import checks, init
 from rbn.nn.fresh_statistics import FreshStatistics, is_exporting, is_recomputing
+from rbn.nn.longest_sequence import run_in_parts
 from rbn.nn.recurrence import States
 from rbn.nn.statistics import PopulationStatistics, Update, update_all
 from rbn.ops import Statistics
+from rbn.ops.definition import Arguments
+from rbn.ops.operator import CallResults
 from rbn.ops.types import InputStats, Padding
 
 if TYPE_CHECKING:
@@ -143,6 +146,13 @@ class BatchNormalized(FreshStatistics):
                 return None
             results[f"mean_{term}"], results[f"var_{term}"] = statistics.read(start, steps)
         return Statistics(**results)
+
+    def _operate(self, calls: list[Arguments], group: ProcessGroup | None) -> list[CallResults]:
+        if self.padding == "exclude" and not calls[0].population:
+            results = run_in_parts(self.definition, calls, group, self._common_steps)
+            if results is not None:
+                return results
+        return super()._operate(calls, group)
 
     def _results(
         self, suffix: str, results: tuple[Any, ...], lengths: Tensor | None, start: int

@@ -1,6 +1,7 @@
 """Argument checks that raise one clear sentence, before any work is done.
 
-They never read values from an accelerator: that would make the host wait for it. For the mistakes
+But for `lengths_on_host`, they never read values from an accelerator: that would make the host wait
+for it. For the mistakes
 that `torch.nn.LSTM` detects too, type and wording of the error are torch's.
 """
 
@@ -17,7 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from rbn.ops.types import check_lengths, readable
+from rbn.ops.operator import is_traced
+from rbn.ops.types import check_lengths, readable, to_device
 
 _KNOWN = "_rbn_values"  # attribute of the tensors that `lengths` returns
 _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
@@ -264,10 +266,9 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
         values = value.tolist()
         check_lengths(values, steps)
         _not_in_capture(device)
-    result: Tensor = value.to(device=device, dtype=torch.int64)
+    result = to_device(value.to(torch.int64), device)
     if values is not None and not torch.compiler.is_compiling():
-        result = result.detach() if result is value else result
-        setattr(result, _KNOWN, values)
+        result = remember_lengths(result.detach() if result is value else result, values)
     return result
 
 
@@ -283,6 +284,30 @@ def _not_in_capture(device: torch.device) -> None:
 def known_lengths(lengths: Tensor) -> list[int] | None:
     """The values of a result of `lengths`, if the host knows them without waiting for a device."""
     return None if torch.compiler.is_compiling() else getattr(lengths, _KNOWN, None)
+
+
+def remember_lengths(lengths: Tensor, values: list[int]) -> Tensor:
+    """Attach the values to a tensor of lengths, for `known_lengths`."""
+    setattr(lengths, _KNOWN, values)
+    return lengths
+
+
+def lengths_on_host(lengths: Tensor) -> list[int] | None:
+    """The values of a result of `lengths`. Waits for the device if the host does not know them.
+
+    None where the host cannot read them: in traced code, under `torch.func`, and while a CUDA
+    graph is captured.
+    """
+    known = known_lengths(lengths)
+    if known is not None:
+        return known
+    if is_traced(lengths) or torch._C._are_functorch_transforms_active() or lengths.is_meta:
+        return None
+    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    values: list[int] = lengths.tolist()
+    remember_lengths(lengths, values)
+    return values
 
 
 def warn(message: str) -> None:

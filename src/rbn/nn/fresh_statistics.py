@@ -341,8 +341,8 @@ class FreshStatistics(Recurrence):
             pool = self._pools.setdefault(f"stats_{term}{suffix}", _Pool())
             if term == "x" and self.input_stats == "sequence":
                 pool.add(mean, var, 0, reached.sum()[None])
-            else:
-                pool.add(mean, var, start, reached)
+            else:  # without steps that only one sequence reaches
+                pool.add(mean, var, start, reached[: len(mean)])
 
 
 class _Pool:

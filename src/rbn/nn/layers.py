@@ -14,7 +14,7 @@ from rbn.nn import checks
 from rbn.nn.processes import pad_to_longest, with_steps
 from rbn.nn.recurrence import GivenStates, Recurrence, States
 from rbn.ops import compiling
-from rbn.ops.types import valid_steps
+from rbn.ops.types import to_device, valid_steps
 
 Restore = Callable[[Tensor, States], tuple[Any, Any]]
 
@@ -135,7 +135,8 @@ class Layers(Recurrence, Generic[GivenStates]):
                 stand for one-hot vectors, looked up in the weights instead of multiplied.
             hx: initial states as in `torch.nn.LSTM`, ``[layers * directions, B, H]`` each.
                 Overrides the learned ones.
-            lengths: number of unpadded steps of each sequence, integers ``[B]`` in any order.
+            lengths: number of unpadded steps of each sequence, integers ``[B]`` in any order. Best
+                on the CPU: training with minibatch statistics reads their values.
             start: the time step at which the input begins, for sequences fed in chunks. Selects
                 the population statistics. One direction only.
 
@@ -305,7 +306,7 @@ def padded_sequence(
         return padded, lengths, lambda output: pack_padded_sequence(output, lengths).data
     steps, batch = len(sizes), int(sizes[0])
     valid = torch.arange(batch, device="cpu") < sizes[:, None]  # [T, B]
-    places = valid.flatten().nonzero().squeeze(1).to(data.device)
+    places = to_device(valid.flatten().nonzero().squeeze(1), data.device)
     padded = data.new_zeros(steps * batch, *data.shape[1:]).index_copy(0, places, data)
     padded = padded.unflatten(0, (steps, batch))
     return padded, valid.sum(0), lambda output: output.flatten(0, 1).index_select(0, places)

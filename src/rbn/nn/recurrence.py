@@ -21,6 +21,7 @@ import rbn.ops as ops
 from rbn.nn import checks, init
 from rbn.ops.definition import Arguments, Definition, LSTMArguments
 from rbn.ops.dispatch import run
+from rbn.ops.operator import CallResults
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -273,10 +274,12 @@ class Recurrence(nn.Module, abc.ABC):
             return empty
         return [
             self._results(suffix, results, lengths, start)
-            for (suffix, _, _), results in zip(
-                directions, run(self.definition, calls, group), strict=True
-            )
+            for (suffix, _, _), results in zip(directions, self._operate(calls, group), strict=True)
         ]
+
+    def _operate(self, calls: list[Arguments], group: ProcessGroup | None) -> list[CallResults]:
+        """Run the operator on the calls of one layer's directions. group: as in `_group`."""
+        return run(self.definition, calls, group)
 
     def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
         """Learned ``[H]`` or zero ``[B, H]`` initial states, with noise on h0 in training."""

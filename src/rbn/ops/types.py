@@ -60,6 +60,13 @@ def readable(values: Tensor) -> bool:
     return values.device.type == "cpu" and not opaque
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy values to a device. The host does not wait for a GPU's earlier work."""
+    if values.is_cpu and device.type == "cuda":
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
+
+
 def check_lengths(values: list[int], steps: int) -> None:
     """Refuse lengths outside 1 to the number of steps."""
     for row, length in enumerate(values):

@@ -286,11 +286,17 @@ def test_every_instruction_set(version, norm, use_version):
 
 
 @needs_kernel
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("rows", "columns", "parts"), [(68, 5, 4), (40, 33, 1), (3, 1, 1)])
-def test_packed_weights(rows, columns, parts, transposed):
+@pytest.mark.parametrize("version", [0, 1])
+@pytest.mark.parametrize("layout", ["rows", "columns", "neither"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "parts"), [(68, 5, 4), (40, 33, 1), (3, 1, 1), (192, 50, 4)]
+)
+def test_packed_weights(rows, columns, parts, layout, version, use_version):
     """Panels hold the rows of the weight one after another, and zeros."""
-    weight = torch.randn(columns, rows).t() if transposed else torch.randn(rows, columns)
+    use_version(version)
+    weight = torch.randn(columns, rows).t() if layout == "columns" else torch.randn(rows, columns)
+    if layout == "neither":
+        weight = torch.randn(rows, 2 * columns)[:, ::2]
     panels = compiled_lstm.packed([weight[:, :1], weight[:, 1:]], parts, 3)
     if panels is None:
         pytest.skip("the kernel has no products on this machine")

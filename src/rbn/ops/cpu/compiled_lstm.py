@@ -60,7 +60,7 @@ def load() -> Any | None:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError:  # built for another machine
         return None
-    if library.rbn_args_size() != ctypes.sizeof(_Args) or not hasattr(library, "rbn_layer_lstm"):
+    if library.rbn_args_size() != ctypes.sizeof(_Args) or not hasattr(library, "rbn_pack_weights"):
         return None  # built from older sources
     for name in ("rbn_lstm_forward", "rbn_lstm_backward"):
         function = getattr(library, name)
@@ -70,8 +70,8 @@ def load() -> Any | None:
     address, number = ctypes.c_void_p, ctypes.c_int64
     library.rbn_layer_lstm.argtypes = [address, address, number, address, number, number]
     library.rbn_layer_lstm.restype = None
-    library.rbn_pack.argtypes = [address, *[number] * 4, address, *[number] * 3]
-    library.rbn_pack.restype = None
+    library.rbn_pack_weights.argtypes = [address, *[number] * 5, address, number, number]
+    library.rbn_pack_weights.restype = None
     openmp = _openmp_of_torch()
     if openmp is not None:
         library.rbn_use_openmp(*openmp)
@@ -96,15 +96,14 @@ def packed(weights: Sequence[Tensor], parts: int, threads: int) -> Tensor | None
     size, columns = weights[0].shape[0] // parts, sum(w.shape[1] for w in weights)
     panels = memory.empty(-(-size // lanes), columns * parts * lanes, weights[0])
     panels = panels.view(-1, columns, parts, lanes)
-    k = 0
+    to = panels.data_ptr()
     for weight in weights:
+        if 1 not in weight.stride():
+            weight = weight.contiguous()
         (row, column), K = weight.stride(), weight.shape[1]
-        for part in range(parts):
-            source = weight.data_ptr() + 4 * part * size * row
-            to = panels.data_ptr() + 4 * lanes * (k * parts + part)
-            strides = columns * parts * lanes, parts * lanes
-            library.rbn_pack(source, size, K, row, column, to, *strides, threads)
-        k += K
+        panel = columns * parts * lanes
+        library.rbn_pack_weights(weight.data_ptr(), size, K, row, column, parts, to, panel, threads)
+        to += 4 * lanes * parts * K
     return panels
 
 

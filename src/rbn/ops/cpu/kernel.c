@@ -43,7 +43,7 @@ typedef struct {
     float *cand, *tanh_c;      /* [N, H], out: the cell and its tanh */
     float *hidden_states;      /* [N, H], out */
     float *c0, *h0;            /* [B, H] */
-    /* W_h for the products of the two passes, see rbn_pack; null where PyTorch multiplies. */
+    /* W_h for the products of the two passes, see rbn_pack_weights; null where PyTorch multiplies. */
     const float *packed;
     const float *start;        /* [N, 4H], may be null: what the product is added to, forward */
     float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c; /* any may be null */
@@ -74,7 +74,7 @@ typedef struct {
     int64_t rows_x, rows_h, rows_shift, rows_c;
     double eps, zoneout_c, zoneout_h;
     const float *x, *weight_x, *weight_h; /* [T, B, I], [4H, I], [4H, H] */
-    const float *packed; /* W_x (if inputs > 0) and W_h from rbn_pack, instead of the others; may be null */
+    const float *packed; /* W_x (if inputs > 0) and W_h from rbn_pack_weights, instead of the others; may be null */
     float *wx, *wh;      /* [T, B, 4H], [B, 4H]: computed where the weight is not null */
     const float *scale_x, *scale_h, *shift, *scale_c, *shift_c;
     const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
@@ -90,6 +90,15 @@ typedef struct {
     float *sums;  /* backward: two sets of `size` numbers for each thread, zero, see layer_backward */
     int64_t size; /* 0: forward */
 } LayerPass;
+
+/* `parts` weights [N, K], one below the other (number k of row n at n * row + k * column, one of which is 1),
+ * as panels of `lanes` rows of each part: panel p begins at p * panel, its columns follow each other. */
+typedef struct {
+    const float *weight;
+    int64_t N, K, row, column, parts;
+    float *packed;
+    int64_t panel;
+} Packing;
 
 static int64_t row_at(int64_t rows, int64_t t) { return t < rows ? t : rows ? rows - 1 : 0; }
 
@@ -125,6 +134,7 @@ typedef void (*elementary_fn)(const float *, int64_t, float *, float *);
 typedef void (*gates_fn)(const float *, const float *, int64_t, const float *, int64_t, int64_t, const float *, Terms,
                          int);
 typedef void (*multiply_fn)(const float *, const float *, int64_t, int64_t, int64_t, int64_t, float *, int64_t);
+typedef void (*pack_fn)(const Packing *, int64_t, int64_t);
 typedef void (*layer_forward_fn)(const LayerPass *, int64_t, int64_t);
 typedef void (*layer_backward_fn)(const LayerPass *, int64_t, int64_t, float *);
 
@@ -138,14 +148,15 @@ typedef struct {
     /* Products with packed weights and what needs them: null in the base version, where they were not measured. */
     gates_fn gates;
     multiply_fn multiply;
+    pack_fn pack;
     layer_forward_fn layer_forward;
     layer_backward_fn layer_backward;
 } Version;
 #define NARROW(name, lanes) \
-    {lanes, block_##name, inference_block_##name, product_##name, elementary_##name, 0, 0, 0, 0}
-#define WIDE(name, lanes)                                                                                  \
-    {lanes,        block_##name,    inference_block_##name, product_##name,       elementary_##name, \
-     gates_##name, multiply_##name, layer_forward_##name,   layer_backward_##name}
+    {lanes, block_##name, inference_block_##name, product_##name, elementary_##name, 0, 0, 0, 0, 0}
+#define WIDE(name, lanes)                                                                                    \
+    {lanes,        block_##name,    inference_block_##name, product_##name,       elementary_##name,   \
+     gates_##name, multiply_##name, pack_##name,            layer_forward_##name, layer_backward_##name}
 static Version known[3] = {NARROW(base, 4)};
 static const Version *versions = known; /* the one in use, and narrower ones */
 
@@ -185,30 +196,9 @@ typedef struct {
     const Step *step;
     const Inference *inference;
     int64_t hidden, t;
-    const struct Packing *packing;
+    const Packing *packing;
     const LayerPass *layer;
 } Work;
-
-/* Rows of a weight [N, K] (row n at n * row, column k of it at k * column) as panels of `lanes` rows:
- * panel p begins at p * panel, its column k at k * down from there. */
-typedef struct Packing {
-    const float *weight;
-    int64_t N, K, row, column;
-    float *packed;
-    int64_t panel, down;
-} Packing;
-
-static void pack(const Packing *p, int64_t first, int64_t stop) {
-    const int64_t lanes = versions->lanes;
-    for (int64_t panel = first; panel < stop; panel++)
-        for (int64_t k0 = 0; k0 < p->K; k0 += LINE) /* few columns at a time, whose lines stay in the first cache */
-            for (int64_t l = 0; l < lanes; l++) {
-                const int64_t n = panel * lanes + l, k1 = k0 + LINE < p->K ? k0 + LINE : p->K;
-                const float *from = p->weight + n * p->row;
-                float *to = p->packed + panel * p->panel + l;
-                for (int64_t k = k0; k < k1; k++) to[k * p->down] = n < p->N ? from[k * p->column] : 0.0f;
-            }
-}
 
 /* The products of units first to stop, all four gates of them. */
 static void products(const Inference *a, int64_t t, int64_t first, int64_t stop) {
@@ -297,7 +287,7 @@ static void run(const Work *work, int thread, int threads) {
     const int64_t last = size * (parts * (thread + 1) / threads), stop = last < H ? last : H;
     const int64_t first = size * (parts * thread / threads);
     if (work->packing) {
-        pack(work->packing, first / v->lanes, (stop + v->lanes - 1) / v->lanes);
+        v->pack(work->packing, first / v->lanes, (stop + v->lanes - 1) / v->lanes);
         return;
     }
     if (!work->inference && work->step->backward == PRODUCT) {
@@ -373,10 +363,10 @@ EXPORT void rbn_layer_lstm(const Args *a, const int64_t *sizes, int64_t steps, f
 /* The lanes of a panel, or 0 where PyTorch's products are used instead. */
 EXPORT int64_t rbn_panel_lanes(void) { return versions->gates ? versions->lanes : 0; }
 
-/* Packs a weight [N, K] for products x weight^T, see Packing. */
-EXPORT void rbn_pack(const float *weight, int64_t N, int64_t K, int64_t row, int64_t column, float *packed,
-                     int64_t panel, int64_t down, int64_t threads) {
-    const Packing packing = {weight, N, K, row, column, packed, panel, down};
+/* Packs weights for products x weight^T, see Packing; only where a panel has lanes. */
+EXPORT void rbn_pack_weights(const float *weight, int64_t N, int64_t K, int64_t row, int64_t column, int64_t parts,
+                     float *packed, int64_t panel, int64_t threads) {
+    const Packing packing = {weight, N, K, row, column, parts, packed, panel};
     launch((Work){0, 0, N, 0, &packing, 0}, threads);
 }
 

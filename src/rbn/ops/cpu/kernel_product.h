@@ -1,5 +1,5 @@
 /* Products of rows with packed weights, for one instruction set: part of kernel_step.h, which includes
- * it. `rbn_pack` of kernel.c makes the panels. A tile of rows and panels keeps its sums in registers. */
+ * it. `rbn_pack_weights` of kernel.c makes the panels. A tile of rows and panels keeps its sums in registers. */
 
 #define TILE TILE_ROWS(LANES)
 #define PANELS 4
@@ -95,6 +95,62 @@ static void NAME(multiply)(const float *packed, const float *x, int64_t n, int64
         else NAME(tiles)(1, panels, x, n, K, K, 0, to, (int)(stop - j));
         j += P * LANES;
     }
+}
+
+/* Rows and columns of a block of LANES times LANES numbers change places. */
+INLINE void NAME(transpose)(V *v) {
+#pragma GCC unroll 4
+    for (int s = 1; s < LANES; s *= 2) {
+        I low, high; /* from LANES on: of the second vector */
+        for (int k = 0; k < LANES; k++) low[k] = k & s ? k - s + LANES : k, high[k] = k & s ? k + LANES : k + s;
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; r++) {
+            if (r & s) continue;
+            const V first = v[r], second = v[r + s];
+            v[r] = __builtin_shuffle(first, second, low);
+            v[r + s] = __builtin_shuffle(first, second, high);
+        }
+    }
+}
+
+/* Columns of some rows of a weight, to a panel: rows and columns are LANES, but at the borders. */
+INLINE void NAME(pack_block)(const float *from, int64_t row, int rows, int columns, float *to, int64_t down) {
+    V block[LANES];
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++) block[r] = r < rows ? NAME(load_columns)(from + r * row, columns) : (V){0};
+    NAME(transpose)(block);
+#pragma GCC unroll 16
+    for (int r = 0; r < LANES; r++)
+        if (r < columns) NAME(store)(to + r * down, block[r], LANES);
+}
+
+/* Panels first to stop, see Packing. Reads the weight's rows one after another where it can. */
+static void NAME(pack)(const Packing *p, int64_t first, int64_t stop) {
+    const int64_t down = p->parts * LANES;
+    if (p->row == 1) {
+        for (int64_t k0 = 0; k0 < p->K; k0 += LINE)
+            for (int64_t part = 0; part < p->parts; part++)
+                for (int64_t panel = first; panel < stop; panel++) {
+                    const int64_t n = panel * LANES, rows = p->N - n < LANES ? p->N - n : LANES;
+                    const float *from = p->weight + part * p->N + n;
+                    float *to = p->packed + panel * p->panel + part * LANES;
+                    for (int64_t k = k0; k < k0 + LINE && k < p->K; k++)
+                        NAME(store)(to + k * down, NAME(load_columns)(from + k * p->column, (int)rows), LANES);
+                }
+        return;
+    }
+    for (int64_t panel = first; panel < stop; panel++)
+        for (int64_t part = 0; part < p->parts; part++) {
+            const int64_t n = panel * LANES, rows = p->N - n < LANES ? p->N - n : LANES;
+            const float *from = p->weight + (part * p->N + n) * p->row;
+            float *to = p->packed + panel * p->panel + part * LANES;
+            int64_t k = 0;
+            if (rows == LANES)
+                for (; k + LANES <= p->K; k += LANES)
+                    NAME(pack_block)(from + k, p->row, LANES, LANES, to + k * down, down);
+            for (; k < p->K; k += LANES)
+                NAME(pack_block)(from + k, p->row, (int)rows, (int)(p->K - k < LANES ? p->K - k : LANES), to + k * down, down);
+        }
 }
 
 #undef TILE

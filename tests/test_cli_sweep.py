@@ -90,15 +90,16 @@ def history(path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_two_processes_on_one_file_and_one_is_killed(folder):
+def test_two_processes_on_one_file_and_one_is_killed(folder, warm_process):
     (folder / "mine.yaml").write_text(LONG)
+    words = ["sweep", "mine.yaml", "--workers", "2", "--device", "cpu"]
+    command = Command(warm_process, words, folder, folder)
     killer = Meanwhile(lambda found: os.kill(min(found.items())[1], signal.SIGKILL))
-    killer.start()
-    done = invoke("mine.yaml", "--workers", "2", "--device", "cpu")
-    killer.join()
+    killer.run()
     assert len(set(killer.found.values())) == 2, "each process has a trial at the same time"
-    assert done.exit_code == 0, done.output
-    assert "was killed by SIGKILL; its trial will be taken up again" in done.output
+    assert command.wait(240) == 0, command.errors
+    said = " ".join(f"{command.output} {command.errors}".split())
+    assert "was killed by SIGKILL; its trial will be taken up again" in said
     number = min(killer.found)
     now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
     assert [row.state for row in now.rows] == ["complete"] * 2

@@ -80,8 +80,9 @@ def test_killed_and_resumed(whole, warm_process, tmp_path):
 def test_control_c_says_how_to_go_on(tmp_path):
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "rbn", "train", "digits", "--device", "cpu"]
+    small = ("--set", "hidden_size=8", "--set", "evaluate_every=2")
     process = subprocess.Popen(
-        [*command, "--out", str(folder)],
+        [*command, *small, "--out", str(folder)],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -40,7 +40,7 @@ class Command:
 
     Args:
         warm: the process to fork.
-        words: what follows `rbn` on the command line.
+        words: what follows `rbn` on the command line, or a Python file and what follows that.
         folder: where it runs.
         output: an empty folder for ``stdout.txt`` and ``stderr.txt``.
     """

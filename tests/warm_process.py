@@ -5,15 +5,16 @@ a busy machine. Here the command is forked from a warm process, and so are the w
 spawns. All else is as usual: they have their own session, signal handlers and open files.
 
 Reads requests from standard input, each a line of JSON, and answers each with a number:
-``["run", folder, words, stdout, stderr]`` starts ``rbn WORDS`` in the folder, with its output in
-these files, and gives its process id; ``["poll", pid]`` gives its exit code, or null before it has
-ended.
+``["run", folder, words, stdout, stderr]`` starts ``rbn WORDS`` in the folder, or ``python WORDS``
+if the first word is a file ``.py``, with its output in these files, and gives its process id;
+``["poll", pid]`` gives its exit code, or null before it has ended.
 """
 
 import contextlib
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 from multiprocessing import util
@@ -78,8 +79,13 @@ def run(folder, words, stdout, stderr):
         os.dup2(old, new)
     usual_signals()
     util.spawnv_passfds = fork_instead
-    sys.argv = ["rbn", *words]
-    rbn.cli.main()
+    if not words[0].endswith(".py"):
+        sys.argv = ["rbn", *words]
+        rbn.cli.main()
+        return
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def poll(pid):

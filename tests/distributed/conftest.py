@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from pair import run_pair
@@ -11,9 +13,9 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def pair_folder(make_once):
+def pair_folder(make_once, warm_process):
     """Where two processes have run all cases."""
-    return make_once("pair", run_pair)
+    return make_once("pair", functools.partial(run_pair, warm_process))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from warm_commands import Command, WarmProcess
 
 from rbn.training.launcher import exit_at_once
 
@@ -22,26 +22,22 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "ops"))  # recurrence_cases
 
 
-def run_pair(folder: Path, timeout: float = 300) -> None:
+def run_pair(warm: WarmProcess, folder: Path, timeout: float = 300) -> None:
     """Let two processes of a gloo group write down what each case returns."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    outputs = [folder / f"output{rank}" for rank in range(2)]
+    for output in outputs:
+        output.mkdir()
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "pair.py"), str(rank), str(folder)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
+        Command(warm, [HERE / "pair.py", rank, folder], folder, output)
+        for rank, output in enumerate(outputs)
     ]
     try:
-        said = [process.communicate(timeout=timeout)[0] for process in processes]
+        codes = [process.wait(timeout) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, text in zip(processes, said, strict=True):
-        assert process.returncode == 0, text
+    for process, code in zip(processes, codes, strict=True):
+        assert code == 0, process.errors
 
 
 def all_cases(folder: Path) -> dict[str, Any]:

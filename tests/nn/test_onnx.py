@@ -115,7 +115,7 @@ def test_a_layer(ort, make, options):
 @pytest.mark.no_cover
 @EXPORTER
 def test_lengths(ort):
-    layer = trained(rbn.BatchNormLSTM, bidirectional=True, batch_first=True, max_length=20)
+    layer = trained(rbn.BatchNormLSTM, batch_first=True, max_length=20)
     program = onnx(
         layer,
         (torch.randn(4, 10, 3),),

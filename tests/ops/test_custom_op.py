@@ -45,6 +45,8 @@ SETS = {
         "no shifts": {"absent": ("bias", "beta_n"), "dtype": torch.bfloat16},
     },
 }
+# What opcheck does without tracing. That takes most of its time; once for each operator will do.
+UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
 every_call = pytest.mark.parametrize(
     ("op", "options"),
     [pytest.param(op, SETS[op][name], id=f"{op}: {name}") for op in OPS for name in SETS[op]],
@@ -76,9 +78,11 @@ def test_backward(op, options):
     if "lengths" in options:
         cotangents[0] = None  # a loss of the final states alone
     checks = torch.library.opcheck(
-        getattr(torch.ops.rbn, f"{name}_backward").default, (*cotangents, results, True, *args)
+        getattr(torch.ops.rbn, f"{name}_backward").default,
+        (*cotangents, results, True, *args),
+        **({} if options == next(iter(SETS[op].values())) else {"test_utils": UNTRACED}),
     )
-    assert len(checks) >= 4
+    assert len(checks) >= 3
     assert set(checks.values()) == {"SUCCESS"}
 
 
@@ -105,6 +109,7 @@ def test_from_an_input_and_states_for_all_rows(op, dtype):
         checks = torch.library.opcheck(
             getattr(torch.ops.rbn, f"{name}_backward").default,
             (*cotangents, results, needs_input, *args),
+            test_utils=UNTRACED,
         )
         assert set(checks.values()) == {"SUCCESS"}
 

@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from letters_task import Letters, assert_same_run, final, trainer
+from warm_commands import Command
 
 from rbn import training
 from rbn.training import (
@@ -87,19 +86,16 @@ trainer(Path(sys.argv[1])).run()
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_killed_in_the_middle_of_a_checkpoint(whole, tmp_path):
-    command = [
-        sys.executable,
-        "-c",
-        KILL_IN_A_CHECKPOINT,
-        str(tmp_path),
-        str(Path(__file__).parent),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert list(tmp_path.glob("*.part"))
-    trainer(tmp_path, Letters(seed=99)).run()
-    assert_same_run(tmp_path, whole)
+def test_killed_in_the_middle_of_a_checkpoint(whole, tmp_path, warm_process):
+    program, folder = tmp_path / "train.py", tmp_path / "run"
+    program.write_text(KILL_IN_A_CHECKPOINT)
+    folder.mkdir()
+    words = [program, folder, Path(__file__).parent]
+    process = Command(warm_process, words, tmp_path, tmp_path)
+    assert process.wait(120) == -signal.SIGKILL, process.errors
+    assert list(folder.glob("*.part"))
+    trainer(folder, Letters(seed=99)).run()
+    assert_same_run(folder, whole)
 
 
 def test_control_c_finishes_the_step_and_saves(whole, tmp_path):

@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import rbn
+from rbn.nn import checks
 from rbn.nn.longest_sequence import over_all_steps
 from rbn.ops import Statistics
 
@@ -215,6 +216,13 @@ def test_constants_over_all_steps():
     assert found.var_h[0, 1] == math.inf
     assert found.mean_x is None
     assert found.var_c is None
+
+
+def test_lengths_that_the_host_reads_are_checked():
+    """As those on a GPU, which nobody has checked before."""
+    assert checks.lengths_on_host(torch.tensor([3, 5]), 5) == [3, 5]
+    with pytest.raises(ValueError, match="between 1 and the number of steps 5, got 7"):
+        checks.lengths_on_host(torch.tensor([3, 7]), 5)
 
 
 def test_not_a_number_stays_in_the_sequences_that_it_reaches():

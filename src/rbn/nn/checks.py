@@ -242,8 +242,8 @@ def packed(value: Any) -> None:
 def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
     """Lengths as an integer tensor ``[B]`` on the device. Values on the CPU are checked.
 
-    Values that are already on an accelerator are not checked. The result remembers those that the
-    host knows, see `known_lengths`.
+    Values that are already on an accelerator are not checked here. The result remembers those that
+    the host knows, see `known_lengths`.
     """
     if value is None:
         return None
@@ -267,9 +267,11 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
         check_lengths(values, steps)
         _not_in_capture(device)
     result = to_device(value.to(torch.int64), device)
-    if values is not None and not torch.compiler.is_compiling():
-        result = remember_lengths(result.detach() if result is value else result, values)
-    return result
+    if torch.compiler.is_compiling():
+        return result
+    if result is value:  # values are attached to the result, never to the caller's tensor
+        result = result.detach()
+    return result if values is None else remember_lengths(result, values)
 
 
 def _not_in_capture(device: torch.device) -> None:
@@ -292,8 +294,10 @@ def remember_lengths(lengths: Tensor, values: list[int]) -> Tensor:
     return lengths
 
 
-def lengths_on_host(lengths: Tensor) -> list[int] | None:
+def lengths_on_host(lengths: Tensor, steps: int) -> list[int] | None:
     """The values of a result of `lengths`. Waits for the device if the host does not know them.
+
+    Values read from a device are checked: they must lie between 1 and `steps`.
 
     None where the host cannot read them: in traced code, under `torch.func`, and while a CUDA
     graph is captured.
@@ -306,6 +310,7 @@ def lengths_on_host(lengths: Tensor) -> list[int] | None:
     if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     values: list[int] = lengths.tolist()
+    check_lengths(values, steps)
     remember_lengths(lengths, values)
     return values
 

@@ -46,12 +46,12 @@ def run_in_parts(
     """
     lengths, (steps, batch) = calls[0].lengths, calls[0].input.shape[:2]
     if group is None:
-        known = None if lengths is None else checks.lengths_on_host(lengths)
+        known = None if lengths is None else checks.lengths_on_host(lengths, steps)
         if known is None or batch < 2:
             return None
         several, longest = sorted(known)[-2:]
     else:
-        known = [steps] * batch if lengths is None else checks.lengths_on_host(lengths)
+        known = [steps] * batch if lengths is None else checks.lengths_on_host(lengths, steps)
         if known is None or common_steps is None:
             return None
         several, longest = common_steps, steps

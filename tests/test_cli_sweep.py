@@ -89,6 +89,7 @@ def history(path):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_two_processes_on_one_file_and_one_is_killed(folder, warm_process):
     (folder / "mine.yaml").write_text(LONG)
@@ -115,6 +116,7 @@ def test_two_processes_on_one_file_and_one_is_killed(folder, warm_process):
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
 def test_control_c_and_the_same_command_again(folder, warm_process):
     (folder / "mine.yaml").write_text(LONG)

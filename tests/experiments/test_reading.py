@@ -164,13 +164,11 @@ def test_each_variant_fits_a_batch(variant):
     assert losses[-1] < 0.2
 
 
-# Takes 10 seconds for each on an idle core.
 @pytest.mark.no_cover
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["bi-lstm", "bn-e**"])  # without and with every normalization
-def test_answers_to_new_questions_are_learned(variant):
-    """From chance, a third of the answers, to over 90% of them."""
-    config = from_mapping(configs.for_model(configs.published("cloze"), variant))
+def test_answers_to_new_questions_are_learned():
+    """From chance, a third of the answers, to over 90% of them; with every normalization."""
+    config = from_mapping(configs.for_model(configs.published("cloze"), "bn-e**"))
     torch.manual_seed(1)
     task = build(config, 1, CPU)
 
@@ -266,10 +264,11 @@ def test_four_sentences_and_whole_documents_have_folders_of_their_own(tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.no_cover
 def test_table_4_from_files_of_the_archives_format(tmp_path, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     text = (CONFIGS / "cnn-full.yaml").read_text()
-    for large, small in (("hidden_size: 120", "hidden_size: 6"), ("epochs: 68", "epochs: 2")):
+    for large, small in (("hidden_size: 120", "hidden_size: 6"), ("epochs: 68", "epochs: 1")):
         assert large in text
         text = text.replace(large, small)
     monkeypatch.setattr(configs, "CONFIGS", tmp_path)

@@ -31,7 +31,7 @@ TILINGS = {
     "one block": (HALF, (4, 11, 10), Tiling(1, 16)),
     "one block, float32": (FLOAT, (4, 7, 9), Tiling(1, 16)),
     "several units in a lane": (HALF, (3, 5, 37), Tiling(1, 40)),
-    "two blocks": (FLOAT, (4, 11, 10), Tiling(2, 8)),
+    "two blocks": (HALF, (4, 11, 10), Tiling(2, 8)),
     "cluster": (HALF, (4, 5, 25), Tiling(4, 8, split=4)),
     "cluster, float32": (FLOAT, (4, 9, 42), Tiling(3, 16, split=2)),
     "16 rows": (HALF, (3, 19, 14), Tiling(2, 8, tiles=2, split=8)),

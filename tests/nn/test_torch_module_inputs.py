@@ -8,12 +8,11 @@ import importlib.util
 import io
 import pickle
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
+from warm_commands import Command
 
 import rbn
 
@@ -43,11 +42,14 @@ torch.save((samples, errors), sys.argv[1])
 
 
 @pytest.fixture(scope="module")
-def collected(tmp_path_factory):
+def collected(tmp_path_factory, warm_process):
     if importlib.util.find_spec("expecttest") is None:
         pytest.skip("torch's test utilities need expecttest")
-    path = tmp_path_factory.mktemp("torch") / "inputs.pt"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", COLLECT, str(path)], check=True)
+    folder = tmp_path_factory.mktemp("torch")
+    program, path = folder / "collect.py", folder / "inputs.pt"
+    program.write_text(COLLECT)
+    process = Command(warm_process, [program, path], folder, folder)
+    assert process.wait(300) == 0, process.errors
     return torch.load(path, weights_only=False)
 
 

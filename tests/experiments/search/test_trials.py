@@ -2,12 +2,11 @@
 
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
+from warm_commands import Command
 
 pytest.importorskip("optuna")
 pytest.importorskip("sqlalchemy")  # cannot be imported by several threads at the same time
@@ -61,22 +60,25 @@ def test_every_trial_is_taken_once(where, make, worker):
 
 
 @pytest.mark.slow
-def test_killed_and_taken_up_again(where, make, tmp_path, worker):
+def test_killed_and_taken_up_again(where, make, tmp_path, worker, warm_process):
     sweep = make(heartbeat=1)
     mine = worker(sweep, where)
     (tmp_path / "job").write_bytes(pickle.dumps((sweep, where)))
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "job")], stdout=subprocess.PIPE, text=True
-    )
+    (tmp_path / "holder.py").write_text(HOLDER)
+    words = [tmp_path / "holder.py", tmp_path / "job"]
+    process = Command(warm_process, words, tmp_path, tmp_path)
     try:
-        number = int(process.stdout.readline())
+        while not process.output.endswith("\n"):
+            assert process.poll() is None, process.errors
+            time.sleep(0.02)
+        number = int(process.output)
         assert number == 0
         other = mine.take()
         assert other == 1
         assert mine.complete(other, 0.5)
         assert mine.take() is None
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
         began = time.monotonic()
         while (again := mine.take()) is None:
             # Far more than SILENT heartbeats, for a machine with much to do.
@@ -84,8 +86,6 @@ def test_killed_and_taken_up_again(where, make, tmp_path, worker):
             time.sleep(0.1)
     finally:
         process.kill()
-        process.stdout.close()
-        process.wait()
     assert again == number
     assert len(mine.frozen(number).user_attrs["dead"]) == 1
     assert mine.begin(number)[1] == {"optimizer.lr": 0.01}  # as it was chosen before

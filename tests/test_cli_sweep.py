@@ -145,7 +145,8 @@ def test_a_sweep_its_table_and_its_picture(folder):
     done = invoke("status", "mine.yaml")
     assert done.exit_code == 2
     assert "there is no sweep mine yet" in done.output
-    done = invoke("mine.yaml", "--device", "cpu", "--trials", "2")
+    # The one test whose two workers start from scratch.
+    done = invoke("mine.yaml", "--device", "cpu", "--trials", "2", "--workers", "2")
     assert done.exit_code == 0, done.output
     assert "mine: 2 of 2 trials finished (2 complete)" in done.output
     best = sweep_status(load_study("mine", "runs/mine/sweep.db")).best

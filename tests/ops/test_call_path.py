@@ -45,7 +45,7 @@ def test_on_a_cpu(monkeypatch):
         pytest.skip("the CPU kernel is not built")
 
     class Library:
-        rbn_lstm_forward = staticmethod(reach)
+        rbn_lstm_forward_steps = staticmethod(reach)
         rbn_panel_lanes = staticmethod(lambda: 0)  # products by PyTorch
 
     monkeypatch.setattr(compiled_lstm, "load", Library)

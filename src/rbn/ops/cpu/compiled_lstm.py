@@ -1,16 +1,18 @@
 """The LSTM with the compiled step of kernel.c.
 
-A call of the kernel is one time step: it normalizes, applies the nonlinearities and updates the
-state. On x86 with AVX2 it also multiplies by W_h; elsewhere PyTorch does, between two calls. The
-kernel covers float32 with minibatch statistics, population statistics or none; every other case
-(and an installation without the compiled file) runs `rbn.ops.cpu.fused_lstm`. Both save the same
-tensors, so either can run the backward pass of the other.
+A step of the kernel normalizes, applies the nonlinearities and updates the state. On x86 with AVX2
+it also multiplies by W_h, and one call runs all steps; elsewhere PyTorch multiplies, between calls
+of one step. The kernel covers float32 with minibatch statistics, population statistics or none.
+Every other case (and an installation without the compiled file) runs `rbn.ops.cpu.fused_lstm`, or
+`rbn.ops.cpu.compiled_layer_lstm`. Both save the same tensors, so either can run the backward pass
+of the other.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -60,16 +62,17 @@ def load() -> Any | None:
         library = ctypes.CDLL(str(LIBRARY))
     except OSError:  # built for another machine
         return None
-    if library.rbn_args_size() != ctypes.sizeof(_Args) or not hasattr(library, "rbn_pack_weights"):
+    if library.rbn_args_size() != ctypes.sizeof(_Args) or not hasattr(
+        library, "rbn_lstm_forward_steps"
+    ):
         return None  # built from older sources
-    for name in ("rbn_lstm_forward", "rbn_lstm_backward"):
-        function = getattr(library, name)
-        function.argtypes = [ctypes.c_void_p] + [ctypes.c_int64] * 5
-        function.restype = None
     library.rbn_panel_lanes.restype = ctypes.c_int64
     address, number = ctypes.c_void_p, ctypes.c_int64
     library.rbn_layer_lstm.argtypes = [address, address, number, address, number, number]
     library.rbn_layer_lstm.restype = None
+    for function in (library.rbn_lstm_forward_steps, library.rbn_lstm_backward_steps):
+        function.argtypes = [address, address, number, number, number]
+        function.restype = None
     library.rbn_pack_weights.argtypes = [address, *[number] * 5, address, number, number]
     library.rbn_pack_weights.restype = None
     openmp = _openmp_of_torch()
@@ -169,11 +172,9 @@ class Call:
         args.point(c0=self.c0, h0=self.h0, **self.vectors)
         big = self.packing.batch * H >= SMALL
         self.threads = torch.get_num_threads() if big else 1
-        # The first row of each step, and of the step before it; -1 stands for the initial state.
-        starts = [0]
-        for n in self.packing.sizes:
-            starts.append(starts[-1] + n)
-        self.rows = list(zip(starts[:-1], self.packing.sizes, [-1, *starts[:-2]], strict=True))
+        # The first row of each step, and the number of rows.
+        starts = [0, *itertools.accumulate(self.packing.sizes)]
+        self.starts = (ctypes.c_int64 * len(starts))(*starts)
 
     def use_moments(self, moments: Sequence[Tensor | None]) -> None:
         """Point to mean and rstd of the terms x, h and c."""
@@ -216,23 +217,22 @@ def forward(a: LSTMArguments) -> Forward:
     args.keep = int(a.save)
     args.point(wx=None if plain else x, wh=wh, gates=gates, cand=cand, tanh_c=tanh_c)
     args.point(hidden_states=hidden)
-    whs, hs, xs = buffers.views(wh), packing.split(hidden), packing.split(x)
     panels = packed([call.weight], 4, call.threads)
-    W = call.weight.t().contiguous() if panels is None else call.weight  # [H, 4H] if used
     args.point(packed=panels, start=x if plain else None)
-    run, address = call.library.rbn_lstm_forward, ctypes.addressof(args)
-
-    h = call.h0
-    for t, n in enumerate(packing.sizes):
-        if panels is None:
+    run, address = call.library.rbn_lstm_forward_steps, ctypes.addressof(args)
+    if panels is not None:
+        run(address, call.starts, 0, len(packing.sizes), call.threads)
+    else:
+        whs, hs, xs = buffers.views(wh), packing.split(hidden), packing.split(x)
+        h, W = call.h0, call.weight.t().contiguous()  # [H, 4H]
+        for t, n in enumerate(packing.sizes):
             h = h if len(h) == n else h[:n]
             if plain:
                 torch.addmm(xs[t], h, W, out=whs[t])
             else:
                 torch.mm(h, W, out=whs[t])
             h = hs[t]
-        start, _, previous = call.rows[t]
-        run(address, t, start, n, previous, call.threads)
+            run(address, call.starts, t, t + 1, call.threads)
 
     output = layout.padded(hidden).to(dtype)
     h_n = packing.final(hidden)
@@ -280,16 +280,16 @@ def backward(
         for name, value in call.vectors.items()
     }
     args.point(dy=dy, dh=dh, dc=dc, dwh=dwh, dwx=None if plain else dwx, **grads)
-    dwhs, W = packing.split(dwh), call.weight.contiguous()
-    panels = packed([W.t()], 1, call.threads)
+    panels = packed([call.weight.t()], 1, call.threads)
     args.point(packed=panels)
-    run, address = call.library.rbn_lstm_backward, ctypes.addressof(args)
-
-    for t in range(len(packing.sizes) - 1, -1, -1):
-        start, n, previous = call.rows[t]
-        run(address, t, start, n, previous, call.threads)
-        if panels is None:
-            torch.mm(dwhs[t], W, out=dh[:n])
+    run, address = call.library.rbn_lstm_backward_steps, ctypes.addressof(args)
+    if panels is not None:
+        run(address, call.starts, 0, len(packing.sizes), call.threads)
+    else:
+        dwhs = packing.split(dwh)
+        for t in range(len(packing.sizes) - 1, -1, -1):
+            run(address, call.starts, t, t + 1, call.threads)
+            torch.mm(dwhs[t], call.weight, out=dh[: packing.sizes[t]])
 
     if call.sequence is not None:
         assert r.mean_x is not None

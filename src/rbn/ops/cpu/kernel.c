@@ -340,17 +340,23 @@ static void launch(Work work, int64_t threads) {
     else run(&work, 0, 1);
 }
 
-EXPORT void rbn_lstm_forward(const Args *a, int64_t t, int64_t row, int64_t n, int64_t prev,
-                             int64_t threads) {
-    const Step step = {a, t, row, n, prev, 0};
-    launch((Work){&step, 0, a->hidden, t, 0, 0}, threads);
+/* Steps first to stop. starts: the first row of each step, and the number of rows. */
+EXPORT void rbn_lstm_forward_steps(const Args *a, const int64_t *starts, int64_t first, int64_t stop,
+                                   int64_t threads) {
+    for (int64_t t = first; t < stop; t++) {
+        const Step step = {a, t, starts[t], starts[t + 1] - starts[t], t ? starts[t - 1] : -1, 0};
+        launch((Work){&step, 0, a->hidden, t, 0, 0}, threads);
+    }
 }
 
-EXPORT void rbn_lstm_backward(const Args *a, int64_t t, int64_t row, int64_t n, int64_t prev,
-                              int64_t threads) {
-    const Step step = {a, t, row, n, prev, UNITS}, product = {a, t, row, n, prev, PRODUCT};
-    launch((Work){&step, 0, a->hidden, t, 0, 0}, threads);
-    if (a->packed) launch((Work){&product, 0, a->hidden, t, 0, 0}, threads);
+EXPORT void rbn_lstm_backward_steps(const Args *a, const int64_t *starts, int64_t first, int64_t stop,
+                                    int64_t threads) {
+    for (int64_t t = stop - 1; t >= first; t--) {
+        Step step = {a, t, starts[t], starts[t + 1] - starts[t], t ? starts[t - 1] : -1, UNITS};
+        launch((Work){&step, 0, a->hidden, t, 0, 0}, threads);
+        step.backward = PRODUCT;
+        if (a->packed) launch((Work){&step, 0, a->hidden, t, 0, 0}, threads);
+    }
 }
 
 /* The layer-normalized LSTM, see LayerPass; only where a panel has lanes. */

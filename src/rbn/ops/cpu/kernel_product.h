@@ -33,7 +33,10 @@ INLINE void NAME(tile)(int R, int P, NAME(Panels) panel, const float *x, int64_t
         for (int r = 0; r < R; r++) factor[r] = x[r * stride_x + k] - (V){0};
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
-            const V weight = NAME(load)(panel.p + p * panel.across + k * panel.down, LANES);
+            const float *from = panel.p + p * panel.across + k * panel.down;
+            const V weight = NAME(load)(from, LANES);
+            /* A panel is larger than the first cache. */
+            if (R > 2 && LANES == LINE) __builtin_prefetch(from + 8 * panel.down, 0, 3);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) sum[r][p] += weight * factor[r];
         }

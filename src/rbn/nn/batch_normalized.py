@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rbn.nn import checks, init
 from rbn.nn.fresh_statistics import FreshStatistics, is_exporting, is_recomputing
-from rbn.nn.longest_sequence import run_in_parts
+from rbn.nn.longest_sequence import enough_rows, run_in_parts
 from rbn.nn.recurrence import States
 from rbn.nn.statistics import PopulationStatistics, Update, update_all
 from rbn.ops import Statistics
@@ -207,21 +207,21 @@ class BatchNormalized(FreshStatistics):
         rows: int,
     ) -> list[Update]:
         """The arguments of `update_all` for minibatch statistics of ``(term, ..., mean, var)``."""
-        sequence = self.input_stats == "sequence"  # then those of x are over all positions
+        sequence = self.input_stats == "sequence"  # then those of x are over all these steps
         if lengths is None and rows > 1 and self._group() is None:
             return [
                 (statistics, mean, var, 0 if sequence and term == "x" else start, None)
                 for term, statistics, mean, var in results
             ]
         last: Tensor | int | None = None
-        # A single row has no variance: only steps that at least two sequences reach count.
+        # The statistics of a few rows mean little: only steps that enough sequences reach count.
         together = self._group() is not None
         alone = rows == 1 and not together
         if together:  # each step is reached by a sequence of some process
             common = self._common_steps if self._ignores_padding() else None
             last = None if common == steps else common
         elif lengths is not None and not alone:
-            fewest = min(2, rows) if self._ignores_padding() else 1
+            fewest = enough_rows(rows) if self._ignores_padding() else 1
             known = checks.known_lengths(lengths)
             last = lengths.topk(fewest).values[-1] if known is None else sorted(known)[-fewest]
         reached: Tensor | None = None

@@ -1,8 +1,9 @@
-"""Training steps that only the longest sequence of a minibatch reaches.
+"""Training steps that only the longest sequences of a minibatch reach.
 
-A single row has no minibatch statistics. Where all other sequences have ended, the longest one
-therefore continues alone and is normalized with constants: the mean and variance of each feature
-over all earlier steps of the minibatch.
+A single row has no minibatch statistics, and those of a few rows make gradients explode. Where
+most sequences have ended, the longest ones therefore continue with constants from the earlier
+steps of the minibatch: of each feature the mean, and the largest variance of any step. (A variance
+over all steps is smaller, and made the gradient grow with every step.)
 """
 
 from __future__ import annotations
@@ -20,10 +21,19 @@ from rbn.nn import checks
 from rbn.ops.definition import Arguments, Definition
 from rbn.ops.dispatch import run
 from rbn.ops.operator import CallResults
-from rbn.ops.types import CONSTANT, Statistics, valid_steps
+from rbn.ops.types import CONSTANT, Statistics, to_device, valid_steps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# A step that fewer sequences than this reach, and fewer than a quarter of the minibatch, has no
+# statistics of its own. `rbn.nn.fresh_statistics` has the same rule for evaluation.
+ENOUGH_ROWS = 16
+
+
+def enough_rows(batch: int) -> int:
+    """How many sequences of a minibatch must reach a step that has statistics of its own."""
+    return max(2, min(ENOUGH_ROWS, -(-batch // 4)))
 
 
 def run_in_parts(
@@ -32,16 +42,16 @@ def run_in_parts(
     group: ProcessGroup | None = None,
     common_steps: int | None = None,
 ) -> list[CallResults] | None:
-    """Run the steps that several sequences reach, then the rest of the longest sequence.
+    """Run the steps that enough sequences reach, then the rest of the longest sequences.
 
     Args:
         definition: the recurrence.
         calls: as for `rbn.ops.dispatch.run`, with minibatch statistics that exclude padding.
-        group: processes that share the minibatch. One of them has the longest sequence.
-        common_steps: with a group, the number of steps that several of its sequences reach.
+        group: processes that share the minibatch.
+        common_steps: with a group, the number of steps that enough of its sequences reach.
 
     Returns:
-        The results of each call, with the statistics of the steps that several sequences reach.
+        The results of each call, with the statistics of the steps that enough sequences reach.
         None if these are all steps, or if the host cannot read the lengths.
     """
     lengths, (steps, batch) = calls[0].lengths, calls[0].input.shape[:2]
@@ -49,36 +59,59 @@ def run_in_parts(
         known = None if lengths is None else checks.lengths_on_host(lengths, steps)
         if known is None or batch < 2:
             return None
-        several, longest = sorted(known)[-2:]
+        in_order = sorted(known, reverse=True)
+        common, longest = in_order[enough_rows(batch) - 1], in_order[0]
     else:
         known = [steps] * batch if lengths is None else checks.lengths_on_host(lengths, steps)
         if known is None or common_steps is None:
             return None
-        several, longest = common_steps, steps
-    if several == longest:
+        common, longest = common_steps, steps
+    if common == longest:
         return None
-    common: Tensor | None = None
-    if lengths is not None and batch and min(known) < several:
-        values = [min(length, several) for length in known]
-        common = checks.remember_lengths(lengths.clamp(max=several), values)
-    first = [a._replace(lengths=common, **_cut(definition, a, slice(several))) for a in calls]
+    device = calls[0].input.device
+    shorter: Tensor | None = None
+    if lengths is not None and batch and min(known) < common:
+        values = [min(length, common) for length in known]
+        shorter = checks.remember_lengths(lengths.clamp(max=common), values)
+    first = [a._replace(lengths=shorter, **_cut(definition, a, slice(common))) for a in calls]
     results = run(definition, first, group)
-    rows = _rows(common, several, batch, group, calls[0].input.device)
-    row = next((b for b, length in enumerate(known) if length > several), None)
-    if row is None:  # another process has it
-        padding = 0, 0, 0, 0, 0, steps - several
-        return [(F.pad(output, padding), *others) for output, *others in results]
-    rest = []
-    for a, (_, *states, statistics) in zip(calls, results, strict=True):
-        own = _cut(definition, a, slice(several, longest), slice(row, row + 1))
-        for name, state in zip(("h0", "c0"), states, strict=False):
-            own[name] = state[row : row + 1]
-        constants = over_all_steps(statistics, rows, a.eps)
-        rest.append(definition.with_population(a._replace(lengths=None, **own), constants))
-    return [
-        _joined(both, one, row, steps - longest)
-        for both, one in zip(results, run(definition, rest), strict=True)
-    ]
+    reached = _rows(shorter, common, batch, group, device)
+    left = [length - common for length in known if length > common]
+    rest: Sequence[CallResults | None] = [None] * len(calls)
+    rows = to_device(torch.tensor([b for b, n in enumerate(known) if n > common]), device)
+    if left:
+        lengths = checks.remember_lengths(to_device(torch.tensor(left), device), left)
+        continued = []
+        for a, (_, *states, statistics) in zip(calls, results, strict=True):
+            own = _cut(definition, a, slice(common, common + max(left)), rows)
+            for name, state in zip(("h0", "c0"), states, strict=False):
+                own[name] = state.index_select(0, rows)
+            own["lengths"] = lengths if min(left) < max(left) else None
+            constants = over_all_steps(statistics, reached, a.eps)
+            continued.append(definition.with_population(a._replace(**own), constants))
+        rest = run(definition, continued)
+    return [_joined(both, one, rows, steps) for both, one in zip(results, rest, strict=True)]
+
+
+def _cut(definition: Definition, a: Arguments, steps: slice, rows: Tensor | None = None) -> Any:
+    """The input and the masks of some steps and rows, by name."""
+    tensors = {name: getattr(a, name) for name in ("input", *definition.masks)}
+    tensors = {name: None if t is None else t[steps] for name, t in tensors.items()}
+    if rows is None:
+        return tensors
+    return {name: None if t is None else t.index_select(1, rows) for name, t in tensors.items()}
+
+
+def _joined(both: CallResults, rest: CallResults | None, rows: Tensor, steps: int) -> CallResults:
+    """The results of all steps, from those of all rows and those of the rows that continue."""
+    output, *states, statistics = both
+    below = output.new_zeros(steps - len(output), *output.shape[1:])
+    if rest is not None:
+        continued = F.pad(rest[0], (0, 0, 0, 0, 0, len(below) - len(rest[0])))
+        below = below.index_copy(1, rows, continued)
+        new = zip(states, rest[1:-1], strict=True)
+        states = [state.index_copy(0, rows, own) for state, own in new]
+    return (torch.cat([output, below]), *states, statistics)
 
 
 def _rows(
@@ -96,27 +129,9 @@ def _rows(
     return rows
 
 
-def _cut(definition: Definition, a: Arguments, steps: slice, rows: slice = slice(None)) -> Any:
-    """The input and the masks of some steps and rows, by name."""
-    tensors = {name: getattr(a, name) for name in ("input", *definition.masks)}
-    return {n: None if tensor is None else tensor[steps, rows] for n, tensor in tensors.items()}
-
-
-def _joined(both: CallResults, rest: CallResults, row: int, padding: int) -> CallResults:
-    """The results of all steps, from those of all rows and those of the row that continues."""
-    output, *states, statistics = both
-    below = output.shape[1] - row - 1
-    continued = F.pad(rest[0], (0, 0, row, below, 0, padding))
-    last = [
-        torch.cat([state[:row], one, state[row + 1 :]])
-        for state, one in zip(states, rest[1:-1], strict=True)
-    ]
-    return (torch.cat([output, continued]), *last, statistics)
-
-
 @torch.no_grad()
 def over_all_steps(statistics: Statistics, rows: Tensor, eps: float) -> Statistics:
-    """Mean and variance ``[1, features]`` of each term over all steps and rows.
+    """Mean over all rows and steps and largest variance of a step, ``[1, features]`` each.
 
     A feature without variance has no scale: its variance becomes infinite, so that it is
     normalized to 0.
@@ -133,8 +148,6 @@ def over_all_steps(statistics: Statistics, rows: Tensor, eps: float) -> Statisti
             continue
         if len(mean) > 1:
             weights = (rows.to(mean.dtype) / rows.sum())[:, None]
-            average = (weights * mean).sum(0, keepdim=True)
-            spread = (mean - average).square()
-            mean, var = average, (weights * (var + spread)).sum(0, keepdim=True)
+            mean, var = (weights * mean).sum(0, keepdim=True), var.amax(0, keepdim=True)
         results += [mean, torch.where(var > CONSTANT * eps, var, math.inf)]
     return Statistics(*results)

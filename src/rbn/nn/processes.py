@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rbn.nn.longest_sequence import ENOUGH_ROWS, enough_rows
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -96,19 +98,21 @@ def pad_to_longest(
 ) -> tuple[Tensor, Tensor | None, int]:
     """Pad or trim x ``[T, B, F]`` to the longest sequence of all processes.
 
-    Returns x, its lengths, and the number of steps that at least two sequences reach. If there is
-    only one sequence, that is its length.
+    Returns x, its lengths, and the number of steps that enough sequences reach to have statistics
+    (`enough_rows`). If there is only one sequence, that is its length.
     """
-    rows = min(2, x.shape[1])
+    batch = x.shape[1]
+    rows = min(ENOUGH_ROWS, batch)
     own = [x.shape[0]] * rows if lengths is None else lengths.topk(rows).values.tolist()
-    everyone = torch.empty(group.size(), 2, dtype=torch.int64, device=x.device)
-    longest = torch.tensor([*own, 0, 0][:2], device=x.device)
-    dist.all_gather(list(everyone), longest, group=group)
-    *_, second, first = sorted(everyone.flatten().tolist())
-    steps = max(first, 1)
+    own += [0] * (ENOUGH_ROWS - rows)
+    everyone = torch.empty(group.size(), 1 + ENOUGH_ROWS, dtype=torch.int64, device=x.device)
+    dist.all_gather(list(everyone), torch.tensor([batch, *own], device=x.device), group=group)
+    total = int(everyone[:, 0].sum())
+    longest = sorted(everyone[:, 1:].flatten().tolist(), reverse=True)
+    steps = max(longest[0], 1)
     if lengths is None and steps > x.shape[0]:
-        lengths = torch.full((x.shape[1],), x.shape[0], device=x.device)
-    return with_steps(x, steps), lengths, second or first
+        lengths = torch.full((batch,), x.shape[0], device=x.device)
+    return with_steps(x, steps), lengths, longest[min(enough_rows(total), max(total, 1)) - 1]
 
 
 def with_steps(x: Tensor, steps: int) -> Tensor:

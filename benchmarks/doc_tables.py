@@ -7,6 +7,7 @@ pages with what this program would write.
 """
 
 import csv
+import math
 import re
 from pathlib import Path
 
@@ -35,6 +36,7 @@ PAGES = (
     "docs/results/speed.md",
     "docs/lab-notes/kernels.md",
     "docs/lab-notes/scaling.md",
+    "docs/explanation/per-step-statistics.md",
 )
 NAMES = {"mnist": "MNIST", "ptb": "Penn Treebank", "text8": "text8", "cnn": "CNN reader"}
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
@@ -227,6 +229,24 @@ def grouped(name, *keys):
     return groups
 
 
+def few_sequences():
+    found = grouped("few-sequences.csv", "sequences", "steps", "statistics")
+    lines = []
+    for sequences in dict.fromkeys(key[0] for key in found):
+        cells = [sequences]
+        for steps in ("300", "600"):
+            for way in ("own", "layer's"):
+                norms = [float(row["gradient_norm"]) for row in found[sequences, steps, way]]
+                broken = [value for value in norms if not math.isfinite(value)]
+                value = broken[0] if broken else max(norms)
+                words = {"inf": "infinite", "nan": "not a number"}
+                cells.append(words.get(str(value), f"{value:.2g}"))
+        lines.append(cells)
+    heads = ["sequences that reach all steps"]
+    heads += ["their own statistics, 300 steps", "the layer", "own, 600 steps", "the layer"]
+    return table(heads, lines)
+
+
 def longest_sequence():
     found = grouped("longest-sequence.csv", "batch", "normalized_with")
     batches = sorted({int(batch) for batch, _ in found})
@@ -250,6 +270,7 @@ def gru():
 
 
 TABLES = {
+    "few-sequences": few_sequences,
     "longest-sequence": longest_sequence,
     "gru": gru,
     "summary": summary,

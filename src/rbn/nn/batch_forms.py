@@ -23,7 +23,8 @@ def default_forward(device: torch.device | str | None) -> Callable[[nn.Module, A
     - A tuple or list starts with the inputs: as many as `forward` has parameters without a default,
       at least one. The rest (targets) is dropped. If two or more elements are left over and
       `forward` could take one of them, this raises `TypeError`: the batch could be
-      ``(input, lengths, target)`` as well as ``(input, target, weight)``.
+      ``(input, lengths, target)`` as well as ``(input, target, weight)``. So do integers ``[B]``
+      that are left over, if layers of the model were trained with lengths.
     - The first element of a tuple or list may itself be a mapping, or a tuple or list of arguments:
       ``({"input": x, "lengths": n}, target)``, ``((x, n), target)``.
     - Any other object is passed unchanged.
@@ -65,6 +66,11 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
         raise TypeError(
             f"{type(model).__name__}.forward needs {_names(parameters[:inputs])}, got a batch of "
             f"{len(batch)} elements: {FORWARD_HINT}"
+        )
+    if len(batch) == inputs + 1 and _is_integers(batch[-1]) and _trained_with_lengths(model):
+        raise TypeError(
+            f"got a batch of {len(batch)} elements, whose last may be lengths, as in training, or "
+            f"targets: {FORWARD_HINT}, or make each batch a dict with the names of arguments"
         )
     if len(batch) > inputs + 1 and len(parameters) > inputs:
         raise TypeError(
@@ -115,6 +121,19 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 def _names(parameters: list[inspect.Parameter]) -> str:
     return ", ".join(repr(p.name) for p in parameters)
+
+
+def _is_integers(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(one, int) for one in value)
+    whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
+    return whole and value.dim() == 1
+
+
+def _trained_with_lengths(model: nn.Module) -> bool:
+    """Whether a layer's most recent training calls had lengths."""
+    recent = (getattr(module, "recent_calls", ()) for module in model.modules())
+    return any(c.lengths is not None for calls in recent for group in calls for c in group)
 
 
 def _is_sequence(value: Any) -> bool:

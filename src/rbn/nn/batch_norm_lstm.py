@@ -92,7 +92,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
     $$
 
     In training, each time step is normalized with its own minibatch statistics, and gradients flow
-    through them; a step that only the longest sequence reaches, with constants over all earlier
+    through them; steps that few sequences reach are normalized with constants from the earlier
     steps. In `eval()`, the layer uses population statistics. These are re-estimated from the
     inputs of recent training calls at the current weights (see `refresh_stats`), or averaged over
     an entire data set by `rbn.update_population_stats`. Steps beyond the last one seen in training
@@ -111,7 +111,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         eps: added to every variance.
         momentum: weight of a new minibatch in the running average; None weights all equally.
         input_stats: ``"step"``, or ``"sequence"`` for input-term statistics over all unpadded
-            positions of steps that several sequences reach, shared by all steps (BN-e* of the
+            positions of steps that enough sequences reach, shared by all steps (BN-e* of the
             paper).
         padding: ``"exclude"`` keeps padded rows out of every statistic; ``"include"``, the authors'
             behaviour, counts them in all except sequencewise ones.

@@ -249,7 +249,7 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
         return None
     if not isinstance(value, Tensor):
         try:
-            value = torch.as_tensor(value, device="cpu")
+            value = torch.as_tensor(value, device="cpu").clone()  # a NumPy array may change later
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"lengths must be integers, got {value!r}") from None
         if value.numel() == 0:  # an empty list has no integer dtype

@@ -26,14 +26,14 @@ from rbn.ops.types import CONSTANT, Statistics, to_device, valid_steps
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# A step that fewer sequences than this reach, and fewer than a quarter of the minibatch, has no
-# statistics of its own. `rbn.nn.fresh_statistics` has the same rule for evaluation.
-ENOUGH_ROWS = 16
+# A step that fewer sequences than this reach, and fewer than half of the minibatch, has no
+# statistics of its own: benchmarks/few_sequences.py.
+ENOUGH_ROWS = 8
 
 
 def enough_rows(batch: int) -> int:
     """How many sequences of a minibatch must reach a step that has statistics of its own."""
-    return max(2, min(ENOUGH_ROWS, -(-batch // 4)))
+    return max(2, min(ENOUGH_ROWS, -(-batch // 2)))
 
 
 def run_in_parts(

@@ -247,19 +247,6 @@ def few_sequences():
     return table(heads, lines)
 
 
-def longest_sequence():
-    found = grouped("longest-sequence.csv", "batch", "normalized_with")
-    batches = sorted({int(batch) for batch, _ in found})
-    lines = []
-    for batch in batches:
-        cells = [str(batch)]
-        for way in ("constants", "zeros"):
-            cells += by_seed(found[str(batch), way], 1)
-        lines.append(cells)
-    heads = ["sequences in a batch", "rate", "constants", "rate", "terms are 0"]
-    return table(heads, lines)
-
-
 def gru():
     lines = []
     names = {"digits": "digits, %", "pdigits": "permuted digits, %", "pydoc": "pydoc, bits"}
@@ -271,7 +258,6 @@ def gru():
 
 TABLES = {
     "few-sequences": few_sequences,
-    "longest-sequence": longest_sequence,
     "gru": gru,
     "summary": summary,
     "gpu": gpu,

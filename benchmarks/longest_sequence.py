@@ -1,11 +1,11 @@
-"""What the steps that only one sequence of a minibatch reaches contribute to training.
+"""What the steps that only one or a few sequences of a minibatch reach contribute to training.
 
-Digits, read pixel by pixel after noise of random length, in minibatches of such sequences: the
-longest one of each ends alone, and it ends with its digit. The lengths of the noise are uniform, so
-that it is alone for a part of its digit, or exponential, so that it is alone for 64 steps in the
-mean. A BatchNormLSTM continues it with constant statistics (the default) or with terms that are 0,
-as where lengths cannot be read. Both train at two learning rates, then with three seeds at the
-better one. Prints the validation accuracy and writes benchmarks/results/longest-sequence.csv.
+Digits, read pixel by pixel after noise of random length (exponential), in minibatches of such
+sequences. The longest one is alone for 64 steps in the mean, and ends with its digit. A
+BatchNormLSTM continues the longest sequences with constant statistics (the default) or with their
+own, as where lengths cannot be read; then the terms of a single one are 0. Both train at two
+learning rates, then with three seeds at the better one. Prints the validation accuracy and writes
+benchmarks/results/longest-sequence.csv.
 
     python benchmarks/longest_sequence.py
 """
@@ -27,19 +27,17 @@ from rbn.nn import batch_normalized
 
 RESULTS = Path(__file__).parent / "results" / "longest-sequence.csv"
 COLUMNS = (
-    *("lengths", "batch", "normalized_with", "rate", "seed", "steps", "valid", "unit"),
+    *("batch", "normalized_with", "rate", "seed", "steps", "valid", "unit"),
     *("cpu", "torch", "date", "commit"),
 )
 RATES = ("3e-3", "1e-2")
-KINDS = ("exponential", "uniform")
 HIDDEN, MEAN, MOST = 48, 64, 320  # units, mean and most pixels of noise
 
 
-def padded(images, kind, generator):
+def padded(images, generator):
     """Images ``[64, B, 1]`` after noise of random lengths: ``[T, B, 1]`` and the lengths."""
     before = torch.rand(images.shape[1], generator=generator)
-    before = 2 * MEAN * before if kind == "uniform" else -MEAN * before.log()
-    before = before.long().clamp(max=MOST)
+    before = (-MEAN * before.log()).long().clamp(max=MOST)
     sequences = [
         torch.cat([torch.rand(int(n), 1, generator=generator), image])
         for n, image in zip(before, images.unbind(1), strict=True)
@@ -47,20 +45,20 @@ def padded(images, kind, generator):
     return nn.utils.rnn.pad_sequence(sequences), before + len(images)
 
 
-def accuracy(model, head, part, kind):
+def accuracy(model, head, part):
     """Percent of the images of a part that are recognized in `eval()`."""
     generator, right = torch.Generator().manual_seed(0), 0
     model.eval()
     with torch.no_grad():
         for rows in torch.arange(len(part)).split(200):
-            x, lengths = padded(part.inputs[:, rows], kind, generator)
+            x, lengths = padded(part.inputs[:, rows], generator)
             logits = head(model(x, lengths=lengths)[1][0][-1])
             right += int((logits.argmax(1) == part.labels[rows]).sum())
     model.train()
     return 100 * right / len(part)
 
 
-def train(kind, way, batch, rate, seed, steps):
+def train(way, batch, rate, seed, steps):
     """Validation accuracy after training; None if it diverged."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -70,12 +68,12 @@ def train(kind, way, batch, rate, seed, steps):
     optimizer = torch.optim.Adam(parameters, float(rate))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1, 2 - 2 * k / steps))
     in_parts = batch_normalized.run_in_parts
-    if way == "zeros":
+    if way == "own":
         batch_normalized.run_in_parts = lambda *_: None
     try:
         for _ in range(steps):
             rows = torch.randint(len(splits.train), (batch,), generator=generator)
-            x, lengths = padded(splits.train.inputs[:, rows], kind, generator)
+            x, lengths = padded(splits.train.inputs[:, rows], generator)
             logits = head(model(x, lengths=lengths)[1][0][-1])
             loss = F.cross_entropy(logits, splits.train.labels[rows])
             if not loss.isfinite():
@@ -85,7 +83,7 @@ def train(kind, way, batch, rate, seed, steps):
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             schedule.step()
-        return accuracy(model, head, splits.valid, kind)
+        return accuracy(model, head, splits.valid)
     finally:
         batch_normalized.run_in_parts = in_parts
 
@@ -99,25 +97,24 @@ def main():
     torch.set_num_threads(1)
     rows = []
 
-    def run(kind, batch, way, rate, seed):
-        valid = train(kind, way, batch, rate, seed, args.steps)
+    def run(batch, way, rate, seed):
+        valid = train(way, batch, rate, seed, args.steps)
         text = "" if valid is None else f"{valid:.2f}"
-        facts = kind, batch, way, rate, seed, args.steps, text, "%"
+        facts = batch, way, rate, seed, args.steps, text, "%"
         versions = platform.machine(), torch.__version__, f"{datetime.date.today()}", commit()
         rows.append(dict(zip(COLUMNS, (*facts, *versions), strict=True)))
         print(*facts, flush=True)
         with RESULTS.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
-            writer.writerows(sorted(rows, key=lambda r: [r[name] for name in COLUMNS[:5]]))
+            writer.writerows(sorted(rows, key=lambda r: [r[name] for name in COLUMNS[:4]]))
         return -1.0 if valid is None else valid
 
     best = {}
-    cases = [(kind, int(batch)) for kind in KINDS for batch in args.batches.split(",")]
-    for kind, batch in cases:
-        for way in ("constants", "zeros"):
-            first = {rate: run(kind, batch, way, rate, 1) for rate in RATES}
-            best[kind, batch, way] = max(first, key=first.get)
+    for batch in map(int, args.batches.split(",")):
+        for way in ("constants", "own"):
+            first = {rate: run(batch, way, rate, 1) for rate in RATES}
+            best[batch, way] = max(first, key=first.get)
     for seed in range(2, args.seeds + 1):
         for case, rate in best.items():
             run(*case, rate, seed)

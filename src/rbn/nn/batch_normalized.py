@@ -147,12 +147,12 @@ class BatchNormalized(FreshStatistics):
             results[f"mean_{term}"], results[f"var_{term}"] = statistics.read(start, steps)
         return Statistics(**results)
 
-    def _operate(self, calls: list[Arguments], group: ProcessGroup | None) -> list[CallResults]:
-        if self.padding == "exclude" and not calls[0].population:
-            results = run_in_parts(self.definition, calls, group, self._common_steps)
-            if results is not None:
-                return results
-        return super()._operate(calls, group)
+    def _in_parts(
+        self, calls: list[Arguments], group: ProcessGroup | None
+    ) -> list[CallResults] | None:
+        if self.padding == "include" or calls[0].population:
+            return None
+        return run_in_parts(self.definition, calls, group, self._common_steps)
 
     def _results(
         self, suffix: str, results: tuple[Any, ...], lengths: Tensor | None, start: int

@@ -1,9 +1,8 @@
 """Training steps that only the longest sequences of a minibatch reach.
 
 A single row has no minibatch statistics, and those of a few rows make gradients explode. Where
-most sequences have ended, the longest ones therefore continue with constants from the earlier
-steps of the minibatch: of each feature the mean, and the largest variance of any step. (A variance
-over all steps is smaller, and made the gradient grow with every step.)
+most sequences have ended, the longest ones therefore continue with constants: the mean and variance
+of each feature over all earlier steps of the minibatch.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from rbn.ops.types import CONSTANT, Statistics, to_device, valid_steps
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# A step that fewer sequences than this reach, and fewer than half of the minibatch, has no
+# A step that fewer sequences than this reach, and fewer than a quarter of the minibatch, has no
 # statistics of its own: benchmarks/few_sequences.py.
-ENOUGH_ROWS = 8
+ENOUGH_ROWS = 4
 
 
 def enough_rows(batch: int) -> int:
     """How many sequences of a minibatch must reach a step that has statistics of its own."""
-    return max(2, min(ENOUGH_ROWS, -(-batch // 2)))
+    return max(2, min(ENOUGH_ROWS, -(-batch // 4)))
 
 
 def run_in_parts(
@@ -131,7 +130,7 @@ def _rows(
 
 @torch.no_grad()
 def over_all_steps(statistics: Statistics, rows: Tensor, eps: float) -> Statistics:
-    """Mean over all rows and steps and largest variance of a step, ``[1, features]`` each.
+    """Mean and variance ``[1, features]`` of each term over all steps and rows.
 
     A feature without variance has no scale: its variance becomes infinite, so that it is
     normalized to 0.
@@ -148,6 +147,8 @@ def over_all_steps(statistics: Statistics, rows: Tensor, eps: float) -> Statisti
             continue
         if len(mean) > 1:
             weights = (rows.to(mean.dtype) / rows.sum())[:, None]
-            mean, var = (weights * mean).sum(0, keepdim=True), var.amax(0, keepdim=True)
+            average = (weights * mean).sum(0, keepdim=True)
+            spread = (mean - average).square()
+            mean, var = average, (weights * (var + spread)).sum(0, keepdim=True)
         results += [mean, torch.where(var > CONSTANT * eps, var, math.inf)]
     return Statistics(*results)

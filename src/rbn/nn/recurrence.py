@@ -272,14 +272,19 @@ class Recurrence(nn.Module, abc.ABC):
                 calls.append(self._arguments(suffix, x, weight_ih, states, lengths, start))
         if empty:
             return empty
+        all_results = self._in_parts(calls, group)
+        if all_results is None:
+            all_results = run(self.definition, calls, group)
         return [
             self._results(suffix, results, lengths, start)
-            for (suffix, _, _), results in zip(directions, self._operate(calls, group), strict=True)
+            for (suffix, _, _), results in zip(directions, all_results, strict=True)
         ]
 
-    def _operate(self, calls: list[Arguments], group: ProcessGroup | None) -> list[CallResults]:
-        """Run the operator on the calls of one layer's directions. group: as in `_group`."""
-        return run(self.definition, calls, group)
+    def _in_parts(
+        self, calls: list[Arguments], group: ProcessGroup | None
+    ) -> list[CallResults] | None:
+        """The results of calls whose last steps too few sequences reach; None for other calls."""
+        return None
 
     def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
         """Learned ``[H]`` or zero ``[B, H]`` initial states, with noise on h0 in training."""

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     "docs/results/speed.md",
+    "docs/results/comparison.md",
     "docs/lab-notes/kernels.md",
     "docs/lab-notes/scaling.md",
     "docs/explanation/per-step-statistics.md",
@@ -247,6 +248,18 @@ def few_sequences():
     return table(heads, lines)
 
 
+def longest_sequence():
+    found = grouped("longest-sequence.csv", "batch", "normalized_with")
+    lines = []
+    for batch in ("4", "16"):
+        cells = [batch]
+        for way in ("own", "constants"):
+            cells += by_seed(found[batch, way], 1)
+        lines.append(cells)
+    heads = ["sequences in a batch", "rate", "their own statistics", "rate", "constants"]
+    return table(heads, lines)
+
+
 def gru():
     lines = []
     names = {"digits": "digits, %", "pdigits": "permuted digits, %", "pydoc": "pydoc, bits"}
@@ -258,6 +271,7 @@ def gru():
 
 TABLES = {
     "few-sequences": few_sequences,
+    "longest-sequence": longest_sequence,
     "gru": gru,
     "summary": summary,
     "gpu": gpu,

@@ -193,3 +193,28 @@ def test_tensors_at_any_depth_are_moved():
     assert {x[0].device, x[1][0].device, lengths["a"].device} == {"meta"}
     assert x[1][1:] == ("text", 3)
     assert labels is None
+
+
+class Required(torch.nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, lengths):
+        return self.layer(x, lengths=lengths)
+
+
+def test_integers_that_may_be_lengths_are_refused():
+    """Taken for targets, the padding would enter the statistics of a model trained with lengths."""
+    layer, x, lengths = rbn.BatchNormLSTM(3, 4), torch.randn(5, 6, 3), [5, 4, 3, 5, 2, 1]
+    layer(x)
+    rbn.update_population_stats(layer, [(x, torch.tensor(lengths))])  # never trained with lengths
+    layer.train()
+    layer(x, lengths=lengths)
+    for given in (lengths, torch.tensor(lengths)):
+        with pytest.raises(TypeError, match="lengths"):
+            rbn.update_population_stats(layer, [(x, given)])
+    rbn.update_population_stats(layer, [(x, torch.randn(6))])
+    rbn.update_population_stats(layer, [{"input": x, "lengths": torch.tensor(lengths)}])
+    wrapped = Required(layer)
+    rbn.update_population_stats(wrapped, [(x, torch.tensor(lengths), torch.arange(6))])

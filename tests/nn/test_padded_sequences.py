@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -171,6 +172,16 @@ def test_lengths_that_the_host_knows_record_the_same_statistics(
     assert found.keys() == wanted.keys()
     for name, value in found.items():
         assert torch.equal(value, wanted[name]), name
+
+
+def test_lengths_of_numpy_are_copied():
+    torch.manual_seed(0)
+    layer, x, lengths = rbn.BatchNormLSTM(2, 3), torch.randn(4, 3, 2), np.array([4, 2, 3])
+    (expected,) = torch.autograd.grad(layer(x, lengths=[4, 2, 3])[0].sum(), layer.weight_hh_l0)
+    output, _ = layer(x, lengths=lengths)
+    lengths[:] = 4
+    (found,) = torch.autograd.grad(output.sum(), layer.weight_hh_l0)
+    torch.testing.assert_close(found, expected)
 
 
 def test_lengths_are_read_again_after_a_change_in_place():

@@ -14,7 +14,9 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 FORWARD_HINT = "pass forward=, e.g. forward=lambda model, batch: model(batch[0], lengths=batch[1])"
 
 
-def default_forward(device: torch.device | str | None) -> Callable[[nn.Module, Any], object]:
+def default_forward(
+    device: torch.device | str | None, trained_with_lengths: bool = False
+) -> Callable[[nn.Module, Any], object]:
     """Returns a function that calls a model with the inputs in a batch.
 
     - A tensor or `PackedSequence` is the input.
@@ -24,7 +26,7 @@ def default_forward(device: torch.device | str | None) -> Callable[[nn.Module, A
       at least one. The rest (targets) is dropped. If two or more elements are left over and
       `forward` could take one of them, this raises `TypeError`: the batch could be
       ``(input, lengths, target)`` as well as ``(input, target, weight)``. So do integers ``[B]``
-      that are left over, if layers of the model were trained with lengths.
+      that are left over, with `trained_with_lengths` and a parameter for lengths.
     - The first element of a tuple or list may itself be a mapping, or a tuple or list of arguments:
       ``({"input": x, "lengths": n}, target)``, ``((x, n), target)``.
     - Any other object is passed unchanged.
@@ -35,13 +37,15 @@ def default_forward(device: torch.device | str | None) -> Callable[[nn.Module, A
     def forward(model: nn.Module, batch: Any) -> object:
         if device is not None:
             batch = _to_device(batch, device)
-        args, kwargs = _arguments(model, batch)
+        args, kwargs = _arguments(model, batch, trained_with_lengths)
         return model(*args, **kwargs)
 
     return forward
 
 
-def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(
+    model: nn.Module, batch: Any, trained_with_lengths: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if batch is None or isinstance(batch, (str, bytes, bool, int, float)):
         raise TypeError(
             "a batch must be a tensor, a tuple, a list or a mapping, got "
@@ -67,7 +71,8 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
             f"{type(model).__name__}.forward needs {_names(parameters[:inputs])}, got a batch of "
             f"{len(batch)} elements: {FORWARD_HINT}"
         )
-    if len(batch) == inputs + 1 and _is_integers(batch[-1]) and _trained_with_lengths(model):
+    takes_lengths = trained_with_lengths and any("len" in p.name for p in parameters[inputs:])
+    if takes_lengths and len(batch) == inputs + 1 and _is_integers(batch[-1]):
         raise TypeError(
             f"got a batch of {len(batch)} elements, whose last may be lengths, as in training, or "
             f"targets: {FORWARD_HINT}, or make each batch a dict with the names of arguments"
@@ -130,7 +135,7 @@ def _is_integers(value: Any) -> bool:
     return whole and value.dim() == 1
 
 
-def _trained_with_lengths(model: nn.Module) -> bool:
+def trained_with_lengths(model: nn.Module) -> bool:
     """Whether a layer's most recent training calls had lengths."""
     recent = (getattr(module, "recent_calls", ()) for module in model.modules())
     return any(c.lengths is not None for calls in recent for group in calls for c in group)

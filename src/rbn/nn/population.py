@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rbn.nn.batch_forms import default_forward
+from rbn.nn.batch_forms import default_forward, trained_with_lengths
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.processes import all_processes, as_many_on_all, average, of_all
 from rbn.nn.recent_calls import RecentCalls
@@ -175,7 +175,7 @@ def update_population_stats(
             "every batch-normalized layer is in eval() while the model is in training mode, and so "
             "frozen: call model.eval(), or train() of the layers, before"
         )
-    run = forward or default_forward(device)
+    run = forward or default_forward(device, trained_with_lengths(model))
     modes = {module: module.training for module in model.modules()}
     before = [(s.momentum, s.mean, s.var, s.count, s.cached()) for s in statistics]
     cuda = sorted({s.mean.device.index or 0 for s in statistics if s.mean.is_cuda})

@@ -395,3 +395,15 @@ def test_the_operator_uses_it(monkeypatch):
     a = inputs(0, 2, 3, 4)
     ops.bn_lstm(a.input, *a[2:10])
     assert len(called) == 1
+
+
+@needs_kernel
+def test_a_kernel_of_older_sources_is_named(monkeypatch):
+    """Without it, layers are several times slower."""
+
+    class Older:
+        rbn_args_size = staticmethod(lambda: 8)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Older)
+    with pytest.warns(RuntimeWarning, match="older sources"):
+        assert compiled_lstm.load.__wrapped__() is None

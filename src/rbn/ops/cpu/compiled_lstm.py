@@ -15,6 +15,7 @@ import functools
 import itertools
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,13 @@ def load() -> Any | None:
     if library.rbn_args_size() != ctypes.sizeof(_Args) or not hasattr(
         library, "rbn_lstm_forward_steps"
     ):
-        return None  # built from older sources
+        warnings.warn(
+            "the compiled CPU kernel was built from older sources and is not used, so layers are "
+            "several times slower on a CPU: install the package again (in a clone: make install)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
     library.rbn_panel_lanes.restype = ctypes.c_int64
     address, number = ctypes.c_void_p, ctypes.c_int64
     library.rbn_layer_lstm.argtypes = [address, address, number, address, number, number]

@@ -1,4 +1,3 @@
-import contextlib
 import gc
 import os
 import secrets
@@ -45,7 +44,6 @@ KINDS = frozenset(
     }
 )
 _FIRST_OF_KIND = pytest.StashKey[bool]()
-_TRACER = pytest.StashKey[object]()
 
 # No deadline: a timing is never a test. Few examples: the options have tests of their own.
 settings.register_profile("usual", deadline=None, max_examples=25, derandomize="CI" in os.environ)
@@ -111,40 +109,20 @@ def same_signal_handlers():
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # inside of pytest-cov's
-def pytest_runtestloop(session):
-    """Coverage traces what tests run, not what pytest does around each of them."""
-    tracer = session.config.stash[_TRACER] = sys.gettrace()
+def pytest_runtest_call(item):
+    """Coverage counts the first case of each kind, and none that is marked no_cover.
+
+    Further cases run the same lines, and tracing them would take half as long again. The tracer has
+    to be removed: pytest-cov leaves one in xdist's workers.
+    """
+    if item.get_closest_marker("no_cover") is None and item.stash[_FIRST_OF_KIND]:
+        return (yield)
+    tracer = sys.gettrace()
     sys.settrace(None)
     try:
         return (yield)
     finally:
         sys.settrace(tracer)
-
-
-@contextlib.contextmanager
-def _counted(item):
-    """Coverage counts the first case of each kind, and none that is marked no_cover.
-
-    Further cases run the same lines, and tracing them would take half as long again.
-    """
-    counts = item.get_closest_marker("no_cover") is None and item.stash[_FIRST_OF_KIND]
-    sys.settrace(item.config.stash[_TRACER] if counts else None)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_setup(item):
-    with _counted(item):
-        return (yield)
-
-
-@pytest.hookimpl(wrapper=True, trylast=True)
-def pytest_runtest_call(item):
-    with _counted(item):
-        return (yield)
 
 
 @pytest.fixture(scope="session")

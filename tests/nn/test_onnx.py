@@ -115,7 +115,7 @@ def test_a_layer(ort, make, options):
 @pytest.mark.no_cover
 @EXPORTER
 def test_lengths(ort):
-    layer = trained(rbn.BatchNormLSTM, batch_first=True, max_length=20)
+    layer = trained(rbn.BatchNormLSTM, bidirectional=True, batch_first=True, max_length=20)
     program = onnx(
         layer,
         (torch.randn(4, 10, 3),),
@@ -164,8 +164,9 @@ def test_start_and_states(ort):
 @pytest.mark.slow
 @pytest.mark.no_cover
 @EXPORTER
-def test_a_cell_for_every_step(ort):
-    cell = rbn.BatchNormGRUCell(3, 6)
+@pytest.mark.parametrize("make", [rbn.BatchNormRNNCell, rbn.BatchNormGRUCell])
+def test_a_cell_for_every_step(ort, make):
+    cell = make(3, 6)
     for step in range(5):
         cell(torch.randn(8, 3), step=step)
     cell.eval()

@@ -2,8 +2,7 @@
 
 Started by `test_older_cards.py` as a program of its own: there Triton compiles, does not interpret.
 Arguments: compute capabilities, each as one number. Prints, for each of them, the bytes of shared
-memory that each kernel takes. The kernels that take longest to compile, of the LSTMs with
-normalization, are compiled for the first card only.
+memory that each kernel takes.
 """
 
 import json
@@ -26,7 +25,7 @@ from rbn.ops.gpu.symbols import look_up
 
 
 def main(*capabilities):
-    found = {capability: [] for capability in capabilities}
+    found = {}
     current = None
     card = types.SimpleNamespace(
         get_current_device=lambda: current,
@@ -51,9 +50,9 @@ def main(*capabilities):
     for patch in patches:
         mock.patch.object(*patch).start()
     for current in capabilities:
+        found[current] = []
         dispatch._capability.cache_clear()
-        if current == capabilities[0]:
-            launch_normalized_lstms()
+        launch_normalized_lstms()
         launch_others()
     print(json.dumps(list(found.values())))
 

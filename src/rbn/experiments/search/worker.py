@@ -265,5 +265,5 @@ class _TrialObserver:
                 patiently(partial(self._trial.report, value, look))
                 self._known.add(look)
         if curve:
-            done = {"step": now.step, "seconds": round(now.seconds, 1)}
+            done = {"step": now.step, "seconds": round(now.seconds, 3)}
             patiently(lambda: self._trials.record(number, **done))

@@ -315,3 +315,23 @@ def test_wrong_arguments(tmp_path):
     with pytest.raises(TypeError, match="batches="):
         used.fit(model, data)
     assert model.losses == []
+
+
+class WithLengths(Classifier):
+    def forward(self, x, lengths=None):
+        return self.head(self.layer(x, lengths=lengths)[0][:, -1])
+
+    def training_step(self, batch, batch_idx):
+        x, lengths = batch
+        return self(x, lengths).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self(*batch)
+
+
+def test_integers_that_may_be_lengths_are_refused(tmp_path):
+    """Taken for targets, the padding would enter the statistics of a model trained with lengths."""
+    data = DataLoader(TensorDataset(X, torch.arange(44) % 6 + 1), batch_size=8)
+    used = trainer(tmp_path, callbacks=[ExactStatistics()], num_sanity_val_steps=0)
+    with pytest.raises(TypeError, match="lengths"):
+        used.fit(WithLengths(), data, data)

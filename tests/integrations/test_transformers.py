@@ -283,3 +283,9 @@ def test_bfloat16(tmp_path):
     assert state["layer.stats_h_l0.mean"].dtype == torch.float32
     assert state["layer.stats_h_l0.count"][0] == 6
     assert trainer.evaluate()["eval_loss"] == losses(trainer, "eval_loss")[-1]
+
+
+def test_integers_that_may_be_lengths_are_refused(tmp_path):
+    """Taken for targets, the padding would enter the statistics of a model trained with lengths."""
+    with pytest.raises(TypeError, match="lengths"):
+        fitted(tmp_path, [ExactStatistics(batches=[(X, N)])])

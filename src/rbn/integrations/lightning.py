@@ -16,7 +16,7 @@ from rbn.integrations.training_batches import (
     kept_random_state,
     read,
 )
-from rbn.nn.batch_forms import default_forward
+from rbn.nn.batch_forms import default_forward, trained_with_lengths
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.population import update_population_stats
 from rbn.nn.statistics import PopulationStatistics
@@ -179,7 +179,7 @@ class ExactStatistics(Callback):
         statistics = [m for m in pl_module.modules() if isinstance(m, PopulationStatistics)]
         if frozen.issuperset(statistics):
             return False
-        run = self.forward or default_forward(None)
+        run = self.forward or default_forward(None, trained_with_lengths(pl_module))
         precision, strategy = trainer.precision_plugin, trainer.strategy
 
         def forward(model: nn.Module, batch: Any) -> None:

@@ -14,7 +14,7 @@ from rbn.integrations.training_batches import (
     kept_random_state,
     read,
 )
-from rbn.nn.batch_forms import default_forward
+from rbn.nn.batch_forms import default_forward, trained_with_lengths
 from rbn.nn.match import match_statistics
 from rbn.nn.population import update_population_stats
 
@@ -86,7 +86,7 @@ class ExactStatistics(TrainerCallback):
             return
         self._trained = False
         data = train_dataloader if self.batches is None else self.batches
-        run = self.forward or default_forward(args.device)
+        run = self.forward or default_forward(args.device, trained_with_lengths(model))
         with kept_random_state():
             update_population_stats(model, read(data, self.max_batches), forward=run)
 

@@ -141,7 +141,12 @@ def test_torchrun(tmp_path):
     ("arguments", "message"),
     [
         (["--devices", "0"], "devices must be at least 1, got 0"),
-        (["--devices", "101"], "batch_size must be at least 1 for each of 101 devices, got 100"),
+        (["--devices", "51"], "batch_size must be at least 2 for each of 51 devices, got 100"),
+        (["--devices", "101", "--model", "lstm"], "at least 1 for each of 101 devices, got 100"),
+        (
+            ["--devices", "101", "--set", "normalization.sync_stats=true"],
+            "at least 1 for each of 101 devices, got 100",
+        ),
         (["--devices", "2", "--seeds", "1,2"], "2 runs at once share one device"),
         (["--devices", "2", "--graph"], "graph needs a single device, got 2"),
     ],

@@ -64,7 +64,7 @@ def test_a_model_that_is_too_large_is_named():
 
 
 def test_options_that_an_optimiser_does_not_have_are_named():
-    with pytest.raises(TypeError, match="momentum"):
+    with pytest.raises(ValueError, match="momentum"):
         check(from_mapping(SMALL | {"optimizer": ADAMW | {"momentum": 0.9}}))
     with pytest.raises(ValueError, match="weight_decay"):
         check(from_mapping(SMALL | {"optimizer": ADAMW | {"weight_decay": -1.0}}))

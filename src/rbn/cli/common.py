@@ -120,6 +120,12 @@ def check_out(out: Path | None) -> None:
         raise ValueError("out must name a folder, got '' or '.'")
 
 
+def check_minutes(minutes: float | None) -> None:
+    """Refuse a --max-minutes that is not positive."""
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"max-minutes must be positive, got {minutes}")
+
+
 def device_of(name: str) -> torch.device:
     """The device of a name on the command line."""
     import torch

@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from rbn.cli.common import (
     DataDir,
     Device,
+    check_minutes,
     check_out,
     device_of,
     guarded,
@@ -103,8 +104,7 @@ def run(
         sweep = sweep_file.read(file, set_ or [], trials)
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
-        if max_minutes is not None and not max_minutes > 0:
-            raise ValueError(f"max-minutes must be positive, got {max_minutes}")
+        check_minutes(max_minutes)
         check_out(out)
         folder = out or Path("runs") / sweep.name
         if folder.exists() and not folder.is_dir():

@@ -13,6 +13,7 @@ from rbn.cli.common import (
     DataDir,
     Device,
     Stopped,
+    check_minutes,
     check_out,
     device_of,
     guarded,
@@ -194,6 +195,7 @@ def _run(plan: Plan, devices: int | None) -> None:
     from rbn.experiments.training_session import check_processes
     from rbn.training import RankLost, World, launch
 
+    check_minutes(plan.max_minutes)
     world = World.from_environment()
     if world is not None and devices not in (None, world.local_count):
         raise ValueError(

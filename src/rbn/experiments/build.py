@@ -41,8 +41,8 @@ def check(config: Config) -> None:
     """Check with a small model that model, optimiser and trainer accept the options of a config.
 
     Raises:
-        TypeError: for unknown options.
-        ValueError: for values that are not valid.
+        TypeError: for options of a wrong type.
+        ValueError: for unknown options, and for values that are not valid.
     """
     small = dataclasses.replace(config, hidden_size=2)
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rbn.experiments.config import Config
+from rbn.experiments.config import Config, check_names
 from rbn.training import Adam, AdamW
 
 _OPTIMIZERS = {
@@ -32,6 +32,7 @@ def make_optimizer(config: Config, model: nn.Module, graph: bool = False) -> tor
     options = dict(config.optimizer)
     name = options.pop("name")
     kind = _OPTIMIZERS[name]
+    check_names("optimizer", options, kind)
     device = next(model.parameters()).device
     if graph and kind is not torch.optim.SGD:
         options["capturable"] = True

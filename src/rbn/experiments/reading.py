@@ -15,7 +15,7 @@ from rbn.data.cloze import cloze
 from rbn.data.cnn import Batch, QuestionBatches, Reading, Vocabulary, load_questions
 from rbn.data.cnn.batches import check_options
 from rbn.experiments.base_task import BaseTask, Measurement
-from rbn.experiments.config import Config
+from rbn.experiments.config import Config, check_names
 from rbn.experiments.task_kinds import QUESTIONS
 from rbn.experiments.tasks import correct_and_nats
 from rbn.models import AttentiveReader
@@ -57,6 +57,9 @@ class ReadingTask(BaseTask):
     @staticmethod
     def load_data(config: Config, root: Path | None = None) -> Reading:
         """The questions of a config."""
+        check_names(
+            "data", config.data, check_options, cloze if config.task == "cloze" else load_questions
+        )
         check_options(**{k: v for k, v in config.data.items() if k in _BATCHING})
         options = {k: v for k, v in config.data.items() if k not in _BATCHING}
         if config.task == "cloze":
@@ -174,6 +177,8 @@ def make_reader(
         longest: padded length of the longest document and question, for population statistics;
             None: as in the checkpoint that is loaded.
     """
+    for place, options in (("layer", config.layer), ("normalization", config.normalization)):
+        check_names(place, options, AttentiveReader)
     return AttentiveReader(
         len(vocabulary),
         vocabulary.entities,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 import rbn
-from rbn.experiments.config import Config
+from rbn.experiments.config import Config, check_names
 
 _LAYERS = {
     "lstm": rbn.LSTM,
@@ -34,9 +34,12 @@ def recurrent_layer(config: Config, input_size: int) -> nn.Module:
                 if name.startswith("bias"):
                     nn.init.zeros_(parameter)
         return layer
-    if config.model.startswith("bn-"):
+    layer_class = _LAYERS[config.model]
+    check_names("layer", config.layer, layer_class)
+    if config.batch_normalized:
+        check_names("normalization", config.normalization, layer_class)
         options |= config.normalization
-    layer = _LAYERS[config.model](input_size, config.hidden_size, **options)
+    layer = layer_class(input_size, config.hidden_size, **options)
     if config.start != "orthogonal":
         blocks: Any = config.start.removeprefix("identity-")
         rbn.init.identity_recurrent_(layer, blocks)
@@ -49,6 +52,7 @@ def check_layer(config: Config) -> nn.Module:
     All models share a config, so `normalization` is checked for models that do not use it, too.
     """
     layer = recurrent_layer(config, 1)
-    if not config.model.startswith("bn-"):
+    if not config.batch_normalized:
+        check_names("normalization", config.normalization, rbn.BatchNormLSTM)
         rbn.BatchNormLSTM(1, config.hidden_size, **config.normalization)
     return layer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rbn import data
 from rbn.data import Minibatches, Split, Splits, Text, Windows
 from rbn.experiments.base_task import BaseTask, Measurement
-from rbn.experiments.config import Config
+from rbn.experiments.config import Config, check_names
 from rbn.experiments.recurrent_layers import check_layer, recurrent_layer
 from rbn.experiments.task_kinds import IMAGES, TEXT
 from rbn.models import LanguageModel, SequenceClassifier
@@ -55,9 +55,10 @@ class Classification(BaseTask):
     @staticmethod
     def load_data(config: Config, root: Path | None = None) -> Splits:
         """The images of a config."""
+        loader: Any = getattr(data, config.task)
+        check_names("data", config.data, loader)
         if config.task == "digits":
             return data.digits(**config.data)
-        loader: Any = data.pmnist if config.task == "pmnist" else data.mnist
         splits: Splits = loader(root=root, **config.data)
         return splits
 
@@ -152,9 +153,10 @@ class NextSymbol(BaseTask):
     @staticmethod
     def load_data(config: Config, root: Path | None = None) -> Text:
         """The text of a config."""
+        loader: Any = getattr(data, config.task)
+        check_names("data", config.data, loader)
         if config.task == "pydoc":
-            return data.pydoc(**config.data)
-        loader: Any = data.ptb if config.task == "ptb" else data.text8
+            return data.pydoc()
         text: Text = loader(root=root, **config.data)
         return text
 

@@ -60,9 +60,11 @@ def check_processes(
     if graph:
         raise ValueError(f"graph needs a single device, got {count}")
     for _, config, _ in runs:
-        if config.batch_size < count:
+        synced = config.normalization.get("sync_stats", False)
+        least = 2 if config.batch_normalized and not synced else 1
+        if config.batch_size < least * count:
             raise ValueError(
-                f"batch_size must be at least 1 for each of {count} devices, "
+                f"batch_size must be at least {least} for each of {count} devices, "
                 f"got {config.batch_size}"
             )
 
@@ -154,7 +156,7 @@ class TrainingSession:
             build.check(config)
             loaded = ranks.in_turn(partial(self.load, config))
             task = build.build(config, seed, self.device, loaded=loaded)
-        except TypeError as error:  # an unknown option of the layer or the data set
+        except TypeError as error:  # an option of a wrong type
             raise ValueError(f"the settings are not valid: {error}") from error
         exists = ranks.from_first((folder / "config.json").exists)
         if exists:

@@ -3,7 +3,13 @@
 from rbn.experiments.config.config_files import CONFIGS, find, for_model, names, published
 from rbn.experiments.config.overrides import flat, parse_settings, with_settings, with_values
 from rbn.experiments.config.settings import Config, from_mapping
-from rbn.experiments.config.validation import LARGEST, LARGEST_RATE, check_seed, is_number
+from rbn.experiments.config.validation import (
+    LARGEST,
+    LARGEST_RATE,
+    check_names,
+    check_seed,
+    is_number,
+)
 from rbn.experiments.config.yaml_loader import parse_yaml, read_yaml
 
 __all__ = [
@@ -11,6 +17,7 @@ __all__ = [
     "LARGEST",
     "LARGEST_RATE",
     "Config",
+    "check_names",
     "check_seed",
     "find",
     "flat",

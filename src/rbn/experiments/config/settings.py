@@ -90,6 +90,10 @@ class Config:
             raise ValueError(f"optimizer must be {choice}, got {self.optimizer.get('name')!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, got {self.dropout!r}")
+        if self.batch_normalized and self.batch_size == 1:
+            raise ValueError(
+                f"batch_size must be at least 2 for {self.model}: one sequence has no variance"
+            )
         for name, reason in self.kind.other_settings.items():
             if getattr(self, name) != getattr(Config, name):
                 raise ValueError(f"{name} is not a setting of {self.task}: {reason}")
@@ -142,6 +146,11 @@ class Config:
     def kind(self) -> TaskKind:
         """Metric, units and models of the task."""
         return TASK_KINDS[self.task]
+
+    @property
+    def batch_normalized(self) -> bool:
+        """Whether the model normalizes over minibatches."""
+        return self.model.startswith("bn-")
 
     @property
     def name(self) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 LARGEST = 2**63 - 1  # the largest integer that torch takes
@@ -42,6 +44,19 @@ def check_number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be finite, got {value!r}")
     if isinstance(value, int) and value > LARGEST:
         raise ValueError(f"{name} must be at most {LARGEST}, got {value}")
+
+
+def check_names(place: str, names: Iterable[str], *functions: Callable[..., Any]) -> None:
+    """Refuse settings ``place.name`` that are no optional argument of any of the functions."""
+    parameters = [p for f in functions for p in inspect.signature(f).parameters.values()]
+    known = [p.name for p in parameters if p.default is not inspect.Parameter.empty]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            instead = f"there are {', '.join(known) or 'none'}"
+            if near:
+                instead = f"did you mean {place}.{near[0]}?"
+            raise ValueError(f"there is no setting '{place}.{name}'; {instead}")
 
 
 def check_optimizer(options: Mapping[str, Any]) -> None:

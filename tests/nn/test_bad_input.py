@@ -178,6 +178,15 @@ def test_where_lengths_make_no_sense():
         layer(packed, lengths=[4, 4])
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "lengths", [[5, 3], (5, 3), torch.tensor([5, 3]), np.array([5, 3]), torch.tensor([5, 3]).int()]
+)
+def test_lengths_in_place_of_states(layer, lengths):
+    with pytest.raises(TypeError, match="lengths=lengths"):
+        layer(3, 4)(torch.randn(5, 2, 3), lengths)
+
+
 def test_states():
     layer, x = rbn.BatchNormLSTM(3, 4, 2), torch.randn(5, 2, 3)
     good = torch.zeros(2, 2, 4)

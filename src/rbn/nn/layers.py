@@ -249,6 +249,14 @@ class Layers(Recurrence, Generic[GivenStates]):
         shape = (self.num_layers * self.directions, batch, self.hidden_size)
         return None if hx is None else self._given_states(hx, shape), checked
 
+    def _given_states(self, hx: Any, shape: tuple[int, ...]) -> States:
+        if checks.is_integer_vector(hx):
+            raise TypeError(
+                f"hx must be initial states, got a {type(hx).__name__} of integers: name lengths, "
+                "as in layer(input, lengths=lengths)"
+            )
+        return super()._given_states(hx, shape)
+
     def _run_call(
         self, x: Tensor, states: States | None, lengths: Tensor | None, start: int
     ) -> States:

@@ -329,9 +329,19 @@ class WithLengths(Classifier):
         self(*batch)
 
 
+def with_lengths(model, batch):
+    return model(*batch)
+
+
+@pytest.mark.filterwarnings("ignore:.*population statistics")
 def test_integers_that_may_be_lengths_are_refused(tmp_path):
     """Taken for targets, the padding would enter the statistics of a model trained with lengths."""
     data = DataLoader(TensorDataset(X, torch.arange(44) % 6 + 1), batch_size=8)
-    used = trainer(tmp_path, callbacks=[ExactStatistics()], num_sanity_val_steps=0)
-    with pytest.raises(TypeError, match="lengths"):
-        used.fit(WithLengths(), data, data)
+    given = [(X[:8], torch.arange(8) % 6 + 1)]
+    for callback in (ExactStatistics(), ExactStatistics(batches=given)):
+        used = trainer(tmp_path, callbacks=[callback], num_sanity_val_steps=0)
+        with pytest.raises(TypeError, match="lengths"):
+            used.fit(WithLengths(), data, data)
+        assert used.global_step == 1  # not after the whole epoch
+    used = trainer(tmp_path, max_epochs=1, callbacks=[ExactStatistics(forward=with_lengths)])
+    used.fit(WithLengths(), data, data)

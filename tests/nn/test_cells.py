@@ -87,3 +87,38 @@ def test_errors_of_cells():
         cell(torch.randn(6, 3), (torch.zeros(5, 4), torch.zeros(6, 4)))
     with pytest.warns(UserWarning, match="BatchNormLSTMCell was not trained"):
         cell.eval()(torch.randn(6, 3))
+
+
+CELLS = (rbn.BatchNormLSTMCell, rbn.BatchNormRNNCell, rbn.BatchNormGRUCell)
+
+
+@pytest.mark.parametrize("cell_class", CELLS)
+def test_a_loop_without_step_warns_once(cell_class):
+    cell, x = cell_class(3, 4), torch.randn(5, 6, 3)
+    hx = cell(x[0])
+    with pytest.warns(UserWarning, match="step was not given"):
+        hx = cell(x[1], hx)
+    for t in (2, 3, 4):  # further warnings would be errors
+        hx = cell(x[t], hx)
+
+
+@pytest.mark.parametrize("cell_class", CELLS)
+def test_single_steps_do_not_warn(cell_class):
+    """Warnings are errors in these tests."""
+    x = torch.randn(5, 6, 3)
+    shared, one, cell = (cell_class(3, 4, **o) for o in SINGLE)
+    for each in (shared, one):  # all steps share statistics on purpose
+        hx = None
+        for t in range(5):
+            hx = each(x[t], hx)
+    given = cell(x[0])
+    clones = tuple(s.detach() for s in given) if isinstance(given, tuple) else given.detach()
+    for _ in range(3):
+        cell(x[1], clones)  # a first step from given states
+    hx = given
+    for t in (1, 2, 0, 0):  # the states of one window continue in the next
+        hx = cell(x[t], hx, t)
+    cell.eval()(x[0], cell(x[0]))
+
+
+SINGLE = ({"ablations": ["shared_stats"]}, {"max_length": 1}, {})

@@ -330,6 +330,19 @@ def test_it_warns_if_all_inputs_were_modified():
     layer(inputs(1)[0])  # warns once
 
 
+def test_it_warns_if_a_buffer_is_reused():
+    layer, batches = KINDS["lstm"](), inputs(3)
+    buffer = torch.empty_like(batches[0])
+    for x in batches:
+        train(layer, [buffer.copy_(x)])
+    with pytest.warns(UserWarning, match="one training call instead of 3"):
+        layer.eval()
+    assert_same(statistics(layer), statistics(expected(layer, batches[2:])))
+    layer.train()
+    train(layer, [buffer.copy_(batches[0])])
+    layer.eval()  # warns once
+
+
 def test_gradients_of_the_input_are_not_held():
     embedding, layer = nn.Embedding(9, 3), KINDS["lstm"]()
     vectors = embedding(torch.randint(9, (6, 4)))

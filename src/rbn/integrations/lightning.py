@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from rbn.integrations.training_batches import (
     kept_random_state,
     read,
 )
-from rbn.nn.batch_forms import default_forward, trained_with_lengths
+from rbn.nn.batch_forms import check_batch, default_forward, trained_with_lengths
 from rbn.nn.batch_normalized import BatchNormalized
 from rbn.nn.population import update_population_stats
 from rbn.nn.statistics import PopulationStatistics
@@ -88,6 +88,22 @@ class ExactStatistics(Callback):
         """Record that the module trains, and which of its layers are frozen."""
         self._trained = pl_module
         self._frozen = [m for m in pl_module.modules() if not m.training]
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Check that the model can be called with such batches, long before an update."""
+        if batch_idx > 0 or self.forward is not None or not self._trainable(pl_module):
+            return
+        if self.batches is None:
+            check_batch(pl_module, batch)
+        elif isinstance(self.batches, Sequence) and self.batches:
+            check_batch(pl_module, self.batches[0])
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -172,12 +188,15 @@ class ExactStatistics(Callback):
             if module is pl_module and weights != _checksums(pl_module):
                 self._update(trainer, pl_module)
 
+    def _trainable(self, pl_module: LightningModule) -> bool:
+        """Whether the module has statistics that are not all frozen."""
+        statistics = [m for m in pl_module.modules() if isinstance(m, PopulationStatistics)]
+        return not set(self._frozen).issuperset(statistics)
+
     def _update(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Compute the statistics, unless all layers that have statistics are frozen."""
         self._trained = None
-        frozen = set(self._frozen)
-        statistics = [m for m in pl_module.modules() if isinstance(m, PopulationStatistics)]
-        if frozen.issuperset(statistics):
+        if not self._trainable(pl_module):
             return False
         run = self.forward or default_forward(None, trained_with_lengths(pl_module))
         precision, strategy = trainer.precision_plugin, trainer.strategy
@@ -190,7 +209,7 @@ class ExactStatistics(Callback):
         modes = {module: module.training for module in pl_module.modules()}
         try:
             pl_module.train()  # evaluation has put all layers into eval()
-            for module in frozen:
+            for module in self._frozen:
                 module.training = False
             with kept_random_state(), torch.inference_mode(False):
                 batches = read(self._training_data, self._limit)

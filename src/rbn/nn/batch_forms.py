@@ -43,6 +43,11 @@ def default_forward(
     return forward
 
 
+def check_batch(model: nn.Module, batch: Any) -> None:
+    """Raise what `default_forward` would raise for a batch of this form, without a call."""
+    _arguments(model, batch, trained_with_lengths(model))
+
+
 def _arguments(
     model: nn.Module, batch: Any, trained_with_lengths: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -39,18 +39,23 @@ class Cell(Recurrence, Generic[GivenStates]):
         ((_, states),) = self._layer([("", x[None], states)], None, start)
         return states
 
-    def forward(self, input: Tensor, hx: GivenStates | None = None, step: int = 0) -> GivenStates:
+    def forward(
+        self, input: Tensor, hx: GivenStates | None = None, step: int | None = None
+    ) -> GivenStates:
         """Run one step.
 
         Args:
             input: ``[B, input_size]``, or ``[input_size]`` without a batch.
             hx: previous states as in `torch.nn.LSTMCell`, ``[B, H]`` each. Defaults to the initial
                 states.
-            step: the time step, counted from 0. Selects the population statistics.
+            step: the time step, counted from 0; 0 by default. Selects the population statistics,
+                so a loop over a sequence must pass it.
 
         Returns:
             The states after the step, ``(h, c)`` or ``h``, ``[B, H]`` each.
         """
+        counted = step is not None
+        step = step if counted else 0
         if not self.training:
             streamed = self._stream(input, hx, step)
             if streamed is not None:
@@ -71,6 +76,8 @@ class Cell(Recurrence, Generic[GivenStates]):
             given = self._given_states(hx, shape)
             if not batched:
                 given = tuple(state[None] for state in given)
+        if not counted:
+            self._check_first_step(given)
         x = self._autocast(x)
         untrained = self._check_ready(x.shape[0])
         self._keep_call(x, given, None, step, x.shape[0])

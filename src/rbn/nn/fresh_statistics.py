@@ -161,14 +161,28 @@ class FreshStatistics(Recurrence):
                 temporarily(statistics, "forced", "record"),
                 temporarily(statistics, "sync", False),
             ):
-                for calls in recent:
+                every = list(recent)
+                unchanged = [calls for calls in every if all(call.unchanged for call in calls)]
+                self._check_kept(every, unchanged)
+                for calls in unchanged:
                     states: States | None = None
-                    if all(call.unchanged for call in calls):
-                        for call in calls:
-                            states = self._replay(call, states)
+                    for call in calls:
+                        states = self._replay(call, states)
             return self._pools
         finally:
             self._pools, self.training = None, training
+
+    def _check_kept(self, every: list[list[Call]], unchanged: list[list[Call]]) -> None:
+        """Warn once if each call overwrote the input of the one before, as in a reused buffer."""
+        reused = len(unchanged) == 1 and len(every) > 2
+        if reused and not self.__dict__.get("_warned_reused"):
+            self.__dict__["_warned_reused"] = True
+            checks.warn(
+                f"{type(self).__name__} evaluates with the statistics of one training call "
+                f"instead of {len(every)}: the inputs of the others were modified in place. "
+                "Pass a new tensor in each call, or call rbn.update_population_stats(model, "
+                "batches)"
+            )
 
     def _replay(self, call: Call, states: States | None) -> States:
         """Run a kept call again, on the device and in the dtype that the weights have now."""
@@ -235,6 +249,21 @@ class FreshStatistics(Recurrence):
     def _keep_states(self, states: States, step: int) -> None:
         if self.training and self.refresh_stats and not torch.compiler.is_compiling():
             self.recent_calls.remember(states, step)
+
+    def _check_first_step(self, states: States | None) -> None:
+        if not self.training or torch.compiler.is_compiling() or not self._separates_steps():
+            return
+        if self.recent_calls.returned(states) and not self.__dict__.get("_warned_step"):
+            self.__dict__["_warned_step"] = True
+            checks.warn(
+                f"{type(self).__name__} continues from its previous step, but step was not given: "
+                "evaluation will normalize all steps with one set of statistics. Pass the number "
+                "of the step: cell(input, hx, step)"
+            )
+
+    def _separates_steps(self) -> bool:
+        """Whether each time step has population statistics of its own."""
+        return not any(s.shared or s.max_length == 1 for s in self._all_statistics())
 
     def _batch_statistics(self) -> AbstractContextManager[None]:
         return temporarily(self._all_statistics(), "forced", "batch")

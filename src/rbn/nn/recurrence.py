@@ -229,6 +229,9 @@ class Recurrence(nn.Module, abc.ABC):
     def _keep_states(self, states: States, step: int) -> None:
         """Remember the states a cell returned, to detect that the next step continues from them."""
 
+    def _check_first_step(self, states: States | None) -> None:
+        """Warn if a cell that counts steps is called without `step` in a later step."""
+
     @abc.abstractmethod
     def _run_call(
         self, x: Tensor, states: States | None, lengths: Tensor | None, start: int

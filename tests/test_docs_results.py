@@ -194,6 +194,33 @@ def test_the_accuracy_of_the_lstm_past_the_paper_is_that_of_the_files():
         assert run["config"] == shipped_beyond("pmnist", "beyond", "lstm")
 
 
+def test_the_accuracy_of_long_runs_with_more_zoneout_is_that_of_the_files():
+    from rbn.experiments import config
+
+    settings = ["tag=beyond-long", "epochs=160", "decay_from=0.5", "layer.zoneout=[0.5,0.05]"]
+    page = (ROOT / "docs/lab-notes/experiments.md").read_text()
+    means = []
+    for name, seeds, extra, row in (
+        ("bn-lstm-zoneout-0.3", (1, 2, 3), None, "BN-LSTM, zoneout 0.3, 50,000 steps"),
+        ("bn-lstm-beyond-long", (1, 2, 3), [], "BN-LSTM, zoneout 0.5, 80,000 steps"),
+        ("lstm-beyond-long", (1,), ["model=lstm", "optimizer.lr=3e-4"], "LSTM, zoneout 0.5"),
+    ):
+        paths = [ROOT / f"results/pmnist/{name}-seed{seed}.json" for seed in seeds]
+        runs = [json.loads(path.read_text()) for path in paths]
+        valid, test = (", ".join(f"{100 * run[k]:.1f}" for run in runs) for k in ("valid", "test"))
+        means.append(sum(100 * run["test"] for run in runs) / len(runs))
+        assert re.search(rf"^\| {row}.* \| {valid} \| {test} \|", page, flags=re.M)
+        if extra is not None:
+            values = {**config.read_yaml(config.find("beyond/pmnist")), "model": "bn-lstm"}
+            every = [*settings, *extra, "precision=bf16-mixed"]
+            there = config.with_settings(config.from_mapping(values), every)
+            assert [run["config"] for run in runs] == [json.loads(there.to_json())] * len(seeds)
+    assert (
+        f"| {means[2]:.1f} % (one seed) | | {means[1]:.1f} % |"
+        in (ROOT / "docs/results/index.md").read_text()
+    )
+
+
 def format_duration(seconds):
     return f"{seconds / 60:.0f} min" if seconds > 100 else f"{seconds:.0f} s"
 

@@ -41,3 +41,22 @@ def test_statistics_are_those_of_the_evaluated_model():
     task, _ = make_task("layer.hidden_noise=0.5")
     task.estimate_population(50)
     assert task.model.recurrent.stats_h_l0.var[0].min() > 0  # h0 is the same in all rows
+
+
+def test_images_that_start_alike_are_estimated_with_the_masks_of_zoneout():
+    """Without masks nothing varies before the first pixel that differs."""
+    images = torch.zeros(6, 200, 1)
+    images[3:] = torch.rand(3, 200, 1)
+    part = data.Split(images, torch.randint(10, (200,)))
+    config = with_settings(
+        Config("digits", hidden_size=8, batch_size=50, population_batch=50),
+        ["layer.zoneout=[0.5, 0.05]"],
+    )
+    task = build(config, 1, CPU, loaded=data.Splits(part, part, part))
+    recurrent = task.model.recurrent
+    torch.nn.init.normal_(recurrent.bias_l0)  # so that the cell changes from the first step on
+    torch.nn.init.normal_(recurrent.beta_c_l0)
+    update_population_stats(task.model, [images], train_mode=False)
+    assert recurrent.stats_h_l0.var[1:3].max() < 1e-10
+    task.estimate_population(50)
+    assert recurrent.stats_h_l0.var[1:3].mean(1).min() > 1e-5

@@ -36,6 +36,11 @@ def draws_noise(model: nn.Module) -> bool:
     return any(getattr(module, "hidden_noise", 0) > 0 for module in model.modules())
 
 
+def draws_masks(model: nn.Module) -> bool:
+    """Whether a model has zoneout, whose masks are drawn in training."""
+    return any(max(getattr(module, "zoneout", (0.0,))) > 0 for module in model.modules())
+
+
 class Measurement(NamedTuple):
     """The results of one pass over a split of the data.
 
@@ -67,6 +72,7 @@ class BaseTask(abc.ABC):
             for the final statistics, because small batches underestimate variances. None: the
             training batch size.
         metric: ``"valid_batch"`` or ``"valid_population"``, which chooses the best model.
+        starts_constant: whether the first inputs are the same in nearly all sequences.
     """
 
     kind: ClassVar[TaskKind]
@@ -76,6 +82,7 @@ class BaseTask(abc.ABC):
     estimate: int | None = ESTIMATE
     population_batch: int | None = None
     metric = "valid_population"
+    starts_constant: ClassVar[bool] = False
     forward: Callable[[nn.Module, Any], object] | None = None  # on one of `population_batches`
 
     # A task from a config ------------------------------------------------------------------------
@@ -164,15 +171,19 @@ class BaseTask(abc.ABC):
     def estimate_population(self, batch_size: int, count: int | None = None) -> None:
         """Estimate population statistics of the current model, from all or `count` minibatches.
 
-        Without dropout and zoneout, as in evaluation, but with noise in the initial states, which
-        in-order MNIST has: all images start with identical pixels, so at first that noise is all
-        there is to normalize. Without it, the first pixels that differ would be many standard
-        deviations away.
+        Without dropout and zoneout, as in evaluation. Two kinds of models are estimated as in
+        training, because all images start with identical pixels, so that at first their randomness
+        is all there is to normalize: those with noise in the initial states, and those with zoneout
+        on images. Without it, these variances would be close to 0. The first pixels that differ
+        would be many standard deviations away, and rounding errors would be enlarged at each step.
         """
         batches = Ranks.here().share(itertools.islice(self.population_batches(batch_size), count))
+        as_in_training = draws_noise(self.model) or (
+            self.starts_constant and draws_masks(self.model)
+        )
         with own_statistics(self.model):
             update_population_stats(
-                self.model, batches, forward=self.forward, train_mode=draws_noise(self.model)
+                self.model, batches, forward=self.forward, train_mode=as_in_training
             )
 
     @torch.no_grad()

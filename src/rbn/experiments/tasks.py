@@ -47,6 +47,7 @@ class Classification(BaseTask):
 
     kind = IMAGES
     row_dims = (1, 0)
+    starts_constant = True
 
     def __init__(self, model: nn.Module, splits: Splits, batch_size: int, seed: int) -> None:
         self.model, self.splits, self.batch_size = model, splits, batch_size

@@ -11,11 +11,13 @@ from recurrence_cases import (
     poisoned_memory,
     scale_of,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # A product of n terms rounded to a unit u is off by about u * sqrt(n) of a term, that is by u of
 # the sum here, where weights have the size n ** -0.5; a step adds a few such errors, a gradient one
 # for each step it passes. tf32 has the 10 bits of float16.
 UNITS = {torch.float32: 2**-11, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+TANH = 2**-11  # the largest error of the kernels' approximate tanh, relative to its value
 HALVES = (torch.float16, torch.bfloat16)
 OPTIONS = {
     "plain": {},
@@ -50,23 +52,39 @@ def at_least_a_hundredth(gradients):
     return {key: max(value.norm(), 0.01 * largest) for key, value in gradients.items()}
 
 
-def moved_by_rounding(case, unit, scales):
-    """By how many units float64's results and gradients move with weights and first states.
+class InexactTanh(TorchDispatchMode):
+    """Inside, each tanh is moved, and each sigmoid as the tanh by which the kernels compute it."""
 
-    Each of those one unit larger or smaller, at random, four times: the largest. It stands for the
-    roundings of a step's product.
+    def __init__(self, moved):
+        super().__init__()
+        self.moved = moved
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.tanh.default:
+            return self.moved(torch.tanh(*args), TANH)
+        if func is torch.ops.aten.sigmoid.default:
+            return 0.5 + 0.5 * self.moved(torch.tanh(0.5 * args[0]), TANH)
+        return func(*args, **(kwargs or {}))
+
+
+def moved_by_rounding(case, unit, scales):
+    """By how many units float64's results and gradients move with what the kernels round.
+
+    That is weights and first states, by a unit, which stand for the roundings of a step's product,
+    and each tanh: all larger or smaller at random, four times. Returns the largest.
     """
     g = torch.Generator().manual_seed(0)
 
-    def moved(value):
-        return value * (1 + unit * (2 * torch.randint(2, value.shape, generator=g) - 1))
+    def moved(value, by=unit):
+        return value * (1 + by * (2 * torch.randint(2, value.shape, generator=g) - 1))
 
     case = case.to(torch.float64)
     results, gradients = differentiate(case, "reference")
     scale, most = scales(gradients), 0.0
     for _ in range(4):
         others = {name: moved(case.tensors[name]) for name in ("weight_hh", "h0")}
-        found = differentiate(case.with_tensors(**others), "reference")
+        with InexactTanh(moved):
+            found = differentiate(case.with_tensors(**others), "reference")
         for key, want in results.items():
             if want is not None and want.numel():
                 error = (found[0][key] - want).abs().max() / scale_of(want)
@@ -77,29 +95,35 @@ def moved_by_rounding(case, unit, scales):
 
 
 def random_case(op, shape, dtype, change=lambda case: case, scales=at_least_1, **options):
-    """Random arguments; those of a few rows are drawn again while they are ill-conditioned.
+    """Random arguments, and how many units their gradients may differ from float64's.
 
     Two rows whose products nearly agree are divided by nearly nothing, and any rounding is
-    enlarged: beyond what is allowed in a fifth of all draws where a first state is 100 times as
-    large. Of 900 cases drawn like this, rounding the operands moved none by more than 2.7 units.
+    enlarged. So cases of few rows are drawn again while rounding moves them by more than 4 units,
+    and may differ by 3 times as much as that moves them. The errors of the approximate tanh are
+    alike for close arguments and may add up: with all of one sign, or as a wave of the argument,
+    float64's gradients moved up to 2.1 times as far as with random signs in 77 draws of two rows,
+    and those of one call on an H200 2.9 times (13 units, before this bound).
     """
     while True:
         case = change(make_case(op, *shape, fresh_seed(), dtype=dtype, **calm(op), **options))
-        if shape[1] > 16 or moved_by_rounding(case, UNITS[dtype], scales) <= 3:
-            return case
+        if shape[1] > 16:
+            return case, 8
+        moved = moved_by_rounding(case, UNITS[dtype], scales)
+        if moved <= 4:
+            return case, max(8, 3 * moved)
 
 
 def compare(op, shape, dtype, options, change=lambda case: case, scales=at_least_1):
     """Outputs and all gradients of random arguments with float64's."""
-    case = random_case(op, shape, dtype, change, scales, **options)
+    case, units = random_case(op, shape, dtype, change, scales, **options)
     with poisoned_memory():
         found = differentiate(case.on("cuda"), "gpu")
     expected = differentiate(case.to(torch.float64), "reference")
-    assert_same(found[0], expected[0], 16 * UNITS[dtype])
+    assert_same(found[0], expected[0], 2 * units * UNITS[dtype])
     scale = scales(expected[1])
     for key, want in expected[1].items():
         error = (found[1][key].double().cpu() - want).norm() / scale[key]
-        assert error <= 8 * UNITS[dtype], f"gradient of {key}: {error:.2g}"
+        assert error <= units * UNITS[dtype], f"gradient of {key}: {error:.2g}"
 
 
 def same_bits(case, times):

@@ -1,6 +1,9 @@
 """Models that come with the package."""
 
+import json
+import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from rbn import pretrained_models
 from rbn.cli.app import app
 from rbn.data.pydoc import SYMBOLS
 from rbn.data.text import encode
-from rbn.experiments import trained_models
+from rbn.experiments import run_folder, trained_models
 from rbn.models import LanguageModel
 
 CPU = torch.device("cpu")
@@ -36,6 +39,27 @@ def test_digits():
     done = invoke("evaluate", "pretrained:digits")
     assert done.exit_code == 0, done.output
     assert f"{100 * accuracy:.2f} %" in done.output
+
+
+def test_pmnist():
+    if not os.environ.get("RBN_DATA"):
+        pytest.skip("RBN_DATA does not name a folder with MNIST")
+    model = rbn.pretrained("pmnist")
+    test = rbn.data.pmnist().test
+    images, labels = test.inputs[:, :200], test.labels[:200]
+    with torch.no_grad():
+        logits = model(images)
+        # Logits are about 30; rounding in another order changes them by 0.1.
+        torch.testing.assert_close(model(images[:, :1]), logits[:1], rtol=0, atol=0.5)
+    assert (logits.argmax(-1) == labels).float().mean() > 0.93
+
+
+def test_the_settings_of_pmnist_are_those_of_its_run():
+    """Without the precision: its statistics are estimated in float32."""
+    config, seed = run_folder.read_config(pretrained_models.folder_of("pmnist"))
+    path = Path(__file__).parents[1] / f"results/pmnist/{config.name}-seed{seed}.json"
+    wanted = json.loads(path.read_text())["config"] | {"precision": "32-true"}
+    assert json.loads(config.to_json()) == wanted
 
 
 def test_pydoc():
@@ -64,11 +88,11 @@ def test_they_can_be_trained_further():
 
 
 def test_a_wrong_name():
-    with pytest.raises(ValueError, match="one of digits, pydoc, got 'mnist'"):
+    with pytest.raises(ValueError, match="one of digits, pmnist, pydoc, got 'mnist'"):
         rbn.pretrained("mnist")
     done = invoke("evaluate", "pretrained:mnist")
     assert done.exit_code == 2
-    assert "digits, pydoc" in done.output
+    assert "digits, pmnist, pydoc" in done.output
 
 
 def test_a_damaged_file(monkeypatch):

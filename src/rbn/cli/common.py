@@ -21,7 +21,8 @@ DataDir = Annotated[Path | None, typer.Option(help="The data folder; RBN_DATA by
 Run = Annotated[
     Path,
     typer.Argument(
-        help="Folder of a run; or pretrained:digits, pretrained:pydoc, which come with rbn."
+        help="Folder of a run; or pretrained:digits, pretrained:pmnist, pretrained:pydoc, "
+        "which come with rbn."
     ),
 ]
 

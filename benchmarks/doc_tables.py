@@ -248,8 +248,8 @@ def few_sequences():
     return table(heads, lines)
 
 
-def longest_sequence():
-    found = grouped("longest-sequence.csv", "batch", "normalized_with")
+def few_sequences_training():
+    found = grouped("few-sequences-training.csv", "batch", "normalized_with")
     lines = []
     for batch in ("4", "16"):
         cells = [batch]
@@ -271,7 +271,7 @@ def gru():
 
 TABLES = {
     "few-sequences": few_sequences,
-    "longest-sequence": longest_sequence,
+    "few-sequences-training": few_sequences_training,
     "gru": gru,
     "summary": summary,
     "gpu": gpu,

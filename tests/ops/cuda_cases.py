@@ -22,6 +22,7 @@ HALVES = (torch.float16, torch.bfloat16)
 OPTIONS = {
     "plain": {},
     "lengths": {"lengths": "random"},
+    "few rows": {"lengths": "random", "min_rows": 9},
     "sequencewise": {"input_stats": "sequence", "lengths": "random"},
     "population": {"population": 2},
     "raw output": {"absent": ("gamma_c", "bias")},

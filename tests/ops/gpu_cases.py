@@ -23,6 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {
     "plain": {},
     "lengths": {"lengths": [5, 1, 3]},
+    "few rows": {"lengths": [5, 1, 3], "min_rows": 2},
     "padding counted": {"lengths": [2, 5, 1], "padding": "include"},
     "sequencewise": {"input_stats": "sequence", "lengths": [5, 4, 1]},
     "sequencewise, padding counted": {

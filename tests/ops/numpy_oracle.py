@@ -45,9 +45,11 @@ def sample_statistics(rows, features):
 class Term:
     """One normalized term: where its statistics come from, and those it has used."""
 
-    def __init__(self, features, population=None, shared=None):
+    def __init__(self, features, population=None, shared=None, enough=1, eps=0.0):
+        """enough: with fewer rows than that, a step uses those of all earlier steps instead."""
         self.features, self.population, self.shared = features, population, shared
-        self.means, self.vars = [], []
+        self.enough, self.eps = enough, eps
+        self.means, self.vars, self.seen = [], [], []
         if shared is not None:
             self._keep(*shared)
 
@@ -58,7 +60,11 @@ class Term:
             return (means[t], variances[t]) if t < T_max else (means[T_max - 1], variances[-1])
         if self.shared is not None:
             return self.shared
-        return self._keep(*sample_statistics(rows, self.features))
+        if len(rows) >= self.enough:
+            self.seen += rows
+            return self._keep(*sample_statistics(rows, self.features))
+        mean, var = sample_statistics([row.real for row in self.seen], self.features)  # constants
+        return self._keep(mean, np.where(var > 5e-6 * self.eps, var, 1e30))
 
     def _keep(self, mean, var):
         self.means.append(mean)
@@ -103,11 +109,11 @@ class Batch:
         return np.stack(self.states[name])
 
 
-def input_term(batch, wx, population, input_stats):
+def input_term(batch, wx, population, input_stats, enough, eps):
     shared = None
     if population is None and input_stats == "sequence":
         shared = sample_statistics(batch.unpadded(wx), batch.features)
-    return Term(batch.features, population, shared)
+    return Term(batch.features, population, shared, enough, eps)
 
 
 def zoneout(z, t, b, previous, new):
@@ -139,6 +145,7 @@ def bn_lstm(
     eps=1e-5,
     input_stats="step",
     padding="exclude",
+    min_rows=1,
     zoneout_c=0.0,
     zoneout_h=0.0,
     pass_normalized_cell=False,
@@ -147,8 +154,11 @@ def bn_lstm(
     batch = Batch(wx, lengths, padding, h=h0, c=c0)
     T, H = batch.T, h0.shape[1]
     pop = population or {}
-    x_term = input_term(batch, wx, pop.get("x"), input_stats) if gamma_x is not None else Term(0)
-    h_term, c_term = Term(4 * H, pop.get("h")), Term(H, pop.get("c"))
+    enough = min(min_rows, batch.B), eps
+    x_term = Term(0)
+    if gamma_x is not None:
+        x_term = input_term(batch, wx, pop.get("x"), input_stats, *enough)
+    h_term, c_term = Term(4 * H, pop.get("h"), None, *enough), Term(H, pop.get("c"), None, *enough)
     b_vector = np.zeros(4 * H) if bias is None else bias
     beta = np.zeros(H) if beta_c is None else beta_c
 
@@ -297,13 +307,15 @@ def one_state(
     eps=1e-5,
     input_stats="step",
     padding="exclude",
+    min_rows=1,
     zoneout_h=0.0,
 ):
     """A network whose only state is h. step: from both terms and h of a row to its new h."""
     batch = Batch(wx, lengths, padding, h=h0)
     pop = population or {}
-    x_term = input_term(batch, wx, pop.get("x"), input_stats)
-    h_term = Term(batch.features, pop.get("h"))
+    enough = min(min_rows, batch.B), eps
+    x_term = input_term(batch, wx, pop.get("x"), input_stats, *enough)
+    h_term = Term(batch.features, pop.get("h"), None, *enough)
     for t in range(batch.T):
         h, counted = batch.states["h"], batch.counted(t)
         mean_h, var_h = h_term.statistics(t, [weight_hh @ h[b] for b in counted])

@@ -358,6 +358,7 @@ def cases(draw: st.DrawFn, op: str, eps: tuple[float, ...] = (1e-5, 1e-3)) -> Ca
         options["population"] = draw(st.none() | st.tuples(rows, rows, rows), label="population")
         options["input_stats"] = draw(st.sampled_from(("step", "sequence")))
         options["padding"] = draw(st.sampled_from(("exclude", "include")))
+        options["min_rows"] = draw(st.sampled_from((1, 2, 3)))
     if op == "bn_lstm":
         options["pass_normalized_cell"] = draw(st.booleans())
     if op == "bn_rnn":

@@ -44,6 +44,7 @@ OPTIONS = {
         {"absent": ("gamma_c",), "lengths": [5, 1, 3, 2, 5, 4, 1]},
     ),
     "lengths": ("bn_lstm", {"lengths": [5, 1, 3, 2, 5, 4, 1]}),
+    "few rows": ("bn_lstm", {"lengths": [5, 1, 3, 2, 5, 4, 1], "min_rows": 4}),
     "no row to the end": ("bn_lstm", {"lengths": [3, 1, 2, 3, 1, 1, 2]}),
     "sequencewise": ("bn_lstm", {"input_stats": "sequence", "lengths": [5, 1, 3, 2, 5, 4, 1]}),
     "population": ("bn_lstm", {"population": (2, 7, 5)}),

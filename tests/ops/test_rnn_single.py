@@ -48,6 +48,7 @@ OPTIONS = {
     "relu": {"nonlinearity": "relu"},
     "no bias": {"absent": ("bias",)},
     "lengths": {"lengths": [5, 1, 3, 2, 5, 4, 1]},
+    "few rows": {"lengths": [5, 1, 3, 2, 5, 4, 1], "min_rows": 4},
     "no row to the end": {"lengths": [3, 1, 2, 3, 1, 1, 2]},
     "sequencewise": {"input_stats": "sequence", "lengths": [5, 1, 3, 2, 5, 4, 1]},
     "population": {"population": (2, 7, 5)},

@@ -24,6 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {
     "plain": {},
     "lengths": {"lengths": [3, 1, 2]},
+    "few rows": {"lengths": [3, 1, 2], "min_rows": 2},
     "sequencewise": {"input_stats": "sequence", "lengths": [3, 2, 1], "padding": "include"},
     "population": {"population": (2, 4, 3)},
     "zoneout": {"zoneout": ("mask", 0.3)},

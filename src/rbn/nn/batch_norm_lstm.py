@@ -69,6 +69,7 @@ class _BatchNormLSTM(BatchNormalized):
             eps=self.eps,
             input_stats=self.input_stats,
             padding=self.padding,
+            min_rows=self._min_rows_of(input, lengths),
             pass_normalized_cell="pass_normalized_cell" in self.ablations,
         )
         population = self._population(suffix, start, input.shape[0])

@@ -57,6 +57,7 @@ class OneState(BatchNormalized):
             eps=self.eps,
             input_stats=self.input_stats,
             padding=self.padding,
+            min_rows=self._min_rows_of(input, lengths),
             nonlinearity=self.nonlinearity,
         )
         population = self._population(suffix, start, input.shape[0])

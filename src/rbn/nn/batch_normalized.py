@@ -10,12 +10,10 @@ from torch import Tensor
 
 from rbn.nn import checks, init
 from rbn.nn.fresh_statistics import FreshStatistics, is_exporting, is_recomputing
-from rbn.nn.longest_sequence import enough_rows, run_in_parts
 from rbn.nn.recurrence import States
 from rbn.nn.statistics import PopulationStatistics, Update, update_all
 from rbn.ops import Statistics
-from rbn.ops.definition import Arguments
-from rbn.ops.operator import CallResults
+from rbn.ops.few_rows import enough_rows
 from rbn.ops.types import InputStats, Padding
 
 if TYPE_CHECKING:
@@ -147,12 +145,23 @@ class BatchNormalized(FreshStatistics):
             results[f"mean_{term}"], results[f"var_{term}"] = statistics.read(start, steps)
         return Statistics(**results)
 
-    def _in_parts(
-        self, calls: list[Arguments], group: ProcessGroup | None
-    ) -> list[CallResults] | None:
-        if self.padding == "include" or calls[0].population:
-            return None
-        return run_in_parts(self.definition, calls, group, self._common_steps)
+    def _min_rows(self, batch: int) -> int:
+        """How many sequences must reach a step that has minibatch statistics of its own.
+
+        batch: the number of sequences of this process.
+        """
+        rows = batch if self._all_rows is None else self._all_rows
+        return enough_rows(rows) if rows > 1 and self.padding == "exclude" else 1
+
+    def _min_rows_of(self, input: Tensor, lengths: Tensor | None) -> int:
+        """`_min_rows` of a call; 1 where all steps have the same rows, or given statistics.
+
+        There, a program for any batch size must not depend on it.
+        """
+        same = lengths is None and self._all_rows is None
+        if same or not self._all_statistics()[0].uses_batch:
+            return 1
+        return self._min_rows(input.shape[1])
 
     def _results(
         self, suffix: str, results: tuple[Any, ...], lengths: Tensor | None, start: int
@@ -207,7 +216,7 @@ class BatchNormalized(FreshStatistics):
         rows: int,
     ) -> list[Update]:
         """The arguments of `update_all` for minibatch statistics of ``(term, ..., mean, var)``."""
-        sequence = self.input_stats == "sequence"  # then those of x are over all these steps
+        sequence = self.input_stats == "sequence"  # then those of x are over all positions
         if lengths is None and rows > 1 and self._group() is None:
             return [
                 (statistics, mean, var, 0 if sequence and term == "x" else start, None)
@@ -221,7 +230,7 @@ class BatchNormalized(FreshStatistics):
             common = self._common_steps if self._ignores_padding() else None
             last = None if common == steps else common
         elif lengths is not None and not alone:
-            fewest = enough_rows(rows) if self._ignores_padding() else 1
+            fewest = self._min_rows(rows)
             known = checks.known_lengths(lengths)
             last = lengths.topk(fewest).values[-1] if known is None else sorted(known)[-fewest]
         reached: Tensor | None = None

@@ -1,7 +1,6 @@
 """Argument checks that raise one clear sentence, before any work is done.
 
-But for `lengths_on_host`, they never read values from an accelerator: that would make the host wait
-for it. For the mistakes
+They never read values from an accelerator: that would make the host wait for it. For the mistakes
 that `torch.nn.LSTM` detects too, type and wording of the error are torch's.
 """
 
@@ -18,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from rbn.ops.operator import is_traced
 from rbn.ops.types import check_lengths, readable, to_device
 
 _KNOWN = "_rbn_values"  # attribute of the tensors that `lengths` returns
@@ -251,8 +249,8 @@ def packed(value: Any) -> None:
 def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
     """Lengths as an integer tensor ``[B]`` on the device. Values on the CPU are checked.
 
-    Values that are already on an accelerator are not checked here. The result remembers those that
-    the host knows, see `known_lengths`.
+    Values that are already on an accelerator are not checked. The result remembers those that the
+    host knows, see `known_lengths`.
     """
     if value is None:
         return None
@@ -280,7 +278,9 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
         return result
     if result is value:  # values are attached to the result, never to the caller's tensor
         result = result.detach()
-    return result if values is None else remember_lengths(result, values)
+    if values is not None:
+        setattr(result, _KNOWN, values)
+    return result
 
 
 def _not_in_capture(device: torch.device) -> None:
@@ -295,33 +295,6 @@ def _not_in_capture(device: torch.device) -> None:
 def known_lengths(lengths: Tensor) -> list[int] | None:
     """The values of a result of `lengths`, if the host knows them without waiting for a device."""
     return None if torch.compiler.is_compiling() else getattr(lengths, _KNOWN, None)
-
-
-def remember_lengths(lengths: Tensor, values: list[int]) -> Tensor:
-    """Attach the values to a tensor of lengths, for `known_lengths`."""
-    setattr(lengths, _KNOWN, values)
-    return lengths
-
-
-def lengths_on_host(lengths: Tensor, steps: int) -> list[int] | None:
-    """The values of a result of `lengths`. Waits for the device if the host does not know them.
-
-    Values read from a device are checked: they must lie between 1 and `steps`.
-
-    None where the host cannot read them: in traced code, under `torch.func`, and while a CUDA
-    graph is captured.
-    """
-    known = known_lengths(lengths)
-    if known is not None:
-        return known
-    if is_traced(lengths) or torch._C._are_functorch_transforms_active() or lengths.is_meta:
-        return None
-    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    values: list[int] = lengths.tolist()
-    check_lengths(values, steps)
-    remember_lengths(lengths, values)
-    return values
 
 
 def warn(message: str) -> None:

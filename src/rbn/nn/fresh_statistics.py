@@ -53,6 +53,10 @@ class FreshStatistics(Recurrence):
     def _ignores_padding(self) -> bool:
         """Whether padded positions have no influence on any result."""
 
+    @abc.abstractmethod
+    def _min_rows(self, batch: int) -> int:
+        """How many sequences must reach a step that has minibatch statistics of its own."""
+
     def _set_refresh(self, refresh_stats: bool) -> None:
         """Start with an empty log of calls."""
         self.refresh_stats = checks.boolean("refresh_stats", refresh_stats)
@@ -366,12 +370,17 @@ class FreshStatistics(Recurrence):
             valid = valid_steps(lengths, steps)
             assert valid is not None
             reached = valid.sum(1)
+        own = reached  # without steps that have no statistics of their own
+        if self._common_steps is not None:
+            own = torch.where(torch.arange(steps, device=own.device) < self._common_steps, own, 0)
+        elif self._ignores_padding():
+            own = torch.where(own >= self._min_rows(rows), own, 0)
         for term, _, mean, var in result:
             pool = self._pools.setdefault(f"stats_{term}{suffix}", _Pool())
             if term == "x" and self.input_stats == "sequence":
                 pool.add(mean, var, 0, reached.sum()[None])
-            else:  # without steps that only one sequence reaches
-                pool.add(mean, var, start, reached[: len(mean)])
+            else:
+                pool.add(mean, var, start, own)
 
 
 class _Pool:

@@ -167,11 +167,11 @@ class Layers(Recurrence, Generic[GivenStates]):
         group = self._group()
         if group is None:
             return restore(*self._stack(x, given, lengths, start))
-        x, lengths, self._common_steps = pad_to_longest(x, lengths, group)
+        x, lengths, self._all_rows, self._common_steps = pad_to_longest(x, lengths, group)
         try:
             output, finals = self._stack(x, given, lengths, start)
         finally:
-            self._common_steps = None
+            self._all_rows = self._common_steps = None
         return restore(with_steps(output, steps), finals)
 
     if TYPE_CHECKING:

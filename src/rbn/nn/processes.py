@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rbn.nn.longest_sequence import ENOUGH_ROWS, enough_rows
+from rbn.ops.few_rows import ENOUGH_ROWS, enough_rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -95,11 +95,11 @@ def as_many_on_all(
 
 def pad_to_longest(
     x: Tensor, lengths: Tensor | None, group: ProcessGroup
-) -> tuple[Tensor, Tensor | None, int]:
+) -> tuple[Tensor, Tensor | None, int, int]:
     """Pad or trim x ``[T, B, F]`` to the longest sequence of all processes.
 
-    Returns x, its lengths, and the number of steps that enough sequences reach to have statistics
-    (`enough_rows`). If there is only one sequence, that is its length.
+    Returns x, its lengths, the number of sequences, and the number of steps that enough of them
+    reach to have statistics (`enough_rows`). If there is only one sequence, that is its length.
     """
     batch = x.shape[1]
     rows = min(ENOUGH_ROWS, batch)
@@ -112,7 +112,8 @@ def pad_to_longest(
     steps = max(longest[0], 1)
     if lengths is None and steps > x.shape[0]:
         lengths = torch.full((batch,), x.shape[0], device=x.device)
-    return with_steps(x, steps), lengths, longest[min(enough_rows(total), max(total, 1)) - 1]
+    common = longest[min(enough_rows(total), max(total, 1)) - 1]
+    return with_steps(x, steps), lengths, total, common
 
 
 def with_steps(x: Tensor, steps: int) -> Tensor:

@@ -21,7 +21,6 @@ import rbn.ops as ops
 from rbn.nn import checks, init
 from rbn.ops.definition import Arguments, Definition, LSTMArguments
 from rbn.ops.dispatch import run
-from rbn.ops.operator import CallResults
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,7 +42,9 @@ class Recurrence(nn.Module, abc.ABC):
     gates: ClassVar[int] = 4  # the weight matrices have gates * hidden_size rows
     states: ClassVar[tuple[str, ...]] = ("h0", "c0")
     weight_dropout = 0.0  # layers only; cells have none
-    # With sync_stats, during a call: steps reached by at least two sequences across processes.
+    # With sync_stats, during a call, of all processes: the number of sequences, and of the steps
+    # that enough of them reach.
+    _all_rows: int | None = None
     _common_steps: int | None = None
 
     def __init__(
@@ -275,19 +276,12 @@ class Recurrence(nn.Module, abc.ABC):
                 calls.append(self._arguments(suffix, x, weight_ih, states, lengths, start))
         if empty:
             return empty
-        all_results = self._in_parts(calls, group)
-        if all_results is None:
-            all_results = run(self.definition, calls, group)
         return [
             self._results(suffix, results, lengths, start)
-            for (suffix, _, _), results in zip(directions, all_results, strict=True)
+            for (suffix, _, _), results in zip(
+                directions, run(self.definition, calls, group), strict=True
+            )
         ]
-
-    def _in_parts(
-        self, calls: list[Arguments], group: ProcessGroup | None
-    ) -> list[CallResults] | None:
-        """The results of calls whose last steps too few sequences reach; None for other calls."""
-        return None
 
     def _initial_states(self, suffix: str, batch: int, like: Tensor) -> States:
         """Learned ``[H]`` or zero ``[B, H]`` initial states, with noise on h0 in training."""

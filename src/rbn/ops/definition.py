@@ -54,6 +54,7 @@ class LSTMArguments(NamedTuple):
     eps: float = 0.0
     input_stats: str = "step"  # "step" or "sequence"
     padding: str = "exclude"  # "exclude" or "include"
+    min_rows: int = 1  # a step with fewer rows uses constants: `rbn.ops.few_rows`
     pass_normalized_cell: bool = False
     save: bool = False  # save tensors for the backward pass
     tf32: bool = False  # float32 products may use tf32
@@ -82,6 +83,16 @@ class LSTMArguments(NamedTuple):
     def include(self) -> bool:
         """Whether padded rows count in the statistics."""
         return self.padding == "include" and self.lengths is not None and self.batch_stats
+
+    @property
+    def exclude(self) -> bool:
+        """Whether later steps may have fewer rows, down to none, in their statistics."""
+        return self.padding == "exclude" and self.lengths is not None and self.batch_stats
+
+    @property
+    def fewest(self) -> int:
+        """How many rows a step needs for statistics of its own; at most all."""
+        return min(self.min_rows, self.input.shape[1]) if self.exclude else 1
 
     @property
     def zoned(self) -> bool:
@@ -114,6 +125,7 @@ class RNNArguments(NamedTuple):
     eps: float = 0.0
     input_stats: str = "step"
     padding: str = "exclude"
+    min_rows: int = 1
     nonlinearity: str = "tanh"  # or "relu", or "gates" for the GRU
     save: bool = False
     tf32: bool = False
@@ -143,10 +155,21 @@ class RNNArguments(NamedTuple):
         """Whether padded rows count in the statistics."""
         return self.padding == "include" and self.lengths is not None and self.mean_h is None
 
+    @property
+    def exclude(self) -> bool:
+        """Whether later steps may have fewer rows, down to none, in their statistics."""
+        return self.padding == "exclude" and self.lengths is not None and self.mean_h is None
+
+    @property
+    def fewest(self) -> int:
+        """How many rows a step needs for statistics of its own; at most all."""
+        return min(self.min_rows, self.input.shape[1]) if self.exclude else 1
+
 
 Arguments = Any  # LSTMArguments or RNNArguments
 
-_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", str: "str", bool: "bool"}
+_TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?"}
+_TYPES |= {kind: kind.__name__ for kind in (float, int, str, bool)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,6 +255,8 @@ class Definition:
         for name in self.masks:
             if getattr(a, name) is not None:
                 self._check_mask(name, a, (T, B, H))
+        if a.min_rows < 1:
+            raise ValueError(f"min_rows must be at least 1, got {a.min_rows}")
         if a.mean_h is not None:
             self._check_population(a, {"G": G, "H": H})
 

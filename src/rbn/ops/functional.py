@@ -36,6 +36,7 @@ def bn_lstm(
     eps: float = 1e-5,
     input_stats: InputStats = "step",
     padding: Padding = "exclude",
+    min_rows: int = 1,
     zoneout_c: Tensor | float = 0.0,
     zoneout_h: Tensor | float = 0.0,
     pass_normalized_cell: bool = False,
@@ -61,6 +62,8 @@ def bn_lstm(
         eps: added to every variance.
         input_stats: minibatch statistics of the input term for each step, or over the sequence.
         padding: whether padded rows count in minibatch statistics.
+        min_rows: a step that fewer rows reach (of all processes) is normalized with constants, mean
+            and variance over all rows of the earlier steps. With ``padding="exclude"`` only.
         zoneout_c: units of the cell that keep their value: bool ``[T, B, H]``, or the rate.
         zoneout_h: the same for the hidden state.
         pass_normalized_cell: the next step continues from BN(c_t) (an ablation).
@@ -89,6 +92,7 @@ def bn_lstm(
         eps=eps,
         input_stats=input_stats,
         padding=padding,
+        min_rows=min_rows,
         pass_normalized_cell=pass_normalized_cell,
     )
     output, h_n, c_n, statistics = run(LSTM, [LSTM.with_population(a, population)], group)[0]
@@ -155,6 +159,7 @@ def bn_rnn(
     eps: float = 1e-5,
     input_stats: InputStats = "step",
     padding: Padding = "exclude",
+    min_rows: int = 1,
     zoneout_h: Tensor | float = 0.0,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
@@ -176,6 +181,7 @@ def bn_rnn(
         eps=eps,
         input_stats=input_stats,
         padding=padding,
+        min_rows=min_rows,
         nonlinearity=nonlinearity,
     )
     output, h_n, statistics = run(RNN, [RNN.with_population(a, population)], group)[0]
@@ -196,6 +202,7 @@ def bn_gru(
     eps: float = 1e-5,
     input_stats: InputStats = "step",
     padding: Padding = "exclude",
+    min_rows: int = 1,
     zoneout_h: Tensor | float = 0.0,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
@@ -211,6 +218,7 @@ def bn_gru(
         eps=eps,
         input_stats=input_stats,
         padding=padding,
+        min_rows=min_rows,
         **_zoneout(h=zoneout_h),
     )
     output, h_n, statistics = run(GRU, [GRU.with_population(a, population)], group)[0]

@@ -26,7 +26,7 @@ from torch import Tensor
 from rbn.ops.cpu import memory
 from rbn.ops.cpu.fused_lstm import Forward, Gradients, Saved, identical_steps_of, states_of
 from rbn.ops.cpu.layout import Buffers, Layout, like_parameter
-from rbn.ops.cpu.norms import SequenceNorm
+from rbn.ops.cpu.norms import SequenceNorm, pooled_rstd
 from rbn.ops.definition import LSTM, VECTORS, LSTMArguments
 from rbn.ops.identical_rows import lower_rstd
 
@@ -153,7 +153,7 @@ class Call:
 
     def __init__(self, a: LSTMArguments) -> None:
         self.library: Any = load()
-        self.layout = layout = Layout(a.input, a.h0, a.lengths, include_padding=False)
+        self.layout = layout = Layout(a)
         self.packing, H = layout.packing, layout.hidden
         self.wx = layout.rows(a.input).contiguous()
         self.weight = layout.cast(a.weight_hh)
@@ -169,11 +169,16 @@ class Call:
             assert gamma_x is not None
             self.sequence = SequenceNorm(gamma_x, a.eps, None)
         self.args = args = _Args(hidden=H, eps=a.eps)
+        self.own_terms: list[str] = []  # normalized with minibatch statistics
+        # The steps with enough rows for that come first.
+        self.common = sum(n >= layout.fewest for n in self.packing.sizes)
         for term, gamma in (("x", a.gamma_x), ("h", a.gamma_h), ("c", a.gamma_c)):
             mode = _NONE if gamma is None else _GIVEN if a.population else _BATCH
             if term == "x" and self.sequence is not None:
                 mode = _NONE
             setattr(args, f"mode_{term}", mode)
+            if mode == _BATCH:
+                self.own_terms.append(term)
             if mode == _GIVEN:
                 setattr(args, f"rows_{term}", len(getattr(a, f"mean_{term}")))
         args.point(c0=self.c0, h0=self.h0, **self.vectors)
@@ -187,6 +192,25 @@ class Call:
         """Point to mean and rstd of the terms x, h and c."""
         self.moments = [None if m is None else m.contiguous() for m in moments]
         self.args.point(**dict(zip(MOMENTS, self.moments, strict=True)))
+
+    def own_steps(self, yes: bool) -> None:
+        """Switch between steps with statistics of their own and steps with constants."""
+        for term in self.own_terms:
+            setattr(self.args, f"mode_{term}", _BATCH if yes else _GIVEN)
+            setattr(self.args, f"rows_{term}", self.layout.steps)
+
+    def fill_constants(self) -> None:
+        """Set the statistics of the steps with too few rows, after all other steps ran."""
+        if self.common == self.layout.steps:
+            return
+        sizes, eps = self.packing.sizes[: self.common], self.args.eps
+        for term in self.own_terms:
+            k = MOMENTS.index(f"mean_{term}")
+            mean, rstd = self.moments[k], self.moments[k + 1]
+            assert mean is not None
+            assert rstd is not None
+            first = mean[: self.common], rstd[: self.common]
+            mean[self.common :], rstd[self.common :] = pooled_rstd(*first, sizes, eps)
 
     def given_moments(self, a: LSTMArguments) -> list[Tensor | None]:
         """Mean and rstd from the population statistics; None for absent terms."""
@@ -204,12 +228,8 @@ def forward(a: LSTMArguments) -> Forward:
     call = Call(a)
     layout, packing, args, wx = call.layout, call.packing, call.args, call.wx
     H, dtype = layout.hidden, a.input.dtype
-    unreached = a.eps**-0.5 if a.eps > 0 else float("inf")
-    new: list[Tensor | None] = []
-    for shape in LSTM.statistics_shapes(a):
-        new += (
-            [None, None] if shape is None else [wx.new_zeros(shape), wx.new_full(shape, unreached)]
-        )
+    shapes = LSTM.statistics_shapes(a)
+    new = [None if shape is None else wx.new_empty(shape) for shape in shapes for _ in range(2)]
     call.use_moments(call.given_moments(a) if a.population else new)
     x = wx
     if call.sequence is not None:
@@ -227,19 +247,29 @@ def forward(a: LSTMArguments) -> Forward:
     panels = packed([call.weight], 4, call.threads)
     args.point(packed=panels, start=x if plain else None)
     run, address = call.library.rbn_lstm_forward_steps, ctypes.addressof(args)
+    steps, common = len(packing.sizes), call.common
     if panels is not None:
-        run(address, call.starts, 0, len(packing.sizes), call.threads)
+        run(address, call.starts, 0, common, call.threads)
+        call.fill_constants()
+        if common < steps:
+            call.own_steps(False)
+            run(address, call.starts, common, steps, call.threads)
     else:
         whs, hs, xs = buffers.views(wh), packing.split(hidden), packing.split(x)
         h, W = call.h0, call.weight.t().contiguous()  # [H, 4H]
         for t, n in enumerate(packing.sizes):
             h = h if len(h) == n else h[:n]
+            if t == common:
+                call.fill_constants()
+                call.own_steps(False)
             if plain:
                 torch.addmm(xs[t], h, W, out=whs[t])
             else:
                 torch.mm(h, W, out=whs[t])
             h = hs[t]
             run(address, call.starts, t, t + 1, call.threads)
+        if common == steps:
+            call.fill_constants()
 
     output = layout.padded(hidden).to(dtype)
     h_n = packing.final(hidden)
@@ -290,11 +320,18 @@ def backward(
     panels = packed([call.weight.t()], 1, call.threads)
     args.point(packed=panels)
     run, address = call.library.rbn_lstm_backward_steps, ctypes.addressof(args)
+    steps, common = len(packing.sizes), call.common
+    call.own_steps(common == steps)
     if panels is not None:
-        run(address, call.starts, 0, len(packing.sizes), call.threads)
+        if common < steps:
+            run(address, call.starts, common, steps, call.threads)
+            call.own_steps(True)
+        run(address, call.starts, 0, common, call.threads)
     else:
         dwhs = packing.split(dwh)
-        for t in range(len(packing.sizes) - 1, -1, -1):
+        for t in range(steps - 1, -1, -1):
+            if t == common - 1:
+                call.own_steps(True)
             run(address, call.starts, t, t + 1, call.threads)
             torch.mm(dwhs[t], call.weight, out=dh[: packing.sizes[t]])
 

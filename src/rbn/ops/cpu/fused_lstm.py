@@ -51,7 +51,7 @@ class _Plan:
     """Objects that both the forward and the backward pass derive from the arguments."""
 
     def __init__(self, a: LSTMArguments) -> None:
-        self.layout = layout = Layout(a.input, a.h0, a.lengths, a.include)
+        self.layout = layout = Layout(a)
         bias, beta_c = layout.optional(a.bias), layout.optional(a.beta_c)
         gamma_x, gamma_h, gamma_c = map(layout.optional, (a.gamma_x, a.gamma_h, a.gamma_c))
         pop_x, pop_h, pop_c = (a.mean_x, a.var_x), (a.mean_h, a.var_h), (a.mean_c, a.var_c)

@@ -41,7 +41,7 @@ class _Plan:
     """Objects that both the forward and the backward pass derive from the arguments."""
 
     def __init__(self, a: RNNArguments) -> None:
-        self.layout = layout = Layout(a.input, a.h0, a.lengths, a.include)
+        self.layout = layout = Layout(a)
         gamma_x, gamma_h = layout.cast(a.gamma_x), layout.cast(a.gamma_h)
         bias, pop_x, pop_h = layout.optional(a.bias), (a.mean_x, a.var_x), (a.mean_h, a.var_h)
         self.gates = Gates(a, layout) if a.gated else None

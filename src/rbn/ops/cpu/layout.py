@@ -10,6 +10,7 @@ from torch import Tensor
 from rbn.ops.cpu.norms import BatchNorm, LayerNorm, Norm, PopulationNorm, SequenceNorm
 from rbn.ops.cpu.packing import Packing
 from rbn.ops.cpu.zoneout import Zoneout
+from rbn.ops.definition import Arguments
 from rbn.ops.types import compute_dtype, valid_steps
 
 Population = tuple[Tensor | None, Tensor | None]  # mean and var of a term
@@ -23,15 +24,16 @@ class Layout:
     removed by packing.
     """
 
-    def __init__(
-        self, wx: Tensor, h0: Tensor, lengths: Tensor | None, include_padding: bool
-    ) -> None:
+    def __init__(self, a: Arguments) -> None:
+        """a: the arguments of a recurrence, with the input term as input."""
+        wx, lengths = a.input, a.lengths
         self.steps, self.batch, _ = wx.shape
-        self.hidden = h0.shape[1]
+        self.hidden = a.h0.shape[1]
         self.dtype = compute_dtype(wx.dtype)
+        self.fewest: int = a.fewest
         self.packing = Packing(self.steps, self.batch, lengths)
         self.padding: Tensor | None = None
-        if lengths is not None and include_padding:
+        if lengths is not None and a.include:
             self.packing = Packing(self.steps, self.batch, None)
             valid = valid_steps(lengths, self.steps)
             assert valid is not None
@@ -77,7 +79,7 @@ class Layout:
         mean, var = population
         if mean is not None and var is not None:
             return PopulationNorm(gamma, beta, eps, self.cast(mean), self.cast(var))
-        return BatchNorm(gamma, beta, eps)
+        return BatchNorm(gamma, beta, eps, self.packing.sizes, self.fewest)
 
     def input_norm(
         self, kind: str, gamma: Tensor, eps: float, population: Population, input_stats: str

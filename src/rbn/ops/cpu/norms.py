@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rbn.ops.few_rows import pooled
+from rbn.ops.identical_rows import variance
 from rbn.ops.types import CONSTANT
 
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
@@ -59,12 +61,23 @@ class _MomentsOfSteps:
 class BatchNorm(_MomentsOfSteps):
     """Statistics of the minibatch, separate for each step (the paper's training mode).
 
+    Steps with too few rows use constants, see `rbn.ops.few_rows`.
+
     identical: the steps in which a constant term passes no gradient (`rbn.ops.identical_rows`).
     """
 
     identical: Sequence[bool] = ()
 
+    def __init__(
+        self, gamma: Tensor, beta: Tensor | None, eps: float, sizes: list[int], fewest: int
+    ) -> None:
+        """sizes: the rows of each step, never growing. fewest: what statistics need."""
+        super().__init__(gamma, beta, eps)
+        self._sizes, self._fewest = sizes, fewest
+
     def forward(self, t: int, x: Tensor) -> Tensor:
+        if self._sizes[t] < self._fewest:
+            return self._with_constants(t, x)
         out, mean, rstd = torch.native_batch_norm(
             x, self.gamma, self.beta, None, None, True, 0.0, self.eps
         )
@@ -72,11 +85,29 @@ class BatchNorm(_MomentsOfSteps):
         self._rstds.append(rstd)
         return out
 
+    def _with_constants(self, t: int, x: Tensor) -> Tensor:
+        if self._sizes[t - 1] >= self._fewest:  # the first of these steps
+            self._constants = self._pooled()
+        mean, rstd = self._constants
+        self._means.append(mean)
+        self._rstds.append(rstd)
+        out = (x - mean) * (rstd * self.gamma)
+        return out if self.beta is None else out + self.beta
+
+    def _pooled(self) -> tuple[Tensor, Tensor]:
+        """Mean and rstd ``[F]`` over all rows of the steps so far."""
+        moments = torch.stack(self._means), torch.stack(self._rstds)
+        return pooled_rstd(*moments, self._sizes[: len(self._means)], self.eps)
+
     def moments(self, rows: int) -> tuple[Tensor, Tensor]:
-        """``[T, F]`` each; those of variance 0 for steps that no row reaches."""
-        unreached = self.eps**-0.5 if self.eps > 0 else float("inf")
-        mean = _fill(torch.stack(self._means), rows, 0.0)
-        return mean, _fill(torch.stack(self._rstds), rows, unreached)
+        """``[T, F]`` each; constants for steps that no row reaches, too."""
+        missing = rows - len(self._means)
+        if missing:
+            few = self._sizes[-1] < self._fewest
+            mean, rstd = self._constants if few else self._pooled()
+            self._means += [mean] * missing
+            self._rstds += [rstd] * missing
+        return torch.stack(self._means), torch.stack(self._rstds)
 
     def restore(self, mean: Tensor, rstd: Tensor) -> None:
         self._means, self._rstds = list(mean.unbind(0)), list(rstd.unbind(0))
@@ -84,6 +115,9 @@ class BatchNorm(_MomentsOfSteps):
     def backward(self, t: int, dy: Tensor, x: Tensor) -> Tensor:
         mean, rstd = self._means[t], self._rstds[t]
         gamma = self.gamma
+        if self._sizes[t] < self._fewest:
+            self._add((dy * (x - mean)).sum(0) * rstd, dy.sum(0))
+            return dy * (rstd * gamma)
         if self.identical and self.identical[t]:
             gamma = gamma * (rstd * rstd * self.eps <= 1 - CONSTANT)
         dx, dgamma, dbeta = _batch_norm_backward(
@@ -219,6 +253,16 @@ class SequenceNorm:
         n = self.counted.sum()
         through = (dy.sum(0) + x_hat * self.dgamma) / n
         return self.gamma * rstd * (dy - through.masked_fill_(~self.counted[:, None], 0))
+
+
+def pooled_rstd(mean: Tensor, rstd: Tensor, sizes: list[int], eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and rstd ``[F]`` over all rows, from those of the steps ``[T, F]``: constants.
+
+    sizes: the rows of each step.
+    """
+    rows = torch.tensor(sizes, dtype=mean.dtype)
+    mean, var = pooled(mean, variance(rstd, eps), rows, eps)
+    return mean[0], torch.rsqrt(var[0] + eps)
 
 
 def _fill(kept: Tensor, rows: int, value: float) -> Tensor:

@@ -19,9 +19,10 @@ def count_rows(
     short,  # [B] int32
     inv_n,  # [T] float32
     B,
+    fewest,
     ROWS: tl.constexpr,
 ):
-    """Write the lengths as int32, and 1 / unpadded rows of each step (0 without any)."""
+    """Write the lengths as int32, and 1 / unpadded rows of each step; 0 for fewer than `fewest`."""
     t = tl.program_id(0)
     n = tl.zeros((), tl.float32)
     for first in range(0, B, ROWS):
@@ -31,13 +32,16 @@ def count_rows(
         if t == 0:
             tl.store(short + rows, length, mask=inside)
         n += tl.sum((inside & (t < length)).to(tl.float32), 0)
-    tl.store(inv_n + t, tl.where(n > 0, tl.div_rn(1.0, tl.maximum(n, 1.0)), 0.0))
+    tl.store(inv_n + t, tl.where(n >= fewest, tl.div_rn(1.0, tl.maximum(n, 1.0)), 0.0))
 
 
-def row_counts(lengths: Tensor, steps: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def row_counts(lengths: Tensor, steps: int, like: Tensor, fewest: int = 1) -> tuple[Tensor, Tensor]:
     """The lengths ``[B]`` in int32 and 1 / unpadded rows of each step, float32 ``[T]``; one launch.
 
-    like: a tensor on the device of the results.
+    Steps with too few rows for statistics of their own have 0: the kernels then use constants, see
+    `rbn.ops.few_rows`.
+
+    like: a tensor on the device of the results. fewest: how many rows are enough.
     """
     if lengths.device != like.device:
         lengths = lengths.to(like.device)
@@ -51,10 +55,10 @@ def row_counts(lengths: Tensor, steps: int, like: Tensor) -> tuple[Tensor, Tenso
         return (
             (steps, 1),
             (lengths, short, inv_n),
-            (batch,),
+            (batch, fewest),
             {"ROWS": min(1024, power_of_two(batch))},
         )
 
     addresses = lengths.data_ptr(), memory.data_ptr(), memory.data_ptr() + 4 * begin
-    launch_by_key(count_rows, (batch, steps, lengths.dtype), addresses, arguments, like)
+    launch_by_key(count_rows, (batch, steps, fewest, lengths.dtype), addresses, arguments, like)
     return short, inv_n

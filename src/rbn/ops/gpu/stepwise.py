@@ -69,14 +69,15 @@ def weight_gradient(da: Tensor, h0: Tensor, hidden: Tensor) -> Tensor:
 class StepCall:
     """Shared by the forward and backward passes of all step-by-step recurrences."""
 
-    def __init__(self, wx: Tensor, lengths: Tensor | None) -> None:
+    def __init__(self, wx: Tensor, lengths: Tensor | None, fewest: int = 1) -> None:
+        """fewest: how many rows a step needs for minibatch statistics of its own."""
         self.wx = wx.contiguous()
         self.T, self.B = wx.shape[:2]
         self.empty = wx.new_empty(1, dtype=torch.float32)
         self.lengths = self.inv_n = self.empty  # see `row_counts`
         self.valid: Tensor | None = None  # [T, B]
         if lengths is not None:
-            self.lengths, self.inv_n = row_counts(lengths, self.T, wx)
+            self.lengths, self.inv_n = row_counts(lengths, self.T, wx, fewest)
             self.valid = valid_steps(self.lengths, self.T)
 
     @property

@@ -40,6 +40,7 @@ def bn_gru(
     eps: float = 1e-5,
     input_stats: InputStats = "step",
     padding: Padding = "exclude",
+    min_rows: int = 1,
     zoneout_h: Tensor | float = 0.0,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
@@ -61,6 +62,7 @@ def bn_gru(
         eps=eps,
         input_stats=input_stats,
         padding=padding,
+        min_rows=min_rows,
         zoneout_h=zoneout_h,
         group=group,
     )

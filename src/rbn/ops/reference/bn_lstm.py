@@ -11,6 +11,7 @@ from rbn.ops.reference.normalization import (
     InputTerm,
     Term,
     carry,
+    constants_of,
     first_identical,
     in_type,
     pair,
@@ -41,6 +42,7 @@ def bn_lstm(
     eps: float = 1e-5,
     input_stats: InputStats = "step",
     padding: Padding = "exclude",
+    min_rows: int = 1,
     zoneout_c: Tensor | float = 0.0,
     zoneout_h: Tensor | float = 0.0,
     pass_normalized_cell: bool = False,
@@ -60,9 +62,11 @@ def bn_lstm(
     valid = valid_steps(lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid if padding == "exclude" or population else None)
     counted = valid if padding == "exclude" else None
-    x_term = InputTerm(wx, valid, counted, input_stats, pair(pop.mean_x, pop.var_x), group)
-    h_term = Term(pair(pop.mean_h, pop.var_h), group)
-    c_term = Term(pair(pop.mean_c, pop.var_c), group)
+    of_x, of_h, of_c = constants_of(wx, counted, min_rows, eps, group, 3)
+    population_x = pair(pop.mean_x, pop.var_x)
+    x_term = InputTerm(wx, valid, counted, input_stats, population_x, group, of_x)
+    h_term = Term(pair(pop.mean_h, pop.var_h), group, of_h)
+    c_term = Term(pair(pop.mean_c, pop.var_c), group, of_c)
 
     identical = first_identical(h, c, group=group)
     output = []

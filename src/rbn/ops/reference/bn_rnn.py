@@ -12,6 +12,7 @@ from rbn.ops.reference.normalization import (
     InputTerm,
     Term,
     carry,
+    constants_of,
     first_identical,
     in_type,
     pair,
@@ -47,6 +48,7 @@ def bn_rnn(
     eps: float = 1e-5,
     input_stats: InputStats = "step",
     padding: Padding = "exclude",
+    min_rows: int = 1,
     zoneout_h: Tensor | float = 0.0,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Statistics]:
@@ -68,8 +70,10 @@ def bn_rnn(
     valid = valid_steps(lengths, len(wx))  # [T, B]
     wx = without_padding(wx, valid if padding == "exclude" or population else None)
     counted = valid if padding == "exclude" else None
-    x_term = InputTerm(wx, valid, counted, input_stats, pair(pop.mean_x, pop.var_x), group)
-    h_term = Term(pair(pop.mean_h, pop.var_h), group)
+    of_x, of_h = constants_of(wx, counted, min_rows, eps, group, 2)
+    population_x = pair(pop.mean_x, pop.var_x)
+    x_term = InputTerm(wx, valid, counted, input_stats, population_x, group, of_x)
+    h_term = Term(pair(pop.mean_h, pop.var_h), group, of_h)
 
     identical = first_identical(h, group=group)
     output = []

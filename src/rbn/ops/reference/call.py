@@ -28,7 +28,12 @@ def run(definition: Definition, a: Arguments, group: ProcessGroup | None) -> tup
     population = None
     if a.mean_h is not None:
         population = Statistics(*(getattr(a, name) for name in definition.moments))
-    statistics = {"population": population, "input_stats": a.input_stats, "padding": a.padding}
+    statistics = {
+        "population": population,
+        "input_stats": a.input_stats,
+        "padding": a.padding,
+        "min_rows": a.min_rows,
+    }
     if len(definition.states) == 1:
         of_rnn = (wx, a.weight_hh, a.bias, a.gamma_x, a.gamma_h, a.h0.expand(rows))
         given |= statistics | {"eps": a.eps, "group": group}

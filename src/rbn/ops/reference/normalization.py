@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from rbn.ops.few_rows import Constants
 from rbn.ops.reference.global_moments import global_moments, identical_globally
 from rbn.ops.types import CONSTANT, InputStats
 
@@ -58,14 +60,16 @@ class Term:
 
     population: ``(mean, var)`` of ``[S, F]`` to use instead of the minibatch's own.
     group: processes that share the minibatch.
+    constants: gives those of steps with too few rows; None if all steps have enough.
     """
 
     def __init__(
         self,
         population: tuple[Tensor, Tensor] | None,
         group: ProcessGroup | None = None,
+        constants: Constants | None = None,
     ) -> None:
-        self.population, self.group = population, group
+        self.population, self.group, self.constants = population, group, constants
         self.means: list[Tensor] = []
         self.vars: list[Tensor] = []
 
@@ -75,7 +79,12 @@ class Term:
             means, variances = self.population
             s = min(t, means.shape[0] - 1)
             return means[s], variances[s]
-        mean, var = moments(h, rows, self.group)
+        return self.keep(t, *moments(h, rows, self.group))
+
+    def keep(self, t: int, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        """Remember the statistics of step t. Returns those to use."""
+        if self.constants is not None:
+            mean, var = self.constants.replace(t, mean, var)
         self.means.append(mean.detach())
         self.vars.append(var.detach())
         return mean, var
@@ -132,10 +141,11 @@ class InputTerm(Term):
         input_stats: InputStats,
         population: tuple[Tensor, Tensor] | None,
         group: ProcessGroup | None = None,
+        constants: Constants | None = None,
     ) -> None:
-        super().__init__(population, group)
-        self.wx, self.valid, self.counted = wx, valid, counted
         self.over_sequence = population is None and input_stats == "sequence"
+        super().__init__(population, group, None if self.over_sequence else constants)
+        self.wx, self.valid, self.counted = wx, valid, counted
         self.shared: tuple[Tensor, Tensor] | None = None
         self.steps: list[tuple[Tensor, Tensor]] = []
 
@@ -146,9 +156,8 @@ class InputTerm(Term):
                 return super().statistics(t, h, rows)
             if not self.steps:
                 mean, var = global_moments(self.wx, self.counted, self.group)
-                self.means, self.vars = list(mean.detach()), list(var.detach())
                 self.steps = list(zip(mean.unbind(), var.unbind(), strict=True))
-            return self.steps[t]
+            return self.keep(t, *self.steps[t])
         if self.shared is None:
             everywhere = None if self.valid is None else self.valid.flatten()
             self.shared = super().statistics(0, self.wx.flatten(0, 1), everywhere)
@@ -169,6 +178,27 @@ class InputTerm(Term):
         counted = self.counted[t]
         one = rows.index_select(0, counted.to(torch.int8).argmax().view(1))
         return ((rows == one) | ~counted[:, None]).all()
+
+
+def constants_of(
+    wx: Tensor,
+    counted: Tensor | None,
+    min_rows: int,
+    eps: float,
+    group: ProcessGroup | None,
+    terms: int,
+) -> list[Constants | None]:
+    """For each term, the constants of steps with fewer rows than min_rows; None without lengths.
+
+    wx: ``[T, B, F]``. counted: bool ``[T, B]``, the rows that count in the statistics of a step.
+    """
+    if counted is None and group is None:
+        return [None] * terms
+    steps, batch, _ = wx.shape
+    rows = wx.new_full((steps,), batch, dtype=torch.int64) if counted is None else counted.sum(1)
+    if group is not None:
+        dist.all_reduce(rows, group=group)
+    return [Constants(rows, min_rows, eps) for _ in range(terms)]
 
 
 def first_identical(*states: Tensor, group: ProcessGroup | None = None) -> Tensor:

@@ -92,7 +92,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
       for (int i = 0; i < OWN; i++) {
         const float off = v[i] * inv;
         var[i] = variance(v[OWN + i] * inv, off);
-        mean[i] = inv > 0.0f ? mean[i] + off : 0.0f;
+        mean[i] += off;
+        if (LENGTHS && !(inv > 0.0f) && o.has(i / 2)) {
+          const float2 both = constants(p.mean_h + o.unit + i, p.var_h + o.unit + i, H, p.inv_n, t, p.eps);
+          mean[i] = both.x, var[i] = both.y;
+        }
         rstd[i] = rsqrtf(var[i] + p.eps);
       }
     }

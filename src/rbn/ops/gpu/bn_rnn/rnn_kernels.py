@@ -17,6 +17,7 @@ from rbn.ops.gpu.runtime.triton_functions import (
     NONE,
     RATE,
     by_zoneout,
+    constants,
     join_gates,
     load,
     sigmoid,
@@ -123,6 +124,11 @@ def bn_rnn_step(
                 v_x += tl.sum(d * d, 0)
         v_h *= scale
         v_x *= scale
+        if EXCLUDE:  # noqa: SIM102 - known when compiled
+            if scale == 0.0:  # too few rows
+                m_h, v_h = constants(mean_h, var_h, columns, inside, G, inv_n, t, eps)
+                if X == BATCH:
+                    m_x, v_x = constants(mean_x, var_x, columns, inside, G, inv_n, t, eps)
         tl.store(mean_h + of_h, m_h, mask=inside)
         tl.store(var_h + of_h, v_h, mask=inside)
     else:

@@ -22,7 +22,7 @@ from rbn.ops.definition import RNN, RNNArguments
 from rbn.ops.gpu.bn_rnn.rnn_steps import Saved
 from rbn.ops.gpu.lstm.constant_terms import raised_variances
 from rbn.ops.gpu.lstm.kernel_arguments import aligned
-from rbn.ops.gpu.lstm.prepare import padded_factors, write_input_moments
+from rbn.ops.gpu.lstm.prepare import fill_constants, padded_factors, write_input_moments
 from rbn.ops.gpu.lstm.workspace import stride_of
 from rbn.ops.gpu.row_counts import row_counts
 from rbn.ops.gpu.runtime import nvrtc
@@ -210,6 +210,8 @@ def forward(a: RNNArguments, tiling: Tiling, separate: bool) -> Results:
         sequence_moments(wx, lengths.get("lengths"), *moments[:2])
     else:
         write_input_moments(wx, lengths.get("lengths"), *moments[:2])
+        if a.exclude:
+            fill_constants(moments[0], moments[1], lengths["inv_n"], a.eps)
     hs = exchanged(tiling, T + 1, wx)
     hs[0, :, :H] = a.h0
     if hs.shape[2] != H:
@@ -329,9 +331,8 @@ def _lengths(a: RNNArguments) -> dict[str, Tensor]:
     """The lengths, and 1 / unpadded rows of each step; empty without lengths."""
     if a.lengths is None:
         return {}
-    return dict(
-        zip(("lengths", "inv_n"), row_counts(a.lengths, len(a.input), a.input), strict=True)
-    )
+    counts = row_counts(a.lengths, len(a.input), a.input, a.fewest)
+    return dict(zip(("lengths", "inv_n"), counts, strict=True))
 
 
 def _raised_variance(

@@ -52,7 +52,7 @@ class RNNCall(StepCall):
     """Sizes, modes and tensors, in the form that the kernels take."""
 
     def __init__(self, a: RNNArguments) -> None:
-        super().__init__(a.input, a.lengths)
+        super().__init__(a.input, a.lengths, a.fewest)
         self.a, (self.G, self.H) = a, a.weight_hh.shape
         beta = self.empty
         if a.gated:

@@ -205,6 +205,29 @@ __device__ __forceinline__ float variance(float square, float off) {
   return var <= 2e-6f * off * off ? 0.0f : var;
 }
 
+// Mean and variance of a column over all rows of some steps; with them steps with too few rows (inv_n 0) are normalized:
+// rbn.ops.few_rows says why.
+struct Pool {
+  float rows = 0.0f, mean = 0.0f, var = 0.0f;
+  __device__ __forceinline__ void add(float inv, float m, float v) {
+    const float n = 1.0f / inv, share = n / (rows + n), off = m - mean;
+    mean += share * off;
+    var += share * (v - var + (1.0f - share) * off * off);
+    rows += n;
+  }
+  __device__ __forceinline__ float scale(float eps) const { return var > CONSTANT * eps ? var : NO_SCALE; }
+};
+
+// The mean and variance that step t uses in place of its own, from those of the steps before. mean, var: of step 0;
+// `step`: from one step to the next.
+__device__ __forceinline__ float2 constants(const float* mean, const float* var, i64 step, const float* inv_n, i64 t, float eps) {
+  if (t > 0 && !(inv_n[t - 1] > 0.0f)) return make_float2(mean[(t - 1) * step], var[(t - 1) * step]);
+  Pool pool;
+#pragma unroll 4
+  for (i64 s = 0; s < t; s++) pool.add(inv_n[s], mean[s * step], var[s * step]);
+  return make_float2(pool.mean, pool.scale(eps));
+}
+
 // What a gradient is multiplied with on its way back through a term. Of minibatch statistics (MODE 1)
 // it is 0 if the term is constant: rbn.ops.types says why, and has the same number.
 template <int MODE>

@@ -19,7 +19,7 @@ from rbn.ops.gpu.lstm.input_moments import feature_moments
 from rbn.ops.gpu.lstm.joined import Saved, join, to_save
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall, rows_of
 from rbn.ops.gpu.lstm.plan import BATCH, plan_for
-from rbn.ops.gpu.lstm.prepare import begin_states, write_input_moments
+from rbn.ops.gpu.lstm.prepare import begin_states, fill_constants, write_input_moments
 from rbn.ops.gpu.lstm.prepare_kernels import last_states
 from rbn.ops.gpu.lstm.steps import step_launches
 from rbn.ops.gpu.lstm.workspace import (
@@ -135,6 +135,8 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
         at |= call.inputs_at(inputs)
     elif plan.sequence:
         sequence_moments(call.wx, call.given_lengths, *new.input_moments())
+    elif call.x == BATCH and a.exclude:
+        fill_constants(*new.input_moments(), call.inv_n, a.eps)
     with device_of(call.term):
         launch = cuda_kernels.launch_for("forward", call, at, rows)
         launch.kernel.launch(launch.grid, launch.arguments)
@@ -191,6 +193,8 @@ def _in_steps(call: LSTMCall, separate: bool) -> Run:
     if call.x == BATCH:
         padded = a.lengths is not None and not call.plan.include
         write_input_moments(call.term, call.lengths if padded else None, *new.input_moments())
+        if a.exclude:
+            fill_constants(*new.input_moments(), call.inv_n, a.eps)
     step_launches.forward(call, moments, hs, natural, wh, h_n)
     return _outputs(call, hs, cs, wh, h_n, natural.select(-3, -1), new.moments(), separate)
 

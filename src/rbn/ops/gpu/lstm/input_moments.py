@@ -7,6 +7,7 @@ import triton.language as tl
 
 from rbn.ops.gpu.runtime.triton_functions import (
     centered_moments,
+    constants,
     load,
     merged,
     rows_counted,
@@ -114,3 +115,29 @@ def feature_moments(
         tl.store(mean + step * F + columns, of_column * m, mask=inside)
         tl.store(var + step * F + columns, of_column * of_column * v, mask=inside)
     tl.store(memory + step * S + rows, value, mask=rows < S)
+
+
+@triton.jit
+def write_constants(
+    mean,  # [R, T, F] float32
+    var,
+    inv_n,  # [T] float32
+    eps,
+    T,
+    F: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write the constants of steps with too few rows, which come last: see `rbn.ops.few_rows`.
+
+    One program per recurrence and block of columns.
+    """
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < F
+    mean += tl.program_id(0).to(tl.int64) * T * F
+    var += tl.program_id(0).to(tl.int64) * T * F
+    m, v = constants(mean, var, columns, inside, F, inv_n, T, eps)
+    for t in range(0, T):
+        if tl.load(inv_n + t) == 0.0:
+            row = tl.cast(t, tl.int64) * F + columns
+            tl.store(mean + row, m, mask=inside)
+            tl.store(var + row, v, mask=inside)

@@ -84,7 +84,7 @@ class LSTMCall:
     def _counts(self) -> tuple[Tensor, Tensor]:
         if self.a.lengths is None:
             return self.empty, self.empty
-        return row_counts(self.a.lengths, self.T, self.term)
+        return row_counts(self.a.lengths, self.T, self.term, self.a.fewest)
 
     def shared(self, state: Tensor) -> bool:
         """Whether all rows share this initial state."""

@@ -180,6 +180,7 @@ def _new_plan(a: LSTMArguments, count: int, may_skip_term: bool) -> Plan:
         may_skip_term
         and family is not None
         and not a.zoned
+        and (a.sequence or not a.exclude)  # else inputs would be centered without the constants
         and (a.norm == "none" or (a.gamma_x is not None and a.gamma_c is not None))
         and cluster_kernels.choose(term) is not None
     )

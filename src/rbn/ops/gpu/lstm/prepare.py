@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rbn.ops.gpu.lstm import prepare_kernels
 from rbn.ops.gpu.lstm.constant_terms import BLOCK, PROGRAMS
-from rbn.ops.gpu.lstm.input_moments import input_moments
+from rbn.ops.gpu.lstm.input_moments import input_moments, write_constants
 from rbn.ops.gpu.lstm.kernel_arguments import LSTMCall
 from rbn.ops.gpu.lstm.prepare_kernels import begin, pad_rows
 from rbn.ops.gpu.lstm.workspace import Scratch, Workspace
@@ -21,6 +21,7 @@ from rbn.ops.types import CONSTANT
 
 _BLOCK = 1024
 _MOMENTS_COLUMNS = 128  # per program; 64 or 256 take a fifth longer at 128 rows
+_CONSTANTS_COLUMNS = 64  # per program
 _TILE = 32  # rows and columns of the tiles in which W_h is transposed
 _PRESENT = ("BIAS", "GAMMA_X", "GAMMA_H", "GAMMA_C", "BETA_C")
 _WIDEST = 256  # columns per row that the kernel pads, at most
@@ -121,6 +122,27 @@ def write_input_moments(wx: Tensor, lengths: Tensor | None, mean: Tensor, var: T
 
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
     launch_by_key(input_moments, (wx.shape, wx.dtype, lengths is None), addresses, arguments, wx)
+
+
+def fill_constants(mean: Tensor, var: Tensor, inv_n: Tensor, eps: float) -> None:
+    """Write mean and variance over all rows of the other steps to those with too few rows.
+
+    Args:
+        mean: float32 ``[..., T, F]``, changed in place.
+        var: float32 ``[..., T, F]``, changed in place.
+        inv_n: the second result of `row_counts`, ``[T]``.
+        eps: added to every variance.
+    """
+    *_, T, F = mean.shape
+    tensors = mean, var, inv_n
+    columns = min(_CONSTANTS_COLUMNS, power_of_two(F))
+
+    def arguments() -> Any:
+        grid = mean.numel() // (T * F), -(-F // columns)
+        return grid, tensors, (eps, T), {"F": F, "COLUMNS": columns}
+
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    launch_by_key(write_constants, (mean.shape, eps), addresses, arguments, mean)
 
 
 def _moments_rows(batch: int) -> int:

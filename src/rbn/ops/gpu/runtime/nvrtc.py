@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from rbn.ops.few_rows import NO_SCALE
 from rbn.ops.types import CONSTANT
 
 log = logging.getLogger("rbn.ops.gpu")
@@ -26,7 +27,7 @@ _SOURCES = {path.name: path for path in Path(__file__).parents[1].rglob("*.cu*")
 # The first version with what the Hopper kernels need: st.async, 128-bit numbers.
 FOR_HOPPER = (12, 3)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the kernels' macro TYPE
-_OPTIONS = ("--std=c++17", "-default-device", f"-DCONSTANT={CONSTANT}f")
+_OPTIONS = ("--std=c++17", "-default-device", f"-DCONSTANT={CONSTANT}f", f"-DNO_SCALE={NO_SCALE}f")
 _DIGEST = hashlib.sha256().digest_size
 _INCLUDE = re.compile(r'^#include "(.*)"$', re.MULTILINE)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rbn.ops import types
+from rbn.ops import few_rows, types
 
 # How a term is normalized.
 NONE = tl.constexpr(0)
@@ -19,6 +19,7 @@ GIVEN = tl.constexpr(2)
 # rows, which was subtracted, is exact to a few roundings.
 LAST_BITS = tl.constexpr(2e-13)
 CONSTANT = tl.constexpr(types.CONSTANT)
+NO_SCALE = tl.constexpr(few_rows.NO_SCALE)
 
 # How zoneout is given.
 MASK = tl.constexpr(1)
@@ -161,6 +162,33 @@ def variance(squares, n, mean):
     """The variance of n rows from their summed squared deviations; 0 if it is only rounding."""
     var = squares / tl.maximum(n, 1.0)
     return tl.where(var <= mean * LAST_BITS * mean, 0.0, var)  # but a NaN stays one
+
+
+@triton.jit
+def constants(mean, var, columns, inside, size, inv_n, t, eps):
+    """Mean and variance over all rows of the steps before t, see `rbn.ops.few_rows`.
+
+    mean, var: of each step, ``[T, size]``. columns: which of them, ``inside`` those that exist.
+    """
+    STEPS: tl.constexpr = 32
+    m = tl.zeros_like(columns.to(tl.float32))
+    squares = m
+    n = tl.zeros((), tl.float32)
+    for first in range(0, t, STEPS):
+        steps = first + tl.arange(0, STEPS)
+        scale = tl.load(inv_n + steps, mask=steps < t, other=0.0)
+        rows = tl.where(scale > 0.0, 1.0 / tl.where(scale > 0.0, scale, 1.0), 0.0)[:, None]
+        ok = (rows > 0.0) & inside[None, :]
+        at = steps.to(tl.int64)[:, None] * size + columns[None, :]
+        means = load(mean, at, ok)
+        tile_n = tl.sum(tl.sum(rows, 1), 0)
+        tile_m = tl.sum(means * rows, 0) / tl.maximum(tile_n, 1.0)
+        off = tl.where(ok, means - tile_m[None, :], 0.0)
+        tile_squares = tl.sum((load(var, at, ok) + off * off) * rows, 0)
+        m, squares = merged(m, squares, n, tile_m, tile_squares, tile_n)
+        n += tile_n
+    v = squares / tl.maximum(n, 1.0)
+    return m, tl.where(v > CONSTANT * eps, v, NO_SCALE)
 
 
 @triton.jit

@@ -128,8 +128,14 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       float var_h[HALVES];
       EACH_HALF {
         const float2 v = add_warps2(reinterpret_cast<float2*>(in.scratch) + s * MW * 32 + at.lane, 32);
-        const float off = v.x * inv, var = variance(v.y * inv, off);
-        shift_h[s] = pick(inv > 0.0f, shift_h[s] + off, 0.0f);
+        const float off = v.x * inv;
+        float var = variance(v.y * inv, off);
+        shift_h[s] += off;
+        if (LENGTHS && !(inv > 0.0f) && at.has(s)) {
+          const i64 first = to_h + 8 * s - i64(t) * GATES;
+          const float2 both = constants(p.mean_h + first, p.var_h + first, GATES, p.inv_n, t, p.eps);
+          shift_h[s] = both.x, var = both.y;
+        }
         statistics[OF_H + here(s)] = make_float2(shift_h[s], rsqrt_(var + p.eps) * g_h[s]);
         var_h[s] = var;
       }
@@ -144,8 +150,14 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
       await<SUMS_2>();
       EACH_HALF {
         const float2 v = add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
-        const float off = v.x * inv, var = variance(v.y * inv, off);
-        shift_c[s] = pick(inv > 0.0f, shift_c[s] + off, 0.0f);
+        const float off = v.x * inv;
+        float var = variance(v.y * inv, off);
+        shift_c[s] += off;
+        if (LENGTHS && !(inv > 0.0f) && at.has(s)) {
+          const i64 first = to_c + 8 * s - i64(t) * H;
+          const float2 both = constants(p.mean_c + first, p.var_c + first, H, p.inv_n, t, p.eps);
+          shift_c[s] = both.x, var = both.y;
+        }
         if (quad == 0) statistics[OF_C + own + 8 * s] = make_float2(shift_c[s], rsqrt_(var + p.eps) * g_c[s]);
         var_c[s] = var;
       }

@@ -39,11 +39,17 @@ struct Forward {
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
 
 // The variance of a column from the sum of all rows around `shift`, which lanes 0 to 15 have, and the squares of
-// lanes 16 to 31; shift becomes the mean.
-__device__ __forceinline__ float moments(float sum, float inv, float& shift) {
+// lanes 16 to 31; shift becomes the mean. pool: of the steps before.
+__device__ __forceinline__ float moments(float sum, float inv, float eps, float& shift, Pool& pool) {
   const float square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
-  shift = inv > 0.0f ? shift + off : 0.0f;
-  return variance(square * inv, off);
+  if (LENGTHS && !(inv > 0.0f)) {
+    shift = pool.mean;
+    return pool.scale(eps);
+  }
+  shift += off;
+  const float var = variance(square * inv, off);
+  if (LENGTHS) pool.add(inv, shift, var);
+  return var;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forward p) {
@@ -95,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   const bool has = owner && blockIdx.x * UNITS + own < H;
   const int column = blockIdx.x * UNITS + own + (for_c ? 0 : own_gate * H);
   float gamma = 0.0f, bias = 0.0f, shift = 0.0f, given_mean = 0.0f, given_var = 0.0f;
+  Pool pool;
   const int features = for_c ? H : GATES, rows = for_h ? p.rows_h : for_c ? p.rows_c : p.rows_x;
   const i64 statistic = r * rows * features + column;  // of the first step
   const bool reads = has && ((for_h && MODE_H == 2) || (for_x && MODE_X) || (for_c && MODE_C == 2));
@@ -260,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
       if (SUM_H) __syncthreads();
       if (SUM_C && for_c) {
         await<SUMS_READY>();
-        const float var = moments(of_c.all(over_warps(scratch + lane, 32), lane, u32(t)), inv, shift);
+        const float var = moments(of_c.all(over_warps(scratch + lane, 32), lane, u32(t)), inv, p.eps, shift, pool);
         if (owner) mean_of_c[own] = shift, scale_of_c[own] = rsqrtf(var + p.eps) * gamma;
         done<TOTALS_READY>();
         keep(t, shift, var);
@@ -320,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
       float var = 0.0f;
       if (for_h) {
         const float sum = over_warps(scratch + (lane < 16 ? 0 : SECOND_AT) + number, PITCH);
-        var = moments(of_h.all(sum, tid, u32(t)), inv, shift);
+        var = moments(of_h.all(sum, tid, u32(t)), inv, p.eps, shift, pool);
         if (owner) mean_of_h[place] = shift, scale_of_h[place] = rsqrtf(var + p.eps) * gamma;
       } else {
         put_given_x();
@@ -375,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
       scratch[warp * 32 + lane] = v[0];
       if (for_c) {
         await<SUMS_READY>();
-        const float var = moments(of_c.all(over_warps(scratch + lane, 32), lane, u32(t)), inv, shift);
+        const float var = moments(of_c.all(over_warps(scratch + lane, 32), lane, u32(t)), inv, p.eps, shift, pool);
         if (owner) mean_of_c[own] = shift, scale_of_c[own] = rsqrtf(var + p.eps) * gamma;
         done<TOTALS_READY>();
         keep(t, shift, var);

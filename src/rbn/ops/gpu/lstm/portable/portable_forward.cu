@@ -197,7 +197,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
         const int q = i / 2, e = i % 2;
         const float off = v[i] * inv;
         var[q][e] = variance(v[8 + i] * inv, off);
-        shift_h[q][e] = mean[q][e] = inv > 0.0f ? shift_h[q][e] + off : 0.0f;
+        shift_h[q][e] = mean[q][e] = shift_h[q][e] + off;
+        if (LENGTHS && !(inv > 0.0f) && mine) {
+          const i64 column = q * H + unit + e;
+          const float2 both = constants(mean_h + column, var_h + column, GATES, p.inv_n, t, p.eps);
+          shift_h[q][e] = mean[q][e] = both.x, var[q][e] = both.y;
+        }
         rstd[q][e] = rsqrtf(var[q][e] + p.eps);
       }
     }
@@ -239,7 +244,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
       for (int e = 0; e < 2; e++) {
         const float off = v[e] * inv;
         vc[e] = variance(v[2 + e] * inv, off);
-        shift_c[e] = mc[e] = inv > 0.0f ? shift_c[e] + off : 0.0f;
+        shift_c[e] = mc[e] = shift_c[e] + off;
+        if (LENGTHS && !(inv > 0.0f) && mine) {
+          const float2 both = constants(mean_c + unit + e, var_c + unit + e, H, p.inv_n, t, p.eps);
+          shift_c[e] = mc[e] = both.x, vc[e] = both.y;
+        }
         rc[e] = rsqrtf(vc[e] + p.eps);
       }
     }

@@ -17,6 +17,7 @@ from rbn.ops.gpu.runtime.triton_functions import (
     NONE,
     RATE,
     centered_moments,
+    constants,
     load,
     load_gates,
     merged,
@@ -79,6 +80,7 @@ def lstm_step(
     kept,  # [T, B, 4H]: W_h h minus its mean, or the pre-activations; written if SAVE
     h_n,  # [B, H] float32, written if LENGTHS
     lengths,  # [B] int32
+    inv_n,  # [T] float32, see `row_counts`; read if FEW
     mask_c,  # [T, B, H] bool
     mask_h,
     scratch,  # [2, B, H] float32, used unless SINGLE: c_t and the output gate
@@ -108,6 +110,7 @@ def lstm_step(
     ZONE_H: tl.constexpr,
     SAVE: tl.constexpr,
     FUSED: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """Step t after the product W_h h."""
     GATES: tl.constexpr = 4 * H
@@ -166,6 +169,12 @@ def lstm_step(
         v_f = variance(v_f, n, m_f)
         v_g = variance(v_g, n, m_g)
         v_o = variance(v_o, n, m_o)
+        if FEW:  # noqa: SIM102 - known when compiled
+            if tl.load(inv_n + t) == 0.0:  # too few rows
+                m_i, v_i = constants(mean_h, var_h, units, inside, GATES, inv_n, t, eps)
+                m_f, v_f = constants(mean_h, var_h, H + units, inside, GATES, inv_n, t, eps)
+                m_g, v_g = constants(mean_h, var_h, 2 * H + units, inside, GATES, inv_n, t, eps)
+                m_o, v_o = constants(mean_h, var_h, 3 * H + units, inside, GATES, inv_n, t, eps)
         store_gates(mean_h, m_i, m_f, m_g, m_o, of_h, inside, H)
         store_gates(var_h, v_i, v_f, v_g, v_o, of_h, inside, H)
     elif NORM != NONE:
@@ -234,6 +243,9 @@ def lstm_step(
     of_c = tl.cast(row_c, tl.int64) * H + units
     if CELL == BATCH:
         v_c = variance(v_c, n, m_c)
+        if FEW:  # noqa: SIM102 - known when compiled
+            if tl.load(inv_n + t) == 0.0:
+                m_c, v_c = constants(mean_c, var_c, units, inside, H, inv_n, t, eps)
         tl.store(mean_c + of_c, m_c, mask=inside)
         tl.store(var_c + of_c, v_c, mask=inside)
     elif CELL != NONE:

@@ -106,8 +106,8 @@ def forward(
             own = _Steps("forward", call, r, moments)
             of_steps = kept.narrow(0, 0, call.wx.numel()).view_as(call.wx)[r] if a.save else kept
             tensors = [wh, own.wx, *own.vectors, *own.moments, hs[r], cs[r], of_steps]
-            tensors += [own.part(h_n), call.lengths, *own.masks, own.scratch(2)]
-            flags = own.flags | {"HS": hs.shape[-1], "SAVE": a.save}
+            tensors += [own.part(h_n), call.lengths, call.inv_n, *own.masks, own.scratch(2)]
+            flags = own.flags | {"HS": hs.shape[-1], "SAVE": a.save, "FEW": a.exclude}
             del flags["X"]  # the kernel always gets its statistics
             step = RepeatedLaunch(lstm_step, own.grid, tensors, flags)
             multiply = products(hs, weights[r].t(), wh)

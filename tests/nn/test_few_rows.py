@@ -8,9 +8,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import rbn
-from rbn.nn import checks
-from rbn.nn.longest_sequence import over_all_steps
-from rbn.ops import Statistics
+from rbn.ops.few_rows import NO_SCALE, Constants, pooled
 
 LAYERS = [rbn.BatchNormLSTM, rbn.BatchNormRNN, rbn.BatchNormGRU]
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
@@ -132,11 +130,10 @@ def test_every_input_of_the_longest_sequence_counts(layer_class):
 
 
 @pytest.mark.parametrize("layer_class", LAYERS)
-@pytest.mark.parametrize("options", [{}, {"input_stats": "sequence"}], ids=["step", "sequence"])
-def test_the_statistics_are_those_of_the_other_steps(layer_class, options):
+def test_the_statistics_are_those_of_the_other_steps(layer_class):
     """The steps that one sequence reaches change no statistic, in training and afterwards."""
     torch.manual_seed(0)
-    layer = layer_class(3, 4, **options)
+    layer = layer_class(3, 4)
     other = copy.deepcopy(layer)
     x = torch.randn(6, 4, 3)
     layer(x, lengths=[2, 6, 4, 1])
@@ -224,21 +221,20 @@ def test_constants_over_all_steps():
         group[:, 1] = 4.0
     mean = torch.stack([group.mean(0) for group in rows])
     var = torch.stack([group.var(0, correction=0) for group in rows])
-    found = over_all_steps(Statistics(mean_h=mean, var_h=var), torch.tensor([4, 4, 3, 2, 2]), EPS)
+    counts = torch.tensor([4, 4, 3, 2, 2])
     everything = torch.cat(rows)
-    torch.testing.assert_close(found.mean_h, everything.mean(0, True), **CLOSE)
-    expected = everything.var(0, correction=0, keepdim=True)
-    torch.testing.assert_close(found.var_h[:, [0, 2]], expected[:, [0, 2]], **CLOSE)
-    assert found.var_h[0, 1] == math.inf
-    assert found.mean_x is None
-    assert found.var_c is None
-
-
-def test_lengths_that_the_host_reads_are_checked():
-    """As those on a GPU, which nobody has checked before."""
-    assert checks.lengths_on_host(torch.tensor([3, 5]), 5) == [3, 5]
-    with pytest.raises(ValueError, match="between 1 and the number of steps 5, got 7"):
-        checks.lengths_on_host(torch.tensor([3, 7]), 5)
+    expected = everything.mean(0), everything.var(0, correction=0)
+    expected[1][1] = NO_SCALE
+    found = pooled(mean, var, counts, EPS)
+    step_by_step = Constants(torch.tensor([*counts, 1]), 2, EPS)
+    for t in range(5):
+        own = step_by_step.replace(t, mean[t], var[t])
+        assert torch.equal(own[0], mean[t])
+        assert torch.equal(own[1], var[t])
+    last = step_by_step.replace(5, mean[0] + math.nan, var[0])
+    for k in range(2):
+        torch.testing.assert_close(found[k][0], expected[k], **CLOSE)
+        torch.testing.assert_close(last[k], expected[k], **CLOSE)
 
 
 def test_not_a_number_stays_in_the_sequences_that_it_reaches():
@@ -262,3 +258,23 @@ def test_a_layer_without_this_case_is_untouched():
     other = rbn.BatchNormLSTM(3, 4)
     other(x, lengths=[6, 6, 4])
     assert other.stats_h_l0.count.tolist() == [1] * 6
+
+
+@pytest.mark.parametrize("layer_class", LAYERS)
+def test_the_same_in_a_compiled_layer_and_under_torch_func(layer_class):
+    torch.manual_seed(0)
+    layer = random_(layer_class(3, 4, max_length=7, dtype=torch.float64))
+    x, lengths = torch.randn(7, 5, 3, dtype=torch.float64), torch.tensor([2, 7, 1, 4, 4])
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    expected = gradients(layer, x, lambda x: layer(x, lengths=lengths))
+    found = gradients(compiled, x, lambda x: compiled(x, lengths=lengths))
+    found = {name.removeprefix("_orig_mod."): value for name, value in found.items()}
+    same(found, expected, rtol=1e-7, atol=1e-9)
+
+    def loss(x):
+        output, states = layer(x, lengths=lengths)
+        states = states if isinstance(states, tuple) else (states,)
+        return output.square().sum() + sum((k + 1.5) * s.sum() for k, s in enumerate(states))
+
+    with rbn.batch_statistics(layer):
+        torch.testing.assert_close(torch.func.grad(loss)(x), expected["x"], rtol=1e-7, atol=1e-9)

@@ -1,13 +1,13 @@
-"""What the steps that only one or a few sequences of a minibatch reach contribute to training.
+"""What steps that one or a few sequences of a minibatch reach contribute to training.
 
 Digits, read pixel by pixel after noise of random length (exponential), in minibatches of such
 sequences. The longest one is alone for 64 steps in the mean, and ends with its digit. A
 BatchNormLSTM continues the longest sequences with constant statistics (the default) or with their
-own, as where lengths cannot be read; then the terms of a single one are 0. Both train at two
-learning rates, then with three seeds at the better one. Prints the validation accuracy and writes
-benchmarks/results/longest-sequence.csv.
+own; then the terms of a single one are 0. Both train at two learning rates, then with three seeds
+at the better one. Prints the validation accuracy and writes
+benchmarks/results/few-sequences-training.csv.
 
-    python benchmarks/longest_sequence.py
+    python benchmarks/few_sequences_training.py
 """
 
 import argparse
@@ -25,7 +25,7 @@ from rbn import data
 from rbn.experiments.results import commit
 from rbn.nn import batch_normalized
 
-RESULTS = Path(__file__).parent / "results" / "longest-sequence.csv"
+RESULTS = Path(__file__).parent / "results" / "few-sequences-training.csv"
 COLUMNS = (
     *("batch", "normalized_with", "rate", "seed", "steps", "valid", "unit"),
     *("cpu", "torch", "date", "commit"),
@@ -67,9 +67,9 @@ def train(way, batch, rate, seed, steps):
     parameters = [*model.parameters(), *head.parameters()]
     optimizer = torch.optim.Adam(parameters, float(rate))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1, 2 - 2 * k / steps))
-    in_parts = batch_normalized.run_in_parts
+    enough_rows = batch_normalized.enough_rows
     if way == "own":
-        batch_normalized.run_in_parts = lambda *_: None
+        batch_normalized.enough_rows = lambda batch: 1
     try:
         for _ in range(steps):
             rows = torch.randint(len(splits.train), (batch,), generator=generator)
@@ -85,7 +85,7 @@ def train(way, batch, rate, seed, steps):
             schedule.step()
         return accuracy(model, head, splits.valid)
     finally:
-        batch_normalized.run_in_parts = in_parts
+        batch_normalized.enough_rows = enough_rows
 
 
 def main():

@@ -120,6 +120,7 @@ def stand_ins(kernels="portable"):
             (plan, "_fits_side_by_side", lambda a, count: True),
             (prepare, "begin", _Triton()),
             (prepare, "input_moments", _Triton()),
+            (prepare, "write_constants", _Triton()),
             (row_counts, "count_rows", _Triton()),
             (sequence_statistics, "subtract_spread", _Triton()),
             (backward, "finish", _Triton()),

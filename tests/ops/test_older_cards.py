@@ -109,7 +109,7 @@ def test_widened_symbols_are_multiplied_fewer_rows_at_a_time():
 
 
 KERNELS = {
-    *("raise_variances", "count_rows", "input_moments"),
+    *("raise_variances", "count_rows", "input_moments", "write_constants"),
     *("ln_lstm_step", "ln_lstm_step_backward", "ln_input_backward", "ln_input_moments"),
     *(
         "ln_parameter_sums",

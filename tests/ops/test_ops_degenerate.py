@@ -28,6 +28,7 @@ from recurrence_cases import (
 )
 
 import rbn
+from rbn.ops.few_rows import pooled
 
 NAN, INF = float("nan"), float("inf")
 
@@ -155,13 +156,16 @@ def test_float32_stays_finite_without_variance(op):
 
 
 @pytest.mark.parametrize("op", NORMALIZED_BY_BATCH)
-def test_steps_that_no_row_reaches_have_statistics_of_zero(op):
+def test_steps_that_no_row_reaches_have_the_statistics_of_all_others(op):
     case = make_case(op, 5, 3, 2, lengths=[3, 1, 2])
     results = call(case, "cpu")
-    for name in ("mean_x", "var_x", "mean_h", "var_h"):
-        assert results[name].shape[0] == 5
-        assert results[name][3:].abs().max() <= EPS64, name
-        assert results[name][:2].abs().max() > 0.01, name
+    rows = torch.tensor([3, 2, 1])
+    for term in ("x", "h"):
+        mean, var = results[f"mean_{term}"], results[f"var_{term}"]
+        expected = pooled(mean[:3], var[:3], rows, 1e-5)
+        for found, want in zip((mean, var), expected, strict=True):
+            assert found.shape[0] == 5
+            torch.testing.assert_close(found[3:], want.expand(2, -1), rtol=1e-9, atol=1e-12)
 
 
 # NaN and infinity ------------------------------------------------------------------------------

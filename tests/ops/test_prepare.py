@@ -111,7 +111,7 @@ def plan_of(call, absent):
     plan.moments, plan.ahead = statistics_layout(shapes, ahead), ahead
     plan.places, plan.term = plan.moments.at, call.term
     plan.by_unit, plan.finish = False, call.a.h0.dtype
-    plan.raises, plan.turns = True, True
+    plan.raises, plan.transposes = True, True
     small = vector_size(n)
     parts = {"dh": 8, "dc": 8, "zeroed": 1500, "sums": 4, "dbias": 12 * n + 2 * small}
     parts |= {"var_h": 4 * call.T * n, "var_c": vector_size(call.T * n)}
@@ -181,14 +181,14 @@ def test_last_states_are_those_of_the_last_step(lead, stride, dtype, padded):
 
 @pytest.mark.parametrize("lead", [(), (2,)])
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("alone", "turns"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("zero_states", "transposes"), [(False, False), (True, True)])
 @pytest.mark.parametrize("states", ["shared", "own", "identical"])
-def test_the_backward_pass_begins_in_one_launch(lead, dtype, alone, turns, states):
+def test_the_backward_pass_begins_in_one_launch(lead, dtype, zero_states, transposes, states):
     """Variances are raised as by `raised_variances`; W_h is transposed and memory zeroed."""
     B, H, T = 5, 38, 4
     given = call_of(lead, B, H, dtype, dtype, (states == "shared",) * 2, T=T)
     a, plan = given.a, given.plan
-    plan.turns = turns
+    plan.transposes = transposes
     if states == "identical":
         a.h0, a.c0 = (s[..., :1, :].expand(*lead, B, H).contiguous() for s in (a.h0, a.c0))
     workspace, scratch = Workspace(plan, separate=False), Scratch(plan)
@@ -199,19 +199,19 @@ def test_the_backward_pass_begins_in_one_launch(lead, dtype, alone, turns, state
         moment[..., 3, 0] = 0
     scratch.memory.fill_(7.0)
     weight = new(*lead, 4 * H, H, dtype=dtype)
-    prepare.begin_backward(given, weight, workspace.at(), scratch, alone, lambda: moments)
+    prepare.begin_backward(given, weight, workspace.at(), scratch, zero_states, lambda: moments)
     both = [None if states == "shared" else s for s in (a.h0, a.c0)]
     wanted = raised_variances(both, given.term, moments[1], moments[3], moments[5], a.eps)
     for name, want in zip(("var_h", "var_c"), wanted, strict=True):
         assert torch.equal(scratch.part(name, *want.shape), want)
     found = scratch.part("weight", weight.numel()).view(dtype)[: weight.numel()]
-    if turns:
+    if transposes:
         assert torch.equal(found.view(*lead, H, 4 * H), weight.mT)
     else:
         assert (scratch.part("weight", 8) == 7).all()
     assert not scratch.part("zeroed", 1500).any()
     for name in ("dh", "dc"):
-        assert (scratch.part(name, 8) == (0 if alone else 7)).all()
+        assert (scratch.part(name, 8) == (0 if zero_states else 7)).all()
     assert (scratch.part("sums", 4) == 7).all()
 
 

@@ -76,7 +76,7 @@ class LSTMArguments(NamedTuple):
 
     @property
     def sequence(self) -> bool:
-        """Whether the input term's statistics are those of all steps together."""
+        """Whether the input term has sequencewise statistics: over all steps together."""
         return self.input_stats == "sequence" and self.batch_stats and not self.joint
 
     @property
@@ -86,12 +86,12 @@ class LSTMArguments(NamedTuple):
 
     @property
     def exclude(self) -> bool:
-        """Whether later steps may have fewer rows, down to none, in their statistics."""
+        """Whether padded rows are left out of the statistics: later steps may have few rows."""
         return self.padding == "exclude" and self.lengths is not None and self.batch_stats
 
     @property
     def fewest(self) -> int:
-        """How many rows a step needs for statistics of its own; at most all."""
+        """How many rows a step needs for its own statistics; at most the batch size."""
         return min(self.min_rows, self.input.shape[1]) if self.exclude else 1
 
     @property
@@ -147,7 +147,7 @@ class RNNArguments(NamedTuple):
 
     @property
     def sequence(self) -> bool:
-        """Whether the input term's statistics are those of all steps together."""
+        """Whether the input term has sequencewise statistics: over all steps together."""
         return self.mean_h is None and self.input_stats == "sequence"
 
     @property
@@ -157,12 +157,12 @@ class RNNArguments(NamedTuple):
 
     @property
     def exclude(self) -> bool:
-        """Whether later steps may have fewer rows, down to none, in their statistics."""
+        """Whether padded rows are left out of the statistics: later steps may have few rows."""
         return self.padding == "exclude" and self.lengths is not None and self.mean_h is None
 
     @property
     def fewest(self) -> int:
-        """How many rows a step needs for statistics of its own; at most all."""
+        """How many rows a step needs for its own statistics; at most the batch size."""
         return min(self.min_rows, self.input.shape[1]) if self.exclude else 1
 
 
@@ -180,7 +180,7 @@ class Definition:
         name: the operators are called ``rbn::cpu_NAME`` and ``rbn::gpu_NAME``.
         arguments: `LSTMArguments` or `RNNArguments`.
         gates: the number of gates; W_h has ``gates * H`` rows.
-        shapes: shapes in letters of the tensors with a gradient, except the input and W_x.
+        shapes: shapes, as letters, of the tensors with a gradient, except the input and W_x.
         states: names of the results that follow the output.
         terms: the normalized terms, whose means and variances are results too.
 
@@ -188,8 +188,8 @@ class Definition:
         gradients: the names of the tensors with a gradient, which come first.
         tensors: the names of all tensors, which come before the options.
         moments: the names of the statistics.
-        schema: the arguments in the language of PyTorch's schemas.
-        masks: the names of the masks of zoneout.
+        schema: the arguments as a PyTorch operator schema.
+        masks: the names of the zoneout masks.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Training steps that few sequences of a minibatch reach.
 
 A single row has no minibatch statistics, and those of two or three rows make gradients explode
-(benchmarks/few_sequences.py). Where most sequences have ended, a step is therefore normalized with
-constants: mean and variance of each feature over all rows of the earlier steps. The option
-``min_rows`` of the operators says how many rows a step needs for statistics of its own.
+(benchmarks/few_sequences.py). Once most sequences have ended, steps are therefore normalized with
+constants: mean and variance of each feature over all rows of the earlier steps. The operators'
+option ``min_rows`` says how many rows a step needs for its own statistics.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from rbn.ops.types import CONSTANT
 
-# The variance that stands for none: a feature that never varied is normalized to 0.
+# The variance used for features that never varied: they are normalized to 0.
 NO_SCALE = 1e30
 ENOUGH_ROWS = 4
 
 
 def enough_rows(batch: int) -> int:
-    """How many sequences of a minibatch must reach a step that has statistics of its own.
+    """How many sequences of a minibatch must reach a step for it to use its own statistics.
 
-    At least 2; at most 4, or a quarter of the minibatch if that is less.
+    A quarter of the minibatch, but at least 2 and at most 4.
     """
     return max(2, min(ENOUGH_ROWS, -(-batch // 4)))
 
@@ -42,7 +42,7 @@ def pooled(mean: Tensor, var: Tensor, rows: Tensor, eps: float) -> tuple[Tensor,
 
 
 def with_scale(var: Tensor, eps: float) -> Tensor:
-    """Variances of constants, where features that never varied have `NO_SCALE`."""
+    """Replace the variances of features that never varied by `NO_SCALE`."""
     return torch.where(var > CONSTANT * eps, var, NO_SCALE)
 
 
@@ -55,7 +55,7 @@ class Constants:
         self.count = self.mean = self.var = torch.zeros((), device=rows.device)
 
     def replace(self, t: int, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-        """The statistics to use in step t, whose own are mean and var ``[F]``."""
+        """Returns the statistics to use in step t, given the step's own mean and var ``[F]``."""
         enough, rows = self.enough[t], self.rows[t].to(mean.dtype)
         constant = with_scale(self.var.to(var.dtype), self.eps)
         results = torch.where(enough, mean, self.mean), torch.where(enough, var, constant)

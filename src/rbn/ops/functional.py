@@ -51,8 +51,8 @@ def bn_lstm(
         gamma_x: scale of the input term, ``[4H]``; None normalizes the sum of both terms by
             gamma_h instead (an ablation).
         gamma_h: scale of the recurrent term, ``[4H]``.
-        gamma_c: scale of the cell, ``[H]``; None leaves the output's cell unnormalized (an
-            ablation), beta_c is still added.
+        gamma_c: scale of the cell, ``[H]``; None computes the output from the unnormalized cell
+            plus beta_c (an ablation).
         beta_c: shift of the cell, ``[H]``.
         h0: initial hidden state, ``[B, H]``.
         c0: initial cell, ``[B, H]``.
@@ -62,9 +62,9 @@ def bn_lstm(
         eps: added to every variance.
         input_stats: minibatch statistics of the input term for each step, or over the sequence.
         padding: whether padded rows count in minibatch statistics.
-        min_rows: a step that fewer rows reach (of all processes) is normalized with constants, mean
-            and variance over all rows of the earlier steps. With ``padding="exclude"`` only.
-        zoneout_c: units of the cell that keep their value: bool ``[T, B, H]``, or the rate.
+        min_rows: steps that fewer rows reach (over all processes) are normalized with the mean and
+            variance over all rows of the earlier steps. Only with ``padding="exclude"``.
+        zoneout_c: mask of the cell's units that keep their value, bool ``[T, B, H]``, or the rate.
         zoneout_h: the same for the hidden state.
         pass_normalized_cell: the next step continues from BN(c_t) (an ablation).
         group: processes whose rows form one minibatch; statistics and gradients are taken over all

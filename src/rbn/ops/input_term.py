@@ -36,12 +36,12 @@ def input_product(input: Tensor, weight: Tensor) -> Tensor:
 
 
 def without_padding(gradient: Tensor, columns: int) -> Tensor:
-    """Drop the columns that `padded_factors` added from the gradient of a factor."""
+    """Drop the columns that `factors` added from the gradient of a factor."""
     same = gradient.shape[-1] == columns
     return gradient if same else gradient[..., :columns].contiguous()
 
 
-def _as_they_are(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _unpadded(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return input, weight
 
 
@@ -50,7 +50,7 @@ def with_term(
     a: Arguments,
     wx: Tensor | None = None,
     *,
-    make_factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _as_they_are,
+    make_factors: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _unpadded,
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> tuple[Arguments, dict[str, Tensor | None]]:
     """The arguments with the input term ``[T, B, G]`` as input, and states expanded to ``[B, H]``.
@@ -84,7 +84,7 @@ def through_term(
     x: Tensor | None = None,
     w: Tensor | None = None,
 ) -> dict[str, Tensor | None]:
-    """Take the gradients of what `with_term` returned back to the original arguments.
+    """The backward pass of `with_term`: gradients with respect to the original arguments.
 
     x, w: the factors of the input term, if they are not the arguments.
     """

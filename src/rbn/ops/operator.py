@@ -41,12 +41,12 @@ class Results(NamedTuple):
 
 
 class Incoming(NamedTuple):
-    """The incoming gradients of a backward function, and what it may or need not do."""
+    """The incoming gradients of a backward function, and its options."""
 
     output: Tensor | None  # the gradient of the output
     states: tuple[Tensor | None, ...]  # the gradients of the last states
     input: bool = True  # whether the gradient of the input is needed
-    consume: bool = False  # whether saved tensors may be overwritten: nothing reads them again
+    consume: bool = False  # whether saved tensors may be overwritten, because nothing rereads them
 
 
 class Implementation(NamedTuple):
@@ -60,7 +60,8 @@ class Implementation(NamedTuple):
             forward pass's `Results.plan`, or None.
         fake: ``(call) -> Results`` of empty tensors, for compilers.
         returned: the fields of `Saved` that the custom operator returns besides the output and the
-            statistics; all by default. The others only save work in eager mode; here they are None.
+            statistics; all by default. The others only save work in eager mode and are None in the
+            custom operator.
     """
 
     Saved: type[Any]
@@ -112,10 +113,10 @@ class Operator:
             return [(*results, Statistics(*moments[0]))]
         tensors = [tensor for each in calls for tensor in each[: self.gradients]]
         output, *states = _apply(self, calls, moments, *tensors)  # type: ignore[no-untyped-call]
-        # Split here, not inside the autograd node: the node would get one gradient per part.
+        # Split here, not inside the autograd node, which would then get one gradient per part.
         parts = zip(output.unbind(), *_in_groups(states, len(calls)), strict=True)
-        parted = _parted_moments(moments[0], len(calls))
-        return [(*part, Statistics(*own)) for part, own in zip(parts, parted, strict=True)]
+        own_moments = _moments_per_call(moments[0], len(calls))
+        return [(*part, Statistics(*own)) for part, own in zip(parts, own_moments, strict=True)]
 
     def _traced(self, a: Arguments) -> CallResults:
         run = self._in_onnx if self._in_onnx is not None and exporting_to_onnx() else self.op
@@ -129,11 +130,11 @@ def _results_of(results: Results, count: int) -> list[CallResults]:
     if count == 1:
         return [(results.output, *results.states, Statistics(*results.moments))]
     tensors = zip(*(value.unbind() for value in (results.output, *results.states)), strict=True)
-    moments = _parted_moments(results.moments, count)
+    moments = _moments_per_call(results.moments, count)
     return [(*part, Statistics(*own)) for part, own in zip(tensors, moments, strict=True)]
 
 
-def _parted_moments(moments: Moments, count: int) -> list[Moments]:
+def _moments_per_call(moments: Moments, count: int) -> list[Moments]:
     """Split stacked statistics into those of each call."""
     parts = ([None] * count if m is None else m.unbind() for m in moments)
     return list(zip(*parts, strict=True))
@@ -218,7 +219,7 @@ def one_by_one(backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-_repeated = threading.local()  # `now`: this thread's backward pass runs over a graph repeatedly
+_repeated = threading.local()  # `now`: `one_by_one` is running several backward passes over a graph
 
 
 @one_by_one
@@ -280,8 +281,8 @@ def register(name: str, schema: str, run: Callable[..., Any], fake: Callable[...
 def _custom_operators(operator: Operator) -> tuple[Any, Any]:
     """Register ``rbn::NAME`` and ``rbn::NAME_backward``.
 
-    They return nothing but tensors: an absent one becomes an empty tensor, and the saved tensors
-    follow the other results.
+    They return only tensors: an absent result becomes an empty tensor, and the saved tensors follow
+    the other results.
     """
     definition, implementation = operator.definition, operator.implementation
     fields: tuple[str, ...] = implementation.Saved._fields

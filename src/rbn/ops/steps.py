@@ -1,10 +1,10 @@
 """One time step of each recurrence, built from PyTorch's own operators, for streaming.
 
-The recurrences of `rbn.ops` prepare a call for many steps; for a single step the preparation takes
-longer than the step. These functions normalize with population statistics or not at all, run on the
-CPU and on CUDA, and are differentiable any number of times. In float32 an LSTM step is one call of
-the compiled kernel on the CPU (for a batch size of one), and two products and one kernel on a GPU.
-Statistics must not change before the backward pass.
+The operators in `rbn.ops` have a set-up cost that pays off over many steps but exceeds the cost of
+a single one. These functions normalize with population statistics or not at all, run on the CPU and
+on CUDA, and are differentiable any number of times. In float32 an LSTM step is one call of the
+compiled kernel on the CPU (batch size one), and on a GPU one launch, or two products and one
+launch. Statistics must not change before the backward pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def supported(x: Tensor) -> bool:
 
 
 def kernel_covers(weight: Tensor, *tensors: Tensor) -> bool:
-    """Whether the compiled kernel may run with this weight and these inputs, without a gradient."""
+    """Whether the compiled CPU kernel can run with these tensors (it has no backward pass)."""
     return (
         weight.dtype == torch.float32
         and weight.device.type == "cpu"
@@ -113,7 +113,7 @@ def _lstm(
 
 
 class _LSTMStep(torch.autograd.Function):
-    """`lstm` with a gradient. Forward is as fast as without; backward recomputes the step."""
+    """`lstm` with a gradient. The forward pass uses the fast kernels; backward recomputes it."""
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *tensors: Any) -> tuple[Tensor, Tensor]:

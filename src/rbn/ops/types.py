@@ -13,14 +13,14 @@ Nonlinearity = Literal["tanh", "relu"]
 InitialState = Literal["learned", "zeros"]
 Ablation = Literal["shared_stats", "joint_terms", "pass_normalized_cell", "raw_output"]
 
-# The threshold of constant terms. While all rows of the minibatch are identical (blank leading
+# The threshold for constant terms. While all rows of the minibatch are identical (blank leading
 # pixels, say), a recurrent or cell term has no variance, and each such step would multiply its
 # gradient by gamma / sqrt(eps). The gradients of all rows cancel, but the rounding errors left over
 # can outweigh everything else. So in those steps a term whose variance is at most CONSTANT * eps
-# passes no gradient to earlier steps. That is exact for everything the rows share. Only a W_x or a
-# map to h0 that is exactly 0 and would make the rows differ gets no gradient.
-# `rbn.ops.identical_rows` finds the steps. Every backend takes the number from here: the C kernel
-# and the CUDA kernels are compiled with it.
+# passes no gradient to earlier steps. This is exact for everything that the rows share; only a W_x
+# or a map to h0 that is exactly 0 and would make the rows differ gets no gradient.
+# `rbn.ops.identical_rows` finds these steps. The C kernel and the CUDA kernels are compiled with
+# this number.
 CONSTANT = 5e-6
 
 

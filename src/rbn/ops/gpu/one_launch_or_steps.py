@@ -1,4 +1,4 @@
-"""Recurrences with CUDA C++ kernels for some calls, and a step-by-step version for all others."""
+"""Recurrences with CUDA C++ kernels for some calls and a step-by-step version for all others."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rbn.ops.operator import Implementation, Incoming, Results
 
 
 def implementation(single: Any, steps: Any, returned: tuple[str, ...]) -> Implementation:
-    """Runs `single` where it has a tiling for the call, otherwise `steps`.
+    """Runs `single` if it has a tiling for the call, otherwise `steps`.
 
-    single: a module with `tiling_for`, `forward` and `backward` of one call, in one launch each.
+    single: a module with `tiling_for`, `forward` and `backward`, which take one launch each.
     steps: a module with `Saved`, `forward`, `backward` and `fake`. returned: see `Implementation`.
     """
 

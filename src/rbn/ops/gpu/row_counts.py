@@ -1,4 +1,4 @@
-"""Lengths as the kernels read them, and how many rows each step has."""
+"""Lengths in the kernels' format, and the number of rows of each step."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def count_rows(
 def row_counts(lengths: Tensor, steps: int, like: Tensor, fewest: int = 1) -> tuple[Tensor, Tensor]:
     """The lengths ``[B]`` in int32 and 1 / unpadded rows of each step, float32 ``[T]``; one launch.
 
-    Steps with too few rows for statistics of their own have 0: the kernels then use constants, see
+    Steps with too few rows for their own statistics have 0: the kernels then use constants, see
     `rbn.ops.few_rows`.
 
-    like: a tensor on the device of the results. fewest: how many rows are enough.
+    like: a tensor on the device of the results. fewest: how many rows a step needs.
     """
     if lengths.device != like.device:
         lengths = lengths.to(like.device)

@@ -42,6 +42,6 @@ def average_in(terms: Sequence[Sequence[Tensor]], momentum: float) -> bool:
 
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
     launch_by_key(average, (*sizes, momentum), addresses, arguments, tensors[0])
-    # Like PyTorch's in-place operations: autograd notices if it saved one of these tensors.
+    # As in PyTorch's in-place operations, so that autograd detects changes of saved tensors.
     increment_version(changed)
     return True

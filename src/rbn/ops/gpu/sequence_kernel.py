@@ -26,7 +26,10 @@ def subtract_spread(
     COLUMNS: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
-    """Subtract what reaches wx through its statistics: one program per step and columns."""
+    """Subtract the gradient that flows through the statistics of wx from dwx.
+
+    One program per step and block of columns.
+    """
     step, columns = (
         tl.program_id(0).to(tl.int64),
         tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS),

@@ -16,7 +16,7 @@ _COLUMNS = 128  # per program
 
 
 def sequence_moments(wx: Tensor, lengths: Tensor | None, mean: Tensor, var: Tensor) -> None:
-    """Write the statistics of wx ``[..., T, B, F]``, F of each recurrence, to mean and var.
+    """Write the statistics of wx ``[..., T, B, F]``, ``[F]`` per recurrence, to mean and var.
 
     Computes the statistics of each step, then merges them.
 
@@ -52,7 +52,7 @@ def sequence_backward(
     Args:
         wx: the input term.
         lengths: int32 ``[B]``; None without padding.
-        moments: mean and variance, float32, F of each recurrence, like the gradients below.
+        moments: mean and variance, float32, ``[F]`` per recurrence, like the gradients below.
         gamma_x: float32.
         eps: added to the variance.
         dwx: the gradient with the statistics taken as constants, contiguous; changed in place.

@@ -15,13 +15,13 @@ from rbn.ops.types import valid_steps
 
 
 def factor(weight: Tensor, like: Tensor) -> Tensor:
-    """A weight as a factor of products: in the dtype of `like`, or in float32 (see `product`)."""
+    """Convert a weight for `product`: to the dtype of `like`, or to float32."""
     in_full = _sums_in_full(like.dtype, like.device)
     return weight.to(like.dtype if in_full else torch.float32)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """``a b`` in float32, for factors of any dtype: it is normalized next, so it is not rounded.
+    """``a b`` in float32, for factors of any dtype; not rounded, because it is normalized next.
 
     Half-precision factors are multiplied directly if PyTorch can return float32 for them. Otherwise
     they are converted to float32 first.
@@ -45,7 +45,7 @@ def products(like: Tensor, b: Tensor, out: Tensor) -> Callable[[Tensor], object]
 
 @functools.lru_cache(maxsize=16)
 def _sums_in_full(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether PyTorch can multiply such tensors into a float32 result without converting them."""
+    """Whether PyTorch can multiply tensors of this dtype into a float32 result."""
     if dtype == torch.float32:
         return True
     if device.type != "cuda" or torch.version.cuda is None:

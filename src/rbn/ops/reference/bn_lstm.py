@@ -94,7 +94,7 @@ def bn_lstm(
         c_hat = (
             c_term.bn(t, c_t, gamma_c, beta, rows, eps, identical)
             if gamma_c is not None
-            else c_t + beta  # ablation: the output reads the cell as the plain LSTM's does
+            else c_t + beta  # ablation: the output uses the cell like the plain LSTM
         )
         h_t = torch.sigmoid(o) * torch.tanh(c_hat)
 

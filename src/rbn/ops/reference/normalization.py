@@ -56,11 +56,11 @@ def pair(mean: Tensor | None, var: Tensor | None) -> tuple[Tensor, Tensor] | Non
 
 
 class Term:
-    """One normalized term: gives the statistics for a step and remembers them.
+    """One normalized term: computes the statistics of each step and records them.
 
     population: ``(mean, var)`` of ``[S, F]`` to use instead of the minibatch's own.
     group: processes that share the minibatch.
-    constants: gives those of steps with too few rows; None if all steps have enough.
+    constants: replaces the statistics of steps with too few rows; None if all steps have enough.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Term:
         return self.keep(t, *moments(h, rows, self.group))
 
     def keep(self, t: int, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
-        """Remember the statistics of step t. Returns those to use."""
+        """Record the statistics of step t. Returns those to use."""
         if self.constants is not None:
             mean, var = self.constants.replace(t, mean, var)
         self.means.append(mean.detach())
@@ -101,8 +101,8 @@ class Term:
     ) -> Tensor:
         """`bn` of h ``[B, F]`` with the statistics of step t.
 
-        identical: bool, whether the rows of everything that h is computed from are identical; then
-        a constant h gets no gradient.
+        identical: bool, whether all inputs of h have identical rows; then a constant h gets no
+        gradient, see `CONSTANT`.
         """
         mean, var = self.statistics(t, h, rows)
         if identical is not None and self.population is None:
@@ -122,7 +122,7 @@ class Term:
 
 
 class InputTerm(Term):
-    """The input term, whose values are known for all steps at once.
+    """The input term, which is known for all steps in advance.
 
     With sequencewise statistics (section 5.4, BN-e*) one mean and variance, over all unpadded
     positions of all steps, serves every step. Several processes exchange the statistics of all
@@ -188,7 +188,7 @@ def constants_of(
     group: ProcessGroup | None,
     terms: int,
 ) -> list[Constants | None]:
-    """For each term, the constants of steps with fewer rows than min_rows; None without lengths.
+    """For each term, a `Constants` for steps with fewer rows than min_rows; None without lengths.
 
     wx: ``[T, B, F]``. counted: bool ``[T, B]``, the rows that count in the statistics of a step.
     """
@@ -216,7 +216,7 @@ def still_identical(
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """Whether the rows of the states are still identical after a step; see `CONSTANT`."""
-    if group is not None:  # once they differ, no further exchange is needed
+    if group is not None:  # once the rows differ, no further communication is needed
         if not identical:
             return identical
         _, var = global_moments(torch.cat(states, dim=1).detach(), rows, group)

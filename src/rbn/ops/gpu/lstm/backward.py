@@ -72,23 +72,23 @@ def _consumed(call: LSTMCall, wh: Tensor) -> Tensor | None:
     """Memory for d(W_h h) ``[T, B, 4H]`` inside that of W_h h, or None if that is not possible.
 
     The backward pass reads W_h h of step t, then writes d(W_h h) of step t, last step first. The
-    gradients lie at the end of the memory, so that those of step t overwrite only the saved values
-    of later steps. Every block has read those before any block can start step t. That does not hold
-    if the blocks do not all wait for each other; see `Plan.lockstep`.
+    gradients lie at the end of the memory, so that those of step t overwrite only saved values of
+    later steps, which every block has read before any block can start step t. This requires that
+    all blocks wait for each other; see `Plan.lockstep`.
     """
     size, kept, numbers = call.term.numel(), call.plan.saved[1], wh.numel()
     if numbers == kept:  # a view from the custom operator; its storage may be larger
         numbers = wh.untyped_storage().nbytes() // wh.element_size()
     begin = (numbers - size) // 8 * 8  # a multiple of 16 bytes
-    alone = call.R == 1 and call.plan.lockstep
-    if not alone or wh.storage_offset() or begin < kept + call.B * 4 * call.H - size:
+    ordered = call.R == 1 and call.plan.lockstep
+    if not ordered or wh.storage_offset() or begin < kept + call.B * 4 * call.H - size:
         return None
     strides = (size, call.B * 4 * call.H, 4 * call.H, 1)
     return wh.as_strided(call.term.shape, strides[-call.term.dim() :], begin)
 
 
 class _Sums:
-    """The gradients of `VECTORS`, and of w if there is one, in one float32 buffer."""
+    """The gradients of `VECTORS` (and of w with one feature) in one float32 buffer."""
 
     def __init__(self, call: LSTMCall, scratch: Scratch | None) -> None:
         """scratch: holds the buffer, for the CUDA C++ kernels."""
@@ -111,23 +111,23 @@ class _Sums:
     def gradients(self) -> list[Tensor | None]:
         """The parts in the dtypes and shapes of the parameters; None for absent parameters."""
         memory, types = self.memory, {v.dtype for v in self._parameters() if v is not None}
-        if len(types) == 1 and memory.dtype not in types:  # round all of them at once
+        if len(types) == 1 and memory.dtype not in types:  # one conversion for all
             memory = memory.to(next(iter(types)))
-        return self._fitted(memory.split_with_sizes(self.sizes))
+        return self._like_parameters(memory.split_with_sizes(self.sizes))
 
     def with_states(
         self, dweight: Tensor, dh0: Tensor, dh: Tensor | None, dc: Tensor
     ) -> tuple[Tensor, list[Tensor | None]] | None:
-        """All gradients but those of the input term, in one launch.
+        """Convert all gradients except that of the input term, in one launch.
 
-        Returns the gradient of W_h with its rows ordered gate by gate; then `gradients`, followed
-        by those of the initial states, which all rows share. Returns None if the launch does not
-        cover the call: for Triton kernels, mixed dtypes, or initial states that differ.
+        Returns the gradient of W_h with its rows ordered gate by gate, and `gradients` followed by
+        those of the initial states, which all rows share. Returns None if the launch does not cover
+        the call: with Triton kernels, mixed dtypes, or initial states that differ between rows.
 
         Args:
             dweight: the gradient of W_h as in `_through_weight`.
-            dh0: the part of h0's gradient that goes through W_h.
-            dh: the part that does not, in float32, if any.
+            dh0: the part of h0's gradient that flows through W_h.
+            dh: the part that bypasses W_h, in float32, or None.
             dc: the gradient of c0, in float32.
         """
         call, scratch = self._call, self._scratch
@@ -157,13 +157,14 @@ class _Sums:
         launch_by_key(finish, (plan, dh is None, dh0.dtype), addresses, arguments, out)
         *parts, of_h, of_c = out.split_with_sizes([*self.sizes, units, units])
         states = (of_h, of_c) if not call.lead else (of_h.view(a.h0.shape), of_c.view(a.c0.shape))
-        return ordered, [*self._fitted(parts), *states]
+        return ordered, [*self._like_parameters(parts), *states]
 
     def _parameters(self) -> list[Tensor | None]:
         given = [*self._call.given_vectors()]
         return given if self._call.w is None else [*given, self._call.w]
 
-    def _fitted(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
+    def _like_parameters(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
+        """The parts in the shapes and dtypes of the parameters; None for absent parameters."""
         results: list[Tensor | None] = []
         for parameter, part in zip(self._parameters(), parts, strict=True):
             if parameter is None:
@@ -190,8 +191,8 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
     da = _consumed(call, r.wh) if incoming.consume else None
     if da is None:
         da = wx.new_empty(wx.shape)
-    shared = a.norm == "none" or plan.joint  # both terms have the same gradient
-    dwx = None if w is not None else da if shared else torch.empty_like(wx)
+    same = a.norm == "none" or plan.joint  # both terms have the same gradient
+    dwx = None if w is not None else da if same else torch.empty_like(wx)
     weight = aligned(call.weight())
     scratch = None if plan.family is None else Scratch(plan)
     sums = _Sums(call, scratch)
@@ -209,9 +210,9 @@ def _gradients(call: LSTMCall, r: Saved, incoming: Incoming) -> list[Any]:
         sequence_backward(*known, dwx.view(call.wx.shape), *sums.parts()[:2])
     with _multiplied_as_by_kernels(call):
         dweight, dh0 = _through_weight(call, da, weight, r)
-    done = sums.with_states(dweight, dh0, dh, dc)
-    if done is not None:
-        dweight, result = done
+    converted = sums.with_states(dweight, dh0, dh, dc)
+    if converted is not None:
+        dweight, result = converted
         if dweight.dtype != a.weight_hh.dtype:
             dweight = dweight.to(a.weight_hh.dtype)
         first = dwx if w is None else result.pop(len(result) - 3)
@@ -261,7 +262,7 @@ def _raised(call: LSTMCall, moments: list[Tensor | None]) -> list[Tensor | None]
 
 
 def _addresses(call: LSTMCall, r: Saved) -> tuple[dict[str, int], list[int]]:
-    """The addresses of what the forward pass prepared, and the rows of the statistics."""
+    """The addresses of parameters and statistics, and the numbers of rows of the statistics."""
     plan, at, rows = call.plan, {}, call.plan.moments.rows
     if r.memory is not None:
         first = r.memory.data_ptr()
@@ -287,13 +288,13 @@ def _in_cuda(
 ) -> tuple[Tensor | None, Tensor]:
     """Run in one launch. Returns the parts of the gradients of h0 and c0 that bypass W_h.
 
-    The former is None if every row goes through every product.
+    The former is None if no gradient bypasses W_h: without lengths and zoneout.
     """
     plan, doutput, last = call.plan, incoming.output, incoming.states
     kept, rows = _addresses(call, r)
     at = scratch.at | kept | call.addresses(weight)
-    alone = last[0] is None and last[1] is None
-    if alone:
+    zero_states = last[0] is None and last[1] is None
+    if zero_states:
         dh, dc = (scratch.part(name, *call.lead, call.B, call.H) for name in ("dh", "dc"))
     else:
         dh, dc = (_copied(call, grad) for grad in last)
@@ -306,12 +307,12 @@ def _in_cuda(
     if doutput is not None:
         at["doutput"] = call.address(doutput.contiguous())
     with device_of(call.term):
-        begin_backward(call, weight, at, scratch, alone, lambda: _moments(call, r))
-        if r.inputs is not None:  # from here on, var_x is that of the feature
+        begin_backward(call, weight, at, scratch, zero_states, lambda: _moments(call, r))
+        if r.inputs is not None:  # replaces var_x by the variance of the feature
             at |= call.inputs_at(r.inputs)
         if plan.raises:
             at["var_h"], at["var_c"] = scratch.at["var_h"], scratch.at["var_c"]
-        if plan.turns:
+        if plan.transposes:
             at["weight"] = scratch.at["weight"]
         launch = cuda_kernels.launch_for("backward", call, at, rows, doutput is not None)
         launch.kernel.launch(launch.grid, launch.arguments)
@@ -356,7 +357,7 @@ def _multiplied_as_by_kernels(call: LSTMCall) -> contextlib.AbstractContextManag
 
 
 def _through_weight(call: LSTMCall, da: Tensor, weight: Tensor, r: Saved) -> tuple[Tensor, Tensor]:
-    """The gradient of W_h, and the part of h0's gradient that goes through W_h.
+    """The gradient of W_h, and the part of h0's gradient that flows through W_h.
 
     The rows of the former are ordered unit by unit if the columns of da are, see `Plan.by_unit`.
     """

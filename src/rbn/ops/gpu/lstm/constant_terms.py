@@ -13,7 +13,7 @@ from rbn.ops.identical_rows import identical_inputs, identical_steps, raise_vari
 from rbn.ops.types import CONSTANT
 
 BLOCK = 1024
-PROGRAMS = 128  # not too many: each of them searches for the first step that differs
+PROGRAMS = 128  # not more, because each program searches for the first step whose rows differ
 
 
 def raises_in_kernel(T: int, B: int, G: int) -> bool:
@@ -39,7 +39,7 @@ def raised_variances(
     terms. For the other arguments see `identical_steps`.
     """
     T, B, G = wx.shape[-3:]
-    # Rare, and not supported by the kernel:
+    # Rare cases that the kernel does not support:
     if var_x is None or include or not raises_in_kernel(T, B, G):
         seen = tuple(state for state in states if state is not None)
         variances = var_x, var_h, var_c
@@ -47,12 +47,12 @@ def raised_variances(
         return raise_variances(var_h, before, eps), None if var_c is None else raise_variances(
             var_c, after, eps
         )
-    if var_x.shape[-2] != T:  # sequencewise: what counts is whether the rows of a step differ
+    if var_x.shape[-2] != T:  # sequencewise: replace var_x by whether the rows of a step differ
         var_x = (~identical_inputs(wx, lengths)).to(var_h.dtype)[..., None].expand(var_h.shape)
         var_x = var_x.contiguous()
     different = [None if s is None or s.stride(-2) == 0 else s.contiguous() for s in states]
     h0, c0 = [var_h if state is None else state for state in different]
-    look = [state is not None for state in different]
+    compare = [state is not None for state in different]
     new_h, new_c = torch.empty_like(var_h), None if var_c is None else torch.empty_like(var_c)
     cell = (var_h, new_h) if var_c is None or new_c is None else (var_c, new_c)
     tensors = (h0, c0, var_x, var_h, cell[0], new_h, cell[1])
@@ -63,12 +63,12 @@ def raised_variances(
             tensors,
             (T, B, G // 4, CONSTANT * eps, 2 * CONSTANT * eps),
             {
-                **{"LOOK_H": look[0], "LOOK_C": look[1], "CELL": var_c is not None},
+                **{"COMPARE_H": compare[0], "COMPARE_C": compare[1], "CELL": var_c is not None},
                 **{"MASKED": masked, "BLOCK": BLOCK},
             },
         )
 
-    known = (wx.shape, *look, var_c is None, masked, eps, h0.dtype, c0.dtype)
+    known = (wx.shape, *compare, var_c is None, masked, eps, h0.dtype, c0.dtype)
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
     launch_by_key(kernel, known, addresses, arguments, var_h)
     return new_h, new_c

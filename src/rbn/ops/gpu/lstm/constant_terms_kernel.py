@@ -49,28 +49,28 @@ def raise_variances(
     var_x,  # [R, T, 4H] float32
     var_h,
     var_c,  # [R, T, H] float32
-    new_h,  # as var_h
+    new_h,  # like var_h
     new_c,
     T,
     B,
     H,
     limit,
     floor,
-    LOOK_H: tl.constexpr,
-    LOOK_C: tl.constexpr,
+    COMPARE_H: tl.constexpr,
+    COMPARE_C: tl.constexpr,
     CELL: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise both variances, see `identical_steps`. LOOK_H, LOOK_C: whether a state's rows differ.
+    """Raise both variances outside of the steps that `identical_steps` finds.
 
-    A state whose rows are the same memory need not be read.
+    COMPARE_H, COMPARE_C: whether to compare a state's rows; not needed if they share memory.
     """
     r = tl.program_id(1).to(tl.int64)
     identical = 1
-    if LOOK_H:
+    if COMPARE_H:
         identical = _identical_rows(h0 + r * B * H, B * H, H, BLOCK)
-    if LOOK_C:
+    if COMPARE_C:
         identical *= _identical_rows(c0 + r * B * H, B * H, H, BLOCK)
     before = identical  # number of steps before which the rows are identical
     after = 0  # number of steps after which they are

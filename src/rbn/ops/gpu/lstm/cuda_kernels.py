@@ -78,7 +78,7 @@ def family(term: Term, a: LSTMArguments) -> str | None:
 
 
 def fastest(term: Term) -> str | None:
-    """The family for a layer of this size, ignoring options; None if none has room for it."""
+    """The fastest family that supports this size, ignoring options; None if there is none."""
     if cluster_kernels.choose(term):
         return CLUSTER
     return GRID if fits_grid(term) else PORTABLE if portable_kernels.fits(term) else None
@@ -170,7 +170,7 @@ def launch_for(
     """Prepare the launch of the forward or the backward kernel on the current device.
 
     at: addresses by struct member; the kernel does not read missing ones. The backward kernel takes
-    W_h transposed if the plan says so. rows: rows of the statistics of x, h and c. has_doutput:
+    W_h transposed if `plan.transposes`. rows: rows of the statistics of x, h and c. has_doutput:
     whether the output has a gradient. The plan caches the kernel and its grid.
     """
     plan = call.plan
@@ -210,14 +210,14 @@ def _kernel_and_grid(direction: str, plan: Any, defines: tuple[Any, ...]) -> Cac
         blocks = -(-H // portable_kernels.UNITS)
         shared = portable_kernels.shared_bytes(direction, tiling, dtype, H)
         kernel = portable_kernels.kernel(direction, tiling, device, shared, defines)
-    # Clusters that do not synchronize with each other need not run at the same time.
+    # Independent clusters need not run at the same time.
     if blocks * (R * splits if kernel.together else 1) > kernel.at_once:
         raise RuntimeError("the blocks of the recurrence do not fit on the GPU at once")
     return kernel, (blocks, R * splits)
 
 
 def _for_grid(direction: str, call: Any, at: dict[str, int]) -> tuple[float, ...]:
-    """Allocate the memory of weights that are not resident; returns the numbers of zoneout."""
+    """Allocate memory for weights that are not resident. Returns the zoneout arguments."""
     spilled = call.R * call.plan.tilings[direction].spilled
     if spilled:
         spill = torch.empty(spilled, dtype=torch.uint8, device=call.term.device)

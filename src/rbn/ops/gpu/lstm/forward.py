@@ -105,7 +105,7 @@ Run = tuple[Tensor, tuple[Tensor, Tensor], list[Tensor | None], dict[str, Any]]
 
 
 def _in_cuda(call: LSTMCall, separate: bool) -> Run:
-    """Run in one launch, doing as little as possible before it: the GPU may be waiting.
+    """Run in one launch, with as little host work as possible before it: the GPU may be idle.
 
     Returns the output, the last states, the statistics, and the saved tensors by name.
     """
@@ -141,7 +141,7 @@ def _in_cuda(call: LSTMCall, separate: bool) -> Run:
         launch = cuda_kernels.launch_for("forward", call, at, rows)
         launch.kernel.launch(launch.grid, launch.arguments)
 
-    # The kernel is running; everything below can overlap with it.
+    # Everything below overlaps with the kernel.
     output = steps_of(hs, H)
     last = _last_states(call, output if a.lengths is None else h_n, new)
     if stride != H:
@@ -205,9 +205,9 @@ def _broadcast(call: LSTMCall, state: Tensor) -> Tensor:
 
 
 def _first_states(call: LSTMCall) -> Tensor:
-    """The buffer for the last h of each row; with lengths it starts as h0, for rows without steps.
+    """A buffer for each row's last h, float32 ``[..., B, H]``.
 
-    Float32 ``[..., B, H]``.
+    With lengths it is initialized with h0, for rows without steps.
     """
     full: dict[str, Any] = {"dtype": torch.float32, "device": call.term.device}
     states = torch.empty((*call.lead, call.B, call.H), **full)
@@ -215,7 +215,7 @@ def _first_states(call: LSTMCall) -> Tensor:
 
 
 def _begin(call: LSTMCall, hs: Tensor, stride: int) -> None:
-    """Copy h0 into the buffer of states, and zero the padding of its rows."""
+    """Copy h0 into the buffer of states and zero its rows' padding."""
     first, h0 = hs.select(-3, 0), _broadcast(call, call.a.h0)
     if stride == call.H:
         first.copy_(h0)
@@ -267,6 +267,7 @@ def _inputs_of_one_feature(call: LSTMCall, new: Workspace, at: dict[str, int]) -
     if call.plan.sequence:
         x = _sequence_centered(call, memory.narrow(0, size, R), new)
     batch, padded = call.x == BATCH and not call.plan.sequence, a.lengths is not None
+    assert not (batch and padded)  # see `plan`: such calls compute the input term
     addresses = [x.data_ptr(), at["w"], memory.data_ptr()]
     addresses += [at["mean_x"], at["var_x"]] if batch else addresses[2:] * 2
     lengths = call.lengths if padded else memory  # memory: a placeholder, not read

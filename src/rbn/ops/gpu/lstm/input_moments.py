@@ -72,15 +72,15 @@ def step_moments(
 def feature_moments(
     x,  # [R, T, B], with any strides
     w,  # [R, F] float32
-    memory,  # [R, T, S] float32, and from `behind` on [R, T]
+    memory,  # float32 [R, T, S]; [R, T] from element `behind` on
     mean,  # [R, T, F] float32
     var,
     lengths,  # [B] int32
     T,
     B,
-    of_r,
-    of_t,
-    of_b,
+    stride_r,
+    stride_t,
+    stride_b,
     behind,
     F: tl.constexpr,
     S: tl.constexpr,
@@ -89,11 +89,11 @@ def feature_moments(
     BATCH: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
-    """Write inputs of one feature in the LSTM kernels' layout: one program per step.
+    """Write inputs of one feature in the LSTM kernels' layout. One program per step.
 
-    `memory` gets x, with zeros in padded positions and up to row S. If BATCH, the mean is
-    subtracted, the variance is stored from `behind` on, and the statistics of the input term x w
-    are derived from both.
+    `memory` gets x, with zeros in padded positions and in the rows from B to S. If BATCH (only
+    without LENGTHS), x is centered, its variance is stored from `behind` on, and the statistics of
+    the input term x w are derived from its mean and variance.
     """
     step = tl.program_id(0).to(tl.int64)  # of all recurrences
     t = step % T
@@ -101,13 +101,13 @@ def feature_moments(
     counts = rows < B
     if LENGTHS:
         counts = counts & (t < tl.load(lengths + rows, mask=counts, other=0))
-    at = step // T * of_r + t * of_t + rows.to(tl.int64) * of_b
+    at = step // T * stride_r + t * stride_t + rows.to(tl.int64) * stride_b
     value = tl.load(x + at, mask=counts, other=0.0).to(tl.float32)
     if BATCH:
-        n = tl.maximum(tl.sum(counts.to(tl.float32), 0), 1.0)
-        m = tl.sum(value, 0) / n
+        tl.static_assert(not LENGTHS)
+        m = tl.sum(value, 0) / B
         value = tl.where(counts, value - m, 0.0)
-        v = tl.sum(value * value, 0) / n
+        v = tl.sum(value * value, 0) / B
         tl.store(memory + behind + step, v)
         columns = tl.arange(0, COLUMNS)
         inside = columns < F
@@ -127,7 +127,7 @@ def write_constants(
     F: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the constants of steps with too few rows, which come last: see `rbn.ops.few_rows`.
+    """Overwrite the statistics of steps with too few rows by constants, see `rbn.ops.few_rows`.
 
     One program per recurrence and block of columns.
     """

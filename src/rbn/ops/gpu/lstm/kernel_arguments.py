@@ -18,10 +18,9 @@ from rbn.ops.types import valid_steps
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor at an address that is a multiple of 16; copies a view that starts elsewhere.
+    """The tensor, copied if its address is not a multiple of 16.
 
-    Kernels, including cuBLAS's, read unaligned data in other chunks, so they might sum in another
-    order.
+    Kernels, including cuBLAS's, read unaligned data in other chunks and might sum in another order.
     """
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
 
@@ -33,8 +32,8 @@ class LSTMCall:
         a: the operator's arguments; `input` is the input term, and tensors of several calls are
             stacked. With `plan.one_feature`, `input` is the feature, expanded to the term's shape.
         term: the input term, contiguous, in its original shape.
-        w: W_x of inputs of one feature, ``[R, 4H, 1]``.
-        kept: tensors whose addresses were passed to kernels, to keep them alive.
+        w: W_x for inputs of one feature, ``[R, 4H, 1]``; else None.
+        kept: tensors whose addresses are passed to kernels; keeps them alive.
     """
 
     def __init__(self, a: LSTMArguments, plan: Plan, w: Tensor | None = None) -> None:
@@ -48,11 +47,7 @@ class LSTMCall:
 
     @functools.cached_property
     def wx(self) -> Tensor:
-        """The input term, always with four dimensions, ``[R, T, B, 4H]``.
-
-        The other tensors need no such view: kernels see only their memory, which a dimension of
-        size one does not change.
-        """
+        """The input term, always with four dimensions, ``[R, T, B, 4H]``."""
         return self.term if self.lead else self.term[None]
 
     @functools.cached_property
@@ -140,9 +135,9 @@ class LSTMCall:
     # For the CUDA C++ kernels, which take addresses.
 
     def address(self, tensor: Tensor) -> int:
-        """The address of an argument, as a multiple of 16: kernels read 16 bytes at once.
+        """The address of an argument. Keeps the tensor alive as long as this object.
 
-        Copies a tensor that is not aligned. Keeps the tensor alive as long as this call.
+        Copies a tensor that is not aligned to 16 bytes: kernels read 16 bytes at once.
         """
         at = tensor.data_ptr()
         if at % 16:
@@ -152,10 +147,7 @@ class LSTMCall:
         return at
 
     def addresses(self, weight: Tensor) -> dict[str, int]:
-        """The addresses of arguments, by their names in the kernels' structs.
-
-        Absent tensors have no entry.
-        """
+        """The addresses of arguments by struct member; absent tensors have no entry."""
         results = {"weight": self.address(weight)}
         if self.w is None:
             results["wx"] = self.address(self.term)

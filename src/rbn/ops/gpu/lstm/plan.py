@@ -32,39 +32,39 @@ _TENSORS, _GRADIENTS = len(LSTM.tensors), len(LSTM.gradients)
 
 
 class Plan:
-    """The kernels of a call and what they need. Holds no tensors.
+    """The kernels of a call and their memory layout. Holds no tensors.
 
     Attributes:
         term: shape, dtype and device of the input term, which determine the kernels.
-        family: the CUDA C++ kernels that run: cluster, grid or portable. None if the call runs step
-            by step.
+        family: the family of CUDA C++ kernels that runs: cluster, grid or portable. None if the
+            call runs step by step.
         sizes: ``(lead, R, T, B, H)``; lead is ``(R,)`` for recurrences side by side, else ``()``.
-        one_feature: the input has one feature, and the kernels take it and W_x instead of the
-            input term.
+        one_feature: whether the kernels take an input of one feature and W_x instead of the input
+            term.
         x: which statistics the kernels normalize the input term with.
         flags: which statistics each term is normalized with, for the Triton kernels.
         zoned, sequence, include, joint: as in `LSTMArguments`.
         moments: the layout of the statistics in the workspace; see `statistics_layout`.
         saved: see `saved_sizes`.
-        lockstep: whether all rows stay in the same step during the backward pass.
+        lockstep: whether all rows are in the same step at any time of the backward pass.
 
-    For the CUDA C++ kernels also, by direction where the directions differ:
+    For the CUDA C++ kernels also, as dicts by direction if the directions differ:
         tilings: how the work is divided among blocks and warps.
         stride: elements from one row of h to the next.
         polls: whether the blocks poll their exchange buffer, which must be filled with EMPTY.
         zeroed: see `cuda_kernels.zeroed`.
-        cell: float32 elements for the last cells; a multiple of 4, and 0 for other kernels.
-        clear: 4-byte elements that must be zero before the forward pass; likewise.
-        vectors: float32 elements for the parameters `VECTORS`; likewise.
+        cell: float32 elements for the last cells, a multiple of 4; 0 if the call runs step by step.
+        clear: 4-byte elements that must be zero before the forward pass; 0 likewise.
+        vectors: float32 elements for the parameters `VECTORS`; 0 likewise.
         places: the parts of the workspace that the forward kernel gets, and their byte offsets.
-        kept: the same, those that the backward kernel reads.
+        kept: the same for the backward kernel.
         scratch: the layout of the backward pass's `Scratch`.
-        raises: whether variances are raised in the launch that prepares the backward pass.
+        raises: whether the launch that prepares the backward pass raises variances.
         sums: float32 elements of the gradients of `VECTORS` (and of W_x with one feature).
         finish: the dtype of these gradients and those of the initial states, if it is the same
-            for all and all rows share the initial states.
+            for all and all rows share the initial states; else None.
         by_unit: whether the columns of d(W_h h) are ordered unit by unit, not gate by gate.
-        turns: whether the backward kernel takes W_h transposed.
+        transposes: whether the backward kernel takes W_h transposed.
         launches: see `cuda_kernels.launch_for`.
     """
 
@@ -110,13 +110,14 @@ class Plan:
         self.tilings = {d: cuda_kernels.tiling_of(d, self.term, family) for d in both}
         self.polls = {d: cuda_kernels.polls(tiling) for d, tiling in self.tilings.items()}
         self.zeroed = {d: cuda_kernels.zeroed(tiling, R) for d, tiling in self.tilings.items()}
-        # The splits of a batch synchronize only to sum over the batch.
+        # The splits of a batch synchronize only for sums over the batch.
         splits = getattr(self.tilings["backward"], "splits", 1)
         self.lockstep = splits == 1 or self.flags["NORM"] == BATCH
         self.cell = -(-R * B * H // 4) * 4
         self.clear = sum(self.zeroed["forward"].values()) // 4
         zeros = laid_out(self.zeroed["forward"], 4 * self.cell)
-        self.places = [("c_n", 0), ("c0", 0), *zeros.items()]  # a thread owns a cell: one buffer
+        # c0 and c_n share a buffer: only the thread that owns a cell reads and writes it.
+        self.places = [("c_n", 0), ("c0", 0), *zeros.items()]
         present = [name for name in VECTORS if getattr(a, name) is not None]
         sizes = {name: 4 * vector_size(R * getattr(a, name).shape[-1]) for name in present}
         self.vectors = sum(sizes.values()) // 4
@@ -134,7 +135,7 @@ class Plan:
 
     def _add_backward(self, a: LSTMArguments) -> None:
         _, R, T, B, H = self.sizes
-        self.turns = self.family != cuda_kernels.GRID
+        self.transposes = self.family != cuda_kernels.GRID
         self.by_unit = self.family == CLUSTER and a.norm != "none"
         vectors = [getattr(a, name) for name in VECTORS]
         given = [*vectors, a.h0, a.c0, *([a.weight_ih] if self.one_feature else [])]
@@ -143,7 +144,7 @@ class Plan:
         self.finish = next(iter(dtypes)) if shared and len(dtypes) == 1 else None
         self.raises = a.batch_stats and not a.sequence and raises_in_kernel(T, B, 4 * H)
         states, raised, n = 4 * vector_size(R * B * H), R * T * self.raises, 4 * R * H
-        # Results and counters are apart, so that they share no cache line.
+        # Padding between results and counters, so that they share no cache line.
         sizes = {"dh": states, "dc": states, "apart": 4 * FAR, "zeroed": 0}
         sizes |= self.zeroed["backward"] | {"sums": 4 * FAR}
         self.sums = {"dbias": n, "dgamma_x": n, "dgamma_h": n}
@@ -152,16 +153,16 @@ class Plan:
             self.sums["dwx"] = n
         sizes |= {name: 4 * size for name, size in self.sums.items()}
         sizes |= {"var_h": 16 * raised * H, "var_c": 4 * vector_size(raised * H)}
-        turned = self.turns * R * 4 * H * H * self.term.dtype.itemsize
-        sizes |= {"weight": max(16, turned), "end": 0}
+        transposed = self.transposes * R * 4 * H * H * self.term.dtype.itemsize
+        sizes |= {"weight": max(16, transposed), "end": 0}
         self.scratch = laid_out(sizes, 0)
 
 
 def plan_for(calls: Sequence[LSTMArguments], separate: bool) -> Plan:
     """The launch plan of one call, or of several side by side.
 
-    separate: no two results share memory, and the input term is always computed, because a
-    compiler's backward pass could not know whether it was.
+    separate: for custom operators. No two results share memory, and the input term is always
+    computed, because the backward pass, a separate operator, could not know whether it was.
     """
     a, count = calls[0], len(calls)
     may_skip_term = a.input.shape[-1] == 1 and not separate and all(map(_has_one_feature, calls))
@@ -180,7 +181,9 @@ def _new_plan(a: LSTMArguments, count: int, may_skip_term: bool) -> Plan:
         may_skip_term
         and family is not None
         and not a.zoned
-        and (a.sequence or not a.exclude)  # else inputs would be centered without the constants
+        # With padding excluded, late steps are normalized with constants (`rbn.ops.few_rows`),
+        # which `feature_moments` does not support.
+        and (a.sequence or not a.exclude)
         and (a.norm == "none" or (a.gamma_x is not None and a.gamma_c is not None))
         and cluster_kernels.choose(term) is not None
     )
@@ -205,7 +208,7 @@ def _has_one_feature(a: LSTMArguments) -> bool:
 
 
 def joins(calls: Sequence[LSTMArguments]) -> bool:
-    """Whether several calls fit on the GPU at once, in the same kernels as a single call."""
+    """Whether several calls fit on the GPU at once, with the same kernels as a single call."""
     a, count = calls[0], len(calls)
     if count > 2 and a.weight_ih is not None:  # `Saved` has fields for the factors of two
         return False
@@ -239,7 +242,7 @@ def _same_shapes(a: LSTMArguments, other: LSTMArguments) -> bool:
 
 
 def once(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """Returns `make()`, cached by `key`, on which alone it may depend."""
+    """Returns `make()`, cached by `key`, which must determine the result."""
     value = _CACHE.get(key)
     if value is None:
         if len(_CACHE) >= _MOST:  # probably filled by layers that no longer exist

@@ -61,10 +61,10 @@ def padded_factors(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def begin_states(
     call: LSTMCall, hs: Tensor, new: Workspace, at: dict[str, int] | None = None
 ) -> None:
-    """Copy h0 and c0 into their buffers and the parameters `VECTORS` into `new`; zero the rest.
+    """Copy h0 and c0 into their buffers and `VECTORS` into `new`; zero what must start as zero.
 
-    hs: ``[..., T + 1, B, stride]``. at: addresses in `new` for the statistics of the input term of
-    every step, which are then computed in the same launch.
+    hs: ``[..., T + 1, B, stride]``. at: if given, the launch also computes each step's statistics
+    of the input term and writes them to these addresses in `new`.
     """
     plan = call.plan
     h0, h_r, h_b = _with_strides(call, call.a.h0)
@@ -125,7 +125,7 @@ def write_input_moments(wx: Tensor, lengths: Tensor | None, mean: Tensor, var: T
 
 
 def fill_constants(mean: Tensor, var: Tensor, inv_n: Tensor, eps: float) -> None:
-    """Write mean and variance over all rows of the other steps to those with too few rows.
+    """Give steps with too few rows the mean and variance over all rows of the other steps.
 
     Args:
         mean: float32 ``[..., T, F]``, changed in place.
@@ -155,27 +155,28 @@ def begin_backward(
     weight: Tensor,
     at: dict[str, int],
     new: Scratch,
-    alone: bool,
+    zero_states: bool,
     moments: Callable[[], Sequence[Tensor | None]],
 ) -> None:
-    """Raise variances, transpose W_h and zero memory, as far as the plan says so.
+    """Zero memory; raise variances and transpose W_h if the plan requires it. One launch.
 
-    at: the addresses of the variances. alone: whether the gradients of the last states start as
-    zero, too. moments: returns mean and var of the terms; called only if Triton must inspect them.
+    at: the addresses of the variances. zero_states: whether to zero the gradients of the last
+    states, too. moments: returns mean and var of the terms; called only if Triton must inspect
+    them.
     """
     plan, a = call.plan, call.a
     states: list[Tensor | None] = [None, None]
-    if plan.raises:  # a state whose rows are the same memory need not be read
+    if plan.raises:  # a state whose rows share memory need not be compared
         both = [None if call.shared(s) or s.stride(-2) == 0 else s for s in (a.h0, a.c0)]
         states = [None if state is None else state.contiguous() for state in both]
-    begin = 0 if alone else plan.scratch["zeroed"]
-    look = [state is not None for state in states]
+    begin = 0 if zero_states else plan.scratch["zeroed"]
+    compare = [state is not None for state in states]
 
     def arguments() -> Any:
         _, R, T, B, H = plan.sizes
         zeros = (plan.scratch["sums"] - begin) // 4
         blocks = -(-zeros // BLOCK), plan.raises * -(-4 * T * H // BLOCK)
-        tiles = plan.turns * -(-4 * H // _TILE) * -(-H // _TILE)
+        tiles = plan.transposes * -(-4 * H // _TILE) * -(-H // _TILE)
         given = (
             [weight if m is None else m for m in moments()[1::2]] if plan.raises else [weight] * 3
         )
@@ -186,9 +187,11 @@ def begin_backward(
             [*[weight if s is None else s for s in states], *given, weight, *parts],
             (T, B, H, zeros, CONSTANT * a.eps, 2 * CONSTANT * a.eps),
             {
-                **{"LOOK_H": look[0], "LOOK_C": look[1], "CELL": a.gamma_c is not None},
+                **{"COMPARE_H": compare[0], "COMPARE_C": compare[1]},
+                **{"CELL": a.gamma_c is not None},
                 **{"MASKED": a.mask_c is not None or a.mask_h is not None},
-                **{"RAISE": plan.raises, "TURN": plan.turns, "TILE": _TILE, "BLOCK": BLOCK},
+                **{"RAISE": plan.raises, "TRANSPOSE": plan.transposes},
+                **{"TILE": _TILE, "BLOCK": BLOCK},
             },
         )
 
@@ -199,7 +202,7 @@ def begin_backward(
         *(of_new["var_h"], of_new["var_c"], of_new["weight"], of_new["dh"] + begin),
     )
     launch_by_key(
-        prepare_kernels.begin_backward, (plan, *look, alone), addresses, arguments, weight
+        prepare_kernels.begin_backward, (plan, *compare, zero_states), addresses, arguments, weight
     )
 
 

@@ -1,4 +1,4 @@
-"""Work before and after a recurrence, each in one launch instead of many small ones."""
+"""Work before and after a recurrence, fused into one launch each."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ def pad_rows(
 
 @triton.jit
 def _widen(vector, joined, at, SIZE: tl.constexpr):
+    """Copy a vector in float32; returns the place of the next one."""
     tl.store(joined + at, tl.load(vector + at, mask=at < SIZE).to(tl.float32), mask=at < SIZE)
     return joined + (SIZE + 3) // 4 * 4
 
 
 @triton.jit
 def begin(
-    h0,  # [R, B, H], of the strides of_h
-    c0,
+    h0,  # [R, B, H] with strides h_r, h_b, 1
+    c0,  # [R, B, H] with strides c_r, c_b, 1
     bias,  # [R, 4H]
     gamma_x,
     gamma_h,
@@ -53,8 +54,8 @@ def begin(
     beta_c,
     hs,  # [R, T + 1, B, STRIDE]
     c_n,  # [R, B, H] float32
-    joined,  # float32, the vectors that exist, each at a multiple of 16 bytes
-    clear,  # int32, `zeros` of them
+    joined,  # float32: the vectors that exist, each at a multiple of 16 bytes
+    clear,  # int32, `zeros` elements
     wx,  # these four as in `input_moments`
     mean,
     var,
@@ -86,8 +87,8 @@ def begin(
 ):
     """Copy the initial states to their buffers, join the vectors in float32, and zero `clear`.
 
-    The programs of the first row of the grid do that. If MOMENTS, the others compute the statistics
-    of the input term of every step.
+    Only the programs of the grid's first row do that. If MOMENTS, the others compute each step's
+    statistics of the input term.
     """
     step, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if block == 0:
@@ -140,26 +141,26 @@ def begin_backward(
     var_h,
     var_c,  # [R, T, H] float32
     weight,  # [R, 4H, H]
-    new_h,  # as var_h
+    new_h,  # like var_h
     new_c,
-    turned,  # [R, H, 4H]
-    clear,  # float32, `zeros` of them
+    transposed,  # [R, H, 4H]
+    clear,  # float32, `zeros` elements
     T,
     B,
     H,
     zeros,
     limit,
     floor,
-    LOOK_H: tl.constexpr,
-    LOOK_C: tl.constexpr,
+    COMPARE_H: tl.constexpr,
+    COMPARE_C: tl.constexpr,
     CELL: tl.constexpr,
     MASKED: tl.constexpr,
     RAISE: tl.constexpr,
-    TURN: tl.constexpr,
+    TRANSPOSE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Raise variances as `raise_variances` if RAISE, transpose W_h if TURN, and zero `clear`."""
+    """Zero `clear`. If RAISE, also `raise_variances`; if TRANSPOSE, also transpose W_h."""
     if RAISE:
         raise_variances(
             h0,
@@ -174,15 +175,15 @@ def begin_backward(
             H,
             limit,
             floor,
-            LOOK_H,
-            LOOK_C,
+            COMPARE_H,
+            COMPARE_C,
             CELL,
             MASKED,
             BLOCK,
         )
     r = tl.program_id(1).to(tl.int64)
-    if TURN:
-        _transpose(weight + r * 4 * H * H, turned + r * 4 * H * H, 4 * H, H, TILE)
+    if TRANSPOSE:
+        _transpose(weight + r * 4 * H * H, transposed + r * 4 * H * H, 4 * H, H, TILE)
     if r == 0:
         for start in range(tl.program_id(0) * BLOCK, zeros, tl.num_programs(0) * BLOCK):
             at = start + tl.arange(0, BLOCK)
@@ -191,7 +192,7 @@ def begin_backward(
 
 @triton.jit
 def last_states(
-    h,  # rows of STRIDE elements; the last states of a recurrence start at `begin`
+    h,  # rows of STRIDE elements; the last states of the first recurrence start at `begin`
     c,  # [R, B, H] float32
     h_n,  # [R, B, H]
     c_n,
@@ -216,7 +217,7 @@ def last_states(
 def _sum_rows(
     state, more, first, units, B, H, MORE: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr
 ):
-    """Sum ``[R, B, H]`` over B, for UNITS columns of the R * H, from `first` on."""
+    """Sum ``[R, B, H]`` over B, for UNITS of the R * H columns, starting at `first`."""
     unit = first + tl.arange(0, UNITS)
     result = tl.zeros((UNITS,), tl.float32)
     for begin in range(0, B, ROWS):
@@ -232,11 +233,11 @@ def _sum_rows(
 
 @triton.jit
 def finish(
-    sums,  # float32, `count` of them
+    sums,  # float32 [count]
     dh0,  # [R, B, H]
-    dh,  # the same in float32, to be added if MORE
+    dh,  # [R, B, H] float32, added to dh0 if MORE
     dc,
-    out,  # `count` numbers, then twice [R, H]
+    out,  # [count], then twice [R, H]
     by_unit,  # [R, H, 4, H]
     by_gate,  # [R, 4, H, H]
     count,
@@ -249,9 +250,9 @@ def finish(
     BLOCK: tl.constexpr,
     ORDER: tl.constexpr,
 ):
-    """Convert gradients to the parameters' dtype: `sums`, and those of states that rows share.
+    """Convert gradients to the parameters' dtype, and reduce those of shared initial states.
 
-    If ORDER, copy the rows of `by_unit`, ordered unit by unit, to `by_gate`, gate by gate.
+    If ORDER, reorder the rows of the weight gradient from unit by unit to gate by gate.
     """
     program = tl.program_id(0).to(tl.int64)
     kind = out.dtype.element_ty

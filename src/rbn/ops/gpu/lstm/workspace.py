@@ -1,4 +1,4 @@
-"""Buffers for the LSTM's kernels: saved tensors, and small results in one allocation."""
+"""Buffers of the LSTM's kernels: saved tensors, and one allocation for all small results."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from rbn.ops.gpu.lstm.plan import Plan
 
 
-FAR = 32  # elements between results and counters, so that they share no cache line
+FAR = 32  # elements of padding that keep results and counters in different cache lines
 
 
 def vector_size(elements: int) -> int:
-    """Float32 elements for a vector in the workspace: the next starts at a multiple of 16 bytes."""
+    """Float32 elements that a vector occupies, padded to a multiple of 16 bytes."""
     return -(-elements // 4) * 4
 
 
 def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
-    """Where each part starts, laid out one after another from `begin`. sizes: in bytes."""
+    """Byte offsets of parts laid out one after another from `begin`. sizes: in bytes."""
     results = {}
     for name, size in sizes.items():
         results[name] = begin
@@ -34,19 +34,19 @@ def laid_out(sizes: dict[str, int], begin: int) -> dict[str, int]:
 
 
 def stride_of(hidden: int) -> int:
-    """Elements from one row of h to the next: rows start at multiples of 16 bytes."""
+    """Elements from one row of h to the next, so that rows start at multiples of 16 bytes."""
     return -(-hidden // 8) * 8
 
 
 def saved_rows(batch: int) -> int:
-    """Rows of saved tensors: an even number, because some kernels store them in pairs."""
+    """Rows of saved tensors: even, because some kernels store rows in pairs."""
     return batch + batch % 2
 
 
 def sizes_to_save(shape: Sequence[int], save: bool) -> tuple[int, int, int]:
-    """The numbers of elements to allocate for the cells, for the products W_h h, and beyond those.
+    """Elements to allocate for the cells, for the products W_h h, and in addition to the products.
 
-    The extra elements let d(W_h h) reuse the memory of W_h h, see `backward`.
+    The additional elements let d(W_h h) reuse the memory of W_h h, see `backward._consumed`.
 
     shape: shape of the input term, ``[..., T, B, 4H]``.
     """
@@ -112,10 +112,10 @@ def states_buffer(plan: Plan, stride: int, empty: bool = False) -> Tensor:
 
 
 class Workspace:
-    """One allocation for the small results of the forward pass.
+    """One allocation for the small buffers of the forward pass.
 
-    The last cells, memory that must start as zero, the parameters `VECTORS` in float32, statistics.
-    Triton kernels need only the statistics.
+    In order: the last cells, memory that must start as zero, the parameters `VECTORS` in float32,
+    the statistics. The Triton kernels need only the statistics.
 
     Attributes:
         memory: the allocation, float32.
@@ -137,7 +137,7 @@ class Workspace:
             ]
 
     def at(self) -> dict[str, int]:
-        """The addresses that the forward kernel gets, by their names in its struct."""
+        """The addresses for the forward kernel, by struct member."""
         first = self.first
         results = {name: first + begin for name, begin in self._plan.places}
         if self._moments:
@@ -160,19 +160,19 @@ class Workspace:
         return mean, var
 
     def part(self, begin: int, size: int) -> Tensor:
-        """Some of the memory, for Triton."""
+        """A part of the memory, for Triton."""
         return self.memory.narrow(0, begin, size)
 
 
 class Scratch:
-    """One allocation for what the CUDA C++ kernels of the backward pass need or write in float32.
+    """One allocation for the float32 buffers of the backward pass in CUDA C++.
 
-    The gradients of the last states, memory that must start as zero, the gradients of `VECTORS`
-    (and of w if there is one), raised variances, and W_h transposed.
+    In order: the gradients of the last states, memory that must start as zero, the gradients of
+    `VECTORS` (and of w with one feature), raised variances, and the transposed W_h.
 
     Attributes:
         memory: the allocation, float32.
-        at: the addresses of its parts, by their names in the kernels' structs.
+        at: the addresses of its parts, by struct member.
     """
 
     def __init__(self, plan: Plan) -> None:

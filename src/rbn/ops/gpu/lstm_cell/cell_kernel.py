@@ -58,7 +58,7 @@ def lstm_cell_step(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The new states; programs take a row and BLOCK units of it."""
+    """The new states. One program per row and block of BLOCK units."""
     row = tl.program_id(1).to(tl.int64)
     unit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = unit < H

@@ -1,7 +1,7 @@
 """One step of the plain or the batch-normalized LSTM on the GPU.
 
-Few rows are one launch, which also multiplies by the weights. More rows are two products of cuBLAS
-and one launch.
+Small batches take one launch, which also multiplies by the weights. Larger ones take two cuBLAS
+products and one launch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rbn.ops.cpu.inference import Row, Weights
 from rbn.ops.gpu.lstm_cell.cell_kernel import lstm_cell_step
 from rbn.ops.gpu.runtime.launch_cache import launch_by_key
 
-_BLOCK = 128  # units of a program
-_BLOCK_MULTIPLY = 4  # units of a program that multiplies
+_BLOCK = 128  # units per program
+_BLOCK_MULTIPLY = 4  # units per program if the kernel multiplies by the weights
 _BLOCK_K = 256  # columns of a weight matrix that a program multiplies at a time
-# Most multiplications of a launch with several rows: for each row it reads all weights again.
+# The most multiplications in one launch with several rows: each row reads all weights again.
 _MULTIPLIES = 1 << 22
 
 
@@ -43,7 +43,7 @@ def step(
     else:
         wx, wh = F.linear(x, weight_ih), F.linear(h, weight_hh)
         terms = [wx, wh, wx, wx]
-    nothing = terms[0]  # stands for what the kernel does not read
+    nothing = terms[0]  # a placeholder for tensors that the kernel does not read
     given = [nothing if v is None else v.contiguous() for v in vectors]
     h, c = h.contiguous(), c.contiguous()
     new_h, new_c = torch.empty_like(c), torch.empty_like(c)

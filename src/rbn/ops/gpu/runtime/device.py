@@ -14,7 +14,7 @@ def power_of_two(n: int) -> int:
 
 @constant_result
 def multiprocessors(device: int) -> int:
-    """The number of multiprocessors: so many programs of a large kernel run at once."""
+    """The number of multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -69,7 +69,7 @@ def _bits(kind: str | None, value: Any) -> int:
 def launcher(
     result: Any, kinds: list[str | None], grid: tuple[int, ...], values: Sequence[Any]
 ) -> Callable[..., None] | None:
-    """Returns a function that launches a compiled kernel on the stream that is current now.
+    """Returns a function that launches a compiled kernel on the now current stream.
 
     kinds: from `kinds_of`. values: addresses, integers and other numbers, in this order, one for
     each of `kinds`. Each launch takes new integers and ignores its other arguments.

@@ -152,7 +152,7 @@ class Kernel:
     cluster: blocks per thread-block cluster, or 0 for none.
     down: whether the blocks of a cluster are neighbours in the grid's second dimension instead of
         its first.
-    together: whether all blocks of a launch synchronize, not only those of a cluster.
+    together: whether all blocks of a launch synchronize with each other, not only within clusters.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Kernel:
         """How many blocks fit on the GPU in full clusters; 0 if it refuses the cluster size."""
         count = ctypes.c_int()
         config = self._config(self._neighbours, None)
-        config.count = 1  # whether all blocks synchronize does not matter here
+        config.count = 1  # leaves out the cooperative attribute
         status = _driver().cuOccupancyMaxActiveClusters(
             ctypes.byref(count), self._function, ctypes.byref(config)
         )
@@ -256,10 +256,10 @@ _LETTERS = {ctypes.c_void_p: "P", ctypes.c_int: "i", ctypes.c_float: "f"}
 
 
 def structure(name: str, fields: list[tuple[str, Any]]) -> Any:
-    """Define a C struct with the given members; `pointers` lists the names of its leading pointers.
+    """Define a C struct with the given members; its attribute `pointers` names the leading ones.
 
-    `packed` builds the struct's bytes from addresses by name (0 if absent) and the other values in
-    order. It is several times as fast as creating an instance.
+    Its method `packed` builds the struct's bytes from addresses by name (null if absent) and the
+    other values in order. It is several times as fast as creating an instance.
     """
     leading = itertools.takewhile(lambda field: field[1] is ctypes.c_void_p, fields)
     pointers = tuple(member for member, _ in leading)

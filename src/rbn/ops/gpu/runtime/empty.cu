@@ -1,2 +1,2 @@
-// To ask the card how many blocks, or clusters of them, fit on it.
+// An empty kernel for occupancy queries: how many blocks or clusters fit on the GPU.
 extern "C" __global__ void empty() {}

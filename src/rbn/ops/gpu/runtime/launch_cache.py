@@ -1,4 +1,4 @@
-"""Caches Triton launches, so that repeating one costs the host little."""
+"""Caches Triton launches, which makes repeated ones cheap for the host."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RepeatedLaunch:
             names = self._kernel.arg_names[: len(addresses) + len(numbers)]
             if len(_COMPILED) >= _MOST:  # probably filled by layers that no longer exist
                 _COMPILED.clear()
-            # Holds the kernel, too, so that no other object gets its id.
+            # Keeps the kernel alive, so that no other object gets its id.
             kinds = direct_launch.kinds_of(result, names)
             _COMPILED[key] = result, kinds, self._kernel
             self._again = self._launcher(result, kinds, addresses, numbers)
@@ -80,7 +80,7 @@ class RepeatedLaunch:
             self._again(*numbers)
 
     def _key(self, addresses: list[int], numbers: tuple[float, ...]) -> tuple[Any, ...]:
-        """Everything that Triton may specialize the kernel for, and more."""
+        """A key that covers everything Triton may specialize the kernel for."""
         types = tuple(tensor.dtype for tensor in self._tensors)
         unaligned = tuple(at % 16 != 0 for at in addresses)
         values = tuple(_kind(n) for n in numbers)
@@ -108,7 +108,7 @@ def _kind(number: float) -> Any:
 
 
 _COMPILED: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
-# Holds the kernel, too, so that no other object gets its id.
+# Keeps the kernel alive, so that no other object gets its id.
 _LAUNCHERS: dict[tuple[Any, ...], tuple[Callable[[Sequence[int]], object], Any]] = {}
 _MOST = 1024
 # The grid, the tensors, the numbers and the flags.

@@ -24,7 +24,7 @@ from rbn.ops.types import CONSTANT
 
 log = logging.getLogger("rbn.ops.gpu")
 _SOURCES = {path.name: path for path in Path(__file__).parents[1].rglob("*.cu*")}  # by name
-# The first version with what the Hopper kernels need: st.async, 128-bit numbers.
+# The first version that supports the Hopper kernels' instructions: st.async, 128-bit loads.
 FOR_HOPPER = (12, 3)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the kernels' macro TYPE
 _OPTIONS = ("--std=c++17", "-default-device", f"-DCONSTANT={CONSTANT}f", f"-DNO_SCALE={NO_SCALE}f")
@@ -69,7 +69,7 @@ def version() -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1)
 def architectures() -> tuple[int, ...]:
-    """The architectures that NVRTC compiles for, such as 90; empty if it does not tell."""
+    """The architectures that NVRTC supports, such as 90; empty if it cannot list them."""
     nvrtc, count = library(), ctypes.c_int()
     ask = getattr(nvrtc, "nvrtcGetNumSupportedArchs", None)
     if nvrtc is None or ask is None or ask(ctypes.byref(count)):
@@ -79,7 +79,7 @@ def architectures() -> tuple[int, ...]:
 
 
 def architecture(capability: tuple[int, int]) -> str | None:
-    """The architecture to compile for, ``sm_90`` for (9, 0); None if NVRTC has none that runs.
+    """The architecture to compile for, such as ``sm_90`` for (9, 0); None if NVRTC supports none.
 
     A GPU runs code compiled for an earlier GPU of the same generation.
     """
@@ -219,5 +219,5 @@ def _keep(code: bytes, path: Path) -> None:
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except OSError as error:  # the kernel runs anyway
+    except OSError as error:  # only the cache entry is lost
         log.debug("could not keep %s: %s", path, error)

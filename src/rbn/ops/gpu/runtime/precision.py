@@ -20,7 +20,7 @@ def tf32_allowed() -> bool:
 
 
 class _Switch:
-    """PyTorch's tf32 setting, which all threads share: the last user restores it."""
+    """PyTorch's tf32 setting, shared by all threads: the last user restores it."""
 
     def __init__(self) -> None:
         self._left = threading.Condition()

@@ -12,11 +12,11 @@ NONE = tl.constexpr(0)
 BATCH = tl.constexpr(1)
 GIVEN = tl.constexpr(2)
 
-# In a product these stand after a tensor: before one, the interpreter of Triton 3.7 takes the
-# product for a constexpr.
+# In products, write these constants after a tensor: with a constant first, the interpreter of
+# Triton 3.7 treats the product as a constexpr.
 
-# Variances below this part of the square of the mean are what rounding left of it: the mean of the
-# rows, which was subtracted, is exact to a few roundings.
+# Variances below this fraction of the squared mean are rounding errors: the mean that was
+# subtracted is exact only to a few roundings.
 LAST_BITS = tl.constexpr(2e-13)
 CONSTANT = tl.constexpr(types.CONSTANT)
 NO_SCALE = tl.constexpr(few_rows.NO_SCALE)
@@ -34,13 +34,13 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """Hyperbolic tangent, to a relative error of 1e-6 for any x, 2e-7 for small ones.
+    """Hyperbolic tangent with a relative error of 1e-6, and of 2e-7 for small x.
 
-    Batch normalization magnifies small states, so their last bits matter. Below 0.4, where the
-    quotient is right to an absolute error only, an odd polynomial takes its place.
+    Batch normalization magnifies small states, so their last bits matter. Below 0.4 an odd
+    polynomial replaces the quotient, which bounds only the absolute error.
     """
     small = tl.abs(x) < 0.4
-    v = tl.where(small, x, 0.0)  # no power of a large x overflows
+    v = tl.where(small, x, 0.0)  # so that no power of a large x overflows
     s = v * v
     near = v + v * s * (-0.33331883 + s * (0.13277629 + s * -0.04779422))
     return tl.where(small, near, 2.0 * sigmoid(2.0 * x) - 1.0)
@@ -168,7 +168,7 @@ def variance(squares, n, mean):
 def constants(mean, var, columns, inside, size, inv_n, t, eps):
     """Mean and variance over all rows of the steps before t, see `rbn.ops.few_rows`.
 
-    mean, var: of each step, ``[T, size]``. columns: which of them, ``inside`` those that exist.
+    mean, var: of each step, ``[T, size]``. columns: the program's columns; inside: which exist.
     """
     STEPS: tl.constexpr = 32
     m = tl.zeros_like(columns.to(tl.float32))

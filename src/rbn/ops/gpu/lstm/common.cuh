@@ -1,15 +1,15 @@
-// What the forward and the backward kernel share.
+// Shared by all kernels; the product is that of the `portable` and RNN kernels, forward and backward.
 //
-// A block owns UNITS = 8 hidden units for all rows of the batch. Its warps form MW groups over the
-// rows and KS groups over the columns of the product; the sums over KS meet in shared memory. From
-// there on a thread owns two neighbouring units (PAIR = tid % 4) of the rows tid / 4, tid / 4 + STEP, ...
-// With FEW, for up to 16 rows, a warp has all rows of two pairs instead: it sums over the batch without the others,
-// and warps beyond the second only multiply.
+// A thread block owns UNITS = 8 hidden units for all rows of the batch. Its warps form MW groups over the
+// rows and KS groups over the columns of the product; partial sums over KS are added through shared memory.
+// After the product a thread owns two neighbouring units (PAIR = tid % 4) of the rows tid / 4, tid / 4 + STEP, ...
+// With FEW (at most 16 rows) a warp owns all rows of two pairs instead, so it reduces over the batch alone;
+// warps beyond the second only multiply.
 //
-// Named from outside: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
-// CHUNK (column blocks read at once), REGISTERS (weights in registers or in shared memory),
-// BARRIER (meet at a counter, or wait for the data themselves), MODE_X, MODE_H, MODE_C (0 none,
-// 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT.
+// Macros defined at compile time: TYPE (0 float as tf32, 1 bfloat16, 2 float16), H, MT (tiles of 16 rows), MW, KS,
+// CHUNK (column blocks loaded at once), REGISTERS (weights in registers instead of shared memory),
+// BARRIER (blocks synchronize at a counter instead of polling the data), MODE_X, MODE_H, MODE_C (statistics of a
+// term: 0 none, 1 minibatch, 2 given), LENGTHS, SAVE, BIAS, BETA, DOUTPUT.
 
 typedef unsigned int u32;
 typedef long long i64;
@@ -27,7 +27,7 @@ typedef u32 Pair;
 #ifndef UNITS
 #define UNITS 8
 #endif
-#define OWN (UNITS / 4)  // units of a thread
+#define OWN (UNITS / 4)  // units per thread
 #define GATES (4 * H)
 #define HS ((H + 7) / 8 * 8)
 #define ROWS (16 * MT)
@@ -49,7 +49,7 @@ typedef u32 Pair;
 
 // Values ------------------------------------------------------------------------------------------
 
-// Two numbers in 16 bits each, the first in the lower half: bfloat16 with TYPE 1, else float16.
+// Packs two 16-bit numbers, the first in the lower half: bfloat16 with TYPE 1, else float16.
 __device__ __forceinline__ u32 pack(float x, float y) {
   u32 p;
 #if TYPE == 1
@@ -98,21 +98,21 @@ __device__ __forceinline__ void store2(float* p, float x, float y) {
   *reinterpret_cast<float2*>(p) = make_float2(x, y);
 }
 
-// The power of two that brings numbers of at most the size `top` (as bits) up to 2^15, and its inverse.
+// The power of two that scales magnitudes up to `top` (float bits) to below 2^15, and its inverse.
 __device__ __forceinline__ u32 exponent(u32 top) { return max(top >> 23, 15u); }
 __device__ __forceinline__ float scale_up(u32 top) { return __uint_as_float((268 - exponent(top)) << 23); }
 __device__ __forceinline__ float scale_down(u32 top) { return __uint_as_float((exponent(top) - 14) << 23); }
 
 __device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 
-// One that is not finite is left out: it must not make the others small.
+// 0 for numbers that are not finite: they must not determine the scale of the others.
 __device__ __forceinline__ u32 finite_size(float v) {
   const u32 bits = size_of(v);
   return bits < 0x7f800000u ? bits : 0;
 }
 
-// A value for the other blocks. None of its words is EMPTY: that pattern is a NaN that arithmetic
-// does not make, and which is replaced here should it come in from outside.
+// Stores a value for the other blocks. No word of it may be EMPTY, a NaN pattern that arithmetic never
+// produces; if an input contains it, it is replaced here.
 __device__ __forceinline__ void publish(Element* p, float2 v) {
 #if TYPE == 0
   u32 x = __float_as_uint(v.x), y = __float_as_uint(v.y);
@@ -144,7 +144,7 @@ __device__ __forceinline__ uint4 fetch(const Element* p) {
   return v;
 }
 
-// A meeting of all blocks of a recurrence, in two halves.
+// A split barrier across all blocks of a recurrence: arrive, then wait.
 __device__ __forceinline__ void announce(u32* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
@@ -166,7 +166,7 @@ __device__ __forceinline__ void wait_for(const u32* counter, u32 arrivals) {
   __syncthreads();
 }
 
-// In half precision the approximate tanh, right to 2^-11 of its value, is as good as what is kept of it. FAST: in float32, too.
+// The approximate tanh has a relative error of 2^-11, no more than rounding to half precision. FAST: use it in float32, too.
 #if TYPE == 0 && !defined(FAST)
 __device__ __forceinline__ float exp2_(float x) {
   float y;
@@ -180,12 +180,12 @@ __device__ __forceinline__ float inverse(float x) {
 }
 __device__ __forceinline__ float sigmoid(float x) { return inverse(1.0f + exp2_(-1.44269504f * x)); }
 
-// The quotient is right to 1e-7, however small x is, and batch normalization magnifies small states. So they get an odd
-// polynomial, right to 2e-7 of its value, which is computed beside the quotient: no branch.
+// The quotient has an absolute error of 1e-7, but batch normalization magnifies small states. So small x use an odd
+// polynomial with a relative error of 2e-7. Both are computed, which avoids a branch.
 __device__ __forceinline__ float tanh_(float x) {
   const float s = x * x, far = fmaf(-2.0f, inverse(1.0f + exp2_(2.88539008f * x)), 1.0f);
   const float near = fmaf(x * s, fmaf(fmaf(-0.0477942191f, s, 0.132776290f), s, -0.333318830f), x);
-  return fabsf(x) < 0.4f ? near : far;  // a NaN stays one
+  return fabsf(x) < 0.4f ? near : far;  // NaN propagates
 }
 #else
 __device__ __forceinline__ float tanh_(float x) {
@@ -198,15 +198,15 @@ __device__ __forceinline__ float sigmoid(float x) { return 0.5f * tanh_(0.5f * x
 
 // Normalization -----------------------------------------------------------------------------------
 
-// From the mean of squares around a shift and the mean of what was shifted. Below a part of what is
-// subtracted it is what rounding left of it; a NaN stays one.
+// The variance from the mean square and the mean of values shifted by a constant. Results below a
+// fraction of the subtracted square are rounding errors and become 0; NaN propagates.
 __device__ __forceinline__ float variance(float square, float off) {
   const float var = square - off * off;
   return var <= 2e-6f * off * off ? 0.0f : var;
 }
 
-// Mean and variance of a column over all rows of some steps; with them steps with too few rows (inv_n 0) are normalized:
-// rbn.ops.few_rows says why.
+// Mean and variance of a column over all rows of several steps. Steps with too few rows (inv_n 0) are normalized with
+// these, see rbn.ops.few_rows.
 struct Pool {
   float rows = 0.0f, mean = 0.0f, var = 0.0f;
   __device__ __forceinline__ void add(float inv, float m, float v) {
@@ -218,8 +218,8 @@ struct Pool {
   __device__ __forceinline__ float scale(float eps) const { return var > CONSTANT * eps ? var : NO_SCALE; }
 };
 
-// The mean and variance that step t uses in place of its own, from those of the steps before. mean, var: of step 0;
-// `step`: from one step to the next.
+// The mean and variance that replace those of step t, pooled over the earlier steps. mean, var: pointers to step 0;
+// `step`: stride between steps.
 __device__ __forceinline__ float2 constants(const float* mean, const float* var, i64 step, const float* inv_n, i64 t, float eps) {
   if (t > 0 && !(inv_n[t - 1] > 0.0f)) return make_float2(mean[(t - 1) * step], var[(t - 1) * step]);
   Pool pool;
@@ -228,8 +228,8 @@ __device__ __forceinline__ float2 constants(const float* mean, const float* var,
   return make_float2(pool.mean, pool.scale(eps));
 }
 
-// What a gradient is multiplied with on its way back through a term. Of minibatch statistics (MODE 1)
-// it is 0 if the term is constant: rbn.ops.types says why, and has the same number.
+// The factor of a gradient on its way back through a term. With minibatch statistics (MODE 1) it is 0 for
+// a constant term, see CONSTANT in rbn.ops.types.
 template <int MODE>
 __device__ __forceinline__ float slope(float rstd, float gamma, float eps) {
   return MODE == 1 && !(rstd * rstd * eps <= 1.0f - CONSTANT) ? 0.0f : rstd * gamma;
@@ -260,14 +260,14 @@ __device__ __forceinline__ uint4 rounded(uint4 v) {
   return v;
 }
 
-// Both products of a block of columns. A thread's 16 bytes of a row stand for other columns than the
-// instruction names, but for the same ones in a (rows g and g + 8) and in b, and a sum has no order.
+// Both MMAs of a block of columns. A thread's 16 bytes of a row hold other columns than the instruction
+// assigns to it, but the same ones in a (rows g and g + 8) and in b, so the sum is the same.
 __device__ __forceinline__ void multiply_block(float (&c)[4], uint4 low, uint4 high, uint4 b) {
   multiply(c, low.x, high.x, low.y, high.y, b.x, b.y);
   multiply(c, low.z, high.z, low.w, high.w, b.z, b.w);
 }
 
-// 16 bytes of row `row` of a matrix [rows, columns] from column `k`, zero beyond its end.
+// 16 bytes of row `row` of a matrix [rows, columns], from column `k` on; zero-filled beyond the row's end.
 __device__ __forceinline__ uint4 weight_at(const Element* w, i64 row, int columns, int k) {
   Element v[VEC];
 #pragma unroll
@@ -275,7 +275,7 @@ __device__ __forceinline__ uint4 weight_at(const Element* w, i64 row, int column
   return *reinterpret_cast<uint4*>(v);
 }
 
-// W fragments of NT tiles of 8 columns, for the column blocks of this warp.
+// Fragments of W: NT tiles of 8 columns, for the column blocks of this warp.
 template <int NT, int KBW>
 struct Weights {
 #if REGISTERS
@@ -283,7 +283,7 @@ struct Weights {
 #else
   const uint4* shared;
 #endif
-  // row(n): the row of the matrix for tile n; negative: none.
+  // row(n): the row of the matrix for tile n, or a negative number if it does not exist.
   template <class Row>
   __device__ __forceinline__ void load(const Element* w, int columns, int ks, int mw, int lane, uint4* scratch, Row row) {
 #if !REGISTERS
@@ -312,8 +312,8 @@ struct Weights {
   }
 };
 
-// sums[m][n] += rows of this warp times W. The rows [ROWS, width] (stride `stride`) come from the
-// other blocks: a 16-byte piece that is not there yet is read again. ks: which of SLICES parts of the columns.
+// sums[m][n] += rows of this warp times W. The rows [ROWS, width] (stride `stride`) are written by the other
+// blocks; 16-byte pieces that have not arrived are polled. ks: which of SLICES parts of the columns.
 template <int NT, int KBW, int SLICES = KS>
 __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const Weights<NT, KBW>& w,
                                                 const Element* rows, int stride, int width, int B,
@@ -323,10 +323,10 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
   const int g = lane >> 2;
   const int row = mw * MPW * 16 + g, column = ks * KBW * BLOCK + (lane & 3) * VEC;
   const Element* first = rows + i64(row) * stride + column;
-  const bool whole = width >= SLICES * KBW * BLOCK;  // known to the compiler: no warp has columns beyond the last
+  const bool in_bounds = width >= SLICES * KBW * BLOCK;  // known at compile time: no column check is needed
   auto address = [&](int m, int i, int half) { return first + (m * 16 + 8 * half) * stride + i * BLOCK; };
   auto there = [&](int m, int i, int half) {
-    return i < KBW && row + m * 16 + 8 * half < B && (whole || column + i * BLOCK < width);
+    return i < KBW && row + m * 16 + 8 * half < B && (in_bounds || column + i * BLOCK < width);
   };
   auto ask = [&](int piece) {
 #pragma unroll
@@ -341,7 +341,8 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
                                                         : peek(address(m, k, half));
         }
   };
-  // Until the others are about done, only one piece is asked for again and again: all are too many, but of few rows.
+  // Poll a single piece until the other blocks are about done, because polling all pieces is too much traffic, except
+  // for few rows.
   constexpr bool EAGER = BARRIER || FEW || (PIECES == 1 && MPW * CHUNK <= 8);
   if (EAGER) ask(0);
   if (!BARRIER && !FEW && wait && there(0, 0, 0)) {
@@ -383,8 +384,7 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
   }
 }
 
-// Where sums of a row and column lie in shared memory, [KS][ROWS][PITCH], such that neither the lanes that write them
-// nor those that read them use the same bank.
+// Offset of a row's and column's sum in shared memory, [KS][ROWS][PITCH], free of bank conflicts for writing and reading.
 template <int NT, int PITCH>
 __device__ __forceinline__ int place_of_sum(int row, int column) {
   if (!FEW) return row * PITCH + column;
@@ -392,7 +392,7 @@ __device__ __forceinline__ int place_of_sum(int row, int column) {
   return row * 8 * NT + 2 * (column / 2 ^ turned);
 }
 
-// Sums of tiles into shared memory.
+// Writes the tiles' sums to shared memory.
 template <int NT, int PITCH>
 __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4], int ks, int mw, int lane) {
   const int g = lane >> 2, t = lane & 3;
@@ -409,9 +409,9 @@ __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4],
 
 // Sums over the batch ------------------------------------------------------------------------------
 
-// Each v[i] summed over the lanes of a warp that have the same pair of units. Each exchange
-// halves what is left to add, while it can: a lane ends with the sums from the returned index on, in v[0] and, for
-// more than 8 numbers (16 with FEW), the next NV / 8 - 1.
+// Sums each v[i] over the lanes of a warp that own the same pair of units. Each shuffle halves the number of values
+// per lane as long as it is even: a lane ends up with the sums from the returned index on, in v[0] and, for more than 8
+// values (16 with FEW), the next NV / 8 - 1.
 template <int NV>
 __device__ __forceinline__ int sum_over_lanes(float (&v)[NV], int lane) {
   int n = NV, index = 0;
@@ -436,8 +436,8 @@ __device__ __forceinline__ int sum_over_lanes(float (&v)[NV], int lane) {
   return index;
 }
 
-// Each v[i] summed over all threads with the same pair of units, in a fixed order, given back to all.
-// `running`, of thread 4 i + pair, counts v[i] over all calls; with FEW, of the i-th row v[i], and v[16 + i].
+// Sums each v[i] over all threads with the same pair of units, in a fixed order, and returns the sums to all of them.
+// `running` accumulates over all calls: thread 4 i + pair v[i]; with FEW, the thread of the i-th row v[i] and v[16 + i].
 template <int NV>
 __device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* total, float2& running) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, pair = PAIR_OF(tid);
@@ -479,7 +479,7 @@ __device__ __forceinline__ void sum_rows(float (&v)[NV], float* scratch, float* 
 
 // Parameters and statistics ------------------------------------------------------------------------
 
-// They are read once a step, and registers are scarce: in shared memory, [4 threads][4 gates][OWN].
+// In shared memory, [4 threads][4 gates][OWN]: they are read once per step, and registers are scarce.
 __device__ __forceinline__ int column_of(int i) {  // of the whole layer, or -1
   const int thread = i / (4 * OWN) % 4, q = i / OWN % 4, unit = blockIdx.x * UNITS + OWN * thread + i % OWN;
   return unit < H ? q * H + unit : -1;
@@ -509,7 +509,7 @@ __device__ __forceinline__ void load_parameters(float* to, const float* bias, co
   }
 }
 
-// Statistics that are given, N values for a step, read from memory a step before they are needed.
+// Given statistics, N values per step, prefetched one step ahead.
 template <int N>
 struct Staged {
   static constexpr int PER_THREAD = (N + THREADS - 1) / THREADS;
@@ -523,7 +523,7 @@ struct Staged {
       if (i < N) next[k] = value(i);
     }
   }
-  // is_var(i): whether it is a variance, of which 1 / sqrt(var + eps) is wanted.
+  // is_var(i): whether value i is a variance, which becomes 1 / sqrt(var + eps).
   template <class IsVar>
   __device__ __forceinline__ void put(float* to, float eps, IsVar is_var) const {
 #pragma unroll

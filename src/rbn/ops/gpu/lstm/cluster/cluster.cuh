@@ -1,37 +1,37 @@
-// For small layers, whose blocks form one thread-block cluster: what both kernels share.
+// Kernels for small layers, whose thread blocks form one cluster: shared by forward and backward.
 //
-// A block owns UNITS = 8 hidden units for all rows of the batch, a warp RT tiles of 8 rows of them, a thread
+// A block owns UNITS = 8 hidden units for all rows of the batch, a warp RT tiles of 8 of these rows, and a thread
 // one unit (`own` = lane / 4) of two neighbouring rows of each tile (2 * `quad` = 2 * (lane % 4) and the
-// next). That is how the tensor core instruction leaves its sums if W_h is its left side (m16) and the rows
-// are its right side (n8): of the 16 rows of a sum a thread has two, which are two gates of its unit.
-// Of UNITS = 16 a warp has one half: MW warps have the first 8 units, MW more the others, each all rows.
+// next). This is the accumulator layout of the tensor core instruction with W_h as its left operand (m16) and the
+// rows as its right operand (n8): a thread has two of the 16 accumulator rows, which are two gates of its unit.
+// With UNITS = 16 a warp owns one half of the units: MW warps the first 8, MW more the others, each for all rows.
 //
-// One warp more, the last, owns no rows but the sums over the batch: it adds up those of the others,
-// makes what they multiply and add with, and reads and writes statistics. Its lane owns gate `quad` of unit
-// `own`. The others meet only it.
+// One more warp, the last, owns no rows. It reduces the workers' partial sums over the batch, computes the shifts and
+// scales of the normalizations, and reads and writes statistics. Each of its lanes owns gate `quad` of unit
+// `own`. The worker warps synchronize only with this warp.
 //
-// The blocks exchange h, and shares of dh, through distributed shared memory, by stores that count
-// themselves at a barrier of the receiver (st.async, mbarrier), of which each of two buffers has one. A buffer is
-// written again only after what the others made of it has come. What comes from block rank - i lies at place i,
-// and is the i-th that it sends. A warp needs only its own rows, so what a block of 8 units has for itself no
-// barrier need count: the warp that made it uses it.
+// The blocks exchange h, and partial sums ("shares") of dh, through distributed shared memory. Each of two buffers
+// (double buffering) has an mbarrier in the receiver that counts the stored bytes (st.async). A buffer is reused only
+// after results that depend on its contents have come back. Data from block rank - i is stored in place i and is the
+// i-th that the sender sends. A warp reads only its own rows, so in blocks of 8 units a block's data for itself need no
+// barrier: the same warp writes and reads it.
 //
-// What leaves the block is held up by what left before it, and so is all that a warp reads after that, be it
-// from the block's own memory. So what a step leaves behind is written in the next one, in parts,
-// where the warps wait for the sums over the batch or compute.
+// Stores to other blocks and to global memory are issued in order, and later loads of the same warp queue behind them,
+// even loads from its own block's shared memory. So the outputs of a step are written in parts during the next step,
+// while the warps wait for sums over the batch or compute.
 //
-// Products have 16-bit operands, also of a layer in float32: float16 has the 11 significant bits of
-// tf32, and what is multiplied is brought to float16's range by powers of two, which are exact.
+// Products have 16-bit operands, in float32 layers too: float16 has the 11 significant bits of tf32, and the factors
+// are scaled into its range by powers of two, which are exact.
 //
-// Named from outside besides those of common.cuh: MW (warps that together own all rows), RT, UNITS (8 or 16).
-// STAGGERED: half of the warps send first what the other blocks need and do then what is left of the step, the others
-// the other way round, so that stores to other blocks, of which there are enough for both, do not hold up all of them.
-// SCALAR: the input has one feature, so that the input term is x times a vector w. What is read of it in a step is a number
-// for each row, float32, less its mean where statistics are the minibatch's (MODE_X = 1, also those of all steps together).
-// Its variance is w^2 times that of x. If v is the latter and r = 1 / sqrt(w^2 v + eps), the term becomes gamma w r x, and
-// d(w) of a step is gamma eps r^3 sum(x d(.)): all but the share of eps goes with the normalization. So no d(W_x x) is kept.
-// ALL_WAIT: nobody only arrives at a barrier, and all lanes of a warp arrive at those in shared memory, which is what
-// racecheck understands.
+// Macros besides those of common.cuh: MW (warps that together own all rows), RT, UNITS (8 or 16).
+// STAGGERED: half of the warps first send what the other blocks need and then finish the step; the other half does it in
+// the opposite order. So stores to other blocks, which take long enough for both halves, do not stall all warps at once.
+// SCALAR: the input has one feature, so the input term is x times a vector w. A step reads one float32 per row, centered
+// with minibatch statistics (MODE_X = 1, also for sequencewise ones). The term's variance is w^2 v, where v is that of x.
+// With r = 1 / sqrt(w^2 v + eps) the normalized term is gamma w r x, and a step's d(w) is gamma eps r^3 sum(x d(.)):
+// without eps, the normalization would cancel the scale of w. So d(W_x x) is not stored.
+// ALL_WAIT: every barrier arrival also waits, and all lanes of a warp arrive at mbarriers; racecheck understands nothing
+// else.
 #ifndef UNITS
 #define UNITS 8
 #endif
@@ -45,15 +45,15 @@
 #define STAGGERED 0
 #endif
 #define HALVES (UNITS / 8)
-#define FIRST(half) (HALVES > 1 ? 8 * (half) : 0)  // unit of a half, in the block
-// For the last warp, which has units of both. Where there is one, s is a constant from the beginning: then blocks of 8
-// units are compiled as if there were no others.
+#define FIRST(half) (HALVES > 1 ? 8 * (half) : 0)  // a half's first unit in the block
+// Loops over the halves in the last warp, which serves both. With one half s is a constant expression, so that blocks of
+// 8 units compile to the same code as without the loop.
 #if HALVES > 1
 #define EACH_HALF _Pragma("unroll") for (int s = 0; s < HALVES; s++)
 #else
 #define EACH_HALF if (constexpr int s = 0; true)
 #endif
-#define EIGHTS ((H + 7) / 8)  // of the layer's units, in what is saved for the backward pass
+#define EIGHTS ((H + 7) / 8)  // groups of 8 units in the tensors saved for the backward pass
 #define MT MW
 #define KS HALVES
 #define CHUNK 1
@@ -64,29 +64,29 @@
 #undef THREADS
 #define WORKERS (32 * WARPS)  // threads that own rows
 #define THREADS (WORKERS + 32)
-// A multiprocessor's registers are those of four parts, each with every fourth warp. Blocks of 16 units have 8 warps with
-// rows, which take most of them; that they may, the last warp and three more, which only that is for, give theirs away.
-// WORKER_REGISTERS is named by each kernel.
+// A multiprocessor's register file has four partitions, each for every fourth warp. In blocks of 16 units the 8 worker
+// warps need most registers. The last warp and three further warps, which exist only for this, release theirs to them.
+// Each kernel defines WORKER_REGISTERS.
 #define LAUNCHED (HALVES > 1 ? WORKERS + 128 : THREADS)
 #define SERVER_REGISTERS (3 * 168 - 2 * WORKER_REGISTERS)
 #ifndef RT
 #define RT 2
 #endif
 #define ROW_TILES (MW * RT)
-#define X_ROWS (8 * ROW_TILES)  // of x in a step, if SCALAR: those beyond the batch, and padded ones, are zeros
+#define X_ROWS (8 * ROW_TILES)  // rows of x per step, if SCALAR; zeros beyond the batch and in padding
 #if SCALAR
 typedef float Input;
 #else
 typedef Element Input;
 #endif
 
-// Whether sums over the batch are made in each step.
+// Whether each step needs sums over the batch.
 #define SUM_H (MODE_H == 1)
 #define SUM_C (MODE_C == 1)
-#define PAIRS ((B + 1) / 2)  // of rows, in what is saved for the backward pass
+#define PAIRS ((B + 1) / 2)  // row pairs in the tensors saved for the backward pass
 
-// One of two numbers, without a branch: those that the compiler would make keep the rows of a thread
-// from being computed side by side.
+// Selects one of two numbers without a branch. The compiler's branches would keep a thread's rows from being
+// computed in parallel.
 __device__ __forceinline__ float pick(bool first, float x, float y) {
   float v;
   asm("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %3, 0;\n\tselp.f32 %0, %1, %2, p;\n\t}" : "=f"(v) : "f"(x), "f"(y), "r"(u32(first)));
@@ -95,7 +95,7 @@ __device__ __forceinline__ float pick(bool first, float x, float y) {
 
 // Operands of products ------------------------------------------------------------------------------
 
-// The same with half the columns.
+// `multiply16` for half the columns.
 __device__ __forceinline__ void multiply8(float (&c)[4], u32 a0, u32 a1, u32 b) {
 #if TYPE == 1
 #define SHAPE8 "m16n8k8.row.col.f32.bf16.bf16.f32"
@@ -106,14 +106,14 @@ __device__ __forceinline__ void multiply8(float (&c)[4], u32 a0, u32 a1, u32 b) 
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
 }
 
-// An 8 x 8 matrix of 16-bit numbers, two neighbours of row lane / 4 in each thread, transposed.
+// Transposes an 8 x 8 matrix of 16-bit numbers; each lane holds two neighbours of row lane / 4.
 __device__ __forceinline__ u32 turn(u32 v) {
   u32 out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
   return out;
 }
 
-// Two neighbours of a row of W as an operand.
+// Two neighbouring weights of a row of W as an operand.
 __device__ __forceinline__ u32 operand(const Element* p, float scale) {
 #if TYPE == 0
   const float2 v = load2(p);
@@ -125,9 +125,9 @@ __device__ __forceinline__ u32 operand(const Element* p, float scale) {
 
 // Nonlinearities ------------------------------------------------------------------------------------
 
-// Of a number that has been multiplied with pre(gate), which costs nothing where that is part of a factor.
-// The approximate tanh is right to 2^-11 of its value: as the numbers in half precision are, and the
-// products of a layer in float32.
+// They take pre-activations already multiplied by pre(gate), which is free if it is folded into another factor.
+// The approximate tanh has a relative error of 2^-11, like values in half precision and the products of
+// float32 layers.
 __device__ __forceinline__ float pre(int gate) { return gate == 2 ? 1.0f : 0.5f; }
 __device__ __forceinline__ float tanh_of(float v) {
   float y;
@@ -144,17 +144,17 @@ __device__ __forceinline__ float rsqrt_(float x) {
   return y;
 }
 
-// The rows of a warp by its eight units ---------------------------------------------------------------
+// Rows and units of a thread --------------------------------------------------------------------------
 
 struct Place {
-  int lane, warp, own, quad, tile;  // tile: the warp's first
-  int half, unit, within;           // of the block's units; the thread's unit, and which of the block's it is
+  int lane, warp, own, quad, tile;  // tile: the warp's first row tile
+  int half, unit, within;           // half of the block's units; the thread's unit in the layer, and in the block
   bool mine;                        // whether the unit exists
   int B;
 
   __device__ __forceinline__ int row(int n, int e) const { return 8 * (tile + n) + 2 * quad + e; }
   __device__ __forceinline__ bool in(int n, int e) const { return row(n, e) < B && mine; }
-  // For the last warp: whether the unit of this half exists.
+  // For the last warp: whether its unit in half s exists.
   __device__ __forceinline__ bool has(int s) const { return s ? unit + 8 * s < H : mine; }
 };
 
@@ -169,21 +169,22 @@ __device__ __forceinline__ Place place_of(int B) {
   return at;
 }
 
-// Two units of a row in 16 bits, of the whole warp, to two rows of a unit.
+// From two units of a row to two rows of a unit: a 16-bit transpose across the warp.
 __device__ __forceinline__ float2 turned(u32 v) { return unpack(turn(v)); }
 
 // The cluster ---------------------------------------------------------------------------------------
 
-// The i-th block that this one sends to, and the i-th that it hears from; both begin with itself.
+// The i-th block that this block sends to, and the i-th that it receives from; i = 0 is the block itself.
 __device__ __forceinline__ u32 receiver(u32 i) { return blockIdx.x + i < BLOCKS ? blockIdx.x + i : blockIdx.x + i - BLOCKS; }
 __device__ __forceinline__ u32 sender(u32 i) { return blockIdx.x >= i ? blockIdx.x - i : blockIdx.x - i + BLOCKS; }
 
-// Who says what a barrier expects, and how much: one thread, or with ALL_WAIT all lanes of its warp.
+// Which threads arrive with the expected bytes at a barrier: one, or with ALL_WAIT all lanes of its warp, the first of
+// which passes the number of bytes.
 #define ARRIVALS (ALL_WAIT ? 32 : 1)
 #define EXPECTS (ALL_WAIT ? threadIdx.x < 32 : threadIdx.x == 0)
 #define EXPECTED(bytes) (ALL_WAIT && threadIdx.x ? 0 : (bytes))
 
-// Registers of the warps with rows, and of the others. Four warps each do it together.
+// Reallocate registers from the other warps to the workers. Works on warpgroups of four warps.
 __device__ __forceinline__ void take_registers() {
 #if HALVES > 1
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
@@ -197,7 +198,7 @@ __device__ __forceinline__ void give_registers() {
 
 // Sums over the batch --------------------------------------------------------------------------------
 
-// Of N numbers for each gate, summed over the four threads of a unit: thread `quad` gets those of gate `quad`.
+// Sums N values per gate over the four threads of a unit; thread `quad` gets the sums of gate `quad`.
 template <int N>
 __device__ __forceinline__ void sum_gates(float (&out)[N], const float (&v)[N][4], int quad) {
   const bool upper = quad & 2, odd = quad & 1;
@@ -211,7 +212,7 @@ __device__ __forceinline__ void sum_gates(float (&out)[N], const float (&v)[N][4
   for (int n = 0; n < N; n++) out[n] = pick(odd, y[n], x[n]) + __shfl_xor_sync(~0u, pick(odd, x[n], y[n]), 1);
 }
 
-// Two numbers of a unit over its four threads, into `scratch` [WARPS][8][2].
+// Sums two values of a unit over its four threads, into `scratch` [WARPS][8][2].
 __device__ __forceinline__ void sum_cells(float* scratch, float first, float second, const Place& at) {
   const bool upper = at.quad & 2;
   float sum = pick(upper, second, first) + __shfl_xor_sync(~0u, pick(upper, first, second), 2);
@@ -219,7 +220,7 @@ __device__ __forceinline__ void sum_cells(float* scratch, float first, float sec
   if (!(at.quad & 1)) scratch[at.warp * 16 + 2 * at.own + (at.quad >> 1)] = sum;
 }
 
-// scratch[index] of all warps of a half, `pitch` apart, in a fixed order.
+// Sums a value over all warps of a half, `pitch` apart, in a fixed order.
 __device__ __forceinline__ float2 add_warps2(const float2* scratch, int pitch) {
   float2 sum[4] = {};
 #pragma unroll
@@ -237,9 +238,9 @@ __device__ __forceinline__ float add_warps(const float* scratch, int pitch) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// The warps with rows and the one that serves them. They bring it sums, arrive at one of these barriers and go on;
-// it waits there. What it makes of the sums they get after a meeting of all threads (__syncthreads): that it waits
-// there, too, costs nothing, since it has nothing to do until the next sums come.
+// Named barriers between the workers and the last warp. The workers write their partial sums, arrive, and continue;
+// the last warp waits. Its results are handed over at a __syncthreads of all warps: waiting there costs the last warp
+// nothing, because it has no work until the next sums.
 #define SUMS_1 1
 #define SUMS_2 2
 
@@ -257,14 +258,15 @@ __device__ __forceinline__ void done() {
 #endif
 }
 
-// Those with rows meet, where a warp needs what that of the other half has.
+// Barrier for the worker warps only, where a warp needs results of the other half's warp. With ALL_WAIT the last warp
+// takes part, too.
 __device__ __forceinline__ void meet_workers() { await<3, ALL_WAIT ? THREADS : WORKERS>(); }
 __device__ __forceinline__ void let_workers_meet() {
   if (ALL_WAIT) meet_workers();
 }
 
-// Where two numbers of a gate of a unit lie, so that all four gates are two reads of 16 bytes, which the
-// units of a warp make without conflicts.
+// Offset of a unit's and gate's pair of values: the four gates are two reads of 16 bytes, free of bank conflicts
+// between the units of a warp.
 __device__ __forceinline__ int slot(int unit, int gate) { return ((gate >> 1) * UNITS + unit) * 2 + (gate & 1); }
 
 __device__ __forceinline__ void read_slots(float2 (&v)[4], const float2* from, int unit) {
@@ -275,12 +277,13 @@ __device__ __forceinline__ void read_slots(float2 (&v)[4], const float2* from, i
   }
 }
 
-// What a step keeps, and reads ------------------------------------------------------------------------
+// Global memory ---------------------------------------------------------------------------------------
 
-// For the backward pass: eight numbers of a thread, 16 bytes side by side. In float32 those of two gates
-// of all units of a pair of rows come first, so that sectors are written whole.
-#define EIGHTH (TYPE == 0 ? 2 : 1)  // 16 bytes each
-#define EIGHT_STEP 32               // numbers from the first to the second
+// Eight values of a thread (four gates, two rows) saved for the backward pass, in words of 16 bytes. In float32 there
+// are two words; the first words of all units of a row pair come before the second ones, so that full sectors are
+// written.
+#define EIGHTH (TYPE == 0 ? 2 : 1)  // words
+#define EIGHT_STEP 32               // elements between the first and the second word
 
 struct Eight {
   uint4 part[EIGHTH];
@@ -314,12 +317,12 @@ struct Eight {
   }
 };
 
-// Where the eight of a pair of rows begin for unit `own`; pair: the number of the pair.
+// Offset of the eight values of unit `own` in row pair `pair`.
 __device__ __forceinline__ i64 eight_at(i64 pair, int own) { return pair * 64 + own * (8 / EIGHTH); }
 
-// Rows of a warp by its units, as they lie in memory: in shared memory each row begins `row_at` words
-// from the first, in float32 such that neither rows nor units conflict. Lanes move pieces as large as memory's
-// order allows, several to a row, and another lane may read them.
+// A sheet is a tile in shared memory, a warp's rows by its 8 units, that is copied from and to row-major global memory.
+// Row r starts at word `row_at(r)`, which in float32 avoids bank conflicts between rows and between units. Each lane
+// copies pieces as large as the alignment allows; other lanes may read them.
 #define PIECE_BYTES (TYPE == 0 ? (H % 4 ? 8 : 16) : H % 4 ? 4 : H % 8 ? 8 : 16)
 #define PIECE_WORDS (PIECE_BYTES / 4)
 #define PIECE_UNITS (PIECE_BYTES / (TYPE == 0 ? 4 : 2))
@@ -328,7 +331,7 @@ __device__ __forceinline__ i64 eight_at(i64 pair, int own) { return pair * 64 + 
 
 __device__ __forceinline__ int row_at(int row) { return TYPE == 0 ? 8 * (row + row / 4) : 4 * row; }
 
-// For each piece that the lane moves: where it lies in a sheet, its row and first unit, whether there is such a one.
+// Calls move(word in the sheet, row, first unit, whether it exists) for each piece that the lane copies.
 template <class Move>
 __device__ __forceinline__ void each_piece(const Place& at, Move move) {
 #pragma unroll
@@ -339,7 +342,7 @@ __device__ __forceinline__ void each_piece(const Place& at, Move move) {
   }
 }
 
-// Two rows of the thread's unit.
+// Reads two rows of the thread's unit.
 __device__ __forceinline__ float2 from_sheet(const u32* sheet, int n, const Place& at) {
 #if TYPE == 0
   const int row = 8 * n + 2 * at.quad;
@@ -358,21 +361,21 @@ __device__ __forceinline__ void to_sheet(u32* sheet, int n, const Place& at, flo
 #endif
 }
 
-// Nothing is read from where there is nothing: zeros come instead.
+// Copies to shared memory asynchronously; zero-fills if not `there`.
 template <int BYTES>
 __device__ __forceinline__ void fetch_async(u32 to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
                ::"r"(to), "l"(from), "n"(BYTES), "r"(there ? BYTES : 0) : "memory");
 }
 
-// What the warp asked for is there, for all its lanes.
+// Waits for all asynchronous copies of the warp.
 __device__ __forceinline__ void fetched() {
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncwarp();
 }
 
-// From memory to a sheet and back; p: the warp's first row at its first unit. The lanes of the warp meet
-// before either.
+// Prefetch a sheet from global memory, and write it back; p: the warp's first row at its first unit. Both need a
+// __syncwarp before.
 __device__ __forceinline__ void ask_sheet(u32* sheet, const Element* p, int stride, const Place& at) {
   each_piece(at, [&](int word, int row, int unit, bool there) {
     fetch_async<PIECE_BYTES>(address_of(sheet + word), there ? p + row * stride + unit : p, there);

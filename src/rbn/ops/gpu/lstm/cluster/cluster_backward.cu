@@ -1,46 +1,47 @@
-// The LSTM's backward pass for small layers: one cluster of blocks for each recurrence, from the last
-// step to the first.
+// The LSTM's backward pass for small layers: all steps in one launch, the last first, one thread-block cluster per
+// recurrence.
 //
-// A block multiplies its own d(W_h h), 32 columns, with its rows of W_h: its share of dh of all units. It
-// sends each block the share of that block's units, which adds up what it gets. So BLOCKS x 8 units
-// come to a block in a step, not d(W_h h) of all BLOCKS x 32 columns. A share is rounded to 16 bits, as the
-// numbers were that it is a sum of products of; in float32 a power of two comes with it.
+// A block multiplies its own d(W_h h), 32 columns, by its rows of W_h. This gives its share (partial sum) of dh for all
+// units. It sends each block the shares of that block's units, and the receiver adds them up. So a block receives
+// BLOCKS x 8 units per step instead of all BLOCKS x 32 columns of d(W_h h). Shares are rounded to 16 bits, like the
+// operands of their products; in float32 each comes with a power of two.
 //
-// Blocks of 16 units have 64 columns. Their warps share the work by the blocks it is for, not by rows: a warp
-// multiplies d(W_h h) of all rows, which lies in shared memory for that, with weights that take few registers.
+// Blocks of 16 units have 64 columns. Their warps divide the product by receiving blocks instead of rows: a warp
+// multiplies d(W_h h) of all rows, through shared memory, by weights that need few registers.
 #define WORKER_REGISTERS 208
 #include "cluster.cuh"
 
 #if HALVES > 1
-#define TILES ((BLOCKS + WARPS - 1) / WARPS)  // of 16 units of dh: those of a block
+#define TILES ((BLOCKS + WARPS - 1) / WARPS)  // tiles of 16 units of dh: one block each
 #else
-#define TILES ((BLOCKS + 1) / 2)  // those of two blocks
+#define TILES ((BLOCKS + 1) / 2)  // tiles of 16 units of dh: two blocks each
 #endif
 #define EARLY (HALVES > 1 || STAGGERED)
-#define SPLIT (MODE_H != 0)       // d(W_x x) is not d(W_h h)
-#define KEEPS_GATES (!(SPLIT && SCALAR))  // something is written gate by gate: d(W_x x), or the one that is both
+#define SPLIT (MODE_H != 0)       // d(W_x x) differs from d(W_h h)
+#define KEEPS_GATES (!(SPLIT && SCALAR))  // a tensor is written gate by gate: d(W_x x), or the one that serves as both
 #if SCALAR
 #define GATES_TO p.da
 #else
 #define GATES_TO (SPLIT ? p.dwx : p.da)
 #endif
-#define MEETS_X (SUM_H && MODE_X && !(SCALAR && SUM_C))  // the warps meet once more, for the totals of the input term
-#define X_GATES (SCALAR ? 1 : 4)                         // for which a thread has numbers of the input
-#define SUMS_X (MODE_X || SCALAR)                        // sums are made with the input, too
-#define SUMS (SCALAR && MODE_X == 2 ? 4 : 3)             // of each gate
-#define PIECE (32 * RT + (TYPE == 0 ? 4 : 0))  // words of shares of a warp's rows for a block: [thread][RT], a factor
-#define SOURCE (WARPS * PIECE)                 // of all rows
-#define SCRATCH (112 * WARPS)                // sums of warps: 64 and 32 of gates, 16 of cells
-#define OF_C (4 * UNITS)  // what a step multiplies and adds with, four numbers each: of gates, from here of cells,
-#define OF_X (5 * UNITS)  // from here of given statistics, or after sums over the batch of the input term
+#define MEETS_X (SUM_H && MODE_X && !(SCALAR && SUM_C))  // one more barrier, for the input term's sums over the batch
+#define X_GATES (SCALAR ? 1 : 4)                         // input values per thread and row
+#define SUMS_X (MODE_X || SCALAR)                        // sums of products with the input are needed
+#define SUMS (SCALAR && MODE_X == 2 ? 4 : 3)             // sums per gate
+#define PIECE (32 * RT + (TYPE == 0 ? 4 : 0))  // words of a warp's shares from one block: [thread][RT], and a factor
+#define SOURCE (WARPS * PIECE)                 // words of all warps' shares from one block
+#define SCRATCH (112 * WARPS)                // partial sums per warp: 64 and 32 of gates, 16 of cells
+// Offsets in a step's tables of four coefficients each (see below): gates from 0, then
+#define OF_C (4 * UNITS)  // cells
+#define OF_X (5 * UNITS)  // given statistics; in `totals` the input term
 #define TABLES (36 * UNITS)
 #define LINES (HALVES > 1 ? ROW_TILES * HALVES * 128 : 0)  // words of d(W_h h) in 16 bits
-#define PARTS (TYPE == 0 ? HALVES : 1)  // of a sum: in float32 the halves have powers of two of their own
-#define BATCH (RT > 1 ? 2 : 4)  // tiles multiplied side by side
-#define LATE (RT * 4 * EIGHTH * WORKERS + 4 * SHEET * WARPS)  // words of gradients that a step leaves behind
+#define PARTS (TYPE == 0 ? HALVES : 1)  // accumulators per sum: in float32 each half has its own power of two
+#define BATCH (RT > 1 ? 2 : 4)  // tiles multiplied in parallel
+#define LATE (RT * 4 * EIGHTH * WORKERS + 4 * SHEET * WARPS)  // words of gradients that are written in the next step
 
-// In float32 d(W_h h) is brought below 2^7 and W_h below 2^3, so that a sum of 32 products is in float16's range;
-// of 64 products, below 2^6.
+// In float32 d(W_h h) is scaled below 2^7 (64 products: 2^6) and W_h below 2^3, so that a sum of 32 products is in
+// float16's range.
 #define LESS_D (1.0f / (512 * HALVES))
 #define LESS_W (1.0f / 8192)
 
@@ -49,20 +50,20 @@ struct Backward {
   const Element* weight;  // [R, H, 4H], transposed
   const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
   const float *mean_x, *var_x, *mean_h, *var_h, *mean_c, *var_c;
-  const float* cs;     // as the forward kernel has left them
+  const float* cs;     // cs and wh: in the forward kernel's layout
   const Element* wh;
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
   const Element* doutput;  // [R, T, B, H]
-  float *dh, *dc;          // [R, B, H]: those of h_n and c_n; then what skips W_h, and dc0
-  Element* da;             // d(W_h h): [R, T, B, H, 4] if SPLIT, for fewer stores, else [R, T, B, 4H]
+  float *dh, *dc;          // [R, B, H]: read as dh_n and dc_n; written: the part of dh0 that bypasses W_h, and dc0
+  Element* da;             // d(W_h h): [R, T, B, H, 4] if SPLIT (fewer stores), else [R, T, B, 4H]
 #if SCALAR
   float* dwx;              // d(w): [R, 4H]
 #else
   Element* dwx;            // [R, T, B, 4H]
 #endif
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
-  u32* counter;  // not used
+  u32* counter;  // unused
 #if SCALAR
   const float* w;  // [R, 4H]
 #endif
@@ -70,12 +71,12 @@ struct Backward {
   float eps;
 };
 
-// What a step reads, on its way from memory: in shared memory, where it takes no registers.
-#define SAVED (4 * EIGHTH + 2)                              // words of a thread, of what the forward pass saved
-#define AHEAD (RT * SAVED * WORKERS + 5 * SHEET * WARPS)  // words of all
+// A step's inputs are prefetched into shared memory, which saves registers.
+#define SAVED (4 * EIGHTH + 2)                              // words per thread and tile saved by the forward pass
+#define AHEAD (RT * SAVED * WORKERS + 5 * SHEET * WARPS)  // words in total
 
 struct Ahead {
-  u32* scratch;  // [RT][SAVED][WORKERS], first 16 bytes of each thread, then 8; [WARPS][5][SHEET]
+  u32* scratch;  // [RT][SAVED][WORKERS], with 16 bytes of each thread before 8 of each; then [WARPS][5][SHEET]
 
   __device__ __forceinline__ u32* words(int n, int first, int width) const {
     return scratch + (n * SAVED + first) * WORKERS + width * threadIdx.x;
@@ -102,30 +103,29 @@ struct Ahead {
 };
 
 struct Layout {
-  u32* shares;    // [2][BLOCKS][SOURCE]: from all blocks
+  u32* shares;    // [2][BLOCKS][SOURCE]: shares received from all blocks
   Ahead ahead;
   u32* late;  // [RT][EIGHTH][WORKERS][4]; [WARPS][4][SHEET]
-  float *scratch, *room_x, *room_c;
-  float* room_w;  // [WARPS][4 * SHEET]: where nothing is kept, one sum more
+  float *scratch, *x_sums, *cell_sums;
+  float* mean_sums;  // [WARPS][4 * SHEET], in the unused sheets of `late`: the fourth sum
   float* given;  // [2][TABLES]
   float4* totals;
   uint4* lines;    // [ROW_TILES][HALVES][32]: d(W_h h) as an operand, all gates
-  u32* exponents;  // [WARPS]: of its power of two, in float32
+  u32* exponents;  // [WARPS]: the exponents of its scales, in float32
   u32 barriers;  // [2]
 
   __device__ __forceinline__ float4* table(int k) const { return reinterpret_cast<float4*>(given + (k & 1) * TABLES); }
 };
 
-#define COUNTED (4 * SOURCE * (BLOCKS - 1))  // bytes that come from all other blocks in a step
+#define COUNTED (4 * SOURCE * (BLOCKS - 1))  // bytes received from all other blocks in a step
 
-// What a number x of a normalized term becomes, and its gradient g:
-//   gate:  a * table.x + ((x - table.y) * table.z + table.w), a: W_h h less its mean; if SCALAR table.y is left out
+// The last warp precomputes these coefficients, so that the workers compute nothing that is the same for all rows:
+//   gate:  a * table.x + ((x - table.y) * table.z + table.w), a: W_h h minus its mean; without table.y if SCALAR
 //   cell:  (c - table.x) * table.y + beta
-//   d(.):  g * totals.x + totals.y + (x less its mean) * totals.z
-// so that the warps with rows have nothing to compute that is the same for all rows.
+//   d(.):  g * totals.x + totals.y + (x minus its mean) * totals.z, for a term x and the gradient g of its normalized value
 
-// The last warp: statistics, and sums over the batch. Its lane has a gate of a unit of each half.
-__device__ __forceinline__ void serve(const Backward& p, const Place& at, const Layout& in) {
+// The last warp: statistics and sums over the batch. Each lane owns a gate of a unit, in each half.
+__device__ __forceinline__ void run_statistics_warp(const Backward& p, const Place& at, const Layout& in) {
   const int own = at.own, quad = at.quad, first = quad * UNITS + own;
   const i64 r = blockIdx.y, column = quad * H + at.unit;
   const float scale = pick(quad == 2, pre(2), pre(0));
@@ -138,14 +138,14 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
     g_h[s] = MODE_H && mine ? p.gamma_h[r * GATES + column + 8 * s] : 0.0f;
     g_c[s] = MODE_C && mine ? p.gamma_c[r * H + at.unit + 8 * s] : 0.0f;
   }
-  float vh[HALVES] = {}, mx[HALVES] = {}, vx[HALVES] = {}, mc[HALVES] = {}, vc[HALVES] = {};  // on their way from memory
+  float vh[HALVES] = {}, mx[HALVES] = {}, vx[HALVES] = {}, mc[HALVES] = {}, vc[HALVES] = {};  // prefetched
   float inv = 1.0f / p.B, rh[HALVES] = {}, rx[HALVES], rc[HALVES] = {}, next_rh[HALVES] = {}, next_rx[HALVES], next_rc[HALVES] = {};
-  float2 all_h[HALVES] = {}, all_c[HALVES] = {};  // the sums over all steps so far
+  float2 all_h[HALVES] = {}, all_c[HALVES] = {};  // sums over all steps so far
   float all_x[HALVES] = {};
   EACH_HALF rx[s] = next_rx[s] = 1.0f;
 
 #if SCALAR
-  float w[HALVES], all_w[HALVES] = {};  // sums of r^3
+  float w[HALVES], all_w[HALVES] = {};  // all_w: sums weighted by r^3, see cluster.cuh
   EACH_HALF w[s] = at.has(s) ? p.w[r * GATES + column + 8 * s] : 0.0f;
 #endif
 
@@ -200,7 +200,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       await<SUMS_1>();
       float2 sum[HALVES];
       EACH_HALF {
-        sum[s] = add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
+        sum[s] = add_warps2(reinterpret_cast<float2*>(in.cell_sums) + s * MW * 8 + own, 8);
         const float f = slope<MODE_C>(rc[s], g_c[s], p.eps);
         if (quad == 0)
           in.totals[OF_C + own + 8 * s] = make_float4(f, -(sum[s].x * inv) * f, -(sum[s].y * inv) * (rc[s] * rc[s]) * f, 0.0f);
@@ -224,7 +224,7 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
       __syncthreads();
       EACH_HALF {
         all_h[s].x += sum[s].x, all_h[s].y += sum[s].y * rh[s];
-        sum_x[s] = MODE_X ? add_warps(in.room_x + s * MW * 32 + at.lane, 32) : 0.0f;
+        sum_x[s] = MODE_X ? add_warps(in.x_sums + s * MW * 32 + at.lane, 32) : 0.0f;
 #if SCALAR
         all_w[s] += sum_x[s] * (rx[s] * rx[s] * rx[s]);
 #else
@@ -240,27 +240,28 @@ __device__ __forceinline__ void serve(const Backward& p, const Place& at, const 
     if (HALVES > 1 && !MEETS_X) let_workers_meet();
   }
 
-  __syncthreads();  // sums that were not made step by step are made here
+  __syncthreads();  // sums that no step needed are reduced only now
   EACH_HALF {
     const float2 sum = SUM_H ? all_h[s] : add_warps2(reinterpret_cast<float2*>(in.scratch) + s * MW * 32 + at.lane, 32);
-    const float2 c = SUM_C ? all_c[s] : add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
-    if (!at.has(s)) return;  // of later halves there is nothing either
+    const float2 c = SUM_C ? all_c[s] : add_warps2(reinterpret_cast<float2*>(in.cell_sums) + s * MW * 8 + own, 8);
+    if (!at.has(s)) return;  // later halves do not exist either
     p.dbias[r * GATES + column + 8 * s] = sum.x;
     if (MODE_H) p.dgamma_h[r * GATES + column + 8 * s] = sum.y;
     if (quad == 0) p.dbeta_c[r * H + at.unit + 8 * s] = c.x, p.dgamma_c[r * H + at.unit + 8 * s] = c.y;
 #if SCALAR
-    // Of the minibatch's statistics as said above; of given ones x is what it is, and sums are of x / std, and of mean / std.
-    const float of_x = SUM_H ? all_x[s] : add_warps(in.room_x + s * MW * 32 + at.lane, 32);
-    const float of_mean = SUMS > 3 ? add_warps(in.room_w + s * MW * 4 * SHEET + at.lane, 4 * SHEET) : 0.0f;
+    // With minibatch statistics, see SCALAR in cluster.cuh. With given ones x is not centered: there are sums of products
+    // with x / std and with mean / std.
+    const float of_x = SUM_H ? all_x[s] : add_warps(in.x_sums + s * MW * 32 + at.lane, 32);
+    const float of_mean = SUMS > 3 ? add_warps(in.mean_sums + s * MW * 4 * SHEET + at.lane, 4 * SHEET) : 0.0f;
     if (MODE_X) p.dgamma_x[r * GATES + column + 8 * s] = w[s] * of_x - of_mean;
     p.dwx[r * GATES + column + 8 * s] = MODE_X == 1 ? g_x[s] * p.eps * all_w[s] : MODE_X ? g_x[s] * of_x : of_x;
 #else
-    if (MODE_H) p.dgamma_x[r * GATES + column + 8 * s] = SUM_H ? all_x[s] : add_warps(in.room_x + s * MW * 32 + at.lane, 32);
+    if (MODE_H) p.dgamma_x[r * GATES + column + 8 * s] = SUM_H ? all_x[s] : add_warps(in.x_sums + s * MW * 32 + at.lane, 32);
 #endif
   }
 }
 
-// A thread's share of dh for one block: its unit, two rows of each tile.
+// A thread's share of dh for one block: one unit, two rows of each tile.
 struct Share {
   u32 words[RT];
 
@@ -289,14 +290,14 @@ struct Share {
   }
 };
 
-// The others: their rows.
-__device__ __forceinline__ void work(const Backward& p, const Place& at, const Layout& in) {
+// The worker warps.
+__device__ __forceinline__ void run_worker(const Backward& p, const Place& at, const Layout& in) {
   const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad, within = at.within;
   const i64 r = blockIdx.y, B = p.B, unit = at.unit;
   const u32 rank = blockIdx.x;
   const Ahead ahead = in.ahead;
 
-  // The weights of the block's columns, k = 8 * gate + unit, for the units of those that it sends to.
+  // The weights of the block's columns, k = 8 * gate + unit, for the units of the receiving blocks.
   uint4 w[TILES][2 * HALVES];
   float undo = 1.0f;
   {
@@ -330,7 +331,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       }
   }
 
-  // Where the thread's numbers of a step lie: of the one to ask for, of the one to write.
+  // Pointers to the thread's data of the step to prefetch and of the step to write.
   const i64 step_saved = EIGHTS * PAIRS * 8, pair = i64(HALVES > 1 ? rank * HALVES + at.half : rank) * PAIRS + 4 * at.tile + quad;
   const i64 last = (r + 1) * p.T - 1;
   const float* cs = p.cs + ((last + r) * step_saved + pair * 8 + own) * 2;
@@ -345,7 +346,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #pragma unroll
   for (int n = 0; n < RT; n++) kept[n] = at.row(n, 0) / 2 < PAIRS && (HALVES == 1 || at.unit - own < H);
 
-  // What a step takes from memory, asked for a step before it is needed.
+  // Prefetches a step's inputs, one step ahead.
   auto ask_rows = [&]() {
 #pragma unroll
     for (int n = 0; n < RT; n++) ahead.ask_saved(n, kept[n] ? wh + 256 * n : p.wh, kept[n] ? cs + 64 * n : p.cs, kept[n]);
@@ -391,10 +392,10 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
   for (int m = 0; m < TILES; m++) there[m] = in_block(shared, receiver(warp + WARPS * m < BLOCKS ? warp + WARPS * m : 0));
 #endif
 
-  // What a step leaves behind, which nobody waits for, lies in shared memory until it is written: d(W_h h) unit
-  // by unit, if SPLIT, as the thread has it, then gate by gate d(W_x x), or the one that is both. d(W_h h) may
-  // lie over W_h h of later steps: of those all blocks have read it, or they could not have sent the shares
-  // that d(W_h h) of this step is made with.
+  // The gradients of a step, which no block waits for, stay in shared memory until they are written: if SPLIT d(W_h h)
+  // unit by unit, in each thread's order; then, gate by gate, d(W_x x) or the tensor that serves as both. d(W_h h) may
+  // overwrite W_h h of later steps (`backward._consumed`): all blocks have read those, or else they could not have
+  // sent the shares that this step's d(W_h h) depends on.
   auto slot_of = [&](int n, int i) { return reinterpret_cast<uint4*>(in.late) + (n * EIGHTH + i) * WORKERS + threadIdx.x; };
   auto sheet_of = [&](int q) { return in.late + RT * 4 * EIGHTH * WORKERS + (warp * 4 + q) * SHEET; };
   auto keep_units = [&](int n) {
@@ -434,7 +435,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     fetched();
     if (!SUM_H && !SUM_C) __syncthreads();
 
-    // The forward step again, which waits for nobody: all that d(.) is multiplied with.
+    // Recompute the forward step, and from it the factors of the gradients; this waits for no other block.
     float a[RT][4][2], x[RT][X_GATES][2], gate[RT][4][2], cell[RT][2], dh[RT][2], through[RT][5][2], forgot[RT][2];
 #pragma unroll
     for (int n = 0; n < RT; n++) ahead.saved(n, a[n]);
@@ -536,7 +537,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       }
     float4 total_c = make_float4(of_c.z, 0, 0, 0);
     if (SUM_C) {
-      sum_cells(in.room_c, v_c[0], v_c[1], at);
+      sum_cells(in.cell_sums, v_c[0], v_c[1], at);
       done<SUMS_1>();
       if (k > 0) keep_gates(0, 2);
       __syncthreads();
@@ -577,7 +578,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
       float sum[SUMS];
       sum_gates(sum, v, quad);
       store2(in.scratch + (warp * 32 + lane) * 2, sum[0], sum[1]);
-      if (MODE_X) in.room_x[warp * 32 + lane] = sum[2];
+      if (MODE_X) in.x_sums[warp * 32 + lane] = sum[2];
       done<SUMS_2>();
     } else {
 #pragma unroll
@@ -603,16 +604,16 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         }
     }
 
-    // The share of dh of all units, for step t - 1.
+    // The shares of dh of all units, for step t - 1.
     float up = 1.0f;
 #if TYPE != 0
     const float factor = 1.0f;
 #else
-    float largest = 0.0f;  // a NaN is left out
+    float largest = 0.0f;  // fmaxf ignores NaN
 #pragma unroll
     for (int i = 0; i < 8 * RT; i++) largest = fmaxf(largest, fabsf(d[i / 8][i / 2 % 4][i % 2]));
     u32 top = __reduce_max_sync(~0u, __float_as_uint(largest));
-    if (top >= 0x7f800000u) {  // and so is what is infinite
+    if (top >= 0x7f800000u) {  // ignore infinities, too
       top = 0;
 #pragma unroll
       for (int i = 0; i < 8 * RT; i++) top = max(top, finite_size(d[i / 8][i / 2 % 4][i % 2]));
@@ -635,20 +636,20 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     if (lane == 0) in.exponents[warp] = exponent(top);
 #endif
 #endif
-    // The totals of the input term are there; if EARLY, before they are needed.
+    // The input term's totals are ready at this barrier if EARLY, else at the one below.
     if (EARLY && MEETS_X)
       __syncthreads();
     else if (HALVES > 1)
       meet_workers();
 
-    auto pass = [&]() {
+    auto send_shares = [&]() {
 #if HALVES > 1
-      // All are read before the first is sent: what leaves the block would hold them up.
+      // All operands are loaded before the first store, behind which the loads would queue.
       uint4 lines[ROW_TILES][HALVES];
 #pragma unroll
       for (int i = 0; i < ROW_TILES * HALVES; i++) lines[i / HALVES][i % HALVES] = in.lines[i * 32 + lane];
 #if TYPE == 0
-      // What brings the numbers of each half to the larger of their powers of two; the lane sends those of some rows.
+      // Factors that bring both halves to the larger of their powers of two, which the lane sends for some rows.
       float down[MW][HALVES];
 #pragma unroll
       for (int i = 0; i < MW; i++) {
@@ -680,7 +681,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
           sum[m][n][j] = sum[m][n][j] * down[first][0] + sums[PARTS - 1][m][n][j] * down[first][1];
         }
 #endif
-        // To the warps with these rows, of both halves.
+        // Send to the warps that own these rows, in both halves.
 #pragma unroll
         for (int m = 0; m < TILES; m++)
 #pragma unroll
@@ -696,7 +697,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
           }
       }
 #if TYPE == 0
-      {  // The powers: a lane for each block and warp there.
+      {  // Send the powers of two: one lane per receiving block and warp.
         const int m = lane / WARPS, to = lane % WARPS;
         const u32 i = warp + WARPS * m, from = (now * BLOCKS + i) * SOURCE + to * PIECE + 32 * RT;
         const uint4 power = make_uint4(__float_as_uint(undo * __uint_as_float((most - 14) << 23)), 0, 0, 0);
@@ -705,14 +706,14 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
         send(m < TILES && 0 < i && i < BLOCKS, block + 4 * from, block + barrier_at + now * 8, power);
       }
 #endif
-      // What it has for itself is the first warp's.
+      // The block's share for itself is written by its first warp, which therefore arrives at the barrier.
       if (warp == 0 && BLOCKS > 1) {
         __syncwarp();
         if (EXPECTS) expect(in.barriers + now * 8, 0);
       }
 #else
       const u32 buffer = into + now * BLOCKS * SOURCE * 4, barrier = barrier_at + now * 8;
-      // Several tiles side by side, as many as there are registers for.
+      // Several tiles in parallel, as many as the registers allow.
 #pragma unroll
       for (int first = 0; first < TILES; first += BATCH) {
         float sum[BATCH][RT][4] = {};
@@ -728,7 +729,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
           if (first + m < TILES)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-              const int i = 2 * (first + m) + half;  // whom it is for
+              const int i = 2 * (first + m) + half;  // the receiver
               if (i == 0)
 #pragma unroll
                 for (int n = 0; n < RT; n++)
@@ -748,9 +749,9 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
 #endif
 #endif
     };
-    if (t > 0 && !later) pass();
+    if (t > 0 && !later) send_shares();
 
-    // What it leaves behind.
+    // Keep the gradients in shared memory until they are written.
     if (!EARLY && MEETS_X) __syncthreads();
     __syncwarp();
 #if KEEPS_GATES
@@ -786,7 +787,7 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
                                     pack(d[n][0][1], d[n][1][1]), pack(d[n][2][1], d[n][3][1]));
 #endif
       }
-    if (t > 0 && later) pass();
+    if (t > 0 && later) send_shares();
   }
 
   keep_all();
@@ -803,23 +804,23 @@ __device__ __forceinline__ void work(const Backward& p, const Place& at, const L
     float sum[SUMS];
     sum_gates(sum, sum_v, quad);
     store2(in.scratch + (warp * 32 + lane) * 2, sum[0], sum[1]);
-    in.room_x[warp * 32 + lane] = sum[2];
-    if (SUMS > 3) in.room_w[warp * 4 * SHEET + lane] = sum[SUMS - 1];
+    in.x_sums[warp * 32 + lane] = sum[2];
+    if (SUMS > 3) in.mean_sums[warp * 4 * SHEET + lane] = sum[SUMS - 1];
   }
-  if (!SUM_C) sum_cells(in.room_c, sum_c[0], sum_c[1], at);
+  if (!SUM_C) sum_cells(in.cell_sums, sum_c[0], sum_c[1], at);
   __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_backward(const Backward p) {
   extern __shared__ uint4 shared[];
-  if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
+  if (blockIdx.x >= BLOCKS) return;  // the cluster may have idle blocks
   Layout in;
   in.shares = reinterpret_cast<u32*>(shared);
   in.ahead.scratch = in.shares + 2 * BLOCKS * SOURCE;
   in.late = in.ahead.scratch + AHEAD;
   in.scratch = reinterpret_cast<float*>(in.late + LATE);
-  in.room_w = reinterpret_cast<float*>(in.late + RT * 4 * EIGHTH * WORKERS);
-  in.room_x = in.scratch + 64 * WARPS, in.room_c = in.room_x + 32 * WARPS;
+  in.mean_sums = reinterpret_cast<float*>(in.late + RT * 4 * EIGHTH * WORKERS);
+  in.x_sums = in.scratch + 64 * WARPS, in.cell_sums = in.x_sums + 32 * WARPS;
   in.given = in.scratch + SCRATCH;
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);
   in.lines = reinterpret_cast<uint4*>(in.given + 3 * TABLES);
@@ -834,10 +835,10 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_backward(const
   if (HALVES > 1 ? at.warp >= WARPS : at.warp == WARPS) {
     give_registers();
     if (HALVES > 1 && at.warp > WARPS) return;
-    serve(p, at, in);
+    run_statistics_warp(p, at, in);
   } else {
     take_registers();
-    work(p, at, in);
+    run_worker(p, at, in);
   }
-  meet_cluster();  // nobody leaves while its memory may still be written to
+  meet_cluster();  // no block exits while others may still write to its shared memory
 }

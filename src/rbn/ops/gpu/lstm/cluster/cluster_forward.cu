@@ -1,36 +1,37 @@
-// The LSTM's forward pass for small layers: one cluster of blocks for each recurrence, all steps.
+// The LSTM's forward pass for small layers: all steps in one launch, one thread-block cluster per recurrence.
 #define WORKER_REGISTERS 232
 #include "cluster.cuh"
 
-#define PLACES (BLOCKS * HALVES)  // of 8 units: the halves of a block side by side
-#define GROUPS (PLACES / 4)       // of 32 columns of h: those of a place for each thread of a quad
-#define REST (PLACES % 4)         // places beyond them
+#define PLACES (BLOCKS * HALVES)  // places of 8 units each in the buffer of h; the halves of a block are adjacent
+#define GROUPS (PLACES / 4)       // groups of 4 places, 32 columns of h: one place per thread of a quad
+#define REST (PLACES % 4)         // places after the last full group
 #define SOURCES ((PLACES + 3) / 4 * 4)
-#define SOURCE (8 * ROW_TILES + 2)  // pieces of 16 bytes of a place: of each row; two so that reads have no conflicts
-#define SENDS ((BLOCKS + 2) / 4)      // stores go to four of the other blocks at once
-#define SCRATCH (80 * WARPS)               // sums of warps: 64 of gates, 16 of cells
-#define OF_H (4 * UNITS)   // what a step subtracts and multiplies with, in pairs: of the input term, from here of W_h h,
-#define OF_C (8 * UNITS)   // from here of the cell
+#define SOURCE (8 * ROW_TILES + 2)  // 16-byte pieces per place: one per row, plus two against bank conflicts
+#define SENDS ((BLOCKS + 2) / 4)      // stores per row tile: each goes to four other blocks at once
+#define SCRATCH (80 * WARPS)               // partial sums per warp: 64 of gates, 16 of cells
+// Offsets in a step's table of pairs (shift, scale): the input term from 0, then
+#define OF_H (4 * UNITS)   // W_h h
+#define OF_C (8 * UNITS)   // the cell
 #define STATISTICS (18 * UNITS)
-#define CONSTANTS (8 * UNITS)  // bias; what undoes the scale of the weights
-#define ONE_SCALED 16384.0f  // what 1 is in the exchange of a layer in float32
-#define CHAINS (RT > 1 ? 1 : 2)  // sums of a tile that are made side by side
+#define CONSTANTS (8 * UNITS)  // the bias, and the inverse scale of the weights
+#define ONE_SCALED 16384.0f  // the scale of h in the exchange, in float32
+#define CHAINS (RT > 1 ? 1 : 2)  // independent accumulators per tile
 
 struct Forward {
   const Input* wx;        // [R, T, B, 4H]; if SCALAR x [R, T, X_ROWS]
   const Element* weight;  // [R, 4H, H]
   const float *bias, *gamma_x, *gamma_h, *gamma_c, *beta_c;
-  const float *mean_x, *var_x;              // [R, rows_x, 4H]; of x, if SCALAR and the minibatch's, var_x [R, rows_x]
+  const float *mean_x, *var_x;              // [R, rows_x, 4H]; if SCALAR and MODE_X = 1, var_x is that of x, [R, rows_x]
   float *mean_h, *var_h, *mean_c, *var_c;  // [R, rows, features]: read if given, else written
   Element* hs;         // [R, T + 1, B, H]; hs[:, 0] is h0
   float* cs;           // [R, T + 1, EIGHTS, PAIRS, 8, 2 rows], for the backward pass
-  Element* wh;         // [R, T, EIGHTS, PAIRS, 8, 4, 2 rows], likewise: W_h h less its mean, or
-                       // without a norm the gates before their nonlinearities
+  Element* wh;         // [R, T, EIGHTS, PAIRS, 8, 4, 2 rows], likewise: W_h h minus its mean, or
+                       // without a norm the pre-activations
   const float* c0;     // [R, B, H]
-  float *h_n, *c_n;    // [R, B, H]; h_n only where there are lengths
+  float *h_n, *c_n;    // [R, B, H]; h_n only with LENGTHS
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
-  u32* counter;        // not used
+  u32* counter;        // unused
 #if SCALAR
   const float* w;      // [R, 4H]
 #endif
@@ -40,10 +41,10 @@ struct Forward {
 
 struct Layout {
   uint4* hidden;       // [2][SOURCES][SOURCE]
-  float *scratch, *room_c;
-  float* given;        // [2][STATISTICS]: what to take away and what to multiply with
+  float *scratch, *cell_sums;
+  float* given;        // [2][STATISTICS]: shifts and scales
   float* constants;
-  u32* sheets;         // [WARPS][5][SHEET]: the input term's gates, h
+  u32* sheets;         // [WARPS][5][SHEET]: the four gates of the input term, and h
   u32 barriers;        // [2]
 
   __device__ __forceinline__ float2* statistics(int t) const {
@@ -51,14 +52,14 @@ struct Layout {
   }
 };
 
-// Bytes that come from all other blocks in a step.
+// Bytes received from all other blocks in a step.
 __device__ __forceinline__ u32 counted(int B) { return 16 * B * (BLOCKS - 1) * HALVES; }
 
-// What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
+// If W_h h is normalized, all terms of a pre-activation include the factor pre(gate).
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
 
-// The last warp: statistics. Its lane has a gate of a unit of each half.
-__device__ __forceinline__ void serve(const Forward& p, const Place& at, const Layout& in) {
+// The last warp: statistics. Each lane owns a gate of a unit, in each half.
+__device__ __forceinline__ void run_statistics_warp(const Forward& p, const Place& at, const Layout& in) {
   const int own = at.own, quad = at.quad, first = slot(own, quad);
   const i64 r = blockIdx.y, column = quad * H + at.unit;
   const float scale = pick(quad == 2, scale_of(2), scale_of(0));
@@ -79,7 +80,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
     in.constants[4 * (own + 8 * s) + quad] = (BIAS && mine ? p.bias[r * GATES + column + 8 * s] : 0.0f) * scale;
   }
 
-  // Statistics that are known, on their way from memory.
+  // Prefetched: statistics known before the step.
   float mx[HALVES] = {}, vx[HALVES] = {}, mh[HALVES] = {}, vh[HALVES] = {}, mc[HALVES] = {}, vc[HALVES] = {}, inv = 1.0f / p.B;
   auto ask = [&](int t) {
     if (!at.mine || t >= p.T) return;
@@ -118,7 +119,8 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
   meet_cluster();
 
   i64 to_h = r * p.rows_h * GATES + column, to_c = r * p.rows_c * H + at.unit;
-  float shift_h[HALVES] = {}, shift_c[HALVES] = {}, var_c[HALVES] = {};  // the shifts: near the mean, so that nothing cancels
+  // Shifts are the means of the step before, so that sums of squares do not cancel.
+  float shift_h[HALVES] = {}, shift_c[HALVES] = {}, var_c[HALVES] = {};
   for (int t = 0; t < p.T; t++) {
     float2* statistics = in.statistics(t);
     if (LENGTHS) inv = p.inv_n[t];
@@ -149,7 +151,7 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
     if (SUM_C) {
       await<SUMS_2>();
       EACH_HALF {
-        const float2 v = add_warps2(reinterpret_cast<float2*>(in.room_c) + s * MW * 8 + own, 8);
+        const float2 v = add_warps2(reinterpret_cast<float2*>(in.cell_sums) + s * MW * 8 + own, 8);
         const float off = v.x * inv;
         float var = variance(v.y * inv, off);
         shift_c[s] += off;
@@ -172,12 +174,12 @@ __device__ __forceinline__ void serve(const Forward& p, const Place& at, const L
   }
 }
 
-// The others: their rows.
-__device__ __forceinline__ void work(const Forward& p, const Place& at, const Layout& in) {
+// The worker warps.
+__device__ __forceinline__ void run_worker(const Forward& p, const Place& at, const Layout& in) {
   const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad, within = at.within;
   const i64 r = blockIdx.y, B = p.B, rank = blockIdx.x, unit = at.unit;
 
-  // The weights of the unit: rows own and own + 8 of two sums are its gates.
+  // The unit's weights: its gates are rows own and own + 8 of two MMA tiles.
   uint4 w[GROUPS + 1][2][2];
   auto column_of = [&](int place, int k) { return place < PLACES ? sender(place / HALVES) * UNITS + 8 * (place % HALVES) + k : H; };
   {
@@ -195,7 +197,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       if ((HALVES > 1 ? at.tile : warp) == 0 && quad == 0) in.constants[4 * UNITS + 4 * within + q] = scale_down(top) * (1.0f / ONE_SCALED);
     }
 #endif
-    // Those of columns k to k + 3.
+    // The operand for columns k to k + 3.
     auto four = [&](int m, int k) {
       u32 v[4];
 #pragma unroll
@@ -218,7 +220,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         }
   }
 
-  // h0 of the warp's rows; the other buffer is empty, and stays so where there is no block.
+  // h0 of the warp's rows. The other buffer is zeroed; places without a block stay zero.
   const Element* h0 = p.hs + r * (p.T + 1) * B * H;
 #if TYPE == 0
   u32 top = 0;
@@ -242,7 +244,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     in.hidden[(SOURCES + place) * SOURCE + row] = make_uint4(0, 0, 0, 0);
   }
 
-  // Where the thread's numbers of a step lie, and those of the next.
+  // Pointers to the thread's data of the current step.
   const i64 step_saved = EIGHTS * PAIRS * 8, pair = (rank * HALVES + at.half) * PAIRS + 4 * at.tile + quad;
 #if SCALAR
   const Input* wx = p.wx + r * p.T * X_ROWS + at.row(0, 0);
@@ -269,7 +271,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     if (saves[n]) store2(cs + 64 * n, c[n][0], c[n][1]);
   }
 #if SCALAR
-  // Two rows of each tile, and what a step multiplies and adds with: read before h is sent, which would hold it up.
+  // Two rows of each tile, and the step's shifts and scales: loaded before h is sent, because later loads would queue
+  // behind the stores.
   float2 inputs[RT], of_x[4];
   auto ask_rows = [&]() {
 #pragma unroll
@@ -293,7 +296,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     for (int q = 0; q < 4; q++) ask_sheet(sheet_of(q), wx + q * H, GATES, at);
     wx += B * GATES;
   };
-  // The input term of step t, asked for a step ago; then that of the next step is asked for.
+  // Normalizes the input term of step t, which was prefetched a step ago, and prefetches the next one.
   auto prepare = [&](int t) {
     fetched();
     float2 of_x[4];
@@ -318,7 +321,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 #endif
   ask_rows();
 
-  // Eight rows' pieces of 16 bytes go to four blocks at once, each block begins with its neighbour.
+  // A store of a warp sends 16-byte pieces of eight rows to four blocks; each block starts with its neighbour.
   const int piece = lane & 7;
   const u32 shared = address_of(in.hidden), first_place = 1 + (lane >> 3);
   u32 to[SENDS > 0 ? SENDS : 1];
@@ -326,10 +329,10 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
   for (int i = 0; i < SENDS; i++) to[i] = in_block(shared, receiver(4 * i + first_place < BLOCKS ? 4 * i + first_place : 0));
   const u32 into = ((first_place * HALVES + at.half) * SOURCE + 8 * at.tile + piece) * 16, barrier_at = in.barriers - shared;
 
-  // What a step leaves behind, which nobody waits for: the cells are those of c until the next ones take their place.
+  // The outputs of a step, which no block waits for. c still holds the cells until the next ones replace them.
   Eight late[RT];
-  // Parts: the products of each tile, then everything else. In 16 bits the second half of the products is so
-  // little that it goes with the rest. `after`: 0, but made of what is to be read before.
+  // Writes parts `first` to `last`: W_h h of each tile, then everything else. In 16 bits the second half of W_h h is
+  // small enough to go with the rest. `after` is 0, but depends on values that must be loaded before the stores.
   auto keep = [&](int first, int last, u32 after = 0) {
 #pragma unroll
     for (int n = 0; n < RT; n++) {
@@ -352,7 +355,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     const int now = t & 1;
     const float2 *statistics = in.statistics(t), *before = in.statistics(t + 1);  // of step t - 1
 
-    // W_h h. In step 0 there is nothing to wait for, and a barrier says so of the phase before its first.
+    // W_h h. In step 0 there is no data to wait for: a new barrier reports the phase before its first as complete.
     if (BLOCKS > 1) {
       const u32 barrier = in.barriers + 8 * now;
       await_phase(barrier, u32((t - 1) >> 1));
@@ -360,8 +363,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     } else {
       __syncwarp();
     }
-    // The warp of the other half has written its part of these rows. And none still waits for what came: one without rows
-    // could miss it, since the others, and with them other blocks, might go on without it.
+    // The other half's warp has written its part of these rows. And no warp still waits for this phase: without this
+    // barrier, a warp without rows could fall behind by a phase and miss it, because no other warp or block waits for it.
     if (HALVES > 1) meet_workers();
     float a[RT][4][2] = {};
     {
@@ -435,7 +438,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     float2 of_h[4] = {};
     if (MODE_H) read_slots(of_h, statistics + OF_H, within);
     const float shift_c = SUM_C ? before[OF_C + within].x : 0.0f;
-    // T is not negative, but the compiler does not know that; it would read after the stores.
+    // `never` is 0, because T is not negative; but the compiler does not know, and so cannot move the loads behind the
+    // stores.
     const u32 never = u32(p.T) >> 31, seen = __float_as_uint(of_h[3].y) ^ __float_as_uint(of_h[0].y) ^ __float_as_uint(shift_c);
     if (TYPE == 0 && t > 0) keep(SUM_H ? RT / 2 : 0, RT, MODE_H ? seen & never : 0);
     auto open = [&](int n, int q, int e) {
@@ -466,7 +470,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         v[0] = i ? v[0] + d : d;
         v[1] = i ? v[1] + d * d : d * d;
       }
-      sum_cells(in.room_c, v[0], v[1], at);
+      sum_cells(in.cell_sums, v[0], v[1], at);
       done<SUMS_2>();
     }
     if (t > 0) keep(TYPE == 0 ? RT : SUM_H ? RT / 2 : 0, RT + 1);
@@ -478,8 +482,8 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
         open(n, 3, e);
         mixed ^= __float_as_uint(gate[n][3][e]);
       }
-    // A store that is never made, but needs them: else they were computed after the wait.
-    if (SUM_C && (mixed & never)) in.room_c[0] = 0.0f;
+    // A store that never executes but depends on the output gates: otherwise the compiler computes them after the wait.
+    if (SUM_C && (mixed & never)) in.cell_sums[0] = 0.0f;
     if (SUM_C) {
       __syncthreads();
     }
@@ -499,13 +503,13 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
       line[n] = turn(pack(scaled_one * h[n][0], scaled_one * h[n][1]));
     }
 
-    // To all blocks, this one too.
-    auto pass = [&]() {
+    // Sends h to all blocks, including this one.
+    auto send_h = [&]() {
       if (t + 1 >= p.T) return;
       u32* mine = reinterpret_cast<u32*>(in.hidden + ((now ^ 1) * SOURCES + at.half) * SOURCE + 8 * at.tile) + lane;
 #pragma unroll
       for (int n = 0; n < RT; n++) mine[32 * n] = line[n];
-      // A row's eight units are gathered from the quad that has them.
+      // Gathers a row's eight units from the quad that holds them.
       const u32 buffer = (now ^ 1) * SOURCES * SOURCE * 16, barrier = barrier_at + (now ^ 1) * 8;
 #pragma unroll
       for (int n = 0; n < RT; n++) {
@@ -518,9 +522,9 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
                to[i] + into + buffer + 4 * i * HALVES * SOURCE * 16 + 128 * n, to[i] + barrier, chunk);
       }
     };
-    if (!later) pass();
+    if (!later) send_h();
 
-    __syncwarp();  // all lanes have read what is written over
+    __syncwarp();  // all lanes have read the sheet that is now overwritten
 #pragma unroll
     for (int n = 0; n < RT; n++) {
       late[n].take(a[n]);
@@ -533,7 +537,7 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
     __syncwarp();
     if (!SUM_H && !SUM_C) __syncthreads(), look(t + 1);
     if (t + 1 < p.T) prepare(t + 1);
-    if (later) pass();
+    if (later) send_h();
   }
   keep(0, RT + 1);
 #pragma unroll
@@ -545,11 +549,11 @@ __device__ __forceinline__ void work(const Forward& p, const Place& at, const La
 
 extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_forward(const Forward p) {
   extern __shared__ uint4 shared[];
-  if (blockIdx.x >= BLOCKS) return;  // where the cluster is larger than need be
+  if (blockIdx.x >= BLOCKS) return;  // the cluster may have idle blocks
   Layout in;
   in.hidden = shared;
   in.scratch = reinterpret_cast<float*>(in.hidden + 2 * SOURCES * SOURCE);
-  in.room_c = in.scratch + 64 * WARPS;
+  in.cell_sums = in.scratch + 64 * WARPS;
   in.given = in.scratch + SCRATCH;
   in.constants = in.given + 2 * STATISTICS;
   in.sheets = reinterpret_cast<u32*>(in.constants + CONSTANTS);
@@ -559,14 +563,14 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_forward(const 
   if (threadIdx.x == 0)
     for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i, ARRIVALS);
   __syncthreads();
-  if (EXPECTS && BLOCKS > 1) expect(in.barriers + 8, EXPECTED(counted(p.B)));  // in step 1
+  if (EXPECTS && BLOCKS > 1) expect(in.barriers + 8, EXPECTED(counted(p.B)));  // for step 1
   if (HALVES > 1 ? at.warp >= WARPS : at.warp == WARPS) {
     give_registers();
     if (HALVES > 1 && at.warp > WARPS) return;
-    serve(p, at, in);
+    run_statistics_warp(p, at, in);
   } else {
     take_registers();
-    work(p, at, in);
+    run_worker(p, at, in);
   }
-  meet_cluster();  // nobody leaves while its memory may still be written to
+  meet_cluster();  // no block exits while others may still write to its shared memory
 }

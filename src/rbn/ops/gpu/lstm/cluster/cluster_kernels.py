@@ -2,8 +2,8 @@
 
 A block owns 8 units, so that layers of up to 128 units fit into the 16 blocks of a cluster; or 16
 units, for layers of up to 256. The blocks exchange h and dh through distributed shared memory: see
-``cluster.cuh``. Clusters are independent of each other: there may be any number of recurrences, and
-they need not run at once.
+``cluster.cuh``. Clusters are independent of each other, so there may be any number of recurrences,
+which need not run at the same time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rbn.ops.gpu.runtime.driver import Kernel, shared_limit
 
 UNITS = 8
 _ROWS = 8  # rows per tile
-_TILES = 2  # tiles per warp, at most: with two, per-warp work is done less often
+_TILES = 2  # tiles per warp, at most; two tiles share the per-warp work
 _LARGEST = 16  # blocks per cluster, if the GPU allows more than the 8 that every GPU allows
 _WARPS = 16  # warps per block with one tile each, at most
-_TWICE = 2 * UNITS  # units per block for layers that would need too large a cluster
-_ROW_WARPS = 4  # warps of such a block for each 8 of its units
+_TWICE = 2 * UNITS  # units per block for layers that would otherwise need too large a cluster
+_ROW_WARPS = 4  # warps per 8 units in blocks of 16 units
 # Dtypes in which layers of up to 256 units run here with 16 units per block, and not in the `grid`
 # or `portable` kernels, whose blocks synchronize through global memory.
 SIXTEEN: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +32,7 @@ SIXTEEN: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16
 # term. In half precision that is as exact and a seventh faster, but three of three MNIST runs in
 # bf16 diverged within 10,000 steps; with the input term one of three did.
 ONE_FEATURE: tuple[torch.dtype, ...] = (torch.float32,)
-# Further macros to compile the kernels with: ALL_WAIT, STAGGERED.
+# Additional macros for tests and benchmarks: ALL_WAIT, STAGGERED.
 SWITCHES: dict[str, int] = {}
 _OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
 
@@ -41,15 +41,15 @@ _OPTIONS = ("MODE_X", "MODE_H", "MODE_C", "SAVE", "BIAS", "BETA", "DOUTPUT")
 class ClusterTiling:
     """How a layer is divided among the blocks of a cluster, their warps, and the warps' tiles."""
 
-    blocks: int  # with units; the cluster may have more
-    warps: int  # per block, with rows
+    blocks: int  # that own units; the cluster may have idle ones
+    warps: int  # worker warps per block
     tiles: int  # per warp
     half: bool
     units: int = UNITS  # per block
 
     @property
     def row_warps(self) -> int:
-        """Warps that together cover all rows, for 8 units."""
+        """Warps that together cover all rows of 8 units."""
         return self.warps * UNITS // self.units
 
     @property
@@ -61,8 +61,8 @@ class ClusterTiling:
     def threads(self) -> int:
         """Threads per block.
 
-        One extra warp sums the results of the others. With 16 units, three more warps only donate
-        their registers.
+        One more warp reduces over the batch. With 16 units, three further warps only release their
+        registers.
         """
         return 32 * (self.warps + (1 if self.units == UNITS else 4))
 
@@ -131,7 +131,7 @@ def cluster_of(cut: ClusterTiling, dtype: torch.dtype, hidden: int, device: int)
         return None
     if max(cut.shared("forward"), cut.shared("backward")) > shared_limit(device):
         return None
-    # Every variant takes the same share of a multiprocessor. Most training runs use this one.
+    # All variants have the same occupancy, so one is enough: the one that most training runs use.
     defines = {"TYPE": nvrtc.TYPES[dtype], "H": hidden, "LENGTHS": 0} | dict.fromkeys(_OPTIONS, 1)
     with torch.cuda.device(device):
         for size in sorted({cut.blocks, 1 << (cut.blocks - 1).bit_length()}):

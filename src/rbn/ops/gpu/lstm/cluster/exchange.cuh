@@ -1,4 +1,4 @@
-// Products of 16-bit operands, and the exchange between the blocks of a thread-block cluster.
+// Products of 16-bit operands, and stores to the other blocks of a thread-block cluster.
 #include "barriers.cuh"
 
 // Operands of products ------------------------------------------------------------------------------
@@ -20,7 +20,7 @@ __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Stores into the shared memory of another block, if `there`. `barrier`, in it, counts their bytes.
+// If `there`, stores to the shared memory of another block, whose `barrier` counts the bytes.
 #define STORE "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\t@p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
 
 __device__ __forceinline__ void send(bool there, u32 to, u32 barrier, uint4 v) {

@@ -1,48 +1,49 @@
-// For layers too wide for W_h's share of a block to stay in shared memory: what both kernels share.
+// Kernels for layers too wide for a block's part of W_h to fit into shared memory: shared by forward and backward.
 //
-// A block owns UNITS = 16 hidden units for all rows of the batch, or of its share of it (grid_splits.cuh). TEAM blocks make
-// the product for the units of all of them together: each multiplies its own slice of the columns of h, or of d(W_h h),
-// with the weights of all the team's units, and they hand each other the sums (grid_team.cuh). So a block
-// reads a TEAM-th of what comes from the others, and its weights, SIDE columns for each block of the
-// team, are as many as if it read all. It has to: L2 gives all blocks together 5120 bytes a cycle, 41 each.
+// A thread block owns UNITS = 16 hidden units for all rows of the batch, or of its split (grid_splits.cuh). TEAM blocks
+// compute the product for the units of the whole team: each multiplies its own slice of the columns of h (forward) or
+// d(W_h h) (backward) by the weights of all the team's units, and they exchange the partial sums (grid_team.cuh). So a
+// block reads 1 / TEAM of the other blocks' data, while it has as many weights as without teams, SIDE columns for
+// each block of the team. Reading all data would be too slow: L2 delivers 5120 bytes per cycle, 41 per block.
 //
-// A warp takes 16 rows, a warpgroup's tensor core instruction 64 rows and 16 columns: one gate, or h, of
-// the 16 units of a block. Of batches up to 64 rows (MT = 4) the first warpgroup takes all. The second one then
-// has no rows: it does not multiply, and is there for statistics and for the weights that come again.
+// A warp owns 16 rows. A warpgroup's tensor core instruction multiplies 64 rows and 16 columns: one gate, or h, of
+// the 16 units of a block. For batches of up to 64 rows (MT = 4) the first warpgroup owns all rows. The second one
+// does not multiply then; it handles statistics and loads weights.
 //
-// What blocks pass to each other lies as the instruction wants it, 16 bytes for each thread ("piece"): two
-// rows, 8 apart, and four neighbouring units, which is what a thread owns. So it writes one piece, and the
-// same thread of every other block reads it, straight from L2 into the registers of the instruction.
+// Blocks exchange data in the instruction's operand layout. The 16 bytes of a thread (a "piece") are two rows, 8 apart,
+// of four neighbouring units, which is exactly what a thread owns. So a thread writes one piece, and the same thread of
+// every other block loads it from L2 directly into the operand registers.
 //
-// The weights lie in shared memory, in groups of two pieces' columns, in the order of processing:
+// The weights are in shared memory, in groups for two pieces' columns, in processing order:
 //
-//   FIRST groups     read again in each step, while the others are waited for, into slots
-//   RESIDENT groups  stay
-//   SECOND groups    read again in each step, while the resident ones are used, into the same slots
+//   FIRST groups     loaded in each step while waiting for the other blocks, into slots
+//   RESIDENT groups  stay in shared memory
+//   SECOND groups    loaded in each step while the resident ones are used, into the same slots
 //
-// Each team begins at another place of its slice: all at the same would be after the same lines.
+// Teams start at different positions of their slices, so that they do not all read the same L2 lines at once.
 //
-// Nothing leaves a block between passing on and the next product that could wait, be it a request: the counter and
-// the looks at it would queue behind it. What is saved, and the next step's data, go beside the product.
+// Between passing on its data and the next product, a block issues no memory operation that could stall, not even a
+// prefetch: updating and polling the counter would queue behind it. Stores of saved tensors and prefetches for the next
+// step are interleaved with the product.
 //
-// In float32 the factors of products are float16, as in cluster.cuh: 11 significant bits, like tf32, and powers of two
-// that bring them into its range. W_h has one power for each block. h is within 1 and passed on times ONE_SCALED; h0, which
-// need not be, has a power for each warp, whose rows are the same in all blocks. d(W_h h) has one for each warp, block and
-// step, which is passed on beside it ("exponents"): who multiplies brings all to the largest.
+// In float32 the operands are float16, as in cluster.cuh: 11 significant bits like tf32, scaled into range by powers of
+// two. W_h has one scale per block. h is at most 1 and passed on times ONE_SCALED; h0 may be larger and has a scale per
+// warp, whose rows are the same in all blocks. d(W_h h) has a scale per warp, block and step, whose exponent is passed
+// on with it; the reader rescales all pieces to the largest.
 //
-// Named from outside besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups asked
-// for ahead), SPLITS, ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For trials: STAGGER,
-// MEETING, ALL_WAIT, LATE. The including file defines SIDE and PASSED, the pieces that a thread passes on in a step.
+// Macros besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups prefetched),
+// SPLITS, ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For experiments and tests:
+// STAGGER, MEETING, ALL_WAIT, LATE. The including file defines SIDE, and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #ifndef MT
 #define MT 8
 #endif
 #define MW MT
-#define KS (8 / MT)  // only so that there are 8 warps
+#define KS (8 / MT)  // 8 warps in total
 #define CHUNK 1
 #define REGISTERS 0
 #define BARRIER 1
-#define FAST  // as large as the errors of products
+#define FAST  // the approximate tanh: its error is that of the products
 #include "common.cuh"
 #include "barriers.cuh"
 
@@ -57,49 +58,49 @@
 #ifndef STAGGER
 #define STAGGER (MT == WARPS ? 4 : 0)
 #endif
-// Groups that are asked for, and multiplied, together: the hardware has few counters for loads, and waiting for one
-// is waiting for all that were given it. So there is one for each of a few batches.
+// Groups that are loaded and multiplied together. The hardware tracks loads with few scoreboards, and waiting for one
+// waits for all of its loads. With batches there is a scoreboard for each.
 #define BATCH 2
 
-// At barriers all wait, also who is only waited for: slower, but racecheck takes nothing else for an order.
+// ALL_WAIT: warps that only need to arrive at a barrier wait there, too. Slower, but racecheck understands nothing else.
 #ifndef ALL_WAIT
 #define ALL_WAIT 0
 #endif
 
-// Before the first warpgroup needs the second groups, which come when the other has left the first ones. Where all
-// wait, it must let the other begin before it waits until that has left them.
+// The first warpgroup must let the second one start before it needs the second groups, which are loaded when the second
+// warpgroup has left the first groups. With ALL_WAIT, it must do so before it waits for that itself.
 #define LATEST (ALL_WAIT && SECOND ? FIRST : FIRST + RESIDENT - BATCH)
 #define AHEAD (STAGGER <= LATEST ? STAGGER : LATEST)
 
-static_assert(RESIDENT >= 2 * BATCH - 1 && SECOND <= FIRST, "the second groups come while a resident one is used");
+static_assert(RESIDENT >= 2 * BATCH - 1 && SECOND <= FIRST, "the second groups are loaded while a resident one is used");
 
 typedef unsigned long long u64;
 
 #define GRID ((H + UNITS * TEAM - 1) / (UNITS * TEAM) * TEAM)  // blocks of a recurrence
-#define COLUMNS (SIDE * TEAM)           // of the product
-#define TILES (COLUMNS / 8)                // a thread has 4 sums of each
+#define COLUMNS (SIDE * TEAM)           // columns of the product
+#define TILES (COLUMNS / 8)                // accumulator tiles; a thread has 4 sums of each
 #define SLICE (FIRST + RESIDENT + SECOND)  // groups that a block multiplies
-#define GROUP_WORDS (COLUMNS * 4)          // of 16 bytes
-#define BUFFERS 2  // of what is passed on
-#define HOLDERS (32 * MT)  // threads that have rows, and multiply
-#define STEP_PIECES (2 * SLICE * TEAM * HOLDERS)  // of what is passed in a step, with some that are zero
-#define SCALED (TYPE == 0 && PASSED > 1)  // what is passed on has powers of two of its own
-#define SOURCES (2 * SLICE / PASSED)      // blocks whose pieces are a slice
-#define STEP_WORDS (STEP_PIECES + (SCALED ? MT * TEAM * SOURCES / 4 : 0))  // of 16 bytes: the pieces, the exponents
-#define SUBS ((H + 7) / 8)  // what is saved lies in groups of 8 units
+#define GROUP_WORDS (COLUMNS * 4)          // words of 16 bytes
+#define BUFFERS 2  // double buffering of the exchanged data
+#define HOLDERS (32 * MT)  // threads that own rows and multiply
+#define STEP_PIECES (2 * SLICE * TEAM * HOLDERS)  // pieces exchanged in a step, including padding of zeros
+#define SCALED (TYPE == 0 && PASSED > 1)  // exchanged data have their own powers of two
+#define SOURCES (2 * SLICE / PASSED)      // blocks whose pieces make up a slice
+#define STEP_WORDS (STEP_PIECES + (SCALED ? MT * TEAM * SOURCES / 4 : 0))  // words of 16 bytes: pieces, then exponents
+#define SUBS ((H + 7) / 8)  // groups of 8 units in the saved tensors
 
-// Trials ------------------------------------------------------------------------------------------
+// Tests -------------------------------------------------------------------------------------------
 
-// With LATE one block, LATE / 4 of the first split, is late at one place of each step, LATE % 4: by more than the others
-// need for a step.
+// LATE delays block LATE / 4 of the first split at place LATE % 4 of each step, by more than the other blocks need for a
+// step.
 __device__ __forceinline__ void maybe_late(u32 place) {
 #ifdef LATE
   if (blockIdx.x == LATE / 4 && blockIdx.y == 0 && place == LATE % 4) asm volatile("nanosleep.u32 50000;" ::: "memory");
 #endif
 }
 
-// What is computed before a wait although it is needed after it: the compiler would move it there. So the
-// wait depends on it, by a number that is zero, which the compiler cannot know.
+// Forces values to be computed before a wait. The compiler would move their computation behind it, where they are used,
+// so the wait is made to depend on them through a number that is zero, which the compiler cannot know.
 struct Held {
   u32 mixed = 0;
   __device__ __forceinline__ void hold(float v) {
@@ -108,11 +109,11 @@ struct Held {
   __device__ __forceinline__ u32 zero(u32 nothing) const { return mixed & nothing; }
 };
 
-// From here on the compiler takes these for numbers it has not seen: it keeps them, not what it made of them.
+// Makes values opaque to the compiler, so that it keeps them in registers instead of values computed from them.
 __device__ __forceinline__ void anew(uint2& v) { asm volatile("" : "+r"(v.x), "+r"(v.y)); }
 __device__ __forceinline__ void anew(float4& v) { asm volatile("" : "+f"(v.x), "+f"(v.y), "+f"(v.z), "+f"(v.w)); }
 
-// The same number, from here on: what is made of it is not made before, to lie in a register.
+// The same for one number: values derived from it are not computed earlier and kept in registers.
 __device__ __forceinline__ u32 anew(u32 v) {
   asm volatile("" : "+r"(v));
   return v;
@@ -120,7 +121,7 @@ __device__ __forceinline__ u32 anew(u32 v) {
 
 // Four neighbouring units -------------------------------------------------------------------------
 
-// Raw4: as they are in memory. as_factors: as they are multiplied, in 16 bits; only in float32 `up` is looked at.
+// Raw4: the format in memory. as_factors: converts to 16-bit operands, in float32 times `up`.
 #if TYPE == 0
 typedef float4 Raw4;
 
@@ -157,17 +158,17 @@ __device__ __forceinline__ void store4(float* p, const float (&v)[4]) {
   *reinterpret_cast<float4*>(p) = make_float4(v[0], v[1], v[2], v[3]);
 }
 
-// 16 bytes for other blocks.
+// Stores 16 bytes for other blocks.
 __device__ __forceinline__ void pass_word(uint4* p, uint4 v) {
   asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
 
-// Whether a thread has rows: its warpgroup does or does not.
+// Whether the thread owns rows; the same for all of its warpgroup.
 __device__ __forceinline__ bool has_rows() { return HOLDERS == THREADS || threadIdx.x < HOLDERS; }
 
-// This thread's piece number `i` of a step, from two rows of four units. Blocks without a unit, which
-// fill up the last team, and threads without rows have none.
+// Stores this thread's piece number `i` of a step, from two rows of four units. Blocks without units, which fill up the
+// last team, and threads without rows have none.
 __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 high) {
   if (blockIdx.x * UNITS >= H || !has_rows()) return;
   pass_word(step + (blockIdx.x * PASSED + i) * HOLDERS + threadIdx.x, make_uint4(low.x, high.x, low.y, high.y));
@@ -175,20 +176,20 @@ __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 hig
 
 __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
 
-// Meetings ----------------------------------------------------------------------------------------
+// Synchronization between blocks ------------------------------------------------------------------
 
-// Who multiplies a slice waits for the blocks whose pieces it is made of, at a counter of the slice:
-// [TEAM], 128 bytes apart, zero. The sums of a team come from all slices. So whoever has them knows that all blocks have
-// passed on, and are done with what they read before: it may be written over. The sums themselves are written over
-// before that, so a block also waits for the rest of its team: for the slices it passes on to.
+// A block waits for the blocks whose pieces make up its slice, at the slice's counter: [TEAM], 128 bytes apart, initially
+// zero. The team's sums depend on all slices. So a block that has them knows that all blocks have passed on their data and
+// finished reading those of the step before, whose buffer may be overwritten. The buffer of the sums is overwritten
+// earlier; therefore a block also waits for the rest of its team, at the counters of the slices that get the team's pieces.
 //
-// One warp announces and looks for its block, where there is one without rows that one: a fence keeps a warp waiting
-// until all that it stored is there, and the others have something to do meanwhile.
+// One warp of a block arrives and polls, preferably one without rows: the release fence stalls the warp until the block's
+// stores are visible, and the other warps have work to do meanwhile.
 #ifndef MEETING
 #define MEETING (MT == WARPS ? 0 : 6)
 #endif
-#define PIECES (2 * SLICE)  // of a slice
-#define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that have units, and pass on pieces of theirs
+#define PIECES (2 * SLICE)  // pieces of a slice
+#define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that own units and pass on pieces
 
 __device__ __forceinline__ u32 counter_of(u32 slice) { return slice * 32; }
 
@@ -202,7 +203,7 @@ __device__ __forceinline__ void arrive_at_slices(u32* counters) {
   __syncwarp();
 }
 
-// Until all blocks of those slices have arrived `times` times.
+// Waits until all blocks of those slices have arrived `times` times.
 __device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) {
   const u32 slice = threadIdx.x - MEETING * 32, rank = rank_in_team(), team = blockIdx.x - rank;
   const bool of_team = slice >= team * PASSED / PIECES && slice <= ((team + TEAM) * PASSED - 1) / PIECES;
@@ -216,7 +217,7 @@ __device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) 
 
 // Barriers ----------------------------------------------------------------------------------------
 
-// Meetings of a block in two halves: some are only waited for, some only wait.
+// Named barriers of a block at which some warps only arrive.
 #define SUMS_READY 1
 #define TOTALS_READY 2
 #define FIRST_USED 3
@@ -236,7 +237,7 @@ __device__ __forceinline__ void done() {
 
 // Sums over the batch, tables ------------------------------------------------------------------------
 
-// A number for each column of the block, [4 threads][4 gates][4 units]; each thread's part begins at another bank.
+// A number per column of the block, [4 threads][4 gates][4 units]; the threads' parts start at different banks.
 #define LINE 20
 #define TABLE (4 * LINE)
 
@@ -247,7 +248,7 @@ __device__ __forceinline__ void read_table(float (&v)[4][4], const float* table)
   for (int q = 0; q < 4; q++) load4(v[q], table + (threadIdx.x & 3) * LINE + 4 * q);
 }
 
-// Sums over the rows of a warp: a thread gets those of numbers NV / 8 * (lane / 4) + i of its units.
+// Sums over the rows of a warp: in v[i] a thread gets the sum of value NV / 8 * (lane / 4) + i of its units.
 template <int NV>
 __device__ __forceinline__ void fold_rows(float (&v)[NV]) {
   int n = NV;
@@ -264,13 +265,13 @@ __device__ __forceinline__ void fold_rows(float (&v)[NV]) {
   }
 }
 
-// So a thread has two of 16 numbers, and puts them where its number is. Of the 64 that a warp has then:
+// Of 16 values a thread then holds two and stores them at 2 * lane. Gate and unit of element i of the warp's 64:
 __device__ __forceinline__ int gate_at(int i) { return i >> 4 & 3; }
 __device__ __forceinline__ int unit_at(int i) { return 4 * (i >> 1 & 3) + 2 * (i >> 3 & 1) + (i & 1); }
-// And one of 8 numbers, 4 units twice:
+// Of 8 values (two for each of 4 units) it holds one and stores it at lane. The unit of element i of the warp's 32:
 __device__ __forceinline__ int cell_at(int i) { return 4 * (i & 3) + (i >> 2 & 3); }
 
-// One number of each warp that has rows, in a fixed order.
+// Sums one number of each warp that owns rows, in a fixed order.
 __device__ __forceinline__ float over_warps(const float* from, int pitch) {
   float v[MT];
 #pragma unroll
@@ -284,16 +285,15 @@ __device__ __forceinline__ float over_warps(const float* from, int pitch) {
 
 // Gates -------------------------------------------------------------------------------------------
 
-// What a gate's nonlinearity is given times this: a sigmoid is a tanh of half of it.
+// The factor of a gate's pre-activation: a sigmoid is computed from the tanh of half its argument.
 __device__ __forceinline__ float pre(int gate) { return gate == 2 ? 1.0f : 0.5f; }
 __device__ __forceinline__ float gate_of(int gate, float v) {
   const float y = tanh_(v);
   return gate == 2 ? y : 0.5f * y + 0.5f;
 }
 
-// Zoneout: the old number where the mask says so, whose bytes for four neighbouring units are `mask`, else the new one;
-// by a rate, what is to be expected of it. The result's gradient in the place of the one, and 0 in that of the other,
-// gives the gradient of the one.
+// Zoneout: by a mask (`mask` has the bytes of four neighbouring units) the old or the new value; by a rate the expected
+// value. To compute the gradient of one of the two, pass the result's gradient in its place and 0 for the other.
 template <int ZONE>
 __device__ __forceinline__ float zoned(u32 mask, int e, float rate, float old, float fresh) {
   if (ZONE == 1) return mask >> 8 * e & 0xff ? old : fresh;

@@ -1,21 +1,21 @@
 // The LSTM's backward pass for wide layers: one launch for all steps, from the last to the first.
-#define SIDE 16  // columns of a block: its units
+#define SIDE 16  // product columns per block: its units
 #define PASSED 4
 #include "grid.cuh"
 #include "grid_team.cuh"
 
-#define APART (MODE_H != 0)  // d(W_x x) is not d(W_h h)
+#define APART (MODE_H != 0)  // d(W_x x) differs from d(W_h h)
 
-#define SKIPS (LENGTHS || ZONE_H)  // some of dh goes past the step
+#define SKIPS (LENGTHS || ZONE_H)  // a part of dh bypasses the step
 
 #define STORES (APART ? 16 : 8)
 #define ASKED (10 + 2 * MASKS)
-// In float32 the registers are too few for all of both terms. So d(W_h h) is kept as it was passed on: it is for a product
-// with h, which takes no more bits. And the input term is asked for where the last pieces leave the registers.
+// In float32 both terms do not fit into the registers. So d(W_h h) is kept in 16 bits, as it was passed on, which is
+// enough for the product with h; and the input term is loaded only when the last pieces leave their registers.
 #define TIGHT (TYPE == 0 && APART)
-#define PITCH 192  // numbers of a warp: 64 each of dpre, dpre times W_h h, dpre times the input term
-#define GATE_SUMS (MODE_X ? 192 : MODE_H ? 128 : 64)  // of all rows
-// Whether sums over all splits are needed in each step, not only at the end, for the parameters.
+#define PITCH 192  // sums per warp: 64 each of dpre, dpre times W_h h, dpre times the input term
+#define GATE_SUMS (MODE_X ? 192 : MODE_H ? 128 : 64)  // the sums that are used
+// Whether every step needs the sums over all splits; otherwise they are added only at the end, for the parameters.
 #define TOTAL_GATES (MODE_H == 1 || MODE_X == 1)
 #define TOTAL_CELL (MODE_C == 1)
 
@@ -29,15 +29,15 @@ struct Backward {
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
   const Element* doutput;  // [R, T, B, H]
-  float *dh, *dc;          // [R, B, H]: those of h_n and c_n; then what skips W_h, and dc0
+  float *dh, *dc;          // [R, B, H]: read as dh_n and dc_n; written: the part of dh0 that bypasses W_h, and dc0
   Element* da;             // [R, T, B, 4H]: d(W_h h)
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
-  u32* counter;    // not used
-  uint4* passed;   // [R, SPLITS, BUFFERS, STEP_WORDS], zero: d(W_h h) of the last steps
-  uint4* spilled;  // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], for weights
-  u32* barriers;   // [R, SPLITS, TEAM, 32], zero: counters of the slices
-  uint4* handed;   // [R, SPLITS, HANDED_WORDS], zero: sums for the team [GRID, TEAM - 1, HOLDERS] and what they are times
+  u32* counter;    // unused
+  uint4* passed;   // [R, SPLITS, BUFFERS, STEP_WORDS], initially zero: d(W_h h) of the last two steps
+  uint4* spilled;  // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS]: non-resident weights
+  u32* barriers;   // [R, SPLITS, TEAM, 32], initially zero: counters of the slices
+  uint4* handed;   // [R, SPLITS, HANDED_WORDS], initially zero: the team's sums and their scales, see grid_team.cuh
   int T, B, rows_x, rows_h, rows_c;
   float eps, rate_c, rate_h;
   const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
@@ -47,19 +47,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   extern __shared__ __align__(128) uint4 slots[];
   uint4* resident = slots + FIRST * GROUP_WORDS;
   float* scratch = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
-  // Tables. For the gates: what W_h h and the input term are multiplied with, what is added to them.
+  // Tables per column. Pre-activation: W_h h times open_h, plus the input term times open_x, plus bias.
   float *open_h = scratch + WARPS * PITCH, *open_x = open_h + TABLE, *bias = open_x + TABLE;
-  // d(W_h h) is dpre times slope_h, plus W_h h times times_h, plus plus_h; so is d(W_x x). Slopes are there
-  // twice: those of the next step are written while some warps may still read.
+  // d(W_h h) = dpre * slope_h + W_h h * times_h + plus_h; likewise d(W_x x). slope_h is double-buffered, because the
+  // next step's is written while some warps may still read.
   float *slope_h = bias + TABLE, *times_h = slope_h + 2 * TABLE, *plus_h = times_h + TABLE;
   float *slope_x = plus_h + TABLE, *times_x = slope_x + TABLE, *plus_x = times_x + TABLE;
-  // The same of the cell.
+  // The same for the cell.
   float *mean_of_c = plus_x + TABLE, *open_c = mean_of_c + UNITS, *slope_c = open_c + UNITS;
   float *times_c = slope_c + 2 * UNITS, *plus_c = times_c + UNITS;
-  // Parameters, for the threads that have a column: [64] each, then one for each unit.
+  // Parameters in the order of the threads that own a column, [64] each; then per unit.
   float *gamma_h = plus_c + UNITS, *gamma_x = gamma_h + 64, *bias_of = gamma_x + 64, *gamma_c = bias_of + 64;
   float *beta_of = gamma_c + UNITS, *barriers = beta_of + UNITS;
-  // Behind two barriers for weights those for splits, and what these send.
+  // After two barriers for weights: the barriers and buffers of the splits.
   const OverSplits<GATE_SUMS> of_gates = {barriers + 12, address_of(barriers + 4)};
   const OverSplits<32> of_cell = {of_gates.scratch + 2 * SPLITS * GATE_SUMS, of_gates.barriers + 16};
 
@@ -97,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   refill.ask_first();
   meet_cluster();
 
-  // Each column's sums are three threads': of dpre warps 0 and 1, times W_h h warps 2 and 3, times the
-  // input term warps 4 and 5. Those of the cell are warp 7's, in two halves.
+  // Each column's three sums are owned by three threads: that of dpre in warps 0 and 1, of dpre times W_h h in warps 2
+  // and 3, of dpre times the input term in warps 4 and 5. Those of the cell are in the two halves of warp 7.
   const bool for_c = warp == 7, for_gates = warp < 6;
   const int kind = for_c ? lane >> 4 : tid >> 6, number = tid & 63;
   const int own_gate = gate_at(number), own = for_c ? cell_at(lane) : unit_at(number);
@@ -106,8 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   const bool has = (for_c || for_gates) && blockIdx.x * UNITS + own < H;
   const int column = blockIdx.x * UNITS + own + (for_c ? 0 : own_gate * H);
   float running = 0.0f, mean_x = 0.0f;
-  float next_mean = 0.0f, next_var_h = 0.0f, next_var = 0.0f;  // of h; of x or c
-  float to_total = 1.0f, to_term = 0.0f;                       // what a sum is multiplied with
+  float next_mean = 0.0f, next_var_h = 0.0f, next_var = 0.0f;  // mean and var without suffix: of x or c
+  float to_total = 1.0f, to_term = 0.0f;                       // a sum's factors: for the total, then for the table
   if (tid < 64) {
     gamma_h[tid] = has && MODE_H ? p.gamma_h[r * GATES + column] : 0.0f;
     gamma_x[tid] = has && MODE_X ? p.gamma_x[r * GATES + column] : 0.0f;
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     if (MODE_X && kind != 1) next_var = p.var_x[at(p.rows_x, GATES)];
     if (MODE_X && kind != 1) next_mean = p.mean_x[at(p.rows_x, GATES)];
   };
-  // What was asked for, for step t. Nobody reads these tables between passing on and the next product.
+  // Writes step t's prefetched statistics to the tables, which no warp reads between passing on and the next product.
   auto put_statistics = [&](int t) {
     const float rstd_h = rsqrtf(next_var_h + p.eps), rstd = rsqrtf(next_var + p.eps);
     if (for_c) {
@@ -157,12 +157,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   u32 zone_c[2] = {}, zone_h[2] = {};
   int length[2];
   bool in[2];
-  // Of the last step; then they go back, step by step.
+  // Pointers to the last step; they move back step by step.
   const i64 last = p.T - 1;
   const Element* wh = p.wh + ((r * p.T + last) * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2) + row0 * 8;
   const float* cs = p.cs + ((r * (p.T + 1) + p.T) * SUBS + sub) * B * 8 + 4 * (quad % 2) + row0 * 8;
   const Element* doutput = p.doutput + ((r * p.T + last) * B + row0) * H + unit;
-  i64 at = ((r * p.T + last) * B + row0) * GATES + unit;  // in wx, dwx and da
+  i64 at = ((r * p.T + last) * B + row0) * GATES + unit;  // index into wx, dwx and da
 #pragma unroll
   for (int j = 0; j < 2; j++) {
     const i64 row = row0 + 8 * j, of = (r * B + row) * H + unit;
@@ -175,12 +175,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     load4(c_before[j], cs + 64 * j);
   }
 
-  // d(W_h h) and d(W_x x) of a step, stored one by one beside the next product: all at once they keep the loads
-  // behind them waiting, and those the product.
+  // d(W_h h) and d(W_x x) of a step, stored piece by piece during the next product: stored all at once, they would stall
+  // the loads that queue behind them, and with those the product.
   Raw4 kept[1 + APART][2][4] = {};
 #if TIGHT
   uint2 sent[2][4] = {};
-  float down = 0.0f;  // what it is to be multiplied with
+  float down = 0.0f;  // undoes the scale of `sent`
 #endif
   auto save = [&](int k, i64 of, bool on) {
     const int j = k / 4 % 2, q = k % 4;
@@ -191,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     store_here(to, kept[APART ? k / 8 : 0][j][q], on && in[j]);
   };
 
-  // What a step takes from memory, in ASKED parts, and the way to the next one's.
-  auto zone_at = [&] { return (at - unit >> 2) + unit; };  // in the masks
+  // A step's loads, in ASKED parts.
+  auto zone_at = [&] { return (at - unit >> 2) + unit; };  // index into the masks
   auto ask = [&](int k) {
     const int j = k < 10 ? k / 5 : k % 2, q = k % 5;
     if (k >= 10) {
@@ -211,11 +211,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
 #pragma unroll
     for (int i = 0; i < 8; i++) c_t[i / 4][i % 4] = c_before[i / 4][i % 4];
   };
-  // The same into L2, before that.
+  // Prefetches the same data to L2.
   auto bring_step = [&] {
     const int row = first + tid % ROWS, subs = min(2, SUBS - int(blockIdx.x) * 2);
     const u32 row_bytes = TYPE == 0 ? 32 : 16;
-    if (SPLITS > 1) {  // its rows are apart
+    if (SPLITS > 1) {  // the split's rows are not contiguous
       const int second = quad / 2, rows = int(end) - first;
       const i64 back = second * B * 8 + 4 * (quad % 2) + (row0 - first) * 8;
       if (tid < 4 * subs && rows > 0) bring_row(wh - back - 3 * second * B * 8 + tid * B * 8, rows * row_bytes);
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     }
     if (row < end && blockIdx.x * UNITS < H) {
       const Element* from = p.wx + at + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
-      const bool more = TYPE == 0 && blockIdx.x * UNITS + 8 < H;  // sectors
+      const bool more = TYPE == 0 && blockIdx.x * UNITS + 8 < H;  // whether there are second sectors
       if (APART) bring(from), bring(from + H);
       if (APART && more) bring(from + 8), bring(from + H + 8);
       if (DOUTPUT && tid < ROWS) bring(doutput + i64(row - row0) * H - 4 * quad);
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     }
     __syncwarp();
   };
-  // Beside group i of the product of step t: the gradients of the step after it are stored, then the data asked for.
+  // Interleaved with group i of step t's product: stores of step t + 1's gradients, then loads of step t's data.
   auto beside = [&](int i, int t) {
     if (i == 0) bring_step();
 #pragma unroll
@@ -284,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
       plus_x[place] = (MODE_X == 1 ? -all * inv * to_term : 0.0f) - mean_x * factor;
     }
   };
-  // Who has no rows is at the barriers below, too, and does its share there.
+  // Warps without rows pass the same barriers as those below, and do their part of the statistics.
   for (int t = p.T - 1; t >= 0 && !has_rows(); t--) {
     if (LENGTHS) inv = p.inv_n[t];
     wait_for_slices(meeting, u32(p.T - 1 - t));
@@ -302,9 +302,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   }
   for (int t = p.T - 1; t >= 0 && has_rows(); t--) {
     if (LENGTHS) inv = p.inv_n[t];
-    const u32 times = u32(p.T - 1 - t);  // that the team has met before
+    const u32 times = u32(p.T - 1 - t);  // steps so far
 
-    // dh through W_h. After the last step there is none: a product with zeros, and one way through the code.
+    // dh through W_h. The last step has none and multiplies zeros, which avoids a second code path.
     float sums[COLUMNS / 2];
     const uint4* from = slice + times % BUFFERS * STEP_WORDS;
     asm volatile("" : "+l"(from));
@@ -322,8 +322,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     hand_over(sums, handed, times, powers.back(undo));
     if (t > 0) ask_statistics(t - 1);
 
-    // The forward step again, while the team meets: what dh, and what the gradient of the cell, is
-    // multiplied with. Before the product their numbers would not fit beside its own.
+    // Recompute the forward step while the team's sums arrive: the factors of dh and of the cell's gradient. Before the
+    // product they would not fit into the registers next to its accumulators.
     float c_less[2][4], f[2][4];
     float k_cell[2][4], k_o[2][4], k_i[2][4], k_f[2][4], k_g[2][4];
     bool counts[2];
@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
         for (int e = 0; e < 4; e++) {
           const float i = gate[0][e], g = gate[2][e], o = gate[3][e];
           f[j][e] = gate[1][e];
-          // What was kept of a zoned cell is not what the output was made of.
+          // With zoneout the saved cell is not the one that the output was computed from.
           const float cell = ZONE_C ? f[j][e] * c_before[j][e] + i * g : c_t[j][e];
           c_less[j][e] = MODE_C ? cell - mc[e] : cell;
           const float th = tanh_((MODE_C ? c_less[j][e] * oc[e] : c_less[j][e]) + beta[e]);
@@ -394,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     for (int j = 0; j < 2; j++)
 #pragma unroll
       for (int e = 0; e < 4; e++) dh[j][e] += sums[e / 2 * 4 + 2 * j + e % 2];
-    if (!SKIPS && t == p.T - 1)  // else they are in `skip`
+    if (!SKIPS && t == p.T - 1)  // otherwise dh_n is in `skip`
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         float given[4] = {};
@@ -466,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
           dpre[j][0][e] = d * k_i[j][e];
           dpre[j][1][e] = d * k_f[j][e];
           dpre[j][2][e] = d * k_g[j][e];
-          float before = d * f[j][e];  // the gradient of the cell before
+          float before = d * f[j][e];  // the gradient of the previous cell
           if (ZONE_C) before += zoned<ZONE_C>(zone_c[j], e, p.rate_c, dc[j][e], 0.0f);
           dc[j][e] = !LENGTHS || counts[j] ? before : dc[j][e];
           const float past = zoned<ZONE_H>(zone_h[j], e, p.rate_h, dh[j][e], 0.0f);
@@ -534,7 +534,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
 #endif
     arrive_at_slices(meeting);
 
-    // What nobody waits for.
+    // The rest of the step, which no other block waits for.
     if (t > 0) refill.ask_first();
     if (!MODE_H)
 #pragma unroll
@@ -569,7 +569,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   }
 #pragma unroll
   for (int k = 0; k < STORES; k++) save(k, at + B * GATES, true);
-  // Sums that were not made step by step are made here.
+  // Sums that no step needed are reduced only now.
   __syncthreads();
   if (!MODE_H) {
     fold_rows(sum_b);
@@ -586,7 +586,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   }
   if (!TOTAL_GATES && tid < GATE_SUMS) running = of_gates.all(running, tid, 0);
   if (!TOTAL_CELL && for_c) running = of_cell.all(running, lane, 0);
-  meet_cluster();  // nobody leaves while its memory may still be written to
+  meet_cluster();  // no block exits while others may still write to its shared memory
   if (own_split()) return;
   if (for_c && has) (kind ? p.dgamma_c : p.dbeta_c)[r * H + column] = running;
   float* sums = kind == 0 ? p.dbias : kind == 1 ? p.dgamma_h : p.dgamma_x;

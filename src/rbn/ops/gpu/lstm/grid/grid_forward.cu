@@ -1,16 +1,16 @@
 // The LSTM's forward pass for wide layers, equations 2 to 4 and 6 to 8: one launch for all steps.
-#define SIDE 64  // columns of a block: 16 units, their gates i, f, g, o
+#define SIDE 64  // product columns per block: the gates i, f, g, o of 16 units
 #define PASSED 1
 #include "grid.cuh"
 
-static_assert(TEAM == 1, "h of all blocks is little enough for each to read");
+static_assert(TEAM == 1, "h is small enough for every block to read all of it");
 
-#define SUM_H (MODE_H == 1)  // statistics that are made here
+#define SUM_H (MODE_H == 1)  // each step needs sums over the batch
 #define SUM_C (MODE_C == 1)
-#define SECOND_AT 80  // where a warp's 64 sums of squares begin: at other banks than the 64 sums
-#define PITCH (SECOND_AT + 64)  // numbers of a warp
-#define ASKED (8 + 2 * MASKS)  // loads of a thread beside a product
-#define ONE_SCALED 16384.0f  // what 1 is among what is passed on, in float32
+#define SECOND_AT 80  // offset of a warp's 64 sums of squares, at other banks than its 64 sums
+#define PITCH (SECOND_AT + 64)  // numbers per warp
+#define ASKED (8 + 2 * MASKS)  // loads per thread that are interleaved with a product
+#define ONE_SCALED 16384.0f  // the scale of h in the exchange, in float32
 
 struct Forward {
   const Element* wx;      // [R, T, B, 4H]
@@ -20,26 +20,26 @@ struct Forward {
   float *mean_h, *var_h, *mean_c, *var_c;  // [R, rows, features]: read if given, else written
   Element* hs;         // [R, T + 1, B, HS]; hs[:, 0] is h0
   float* cs;           // [R, T + 1, SUBS, B, 8], for the backward pass
-  Element* wh;         // [R, T, SUBS, 4, B, 8], likewise: W_h h less its mean, or without a norm the
-                       // gates before their nonlinearities
+  Element* wh;         // [R, T, SUBS, 4, B, 8], likewise: W_h h minus its mean, or without a norm the
+                       // pre-activations
   const float* c0;     // [R, B, H]
-  float *h_n, *c_n;    // [R, B, H]; h_n only where there are lengths
+  float *h_n, *c_n;    // [R, B, H]; h_n only with LENGTHS
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
-  u32* counter;        // not used
-  uint4* passed;       // [R, SPLITS, BUFFERS, STEP_WORDS], zero: h of the last steps
-  uint4* spilled;      // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS], for weights
-  u32* barriers;       // [R, SPLITS, TEAM, 32], zero: counters
+  u32* counter;        // unused
+  uint4* passed;       // [R, SPLITS, BUFFERS, STEP_WORDS], initially zero: h of the last two steps
+  uint4* spilled;      // [R, SPLITS, GRID, FIRST + SECOND, GROUP_WORDS]: non-resident weights
+  u32* barriers;       // [R, SPLITS, TEAM, 32], initially zero: counters of the slices
   int T, B, rows_x, rows_h, rows_c;
   float eps, rate_c, rate_h;
   const unsigned char *mask_c, *mask_h;  // [R, T, B, H]
 };
 
-// What is multiplied with pre(gate): all that is added up to a gate where W_h h is normalized.
+// If W_h h is normalized, all terms of a pre-activation include the factor pre(gate).
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
 
-// The variance of a column from the sum of all rows around `shift`, which lanes 0 to 15 have, and the squares of
-// lanes 16 to 31; shift becomes the mean. pool: of the steps before.
+// The variance of a column: lanes 0 to 15 have the sums of the rows minus `shift`, lanes 16 to 31 those of the squares.
+// Updates `shift` to the mean. pool: statistics of the earlier steps.
 __device__ __forceinline__ float moments(float sum, float inv, float eps, float& shift, Pool& pool) {
   const float square = __shfl_xor_sync(~0u, sum, 16), off = sum * inv;
   if (LENGTHS && !(inv > 0.0f)) {
@@ -56,11 +56,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   extern __shared__ __align__(128) uint4 slots[];
   uint4* resident = slots + FIRST * GROUP_WORDS;
   float* scratch = reinterpret_cast<float*>(resident + RESIDENT * GROUP_WORDS);  // [WARPS][PITCH]
-  // Tables: what a column's W_h h is less, and times; its input term times, and plus; the same of a cell.
+  // Tables per column: shift and scale of W_h h, scale and offset of the input term; shift and scale of the cell.
   float *mean_of_h = scratch + WARPS * PITCH, *scale_of_h = mean_of_h + TABLE, *scale_of_x = scale_of_h + TABLE;
   float *plus_x = scale_of_x + TABLE, *mean_of_c = plus_x + TABLE, *scale_of_c = mean_of_c + UNITS;
   float *beta_of = scale_of_c + UNITS, *barriers = beta_of + UNITS;
-  // Behind two barriers for weights those for splits, and what these send.
+  // After two barriers for weights: the barriers and buffers of the splits.
   const OverSplits<128> of_h = {barriers + 12, address_of(barriers + 4)};
   const OverSplits<32> of_c = {of_h.scratch + 2 * SPLITS * 128, of_h.barriers + 16};
 
@@ -91,8 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   refill.ask_first();
   meet_cluster();
 
-  // Each column's statistics are one thread's: those of W_h h of warps 0 to 3, one for each gate, those of the
-  // input term of warps 4 and 5, those of the cell of warp 7.
+  // Each column's statistics are owned by one thread: those of W_h h in warps 0 to 3, a gate each; those of the input
+  // term in warps 4 and 5; those of the cell in warp 7.
   const bool for_h = warp < 4, for_x = warp == 4 || warp == 5, for_c = warp == 7;
   const bool owner = for_x || ((for_h || for_c) && lane < 16);
   const int number = for_h ? warp * 16 + (lane & 15) : tid & 63;
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   float gamma = 0.0f, bias = 0.0f, shift = 0.0f, given_mean = 0.0f, given_var = 0.0f;
   Pool pool;
   const int features = for_c ? H : GATES, rows = for_h ? p.rows_h : for_c ? p.rows_c : p.rows_x;
-  const i64 statistic = r * rows * features + column;  // of the first step
+  const i64 statistic = r * rows * features + column;  // index of the first step's
   const bool reads = has && ((for_h && MODE_H == 2) || (for_x && MODE_X) || (for_c && MODE_C == 2));
   if (has && for_h && MODE_H) gamma = p.gamma_h[r * GATES + column] * scale_of(own_gate);
   if (has && for_x && MODE_X) gamma = p.gamma_x[r * GATES + column] * scale_of(own_gate);
@@ -147,14 +147,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     if (in[j]) h0[j] = load_raw4(hs + 8 * j * HS);
     if (SAVE && in[j]) store4(cs + 64 * j, c[j]);
   }
-  // What h is passed on times, and W_h h is then multiplied with.
+  // The scale of h in the exchange, and the factor that undoes it and the weights' scale in W_h h.
   float up = 1.0f, down = 1.0f;
 #if TYPE == 0
   {
-    u32 top = ZONE_H ? __float_as_uint(1.0f) : 0;  // units may keep their h0
+    u32 top = ZONE_H ? __float_as_uint(1.0f) : 0;  // units may keep h0, so all steps use its scale, which must cover 1
     const Element* of_warp = p.hs + (r * (p.T + 1) * B + first + warp * 16) * HS;
     for (int k = 4 * lane; k < H; k += 128) {
-      float v[16][4] = {};  // all asked for at once
+      float v[16][4] = {};  // all loads in flight at once
 #pragma unroll
       for (int row = 0; row < 16; row++)
         if (first + warp * 16 + row < end) load4(v[row], of_warp + row * HS + k);
@@ -169,15 +169,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   if (!ZONE_H) up = ONE_SCALED;
   arrive_at_slices(meeting);
 
-  // The input term: asked for beside the product of the step before, normalized while the others are waited for.
+  // The input term is loaded during the product of the step before, and normalized while waiting for the other blocks.
   const Element* wx = p.wx + (r * p.T * B + row0) * GATES + unit;
-  auto bring_rows = [&] {  // 16 units of a row and gate are a sector or two, in float32 one more
+  auto bring_rows = [&] {  // 16 units of a row and gate span one or two sectors, in float32 one more
     const int row = first + tid % ROWS;
     const Element* from = wx + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
     if (row < end) bring(from), bring(from + H);
     if (TYPE == 0 && row < end && blockIdx.x * UNITS + 8 < H) bring(from + 8), bring(from + H + 8);
   };
-  // Zoneout masks, four units of a row: into L2 a step ahead, from there beside the product of their own step.
+  // Zoneout masks, four units of a row: prefetched to L2 a step ahead, loaded during the product of their own step.
   u32 zone_c[2] = {}, zone_h[2] = {};
   auto zone_at = [&](int t) { return ((r * p.T + t) * B + row0) * H + unit; };
   auto bring_masks = [&](int t) {
@@ -228,17 +228,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   __syncthreads();
   prepare(0);
 
-  // What a step leaves behind; these go to where the last one's is.
+  // The outputs of a step, stored during the next product; these pointers lag one step behind.
   Element* wh = p.wh + ((r * p.T - 1) * SUBS + sub) * 4 * B * 8 + 4 * (quad % 2) + row0 * 8;
   Raw4 packed[2] = {}, kept[2][4] = {};
-  if (ZONE_H) packed[0] = h0[0], packed[1] = h0[1];  // the last h, which is also what units keep
+  if (ZONE_H) packed[0] = h0[0], packed[1] = h0[1];  // the previous h, which zoneout may keep
   auto save = [&](int k, bool on) {
     const int j = k % 2, q = k / 2;
     if (q == 4) store_here(hs + 8 * j * HS, packed[j], on && row0 + 8 * j < end_of_rows(p.B) && unit < HS);
     else if (SAVE && q < 4) store_here(wh + (q * anew(p.B) + 8 * j) * 8, kept[j][q], on && in[j]);
     else if (SAVE) store_here4(cs + 64 * j, c[j], on && in[j]);
   };
-  // Beside group i of the product of step t: of the last step, then for the next one.
+  // Interleaved with group i of step t's product: stores of the previous step, then loads for the next one.
   auto beside = [&](int i, int t) {
     const bool next = t + 1 < p.T;
     if (i == 0 && next) bring_rows();
@@ -255,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     __syncwarp();
   };
   float inv = 1.0f / p.B;
-  // Who has no rows is at the barriers below, too, and does its share there.
+  // Warps without rows pass the same barriers as those below, and do their part of the statistics.
   if constexpr (HOLDERS < THREADS) if (!has_rows()) {
     for (int t = 0; t < p.T; t++) {
       if (LENGTHS) inv = p.inv_n[t];
@@ -413,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     pass_on(passed + (t + 1) % BUFFERS * STEP_WORDS, 0, as_factors(packed[0], up), as_factors(packed[1], up));
     arrive_at_slices(meeting);
 
-    // What nobody waits for.
+    // The rest of the step, which no other block waits for.
     hs += B * HS;
     cs += SUBS * B * 8;
     wh += SUBS * 4 * B * 8;
@@ -434,5 +434,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
 #pragma unroll
   for (int j = 0; j < 2; j++)
     if (in[j]) store4(p.c_n + (r * B + row0 + 8 * j) * H + unit, c[j]);
-  meet_cluster();  // nobody leaves while its memory may still be written to
+  meet_cluster();  // no block exits while others may still write to its shared memory
 }

@@ -34,7 +34,7 @@ _FEW_ROWS = 32
 PREFERRED_FEW = {True: ((16, 1000), (32, 512)), False: ((16, 768), (32, 512))}
 
 # Batches of more than `UNSPLIT` rows are split over at most `SPLITS` blocks; a GPU may refuse
-# clusters of more than 8. The rows of a split are those of `SPLIT_ROWS`, the best first.
+# clusters of more than 8. `SPLIT_ROWS` are the possible numbers of rows per split, the best first.
 SPLITS = 8
 SPLIT_ROWS: tuple[int, ...] = (64, _ROWS)
 UNSPLIT = 64
@@ -50,17 +50,17 @@ _NUMBERS = {
     "forward": 8 * 144 + 4 * 80 + 3 * 16 + 4,
     "backward": 8 * 192 + 10 * 80 + 6 * 16 + 3 * 64 + 2 * 16 + 4,
 }
-_EXCHANGED = {"forward": 128 + 32, "backward": 192 + 32}  # sums that splits send each other
+_EXCHANGED = {"forward": 128 + 32, "backward": 192 + 32}  # sums that splits exchange
 _DEPTH = 8  # groups prefetched; more would need too many registers
-_PARTS = 4  # the number of groups is a multiple: the positions, or twice those, where slices start
+_PARTS = 4  # the number of groups is a multiple of this: slices start at 2 or 4 positions
 
 
 @dataclass(frozen=True)
 class GridTiling:
     """How the weights of a block are divided.
 
-    `first`, `resident` and `second` count groups of 32 columns of the other factor. The first and
-    second groups are read again in every step; the resident ones stay in shared memory.
+    `first`, `resident` and `second` count groups of 32 columns of h or d(W_h h). The first and
+    second groups are loaded in every step; the resident ones stay in shared memory.
     """
 
     direction: str
@@ -132,7 +132,7 @@ def grid_tiling(
     for slots in range(groups + 1):
         empty = GridTiling(direction, grid, team, slots, 0, slots, rows, half, splits)
         resident = min(groups, (limit - empty.shared) // empty.group)
-        if resident < 3:  # the second groups are prefetched while two resident ones are in use
+        if resident < 3:  # the second groups are loaded while resident ones are in use
             return None
         again = groups - resident
         if again <= 2 * slots:
@@ -237,8 +237,8 @@ def kernel(cut: GridTiling, device: int, defines: tuple[Any, ...]) -> Kernel:
 def zeroed(cut: GridTiling, recurrences: int) -> dict[str, int]:
     """Bytes that must be zero before the kernel runs, by struct member; multiples of 16.
 
-    passed: read as zeros beyond the last unit, and as d(W_h h) after the last step. barriers:
-    counters. handed: sums, whose last bit tells when they arrived.
+    passed: zeros beyond the last unit, and as d(W_h h) after the last step. barriers: counters.
+    handed: sums, whose lowest bit marks the step.
     """
     n = recurrences * cut.splits
     results = {"passed": 2 * n * cut.passed, "barriers": n * 128 * cut.team}

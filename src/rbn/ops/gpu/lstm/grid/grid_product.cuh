@@ -1,14 +1,13 @@
-// The product of a step: weights that stay and weights that come again, and the tensor cores' instructions.
+// The product of a step: resident weights, weights that are loaded in each step, and tensor core instructions.
 
 // Weights -----------------------------------------------------------------------------------------
 
-// What threads wrote is for the tensor cores and the copies below to read, after the next barrier.
+// Makes the thread's writes visible to tensor cores and bulk copies (the async proxy), after the next barrier.
 __device__ __forceinline__ void for_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// The place in the slice at which this block begins, in groups: that of one of its parts. So the addresses of what is
-// multiplied are those of the parts, which stay in their registers, and constants. Were they made anew for each group,
-// the loads would need the few counters of the hardware for their addresses, one would be left for their data, and
-// waiting for a group would be waiting for all.
+// The group at which this block starts in its slice: the first of one of PARTS parts. So the pieces' addresses are the
+// parts' pointers, which stay in registers, plus constants. If addresses were computed for each group, they would occupy
+// the few scoreboards, a single one would be left for the loaded data, and waiting for a group would wait for all loads.
 #define PARTS (TEAM > 2 ? 2 : 4)
 #define PART_GROUPS (SLICE / PARTS)
 static_assert(SLICE % PARTS == 0, "all parts have as many groups");
@@ -17,30 +16,30 @@ __device__ __forceinline__ int beginning() {
   return int(team * PARTS / teams * PART_GROUPS);
 }
 
-// The first of the two pieces of group i, in the order of processing.
+// The first of the two pieces of group i, in processing order.
 __device__ __forceinline__ int piece_of(int i) {
   const int at = i + beginning();
   return 2 * (rank_in_team() * SLICE + (at < SLICE ? at : at - SLICE));
 }
 
-// Whether group i, in the order of processing, is resident; and which one of those, or of the others, it is.
+// Whether group i, in processing order, is resident; and its index among the resident or the other groups.
 __device__ __forceinline__ bool stays(int i) { return i >= FIRST && i < FIRST + RESIDENT; }
 __device__ __forceinline__ int place_of(int i) { return i < FIRST ? i : stays(i) ? i - FIRST : i - RESIDENT; }
 
-// 16 bytes times something, by nobody's hand. The barrier counts them as they come.
+// Asynchronous bulk copy of a multiple of 16 bytes to shared memory; the barrier counts the bytes.
 __device__ __forceinline__ void copy_bulk(u32 to, const uint4* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Into L2, before it is loaded: bytes in a row, a multiple of 16, by nobody's hand; and the sector of an address.
+// Prefetch to L2: a contiguous range, a multiple of 16 bytes, by one asynchronous bulk operation; and a single sector.
 __device__ __forceinline__ void bring_row(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void bring(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }
 
-// Loads and stores that stay where they are written, beside the product, if `on`; else the loads give zeros. Without
-// branches: between those the compiler shares out the hardware's counters for loads, and it has few.
+// Predicated loads (zero if not `on`) and stores that the compiler leaves in place, interleaved with the product. They
+// avoid branches, because the compiler divides the hardware's few scoreboards among branches.
 __device__ __forceinline__ u32 load_mask(const unsigned char* p, bool on) {
   u32 v;
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %2, 0;\n\tmov.u32 %0, 0;\n\t@p ld.global.u32 %0, [%1];\n\t}"
@@ -79,10 +78,10 @@ __device__ __forceinline__ void store_here(Element* p, uint2 v, bool on) {
 }
 #endif
 
-// This block's weights: the resident ones into shared memory, the others into `spilled`, as the tensor
-// cores take them (8 columns of 16 bytes are 128 bytes in a row). four(n, piece, u): the weights of
-// column n of the product for units u to u + 3 of a piece, by loads that need not wait for stores before them.
-// Gives what a product is to be multiplied with: 1, but in float32, where `scratch` for a word of each warp is needed.
+// Packs this block's weights into the tensor cores' layout (8 columns of 16 bytes are contiguous): the resident ones
+// into shared memory, the others into `spilled`. four(n, piece, u): the weights of column n of the product for units u to
+// u + 3 of a piece, by loads that need not wait for earlier stores. Returns the factor that undoes the weights' scale: 1
+// except in float32, which needs `scratch` for a word per warp.
 template <class Four>
 __device__ __forceinline__ float pack_weights(uint4* resident, uint4* spilled, float* scratch, Four four) {
   float up = 1.0f, down = 1.0f;
@@ -90,7 +89,7 @@ __device__ __forceinline__ float pack_weights(uint4* resident, uint4* spilled, f
   u32 top = 0;
 #pragma unroll 2
   for (int i = threadIdx.x; i < SLICE * COLUMNS; i += THREADS) {
-    float4 v[8];  // all asked for at once
+    float4 v[8];  // all loads in flight at once
 #pragma unroll
     for (int k = 0; k < 8; k++) v[k] = four(i % COLUMNS, piece_of(i / COLUMNS) + k / 4, 4 * (k % 4));
 #pragma unroll
@@ -123,21 +122,21 @@ __device__ __forceinline__ float pack_weights(uint4* resident, uint4* spilled, f
   return down;
 }
 
-// The weights that do not stay come by copies that need no thread: one asks, those who multiply wait for the
-// barrier. Through threads they would need a fence, which waits for all that was asked for, in the midst of a product.
-#define ASKING 6  // a warp that has little else to do
+// Non-resident weights are loaded by bulk copies: one thread issues them, and the multiplying warps wait at a barrier.
+// Copies by the threads themselves would need a fence, which waits for all outstanding loads, in the middle of a product.
+#define ASKING 6  // the issuing warp, which has little other work
 
 struct Refill {
   uint4* slots;
   const uint4* spilled;
-  u32 barriers;  // for the first groups, for the second ones
+  u32 barriers;  // two: for the first groups, for the second ones
 
   __device__ __forceinline__ void copy(const uint4* from, int groups, u32 barrier) const {
     expect(barrier, groups * GROUP_WORDS * 16);
     for (int i = 0; i < groups; i++)
       copy_bulk(address_of(slots + i * GROUP_WORDS), from + i * GROUP_WORDS, GROUP_WORDS * 16, barrier);
   }
-  // All threads left the slots, and a barrier was passed.
+  // To be called after a barrier that all threads reach when they no longer use the slots.
   __device__ __forceinline__ void ask_first() const {
     if (FIRST && threadIdx.x == ASKING * 32) copy(spilled, FIRST, barriers);
     __syncwarp();
@@ -151,7 +150,7 @@ struct Refill {
     }
     __syncwarp();
   }
-  // `step`: counted from 0.
+  // `step`: steps so far.
   __device__ __forceinline__ void await_first(u32 step) const {
     if (FIRST) await_phase(barriers, step);
   }
@@ -172,8 +171,8 @@ struct Refill {
 #define N2 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define N3 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
-// c = a piece of each thread times 16 columns of the weights, plus c unless it is the first. Runs on by
-// itself: until it was waited for, c and a must be left alone.
+// c = the threads' pieces times the weights of 16 of h's or d(W_h h)'s columns, plus c if `more`. Asynchronous: c and a
+// must not be touched until it has been waited for.
 __device__ __forceinline__ void multiply_wide(float (&c)[COLUMNS / 2], const uint4& a, u64 b, int more) {
 #define OPERANDS "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "r"(more)
 #if TILES == 8
@@ -196,7 +195,7 @@ __device__ __forceinline__ void await_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// A piece, OFFSET bytes further.
+// Loads a piece at an offset in bytes.
 template <int OFFSET>
 __device__ __forceinline__ uint4 fetch_piece(const uint4* p) {
   uint4 v;
@@ -205,7 +204,7 @@ __device__ __forceinline__ uint4 fetch_piece(const uint4* p) {
   return v;
 }
 
-// run(number) for all numbers from I to END, which are constants for the compiler.
+// Calls run(Number<i>()) for each i from I to END - 1: i is a compile-time constant.
 template <int I> struct Number { static constexpr int value = I; };
 template <int I, int END, class Run>
 __device__ __forceinline__ void for_each(const Run& run) {
@@ -215,21 +214,21 @@ __device__ __forceinline__ void for_each(const Run& run) {
   }
 }
 
-// Where weights lie, and how, as the instruction takes it. Of an address it has 18 bits: above them is the block's
-// rank in its cluster, which would be taken for a part of the distance of columns.
+// The lower half of the instruction's matrix descriptor: column stride and address. An address has 18 bits; the bits
+// above are the block's rank in its cluster and would change the stride.
 __device__ __forceinline__ u32 described(const uint4* weights) {
   return COLUMNS << 16 | (address_of(weights) & 0x3ffff) >> 4;
 }
 __device__ __forceinline__ u64 with_rest(u32 description) { return u64(128 / 16) << 32 | description; }
 
-// Where this thread's first piece of its block's slice lies, in what is passed on in a step.
+// This thread's first piece of its block's slice, in the exchange buffer of a step.
 __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
   const uint4* slice = passed + rank_in_team() * 2 * SLICE * HOLDERS + threadIdx.x;
   asm volatile("" : "+l"(slice));  // one register, not a sum of several in each address
   return slice;
 }
 
-// What the pieces of a step are multiplied with before they are used: in half precision, and forward, nothing.
+// Scaling of a step's pieces before their use: none in half precision and in the forward pass.
 struct AsPassed {
   __device__ __forceinline__ void find() const {}
   __device__ __forceinline__ void scale(int, uint4 (&)[2], uint4 (&)[2]) const {}
@@ -237,7 +236,7 @@ struct AsPassed {
 };
 
 #if SCALED
-static_assert(BATCH == 2 && PASSED == 4 && PART_GROUPS % 2 == 0, "a batch has the pieces of a block");
+static_assert(BATCH == 2 && PASSED == 4 && PART_GROUPS % 2 == 0, "a batch has the pieces of one block");
 
 __device__ __forceinline__ u32 look_at_exponent(const u32* p, bool on) {
   u32 v;
@@ -253,14 +252,14 @@ __device__ __forceinline__ void multiply_piece(uint4& v, u32 factor) {
   multiply_halves(v.x, factor), multiply_halves(v.y, factor), multiply_halves(v.z, factor), multiply_halves(v.w, factor);
 }
 
-// The size of the largest number of a warp that is finite.
+// The magnitude (float bits) of a warp's largest finite number.
 template <int N>
 __device__ __forceinline__ u32 largest(const float (&v)[N]) {
-  float most[4] = {};  // a NaN is left out
+  float most[4] = {};  // fmaxf ignores NaN
 #pragma unroll
   for (int i = 0; i < N; i++) most[i % 4] = fmaxf(most[i % 4], fabsf(v[i]));
   u32 top = __reduce_max_sync(~0u, __float_as_uint(fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]))));
-  if (top >= 0x7f800000u) {  // and so is what is infinite
+  if (top >= 0x7f800000u) {  // ignore infinities, too
     top = 0;
 #pragma unroll
     for (int i = 0; i < N; i++) top = max(top, finite_size(v[i]));
@@ -269,16 +268,16 @@ __device__ __forceinline__ u32 largest(const float (&v)[N]) {
   return top;
 }
 
-// Zero times a power of two is zero.
+// Keeps a factor finite, so that zero times it is zero.
 __device__ __forceinline__ float bounded(float power) { return fminf(power, 1.7e38f); }
 
-// Where the exponents of a step are that warps with these rows passed on: of all blocks, in the order of their numbers.
+// A step's exponents passed on by the warps with the same rows, in the order of the blocks.
 __device__ __forceinline__ u32* exponents_of(uint4* step) {
   return reinterpret_cast<u32*>(step + STEP_PIECES) + threadIdx.x / 32 * TEAM * SOURCES;
 }
 
-// Those of the slice's blocks, in the order of processing: lane i has the i-th one's, and the 32nd after it; then what
-// brings pieces to the largest power, as two float16. Of what is 2^-24 of the largest nothing is left.
+// The exponents of the slice's blocks, in processing order: lane i has those of blocks i and i + 32. `find` replaces them
+// by the factors that rescale pieces to the largest power of two, as two float16. Below 2^-24 a factor is 0.
 struct Powers {
   u32 of[(SOURCES + 31) / 32], most;
 
@@ -306,17 +305,17 @@ struct Powers {
     multiply_piece(a[0], factor), multiply_piece(a[1], factor);
     multiply_piece(b[0], factor), multiply_piece(b[1], factor);
   }
-  // What brings products of the scaled pieces to what they are; undo: the same of the weights.
+  // The factor that undoes the scale of products; undo: that of the weights.
   __device__ __forceinline__ float back(float undo) const { return bounded(scale_down(most << 23) * undo); }
 };
 #endif
 
-// sums = this block's slice of what was passed on in a step, times its weights. The FIRST groups were asked for.
-// begin: of the group to begin with, in the slice. step: counted from 0. powers: what the pieces are multiplied with,
-// to be found when the first ones are on their way. other(i): something else to do, beside group i.
+// sums = this block's slice of a step's exchanged data times its weights. The FIRST groups are already being loaded.
+// begin: offset of the group to start with in the slice. step: steps so far. powers: scales of the pieces, determined
+// while the first loads are in flight. other(i): other work to interleave with group i.
 //
-// The first warpgroup is STAGGER groups ahead of the second one, so that it hands over its sums, and does what
-// follows, while the tensor cores work for the second.
+// The first warpgroup is STAGGER groups ahead of the second one. So it hands over its sums and continues while the tensor
+// cores work for the second one.
 static_assert(DEPTH % BATCH == 0 && SLICE % BATCH == 0 && DEPTH > BATCH, "whole batches");
 template <class Scales, class Other>
 __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin, const uint4* resident,
@@ -324,10 +323,10 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   const u32 at_resident = described(resident), at_slots = described(refill.slots);
   uint4 a[DEPTH][2];
   auto weights_of = [&](int i) {
-    const int second = i < FIRST || stays(i) ? 0 : FIRST;  // they begin at the first slot again
+    const int second = i < FIRST || stays(i) ? 0 : FIRST;  // the second groups start at the first slot again
     return with_rest(anew(stays(i) ? at_resident : at_slots) + (place_of(i) - second) * GROUP_WORDS);
   };
-  const uint4* parts[PARTS];  // where the parts of the slice begin, in the order of processing
+  const uint4* parts[PARTS];  // the starts of the slice's parts, in processing order
 #pragma unroll
   for (int k = 0; k < PARTS; k++) {
     const u32 place = begin + k * PART_GROUPS * 2 * HOLDERS;
@@ -343,7 +342,7 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
       a[i % DEPTH][0] = fetch_piece<offset>(parts[i / PART_GROUPS]);
       a[i % DEPTH][1] = fetch_piece<offset + HOLDERS * 16>(parts[i / PART_GROUPS]);
     }
-    __syncwarp();  // or the compiler would ask later, when it thinks that is early enough
+    __syncwarp();  // keeps the compiler from moving the loads down
   };
   for_each<0, DEPTH - BATCH>(ask);
   powers.find();
@@ -361,7 +360,7 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
       multiply_wide(sums, a[i % DEPTH][1], b + 2 * COLUMNS, 1);
     }
     commit_products();
-    await_products<1>();  // all but this batch's
+    await_products<1>();  // all but this batch's products
     for_each<first + DEPTH - BATCH, next + DEPTH - BATCH>(ask);
     if (AHEAD && first <= AHEAD && AHEAD < next && threadIdx.x < 128) done<UNDER_WAY>();
     if (SECOND && first >= FIRST && first < FIRST + BATCH) refill.ask_second();
@@ -370,11 +369,11 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
   });
   await_products<0>();
 #pragma unroll
-  for (int k = 0; k < PARTS; k++) asm volatile("" ::"l"(parts[k]));  // until here
+  for (int k = 0; k < PARTS; k++) asm volatile("" ::"l"(parts[k]));  // keeps the pointers in registers until here
 }
 
-// The unit of column n of the product, where a thread has columns 2 t and 2 t + 1 of each tile: so that
-// its units are neighbours.
+// The unit of column n of the product. A thread owns columns 2 t and 2 t + 1 of each tile; this order makes its units
+// neighbours.
 __device__ __forceinline__ int unit_of(int n) {
   const int owner = (rank_in_team() + n / SIDE) % TEAM, block = blockIdx.x - rank_in_team() + owner;
   return block * UNITS + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;

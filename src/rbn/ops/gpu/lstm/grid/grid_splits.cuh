@@ -1,18 +1,18 @@
-// Batches whose rows several blocks share. SPLITS blocks own the same units, each a share of the rows, and are a
-// thread-block cluster: those of the same blockIdx.x, one after another in blockIdx.y. What is passed on, handed over and
-// met for is per split: rows have nothing to do with each other in a product. Only the sums over the batch are of all
-// rows. Whoever has one of them sends it to the same thread of the other splits, into their shared memory, and adds
-// all in the order of the splits: so all have the same bits.
+// Batches split over several blocks. SPLITS blocks own the same units, each for a part of the rows, and form a thread-block
+// cluster: the blocks with the same blockIdx.x and consecutive blockIdx.y. Exchange, team sums and synchronization are per
+// split, because the rows of a product are independent. Only sums over the batch involve all splits: the thread that owns
+// a sum sends it to the same thread of the other splits, through distributed shared memory, and adds all of them in the
+// order of the splits, so that all splits get bitwise identical results.
 //
-// A barrier counts the bytes that come. There are two of each, and of the memory, for every other step: a split that sends
-// in a step has got what the others sent in the step before, so they have read what came two steps ago.
+// A barrier counts the received bytes. Barriers and memory are double-buffered: a split that sends in a step has received
+// what the others sent in the step before, so they have read what arrived two steps ago.
 #ifndef SPLITS
 #define SPLITS 1
 #endif
 
 __device__ __forceinline__ u32 own_split() { return SPLITS > 1 ? blockIdx.y % SPLITS : 0; }
 
-// The rows of a split: all have as many, whole tiles, but the last one.
+// Rows per split: the same number of full tiles for all but the last one.
 __device__ __forceinline__ int share_of(int B) { return ((B + SPLITS - 1) / SPLITS + 15) / 16 * 16; }
 __device__ __forceinline__ int first_row(int B) { return SPLITS > 1 ? int(own_split()) * share_of(B) : 0; }
 __device__ __forceinline__ int end_of_rows(int B) { return SPLITS > 1 ? min(B, first_row(B) + share_of(B)) : B; }
@@ -23,13 +23,13 @@ __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Stores into the shared memory of another split; `barrier`, in it, counts the bytes.
+// Stores to the shared memory of another split, whose `barrier` counts the bytes.
 __device__ __forceinline__ void send(u32 to, u32 barrier, float v) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
                ::"r"(to), "r"(__float_as_uint(v)), "r"(barrier) : "memory");
 }
 
-// NUMBERS sums of a step, one of each of as many threads, whole warps.
+// Adds NUMBERS sums of a step over the splits, one per thread of full warps.
 template <int NUMBERS>
 struct OverSplits {
   float* scratch;   // [2][SPLITS][NUMBERS]
@@ -38,7 +38,7 @@ struct OverSplits {
   __device__ __forceinline__ void start() const {
     if (SPLITS > 1 && threadIdx.x == 0) start_barrier(barriers, 1), start_barrier(barriers + 8, 1);
   }
-  // times: that this was done before.
+  // times: calls so far.
   __device__ __forceinline__ void give(float own, int number, u32 times) const {
     if (SPLITS == 1) return;
     const u32 at = address_of(scratch) + ((times % 2 * SPLITS + own_split()) * NUMBERS + number) * 4;
@@ -54,7 +54,7 @@ struct OverSplits {
   __device__ __forceinline__ void await(u32 times) const {
     if (SPLITS > 1) await_phase(barriers + times % 2 * 8, times / 2);
   }
-  // Of a number that was given and waited for.
+  // The total of a number, after `give` and `await`.
   __device__ __forceinline__ float total(float own, int number, u32 times) const {
     if (SPLITS == 1) return own;
     const float* come = scratch + times % 2 * SPLITS * NUMBERS + number;

@@ -1,14 +1,14 @@
-// How the blocks of a team hand each other their sums. Columns are ordered from the block's own on: part s is
-// for the block s ranks further, and for the thread that has the same number there.
+// The exchange of partial sums between the blocks of a team. A block's columns start with its own: part s is for the block
+// s ranks further, and there for the thread with the same index.
 //
-// They go through L2, `handed` [GRID, TEAM - 1, HOLDERS], and nobody meets for it. All that a thread has for another
-// one is a word of 16 bytes, in 16 bits each, stored and loaded as one number: its parts do not come one by one. Its
-// last bit says whether it is this step's: it is set in every other one, from the first on, `handed` being zero
-// before. A thread looks until all its words say so, and adds them in the order of the ranks before its own.
+// The sums go through L2, `handed` [GRID, TEAM - 1, HOLDERS], without a barrier. All that a thread sends to another one
+// is a word of 16 bytes, eight 16-bit sums, stored and loaded as a single 128-bit access, so it never arrives in parts.
+// The lowest bit of the word marks the step: it is set in the first step and every other one after it (`handed` starts
+// as zero). A thread polls until all its words have the step's bit, and adds them in the order of the senders' distance.
 //
-// In float32, too, with a power of two for each warp, behind all words: [GRID / TEAM, MT, TEAM]. Its last bit is as a
-// word's; lane s looks for that of the block s ranks before.
-#define PART (SIDE / 2)  // sums of a thread for each block
+// In float32 each warp's sums have a power of two, stored behind all words, [GRID / TEAM, MT, TEAM], with the same step
+// bit; lane s polls that of the block s ranks before.
+#define PART (SIDE / 2)  // sums that a thread sends to each block
 #define HANDED_WORDS (GRID * (TEAM - 1) * HOLDERS + (SCALED ? GRID * MT / 4 : 0))  // of 16 bytes
 
 static_assert(PART == 8, "a word for each other block");
@@ -34,7 +34,7 @@ __device__ __forceinline__ bool of_step(u32 first, u32 times) {
 }
 
 __device__ __forceinline__ void add_word(float* to, uint4 v, float down) {
-  const u32 first = TYPE == 0 ? v.x & ~1u : v.x;  // of nothing, nothing comes
+  const u32 first = TYPE == 0 ? v.x & ~1u : v.x;  // clears the step bit, so that zero stays zero
   const float2 a = of_16_bits(first, down), b = of_16_bits(v.y, down), c = of_16_bits(v.z, down), d = of_16_bits(v.w, down);
   to[0] += a.x, to[1] += a.y, to[2] += b.x, to[3] += b.y;
   to[4] += c.x, to[5] += c.y, to[6] += d.x, to[7] += d.y;
@@ -63,15 +63,15 @@ __device__ __forceinline__ u32 look_at_power(const u32* p) {
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
-// Where those of the team are, for these rows.
+// The team's powers of two for this warp's rows.
 __device__ __forceinline__ u32* powers_in(uint4* handed) {
   u32* all = reinterpret_cast<u32*>(handed + GRID * (TEAM - 1) * HOLDERS);
   return all + (blockIdx.x / TEAM * MT + threadIdx.x / 32) * TEAM;
 }
 #endif
 
-// times: that sums were handed over before. back: what they are to be multiplied with, only in float32; those for the
-// block itself are.
+// Sends the sums to the other blocks. times: calls so far. back: the factor that undoes their scale, only in float32; the
+// block's own sums are multiplied by it here.
 __device__ __forceinline__ void hand_over(float (&sums)[COLUMNS / 2], uint4* handed, u32 times, float back) {
   float up = 1.0f;
 #if SCALED
@@ -90,9 +90,8 @@ __device__ __forceinline__ void hand_over(float (&sums)[COLUMNS / 2], uint4* han
 #endif
 }
 
-// Adds what the others handed over to sums[0 .. PART). nothing: zero. Nobody waits for a block without a unit before the
-// next sums are written over these, so it must not look for them: if it is late they are gone, and it would wait for
-// ever, and all others for it.
+// Adds the sums from the other blocks to sums[0 .. PART). nothing: 0, see `Held`. Blocks without units must not poll: no
+// block waits for them before overwriting the words, so a late one would miss them and deadlock.
 __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], uint4* handed, u32 times, u32 nothing) {
   if (OWNERS % TEAM && blockIdx.x >= OWNERS) return;
   const u32 rank = rank_in_team(), first = blockIdx.x - rank;
@@ -109,7 +108,7 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], uint4* han
   const u32* at_power = powers_in(handed) + (rank + TEAM - before) % TEAM;
   u32 power = look_at_power(at_power);
 #endif
-  // Those that are not there yet are asked for again, all at once.
+  // Poll all missing words at once.
   for (bool again = true; again;) {
     again = false;
 #pragma unroll

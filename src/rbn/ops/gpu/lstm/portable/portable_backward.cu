@@ -5,9 +5,9 @@
 #define PITCH 8
 #define COLUMN_BLOCKS ((GATES + BLOCK - 1) / BLOCK)
 #define KBW ((COLUMN_BLOCKS + KS - 1) / KS)
-#define SPLIT (MODE_H != 0)  // d(W_x x) is not d(W_h h)
+#define SPLIT (MODE_H != 0)  // d(W_x x) differs from d(W_h h)
 
-// Statistics of a step: var_h; mean_x and var_x; mean_c and var_c. The variances become rstd.
+// Statistics of a step: var_h; mean_x and var_x; mean_c and var_c. Variances are converted to rstd.
 #define GIVEN_H (MODE_H ? 32 : 0)
 #define GIVEN_X (MODE_X ? 64 : 0)
 #define GIVEN_C (MODE_C ? 16 : 0)
@@ -23,11 +23,11 @@ struct Backward {
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
   const Element* doutput;  // [R, T, B, H]
-  float *dh, *dc;          // [R, B, H]: those of h_n and c_n; then what skips W_h, and dc0
-  Element* da;             // [R, T, B, 4H], EMPTY: d(W_h h)
+  float *dh, *dc;          // [R, B, H]: read as dh_n and dc_n; written: the part of dh0 that bypasses W_h, and dc0
+  Element* da;             // [R, T, B, 4H], initially EMPTY: d(W_h h)
   Element* dwx;            // [R, T, B, 4H]
   float *dbias, *dgamma_x, *dgamma_h, *dgamma_c, *dbeta_c;
-  u32* counter;  // [R], zero
+  u32* counter;  // [R], initially zero
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
     c_before[j][0] = l.x, c_before[j][1] = l.y;
   }
 
-  // What a step takes from memory, a step before it is needed.
+  // Loads a step's inputs, one step ahead.
   Staged<GIVEN> staged;
   auto load_step = [&](i64 t) {
     staged.load([&](int i) {
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
   for (i64 t = p.T - 1; t >= 0; t--) {
     const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
 
-    // The forward step again, which waits for nobody.
+    // Recompute the forward step, which waits for no other block.
     float a_hat[RPT][4][2], x_hat[RPT][4][2], gate[RPT][4][2], c_hat[RPT][2], tanh_c[RPT][2], dh[RPT][2];
     float rh[4][2], mx[4][2], rx[4][2], mc[2] = {}, rc[2] = {}, b[4][2], g_x[4][2], g_h[4][2];
     staged.put(given, p.eps, [](int i) {
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
             gate[j][q][e] = q == 2 ? tanh_(v) : sigmoid(v);
           }
         }
-        // From here on what the gradients are multiplied with.
+        // From here on rh and rx are the factors of the gradients.
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           if (MODE_H) rh[q][e] = slope<MODE_H>(rh[q][e], g_h[q][e], p.eps);
@@ -214,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
           }
       }
     } else if (FEW) {
-      __syncthreads();  // before statistics of the next step are written over these
+      __syncthreads();  // before the next step's statistics overwrite these
     }
     if (!HAS_ROWS) {
       if (BARRIER) arrive(p.counter + r);
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
 
     if (BARRIER) arrive(p.counter + r);
 
-    // What nobody waits for.
+    // The rest of the step, which no other block waits for.
     if (!MODE_H)
 #pragma unroll
       for (int i = 0; i < 8; i++) sum_b[i] += v[i];
@@ -322,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
     store2(p.dh + at, skip[j][0], skip[j][1]);
     store2(p.dc + at, dc[j][0], dc[j][1]);
   }
-  // Sums that were not made step by step are made here.
+  // Sums that no step needed are reduced only now.
   __syncthreads();
   if (!MODE_H) sum_rows(sum_b, scratch, total, running_gates);
   if (!MODE_C) sum_rows(sum_beta, scratch, total, running_cell);

@@ -6,7 +6,7 @@
 #define COLUMN_BLOCKS ((HS + BLOCK - 1) / BLOCK)
 #define KBW ((COLUMN_BLOCKS + KS - 1) / KS)
 
-// Statistics that are known before a step: those of the input term always.
+// Statistics known before a step; those of the input term always are.
 #define GIVEN_X (MODE_X ? 64 : 0)
 #define GIVEN_H (MODE_H == 2 ? 64 : 0)
 #define GIVEN_C (MODE_C == 2 ? 16 : 0)
@@ -20,13 +20,13 @@ struct Forward {
   float *mean_h, *var_h, *mean_c, *var_c;   // [R, rows, features]: read if given, else written
   Element* hs;         // [R, T + 1, B, HS]; hs[:, 0] is h0, the rest EMPTY
   float* cs;           // [R, T + 1, BLOCKS, B, UNITS], for the backward pass
-  Element* wh;         // [R, T, BLOCKS, 4, B, UNITS], likewise: W_h h less its mean, or without a
-                       // norm the gates before their nonlinearities
+  Element* wh;         // [R, T, BLOCKS, 4, B, UNITS], likewise: W_h h minus its mean, or without a
+                       // norm the pre-activations
   const float* c0;     // [R, B, H]
-  float *h_n, *c_n;    // [R, B, H]; h_n only where there are lengths
+  float *h_n, *c_n;    // [R, B, H]; h_n only with LENGTHS
   const int* lengths;  // [B]
   const float* inv_n;  // [T]
-  u32* counter;        // [R], zero
+  u32* counter;        // [R], initially zero
   int T, B, rows_x, rows_h, rows_c;
   float eps;
 };
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
     for (int q = 0; q < 4; q++) raw[j][q] = narrow(make_float2(0, 0));
   }
 
-  // What a step takes from memory, a step before it is needed.
+  // Loads a step's inputs, one step ahead.
   Staged<GIVEN> staged;
   auto load_step = [&](i64 t) {
     staged.load([&](int i) {
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
         if (in[j]) raw[j][q] = *reinterpret_cast<const Pair*>(wx + (t * B + row) * GATES + q * H + unit);
     }
   };
-  // The input term of step t, which is at hand; then step t + 1 is asked for.
+  // Normalizes the loaded input term of step t, then loads that of step t + 1.
   auto prepare = [&](i64 t) {
     staged.put(given, p.eps, [](int i) {
       return i < GIVEN_X + GIVEN_H ? i / 32 % 2 == 1 : (i - GIVEN_X - GIVEN_H) / 8 == 1;
@@ -268,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
     }
     if (BARRIER) arrive(p.counter + r);
 
-    // What nobody waits for.
+    // The rest of the step, which no other block waits for.
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
       const i64 row = ROW_OF(tid) + j * STEP;

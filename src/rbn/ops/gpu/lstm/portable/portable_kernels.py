@@ -1,4 +1,4 @@
-"""CUDA C++ kernels that run on every GPU since compute capability 8.0.
+"""CUDA C++ kernels for every GPU of compute capability 8.0 or later.
 
 A block owns 8 units and keeps its part of W_h in shared memory or registers. See
 ``portable_forward.cu`` and ``portable_backward.cu``.
@@ -84,7 +84,7 @@ def _forward(dtype: torch.dtype, tiles: int, hidden: int) -> PortableTiling:
     many = blocks > 8 * (2 - half)
     if many and tiles > 1:
         return _for_many_columns(tiles)
-    # A warp's share of the weights is small, or the rows are few: poll the data.
+    # Each warp has few weights, or the batch is small: poll the data.
     columns = 8 if many else _column_warps(tiles)
     per_warp = -(-blocks // columns)
     return PortableTiling(tiles, tiles, columns, min(4, per_warp), half and per_warp <= 4)
@@ -93,7 +93,7 @@ def _forward(dtype: torch.dtype, tiles: int, hidden: int) -> PortableTiling:
 def _backward(dtype: torch.dtype, tiles: int, hidden: int) -> PortableTiling:
     half = dtype != torch.float32
     blocks = -(-4 * hidden // (32 if half else 16))
-    if tiles == 1 and blocks >= 64:  # one wait for many columns: each takes a step's latency
+    if tiles == 1 and blocks >= 64:  # few waits for many columns each, because a wait has a latency
         return PortableTiling(1, 1, 8, min(12 if half else 8, -(-blocks // 8)), False, True)
     if blocks > 64:
         return _for_many_columns(tiles)
@@ -137,7 +137,7 @@ def macros(tiling: PortableTiling, defines: tuple[Any, ...]) -> dict[str, int]:
         "CHUNK": tiling.chunk,
         "REGISTERS": int(tiling.registers),
         "BARRIER": int(tiling.barrier),
-        "FEW": int(tiling.tiles == 1),  # a warp has all rows, and sums over them alone
+        "FEW": int(tiling.tiles == 1),  # a warp owns all rows and reduces over them alone
     }
 
 

@@ -1,7 +1,7 @@
 """The LSTM's backward step down to d(W_h h), with programs and tiles as in `forward_kernels`.
 
-It makes three passes over the batch: recompute the step and sum for the cell's normalization;
-compute the gradients of the gates and their sums; compute the gradients of both terms.
+It makes three passes over the batch: recompute the step and reduce for the cell's normalization;
+compute the gradients of the gates and reduce them; compute the gradients of both terms.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def lstm_step_backward(
     mask_c,  # [T, B, H] bool
     mask_h,
     doutput,  # [T, B, H]
-    through,  # [B, H] float32: what comes back through the product of the step after
-    dh,  # [B, H] float32: dh_n at first, then what skips the product
+    through,  # [B, H] float32: the gradient through the next step's product with W_h
+    dh,  # [B, H] float32: dh_n at first, then the gradient that bypasses the product
     dc,  # [B, H] float32: dc_n at first, dc0 at last
     da,  # [T, B, 4H]: d(W_h h)
-    dwx,  # [T, B, 4H], written where it differs from da
+    dwx,  # [T, B, 4H], written if it differs from da
     dbias,  # [4H] float32, sums over the steps so far, like all below
     dgamma_x,
     dgamma_h,
@@ -129,7 +129,7 @@ def lstm_step_backward(
     if HAS_BETA:
         beta = load(beta_c, units, inside)
 
-    # Recompute the forward step, then go back through equation 8.
+    # Recompute the forward step, then differentiate equation 8.
     a_i, a_f, a_g, a_o = zero, zero, zero, zero
     x_i, x_f, x_g, x_o = zero, zero, zero, zero
     d_i, d_f, d_g, d_o = zero, zero, zero, zero
@@ -203,7 +203,7 @@ def lstm_step_backward(
         d_i = g * i * (1.0 - i)
         d_f = c * forget * (1.0 - forget)
         d_g = i * (1.0 - g * g)
-        tl.debug_barrier()  # every thread has read this tile of dh and dc
+        tl.debug_barrier()  # every thread must have read this tile of dh and dc
         tl.store(dh + before * H + at, dh_skip, mask=ok)
         if not SINGLE:
             tl.store(dc + before * H + at, dc_skip, mask=ok)
@@ -224,7 +224,7 @@ def lstm_step_backward(
     first_i, first_f, first_g, first_o = none, none, none, none
     of_i, of_f, of_g, of_o = none, none, none, none
     by_i, by_f, by_g, by_o = none, none, none, none
-    tl.debug_barrier()  # the scratch is written, whichever thread reads it
+    tl.debug_barrier()  # the scratch must be written before other threads read it
     for first in range(0, end, ROWS):
         rows = first + local
         ok = (rows < B)[:, None] & inside[None, :]
@@ -273,7 +273,7 @@ def lstm_step_backward(
             by_f += s_f
             by_g += s_g
             by_o += s_o
-        tl.debug_barrier()  # every thread has read this tile of what is now overwritten
+        tl.debug_barrier()  # every thread must have read this tile before it is overwritten
         tl.store(dc + before * H + at, dcand * forget + dc_skip, mask=ok)
         if not SINGLE:
             store_gates(scratch + before * GATES, d_i, d_f, d_g, d_o, at_gates, ok, H)
@@ -296,7 +296,7 @@ def lstm_step_backward(
     by_f *= scale
     by_g *= scale
     by_o *= scale
-    tl.debug_barrier()  # the scratch is written, whichever thread reads it
+    tl.debug_barrier()  # the scratch must be written before other threads read it
     for first in range(0, end, ROWS):
         rows = first + local
         ok = (rows < B)[:, None] & inside[None, :]

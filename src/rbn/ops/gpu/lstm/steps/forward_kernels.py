@@ -1,9 +1,9 @@
-"""The LSTM's step after the product W_h h: a program owns all gates of UNITS units, for every row.
+"""The LSTM's step after the product W_h h. A program owns all gates of UNITS units, for all rows.
 
-So it computes means and variances over the batch on its own. It goes over the batch in tiles of
-ROWS rows, in several passes, because each normalization needs sums over all rows before it can
-continue with any of them. If one tile holds the batch (SINGLE), later passes reuse its registers.
-The four gates are four tiles ``[ROWS, UNITS]``. Names are those of `rbn.ops.reference.bn_lstm`.
+So it computes means and variances over the batch by itself. It reads the batch in tiles of ROWS
+rows, in several passes, because each normalization must reduce over all rows before it can
+normalize any of them. If one tile holds the batch (SINGLE), later passes reuse its registers. The
+four gates are four tiles ``[ROWS, UNITS]``. Names are those of `rbn.ops.reference.bn_lstm`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _gate(a, x, m_h, s_h, m_x, s_x, b, NORM: tl.constexpr, JOINT: tl.constexpr):
         pre = a + x + b[None, :]
         kept = pre
     else:
-        kept = a - m_h[None, :]  # rounding loses less in the difference than in the sum
+        kept = a - m_h[None, :]  # saved centered, which loses less precision to rounding
         pre = kept * s_h[None, :] + b[None, :]
         if not JOINT:
             pre += (x - m_x[None, :]) * s_x[None, :]
@@ -71,7 +71,7 @@ def lstm_step(
     beta_c,  # [H]
     mean_x,  # [rows, 4H]
     var_x,
-    mean_h,  # [rows, 4H], read where given, else written
+    mean_h,  # [rows, 4H], read if given, else written
     var_h,
     mean_c,  # [rows, H]
     var_c,
@@ -83,7 +83,7 @@ def lstm_step(
     inv_n,  # [T] float32, see `row_counts`; read if FEW
     mask_c,  # [T, B, H] bool
     mask_h,
-    scratch,  # [2, B, H] float32, used unless SINGLE: c_t and the output gate
+    scratch,  # [2, B, H] float32, used unless SINGLE: the cell and the output gate
     t,
     B,
     row_x,
@@ -258,7 +258,7 @@ def lstm_step(
         beta = load(beta_c, units, inside)
 
     # Equation 8
-    tl.debug_barrier()  # other threads may read c and the scratch next
+    tl.debug_barrier()  # the scratch must be written before other threads read it
     for first in range(0, end, ROWS):
         rows = first + local
         ok = (rows < B)[:, None] & inside[None, :]
@@ -298,5 +298,5 @@ def lstm_step(
             h_t = tl.where(valid, h_t, 0.0)
         tl.store(hs + tl.cast(B, tl.int64) * HS + at_h, h_t.to(hs.dtype.element_ty), mask=ok)
         if not SINGLE:
-            tl.debug_barrier()  # every thread has read this tile of c, which may be overwritten
+            tl.debug_barrier()  # every thread must have read this tile of c
         tl.store(cs + cs_step + before * H + at, c_t, mask=ok)

@@ -1,4 +1,4 @@
-"""Helpers of the LSTM's backward step: terms of four gates, and sums over the steps."""
+"""Helpers of the LSTM's backward step: terms of all four gates, and sums over the steps."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def back(d, hat, first, second, factor, counts, MODE: tl.constexpr):
 
 @triton.jit
 def add(base, at, ok, value):
-    """Add `value` to the memory."""
+    """Add `value` in memory."""
     total = tl.load(base + at, mask=ok, other=0.0) + value
-    tl.debug_barrier()  # all threads have read it
+    tl.debug_barrier()  # every thread must have read it before it is overwritten
     tl.store(base + at, total, mask=ok)
 
 

@@ -1,6 +1,7 @@
-"""The LSTM step by step, with a matrix product and one kernel per step. Supports any shape.
+"""The LSTM step by step, with a matrix product and one kernel per step.
 
-For calls that no CUDA C++ kernel covers. Several recurrences run one after another.
+Supports any shape; runs calls that no CUDA C++ kernel covers. Several recurrences run one after
+another.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from rbn.ops.gpu.runtime.launch_cache import RepeatedLaunch
 from rbn.ops.gpu.runtime.precision import multiplied_in_tf32
 from rbn.ops.gpu.stepwise import factor, products
 
-# Elements of a gate that a program works on at once: preferably at most _TILE, so that two programs
-# fit on a multiprocessor, and never more than _LARGEST.
+# Elements of a gate per tile: preferably at most _TILE, so that two programs fit on a
+# multiprocessor, and never more than _LARGEST.
 _TILE, _LARGEST = 1024, 2048
-# Warps for a tile of _TILE elements; backward, two programs of 8 warps would lack registers.
+# Warps for a tile of _TILE elements; backward, two programs of 8 warps would need too many
+# registers.
 _WARPS = {"forward": 8, "backward": 4}
-# Programs, at least, if that leaves each 4 units: half of the multiprocessors of an H200.
+# The least number of programs, as long as each has at least 4 units: half of the multiprocessors of
+# an H200.
 _PROGRAMS = 66
 
 
 def tile_of(batch: int, hidden: int, itemsize: int) -> tuple[int, int]:
     """Rows and units of a program's tile, powers of two.
 
-    A row of units takes at most a sector of 32 bytes. There are fewer units if the batch would not
-    fit into one tile otherwise, or too few programs would run.
+    The units of a row fill at most a sector of 32 bytes. There are fewer if the tile would be too
+    large for the batch, or if too few programs would run.
     """
     rows, units = power_of_two(batch), min(32 // itemsize, power_of_two(hidden))
     while units > 4 and (rows * units > _TILE or -(-hidden // units) < _PROGRAMS):
@@ -62,7 +65,7 @@ class _Steps:
             "num_warps": warps,
             "num_stages": 1,
         }
-        # Floats, because Triton would specialize the kernel for integers.
+        # As floats, because Triton would specialize the kernel for integers.
         self.numbers = float(call.a.rate_c), float(call.a.rate_h), float(call.a.eps)
 
     def part(self, value: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ def forward(
             tensors = [wh, own.wx, *own.vectors, *own.moments, hs[r], cs[r], of_steps]
             tensors += [own.part(h_n), call.lengths, call.inv_n, *own.masks, own.scratch(2)]
             flags = own.flags | {"HS": hs.shape[-1], "SAVE": a.save, "FEW": a.exclude}
-            del flags["X"]  # the kernel always gets its statistics
+            del flags["X"]  # the input term's statistics are always given to this kernel
             step = RepeatedLaunch(lstm_step, own.grid, tensors, flags)
             multiply = products(hs, weights[r].t(), wh)
             cell, rows, numbers = B * H if a.save else 0, own.rows_at(), own.numbers

@@ -1,10 +1,10 @@
-// What both kernels of the batch-normalized RNN share.
+// Shared by both kernels of the batch-normalized RNN.
 //
-// A block owns UNITS hidden units for all rows of the batch. TEAM blocks divide the columns of their
-// product: each of them reads 1 / TEAM of the exchanged rows, multiplies them for the units of the
-// whole team, and hands each of the others its sums. From there on a thread owns OWN neighbouring
-// units of RPT rows. With one warp per tile of rows (DIRECT) those are the sums that the tensor core
-// left in its registers; otherwise the sums meet in shared memory.
+// A thread block owns UNITS hidden units for all rows of the batch. TEAM blocks divide the columns of their
+// product: each reads 1 / TEAM of the columns of the exchanged rows, multiplies them for the units of the
+// team, and sends the other blocks their partial sums. After the product a thread owns OWN neighbouring
+// units of RPT rows. With one warp per tile of rows (DIRECT) these are its tensor core accumulators;
+// otherwise the partial sums are added through shared memory.
 //
 // Macros: those of common.cuh, TEAM, RELU.
 #include "common.cuh"
@@ -20,7 +20,7 @@
 #define KBW ((COLUMN_BLOCKS + KS * TEAM - 1) / (KS * TEAM))
 #define SUMS (DIRECT ? 0 : KS * ROWS * PITCH)  // floats of shared memory
 
-// This block, and what its threads own.
+// The position of a thread: its block's rank in the team, and the rows and units that it owns.
 struct Owner {
   int tid, lane, warp, mw, ks, rank, unit;
   __device__ __forceinline__ Owner() {
@@ -33,13 +33,13 @@ struct Owner {
   __device__ __forceinline__ bool has(int pair) const { return unit + 2 * pair < H; }
 };
 
-// The sums of the TEAM's blocks for each other, through memory.
+// The exchange of partial sums within a team, through global memory.
 struct Team {
   float* handed;  // [blocks, TEAM, ROWS, UNITS]
-  u32* counter;   // one for each team, zero
+  u32* counter;   // one per team, initially zero
 };
 
-// This block's part of W [H, H] for the units of its team, into registers or `shared`.
+// Loads this block's part of W [H, H] for the units of its team into registers or `shared`.
 __device__ __forceinline__ void load_weights(Weights<NT, KBW>& w, const Element* weight, const Owner& o, uint4* shared) {
   w.load(weight, H, o.rank * KS + o.ks, o.mw, o.lane, shared - o.rank * KS * KBW * NT * 32, [&](int n) -> i64 {
     const int u = (blockIdx.x - o.rank) * UNITS + n * 8 + (o.lane >> 2);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_weights(Weights<NT, KBW>& w, const Element*
   __syncthreads();
 }
 
-// rows [B, HS] times W, into `result`. `step` counts the calls.
+// result = rows [B, HS] times W. `step`: calls so far.
 __device__ __forceinline__ void multiply_rows(float (&result)[RPT][OWN], const Weights<NT, KBW>& w,
                                               const Element* rows, int B, const Owner& o, float* part,
                                               Team team, int step, bool wait) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply_rows(float (&result)[RPT][OWN], const W
     }
   }
 #if TEAM > 1
-  // In the order of the ranks, whichever comes first.
+  // Added in the order of the ranks, so that the result is deterministic.
   arrive(team.counter + blockIdx.x / TEAM);
   wait_for(team.counter + blockIdx.x / TEAM, TEAM * u32(step + 1));
 #pragma unroll
@@ -110,8 +110,8 @@ __device__ __forceinline__ void multiply_rows(float (&result)[RPT][OWN], const W
 #endif
 }
 
-// Each v[i] summed over all rows, in a fixed order, given back to all threads with the same units.
-// scratch: [2, WARPS, 4, NV], of which calls use the halves in turn, so one meeting is enough.
+// Sums each v[i] over all rows, in a fixed order, and returns the sums to all threads with the same units.
+// scratch: [2, WARPS, 4, NV]; double-buffered, so that one barrier is enough.
 template <int NV>
 __device__ __forceinline__ void sum_over_rows(float (&v)[NV], float* scratch, i64 step) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, mine = threadIdx.x & 3;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void sum_over_rows(float (&v)[NV], float* scratch, i6
     }
 }
 
-// Values of a thread's units, from a row [H]; zero beyond the last unit.
+// Loads the values of a thread's units from a row [H]; zero beyond the last unit.
 __device__ __forceinline__ void load_units(float (&v)[OWN], const float* row, const Owner& o) {
 #pragma unroll
   for (int i = 0; i < PAIRS; i++) {
@@ -152,5 +152,5 @@ __device__ __forceinline__ Pair load_pair(const Element* p, bool ok) {
 }
 
 __device__ __forceinline__ float activate(float v) {
-  return RELU ? (v <= 0.0f ? 0.0f : v) : tanh_(v);  // a NaN stays one
+  return RELU ? (v <= 0.0f ? 0.0f : v) : tanh_(v);  // NaN propagates
 }

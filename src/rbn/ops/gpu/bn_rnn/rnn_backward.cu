@@ -1,4 +1,4 @@
-// The batch-normalized RNN's backward pass: one launch for all steps, from the last to the first.
+// The batch-normalized RNN's backward pass: all steps in one launch, the last first.
 #include "rnn.cuh"
 
 struct RNNBackward {
@@ -11,19 +11,19 @@ struct RNNBackward {
   const int* lengths;                     // [B]
   const float* inv_n;                     // [T]
   const Element* doutput;                 // [T, B, H]
-  float* dh;       // [B, H]: that of h_n; then what bypasses W_h
-  Element* da;     // [T, B, HS]: d(W_h h); without BARRIER EMPTY
+  float* dh;       // [B, H]: read as dh_n; written: the part of dh0 that bypasses W_h
+  Element* da;     // [T, B, HS]: d(W_h h); without BARRIER initially EMPTY
   Element* dwx;    // [T, B, H]
   float *dbias, *dgamma_x, *dgamma_h;  // [H]
   float* handed;   // see Team
-  u32* counters;   // [1 + teams], zero
+  u32* counters;   // [1 + teams], initially zero
   int T, B, rows_x, rows_h;
   float eps;
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNBackward p) {
   extern __shared__ uint4 shared[];
-  constexpr int NV = 4 * OWN;  // a multiple of 8; the last quarter is not used
+  constexpr int NV = 4 * OWN;  // must be a multiple of 8; the last quarter is unused
   float* part = reinterpret_cast<float*>(shared);
   float* scratch = part + SUMS;
   uint4* weights = reinterpret_cast<uint4*>(scratch + 2 * WARPS * 4 * NV);
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNB
     if (in[j]) load_units(skip[j], p.dh + i64(o.row(j)) * H, o);
   }
 
-  // What a step takes from memory, asked for a step before it is needed.
+  // Loads a step's inputs, one step ahead.
   Pair raw_a[RPT][PAIRS], raw_x[RPT][PAIRS], dy[RPT][PAIRS];
   float next_mean_x[OWN], next_var_x[OWN], next_var_h[OWN];
   auto load_step = [&](i64 t) {
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNB
     const int step = int(p.T - 1 - t);
     const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
 
-    // The forward step again, which waits for nobody.
+    // Recompute the forward step, which waits for no other block.
     float a_hat[RPT][OWN], x_hat[RPT][OWN], d[RPT][OWN], slope_act[RPT][OWN], slope_h[OWN], slope_x[OWN];
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_backward(const RNNB
     }
     if (BARRIER) arrive(p.counters);
 
-    // What nobody waits for.
+    // The rest of the step, which no other block waits for.
     if (t > 0) load_step(t - 1);
 #pragma unroll
     for (int j = 0; j < RPT; j++) {

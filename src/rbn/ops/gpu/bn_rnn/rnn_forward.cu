@@ -1,4 +1,4 @@
-// The batch-normalized RNN's forward pass, equation 1 with both terms normalized: one launch for all steps.
+// The batch-normalized RNN's forward pass, equation 1 with both terms normalized: all steps in one launch.
 #include "rnn.cuh"
 
 struct RNNForward {
@@ -7,13 +7,13 @@ struct RNNForward {
   const float *bias, *gamma_x, *gamma_h;  // [H]
   const float *mean_x, *var_x;            // [rows_x, H]
   float *mean_h, *var_h;                  // [rows_h, H]: read if given, else written
-  Element* hs;         // [T + 1, B, HS]; hs[0] is h0; without BARRIER the rest is EMPTY
+  Element* hs;         // [T + 1, B, HS]; hs[0] is h0; without BARRIER the rest is initially EMPTY
   Element* centered;   // [T, B, H], for the backward pass: W_h h minus its mean
   float* h_n;          // [B, H], only with lengths
   const int* lengths;  // [B]
   const float* inv_n;  // [T]: 1 / unpadded rows
   float* handed;       // see Team
-  u32* counters;       // [1 + teams], zero
+  u32* counters;       // [1 + teams], initially zero
   int T, B, rows_x, rows_h;
   float eps;
 };
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
     length[j] = LENGTHS ? (in[j] ? p.lengths[o.row(j)] : 0) : p.T;
   }
 
-  // What a step takes from memory, asked for a step before it is needed.
+  // Loads a step's inputs, one step ahead.
   Pair raw[RPT][PAIRS];
   float next_mean_x[OWN], next_var_x[OWN], next_mean_h[OWN], next_var_h[OWN];
   auto load_step = [&](i64 t) {
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
     float a[RPT][OWN];
     multiply_rows(a, w, p.hs + t * B * HS, p.B, o, part, team, int(t), t > 0);
 
-    if (MODE_H == 1) {  // sums around the last step's mean, which is close: no cancellation
+    if (MODE_H == 1) {  // sums of differences to the previous step's mean, which avoids cancellation
       const float inv = LENGTHS ? p.inv_n[t] : 1.0f / B;
       float v[NV] = {};
 #pragma unroll
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) rnn_forward(const RNNFo
     }
     if (BARRIER) arrive(p.counters);
 
-    // What nobody waits for.
+    // The rest of the step, which no other block waits for.
 #pragma unroll
     for (int j = 0; j < RPT; j++) {
       if (!in[j]) continue;

@@ -1,9 +1,9 @@
 """Kernels of the batch-normalized simple RNN and GRU. A program owns UNITS units of all rows.
 
-So it computes means and variances over the batch without the others. It reads the batch in tiles of
-ROWS rows, once for each quantity that depends on all rows. Names are those of
-`rbn.ops.reference.bn_rnn` and `bn_gru`. Where GATED, the terms and what belongs to them have
-G = 3H columns instead of H. Their tiles have 4 * UNITS, because Triton's sizes are powers of two.
+So it computes means and variances over the batch by itself. It reads the batch in tiles of ROWS
+rows, once for each quantity that depends on all rows. Names are those of `rbn.ops.reference.bn_rnn`
+and `bn_gru`. If GATED (the GRU), the terms, their parameters and statistics have G = 3H columns
+instead of H, in tiles of 4 * UNITS columns, because Triton's sizes are powers of two.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rbn.ops.gpu.runtime.triton_functions import (
 
 @triton.jit
 def _columns(H: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr):
-    """The terms' columns of this program's units, and which of them exist."""
+    """The columns of both terms that belong to this program's units, and which of them exist."""
     if GATED:
         column = tl.arange(0, 4 * UNITS)
         unit = tl.program_id(0) * UNITS + column % UNITS
@@ -243,7 +243,7 @@ def bn_rnn_step_backward(
     rstd_h = tl.rsqrt(tl.load(var_h + of_h, mask=inside, other=0.0) + eps)
 
     first_sum = tl.zeros_like(scale_h)  # of the input term's gradient
-    second_sum = first_sum  # of the recurrent term's, where it is another
+    second_sum = first_sum  # of the recurrent term's, if it differs (GATED)
     of_a = first_sum
     of_input = first_sum
     for first in range(0, B, ROWS):

@@ -1,4 +1,4 @@
-"""The batch-normalized RNN in one CUDA C++ launch per pass, for the calls that those kernels cover.
+"""The batch-normalized RNN in one CUDA C++ launch per pass, for the calls that these kernels cover.
 
 A block owns 8 or 16 units for all rows of the batch and keeps its part of W_h on the chip. See
 ``rnn.cuh``, ``rnn_forward.cu`` and ``rnn_backward.cu``.
@@ -38,7 +38,7 @@ log = logging.getLogger("rbn.ops.gpu")
 
 _BATCH, _GIVEN = 1, 2  # the statistics that a term is normalized with
 _MOST_TILES = 8  # tiles of 16 rows
-_POLLED = 8  # blocks of columns, at most, whose data are polled
+_POLLED = 8  # up to this many column blocks, the blocks poll the data
 
 _VECTORS = ("bias", "gamma_x", "gamma_h")
 _MEMBERS = {
@@ -66,7 +66,7 @@ _STRUCTS = {direction: _structure(direction) for direction in _MEMBERS}
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work is divided, the same way in both passes.
+    """How the work is divided, the same for both passes.
 
     Attributes:
         units: hidden units per block, 8 or 16.
@@ -98,7 +98,7 @@ class Tiling:
         return -(-hidden // (self.units * self.team)) * self.team
 
     def shared(self, dtype: torch.dtype, hidden: int) -> int:
-        """Bytes of shared memory, as the backward kernel, which needs more, lays it out."""
+        """Bytes of shared memory that the backward kernel needs; the forward kernel needs less."""
         columns = self.team * self.units
         pitch = columns + 8 if columns > 8 else 8
         direct = self.column_warps == self.team == 1 and columns == 8
@@ -118,7 +118,7 @@ def _column_blocks(dtype: torch.dtype, hidden: int) -> int:
 def choose(
     dtype: torch.dtype, batch: int, hidden: int, processors: int, limit: int
 ) -> Tiling | None:
-    """The tiling for a GPU, or None if no launch can have all its blocks on the GPU at once.
+    """The tiling for a GPU, or None if the blocks of a launch would not all fit at once.
 
     processors: multiprocessors. limit: bytes of shared memory that a block may use.
     """
@@ -132,7 +132,7 @@ def choose(
         rows = 1 if tiles <= 4 else 2
         tiles = -(-tiles // rows) * rows
         tiling = Tiling(8, 1, tiles, rows, 8 // rows, 2, registers=False, barrier=True)
-    else:  # reading all rows in every block would take longer than all the rest
+    else:  # teams, because reading all rows in every block would dominate the time
         rows = 4 if tiles > 4 else 2
         tiles = -(-tiles // rows) * rows
         tiling = Tiling(16, 4, tiles, rows, 8 // rows, 2, registers=False, barrier=True)
@@ -229,8 +229,9 @@ def forward(a: RNNArguments, tiling: Tiling, separate: bool) -> Results:
     saved = Saved()
     if a.save:
         kept |= dict(zip(RNN.moments, statistics, strict=True)) | {"centered": centered}
-        whole = hs.shape[2] == H and not separate  # else `hs` would be kept beside the output
-        saved = Saved(**kept, output=None if whole else output, states=hs if whole else None)
+        # Save `hs` only if the output may share its memory; otherwise it would be kept in addition.
+        is_view = hs.shape[2] == H and not separate
+        saved = Saved(**kept, output=None if is_view else output, states=hs if is_view else None)
     return Results(output, (h_n,), statistics, saved, tiling)
 
 

@@ -1,4 +1,4 @@
-"""The batch-normalized GRU, and the simple RNN where `rnn_single` does not cover it, step by step.
+"""Step by step: the batch-normalized GRU, and the simple RNN if `rnn_single` does not cover it.
 
 Each step is a matrix product and one kernel, in which a program owns a few units for all rows.
 """
@@ -183,7 +183,7 @@ def backward(given: RNNArguments, r: Saved, incoming: Incoming) -> dict[str, Ten
     hidden = r.output if r.hidden is None else r.hidden
     assert hidden is not None
     previous = torch.cat([a.h0[None].to(wx.dtype), hidden[:-1]]) if a.gated else call.empty
-    terms = 2 if a.gated else 1  # whose gradients differ
+    terms = 2 if a.gated else 1  # number of terms with different gradients
     sums = call.new(2 + terms, T, call.G)
     weight = factor(a.weight_hh, wx)
     tensors = [wx, *call.vectors, *moments[:2], moments[3], r.centered, previous]
@@ -198,7 +198,8 @@ def backward(given: RNNArguments, r: Saved, incoming: Incoming) -> dict[str, Ten
         for t in range(T - 1, -1, -1):
             step(t, B, T, *_rows(moments, t), *call.numbers)
             multiply(steps[t])
-    dbias, dgamma_x, dgamma_h, *dbeta = (s.sum(0) for s in sums)  # each in its own memory
+    # Summed one by one, so that each gradient has its own memory.
+    dbias, dgamma_x, dgamma_h, *dbeta = (s.sum(0) for s in sums)
     if a.sequence:
         assert r.mean_x is not None
         assert r.var_x is not None

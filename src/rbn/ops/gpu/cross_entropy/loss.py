@@ -1,7 +1,7 @@
-"""A linear layer and the cross-entropy of its softmax: two kernels, and products by cuBLAS.
+"""A linear layer and the cross-entropy of its softmax: two kernels, and cuBLAS products.
 
-The number of classes is padded to a multiple of 8: for rows that are not a multiple of 16 bytes,
-cuBLAS has only slow kernels, in all three products.
+The number of classes is padded to a multiple of 8, because cuBLAS has only slow kernels for rows
+that are not a multiple of 16 bytes; this concerns all three products.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rbn.ops.gpu.runtime.launch_cache import launch_cached
 from rbn.ops.gpu.stepwise import product
 from rbn.ops.operator import is_traced, needs_grad, one_by_one, undifferentiable
 
-LARGEST = 1024  # classes, whose scores a program keeps in registers
+LARGEST = 1024  # classes; a program keeps the scores of entire rows in registers
 _NUMBERS = 2048  # scores per program
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TARGETS = (torch.int64, torch.uint8)

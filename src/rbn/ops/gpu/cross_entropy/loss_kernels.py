@@ -14,7 +14,7 @@ import triton.language as tl
 def _below_largest(
     logits, bias, rows, columns, C: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr
 ):
-    """The scores minus the largest of their row; -inf in padded columns."""
+    """The scores minus their row's maximum; -inf in padded columns."""
     at = rows[:, None] * P + columns[None, :]
     x = tl.load(logits + at, mask=(columns < P)[None, :], other=0.0)
     if BIAS:
@@ -39,7 +39,7 @@ def cross_entropy_forward(
 ):
     """`scale` times the sum of the cross-entropies of a program's rows."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = tl.minimum(rows, N - 1)  # rows beyond the last repeat it, and do not count
+    here = tl.minimum(rows, N - 1)  # out-of-range rows repeat the last one and do not count
     columns = tl.arange(0, COLUMNS)
     target = tl.load(targets + here).to(tl.int64)
     x = _below_largest(logits, bias, here, columns, C, P, BIAS)

@@ -1,4 +1,4 @@
-"""Symbols as inputs: looks up rows of the weights. Its gradient needs no sorting or atomics."""
+"""Symbols as inputs: a look-up of weight rows, whose gradient needs no sorting or atomics."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rbn.ops.operator import is_traced, one_by_one
 
 MOST = 256  # symbols; with more, products with one-hot vectors would cost more than sorting
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Two for each multiprocessor of an H200, enough to saturate the memory of any GPU. The number is
-# the same on all GPUs, so the order of the sums is too.
+# Two programs per multiprocessor of an H200, enough to saturate the memory of any GPU. The number
+# is the same on all GPUs, and so is the order of the sums.
 _PROGRAMS = 264
 _AT_ONCE = 8
 
@@ -38,7 +38,7 @@ def symbol_rows(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _look_up(symbols: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Like the reference, but with one copy that rounds and transposes instead of two."""
+    """Like the reference, but rounds and transposes in a single copy."""
     columns = weight.t()
     if weight.dtype == dtype:
         columns = columns.contiguous()
@@ -93,7 +93,7 @@ def gradient(symbols: Tensor, grad: Tensor, count: int, dtype: torch.dtype) -> T
     """
     grad = grad.contiguous()
     N, G = symbols.numel(), grad.shape[-1]
-    # A float32 number is split into three of these.
+    # In float32 a number is split into three bfloat16 numbers.
     factor = torch.bfloat16 if grad.dtype == torch.float32 else grad.dtype
     widened = not has_product(grad.device, factor)
     padded, rows, columns, warps, stages = _cut(count, grad.dtype, widened)

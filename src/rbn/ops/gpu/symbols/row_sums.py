@@ -1,4 +1,4 @@
-"""The gradient of a look-up by symbols: sums of the rows with the same symbol."""
+"""The gradient of a symbol look-up: sums of the rows with the same symbol."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def symbol_sums(
     COLUMNS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """The one-hot matrix of a share of the rows, times some columns of `grad`.
+    """The one-hot matrix of a share of the rows, times a block of columns of `grad`.
 
-    The one-hot matrix is never in memory. Products with 1 are exact, and so is a float32 number as
-    the sum of three bfloat16 numbers.
+    The one-hot matrix is built in registers. Products with 1 are exact, and so is the split of a
+    float32 number into three bfloat16 numbers.
     """
     share = tl.program_id(1)
     numbers = tl.arange(0, SYMBOLS)
@@ -75,7 +75,7 @@ def add_shares(
     COLUMNS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Adds the sums of all shares in order, and transposes. One program for some columns."""
+    """Add the sums of all shares in order, and transpose. One program per block of columns."""
     numbers = tl.arange(0, SYMBOLS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ok = (numbers < V)[:, None] & (columns < G)[None, :]

@@ -1,20 +1,20 @@
-// The layer-normalized LSTM in one launch: what the forward and the backward kernel share.
+// The layer-normalized LSTM in one launch: shared by the forward and the backward kernel.
 //
-// Rows of the batch are independent. A cluster of CLUSTER blocks owns ROWS rows and keeps W_h, or as much of it
-// as fits, in its shared memory and registers; a block has the four gates of UNITS units. Element-wise, a warp owns one row of
-// the batch and its lanes the block's units, PER_LANE each. So a mean over the features of a row is a sum over the
-// lanes of a warp, which the warps of the same row in the other blocks then exchange through distributed shared
+// Rows of the batch are independent. A cluster of CLUSTER thread blocks owns ROWS rows and keeps W_h, or as much of it
+// as fits, in its shared memory and registers; a block owns the four gates of UNITS units. In element-wise work a warp owns
+// one row of the batch and its lanes the block's units, PER_LANE each. So a mean over the features of a row is a warp
+// reduction, followed by an exchange between the warps of the same row in all blocks through distributed shared
 // memory. A step exchanges two such pairs of sums and, for the product, h (forward) or shares of dh (backward).
 //
-// Products have 16-bit operands: A is the weight (16 gate columns or units), B are 8 rows of the batch. In a layer in
-// float32 they are float16, which has the 11 significant bits of tf32, scaled by powers of two.
+// Products have 16-bit operands: A is the weight (16 gate columns or units), B are 8 rows of the batch. In float32
+// layers they are float16, which has the 11 significant bits of tf32, scaled by powers of two.
 //
-// No buffer is double. What a block sends in a step it sends after it has heard, in the same step, from the
-// warps that were the last to read what it overwrites: see `Exchange`, `ln_forward` and `ln_backward`.
+// Buffers are not double-buffered. A block sends data only after it has received, in the same step, from the warps
+// that were the last to read what the data overwrite: see `Exchange`, `ln_forward` and `ln_backward`.
 //
-// Named from outside: TYPE, H, CLUSTER, UNITS (a multiple of 8), TILES (of 8 rows), KEPT and
-// RESIDENT (fragments of a warp's weights in registers and in shared memory, see `Shard`), SPLIT (warps that
-// divide the columns of a forward product), SHARES16 (dh is exchanged in 16 bits), LENGTHS, SAVE, DOUTPUT.
+// Macros: TYPE, H, CLUSTER, UNITS (a multiple of 8), TILES (of 8 rows), KEPT and RESIDENT (fragments of a warp's
+// weights in registers and in shared memory, see `Shard`), SPLIT (warps that divide the columns of a forward
+// product), SHARES16 (dh is exchanged in 16 bits), LENGTHS, SAVE, DOUTPUT.
 #define MT 1  // these are for common.cuh
 #define MW 1
 #define KS 1
@@ -33,10 +33,10 @@
 #define WARPS ROWS
 #define THREADS (32 * WARPS)
 #define PER_LANE ((UNITS + 31) / 32)
-#define PIECES(columns) (((columns) + 31) / 32 * 4)  // of 16 bytes, that hold a row of an operand
-#define PITCH(columns) (PIECES(columns) + 4 - PIECES(columns) / 4 % 2 * 4)  // 64 bytes off a multiple of 128: no conflicts
-#define DEPTH 4  // fragments that are asked for ahead
-#define FACTORS 5  // statistics of a row that are kept: see `Kept`
+#define PIECES(columns) (((columns) + 31) / 32 * 4)  // 16-byte pieces per row of an operand
+#define PITCH(columns) (PIECES(columns) + 4 - PIECES(columns) / 4 % 2 * 4)  // 64 bytes off a multiple of 128: no bank conflicts
+#define DEPTH 4  // fragments prefetched
+#define FACTORS 5  // saved statistics per row: see `Kept`
 
 enum Kept { MEAN_X, RSTD_X, RSTD_H, MEAN_C, RSTD_C };
 
@@ -58,11 +58,11 @@ __device__ __forceinline__ void store1(Element* p, float v) {
 #endif
 }
 
-// Where a thread is ---------------------------------------------------------------------------------
+// The position of a thread ---------------------------------------------------------------------------
 
 struct Place {
   int lane, warp, rank, row;
-  i64 at;  // the row, in the batch
+  i64 at;  // the row's index in the batch
   bool in;
   __device__ __forceinline__ Place(int B) {
     lane = threadIdx.x & 31, warp = row = threadIdx.x >> 5, rank = blockIdx.x % CLUSTER;
@@ -73,7 +73,7 @@ struct Place {
   __device__ __forceinline__ bool has(int j) const { return within(j) < UNITS && unit(j) < H; }
 };
 
-// Units of a block that exist.
+// The number of units of a block; the last block may have fewer than UNITS.
 __device__ __forceinline__ int units_of(int rank) {
   const int left = H - rank * UNITS;
   return left < 0 ? 0 : left < UNITS ? left : UNITS;
@@ -87,11 +87,11 @@ __device__ __forceinline__ float over_lanes(float v) {
   return v;
 }
 
-// Gives the warps of a row in all blocks each other's numbers.
+// All-gather between the warps of a row in all blocks.
 struct Exchange {
   const float2* slots;  // [CLUSTER], of this warp's row
-  u32 to, barrier;      // the slot of this block, and the row's barrier, in block `lane`
-  u32 own;              // the row's barrier
+  u32 to, barrier;      // in block `lane`: this block's slot, and the row's barrier
+  u32 own;              // the row's barrier in this block
   u32 step;
 
   __device__ __forceinline__ Exchange(float2* all, u32 barriers, const Place& at) : step(0) {
@@ -99,7 +99,7 @@ struct Exchange {
     const u32 other = at.lane < CLUSTER ? at.lane : 0;
     to = in_block(address_of(slots + at.rank), other), barrier = in_block(own, other);
   }
-  // Lane i gets the numbers of block i. They stay until this block sends something that depends on them.
+  // Lane i gets the numbers of block i. They stay valid until this block sends something that depends on them.
   __device__ __forceinline__ float2 operator()(float2 v, int lane) {
     if (CLUSTER == 1) return v;
     send(lane < CLUSTER, to, barrier, make_uint2(__float_as_uint(v.x), __float_as_uint(v.y)));
@@ -107,7 +107,7 @@ struct Exchange {
     if (lane == 0) expect(own, 8 * CLUSTER);
     return lane < CLUSTER ? slots[lane] : make_float2(0.0f, 0.0f);
   }
-  // Both numbers summed over all blocks.
+  // Sums both numbers over all lanes and blocks.
   __device__ __forceinline__ float2 sums(float first, float second, int lane) {
     float2 v = (*this)(make_float2(over_lanes(first), over_lanes(second)), lane);
     if (CLUSTER > 1) v.x = over_lanes(v.x), v.y = over_lanes(v.y);
@@ -115,8 +115,8 @@ struct Exchange {
   }
 };
 
-// Mean and 1 / sqrt(var + eps) of a row from PER_LANE x N features of a lane, zero where a unit does not exist.
-// Each block's squares are those around its own mean, so nothing cancels.
+// Mean and 1 / sqrt(var + eps) of a row from PER_LANE x N features per lane, which are zero for units that do not exist.
+// Each block sums squares about its own mean, which avoids cancellation.
 template <int N>
 __device__ __forceinline__ float2 normalizer(const float (&v)[PER_LANE][N], float eps, Exchange& exchange,
                                              const Place& at) {
@@ -139,13 +139,13 @@ __device__ __forceinline__ float2 normalizer(const float (&v)[PER_LANE][N], floa
   if (CLUSTER == 1) return make_float2(mean, rsqrtf(square / (N * H) + eps));
   const float2 other = exchange(make_float2(mean, square), at.lane);
   const float n = at.lane < CLUSTER ? float(N * units_of(at.lane)) : 0.0f;
-  const float whole = over_lanes(n * other.x) / (N * H), d = other.x - whole;
-  return make_float2(whole, rsqrtf(over_lanes(other.y + n * d * d) / (N * H) + eps));
+  const float row_mean = over_lanes(n * other.x) / (N * H), d = other.x - row_mean;
+  return make_float2(row_mean, rsqrtf(over_lanes(other.y + n * d * d) / (N * H) + eps));
 }
 
 // Weights -------------------------------------------------------------------------------------------
 
-// Numbers p[0] to p[7] of a row as 16-bit operands, zero from `count` on.
+// p[0] to p[7] as 16-bit operands, zero from `count` on.
 __device__ __forceinline__ uint4 load8(const Element* p, int count, float scale) {
 #if TYPE == 0
   float v[8];
@@ -161,28 +161,28 @@ __device__ __forceinline__ uint4 load8(const Element* p, int count, float scale)
 #endif
 }
 
-// The part of a matrix that a warp multiplies with: J tiles of 16 rows, `apart` tiles apart, by K blocks of 32 columns. Its
-// fragments, two operands for each tile and block, 16 bytes for each lane, lie in registers (the first KEPT), in
-// shared memory (the next RESIDENT), or are read from L2 in each step, which begins before the operand has come.
+// The part of a weight matrix that a warp multiplies by: J tiles of 16 rows, `apart` tiles apart, by K blocks of 32
+// columns. Its fragments, two per tile and block with 16 bytes per lane, are in registers (the first KEPT), in shared
+// memory (the next RESIDENT), or streamed from L2 in each step, with a prefetch before the other operand has arrived.
 template <int J, int K>
 struct Shard {
   static constexpr int ALL = 2 * J * K, IN_REGISTERS = KEPT < ALL ? KEPT : ALL;
   static constexpr int ON_CHIP = KEPT + RESIDENT < ALL ? KEPT + RESIDENT : ALL, STREAMED = ALL - ON_CHIP;
-  static constexpr int CHAINS = J * TILES < 4 ? 2 : 1;  // sums that are made side by side, to be added
+  static constexpr int CHAINS = J * TILES < 4 ? 2 : 1;  // independent accumulators per sum
   uint4 kept[IN_REGISTERS > 0 ? IN_REGISTERS : 1], ahead[DEPTH];
   uint4 *resident, *streamed;
 
   __device__ __forceinline__ void ask(int f) {
     if (f < STREAMED) ahead[f % DEPTH] = fetch(reinterpret_cast<const Element*>(streamed + 32 * f));
   }
-  // The first fragments of the next product that come from L2.
+  // Prefetches the first streamed fragments of the next product.
   __device__ __forceinline__ void ask() {
 #pragma unroll
     for (int f = 0; f < DEPTH; f++) ask(f);
   }
 
   // row(m, k): eight neighbouring columns of row m of the matrix from column k on, as operands. shared_memory:
-  // [WARPS][RESIDENT][32]; memory: the same of this block, for those that are streamed.
+  // [WARPS][RESIDENT][32]; memory: likewise, per block, for streamed fragments.
   template <class Row>
   __device__ __forceinline__ void load(uint4* shared_memory, uint4* memory, int tile, int apart, int block,
                                        const Place& at, Row row) {
@@ -208,14 +208,14 @@ struct Shard {
   }
 
   // sums[j][n] = tile j times the 8 rows of tile n of `operand`, [ROWS][pitch] in pieces of 16 bytes.
-  // A thread's piece stands for other columns than the instruction names, but for the same ones in both factors.
+  // A thread's piece holds other columns than the instruction assigns to it, but the same ones in both factors.
   __device__ __forceinline__ void multiply(float (&sums)[J][TILES][CHAINS][4], const uint4* operand, int pitch, int block,
                                            const Place& at) {
     const uint4* own = operand + (at.lane >> 2) * pitch + 4 * block + (at.lane & 3);
     uint4 b[TILES];
 #pragma unroll
     for (int step = 0; step < ALL; step++) {
-      // What is streamed comes first, and then what is on the chip.
+      // Streamed fragments first, then those on the chip.
       const int f = step < STREAMED ? ON_CHIP + step : step - STREAMED, i = f / (2 * J), j = f / 2 % J;
       if (step == 0 || step == STREAMED || f % (2 * J) == 0)
 #pragma unroll
@@ -236,7 +236,7 @@ __device__ __forceinline__ float in_all(const float (&sums)[CHAINS][4], int i) {
   return CHAINS > 1 ? sums[0][i] + sums[CHAINS - 1][i] : sums[0][i];
 }
 
-// The largest of a number over a block, of all threads. Only float32 is scaled.
+// The maximum over all threads of a block. Only needed in float32, whose operands are scaled.
 __device__ __forceinline__ u32 block_max(u32 v, u32* scratch) {
   const int warp = threadIdx.x >> 5;
   scratch[warp] = __reduce_max_sync(~0u, v);
@@ -247,7 +247,8 @@ __device__ __forceinline__ u32 block_max(u32 v, u32* scratch) {
   return v;
 }
 
-// The scale of the weights of this block's units, found from all of them. weight: [4H, H]
+// The largest magnitude (float bits) of the weights of this block's units, which determines their scale; 0 except in
+// float32. weight: [4H, H]
 __device__ __forceinline__ u32 largest_weight(const Element* weight, const Place& at, u32* scratch) {
   u32 top = 0;
 #if TYPE == 0
@@ -261,7 +262,7 @@ __device__ __forceinline__ u32 largest_weight(const Element* weight, const Place
   return top;
 }
 
-// One number of 16 bits of an operand, from each lane.
+// Stores one 16-bit number of an operand per lane.
 __device__ __forceinline__ void store_operand(uint4* row, int column, float v) {
   reinterpret_cast<unsigned short*>(row)[column] = (unsigned short)pack(v, 0.0f);
 }

@@ -1,13 +1,13 @@
-// The layer-normalized LSTM's backward recurrence, one launch from the last step to the first: see ln.cuh.
+// The layer-normalized LSTM's backward recurrence, all steps in one launch, the last first: see ln.cuh.
 //
-// A block multiplies its own d(W_h h), [ROWS, 4 UNITS], with its rows of W_h: its share of dh of all units. It sends
-// each block the share of that block's units, which adds up those of all blocks in the order of their ranks.
+// A block multiplies its own d(W_h h), [ROWS, 4 UNITS], by its rows of W_h. This gives its share (partial sum) of dh for
+// all units. It sends each block the shares of that block's units; the receiver adds the shares in the order of the ranks.
 #include "ln.cuh"
 
 struct LNBackward {
   const Element* wx;      // [T, B, 4H]
   const Element* weight;  // [4H, H]
-  const Element* turned;  // [H, 4H]: transposed
+  const Element* transposed;  // [H, 4H]: the weight
   const float *bias, *gamma_x, *gamma_h;  // [4H]
   const float *gamma_c, *beta_c;          // [H]
   const float* cs;         // [T + 1, B, H]
@@ -17,16 +17,16 @@ struct LNBackward {
   const Element* doutput;  // [T, B, H]
   const float *dh_n, *dc_n;  // [B, H], or null
   Element* da;             // [T, B, 4H]: d(W_h h)
-  Element* dpre;           // [T, B, 4H]: the gradient of the gates before their nonlinearities
-  float* rows;                // [4, B, H]: gradients of h0 and c0, and the sums over the steps for gamma_c and beta_c
+  Element* dpre;           // [T, B, 4H]: the gradient of the pre-activations
+  float* rows;                // [4, B, H]: gradients of h0 and c0, and each row's gradients of gamma_c and beta_c
   uint4* streamed;            // see Shard
   int T, B;
 };
 
 #define ALL_UNITS (CLUSTER * UNITS)
-#define M_TILES ((ALL_UNITS + 15) / 16)  // of units
+#define M_TILES ((ALL_UNITS + 15) / 16)  // tiles of 16 units
 #define ROW_TILES ((M_TILES + WARPS - 1) / WARPS)
-#define COLUMN_BLOCKS (UNITS / 8)  // of 32 gate columns; column: gate * UNITS + unit
+#define COLUMN_BLOCKS (UNITS / 8)  // blocks of 32 gate columns; column: gate * UNITS + unit
 #define D_PITCH PITCH(4 * UNITS)
 #define SHARES (CLUSTER * ROWS * UNITS)
 #if SHARES16
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   w.load(weights, p.streamed, at.warp, WARPS, 0, at, [&](int m, int k) {
     const int unit = at.rank * UNITS + k % UNITS;
     const bool there = m < H && unit < H;
-    return load8(p.turned + (there ? i64(m) * GATES + k / UNITS * H + unit : 0), there ? H - unit : 0, up);
+    return load8(p.transposed + (there ? i64(m) * GATES + k / UNITS * H + unit : 0), there ? H - unit : 0, up);
   });
   for (int i = threadIdx.x; i < ROWS * D_PITCH; i += THREADS) gradients[i] = make_uint4(0, 0, 0, 0);
   for (int i = threadIdx.x; i < 8 * UNITS; i += THREADS) {
@@ -78,9 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
     for (int q = 0; q < 4; q++) gamma_h[j][q] = has ? p.gamma_h[q * H + at.unit(j)] : 0.0f;
     gamma_c[j] = has ? p.gamma_c[at.unit(j)] : 0.0f, beta[j] = has ? p.beta_c[at.unit(j)] : 0.0f;
     dc[j] = has && at.in && p.dc_n ? p.dc_n[at.at * H + at.unit(j)] : 0.0f;
-    skip[j] = has && at.in && p.dh_n ? p.dh_n[at.at * H + at.unit(j)] : 0.0f;  // the gradient of h that comes from no product
+    skip[j] = has && at.in && p.dh_n ? p.dh_n[at.at * H + at.unit(j)] : 0.0f;  // the part of dh that bypasses W_h
   }
-  // What a step takes from memory, asked for a step before it is needed.
+  // Loads a step's inputs, one step ahead.
   Element raw_x[PER_LANE][4], raw_a[PER_LANE][4], raw_d[PER_LANE];
   float before[PER_LANE], kept[FACTORS];
   auto load_step = [&](i64 t) {
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   if (CLUSTER > 1) meet_cluster();  // all barriers are ready
   __syncthreads();
 
-  // The sum of all blocks' shares of this lane's dh, once they have come.
+  // Waits for all blocks' shares and adds them to this lane's dh.
   auto through_product = [&](float (&dh)[PER_LANE], u32 phase) {
     if (CLUSTER > 1) {
       await_phase(of_shares, phase);
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
         }
   };
 
-  // Gives the block that has these units its share of a row of dh, 8 bytes.
+  // Sends the share of a row of dh, 8 bytes, to the block that owns these units.
   auto give = [&](int unit, int row, uint2 v) {
     const u32 block = unit < ALL_UNITS ? unit / UNITS : 0;
     Share* place = shares + (at.rank * ROWS + row) * UNITS + unit % UNITS;
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   for (i64 t = p.T - 1; t >= 0; t--) {
     const bool valid = t < length;
     const i64 row = t * B + at.at;
-    // The forward step again; nothing here waits for the other blocks.
+    // Recompute the forward step, which waits for no other block.
     float a[PER_LANE][4], gate[PER_LANE][4], c[PER_LANE], c_hat[PER_LANE], tanh_c[PER_LANE], dh[PER_LANE];
     const float rstd_h = kept[RSTD_H], rstd_c = kept[RSTD_C];
 #pragma unroll
@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
 #endif
       }
 
-    // What nobody waits for.
+    // The rest of the step, which no other block waits for.
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
       if (at.in && at.has(j))
@@ -267,5 +267,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
     p.rows[place] = dh[j], p.rows[place + next] = dc[j];
     p.rows[place + 2 * next] = dgamma[j], p.rows[place + 3 * next] = dbeta[j];
   }
-  if (CLUSTER > 1) meet_cluster();  // nobody leaves while others may write into its memory
+  if (CLUSTER > 1) meet_cluster();  // no block exits while others may still write to its shared memory
 }

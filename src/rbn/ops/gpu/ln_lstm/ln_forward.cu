@@ -1,4 +1,4 @@
-// The layer-normalized LSTM's forward pass, one launch for all steps: see ln.cuh.
+// The layer-normalized LSTM's forward pass, all steps in one launch: see ln.cuh.
 #include "ln.cuh"
 
 struct LNForward {
@@ -9,7 +9,7 @@ struct LNForward {
   Element* hs;         // [T + 1, B, H]; hs[0] is h0
   float* cs;           // [T + 1, B, H]; cs[0] is c0; without SAVE [B, H]: c0, then c_n
   Element* centered;   // [T, B, 4H], for the backward pass: W_h h minus its mean
-  float* moments;      // [T, B, FACTORS]; those of x are given
+  float* moments;      // [T, B, FACTORS]; those of x are given, the others written
   float* h_n;          // [B, H], only with lengths
   const int* lengths;  // [B]
   uint4* streamed;     // see Shard
@@ -17,7 +17,7 @@ struct LNForward {
   float eps;
 };
 
-#define M_TILES (UNITS / 4)  // of 16 gate columns; column: gate * UNITS + unit
+#define M_TILES (UNITS / 4)  // tiles of 16 gate columns; column: gate * UNITS + unit
 #define GROUPS (WARPS / SPLIT)
 #define ROW_TILES ((M_TILES + GROUPS - 1) / GROUPS)
 #define BLOCKS_OF_COLUMNS ((CLUSTER * UNITS + 31) / 32)
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
   typedef Shard<ROW_TILES, COLUMN_BLOCKS> Weights;
   uint4* weights = shared;
   uint4* hidden = weights + WARPS * (Weights::ON_CHIP - Weights::IN_REGISTERS) * 32;  // [ROWS][H_PITCH]
-  uint4* line = hidden + ROWS * H_PITCH;                     // [ROWS][UNITS / 8]: this block's h, to be sent
+  uint4* line = hidden + ROWS * H_PITCH;                     // [ROWS][UNITS / 8]: this block's h, staged for sending
   float* part = reinterpret_cast<float*>(line + ROWS * (UNITS / 8));  // [SPLIT][ROWS][PART_PITCH]
   float* down = part + SPLIT * ROWS * PART_PITCH;                    // [ROWS]: undoes the scale of h0
   float* vectors = down + ROWS;                                      // [2][4][UNITS]: bias, gamma_x
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
     }
   __syncthreads();
 
-  // h0, which may have any size; later |h| <= 1.
+  // h0 is scaled by its own magnitude; later |h| <= 1.
   const float one = TYPE == 0 ? 16384.0f : 1.0f;
   const Element* h0 = p.hs + at.at * H;
   u32 largest = 0;
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
     gamma_c[j] = has ? p.gamma_c[at.unit(j)] : 0.0f, beta[j] = has ? p.beta_c[at.unit(j)] : 0.0f;
     c[j] = has && at.in ? p.cs[at.at * H + at.unit(j)] : 0.0f;
   }
-  // The input term is asked for a step before it is needed.
+  // Loads the input term of a step, one step ahead.
   Element raw[PER_LANE][4];
   float mean_x, rstd_x;
   auto load_step = [&](i64 t) {
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
 #pragma unroll
       for (int q = 0; q < 4; q++) raw[j][q] = t < length && at.has(j) ? p.wx[row * GATES + q * H + at.unit(j)] : Element(0);
   };
-  auto prepare = [&](i64 t) {  // the normalized input term of step t, plus the bias; padding counts as zeros
+  auto prepare = [&](i64 t) {  // the normalized input term of step t, plus the bias; padding is treated as zeros
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++)
 #pragma unroll
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
         for (int i = 0; i < 4; i++)
           part[(split * ROWS + 8 * n + 2 * quad + i % 2) * PART_PITCH + 16 * (group + j * GROUPS) + g + i / 2 * 8] =
               in_all(sums[j][n], i);
-    __syncthreads();  // from here on nobody reads `hidden`
+    __syncthreads();  // from here on no warp of this block reads `hidden`
 
     float a[PER_LANE][4];
     const float scale = TYPE == 0 ? weight_down * (t ? 1.0f / one : down[at.row]) : 1.0f;
@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
       }
     }
 
-    // What nobody waits for.
+    // The rest of the step, which no other block waits for.
     const i64 row = t * B + at.at;
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) {
@@ -206,5 +206,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
 #pragma unroll
   for (int j = 0; j < PER_LANE; j++)
     if (!SAVE && at.in && at.has(j)) p.cs[at.at * H + at.unit(j)] = c[j];
-  if (CLUSTER > 1) meet_cluster();  // nobody leaves while others may write into its memory
+  if (CLUSTER > 1) meet_cluster();  // no block exits while others may still write to its shared memory
 }

@@ -1,8 +1,8 @@
 """Kernels of the layer-normalized LSTM. A program owns all features of one or a few rows.
 
-So it computes means and variances over the features without the others. The four gates of its rows
-are four tiles ``[ROWS, UNITS]``; columns beyond H are zero. Values per row are ``[ROWS, 1]``. Names
-are those of `rbn.ops.reference.ln_lstm`.
+So it computes means and variances over the features by itself. The four gates of its rows are four
+tiles ``[ROWS, UNITS]``; columns beyond H are zero. Values per row are ``[ROWS, 1]``. Names are
+those of `rbn.ops.reference.ln_lstm`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _mean(total, F: tl.constexpr):
 
 @triton.jit
 def _less(i, f, g, o, mean, ok):
-    """All gates of rows, minus their mean."""
+    """The four gates minus their mean; zero outside `ok`."""
     i = tl.where(ok, i - mean, 0.0)
     f = tl.where(ok, f - mean, 0.0)
     g = tl.where(ok, g - mean, 0.0)
@@ -152,8 +152,8 @@ def ln_lstm_step(
     at_step = before * H + at_row
     at_gates = (before + row) * 4 * H + units
 
-    # What does not depend on the product is asked for first. Padding is read as zeros: it may
-    # contain NaN, which would spread.
+    # Loads that do not depend on the product come first. Padding is read as zeros: it may contain
+    # NaN, which would spread.
     x_i, x_f, x_g, x_o = load_gates(wx, at_gates, valid, H)
     kept = moments + (before + row) * KEPT
     mean_x = tl.load(kept + MEAN_X, mask=in_batch, other=0.0)
@@ -256,7 +256,7 @@ def ln_lstm_step_backward(
     dh,  # [B, H] float32: dh_n at first, then the gradient that bypasses the product
     dc,  # [B, H] float32: dc_n at first, dc0 at last
     da,  # [T, B, 4H]: d(W_h h)
-    dpre,  # [T, B, 4H]: the gradient of the gates before their nonlinearities
+    dpre,  # [T, B, 4H]: the gradient of the pre-activations
     dgamma_c,  # [B, H] float32, each row's sum over the steps so far
     dbeta_c,
     t,
@@ -285,7 +285,7 @@ def ln_lstm_step_backward(
     at_step = before * H + at_row
     at_gates = (before + row) * 4 * H + units
 
-    # All that the step reads is asked for first.
+    # All loads come first.
     dh_t = tl.load(dh + at_row, mask=ok, other=0.0) + tl.load(through + at_row, mask=ok, other=0.0)
     if HAS_DOUTPUT:
         dh_t += tl.load(doutput + at_step, mask=valid, other=0.0).to(tl.float32)
@@ -313,11 +313,11 @@ def ln_lstm_step_backward(
     )  # fmt: skip
     c_t = f * c + i * g
     if ZONE_C == NONE:
-        c_t = load(cs + tl.cast(B, tl.int64) * H, at_step, ok)  # the value of the forward pass
+        c_t = load(cs + tl.cast(B, tl.int64) * H, at_step, ok)  # as saved by the forward pass
     c_hat = tl.where(ok, c_t - mean_c, 0.0) * rstd_c
     tanh_c = tanh(c_hat * scale_c + shift_c)
 
-    # Zoneout and padding divide the gradient: one part bypasses the step, one goes through it.
+    # Zoneout and padding: the gradient that bypasses the step, and the one that enters it.
     dh_skip, dh_new = by_zoneout(dh_t, mask_h, at_step, ok, rate_h, ZONE_H)
     dc_skip, dc_new = by_zoneout(dc_t, mask_c, at_step, ok, rate_c, ZONE_C)
     if LENGTHS:
@@ -361,7 +361,7 @@ def ln_input_backward(
     gamma_x,  # [4H]
     moments,  # [T, B, KEPT] float32
     lengths,  # [B] int32
-    dwx,  # [T, B, 4H]: the gradient of the gates, then that of wx
+    dwx,  # [T, B, 4H]: read as the gradient of the pre-activations, written as that of wx
     B,
     N,  # T B
     H: tl.constexpr,

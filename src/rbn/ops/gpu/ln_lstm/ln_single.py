@@ -31,16 +31,17 @@ log = logging.getLogger("rbn.ops.gpu")
 
 _CLUSTERS = (1, 2, 4, 8, 16)  # blocks
 _MOST_UNITS = 128  # per block: four per lane
-_UNITS = 24  # per block of a cluster of several, at least; smaller blocks were not timed
+_UNITS = 24  # the least units per block, with several blocks; smaller blocks were not timed
 _MOST_STREAMED = 1024  # units of a layer that reads weights from L2; larger ones were not timed
-_TURNS = 3  # of clusters that do not all run at once, at most; more were not timed
+_WAVES = 3  # the most waves of clusters; more were not timed
 _MEMBERS = {
     "forward": (
         *("wx", "weight", *VECTORS, "hs", "cs", "centered", "moments", "h_n", "lengths"),
         "streamed",
     ),
     "backward": (
-        *("wx", "weight", "turned", *VECTORS, "cs", "centered", "moments", "lengths", "doutput"),
+        *("wx", "weight", "transposed", *VECTORS, "cs", "centered", "moments", "lengths"),
+        "doutput",
         *("dh_n", "dc_n", "da", "dpre", "rows", "streamed"),
     ),
 }
@@ -91,14 +92,14 @@ class Tiling:
         return _up(batch, 8 * self.tiles) * self.cluster
 
     def _product(self, direction: str) -> tuple[int, int]:
-        """Tiles of 16 rows of the weights, and blocks of 32 columns, of a warp."""
+        """A warp's tiles of 16 rows of the weights, and its blocks of 32 columns."""
         warps, units = 8 * self.tiles, self.cluster * self.units
         if direction == "forward":
             return _up(self.units // 4, warps // self.split), _up(_up(units, 32), self.split)
         return _up(_up(units, 16), warps), self.units // 8
 
     def fragments(self, direction: str, dtype: torch.dtype) -> tuple[int, int, int]:
-        """Fragments of a warp's weights in registers, in shared memory, and in neither."""
+        """Fragments of a warp's weights in registers, in shared memory, and streamed from L2."""
         tiles, columns = self._product(direction)
         kept = min(2 * tiles * columns, self.registers // 4)
         left = 2 * tiles * columns - kept
@@ -134,7 +135,7 @@ def _pitch(blocks: int) -> int:
 
 
 def shares_in_half(dtype: torch.dtype) -> bool:
-    """Whether the shares of dh are exchanged in 16 bits, as the numbers were that they sum."""
+    """Whether the shares of dh are exchanged in 16 bits, like the operands of their products."""
     return dtype != torch.float32
 
 
@@ -148,7 +149,7 @@ def tiling(
     units = _up(_up(hidden, cluster), 8) * 8
     if units > _MOST_UNITS or (cluster > 1 and units * cluster >= 2 * hidden):
         return None
-    # Of 255 registers or, in blocks of 512 threads, 128.
+    # A thread has 255 registers, or 128 in blocks of 512 threads.
     registers = 0 if tiles > 1 else 128 if units <= 32 else 64 if units <= 64 else 0
     split = 1
     while units // 4 < 8 * tiles // split and split < 8:
@@ -158,41 +159,41 @@ def tiling(
 
 @functools.lru_cache(maxsize=256)
 def choose(dtype: torch.dtype, batch: int, hidden: int, device: int) -> Tiling | None:
-    """The tiling for a GPU, or None if none fits.
+    """The tiling with the fewest waves on a GPU, or None if none fits.
 
-    Blocks of up to 32 units, if their clusters all run at once, and else larger ones. Weights that
-    do not fit on the chip are read from L2, if clusters of 16 blocks all run at once.
+    Tries large clusters, which have small blocks, first. Weights that do not fit on the chip are
+    read from L2, but only by clusters of 16 blocks that all run at once.
     """
     limit = shared_limit(device)
     resident, streamed = [], []
     for tiles in (1, 2):
         for cluster in reversed(_CLUSTERS):
-            found = tiling(dtype, hidden, cluster, limit, tiles)
-            if found is None or (cluster > 1 and found.units < _UNITS):
+            cut = tiling(dtype, hidden, cluster, limit, tiles)
+            if cut is None or (cluster > 1 and cut.units < _UNITS):
                 continue
-            if not found.streamed(dtype):
-                resident.append(found)
+            if not cut.streamed(dtype):
+                resident.append(cut)
             elif cluster == max(_CLUSTERS) and hidden <= _MOST_STREAMED:
-                streamed.append(found)
-    best, least = None, _TURNS + 1
-    for found in resident or streamed:
-        at_once = clusters_at_once(found, dtype, hidden, device)
-        turns = _up(found.blocks(batch), at_once * found.cluster) if at_once else least
-        if turns < least:
-            best, least = found, turns
+                streamed.append(cut)
+    best, least = None, _WAVES + 1
+    for cut in resident or streamed:
+        at_once = clusters_at_once(cut, dtype, hidden, device)
+        waves = _up(cut.blocks(batch), at_once * cut.cluster) if at_once else least
+        if waves < least:
+            best, least = cut, waves
         if least == 1:
             return best
     return best if resident else None
 
 
-def clusters_at_once(found: Tiling, dtype: torch.dtype, hidden: int, device: int) -> int:
+def clusters_at_once(cut: Tiling, dtype: torch.dtype, hidden: int, device: int) -> int:
     """How many clusters the GPU runs at once; 0 if it refuses their size."""
     with torch.cuda.device(device):
         kernels = [
-            kernel(d, found, dtype, device, defines(d, dtype, hidden, lengths=False, option=True))
+            kernel(d, cut, dtype, device, defines(d, dtype, hidden, lengths=False, option=True))
             for d in _MEMBERS
         ]
-    return min(k.at_once for k in kernels) // found.cluster
+    return min(k.at_once for k in kernels) // cut.cluster
 
 
 @functools.lru_cache(maxsize=64)
@@ -217,7 +218,7 @@ def tiling_for(a: LSTMArguments) -> Tiling | None:
 def defines(
     direction: str, dtype: torch.dtype, hidden: int, lengths: bool, option: bool
 ) -> tuple[tuple[str, int], ...]:
-    """What a call fixes of a kernel, besides the tiling.
+    """The macros that a call determines, besides those of the tiling.
 
     option: whether tensors are saved (forward), or the output has a gradient (backward).
     """
@@ -295,7 +296,7 @@ def backward(
     assert r.moments is not None
     call = Call(a, r.vectors)
     B, H, wx = call.B, call.H, aligned(call.wx)
-    rows = call.new(4, B, H)  # of h0, c0, gamma_c and beta_c
+    rows = call.new(4, B, H)  # each row's gradients of h0, c0, gamma_c and beta_c
     da, dwx = torch.empty_like(wx), torch.empty_like(wx)
     tensors = {"wx": wx, "cs": r.cs, "centered": r.centered, "moments": r.moments}
     tensors |= {"da": da, "dpre": dwx, "rows": rows}
@@ -331,7 +332,7 @@ def _launch(
     weight = aligned(a.weight_hh.to(dtype).contiguous())
     tensors |= dict(zip(VECTORS, call.vectors, strict=True)) | {"weight": weight}
     if direction == "backward":
-        tensors["turned"] = weight.t().contiguous()
+        tensors["transposed"] = weight.t().contiguous()
     if a.lengths is not None:
         tensors["lengths"] = call.lengths
     streamed = tiling.fragments(direction, dtype)[2] * tiling.blocks(B) * tiling.threads

@@ -48,8 +48,8 @@ class Call(StepCall):
     """Sizes, modes and tensors, in the form that the kernels take.
 
     Attributes:
-        joined: the parameters `VECTORS` in float32, one after the other; zeros for an absent bias.
-        vectors: views of them.
+        joined: the parameters `VECTORS`, concatenated in float32; zeros for an absent bias.
+        vectors: views of its parts.
     """
 
     def __init__(self, a: LSTMArguments, joined: Tensor | None = None) -> None:
@@ -174,7 +174,7 @@ def backward(given: LSTMArguments, r: Saved, incoming: Incoming) -> dict[str, Te
 
 
 def input_moments(call: Call) -> Tensor:
-    """The statistics of each row and step ``[T, B, 5]``; only those of the input term are there."""
+    """The statistics of each row and step ``[T, B, 5]``, with only the input term's filled in."""
     n = call.T * call.B
     moments = call.new(call.T, call.B, _KEPT)
     tensors = (call.wx, call.lengths, moments)
@@ -206,15 +206,15 @@ def gradients(
     needs_input: bool,
     separate: bool,
 ) -> dict[str, Tensor | None]:
-    """All gradients by name, in the dtypes of what they belong to.
+    """All gradients by name, in the dtypes of the arguments.
 
-    given: the original arguments. dwx: the gradient of the gates before their nonlinearities,
-    ``[T, B, 4H]``; overwritten. rows: those of h0 and c0, and each row's sums for gamma_c and
-    beta_c, ``[4, B, H]``. separate: whether no two gradients may share memory.
+    given: the original arguments. dwx: the gradient of the pre-activations, ``[T, B, 4H]``;
+    overwritten. rows: each row's gradients of h0, c0, gamma_c and beta_c, ``[4, B, H]``. separate:
+    whether no two gradients may share memory.
     """
     sums = _parameter_sums(call, r, dwx)
     _input_backward(call, r, dwx)
-    found = through_term(given, {"input": dwx, "weight_hh": dweight}, needs_input, r.x, r.w)
+    results = through_term(given, {"input": dwx, "weight_hh": dweight}, needs_input, r.x, r.w)
     of_rows = rows.sum(1)
     parts = {
         ("bias", "gamma_x", "gamma_h"): sums,
@@ -224,21 +224,21 @@ def gradients(
     for names, values in parts.items():
         own = [getattr(given, name) for name in names]
         kinds = {v.dtype for v in own if v is not None}
-        # One conversion for all: launches are what a short layer waits for.
+        # One conversion for all, because launches dominate the time of short sequences.
         values = values.to(kinds.pop()) if len(kinds) == 1 else values
         for name, v, gradient in zip(names, own, values.unbind(), strict=True):
             if v is not None:
                 gradient = gradient.sum(0) if gradient.dim() > v.dim() else gradient
-                found[name] = gradient.to(v.dtype, copy=separate)
+                results[name] = gradient.to(v.dtype, copy=separate)
             else:
-                found[name] = None
-    return found
+                results[name] = None
+    return results
 
 
 def _parameter_sums(call: Call, r: Saved, dpre: Tensor) -> Tensor:
-    """The gradients of bias, gamma_x and gamma_h, ``[3, 4H]``; bit-identical in every run.
+    """The gradients of bias, gamma_x and gamma_h, ``[3, 4H]``; deterministic.
 
-    dpre: the gradient of the gates before their nonlinearities, ``[T, B, 4H]``.
+    dpre: the gradient of the pre-activations, ``[T, B, 4H]``.
     """
     rows, columns, F = 32, 64, 4 * call.H
     n = call.T * call.B
@@ -259,7 +259,7 @@ def _parameter_sums(call: Call, r: Saved, dpre: Tensor) -> Tensor:
 
 
 def _input_backward(call: Call, r: Saved, dwx: Tensor) -> None:
-    """From the gradient of the gates to that of wx ``[T, B, 4H]``, in place."""
+    """Turn the gradient of the pre-activations into that of wx ``[T, B, 4H]``, in place."""
     assert r.moments is not None
     tensors = (call.wx, call.vectors[1], r.moments, call.lengths, dwx)
     n = call.T * call.B

@@ -239,6 +239,19 @@ def test_lines_where_there_is_no_terminal(seeds, tmp_path):
     assert names == [str(tmp_path / f"bn-lstm-seed{seed}") for seed in seeds for _ in range(2)]
 
 
+def test_statistics_are_not_named_where_the_model_has_none(tmp_path):
+    config = from_mapping({"task": "digits", "model": "lstm", "hidden_size": 4, "epochs": 1})
+    fit = TrainingSession([(tmp_path / "run", config, 1)], CPU, tmp_path)
+    shown = io.StringIO()
+    with ProgressBars(Console(file=shown, width=80)) as watch:
+        fit.train(observer=watch)
+    (result,) = fit.results()
+    for text in (shown.getvalue(), result):
+        assert re.search(r"validation accuracy [\d.]+ %, ", text)
+        assert "stats" not in text
+        assert "population" not in text
+
+
 def test_a_folder_is_trained_in_by_one_process_at_a_time(tmp_path):
     small = from_mapping({"task": "digits", "hidden_size": 4, "batch_size": 600, "epochs": 1})
     fit = TrainingSession([(tmp_path / "run", small, 1)], CPU, tmp_path)

@@ -64,7 +64,7 @@ def _figures(run: Path) -> list[str]:
         step, minutes = f"{now['step']:,d}", f"{now['seconds'] / 60:.1f}"
         if now["history"]:
             value = float(now["history"][-1][f"valid_{config.select}"])
-            last = f"{config.kind.format(value)} ({config.kind.valid_label(config.select)})"
+            last = config.kind.format_valid(value, config.statistics(config.select))
     except CheckpointError:
         there = (run / "last.safetensors").exists()
         last = "last.safetensors is damaged" if there else "no checkpoint"
@@ -72,8 +72,8 @@ def _figures(run: Path) -> list[str]:
         last = "last.safetensors is damaged"
     try:
         values = read_checked(run / "result.json")
-        valid = f"{config.kind.format(values['valid'])} ({config.kind.valid_label()})"
-        test = f"{config.kind.format(values['test'])} ({config.kind.test_label})"
+        valid = config.kind.format_valid(values["valid"], config.statistics())
+        test = config.kind.format_test(values["test"], config.statistics())
         step = f"{values['steps']:,d}, best at {values['best_step']:,d}"
         if values["diverged_at"] is not None:
             step += " (diverged)"
@@ -124,7 +124,7 @@ def evaluate(
         estimate = None if trained_models.is_final(folder) else config.population_batch
         over = task.default_length(split, stats) if length is None else length
         value = trained_models.evaluate(task, split, stats, over, estimate)
-        how = [split, f"{stats} stats"]
+        how = [split, f"{stats} stats"] if config.batch_normalized else [split]
         if over is not None:
             how.append("whole sequence" if over == "full" else f"windows of {over} characters")
         if estimate is not None:

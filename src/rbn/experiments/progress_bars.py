@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from rbn.experiments.base_task import BaseTask
+from rbn.experiments.base_task import BaseTask, has_statistics
 from rbn.training import Progress, Trainer
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ProgressBars:
                 self._bars.update(line, completed=now.step, loss=loss, speed=speed_of(now)[1])
 
         def on_record(record: dict[str, float]) -> None:
-            text = f"validation {task.kind.format_evaluation(record)}"
+            text = f"validation {task.kind.format_evaluation(record, has_statistics(task.model))}"
             self._bars.update(line, valid=text)
             if not self._console.is_terminal:
                 now = trainer.progress

@@ -40,14 +40,17 @@ class TaskKind:
         """The metric as ``result.json`` names it."""
         return self.metric + (", whole sequence" if self.test_on_whole_text else "")
 
-    @property
-    def test_label(self) -> str:
-        """How the test number of a run is measured."""
-        return ("whole sequence, " if self.test_on_whole_text else "") + "population stats"
+    def format_test(self, value: float, stats: str | None = "population") -> str:
+        """A run's test number and how it was measured; stats: None if the model has none."""
+        return self._with_notes(value, "whole sequence" if self.test_on_whole_text else None, stats)
 
-    def valid_label(self, stats: str = "population") -> str:
-        """How a validation number of a run is measured."""
-        return ("windows, " if self.test_on_whole_text else "") + f"{stats} stats"
+    def format_valid(self, value: float, stats: str | None = "population") -> str:
+        """A run's validation number and how it was measured; stats: None if the model has none."""
+        return self._with_notes(value, "windows" if self.test_on_whole_text else None, stats)
+
+    def _with_notes(self, value: float, over: str | None, stats: str | None) -> str:
+        notes = [note for note in (over, stats and f"{stats} stats") if note]
+        return self.format(value) + (f" ({', '.join(notes)})" if notes else "")
 
     def format(self, value: float, digits: int = 2) -> str:
         """A value with metric and unit: ``1.3230 bits per character`` or ``accuracy 58.33 %``.
@@ -58,17 +61,24 @@ class TaskKind:
             return f"{self.metric} {100 * value:.{digits}f} %"
         return f"{value:.4f} {self.metric}"
 
-    def format_evaluation(self, record: dict[str, float]) -> str:
-        """The metrics of an evaluation on the validation data."""
-        batch, population = record["valid_batch"], record["valid_population"]
-        if not self.is_percentage:
-            return f"{self.metric} {batch:.4f} (batch stats), {population:.4f} (population)"
-        text = (
-            f"{self.metric} {100 * batch:.1f} % (batch stats), {100 * population:.1f} % "
-            "(population)"
-        )
-        if "valid_population_nats" in record:
-            text += f", loss {record['valid_population_nats']:.3f} nats (population)"
+    def format_evaluation(self, record: dict[str, float], has_statistics: bool) -> str:
+        """The metrics of an evaluation on the validation data.
+
+        has_statistics: whether the model has population statistics; if not, both numbers of the
+            record are the same.
+        """
+
+        def format(value: float) -> str:
+            return f"{100 * value:.1f} %" if self.is_percentage else f"{value:.4f}"
+
+        population, note = format(record["valid_population"]), ""
+        text = f"{self.metric} {population}"
+        if has_statistics:
+            note = " (population)"
+            batch = format(record["valid_batch"])
+            text = f"{self.metric} {batch} (batch stats), {population}{note}"
+        if self.is_percentage and "valid_population_nats" in record:
+            text += f", loss {record['valid_population_nats']:.3f} nats{note}"
         return text
 
 

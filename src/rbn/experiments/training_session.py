@@ -200,10 +200,9 @@ class TrainingSession:
                     message = f"Testing {folder} ..."
                     console.print(message, style="dim", soft_wrap=True, markup=False)
                 result = results.finish(config, seed, trainer, run_folder.command_of(folder))
-            kind = config.kind
+            test = config.kind.format_test(result["test"], config.statistics())
+            valid = config.kind.format_valid(result["valid"], config.statistics())
             yield (
-                f"{config.task}, {config.name}, seed {seed}: test {kind.format(result['test'])} "
-                f"({kind.test_label}), validation {kind.format(result['valid'])} "
-                f"({kind.valid_label()}), best at step {now.best_step:,} of {now.step:,}. In "
-                f"{folder / 'result.json'}."
+                f"{config.task}, {config.name}, seed {seed}: test {test}, validation {valid}, "
+                f"best at step {now.best_step:,} of {now.step:,}. In {folder / 'result.json'}."
             )

@@ -152,6 +152,10 @@ class Config:
         """Whether the model normalizes over minibatches."""
         return self.model.startswith("bn-")
 
+    def statistics(self, kind: str = "population") -> str | None:
+        """``kind``, or None if the model has no statistics."""
+        return kind if self.batch_normalized else None
+
     @property
     def name(self) -> str:
         """The model and its tag, for folders and tables; bn-e** becomes bn-e-star-star."""

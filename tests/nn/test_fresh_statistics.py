@@ -561,3 +561,174 @@ def test_folded_layers_and_cells_of_a_layer_have_fresh_statistics():
     for step, row in enumerate(x):
         hx = cell.eval()(row, hx, step)
     torch.testing.assert_close(hx[0], wanted[-1])
+
+
+# Zoneout ------------------------------------------------------------------------------------------
+
+ZONED_OUT = {
+    "lstm": lambda **options: rbn.BatchNormLSTM(3, 5, zoneout=(0.5, 0.3), **options),
+    "rnn": lambda **options: rbn.BatchNormRNN(3, 5, zoneout=0.3, **options),
+    "gru": lambda **options: rbn.BatchNormGRU(3, 5, zoneout=0.3, **options),
+    "stacked": lambda **options: rbn.BatchNormLSTM(3, 5, 2, zoneout=(0.5, 0.3), **options),
+    "bidirectional": lambda **options: rbn.BatchNormLSTM(
+        3, 5, bidirectional=True, zoneout=(0.5, 0.3), **options
+    ),
+}
+
+
+def zoned_out(kind, **options):
+    """A layer whose states change from the first step on, even if its inputs are all zero."""
+    torch.manual_seed(0)
+    layer = ZONED_OUT[kind](**options)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.startswith(("bias", "beta", "h0", "c0")):
+                parameter.normal_()
+    return layer
+
+
+def drawn(layer, batches, forward=None):
+    """Exact statistics of a copy in training mode, with the masks that `refresh` draws."""
+    exact = copy.deepcopy(layer).train()
+    exact._generator = torch.Generator().manual_seed(0)
+    rbn.update_population_stats(exact, batches, forward=forward)
+    exact._generator = None
+    return exact
+
+
+@pytest.mark.parametrize("kind", ZONED_OUT)
+def test_estimates_draw_the_masks_of_zoneout(kind):
+    layer = zoned_out(kind)
+    batches = inputs(3, rows=40)
+    for x in batches:
+        x[:3] = 0  # without masks, all rows would be equal in these steps
+    train(layer, batches)
+    layer.eval()
+    assert_same(statistics(layer), statistics(drawn(layer, batches)))
+    assert layer.stats_h_l0.var[1:3].mean(1).min() > 1e-3
+    without = statistics(expected(layer, batches))
+    assert without["stats_h_l0.var"][1:3].max() < 1e-6
+
+
+def test_masks_with_lengths_and_packed_sequences():
+    lengths = torch.tensor([6] * 20 + [3] * 20)
+    batches = inputs(2, rows=40)
+    layer = zoned_out("bidirectional")
+    packed = copy.deepcopy(layer)
+    train(layer, batches, lambda x: layer(x, lengths=lengths)[0], lr=0.0)
+    train(packed, batches, lambda x: packed(pack_padded_sequence(x, lengths))[0].data, lr=0.0)
+    layer.eval()
+    packed.eval()
+    exact = drawn(layer, batches, lambda m, x: m(x, lengths=lengths))
+    assert_same(statistics(layer), statistics(exact))
+    assert_same(statistics(packed), statistics(exact))
+
+
+def test_masks_under_autocast():
+    layer, batches = zoned_out("lstm"), inputs(2, rows=40)
+    with torch.autocast("cpu", torch.bfloat16):
+        train(layer, batches)
+    layer.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        exact = drawn(layer, batches)
+    assert_same(statistics(layer), statistics(exact))
+
+
+def test_masks_in_a_cell():
+    torch.manual_seed(0)
+    cell, batches = rbn.BatchNormLSTMCell(3, 5, zoneout=(0.5, 0.3)), inputs(3, rows=40)
+
+    def unroll(model, x):
+        hx, outputs = None, []
+        for step, row in enumerate(x):
+            hx = model(row, hx, step)
+            outputs.append(hx[0])
+        return torch.stack(outputs)
+
+    train(cell, batches, lambda x: unroll(cell, x))
+    cell.eval()
+    assert_same(statistics(cell), statistics(drawn(cell, batches, unroll)))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_masks_do_not_depend_on_the_random_state_and_leave_it_alone(kind):
+    found = []
+    for seed in (1, 2):
+        layer = zoned_out(kind)
+        torch.manual_seed(5)
+        train(layer, inputs(3))
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        layer.eval()
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append(layer)
+    for name, value in statistics(found[0]).items():
+        assert torch.equal(value, statistics(found[1])[name]), name
+    x = inputs(1, seed=8)[0]
+    assert torch.equal(found[0](x)[0], found[0](x)[0])
+
+
+def test_the_same_weights_have_the_same_statistics_after_others_were_evaluated():
+    layer = zoned_out("lstm")
+    train(layer, inputs(3))
+    layer.eval()
+    before = {k: v.clone() for k, v in statistics(layer).items()}
+    own = [p.detach().clone() for p in layer.parameters()]
+    with torch.no_grad():
+        for values in ([1.5 * p for p in own], own):
+            torch._foreach_copy_(list(layer.parameters()), values)
+            layer.eval()(inputs(1)[0])
+            assert torch.equal(layer.stats_h_l0.mean, before["stats_h_l0.mean"]) == (values is own)
+    for name, value in statistics(layer).items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_training_with_masks_goes_on_as_if_nothing_was_evaluated():
+    one = zoned_out("stacked", dropout=0.3, weight_dropout=0.2)
+    other = copy.deepcopy(one)
+    for layer in (one, other):
+        torch.manual_seed(2)
+        train(layer, inputs(3))
+        if layer is one:
+            layer.eval()(inputs(1)[0])
+            layer.state_dict()
+            layer.train()
+        train(layer, inputs(3, seed=5))
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_checkpoint_with_masks_evaluates_like_the_live_model_and_resumes():
+    live = zoned_out("stacked")
+    train(live, inputs(3))
+    saved, state = live.state_dict(), torch.get_rng_state()
+    resumed = zoned_out("stacked")
+    resumed.load_state_dict(saved)
+    x = inputs(1, 9, 3, seed=8)[0]
+    assert torch.equal(resumed.eval()(x)[0], live.eval()(x)[0])
+    for layer in (live, resumed):
+        layer.train()
+        torch.set_rng_state(state)
+        layer.recent_calls.clear()  # as in a long run, where newer inputs replace them
+        train(layer, inputs(3, seed=5))
+        torch.rand(len(saved) if layer is live else 1)  # other code may draw numbers
+    assert torch.equal(resumed.eval()(x)[0], live.eval()(x)[0])
+
+
+def test_estimates_are_without_dropout():
+    layer = rbn.BatchNormLSTM(3, 5, 2, dropout=0.5, weight_dropout=0.5)
+    batches = inputs(3)
+    train(layer, batches)
+    layer.eval()
+    assert_same(statistics(layer), statistics(expected(layer, batches)))
+
+
+@pytest.mark.slow
+@pytest.mark.no_cover
+def test_masks_after_compiled_training():
+    layer = zoned_out("lstm", max_length=6)
+    compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager")
+    batches = inputs(4, rows=40)
+    train(layer, batches, compiled)
+    layer.eval()
+    assert_same(statistics(layer), statistics(drawn(layer, batches)))

@@ -86,6 +86,23 @@ def test_population_statistics_leave_the_random_state_alone():
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
+def test_masks_of_an_estimate_leave_the_random_states_alone():
+    layer = rbn.BatchNormLSTM(3, 4, zoneout=(0.5, 0.3)).cuda()
+    x = torch.randn(6, 40, 3, device="cuda")
+    found = []
+    for seed in (1, 2):
+        layer.train()
+        layer.recent_calls.clear()
+        layer(x)
+        torch.manual_seed(seed)
+        before = torch.get_rng_state(), torch.cuda.get_rng_state()
+        layer.eval()
+        after = torch.get_rng_state(), torch.cuda.get_rng_state()
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+        found.append(layer.stats_h_l0.var.clone())
+    assert torch.equal(*found)
+
+
 def test_the_wrong_device_is_named():
     with pytest.raises(RuntimeError, match="input at cuda:0 and the parameters at cpu"):
         rbn.BatchNormLSTM(3, 4)(torch.randn(6, 5, 3, device="cuda"))

@@ -72,7 +72,8 @@ class BaseTask(abc.ABC):
             for the final statistics, because small batches underestimate variances. None: the
             training batch size.
         metric: ``"valid_batch"`` or ``"valid_population"``, which chooses the best model.
-        starts_constant: whether the first inputs are the same in nearly all sequences.
+        estimates_with_masks: whether population statistics are estimated with the masks of zoneout,
+            as layers do by default.
     """
 
     kind: ClassVar[TaskKind]
@@ -82,7 +83,7 @@ class BaseTask(abc.ABC):
     estimate: int | None = ESTIMATE
     population_batch: int | None = None
     metric = "valid_population"
-    starts_constant: ClassVar[bool] = False
+    estimates_with_masks: ClassVar[bool] = True
     forward: Callable[[nn.Module, Any], object] | None = None  # on one of `population_batches`
 
     # A task from a config ------------------------------------------------------------------------
@@ -171,15 +172,13 @@ class BaseTask(abc.ABC):
     def estimate_population(self, batch_size: int, count: int | None = None) -> None:
         """Estimate population statistics of the current model, from all or `count` minibatches.
 
-        Without dropout and zoneout, as in evaluation. Two kinds of models are estimated as in
-        training, because all images start with identical pixels, so that at first their randomness
-        is all there is to normalize: those with noise in the initial states, and those with zoneout
-        on images. Without it, these variances would be close to 0. The first pixels that differ
-        would be many standard deviations away, and rounding errors would be enlarged at each step.
+        Models with zoneout, or with noise in the initial states, are estimated as in training: that
+        randomness may be all there is to normalize in the first steps, where all images have
+        identical pixels. Others are estimated without dropout, as in evaluation.
         """
         batches = Ranks.here().share(itertools.islice(self.population_batches(batch_size), count))
         as_in_training = draws_noise(self.model) or (
-            self.starts_constant and draws_masks(self.model)
+            self.estimates_with_masks and draws_masks(self.model)
         )
         with own_statistics(self.model):
             update_population_stats(

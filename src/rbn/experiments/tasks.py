@@ -47,7 +47,6 @@ class Classification(BaseTask):
 
     kind = IMAGES
     row_dims = (1, 0)
-    starts_constant = True
 
     def __init__(self, model: nn.Module, splits: Splits, batch_size: int, seed: int) -> None:
         self.model, self.splits, self.batch_size = model, splits, batch_size
@@ -134,6 +133,7 @@ class NextSymbol(BaseTask):
 
     kind = TEXT
     row_dims = (1, 1)
+    estimates_with_masks = False  # as the published results of beyond/ptb and beyond/text8
 
     def __init__(
         self,

@@ -132,8 +132,9 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
             separate minibatch, as with `torch.nn.BatchNorm1d`.
         refresh_stats: keep references to the inputs of recent training calls (1,024 sequences, at
             most 128 MiB), and re-estimate the population statistics from them at the current
-            weights before the layer is evaluated, saved or copied. False: evaluate with the
-            running averages, which lag behind the weights.
+            weights before the layer is evaluated, saved or copied. Draws the masks of zoneout, as
+            in training, but not those of dropout. False: evaluate with the running averages, which
+            lag behind the weights.
 
     Parameters of each layer k, with the suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
     ``weight_hh_lk [4H, H]``, ``bias_lk [4H]``, ``gamma_x_lk [4H]``, ``gamma_h_lk [4H]``,

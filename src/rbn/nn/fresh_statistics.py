@@ -35,6 +35,8 @@ T = TypeVar("T", bound="FreshStatistics")
 # A step that fewer kept sequences than this reach, and fewer than a quarter of them, uses the
 # statistics of the closest earlier step: the variance of a few rows may be close to 0.
 _FEW_ROWS = 16
+# Of zoneout's masks in an estimate: the same weights and inputs always give the same statistics.
+_SEED = 0
 
 
 class FreshStatistics(Recurrence):
@@ -76,10 +78,11 @@ class FreshStatistics(Recurrence):
     def refresh(self) -> bool:
         """Re-estimate the population statistics at the current weights, if they are stale.
 
-        Runs the layer on the inputs of its most recent training calls, without dropout and zoneout,
-        and averages the minibatch statistics. Evaluation, `eval()`, `state_dict()` and copying call
-        this automatically. Changes neither parameters nor the random state. Processes that train
-        together need not call it at the same time: each uses its own inputs.
+        Runs the layer on the inputs of its most recent training calls, with new masks of zoneout
+        but without dropout, and averages the minibatch statistics. Evaluation, `eval()`,
+        `state_dict()` and copying call this automatically. Changes neither parameters nor the
+        random state. Processes that train together need not call it at the same time: each uses
+        its own inputs.
 
         Returns:
             Whether the statistics were re-estimated.
@@ -152,7 +155,9 @@ class FreshStatistics(Recurrence):
         """Statistics of recent training calls at the current weights, by module name."""
         statistics = self._all_statistics()
         training, self._pools = self.training, {}
-        self.training = False  # no dropout, no zoneout
+        self.training = False  # no dropout
+        if any(self.zoneout):
+            self._generator = torch.Generator(self._weight().device).manual_seed(_SEED)
         random: AbstractContextManager[None] = contextlib.nullcontext()
         if self.hidden_noise > 0:  # `_initial_states` draws noise, as in training
             weight = self._weight()
@@ -174,7 +179,7 @@ class FreshStatistics(Recurrence):
                         states = self._replay(call, states)
             return self._pools
         finally:
-            self._pools, self.training = None, training
+            self._pools, self._generator, self.training = None, None, training
 
     def _check_kept(self, every: list[list[Call]], unchanged: list[list[Call]]) -> None:
         """Warn once if each call overwrote the input of the one before, as in a reused buffer."""

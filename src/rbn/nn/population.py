@@ -151,9 +151,10 @@ def update_population_stats(
             Needed for ``(input, lengths, target)`` if the model's `lengths` is optional.
         device: the default `forward` first moves the tensors of a batch there, at any depth.
         train_mode: True estimates with dropout, zoneout and noise, as in training and as
-            `update_bn` does; False without them, as in evaluation. If the model is in training
-            mode, its parts in `eval()`, such as frozen ones, stay in `eval()`: they use their
-            statistics and keep them.
+            `update_bn` does; False without them, as in evaluation. With zoneout and sequences
+            that begin alike, False leaves the first steps without variance. If the model is in
+            training mode, its parts in `eval()`, such as frozen ones, stay in `eval()`: they use
+            their statistics and keep them.
         progress: show a progress bar (needs rich).
 
     Returns:

@@ -46,6 +46,7 @@ class Recurrence(nn.Module, abc.ABC):
     # that enough of them reach.
     _all_rows: int | None = None
     _common_steps: int | None = None
+    _generator: torch.Generator | None = None  # of zoneout's masks; None: the global random state
 
     def __init__(
         self,
@@ -297,15 +298,18 @@ class Recurrence(nn.Module, abc.ABC):
         return tuple(states)
 
     def _draws_noise(self) -> bool:
-        """Whether this call adds noise to the initial hidden state."""
+        """Whether this call draws the masks of zoneout and the noise on the initial state."""
         return self.training
 
     def _zoneout(self, rate: float, x: Tensor) -> tuple[Tensor | None, float]:
         """In training, a mask of units that keep their value, bool ``[T, B, H]``; else the rate."""
-        if rate == 0 or not self.training:
+        if rate == 0 or not self._draws_noise():
             return None, rate
         shape = (*x.shape[:2], self.hidden_size)
-        return torch.rand(shape, device=x.device, dtype=torch.float32) < rate, 0.0
+        options: dict[str, Any] = {"device": x.device, "dtype": torch.float32}
+        if self._generator is not None:
+            options["generator"] = self._generator
+        return torch.rand(shape, **options) < rate, 0.0
 
     def _recurrent_weight(self, suffix: str, dtype: torch.dtype) -> Tensor:
         """W_h of one layer and direction for this call.

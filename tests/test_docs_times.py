@@ -129,7 +129,7 @@ def test_the_times_of_the_simple_rnn_are_those_of_the_file():
     speed = (ROOT / "docs/results/speed.md").read_text()
     notes = (ROOT / "docs/lab-notes/kernels/rnn.md").read_text()
     of = {(row["shape"], row["precision"], row["what"]): row for row in rows}
-    at = {page: page.index("precision | cuDNN called") for page in (notes,)}
+    at = {page: page.index("precision | cuDNN eager") for page in (notes,)}
     at[speed] = speed.index("`BatchNormRNN` beside cuDNN")
     for shape, precision in dict.fromkeys(key[:2] for key in of):
         cudnn = of[shape, precision, "torch.nn.RNN (cuDNN)"]
@@ -158,7 +158,7 @@ def test_the_times_of_the_layer_normalized_lstm_are_those_of_the_file():
     (commit,) = {row["commit"] for row in rows}
     page = (ROOT / "docs/lab-notes/kernels/layer-norm.md").read_text()
     assert f"commit {commit}" in page
-    at = page.index("precision | cuDNN called")
+    at = page.index("precision | cuDNN eager")
     for shape, precision in dict.fromkeys((row["shape"], row["precision"]) for row in rows):
         if precision == "fp16":  # of cuDNN, beside our bf16
             continue

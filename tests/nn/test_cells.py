@@ -1,5 +1,8 @@
 """Cells: a loop over them is the layer."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -118,7 +121,28 @@ def test_single_steps_do_not_warn(cell_class):
     hx = given
     for t in (1, 2, 0, 0):  # the states of one window continue in the next
         hx = cell(x[t], hx, t)
-    cell.eval()(x[0], cell(x[0]))
+    for _ in range(2):
+        cell.eval()(x[0], clones)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("cell_class", CELLS)
+def test_a_loop_without_step_in_eval_warns_once(cell_class, rows):
+    cell, x = cell_class(3, 4), torch.randn(5, 6, 3)
+    hx = None
+    for t in range(3):
+        hx = cell(x[t], hx, t)
+    cell.eval()
+    hx = cell(x[0, :rows])
+    hx = cell(x[0, :rows])  # another sequence
+    hx = cell(x[1, :rows], hx, 1)
+    hx = cell(x[0, :rows], hx)  # windows that continue
+    with pytest.warns(UserWarning, match="step was not given"):
+        hx = cell(x[1, :rows], hx)
+    for t in (2, 3, 4):  # further warnings would be errors
+        hx = cell(x[t, :rows], hx)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(cell)))
+    copied(x[0, :rows])
 
 
 SINGLE = ({"ablations": ["shared_stats"]}, {"max_length": 1}, {})

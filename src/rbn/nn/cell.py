@@ -59,6 +59,8 @@ class Cell(Recurrence, Generic[GivenStates]):
         if not self.training:
             streamed = self._stream(input, hx, step)
             if streamed is not None:
+                if not counted:
+                    self._check_repeated_step(hx, streamed)
                 result: GivenStates = self._wrap(streamed)
                 return result
         if not isinstance(input, Tensor) or input.dim() not in (1, 2):
@@ -84,7 +86,10 @@ class Cell(Recurrence, Generic[GivenStates]):
         with self._batch_statistics() if untrained else contextlib.nullcontext():
             states = self._run_call(x, given, None, step)
         self._keep_states(states, step)
-        value: GivenStates = self._wrap(states if batched else tuple(state[0] for state in states))
+        states = states if batched else tuple(state[0] for state in states)
+        if not counted and not self.training:
+            self._check_repeated_step(hx, states)
+        value: GivenStates = self._wrap(states)
         return value
 
     if TYPE_CHECKING:

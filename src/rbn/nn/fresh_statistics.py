@@ -270,6 +270,20 @@ class FreshStatistics(Recurrence):
                 "of the step: cell(input, hx, step)"
             )
 
+    def _check_repeated_step(self, hx: Any, states: States) -> None:
+        if torch.compiler.is_compiling() or self.__dict__.get("_warned_step"):
+            return
+        if len(self._all_statistics()[0].mean) < 2 or not self._separates_steps():
+            return
+        if self.recent_calls.continues(hx[0] if isinstance(hx, (tuple, list)) else hx):
+            self.__dict__["_warned_step"] = True
+            checks.warn(
+                f"{type(self).__name__} continues from its previous step, but step was not given: "
+                "each call uses the statistics of step 0. Pass the number of the step: "
+                "cell(input, hx, step)"
+            )
+        self.recent_calls.remember_last(states[0])
+
     def _separates_steps(self) -> bool:
         """Whether each time step has population statistics of its own."""
         return not any(s.shared or s.max_length == 1 for s in self._all_statistics())

@@ -107,6 +107,7 @@ class RecentCalls:
         self._copies: weakref.WeakSet[RecentCalls] = weakref.WeakSet()
         self._returned: tuple[weakref.ref[Tensor], ...] = ()  # states of a cell's last step
         self._last_step = -1
+        self._last_in_eval: weakref.ref[Tensor] | None = None  # the state of such a step
         self.new_rows = 0
         self.estimated_at: Signature | None = None
         self.norms: tuple[float, ...] = ()
@@ -163,6 +164,14 @@ class RecentCalls:
     def remember(self, states: States, step: int) -> None:
         """Remember the states that a cell returned at this step."""
         self._returned, self._last_step = tuple([weakref.ref(state) for state in states]), step
+
+    def continues(self, state: Tensor | None) -> bool:
+        """Whether the cell's previous step without a number in `eval()` returned this state."""
+        return self._last_in_eval is not None and self._last_in_eval() is state is not None
+
+    def remember_last(self, state: Tensor) -> None:
+        """Remember the state that a step without a number returned in `eval()`."""
+        self._last_in_eval = weakref.ref(state)
 
     def mark_estimated(self, weights: Signature, norms: tuple[float, ...]) -> None:
         """Record that the statistics belong to these weights."""

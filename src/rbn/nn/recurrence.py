@@ -234,6 +234,9 @@ class Recurrence(nn.Module, abc.ABC):
     def _check_first_step(self, states: States | None) -> None:
         """Warn if a cell that counts steps is called without `step` in a later step."""
 
+    def _check_repeated_step(self, hx: Any, states: States) -> None:
+        """The same in `eval()`, where `hx` gave `states`."""
+
     @abc.abstractmethod
     def _run_call(
         self, x: Tensor, states: States | None, lengths: Tensor | None, start: int

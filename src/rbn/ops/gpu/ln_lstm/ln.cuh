@@ -60,11 +60,11 @@ __device__ __forceinline__ void store1(Element* p, float v) {
 
 // The position of a thread ---------------------------------------------------------------------------
 
-struct Place {
+struct Position {
   int lane, warp, rank, row;
   i64 at;  // the row's index in the batch
   bool in;
-  __device__ __forceinline__ Place(int B) {
+  __device__ __forceinline__ Position(int B) {
     lane = threadIdx.x & 31, warp = row = threadIdx.x >> 5, rank = blockIdx.x % CLUSTER;
     at = i64(blockIdx.x / CLUSTER) * ROWS + row, in = at < B;
   }
@@ -94,7 +94,7 @@ struct Exchange {
   u32 own;              // the row's barrier in this block
   u32 step;
 
-  __device__ __forceinline__ Exchange(float2* all, u32 barriers, const Place& at) : step(0) {
+  __device__ __forceinline__ Exchange(float2* all, u32 barriers, const Position& at) : step(0) {
     slots = all + at.row * CLUSTER, own = barriers + 8 * at.row;
     const u32 other = at.lane < CLUSTER ? at.lane : 0;
     to = in_block(address_of(slots + at.rank), other), barrier = in_block(own, other);
@@ -119,7 +119,7 @@ struct Exchange {
 // Each block sums squares about its own mean, which avoids cancellation.
 template <int N>
 __device__ __forceinline__ float2 normalizer(const float (&v)[PER_LANE][N], float eps, Exchange& exchange,
-                                             const Place& at) {
+                                             const Position& at) {
   float sum = 0.0f, square = 0.0f;
 #pragma unroll
   for (int j = 0; j < PER_LANE; j++)
@@ -161,7 +161,7 @@ __device__ __forceinline__ uint4 load8(const Element* p, int count, float scale)
 #endif
 }
 
-// The part of a weight matrix that a warp multiplies by: J tiles of 16 rows, `apart` tiles apart, by K blocks of 32
+// The part of a weight matrix that a warp multiplies by: J tiles of 16 rows, `tile_stride` tiles apart, by K blocks of 32
 // columns. Its fragments, two per tile and block with 16 bytes per lane, are in registers (the first KEPT), in shared
 // memory (the next RESIDENT), or streamed from L2 in each step, with a prefetch before the other operand has arrived.
 template <int J, int K>
@@ -172,26 +172,26 @@ struct Shard {
   uint4 kept[IN_REGISTERS > 0 ? IN_REGISTERS : 1], ahead[DEPTH];
   uint4 *resident, *streamed;
 
-  __device__ __forceinline__ void ask(int f) {
+  __device__ __forceinline__ void prefetch(int f) {
     if (f < STREAMED) ahead[f % DEPTH] = fetch(reinterpret_cast<const Element*>(streamed + 32 * f));
   }
   // Prefetches the first streamed fragments of the next product.
-  __device__ __forceinline__ void ask() {
+  __device__ __forceinline__ void prefetch() {
 #pragma unroll
-    for (int f = 0; f < DEPTH; f++) ask(f);
+    for (int f = 0; f < DEPTH; f++) prefetch(f);
   }
 
   // row(m, k): eight neighbouring columns of row m of the matrix from column k on, as operands. shared_memory:
   // [WARPS][RESIDENT][32]; memory: likewise, per block, for streamed fragments.
   template <class Row>
-  __device__ __forceinline__ void load(uint4* shared_memory, uint4* memory, int tile, int apart, int block,
-                                       const Place& at, Row row) {
+  __device__ __forceinline__ void load(uint4* shared_memory, uint4* memory, int tile, int tile_stride, int block,
+                                       const Position& at, Row row) {
     resident = shared_memory + at.warp * (ON_CHIP - IN_REGISTERS) * 32 + at.lane;
     streamed = memory + (i64(blockIdx.x) * WARPS + at.warp) * STREAMED * 32 + at.lane;
     const int g = at.lane >> 2, t = at.lane & 3;
 #pragma unroll
     for (int i = 0; i < J * K; i++) {
-      const int m = 16 * (tile + i % J * apart) + g, k = 32 * (block + i / J) + 8 * t;
+      const int m = 16 * (tile + i % J * tile_stride) + g, k = 32 * (block + i / J) + 8 * t;
       const uint4 low = row(m, k), high = row(m + 8, k);
       const uint4 both[2] = {make_uint4(low.x, high.x, low.y, high.y), make_uint4(low.z, high.z, low.w, high.w)};
 #pragma unroll
@@ -210,7 +210,7 @@ struct Shard {
   // sums[j][n] = tile j times the 8 rows of tile n of `operand`, [ROWS][pitch] in pieces of 16 bytes.
   // A thread's piece holds other columns than the instruction assigns to it, but the same ones in both factors.
   __device__ __forceinline__ void multiply(float (&sums)[J][TILES][CHAINS][4], const uint4* operand, int pitch, int block,
-                                           const Place& at) {
+                                           const Position& at) {
     const uint4* own = operand + (at.lane >> 2) * pitch + 4 * block + (at.lane & 3);
     uint4 b[TILES];
 #pragma unroll
@@ -222,12 +222,12 @@ struct Shard {
         for (int n = 0; n < TILES; n++) b[n] = own[8 * n * pitch + 4 * i];
       const bool here = f < IN_REGISTERS;
       uint4 a = here ? kept[here ? f : 0] : f < ON_CHIP ? resident[(here ? 0 : f - IN_REGISTERS) * 32] : ahead[step % DEPTH];
-      if (step < STREAMED) ask(step + DEPTH);
+      if (step < STREAMED) prefetch(step + DEPTH);
 #pragma unroll
       for (int n = 0; n < TILES; n++)
         multiply16(sums[j][n][f % CHAINS], a, f % 2 ? b[n].z : b[n].x, f % 2 ? b[n].w : b[n].y);
     }
-    ask();
+    prefetch();
   }
 };
 
@@ -249,13 +249,13 @@ __device__ __forceinline__ u32 block_max(u32 v, u32* scratch) {
 
 // The largest magnitude (float bits) of the weights of this block's units, which determines their scale; 0 except in
 // float32. weight: [4H, H]
-__device__ __forceinline__ u32 largest_weight(const Element* weight, const Place& at, u32* scratch) {
+__device__ __forceinline__ u32 largest_weight(const Element* weight, const Position& at, u32* scratch) {
   u32 top = 0;
 #if TYPE == 0
   for (int i = at.warp; i < 4 * UNITS; i += WARPS) {
     const int unit = at.rank * UNITS + i % UNITS;
     if (unit < H)
-      for (int k = at.lane; k < H; k += 32) top = max(top, finite_size(weight[(i64(i / UNITS) * H + unit) * H + k]));
+      for (int k = at.lane; k < H; k += 32) top = max(top, finite_magnitude(weight[(i64(i / UNITS) * H + unit) * H + k]));
   }
   top = block_max(top, scratch);
 #endif

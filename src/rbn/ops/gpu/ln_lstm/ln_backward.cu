@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   float2* slots = reinterpret_cast<float2*>(vectors + 8 * UNITS);        // [2][ROWS][CLUSTER]
   float2* barriers = slots + 2 * ROWS * CLUSTER;                         // [2 ROWS + 1]
   const u32 first_barrier = address_of(barriers), of_shares = first_barrier + 16 * ROWS;
-  const Place at(p.B);
+  const Position at(p.B);
   const i64 B = p.B;
 
   const u32 top = largest_weight(p.weight, at, reinterpret_cast<u32*>(shares));
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   float after[PER_LANE];
 #pragma unroll
   for (int j = 0; j < PER_LANE; j++) after[j] = at.in && at.has(j) ? p.cs[(p.T * B + at.at) * H + at.unit(j)] : 0.0f;
-  w.ask();
+  w.prefetch();
   load_step(p.T - 1);
   Exchange of_cells(slots, first_barrier, at), of_gates(slots + ROWS * CLUSTER, first_barrier + 8 * ROWS, at);
   if (CLUSTER > 1) meet_cluster();  // all barriers are ready
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
   };
 
   // Sends the share of a row of dh, 8 bytes, to the block that owns these units.
-  auto give = [&](int unit, int row, uint2 v) {
+  auto send_share = [&](int unit, int row, uint2 v) {
     const u32 block = unit < ALL_UNITS ? unit / UNITS : 0;
     Share* place = shares + (at.rank * ROWS + row) * UNITS + unit % UNITS;
     if (CLUSTER > 1)
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
       for (int q = 0; q < 4; q++) {
         const float v = rstd_h * (d[j][q] * gamma_h[j][q] - of_a.x * (1.0f / (4 * H)) - a[j][q] * back);
         da[j][q] = valid && at.has(j) ? v : 0.0f;
-        if (TYPE == 0) largest = max(largest, finite_size(da[j][q]));
+        if (TYPE == 0) largest = max(largest, finite_magnitude(da[j][q]));
       }
     float scale = 1.0f;
     if (TYPE == 0) {
@@ -237,11 +237,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_backward(const LNBac
         const bool upper = g & 2;  // four units of a row, of this half
         const u32 own[2] = {pack(two[0].x, two[0].y), pack(two[1].x, two[1].y)};
         const u32 other = __float_as_uint(__shfl_xor_sync(~0u, __uint_as_float(own[upper ? 0 : 1]), 8));
-        give(first + 8 * upper + (g & ~3), row, upper ? make_uint2(other, own[1]) : make_uint2(own[0], other));
+        send_share(first + 8 * upper + (g & ~3), row, upper ? make_uint2(other, own[1]) : make_uint2(own[0], other));
 #else
 #pragma unroll
         for (int half = 0; half < 2; half++)
-          give(first + 8 * half + (g & ~1), row, make_uint2(__float_as_uint(two[half].x), __float_as_uint(two[half].y)));
+          send_share(first + 8 * half + (g & ~1), row, make_uint2(__float_as_uint(two[half].x), __float_as_uint(two[half].y)));
 #endif
       }
 

@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
   float2* slots = reinterpret_cast<float2*>(vectors + 8 * UNITS);    // [2][ROWS][CLUSTER]
   float2* barriers = slots + 2 * ROWS * CLUSTER;                     // [2 ROWS + 1]
   const u32 first_barrier = address_of(barriers), of_h = first_barrier + 16 * ROWS;
-  const Place at(p.B);
+  const Position at(p.B);
   const i64 B = p.B;
 
   const u32 top = largest_weight(p.weight, at, reinterpret_cast<u32*>(part));
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
   u32 largest = 0;
   if (TYPE == 0) {
     if (at.in)
-      for (int k = at.lane; k < H; k += 32) largest = max(largest, finite_size(load1(h0 + k)));
+      for (int k = at.lane; k < H; k += 32) largest = max(largest, finite_magnitude(load1(h0 + k)));
     largest = __reduce_max_sync(~0u, largest);
     if (at.lane == 0) down[at.row] = scale_down(largest);
   }
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) ln_forward(const LNForw
       }
     if (t + 1 < p.T) load_step(t + 1);
   };
-  w.ask();
+  w.prefetch();
   load_step(0);
   prepare(0);
   Exchange of_gates(slots, first_barrier, at), of_cells(slots + ROWS * CLUSTER, first_barrier + 8 * ROWS, at);

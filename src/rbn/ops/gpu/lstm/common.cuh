@@ -103,11 +103,11 @@ __device__ __forceinline__ u32 exponent(u32 top) { return max(top >> 23, 15u); }
 __device__ __forceinline__ float scale_up(u32 top) { return __uint_as_float((268 - exponent(top)) << 23); }
 __device__ __forceinline__ float scale_down(u32 top) { return __uint_as_float((exponent(top) - 14) << 23); }
 
-__device__ __forceinline__ u32 size_of(float v) { return __float_as_uint(v) & 0x7fffffffu; }
+__device__ __forceinline__ u32 magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
 
 // 0 for numbers that are not finite: they must not determine the scale of the others.
-__device__ __forceinline__ u32 finite_size(float v) {
-  const u32 bits = size_of(v);
+__device__ __forceinline__ u32 finite_magnitude(float v) {
+  const u32 bits = magnitude(v);
   return bits < 0x7f800000u ? bits : 0;
 }
 
@@ -328,7 +328,7 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
   auto there = [&](int m, int i, int half) {
     return i < KBW && row + m * 16 + 8 * half < B && (in_bounds || column + i * BLOCK < width);
   };
-  auto ask = [&](int piece) {
+  auto load_piece = [&](int piece) {
 #pragma unroll
     for (int m = 0; m < MPW; m++)
 #pragma unroll
@@ -344,15 +344,15 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
   // Poll a single piece until the other blocks are about done, because polling all pieces is too much traffic, except
   // for few rows.
   constexpr bool EAGER = BARRIER || FEW || (PIECES == 1 && MPW * CHUNK <= 8);
-  if (EAGER) ask(0);
+  if (EAGER) load_piece(0);
   if (!BARRIER && !FEW && wait && there(0, 0, 0)) {
     uint4 probe = EAGER ? a[0][0][0][0] : peek(address(0, 0, 0));
     while (missing(probe)) probe = peek(address(0, 0, 0));
   }
-  if (!EAGER) ask(0);
+  if (!EAGER) load_piece(0);
 #pragma unroll
   for (int piece = 0; piece < PIECES; piece++) {
-    if (piece + 1 < PIECES) ask(piece + 1);
+    if (piece + 1 < PIECES) load_piece(piece + 1);
     if (!BARRIER && wait) {
       bool again;
       do {
@@ -386,7 +386,7 @@ __device__ __forceinline__ void gather_multiply(float (&sums)[MPW][NT][4], const
 
 // Offset of a row's and column's sum in shared memory, [KS][ROWS][PITCH], free of bank conflicts for writing and reading.
 template <int NT, int PITCH>
-__device__ __forceinline__ int place_of_sum(int row, int column) {
+__device__ __forceinline__ int sum_offset(int row, int column) {
   if (!FEW) return row * PITCH + column;
   const int turned = NT > 1 ? row >> 2 & 3 | (row & 3) << 2 : row >> 2 & 3;
   return row * 8 * NT + 2 * (column / 2 ^ turned);
@@ -402,8 +402,8 @@ __device__ __forceinline__ void put_sums(float* part, float (&sums)[MPW][NT][4],
     for (int n = 0; n < NT; n++) {
       float* p = part + ks * ROWS * PITCH;
       const int row = (mw * MPW + m) * 16 + g, column = n * 8 + 2 * t;
-      store2(p + place_of_sum<NT, PITCH>(row, column), sums[m][n][0], sums[m][n][1]);
-      store2(p + place_of_sum<NT, PITCH>(row + 8, column), sums[m][n][2], sums[m][n][3]);
+      store2(p + sum_offset<NT, PITCH>(row, column), sums[m][n][0], sums[m][n][1]);
+      store2(p + sum_offset<NT, PITCH>(row + 8, column), sums[m][n][2], sums[m][n][3]);
     }
 }
 

@@ -146,7 +146,7 @@ __device__ __forceinline__ float rsqrt_(float x) {
 
 // Rows and units of a thread --------------------------------------------------------------------------
 
-struct Place {
+struct Position {
   int lane, warp, own, quad, tile;  // tile: the warp's first row tile
   int half, unit, within;           // half of the block's units; the thread's unit in the layer, and in the block
   bool mine;                        // whether the unit exists
@@ -158,8 +158,8 @@ struct Place {
   __device__ __forceinline__ bool has(int s) const { return s ? unit + 8 * s < H : mine; }
 };
 
-__device__ __forceinline__ Place place_of(int B) {
-  Place at;
+__device__ __forceinline__ Position thread_position(int B) {
+  Position at;
   at.B = B;
   at.lane = threadIdx.x & 31, at.warp = threadIdx.x >> 5;
   at.half = HALVES > 1 && at.warp < WARPS ? at.warp / MW : 0, at.tile = HALVES > 1 ? at.warp % MW * RT : at.warp * RT;
@@ -170,7 +170,7 @@ __device__ __forceinline__ Place place_of(int B) {
 }
 
 // From two units of a row to two rows of a unit: a 16-bit transpose across the warp.
-__device__ __forceinline__ float2 turned(u32 v) { return unpack(turn(v)); }
+__device__ __forceinline__ float2 transposed(u32 v) { return unpack(turn(v)); }
 
 // The cluster ---------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ __device__ __forceinline__ void sum_gates(float (&out)[N], const float (&v)[N][4
 }
 
 // Sums two values of a unit over its four threads, into `scratch` [WARPS][8][2].
-__device__ __forceinline__ void sum_cells(float* scratch, float first, float second, const Place& at) {
+__device__ __forceinline__ void sum_cells(float* scratch, float first, float second, const Position& at) {
   const bool upper = at.quad & 2;
   float sum = pick(upper, second, first) + __shfl_xor_sync(~0u, pick(upper, first, second), 2);
   sum += __shfl_xor_sync(~0u, sum, 1);
@@ -333,7 +333,7 @@ __device__ __forceinline__ int row_at(int row) { return TYPE == 0 ? 8 * (row + r
 
 // Calls move(word in the sheet, row, first unit, whether it exists) for each piece that the lane copies.
 template <class Move>
-__device__ __forceinline__ void each_piece(const Place& at, Move move) {
+__device__ __forceinline__ void each_piece(const Position& at, Move move) {
 #pragma unroll
   for (int first = 0; first < 8 * RT * ROW_PIECES; first += 32) {
     const int i = first + at.lane, row = i / ROW_PIECES, piece = i % ROW_PIECES;
@@ -343,16 +343,16 @@ __device__ __forceinline__ void each_piece(const Place& at, Move move) {
 }
 
 // Reads two rows of the thread's unit.
-__device__ __forceinline__ float2 from_sheet(const u32* sheet, int n, const Place& at) {
+__device__ __forceinline__ float2 from_sheet(const u32* sheet, int n, const Position& at) {
 #if TYPE == 0
   const int row = 8 * n + 2 * at.quad;
   return make_float2(__uint_as_float(sheet[row_at(row) + at.own]), __uint_as_float(sheet[row_at(row + 1) + at.own]));
 #else
-  return turned(sheet[32 * n + at.lane]);
+  return transposed(sheet[32 * n + at.lane]);
 #endif
 }
 
-__device__ __forceinline__ void to_sheet(u32* sheet, int n, const Place& at, float x, float y) {
+__device__ __forceinline__ void to_sheet(u32* sheet, int n, const Position& at, float x, float y) {
 #if TYPE == 0
   const int row = 8 * n + 2 * at.quad;
   sheet[row_at(row) + at.own] = __float_as_uint(x), sheet[row_at(row + 1) + at.own] = __float_as_uint(y);
@@ -376,13 +376,13 @@ __device__ __forceinline__ void fetched() {
 
 // Prefetch a sheet from global memory, and write it back; p: the warp's first row at its first unit. Both need a
 // __syncwarp before.
-__device__ __forceinline__ void ask_sheet(u32* sheet, const Element* p, int stride, const Place& at) {
+__device__ __forceinline__ void prefetch_sheet(u32* sheet, const Element* p, int stride, const Position& at) {
   each_piece(at, [&](int word, int row, int unit, bool there) {
     fetch_async<PIECE_BYTES>(address_of(sheet + word), there ? p + row * stride + unit : p, there);
   });
 }
 
-__device__ __forceinline__ void keep_sheet(Element* p, int stride, const u32* sheet, const Place& at) {
+__device__ __forceinline__ void write_sheet(Element* p, int stride, const u32* sheet, const Position& at) {
   each_piece(at, [&](int word, int row, int unit, bool there) {
     Element* to = p + row * stride + unit;
     if (!there) return;

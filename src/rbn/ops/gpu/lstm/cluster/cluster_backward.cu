@@ -18,7 +18,7 @@
 #endif
 #define EARLY (HALVES > 1 || STAGGERED)
 #define SPLIT (MODE_H != 0)       // d(W_x x) differs from d(W_h h)
-#define KEEPS_GATES (!(SPLIT && SCALAR))  // a tensor is written gate by gate: d(W_x x), or the one that serves as both
+#define WRITES_GATES (!(SPLIT && SCALAR))  // a tensor is written gate by gate: d(W_x x), or the one that serves as both
 #if SCALAR
 #define GATES_TO p.da
 #else
@@ -38,7 +38,7 @@
 #define LINES (HALVES > 1 ? ROW_TILES * HALVES * 128 : 0)  // words of d(W_h h) in 16 bits
 #define PARTS (TYPE == 0 ? HALVES : 1)  // accumulators per sum: in float32 each half has its own power of two
 #define BATCH (RT > 1 ? 2 : 4)  // tiles multiplied in parallel
-#define LATE (RT * 4 * EIGHTH * WORKERS + 4 * SHEET * WARPS)  // words of gradients that are written in the next step
+#define PENDING (RT * 4 * EIGHTH * WORKERS + 4 * SHEET * WARPS)  // words of gradients that are written in the next step
 
 // In float32 d(W_h h) is scaled below 2^7 (64 products: 2^6) and W_h below 2^3, so that a sum of 32 products is in
 // float16's range.
@@ -73,19 +73,19 @@ struct Backward {
 
 // A step's inputs are prefetched into shared memory, which saves registers.
 #define SAVED (4 * EIGHTH + 2)                              // words per thread and tile saved by the forward pass
-#define AHEAD (RT * SAVED * WORKERS + 5 * SHEET * WARPS)  // words in total
+#define PREFETCHED (RT * SAVED * WORKERS + 5 * SHEET * WARPS)  // words in total
 
-struct Ahead {
+struct Prefetched {
   u32* scratch;  // [RT][SAVED][WORKERS], with 16 bytes of each thread before 8 of each; then [WARPS][5][SHEET]
 
   __device__ __forceinline__ u32* words(int n, int first, int width) const {
     return scratch + (n * SAVED + first) * WORKERS + width * threadIdx.x;
   }
-  __device__ __forceinline__ u32* sheet(int i, const Place& at) const {
+  __device__ __forceinline__ u32* sheet(int i, const Position& at) const {
     return scratch + RT * SAVED * WORKERS + (at.warp * 5 + i) * SHEET;
   }
 
-  __device__ __forceinline__ void ask_saved(int n, const Element* wh, const float* cs, bool there) const {
+  __device__ __forceinline__ void prefetch_saved(int n, const Element* wh, const float* cs, bool there) const {
 #pragma unroll
     for (int i = 0; i < EIGHTH; i++) fetch_async<16>(address_of(words(n, 4 * i, 4)), wh + i * EIGHT_STEP, there);
     fetch_async<8>(address_of(words(n, 4 * EIGHTH, 2)), cs, there);
@@ -104,10 +104,10 @@ struct Ahead {
 
 struct Layout {
   u32* shares;    // [2][BLOCKS][SOURCE]: shares received from all blocks
-  Ahead ahead;
-  u32* late;  // [RT][EIGHTH][WORKERS][4]; [WARPS][4][SHEET]
+  Prefetched prefetched;
+  u32* pending;  // [RT][EIGHTH][WORKERS][4]; [WARPS][4][SHEET]
   float *scratch, *x_sums, *cell_sums;
-  float* mean_sums;  // [WARPS][4 * SHEET], in the unused sheets of `late`: the fourth sum
+  float* mean_sums;  // [WARPS][4 * SHEET], in the unused sheets of `pending`: the fourth sum
   float* given;  // [2][TABLES]
   float4* totals;
   uint4* lines;    // [ROW_TILES][HALVES][32]: d(W_h h) as an operand, all gates
@@ -125,7 +125,7 @@ struct Layout {
 //   d(.):  g * totals.x + totals.y + (x minus its mean) * totals.z, for a term x and the gradient g of its normalized value
 
 // The last warp: statistics and sums over the batch. Each lane owns a gate of a unit, in each half.
-__device__ __forceinline__ void run_statistics_warp(const Backward& p, const Place& at, const Layout& in) {
+__device__ __forceinline__ void run_statistics_warp(const Backward& p, const Position& at, const Layout& in) {
   const int own = at.own, quad = at.quad, first = quad * UNITS + own;
   const i64 r = blockIdx.y, column = quad * H + at.unit;
   const float scale = pick(quad == 2, pre(2), pre(0));
@@ -149,7 +149,7 @@ __device__ __forceinline__ void run_statistics_warp(const Backward& p, const Pla
   EACH_HALF w[s] = at.has(s) ? p.w[r * GATES + column + 8 * s] : 0.0f;
 #endif
 
-  auto ask = [&](int t) {
+  auto prefetch = [&](int t) {
     if (!at.mine || t < 0) return;
     auto row = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
     EACH_HALF {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void run_statistics_warp(const Backward& p, const Pla
       }
     }
   };
-  auto put = [&](int k) {
+  auto write_tables = [&](int k) {
     float4* to = in.table(k);
     EACH_HALF {
       if (MODE_H) {
@@ -185,10 +185,10 @@ __device__ __forceinline__ void run_statistics_warp(const Backward& p, const Pla
           to[OF_C + own + 8 * s] = make_float4(mc[s], next_rc[s] * g_c[s] * pre(2), slope<MODE_C>(next_rc[s], g_c[s], p.eps), next_rc[s]);
       }
     }
-    ask(p.T - 2 - k);
+    prefetch(p.T - 2 - k);
   };
-  ask(p.T - 1);
-  put(0);
+  prefetch(p.T - 1);
+  write_tables(0);
   __syncthreads();
   meet_cluster();
 
@@ -205,11 +205,11 @@ __device__ __forceinline__ void run_statistics_warp(const Backward& p, const Pla
         if (quad == 0)
           in.totals[OF_C + own + 8 * s] = make_float4(f, -(sum[s].x * inv) * f, -(sum[s].y * inv) * (rc[s] * rc[s]) * f, 0.0f);
       }
-      if (!SUM_H) put(k + 1);
+      if (!SUM_H) write_tables(k + 1);
       __syncthreads();
       EACH_HALF all_c[s].x += sum[s].x, all_c[s].y += sum[s].y * rc[s];
     }
-    if (SUM_C == SUM_H) put(k + 1);
+    if (SUM_C == SUM_H) write_tables(k + 1);
     if (SUM_H) {
       await<SUMS_2>();
       float2 sum[HALVES];
@@ -220,7 +220,7 @@ __device__ __forceinline__ void run_statistics_warp(const Backward& p, const Pla
         off[s] = sum[s].x * inv;
         in.totals[here(s)] = make_float4(f, -off[s] * f, -(sum[s].y * inv) * (rh[s] * rh[s]) * f, 0.0f);
       }
-      if (!SUM_C) put(k + 1);
+      if (!SUM_C) write_tables(k + 1);
       __syncthreads();
       EACH_HALF {
         all_h[s].x += sum[s].x, all_h[s].y += sum[s].y * rh[s];
@@ -291,11 +291,11 @@ struct Share {
 };
 
 // The worker warps.
-__device__ __forceinline__ void run_worker(const Backward& p, const Place& at, const Layout& in) {
+__device__ __forceinline__ void run_worker(const Backward& p, const Position& at, const Layout& in) {
   const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad, within = at.within;
   const i64 r = blockIdx.y, B = p.B, unit = at.unit;
   const u32 rank = blockIdx.x;
-  const Ahead ahead = in.ahead;
+  const Prefetched prefetched = in.prefetched;
 
   // The weights of the block's columns, k = 8 * gate + unit, for the units of the receiving blocks.
   uint4 w[TILES][2 * HALVES];
@@ -311,7 +311,7 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
         for (int u = own; u < H; u += 8)
           for (int q = 0; q < 4; q++) {
             const float2 v = load2(weight + i64(u) * GATES + q * H + 8 * s);
-            top = max(top, max(size_of(v.x), size_of(v.y)));
+            top = max(top, max(magnitude(v.x), magnitude(v.y)));
           }
     top = __reduce_max_sync(~0u, top);
     up = scale_up(top) * LESS_W, undo = scale_down(top) / (LESS_W * LESS_D);
@@ -336,30 +336,30 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
   const i64 last = (r + 1) * p.T - 1;
   const float* cs = p.cs + ((last + r) * step_saved + pair * 8 + own) * 2;
   const Element* wh = p.wh + last * step_saved * 8 + eight_at(pair, own);
-  i64 gates_asked = (last * B + 8 * at.tile) * GATES + rank * UNITS + FIRST(at.half), gates_late = gates_asked;
+  i64 gates_prefetched = (last * B + 8 * at.tile) * GATES + rank * UNITS + FIRST(at.half), gates_written = gates_prefetched;
 #if SCALAR
-  const Input* asked = p.wx + last * X_ROWS + 8 * at.tile;
+  const Input* x_prefetched = p.wx + last * X_ROWS + 8 * at.tile;
 #endif
   Element* da = p.da + last * B * GATES + i64(at.row(0, 0)) * GATES + 4 * unit;  // if SPLIT
   const Element* doutput = p.doutput + (last * B + 8 * at.tile) * H + rank * UNITS + FIRST(at.half);
-  bool kept[RT];
+  bool stored[RT];
 #pragma unroll
-  for (int n = 0; n < RT; n++) kept[n] = at.row(n, 0) / 2 < PAIRS && (HALVES == 1 || at.unit - own < H);
+  for (int n = 0; n < RT; n++) stored[n] = at.row(n, 0) / 2 < PAIRS && (HALVES == 1 || at.unit - own < H);
 
   // Prefetches a step's inputs, one step ahead.
-  auto ask_rows = [&]() {
+  auto prefetch_rows = [&]() {
 #pragma unroll
-    for (int n = 0; n < RT; n++) ahead.ask_saved(n, kept[n] ? wh + 256 * n : p.wh, kept[n] ? cs + 64 * n : p.cs, kept[n]);
+    for (int n = 0; n < RT; n++) prefetched.prefetch_saved(n, stored[n] ? wh + 256 * n : p.wh, stored[n] ? cs + 64 * n : p.cs, stored[n]);
 #if SCALAR
-    if (lane < 2 * RT) fetch_async<16>(address_of(ahead.sheet(0, at) + 4 * lane), asked + 4 * lane, true);
-    asked -= X_ROWS;
+    if (lane < 2 * RT) fetch_async<16>(address_of(prefetched.sheet(0, at) + 4 * lane), x_prefetched + 4 * lane, true);
+    x_prefetched -= X_ROWS;
 #else
     if (SPLIT)
 #pragma unroll
-      for (int q = 0; q < 4; q++) ask_sheet(ahead.sheet(q, at), p.wx + gates_asked + q * H, GATES, at);
+      for (int q = 0; q < 4; q++) prefetch_sheet(prefetched.sheet(q, at), p.wx + gates_prefetched + q * H, GATES, at);
 #endif
-    if (DOUTPUT) ask_sheet(ahead.sheet(4, at), doutput, H, at);
-    wh -= step_saved * 8, cs -= step_saved * 2, gates_asked -= B * GATES, doutput -= B * H;
+    if (DOUTPUT) prefetch_sheet(prefetched.sheet(4, at), doutput, H, at);
+    wh -= step_saved * 8, cs -= step_saved * 2, gates_prefetched -= B * GATES, doutput -= B * H;
   };
 
   const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
@@ -376,16 +376,16 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
       dc[n][e] = at.in(n, e) ? p.dc[here] : 0.0f;
       c_t[n][e] = 0.0f;
     }
-    if (kept[n]) {
+    if (stored[n]) {
       const float2 final = load2(cs + step_saved * 2 + 64 * n);
       c_t[n][0] = final.x, c_t[n][1] = final.y;
     }
   }
-  ask_rows();
+  prefetch_rows();
 
   const u32 shared = address_of(in.shares), into = warp * PIECE * 4 + 4 * RT * lane, barrier_at = in.barriers - shared;
-  const bool later = STAGGERED && warp >= (WARPS + 1) / 2;
-  float to_itself[RT][2] = {};
+  const bool sends_last = STAGGERED && warp >= (WARPS + 1) / 2;
+  float own_share[RT][2] = {};
 #if HALVES > 1
   u32 there[TILES];
 #pragma unroll
@@ -396,9 +396,9 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
   // unit by unit, in each thread's order; then, gate by gate, d(W_x x) or the tensor that serves as both. d(W_h h) may
   // overwrite W_h h of later steps (`backward._consumed`): all blocks have read those, or else they could not have
   // sent the shares that this step's d(W_h h) depends on.
-  auto slot_of = [&](int n, int i) { return reinterpret_cast<uint4*>(in.late) + (n * EIGHTH + i) * WORKERS + threadIdx.x; };
-  auto sheet_of = [&](int q) { return in.late + RT * 4 * EIGHTH * WORKERS + (warp * 4 + q) * SHEET; };
-  auto keep_units = [&](int n) {
+  auto slot_of = [&](int n, int i) { return reinterpret_cast<uint4*>(in.pending) + (n * EIGHTH + i) * WORKERS + threadIdx.x; };
+  auto sheet_of = [&](int q) { return in.pending + RT * 4 * EIGHTH * WORKERS + (warp * 4 + q) * SHEET; };
+  auto write_units = [&](int n) {
     if (!SPLIT) return;
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -411,20 +411,20 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
 #endif
     }
   };
-  auto keep_gates = [&](int first, int last) {
-    if (!KEEPS_GATES) return;
+  auto write_gates = [&](int first, int last) {
+    if (!WRITES_GATES) return;
     __syncwarp();
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       if (q < first || q >= last) continue;
-      keep_sheet(GATES_TO + gates_late + q * H, GATES, sheet_of(q), at);
+      write_sheet(GATES_TO + gates_written + q * H, GATES, sheet_of(q), at);
     }
   };
-  auto keep_all = [&]() {
+  auto write_all = [&]() {
 #pragma unroll
-    for (int n = 0; n < RT; n++) keep_units(n);
-    keep_gates(0, 4);
-    da -= B * GATES, gates_late -= B * GATES;
+    for (int n = 0; n < RT; n++) write_units(n);
+    write_gates(0, 4);
+    da -= B * GATES, gates_written -= B * GATES;
   };
   __syncthreads();
   meet_cluster();
@@ -438,7 +438,7 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
     // Recompute the forward step, and from it the factors of the gradients; this waits for no other block.
     float a[RT][4][2], x[RT][X_GATES][2], gate[RT][4][2], cell[RT][2], dh[RT][2], through[RT][5][2], forgot[RT][2];
 #pragma unroll
-    for (int n = 0; n < RT; n++) ahead.saved(n, a[n]);
+    for (int n = 0; n < RT; n++) prefetched.saved(n, a[n]);
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       const float4 s = MODE_H ? table[q * UNITS + within] : make_float4(0, 0, 0, 0);
@@ -446,11 +446,11 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
       for (int n = 0; n < RT; n++) {
 #if SCALAR
         if (q == 0) {
-          const float2 two = *reinterpret_cast<const float2*>(ahead.sheet(0, at) + 8 * n + 2 * quad);
+          const float2 two = *reinterpret_cast<const float2*>(prefetched.sheet(0, at) + 8 * n + 2 * quad);
           x[n][0][0] = two.x, x[n][0][1] = two.y;
         }
 #else
-        const float2 vx = SPLIT ? from_sheet(ahead.sheet(q, at), n, at) : make_float2(0, 0);
+        const float2 vx = SPLIT ? from_sheet(prefetched.sheet(q, at), n, at) : make_float2(0, 0);
 #endif
 #pragma unroll
         for (int e = 0; e < 2; e++) {
@@ -466,8 +466,8 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
     const float4 of_c = MODE_C ? table[OF_C + within] : make_float4(0, pre(2), 1, 1);
 #pragma unroll
     for (int n = 0; n < RT; n++) {
-      const float2 dy = DOUTPUT ? from_sheet(ahead.sheet(4, at), n, at) : make_float2(0, 0);
-      const float2 first = ahead.cells(n);  // of step t - 1
+      const float2 dy = DOUTPUT ? from_sheet(prefetched.sheet(4, at), n, at) : make_float2(0, 0);
+      const float2 first = prefetched.cells(n);  // of step t - 1
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         cell[n][e] = c_t[n][e] - of_c.x;
@@ -486,10 +486,10 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
       }
     }
     __syncwarp();
-    if (t > 0) ask_rows();
+    if (t > 0) prefetch_rows();
     if (k > 0) {
 #pragma unroll
-      for (int n = 0; n < RT; n++) keep_units(n);
+      for (int n = 0; n < RT; n++) write_units(n);
       da -= B * GATES;
     }
 
@@ -515,7 +515,7 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
         }
       }
 #pragma unroll
-      for (int i = 0; i < 2 * RT; i++) dh[i / 2][i % 2] += to_itself[i / 2][i % 2];
+      for (int i = 0; i < 2 * RT; i++) dh[i / 2][i % 2] += own_share[i / 2][i % 2];
 #pragma unroll
       for (int i = 0; i < 2 * RT; i++) dh[i / 2][i % 2] += sum[0][i / 2][i % 2] + sum[1][i / 2][i % 2];
     }
@@ -539,12 +539,12 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
     if (SUM_C) {
       sum_cells(in.cell_sums, v_c[0], v_c[1], at);
       done<SUMS_1>();
-      if (k > 0) keep_gates(0, 2);
+      if (k > 0) write_gates(0, 2);
       __syncthreads();
       total_c = in.totals[OF_C + within];
     } else {
       sum_c[0] += v_c[0], sum_c[1] += v_c[1];
-      if (k > 0) keep_gates(0, 2);
+      if (k > 0) write_gates(0, 2);
     }
 
     // Equation 7
@@ -586,7 +586,7 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
 #pragma unroll
         for (int q = 0; q < 4; q++) sum_v[n][q] += v[n][q];
     }
-    if (k > 0) keep_gates(2, 4), gates_late -= B * GATES;
+    if (k > 0) write_gates(2, 4), gates_written -= B * GATES;
     if (SUM_H) __syncthreads();
     float d[RT][4][2];
 #pragma unroll
@@ -616,7 +616,7 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
     if (top >= 0x7f800000u) {  // ignore infinities, too
       top = 0;
 #pragma unroll
-      for (int i = 0; i < 8 * RT; i++) top = max(top, finite_size(d[i / 8][i / 2 % 4][i % 2]));
+      for (int i = 0; i < 8 * RT; i++) top = max(top, finite_magnitude(d[i / 8][i / 2 % 4][i % 2]));
       top = __reduce_max_sync(~0u, top);
     }
     up = scale_up(top) * LESS_D;
@@ -734,7 +734,7 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
 #pragma unroll
                 for (int n = 0; n < RT; n++)
 #pragma unroll
-                  for (int e = 0; e < 2; e++) to_itself[n][e] = TYPE == 0 ? sum[m][n][e] * factor : sum[m][n][e];
+                  for (int e = 0; e < 2; e++) own_share[n][e] = TYPE == 0 ? sum[m][n][e] * factor : sum[m][n][e];
               Share share;
 #pragma unroll
               for (int n = 0; n < RT; n++) share.words[n] = pack(sum[m][n][2 * half], sum[m][n][2 * half + 1]);
@@ -749,12 +749,12 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
 #endif
 #endif
     };
-    if (t > 0 && !later) send_shares();
+    if (t > 0 && !sends_last) send_shares();
 
     // Keep the gradients in shared memory until they are written.
     if (!EARLY && MEETS_X) __syncthreads();
     __syncwarp();
-#if KEEPS_GATES
+#if WRITES_GATES
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       float4 s = make_float4(1, 0, 0, 0);
@@ -787,10 +787,10 @@ __device__ __forceinline__ void run_worker(const Backward& p, const Place& at, c
                                     pack(d[n][0][1], d[n][1][1]), pack(d[n][2][1], d[n][3][1]));
 #endif
       }
-    if (t > 0 && later) send_shares();
+    if (t > 0 && sends_last) send_shares();
   }
 
-  keep_all();
+  write_all();
 #pragma unroll
   for (int n = 0; n < RT; n++)
 #pragma unroll
@@ -816,17 +816,17 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_backward(const
   if (blockIdx.x >= BLOCKS) return;  // the cluster may have idle blocks
   Layout in;
   in.shares = reinterpret_cast<u32*>(shared);
-  in.ahead.scratch = in.shares + 2 * BLOCKS * SOURCE;
-  in.late = in.ahead.scratch + AHEAD;
-  in.scratch = reinterpret_cast<float*>(in.late + LATE);
-  in.mean_sums = reinterpret_cast<float*>(in.late + RT * 4 * EIGHTH * WORKERS);
+  in.prefetched.scratch = in.shares + 2 * BLOCKS * SOURCE;
+  in.pending = in.prefetched.scratch + PREFETCHED;
+  in.scratch = reinterpret_cast<float*>(in.pending + PENDING);
+  in.mean_sums = reinterpret_cast<float*>(in.pending + RT * 4 * EIGHTH * WORKERS);
   in.x_sums = in.scratch + 64 * WARPS, in.cell_sums = in.x_sums + 32 * WARPS;
   in.given = in.scratch + SCRATCH;
   in.totals = reinterpret_cast<float4*>(in.given + 2 * TABLES);
   in.lines = reinterpret_cast<uint4*>(in.given + 3 * TABLES);
   in.exponents = reinterpret_cast<u32*>(in.given + 3 * TABLES + LINES);
   in.barriers = address_of(in.exponents + (HALVES > 1 && TYPE == 0 ? WARPS : 0));
-  const Place at = place_of(p.B);
+  const Position at = thread_position(p.B);
   if (threadIdx.x == 0)
     for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i, HALVES * ARRIVALS);
   __syncthreads();

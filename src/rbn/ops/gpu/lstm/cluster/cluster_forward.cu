@@ -59,7 +59,7 @@ __device__ __forceinline__ u32 counted(int B) { return 16 * B * (BLOCKS - 1) * H
 __device__ __forceinline__ float scale_of(int gate) { return MODE_H ? pre(gate) : 1.0f; }
 
 // The last warp: statistics. Each lane owns a gate of a unit, in each half.
-__device__ __forceinline__ void run_statistics_warp(const Forward& p, const Place& at, const Layout& in) {
+__device__ __forceinline__ void run_statistics_warp(const Forward& p, const Position& at, const Layout& in) {
   const int own = at.own, quad = at.quad, first = slot(own, quad);
   const i64 r = blockIdx.y, column = quad * H + at.unit;
   const float scale = pick(quad == 2, scale_of(2), scale_of(0));
@@ -82,7 +82,7 @@ __device__ __forceinline__ void run_statistics_warp(const Forward& p, const Plac
 
   // Prefetched: statistics known before the step.
   float mx[HALVES] = {}, vx[HALVES] = {}, mh[HALVES] = {}, vh[HALVES] = {}, mc[HALVES] = {}, vc[HALVES] = {}, inv = 1.0f / p.B;
-  auto ask = [&](int t) {
+  auto prefetch = [&](int t) {
     if (!at.mine || t >= p.T) return;
     auto row_of = [&](int rows) { return r * rows + (t < rows ? t : rows - 1); };
     EACH_HALF {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void run_statistics_warp(const Forward& p, const Plac
       }
     }
   };
-  auto put = [&](int t) {
+  auto write_tables = [&](int t) {
     float2* to = in.statistics(t);
     EACH_HALF {
 #if SCALAR
@@ -111,10 +111,10 @@ __device__ __forceinline__ void run_statistics_warp(const Forward& p, const Plac
       if (MODE_H == 2) to[OF_H + here(s)] = make_float2(mh[s], rsqrt_(vh[s] + p.eps) * g_h[s]);
       if (MODE_C == 2 && quad == 0) to[OF_C + own + 8 * s] = make_float2(mc[s], rsqrt_(vc[s] + p.eps) * g_c[s]);
     }
-    ask(t + 1);
+    prefetch(t + 1);
   };
-  ask(0);
-  put(0);
+  prefetch(0);
+  write_tables(0);
   __syncthreads();
   meet_cluster();
 
@@ -141,12 +141,12 @@ __device__ __forceinline__ void run_statistics_warp(const Forward& p, const Plac
         statistics[OF_H + here(s)] = make_float2(shift_h[s], rsqrt_(var + p.eps) * g_h[s]);
         var_h[s] = var;
       }
-      if (!SUM_C) put(t + 1);
+      if (!SUM_C) write_tables(t + 1);
       __syncthreads();
       EACH_HALF
         if (at.has(s)) p.mean_h[to_h + 8 * s] = shift_h[s], p.var_h[to_h + 8 * s] = var_h[s];
       to_h += GATES;
-      if (SUM_C) put(t + 1);
+      if (SUM_C) write_tables(t + 1);
     }
     if (SUM_C) {
       await<SUMS_2>();
@@ -163,10 +163,10 @@ __device__ __forceinline__ void run_statistics_warp(const Forward& p, const Plac
         if (quad == 0) statistics[OF_C + own + 8 * s] = make_float2(shift_c[s], rsqrt_(var + p.eps) * g_c[s]);
         var_c[s] = var;
       }
-      if (!SUM_H) put(t + 1);
+      if (!SUM_H) write_tables(t + 1);
       __syncthreads();
     }
-    if (!SUM_H && !SUM_C) put(t + 1);
+    if (!SUM_H && !SUM_C) write_tables(t + 1);
     EACH_HALF
       if (SUM_C && quad == 0 && at.has(s)) p.mean_c[to_c + 8 * s] = shift_c[s], p.var_c[to_c + 8 * s] = var_c[s];
     to_c += H;
@@ -175,7 +175,7 @@ __device__ __forceinline__ void run_statistics_warp(const Forward& p, const Plac
 }
 
 // The worker warps.
-__device__ __forceinline__ void run_worker(const Forward& p, const Place& at, const Layout& in) {
+__device__ __forceinline__ void run_worker(const Forward& p, const Position& at, const Layout& in) {
   const int lane = at.lane, warp = at.warp, own = at.own, quad = at.quad, within = at.within;
   const i64 r = blockIdx.y, B = p.B, rank = blockIdx.x, unit = at.unit;
 
@@ -190,7 +190,7 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
     for (int q = 0; q < 4; q++) {
       u32 top = 0;
       if (at.mine)
-        for (int k = quad; k < H; k += 4) top = max(top, size_of(weight[q * H * H + k]));
+        for (int k = quad; k < H; k += 4) top = max(top, magnitude(weight[q * H * H + k]));
       top = max(top, __shfl_xor_sync(~0u, top, 1));
       top = max(top, __shfl_xor_sync(~0u, top, 2));
       up[q] = scale_up(top);
@@ -225,7 +225,7 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
 #if TYPE == 0
   u32 top = 0;
   for (int i = lane; i < 8 * RT * H; i += 32)
-    if (8 * at.tile + i / H < B) top = max(top, finite_size(h0[i64(8 * at.tile) * H + i]));
+    if (8 * at.tile + i / H < B) top = max(top, finite_magnitude(h0[i64(8 * at.tile) * H + i]));
   top = __reduce_max_sync(~0u, top);
   const float up_first = scale_up(top);
   float unscale = scale_down(top) * ONE_SCALED;
@@ -255,7 +255,7 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
   Element* wh = p.wh + r * p.T * step_saved * 8 + eight_at(pair, own);
   Element* hs = p.hs + ((r * (p.T + 1) + 1) * B + 8 * at.tile) * H + rank * UNITS + FIRST(at.half);
   const float beta = (BETA && at.mine ? p.beta_c[r * H + unit] : 0.0f) * pre(2);
-  bool saves[RT];
+  bool stores[RT];
   int length[RT][2];
   float c[RT][2], x[RT][4][2];
   auto sheet_of = [&](int i) { return in.sheets + (warp * 5 + i) * SHEET; };
@@ -267,19 +267,19 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
       length[n][e] = LENGTHS && at.in(n, e) ? p.lengths[at.row(n, e)] : 0;
       c[n][e] = at.in(n, e) ? p.c0[(r * B + at.row(n, e)) * H + unit] : 0.0f;
     }
-    saves[n] = SAVE && at.row(n, 0) / 2 < PAIRS && (HALVES == 1 || unit - own < H);
-    if (saves[n]) store2(cs + 64 * n, c[n][0], c[n][1]);
+    stores[n] = SAVE && at.row(n, 0) / 2 < PAIRS && (HALVES == 1 || unit - own < H);
+    if (stores[n]) store2(cs + 64 * n, c[n][0], c[n][1]);
   }
 #if SCALAR
   // Two rows of each tile, and the step's shifts and scales: loaded before h is sent, because later loads would queue
   // behind the stores.
   float2 inputs[RT], of_x[4];
-  auto ask_rows = [&]() {
+  auto prefetch_rows = [&]() {
 #pragma unroll
     for (int n = 0; n < RT; n++) inputs[n] = load2(wx + 8 * n);
     wx += X_ROWS;
   };
-  auto look = [&](int t) { read_slots(of_x, in.statistics(t), within); };
+  auto load_x_table = [&](int t) { read_slots(of_x, in.statistics(t), within); };
   auto prepare = [&](int t) {
 #pragma unroll
     for (int n = 0; n < RT; n++)
@@ -287,13 +287,13 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
       for (int q = 0; q < 4; q++)
 #pragma unroll
         for (int e = 0; e < 2; e++) x[n][q][e] = (e ? inputs[n].y : inputs[n].x) * of_x[q].y + of_x[q].x;
-    if (t + 1 < p.T) ask_rows();
+    if (t + 1 < p.T) prefetch_rows();
   };
 #else
-  auto look = [](int) {};
-  auto ask_rows = [&]() {
+  auto load_x_table = [](int) {};
+  auto prefetch_rows = [&]() {
 #pragma unroll
-    for (int q = 0; q < 4; q++) ask_sheet(sheet_of(q), wx + q * H, GATES, at);
+    for (int q = 0; q < 4; q++) prefetch_sheet(sheet_of(q), wx + q * H, GATES, at);
     wx += B * GATES;
   };
   // Normalizes the input term of step t, which was prefetched a step ago, and prefetches the next one.
@@ -316,10 +316,10 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
         }
       }
     __syncwarp();
-    if (t + 1 < p.T) ask_rows();
+    if (t + 1 < p.T) prefetch_rows();
   };
 #endif
-  ask_rows();
+  prefetch_rows();
 
   // A store of a warp sends 16-byte pieces of eight rows to four blocks; each block starts with its neighbour.
   const int piece = lane & 7;
@@ -330,24 +330,24 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
   const u32 into = ((first_place * HALVES + at.half) * SOURCE + 8 * at.tile + piece) * 16, barrier_at = in.barriers - shared;
 
   // The outputs of a step, which no block waits for. c still holds the cells until the next ones replace them.
-  Eight late[RT];
+  Eight pending[RT];
   // Writes parts `first` to `last`: W_h h of each tile, then everything else. In 16 bits the second half of W_h h is
   // small enough to go with the rest. `after` is 0, but depends on values that must be loaded before the stores.
-  auto keep = [&](int first, int last, u32 after = 0) {
+  auto write_outputs = [&](int first, int last, u32 after = 0) {
 #pragma unroll
     for (int n = 0; n < RT; n++) {
-      if (first <= n && n < last && saves[n]) late[n].store(wh + 256 * n + after);
-      if (last > RT && saves[n]) store2(cs + step_saved * 2 + 64 * n, c[n][0], c[n][1]);
+      if (first <= n && n < last && stores[n]) pending[n].store(wh + 256 * n + after);
+      if (last > RT && stores[n]) store2(cs + step_saved * 2 + 64 * n, c[n][0], c[n][1]);
     }
     if (last <= RT) return;
-    keep_sheet(hs, H, sheet_of(4), at);
+    write_sheet(hs, H, sheet_of(4), at);
     wh += step_saved * 8, hs += B * H, cs += step_saved * 2;
   };
 
-  const bool later = STAGGERED && warp >= (WARPS + 1) / 2;
+  const bool sends_last = STAGGERED && warp >= (WARPS + 1) / 2;
 
   __syncthreads();
-  look(0);
+  load_x_table(0);
   prepare(0);
   meet_cluster();
 
@@ -431,7 +431,7 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
       sum_gates(sum, v, quad);
       store2(in.scratch + (warp * 32 + lane) * 2, sum[0], sum[1]);
       done<SUMS_1>();
-      if (t > 0) keep(0, RT / 2);
+      if (t > 0) write_outputs(0, RT / 2);
       __syncthreads();
     }
     float gate[RT][4][2], cand[RT][2];
@@ -441,8 +441,8 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
     // `never` is 0, because T is not negative; but the compiler does not know, and so cannot move the loads behind the
     // stores.
     const u32 never = u32(p.T) >> 31, seen = __float_as_uint(of_h[3].y) ^ __float_as_uint(of_h[0].y) ^ __float_as_uint(shift_c);
-    if (TYPE == 0 && t > 0) keep(SUM_H ? RT / 2 : 0, RT, MODE_H ? seen & never : 0);
-    auto open = [&](int n, int q, int e) {
+    if (TYPE == 0 && t > 0) write_outputs(SUM_H ? RT / 2 : 0, RT, MODE_H ? seen & never : 0);
+    auto activate = [&](int n, int q, int e) {
       float v = a[n][q][e];
       if (MODE_H) v = a[n][q][e] = v - of_h[q].x;
       v = (MODE_H ? v * of_h[q].y : v) + x[n][q][e];
@@ -455,7 +455,7 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
 #pragma unroll
       for (int q = 0; q < 3; q++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) open(n, q, e);
+        for (int e = 0; e < 2; e++) activate(n, q, e);
 #pragma unroll
     for (int n = 0; n < RT; n++)
 #pragma unroll
@@ -473,13 +473,13 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
       sum_cells(in.cell_sums, v[0], v[1], at);
       done<SUMS_2>();
     }
-    if (t > 0) keep(TYPE == 0 ? RT : SUM_H ? RT / 2 : 0, RT + 1);
+    if (t > 0) write_outputs(TYPE == 0 ? RT : SUM_H ? RT / 2 : 0, RT + 1);
     u32 mixed = 0;
 #pragma unroll
     for (int n = 0; n < RT; n++)
 #pragma unroll
       for (int e = 0; e < 2; e++) {
-        open(n, 3, e);
+        activate(n, 3, e);
         mixed ^= __float_as_uint(gate[n][3][e]);
       }
     // A store that never executes but depends on the output gates: otherwise the compiler computes them after the wait.
@@ -488,7 +488,7 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
       __syncthreads();
     }
     const float2 of_c = MODE_C ? statistics[OF_C + within] : make_float2(0, pre(2));
-    if (SUM_H || SUM_C) look(t + 1);
+    if (SUM_H || SUM_C) load_x_table(t + 1);
     float h[RT][2];
     u32 line[RT];
 #pragma unroll
@@ -522,12 +522,12 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
                to[i] + into + buffer + 4 * i * HALVES * SOURCE * 16 + 128 * n, to[i] + barrier, chunk);
       }
     };
-    if (!later) send_h();
+    if (!sends_last) send_h();
 
     __syncwarp();  // all lanes have read the sheet that is now overwritten
 #pragma unroll
     for (int n = 0; n < RT; n++) {
-      late[n].take(a[n]);
+      pending[n].take(a[n]);
       to_sheet(sheet_of(4), n, at, h[n][0], h[n][1]);
       if (LENGTHS)
 #pragma unroll
@@ -535,11 +535,11 @@ __device__ __forceinline__ void run_worker(const Forward& p, const Place& at, co
           if (valid(n, e, t)) p.h_n[(r * B + at.row(n, e)) * H + unit] = h[n][e];
     }
     __syncwarp();
-    if (!SUM_H && !SUM_C) __syncthreads(), look(t + 1);
+    if (!SUM_H && !SUM_C) __syncthreads(), load_x_table(t + 1);
     if (t + 1 < p.T) prepare(t + 1);
-    if (later) send_h();
+    if (sends_last) send_h();
   }
-  keep(0, RT + 1);
+  write_outputs(0, RT + 1);
 #pragma unroll
   for (int n = 0; n < RT; n++)
 #pragma unroll
@@ -558,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(LAUNCHED, 1) cluster_forward(const 
   in.constants = in.given + 2 * STATISTICS;
   in.sheets = reinterpret_cast<u32*>(in.constants + CONSTANTS);
   in.barriers = address_of(in.sheets + 5 * SHEET * WARPS);
-  const Place at = place_of(p.B);
+  const Position at = thread_position(p.B);
   for (int i = threadIdx.x; i < 2 * STATISTICS; i += THREADS) in.given[i] = 0.0f;
   if (threadIdx.x == 0)
     for (int i = 0; i < 2; i++) start_barrier(in.barriers + 8 * i, ARRIVALS);

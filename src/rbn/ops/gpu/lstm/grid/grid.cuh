@@ -33,7 +33,7 @@
 //
 // Macros besides those of common.cuh: MT (8 or 4 here), TEAM, FIRST, RESIDENT, SECOND, DEPTH (groups prefetched),
 // SPLITS, ZONE_C and ZONE_H (zoneout of the cell and of h: 0 none, 1 by a mask, 2 by a rate). For experiments and tests:
-// STAGGER, MEETING, ALL_WAIT, LATE. The including file defines SIDE, and PASSED, the pieces that a thread passes on in a step.
+// STAGGER, SYNC_WARP, ALL_WAIT, LATE. The including file defines SIDE, and PASSED, the pieces that a thread passes on in a step.
 #define UNITS 16
 #ifndef MT
 #define MT 8
@@ -82,8 +82,8 @@ typedef unsigned long long u64;
 #define SLICE (FIRST + RESIDENT + SECOND)  // groups that a block multiplies
 #define GROUP_WORDS (COLUMNS * 4)          // words of 16 bytes
 #define BUFFERS 2  // double buffering of the exchanged data
-#define HOLDERS (32 * MT)  // threads that own rows and multiply
-#define STEP_PIECES (2 * SLICE * TEAM * HOLDERS)  // pieces exchanged in a step, including padding of zeros
+#define ROW_THREADS (32 * MT)  // threads that own rows and multiply
+#define STEP_PIECES (2 * SLICE * TEAM * ROW_THREADS)  // pieces exchanged in a step, including padding of zeros
 #define SCALED (TYPE == 0 && PASSED > 1)  // exchanged data have their own powers of two
 #define SOURCES (2 * SLICE / PASSED)      // blocks whose pieces make up a slice
 #define STEP_WORDS (STEP_PIECES + (SCALED ? MT * TEAM * SOURCES / 4 : 0))  // words of 16 bytes: pieces, then exponents
@@ -106,7 +106,7 @@ struct Held {
   __device__ __forceinline__ void hold(float v) {
     mixed ^= __float_as_uint(v);
   }
-  __device__ __forceinline__ u32 zero(u32 nothing) const { return mixed & nothing; }
+  __device__ __forceinline__ u32 zero(u32 always_zero) const { return mixed & always_zero; }
 };
 
 // Makes values opaque to the compiler, so that it keeps them in registers instead of values computed from them.
@@ -165,13 +165,13 @@ __device__ __forceinline__ void pass_word(uint4* p, uint4 v) {
 }
 
 // Whether the thread owns rows; the same for all of its warpgroup.
-__device__ __forceinline__ bool has_rows() { return HOLDERS == THREADS || threadIdx.x < HOLDERS; }
+__device__ __forceinline__ bool has_rows() { return ROW_THREADS == THREADS || threadIdx.x < ROW_THREADS; }
 
 // Stores this thread's piece number `i` of a step, from two rows of four units. Blocks without units, which fill up the
 // last team, and threads without rows have none.
 __device__ __forceinline__ void pass_on(uint4* step, int i, uint2 low, uint2 high) {
   if (blockIdx.x * UNITS >= H || !has_rows()) return;
-  pass_word(step + (blockIdx.x * PASSED + i) * HOLDERS + threadIdx.x, make_uint4(low.x, high.x, low.y, high.y));
+  pass_word(step + (blockIdx.x * PASSED + i) * ROW_THREADS + threadIdx.x, make_uint4(low.x, high.x, low.y, high.y));
 }
 
 __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
@@ -185,8 +185,8 @@ __device__ __forceinline__ u32 rank_in_team() { return blockIdx.x % TEAM; }
 //
 // One warp of a block arrives and polls, preferably one without rows: the release fence stalls the warp until the block's
 // stores are visible, and the other warps have work to do meanwhile.
-#ifndef MEETING
-#define MEETING (MT == WARPS ? 0 : 6)
+#ifndef SYNC_WARP
+#define SYNC_WARP (MT == WARPS ? 0 : 6)
 #endif
 #define PIECES (2 * SLICE)  // pieces of a slice
 #define OWNERS ((H + UNITS - 1) / UNITS)  // blocks that own units and pass on pieces
@@ -195,7 +195,7 @@ __device__ __forceinline__ u32 counter_of(u32 slice) { return slice * 32; }
 
 __device__ __forceinline__ void arrive_at_slices(u32* counters) {
   __syncthreads();
-  if (threadIdx.x == MEETING * 32 && blockIdx.x < OWNERS) {
+  if (threadIdx.x == SYNC_WARP * 32 && blockIdx.x < OWNERS) {
     const u32 first = blockIdx.x * PASSED / PIECES, last = (blockIdx.x * PASSED + PASSED - 1) / PIECES;
     announce(counters + counter_of(first));
     if (PIECES % PASSED && last != first) announce(counters + counter_of(last));
@@ -205,7 +205,7 @@ __device__ __forceinline__ void arrive_at_slices(u32* counters) {
 
 // Waits until all blocks of those slices have arrived `times` times.
 __device__ __forceinline__ void wait_for_slices(const u32* counters, u32 times) {
-  const u32 slice = threadIdx.x - MEETING * 32, rank = rank_in_team(), team = blockIdx.x - rank;
+  const u32 slice = threadIdx.x - SYNC_WARP * 32, rank = rank_in_team(), team = blockIdx.x - rank;
   const bool of_team = slice >= team * PASSED / PIECES && slice <= ((team + TEAM) * PASSED - 1) / PIECES;
   if (slice < TEAM && (slice == rank || of_team)) {
     const u32 first = slice * PIECES / PASSED, end = (slice * PIECES + PIECES - 1) / PASSED + 1;
@@ -241,7 +241,7 @@ __device__ __forceinline__ void done() {
 #define LINE 20
 #define TABLE (4 * LINE)
 
-__device__ __forceinline__ int place_in_table(int gate, int unit) { return unit / 4 * LINE + gate * 4 + unit % 4; }
+__device__ __forceinline__ int table_index(int gate, int unit) { return unit / 4 * LINE + gate * 4 + unit % 4; }
 
 __device__ __forceinline__ void read_table(float (&v)[4][4], const float* table) {
 #pragma unroll

@@ -4,15 +4,15 @@
 #include "grid.cuh"
 #include "grid_team.cuh"
 
-#define APART (MODE_H != 0)  // d(W_x x) differs from d(W_h h)
+#define SEPARATE_X (MODE_H != 0)  // d(W_x x) differs from d(W_h h)
 
 #define SKIPS (LENGTHS || ZONE_H)  // a part of dh bypasses the step
 
-#define STORES (APART ? 16 : 8)
-#define ASKED (10 + 2 * MASKS)
+#define STORES (SEPARATE_X ? 16 : 8)
+#define LOADS (10 + 2 * MASKS)
 // In float32 both terms do not fit into the registers. So d(W_h h) is kept in 16 bits, as it was passed on, which is
 // enough for the product with h; and the input term is loaded only when the last pieces leave their registers.
-#define TIGHT (TYPE == 0 && APART)
+#define TIGHT (TYPE == 0 && SEPARATE_X)
 #define PITCH 192  // sums per warp: 64 each of dpre, dpre times W_h h, dpre times the input term
 #define GATE_SUMS (MODE_X ? 192 : MODE_H ? 128 : 64)  // the sums that are used
 // Whether every step needs the sums over all splits; otherwise they are added only at the end, for the parameters.
@@ -68,13 +68,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   const int unit = blockIdx.x * UNITS + 4 * quad, sub = blockIdx.x * 2 + quad / 2;
   const bool mine = unit < H;
   const i64 r = blockIdx.y / SPLITS, part = blockIdx.y, B = p.B, end = end_of_rows(p.B);
-  const u32 nothing = u32(p.B) >> 31;
+  const u32 always_zero = u32(p.B) >> 31;
   uint4* passed = p.passed + part * BUFFERS * STEP_WORDS;
   uint4* spilled = p.spilled + (part * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
-  u32 begin = beginning() * 2 * HOLDERS;
+  u32 begin = start_group() * 2 * ROW_THREADS;
   asm volatile("" : "+r"(begin));
-  u32* meeting = p.barriers + part * TEAM * 32;
+  u32* counters = p.barriers + part * TEAM * 32;
   uint4* handed = p.handed + part * HANDED_WORDS;
   const Refill refill = {slots, spilled, address_of(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     return make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);
 #endif
   });
-  refill.ask_first();
+  refill.load_first();
   meet_cluster();
 
   // Each column's three sums are owned by three threads: that of dpre in warps 0 and 1, of dpre times W_h h in warps 2
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   const bool for_c = warp == 7, for_gates = warp < 6;
   const int kind = for_c ? lane >> 4 : tid >> 6, number = tid & 63;
   const int own_gate = gate_at(number), own = for_c ? cell_at(lane) : unit_at(number);
-  const int place = place_in_table(own_gate, own);
+  const int place = table_index(own_gate, own);
   const bool has = (for_c || for_gates) && blockIdx.x * UNITS + own < H;
   const int column = blockIdx.x * UNITS + own + (for_c ? 0 : own_gate * H);
   float running = 0.0f, mean_x = 0.0f;
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   if (for_c && kind == 0) gamma_c[own] = has && MODE_C ? p.gamma_c[r * H + column] : 0.0f;
   if (for_c && kind == 0) beta_of[own] = has && BETA ? p.beta_c[r * H + column] : 0.0f;
   __syncthreads();
-  auto ask_statistics = [&](int t) {
+  auto prefetch_statistics = [&](int t) {
     if (!has) return;
     auto at = [&](int rows, int features) { return (r * rows + (t < rows ? t : rows - 1)) * features + column; };
     if (for_c) {
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     if (MODE_X && kind != 1) next_mean = p.mean_x[at(p.rows_x, GATES)];
   };
   // Writes step t's prefetched statistics to the tables, which no warp reads between passing on and the next product.
-  auto put_statistics = [&](int t) {
+  auto write_statistics = [&](int t) {
     const float rstd_h = rsqrtf(next_var_h + p.eps), rstd = rsqrtf(next_var + p.eps);
     if (for_c) {
       const float slope_of = slope<MODE_C>(rstd, gamma_c[own], p.eps);
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
 
   // d(W_h h) and d(W_x x) of a step, stored piece by piece during the next product: stored all at once, they would stall
   // the loads that queue behind them, and with those the product.
-  Raw4 kept[1 + APART][2][4] = {};
+  Raw4 kept[1 + SEPARATE_X][2][4] = {};
 #if TIGHT
   uint2 sent[2][4] = {};
   float down = 0.0f;  // undoes the scale of `sent`
@@ -188,19 +188,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
 #if TIGHT
     if (k < 8) kept[0][j][q] = from_factors(sent[j][q], down);
 #endif
-    store_here(to, kept[APART ? k / 8 : 0][j][q], on && in[j]);
+    store_here(to, kept[SEPARATE_X ? k / 8 : 0][j][q], on && in[j]);
   };
 
-  // A step's loads, in ASKED parts.
+  // A step's loads, in LOADS parts.
   auto zone_at = [&] { return (at - unit >> 2) + unit; };  // index into the masks
-  auto ask = [&](int k) {
+  auto prefetch = [&](int k) {
     const int j = k < 10 ? k / 5 : k % 2, q = k % 5;
     if (k >= 10) {
       if (ZONE_C == 1 && k < 12) zone_c[j] = load_mask(p.mask_c + zone_at() + 8 * j * H, in[j]);
       else zone_h[j] = load_mask(p.mask_h + zone_at() + 8 * j * H, in[j]);
     } else if (q < 4) {
       raw_h[j][q] = load_here(wh + (q * anew(p.B) + 8 * j) * 8, in[j]);
-      if (APART && !TIGHT) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
+      if (SEPARATE_X && !TIGHT) raw_x[j][q] = load_here(p.wx + at + 8 * j * GATES + q * H, in[j]);
     } else {
       load_here4(c_before[j], cs + 64 * j, in[j]);
       if (DOUTPUT) dy[j] = load_here(doutput + 8 * j * H, in[j]);
@@ -227,8 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     if (row < end && blockIdx.x * UNITS < H) {
       const Element* from = p.wx + at + i64(row - row0) * GATES - 4 * quad + tid / ROWS * 2 * H;
       const bool more = TYPE == 0 && blockIdx.x * UNITS + 8 < H;  // whether there are second sectors
-      if (APART) bring(from), bring(from + H);
-      if (APART && more) bring(from + 8), bring(from + H + 8);
+      if (SEPARATE_X) bring(from), bring(from + H);
+      if (SEPARATE_X && more) bring(from + 8), bring(from + H + 8);
       if (DOUTPUT && tid < ROWS) bring(doutput + i64(row - row0) * H - 4 * quad);
       if (DOUTPUT && tid < ROWS && more) bring(doutput + i64(row - row0) * H - 4 * quad + 8);
       const i64 of_masks = zone_at() + i64(row - row0) * H - 4 * quad;
@@ -238,23 +238,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     __syncwarp();
   };
   // Interleaved with group i of step t's product: stores of step t + 1's gradients, then loads of step t's data.
-  auto beside = [&](int i, int t) {
+  auto interleaved = [&](int i, int t) {
     if (i == 0) bring_step();
 #pragma unroll
     for (int k = 0; k < STORES; k++)
       if (k * (SLICE / 2) / STORES == i) save(k, at + B * GATES, t < p.T - 1);
     if (i == SLICE / 2) next_cell();
 #pragma unroll
-    for (int k = 0; k < ASKED; k++)
-      if (SLICE / 2 + k * (SLICE / 4) / ASKED == i) ask(k);
+    for (int k = 0; k < LOADS; k++)
+      if (SLICE / 2 + k * (SLICE / 4) / LOADS == i) prefetch(k);
 #pragma unroll
     for (int k = 0; k < (TIGHT ? 8 : 0); k++)
       if (SLICE - 4 + k / 2 == i) raw_x[k / 4][k % 4] = load_here(p.wx + at + 8 * (k / 4) * GATES + k % 4 * H, in[k / 4]);
     __syncwarp();
   };
 
-  ask_statistics(p.T - 1);
-  put_statistics(p.T - 1);
+  prefetch_statistics(p.T - 1);
+  write_statistics(p.T - 1);
 
   float inv = 1.0f / p.B;
   auto total_of_cell = [&](u32 times) {
@@ -287,9 +287,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
   // Warps without rows pass the same barriers as those below, and do their part of the statistics.
   for (int t = p.T - 1; t >= 0 && !has_rows(); t--) {
     if (LENGTHS) inv = p.inv_n[t];
-    wait_for_slices(meeting, u32(p.T - 1 - t));
-    if (SECOND) refill.ask_second();
-    if (t > 0) ask_statistics(t - 1);
+    wait_for_slices(counters, u32(p.T - 1 - t));
+    if (SECOND) refill.load_second();
+    if (t > 0) prefetch_statistics(t - 1);
     if (MODE_C && for_c) total_of_cell(u32(p.T - 1 - t));
     else if (MODE_C) done<SUMS_READY>(), await<TOTALS_READY>();
     if (MODE_H) {
@@ -297,8 +297,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
       totals_of_gates(u32(p.T - 1 - t));
       __syncthreads();
     }
-    arrive_at_slices(meeting);
-    if (t > 0) refill.ask_first(), put_statistics(t - 1);
+    arrive_at_slices(counters);
+    if (t > 0) refill.load_first(), write_statistics(t - 1);
   }
   for (int t = p.T - 1; t >= 0 && has_rows(); t--) {
     if (LENGTHS) inv = p.inv_n[t];
@@ -308,23 +308,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     float sums[COLUMNS / 2];
     const uint4* from = slice + times % BUFFERS * STEP_WORDS;
     asm volatile("" : "+l"(from));
-    wait_for_slices(meeting, times);
+    wait_for_slices(counters, times);
     maybe_late(0);
 #if SCALED
     Powers powers;
-    powers.ask(exponents_of(passed + times % BUFFERS * STEP_WORDS));
+    powers.prefetch(exponents_of(passed + times % BUFFERS * STEP_WORDS));
 #else
     AsPassed powers;
 #endif
-    product(sums, from, begin, resident, refill, times, powers, [&](int i) { beside(i, t); });
+    product(sums, from, begin, resident, refill, times, powers, [&](int i) { interleaved(i, t); });
     wh -= SUBS * 4 * B * 8, doutput -= B * H;
     maybe_late(1);
-    hand_over(sums, handed, times, powers.back(undo));
-    if (t > 0) ask_statistics(t - 1);
+    send_sums(sums, handed, times, powers.back(undo));
+    if (t > 0) prefetch_statistics(t - 1);
 
     // Recompute the forward step while the team's sums arrive: the factors of dh and of the cell's gradient. Before the
     // product they would not fit into the registers next to its accumulators.
-    float c_less[2][4], f[2][4];
+    float c_centered[2][4], f[2][4];
     float k_cell[2][4], k_o[2][4], k_i[2][4], k_f[2][4], k_g[2][4];
     bool counts[2];
     Held held;
@@ -349,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
           widen4(x, raw_x[j][q]);
 #pragma unroll
           for (int e = 0; e < 4; e++)
-            gate[q][e] = gate_of(q, APART ? a[e] * of_h[q][e] + (x[e] * of_x[q][e] + b[q][e]) : a[e] * pre(q));
+            gate[q][e] = gate_of(q, SEPARATE_X ? a[e] * of_h[q][e] + (x[e] * of_x[q][e] + b[q][e]) : a[e] * pre(q));
           anew(raw_h[j][q]);
           anew(raw_x[j][q]);
         }
@@ -359,8 +359,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
           f[j][e] = gate[1][e];
           // With zoneout the saved cell is not the one that the output was computed from.
           const float cell = ZONE_C ? f[j][e] * c_before[j][e] + i * g : c_t[j][e];
-          c_less[j][e] = MODE_C ? cell - mc[e] : cell;
-          const float th = tanh_((MODE_C ? c_less[j][e] * oc[e] : c_less[j][e]) + beta[e]);
+          c_centered[j][e] = MODE_C ? cell - mc[e] : cell;
+          const float th = tanh_((MODE_C ? c_centered[j][e] * oc[e] : c_centered[j][e]) + beta[e]);
           k_cell[j][e] = zoned<ZONE_H>(zone_h[j], e, p.rate_h, 0.0f, o * (1.0f - th * th));
           k_o[j][e] = zoned<ZONE_H>(zone_h[j], e, p.rate_h, 0.0f, th * o * (1.0f - o));
           k_i[j][e] = g * i * (1.0f - i);
@@ -389,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
       }
     }
     maybe_late(2);
-    take_over(sums, handed, times, held.zero(nothing));
+    receive_sums(sums, handed, times, held.zero(always_zero));
 #pragma unroll
     for (int j = 0; j < 2; j++)
 #pragma unroll
@@ -432,7 +432,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
     for (int e = 0; e < 4; e++) {
       const float d0 = d_cell[0][e] = dh[0][e] * k_cell[0][e], d1 = d_cell[1][e] = dh[1][e] * k_cell[1][e];
       v_c[e] = d0 + d1;
-      v_c[4 + e] = d0 * c_less[0][e] + d1 * c_less[1][e];
+      v_c[4 + e] = d0 * c_centered[0][e] + d1 * c_centered[1][e];
     }
     if (MODE_C) {
       fold_rows(v_c);
@@ -461,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           float d = zoned<ZONE_C>(zone_c[j], e, p.rate_c, 0.0f, dc[j][e]);
-          if (MODE_C) d += d_cell[j][e] * slope_of[e] + (c_less[j][e] * times_of[e] + plus_of[e]);
+          if (MODE_C) d += d_cell[j][e] * slope_of[e] + (c_centered[j][e] * times_of[e] + plus_of[e]);
           else d += d_cell[j][e];
           dpre[j][0][e] = d * k_i[j][e];
           dpre[j][1][e] = d * k_f[j][e];
@@ -532,14 +532,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
       __syncwarp();
     }
 #endif
-    arrive_at_slices(meeting);
+    arrive_at_slices(counters);
 
     // The rest of the step, which no other block waits for.
-    if (t > 0) refill.ask_first();
+    if (t > 0) refill.load_first();
     if (!MODE_H)
 #pragma unroll
       for (int i = 0; i < 16; i++) sum_b[i] += v[0][i];
-    if (APART)
+    if (SEPARATE_X)
 #pragma unroll
       for (int q = 0; q < 4; q++) {
         float slope_of[4], times_of[4], plus_of[4];
@@ -552,11 +552,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_backward(const Bac
 #pragma unroll
           for (int e = 0; e < 4; e++)
             d[e] = MODE_X ? dpre[j][q][e] * slope_of[e] + (x[j][q][e] * times_of[e] + plus_of[e]) : dpre[j][q][e];
-          kept[APART][j][q] = masked(narrow4(d), counts[j]);
+          kept[SEPARATE_X][j][q] = masked(narrow4(d), counts[j]);
         }
       }
     at -= B * GATES;
-    if (t > 0) put_statistics(t - 1);
+    if (t > 0) write_statistics(t - 1);
   }
 
 #pragma unroll

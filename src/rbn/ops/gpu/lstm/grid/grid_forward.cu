@@ -9,7 +9,7 @@ static_assert(TEAM == 1, "h is small enough for every block to read all of it");
 #define SUM_C (MODE_C == 1)
 #define SECOND_AT 80  // offset of a warp's 64 sums of squares, at other banks than its 64 sums
 #define PITCH (SECOND_AT + 64)  // numbers per warp
-#define ASKED (8 + 2 * MASKS)  // loads per thread that are interleaved with a product
+#define LOADS (8 + 2 * MASKS)  // loads per thread that are interleaved with a product
 #define ONE_SCALED 16384.0f  // the scale of h in the exchange, in float32
 
 struct Forward {
@@ -75,9 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   uint4* passed = p.passed + part * BUFFERS * STEP_WORDS;
   uint4* spilled = p.spilled + (part * GRID + blockIdx.x) * (FIRST + SECOND) * GROUP_WORDS;
   const uint4* slice = slice_of(passed);
-  u32 begin = beginning() * 2 * HOLDERS;
+  u32 begin = start_group() * 2 * ROW_THREADS;
   asm volatile("" : "+r"(begin));
-  u32* meeting = p.barriers + part * TEAM * 32;
+  u32* counters = p.barriers + part * TEAM * 32;
   const Refill refill = {slots, spilled, address_of(barriers)};
   if (tid < 2) start_barrier(refill.barriers + 8 * tid, 1);
   of_h.start(), of_c.start();
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     if (of >= H || k >= H) return Raw4{};
     return __ldg(reinterpret_cast<const Raw4*>(weight + i64(n / 16 % 4 * H + of) * H + k));
   });
-  refill.ask_first();
+  refill.load_first();
   meet_cluster();
 
   // Each column's statistics are owned by one thread: those of W_h h in warps 0 to 3, a gate each; those of the input
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   const bool owner = for_x || ((for_h || for_c) && lane < 16);
   const int number = for_h ? warp * 16 + (lane & 15) : tid & 63;
   const int own_gate = gate_at(number), own = for_c ? cell_at(lane) : unit_at(number);
-  const int place = place_in_table(own_gate, own);
+  const int place = table_index(own_gate, own);
   const bool has = owner && blockIdx.x * UNITS + own < H;
   const int column = blockIdx.x * UNITS + own + (for_c ? 0 : own_gate * H);
   float gamma = 0.0f, bias = 0.0f, shift = 0.0f, given_mean = 0.0f, given_var = 0.0f;
@@ -109,19 +109,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
   if (has && for_x && MODE_X) gamma = p.gamma_x[r * GATES + column] * scale_of(own_gate);
   if (has && for_x && BIAS) bias = p.bias[r * GATES + column] * scale_of(own_gate);
   if (has && for_c && MODE_C) gamma = p.gamma_c[r * H + column];
-  auto ask_given = [&](int t) {
+  auto prefetch_given = [&](int t) {
     if (!reads || t >= p.T) return;
     const i64 at = statistic + i64(t < rows ? t : rows - 1) * features;
     given_mean = (for_h ? p.mean_h : for_c ? p.mean_c : p.mean_x)[at];
     given_var = (for_h ? p.var_h : for_c ? p.var_c : p.var_x)[at];
   };
-  auto put_given_x = [&] {
+  auto write_given_x = [&] {
     if (!for_x) return;
     const float scale = MODE_X ? rsqrtf(given_var + p.eps) * gamma : scale_of(own_gate);
     scale_of_x[place] = scale;
     plus_x[place] = MODE_X ? bias - given_mean * scale : bias;
   };
-  auto put_given_rest = [&] {
+  auto write_given_rest = [&] {
     const float scale = rsqrtf(given_var + p.eps) * gamma;
     if (MODE_H == 2 && for_h && owner) mean_of_h[place] = given_mean, scale_of_h[place] = scale;
     if (MODE_C == 2 && for_c && owner) mean_of_c[own] = given_mean, scale_of_c[own] = scale;
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
       for (int row = 0; row < 16; row++)
         if (first + warp * 16 + row < end) load4(v[row], of_warp + row * HS + k);
 #pragma unroll
-      for (int i = 0; i < 64; i++) top = max(top, finite_size(v[i / 4][i % 4]));
+      for (int i = 0; i < 64; i++) top = max(top, finite_magnitude(v[i / 4][i % 4]));
     }
     top = __reduce_max_sync(~0u, top);
     up = scale_up(top), down = scale_down(top) * undo;
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
 #endif
   pass_on(passed, 0, as_factors(h0[0], up), as_factors(h0[1], up));
   if (!ZONE_H) up = ONE_SCALED;
-  arrive_at_slices(meeting);
+  arrive_at_slices(counters);
 
   // The input term is loaded during the product of the step before, and normalized while waiting for the other blocks.
   const Element* wx = p.wx + (r * p.T * B + row0) * GATES + unit;
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     if (ZONE_C == 1 && row < end && tid < ROWS) bring(p.mask_c + from);
     if (ZONE_H == 1 && row < end && tid >= ROWS) bring(p.mask_h + from);
   };
-  auto ask_mask = [&](int k, int t) {
+  auto load_zone_mask = [&](int k, int t) {
     const int j = k % 2;
     if (ZONE_C == 1 && k < 2) zone_c[j] = load_mask(p.mask_c + zone_at(t) + 8 * j * H, in[j]);
     else zone_h[j] = load_mask(p.mask_h + zone_at(t) + 8 * j * H, in[j]);
@@ -216,15 +216,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     mean_of_c[tid] = scale_of_c[tid] = 0.0f;
     beta_of[tid] = BETA && of < H ? p.beta_c[r * H + of] : 0.0f;
   }
-  ask_given(0);
+  prefetch_given(0);
 #pragma unroll
   for (int i = 0; i < 8; i++)
     if (in[i / 4]) raw[i / 4][i % 4] = load_raw4(wx + 8 * (i / 4) * GATES + i % 4 * H);
   wx += B * GATES;
   __syncthreads();
-  put_given_x();
-  put_given_rest();
-  ask_given(1);
+  write_given_x();
+  write_given_rest();
+  prefetch_given(1);
   __syncthreads();
   prepare(0);
 
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     else if (SAVE) store_here4(cs + 64 * j, c[j], on && in[j]);
   };
   // Interleaved with group i of step t's product: stores of the previous step, then loads for the next one.
-  auto beside = [&](int i, int t) {
+  auto interleaved = [&](int i, int t) {
     const bool next = t + 1 < p.T;
     if (i == 0 && next) bring_rows();
     if (MASKS && i == 0 && next) bring_masks(t + 1);
@@ -247,23 +247,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     for (int k = 0; k < 12; k++)
       if (k * (SLICE / 2) / 12 == i) save(k, t > 0);
 #pragma unroll
-    for (int k = 0; k < ASKED; k++)
-      if (SLICE / 2 + k * (SLICE / 4) / ASKED == i) {
+    for (int k = 0; k < LOADS; k++)
+      if (SLICE / 2 + k * (SLICE / 4) / LOADS == i) {
         if (k < 8) raw[k % 2][k / 2] = load_here(wx + 8 * (k % 2) * GATES + k / 2 * H, next && in[k % 2]);
-        else ask_mask(k - 8, t);
+        else load_zone_mask(k - 8, t);
       }
     __syncwarp();
   };
   float inv = 1.0f / p.B;
   // Warps without rows pass the same barriers as those below, and do their part of the statistics.
-  if constexpr (HOLDERS < THREADS) if (!has_rows()) {
+  if constexpr (ROW_THREADS < THREADS) if (!has_rows()) {
     for (int t = 0; t < p.T; t++) {
       if (LENGTHS) inv = p.inv_n[t];
-      wait_for_slices(meeting, u32(t + 1));
-      if (SECOND) refill.ask_second();
+      wait_for_slices(counters, u32(t + 1));
+      if (SECOND) refill.load_second();
       if (SUM_H) __syncthreads();
-      put_given_x();
-      if (for_x) ask_given(t + 2);
+      write_given_x();
+      if (for_x) prefetch_given(t + 2);
       if (SUM_H) __syncthreads();
       if (SUM_C && for_c) {
         await<SUMS_READY>();
@@ -275,11 +275,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
         done<SUMS_READY>();
         await<TOTALS_READY>();
       }
-      arrive_at_slices(meeting);
+      arrive_at_slices(counters);
       if (t + 1 == p.T) continue;
-      refill.ask_first();
-      put_given_rest();
-      if (!for_x) ask_given(t + 2);
+      refill.load_first();
+      write_given_rest();
+      if (!for_x) prefetch_given(t + 2);
     }
     return;
   }
@@ -289,11 +289,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     // W_h h
     const uint4* from = slice + t % BUFFERS * STEP_WORDS;
     asm volatile("" : "+l"(from));
-    wait_for_slices(meeting, u32(t + 1));
+    wait_for_slices(counters, u32(t + 1));
     maybe_late(0);
     float sums[COLUMNS / 2];
     AsPassed powers;
-    product(sums, from, begin, resident, refill, u32(t), powers, [&](int i) { beside(i, t); });
+    product(sums, from, begin, resident, refill, u32(t), powers, [&](int i) { interleaved(i, t); });
     wx += B * GATES;
     float a[2][4][4];
 #pragma unroll
@@ -330,14 +330,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
         var = moments(of_h.all(sum, tid, u32(t)), inv, p.eps, shift, pool);
         if (owner) mean_of_h[place] = shift, scale_of_h[place] = rsqrtf(var + p.eps) * gamma;
       } else {
-        put_given_x();
-        if (for_x) ask_given(t + 2);
+        write_given_x();
+        if (for_x) prefetch_given(t + 2);
       }
       __syncthreads();
       if (for_h) keep(t, shift, var);
     } else {
-      put_given_x();
-      if (for_x) ask_given(t + 2);
+      write_given_x();
+      if (for_x) prefetch_given(t + 2);
     }
 
     // Equation 7
@@ -411,21 +411,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) grid_forward(const Forw
     }
     maybe_late(1);
     pass_on(passed + (t + 1) % BUFFERS * STEP_WORDS, 0, as_factors(packed[0], up), as_factors(packed[1], up));
-    arrive_at_slices(meeting);
+    arrive_at_slices(counters);
 
     // The rest of the step, which no other block waits for.
     hs += B * HS;
     cs += SUBS * B * 8;
     wh += SUBS * 4 * B * 8;
-    if (t + 1 < p.T) refill.ask_first();
+    if (t + 1 < p.T) refill.load_first();
 #pragma unroll
     for (int i = 0; i < 8; i++) kept[i / 4][i % 4] = narrow4(a[i / 4][i % 4]);
 #pragma unroll
     for (int j = 0; j < 2; j++)
       if (LENGTHS && counts[j]) store4(p.h_n + (r * B + row0 + 8 * j) * H + unit, h[j]);
     if (t + 1 < p.T) {
-      put_given_rest();
-      if (!for_x) ask_given(t + 2);
+      write_given_rest();
+      if (!for_x) prefetch_given(t + 2);
       prepare(t + 1);
     }
   }

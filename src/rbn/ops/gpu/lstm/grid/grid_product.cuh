@@ -11,20 +11,20 @@ __device__ __forceinline__ void for_copies() { asm volatile("fence.proxy.async;"
 #define PARTS (TEAM > 2 ? 2 : 4)
 #define PART_GROUPS (SLICE / PARTS)
 static_assert(SLICE % PARTS == 0, "all parts have as many groups");
-__device__ __forceinline__ int beginning() {
+__device__ __forceinline__ int start_group() {
   const u32 team = blockIdx.x / TEAM, teams = GRID / TEAM;
   return int(team * PARTS / teams * PART_GROUPS);
 }
 
 // The first of the two pieces of group i, in processing order.
 __device__ __forceinline__ int piece_of(int i) {
-  const int at = i + beginning();
+  const int at = i + start_group();
   return 2 * (rank_in_team() * SLICE + (at < SLICE ? at : at - SLICE));
 }
 
 // Whether group i, in processing order, is resident; and its index among the resident or the other groups.
-__device__ __forceinline__ bool stays(int i) { return i >= FIRST && i < FIRST + RESIDENT; }
-__device__ __forceinline__ int place_of(int i) { return i < FIRST ? i : stays(i) ? i - FIRST : i - RESIDENT; }
+__device__ __forceinline__ bool is_resident(int i) { return i >= FIRST && i < FIRST + RESIDENT; }
+__device__ __forceinline__ int index_of(int i) { return i < FIRST ? i : is_resident(i) ? i - FIRST : i - RESIDENT; }
 
 // Asynchronous bulk copy of a multiple of 16 bytes to shared memory; the barrier counts the bytes.
 __device__ __forceinline__ void copy_bulk(u32 to, const uint4* from, u32 bytes, u32 barrier) {
@@ -94,8 +94,8 @@ __device__ __forceinline__ float pack_weights(uint4* resident, uint4* spilled, f
     for (int k = 0; k < 8; k++) v[k] = four(i % COLUMNS, piece_of(i / COLUMNS) + k / 4, 4 * (k % 4));
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      top = max(max(top, finite_size(v[k].x)), finite_size(v[k].y));
-      top = max(max(top, finite_size(v[k].z)), finite_size(v[k].w));
+      top = max(max(top, finite_magnitude(v[k].x)), finite_magnitude(v[k].y));
+      top = max(max(top, finite_magnitude(v[k].z)), finite_magnitude(v[k].w));
     }
   }
   top = __reduce_max_sync(~0u, top);
@@ -107,7 +107,7 @@ __device__ __forceinline__ float pack_weights(uint4* resident, uint4* spilled, f
 #pragma unroll 2
   for (int i = threadIdx.x; i < SLICE * COLUMNS; i += THREADS) {
     const int group = i / COLUMNS, n = i % COLUMNS, piece = piece_of(group);
-    uint4* to = (stays(group) ? resident : spilled) + place_of(group) * GROUP_WORDS;
+    uint4* to = (is_resident(group) ? resident : spilled) + index_of(group) * GROUP_WORDS;
 #pragma unroll
     for (int s = 0; s < 2; s++) {
       uint2 v[4];
@@ -124,7 +124,7 @@ __device__ __forceinline__ float pack_weights(uint4* resident, uint4* spilled, f
 
 // Non-resident weights are loaded by bulk copies: one thread issues them, and the multiplying warps wait at a barrier.
 // Copies by the threads themselves would need a fence, which waits for all outstanding loads, in the middle of a product.
-#define ASKING 6  // the issuing warp, which has little other work
+#define COPY_WARP 6  // the issuing warp, which has little other work
 
 struct Refill {
   uint4* slots;
@@ -137,12 +137,12 @@ struct Refill {
       copy_bulk(address_of(slots + i * GROUP_WORDS), from + i * GROUP_WORDS, GROUP_WORDS * 16, barrier);
   }
   // To be called after a barrier that all threads reach when they no longer use the slots.
-  __device__ __forceinline__ void ask_first() const {
-    if (FIRST && threadIdx.x == ASKING * 32) copy(spilled, FIRST, barriers);
+  __device__ __forceinline__ void load_first() const {
+    if (FIRST && threadIdx.x == COPY_WARP * 32) copy(spilled, FIRST, barriers);
     __syncwarp();
   }
-  __device__ __forceinline__ void ask_second() const {
-    if (threadIdx.x / 32 == ASKING) {
+  __device__ __forceinline__ void load_second() const {
+    if (threadIdx.x / 32 == COPY_WARP) {
       await<FIRST_USED>();
       if (threadIdx.x % 32 == 0) copy(spilled + FIRST * GROUP_WORDS, SECOND, barriers + 8);
     } else {
@@ -216,14 +216,14 @@ __device__ __forceinline__ void for_each(const Run& run) {
 
 // The lower half of the instruction's matrix descriptor: column stride and address. An address has 18 bits; the bits
 // above are the block's rank in its cluster and would change the stride.
-__device__ __forceinline__ u32 described(const uint4* weights) {
+__device__ __forceinline__ u32 descriptor_half(const uint4* weights) {
   return COLUMNS << 16 | (address_of(weights) & 0x3ffff) >> 4;
 }
-__device__ __forceinline__ u64 with_rest(u32 description) { return u64(128 / 16) << 32 | description; }
+__device__ __forceinline__ u64 descriptor(u32 description) { return u64(128 / 16) << 32 | description; }
 
 // This thread's first piece of its block's slice, in the exchange buffer of a step.
 __device__ __forceinline__ const uint4* slice_of(const uint4* passed) {
-  const uint4* slice = passed + rank_in_team() * 2 * SLICE * HOLDERS + threadIdx.x;
+  const uint4* slice = passed + rank_in_team() * 2 * SLICE * ROW_THREADS + threadIdx.x;
   asm volatile("" : "+l"(slice));  // one register, not a sum of several in each address
   return slice;
 }
@@ -262,7 +262,7 @@ __device__ __forceinline__ u32 largest(const float (&v)[N]) {
   if (top >= 0x7f800000u) {  // ignore infinities, too
     top = 0;
 #pragma unroll
-    for (int i = 0; i < N; i++) top = max(top, finite_size(v[i]));
+    for (int i = 0; i < N; i++) top = max(top, finite_magnitude(v[i]));
     top = __reduce_max_sync(~0u, top);
   }
   return top;
@@ -281,10 +281,10 @@ __device__ __forceinline__ u32* exponents_of(uint4* step) {
 struct Powers {
   u32 of[(SOURCES + 31) / 32], most;
 
-  __device__ __forceinline__ void ask(const u32* exponents) {
+  __device__ __forceinline__ void prefetch(const u32* exponents) {
 #pragma unroll
     for (int k = 0; k < (SOURCES + 31) / 32; k++) {
-      const u32 i = threadIdx.x % 32 + 32 * k, at = i + beginning() / 2;
+      const u32 i = threadIdx.x % 32 + 32 * k, at = i + start_group() / 2;
       of[k] = look_at_exponent(exponents + rank_in_team() * SOURCES + (at < SOURCES ? at : at - SOURCES), i < SOURCES);
     }
   }
@@ -320,31 +320,31 @@ static_assert(DEPTH % BATCH == 0 && SLICE % BATCH == 0 && DEPTH > BATCH, "whole 
 template <class Scales, class Other>
 __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4* slice, u32 begin, const uint4* resident,
                                         const Refill& refill, u32 step, Scales& powers, Other other) {
-  const u32 at_resident = described(resident), at_slots = described(refill.slots);
+  const u32 at_resident = descriptor_half(resident), at_slots = descriptor_half(refill.slots);
   uint4 a[DEPTH][2];
   auto weights_of = [&](int i) {
-    const int second = i < FIRST || stays(i) ? 0 : FIRST;  // the second groups start at the first slot again
-    return with_rest(anew(stays(i) ? at_resident : at_slots) + (place_of(i) - second) * GROUP_WORDS);
+    const int second = i < FIRST || is_resident(i) ? 0 : FIRST;  // the second groups start at the first slot again
+    return descriptor(anew(is_resident(i) ? at_resident : at_slots) + (index_of(i) - second) * GROUP_WORDS);
   };
   const uint4* parts[PARTS];  // the starts of the slice's parts, in processing order
 #pragma unroll
   for (int k = 0; k < PARTS; k++) {
-    const u32 place = begin + k * PART_GROUPS * 2 * HOLDERS;
-    parts[k] = slice + (place < SLICE * 2 * HOLDERS ? place : place - SLICE * 2 * HOLDERS);
+    const u32 place = begin + k * PART_GROUPS * 2 * ROW_THREADS;
+    parts[k] = slice + (place < SLICE * 2 * ROW_THREADS ? place : place - SLICE * 2 * ROW_THREADS);
     asm volatile("" : "+l"(parts[k]));
   }
-  auto ask = [&](auto number) {
+  auto prefetch = [&](auto number) {
     constexpr int i = decltype(number)::value;
     if constexpr (i >= SLICE) {
       return;
     } else {
-      constexpr int offset = i % PART_GROUPS * 2 * HOLDERS * 16;
+      constexpr int offset = i % PART_GROUPS * 2 * ROW_THREADS * 16;
       a[i % DEPTH][0] = fetch_piece<offset>(parts[i / PART_GROUPS]);
-      a[i % DEPTH][1] = fetch_piece<offset + HOLDERS * 16>(parts[i / PART_GROUPS]);
+      a[i % DEPTH][1] = fetch_piece<offset + ROW_THREADS * 16>(parts[i / PART_GROUPS]);
     }
     __syncwarp();  // keeps the compiler from moving the loads down
   };
-  for_each<0, DEPTH - BATCH>(ask);
+  for_each<0, DEPTH - BATCH>(prefetch);
   powers.find();
   for_each<0, SLICE / BATCH>([&](auto number) {
     constexpr int first = decltype(number)::value * BATCH, next = first + BATCH;
@@ -361,9 +361,9 @@ __device__ __forceinline__ void product(float (&sums)[COLUMNS / 2], const uint4*
     }
     commit_products();
     await_products<1>();  // all but this batch's products
-    for_each<first + DEPTH - BATCH, next + DEPTH - BATCH>(ask);
+    for_each<first + DEPTH - BATCH, next + DEPTH - BATCH>(prefetch);
     if (AHEAD && first <= AHEAD && AHEAD < next && threadIdx.x < 128) done<UNDER_WAY>();
-    if (SECOND && first >= FIRST && first < FIRST + BATCH) refill.ask_second();
+    if (SECOND && first >= FIRST && first < FIRST + BATCH) refill.load_second();
 #pragma unroll
     for (int i = first; i < next; i++) other(i);
   });

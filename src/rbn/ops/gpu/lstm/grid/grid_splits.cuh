@@ -39,7 +39,7 @@ struct OverSplits {
     if (SPLITS > 1 && threadIdx.x == 0) start_barrier(barriers, 1), start_barrier(barriers + 8, 1);
   }
   // times: calls so far.
-  __device__ __forceinline__ void give(float own, int number, u32 times) const {
+  __device__ __forceinline__ void send_sum(float own, int number, u32 times) const {
     if (SPLITS == 1) return;
     const u32 at = address_of(scratch) + ((times % 2 * SPLITS + own_split()) * NUMBERS + number) * 4;
     const u32 barrier = barriers + times % 2 * 8;
@@ -54,20 +54,20 @@ struct OverSplits {
   __device__ __forceinline__ void await(u32 times) const {
     if (SPLITS > 1) await_phase(barriers + times % 2 * 8, times / 2);
   }
-  // The total of a number, after `give` and `await`.
+  // The total of a number, after `send_sum` and `await`.
   __device__ __forceinline__ float total(float own, int number, u32 times) const {
     if (SPLITS == 1) return own;
-    const float* come = scratch + times % 2 * SPLITS * NUMBERS + number;
+    const float* received = scratch + times % 2 * SPLITS * NUMBERS + number;
     float sum = 0.0f;
 #pragma unroll
     for (u32 s = 0; s < SPLITS; s++) {
-      const float other = come[s * NUMBERS];
+      const float other = received[s * NUMBERS];
       sum += s == own_split() ? own : other;
     }
     return sum;
   }
   __device__ __forceinline__ float all(float own, int number, u32 times) const {
-    give(own, number, times);
+    send_sum(own, number, times);
     await(times);
     return total(own, number, times);
   }

@@ -1,7 +1,7 @@
 // The exchange of partial sums between the blocks of a team. A block's columns start with its own: part s is for the block
 // s ranks further, and there for the thread with the same index.
 //
-// The sums go through L2, `handed` [GRID, TEAM - 1, HOLDERS], without a barrier. All that a thread sends to another one
+// The sums go through L2, `handed` [GRID, TEAM - 1, ROW_THREADS], without a barrier. All that a thread sends to another one
 // is a word of 16 bytes, eight 16-bit sums, stored and loaded as a single 128-bit access, so it never arrives in parts.
 // The lowest bit of the word marks the step: it is set in the first step and every other one after it (`handed` starts
 // as zero). A thread polls until all its words have the step's bit, and adds them in the order of the senders' distance.
@@ -9,7 +9,7 @@
 // In float32 each warp's sums have a power of two, stored behind all words, [GRID / TEAM, MT, TEAM], with the same step
 // bit; lane s polls that of the block s ranks before.
 #define PART (SIDE / 2)  // sums that a thread sends to each block
-#define HANDED_WORDS (GRID * (TEAM - 1) * HOLDERS + (SCALED ? GRID * MT / 4 : 0))  // of 16 bytes
+#define HANDED_WORDS (GRID * (TEAM - 1) * ROW_THREADS + (SCALED ? GRID * MT / 4 : 0))  // of 16 bytes
 
 static_assert(PART == 8, "a word for each other block");
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint4 word_of(const float* v, float up, u32 times) {
   return make_uint4(first & ~1u | ~times & 1, in_16_bits(v + 2, up), in_16_bits(v + 4, up), in_16_bits(v + 6, up));
 }
 
-__device__ __forceinline__ bool of_step(u32 first, u32 times) {
+__device__ __forceinline__ bool is_of_step(u32 first, u32 times) {
   return ((first ^ times) & 1) != 0;
 }
 
@@ -65,14 +65,14 @@ __device__ __forceinline__ u32 look_at_power(const u32* p) {
 }
 // The team's powers of two for this warp's rows.
 __device__ __forceinline__ u32* powers_in(uint4* handed) {
-  u32* all = reinterpret_cast<u32*>(handed + GRID * (TEAM - 1) * HOLDERS);
+  u32* all = reinterpret_cast<u32*>(handed + GRID * (TEAM - 1) * ROW_THREADS);
   return all + (blockIdx.x / TEAM * MT + threadIdx.x / 32) * TEAM;
 }
 #endif
 
 // Sends the sums to the other blocks. times: calls so far. back: the factor that undoes their scale, only in float32; the
 // block's own sums are multiplied by it here.
-__device__ __forceinline__ void hand_over(float (&sums)[COLUMNS / 2], uint4* handed, u32 times, float back) {
+__device__ __forceinline__ void send_sums(float (&sums)[COLUMNS / 2], uint4* handed, u32 times, float back) {
   float up = 1.0f;
 #if SCALED
   const u32 top = largest(sums);
@@ -81,24 +81,24 @@ __device__ __forceinline__ void hand_over(float (&sums)[COLUMNS / 2], uint4* han
   if (threadIdx.x % 32 == 0) hand_power(powers_in(handed) + rank_in_team(), power & ~1u | ~times & 1);
   __syncwarp();
 #endif
-  uint4* to = handed + i64(blockIdx.x) * (TEAM - 1) * HOLDERS + threadIdx.x;
+  uint4* to = handed + i64(blockIdx.x) * (TEAM - 1) * ROW_THREADS + threadIdx.x;
 #pragma unroll
-  for (int s = 1; s < TEAM; s++) hand_word(to + (s - 1) * HOLDERS, word_of(sums + s * PART, up, times));
+  for (int s = 1; s < TEAM; s++) hand_word(to + (s - 1) * ROW_THREADS, word_of(sums + s * PART, up, times));
 #if SCALED
 #pragma unroll
   for (int i = 0; i < PART; i++) sums[i] *= back;
 #endif
 }
 
-// Adds the sums from the other blocks to sums[0 .. PART). nothing: 0, see `Held`. Blocks without units must not poll: no
+// Adds the sums from the other blocks to sums[0 .. PART). always_zero: see `Held`. Blocks without units must not poll: no
 // block waits for them before overwriting the words, so a late one would miss them and deadlock.
-__device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], uint4* handed, u32 times, u32 nothing) {
+__device__ __forceinline__ void receive_sums(float (&sums)[COLUMNS / 2], uint4* handed, u32 times, u32 always_zero) {
   if (OWNERS % TEAM && blockIdx.x >= OWNERS) return;
   const u32 rank = rank_in_team(), first = blockIdx.x - rank;
-  const uint4* come = handed + threadIdx.x + nothing;
+  const uint4* received = handed + threadIdx.x + always_zero;
   auto at = [&](int s) {
     const u32 block = first + (rank + TEAM - s) % TEAM;
-    return come + (block * (TEAM - 1) + s - 1) * HOLDERS;
+    return received + (block * (TEAM - 1) + s - 1) * ROW_THREADS;
   };
   uint4 v[TEAM];
 #pragma unroll
@@ -113,9 +113,9 @@ __device__ __forceinline__ void take_over(float (&sums)[COLUMNS / 2], uint4* han
     again = false;
 #pragma unroll
     for (int s = 1; s < TEAM; s++)
-      if (!of_step(v[s].x, times)) v[s] = look_at_word(at(s)), again = true;
+      if (!is_of_step(v[s].x, times)) v[s] = look_at_word(at(s)), again = true;
 #if SCALED
-    if (!of_step(power, times)) power = look_at_power(at_power), again = true;
+    if (!is_of_step(power, times)) power = look_at_power(at_power), again = true;
 #endif
   }
   __syncwarp();

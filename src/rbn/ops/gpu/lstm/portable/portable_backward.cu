@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_backward(const
         if (row < ROWS && HAS_ROWS)
 #pragma unroll
           for (int k = 0; k < KS; k++) {
-            const float2 s = load2(part + k * ROWS * PITCH + place_of_sum<NT, PITCH>(row, 2 * pair));
+            const float2 s = load2(part + k * ROWS * PITCH + sum_offset<NT, PITCH>(row, 2 * pair));
             dh[j][0] += s.x, dh[j][1] += s.y;
           }
       }

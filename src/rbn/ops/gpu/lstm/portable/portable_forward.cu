@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) portable_forward(const 
         if (row < ROWS)
 #pragma unroll
           for (int k = 0; k < KS; k++) {
-            const float2 s = load2(part + k * ROWS * PITCH + place_of_sum<NT, PITCH>(row, q * 8 + 2 * pair));
+            const float2 s = load2(part + k * ROWS * PITCH + sum_offset<NT, PITCH>(row, q * 8 + 2 * pair));
             v.x += s.x, v.y += s.y;
           }
         a[j][q][0] = v.x, a[j][q][1] = v.y;

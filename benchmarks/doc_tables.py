@@ -38,6 +38,7 @@ PAGES = (
     "docs/lab-notes/kernels.md",
     "docs/lab-notes/scaling.md",
     "docs/explanation/per-step-statistics.md",
+    "docs/explanation/running-averages.md",
 )
 NAMES = {"mnist": "MNIST", "ptb": "Penn Treebank", "text8": "text8", "cnn": "CNN reader"}
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
@@ -269,7 +270,33 @@ def gru():
     return table(["task", "layer", "rate", "validation, three seeds"], lines)
 
 
+def masks():
+    """Means over seeds after the last epoch, and the mean gain over all seeds and epochs."""
+    names = {"black-pdigits": "permuted digits after three black pixels"}
+    names |= {"digits": "digits", "pdigits": "permuted digits", "pydoc": "text (pydoc)"}
+    found, lines = grouped("statistics-with-masks.csv", "task", "case"), []
+    for case in dict.fromkeys(case for _, case in found):
+        for task in names:
+            if (task, case) not in found:
+                continue
+            rows = found[task, case]
+            unit, digits = rows[0]["unit"], 1 if rows[0]["unit"] == "%" else 3
+            last = [row for row in rows if row["epoch"] == rows[-1]["epoch"]]
+            seeds = len({row["seed"] for row in rows})
+            cells = [case.removeprefix("zoneout "), f"{names[task]}, {unit}", str(seeds)]
+            for estimate in ("recent_without", "recent_with", "exact_without", "exact_with"):
+                mean = sum(float(row[estimate]) for row in last) / len(last)
+                cells.append(f"{mean:.{digits}f}")
+            gains = [float(row["recent_with"]) - float(row["recent_without"]) for row in rows]
+            cells.append(f"{sum(gains) / len(gains):+.{digits}f}")
+            lines.append(cells)
+    heads = ["zoneout", "task", "seeds", "recent inputs, without masks", "with masks"]
+    heads += ["training set, without", "with", "recent, all epochs: with minus without"]
+    return table(heads, lines)
+
+
 TABLES = {
+    "masks": masks,
     "few-sequences": few_sequences,
     "few-sequences-training": few_sequences_training,
     "gru": gru,

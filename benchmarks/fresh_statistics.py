@@ -36,9 +36,9 @@ COLUMNS = (
 
 
 class Classifier(nn.Module):
-    def __init__(self, hidden):
+    def __init__(self, hidden, **options):
         super().__init__()
-        self.lstm = rbn.BatchNormLSTM(1, hidden)
+        self.lstm = rbn.BatchNormLSTM(1, hidden, **options)
         self.linear = nn.Linear(hidden, 10)
 
     def forward(self, x):
@@ -46,9 +46,9 @@ class Classifier(nn.Module):
 
 
 class CharacterModel(nn.Module):
-    def __init__(self, symbols, hidden):
+    def __init__(self, symbols, hidden, **options):
         super().__init__()
-        self.lstm = rbn.BatchNormLSTM(symbols, hidden)
+        self.lstm = rbn.BatchNormLSTM(symbols, hidden, **options)
         self.linear = nn.Linear(hidden, symbols)
 
     def forward(self, x):
@@ -60,9 +60,9 @@ class Images:
 
     unit, lr, batch = "%", 1e-3, 100
 
-    def __init__(self, splits, hidden, device):
+    def __init__(self, splits, hidden, device, **options):
         self.data = splits.to(device)
-        self.model = Classifier(hidden).to(device)
+        self.model = Classifier(hidden, **options).to(device)
 
     def batches(self, generator):
         order = torch.randperm(len(self.data.train), generator=generator)
@@ -85,9 +85,9 @@ class Characters:
 
     unit, lr = "bits", 2e-3
 
-    def __init__(self, text, hidden, length, batch, device):
+    def __init__(self, text, hidden, length, batch, device, **options):
         self.text, self.length, self.batch, self.device = text, length, batch, device
-        self.model = CharacterModel(len(text.symbols), hidden).to(device)
+        self.model = CharacterModel(len(text.symbols), hidden, **options).to(device)
         self.valid = self._windows(text.valid, 0)
 
     def _windows(self, stream, offset):
@@ -113,14 +113,29 @@ class Characters:
         return float(sum(losses)) / self.valid.shape[1] / math.log(2)
 
 
-def make(task, device, folder):
+def make(task, device, folder, **options):
+    """A task with its model. options: those of the layer."""
     if task in ("digits", "pdigits"):
-        return Images(data.digits(task == "pdigits"), 64, device)
+        return Images(data.digits(task == "pdigits"), 64, device, **options)
     if task == "pmnist":
-        return Images(data.pmnist(root=folder), 100, device)
+        return Images(data.pmnist(root=folder), 100, device, **options)
     if task == "pydoc":
-        return Characters(data.pydoc(), 128, 65, 32, device)
-    return Characters(data.ptb(root=folder), 1000, 100, 64, device)
+        return Characters(data.pydoc(), 128, 65, 32, device, **options)
+    return Characters(data.ptb(root=folder), 1000, 100, 64, device, **options)
+
+
+def train_epoch(task, optimizer, generator):
+    for batch in task.batches(generator):
+        loss = task.loss(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+        optimizer.step()
+
+
+def inputs(task, generator):
+    """The inputs of one epoch."""
+    return [batch[0] if task.unit == "%" else batch[0][:-1] for batch in task.batches(generator)]
 
 
 def buffers(layer):
@@ -151,8 +166,7 @@ def evaluate(task, layer, numbers, generator):
         refreshed[rows] = task.validate(model)
         layer.recent_calls = log
     exact = copy.deepcopy(model)
-    batches = [batch[0] if task.unit == "%" else batch[0][:-1] for batch in task.batches(generator)]
-    rbn.update_population_stats(exact, batches)
+    rbn.update_population_stats(exact, inputs(task, generator))
     exact_value = task.validate(exact.eval())
     layer.recent_calls = recent_calls.RecentCalls()  # nothing to refresh from
     for buffer, old in zip(buffers(layer), running, strict=True):
@@ -172,12 +186,7 @@ def run(name, seed, epochs, numbers, device, folder):
     optimizer = torch.optim.Adam(task.model.parameters(), task.lr)
     generator = torch.Generator().manual_seed(seed)
     for epoch in range(1, epochs + 1):
-        for batch in task.batches(generator):
-            loss = task.loss(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
-            optimizer.step()
+        train_epoch(task, optimizer, generator)
         state = generator.get_state()
         running, refreshed, exact = evaluate(task, layer, numbers, generator)
         generator.set_state(state)

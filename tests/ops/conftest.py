@@ -102,6 +102,31 @@ def emulated_folder(make_once):
 
 
 @pytest.fixture
+def emulate_hopper(emulated_folder, monkeypatch):
+    """Makes every LSTM run the cluster or the grid kernels, emulated on the CPU."""
+    pytest.importorskip("triton", reason="the GPU's kernels need triton")
+    from cuda_emulation import EmulatedKernel
+
+    from rbn.ops.gpu.lstm import cuda_kernels
+    from rbn.ops.gpu.lstm.cluster import cluster_kernels
+    from rbn.ops.gpu.lstm.grid import grid_kernels
+    from rbn.ops.gpu.runtime import nvrtc
+
+    def kernel(macros, name, *sizes, **options):
+        return EmulatedKernel(emulated_folder, name, macros, *sizes, **options)
+
+    def given(family):
+        monkeypatch.setattr(cuda_kernels, "family", lambda term, a: family)
+        monkeypatch.setattr(nvrtc, "architecture_of", lambda device: "sm_90")
+        monkeypatch.setattr(nvrtc, "compiled", lambda name, macros, arch: macros)
+        for module in (cluster_kernels, grid_kernels):
+            monkeypatch.setattr(module, "Kernel", kernel)
+            monkeypatch.setattr(module, "kernel", module.kernel.__wrapped__)
+
+    return given
+
+
+@pytest.fixture
 def emulate_portable(emulated_folder, monkeypatch):
     """Makes every LSTM run the portable kernels, emulated on the CPU, with these tilings."""
     pytest.importorskip("triton", reason="the GPU's kernels need triton")

@@ -32,6 +32,15 @@ on_a_card = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+def on_card(test):
+    """Marks a test that runs on a GPU."""
+    for mark in on_a_card:
+        test = mark(test)
+    return test
+
+
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="the grid kernels have instructions of Hopper only",
@@ -125,6 +134,22 @@ def compare(op, shape, dtype, options, change=lambda case: case, scales=at_least
     for key, want in expected[1].items():
         error = (found[1][key].double().cpu() - want).norm() / scale[key]
         assert error <= units * UNITS[dtype], f"gradient of {key}: {error:.2g}"
+
+
+def compare_emulated(case, dtype):
+    """Results and all gradients of kernels emulated on the CPU with float64's."""
+    with poisoned_memory():
+        found = differentiate(case.to(dtype), "gpu")
+    expected = differentiate(case.to(dtype).to(torch.float64), "reference")
+    same_as_float64(found, expected, dtype)
+
+
+def same_as_float64(found, expected, dtype):
+    """Results and gradients of emulated kernels beside those of the reference."""
+    assert_same(found[0], expected[0], 16 * UNITS[dtype])
+    for key, want in expected[1].items():
+        error = (found[1][key].double() - want).norm() / max(1, want.norm())
+        assert error <= 8 * UNITS[dtype], f"gradient of {key}: {error:.2g}"
 
 
 def same_bits(case, times):

@@ -10,6 +10,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __align__(bytes)
 
 struct alignas(8) float2 { float x, y; };
 struct alignas(8) uint2 { unsigned x, y; };
@@ -17,6 +18,7 @@ struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline unsigned __float_as_uint(float v) { unsigned u; memcpy(&u, &v, 4); return u; }
 inline float __uint_as_float(unsigned u) { float v; memcpy(&v, &u, 4); return v; }
@@ -24,32 +26,50 @@ inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
 inline float __expf(float v) { return std::exp(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
 template <class T> T __ldcg(const T* p) { return *p; }
+template <class T> T __ldg(const T* p) { return *p; }
 
 struct Meeting {
   int arrived = 0, times = 0;
+};
+struct Block;
+struct Cluster {
+  Meeting meeting;
+  int threads = 0;  // those that have not returned
+  std::vector<Block*> blocks;
 };
 struct Warp {
   Meeting meeting;
   unsigned words[32][6];
 };
 struct Block {
-  Meeting meeting;
+  Meeting meeting, named[16];
+  int threads = 0;  // those that have not returned
+  Cluster* cluster;
+  unsigned rank;  // in the cluster
   std::vector<Warp> warps;
   std::vector<uint4> memory;
 };
 struct Index { unsigned x, y; };
+struct Copy {
+  void* to;
+  const void* from;  // null: zeros
+  int bytes;
+};
 struct Fiber {
   ucontext_t context;
   jmp_buf place_in_code;
   std::vector<char> stack;
+  std::vector<Copy> copies;  // asked for, and made when the thread waits for them
   Block* block;
+  Warp* warp;
   Index thread, place;
   bool started = false, done = false;
 };
 static jmp_buf scheduler;
 static Fiber* current;
-static int threads_of_block;
 static bool progress;
 static Index gridDim;
 static void (*body)();
@@ -66,24 +86,35 @@ inline void resume() {
   current->started = true;
   setcontext(&current->context);
 }
-inline void meet(Meeting& m, int count) {
-  const int times = m.times;
+inline void arrive(Meeting& m, int count) {
   progress = true;
   if (++m.arrived == count) m.arrived = 0, m.times++;
-  else
-    while (m.times == times) yield();
 }
-inline void __syncthreads() { meet(current->block->meeting, threads_of_block); }
-inline Warp& this_warp() { return current->block->warps[current->thread.x / 32]; }
+// `count` becomes less where threads return.
+inline void meet(Meeting& m, const int& count) {
+  const int times = m.times;
+  arrive(m, count);
+  while (m.times == times) {
+    if (m.arrived == count) m.arrived = 0, m.times++;
+    else yield();
+  }
+}
+inline void __syncthreads() { meet(current->block->meeting, current->block->threads); }
+inline Warp& this_warp() { return *current->warp; }
 inline void __syncwarp() { meet(this_warp().meeting, 32); }
-inline float __shfl_xor_sync(unsigned, float v, int mask) {
+inline unsigned __shfl_sync(unsigned, unsigned v, int from) {
   Warp& w = this_warp();
-  const int lane = current->thread.x % 32;
-  w.words[lane][0] = __float_as_uint(v);
+  w.words[current->thread.x % 32][0] = v;
   __syncwarp();
-  const float result = __uint_as_float(w.words[lane ^ mask][0]);
+  const unsigned result = w.words[from][0];
   __syncwarp();
   return result;
+}
+inline unsigned __shfl_xor_sync(unsigned all, unsigned v, int mask) {
+  return __shfl_sync(all, v, current->thread.x % 32 ^ mask);
+}
+inline float __shfl_xor_sync(unsigned all, float v, int mask) {
+  return __uint_as_float(__shfl_xor_sync(all, __float_as_uint(v), mask));
 }
 
 inline unsigned __reduce_max_sync(unsigned, unsigned v) {
@@ -94,31 +125,41 @@ inline unsigned __reduce_max_sync(unsigned, unsigned v) {
   __syncwarp();
   return v;
 }
-// Shared memory has addresses of its own, as on a GPU.
+// Shared memory has addresses of its own, as on a GPU: the block's rank in its cluster is in the upper bits.
+#define RANK_AT 20
 inline unsigned __cvta_generic_to_shared(const void* p) {
-  return unsigned((const char*)p - (const char*)current->block->memory.data());
+  return unsigned((const char*)p - (const char*)current->block->memory.data()) | current->block->rank << RANK_AT;
 }
 
 static void enter() {
   body();
+  current->block->threads--, current->block->cluster->threads--;
   current->done = progress = true;
   yield();
 }
 
+// Blocks form clusters of so many neighbours, in a grid's first dimension or, if `down`, in its second.
 // Returns 1 if all threads wait for ever.
-inline int run_grid(int blocks, int threads, int shared, unsigned seed) {
-  std::vector<Block> all(blocks);
-  std::vector<Fiber> fibers(size_t(blocks) * threads);
-  threads_of_block = threads;
-  gridDim = {unsigned(blocks), 1};
-  for (Block& b : all) {
+inline int run_grid(int columns, int rows, int threads, int shared, int cluster, int down, unsigned seed) {
+  std::vector<Block> all(columns * rows);
+  std::vector<Cluster> clusters(all.size());
+  std::vector<Fiber> fibers(all.size() * threads);
+  gridDim = {unsigned(columns), unsigned(rows)};
+  for (int i = 0; i < columns * rows; i++) {
+    Block& b = all[i];
+    const int x = i % columns, y = i / columns;
+    b.rank = (down ? y : x) % cluster;
+    b.cluster = &clusters[down ? (y - b.rank) * columns + x : i - b.rank];
+    b.cluster->blocks.push_back(&b);
+    b.threads = threads, b.cluster->threads += threads;
     b.warps.resize(threads / 32);
-    b.memory.assign(shared / 16, make_uint4(~0u, ~0u, ~0u, ~0u));  // NaN
+    b.memory.assign((shared + 15) / 16, make_uint4(~0u, ~0u, ~0u, ~0u));  // NaN
   }
   for (size_t i = 0; i < fibers.size(); i++) {
+    const unsigned block = i / threads;
     Fiber& f = fibers[i];
-    f.block = &all[i / threads];
-    f.place = {unsigned(i / threads), 0}, f.thread = {unsigned(i % threads), 0};
+    f.block = &all[block], f.warp = &all[block].warps[i % threads / 32];
+    f.place = {block % columns, block / columns}, f.thread = {unsigned(i % threads), 0};
     f.stack.resize(1 << 16);
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = 1 << 16;

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 from filelock import FileLock
 
 from rbn.ops.gpu.runtime import nvrtc
@@ -17,34 +18,44 @@ from rbn.ops.gpu.runtime import nvrtc
 COMPILER = shutil.which("g++")
 _HERE = Path(__file__).parent
 _FUNCTION = re.compile(
-    r"^__device__ __forceinline__ [\w ]+ (\w+)\([^{]*?\) \{(?:[^\n]*\}\n|\n.*?^\}\n)", re.M | re.S
+    r"^(?:template <[^\n]*>\n)?__device__ __forceinline__ [\w ]+ (\w+)\([^{]*?\) "
+    r"\{(?:[^\n]*\}\n|\n.*?^\}\n)",
+    re.M | re.S,
 )
+_PART = re.compile(r"^// In place of (\w+):\n", re.M)
+_NOTHING = re.compile(r'asm volatile\("" ?:[^;]*;')  # tells the compiler what a number is used for
+
+
+def emulated(test):
+    """Marks a test that compiles kernels for the CPU and runs them."""
+    for mark in (pytest.mark.slow, pytest.mark.no_cover):
+        test = mark(test)
+    return pytest.mark.skipif(COMPILER is None, reason="needs g++")(test)
 
 
 def emulated_source(name):
     """The kernel's source for a C++ compiler, with a function ``run`` that starts its grid."""
-    text = nvrtc.source(name)
-    own = (_HERE / "cuda_emulation_functions.h").read_text()
-    first = [True]
+    text = _NOTHING.sub(";", nvrtc.source(name))
+    _, *parts = _PART.split((_HERE / "cuda_emulation_functions.h").read_text())
+    own = dict(zip(parts[::2], parts[1::2], strict=True))
 
     def replaced(match):
-        if "asm" not in match[0]:
-            return match[0]
-        before, first[0] = own if first[0] else "", False
-        return before
+        return own.pop(match[1], "") if "asm" in match[0] else match[0]
 
     text = _FUNCTION.sub(replaced, text)
     assert "asm" not in text
     text = re.sub(
-        r"extern __shared__ uint4 (\w+)\[\];", r"uint4* \1 = current->block->memory.data();", text
+        r"extern __shared__ (?:__align__\(\d+\) )?uint4 (\w+)\[\];",
+        r"uint4* \1 = current->block->memory.data();",
+        text,
     )
     struct = re.search(rf"{name}\(const (\w+) p\)", text)[1]
     run = f"""
 static {struct} arguments;
-extern "C" int run(const void* p, int blocks, int threads, int shared, unsigned seed) {{
+extern "C" int run(const void* p, const int* sizes, unsigned seed) {{
   memcpy(&arguments, p, sizeof arguments);
   body = [] {{ {name}(arguments); }};
-  return run_grid(blocks, threads, shared, seed);
+  return run_grid(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], seed);
 }}
 """
     return (_HERE / "cuda_emulation.h").read_text() + text + run
@@ -61,7 +72,7 @@ def compiled(folder, name, defines):
         if not library.exists():
             path, unfinished = library.with_suffix(".cpp"), library.with_suffix(".unfinished")
             path.write_text(source)
-            flags = ["-std=c++14", "-Og", "-w", "-fPIC", "-shared"]
+            flags = ["-std=c++17", "-Og", "-w", "-fPIC", "-shared"]
             subprocess.run([COMPILER, *flags, *options, path, "-o", unfinished], check=True)
             unfinished.replace(library)
     return str(library)
@@ -70,15 +81,19 @@ def compiled(folder, name, defines):
 class EmulatedKernel:
     """In the place of `driver.Kernel`."""
 
-    at_once, together = 10**6, True
+    at_once = 10**6
 
-    def __init__(self, folder, name, defines, threads, shared):
+    def __init__(
+        self, folder, name, defines, threads, shared, cluster=0, together=True, down=False
+    ):
         self._run = ctypes.CDLL(compiled(folder, name, defines)).run
-        self.threads, self.shared, self.seed = threads, shared, 0
+        self.threads, self.shared, self.cluster = threads, shared, cluster
+        self.together, self.down, self.seed = together, down, 0
 
     def launch(self, grid, arguments):
         """Run all blocks; the order of their threads differs from launch to launch."""
         self.seed += 1
-        assert self._run(bytes(arguments), grid[0], self.threads, self.shared, self.seed) == 0, (
+        sizes = *grid, self.threads, self.shared, self.cluster or 1, self.down
+        assert self._run(bytes(arguments), (ctypes.c_int * 6)(*sizes), self.seed) == 0, (
             "all threads wait for ever"
         )

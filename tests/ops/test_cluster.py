@@ -1,4 +1,6 @@
-"""The cluster kernels, for small layers, on a card."""
+"""The cluster kernels, for small layers: emulated on the CPU, and on a GPU."""
+
+import copy
 
 import pytest
 import torch
@@ -6,21 +8,26 @@ from cuda_cases import (
     OPTIONS,
     UNITS,
     compare,
+    compare_emulated,
     needs_clusters,
     needs_hopper,
-    on_a_card,
+    on_card,
+    same_as_float64,
     same_bits,
 )
-from recurrence_cases import assert_same, calm, differentiate, make_case
+from recurrence_cases import CALM, assert_same, calm, differentiate, make_case
+
+import rbn
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
+
+from cuda_emulation import emulated
+from gpu_cases import differentiate_together
 
 from rbn.ops.definition import LSTM, LSTMArguments
 from rbn.ops.gpu.lstm import backward, forward
 from rbn.ops.gpu.lstm.cluster import cluster_kernels
 from rbn.ops.operator import Incoming
-
-pytestmark = [*on_a_card, needs_clusters]
 
 
 @pytest.fixture
@@ -29,6 +36,121 @@ def runs(record_runs):
     return record_runs("cluster")
 
 
+# Emulated on the CPU -----------------------------------------------------------------------------
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+EIGHT, SIXTEEN = cluster_kernels.cluster_tiling, cluster_kernels.cluster_tiling_16
+LENGTHS = [5, 1, 3, 2, 5, 4, 1]
+# The sizes do not divide evenly. Of each, the blocks of the cluster.
+TILINGS = {
+    "float32": (FLOAT, (5, 7, 10), EIGHT, 2),
+    "one row": (FLOAT, (2, 1, 10), EIGHT, 2),  # the code of "float32"
+    "two tiles, idle block": (FLOAT, (4, 20, 18), EIGHT, 4),
+    "one block": (HALF, (1, 20, 6), EIGHT, 1),
+    "five blocks": (HALF, (4, 7, 40), EIGHT, 5),
+    "16 units": (FLOAT, (3, 7, 20), SIXTEEN, 2),
+    "16 units, two tiles, idle block": (HALF, (3, 34, 40), SIXTEEN, 4),
+}
+EMULATED_OPTIONS = {
+    "lstm, lengths": ("lstm", HALF, EIGHT, {"lengths": LENGTHS}),
+    "few rows": ("bn_lstm", FLOAT, EIGHT, {"lengths": LENGTHS, "min_rows": 4}),
+    "few rows, 16 units": ("bn_lstm", HALF, SIXTEEN, {"lengths": LENGTHS, "min_rows": 4}),
+    "raw output, no bias": ("bn_lstm", HALF, EIGHT, {"absent": ("gamma_c", "bias")}),
+    "sequencewise": ("bn_lstm", HALF, EIGHT, {"input_stats": "sequence", "lengths": LENGTHS}),
+    "population": ("bn_lstm", HALF, EIGHT, {"population": (2, 7, 5)}),
+    "final state alone": ("bn_lstm", HALF, EIGHT, {"used": ("h_n",), "lengths": LENGTHS}),
+}
+
+
+@pytest.fixture
+def emulate(emulate_hopper, monkeypatch, runs):
+    """Runs all calls in clusters of so many blocks, on the CPU."""
+
+    def given(tiling_of, cluster):
+        def choose(term):
+            return tiling_of(term.dtype, term.shape[-2], term.shape[-1] // 4)
+
+        emulate_hopper("cluster")
+        monkeypatch.setattr(cluster_kernels, "choose", choose)
+        monkeypatch.setattr(cluster_kernels, "cluster_of", lambda *sizes: cluster)
+        return runs
+
+    return given
+
+
+@emulated
+@pytest.mark.parametrize("name", TILINGS)
+def test_emulated_tilings(name, emulate):
+    dtype, shape, tiling_of, cluster = TILINGS[name]
+    runs = emulate(tiling_of, cluster)
+    compare_emulated(make_case("bn_lstm", *shape, **calm("bn_lstm")), dtype)
+    assert runs == ["forward", "backward"]
+
+
+@emulated
+@pytest.mark.parametrize("name", EMULATED_OPTIONS)
+def test_emulated_options(name, emulate):
+    op, dtype, tiling_of, options = EMULATED_OPTIONS[name]
+    runs = emulate(tiling_of, 2)
+    hidden = 10 if tiling_of is EIGHT else 20
+    compare_emulated(make_case(op, 5, 7, hidden, **calm(op), **options), dtype)
+    assert runs == ["forward", "backward"]
+
+
+@emulated
+def test_emulated_recurrences_side_by_side(emulate):
+    runs = emulate(EIGHT, 2)
+    options = calm("bn_lstm") | {"min_rows": 4, "dtype": FLOAT}
+    cases = [make_case("bn_lstm", 5, 7, 10, seed, **options) for seed in (1, 2)]
+    lengths = torch.tensor(LENGTHS)  # of both
+    cases = [case.with_options(lengths=lengths) for case in cases]
+    for case, found in zip(cases, differentiate_together(cases), strict=True):
+        same_as_float64(found, differentiate(case.to(torch.float64), "reference"), FLOAT)
+    assert runs == ["forward", "backward"]
+
+
+@emulated
+@pytest.mark.parametrize("kind", ["step", "sequence", "population"])
+def test_emulated_layer_with_one_feature(kind, emulate, monkeypatch):
+    """Its kernels take the input, not the input term: of both directions at once."""
+    runs, taken = emulate(EIGHT, 2), []
+    compile_kernel = cluster_kernels.kernel
+    monkeypatch.setattr(
+        cluster_kernels,
+        "kernel",
+        lambda *args: taken.append(dict(args[-1])["SCALAR"]) or compile_kernel(*args),
+    )
+    torch.manual_seed(0)
+    stats = "sequence" if kind == "sequence" else "step"
+    layer = rbn.BatchNormLSTM(1, 10, bidirectional=True, input_stats=stats, eps=CALM)
+    x, lengths = torch.randn(5, 7, 1), torch.tensor(LENGTHS) if kind == "sequence" else None
+    if kind == "population":
+        for statistics in layer._all_statistics():
+            size = 5, statistics.features
+            statistics.update(0.3 * torch.randn(size), torch.rand(size) + 0.25)
+        layer.eval()
+
+    def gradients(layer, x, backend):
+        with rbn.backend(backend):
+            output, (h_n, c_n) = layer(x, lengths=lengths)
+        (output.square().sum() + (h_n * c_n).sum()).backward()
+        results = {"output": output, "h_n": h_n, "c_n": c_n}
+        return results, {name: p.grad for name, p in layer.named_parameters()}
+
+    found = gradients(copy.deepcopy(layer), x, "gpu")
+    assert runs == ["forward", "backward"]
+    assert taken == [1, 1]
+    same_as_float64(found, gradients(layer.double(), x.double(), "reference"), FLOAT)
+
+
+# On a GPU ----------------------------------------------------------------------------------------
+
+
+def on_gpu(test):
+    return on_card(needs_clusters(test))
+
+
+@on_gpu
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
     ("op", "name", "shape"),
@@ -47,6 +169,7 @@ def test_small_layers_against_the_reference(op, name, shape, dtype, calls, runs)
     assert runs == ["forward", "backward"]
 
 
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_small_layers_give_the_same_bits_every_time(dtype, runs):
     same_bits(make_case("bn_lstm", 9, 100, 100, dtype=dtype).on("cuda"), 200)
@@ -60,6 +183,7 @@ def sixteen(monkeypatch, runs):
     return runs
 
 
+@on_gpu
 @pytest.mark.parametrize(
     ("op", "of_h0", "of_gradients", "hidden"),
     [
@@ -86,6 +210,7 @@ def test_a_small_layer_with_numbers_of_any_size(op, of_h0, of_gradients, hidden,
     assert sixteen == ["forward", "backward"]
 
 
+@on_gpu
 @needs_hopper
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
@@ -105,6 +230,7 @@ def test_blocks_of_16_units_against_the_reference(op, name, shape, dtype, calls,
     assert sixteen == ["forward", "backward"]
 
 
+@on_gpu
 @needs_hopper
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_16_units_give_the_same_bits_every_time(dtype, sixteen):
@@ -124,6 +250,7 @@ def switched(monkeypatch):
     cluster_kernels.kernel.cache_clear()
 
 
+@on_gpu
 @needs_hopper
 @pytest.mark.parametrize("hidden", [100, 240])
 @pytest.mark.parametrize("name", ["STAGGERED", "ALL_WAIT"])
@@ -134,6 +261,7 @@ def test_switches_of_cluster_kernels(hidden, name, dtype, sixteen, switched):
     assert sixteen == ["forward", "backward"]
 
 
+@on_gpu
 @pytest.mark.parametrize(("B", "H"), [(100, 100), pytest.param(64, 240, marks=needs_hopper)])
 def test_more_small_layers_than_fit_at_once(B, H, sixteen):
     R, T = 20, 30

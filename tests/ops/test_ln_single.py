@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cuda_cases import UNITS, compare, same_bits
+from cuda_cases import UNITS, compare, compare_emulated, same_bits
 from recurrence_cases import (
     CALM,
     assert_same,
@@ -12,7 +12,6 @@ from recurrence_cases import (
     calm,
     differentiate,
     make_case,
-    poisoned_memory,
 )
 
 import rbn
@@ -70,7 +69,7 @@ def emulate(emulated_folder, monkeypatch):
         launches.append(direction)
         macros = ln_single.macros(direction, tiling, dtype, defines)
         name, shared = f"ln_{direction}", tiling.shared(direction, dtype)
-        return EmulatedKernel(emulated_folder, name, macros, tiling.threads, shared)
+        return EmulatedKernel(emulated_folder, name, macros, tiling.threads, shared, tiling.cluster)
 
     def given(tiling):
         supports = ln_single.supports_options
@@ -79,17 +78,6 @@ def emulate(emulated_folder, monkeypatch):
         return launches
 
     return given
-
-
-def compare_emulated(case, dtype):
-    """Results and all gradients beside those of the reference in float64."""
-    with poisoned_memory():
-        found = differentiate(case.to(dtype), "gpu")
-    expected = differentiate(case.to(dtype).to(torch.float64), "reference")
-    assert_same(found[0], expected[0], 16 * UNITS[dtype])
-    for key, want in expected[1].items():
-        error = (found[1][key].double() - want).norm() / max(1, want.norm())
-        assert error <= 8 * UNITS[dtype], f"gradient of {key}: {error:.2g}"
 
 
 @needs_compiler

@@ -6,9 +6,8 @@ On a card: layers of few rows.
 import pytest
 import torch
 from cuda_cases import OPTIONS as CARD_OPTIONS
-from cuda_cases import UNITS, on_a_card, same_bits
-from cuda_cases import compare as compare_on_card
-from recurrence_cases import assert_same, calm, differentiate, make_case, poisoned_memory
+from cuda_cases import UNITS, compare, compare_emulated, on_card, same_bits
+from recurrence_cases import calm, make_case
 
 pytest.importorskip("triton", reason="the GPU's kernels need triton")
 
@@ -60,17 +59,6 @@ def portable(monkeypatch):
     monkeypatch.setattr(grid_kernels, "preferred", lambda term: False)
 
 
-def compare(case, dtype):
-    """Results and all gradients beside those of the reference in float64."""
-    with poisoned_memory():
-        found = differentiate(case.to(dtype), "gpu")
-    expected = differentiate(case.to(dtype).to(torch.float64), "reference")
-    assert_same(found[0], expected[0], 16 * UNITS[dtype])
-    for key, want in expected[1].items():
-        error = (found[1][key].double() - want).norm() / max(1, want.norm())
-        assert error <= 8 * UNITS[dtype], f"gradient of {key}: {error:.2g}"
-
-
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.no_cover
@@ -78,7 +66,7 @@ def compare(case, dtype):
 def test_tilings(name, emulate_portable):
     dtype, shape, both = TILINGS[name]
     launches = emulate_portable(forward=both, backward=both)
-    compare(make_case("bn_lstm", *shape, **calm("bn_lstm")), dtype)
+    compare_emulated(make_case("bn_lstm", *shape, **calm("bn_lstm")), dtype)
     assert launches == ["forward", "backward"]
 
 
@@ -90,7 +78,7 @@ def test_options(name, rows, emulate_portable):  # of a tile, or two
     both = tiling(rows // 16, 1, 4)
     launches = emulate_portable(forward=both, backward=both)
     op, options = OPTIONS[name]
-    compare(make_case(op, 5, 7, 10, **calm(op), **options), HALF)
+    compare_emulated(make_case(op, 5, 7, 10, **calm(op), **options), HALF)
     assert launches == ["forward", "backward"]
 
 
@@ -113,12 +101,6 @@ def test_few_rows_are_polled_forward(dtype, hidden):
 # On a card ---------------------------------------------------------------------------------------
 
 
-def on_card(test):
-    for mark in on_a_card:
-        test = mark(test)
-    return test
-
-
 @on_card
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize(
@@ -132,7 +114,7 @@ def on_card(test):
 )
 @pytest.mark.usefixtures("in_memory", "portable")
 def test_few_rows(op, name, shape, dtype, calls):
-    compare_on_card(op, shape, dtype, CARD_OPTIONS[name])
+    compare(op, shape, dtype, CARD_OPTIONS[name])
     assert calls == ["forward", "backward"]
 
 

@@ -1,7 +1,7 @@
 """Normalized recurrent networks for PyTorch (Cooijmans et al., ICLR 2017).
 
-Layers to use instead of `torch.nn.LSTM`: `BatchNormLSTM`, and beside it `LSTM`, `LayerNormLSTM`,
-`BatchNormGRU` and `BatchNormRNN`, each with a ``...Cell`` for one step at a time.
+Layers that replace `torch.nn.LSTM`: `BatchNormLSTM`, and `LSTM`, `LayerNormLSTM`, `BatchNormGRU`
+and `BatchNormRNN`, each with a ``...Cell`` that runs one step at a time.
 """
 
 from rbn.nn import (

@@ -100,7 +100,7 @@ def test_cells_that_make_no_layer():
         rbn.LSTM.from_cells([one], bidirectional=True)
     with pytest.raises(ValueError, match="cells must have 1 for each layer, got 0"):
         rbn.LSTM.from_cells([])
-    with pytest.raises(TypeError, match="cells must be of BatchNormLSTMCell, got a LSTMCell"):
+    with pytest.raises(TypeError, match="cells must be of type BatchNormLSTMCell, got LSTMCell"):
         rbn.BatchNormLSTM.from_cells([one])
     with pytest.raises(ValueError, match=r"zoneout=\(0\.0, 0\.0\) in cell 0 and \(0\.1, 0\.0\)"):
         rbn.LSTM.from_cells([one, rbn.LSTMCell(4, 4, zoneout=(0.1, 0.0))])

@@ -203,7 +203,7 @@ class Doubled(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("beta_c_l0", "cell bias, and beta_c_l0"), ("c0_l0", "learned initial state, and c0_l0")],
+    [("beta_c_l0", "cell bias, but beta_c_l0"), ("c0_l0", "learned initial state, but c0_l0")],
 )
 def test_to_lstm_refuses_what_torch_has_not(name, message):
     ours = rbn.LSTM(3, 5)

@@ -318,7 +318,7 @@ def test_frozen_layers_keep_and_use_their_statistics(train_mode):
     assert not model.first.training
     assert model.second.training
     model.second.eval(), model.unused.eval()
-    with pytest.raises(ValueError, match=r"every batch-normalized layer is in eval\(\)"):
+    with pytest.raises(ValueError, match=r"every batch-normalized layer is frozen"):
         rbn.update_population_stats(model, batches)
     assert rbn.update_population_stats(model.eval(), batches) == 3
 

@@ -133,7 +133,7 @@ def test_max_length_limits_what_loads():
     assert roomy.stats_h_l0.mean.shape[0] == 9
     same(layer, roomy)
     tight = rbn.BatchNormLSTM(3, 4, 2, bidirectional=True, max_length=4)
-    with pytest.raises(RuntimeError, match=r"statistics of 5 steps.* 4 \(max_length"):
+    with pytest.raises(RuntimeError, match=r"statistics of 5 steps.* 4 \(its max_length"):
         tight.load_state_dict(layer.state_dict())
     enough = rbn.BatchNormLSTM(3, 4, 2, bidirectional=True, max_length=5)
     enough.load_state_dict(roomy.state_dict())  # whose last four steps are empty

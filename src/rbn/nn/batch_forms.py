@@ -23,15 +23,15 @@ def default_forward(
     - The entries of a mapping (a dict, a Hugging Face `BatchEncoding`) are keyword arguments. Those
       that the model's `forward` has no parameter for are dropped.
     - A tuple or list starts with the inputs: as many as `forward` has parameters without a default,
-      at least one. The rest (targets) is dropped. If two or more elements are left over and
-      `forward` could take one of them, this raises `TypeError`: the batch could be
-      ``(input, lengths, target)`` as well as ``(input, target, weight)``. So do integers ``[B]``
-      that are left over, with `trained_with_lengths` and a parameter for lengths.
+      at least one. The rest (targets) is dropped. Raises `TypeError` if two or more elements are
+      left over and `forward` could take one of them: the batch could be
+      ``(input, lengths, target)`` as well as ``(input, target, weight)``. Also raises it, with
+      `trained_with_lengths`, for integers ``[B]`` that are left over and could be the lengths.
     - The first element of a tuple or list may itself be a mapping, or a tuple or list of arguments:
       ``({"input": x, "lengths": n}, target)``, ``((x, n), target)``.
     - Any other object is passed unchanged.
 
-    device: all tensors of a batch are moved there first, at any depth; None does not move them.
+    device: moves all tensors of a batch there first, at any depth; None does not move them.
     """
 
     def forward(model: nn.Module, batch: Any) -> object:
@@ -44,7 +44,7 @@ def default_forward(
 
 
 def check_batch(model: nn.Module, batch: Any) -> None:
-    """Raise what `default_forward` would raise for a batch of this form, without a call."""
+    """Raise what `default_forward` would raise for this batch, without calling the model."""
     _arguments(model, batch, trained_with_lengths(model))
 
 
@@ -61,7 +61,7 @@ def _arguments(
     if not _is_sequence(batch):
         return (batch,), {}
     if not batch:
-        raise ValueError("batches holds an empty tuple or list in place of a batch")
+        raise ValueError("batches contains an empty tuple or list instead of a batch")
     first = batch[0]
     if isinstance(first, Mapping):
         return (), _keywords(model, first)
@@ -79,13 +79,13 @@ def _arguments(
     takes_lengths = trained_with_lengths and any("len" in p.name for p in parameters[inputs:])
     if takes_lengths and len(batch) == inputs + 1 and _is_integers(batch[-1]):
         raise TypeError(
-            f"got a batch of {len(batch)} elements, whose last may be lengths, as in training, or "
-            f"targets: {FORWARD_HINT}, or make each batch a dict with the names of arguments"
+            f"got a batch of {len(batch)} elements: the last could be lengths, as in training, or "
+            f"targets. {FORWARD_HINT}, or make each batch a dict of named arguments"
         )
     if len(batch) > inputs + 1 and len(parameters) > inputs:
         raise TypeError(
-            f"got a batch of {len(batch)} elements, and {type(model).__name__}.forward takes "
-            f"{_names(parameters)}: which element is which is not known; {FORWARD_HINT}, or make "
+            f"got a batch of {len(batch)} elements, but {type(model).__name__}.forward takes "
+            f"{_names(parameters)}: cannot tell which element is which. {FORWARD_HINT}, or make "
             "each batch a dict with these names"
         )
     return tuple(batch[:inputs]), {}
@@ -136,8 +136,8 @@ def _names(parameters: list[inspect.Parameter]) -> str:
 def _is_integers(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(isinstance(one, int) for one in value)
-    whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
-    return whole and value.dim() == 1
+    integral = isinstance(value, torch.Tensor) and not value.is_floating_point()
+    return integral and value.dim() == 1
 
 
 def trained_with_lengths(model: nn.Module) -> bool:
@@ -154,8 +154,8 @@ def _to_device(batch: Any, device: torch.device | str) -> Any:
     """Move all tensors of a batch to the device."""
     if not hasattr(batch, "to") and not isinstance(batch, (Mapping, list, tuple)):
         raise TypeError(
-            f"a batch of type {type(batch).__name__} cannot be moved to a device: pass forward=, "
-            "which says how to run the model on it"
+            f"a batch of type {type(batch).__name__} cannot be moved to a device: pass forward= to "
+            "run the model on it"
         )
     return _moved(batch, device)
 

@@ -32,8 +32,8 @@ class _BatchNormGRU(OneState):
             self._add(f"beta_n{suffix}", (self.hidden_size,), factory)
 
     def _own_biases(self, bias_ih: Tensor, bias_hh: Tensor) -> dict[str, Tensor]:
-        of_gates, beta_n = bias_hh.split([2 * self.hidden_size, self.hidden_size])
-        return {"bias": bias_ih + F.pad(of_gates, (0, self.hidden_size)), "beta_n": beta_n}
+        bias_gates, beta_n = bias_hh.split([2 * self.hidden_size, self.hidden_size])
+        return {"bias": bias_ih + F.pad(bias_gates, (0, self.hidden_size)), "beta_n": beta_n}
 
 
 class BatchNormGRU(_BatchNormGRU, CellLayers[Tensor]):
@@ -49,8 +49,8 @@ class BatchNormGRU(_BatchNormGRU, CellLayers[Tensor]):
     $$
 
     $\beta_n$ is the only shift besides b that is not redundant, because the reset gate multiplies
-    it. All arguments are those of `BatchNormRNN`, without `nonlinearity`; ``bias=False`` removes b
-    and $\beta_n$. `from_gru` and ``load_state_dict(strict=False)`` take the weights of a
+    it. Takes the arguments of `BatchNormRNN` except `nonlinearity`; ``bias=False`` removes b and
+    $\beta_n$. `from_gru` and ``load_state_dict(strict=False)`` load the weights of a
     `torch.nn.GRU`.
 
     Parameters, for each layer k: ``weight_ih_lk [3H, I]``, ``weight_hh_lk [3H, H]``,

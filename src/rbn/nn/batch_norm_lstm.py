@@ -29,12 +29,12 @@ class _BatchNormLSTM(BatchNormalized):
         super()._set_normalization(*args)
         if {"pass_normalized_cell", "raw_output"} <= self.ablations:
             raise ValueError(
-                "ablations pass_normalized_cell and raw_output exclude each other: without a "
-                "normalized cell there is none to pass on"
+                "ablations pass_normalized_cell and raw_output exclude each other: raw_output "
+                "removes the normalized cell that pass_normalized_cell passes on"
             )
         if "joint_terms" in self.ablations and self.input_stats == "sequence":
             raise ValueError(
-                "ablation joint_terms leaves no input term of its own to have statistics: "
+                "ablation joint_terms leaves no input term with statistics of its own: "
                 "input_stats must be 'step'"
             )
 
@@ -112,8 +112,7 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
         eps: added to every variance.
         momentum: weight of a new minibatch in the running average; None weights all equally.
         input_stats: ``"step"``, or ``"sequence"`` for input-term statistics over all unpadded
-            positions of steps that enough sequences reach, shared by all steps (BN-e* of the
-            paper).
+            positions, shared by all steps (BN-e* of the paper).
         padding: ``"exclude"`` keeps padded rows out of every statistic; ``"include"``, the authors'
             behaviour, counts them in all except sequencewise ones.
         initial_state: ``"learned"`` vectors h0 and c0, or ``"zeros"``.
@@ -136,9 +135,10 @@ class BatchNormLSTM(_BatchNormLSTM, LSTMLayers):
             in training, but not those of dropout. False: evaluate with the running averages, which
             lag behind the weights.
 
-    Parameters of each layer k, with the suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
-    ``weight_hh_lk [4H, H]``, ``bias_lk [4H]``, ``gamma_x_lk [4H]``, ``gamma_h_lk [4H]``,
-    ``gamma_c_lk [H]``, ``beta_c_lk [H]``, ``h0_lk [H]``, ``c0_lk [H]``; gate order i, f, g, o.
+    Parameters of each layer k, with the suffix ``_reverse`` for the backward direction:
+    ``weight_ih_lk [4H, I]``, ``weight_hh_lk [4H, H]``, ``bias_lk [4H]``, ``gamma_x_lk [4H]``,
+    ``gamma_h_lk [4H]``, ``gamma_c_lk [H]``, ``beta_c_lk [H]``, ``h0_lk [H]``, ``c0_lk [H]``; gate
+    order i, f, g, o.
     Statistics: ``stats_x_lk``, ``stats_h_lk``, ``stats_c_lk``, each with ``mean``, ``var [T, ...]``
     and ``count [T]``.
     """

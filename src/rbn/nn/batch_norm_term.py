@@ -58,15 +58,15 @@ class BatchNormTerm(nn.Module):
 
         Args:
             x: ``[..., features]``, with at least one dimension before the last.
-            valid: which positions count, bool ``[...]``; all by default. The output at other
-                positions is some value, finite if x is.
+            valid: bool ``[...]``, the positions to compute statistics over; all by default. The
+                output at other positions is unspecified, but finite if x is.
 
         Returns:
             A tensor with the shape and dtype of x.
         """
         if x.dim() < 2 or x.shape[-1] != self.features:
             raise ValueError(
-                f"x must have {self.features} features in its last dimension, and one before it, "
+                f"x must have at least 2 dimensions, the last of size {self.features}, "
                 f"got shape {tuple(x.shape)}"
             )
         if x.numel() == self.features and self.stats.trains and self.stats.group is None:
@@ -88,7 +88,7 @@ class BatchNormTerm(nn.Module):
         return True
 
     def _record(self, mean: Tensor, var: Tensor, x: Tensor, valid: Tensor | None) -> None:
-        """Average a minibatch in, unless it has fewer than two positions and so no variance."""
+        """Update the running averages, unless a minibatch has fewer than two positions."""
         if self.stats.group is not None:  # the positions of all processes
             self.stats.update(mean, var)
         elif x.numel() > self.features:

@@ -120,7 +120,7 @@ class BatchNormalized(FreshStatistics):
         if is_exporting() and not all(statistics.estimated for statistics in all_statistics):
             raise RuntimeError(
                 f"{type(self).__name__} has no population statistics to export: train it, or call "
-                "rbn.update_population_stats(model, batches), before"
+                "rbn.update_population_stats(model, batches), first"
             )
         if all(statistics.find_estimates() for statistics in all_statistics):
             return False
@@ -146,7 +146,7 @@ class BatchNormalized(FreshStatistics):
         return Statistics(**results)
 
     def _min_rows(self, batch: int) -> int:
-        """How many sequences must reach a step that has minibatch statistics of its own.
+        """How many sequences must reach a step for it to get its own minibatch statistics.
 
         batch: the number of sequences of this process.
         """
@@ -154,9 +154,10 @@ class BatchNormalized(FreshStatistics):
         return enough_rows(rows) if rows > 1 and self.padding == "exclude" else 1
 
     def _min_rows_of(self, input: Tensor, lengths: Tensor | None) -> int:
-        """`_min_rows` of a call; 1 where all steps have the same rows, or given statistics.
+        """`_min_rows` for one call.
 
-        There, a program for any batch size must not depend on it.
+        1 if all steps have the same rows or use population statistics: a program traced for any
+        batch size must not depend on it then.
         """
         same = lengths is None and self._all_rows is None
         if same or not self._all_statistics()[0].uses_batch:
@@ -179,7 +180,7 @@ class BatchNormalized(FreshStatistics):
         steps: int,
         rows: int,
     ) -> None:
-        """Average the minibatch statistics into the population statistics that record them."""
+        """Update the running averages of those population statistics that record."""
         results: list[tuple[str, PopulationStatistics, Tensor, Tensor]] = []
         for k, term in enumerate(self.terms):  # in the field order of Statistics; an RNN has fewer
             mean, var = batch[2 * k], batch[2 * k + 1]
@@ -203,8 +204,8 @@ class BatchNormalized(FreshStatistics):
             update_all(updates)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{type(self).__name__} in training changes its population statistics, which "
-                "torch.func refuses: call it in eval(), or inside rbn.batch_statistics(model)"
+                f"{type(self).__name__} updates its population statistics in training, which "
+                "torch.func does not allow: call eval() or use rbn.batch_statistics(model)"
             ) from error
 
     def _updates(
@@ -216,17 +217,17 @@ class BatchNormalized(FreshStatistics):
         rows: int,
     ) -> list[Update]:
         """The arguments of `update_all` for minibatch statistics of ``(term, ..., mean, var)``."""
-        sequence = self.input_stats == "sequence"  # then those of x are over all positions
+        sequence = self.input_stats == "sequence"  # one row for x, over all positions
         if lengths is None and rows > 1 and self._group() is None:
             return [
                 (statistics, mean, var, 0 if sequence and term == "x" else start, None)
                 for term, statistics, mean, var in results
             ]
         last: Tensor | int | None = None
-        # The statistics of a few rows mean little: only steps that enough sequences reach count.
+        # The statistics of a few rows are unreliable: only steps that enough sequences reach count.
         together = self._group() is not None
         alone = rows == 1 and not together
-        if together:  # each step is reached by a sequence of some process
+        if together:  # some process has a sequence that reaches the step
             common = self._common_steps if self._ignores_padding() else None
             last = None if common == steps else common
         elif lengths is not None and not alone:

@@ -1,7 +1,7 @@
-"""Argument checks that raise one clear sentence, before any work is done.
+"""Argument checks with clear error messages.
 
-They never read values from an accelerator: that would make the host wait for it. For the mistakes
-that `torch.nn.LSTM` detects too, type and wording of the error are torch's.
+They run before any work is done and never read values from an accelerator, which would make the
+host wait. For mistakes that `torch.nn.LSTM` detects too, error type and wording are torch's.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def dropout_rate(value: Any) -> float:
 
 
 def integer(name: str, value: Any) -> int:
-    """An integer of Python, numpy or a tensor, or a `SymInt` of a traced program."""
+    """A Python or NumPy integer, an integer tensor, or a `SymInt` of a traced program."""
     result: int = value
     if type(value) in (int, torch.SymInt):
         return result
@@ -77,7 +77,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def number(name: str, value: Any) -> float:
-    """A real number of Python or numpy."""
+    """A real Python or NumPy number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     return float(value)
@@ -135,7 +135,7 @@ def sequence_input(input: Tensor, input_size: int, weight: Tensor, autocast: boo
     if input.is_nested or input.layout != torch.strided:
         kind = "nested" if input.is_nested else str(input.layout).removeprefix("torch.")
         raise ValueError(
-            f"input must be a dense Tensor, got a {kind} one: pad it and give lengths, or pack it"
+            f"input must be a dense Tensor, got a {kind} one: pad it and pass lengths, or pack it"
         )
     if input.dim() not in (2, 3):
         raise ValueError(
@@ -154,7 +154,7 @@ def is_integer_vector(value: Any) -> bool:
 
 
 def floating(name: str, dtype: torch.dtype | None) -> None:
-    """Reject a dtype that parameters of recurrent layers cannot have."""
+    """Reject a dtype that the parameters of recurrent layers cannot have."""
     if dtype is not None and dtype not in _REAL:
         error = RuntimeError if isinstance(dtype, torch.dtype) else TypeError
         raise error(f"{name} must be a real floating-point type such as torch.float32, got {dtype}")
@@ -166,7 +166,7 @@ def is_symbols(input: Any) -> bool:
 
 
 def symbols(input: Tensor, input_size: int, weight: Tensor) -> Tensor:
-    """Symbols as int64 with a last dimension of one; values are checked on the CPU only."""
+    """Convert symbols to int64 with a last dimension of one. Checks values on the CPU only."""
     same_device("input", input, weight)
     symbols_within("input", input, input_size)
     return input.to(torch.int64)[..., None]
@@ -236,21 +236,21 @@ def packed(value: Any) -> None:
     falling = all(a >= b for a, b in itertools.pairwise(sizes))
     if not sizes or sizes[-1] < 1 or not falling:
         raise RuntimeError(
-            f"batch_sizes of a PackedSequence must be positive and not rise, got {sizes}"
+            f"batch_sizes of a PackedSequence must be positive and must not rise, got {sizes}"
         )
     if sum(sizes) != len(value.data):
         raise RuntimeError(
-            f"data of a PackedSequence must have as many rows as its batch_sizes say, "
-            f"{sum(sizes)}, got {len(value.data)}"
+            f"data of a PackedSequence must have sum(batch_sizes) = {sum(sizes)} rows, "
+            f"got {len(value.data)}"
         )
     _not_in_capture(value.data.device)
 
 
 def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor | None:
-    """Lengths as an integer tensor ``[B]`` on the device. Values on the CPU are checked.
+    """Convert lengths to an integer tensor ``[B]`` on the device.
 
-    Values that are already on an accelerator are not checked. The result remembers those that the
-    host knows, see `known_lengths`.
+    Checks values on the CPU, but not those that are already on an accelerator. The result carries
+    the values if the host knows them, see `known_lengths`.
     """
     if value is None:
         return None
@@ -284,11 +284,11 @@ def lengths(value: Any, steps: int, batch: int, device: torch.device) -> Tensor 
 
 
 def _not_in_capture(device: torch.device) -> None:
-    """Refuse lengths in host memory while a CUDA graph is captured."""
+    """Reject lengths in host memory during CUDA graph capture."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "while a CUDA graph is captured, lengths must be a tensor on the GPU; those of a "
-            "PackedSequence are on the CPU, so pad it and give lengths"
+            "while a CUDA graph is captured, lengths must be a tensor on the GPU. Those of a "
+            "PackedSequence are on the CPU: pad it and pass lengths instead"
         )
 
 
@@ -310,40 +310,40 @@ def no_statistics(module: nn.Module, rows: int) -> None:
     name = type(module).__name__
     if rows < 2:
         raise RuntimeError(
-            f"{name} has no population statistics yet, and a batch of {rows} has none of its own "
-            "to evaluate with: train it, or call rbn.update_population_stats(model, batches), or "
+            f"{name} has no population statistics yet, and a batch of {rows} is too small for "
+            "minibatch statistics: train it, call rbn.update_population_stats(model, batches), or "
             "evaluate at least 2 sequences together (for Lightning's sanity check: "
             "Trainer(num_sanity_val_steps=0))"
         )
     if not torch.compiler.is_compiling() and not module.__dict__.get("_warned_untrained"):
         module.__dict__["_warned_untrained"] = True
         warn(
-            f"{name} was not trained yet and has no population statistics: it evaluates with the "
+            f"{name} was not trained yet, so it has no population statistics: evaluating with the "
             "statistics of each batch"
         )
 
 
 def refuse_one(name: str, what: str) -> NoReturn:
-    """Reject training with a batch of one, which has no variance, as `nn.BatchNorm1d` does."""
+    """Reject training on a batch of one, which has no variance, like `nn.BatchNorm1d`."""
     raise ValueError(
         f"Expected more than 1 {what} in a batch when training {name}, got 1: it has no variance "
-        "to normalize with. Use a larger batch (a DataLoader leaves out a last batch of one with "
-        "drop_last=True), or eval() to normalize with population statistics"
+        "to normalize with. Use a larger batch (drop_last=True makes a DataLoader skip a last "
+        "batch of one), or call eval() to normalize with population statistics"
     )
 
 
 def single_row(name: str) -> None:
-    """Warn about a batch of one outside of training, where it may be the last of a data set."""
+    """Warn about a batch of one outside of training, e.g. the last one of a data set."""
     if not torch.compiler.is_compiling():
         warn(
-            f"{name} normalizes with the statistics of a minibatch, and this one has a single "
-            "sequence: all normalized terms are 0, so the layer ignores its input. Population "
-            "statistics of time steps leave it out. Use a batch of at least 2."
+            f"{name} normalizes with minibatch statistics, and this minibatch has a single "
+            "sequence: all normalized terms are 0, so the layer ignores its input. It does not "
+            "enter population statistics of time steps. Use a batch of at least 2."
         )
 
 
 def _callers_level() -> int:
-    """The `stacklevel` at which the calling function's warning points outside rbn and PyTorch."""
+    """The `stacklevel` that points a warning at the closest caller outside rbn and PyTorch."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("rbn", "torch"):
         frame, level = frame.f_back, level + 1

@@ -58,18 +58,18 @@ class CellLayers(Layers[GivenStates]):
         directions = 2 if bidirectional else 1
         if not cells or len(cells) % directions:
             raise ValueError(
-                f"cells must have {directions} for each layer, got {len(cells)} in all"
+                f"cells must have {directions} for each layer, got {len(cells)} in total"
             )
         for cell in cells:
             if not isinstance(cell, cls.cell_class):
                 wanted = cls.cell_class.__name__
-                raise TypeError(f"cells must be of {wanted}, got a {type(cell).__name__}")
+                raise TypeError(f"cells must be of type {wanted}, got {type(cell).__name__}")
         common = _options(cells[0], cls.cell_class)
         for k, cell in enumerate(cells):
             for name, value in _options(cell, cls.cell_class).items():
                 if value != common[name]:
                     raise ValueError(
-                        f"cells must share their options, got {name}={common[name]!r} in cell 0 "
+                        f"cells must have the same options, got {name}={common[name]!r} in cell 0 "
                         f"and {value!r} in cell {k}"
                     )
         new = cls(
@@ -83,7 +83,7 @@ class CellLayers(Layers[GivenStates]):
         for k, (cell, (suffix, size)) in enumerate(zip(cells, new._directions(), strict=True)):
             if cell.input_size != size:
                 raise ValueError(
-                    f"cells must follow each other: cell {k} must have input_size={size}, "
+                    f"cells must fit together: cell {k} must have input_size={size}, "
                     f"got {cell.input_size}"
                 )
             _copy(cell, "", new, suffix)
@@ -100,7 +100,7 @@ class CellLayers(Layers[GivenStates]):
 
 
 def _options(module: Recurrence, cell_class: type[Cell[Any]]) -> dict[str, Any]:
-    """The module's options as arguments of a cell, without input size, device and dtype."""
+    """The module's options as keyword arguments of a cell, except input size, device and dtype."""
     options: dict[str, Any] = {}
     for name in inspect.signature(cell_class).parameters:
         if name in ("input_size", "device", "dtype"):
@@ -116,19 +116,19 @@ def _factory(module: Recurrence) -> dict[str, Any]:
     return {"device": weight.device, "dtype": weight.dtype}
 
 
-def _copy(source: Recurrence, of_source: str, target: Recurrence, of_target: str) -> None:
-    """Copy the parameters and statistics of one layer and direction between these suffixes."""
+def _copy(source: Recurrence, source_suffix: str, target: Recurrence, target_suffix: str) -> None:
+    """Copy the parameters and statistics of one layer and direction."""
     with torch.no_grad():
         for name, parameter in target._parameters.items():
-            if parameter is not None and name.endswith(of_target):
-                given = source._own(name.removesuffix(of_target) + of_source)
+            if parameter is not None and name.endswith(target_suffix):
+                given = source._own(name.removesuffix(target_suffix) + source_suffix)
                 parameter.copy_(given).requires_grad_(given.requires_grad)
     if isinstance(source, BatchNormalized):
         source.refresh()
     for name, module in target._modules.items():
-        if isinstance(module, PopulationStatistics) and name.endswith(of_target):
-            of_same = source.get_submodule(name.removesuffix(of_target) + of_source)
-            module.load_state_dict(of_same.state_dict())
+        if isinstance(module, PopulationStatistics) and name.endswith(target_suffix):
+            original = source.get_submodule(name.removesuffix(target_suffix) + source_suffix)
+            module.load_state_dict(original.state_dict())
 
 
 class LSTMLayers(CellLayers[tuple[Tensor, Tensor]]):
@@ -139,12 +139,12 @@ class LSTMLayers(CellLayers[tuple[Tensor, Tensor]]):
         """A new module that starts from the weights of `lstm`.
 
         Takes sizes, layout, dropout, dtype and device from `lstm`, and adds its two biases into
-        one. `options` are further options of this class.
+        one. `options` are other options of this class.
         """
         if not isinstance(lstm, nn.LSTM):
             raise TypeError(f"lstm must be a torch.nn.LSTM, got {type(lstm).__name__}")
         if lstm.proj_size:
-            raise ValueError(f"an LSTM with proj_size={lstm.proj_size} has no counterpart here")
+            raise ValueError(f"lstm must not have a proj_size, got proj_size={lstm.proj_size}")
         weight = lstm.weight_ih_l0
         new = cls(
             lstm.input_size,

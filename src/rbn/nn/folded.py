@@ -27,7 +27,7 @@ _OPTIONAL = ("scale_x", "scale_h", "scale_c")
 
 
 class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
-    r"""`BatchNormLSTM` in `eval()`, made by `fold`: smaller, faster, inference only.
+    r"""A `BatchNormLSTM` for inference, made by `fold`: smaller and faster.
 
     $$
     \begin{align*}
@@ -38,7 +38,7 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     \end{align*}
     $$
 
-    Called like `BatchNormLSTM`. It has no parameters and no training mode. Gradients flow to its
+    Called like `BatchNormLSTM`. It has no parameters and no training mode. Gradients flow to the
     input and to given initial states. ``load_state_dict`` accepts the state of any folded layer of
     the same sizes, with any number of time steps.
 
@@ -53,11 +53,12 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
         ablations: ``"joint_terms"`` and ``"pass_normalized_cell"`` of `BatchNormLSTM`. The other
             ablations need no option here.
 
-    Buffers of each layer k, with the suffix ``_reverse`` backwards: ``weight_ih_lk [4H, I]``,
-    ``weight_hh_lk [4H, H]``, ``scale_x_lk``, ``scale_h_lk``, ``shift_lk [S, 4H]``, ``scale_c_lk``,
-    ``shift_c_lk [S, H]``, ``h0_lk``, ``c0_lk [H]``. Time step t uses row ``min(t, S - 1)``. A scale
-    that is the same for all steps is multiplied into the weights, and ``scale_x_lk`` or
-    ``scale_h_lk`` is None. Not in half precision, where that would round the weights.
+    Buffers of each layer k, with the suffix ``_reverse`` for the backward direction:
+    ``weight_ih_lk [4H, I]``, ``weight_hh_lk [4H, H]``, ``scale_x_lk``, ``scale_h_lk``,
+    ``shift_lk [S, 4H]``, ``scale_c_lk``, ``shift_c_lk [S, H]``, ``h0_lk``, ``c0_lk [H]``. Time step
+    t uses row ``min(t, S - 1)``. A scale that is the same for all steps is multiplied into the
+    weights, and ``scale_x_lk`` or ``scale_h_lk`` is None. Half-precision weights keep the scale
+    separate, because the product would be rounded.
     """
 
     definition = LSTM
@@ -133,13 +134,13 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
     ) -> tuple[Tensor, States]:
         """Run one direction with the compiled kernel."""
         weight, batch = self._own(f"weight_ih{suffix}"), x.shape[1]
-        of_symbols = not x.is_floating_point()
-        if of_symbols:
+        is_symbols = not x.is_floating_point()
+        if is_symbols:
             x = ops.symbol_rows(x[..., 0], weight, weight.dtype)
         h0, c0 = self._initial_states(suffix, batch, weight) if given is None else given
         output, *states = inference.sequence(
             x,
-            None if of_symbols else weight,
+            None if is_symbols else weight,
             self._own(f"weight_hh{suffix}"),
             self._tables(suffix),
             h0.expand(batch, -1),
@@ -170,22 +171,22 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
         ]
         scale_x, scale_h, shift, scale_c, shift_c = tables
         if "joint_terms" in self.ablations:
-            bias, of_h = _as_batch_norm(shift, scale_h)
-            of_x = _NOTHING
+            bias, norm_h = _as_batch_norm(shift, scale_h)
+            norm_x = _NO_NORM
         else:
-            bias, of_x, of_h = _as_batch_norm(shift, scale_x, scale_h)
+            bias, norm_x, norm_h = _as_batch_norm(shift, scale_x, scale_h)
         if scale_c is None:
-            beta_c, of_c = shift_c[0], _NOTHING
+            beta_c, norm_c = shift_c[0], _NO_NORM
         else:
-            beta_c, of_c = _as_batch_norm(shift_c, scale_c)
+            beta_c, norm_c = _as_batch_norm(shift_c, scale_c)
         arguments = LSTMArguments(
             input=input,
             weight_ih=weight_ih,
             weight_hh=self._recurrent_weight(suffix, input.dtype),
             bias=bias,
-            gamma_x=of_x[0],
-            gamma_h=of_h[0],
-            gamma_c=of_c[0],
+            gamma_x=norm_x[0],
+            gamma_h=norm_h[0],
+            gamma_c=norm_c[0],
             beta_c=beta_c,
             h0=states[0],
             c0=states[1],
@@ -195,7 +196,7 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
             norm="batch",
             pass_normalized_cell="pass_normalized_cell" in self.ablations,
         )
-        moments: list[Any] = [*of_x[1:], *of_h[1:], *of_c[1:]]
+        moments: list[Any] = [*norm_x[1:], *norm_h[1:], *norm_c[1:]]
         with_population: LSTMArguments = LSTM.with_population(arguments, Statistics(*moments))
         return with_population
 
@@ -225,7 +226,7 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Casts to a 16-bit type move scales and shifts but do not round them."""
+        """Casts to a 16-bit dtype move scales and shifts without rounding them."""
         names = [n for n in self._buffers if n.startswith(("scale", "shift"))]
         kept = {name: self._buffers[name] for name in names}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -236,7 +237,7 @@ class FoldedLSTM(Layers[tuple[Tensor, Tensor]]):
         return self
 
 
-_NOTHING: tuple[Any, Any, Any] = (None, None, None)
+_NO_NORM: tuple[Any, Any, Any] = (None, None, None)  # gamma, mean, var
 
 
 def _as_batch_norm(shift: Tensor, *scales: Tensor | None) -> tuple[Any, ...]:
@@ -354,7 +355,7 @@ def _fold_direction(layer: BatchNormLSTM, suffix: str) -> dict[str, Tensor | Non
     for term, names in (("x", ("weight_ih",)), ("h", _WEIGHTS if joint else ("weight_hh",))):
         scale_or_none = scales[term]
         if scale_or_none is not None and scale_or_none.shape[0] == 1 and exact:
-            for name in names:  # one scale for all steps
+            for name in names:  # all steps have the same scale
                 weight = results[name]
                 assert weight is not None
                 results[name] = scale_or_none[0, :, None] * weight

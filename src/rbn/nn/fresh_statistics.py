@@ -32,7 +32,7 @@ from rbn.ops.operator import is_traced
 from rbn.ops.types import InputStats, valid_steps
 
 T = TypeVar("T", bound="FreshStatistics")
-# A step that fewer kept sequences than this reach, and fewer than a quarter of them, uses the
+# Steps that fewer kept sequences than this reach, and fewer than a quarter of them, use the
 # statistics of the closest earlier step: the variance of a few rows may be close to 0.
 _FEW_ROWS = 16
 # Of zoneout's masks in an estimate: the same weights and inputs always give the same statistics.
@@ -47,9 +47,9 @@ class FreshStatistics(Recurrence):
     refresh_stats: bool
     recent_calls: RecentCalls
     _pools: dict[str, _Pool] | None = None  # while `refresh` runs
-    _frozen = False  # whether the layer evaluates while its weights train
+    _frozen = False  # whether the layer is in eval() while its weights are trained
     _check_norms = True  # set by `train` and `eval`, cleared by the next evaluation
-    _written: tuple[int, ...] = ()  # versions of the statistics at the last estimate
+    _written: tuple[int, ...] = ()  # versions of the statistics after the last estimate
 
     @abc.abstractmethod
     def _ignores_padding(self) -> bool:
@@ -57,7 +57,7 @@ class FreshStatistics(Recurrence):
 
     @abc.abstractmethod
     def _min_rows(self, batch: int) -> int:
-        """How many sequences must reach a step that has minibatch statistics of its own."""
+        """How many sequences must reach a step for it to get its own minibatch statistics."""
 
     def _set_refresh(self, refresh_stats: bool) -> None:
         """Start with an empty log of calls."""
@@ -88,7 +88,7 @@ class FreshStatistics(Recurrence):
             Whether the statistics were re-estimated.
         """
         calls = self.recent_calls
-        if not self.refresh_stats or not calls or self._pools is not None or not self._is_whole():
+        if not self.refresh_stats or not calls or self._pools is not None or not self._is_usable():
             return False
         weights = self._signature()
         if not self._is_stale(weights):
@@ -100,8 +100,9 @@ class FreshStatistics(Recurrence):
         else:
             checks.warn(
                 f"{type(self).__name__} evaluates with running averages, which lag behind the "
-                "weights: the inputs of its recent training calls were modified in place. Pass "
-                "inputs that stay as they are, or call rbn.update_population_stats(model, batches)"
+                "weights, because the inputs of its recent training calls were modified in "
+                "place. Pass a new tensor in each call, or call "
+                "rbn.update_population_stats(model, batches)"
             )
         self.mark_fresh()
         return bool(pools)
@@ -138,7 +139,7 @@ class FreshStatistics(Recurrence):
         return self._signature() != calls.estimated_at or (self._check_norms and bool(calls.norms))
 
     def _is_stale(self, weights: Signature) -> bool:
-        """Whether the statistics belong to other weights, or inputs were added since."""
+        """Whether weights changed or inputs were added since the last estimate."""
         calls = self.recent_calls
         if calls.new_rows > 0:
             return True
@@ -182,19 +183,19 @@ class FreshStatistics(Recurrence):
             self._pools, self._generator, self.training = None, None, training
 
     def _check_kept(self, every: list[list[Call]], unchanged: list[list[Call]]) -> None:
-        """Warn once if each call overwrote the input of the one before, as in a reused buffer."""
+        """Warn once if each call overwrote the previous call's input, as in a reused buffer."""
         reused = len(unchanged) == 1 and len(every) > 2
         if reused and not self.__dict__.get("_warned_reused"):
             self.__dict__["_warned_reused"] = True
             checks.warn(
                 f"{type(self).__name__} evaluates with the statistics of one training call "
-                f"instead of {len(every)}: the inputs of the others were modified in place. "
-                "Pass a new tensor in each call, or call rbn.update_population_stats(model, "
-                "batches)"
+                f"instead of {len(every)}, because the inputs of the others were modified in "
+                "place. Pass a new tensor in each call, or call "
+                "rbn.update_population_stats(model, batches)"
             )
 
     def _replay(self, call: Call, states: States | None) -> States:
-        """Run a kept call again, on the device and in the dtype that the weights have now."""
+        """Run a kept call again, on the current device and in the current dtype of the weights."""
         weight = self._weight()
         x = call.x.to(weight.device)
         dtype = weight.dtype if call.autocast is None else call.autocast
@@ -214,7 +215,7 @@ class FreshStatistics(Recurrence):
         start: int,
         rows: int,
     ) -> None:
-        """Keep the arguments of a training call for `refresh`, as `_run_call` takes them."""
+        """Keep the arguments of a training call for `refresh`, in the form `_run_call` takes."""
         if not self.refresh_stats or rows < 2 or not self._all_statistics()[0].records:
             return
         if torch.compiler.is_compiling():
@@ -252,7 +253,7 @@ class FreshStatistics(Recurrence):
         recent.add(call, rows, same_sequences=same_sequences)
 
     def _draws_noise(self) -> bool:
-        """True in training and `refresh`: the first steps may have no other source of variance."""
+        """True in training and in `refresh`: noise may be the only variance of the first steps."""
         return self.training or self._pools is not None
 
     def _keep_states(self, states: States, step: int) -> None:
@@ -266,8 +267,8 @@ class FreshStatistics(Recurrence):
             self.__dict__["_warned_step"] = True
             checks.warn(
                 f"{type(self).__name__} continues from its previous step, but step was not given: "
-                "evaluation will normalize all steps with one set of statistics. Pass the number "
-                "of the step: cell(input, hx, step)"
+                "evaluation will normalize all steps with the same statistics. Pass the step "
+                "number: cell(input, hx, step)"
             )
 
     def _check_repeated_step(self, hx: Any, states: States) -> None:
@@ -294,7 +295,7 @@ class FreshStatistics(Recurrence):
     def _signature(self) -> Signature:
         own = self._parameters.values()
         every = self.parameters() if "parametrizations" in self._modules else own
-        # As `version`, without a function call for each parameter.
+        # Like `version`, but without a function call per parameter.
         return tuple(
             [(id(p), -1 if p.is_inference() else p._version) for p in every if p is not None]
         )
@@ -307,7 +308,7 @@ class FreshStatistics(Recurrence):
         """Whether weights were swapped with a copy's through `Tensor.data`.
 
         Such writes, as in Lightning's `WeightAveraging`, do not change a tensor's version. Waits
-        for the device, but only if there is a copy.
+        for the device, but only if the module has a copy.
         """
         before = self.recent_calls.norms
         now = self._norms() if before else ()
@@ -316,17 +317,17 @@ class FreshStatistics(Recurrence):
     def _norms(self) -> tuple[float, ...]:
         """The norm of each parameter; empty if the host cannot read values."""
         weight = self._weight()
-        if not self._is_whole() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not self._is_usable() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return ()
         with torch.no_grad():
             norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in self.parameters()]
             return tuple(torch.stack(norms).tolist())
 
-    def _is_whole(self) -> bool:
+    def _is_usable(self) -> bool:
         """Whether the parameters can be used now.
 
-        They cannot while a compiler or `torch.func` traces, nor while FSDP has them sharded between
-        calls of a module.
+        They cannot be while a compiler or `torch.func` traces, or while FSDP has them sharded
+        between calls of a module.
         """
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return False
@@ -389,7 +390,7 @@ class FreshStatistics(Recurrence):
             valid = valid_steps(lengths, steps)
             assert valid is not None
             reached = valid.sum(1)
-        own = reached  # without steps that have no statistics of their own
+        own = reached  # 0 for steps without statistics of their own
         if self._common_steps is not None:
             own = torch.where(torch.arange(steps, device=own.device) < self._common_steps, own, 0)
         elif self._ignores_padding():
@@ -410,7 +411,7 @@ class _Pool:
         self._pieces = False
 
     def add(self, mean: Tensor, var: Tensor, start: int, rows: Tensor) -> None:
-        """Add statistics ``[T, features]`` of steps from `start` on. `rows` ``[T]`` reach each."""
+        """Add statistics ``[T, features]`` of the steps from `start` on, each of ``rows [T]``."""
         if not self._mean.numel():
             self._mean, self._var = mean.new_zeros(0, mean.shape[1]), var.new_zeros(0, var.shape[1])
             self._rows = self._count = rows.new_zeros(0)

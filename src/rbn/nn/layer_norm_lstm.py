@@ -119,7 +119,7 @@ class LayerNormLSTMCell(_LayerNormLSTM, Cell[tuple[Tensor, Tensor]]):
     """One step of `LayerNormLSTM`, called like `torch.nn.LSTMCell`.
 
     ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each. `step` is
-    accepted but has no effect, so that all cells have the same signature.
+    accepted so that all cells have the same signature, but has no effect.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ Restore = Callable[[Tensor, States], tuple[Any, Any]]
 
 
 class Layers(Recurrence, Generic[GivenStates]):
-    """A stack of layers, one- or two-directional, called like `torch.nn.LSTM`.
+    """A stack of layers with one or two directions, called like `torch.nn.LSTM`.
 
     Has the attributes of `torch.nn.LSTM`: `mode`, `input_size`, `hidden_size`, `num_layers`,
     `bias`, `batch_first`, `dropout`, `bidirectional`, `proj_size` (always 0) and `all_weights`.
@@ -55,7 +55,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         self.weight_dropout = checks.probability("weight_dropout", weight_dropout)
         if self.weight_dropout == 1:
             raise ValueError(
-                "weight_dropout must be below 1, got 1: no recurrent weight would stay"
+                "weight_dropout must be below 1, got 1: it would drop every recurrent weight"
             )
 
     def _build(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
@@ -96,7 +96,7 @@ class Layers(Recurrence, Generic[GivenStates]):
 
     @property
     def _flat_weights(self) -> list[Tensor]:
-        """`all_weights` in one list, which tools for `torch.nn.LSTM` read."""
+        """`all_weights` as one list, for tools that read it from `torch.nn.LSTM`."""
         return [weight for one in self.all_weights for weight in one]
 
     def flatten_parameters(self) -> None:
@@ -131,12 +131,12 @@ class Layers(Recurrence, Generic[GivenStates]):
         Args:
             input: ``[T, B, input_size]``, ``[B, T, input_size]`` with batch_first,
                 ``[T, input_size]`` for one sequence without a batch, or a PackedSequence. Integer
-                inputs, without the feature dimension, are symbols from 0 to input_size - 1. They
-                stand for one-hot vectors, looked up in the weights instead of multiplied.
+                inputs without the feature dimension are symbols from 0 to input_size - 1: one-hot
+                vectors, looked up in the weights instead of multiplied.
             hx: initial states as in `torch.nn.LSTM`, ``[layers * directions, B, H]`` each.
                 Overrides the learned ones.
-            lengths: number of unpadded steps of each sequence, integers ``[B]`` in any order. Best
-                on the CPU: training with minibatch statistics reads their values.
+            lengths: number of unpadded steps of each sequence, integers ``[B]`` in any order.
+                Values on the CPU are checked; values on an accelerator are not.
             start: the time step at which the input begins, for sequences fed in chunks. Selects
                 the population statistics. One direction only.
 
@@ -199,7 +199,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         x = self._prepared(input)
         if x.dim() == 2:
             if lengths is not None:
-                raise ValueError("lengths needs a batched input, got one without a batch")
+                raise ValueError("lengths needs a batched input, got an unbatched one")
             if hx is not None:
                 shape = (self.num_layers * self.directions, self.hidden_size)
                 hx = self._wrap(tuple(h[:, None] for h in self._given_states(hx, shape)))
@@ -252,8 +252,8 @@ class Layers(Recurrence, Generic[GivenStates]):
     def _given_states(self, hx: Any, shape: tuple[int, ...]) -> States:
         if checks.is_integer_vector(hx):
             raise TypeError(
-                f"hx must be initial states, got a {type(hx).__name__} of integers: name lengths, "
-                "as in layer(input, lengths=lengths)"
+                f"hx must be initial states, got a {type(hx).__name__} of integers: pass lengths "
+                "by name, as in layer(input, lengths=lengths)"
             )
         return super()._given_states(hx, shape)
 
@@ -263,7 +263,7 @@ class Layers(Recurrence, Generic[GivenStates]):
         return self._stack(self._zero_padding(x, lengths), states, lengths, start)[1]
 
     def _zero_padding(self, x: Tensor, lengths: Tensor | None) -> Tensor:
-        """Replace padding, which may hold anything, by zeros if it is ignored; x: ``[T, B, F]``."""
+        """Zero the padding of x ``[T, B, F]``, which may hold anything, if it is ignored."""
         if lengths is None or not self._ignores_padding():
             return x
         valid = valid_steps(lengths, x.shape[0])
@@ -300,28 +300,32 @@ class Layers(Recurrence, Generic[GivenStates]):
 def padded_sequence(
     data: Tensor, sizes: Tensor
 ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-    """The data of a packed sequence, padded with zeros; the lengths, on the CPU; what packs again.
+    """Pad the data of a packed sequence with zeros. The rows keep their order.
 
-    The rows keep their order. PyTorch's functions copy the rows of each length separately, which
-    takes longer than a recurrence on a GPU.
+    PyTorch's functions copy the rows of each length separately, which takes longer than a
+    recurrence on a GPU.
 
     Args:
         data: ``[N, ...]``.
         sizes: ``[T]``, how many sequences reach each step.
+
+    Returns:
+        The padded data ``[T, B, ...]``, the lengths ``[B]`` on the CPU, and a function that packs a
+        padded output the same way.
     """
     if torch.compiler.is_compiling():
         padded, lengths = pad_packed_sequence(PackedSequence(data, sizes))
         return padded, lengths, lambda output: pack_padded_sequence(output, lengths).data
     steps, batch = len(sizes), int(sizes[0])
     valid = torch.arange(batch, device="cpu") < sizes[:, None]  # [T, B]
-    places = to_device(valid.flatten().nonzero().squeeze(1), data.device)
-    padded = data.new_zeros(steps * batch, *data.shape[1:]).index_copy(0, places, data)
+    index = to_device(valid.flatten().nonzero().squeeze(1), data.device)
+    padded = data.new_zeros(steps * batch, *data.shape[1:]).index_copy(0, index, data)
     padded = padded.unflatten(0, (steps, batch))
-    return padded, valid.sum(0), lambda output: output.flatten(0, 1).index_select(0, places)
+    return padded, valid.sum(0), lambda output: output.flatten(0, 1).index_select(0, index)
 
 
 def reverse(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Reverse x ``[T, B, F]`` in time, the unpadded part only: padding stays at the end."""
+    """Reverse the unpadded part of x ``[T, B, F]`` in time. Padding stays at the end."""
     if lengths is None:
         return x.flip(0)
     steps = torch.arange(x.shape[0], device=x.device)[:, None]

@@ -102,13 +102,13 @@ class LSTM(_LSTM, LSTMLayers):
         initial state, or zoneout. Drops training-only options: noise and `weight_dropout`.
         """
         if any(self.zoneout):
-            raise ValueError(f"torch.nn.LSTM has no zoneout, and this layer has {self.zoneout}")
+            raise ValueError(f"torch.nn.LSTM has no zoneout, but this layer has {self.zoneout}")
         suffixes = [s for layer in range(self.num_layers) for s in self._suffixes(layer)]
         for name in (start + suffix for start in ("beta_c", "h0", "c0") for suffix in suffixes):
             value = getattr(self, name, None)  # parametrized or not
             if value is not None and value.detach().abs().sum() > 0:
                 what = "cell bias" if name.startswith("beta_c") else "learned initial state"
-                raise ValueError(f"torch.nn.LSTM has no {what}, and {name} is not zero here")
+                raise ValueError(f"torch.nn.LSTM has no {what}, but {name} is not zero")
         weight = self._weight()
         new = nn.LSTM(
             self.input_size,
@@ -137,7 +137,7 @@ class LSTMCell(_LSTM, Cell[tuple[Tensor, Tensor]]):
     """One step of `LSTM`, called like `torch.nn.LSTMCell`.
 
     ``cell(input, hx)`` takes ``[B, input_size]`` and returns ``(h, c)``, ``[B, H]`` each. `step` is
-    accepted but has no effect, so that all cells have the same signature.
+    accepted so that all cells have the same signature, but has no effect.
     """
 
     def __init__(

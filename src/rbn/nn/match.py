@@ -23,7 +23,7 @@ def match_statistics(model: nn.Module, checkpoint: Checkpoint) -> int:
     Statistics have one row for each time step seen in training, so those of a new model have none.
     `load_state_dict` accepts any number of rows. Loaders that compare shapes do not, such as
     Accelerate's `load_checkpoint_and_dispatch`: call this before them. It reads only the shapes;
-    the statistics have no estimates until the checkpoint is loaded. Statistics do not change if
+    the statistics have no estimates until the checkpoint is loaded. Statistics stay as they are if
     they already have as many rows as the checkpoint, have a `max_length`, or are not in the
     checkpoint.
 
@@ -101,7 +101,7 @@ def _file_in(folder: Path) -> Path:
         result = sorted(folder.glob(pattern))
         if len(result) > 1:
             raise ValueError(
-                f"checkpoint: {folder} has several files {pattern}: name the one that is loaded"
+                f"checkpoint: {folder} has several {pattern} files: pass the path of one of them"
             )
         if result:
             return result[0]

@@ -31,7 +31,7 @@ def _statistics_of(model: nn.Module) -> list[PopulationStatistics]:
 
 @contextlib.contextmanager
 def _set_aside_inputs(model: nn.Module) -> Iterator[list[BatchNormalized]]:
-    """Inside the ``with`` block, layers cannot refresh: their kept training inputs are hidden."""
+    """Inside the ``with`` block, layers cannot refresh: hides their kept training inputs."""
     layers = [m for m in model.modules() if isinstance(m, BatchNormalized)]
     before = [layer.recent_calls for layer in layers]
     for layer in layers:
@@ -66,8 +66,8 @@ def batch_statistics(model: nn.Module) -> Iterator[None]:
 def kept_statistics(model: nn.Module) -> Iterator[None]:
     """Restore the population statistics after the ``with`` block, in the same buffers.
 
-    Code inside the block may re-estimate them. Others that hold the buffers, such as a CUDA graph
-    that updates them, do not see this.
+    Code inside the block may re-estimate them. Anything that holds references to the buffers, such
+    as a CUDA graph that updates them, is not affected.
     """
     before = [(s, (s.mean, s.var, s.count), s.cached()) for s in _statistics_of(model)]
     for s, (mean, var, count), known in before:
@@ -86,7 +86,7 @@ def kept_statistics(model: nn.Module) -> Iterator[None]:
 def own_statistics(model: nn.Module) -> Iterator[None]:
     """Inside the ``with`` block, each process uses its own minibatches: ignores `sync_stats`.
 
-    For work where each process handles complete minibatches.
+    For work that gives each process complete minibatches.
     """
     with temporarily(_statistics_of(model), "sync", False):
         yield
@@ -99,8 +99,8 @@ def average_population_stats(model: nn.Module) -> None:
     In distributed training, each process has the statistics of its own minibatches, as with
     `torch.nn.BatchNorm1d`. Call this on all processes before the model is evaluated or saved.
     Layers first refresh their statistics, each from its own inputs. A step that some processes have
-    not seen gets the average of those that have. Does nothing with a single process, and nothing to
-    running averages of layers with `sync_stats`, which are the same everywhere.
+    not seen gets the average of those that have. Does nothing with a single process, and skips
+    running averages of layers with `sync_stats`, which are the same on all processes.
 
     Args:
         model: any module that contains batch-normalized recurrent layers.
@@ -131,17 +131,17 @@ def update_population_stats(
     Makes one pass over `batches`. Each statistic becomes the plain average of the minibatch
     estimates, which is how the paper obtains its test numbers. Works like
     `torch.optim.swa_utils.update_bn`. Parameters, training mode and the random state do not change.
-    Statistics do not change if the pass fails, nor in layers that it does not reach.
+    Statistics do not change if the pass fails, or in layers that it does not reach.
 
     In distributed training (`torch.distributed`), all processes must call it, each with its own
-    batches. All end with the same statistics: the average of all estimates. The number of batches
-    may differ between processes, except for layers with `sync_stats`: there a minibatch has a part
-    on every process, so all need the same number.
+    batches. All end up with the same statistics: the average of all estimates. The number of
+    batches may differ between processes, except with `sync_stats`, where every minibatch is spread
+    over all processes.
 
     Args:
         model: any module that contains batch-normalized recurrent layers. Does nothing if there
             are none.
-        batches: what `forward` takes. By default, each batch is one of these: an input of the
+        batches: the arguments of `forward`. By default, each batch is one of these: an input of the
             model; a dict or other mapping of arguments by name, such as a Hugging Face
             `BatchEncoding`, from which arguments that the model does not take are dropped; or a
             tuple or list, which starts with as many inputs as the model requires, and may end with
@@ -154,15 +154,15 @@ def update_population_stats(
             `update_bn` does; False without them, as in evaluation. With zoneout and sequences
             that begin alike, False leaves the first steps without variance. If the model is in
             training mode, its parts in `eval()`, such as frozen ones, stay in `eval()`: they use
-            their statistics and keep them.
+            their statistics and do not change them.
         progress: show a progress bar (needs rich).
 
     Returns:
         The number of minibatches, summed over all processes.
 
     Raises:
-        ValueError: there are no batches; or nothing can be estimated from them, e.g. if they are
-            single sequences; or all layers are frozen.
+        ValueError: there are no batches; nothing can be estimated from them, e.g. because each is a
+            single sequence; or all layers are frozen.
     """
     if batches is None or isinstance(batches, Tensor):
         kind = "None" if batches is None else "a Tensor"
@@ -173,8 +173,8 @@ def update_population_stats(
         return 0
     if not statistics:
         raise ValueError(
-            "every batch-normalized layer is in eval() while the model is in training mode, and so "
-            "frozen: call model.eval(), or train() of the layers, before"
+            "every batch-normalized layer is frozen: in eval() while the model is in training "
+            "mode. Call model.eval(), or train() on the layers, first"
         )
     run = forward or default_forward(device, trained_with_lengths(model))
     modes = {module: module.training for module in model.modules()}
@@ -187,7 +187,7 @@ def update_population_stats(
                 model.train(train_mode)
             for s in statistics:
                 s.momentum = None
-                with torch.inference_mode(False):  # training needs them, too
+                with torch.inference_mode(False):  # training needs these buffers, too
                     s.mean, s.var = torch.zeros_like(s.mean), torch.zeros_like(s.var)
                     s.count = torch.zeros_like(s.count)
                 s.set_cached(False, 0)
@@ -208,8 +208,8 @@ def update_population_stats(
                 raise ValueError("batches is empty: there is nothing to estimate statistics from")
             if not any(s.find_estimates() for s in statistics):
                 raise ValueError(
-                    "no batch has two sequences (of which statistics could be estimated): "
-                    "nothing was changed"
+                    "no batch has two sequences, so no statistics could be estimated: nothing was "
+                    "changed"
                 )
             for s in statistics:
                 if not bool(torch.isfinite(s.mean).all() and torch.isfinite(s.var).all()):
@@ -221,7 +221,7 @@ def update_population_stats(
         finally:
             for s, (momentum, mean, var, count, cached) in zip(statistics, before, strict=True):
                 s.momentum = momentum
-                if not done or not s.find_estimates():  # or no batch has reached the layer
+                if not done or not s.find_estimates():  # no batch reached the layer
                     s.mean, s.var, s.count = mean, var, count
                     s.set_cached(*cached)
                 elif count.shape == s.count.shape and not count.is_inference():

@@ -26,7 +26,7 @@ class Estimate(Protocol):
         """Grow the buffers to that many steps."""
 
     def look(self) -> bool:
-        """Update the host's cache after writes to the buffers."""
+        """Update the host's cache after the buffers were written to."""
 
 
 def all_processes() -> ProcessGroup | None:
@@ -39,13 +39,13 @@ def all_processes() -> ProcessGroup | None:
 def average(statistics: Sequence[Estimate], group: ProcessGroup, spread: bool) -> None:
     """Average estimates over processes, weighted by the number of minibatches behind each.
 
-    spread: True if the processes continue to average in minibatches of their own. Each process then
-        gets its share of the count, rounded up, so that the next average is right, too. False gives
+    spread: True if each process keeps averaging in its own minibatches. It then gets its share of
+        the count, rounded up, so that the next average is correctly weighted, too. False gives
         every process the total count.
     """
     if not statistics:
         return
-    # Buffers grow on demand, so their sizes may differ between processes.
+    # Buffers grow on demand, so their sizes can differ between processes.
     rows = torch.tensor([len(s.count) for s in statistics], device=statistics[0].count.device)
     dist.all_reduce(rows, dist.ReduceOp.MAX, group=group)
     parts: list[Tensor] = []
@@ -81,13 +81,13 @@ def as_many_on_all(
     result = iter(batches)
     while True:
         batch = next(result, nothing)
-        there = of_all(int(batch is not nothing), group, device)
-        if not any(there):
+        has_batch = of_all(int(batch is not nothing), group, device)
+        if not any(has_batch):
             return
-        if not all(there):
+        if not all(has_batch):
             raise ValueError(
-                "with sync_stats all processes must give as many batches: process "
-                f"{there.index(0)} has {turn}, process {there.index(1)} has more"
+                "with sync_stats all processes must have the same number of batches: process "
+                f"{has_batch.index(0)} has {turn}, process {has_batch.index(1)} has more"
             )
         yield batch
         turn += 1
@@ -98,8 +98,9 @@ def pad_to_longest(
 ) -> tuple[Tensor, Tensor | None, int, int]:
     """Pad or trim x ``[T, B, F]`` to the longest sequence of all processes.
 
-    Returns x, its lengths, the number of sequences, and the number of steps that enough of them
-    reach to have statistics (`enough_rows`). If there is only one sequence, that is its length.
+    Returns x, its lengths, the number of sequences on all processes, and the number of steps that
+    enough of them reach to have statistics (`enough_rows`). For a single sequence, that is its
+    length.
     """
     batch = x.shape[1]
     rows = min(ENOUGH_ROWS, batch)

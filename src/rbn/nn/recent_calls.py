@@ -1,9 +1,9 @@
 """The inputs of a layer's most recent training calls.
 
 Running averages of a batch-normalized recurrent network lag so far behind its weights that
-evaluation can collapse. Before it evaluates, a layer therefore runs the inputs of its most recent
+evaluation can collapse. Before evaluating, a layer therefore runs the inputs of its most recent
 training calls again, at its current weights, and uses their statistics ("precise BN").
-This module keeps those inputs; `rbn.nn.batch_normalized` runs them.
+This module keeps those inputs; `rbn.nn.fresh_statistics` runs them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from rbn.ops.operator import register as register_operator
 
 ROWS = 1024  # sequences to keep; benchmarks/fresh_statistics.py measures the effect
-# Fewer if trainable layers produced the inputs: those come from older weights, and the older they
-# are, the less accurate.
+# Fewer if trainable layers produced the inputs: older inputs come from older weights and are less
+# accurate.
 ROWS_OF_LAYERS = 256
 BYTES = 128 * 2**20  # memory limit of kept inputs
 LEAST_ROWS = 16  # kept even above the memory limit
@@ -32,7 +32,7 @@ Signature = tuple[tuple[int, int], ...]
 
 
 class Call:
-    """One training call: detached references to its arguments, not copies.
+    """One training call: references to its detached arguments, not copies.
 
     Attributes:
         x: ``[T, B, features]`` of a layer, ``[B, features]`` of a cell; symbols have one feature.
@@ -102,7 +102,7 @@ class RecentCalls:
 
     def __init__(self, source: RecentCalls | None = None) -> None:
         self._kept: deque[_Sequences] = deque()
-        self._rows = self._nbytes = 0  # of all that is kept
+        self._rows = self._nbytes = 0  # totals of `_kept`
         self._source = source
         self._copies: weakref.WeakSet[RecentCalls] = weakref.WeakSet()
         self._returned: tuple[weakref.ref[Tensor], ...] = ()  # states of a cell's last step
@@ -135,7 +135,7 @@ class RecentCalls:
 
         same_sequences: the call is the next step of the previous call's sequences.
         """
-        self._unlink()  # a copy that is trained itself
+        self._unlink()  # a copy that is trained gets its own log
         nbytes = call.nbytes
         if same_sequences and self._kept:
             last = self._kept[-1]
@@ -219,7 +219,7 @@ _layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def register(layer: Any) -> int:
-    """Register a module with `recent_calls`. Returns its number, for use in compiled graphs."""
+    """Register a module that has `recent_calls`. Returns its key, for use in compiled graphs."""
     key = max(_layers, default=0) + 1
     _layers[key] = layer
     return key
@@ -247,7 +247,7 @@ def _keep_compiled_call(
 
 keep_compiled_call = register_operator(
     "keep_call",
-    # `count` is not changed. Declaring it mutated keeps the operator from being removed.
+    # `count` does not change. Declaring it mutated keeps the operator from being eliminated.
     "(Tensor x, Tensor[] states, Tensor? lengths, Tensor(a!) count, SymInt start, "
     "ScalarType? autocast, bool from_layers, int key) -> ()",
     _keep_compiled_call,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 INITIAL_STATES = ("learned", "zeros")
 States = tuple[Tensor, ...]
-GivenStates = TypeVar("GivenStates")  # as users see them: (h, c) of an LSTM, h of a simple RNN
+GivenStates = TypeVar("GivenStates")  # as users pass them: (h, c) of an LSTM, h of a simple RNN
 
 
 def autocast_on(device: str) -> bool:
@@ -42,8 +42,8 @@ class Recurrence(nn.Module, abc.ABC):
     gates: ClassVar[int] = 4  # the weight matrices have gates * hidden_size rows
     states: ClassVar[tuple[str, ...]] = ("h0", "c0")
     weight_dropout = 0.0  # layers only; cells have none
-    # With sync_stats, during a call, of all processes: the number of sequences, and of the steps
-    # that enough of them reach.
+    # With sync_stats, during a call: the number of sequences on all processes, and the number of
+    # steps that enough of them reach.
     _all_rows: int | None = None
     _common_steps: int | None = None
     _generator: torch.Generator | None = None  # of zoneout's masks; None: the global random state
@@ -72,11 +72,11 @@ class Recurrence(nn.Module, abc.ABC):
         for name, option in inspect.signature(type(self)).parameters.items():
             if option.default is inspect.Parameter.empty or name in ("device", "dtype"):
                 continue
-            # A subclass may keep its own options under other names, or not at all.
+            # A subclass may store its options under other names, or not at all.
             value = self.has_bias if name == "bias" else getattr(self, name, option.default)
             if isinstance(value, frozenset):
                 value = tuple(sorted(value))
-            if value not in (option.default, (option.default,)):  # one rate is kept as a tuple
+            if value not in (option.default, (option.default,)):  # one rate is stored as a tuple
                 text += f", {name}={value!r}"
         return text
 
@@ -119,7 +119,7 @@ class Recurrence(nn.Module, abc.ABC):
         init.forget_bias_(self, 1.0)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Also takes a state dict of torch's module, whose two biases are added into one."""
+        """Also accepts a state dict of torch's module, and adds its two biases into one."""
         for name in self._parameters:
             if name.startswith("bias") and prefix + name not in state_dict:
                 both = [prefix + name.replace("bias", new) for new in ("bias_ih", "bias_hh")]
@@ -130,7 +130,7 @@ class Recurrence(nn.Module, abc.ABC):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _own_biases(self, bias_ih: Tensor, bias_hh: Tensor) -> dict[str, Tensor]:
-        """This network's shifts, by name without suffix, from the two biases of torch's module."""
+        """Convert the two biases of torch's module to this network's shifts, by name."""
         return {"bias": bias_ih + bias_hh}
 
     # TorchScript --------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Recurrence(nn.Module, abc.ABC):
         lengths: Tensor | None,
         **options: Any,
     ) -> LSTMArguments:
-        """`_arguments` of any LSTM. options: those of its normalization; none without it."""
+        """`_arguments` for any LSTM. options: of its normalization; none without normalization."""
         weight_hh = self._recurrent_weight(suffix, input.dtype)
         mask_c, rate_c = self._zoneout(self.zoneout[0], input)
         mask_h, rate_h = self._zoneout(self.zoneout[1], input)
@@ -229,10 +229,10 @@ class Recurrence(nn.Module, abc.ABC):
         """Keep the arguments of a training call if the statistics are refreshed from them."""
 
     def _keep_states(self, states: States, step: int) -> None:
-        """Remember the states a cell returned, to detect that the next step continues from them."""
+        """Remember the states a cell returned, to detect whether the next step continues them."""
 
     def _check_first_step(self, states: States | None) -> None:
-        """Warn if a cell that counts steps is called without `step` in a later step."""
+        """Warn if a cell with statistics per step is called without `step` after its first step."""
 
     def _check_repeated_step(self, hx: Any, states: States) -> None:
         """The same in `eval()`, where `hx` gave `states`."""

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class _Copies:
     """The deep copies of one `PopulationStatistics`. Their buffers grow together with the original.
 
-    So code that made a copy, such as `torch.optim.swa_utils.AveragedModel`, can copy or average the
-    buffers into the copy at any time.
+    This lets the code that made a copy, such as `torch.optim.swa_utils.AveragedModel`, copy or
+    average the buffers into it at any time.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class PopulationStatistics(nn.Module):
     var: Tensor
     count: Tensor
 
-    # Host-side cache about `count`: its contents, the tensor and its version. See `set_cached`.
+    # Host-side cache of `count`: what it contains, the tensor and its version. See `set_cached`.
     _estimated: bool
     _seen: int
     _cached_count: Tensor | None
@@ -90,7 +90,7 @@ class PopulationStatistics(nn.Module):
             max_length: number of steps; None grows with the data.
             momentum: weight of a new minibatch in the running average; None weights all equally.
             shared: at test time, all steps use the average over the steps (an ablation).
-            sync: a minibatch consists of the rows of all processes, see `group`.
+            sync: a minibatch consists of the rows of all processes; see `group`.
             device: device of the statistics.
             dtype: their dtype: float64, else float32.
         """
@@ -111,7 +111,7 @@ class PopulationStatistics(nn.Module):
         self.set_cached(False, 0)
 
     def set_cached(self, estimated: bool, seen: int) -> None:
-        """Cache on the host what the buffers contain, so that nobody has to wait for the device.
+        """Cache on the host what the buffers contain, to avoid waiting for the device.
 
         estimated: whether any step has an estimate. seen: the first `seen` steps all have one.
         """
@@ -177,7 +177,7 @@ class PopulationStatistics(nn.Module):
 
     @property
     def records(self) -> bool:
-        """Whether minibatch statistics are averaged in now."""
+        """Whether minibatch statistics currently update the running averages."""
         return self.forced == "record" or (self.training and self.forced is None)
 
     @property
@@ -222,7 +222,7 @@ class PopulationStatistics(nn.Module):
     def update(
         self, mean: Tensor, var: Tensor, start: int = 0, reached: Tensor | None = None
     ) -> None:
-        """Average in one minibatch's statistics, for the steps from `start` on.
+        """Update the running averages with one minibatch's statistics, from step `start` on.
 
         Args:
             mean: ``[T, features]``.
@@ -249,7 +249,7 @@ class PopulationStatistics(nn.Module):
             weight = torch.where(reached, weight, 0)
         self.mean[start:stop].lerp_(mean.to(self.mean.dtype), weight[:, None])
         self.var[start:stop].lerp_(var.to(self.var.dtype), weight[:, None])
-        count += 1 if reached is None else reached  # last: `torch.func` may refuse the averages
+        count += 1 if reached is None else reached  # last: `torch.func` may reject the lines above
         if torch.compiler.is_compiling():
             self._in_graphs = True
         elif reached is None:
@@ -407,14 +407,14 @@ class PopulationStatistics(nn.Module):
             if value.device.type != "meta" and not bool(value.isfinite().all()):
                 checks.warn(
                     f"{prefix}{name} of the state dict has values that are not finite, so eval() "
-                    "will give NaN: rbn.update_population_stats(model, batches) estimates them anew"
+                    "will give NaN: re-estimate with rbn.update_population_stats(model, batches)"
                 )
         if self.max_length is not None and rows > self.max_length:
             last = rows if count.device.type == "meta" else _last_seen(count)
             if last > self.max_length:
                 error_msgs.append(
-                    f"{prefix}mean has statistics of {last} steps, but this layer holds "
-                    f"{self.max_length} (max_length, or one with input_stats='sequence')"
+                    f"{prefix}mean has statistics of {last} steps, but this layer holds at most "
+                    f"{self.max_length} (its max_length, or 1 with input_stats='sequence')"
                 )
                 return
             rows = self.max_length  # later rows have no estimate
@@ -465,7 +465,7 @@ Update = tuple[PopulationStatistics, Tensor, Tensor, int, Tensor | None]
 
 
 def update_all(updates: list[Update]) -> None:
-    """`PopulationStatistics.update` for several terms of one layer, in few operations.
+    """`PopulationStatistics.update` for several terms of one layer, in fewer operations.
 
     updates: for each term its statistics and the arguments of `update`.
     """

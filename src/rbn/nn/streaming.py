@@ -25,10 +25,11 @@ class _Term(NamedTuple):
 
 
 class _Cached(NamedTuple):
-    """Statistics of a cell, valid while its buffers and parameters are the same tensors, unchanged.
+    """A cell's statistics. Valid until one of its buffers or parameters is replaced or modified.
 
-    tensors: each with its module's dictionary, its name there and its version.
-    rows: the rows of a step, by step and whether gradients are enabled.
+    tensors: for each buffer and parameter, its module's dictionary, its name there, the tensor and
+        its version.
+    rows: the rows to use, by step and by whether gradients are enabled.
     """
 
     tensors: list[tuple[dict[str, Any], str, Tensor, int]]
@@ -44,7 +45,7 @@ def step_rows(cell: BatchNormalized, step: int, x: Tensor) -> list[Row | None] |
     """The statistics for each of the cell's terms at one step with input x ``[B, I]``.
 
     The buffers are read again only after buffers or parameters were replaced or modified. With
-    gradients enabled, rows point to a copy, which is made once and never changes.
+    gradients enabled, rows point to a copy that is made once and never changes.
 
     Returns:
         A row for each of ``cell.terms``, None for a term that is not normalized. Returns None
@@ -78,7 +79,7 @@ def _terms(cell: BatchNormalized, dtype: torch.dtype) -> list[_Term | None] | No
         return None
     results = [cell._modules.get(f"stats_{name}") for name in cell.terms]
     terms = [_term(s) if isinstance(s, PopulationStatistics) else None for s in results]
-    for term in terms:  # without version counters nothing can be cached
+    for term in terms:  # without version counters, nothing can be cached
         if term is not None:
             statistics = term.statistics
             buffers = (statistics.mean, statistics.var, statistics.count)

@@ -73,5 +73,5 @@ class UpdateBN(nn.modules.batchnorm._BatchNorm):
         return {name: value for name, value in self.__dict__.items() if name != "_owner"}
 
     def extra_repr(self) -> str:
-        """Nothing to show."""
+        """Empty: there are no options to show."""
         return ""

@@ -1,12 +1,11 @@
-"""Builds the compiled kernel of the CPU operator into the wheel, and completes the metadata.
+"""Builds the compiled CPU kernel into the wheel, and completes the metadata.
 
-Without a C compiler, and on Windows, the wheel has no kernel and is for any platform
-(``py3-none-any``); the operator then runs on PyTorch's own operations. `RBN_BUILD_KERNEL=0` asks
-for that wheel. `python hatch_build.py` builds the file in place, for running from the source
-folder.
+Without a C compiler, and on Windows, the wheel has no kernel and fits any platform
+(``py3-none-any``); the operator then runs PyTorch's own operations. `RBN_BUILD_KERNEL=0` selects
+that wheel. `python hatch_build.py` builds the library in place, to run from the source folder.
 
 A release sets `RBN_REPOSITORY` to the address of the repository, and `RBN_REF` to the tag. The
-README's links then become absolute, as package indexes need them, and the metadata name both.
+README's links then become absolute, as package indexes require, and the metadata name both.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ except ImportError:  # run as a script
 ROOT = Path(__file__).parent
 SOURCE = ROOT / "src/rbn/ops/cpu/kernel.c"
 LIBRARY = SOURCE.with_name("_kernel.so")
-# -fno-trapping-math lets comparisons become vector selects. Nothing that could lose a NaN is here.
+# -fno-trapping-math lets comparisons become vector selects. None of these flags loses a NaN.
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden"]
-# The threshold of constant terms, which types.py defines for all backends.
+# The threshold for constant terms, which types.py defines for all backends.
 CONSTANT = re.search(r"^CONSTANT = (\S+)$", (ROOT / "src/rbn/ops/types.py").read_text(), re.M)
 assert CONSTANT is not None
 FLAGS += [f"-DCONSTANT={CONSTANT[1]}f"]
@@ -40,7 +39,7 @@ FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-p
 
 
 def build() -> bool:
-    """Compile kernel.c beside its source. Prints the reason if that is not possible."""
+    """Compile kernel.c next to its source. Prints the reason if that is not possible."""
     named = os.environ.get("CC", "").split()
     compilers = [named] if named else [[name] for name in ("cc", "gcc", "clang")]
     compiler = next((c for c in compilers if shutil.which(c[0])), None)
@@ -68,28 +67,28 @@ def _without(reason: str) -> bool:
 
 
 def platform_tag() -> str:
-    """The platform of the compiled file, as wheels name it: ``linux_x86_64``."""
+    """The platform of the compiled library in a wheel's name, e.g. ``linux_x86_64``."""
     tag = sysconfig.get_platform()
     if sys.platform == "darwin" and "ARCHFLAGS" not in os.environ:
-        # A Python for both processors compiles for the one it runs on.
+        # A universal2 Python compiles for the processor it runs on.
         tag = tag.replace("universal2", platform.machine())
     return tag.replace("-", "_").replace(".", "_")
 
 
 def _oldest_macos() -> dict[str, str]:
-    """The version of macOS in the platform tag, for the compiler."""
+    """The macOS version of the platform tag, as an environment variable for the compiler."""
     if sys.platform != "darwin":
         return {}
     return {"MACOSX_DEPLOYMENT_TARGET": sysconfig.get_platform().split("-")[1]}
 
 
 class KernelHook(BuildHookInterface):
-    """Called by hatchling for every wheel, editable ones included."""
+    """Called by hatchling for every wheel, including editable ones."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add the compiled file and name the platform it is for."""
+        """Add the compiled library and set the platform tag."""
         if self.target_name != "wheel" or not build():
             return
         build_data["artifacts"].append(str(LIBRARY.relative_to(ROOT)))
@@ -119,11 +118,11 @@ class ReadmeHook(MetadataHookInterface):
 
 
 def with_absolute_links(text: str, repository: str, ref: str) -> str:
-    """Markdown whose links and pictures lead into a repository instead of a folder."""
+    """Turn relative Markdown links and images into absolute links to a repository."""
 
-    def absolute(found: re.Match[str]) -> str:
-        kind = "raw" if found[1].endswith((".png", ".svg")) else "blob"
-        return f"]({repository}/{kind}/{ref}/{found[1]})"
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link[1].endswith((".png", ".svg")) else "blob"
+        return f"]({repository}/{kind}/{ref}/{link[1]})"
 
     return re.sub(r"\]\((?!\w+://|#)([^)]+)\)", absolute, text)
 

@@ -1,10 +1,10 @@
 """What the documentation site needs besides MkDocs: links, generated parts, equations.
 
-- Links to files outside `docs` lead to the repository, or become plain text without `repo_url`.
+- Links to files outside `docs` point to the repository, or become plain text without `repo_url`.
 - `<!-- rbn: commands -->`, `<!-- rbn: configs -->` and `<!-- rbn: settings -->` are replaced by
-  what the code says.
-- Equations become MathML, which browsers draw without a script.
-- Names such as `rbn.fold` lead to the reference.
+  text generated from the code.
+- Equations become MathML, which browsers render without a script.
+- Names such as `rbn.fold` link to the reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\s*\\[(\[](?P<latex>.*?)\\[)\]]\s*</(?P=tag)>',
     flags=re.S,
 )
-# A name of the library, unless it is in a link, a heading or a block of code.
+# A name of the library, except in links, headings and code blocks.
 NAME = re.compile(
     r"<(?P<tag>a|h[1-6]|pre)\b.*?</(?P=tag)>|<code>(?P<name>(?:rbn\.)?[A-Za-z][\w.]*)</code>",
     flags=re.S,
@@ -39,7 +39,7 @@ PERCENT = re.compile(r"(?<=\d) (?=%)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Fill in the generated parts, and mend links that leave the site."""
+    """Fill in the generated parts, and fix links that leave the site."""
     for name, make in (("commands", commands), ("configs", configs), ("settings", settings)):
         mark = f"<!-- rbn: {name} -->"
         if mark in markdown:
@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> st
 
 
 def outside(match: re.Match[str], folder: Path, docs: Path, repository: str | None) -> str:
-    """A link as it is, or, if it leaves `docs`, one into the repository or its text alone."""
+    """Keep a link within `docs`. Others link to the repository, or keep only their text."""
     text, target = match.groups()
     if target.startswith("#") or re.match(r"[a-z]+:", target):
         return match.group()
@@ -65,7 +65,7 @@ def outside(match: re.Match[str], folder: Path, docs: Path, repository: str | No
     if path.is_relative_to(docs):
         return match.group()
     if not path.exists():
-        raise FileNotFoundError(f"{folder.name}: there is no {target}")
+        raise FileNotFoundError(f"{folder.name}: link target {target} does not exist")
     if not repository:
         return text
     kind = "tree" if path.is_dir() else "blob"
@@ -73,7 +73,7 @@ def outside(match: re.Match[str], folder: Path, docs: Path, repository: str | No
 
 
 def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
-    """Equations as MathML, names as links that mkdocs-autorefs completes, and no lone "%"."""
+    """Turn equations into MathML and names into links, and keep "%" with its number."""
     in_reference = page.file.src_uri.startswith("reference/")
 
     def linked(match: re.Match[str]) -> str:
@@ -89,14 +89,14 @@ def on_page_content(html: str, *, page: Any, config: Any, files: Any) -> str:
 
 
 def mathml(match: re.Match[str]) -> str:
-    """One equation: a block in a box that scrolls by itself, or part of a line."""
+    """Convert one equation: a block that scrolls by itself, or part of a line."""
     block = match["tag"] == "div"
-    found = convert(html.unescape(match["latex"]), display="block" if block else "inline")
-    return f'<div class="equation">{found}</div>' if block else found
+    converted = convert(html.unescape(match["latex"]), display="block" if block else "inline")
+    return f'<div class="equation">{converted}</div>' if block else converted
 
 
 def commands() -> str:
-    """Help of every command, by Typer."""
+    """The help of every command, from Typer."""
     import typer
     from typer.cli import get_docs_for_click
 
@@ -105,12 +105,12 @@ def commands() -> str:
     command = typer.main.get_command(app)
     context = typer.Context(command, info_name="rbn")
     text = get_docs_for_click(obj=command, ctx=context, name="rbn")
-    text = text[text.index("\n## ") :]  # the list before it cuts descriptions short
+    text = text[text.index("\n## ") :]  # skip the list of commands, which truncates descriptions
     return re.sub(r"(?<=bn-e)\*+", lambda stars: stars[0].replace("*", r"\*"), text)
 
 
 def settings() -> str:
-    """Type, default and description of every setting of a config."""
+    """A table of every setting of a config, with type, default and description."""
     from griffe import Docstring, DocstringSectionKind
 
     from rbn.experiments.config import Config
@@ -134,7 +134,7 @@ def settings() -> str:
 
 
 def configs() -> str:
-    """Name and purpose, the first comment, of every config that comes with the package."""
+    """A table of every config in the package, with its purpose from the first comment."""
     from rbn.experiments.config import CONFIGS, names
 
     lines = ["| config | what it is |", "|---|---|"]

@@ -104,7 +104,7 @@ def test_outside_a_clone_everything_is_in_one_folder(
     done = call("publish", "runs/digits/lstm-seed1")
     assert done.output == "runs/results/digits/lstm-seed1.json\n"
     done = call("report")
-    assert done.output.startswith("rbn: there is nothing of the paper in runs/results")
+    assert done.output.startswith("rbn: no results of the paper's tasks in runs/results")
     (tmp_path / "elsewhere/runs/results/mnist").mkdir()
     published = Path(__file__).parents[1] / "results/mnist"
     for name in ("lstm-seed1.json", "lstm-seed1.csv"):
@@ -155,7 +155,7 @@ def test_unwritable_folder_gets_one_sentence(tmp_path: Path) -> None:
     [
         (ImportError("the demo needs rich: pip install it"), 2, "rbn: the demo needs rich: "),
         (FloatingPointError("the loss is nan at step 3"), 1, "rbn: the loss is nan at step 3"),
-        (KeyboardInterrupt(), 130, "rbn: stopped before the end"),
+        (KeyboardInterrupt(), 130, "rbn: interrupted"),
     ],
 )
 def test_ends_with_one_line(
@@ -198,7 +198,7 @@ def test_interrupted_while_training(tmp_path: Path) -> None:
         process.kill()
     assert first.startswith("Sequential digits")
     assert process.returncode == 130
-    assert errors.splitlines() == ["rbn: stopped before the end"]
+    assert errors.splitlines() == ["rbn: interrupted"]
     assert list((tmp_path / "out").iterdir()) == []
 
 

@@ -105,7 +105,7 @@ def test_list_without_scikit_learn(root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "missing: scikit-learn" in call("list").output
     result = call("verify", "digits")
     assert result.exit_code == 1
-    assert "missing  scikit-learn, which digits comes with" in result.output
+    assert "missing  scikit-learn, which contains digits" in result.output
 
 
 def test_get(root: Path, web: list[str]) -> None:
@@ -143,7 +143,7 @@ def test_get_names_a_file_that_is_there_and_wrong(root: Path, web: list[str]) ->
         (DataNotFound("ptb could not be downloaded"), 1, "rbn: ptb could not be downloaded\n"),
         (DataAltered("http://web/b is not the expected b"), 1, "rbn: http://web/b is not the"),
         (PermissionError(13, "Permission denied", "ptb"), 1, "rbn: [Errno 13] Permission denied"),
-        (KeyboardInterrupt(), 130, "rbn: stopped before the end; the same command resumes"),
+        (KeyboardInterrupt(), 130, "rbn: interrupted; run the same command to resume"),
     ],
 )
 def test_get_ends_with_one_sentence(
@@ -179,7 +179,7 @@ def test_unknown_name(root: Path, web: list[str], command: str) -> None:
 def test_questions_are_got_by_hand(root: Path, web: list[str], command: str) -> None:
     result = call(command, "cnn")
     assert result.exit_code == 2
-    assert result.output.startswith(f"rbn: cnn goes into {root / 'cnn'}: download ")
+    assert result.output.startswith(f"rbn: cnn must be added to {root / 'cnn'} by hand: download ")
     assert result.output.count("\n") == 1
     assert web == []
 
@@ -188,7 +188,7 @@ def test_questions_are_got_by_hand(root: Path, web: list[str], command: str) -> 
 def test_questions_go_into_the_folder_that_was_named(root: Path, command: str) -> None:
     other = root / "other"
     output = call(command, "cnn", "--data-dir", str(other)).output
-    assert output.startswith(f"rbn: cnn goes into {other / 'cnn'}: download ")
+    assert output.startswith(f"rbn: cnn must be added to {other / 'cnn'} by hand: download ")
     assert f"-C {other};" in output
 
 
@@ -202,9 +202,9 @@ def test_verify_what_is_right(root: Path) -> None:
     result = call("verify")
     assert result.exit_code == 0
     assert result.output.splitlines() == [
-        f"right    {root / 'mnist' / 'a'}",  # once, though two data sets are made of it
-        f"right    {root / 'ptb' / 'b'}",
-        f"right    {root / 'ptb' / 'c'}",
+        f"ok       {root / 'mnist' / 'a'}",  # once, though two data sets are made of it
+        f"ok       {root / 'ptb' / 'b'}",
+        f"ok       {root / 'ptb' / 'c'}",
     ]
 
 
@@ -214,8 +214,8 @@ def test_verify_names_what_is_missing_and_what_is_wrong(root: Path) -> None:
     assert result.exit_code == 1
     first, second = result.stdout.splitlines()
     assert first == f"missing  {root / 'ptb' / 'b'}"
-    assert second.startswith(f"wrong    {root / 'ptb' / 'c'} is truncated or altered: expected 29 ")
-    assert result.stderr == "rbn: 2 missing or wrong\n"
+    assert second.startswith(f"damaged  {root / 'ptb' / 'c'} is truncated or altered: expected 29 ")
+    assert result.stderr == "rbn: 2 missing or damaged\n"
 
 
 def test_verify_needs_no_files_for_what_is_built_in(root: Path) -> None:
@@ -229,4 +229,4 @@ def test_verify_real_files() -> None:
         pytest.skip("RBN_DATA is not set: no real data here")
     result = call("verify", "mnist", "ptb", "text8")
     assert result.exit_code == 0, result.output
-    assert result.output.count("right    ") == 8
+    assert result.output.count("ok       ") == 8

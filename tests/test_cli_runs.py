@@ -316,7 +316,7 @@ def test_settings_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--config", "mnist-code", "--seeds", "1,1"]
     done = invoke("train", "mnist", *options)
-    assert "seeds must be different from each other, got '1,1'" in words(done.output)
+    assert "seeds must differ from each other, got '1,1'" in words(done.output)
     done = invoke("train", "mnist", "--seeds", "a")
     assert "seeds must be numbers such as 1,2,3, got 'a'" in words(done.output)
     done = invoke("train", "digits", "--precision", "fp4")

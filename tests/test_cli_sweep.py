@@ -125,7 +125,7 @@ def test_control_c_and_the_same_command_again(folder, warm_process):
     presser = Meanwhile(lambda found: command.send_signal(signal.SIGINT))
     presser.run()
     assert command.wait(240) == 130, command.errors
-    assert "rbn: stopped; the same command resumes" in command.errors
+    assert "rbn: stopped; run the same command to resume" in command.errors
     now = sweep_status(load_study("mine", "runs/mine/sweep.db"))
     assert [row.remark for row in now.rows] == ["to be resumed"] * 2
     done = invoke("mine.yaml", "--device", "cpu")
@@ -171,7 +171,7 @@ def test_out_of_time(folder):
     options = ("mine.yaml", "--device", "cpu", "--trials", "1")
     done = invoke(*options, "--max-minutes", "1e-9")
     assert done.exit_code == 3
-    assert "out of time; the same command resumes" in done.output
+    assert "out of time; run the same command to resume" in done.output
     assert "mine: 0 of 1 trials finished (1 waiting)" in done.output
     assert invoke(*options).exit_code == 0
 

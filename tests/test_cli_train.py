@@ -104,7 +104,7 @@ def test_a_table_of_runs(whole, tmp_path):
     assert "24" in done.output
     done = invoke("runs", tmp_path)
     assert done.exit_code == 2
-    assert "there is no run in" in done.output
+    assert "no runs in" in done.output
 
 
 def rows_of(folder):

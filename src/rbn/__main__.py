@@ -1,4 +1,4 @@
-"""`python -m rbn` is the `rbn` command."""
+"""`python -m rbn` runs the `rbn` command."""
 
 from rbn.cli import main
 

@@ -179,7 +179,7 @@ def test_what_torchrun_started_is_not_started_again(tmp_path, monkeypatch):
     assert World.from_environment() == World(1, 4, 1, 2)
     done = invoke("train", "digits", "--device", "cpu", "--devices", "3")
     assert done.exit_code == 2
-    assert "devices must be left out, or be 2 as torchrun started them here, got 3" in done.output
+    assert "devices must be omitted, or 2 as torchrun started here, got 3" in done.output
     monkeypatch.setenv("WORLD_SIZE", "5")
     done = invoke("train", "digits", "--device", "cpu")
     assert "got RANK=1, WORLD_SIZE=5" in done.output

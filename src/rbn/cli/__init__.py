@@ -8,21 +8,21 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; the entry point of the `rbn` script."""
+    """Run the command line. Entry point of the `rbn` script."""
     try:
         _main()
     except KeyboardInterrupt:  # before a command could handle it
-        print("rbn: stopped before the end", file=sys.stderr)
+        print("rbn: interrupted", file=sys.stderr)
         sys.exit(130)
     finally:
-        # Nothing is left to interrupt. While it shuts down, Python would leave a signal to the
-        # system, which kills a command that has done its work.
+        # Nothing is left to interrupt. During shutdown, Python restores the default handlers, and a
+        # signal would kill a command that has done its work.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
 
 
 def _main() -> None:
-    if sys.argv[1:] == ["--version"]:  # works without typer, at once
+    if sys.argv[1:] == ["--version"]:  # fast, and works without typer
         import rbn
 
         print(f"rbn {rbn.__version__}")
@@ -49,6 +49,6 @@ def _main() -> None:
             exit_at_once(left.code if isinstance(left.code, int) else int(left.code is not None))
         raise
     finally:
-        # After an interrupt inside exec(), as when an import creates a dataclass, `python -m` exits
-        # with the signal even though it was handled. Another exec() clears that state.
+        # If exec() is interrupted, e.g. while an import creates a dataclass, `python -m` exits with
+        # the signal even though it was handled. Another exec() clears that state.
         exec("")

@@ -19,7 +19,7 @@ app = typer.Typer(
     help="Batch-normalized recurrent networks for PyTorch.",
     add_completion=False,
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # a bug shows Python's own traceback
+    pretty_exceptions_enable=False,  # show bugs with Python's own traceback
 )
 app.add_typer(data)
 app.add_typer(sweep)
@@ -62,23 +62,25 @@ def demo(
     permuted: Annotated[
         bool, typer.Option("--permuted", help="Read the pixels in one fixed random order.")
     ] = Settings.permuted,
-    seed: Annotated[int, typer.Option(help="Of weights, noise and order.")] = Settings.seed,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of weights, noise and data order.")
+    ] = Settings.seed,
     epochs: Annotated[
         int, typer.Option(help="Passes over the training images, for each model.")
     ] = Settings.epochs,
     learning_rate: Annotated[
-        float, typer.Option(help="Of Adam, for both models.")
+        float, typer.Option(help="Learning rate of Adam, for both models.")
     ] = Settings.learning_rate,
-    threads: Annotated[int, typer.Option(help="CPU threads.")] = Settings.threads,
+    threads: Annotated[int, typer.Option(help="Number of CPU threads.")] = Settings.threads,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the page, the picture and the numbers; demo-out in a clone, runs/demo "
-            "elsewhere."
+            help="Output folder for the page, the figure and the numbers. Default: demo-out in a "
+            "clone, else runs/demo."
         ),
     ] = None,
 ) -> None:
-    """Train a plain and a batch-normalized LSTM on handwritten digits, and show the difference.
+    """Train a plain and a batch-normalized LSTM on handwritten digits, and compare them.
 
     Takes about a minute and a half on one CPU core. The digits come with scikit-learn.
     """
@@ -93,4 +95,4 @@ def demo(
     except FloatingPointError as error:
         stop(str(error), 1)
     except KeyboardInterrupt as error:
-        stop("stopped before the end", interrupted_code(error))
+        stop("interrupted", interrupted_code(error))

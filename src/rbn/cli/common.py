@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 
 _PIPED = 100_000  # characters, wider than any table
 stopped = False  # whether `stop` has printed a reason
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one.")]
-DataDir = Annotated[Path | None, typer.Option(help="The data folder; RBN_DATA by default.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto uses a GPU if available.")]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Data folder. Default: $RBN_DATA, else ~/.cache/rbn/data.")
+]
 Run = Annotated[
     Path,
     typer.Argument(
-        help="Folder of a run; or pretrained:digits, pretrained:pmnist, pretrained:pydoc, "
-        "which come with rbn."
+        help="Folder of a run, or a model that comes with rbn: pretrained:digits, "
+        "pretrained:pmnist or pretrained:pydoc."
     ),
 ]
 
@@ -36,7 +38,7 @@ class Stopped(Exception):
 
 
 def guarded(work: Callable[[], None]) -> None:
-    """Run a command; print one sentence instead of a traceback for errors that a user can fix."""
+    """Run a command. Errors that a user can fix print one sentence instead of a traceback."""
     from rbn.data.process_pool import WorkerLost
     from rbn.training import CheckpointError, Diverged
 
@@ -49,7 +51,7 @@ def guarded(work: Callable[[], None]) -> None:
     except Stopped as error:
         stop(error.reason, error.code)
     except KeyboardInterrupt as error:
-        stop("stopped before the end", interrupted_code(error))
+        stop("interrupted", interrupted_code(error))
 
 
 def interrupted_code(error: KeyboardInterrupt) -> int:
@@ -60,7 +62,7 @@ def interrupted_code(error: KeyboardInterrupt) -> int:
 
 
 def printable(text: str) -> str:
-    """Text without control characters, which a terminal would obey."""
+    """Replace control characters, which a terminal would interpret."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -73,18 +75,18 @@ def stop(reason: str, code: int) -> NoReturn:
 
 
 def make_table(*columns: str, title: str | None = None) -> Table:
-    """An empty table that wraps in a narrow terminal instead of cutting text off."""
+    """An empty table that wraps text in a narrow terminal instead of truncating it."""
     from rich.table import Column, Table
 
     return Table(*(Column(column, overflow="fold") for column in columns), title=title)
 
 
 def make_console() -> Console:
-    """A console as wide as the terminal or COLUMNS; without either, tables are never wrapped."""
+    """A console as wide as the terminal or COLUMNS. Without either, tables are never wrapped."""
     from rich.console import Console
 
     console = Console()
-    # Check the file itself: with FORCE_COLOR, Rich treats a pipe as a terminal of 80 columns.
+    # Check the file itself: with FORCE_COLOR, Rich treats a pipe as an 80-column terminal.
     piped = not console.file.isatty() and "COLUMNS" not in os.environ
     return Console(width=_PIPED) if piped else console
 
@@ -96,19 +98,19 @@ def in_clone() -> bool:
 
 
 def default_folder(name: str, cloned: str | None = None) -> Path:
-    """The default folder for some output: inside ``runs``, so that all of it is in one place.
+    """The default folder for some output, inside ``runs`` so that everything is in one place.
 
-    A clone has other places, whose content is part of the project or is used with it.
+    A clone uses other folders, whose content is part of the project.
 
     Args:
-        name: of the folder in ``runs``.
-        cloned: the folder in a clone, from its root; `name` itself by default.
+        name: name of the folder in ``runs``.
+        cloned: the folder to use in a clone, relative to its root; `name` by default.
     """
     return Path(cloned or name) if in_clone() else Path("runs") / name
 
 
 def folder_of_run(run: Path) -> Path:
-    """The folder of a run on the command line, or of a model that comes with the package."""
+    """Resolve a run on the command line: its folder, or that of a pretrained model."""
     from rbn.pretrained_models import PREFIX, folder_of
 
     name = str(run)
@@ -116,19 +118,19 @@ def folder_of_run(run: Path) -> Path:
 
 
 def check_out(out: Path | None) -> None:
-    """Refuse an empty --out, which Python treats as the current folder."""
+    """Reject an empty --out, which Python treats as the current folder."""
     if out is not None and out == Path():
         raise ValueError("out must name a folder, got '' or '.'")
 
 
 def check_minutes(minutes: float | None) -> None:
-    """Refuse a --max-minutes that is not positive."""
+    """Reject a --max-minutes that is not positive."""
     if minutes is not None and not minutes > 0:
         raise ValueError(f"max-minutes must be positive, got {minutes}")
 
 
 def device_of(name: str) -> torch.device:
-    """The device of a name on the command line."""
+    """Resolve a device name from the command line."""
     import torch
 
     if name == "auto":
@@ -140,9 +142,9 @@ def device_of(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cpu" and device.index not in (None, 0):
-        raise ValueError(f"there is no {name}: device cpu is one for all processors")
+        raise ValueError(f"there is no {name}: device cpu stands for all processors")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but PyTorch finds no GPU")
+        raise ValueError("device cuda needs a GPU, but PyTorch finds none")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"there is no {name}: PyTorch finds {torch.cuda.device_count()} GPUs")
     return device

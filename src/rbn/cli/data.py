@@ -1,4 +1,4 @@
-"""`rbn data`: which data sets there are, where they are, and whether their files are right."""
+"""`rbn data`: list, download and verify data sets."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ from rbn.data.files import data_folder, find, missing, read
 from rbn.data.files import get as get_files
 from rbn.data.sources import DATASETS, DataSet, Source, data_set
 
-app = typer.Typer(name="data", help="Data sets: list, get and verify them.", no_args_is_help=True)
+app = typer.Typer(name="data", help="List, download and verify data sets.", no_args_is_help=True)
 
 _PACKAGES = {"sklearn": "scikit-learn", "pydoc_data": "Python"}
 
-Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Data sets.")]
+Names = Annotated[list[str], typer.Argument(metavar="NAME", help="Names of data sets.")]
 DataDir = Annotated[
     Path | None,
-    typer.Option(
-        "--data-dir", help="The data folder (otherwise RBN_DATA, or else ~/.cache/rbn/data)."
-    ),
+    typer.Option("--data-dir", help="Data folder. Default: $RBN_DATA, else ~/.cache/rbn/data."),
 ]
 
 
 @app.command("list")
 def list_sets(data_dir: DataDir = None) -> None:
-    """Show every data set: its name, what it is, what there is to download, and where it is."""
+    """List all data sets with their description, download size and location."""
     rows = [("data set", "what it is", "download", "where")]
     for data in DATASETS.values():
         size = f"{data.download_size / 1e6:.1f} MB" if data.sources else "none"
@@ -50,7 +48,7 @@ def list_sets(data_dir: DataDir = None) -> None:
 
 @app.command()
 def get(names: Names, data_dir: DataDir = None) -> None:
-    """Download what is missing of these data sets, and check all of it."""
+    """Download the missing files of these data sets, and check all of their files."""
     for data in _chosen(names, data_dir):
         if not data.sources:
             typer.echo(f"{data.name} needs no download: it comes with {_package(data)}")
@@ -63,10 +61,7 @@ def get(names: Names, data_dir: DataDir = None) -> None:
             with _progress_bar() as progress:
                 paths = get_files(data.name, data_dir, progress)
         except KeyboardInterrupt as error:
-            stop(
-                "stopped before the end; the same command resumes",
-                interrupted_code(error),
-            )
+            stop("interrupted; run the same command to resume", interrupted_code(error))
         except (DataNotFound, DataAltered, OSError) as error:
             stop(str(error), 1)
         for path in paths:
@@ -78,24 +73,25 @@ def get(names: Names, data_dir: DataDir = None) -> None:
 @app.command()
 def verify(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Data sets; all if none.")
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Names of data sets. Default: all."),
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Check that the files of these data sets are there, and are what they should be."""
+    """Check that the files of these data sets exist and are intact."""
     wrong = 0
-    files = {}  # a file that two data sets share is checked once
+    files = {}  # a dict, to check a file that two data sets share only once
     for data in _chosen(names or list(DATASETS), data_dir):
         if data.comes_with and find_spec(data.comes_with) is None:
             wrong += 1
-            typer.echo(f"missing  {_package(data)}, which {data.name} comes with")
+            typer.echo(f"missing  {_package(data)}, which contains {data.name}")
         files.update(dict.fromkeys(data.sources, data_folder(data_dir) / data.folder))
     for source, folder in files.items():
         state = _state(source, folder)
-        wrong += not state.startswith("right")
+        wrong += not state.startswith("ok")
         typer.echo(state)
     if wrong:
-        stop(f"{wrong} missing or wrong", 1)
+        stop(f"{wrong} missing or damaged", 1)
 
 
 def _state(source: Source, folder: Path) -> str:
@@ -105,15 +101,16 @@ def _state(source: Source, folder: Path) -> str:
     try:
         read(source, path)
     except (DataAltered, OSError) as error:
-        return f"wrong    {error}"
-    return f"right    {path}"
+        return f"damaged  {error}"
+    return f"ok       {path}"
 
 
 def _chosen(names: list[str], root: Path | None) -> list[DataSet]:
     for name in names:
         if name in SETS:
             folder = data_folder(root) / name
-            stop(f"{name} goes into {folder}: {SETS[name].how.format(folder=folder)}", 2)
+            how = SETS[name].how.format(folder=folder)
+            stop(f"{name} must be added to {folder} by hand: {how}", 2)
     try:
         return [data_set(name) for name in names]
     except ValueError as error:
@@ -138,7 +135,7 @@ def _package(data: DataSet) -> str:
 
 @contextmanager
 def _progress_bar() -> Iterator[Progress]:
-    """A bar for each file, on standard error as long as the block runs."""
+    """Inside the ``with`` block, show a progress bar for each file on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars

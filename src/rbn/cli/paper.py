@@ -32,47 +32,55 @@ Target = Annotated[
         "shared-stats, small-gamma, no-noise, data-start, or all."
     ),
 ]
-Seeds = Annotated[int | None, typer.Option(help="Runs of each model; 3, or 1 with --quick.")]
-Minutes = Annotated[float | None, typer.Option(help="Save and stop after so many, for all.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Every path, on small embedded data.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="List the runs and their time only.")]
+Seeds = Annotated[int | None, typer.Option(help="Runs per model. Default: 3, or 1 with --quick.")]
+Minutes = Annotated[
+    float | None, typer.Option(help="Save and stop after this many minutes in total.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Run everything on small built-in data.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only list the runs and their estimated time.")
+]
 Recipe = Annotated[
-    str, typer.Option(help="short: fewer steps, with a falling rate; paper: the paper's settings.")
+    str,
+    typer.Option(help="short: fewer steps, decaying learning rate; paper: the paper's settings."),
 ]
 Results = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of results; results in a clone, runs/results elsewhere, with --quick "
+        help="Folder of results. Default: results in a clone, else runs/results; with --quick "
         "runs/quick/results."
     ),
 ]
-Runs = Annotated[Path | None, typer.Option(help="Folder of runs; runs, with --quick runs/quick.")]
+Runs = Annotated[
+    Path | None, typer.Option(help="Folder of runs. Default: runs; with --quick runs/quick.")
+]
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of figures; reproduced in a clone, runs/reproduced elsewhere, with --quick "
-        "runs/quick/out."
+        help="Folder for figures. Default: reproduced in a clone, else runs/reproduced; with "
+        "--quick runs/quick/out."
     ),
 ]
 Questions = Annotated[
     str,
-    typer.Option(help="Task of the readers: cnn-built, or cnn where the paper's archive is there."),
+    typer.Option(help="Task of the readers: cnn-built, or cnn if you have the paper's archive."),
 ]
 Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed or 16-mixed.")]
 Folder = Annotated[
-    Path | None, typer.Option(help="Folder of results; results in a clone, runs/results elsewhere.")
+    Path | None,
+    typer.Option(help="Folder of results. Default: results in a clone, else runs/results."),
 ]
 Report = Annotated[
     Path | None,
     typer.Option(
-        help="Folder for the page, the Markdown and the figures; docs/report in a clone, "
-        "runs/report elsewhere."
+        help="Folder for the page, the Markdown and the figures. Default: docs/report in a "
+        "clone, else runs/report."
     ),
 ]
 Compared = Annotated[
     Path | None,
     typer.Option(
-        help="File of the fair comparison; benchmarks/results/comparison.csv if it exists."
+        help="File of the fair comparison. Default: benchmarks/results/comparison.csv if it exists."
     ),
 ]
 
@@ -92,9 +100,9 @@ def reproduce(
     device: Device = "auto",
     data_dir: DataDir = None,
 ) -> None:
-    """Reproduce a table or figure of the paper: train the missing runs, reuse the others.
+    """Reproduce a table or figure of the paper: train missing runs, reuse the others.
 
-    May be killed at any time; the same command resumes.
+    You can stop or kill it at any time; run the same command to resume.
     """
     from rbn.experiments.paper import plan
     from rbn.experiments.paper.reproduce import Reproduction
@@ -121,7 +129,7 @@ def reproduce(
         )
         console = make_console()
         if results is None and not quick and not plain.is_dir():
-            said = f"There is no folder {plain} here, so no run counts as done (see --results)."
+            said = f"The folder {plain} does not exist, so no run counts as done (see --results)."
             console.print(said, soft_wrap=True)
         if dry_run:
             _list(asked, console)
@@ -129,25 +137,22 @@ def reproduce(
         try:
             finished = asked.work(console)
         except KeyboardInterrupt as error:
-            stop(
-                "stopped before the end; the same command resumes",
-                interrupted_code(error),
-            )
+            stop("interrupted; run the same command to resume", interrupted_code(error))
         result_set = ResultSet.read(asked.results, quick)
         figures = base / "out" if quick else default_folder("reproduced")
         _show(asked, result_set, out or figures, console)
         for note in asked.notes:
             console.print(note, soft_wrap=True, highlight=False, markup=False)
         if not finished:
-            stop("out of time; the same command resumes", 3)
+            stop("out of time; run the same command to resume", 3)
         if asked.left_out:
-            stop("some of it was skipped, see above", 1)
+            stop("some results were skipped, see above", 1)
 
     guarded(work)
 
 
 def report(results: Folder = None, out: Report = None, comparison: Compared = None) -> None:
-    """Write the report: an HTML page and a Markdown file, with the figures and their numbers."""
+    """Write the report: an HTML page and a Markdown file, with all figures and numbers."""
     from rbn.experiments.paper.report import write_report
     from rbn.experiments.paper.result_set import ResultSet
 
@@ -155,18 +160,18 @@ def report(results: Folder = None, out: Report = None, comparison: Compared = No
         source = default_folder("results") if results is None else results
         target = default_folder("report", "docs/report") if out is None else out
         if not source.is_dir():
-            raise ValueError(f"there is no folder {source} of results")
+            raise ValueError(f"the folder of results {source} does not exist")
         if target.exists() and not target.is_dir():
             raise ValueError(f"{target} is a file, not a folder for the report")
         result_set = ResultSet.read(source)
         if not result_set.has_content:
             raise ValueError(
-                f"there is nothing of the paper in {source}: results of its tasks are files "
-                "such as mnist/lstm-seed1.json"
+                f"no results of the paper's tasks in {source}: they are files such as "
+                "mnist/lstm-seed1.json"
             )
         usual = Path("benchmarks/results/comparison.csv")
         if comparison is not None and not comparison.is_file():
-            raise ValueError(f"there is no file {comparison} of a comparison")
+            raise ValueError(f"the comparison file {comparison} does not exist")
         compared = comparison or (usual if usual.is_file() else None)
         for path in write_report(result_set, target, compared):
             typer.echo(str(path))
@@ -177,21 +182,21 @@ def report(results: Folder = None, out: Report = None, comparison: Compared = No
 def _list(asked: Reproduction, console: Console) -> None:
     from rbn.experiments.paper.estimate import format_duration
 
-    table = make_table("run", "state", "time, about")
+    table = make_table("run", "state", "estimated time")
     rows, total = asked.listing()
     for row in rows:
         table.add_row(*row)
     console.print(table)
     todo = sum(1 for row in rows if row[1] != "done")
     console.print(
-        f"{todo} of {len(rows)} to do, in about {format_duration(total)} on {asked.device.type}."
+        f"{todo} of {len(rows)} runs to do, about {format_duration(total)} on {asked.device.type}."
     )
     for note in asked.notes:
         console.print(note, soft_wrap=True, highlight=False, markup=False)
 
 
 def _show(asked: Reproduction, result_set: ResultSet, out: Path, console: Console) -> None:
-    """The tables in the terminal, the figures as files."""
+    """Print tables to the terminal and write figures to files."""
     from rbn.experiments.paper import tables
     from rbn.experiments.paper.draw import draw
     from rbn.experiments.paper.figures import figure

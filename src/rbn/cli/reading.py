@@ -12,9 +12,9 @@ from rbn.cli.common import interrupted_code, stop
 
 Articles = Annotated[
     Path,
-    typer.Option(help="JSON lines with id, source, part, article and highlights; .gz and .xz too."),
+    typer.Option(help="JSON lines with id, source, part, article and highlights; also .gz or .xz."),
 ]
-Target = Annotated[Path, typer.Option(help="Folder for the questions; DATA/cnn-built to train on.")]
+Target = Annotated[Path, typer.Option(help="Folder for the questions, e.g. DATA/cnn-built.")]
 Division = Annotated[
     str,
     typer.Option(
@@ -22,15 +22,19 @@ Division = Annotated[
         "from the Daily Mail, CNN as a second test set (for DATA/dailymail-built)."
     ),
 ]
-Processes = Annotated[int | None, typer.Option(help="At the same time; one for each processor.")]
-DataDir = Annotated[Path | None, typer.Option(help="Where the data are; RBN_DATA by default.")]
-Sentences = Annotated[int, typer.Option(help="Sentences kept of each document; 0 keeps all of it.")]
+Processes = Annotated[
+    int | None, typer.Option(help="Number of processes. Default: one per processor.")
+]
+DataDir = Annotated[
+    Path | None, typer.Option(help="Data folder. Default: $RBN_DATA, else ~/.cache/rbn/data.")
+]
+Sentences = Annotated[int, typer.Option(help="Sentences to keep of each document; 0 keeps all.")]
 
 
 def build_cloze(
     articles: Articles, out: Target, split: Division = "source", processes: Processes = None
 ) -> None:
-    """Make question files from news articles and their highlights."""
+    """Build question files from news articles and their highlights."""
     from rbn.data.articles import build
     from rbn.data.errors import DataAltered
     from rbn.data.process_pool import WorkerLost
@@ -42,9 +46,9 @@ def build_cloze(
     except (DataAltered, OSError, ValueError) as error:
         stop(str(error), 2)
     except WorkerLost as error:
-        stop(f"{error}; the same command resumes the build", 1)
+        stop(f"{error}; run the same command to resume the build", 1)
     except KeyboardInterrupt as error:
-        said = "stopped before the end; the same command resumes the build"
+        said = "interrupted; run the same command to resume the build"
         stop(said, interrupted_code(error))
     _end_line()
     for question in built.sample:
@@ -59,7 +63,7 @@ def build_cloze(
     for reason, count in built.dropped.most_common():
         typer.echo(f"{count:>9,}  {reason}")
     if not any(built.questions.values()):
-        stop(f"no question could be made of {articles}: fix it, remove {out} and start again", 1)
+        stop(f"no questions could be built from {articles}: fix it, remove {out} and retry", 1)
 
 
 def questions(
@@ -67,19 +71,21 @@ def questions(
         str, typer.Argument(help="cnn, dailymail, cnn-built, dailymail-built or cloze.")
     ],
     sentences: Sentences = 4,
-    min_count: Annotated[int, typer.Option(help="Rarer words become @unknown.")] = 1,
+    min_count: Annotated[int, typer.Option(help="Replace rarer words by @unknown.")] = 1,
     words: Annotated[
-        int | None, typer.Option(help="Keep so many words, the most frequent; all by default.")
+        int | None,
+        typer.Option(help="Keep only this many words, the most frequent ones. Default: all."),
     ] = None,
     data_dir: DataDir = None,
     processes: Processes = None,
     out: Annotated[
-        Path | None, typer.Option(help="JSON file for ceiling and baselines, for the report.")
+        Path | None,
+        typer.Option(help="Write the ceiling and the baselines to this JSON file, for the report."),
     ] = None,
 ) -> None:
-    """Sizes, lengths, the ceiling and the baselines of a set of questions.
+    """Show sizes, lengths, the ceiling and the baselines of a set of questions.
 
-    Reads the question files the first time, and keeps what it made of them in a cache.
+    Preprocesses the question files the first time, and caches the result.
     """
     from rbn.data.cloze import cloze
     from rbn.data.cnn import QuestionBatches, baselines, load_questions
@@ -92,7 +98,7 @@ def questions(
     skipped: list[str] = []
     counts: list[QuestionBaselines] = []
     try:
-        Choice(Reduction(sentences or None), min_count, words)  # refuses wrong numbers
+        Choice(Reduction(sentences or None), min_count, words)  # rejects invalid numbers
         if name == "cloze":
             reading = cloze()
         else:
@@ -111,9 +117,9 @@ def questions(
     except (OSError, ValueError) as error:
         stop(str(error), 2)
     except WorkerLost as error:
-        stop(f"{error}; the same command resumes", 1)
+        stop(f"{error}; run the same command to resume", 1)
     except KeyboardInterrupt as error:
-        stop("stopped before the end; the same command resumes", interrupted_code(error))
+        stop("interrupted; run the same command to resume", interrupted_code(error))
     vocabulary = reading.vocabulary
     typer.echo(f"{name}: {len(vocabulary):,} symbols, {vocabulary.entities} of them entities")
     typer.echo(
@@ -147,11 +153,14 @@ def questions(
 
 def ask(
     run: Annotated[Path, typer.Argument(help="Folder of a run on a reading task.")],
-    document: Annotated[Path, typer.Option(help="A text, or a .question file.")],
+    document: Annotated[Path, typer.Option(help="A text file or a .question file.")],
     question: Annotated[
-        str | None, typer.Option(help="With one @placeholder; that of a .question file if none.")
+        str | None,
+        typer.Option(help="Question with one @placeholder. Default: that of the .question file."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the attention to this page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the attention to this HTML page.")
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Ask a trained reader about a document, and see what it attended to."""
@@ -174,13 +183,13 @@ def ask(
     for name, chance in answer.candidates:
         console.print(f"{chance:>7.1%}  {name}", markup=False)
     if answer.right is not None:
-        console.print(f"the correct answer: {answer.right}", markup=False)
+        console.print(f"correct answer: {answer.right}", markup=False)
     if html is not None:
         console.print(f"page: {html}", markup=False)
 
 
 def _say(what: str, done: int) -> None:
-    """Progress on standard error, in one line of a terminal, or now and then."""
+    """Print progress to standard error: one updating line in a terminal, else a line at times."""
     if sys.stderr.isatty():
         print(f"{what}: {done:,} articles", end="\r", file=sys.stderr, flush=True)
     elif done % 5000 < 200:

@@ -21,13 +21,15 @@ from rbn.cli.common import (
     stop,
 )
 
-Split = Annotated[str, typer.Option(help="train, valid, test or test-cnn (dailymail-built).")]
-Statistics = Annotated[str, typer.Option(help="population or batch.")]
+Split = Annotated[
+    str, typer.Option(help="Data to evaluate on: train, valid, test or test-cnn (dailymail-built).")
+]
+Statistics = Annotated[str, typer.Option(help="Statistics to normalize with: population or batch.")]
 Length = Annotated[
     str | None,
     typer.Option(
-        help="Of texts: characters of a window, or full for one sequence, as the test number of "
-        "rbn train is."
+        help="For text: window length in characters, or full for a single sequence, which is how "
+        "rbn train tests."
     ),
 ]
 
@@ -35,7 +37,7 @@ Length = Annotated[
 def runs(
     folder: Annotated[Path, typer.Argument(help="Where to look for runs.")] = Path("runs"),
 ) -> None:
-    """A table of the runs in a folder and their results."""
+    """Show a table of the runs in a folder and their results."""
     from rich.markup import escape
 
     table = make_table("run", "step", "last validation", "validation", "test", "minutes")
@@ -44,12 +46,12 @@ def runs(
         name = printable(str(path.parent.relative_to(folder)))
         table.add_row(escape(name), *map(escape, _figures(path.parent)))
     if not configs:
-        stop(f"there is no run in {folder}", 2)
+        stop(f"no runs in {folder}", 2)
     make_console().print(table)
 
 
 def _figures(run: Path) -> list[str]:
-    """Step, last validation, validation, test and minutes of a run; a damaged file is named."""
+    """Step, last validation, validation, test and minutes of a run. Names damaged files."""
     from rbn.experiments.run_folder import read_config
     from rbn.training.atomic_files import read_checked
     from rbn.training.checkpoint import CheckpointError, load_metadata
@@ -66,9 +68,9 @@ def _figures(run: Path) -> list[str]:
             value = float(now["history"][-1][f"valid_{config.select}"])
             last = config.kind.format_valid(value, config.statistics(config.select))
     except CheckpointError:
-        there = (run / "last.safetensors").exists()
-        last = "last.safetensors is damaged" if there else "no checkpoint"
-    except (KeyError, TypeError, ValueError):  # a sound file, but not of a run's progress
+        exists = (run / "last.safetensors").exists()
+        last = "last.safetensors is damaged" if exists else "no checkpoint"
+    except (KeyError, TypeError, ValueError):  # an intact file, but not of a run's progress
         last = "last.safetensors is damaged"
     try:
         values = read_checked(run / "result.json")
@@ -88,10 +90,10 @@ def publish(
     runs: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")],
     to: Annotated[
         Path | None,
-        typer.Option(help="Folder of results; results in a clone, runs/results elsewhere."),
+        typer.Option(help="Folder of results. Default: results in a clone, else runs/results."),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Also results of runs with other settings.")
+        bool, typer.Option("--replace", help="Replace results of runs with other settings, too.")
     ] = False,
 ) -> None:
     """Copy results and learning curves to TASK/MODEL-seedN.json and .csv in a folder."""
@@ -113,7 +115,7 @@ def evaluate(
     device: Device = "auto",
     data_dir: DataDir = None,
 ) -> None:
-    """Measure a trained model."""
+    """Evaluate a trained model."""
     from rbn.experiments import trained_models
 
     def work() -> None:
@@ -137,13 +139,15 @@ def evaluate(
 
 def sample(
     run: Run,
-    prompt: Annotated[str, typer.Option(help="What the text begins with.")] = "the ",
-    temperature: Annotated[float, typer.Option(help="0: the likeliest; 1: as learned.")] = 0.8,
-    length: Annotated[int, typer.Option(help="Characters to write.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 1,
+    prompt: Annotated[str, typer.Option(help="Start of the text.")] = "the ",
+    temperature: Annotated[
+        float, typer.Option(help="0: the most likely character; 1: as learned.")
+    ] = 0.8,
+    length: Annotated[int, typer.Option(help="Number of characters to generate.")] = 300,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampling.")] = 1,
     device: Device = "auto",
 ) -> None:
-    """Write text with a trained language model."""
+    """Generate text with a trained language model."""
     from rbn.experiments import trained_models
     from rbn.experiments.config import check_seed
 

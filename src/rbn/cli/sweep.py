@@ -34,34 +34,36 @@ if TYPE_CHECKING:
 
 _RUN = "run"
 File = Annotated[str, typer.Argument(help="A sweep (YAML), or a name like ptb-table5.")]
-Workers = Annotated[int, typer.Option(help="Processes; on a machine with GPUs they share these.")]
+Workers = Annotated[int, typer.Option(help="Number of processes; they share the machine's GPUs.")]
 Storage = Annotated[
     str | None,
     typer.Option(
-        help="Where the trials are kept: a .db (SQLite) or .log (journal) file, or a database's "
-        "URL, such as postgresql+psycopg://user@host/name, for many machines; sweep.db in --out."
+        help="Where trials are stored: a .db (SQLite) or .log (journal) file, or a database URL, "
+        "such as postgresql+psycopg://user@host/name, for many machines. Default: sweep.db in "
+        "--out."
     ),
 ]
-Trials = Annotated[int | None, typer.Option(help="How many, instead of the file's number.")]
-Minutes = Annotated[float | None, typer.Option(help="Save and stop after so many.")]
+Trials = Annotated[int | None, typer.Option(help="Number of trials, instead of the file's.")]
+Minutes = Annotated[float | None, typer.Option(help="Save and stop after this many minutes.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="key=value for all trials, such as epochs=5.")
+    list[str] | None,
+    typer.Option("--set", help="Setting of all trials as key=value, such as epochs=5."),
 ]
-Out = Annotated[Path | None, typer.Option(help="Folder of the runs; runs/NAME.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw a picture: a .svg, .png or .pdf file.")]
+Out = Annotated[Path | None, typer.Option(help="Folder for the runs. Default: runs/NAME.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw a plot to this .svg, .png or .pdf file.")]
 
 
 class FileOrCommand(TyperGroup):
-    """A group whose first word may be a file instead of a command."""
+    """A command group whose first word may be a file instead of a command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put the hidden command in front of what does not begin with a command."""
+        """Insert the hidden command if the arguments do not begin with a command."""
         if not args or args[0] not in self.commands:
             args = [_RUN, *args]
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The hidden command has no name in usage lines."""
+        """Hide the name of the hidden command in usage lines."""
         name, command, rest = super().resolve_command(ctx, args)
         return ("" if name == _RUN else name), command, rest
 
@@ -69,7 +71,7 @@ class FileOrCommand(TyperGroup):
 app = typer.Typer(
     name="sweep",
     cls=FileOrCommand,
-    help="Try settings: a grid, at random or by TPE; 'sweep status' shows its state.",
+    help="Search for settings: grid, random or TPE; 'sweep status' shows the state.",
 )
 
 
@@ -85,12 +87,12 @@ def run(
     data_dir: DataDir = None,
     out: Out = None,
 ) -> None:
-    """Try the settings that a file names, each in a run of its own.
+    """Run the trials of a sweep, each in a run of its own.
 
-    May be stopped or killed at any time: the same command resumes. Started on several machines with
-    one --storage, they share the work.
+    You can stop or kill it at any time; run the same command to resume. Several machines with the
+    same --storage share the work.
 
-    'rbn sweep status FILE' shows its state.
+    'rbn sweep status FILE' shows the state.
     """
     from rbn.experiments.search.sampling import need_optuna
 
@@ -108,7 +110,7 @@ def run(
         check_out(out)
         folder = out or Path("runs") / sweep.name
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"{folder} is a file, not a folder; choose another one (--out)")
+            raise ValueError(f"{folder} is a file, not a folder: choose another one (--out)")
         where = storage or storages.default(folder)
         until = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         job = Job(sweep, where, folder, device_of(device), data_dir, until)
@@ -120,7 +122,7 @@ def run(
             now = sweep_status(study)
             _report(now, folder, console)
         if code:
-            stop(f"{reason}; the same command resumes", code)
+            stop(f"{reason}; run the same command to resume", code)
         if now.best is None:
             stop("no trial finished", 1)
 
@@ -129,7 +131,7 @@ def run(
 
 @contextlib.contextmanager
 def _naming_storage(name: str) -> Iterator[None]:
-    """Inside, an error of the storage ends the command with one line that names it."""
+    """Inside the ``with`` block, a storage error ends the command with one line that names it."""
     from optuna.exceptions import OptunaError
 
     try:
@@ -141,7 +143,7 @@ def _naming_storage(name: str) -> Iterator[None]:
 
 
 def _jobs(job: Job, workers: int, dealt: bool) -> list[Job]:
-    """A job for each worker. dealt: assign the machine's GPUs in turn."""
+    """One job per worker. dealt: assign the machine's GPUs to them in turn."""
     import torch
 
     threads = None if workers == 1 else max(1, torch.get_num_threads() // workers)
@@ -171,7 +173,7 @@ def _work(jobs: list[Job], console: Console) -> tuple[int, str]:
             return interrupted_code(error), "stopped"
         except TooManyFailed as error:
             return 1, str(error)
-    # Load once before starting workers: missing data are reported, and caches are filled.
+    # Load once before starting workers, to report missing data and fill caches.
     build.load(jobs[0].sweep.config({}), torch.device("cpu"), jobs[0].root)
     codes = worker_processes.run(jobs, say)
     if 0 in codes:  # all trials are finished
@@ -197,12 +199,12 @@ def _report(now: SweepStatus, folder: Path, console: Console) -> None:
 
 
 def _print_line(console: Console, line: str) -> None:
-    """Print a line that may contain text from the storage or a file."""
+    """Print a line that may contain text from the storage or from a file."""
     console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
 
 
 def _cell(text: str) -> str:
-    """Text from the storage as a cell of a table: no terminal codes, no markup."""
+    """Text from the storage as a table cell: no terminal codes, no markup."""
     from rich.markup import escape
 
     return escape(printable(text))
@@ -215,7 +217,7 @@ def status(
     storage: Storage = None,
     out: Out = None,
 ) -> None:
-    """A table of the trials of a sweep, and with --plot a picture."""
+    """Show a table of a sweep's trials, and with --plot a plot."""
     from rbn.experiments.search.sampling import need_optuna
 
     def work() -> None:

@@ -35,39 +35,47 @@ Model = Annotated[
     typer.Option(
         "--model",
         "--variant",
-        help="lstm, bn-lstm (unless the config says otherwise), ln-lstm, bn-gru, bn-rnn, rnn or "
-        "irnn; for reading tasks lstm, bi-lstm, bn-lstm, bn-everywhere, bn-e* or bn-e**.",
+        help="lstm, bn-lstm (the default, unless the config has one), ln-lstm, bn-gru, bn-rnn, rnn "
+        "or irnn; for reading tasks lstm, bi-lstm, bn-lstm, bn-everywhere, bn-e* or bn-e**.",
     ),
 ]
 File = Annotated[
     str | None,
-    typer.Option(help="Settings (YAML) instead of the paper's: a file, or a name like mnist-code."),
+    typer.Option(help="Config instead of the paper's: a YAML file, or a name like mnist-code."),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="key=value, for instance optimizer.lr=0.01.")
+    list[str] | None,
+    typer.Option("--set", help="Override a setting: key=value, for instance optimizer.lr=0.01."),
 ]
-Seed = Annotated[int | None, typer.Option(help="Of weights, noise and order; 1 by default.")]
-Seeds = Annotated[str | None, typer.Option(help="Several at once, such as 1,2,3, instead.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Random seed of weights, noise and data order. Default: 1.")
+]
+Seeds = Annotated[str | None, typer.Option(help="Train several seeds at once, such as 1,2,3.")]
 Precision = Annotated[str | None, typer.Option(help="32-true, bf16-mixed or 16-mixed.")]
 Graph = Annotated[
     bool | None,
-    typer.Option(help="Each step as one CUDA graph; on a GPU by default, but for 16-mixed."),
+    typer.Option(
+        help="Run each training step as a CUDA graph. Default: on a GPU, except with 16-mixed."
+    ),
 ]
 TensorBoard = Annotated[bool, typer.Option(help="Write learning curves for TensorBoard.")]
 Minutes = Annotated[
-    float | None, typer.Option(help="Save and stop after so many, with exit code 3.")
+    float | None, typer.Option(help="Save and stop after this many minutes, with exit code 3.")
 ]
 Out = Annotated[
-    Path | None, typer.Option(help="Folder of the run, or of the runs; runs/TASK/MODEL-seedN.")
+    Path | None,
+    typer.Option(help="Folder of the run, or of all runs. Default: runs/TASK/MODEL-seedN."),
 ]
 Devices = Annotated[
     int | None,
     typer.Option(
-        help="Processes that train a run together, each with a GPU (or on the CPU); by default "
-        "one, or those that torchrun started.",
+        help="Number of processes that train a run together, each on its own GPU (or on the "
+        "CPU). Default: 1, or as many as torchrun started.",
     ),
 ]
-Folders = Annotated[list[Path], typer.Argument(help="Folders of runs, trained at once.")]
+Folders = Annotated[
+    list[Path], typer.Argument(help="Run folders; several are trained at the same time.")
+]
 
 
 def train(
@@ -88,7 +96,7 @@ def train(
 ) -> None:
     """Train a model on one of the paper's tasks, with the paper's settings.
 
-    ``rbn resume`` continues a run that was killed, to the same numbers.
+    If a run is killed, ``rbn resume`` continues it to the same results.
     """
     from rbn.experiments import config as configs
 
@@ -109,12 +117,12 @@ def train(
             )
         if "task" in named:
             raise ValueError("--set cannot change the task: it is the first argument of rbn train")
-        named_there = values.get("model")
-        chosen = model or ("bn-lstm" if named_there is None else named_there)
+        config_model = values.get("model")
+        chosen = model or ("bn-lstm" if config_model is None else config_model)
         settings = configs.from_mapping({"task": task, **configs.for_model(values, chosen)})
         settings = configs.with_settings(settings, [*wanted, *(set_ or [])])
         if seed is not None and seeds is not None:
-            raise ValueError("either --seed or --seeds, not both")
+            raise ValueError("pass either --seed or --seeds, not both")
         numbers = [1 if seed is None else seed] if seeds is None else _numbers(seeds)
         for number in numbers:
             configs.check_seed("a seed", number)
@@ -162,13 +170,13 @@ def _numbers(text: str) -> list[int]:
     except ValueError:
         raise ValueError(f"seeds must be numbers such as 1,2,3, got {text!r}") from None
     if len(set(numbers)) < len(numbers):
-        raise ValueError(f"seeds must be different from each other, got {text!r}")
+        raise ValueError(f"seeds must differ from each other, got {text!r}")
     return numbers
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train, and how; picklable, for several processes."""
+    """What to train, and how. Picklable, so that it can be sent to other processes."""
 
     runs: list[tuple[Path, Config, int]]
     device: str
@@ -179,7 +187,7 @@ class Plan:
     command: str | None = None
 
     def hint(self, count: int) -> str:
-        """How to resume the runs, if training has started."""
+        """Tell the user how to resume the runs, if training has started."""
         folders = shlex.join(str(folder) for folder, _, _ in self.runs)
         options = f" --devices {count}" if count > 1 else ""
         if self.data_dir is not None:
@@ -199,7 +207,7 @@ def _run(plan: Plan, devices: int | None) -> None:
     world = World.from_environment()
     if world is not None and devices not in (None, world.local_count):
         raise ValueError(
-            f"devices must be left out, or be {world.local_count} as torchrun started them here, "
+            f"devices must be omitted, or {world.local_count} as torchrun started here, "
             f"got {devices}"
         )
     local = (1 if devices is None else devices) if world is None else world.local_count
@@ -228,7 +236,7 @@ def _train_rank(plan: Plan) -> None:
 def _train(plan: Plan, world: World | None) -> None:
     """Train runs to the end, with progress bars, and report the results.
 
-    Folders are created after data and models are built, so that wrong settings leave none.
+    Creates folders only after data and models are built, so that invalid settings leave none.
     """
     from contextlib import nullcontext
 

@@ -23,7 +23,7 @@ from rbn.nn.statistics import PopulationStatistics
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
-else:  # the trainer of either package takes the callback of the other
+else:  # the trainers of both packages accept either callback
     try:
         from lightning.pytorch import Callback
     except ImportError:
@@ -43,7 +43,7 @@ class ExactStatistics(Callback):
     `rbn.update_population_stats`. It does nothing if the model has not trained since the last
     update. Training gives the same results with and without it: random states, the order of the
     training data, its position in the epoch, logged values and gradients do not change. Works with
-    gradient accumulation, every precision, and several processes, each of which runs its own part
+    gradient accumulation, every precision, and several processes, each of which reads its own part
     of the training data.
 
     Lightning calls no callback when it saves only the weights (``save_weights_only=True``). Such
@@ -52,8 +52,8 @@ class ExactStatistics(Callback):
     Args:
         batches: the training data; by default the trainer's training dataloader. Each update makes
             one pass, so it must be an iterable that can be read many times.
-        max_batches: how many batches each update reads, in each process. By default all, limited
-            by the trainer's `limit_train_batches`.
+        max_batches: how many batches each update reads, in each process. By default all, up to the
+            trainer's `limit_train_batches`.
         forward: ``forward(module, batch)`` runs the module on a batch that is on its device. By
             default calls the module's `forward`, as `rbn.update_population_stats` does.
     """
@@ -70,11 +70,11 @@ class ExactStatistics(Callback):
         self._training_data: Any = batches
         self._limit = max_batches
         self._trained: nn.Module | None = None  # the module, if it trained since the last update
-        self._updated: tuple[nn.Module, list[float]] | None = None  # and its checksums then
+        self._updated: tuple[nn.Module, list[float]] | None = None  # with its checksums then
         self._frozen: list[nn.Module] = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look up the training data, which may change in each epoch."""
+        """Find the training data, which may change in each epoch."""
         if self.batches is None:
             check_loader(trainer.train_dataloader)
             self._training_data = trainer.train_dataloader
@@ -97,7 +97,7 @@ class ExactStatistics(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Check that the model can be called with such batches, long before an update."""
+        """Check early that the model can be called with such batches, not only at an update."""
         if batch_idx > 0 or self.forward is not None or not self._trainable(pl_module):
             return
         if self.batches is None:

@@ -18,7 +18,7 @@ def check_batches(batches: Iterable[Any] | None, max_batches: int | None) -> Non
     """Check the arguments that the callbacks share."""
     if isinstance(batches, Iterator) or (batches is not None and not isinstance(batches, Iterable)):
         raise TypeError(
-            "batches must be an iterable that can be read many times, such as a DataLoader or a "
+            "batches must be an iterable that can be read repeatedly, such as a DataLoader or a "
             f"list, got {type(batches).__name__}"
         )
     if max_batches is not None and (isinstance(max_batches, bool) or max_batches < 1):
@@ -46,7 +46,7 @@ def read(batches: Iterable[Any], max_batches: int | None) -> Iterator[Any]:
 
 
 def _copied(loader: DataLoader[Any]) -> DataLoader[Any]:
-    # Accelerate's loaders change its gradient accumulation; the wrapped loader does not.
+    # Accelerate's loaders change its gradient accumulation state; the loader they wrap does not.
     loader = getattr(loader, "base_dataloader", loader)
     shared = [loader.dataset, getattr(loader.sampler, "data_source", None)]
     memo: dict[int, Any] = {id(data): data for data in shared if data is not None}

@@ -95,8 +95,8 @@ class GrowingStatistics:
     """Base for a `PreTrainedModel` whose batch-normalized layers have no `max_length`.
 
     `from_pretrained` compares the shapes of a checkpoint with those of the new model, whose
-    statistics have no time steps yet. With this class before `PreTrainedModel`, they are resized to
-    match the checkpoint: ``class MyModel(GrowingStatistics, PreTrainedModel)``.
+    statistics have no time steps yet. Inherit from this class first, and the statistics are resized
+    to match the checkpoint: ``class MyModel(GrowingStatistics, PreTrainedModel)``.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Small trained models that come with the package, each in the folder of its run."""
+"""Small trained models that come with the package, each in its run's folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 Name = Literal["digits", "pmnist", "pydoc"]
 NAMES: tuple[str, ...] = get_args(Name)
-PREFIX = "pretrained:"  # of names on the command line
+PREFIX = "pretrained:"  # marks their names on the command line
 _SHA256 = {
     "digits": "e7d641a2e7e4962c2c002d9ac23a2aafe75437c298527e9949158ed0c83e2ad2",
     "pmnist": "6a3637029d0f4cdfaebfbc54238559637ecfcdc3930e3adcbad67e6623f2b6cc",
@@ -20,7 +20,7 @@ _SHA256 = {
 
 
 def folder_of(name: str) -> Path:
-    """The folder of a model, as ``rbn train`` writes it; its weights are checked."""
+    """The folder of a model, as ``rbn train`` writes it. Checks its weights."""
     folder = _folder(name)
     _read_weights(folder)
     return folder
@@ -32,23 +32,23 @@ def pretrained(name: Name) -> nn.Module:
     ``"digits"`` is a `rbn.models.SequenceClassifier` of the 8x8 digits of scikit-learn: it takes
     pixels from 0 to 1, ``[64, B, 1]``, and returns logits ``[B, 10]``.
 
-    ``"pmnist"`` is a `rbn.models.SequenceClassifier` of permuted MNIST, with 97.0 % of its test
-    images correct: it takes pixels from 0 to 1 in the order of `rbn.data.pmnist`, ``[784, B, 1]``,
-    and returns logits ``[B, 10]``.
+    ``"pmnist"`` is a `rbn.models.SequenceClassifier` of permuted MNIST with 97.0 % test accuracy:
+    it takes pixels from 0 to 1 in the order of `rbn.data.pmnist`, ``[784, B, 1]``, and returns
+    logits ``[B, 10]``.
 
     ``"pydoc"`` is a `rbn.models.LanguageModel` of the text of Python's ``help()``: it takes
     characters as positions in its `alphabet`, integers ``[T, B]``, and returns logits
-    ``[T, B, 96]`` of the next ones, and states.
+    ``[T, B, 96]`` of the next characters, and states.
 
-    On the command line, ``pretrained:digits``, ``pretrained:pmnist`` and ``pretrained:pydoc`` are
-    names of runs for ``rbn evaluate``; the last one is also for ``rbn sample``.
+    On the command line, use ``pretrained:digits``, ``pretrained:pmnist`` or ``pretrained:pydoc`` in
+    place of a run with ``rbn evaluate``; the last one also works with ``rbn sample``.
 
     Args:
         name: ``"digits"``, ``"pmnist"`` or ``"pydoc"``.
 
     Raises:
         ImportError: safetensors is not installed.
-        ValueError: the file of the model is damaged.
+        ValueError: the model's file is damaged.
     """
     try:
         from safetensors.torch import load
@@ -85,5 +85,5 @@ def _read_weights(folder: Path) -> bytes:
     path = folder / "final.safetensors"
     content = path.read_bytes()
     if hashlib.sha256(content).hexdigest() != _SHA256[folder.name]:
-        raise ValueError(f"{path} is damaged: its SHA-256 is not that of the trained model")
+        raise ValueError(f"{path} is damaged: its SHA-256 does not match the trained model")
     return content

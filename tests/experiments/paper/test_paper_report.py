@@ -237,7 +237,7 @@ def test_nothing_published(tmp_path):
     for each in (folder, folder / "digits"):
         done = CliRunner().invoke(app, ["report", "--results", str(each), "--out", str(out)])
         assert done.exit_code == 2
-        assert "there is nothing of the paper in" in " ".join(done.output.split())
+        assert "no results of the paper's tasks in" in " ".join(done.output.split())
     assert not out.exists()
     write_csv(
         [Panel("p", "x", "y", (Line("a", OURS, (1.0,), (1.0,)),))], folder / "figures/fig1b.csv"
@@ -247,7 +247,7 @@ def test_nothing_published(tmp_path):
     assert "No run of the paper's tasks has been published yet." in text
     done = CliRunner().invoke(app, ["report", "--results", str(tmp_path / "none")])
     assert done.exit_code == 2
-    assert "there is no folder" in done.output
+    assert "the folder of results" in done.output
 
 
 def test_a_figure_without_any_line_is_drawn(tmp_path):

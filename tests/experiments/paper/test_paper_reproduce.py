@@ -79,7 +79,7 @@ def invoke(folder, *arguments):
 def test_from_nothing_to_figures_and_again(tmp_path):
     done = invoke(tmp_path, "fig3b", "--quick", "--max-minutes", "1e-9")
     assert done.exit_code == 3, done.output
-    assert "out of time; the same command resumes" in done.output
+    assert "out of time; run the same command to resume" in done.output
     assert not list(tmp_path.rglob("result.json"))
     done = invoke(tmp_path, "fig3b", "--quick")
     assert done.exit_code == 0, done.output
@@ -230,7 +230,7 @@ def test_data_that_are_missing_are_named_and_the_rest_is_done(tmp_path, monkeypa
     done = invoke(tmp_path, "fig6", "--quick")
     assert done.exit_code == 1, done.output
     assert "digits was skipped: the digits are not there" in done.output
-    assert "rbn: some of it was skipped, see above" in done.output
+    assert "rbn: some results were skipped, see above" in done.output
     assert len(list((tmp_path / "results").rglob("*.json"))) == 2
 
 
@@ -285,7 +285,7 @@ def test_dry_run_changes_nothing(tmp_path):
     publish(tmp_path / "results")
     done = invoke(tmp_path, "all", "--dry-run")
     assert done.exit_code == 0, done.output
-    assert "to do, in about" in done.output
+    assert "runs to do, about" in done.output
     assert [p.name for p in tmp_path.iterdir()] == ["results"]
 
 
